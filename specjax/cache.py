@@ -1,0 +1,79 @@
+"""Key/value caches: read the prefix, commit the accepted path.
+
+The slot of a row is its absolute position. A forward pass reads the cache and returns the new rows
+as scratch; `commit_rows` writes them once, to consecutive slots. Rows past the accepted ones may
+be written as well: they lie beyond every prefix length and the next commit covers them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from specjax.config import ModelConfig
+
+
+class KVCache(NamedTuple):
+    """Keys and values, head-major.
+
+    Attributes:
+      k, v: `[L B K S H]` when layers are scanned, else a tuple of L arrays `[B K S H]`.
+    """
+
+    k: Array | tuple[Array, ...]
+    v: Array | tuple[Array, ...]
+
+    def layer(self, i: int) -> tuple[Array, Array]:
+        """Keys and values of one layer, each [B K S H]."""
+        return self.k[i], self.v[i]
+
+
+def empty_cache(cfg: ModelConfig, batch: int, slots: int, layers: int, stacked: bool) -> KVCache:
+    """A zeroed cache of `slots` rows per sequence."""
+    shape = (batch, cfg.num_kv_heads, slots, cfg.head_dim)
+    dtype = jnp.dtype(cfg.compute_dtype)
+    if stacked:
+        return KVCache(*(jnp.zeros((layers, *shape), dtype) for _ in range(2)))
+    return KVCache(*(tuple(jnp.zeros(shape, dtype) for _ in range(layers)) for _ in range(2)))
+
+
+def take_rows(rows: KVCache, index: Int[Array, "B R"]) -> KVCache:
+    """Picks tree rows `index` of each sequence, in that order: [.. B K T H] -> [.. B K R H]."""
+
+    def pick(x):
+        picks = index[:, None, :, None]
+        if x.ndim == 5:
+            picks = picks[None]
+        return jnp.take_along_axis(x, picks, axis=-2)
+
+    return jax.tree.map(pick, rows)
+
+
+def commit_rows(cache: KVCache, rows: KVCache, start: Int[Array, " B"]) -> KVCache:
+    """Writes R consecutive rows of each sequence from slot `start[b]` on.
+
+    Slots must be at least R more than the largest start. One `dynamic_update_slice` per sequence
+    and array: XLA's CPU scatter costs several times that.
+    """
+    flat_cache, tree = jax.tree.flatten(cache)
+    flat_rows = jax.tree.leaves(rows)
+    batch = start.shape[0]
+
+    def write(b, arrays):
+        out = []
+        for array, new in zip(arrays, flat_rows, strict=True):
+            lead = (0,) * (array.ndim - 4)
+            piece = jax.lax.dynamic_slice_in_dim(new, b, 1, axis=new.ndim - 4)
+            out.append(
+                jax.lax.dynamic_update_slice(
+                    array, piece.astype(array.dtype), (*lead, b, 0, start[b], 0)
+                )
+            )
+        return out
+
+    if batch == 1:
+        return jax.tree.unflatten(tree, write(0, flat_cache))
+    return jax.tree.unflatten(tree, jax.lax.fori_loop(0, batch, write, flat_cache))

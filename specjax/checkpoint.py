@@ -1,0 +1,400 @@
+"""Checkpoints on disk: whole training states, and draft heads alone.
+
+This is the only file that knows Orbax. It uses Orbax's v1 API (in 0.12.8 still found under
+``orbax.checkpoint.experimental.v1``) for what it is good at: sharded parallel writes, an atomic
+commit per step, resharding on load. Three things are added here, because Orbax 0.12.8 was seen to
+lack them:
+
+* a manifest of file sizes and CRC-32 sums per checkpoint: one flipped bit in a data file is loaded
+  without a word, and a lost metadata file silently turns the metadata into ``{}``;
+* a record of every array's shape and dtype, so that a mismatch names the array instead of failing
+  deep inside the storage layer, and so that nothing is ever cast silently;
+* errors that name the newest checkpoint that can be used instead.
+
+A tree is stored as a plain nested dict of arrays whatever containers it was made of (optax states
+are named tuples); it is rebuilt from the abstract tree that the caller passes to ``restore``.
+Files in other layouts (Hugging Face safetensors) are the business of ``specjax.models``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint.experimental.v1 as ocp
+
+from specjax.checkpoint_format import (
+    CheckpointError,
+    PyTree,
+    first_line,
+    manifest_problem,
+    match,
+    nest,
+    pack,
+    unpack,
+    write_manifest,
+)
+
+_RECORD = "specjax"  # key of our JSON string in Orbax's custom metadata
+_TMP_MARK = ".orbax-checkpoint-tmp"
+# A draft head borrows these from the policy; a draft-only checkpoint must not carry them.
+_SHARED_WITH_POLICY = frozenset({"embed", "embed_tokens", "embedding", "lm_head", "head_weight"})
+
+
+class PendingSave:
+    """A save that runs in the background."""
+
+    def __init__(self, finish: Callable[[], None]):
+        self._error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                finish()
+            except BaseException as error:  # handed to the waiting thread
+                self._error = error
+
+        # Not a daemon: leaving the program waits for the save instead of cutting it.
+        self._thread = threading.Thread(target=run, name="checkpoint-save")
+        self._thread.start()
+
+    def done(self) -> bool:
+        """True once the save has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Blocks until the save has ended; raises `CheckpointError` (once) if it failed."""
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+class Checkpointer:
+    """Keeps the last few training states of one run under one directory.
+
+    A step is written to a temporary directory and renamed when complete, so a process killed in
+    the middle of a save leaves the earlier checkpoints as they were and the partial one invisible.
+    Older steps are deleted only after the new one is committed. Every process of a multi-host run
+    must make the same calls in the same order.
+
+    Args:
+        directory: holds one sub-directory per step; created when absent.
+        keep_last: number of newest steps that are kept, at least 1.
+    """
+
+    def __init__(self, directory: str | Path, keep_last: int = 3):
+        if keep_last < 1:
+            raise ValueError(f"keep_last: expected at least 1, got {keep_last}")
+        self.directory = Path(directory).absolute()
+        self.keep_last = keep_last
+        _quiet_orbax()
+        self._manager = self._open()
+        self._pending: PendingSave | None = None
+        self._cleaned = False
+        self._rewound_to: int | None = None
+
+    def save(
+        self,
+        step: int,
+        trees: Mapping[str, PyTree],
+        meta: Mapping[str, Any],
+        block: bool = False,
+    ) -> None:
+        """Starts saving one training state; it is committed in the background.
+
+        Arrays are copied before this returns, so they may be donated right after. One save is in
+        flight at a time: a second call first waits for the first.
+
+        Args:
+            step: at least 0 and newer than every step already saved. After `restore` of an older
+                step the newer ones belong to an abandoned future and are removed here.
+            trees: name -> pytree of jax arrays (typed PRNG keys included).
+            meta: anything `json.dumps` takes: data position, controller state, fingerprints.
+            block: wait for the commit.
+
+        Raises:
+            CheckpointError: the previous save failed (that one is named), or, with `block`, this
+                one did. The earlier checkpoints stay loadable.
+            TypeError: a leaf is not a jax array, or `meta` is not JSON.
+        """
+        arrays, record = pack(trees, meta)
+        custom_metadata = {_RECORD: json.dumps(record)}
+        self.wait()
+        self._prepare(step)
+        try:
+            response = self._manager.save_checkpointables_async(
+                step, arrays, custom_metadata=custom_metadata
+            )
+        except Exception as error:
+            self._recover(step)
+            raise self._save_error(step, error) from error
+        if response is None:
+            raise CheckpointError(f"{self.directory}: Orbax declined to save step {step}")
+
+        def finish() -> None:
+            try:
+                response.result()
+                write_manifest(self.directory / str(step))
+            except Exception as error:
+                raise self._save_error(step, error) from error
+
+        self._pending = PendingSave(finish)
+        self._pending_step = step
+        if block:
+            self.wait()
+
+    def wait(self) -> None:
+        """Blocks until no save is in flight; raises `CheckpointError` if the last one failed."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.wait()
+        except CheckpointError:
+            self._recover(self._pending_step)
+            raise
+
+    def all_steps(self) -> list[int]:
+        """Committed steps, oldest first, whether damaged or not."""
+        return sorted(info.step for info in self._manager.checkpoints)
+
+    def latest_step(self) -> int | None:
+        """The newest committed step, or None; partial saves do not count."""
+        steps = self.all_steps()
+        return steps[-1] if steps else None
+
+    def restore(
+        self, step: int | None, abstract_trees: Mapping[str, PyTree]
+    ) -> tuple[dict[str, PyTree], dict[str, Any]]:
+        """Loads a training state into the structure and the sharding that the caller wants.
+
+        Args:
+            step: a committed step, or None for the newest.
+            abstract_trees: name -> pytree of `jax.ShapeDtypeStruct` (or arrays) as wanted. The
+                sharding of each leaf may differ from the one it was saved with; without one the
+                leaf goes to the first local device. Names may be a subset of those saved.
+
+        Returns:
+            (trees, meta), trees with the structure of `abstract_trees`.
+
+        Raises:
+            CheckpointError: there is none, it is damaged (the message names the newest intact
+                older step), or an array is missing or has another shape or dtype.
+        """
+        self.wait()
+        steps = self.all_steps()
+        if not steps:
+            raise CheckpointError(f"{self.directory} holds no complete checkpoint; start afresh")
+        chosen = steps[-1] if step is None else step
+        if chosen not in steps:
+            raise CheckpointError(f"{self.directory} holds no step {chosen}, only {steps}")
+        path = self.directory / str(chosen)
+        record, problem = _inspect(path)
+        if record is None:
+            raise CheckpointError(self._damaged(chosen, problem))
+        abstract = match(abstract_trees, record["trees"], path)
+        try:
+            loaded = self._manager.load_checkpointables(chosen, abstract) if abstract else {}
+        except Exception as error:
+            raise CheckpointError(self._damaged(chosen, first_line(error))) from error
+        if chosen != steps[-1]:
+            self._rewound_to = chosen
+        return unpack(loaded, abstract_trees, record["trees"]), record["meta"]
+
+    def close(self) -> None:
+        """Waits for the save in flight and releases Orbax's threads."""
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    def _open(self) -> ocp.training.Checkpointer:
+        return ocp.training.Checkpointer(
+            self.directory,
+            # The caller decides when to save; Orbax's default policy would skip saves.
+            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
+            preservation_policy=ocp.training.preservation_policies.LatestN(self.keep_last),
+        )
+
+    def _prepare(self, step: int) -> None:
+        """Removes what a killed or rewound run left, and refuses to overwrite anything else."""
+        if not self._cleaned:
+            # Not at construction: a reader must not delete the save that a live run is writing.
+            self._remove_partial("*")
+            self._cleaned = True
+        stale = [saved for saved in self.all_steps() if saved >= step]
+        if self._rewound_to is not None:
+            stale = [saved for saved in self.all_steps() if saved > self._rewound_to]
+            for saved in stale:
+                self._manager.delete(saved)
+            self._rewound_to, stale = None, [s for s in self.all_steps() if s >= step]
+        if stale:
+            raise CheckpointError(
+                f"{self.directory} already holds step {stale[-1]}, so step {step} cannot be "
+                "saved: resume from it, or use another directory"
+            )
+
+    def _recover(self, step: int) -> None:
+        """After a failed save: gives its disk space back and forgets that it was begun."""
+        self._remove_partial(str(step))
+        try:
+            self._manager.close()
+        except Exception:  # it repeats the error that is already being raised
+            pass
+        self._manager = self._open()
+
+    def _remove_partial(self, step: str) -> None:
+        if jax.process_index() == 0:
+            for partial in self.directory.glob(f"{step}{_TMP_MARK}*"):
+                shutil.rmtree(partial, ignore_errors=True)
+
+    def _save_error(self, step: int, error: BaseException) -> CheckpointError:
+        # Orbax's own list already lacks the step that this save would have replaced.
+        names = (path.name for path in self.directory.iterdir())
+        kept = sorted(int(name) for name in names if name.isdigit() and name != str(step))
+        free = shutil.disk_usage(self.directory).free / 2**20
+        return CheckpointError(
+            f"saving step {step} under {self.directory} failed: {first_line(error)} "
+            f"({free:.0f} MiB free on that disk). Earlier checkpoints are untouched: {kept}"
+        )
+
+    def _damaged(self, step: int, problem: str) -> str:
+        text = f"checkpoint {self.directory / str(step)} is damaged: {problem}. "
+        for older in reversed([saved for saved in self.all_steps() if saved < step]):
+            if _inspect(self.directory / str(older))[0] is not None:
+                text += f"The newest intact older one is step {older}: "
+                return text + f"use --resume_step {older}"
+        return text + "No older checkpoint is intact: start afresh in another directory"
+
+
+def save_draft(
+    path: str | Path,
+    draft_params: PyTree,
+    draft_config_meta: Mapping[str, Any],
+    block: bool = False,
+) -> PendingSave:
+    """Saves a draft head alone, without the embedding and lm_head it shares with the policy.
+
+    Args:
+        path: a directory that does not exist yet; it appears when the save is complete.
+        draft_params: nested dict of jax arrays; copied before this returns.
+        draft_config_meta: JSON; what is needed to build the head and to know its policy.
+        block: wait for the commit.
+
+    Returns:
+        The save in flight; its `wait` raises `CheckpointError` if it failed.
+
+    Raises:
+        CheckpointError: the path exists, or the parameters hold a tensor shared with the policy.
+    """
+    path = Path(path).absolute()
+    if path.exists():
+        raise CheckpointError(f"{path} exists: expected a new directory for the draft head")
+    arrays, record = pack({"draft": draft_params}, draft_config_meta)
+    custom_metadata = {_RECORD: json.dumps(record)}
+    if not arrays:
+        raise CheckpointError(f"{path}: expected the parameters of a draft head, got an empty tree")
+    shared = [n for n in record["trees"]["draft"] if _SHARED_WITH_POLICY & set(n.split("/"))]
+    if shared:
+        raise CheckpointError(
+            f"a draft-only checkpoint must not hold tensors of the policy, got {shared}: pass the "
+            "parameters of the head alone"
+        )
+    _quiet_orbax()
+
+    def failed(error: Exception) -> CheckpointError:
+        for partial in path.parent.glob(f"{path.name}{_TMP_MARK}*"):
+            shutil.rmtree(partial, ignore_errors=True)
+        return CheckpointError(f"saving the draft head {path} failed: {first_line(error)}")
+
+    try:
+        response = ocp.save_checkpointables_async(path, arrays, custom_metadata=custom_metadata)
+    except Exception as error:
+        raise failed(error) from error
+
+    def finish() -> None:
+        try:
+            response.result()
+            write_manifest(path)
+        except Exception as error:
+            raise failed(error) from error
+
+    pending = PendingSave(finish)
+    if block:
+        pending.wait()
+    return pending
+
+
+def load_draft(
+    path: str | Path, abstract_params: PyTree | None = None
+) -> tuple[PyTree, dict[str, Any]]:
+    """Loads a draft head that `save_draft` wrote; no policy is needed.
+
+    Args:
+        path: the directory given to `save_draft`.
+        abstract_params: wanted structure, shapes and shardings; None gives a nested dict on the
+            first local device.
+
+    Returns:
+        (draft_params, draft_config_meta).
+
+    Raises:
+        CheckpointError: missing, damaged, not a draft head, or not of the wanted shapes.
+    """
+    path = Path(path).absolute()
+    if not path.is_dir():
+        raise CheckpointError(f"no draft head at {path}")
+    record, problem = _inspect(path)
+    if record is None:
+        raise CheckpointError(f"draft head {path} is damaged or not a checkpoint: {problem}")
+    if set(record["trees"]) != {"draft"}:
+        raise CheckpointError(
+            f"{path} holds {sorted(record['trees'])}: expected a draft-only checkpoint"
+        )
+    if abstract_params is None:
+        saved = record["trees"]["draft"].items()
+        abstract_params = nest(
+            {name: jax.ShapeDtypeStruct(tuple(e["shape"]), e["dtype"]) for name, e in saved}
+        )
+    wanted = {"draft": abstract_params}
+    abstract = match(wanted, record["trees"], path)
+    try:
+        loaded = ocp.load_checkpointables(path, abstract)
+    except Exception as error:
+        raise CheckpointError(f"draft head {path} is damaged: {first_line(error)}") from error
+    return unpack(loaded, wanted, record["trees"])["draft"], record["meta"]
+
+
+def _keep(record: logging.LogRecord) -> bool:
+    return record.exc_info is None or "orbax" not in record.pathname
+
+
+def _quiet_orbax() -> None:
+    """One failed write makes Orbax log the same traceback from a dozen threads before raising it.
+
+    The error reaches the caller as `CheckpointError`; the repetitions would bury it.
+    """
+    logging.getLogger("absl").addFilter(_keep)  # adding the same filter twice does nothing
+
+
+def _inspect(path: Path) -> tuple[dict[str, Any] | None, str]:
+    """(record, "") of an intact checkpoint, else (None, what is wrong with it)."""
+    problem = manifest_problem(path)
+    if problem:
+        return None, problem
+    try:
+        return json.loads(ocp.checkpointables_metadata(path).custom_metadata[_RECORD]), ""
+    except Exception as error:  # whatever Orbax raises, the metadata is unusable
+        return None, f"its metadata cannot be read ({first_line(error)})"

@@ -1,0 +1,201 @@
+"""What a specjax checkpoint holds besides Orbax's own files; no Orbax in here.
+
+Two halves: trees of any containers as nested dicts of arrays with a JSON record of their shapes
+(`pack`, `match`, `unpack`), and the manifest of file sizes and CRC-32 sums that finds damage
+(`write_manifest`, `manifest_problem`). Used by `specjax.checkpoint` alone.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PyTree = Any
+
+_MANIFEST = "specjax_manifest.json"
+# Reading everything back to sum it costs seconds per GB in the background; past this size only
+# file sizes are recorded.
+_CHECKSUM_LIMIT_BYTES = 8 << 30
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is missing, damaged, does not fit, or could not be written."""
+
+
+# --- trees <-> nested dicts of arrays -----------------------------------------------------------
+
+
+def named_leaves(tree: PyTree) -> dict[str, Any]:
+    """Leaves by "/"-joined path, in the order of `jax.tree.leaves`."""
+    named: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        parts = [
+            str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry))))
+            for entry in path
+        ]
+        if any("/" in part or "." in part for part in parts):
+            raise ValueError(f"checkpoint keys must hold neither '/' nor '.', got {parts}")
+        name = "/".join(parts) or "value"
+        if name in named:
+            raise ValueError(f"two leaves of the tree have the same path {name!r}")
+        named[name] = leaf
+    return named
+
+
+def nest(named: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for name, leaf in named.items():
+        *parents, last = name.split("/")
+        node = nested
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = leaf
+    return nested
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def pack(trees: Mapping[str, PyTree], meta: Mapping[str, Any]) -> tuple[dict, dict]:
+    """Splits `trees` into what Orbax stores (nested dicts) and our JSON record of it."""
+    arrays: dict[str, Any] = {}
+    record: dict[str, Any] = {"trees": {}, "meta": meta}
+    for tree_name, tree in trees.items():
+        leaves, entries = {}, {}
+        for name, leaf in named_leaves(tree).items():
+            if isinstance(leaf, np.ndarray) and jnp.asarray(leaf).dtype == leaf.dtype:
+                leaf = jnp.asarray(leaf)
+            if not isinstance(leaf, jax.Array):
+                raise TypeError(
+                    f"{tree_name}/{name}: expected a jax array, got {type(leaf).__name__}; plain "
+                    "numbers and strings belong in `meta`"
+                )
+            impl = None
+            if _is_key(leaf):
+                impl, leaf = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf)
+            leaves[name] = leaf
+            entries[name] = {"shape": leaf.shape, "dtype": str(leaf.dtype), "key_impl": impl}
+        record["trees"][tree_name] = entries
+        if leaves:  # Orbax refuses empty trees; the record alone remembers them
+            arrays[tree_name] = nest(leaves)
+    return arrays, record
+
+
+def match(wanted: Mapping[str, PyTree], saved: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The abstract nested dicts Orbax needs, after comparing every array with the record."""
+    abstract: dict[str, Any] = {}
+    for tree_name, tree in wanted.items():
+        if tree_name not in saved:
+            raise CheckpointError(f"{path} holds {sorted(saved)}, not {tree_name!r}")
+        entries, leaves = saved[tree_name], named_leaves(tree)
+        if set(leaves) != set(entries):
+            raise CheckpointError(
+                f"{path}: {tree_name!r} does not fit the model. In the checkpoint only: "
+                f"{sorted(set(entries) - set(leaves))[:5]}; in the model only: "
+                f"{sorted(set(leaves) - set(entries))[:5]}"
+            )
+        structs = {name: _struct(leaf, entries[name]) for name, leaf in leaves.items()}
+        for name, struct in structs.items():
+            expected = f"{entries[name]['dtype']}{list(entries[name]['shape'])}"
+            got = f"{struct.dtype}{list(struct.shape)}"
+            if expected != got:
+                raise CheckpointError(
+                    f"{path}: {tree_name}/{name} is {expected} in the checkpoint and {got} in "
+                    "the model: use the configuration it was saved with"
+                )
+        if structs:
+            abstract[tree_name] = nest(structs)
+    return abstract
+
+
+def _struct(leaf: Any, entry: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
+    sharding = getattr(leaf, "sharding", None)
+    if _is_key(leaf):
+        # The key's words are an extra trailing axis, which the key's own sharding does not know.
+        leaf, sharding = jax.ShapeDtypeStruct(tuple(entry["shape"]), entry["dtype"]), None
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def unpack(
+    loaded: Mapping[str, Any], wanted: Mapping[str, PyTree], saved: Mapping[str, Any]
+) -> dict[str, PyTree]:
+    trees = {}
+    for tree_name, tree in wanted.items():
+        named = named_leaves(loaded.get(tree_name, {}))
+        leaves = []
+        for name, leaf in named_leaves(tree).items():
+            value, impl = named[name], saved[tree_name][name]["key_impl"]
+            if impl is not None and _is_key(leaf):
+                value = jax.random.wrap_key_data(value, impl=impl)
+                sharding = getattr(leaf, "sharding", None)
+                value = value if sharding is None else jax.device_put(value, sharding)
+            leaves.append(value)
+        trees[tree_name] = jax.tree.unflatten(jax.tree.structure(tree), leaves)
+    return trees
+
+
+# --- integrity ----------------------------------------------------------------------------------
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(f for f in path.rglob("*") if f.is_file() and f.name != _MANIFEST)
+
+
+def _crc32(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def write_manifest(path: Path) -> None:
+    """Written after Orbax's commit: a kill in between leaves a good checkpoint without one."""
+    if jax.process_index() != 0:
+        return
+    sizes = {str(f.relative_to(path)): f.stat().st_size for f in _files(path)}
+    summed = sum(sizes.values()) <= _CHECKSUM_LIMIT_BYTES
+    files = {
+        name: {"size": size, "crc32": _crc32(path / name) if summed else None}
+        for name, size in sizes.items()
+    }
+    partial = path / (_MANIFEST + ".tmp")
+    partial.write_text(json.dumps(files))
+    partial.replace(path / _MANIFEST)
+
+
+def manifest_problem(path: Path) -> str:
+    manifest = path / _MANIFEST
+    if not manifest.exists():
+        return ""
+    try:
+        files = json.loads(manifest.read_text())
+        for name, expected in files.items():
+            file = path / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != expected["size"]:
+                return f"{name} has {file.stat().st_size} bytes, expected {expected['size']}"
+            if expected["crc32"] not in (None, _crc32(file)):
+                return f"{name} has changed since it was written (CRC-32 differs)"
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return f"{_MANIFEST} cannot be used ({first_line(error)})"
+    return ""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the deepest cause: Orbax wraps the error that matters several times."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__

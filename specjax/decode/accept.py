@@ -1,0 +1,141 @@
+"""Acceptance rules: pure functions of (tree, target logits, draft, randomness).
+
+`coupled`: walk down from the root; at each node the target's perturbed argmax is emitted, and the
+walk goes on while that token is a child. The tokens do not depend on the tree (Daliri et al. 2024).
+`block`: verification of a whole chain at once (Sun et al. 2024, "Block Verification"): never accepts
+less than token-wise rejection, exact in distribution, needs sampled drafts and their q.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from specjax.decode import rng, sampling
+from specjax.decode.tree import Tree
+
+
+class Acceptance(NamedTuple):
+    """What one round emits, before stop tokens and limits.
+
+    Attributes:
+      tokens: [B E] emitted tokens, E = steps + 1; entries past `count` are garbage.
+      path: [B E] tree row after which each token was emitted; path[:, 0] is the root.
+      count: [B] tokens emitted, 1 + accepted drafts.
+    """
+
+    tokens: Int[Array, "B E"]
+    path: Int[Array, "B E"]
+    count: Int[Array, " B"]
+
+
+def accept_coupled(
+    tree: Tree, tokens: Int[Array, "B T"], chosen: Int[Array, "B T"]
+) -> Acceptance:
+    """The walk, for any tree.
+
+    Args:
+      tokens: drafted tokens, row 0 the root.
+      chosen: at each row the token that the target picks next, argmax of its perturbed logits.
+    """
+    batch = tokens.shape[0]
+    survives = [jnp.ones((batch,), bool)] + [None] * (tree.rows - 1)
+    for row in range(1, tree.rows):
+        parent = int(tree.parent[row])
+        survives[row] = survives[parent] & (tokens[:, row] == chosen[:, parent])
+    alive = jnp.stack(survives, axis=1)
+    # Siblings hold distinct tokens, so at most one row of a level survives.
+    path = jnp.stack(
+        [start + jnp.argmax(alive[:, start:stop], axis=1) for start, stop in tree.levels], axis=1
+    )
+    count = sum(alive[:, start:stop].any(axis=1) for start, stop in tree.levels)
+    emitted = jnp.take_along_axis(chosen, path, axis=1)
+    return Acceptance(emitted, path.astype(jnp.int32), count.astype(jnp.int32))
+
+
+def block_thresholds(p: Float[Array, "B E V"], q: Float[Array, "B K V"], drafted: Array):
+    """Running weights P_i and thresholds h_i of block verification.
+
+    P_0 = 1; P_i = min(P_{i-1} p(x_i)/q(x_i), 1); S_i = sum over V of (P_i p - q)+ at position i+1;
+    h_i = S_i / (S_i + 1 - P_i) for i < K; h_K = P_K. Draft prefix i is kept if its coin is below h_i.
+
+    Args:
+      p: target probabilities at rows 0..K. q: draft probabilities of x_1..x_K. drafted: [B K].
+
+    Returns:
+      P [B, K+1] and h [B, K+1], both with entry 0 for the empty prefix (h_0 is not tested).
+    """
+    steps = drafted.shape[1]
+    p_drafted = jnp.take_along_axis(p[:, :-1], drafted[..., None], -1)[..., 0]
+    q_drafted = jnp.take_along_axis(q, drafted[..., None], -1)[..., 0]
+    weight = jnp.ones(drafted.shape[0])
+    weights, thresholds = [weight], [jnp.ones_like(weight)]
+    for i in range(steps):
+        # q(x) = 0 cannot be drawn; a zero there means a broken draft, which is rejected.
+        ratio = jnp.where(q_drafted[:, i] > 0, p_drafted[:, i] / q_drafted[:, i], 0.0)
+        weight = jnp.minimum(weight * ratio, 1.0)
+        weights.append(weight)
+        if i + 1 < steps:
+            surplus = jnp.maximum(weight[:, None] * p[:, i + 1] - q[:, i + 1], 0.0).sum(-1)
+            total = surplus + 1.0 - weight
+            thresholds.append(jnp.where(total > 0, surplus / total, 1.0))
+        else:
+            thresholds.append(weight)
+    return jnp.stack(weights, 1), jnp.stack(thresholds, 1)
+
+
+def accept_block(
+    tree: Tree,
+    tokens: Int[Array, "B T"],
+    p: Float[Array, "B T V"],
+    q: Float[Array, "B K V"],
+    coins: Float[Array, "B K"],
+    residual_noise: Float[Array, "B V"],
+) -> Acceptance:
+    """Block verification of a chain. Row i of the tree is the i-th drafted token.
+
+    Args:
+      coins: uniform in (0, 1), one per drafted token; all are tested, none is tested twice.
+      residual_noise: Gumbel noise for the one token that is not a draft.
+    """
+    if not tree.is_chain:
+        raise ValueError("block acceptance is exact for chains only; use coupled for trees")
+    steps = tree.steps
+    drafted = tokens[:, 1:]
+    weights, thresholds = block_thresholds(p, q, drafted)
+    kept = coins < thresholds[:, 1:]
+    accepted = jnp.max(jnp.where(kept, jnp.arange(1, steps + 1), 0), axis=1)
+    weight = jnp.take_along_axis(weights, accepted[:, None], 1)
+    p_next = jnp.take_along_axis(p, accepted[:, None, None], 1)[:, 0]
+    q_padded = jnp.concatenate([q, jnp.zeros_like(q[:, :1])], axis=1)
+    q_next = jnp.take_along_axis(q_padded, accepted[:, None, None], 1)[:, 0]
+    weight = jnp.where(accepted[:, None] == steps, 1.0, weight)
+    residual = jnp.maximum(weight * p_next - q_next, 0.0)
+    # Rounding can leave an empty residual where p = q; the target itself is then the limit.
+    residual = jnp.where(residual.sum(-1, keepdims=True) > 0, residual, p_next)
+    final = jnp.argmax(jnp.log(residual) + residual_noise, axis=-1)
+    index = jnp.arange(steps + 1)
+    shifted = jnp.concatenate([drafted, drafted[:, :1]], axis=1)
+    emitted = jnp.where(index == accepted[:, None], final[:, None], shifted)
+    path = jnp.broadcast_to(jnp.asarray(np.arange(steps + 1), jnp.int32), emitted.shape)
+    return Acceptance(emitted.astype(jnp.int32), path, accepted.astype(jnp.int32) + 1)
+
+
+def accept(mode: str, tree: Tree, tokens, logits, temperature, noise, draft_logits, keys, root):
+    """Dispatches on the acceptance mode; see `accept_coupled` and `accept_block`.
+
+    Args:
+      tokens: [B T]. logits: target's, [B T V]. noise: [B E V], entry d decides position root+1+d.
+      draft_logits: [B K V] (`block`). keys: request keys. root: [B] root positions.
+    """
+    if mode == "coupled":
+        scores = sampling.perturbed(logits, temperature, noise[:, tree.depth])
+        return accept_coupled(tree, tokens, jnp.argmax(scores, axis=-1).astype(jnp.int32))
+    p = sampling.probabilities(logits, temperature)
+    q = sampling.probabilities(draft_logits, temperature)
+    coins = rng.round_coins(keys, root, tree.steps)
+    residual_noise = rng.round_noise(keys, rng.RESIDUAL, root, 0, logits.shape[-1])
+    return accept_block(tree, tokens, p, q, coins, residual_noise)

@@ -1,0 +1,162 @@
+"""The multi-token-prediction draft head (DeepSeek-V3, arXiv 2412.19437, section 2.2; MiMo).
+
+Row j takes (h_j, e(x_{j+1})): the target's state after token j and the embedding of the token that
+followed. It predicts x_{j+2}. Drafting deeper feeds the head its own output in place of h. The head
+owns its projection, layer(s) and norms; embedding and language-model head are the policy's, read
+only.
+
+Module s predicts at step s; a head with fewer modules than steps repeats its last module. In
+training and in decoding alike, a query of step s of the last module sees that module's base rows
+up to its own position, and of the later steps only its own rows (EAGLE-3's training-time test).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from specjax.cache import KVCache
+from specjax.config import ModelConfig
+from specjax.kernels import dispatch
+from specjax.models.layers import INIT_STD, Block, dense, rms_norm
+from specjax.models.rope import rope_tables
+from specjax.models.transformer import Params
+
+
+class MTPModule(nnx.Module):
+    """Norms of both inputs, their projection to D, one decoder layer, and a final norm."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        self.cfg = cfg
+        d, dtype = cfg.hidden_size, jnp.dtype(cfg.param_dtype)
+        self.embed_norm = nnx.Param(jnp.ones((d,), dtype))
+        self.hidden_norm = nnx.Param(jnp.ones((d,), dtype))
+        draw = jax.random.normal(rngs.params(), (2 * d, d), jnp.float32)
+        self.proj = nnx.Param((INIT_STD * draw).astype(dtype))
+        self.layer = Block(cfg, rngs)
+        self.norm = nnx.Param(jnp.ones((d,), dtype))
+
+    def inputs(self, hidden: Float[Array, "B T D"], embedded: Float[Array, "B T D"]) -> Array:
+        """The layer's input; `mtp_concat` says which half of `proj` belongs to which operand."""
+        eps = self.cfg.rms_norm_eps
+        e = rms_norm(embedded, self.embed_norm[...], eps)
+        h = rms_norm(hidden.astype(embedded.dtype), self.hidden_norm[...], eps)
+        halves = [e, h] if self.cfg.mtp_concat == "embedding_first" else [h, e]
+        return dense(jnp.concatenate(halves, -1), self.proj[...].astype(e.dtype))
+
+    def outputs(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
+        """(state for the language-model head, state to recycle as h of the next step)."""
+        normed = rms_norm(x, self.norm[...], self.cfg.rms_norm_eps)
+        return normed, (normed if self.cfg.mtp_recycle == "post_norm" else x)
+
+
+class MTPHead(nnx.Module):
+    """`mtp_num_layers` modules; step s uses module min(s, mtp_num_layers - 1)."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        if cfg.mtp_num_layers < 1:
+            raise ValueError(
+                f"an MTP head needs mtp_num_layers >= 1, got {cfg.mtp_num_layers}; set it in the "
+                "model config"
+            )
+        self.cfg = cfg
+        self.blocks = nnx.List([MTPModule(cfg, rngs) for _ in range(cfg.mtp_num_layers)])
+
+    def module_for(self, step: int) -> tuple[int, MTPModule]:
+        index = min(step, len(self.blocks) - 1)
+        return index, self.blocks[index]
+
+    def decode(
+        self,
+        index: int,
+        hidden: Float[Array, "B T D"],
+        embedded: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        cache: tuple[Array, Array],
+        scratch: tuple[Array, Array] | None,
+        prefix_len: Int[Array, " B"],
+        visible_bits: Array,
+    ):
+        """Module `index` over T rows against its cache, and the scratch rows that came before.
+
+        `visible_bits` numbers the scratch rows first, then the T rows themselves.
+
+        Returns:
+          states for the head [B T D], states to recycle [B T D], all scratch keys and values.
+        """
+        module = self.blocks[index]
+        x = module.inputs(hidden, embedded)
+        cos, sin = rope_tables(self.cfg, positions)
+        q, k, v = module.layer.qkv(x, cos, sin)
+        if scratch is not None:
+            k = jnp.concatenate([scratch[0], k], axis=2)
+            v = jnp.concatenate([scratch[1], v], axis=2)
+        attended = dispatch.tree_attention(q, k, v, *cache, prefix_len, visible_bits)
+        normed, recycled = module.outputs(module.layer.finish(x, attended))
+        return normed, recycled, (k, v)
+
+    def prefill(
+        self, hidden: Float[Array, "B S D"], embedded: Float[Array, "B S D"], lengths: Array
+    ) -> KVCache:
+        """Keys and values of every module for rows 0..S-1; row j holds (h_j, e(x_{j+1})).
+
+        Args:
+          hidden: the target's states. embedded: embeddings of the prompt, not shifted.
+          lengths: prompt lengths [B]; rows past them are garbage that no query will see.
+        """
+        b, s, _ = hidden.shape
+        positions = jnp.broadcast_to(jnp.arange(s), (b, s))
+        segments = (positions < lengths[:, None]).astype(jnp.int32)
+        keys, values = [], []
+        for step, module in enumerate(self.blocks):
+            shifted = jnp.roll(embedded, -(step + 1), axis=1)
+            x = module.inputs(hidden, shifted)
+            q, k, v = module.layer.qkv(x, *rope_tables(self.cfg, positions + step))
+            attended = dispatch.causal_attention(q, k, v, segments)
+            _, hidden = module.outputs(module.layer.finish(x, attended))
+            keys.append(k)
+            values.append(v)
+        return KVCache(tuple(keys), tuple(values))
+
+    def unroll(
+        self,
+        hidden: Float[Array, "R S D"],
+        step_embeddings: list[Float[Array, "R S D"]],
+        positions: Int[Array, "R S"],
+        segment_ids: Int[Array, "R S"],
+    ) -> list[Float[Array, "R S D"]]:
+        """Training forward over `len(step_embeddings)` recursive steps on packed rows.
+
+        Args:
+          hidden: the target's states, detached.
+          step_embeddings: entry s holds e(x_{t+1+s}) at index t, rolled within segments.
+
+        Returns:
+          per step, states for the language-model head; index t of step s predicts x_{t+2+s}.
+        """
+        outputs, base, own = [], None, []
+        for step, embedded in enumerate(step_embeddings):
+            index, module = self.module_for(step)
+            x = module.inputs(hidden, embedded)
+            q, k, v = module.layer.qkv(x, *rope_tables(self.cfg, positions + step))
+            if step == index:  # the module's first use: its rows are the base rows
+                base, own = (k, v), []
+                attended = dispatch.causal_attention(q, k, v, segment_ids)
+            else:
+                own.append((k, v))
+                attended = dispatch.causal_attention_with_own(q, *base, own, segment_ids)
+            normed, hidden = module.outputs(module.layer.finish(x, attended))
+            outputs.append(normed)
+        return outputs
+
+
+def init_head_params(cfg: ModelConfig, seed: int = 0) -> Params:
+    """Random head parameters as a plain nested dict."""
+    return nnx.to_pure_dict(nnx.state(MTPHead(cfg, nnx.Rngs(seed)), nnx.Param))
+
+
+def head_graphdef(cfg: ModelConfig):
+    """The static half of a head; merge it with parameters inside a jitted function."""
+    return nnx.split(nnx.eval_shape(lambda: MTPHead(cfg, nnx.Rngs(0))))[0]

@@ -1,0 +1,149 @@
+"""Compiled programs over one decode state: admit prompts, run a chunk. No policy decides here.
+
+Every program is held as a `.lower().compile()` executable, which refuses other shapes, so that
+nothing compiles behind the caller's back; `compilations` counts what was built.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from specjax import sharding
+from specjax.config import ModelConfig, Strategy
+from specjax.decode.admit import Admission, admit
+from specjax.decode.round import plain_round, run_chunk, spec_round
+from specjax.decode.state import DecodeState, empty_state
+from specjax.decode.tree import build_tree
+from specjax.draft.mtp import head_graphdef
+from specjax.models.transformer import Params, graphdef, unroll_layers
+
+
+class Runner:
+    """The device side of one engine: parameters, state, executables.
+
+    Args:
+      cfg: model config; `scan_layers` decides the parameter and cache layout of decoding.
+      strategy: None is plain decoding.
+      mode: acceptance mode.
+      batch: slots. max_len: prompt and generated tokens of a slot at most.
+      stop_width: stop tokens per request at most.
+      mesh: shard parameters and state over it; None is the default device.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        strategy: Strategy | None,
+        mode: str,
+        batch: int,
+        max_len: int,
+        stop_width: int = 8,
+        mesh: jax.sharding.Mesh | None = None,
+    ):
+        self.cfg, self.strategy, self.mode = cfg, strategy, mode
+        self.batch, self.max_len, self.stop_width, self.mesh = batch, max_len, stop_width, mesh
+        self.tree = build_tree(strategy) if strategy else None
+        self.params: Params | None = None
+        self.head: Params | None = None
+        self.state: DecodeState | None = None
+        self.compilations = 0
+        self._chunk = None
+        self._admit: dict[tuple[int, int], object] = {}
+        self._layout = None
+
+    @property
+    def steps(self) -> int:
+        return self.tree.steps if self.tree else 0
+
+    def set_params(self, params: Params, head: Params | None) -> None:
+        """Takes stacked policy parameters (and a head) into the decode layout and sharding."""
+        if self._layout is None:
+            self._layout = self._build_layout()
+        self.params = self._layout(params)
+        if self.tree is not None:
+            if head is None:
+                raise ValueError(
+                    "speculation needs a draft head, got none; pass the head's parameters or use "
+                    "spec=None"
+                )
+            self.head = self._place_params(head)
+
+    def _build_layout(self):
+        def convert(params):
+            dtype = jnp.dtype(self.cfg.compute_dtype)
+            params = jax.tree.map(lambda a: a.astype(dtype), params)
+            return params if self.cfg.scan_layers else unroll_layers(params, self.cfg.num_layers)
+
+        if self.mesh is None:
+            return jax.jit(convert)
+        return lambda params: self._place_params(jax.jit(convert)(params))
+
+    def _place_params(self, params: Params) -> Params:
+        if self.mesh is None:
+            return params
+        return jax.device_put(params, sharding.param_shardings(self.mesh, params))
+
+    def reset(self) -> None:
+        """Empties every slot."""
+        if self.state is None:
+            make = functools.partial(
+                empty_state, self.cfg, self.batch, self.max_len, self.steps, self.stop_width
+            )
+            if self.mesh is None:
+                self.state = jax.jit(make)()
+            else:
+                shardings = sharding.state_shardings(self.mesh, jax.eval_shape(make))
+                self.state = jax.jit(make, out_shardings=shardings)()
+            return
+        self.state = self.state._replace(finish=self.state.finish * 0 + 3)
+
+    def admit(self, new: Admission) -> None:
+        """Prefills and places requests; one executable per (requests, padded prompt length)."""
+        key = new.tokens.shape
+        if key not in self._admit:
+            def program(params, head, state, new):
+                return admit(*self._modules(params, head), state, new)
+
+            self._admit[key] = self._compile(program, self.params, self.head, self.state, new)
+        self.state = self._admit[key](self.params, self.head, self.state, new)
+
+    def chunk(self, max_rounds: int, leave_early: bool) -> int:
+        """Runs up to `max_rounds` rounds; returns how many ran."""
+        inputs = (
+            self.params, self.head, self.state, np.int32(max_rounds), np.bool_(leave_early)
+        )  # fmt: skip
+        if self._chunk is None:
+            def program(params, head, state, max_rounds, leave_early):
+                model, head = self._modules(params, head)
+                return run_chunk(
+                    lambda s: self._round(model, head, s), state, max_rounds, leave_early
+                )
+
+            self._chunk = self._compile(program, *inputs)
+        self.state, rounds = self._chunk(*inputs)
+        return int(rounds)
+
+    def _round(self, model, head, state):
+        if self.tree is None:
+            return plain_round(model, state)
+        return spec_round(model, head, self.tree, self.mode, state)
+
+    def _modules(self, params, head):
+        layout = "stacked" if self.cfg.scan_layers else "unrolled"
+        model = nnx.merge(graphdef(self.cfg, layout), params)
+        return model, (nnx.merge(head_graphdef(self.cfg), head) if self.tree else None)
+
+    def _compile(self, program, *inputs):
+        self.compilations += 1
+        out_shardings = None
+        if self.mesh is not None:  # the state must come back as it went in
+            state_out = jax.tree.map(lambda a: a.sharding, self.state)
+            is_chunk = len(inputs) == 5
+            out_shardings = (state_out, None) if is_chunk else state_out
+        jitted = jax.jit(program, donate_argnums=2, out_shardings=out_shardings)
+        return jitted.lower(*inputs).compile()

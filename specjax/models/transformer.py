@@ -1,0 +1,186 @@
+"""One decoder-only transformer, driven by `ModelConfig`: Llama 3, Qwen2, Qwen3, MiMo.
+
+Three ways through the same layers: `hidden` (training on packed rows), `prefill` (prompts, keys and
+values out) and `decode` (tree rows against a read-only cache, new keys and values out). The cache
+is never written inside the layer loop: new rows leave as outputs and `specjax.cache` commits them.
+
+Parameters come in two layouts. `stacked` keeps one array per weight for all layers, for training,
+sharding and checkpoints. `unrolled` keeps one array per weight and layer, for small decode models:
+slicing a stacked weight inside a decode loop would copy it every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from specjax.cache import KVCache
+from specjax.config import ModelConfig
+from specjax.kernels import dispatch
+from specjax.models.layers import INIT_STD, Block, rms_norm
+from specjax.models.rope import rope_tables
+
+Params = dict
+
+
+class Transformer(nnx.Module):
+    """Embedding, layers, final norm, and a language-model head that may be the embedding."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, layout: str = "stacked"):
+        self.cfg = cfg
+        dtype = jnp.dtype(cfg.param_dtype)
+
+        def table(*shape):
+            draw = jax.random.normal(rngs.params(), shape, jnp.float32)
+            return nnx.Param((INIT_STD * draw).astype(dtype))
+
+        self.embed = table(cfg.vocab_size, cfg.hidden_size)
+        if layout == "stacked":
+            self.layers = Block(cfg, rngs, stack=cfg.num_layers)
+        else:
+            self.layers = nnx.List([Block(cfg, rngs) for _ in range(cfg.num_layers)])
+        self.norm = nnx.Param(jnp.ones((cfg.hidden_size,), dtype))
+        if not cfg.tie_embeddings:
+            self.lm_head = table(cfg.hidden_size, cfg.vocab_size)
+
+    # --- three ways through the layers -------------------------------------------------------
+
+    def hidden(
+        self,
+        tokens: Int[Array, "B S"],
+        positions: Int[Array, "B S"],
+        segment_ids: Int[Array, "B S"],
+    ) -> Float[Array, "B S D"]:
+        """States before the final norm, causal within segments (0 pads)."""
+        x, _ = self._forward(
+            tokens,
+            positions,
+            lambda q, k, v, _: dispatch.causal_attention(q, k, v, segment_ids),
+            keep_kv=False,
+        )
+        return x
+
+    def prefill(
+        self, tokens: Int[Array, "B S"], lengths: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B S D"], KVCache]:
+        """States before the final norm, and every layer's keys and values for the S positions."""
+        index = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        segment_ids = (index < lengths[:, None]).astype(jnp.int32)
+        return self._forward(
+            tokens,
+            index,
+            lambda q, k, v, _: dispatch.causal_attention(q, k, v, segment_ids),
+        )
+
+    def decode(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: KVCache,
+        prefix_len: Int[Array, " B"],
+        visible_bits: Array,
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """States before the final norm for T tree rows, and their keys and values as scratch."""
+
+        def attend(q, k, v, layer_cache):
+            return dispatch.tree_attention(q, k, v, *layer_cache, prefix_len, visible_bits)
+
+        return self._forward(tokens, positions, attend, cache)
+
+    # --- between tokens, states and logits -----------------------------------------------------
+
+    def embed_tokens(self, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
+        return embed_tokens(self.embed[...], tokens, self.cfg)
+
+    def draft_hidden(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """The state that the draft head is given for a row."""
+        return x if self.cfg.mtp_target_hidden == "pre_norm" else self.final_norm(x)
+
+    def final_norm(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        return rms_norm(x, self.norm[...], self.cfg.rms_norm_eps)
+
+    def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        """Float32 logits of states before the final norm."""
+        return lm_logits(self.final_norm(x), self.head_weight())
+
+    def head_weight(self) -> Float[Array, "D V"]:
+        return self.embed[...].T if self.cfg.tie_embeddings else self.lm_head[...]
+
+    # --- the layer loop --------------------------------------------------------------------------
+
+    def _forward(self, tokens, positions, attend: Callable, cache=None, keep_kv=True):
+        x = self.embed_tokens(tokens)
+        cos, sin = rope_tables(self.cfg, positions)
+
+        def layer(block, x, layer_cache):
+            q, k, v = block.qkv(x, cos, sin)
+            x = block.finish(x, attend(q, k, v, layer_cache))
+            return x, ((k, v) if keep_kv else None)
+
+        return run_layers(self.layers, self.cfg, layer, x, cache, keep_kv)
+
+
+def run_layers(layers, cfg: ModelConfig, layer: Callable, x, cache: KVCache | None, keep_kv: bool):
+    """Runs `layer(block, x, (k, v))` over all layers; scanned or unrolled, see the module text."""
+    if not isinstance(layers, Block):
+        rows = []
+        for i, block in enumerate(layers):
+            x, new = layer(block, x, None if cache is None else cache.layer(i))
+            rows.append(new)
+        return x, _collect(rows) if keep_kv else None
+
+    graphdef, state = nnx.split(layers)
+
+    def body(x, inputs):
+        layer_state, layer_cache = inputs
+        return layer(nnx.merge(graphdef, layer_state), x, layer_cache)
+
+    if cfg.remat:
+        body = jax.checkpoint(body)
+    if cfg.scan_layers:
+        stacked = None if cache is None else (cache.k, cache.v)
+        x, new = jax.lax.scan(body, x, (state, stacked))
+        return x, KVCache(*new) if keep_kv else None
+    rows = []
+    for i in range(cfg.num_layers):
+        here = jax.tree.map(lambda a, i=i: a[i], state)
+        x, new = body(x, (here, None if cache is None else cache.layer(i)))
+        rows.append(new)
+    return x, _collect(rows) if keep_kv else None
+
+
+def _collect(rows: list) -> KVCache:
+    return KVCache(tuple(k for k, _ in rows), tuple(v for _, v in rows))
+
+
+def embed_tokens(embed: Float[Array, "V D"], tokens: Int[Array, "..."], cfg: ModelConfig) -> Array:
+    """Embeddings in the compute dtype; ids are clamped, for an out-of-range `take` fills NaN."""
+    safe = jnp.clip(tokens, 0, cfg.vocab_size - 1)
+    return jnp.take(embed, safe, axis=0).astype(jnp.dtype(cfg.compute_dtype))
+
+
+def lm_logits(normed: Float[Array, "... D"], head: Float[Array, "D V"]) -> Float[Array, "... V"]:
+    """Float32 logits of normed states."""
+    return jnp.matmul(normed, head.astype(normed.dtype), preferred_element_type=jnp.float32)
+
+
+def init_params(cfg: ModelConfig, seed: int = 0) -> Params:
+    """Random stacked parameters as a plain nested dict."""
+    return nnx.to_pure_dict(nnx.state(Transformer(cfg, nnx.Rngs(seed)), nnx.Param))
+
+
+def graphdef(cfg: ModelConfig, layout: str = "stacked"):
+    """The static half of a model; `nnx.merge(graphdef(cfg), params)` gives the module in a jit."""
+    return nnx.split(nnx.eval_shape(lambda: Transformer(cfg, nnx.Rngs(0), layout)))[0]
+
+
+def unroll_layers(params: Params, num_layers: int) -> Params:
+    """Stacked parameters to the `unrolled` layout."""
+    layers = {
+        i: jax.tree.map(lambda a, i=i: a[i], params["layers"]) for i in range(num_layers)
+    }
+    return {**params, "layers": layers}

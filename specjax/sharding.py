@@ -1,0 +1,133 @@
+"""Mesh axes, and one table from logical to physical axes.
+
+Every weight names its axes once, here, by the name of its leaf; optimizer states carry the same
+leaf names and so inherit the table. A dimension that does not divide by its mesh axes is kept whole
+and reported by `replicated_dims`, never silently cut differently.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+
+MESH_AXES = ("data", "fsdp", "tp")
+
+PHYSICAL = {
+    "batch": ("data", "fsdp"),
+    "vocab": ("tp",),
+    "embed": ("fsdp",),
+    "heads": ("tp",),
+    "mlp": ("tp",),
+    None: (),
+}
+
+# Leaf name -> logical axes of one layer; stacked weights get a leading axis that is never split.
+LOGICAL = {
+    "embed": ("vocab", "embed"),
+    "lm_head": ("embed", "vocab"),
+    "q": ("embed", "heads"),
+    "k": ("embed", "heads"),
+    "v": ("embed", "heads"),
+    "o": ("heads", "embed"),
+    "q_bias": ("heads",),
+    "k_bias": ("heads",),
+    "v_bias": ("heads",),
+    "gate": ("embed", "mlp"),
+    "up": ("embed", "mlp"),
+    "down": ("mlp", "embed"),
+    "proj": (None, "embed"),
+}
+
+
+@dataclasses.dataclass
+class MeshConfig:
+    """Devices per mesh axis; their product must be the number of devices, 1 1 1 is no mesh."""
+
+    data: int = 1
+    fsdp: int = 1
+    tp: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.data * self.fsdp * self.tp
+
+
+def make_mesh(config: MeshConfig) -> jax.sharding.Mesh | None:
+    """A mesh over the first `config.size` devices; None when the config asks for one device.
+
+    Raises:
+      ValueError: there are fewer devices than the axes ask for.
+    """
+    if config.size == 1:
+        return None
+    devices = jax.devices()
+    if len(devices) < config.size:
+        raise ValueError(
+            f"mesh data={config.data} fsdp={config.fsdp} tp={config.tp} needs {config.size} "
+            f"devices, got {len(devices)}; on CPU set XLA_FLAGS="
+            f"--xla_force_host_platform_device_count={config.size}"
+        )
+    grid = np.array(devices[: config.size]).reshape(config.data, config.fsdp, config.tp)
+    return jax.sharding.Mesh(grid, MESH_AXES)
+
+
+def spec_for(mesh: jax.sharding.Mesh, axes: tuple, shape: tuple[int, ...]) -> jax.P:
+    """Physical spec of an array from its logical axes; indivisible dimensions stay whole."""
+    entries = []
+    for name, size in zip(axes, shape, strict=True):
+        physical = PHYSICAL[name]
+        ways = math.prod(mesh.shape[a] for a in physical)
+        entries.append(physical if physical and size % ways == 0 else None)
+    return jax.P(*entries)
+
+
+def _leaf_axes(path, shape: tuple[int, ...]) -> tuple:
+    names = [str(getattr(p, "key", getattr(p, "name", p))) for p in path]
+    axes = next((LOGICAL[n] for n in reversed(names) if n in LOGICAL), None)
+    if axes is None or len(shape) < len(axes):
+        return (None,) * len(shape)
+    return (None,) * (len(shape) - len(axes)) + axes
+
+
+def param_shardings(mesh: jax.sharding.Mesh, tree):
+    """NamedShardings for parameters, gradients or optimizer states (arrays or shape structs)."""
+
+    def one(path, leaf):
+        return jax.NamedSharding(mesh, spec_for(mesh, _leaf_axes(path, leaf.shape), leaf.shape))
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def batch_sharding(mesh: jax.sharding.Mesh, array) -> jax.NamedSharding:
+    """Rows over the data axes, everything else whole."""
+    axes = ("batch",) + (None,) * (array.ndim - 1)
+    return jax.NamedSharding(mesh, spec_for(mesh, axes, array.shape))
+
+
+def state_shardings(mesh: jax.sharding.Mesh, state):
+    """Shardings of a decode state: slots over the data axes, key/value heads over `tp`."""
+
+    def one(path, leaf):
+        in_cache = any(getattr(p, "name", None) == "cache" for p in path)
+        if in_cache:
+            axes = (None,) * (leaf.ndim - 4) + ("batch", "heads", None, None)
+        else:
+            axes = ("batch",) + (None,) * (leaf.ndim - 1)
+        return jax.NamedSharding(mesh, spec_for(mesh, axes, leaf.shape))
+
+    return jax.tree_util.tree_map_with_path(one, state)
+
+
+def replicated_dims(mesh: jax.sharding.Mesh, tree) -> list[str]:
+    """Lines that name each weight dimension which the mesh should have split and could not."""
+    lines = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        for name, size in zip(_leaf_axes(path, leaf.shape), leaf.shape, strict=True):
+            ways = math.prod(mesh.shape[a] for a in PHYSICAL[name])
+            if size % ways:
+                where = jax.tree_util.keystr(path)
+                lines.append(f"{where}: {name} of size {size} does not divide by {ways}")
+    return lines
