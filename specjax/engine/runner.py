@@ -17,7 +17,7 @@ from specjax import sharding
 from specjax.config import ModelConfig, Strategy
 from specjax.decode.admit import Admission, admit
 from specjax.decode.round import plain_round, run_chunk, spec_round
-from specjax.decode.state import DecodeState, empty_state
+from specjax.decode.state import EMPTY, DecodeState, empty_state
 from specjax.decode.tree import build_tree
 from specjax.draft.mtp import head_graphdef
 from specjax.models.transformer import Params, graphdef, unroll_layers
@@ -100,7 +100,9 @@ class Runner:
                 shardings = sharding.state_shardings(self.mesh, jax.eval_shape(make))
                 self.state = jax.jit(make, out_shardings=shardings)()
             return
-        self.state = self.state._replace(finish=self.state.finish * 0 + 3)
+        empty = np.full((self.batch,), EMPTY, np.int32)
+        finish = jax.device_put(empty, self.state.finish.sharding)
+        self.state = self.state._replace(finish=finish)
 
     def admit(self, new: Admission) -> None:
         """Prefills and places requests; one executable per (requests, padded prompt length)."""

@@ -17,6 +17,7 @@ NEG_INF = -1e30
 def unpack_bits(words: UInt32[Array, "T W"], rows: int) -> jnp.ndarray:
     """Ancestor bitmask words to booleans [T, rows]: bit j of row t is set iff t may see row j."""
     index = jnp.arange(rows)
+    words = jnp.asarray(words)
     return ((words[:, index // 32] >> (index % 32).astype(jnp.uint32)) & 1).astype(bool)
 
 

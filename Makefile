@@ -1,0 +1,62 @@
+# Everything runs in .venv, which the first target that needs it creates. `make help` lists targets.
+#   make rl ARGS="steps=5"        settings are passed on to the program
+#   make test PYTHON=/path/to/python3.12
+VENV ?= .venv
+PYTHON ?=
+CONFIG ?= configs/sums.yaml
+ARGS ?=
+JOBS ?= 2
+
+STAMP := $(VENV)/.installed
+BIN := $(VENV)/bin
+# Compiled programs are kept between runs; JAX_PLATFORMS is left alone so that a GPU is used.
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
+
+.DEFAULT_GOAL := help
+.PHONY: help install rl test test-full lint clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1@\2/' | column -t -s @ 2>/dev/null \
+	  || grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## create .venv and install specjax with its development tools
+
+rl: $(STAMP) ## train the embedded policy with GRPO and speculative rollouts
+	$(BIN)/python -m train.rl --config $(CONFIG) $(ARGS)
+
+test: $(STAMP) ## ruff and the tests, those marked slow left out
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest -q -n $(JOBS) -m "not slow" $(ARGS)
+
+test-full: $(STAMP) ## ruff and every test
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest -q -n $(JOBS) $(ARGS)
+
+lint: $(STAMP) ## ruff alone
+	$(BIN)/ruff check .
+
+clean: ## remove .venv, caches and build products (runs/ is kept)
+	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A name on the PATH proves nothing (pyenv's shims exist for versions that are not active), so each
+# candidate is run. The stamp makes the install happen once per change of what is installed.
+$(STAMP): pyproject.toml constraints.txt
+	@set -e; \
+	works() { "$$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }; \
+	if ! works $(BIN)/python; then \
+	  python=; \
+	  for candidate in $(or $(PYTHON),python3.12 python3.11 python3); do \
+	    if works $$candidate; then python=$$candidate; break; fi; \
+	  done; \
+	  if [ -z "$$python" ]; then \
+	    echo "make: none of [$(or $(PYTHON),python3.12 python3.11 python3)] is a working Python >= 3.11 with venv; name one: make PYTHON=/path/to/python3" >&2; \
+	    exit 1; \
+	  fi; \
+	  echo "creating $(VENV) with $$($$python --version)"; \
+	  rm -rf $(VENV); \
+	  $$python -m venv $(VENV); \
+	fi
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[dev]' -c constraints.txt
+	@touch $@

@@ -1,0 +1,52 @@
+"""Set-up that must come before jax is imported, and what "torch required" means."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+# Tests run on CPU with 8 fake devices unless another platform is asked for by name.
+os.environ["JAX_PLATFORMS"] = os.environ.get("SPECJAX_TEST_PLATFORM", "cpu")
+_FAKE_DEVICES = "--xla_force_host_platform_device_count"
+if _FAKE_DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAKE_DEVICES}=8".strip()
+_CACHE = Path(__file__).resolve().parent.parent / ".cache" / "jax"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+
+hypothesis.settings.register_profile(
+    "specjax", deadline=None, max_examples=20, derandomize=True, database=None
+)
+hypothesis.settings.load_profile("specjax")
+
+_EXPECT_TORCH = os.environ.get("SPECJAX_EXPECT_TORCH") == "1"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests marked `torch` skip where torch is not installed."""
+    if item.get_closest_marker("torch") and importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+
+
+def _fail_if_torch_was_wanted(report, name: str, marked: bool):
+    """With SPECJAX_EXPECT_TORCH=1 a skipped comparison with torch is a failure, not a silence."""
+    if _EXPECT_TORCH and report.skipped and (marked or "torch" in str(report.longrepr)):
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{name} was skipped although SPECJAX_EXPECT_TORCH=1: install torch, or remove the skip"
+        )
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    report = yield
+    return _fail_if_torch_was_wanted(report, item.nodeid, bool(item.get_closest_marker("torch")))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector):
+    report = yield  # a whole module skips at collection by pytest.importorskip
+    return _fail_if_torch_was_wanted(report, collector.nodeid, marked=False)

@@ -1,0 +1,157 @@
+"""The command line of every program: what it accepts, what it says when it does not."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from train.config import REQUIRED, load_config, option, parse_config
+
+
+@dataclass
+class Rollout:
+    n: int = option(8, "samples per prompt")
+    temperature: float = option(1.0, "sampling temperature")
+    strategy: str = option("4_1_5", "draft strategy")
+
+
+@dataclass
+class Optimizer:
+    lr: float = option(1e-4, "peak learning rate")
+    clip: float | None = option(None, "largest gradient norm; null for none")
+
+
+@dataclass
+class Config:
+    steps: int = option(10, "number of updates")
+    mode: str = option("online", "how the draft head is trained", choices=("none", "online"))
+    betas: list[float] = option([0.9, 0.95], "Adam's decay rates")
+    resume: bool = option(False, "go on from the last checkpoint")
+    rollout: Rollout = option(Rollout, "generation")
+    optimizer: Optimizer = option(Optimizer, "the policy's optimizer")
+
+    def __post_init__(self):
+        if self.steps < 1:
+            raise ValueError(f"steps: expected at least 1, got {self.steps}")
+
+
+@dataclass
+class NeedsModel:
+    model: str = option(REQUIRED, "directory of the model")
+
+
+def _error(capsys, *argv: str, schema=Config) -> str:
+    with pytest.raises(SystemExit) as exit_info:
+        load_config(schema, argv, prog="train.rl")
+    assert exit_info.value.code == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err and not captured.out
+    assert captured.err.startswith("python -m train.rl: error: ")
+    return captured.err
+
+
+def test_arguments_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("steps: 3\nrollout: {n: 4}\noptimizer: {clip: 1}\n")
+    config = load_config(
+        Config, ["--config", str(file), "rollout.n=2", "betas=[0.8,0.9]", "optimizer.lr=3e-4"]
+    )
+    assert isinstance(config, Config) and isinstance(config.rollout, Rollout)
+    assert (config.steps, config.rollout.n, config.rollout.strategy) == (3, 2, "4_1_5")
+    assert (config.optimizer.lr, config.optimizer.clip, config.betas) == (3e-4, 1.0, [0.8, 0.9])
+    assert load_config(Config, ["optimizer.clip=null"]).optimizer.clip is None
+
+
+def test_two_configs_do_not_share_mutable_defaults():
+    first, second = load_config(Config, []), load_config(Config, [])
+    first.betas.append(0.5)
+    first.rollout.n = 99
+    assert second.betas == [0.9, 0.95] and second.rollout.n == 8
+
+
+def test_help_lists_every_key_with_type_default_and_documentation(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        load_config(Config, ["--help"], prog="train.rl", description="GRPO training")
+    assert exit_info.value.code == 0
+    text = capsys.readouterr().out
+    assert "GRPO training" in text and "python -m train.rl" in text
+    lines = {line.split()[0]: line for line in text.splitlines() if line.split()}
+    assert lines["rollout.n=8"].split()[1:] == ["int", "samples", "per", "prompt"]
+    assert "float | None" in lines["optimizer.clip=null"]
+    assert "betas=[0.9," in lines and "list[float]" in lines["betas=[0.9,"]
+    assert "[one of none, online]" in lines["mode=online"]
+    assert "generation" in lines["rollout"]
+
+
+def test_print_config_prints_yaml_that_reads_back_to_the_same_config(tmp_path, capsys):
+    arguments = ["steps=7", "rollout.temperature=0.5"]
+    with pytest.raises(SystemExit) as exit_info:
+        load_config(Config, [*arguments, "--print-config"])
+    assert exit_info.value.code == 0
+    file = tmp_path / "printed.yaml"
+    file.write_text(capsys.readouterr().out)
+    assert load_config(Config, ["--config", str(file)]) == load_config(Config, arguments)
+
+
+def test_programs_add_flags_of_their_own():
+    config, flags = parse_config(
+        Config,
+        ["steps=2", "--resume", "rollout.n=1", "--resume_step", "5"],
+        add_arguments=lambda parser: (
+            parser.add_argument("--resume", action="store_true"),
+            parser.add_argument("--resume_step", type=int),
+        ),
+    )
+    assert (config.steps, config.rollout.n, flags.resume, flags.resume_step) == (2, 1, True, 5)
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("rolout.n=2", "unknown key 'rolout'; did you mean 'rollout'?"),
+        ("rollout.temprature=2", "unknown key 'rollout.temprature'; did you mean 'rollout.temp"),
+        ("lr=1", "unknown key 'lr'; did you mean 'optimizer.lr'?"),
+        ("zzzz=1", "unknown key 'zzzz'; --help lists every key"),
+        ("steps=many", "command line: steps: Value 'many'"),
+        ("steps=2.5", "(expected int)"),
+        ("rollout.temperature=hot", "rollout.temperature: Value 'hot'"),
+        ("rollout=3", "rollout is a section: set rollout.KEY=value instead"),
+        ("rollout=null", "rollout is a section"),
+        ("mode=onlin", "mode: expected one of none, online, got onlin"),
+        ("steps=0", "steps: expected at least 1, got 0"),
+        ("steps", "expected key=value, got 'steps'"),
+        ("betas=[0.1", "cannot read 'betas=[0.1'"),
+        ("betas=[a]", "betas[0]: Value 'a'"),
+        ("--steps=3", "settings are written key=value, without dashes"),
+    ],
+)
+def test_a_wrong_argument_is_one_clear_message_and_status_2(capsys, argument, expected):
+    assert expected in _error(capsys, argument)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("stepz: 3", "c.yaml: unknown key 'stepz'; did you mean 'steps'?"),
+        ("rollout: {m: 3}", "unknown key 'rollout.m'"),
+        ("steps: [1", "c.yaml is not valid YAML"),
+        ("- 1", "expected a mapping of keys"),
+        ("steps: many", "c.yaml: steps: Value 'many'"),
+        ("optimizer: {lr: '${nowhere}'}", "nowhere"),
+    ],
+)
+def test_a_wrong_file_is_one_clear_message_and_status_2(tmp_path, capsys, content, expected):
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    assert expected in _error(capsys, "--config", str(file))
+
+
+def test_an_empty_file_means_the_defaults(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("# nothing set\n")
+    assert load_config(Config, ["--config", str(file)]) == Config()
+
+
+def test_a_missing_file_and_a_missing_required_key_are_named(capsys):
+    assert "no file nowhere.yaml" in _error(capsys, "--config", "nowhere.yaml")
+    assert "required keys ['model']" in _error(capsys, schema=NeedsModel)
+    assert load_config(NeedsModel, ["model=here"]).model == "here"

@@ -1,0 +1,160 @@
+"""Targets and losses of the draft head, on packed rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train.draft_loss import (
+    DRAFT_LOSSES,
+    draft_step_loss,
+    draft_target_logits,
+    draft_targets,
+    roll_left,
+)
+from train.packing import Sample, pack
+
+VOCAB = 7
+
+
+def random_packed(seed):
+    """(packed row, its samples alone in rows of their own)."""
+    rng = np.random.default_rng(seed)
+    samples = [
+        Sample(i, rng.integers(1, VOCAB, 1 + i % 3).tolist(), rng.integers(1, VOCAB, n).tolist())
+        for i, n in enumerate((5, 1, 3, 2))
+    ]
+    return pack(samples, 24, 1)[0], [pack([s], 24, 1)[0] for s in samples]
+
+
+def test_mask_is_the_product_of_the_two_rolled_masks():
+    tokens = np.array([[1, 2, 3, 4, 5]])
+    targets = draft_targets(tokens, np.array([[1.0, 0, 1, 1, 0]]), np.ones((1, 5), int), step=0)
+    assert targets.inputs.tolist() == [[2, 3, 4, 5, 0]]
+    assert targets.labels.tolist() == [[3, 4, 5, 0, 0]]
+    assert targets.mask.tolist() == [[0, 1, 0, 0, 0]]
+
+
+def test_recursive_steps_shift_further_and_need_every_token_between():
+    tokens = np.arange(1, 9)[None]
+    mask = np.array([[0.0, 1, 1, 1, 1, 0, 1, 1]])
+    segments = np.ones((1, 8), int)
+    one, two = (draft_targets(tokens, mask, segments, step) for step in (1, 2))
+    assert one.inputs.tolist() == [[3, 4, 5, 6, 7, 8, 0, 0]]
+    assert one.labels.tolist() == [[4, 5, 6, 7, 8, 0, 0, 0]]
+    assert one.mask.tolist() == [[1, 1, 0, 0, 0, 0, 0, 0]]
+    assert two.labels.tolist() == [[5, 6, 7, 8, 0, 0, 0, 0]]
+    assert two.mask.tolist() == [[1, 0, 0, 0, 0, 0, 0, 0]]
+
+
+def test_rolls_stop_at_segment_boundaries():
+    x = np.array([[1, 2, 3, 4, 5, 6, 7]])
+    segments = np.array([[1, 1, 1, 2, 2, 0, 0]])
+    assert roll_left(x, segments, 1).tolist() == [[2, 3, 0, 5, 0, 0, 0]]
+    assert roll_left(x, segments, 2).tolist() == [[3, 0, 0, 0, 0, 0, 0]]
+    assert roll_left(x, segments, 99).tolist() == [[0] * 7]
+    assert roll_left(x, segments, 0).tolist() == [[1, 2, 3, 4, 5, 0, 0]]
+    with pytest.raises(ValueError, match="shift >= 0"):
+        roll_left(x, segments, -1)
+
+
+def test_rolls_keep_trailing_axes():
+    x = np.random.default_rng(0).normal(size=(2, 5, 3))
+    segments = np.array([[1, 1, 2, 2, 2], [1, 1, 1, 1, 0]])
+    rolled = roll_left(x, segments, 1)
+    for v in range(3):
+        np.testing.assert_array_equal(rolled[..., v], roll_left(x[..., v], segments, 1))
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_packed_targets_equal_those_of_samples_alone(step):
+    packed, alone = random_packed(step)
+    fields = ("tokens", "loss_mask", "segment_ids")
+    together = draft_targets(*(packed[f] for f in fields), step)
+    for segment, single in enumerate(alone, start=1):
+        inside, own = packed["segment_ids"] == segment, single["segment_ids"] == 1
+        apart = draft_targets(*(single[f] for f in fields), step)
+        for a, b in zip(together, apart, strict=True):
+            np.testing.assert_array_equal(np.asarray(a)[inside], np.asarray(b)[own])
+
+
+def reference_step_loss(name, q_logits, labels, mask, p_logits, temperature):
+    def softmax(x):
+        x = np.exp((x - x.max()) / temperature)
+        return x / x.sum()
+
+    loss = matches = overlap = 0.0
+    for index in np.ndindex(*labels.shape):
+        if mask[index]:
+            q, p = softmax(q_logits[index]), softmax(p_logits[index])
+            wanted = np.eye(VOCAB)[labels[index]] if name == "ce" else p
+            loss -= (wanted * np.log(q)).sum()
+            matches += q.argmax() == labels[index]
+            overlap += np.minimum(p, q).sum()
+    return loss, matches, overlap
+
+
+@pytest.mark.parametrize("name", sorted(DRAFT_LOSSES))
+@pytest.mark.parametrize("temperature", (0.7, 1.0))
+def test_losses_equal_a_loop_reference(name, temperature):
+    rng = np.random.default_rng(1)
+    q, p = rng.normal(0, 2, (2, 3, 6, VOCAB))
+    labels = rng.integers(0, VOCAB, (3, 6))
+    mask = (rng.random((3, 6)) < 0.6).astype("f4")
+    q[mask == 0] = np.nan  # outside the loss anything may stand
+    loss, count, aux = draft_step_loss(name, jnp.asarray(q, "f4"), labels, mask, p, temperature)
+    expected = reference_step_loss(name, q, labels, mask, p, temperature)
+    got = (loss, aux["top1_matches"], aux["overlap"])
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    assert count == mask.sum()
+
+
+def test_soft_ce_is_least_where_the_head_equals_the_policy():
+    logits = jnp.asarray(np.random.default_rng(2).normal(size=(1, 4, VOCAB)), jnp.float32)
+    labels, mask = np.zeros((1, 4), int), np.ones((1, 4), "f4")
+    _, count, aux = draft_step_loss("soft_ce", logits, labels, mask, logits)
+    assert aux["overlap"] == pytest.approx(count)
+    grad = jax.grad(lambda q: draft_step_loss("soft_ce", q, labels, mask, logits)[0])(logits)
+    np.testing.assert_allclose(grad, 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(DRAFT_LOSSES))
+def test_no_gradient_reaches_the_policy(name):
+    packed, _ = random_packed(0)
+    tokens, segments = packed["tokens"], packed["segment_ids"]
+    rng = np.random.default_rng(3)
+    draft, policy = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(2, 1, 24, VOCAB)))
+
+    def loss(policy, draft, loss_mask):
+        targets = draft_targets(tokens, loss_mask, segments, 0)
+        aligned = draft_target_logits(policy, segments, 0)
+        return draft_step_loss(name, draft, targets.labels, targets.mask, aligned)[0]
+
+    grads = jax.grad(loss, (0, 1, 2))(policy, draft, jnp.asarray(packed["loss_mask"]))
+    assert [bool(np.any(np.asarray(g) != 0)) for g in grads] == [False, True, False]
+
+
+def test_target_logits_are_those_that_decide_the_label():
+    packed, _ = random_packed(5)
+    tokens, segments = packed["tokens"], packed["segment_ids"]
+    # A policy that is certain of the next token: its logits at t point at tokens[t + 1].
+    following = np.asarray(roll_left(tokens, segments, 1))
+    policy = 50.0 * jax.nn.one_hot(following, VOCAB)
+    for step in range(3):
+        targets = draft_targets(tokens, packed["loss_mask"], segments, step)
+        aligned = draft_target_logits(policy, segments, step)
+        inside = np.asarray(targets.mask) > 0
+        assert inside.any()
+        assert (np.argmax(aligned, -1)[inside] == np.asarray(targets.labels)[inside]).all()
+
+
+def test_greedy_temperature_counts_as_one_and_names_are_checked():
+    logits, labels = jnp.asarray([[[1.0, 2.0, 3.0]]]), np.array([[1]])
+    mask = np.ones((1, 1), "f4")
+    greedy = draft_step_loss("ce", logits, labels, mask, temperature=0.0)
+    assert float(greedy[0]) == float(draft_step_loss("ce", logits, labels, mask)[0])
+    assert "overlap" not in greedy[2]
+    with pytest.raises(ValueError, match="unknown draft loss 'lk'; choose one of ce, soft_ce"):
+        draft_step_loss("lk", logits, labels, mask)
+    with pytest.raises(ValueError, match="target_logits"):
+        draft_step_loss("soft_ce", logits, labels, mask)

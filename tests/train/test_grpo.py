@@ -1,0 +1,282 @@
+"""The GRPO loss against a reference written as plain loops over samples, and its identities."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from train.grpo import (
+    Denominators,
+    GRPOConfig,
+    count_denominators,
+    finalize_metrics,
+    group_advantages,
+    grpo_loss,
+    k3,
+    token_logprobs,
+    zero_variance_groups,
+)
+from train.packing import Sample, pack
+
+ROWS, LENGTH, VOCAB = 2, 16, 11
+
+
+def packed_batches(seed, samples=6, num_batches=None):
+    """Random samples, several to a row, with log-probabilities that make every branch happen."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for i in range(samples):
+        n = int(rng.integers(1, 6))
+        made.append(
+            Sample(
+                i,
+                rng.integers(0, VOCAB, rng.integers(1, 4)).tolist(),
+                rng.integers(0, VOCAB, n).tolist(),
+                behaviour_logprobs=(-rng.random(n) * 3).tolist(),
+                advantage=float(rng.normal()),
+            )
+        )
+    batches = pack(made, LENGTH, ROWS, num_batches)
+    for batch in batches:
+        noise = rng.normal(0, 0.7, (ROWS, LENGTH)).astype(np.float32)
+        batch["old_logprobs"] = (batch["behaviour_logprobs"] + noise) * batch["loss_mask"]
+    return batches
+
+
+def random_logprobs(batch, seed):
+    """Near old_logprobs in the loss; elsewhere garbage, which must not matter."""
+    rng = np.random.default_rng(seed)
+    near = batch["old_logprobs"] + rng.normal(0, 0.4, (ROWS, LENGTH))
+    return np.where(batch["loss_mask"] > 0, near, -7.0 * rng.random((ROWS, LENGTH))).astype("f4")
+
+
+def reference_loss(scored, cfg):
+    """`scored`: list of (batch, logprobs, ref_logprobs). Loops, math module, float64."""
+    samples = {}
+    for batch, lp, ref in scored:
+        for r, t in itertools.product(range(ROWS), range(LENGTH)):
+            if batch["loss_mask"][r, t]:
+                samples.setdefault(int(batch["sample_ids"][r, t]), []).append(
+                    tuple(float(x[r, t]) for x in (
+                        lp, batch["old_logprobs"], batch["behaviour_logprobs"],
+                        batch["advantages"], ref,
+                    ))
+                )  # fmt: skip
+    names = ("ratio", "clip_fraction", "ppo_kl", "kl", "train_rollout_logprob_abs_diff", "tis")
+    totals = dict.fromkeys(names, 0.0)
+    losses = []
+    for tokens in samples.values():
+        losses.append([])
+        for lp, old, behaviour, advantage, ref in tokens:
+            ratio = math.exp(lp - old)
+            bounded = min(max(ratio, 1 - cfg.clip_ratio), 1 + cfg.clip_ratio_high)
+            value = -min(ratio * advantage, bounded * advantage)
+            tis = min(math.exp(old - behaviour), cfg.tis_cap)
+            kl = math.exp(ref - lp) - (ref - lp) - 1
+            losses[-1].append((tis if cfg.tis else 1.0) * value + cfg.kl_loss_coef * kl)
+            clipped = (advantage > 0 and ratio > 1 + cfg.clip_ratio_high) or (
+                advantage < 0 and ratio < 1 - cfg.clip_ratio
+            )
+            seen = (ratio, clipped, old - lp, kl, abs(old - behaviour), tis)
+            for name, x in zip(names, seen, strict=True):
+                totals[name] += x
+    count = sum(map(len, losses))
+    if cfg.loss_aggregation == "token":
+        loss = sum(map(sum, losses)) / count
+    else:
+        loss = sum(sum(one) / len(one) for one in losses) / len(losses)
+    return loss, {name: total / count for name, total in totals.items()}
+
+
+OPTIONS = list(itertools.product(("token", "sequence"), (0.0, 0.3), (False, True), (0.2, 0.5)))
+
+
+@pytest.mark.parametrize("aggregation,kl_coef,tis,clip_high", OPTIONS)
+def test_loss_and_metrics_equal_the_loop_reference(aggregation, kl_coef, tis, clip_high):
+    cfg = GRPOConfig(
+        clip_ratio_high=clip_high,
+        loss_aggregation=aggregation,
+        kl_loss_coef=kl_coef,
+        tis=tis,
+        tis_cap=1.3,
+    )
+    for seed in range(3):
+        batches = packed_batches(seed)
+        assert max(batch["segment_ids"].max() for batch in batches) >= 2
+        denominators = count_denominators(batches)
+        total, sums, scored = 0.0, {}, []
+        for i, batch in enumerate(batches):
+            lp, ref = random_logprobs(batch, seed + i), random_logprobs(batch, seed + i + 50)
+            scored.append((batch, lp, ref))
+            loss, part = grpo_loss(jnp.asarray(lp), batch, cfg, denominators, ref)
+            total += float(loss)
+            sums = {name: sums.get(name, 0.0) + float(x) for name, x in part.items()}
+        expected, expected_metrics = reference_loss(scored, cfg)
+        metrics = finalize_metrics(sums)
+        assert total == pytest.approx(expected, rel=2e-5, abs=1e-6)
+        assert metrics["loss"] == pytest.approx(
+            metrics["policy_loss"] + metrics["kl_loss"], rel=1e-5, abs=1e-6
+        )
+        assert ("tis" in metrics) == tis
+        for name, value in expected_metrics.items():
+            if name in metrics:
+                assert metrics[name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("aggregation", ("token", "sequence"))
+def test_gradients_of_micro_batches_add_up_to_the_gradient_of_the_batch(aggregation):
+    cfg = GRPOConfig(loss_aggregation=aggregation, kl_loss_coef=0.1, tis=True)
+    parts = packed_batches(3, samples=9, num_batches=4)
+    whole = {name: np.concatenate([batch[name] for batch in parts]) for name in parts[0]}
+    denominators = count_denominators(parts)
+    assert denominators == count_denominators([whole])
+    lps = [random_logprobs(batch, i) for i, batch in enumerate(parts)]
+    refs = [random_logprobs(batch, i + 20) for i, batch in enumerate(parts)]
+
+    def gradient(lp, batch, ref):
+        return jax.grad(lambda x: grpo_loss(x, batch, cfg, denominators, ref)[0])(jnp.asarray(lp))
+
+    apart = [gradient(*one) for one in zip(lps, parts, refs, strict=True)]
+    together = gradient(np.concatenate(lps), whole, np.concatenate(refs))
+    np.testing.assert_allclose(np.concatenate(apart), together, rtol=1e-6, atol=1e-8)
+    assert np.all(np.asarray(together)[whole["loss_mask"] == 0] == 0)
+
+
+def test_on_policy_gradient_is_minus_the_mean_advantage():
+    batch = packed_batches(4, samples=3, num_batches=1)[0]
+    denominators = count_denominators([batch])
+    loss, _ = grpo_loss(batch["old_logprobs"], batch, GRPOConfig(), denominators)
+    grad = jax.grad(lambda x: grpo_loss(x, batch, GRPOConfig(), denominators)[0])(
+        jnp.asarray(batch["old_logprobs"])
+    )
+    np.testing.assert_allclose(grad, -batch["advantages"] / denominators.tokens, rtol=1e-6)
+    assert float(loss) == pytest.approx(-batch["advantages"].sum() / denominators.tokens, rel=1e-5)
+
+
+def test_clipped_tokens_have_no_gradient_and_the_upper_bound_is_its_own():
+    batch = packed_batches(5, samples=3, num_batches=1)[0]
+    batch["advantages"] = np.abs(batch["advantages"]) + batch["loss_mask"]
+    lp = jnp.asarray(batch["old_logprobs"] + math.log(1.25))
+
+    def grad(high):
+        cfg = GRPOConfig(clip_ratio_high=high)
+        return jax.grad(lambda x: grpo_loss(x, batch, cfg, count_denominators([batch]))[0])(lp)
+
+    inside = batch["loss_mask"] > 0
+    assert np.all(np.asarray(grad(0.2)) == 0)
+    assert np.all(np.asarray(grad(0.28))[inside] < 0)
+
+
+def test_tis_weight_carries_no_gradient_and_is_capped():
+    batch = packed_batches(6, samples=3, num_batches=1)[0]
+    batch["behaviour_logprobs"] = batch["old_logprobs"] - 5.0 * batch["loss_mask"]
+    d = count_denominators([batch])
+    lp = jnp.asarray(batch["old_logprobs"])
+    plain = jax.grad(lambda x: grpo_loss(x, batch, GRPOConfig(), d)[0])(lp)
+    cfg = GRPOConfig(tis=True, tis_cap=2.0)
+    weighted, sums = jax.grad(lambda x: grpo_loss(x, batch, cfg, d), has_aux=True)(lp)
+    np.testing.assert_allclose(weighted, 2.0 * plain, rtol=1e-6)
+    assert finalize_metrics(sums)["tis_truncated_fraction"] == 1.0
+
+    def through_old(old):
+        return grpo_loss(lp, batch | {"old_logprobs": old}, cfg, d)[0]
+
+    assert np.all(np.asarray(jax.grad(through_old)(jnp.asarray(batch["old_logprobs"]))) == 0)
+
+
+def test_extreme_log_ratios_keep_loss_and_gradient_finite():
+    batch = packed_batches(7, samples=3, num_batches=1)[0]
+    cfg = GRPOConfig(tis=True, kl_loss_coef=0.1)
+    for shift in (-500.0, 500.0):
+        lp = jnp.asarray(batch["old_logprobs"] + shift)
+        loss, grad = jax.value_and_grad(
+            lambda x: grpo_loss(x, batch, cfg, count_denominators([batch]), batch["old_logprobs"])[
+                0
+            ]
+        )(lp)
+        assert np.isfinite(loss) and np.isfinite(grad).all()
+
+
+def test_k3_is_nonnegative_and_unbiased():
+    rng = np.random.default_rng(0)
+    p, q = rng.dirichlet(np.ones(6), 2)
+    values = np.asarray(k3(jnp.log(p)[None], jnp.log(q)[None]))[0]
+    assert (values >= 0).all()
+    assert (p * values).sum() == pytest.approx((p * np.log(p / q)).sum(), rel=1e-4)
+
+
+def test_an_all_padding_micro_batch_contributes_nothing():
+    batch = packed_batches(8, samples=1, num_batches=2)[1]
+    loss, sums = grpo_loss(
+        jnp.full((ROWS, LENGTH), jnp.nan), batch, GRPOConfig(), Denominators(1.0, 1.0)
+    )
+    assert float(loss) == 0 and all(float(x) == 0 for x in sums.values())
+
+
+@pytest.mark.parametrize("temperature", (0.0, 0.7, 1.0))
+def test_token_logprobs_equal_a_log_softmax_per_segment(temperature):
+    batch = packed_batches(9, samples=3, num_batches=1)[0]
+    rng = np.random.default_rng(1)
+    logits = rng.normal(0, 3, (ROWS, LENGTH, VOCAB)).astype("f4")
+    logits[0, 0, 0] = -np.inf
+    batch["tokens"][0, 1] = 1
+    logprobs, entropy = jax.jit(token_logprobs)(
+        logits, batch["tokens"], batch["segment_ids"], temperature
+    )
+    for r, t in itertools.product(range(ROWS), range(LENGTH)):
+        segment = batch["segment_ids"][r, t]
+        if segment == 0 or t == 0 or batch["segment_ids"][r, t - 1] != segment:
+            assert logprobs[r, t] == 0 and entropy[r, t] == 0
+            continue
+        row = logits[r, t - 1].astype("f8") / (temperature or 1.0)
+        p = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+        assert logprobs[r, t] == pytest.approx(np.log(p[batch["tokens"][r, t]]), abs=2e-5)
+        assert entropy[r, t] == pytest.approx(-(p[p > 0] * np.log(p[p > 0])).sum(), abs=2e-5)
+
+
+def test_token_logprob_gradient_is_onehot_minus_softmax_and_entropy_has_none():
+    batch = packed_batches(10, samples=3, num_batches=1)[0]
+    tokens, segments = batch["tokens"], batch["segment_ids"]
+    logits = jnp.asarray(np.random.default_rng(2).normal(size=(ROWS, LENGTH, VOCAB)), jnp.float32)
+    grad = jax.grad(lambda x: token_logprobs(x, tokens, segments, 0.5)[0].sum())(logits)
+    inside = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+    expected = (jax.nn.one_hot(tokens[:, 1:], VOCAB) - jax.nn.softmax(logits[:, :-1] / 0.5)) / 0.5
+    np.testing.assert_allclose(grad[:, :-1], expected * inside[..., None], atol=1e-5)
+    none = jax.grad(lambda x: token_logprobs(x, tokens, segments)[1].sum())(logits)
+    assert np.all(np.asarray(none) == 0)
+
+
+def test_group_advantages_equal_the_formula_with_and_without_std():
+    rewards = np.random.default_rng(0).random((5, 4))
+    centred = rewards - rewards.mean(1, keepdims=True)
+    np.testing.assert_allclose(group_advantages(rewards, False), centred, atol=1e-6)
+    scaled = centred / (rewards.std(1, keepdims=True) + 1e-4)
+    np.testing.assert_allclose(group_advantages(rewards, True, 1e-4), scaled, rtol=1e-5)
+
+
+def test_zero_variance_groups_are_found_and_get_exactly_zero():
+    rewards = np.array([[0.1, 0.1, 0.1], [0.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
+    assert zero_variance_groups(rewards).tolist() == [True, False, True]
+    advantages = group_advantages(rewards, True, eps=0.0)
+    assert (advantages[[0, 2]] == 0).all() and (advantages[1] != 0).all()
+
+
+@pytest.mark.parametrize("rewards", ([1.0, 2.0], [[1.0], [2.0]], [[1.0, float("nan")]]))
+def test_rewards_that_cannot_be_compared_are_refused(rewards):
+    with pytest.raises(ValueError):
+        group_advantages(np.array(rewards))
+
+
+def test_config_merges_with_omegaconf_and_refuses_nonsense():
+    schema = OmegaConf.structured(GRPOConfig)
+    cfg = OmegaConf.to_object(OmegaConf.merge(schema, {"tis": True, "clip_ratio_high": 0.3}))
+    assert cfg == GRPOConfig(tis=True, clip_ratio_high=0.3)
+    for bad in ({"loss_aggregation": "mean"}, {"clip_ratio": 1.5}, {"tis_cap": 0.0}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            GRPOConfig(**bad)
+    with pytest.raises(ValueError, match="ref_logprobs"):
+        grpo_loss(jnp.zeros((1, 1)), {}, GRPOConfig(kl_loss_coef=0.1), Denominators(1.0, 1.0))

@@ -1,0 +1,169 @@
+"""Packing loses nothing, keeps order, never splits or joins samples, and can be undone."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from train.packing import (
+    Sample,
+    empty_batch,
+    pack,
+    pack_demonstrations,
+    packing_efficiency,
+    unpack,
+)
+
+ROW_LENGTH = 16
+
+lengths = st.lists(st.tuples(st.integers(1, 8), st.integers(1, 8)), min_size=1, max_size=25)
+rows = st.integers(1, 4)
+
+
+def make_samples(sizes):
+    """Every token and log-probability is unique, so that nothing can be swapped unseen."""
+    samples, token = [], 1
+    for i, (n_prompt, n_response) in enumerate(sizes):
+        ids = list(range(token, token + n_prompt + n_response))
+        token += len(ids)
+        samples.append(
+            Sample(
+                sample_id=3 * i,
+                prompt_ids=ids[:n_prompt],
+                response_ids=ids[n_prompt:],
+                behaviour_logprobs=[-float(t) for t in ids[n_prompt:]],
+                old_logprobs=[-float(t) - 0.5 for t in ids[n_prompt:]],
+                advantage=float(i + 1),
+            )
+        )
+    return samples
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths, rows)
+def test_every_sample_lies_whole_in_one_row_with_its_values(sizes, num_rows):
+    samples = make_samples(sizes)
+    batches = pack(samples, ROW_LENGTH, num_rows)
+    found = {}
+    for batch in batches:
+        assert all(x.shape == (num_rows, ROW_LENGTH) for x in batch.values())
+        for row in range(num_rows):
+            segments = batch["segment_ids"][row]
+            used = int((segments > 0).sum())
+            # Contiguous from the left, numbered 1, 2, ... , padding after.
+            assert (segments[used:] == 0).all() and (np.diff(segments[:used]) >= 0).all()
+            assert set(segments[:used]) == set(range(1, segments.max() + 1))
+            for segment in range(1, segments.max() + 1):
+                part = {name: x[row][segments == segment] for name, x in batch.items()}
+                assert len(set(part["sample_ids"])) == 1
+                assert int(part["sample_ids"][0]) not in found
+                found[int(part["sample_ids"][0])] = part
+        padding = batch["segment_ids"] == 0
+        assert (batch["sample_ids"][padding] == -1).all()
+        assert (batch["loss_mask"][padding] == 0).all()
+    assert set(found) == {s.sample_id for s in samples}
+    for s in samples:
+        part, prompt = found[s.sample_id], len(s.prompt_ids)
+        zeros = [0.0] * prompt
+        assert part["tokens"].tolist() == [*s.prompt_ids, *s.response_ids]
+        assert part["positions"].tolist() == list(range(len(s)))
+        assert part["loss_mask"].tolist() == zeros + [1.0] * len(s.response_ids)
+        assert part["advantages"].tolist() == zeros + [s.advantage] * len(s.response_ids)
+        assert part["behaviour_logprobs"].tolist() == zeros + s.behaviour_logprobs
+        assert part["old_logprobs"].tolist() == zeros + s.old_logprobs
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths, rows, st.randoms())
+def test_packing_depends_on_sample_ids_and_not_on_arrival(sizes, num_rows, random):
+    samples = make_samples(sizes)
+    shuffled = samples.copy()
+    random.shuffle(shuffled)
+    for a, b in zip(
+        pack(samples, ROW_LENGTH, num_rows), pack(shuffled, ROW_LENGTH, num_rows), strict=True
+    ):
+        assert all((a[name] == b[name]).all() for name in a)
+        for ids in a["sample_ids"]:
+            assert (np.diff(ids[ids >= 0]) >= 0).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths, rows)
+def test_first_fit_leaves_no_row_that_an_earlier_one_had_room_for(sizes, num_rows):
+    batches = pack(make_samples(sizes), ROW_LENGTH, num_rows)
+    ids = np.concatenate([b["sample_ids"] for b in batches])
+    free = (ids < 0).sum(1)
+    firsts = [row[row >= 0][0] if (row >= 0).any() else -1 for row in ids]
+    for later, first in enumerate(firsts):
+        size = (ids[later] == first).sum()
+        if first >= 0:
+            # Room is only ever used up: what is free at the end was free when `first` came.
+            assert all(free[earlier] < size for earlier in range(later))
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths, rows)
+def test_unpack_undoes_pack(sizes, num_rows):
+    samples = make_samples(sizes)
+    batches = pack(samples, ROW_LENGTH, num_rows)
+    tokens = [batch["tokens"] for batch in batches]
+    assert {k: v.tolist() for k, v in unpack(batches, tokens).items()} == {
+        s.sample_id: list(s.response_ids) for s in samples
+    }
+    whole = unpack(batches, tokens, loss_only=False)
+    assert list(whole) == sorted(whole)
+    assert all(whole[s.sample_id].tolist() == [*s.prompt_ids, *s.response_ids] for s in samples)
+    vectors = unpack(batches, [np.stack([t, -t], axis=-1) for t in tokens])
+    assert all(v.shape == (len(s.response_ids), 2) for s, v in
+               zip(samples, vectors.values(), strict=True))  # fmt: skip
+
+
+def test_the_example_of_the_docstring():
+    batch = pack([Sample(0, [5, 6], [7, 2]), Sample(1, [8], [9, 2])], 8, 1)[0]
+    assert batch["tokens"].tolist() == [[5, 6, 7, 2, 8, 9, 2, 0]]
+    assert batch["positions"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
+    assert batch["segment_ids"].tolist() == [[1, 1, 1, 1, 2, 2, 2, 0]]
+    assert batch["loss_mask"].tolist() == [[0, 0, 1, 1, 0, 1, 1, 0]]
+    assert packing_efficiency([batch]) == 7 / 8
+
+
+def test_the_number_of_micro_batches_can_be_fixed():
+    samples = make_samples([(8, 8)] * 3)
+    batches = pack(samples, ROW_LENGTH, 2, num_batches=4)
+    assert len(batches) == 4
+    assert all((batches[3][k] == v).all() for k, v in empty_batch(2, ROW_LENGTH).items())
+    with pytest.raises(ValueError, match="need 3 rows"):
+        pack(samples, ROW_LENGTH, 2, num_batches=1)
+
+
+def test_demonstrations_can_be_learnt_from_the_response_or_from_all_tokens():
+    pairs = [([1, 2, 3], [4, 5]), ([6], [7])]
+    response = pack_demonstrations(pairs, 8, 1)[0]
+    everything = pack_demonstrations(pairs, 8, 1, loss_on="all")[0]
+    assert response["loss_mask"].tolist() == [[0, 0, 0, 1, 1, 0, 1, 0]]
+    assert everything["loss_mask"].tolist() == [[0, 1, 1, 1, 1, 0, 1, 0]]
+    with pytest.raises(ValueError, match="response, all"):
+        pack_demonstrations(pairs, 8, 1, loss_on="prompt")
+
+
+@pytest.mark.parametrize(
+    "samples,message",
+    [
+        ([Sample(7, [1] * 10, [2] * 7)], r"sample 7 has 10 \+ 7 tokens, more than a row of 16"),
+        ([Sample(1, [1], [2]), Sample(1, [1], [2])], "unique"),
+        ([Sample(2, [], [2])], "at least one prompt"),
+        ([Sample(2, [1], [])], "at least one prompt"),
+        ([Sample(2, [1], [2, 3], behaviour_logprobs=[-1.0])], "expected 2 behaviour_logprobs"),
+    ],
+)
+def test_samples_that_cannot_be_packed_are_named(samples, message):
+    with pytest.raises(ValueError, match=message):
+        pack(samples, ROW_LENGTH, 1)
+
+
+def test_values_of_another_shape_are_refused():
+    batches = pack(make_samples([(2, 2)]), ROW_LENGTH, 1)
+    with pytest.raises(ValueError, match="1 micro-batches, got 0"):
+        unpack(batches, [])
+    with pytest.raises(ValueError, match="shape"):
+        unpack(batches, [np.zeros((1, 3))])

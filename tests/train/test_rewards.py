@@ -1,0 +1,121 @@
+"""Rewards: what counts as the right answer, and what must never break a run."""
+
+import threading
+import time
+
+import pytest
+
+from train import rewards
+from train.rewards import exact, extract_answer, get_reward, math_verify, number
+
+
+@pytest.mark.parametrize(
+    "text,answer",
+    [
+        (" so 1+2=3; #### 3", "3"),
+        ("#### 3 \nignored", "3"),
+        ("#### 1 no #### 2", "2"),
+        ("####", ""),
+        ("the answer is 3", None),
+        ("", None),
+    ],
+)
+def test_the_answer_is_the_line_after_the_last_mark(text, answer):
+    assert extract_answer(text) == answer
+
+
+def test_exact_wants_every_character():
+    assert exact(" plus 30+30=60; #### 60", "60") == 1.0
+    assert exact("#### 60", "30+30 is #### 60") == 1.0
+    for wrong in ("60", "#### 60.", "#### 060", "#### 60 apples", "#### 61", "####", ""):
+        assert exact(wrong, "60") == 0.0
+
+
+@pytest.mark.parametrize(
+    "text,answer",
+    [
+        ("#### 1,234,567", "1234567"),
+        ("#### $5.50.", "5.5"),
+        ("#### -$3", "-3"),
+        ("#### $ -3", "-3"),
+        ("#### 40%", "40"),
+        ("#### 7.", "7"),
+        ("#### .50", "0.5"),
+        ("#### +072", "72"),
+        ("#### 10$", "$10"),
+    ],
+)
+def test_number_ignores_how_a_number_is_written(text, answer):
+    assert number(text, answer) == 1.0
+    assert math_verify(text, answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text", ["#### 1 2", "#### 13", "#### twelve", "#### 1,2", "12", "#### nan", "#### --12", ""]
+)
+def test_number_refuses_what_is_not_that_number(text):
+    assert number(text, "12") == 0.0
+
+
+def test_nothing_equals_an_answer_that_is_no_number():
+    assert number("#### nan", "nan") == 0.0
+    assert number("no mark", "no number") == 0.0
+
+
+def test_math_verify_sees_equivalence_and_boxed_answers():
+    assert math_verify(r"#### \frac{1}{2}", "0.5") == 1.0
+    assert math_verify("#### 1/2", "1/3") == 0.0
+    assert math_verify(r"so it is \boxed{72}", "#### 72") == 1.0
+    assert math_verify(r"so it is \boxed{71}", "#### 72") == 0.0
+
+
+@pytest.mark.parametrize(
+    "text", ["", "####", "#### ((((", "\\boxed{", "$$$", "\x00\ud800", "words"]
+)
+def test_math_verify_gives_zero_for_what_it_cannot_parse(text):
+    assert math_verify(text, "3") == 0.0
+
+
+def test_math_verify_works_in_a_thread():
+    got = []
+    thread = threading.Thread(target=lambda: got.append(math_verify("#### 2/4", "1/2")))
+    thread.start()
+    thread.join(60)
+    assert got == [1.0]
+
+
+def test_math_verify_gives_up_in_time_and_works_afterwards(monkeypatch):
+    math_verify("#### 2/4", "1/2")
+    monkeypatch.setattr(rewards, "MATH_VERIFY_SECONDS", 0.5)
+    start = time.monotonic()
+    assert math_verify("#### 9**9**9**9", "3") == 0.0
+    assert time.monotonic() - start < 5
+    monkeypatch.undo()
+    assert math_verify("#### 2/4", "1/2") == 1.0
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    rewards._MATH_WORKER.close()
+    monkeypatch.setattr(rewards.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="math-verify"):
+        math_verify("#### 2/4", "1/2")
+
+
+def test_rewards_are_found_by_name_or_dotted_path(tmp_path, monkeypatch):
+    assert [get_reward(n) for n in ("exact", "number", "math_verify")] == [
+        exact, number, math_verify,
+    ]  # fmt: skip
+    (tmp_path / "own_reward_module.py").write_text(
+        "def length(response_text, answer):\n    return float(len(response_text))\nnot_one = 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert get_reward("own_reward_module:length")("abc", "") == 3.0
+    for bad, message in [
+        ("exakt", "choose one of exact, number, math_verify"),
+        ("own_reward_module:missing", "cannot load"),
+        ("no_such_module_anywhere:f", "cannot load"),
+        ("own_reward_module:not_one", "is a int"),
+        ("own_reward_module:", "unknown reward"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            get_reward(bad)

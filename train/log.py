@@ -1,0 +1,253 @@
+"""Metrics of a run: JSON lines always, the console, TensorBoard and wandb when asked.
+
+`metrics.jsonl` holds one JSON object per step and is the one source of every plot and table. It
+survives kill and resume: an unfinished last line and the steps that will be run again are dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+METRICS_FILE = "metrics.jsonl"
+
+# What the line printed per step shows, where present: (metric, label, format).
+CONSOLE_FIELDS: tuple[tuple[str, str, str], ...] = (
+    ("rollout/reward", "reward", "{:.3f}"),
+    ("rollout/spec_accept_length", "accept", "{:.2f}"),
+    ("rollout/tokens_per_sec", "tok/s", "{:.0f}"),
+    ("rollout/response_length_mean", "length", "{:.0f}"),
+    ("train/loss", "loss", "{:+.4f}"),
+    ("train/entropy", "entropy", "{:.3f}"),
+    ("train/mtp_loss", "mtp", "{:.3f}"),
+    ("time/rollout", "rollout", "{:.1f}s"),
+    ("time/train", "train", "{:.1f}s"),
+    ("time/draft", "draft", "{:.1f}s"),
+)
+
+
+class MetricsLogger:
+    """Writes the metrics of a run; on every process but the first it does nothing.
+
+    Args:
+        out_dir: the run's directory, created when absent.
+        tensorboard: also write event files to `out_dir/tensorboard`.
+        wandb: also send to Weights & Biases; a resumed run continues the same wandb run.
+        resume_step: the first step that will be logged; records of it and of later steps are
+            removed. None starts a new file and moves an existing one aside.
+        console_fields: (metric, label, format) of the line printed per step.
+
+    Raises:
+        ModuleNotFoundError: TensorBoard or wandb was asked for and is not installed.
+    """
+
+    def __init__(
+        self,
+        out_dir: str | Path,
+        tensorboard: bool = False,
+        wandb: bool = False,
+        resume_step: int | None = None,
+        console_fields: Sequence[tuple[str, str, str]] = CONSOLE_FIELDS,
+    ):
+        self.path = Path(out_dir) / METRICS_FILE
+        self._fields = console_fields
+        self._file = self._board = self._wandb = None
+        self._active = jax.process_index() == 0
+        self._console = Console(quiet=not self._active, highlight=False, soft_wrap=True)
+        if not self._active:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # First what may be missing, so that a mistake leaves the files of an earlier run alone.
+        if tensorboard:
+            self._board = _tensorboard_writer(self.path.parent / "tensorboard", resume_step)
+        if wandb:
+            self._wandb = _wandb_run(self.path.parent, resume_step)
+        if resume_step is not None:
+            _truncate(self.path, resume_step)
+        elif self.path.exists():
+            _move_aside(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Records one step and prints its line.
+
+        Args:
+            step: the step that the metrics belong to; each step is logged once.
+            metrics: name -> number, 0-d array, string, or list of numbers. A value that is not
+                finite is stored as null, named under "nonfinite", and warned about.
+        """
+        if self._file is None:
+            return
+        record: dict[str, Any] = {"step": int(step), "wall_time": round(time.time(), 3)}
+        nonfinite = []
+        for name, value in metrics.items():
+            record[name], finite = _plain(value)
+            if not finite:
+                nonfinite.append(name)
+        if nonfinite:
+            record["nonfinite"] = nonfinite
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+        numbers = {
+            name: value
+            for name, value in record.items()
+            if isinstance(value, (int, float)) and name not in ("step", "wall_time")
+        }
+        if self._board is not None:
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=step)
+        self._print_line(step, record)
+        if nonfinite:
+            self._console.print(
+                f"WARNING: step {step}: not finite: {', '.join(nonfinite)}. The run continues, "
+                "but its parameters may be lost: look at the last checkpoint before going on.",
+                style="bold white on red",
+                markup=False,
+            )
+
+    def summary_table(self, rows: Sequence[Mapping[str, Any]], title: str = "") -> None:
+        """Prints rows (column name -> value) as one table; columns in order of appearance."""
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        table = Table(title=title or None, title_justify="left")
+        for index, name in enumerate(columns):
+            numeric = index > 0 and all(not isinstance(row.get(name), str) for row in rows)
+            table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(_cell(row.get(name)) for name in columns))
+        self._console.print(table, soft_wrap=False)
+
+    def close(self) -> None:
+        """Flushes and closes everything; more than one call does no harm."""
+        for sink in (self._file, self._board):
+            if sink is not None:
+                sink.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+        self._file = self._board = self._wandb = None
+
+    def __enter__(self) -> MetricsLogger:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    def _print_line(self, step: int, record: Mapping[str, Any]) -> None:
+        parts = [f"step {step:>4}"]
+        for name, label, form in self._fields:
+            value = record.get(name)
+            if isinstance(value, (int, float)):
+                text = form.format(value)
+                parts.append(f"[dim]{label}[/dim] {text}")
+            elif name in record.get("nonfinite", ()):
+                parts.append(f"[bold red]{label} not finite[/bold red]")
+        self._console.print("  ".join(parts))
+
+
+def read_metrics(run: str | Path) -> list[dict[str, Any]]:
+    """The records of a run directory (or of a .jsonl file), in order of steps.
+
+    An unfinished last line, left by a killed run, is ignored.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line before the last one is not JSON; the message has its number.
+    """
+    path = Path(run)
+    path = path / METRICS_FILE if path.is_dir() else path
+    if not path.is_file():
+        raise FileNotFoundError(f"no metrics at {path}: expected the directory of a run")
+    records = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+    return sorted(records, key=lambda record: record["step"])
+
+
+def _plain(value: Any) -> tuple[Any, bool]:
+    """(JSON value, finite): not finite numbers become None."""
+    if value is None or isinstance(value, (str, bool)):
+        return value, True
+    if isinstance(value, (list, tuple)):
+        pairs = [_plain(item) for item in value]
+        return [plain for plain, _ in pairs], all(finite for _, finite in pairs)
+    number = np.asarray(value)
+    if number.ndim > 0:
+        return _plain(number.tolist())
+    scalar = number.item()
+    if isinstance(scalar, float) and not math.isfinite(scalar):
+        return None, False
+    return scalar, True
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    return str(value)
+
+
+def _truncate(path: Path, resume_step: int) -> None:
+    """Keeps the records before `resume_step`; atomic, so that a kill here loses nothing."""
+    if not path.exists():
+        return
+    kept = [record for record in read_metrics(path) if record["step"] < resume_step]
+    partial = path.with_suffix(".tmp")
+    with partial.open("w", encoding="utf-8") as stream:
+        for record in kept:
+            stream.write(json.dumps(record) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(path)
+
+
+def _move_aside(path: Path) -> None:
+    number = 1
+    while (aside := path.with_suffix(f".{number}.jsonl")).exists():
+        number += 1
+    path.rename(aside)
+    print(f"{path} is from an earlier run: moved to {aside.name}", file=sys.stderr)
+
+
+def _need(module: str, setting: str) -> ModuleNotFoundError:
+    return ModuleNotFoundError(
+        f"{setting} was asked for but {module} is not installed: pip install 'specjax[log]'"
+    )
+
+
+def _tensorboard_writer(directory: Path, resume_step: int | None) -> Any:
+    try:
+        from tensorboardX import SummaryWriter
+    except ModuleNotFoundError as error:
+        raise _need("tensorboardX", "TensorBoard") from error
+    return SummaryWriter(str(directory), purge_step=resume_step)
+
+
+def _wandb_run(run_dir: Path, resume_step: int | None) -> Any:
+    try:
+        import wandb
+    except ModuleNotFoundError as error:
+        raise _need("wandb", "wandb") from error
+    id_file = run_dir / "wandb_id"
+    if resume_step is None or not id_file.exists():
+        id_file.write_text(secrets.token_hex(4))
+    return wandb.init(dir=str(run_dir), name=run_dir.name, id=id_file.read_text(), resume="allow")

@@ -1,0 +1,227 @@
+"""Packing of variable-length samples into fixed rows, and back.
+
+A micro-batch is a dict of numpy arrays [R S] of one fixed shape, so that nothing is compiled twice:
+
+    tokens               int32    prompt and response, one sample after the other; 0 in padding
+    positions            int32    restart at 0 in every sample
+    segment_ids          int32    1, 2, ... along a row; 0 is padding
+    loss_mask            float32  1 where the token was generated (stop token included)
+    advantages           float32  the sample's advantage on its loss tokens, 0 elsewhere
+    old_logprobs         float32  of the trainer before the update, 0 until it fills them in
+    behaviour_logprobs   float32  of the engine that sampled the token
+    sample_ids           int32    index of the sample in the rollout batch; -1 is padding
+
+Index t describes token t. A sample is never split over rows. For example, samples
+prompt [5 6] response [7 2], prompt [8] response [9 2], in a row of 8:
+
+    tokens       5 6 7 2 8 9 2 0
+    positions    0 1 2 3 0 1 2 0
+    segment_ids  1 1 1 1 2 2 2 0
+    loss_mask    0 0 1 1 0 1 1 0
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+LOSS_ON = ("response", "all")
+
+_FIELDS = {
+    "tokens": np.int32,
+    "positions": np.int32,
+    "segment_ids": np.int32,
+    "loss_mask": np.float32,
+    "advantages": np.float32,
+    "old_logprobs": np.float32,
+    "behaviour_logprobs": np.float32,
+    "sample_ids": np.int32,
+}
+
+PackedBatch = dict[str, np.ndarray]
+
+
+@dataclass
+class Sample:
+    """One prompt with one response; the unit of packing.
+
+    Attributes:
+      sample_id: index in the rollout batch, prompt * G + sample; fixes the packing order.
+      prompt_ids: at least one token.
+      response_ids: at least one token, the stop token included.
+      behaviour_logprobs: of each response token under the engine; None for demonstrations.
+      old_logprobs: of each response token under the trainer, where known already.
+      advantage: of the whole response.
+    """
+
+    sample_id: int
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+    behaviour_logprobs: Sequence[float] | None = None
+    old_logprobs: Sequence[float] | None = None
+    advantage: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+def pack(
+    samples: Iterable[Sample],
+    row_length: int,
+    rows: int,
+    num_batches: int | None = None,
+    loss_on: str = "response",
+) -> list[PackedBatch]:
+    """Packs samples first-fit, in order of `sample_id`, into micro-batches [rows, row_length].
+
+    The result depends on the samples alone, not on the order they finished in.
+
+    Args:
+      samples: unique `sample_id`s.
+      row_length: S, tokens per row.
+      rows: R, rows per micro-batch; the last micro-batch is filled up with padding rows.
+      num_batches: exact number of micro-batches; missing ones are all padding. None: as many as
+        needed.
+      loss_on: `response`, or `all` for every token that has a predecessor (pretraining style).
+
+    Returns:
+      Micro-batches in row order; with no samples and no `num_batches`, one of padding.
+
+    Raises:
+      ValueError: a sample longer than a row, without prompt or response, with log-probabilities of
+        another length than its response, a repeated `sample_id`, or more rows than `num_batches`.
+    """
+    if loss_on not in LOSS_ON:
+        raise ValueError(f"loss_on must be one of {', '.join(LOSS_ON)}, got {loss_on!r}")
+    if rows < 1 or row_length < 1:
+        raise ValueError(f"expected rows and row_length >= 1, got {rows} and {row_length}")
+    layout = _first_fit(_in_order(samples, row_length), row_length)
+    needed = max(-(-len(layout) // rows), 1)
+    if num_batches is None:
+        num_batches = needed
+    elif len(layout) > num_batches * rows:
+        raise ValueError(
+            f"the samples need {len(layout)} rows of {row_length} tokens, but {num_batches} "
+            f"micro-batches of {rows} rows hold {num_batches * rows}; raise one of the three"
+        )
+    batches = [empty_batch(rows, row_length) for _ in range(num_batches)]
+    for row, members in enumerate(layout):
+        start = 0
+        for segment, sample in enumerate(members, start=1):
+            _write(batches[row // rows], row % rows, start, segment, sample, loss_on)
+            start += len(sample)
+    return batches
+
+
+def pack_demonstrations(
+    pairs: Iterable[tuple[Sequence[int], Sequence[int]]],
+    row_length: int,
+    rows: int,
+    num_batches: int | None = None,
+    loss_on: str = "response",
+) -> list[PackedBatch]:
+    """`pack` for supervised training: (prompt_ids, response_ids) pairs, numbered as they come."""
+    samples = [Sample(i, prompt, response) for i, (prompt, response) in enumerate(pairs)]
+    return pack(samples, row_length, rows, num_batches, loss_on)
+
+
+def empty_batch(rows: int, row_length: int) -> PackedBatch:
+    """A micro-batch of nothing but padding."""
+    batch = {name: np.zeros((rows, row_length), dtype) for name, dtype in _FIELDS.items()}
+    batch["sample_ids"] -= 1
+    return batch
+
+
+def unpack(
+    batches: Sequence[PackedBatch], values: Sequence[np.ndarray], loss_only: bool = True
+) -> dict[int, np.ndarray]:
+    """Gives per-token values back to their samples.
+
+    Args:
+      batches: what `pack` returned.
+      values: one array [R S] or [R S ...] per micro-batch.
+      loss_only: the values of tokens in the loss (the response), or of all tokens.
+
+    Returns:
+      `sample_id` -> values in token order, ascending in `sample_id`.
+
+    Raises:
+      ValueError: arrays that do not fit the micro-batches.
+    """
+    if len(batches) != len(values):
+        raise ValueError(f"expected values for {len(batches)} micro-batches, got {len(values)}")
+    found = {}
+    for batch, array in zip(batches, values, strict=True):
+        array, ids = np.asarray(array), batch["sample_ids"]
+        if array.shape[:2] != ids.shape:
+            raise ValueError(f"expected values of shape {ids.shape}, got {array.shape}")
+        wanted = batch["loss_mask"] > 0 if loss_only else np.ones_like(ids, bool)
+        for row, row_ids in enumerate(ids):
+            for sample_id in np.unique(row_ids[row_ids >= 0]):
+                found[int(sample_id)] = array[row][(row_ids == sample_id) & wanted[row]]
+    return dict(sorted(found.items()))
+
+
+def packing_efficiency(batches: Iterable[PackedBatch]) -> float:
+    """Share of positions that hold a token."""
+    segments = [batch["segment_ids"] for batch in batches]
+    size = sum(ids.size for ids in segments)
+    return sum(int((ids > 0).sum()) for ids in segments) / size if size else 0.0
+
+
+def _in_order(samples: Iterable[Sample], row_length: int) -> list[Sample]:
+    ordered = sorted(samples, key=lambda sample: sample.sample_id)
+    for before, sample in zip([None, *ordered], ordered, strict=False):
+        name = f"sample {sample.sample_id}"
+        if sample.sample_id < 0 or (before and before.sample_id == sample.sample_id):
+            raise ValueError(f"{name}: sample_id must be unique and >= 0")
+        if not len(sample.prompt_ids) or not len(sample.response_ids):
+            raise ValueError(
+                f"{name}: expected at least one prompt and one response token, "
+                f"got {len(sample.prompt_ids)} and {len(sample.response_ids)}"
+            )
+        if len(sample) > row_length:
+            raise ValueError(
+                f"{name} has {len(sample.prompt_ids)} + {len(sample.response_ids)} tokens, more "
+                f"than a row of {row_length}; raise the row length or lower the response limit"
+            )
+        for field in ("behaviour_logprobs", "old_logprobs"):
+            values = getattr(sample, field)
+            if values is not None and len(values) != len(sample.response_ids):
+                raise ValueError(
+                    f"{name}: expected {len(sample.response_ids)} {field}, one per response "
+                    f"token, got {len(values)}"
+                )
+    return ordered
+
+
+def _first_fit(samples: Sequence[Sample], row_length: int) -> list[list[Sample]]:
+    layout: list[list[Sample]] = []
+    room: list[int] = []
+    for sample in samples:
+        row = next((r for r, free in enumerate(room) if free >= len(sample)), None)
+        if row is None:
+            row = len(layout)
+            layout.append([])
+            room.append(row_length)
+        layout[row].append(sample)
+        room[row] -= len(sample)
+    return layout
+
+
+def _write(
+    batch: PackedBatch, row: int, start: int, segment: int, sample: Sample, loss_on: str
+) -> None:
+    prompt, end = start + len(sample.prompt_ids), start + len(sample)
+    batch["tokens"][row, start:prompt] = sample.prompt_ids
+    batch["tokens"][row, prompt:end] = sample.response_ids
+    batch["positions"][row, start:end] = np.arange(end - start)
+    batch["segment_ids"][row, start:end] = segment
+    batch["sample_ids"][row, start:end] = sample.sample_id
+    # Nothing predicts the first token of a segment, so it can never be part of a loss.
+    first = prompt if loss_on == "response" else start + 1
+    batch["loss_mask"][row, first:end] = 1.0
+    batch["advantages"][row, first:end] = sample.advantage
+    for field in ("behaviour_logprobs", "old_logprobs"):
+        if getattr(sample, field) is not None:
+            batch[field][row, prompt:end] = getattr(sample, field)
