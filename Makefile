@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it creates. `make help` lists targets.
 #   make rl ARGS="steps=5"        settings are passed on to the program
-#   make test PYTHON=/path/to/python3.12
+#   make test PYTHON=/path/to/python3.12 VENV=.venv312
 VENV ?= .venv
 PYTHON ?=
 CONFIG ?= configs/sums.yaml

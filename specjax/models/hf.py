@@ -1,0 +1,301 @@
+"""Hugging Face checkpoint directories in and out, without torch.
+
+Loading checks every tensor's name and shape from the file headers first, then builds one parameter
+at a time, in the target dtype, reading only the slices that each device holds: at no time does
+more than one parameter exist twice in host memory. Saving writes what transformers loads.
+
+A draft head lies in the model's own files under MiMo's names when the family is MiMo; transformers
+knows no head in the other families, so there it is a file of its own, `mtp.safetensors`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+
+from specjax import sharding
+from specjax.checkpoint_format import CheckpointError
+from specjax.config import ModelConfig
+from specjax.models.hf_config import (
+    MTP_KEY,
+    UnsupportedModelError,
+    dtype_name,
+    mtp_json,
+    read_config,
+    read_json,
+)
+from specjax.models.hf_export import save_checkpoint, save_head
+from specjax.models.hf_names import (
+    HEAD_FILE,
+    INDEX,
+    WEIGHTS,
+    CheckpointWeightError,
+    Slot,
+    head_slots,
+    is_head_name,
+    is_redundant,
+    policy_slots,
+    raise_problems,
+    style_of,
+    swap_concat,
+    zero_biases,
+)
+from specjax.models.transformer import Params
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointWeightError",
+    "UnsupportedModelError",
+    "load_checkpoint",
+    "load_head",
+    "read_config",
+    "save_checkpoint",
+    "save_head",
+    "swap_concat",
+]
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+# --- reading files ------------------------------------------------------------------------------
+
+
+class _Weights:
+    """The tensors of some safetensors files, read by slices."""
+
+    def __init__(self, files: Iterable[Path], stack: contextlib.ExitStack):
+        self._where, self.metadata = {}, {}
+        for file in files:
+            handle = stack.enter_context(_open(file))
+            self.metadata |= handle.metadata() or {}
+            for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
+                if name in self._where:
+                    raise CheckpointError(f"{file}: {name} is in another file as well; keep one")
+                self._where[name] = handle
+
+    def names(self) -> list[str]:
+        return list(self._where)
+
+    def describe(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and safetensors dtype, from the header alone."""
+        piece = self._where[name].get_slice(name)
+        return tuple(piece.get_shape()), piece.get_dtype()
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        return self._where[name].get_slice(name)[index]
+
+
+def _open(file: Path):
+    try:
+        return safetensors.safe_open(file, framework="numpy")
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} does not exist") from None
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(
+            f"{file} is damaged or no safetensors file ({error}); fetch or export it again"
+        ) from error
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if (path / WEIGHTS).exists():
+        return [path / WEIGHTS]
+    if not (path / INDEX).exists():
+        torch_files = sorted(f.name for f in path.glob("*.bin"))
+        hint = f"; convert {', '.join(torch_files)} to safetensors" if torch_files else ""
+        raise CheckpointError(f"{path}: expected {WEIGHTS} or {INDEX}, found neither{hint}")
+    weight_map = read_json(path / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{path / INDEX} has no 'weight_map'; fetch or export it again")
+    files = [path / name for name in sorted(set(weight_map.values()))]
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        raise CheckpointError(f"{path}: {INDEX} lists files that are missing: {', '.join(missing)}")
+    return files
+
+
+# --- checking -----------------------------------------------------------------------------------
+
+
+def _check(source: Path, weights: _Weights, slots: list[Slot], zeros: dict, extra: list[str]):
+    """Raises `CheckpointWeightError` with one line per weight that does not fit."""
+    expected = {name: slot.file_shape for slot in slots for name in slot.names}
+    present = set(weights.names())
+    problems = [
+        f"missing: {name}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name not in present
+    ]
+    for name, shape in (expected | zeros).items():
+        if name not in present:
+            continue
+        got, dtype = weights.describe(name)
+        if got != shape:
+            problems.append(f"wrong shape: {name}, expected {list(shape)}, got {list(got)}")
+        elif dtype not in _FLOATS:
+            problems.append(f"wrong dtype: {name}, expected one of {_FLOATS}, got {dtype}")
+        elif name in zeros and np.any(weights.read(name, (slice(None),))):
+            problems.append(f"not supported: {name} is not zero")
+    problems += [
+        f"unexpected: {name}, {list(weights.describe(name)[0])}"
+        for name in extra
+        if name not in expected and name not in zeros
+    ]
+    raise_problems(source, problems)
+
+
+# --- placing ------------------------------------------------------------------------------------
+
+
+def _place(weights: _Weights, slots: list[Slot], dtype: str, mesh) -> Params:
+    """Builds the parameter tree, one array at a time, in its dtype and sharding."""
+    tree = _nest({s.path: jax.ShapeDtypeStruct(s.shape, dtype) for s in slots})
+    shardings = None if mesh is None else sharding.param_shardings(mesh, tree)
+    arrays = {}
+    for slot in slots:
+        whole = (slice(None),) * len(slot.shape)
+        if shardings is None:
+            arrays[slot.path] = jax.device_put(_read(weights, slot, jnp.dtype(dtype), whole))
+            continue
+        pieces = {}  # devices that hold the same slice share one read
+
+        def fill(index, slot=slot, pieces=pieces):
+            key = tuple(s.indices(n) for s, n in zip(index, slot.shape, strict=True))
+            if key not in pieces:
+                pieces[key] = _read(weights, slot, jnp.dtype(dtype), index)
+            return pieces[key]
+
+        target = _at(shardings, slot.path)
+        arrays[slot.path] = jax.make_array_from_callback(slot.shape, target, fill)
+    return _nest(arrays)
+
+
+def _read(weights: _Weights, slot: Slot, dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
+    """One slice of a parameter; `index` is in the parameter's own axes."""
+    index = tuple(slice(*s.indices(n)) for s, n in zip(index, slot.shape, strict=True))
+    out = np.empty([s.stop - s.start for s in index], dtype)
+    if not slot.stacked:
+        out[...] = _read_one(weights, slot, slot.names[0], index)
+        return out
+    for row, name in enumerate(slot.names[index[0]]):
+        out[row] = _read_one(weights, slot, name, index[1:])
+    return out
+
+
+def _read_one(weights: _Weights, slot: Slot, name: str, index: tuple[slice, ...]) -> np.ndarray:
+    if slot.swap:  # the two halves may lie in one slice: read whole, then cut
+        whole = weights.read(name, (slice(None),) * 2).T
+        return np.roll(whole, whole.shape[0] // 2, axis=0)[index]
+    return weights.read(name, index[::-1]).T if slot.transpose else weights.read(name, index)
+
+
+def _nest(flat: dict) -> Params:
+    tree: Params = {}
+    for path, leaf in flat.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = leaf
+    return tree
+
+
+def _at(tree, path: tuple):
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+# --- loading ------------------------------------------------------------------------------------
+
+
+def load_checkpoint(
+    path: str | Path,
+    param_dtype: str | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    mtp_concat: str | None = None,
+) -> tuple[ModelConfig, Params, Params | None]:
+    """Reads a local checkpoint directory.
+
+    Args:
+      param_dtype: dtype of the parameters, and of the config's arithmetic; the file's by default.
+      mesh: place the parameters by the table in `specjax.sharding`; None is the default device.
+      mtp_concat: order in which the head is held in memory; the checkpoint's by default.
+
+    Returns:
+      config, stacked parameters, head parameters or None (`num_nextn_predict_layers` absent or 0).
+
+    Raises:
+      CheckpointError: no config.json, a missing or damaged file.
+      CheckpointWeightError: names every weight that is missing, unexpected or wrongly shaped.
+      UnsupportedModelError: see `read_config`.
+    """
+    path = Path(path)
+    cfg = read_config(path)
+    if param_dtype is not None:
+        dtype = dtype_name(param_dtype)
+        cfg = cfg.replace(param_dtype=dtype, compute_dtype=dtype)
+    if mtp_concat is not None:
+        cfg = cfg.replace(mtp_concat=mtp_concat)
+    files = _weight_files(path)
+    if (path / HEAD_FILE).exists():
+        files.append(path / HEAD_FILE)
+    with contextlib.ExitStack() as stack:
+        weights = _Weights(files, stack)
+        policy, head, style = policy_slots(cfg), [], None
+        if cfg.mtp_num_layers:
+            style = style_of(cfg, weights.names())
+            head = head_slots(cfg, style)
+        extra = [name for name in weights.names() if not is_redundant(cfg, name)]
+        _check(path, weights, policy + head, zero_biases(cfg, style), extra)
+        params = _place(weights, policy, cfg.param_dtype, mesh)
+        return cfg, params, (_place(weights, head, cfg.param_dtype, mesh) if head else None)
+
+
+def load_head(
+    path: str | Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None = None
+) -> Params:
+    """Reads a draft head alone: a file of `save_head`, or a checkpoint directory that has one.
+
+    The head comes in `cfg.mtp_concat` order and `cfg.param_dtype`, whatever the file's are.
+
+    Raises:
+      CheckpointError: a missing or damaged file, or a head that was trained with other switches.
+      CheckpointWeightError: names every weight that is missing, unexpected or wrongly shaped.
+    """
+    path = Path(path)
+    file = path
+    if path.is_dir() and (path / HEAD_FILE).exists():
+        file = path / HEAD_FILE
+    files = _weight_files(path) if file.is_dir() else [file]
+    with contextlib.ExitStack() as stack:
+        weights = _Weights(files, stack)
+        style = style_of(cfg, weights.names())
+        if not file.is_dir():
+            _check_switches(file, cfg, weights.metadata)
+        slots = head_slots(cfg, style)
+        extra = [
+            name
+            for name in weights.names()
+            if not is_redundant(cfg, name)
+            and (not file.is_dir() or is_head_name(cfg, style, name))
+        ]
+        zeros = {n: s for n, s in zero_biases(cfg, style).items() if is_head_name(cfg, style, n)}
+        _check(file, weights, slots, zeros, extra)
+        return _place(weights, slots, cfg.param_dtype, mesh)
+
+
+def _check_switches(file: Path, cfg: ModelConfig, metadata: dict[str, str]) -> None:
+    """What a head takes as h is not in its shapes: a wrong switch would only lower acceptance."""
+    saved, wanted = json.loads(metadata.get(MTP_KEY, "{}")), mtp_json(cfg)
+    for key in ("target_hidden", "recycle"):
+        if saved.get(key, wanted[key]) != wanted[key]:
+            raise CheckpointError(
+                f"{file}: the head was trained with {key} {saved[key]!r}, the config says "
+                f"{wanted[key]!r}; set mtp_{key}={saved[key]}"
+            )

@@ -1,0 +1,181 @@
+"""Online training of the draft head: a program of its own, fed with detached states.
+
+The policy update hands out the states of the tokens it was trained on; the head learns from them
+and from the rollout's tokens. Only the head's parameters are differentiated: embedding, final norm
+and language-model head enter as constants, and the gradient of the policy is zero by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from specjax import sharding
+from specjax.config import ModelConfig
+from specjax.draft.mtp import MTPHead, head_graphdef
+from specjax.models.layers import rms_norm
+from specjax.models.transformer import Params, embed_tokens, lm_logits
+from train.config import option
+from train.draft_loss import draft_step_loss, draft_target_logits, draft_targets
+from train.optim import OptimConfig
+
+MODES = ("none", "frozen", "online")
+
+
+@dataclass
+class DraftConfig:
+    """How the draft head is trained beside the policy."""
+
+    mode: str = option("online", "none: no speculation; frozen; online", choices=MODES)
+    loss: str = option("ce", "ce: against the tokens; soft_ce: against the policy's distribution")
+    unroll_steps: int = option(1, "recursive steps trained per token")
+    step_decay: float = option(1.0, "weight of each further recursive step relative to the last")
+    mtp_loss_scaling_factor: float = option(1.0, "factor on the head's loss")
+    epochs: int = option(1, "passes over the replay buffer per step")
+    replay_steps: int = option(1, "steps of rollouts kept in the replay buffer")
+    max_microbatches: int = option(0, "micro-batches of each update used at most; 0 is all")
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-3), metadata={
+        "doc": "the head's own optimizer", "choices": None})
+
+    def __post_init__(self):
+        if self.unroll_steps < 1 or self.epochs < 1 or self.replay_steps < 1:
+            raise ValueError(
+                "expected draft.unroll_steps, draft.epochs and draft.replay_steps >= 1, got "
+                f"{self.unroll_steps}, {self.epochs}, {self.replay_steps}"
+            )
+
+
+def frozen_policy_parts(params: Params) -> Params:
+    """What the head reads of the policy: embedding, final norm, language-model head."""
+    return {name: params[name] for name in ("embed", "norm", "lm_head") if name in params}
+
+
+def head_loss(
+    cfg: ModelConfig,
+    draft: DraftConfig,
+    temperature: float,
+    head_params: Params,
+    policy: Params,
+    batch: Mapping[str, Array],
+    states: Float[Array, "R S D"],
+) -> tuple[Array, dict[str, Array]]:
+    """Mean loss of the head over one packed micro-batch, averaged over its recursive steps.
+
+    Args:
+      policy: see `frozen_policy_parts`. states: the policy's, before the final norm.
+
+    Returns:
+      (loss, sums): per step `mtp_loss_sum`, `mtp_top1`, `mtp_overlap` and `mtp_tokens`, each [K].
+    """
+    head: MTPHead = nnx.merge(head_graphdef(cfg), head_params)
+    tokens, segments = batch["tokens"], batch["segment_ids"]
+    normed = rms_norm(states, policy["norm"], cfg.rms_norm_eps)
+    weight = policy["embed"].T if cfg.tie_embeddings else policy["lm_head"]
+    hidden = states if cfg.mtp_target_hidden == "pre_norm" else normed
+    targets = [
+        draft_targets(tokens, batch["loss_mask"], segments, k) for k in range(draft.unroll_steps)
+    ]
+    embedded = [embed_tokens(policy["embed"], t.inputs, cfg) for t in targets]
+    outputs = head.unroll(hidden, embedded, batch["positions"], segments)
+    policy_logits = lm_logits(normed, weight)
+    total, weights, sums = 0.0, 0.0, []
+    for k, (out, target) in enumerate(zip(outputs, targets, strict=True)):
+        loss_sum, count, aux = draft_step_loss(
+            draft.loss,
+            lm_logits(out, weight),
+            target.labels,
+            target.mask,
+            draft_target_logits(policy_logits, segments, k),
+            temperature,
+        )
+        step_weight = draft.step_decay**k
+        total += step_weight * loss_sum / jnp.maximum(count, 1.0)
+        weights += step_weight
+        sums.append((loss_sum, aux["top1_matches"], aux["overlap"], count))
+    names = ("mtp_loss_sum", "mtp_top1", "mtp_overlap", "mtp_tokens")
+    stacked = {n: jnp.stack(v) for n, v in zip(names, zip(*sums, strict=True), strict=True)}
+    return draft.mtp_loss_scaling_factor * total / weights, jax.lax.stop_gradient(stacked)
+
+
+class DraftTrainer:
+    """One jitted program: an optimizer step per micro-batch, over all of them."""
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        draft: DraftConfig,
+        temperature: float = 1.0,
+        mesh: jax.sharding.Mesh | None = None,
+    ):
+        self.cfg, self.draft, self.mesh, self.temperature = cfg, draft, mesh, temperature
+        self.optimizer = draft.optim.build()
+        self._update = jax.jit(self._update_program, donate_argnums=(0, 1))
+
+    def init_opt_state(self, head: Params):
+        if self.mesh is None:
+            return jax.jit(self.optimizer.init)(head)
+        shardings = sharding.param_shardings(self.mesh, jax.eval_shape(self.optimizer.init, head))
+        return jax.jit(self.optimizer.init, out_shardings=shardings)(head)
+
+    def update(self, head: Params, opt_state, policy: Params, batches, states):
+        """Steps over micro-batches [A R S] with their policy states [A R S D].
+
+        Returns:
+          head, opt_state, metric sums, among them `draft_update_norm`: 0 means nothing changed.
+        """
+        limit = self.draft.max_microbatches
+        if limit and limit < states.shape[0]:
+            batches = {key: value[:limit] for key, value in batches.items()}
+            states = states[:limit]
+        batches = {k: batches[k] for k in ("tokens", "positions", "segment_ids", "loss_mask")}
+        return self._update(head, opt_state, frozen_policy_parts(policy), batches, states)
+
+    def _update_program(self, head, opt_state, policy, batches, states):
+        def step(carry, inputs):
+            head, opt_state = carry
+            batch, here = inputs
+            (_, sums), gradients = jax.value_and_grad(
+                lambda h: head_loss(
+                    self.cfg, self.draft, self.temperature, h, policy, batch, here
+                ),
+                has_aux=True,
+            )(head)
+            updates, opt_state = self.optimizer.update(gradients, opt_state, head)
+            has_tokens = sums["mtp_tokens"][0] > 0  # padding alone must not move the moments
+            new = (optax.apply_updates(head, updates), opt_state)
+            new = jax.tree.map(lambda a, b: jnp.where(has_tokens, a, b), new, (head, carry[1]))
+            return new, sums
+
+        before = head
+        (head, opt_state), sums = jax.lax.scan(step, (head, opt_state), (batches, states))
+        if self.mesh is not None:
+            head = jax.lax.with_sharding_constraint(
+                head, sharding.param_shardings(self.mesh, head)
+            )
+        sums = jax.tree.map(lambda x: x.sum(0), sums)
+        sums["draft_update_norm"] = optax.global_norm(
+            jax.tree.map(lambda a, b: a - b, head, before)
+        )
+        return head, opt_state, sums
+
+
+def draft_metrics(sums: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Metrics under the names that users know, from summed `update` outputs."""
+    sums = {key: np.asarray(value, np.float64) for key, value in sums.items()}
+    tokens = np.maximum(sums["mtp_tokens"], 1.0)
+    metrics = {
+        "train/mtp_loss": float(sums["mtp_loss_sum"][0] / tokens[0]),
+        "train/mtp_top1": float(sums["mtp_top1"][0] / tokens[0]),
+        "train/mtp_tokens": float(sums["mtp_tokens"][0]),
+        "train/mtp_update_norm": float(sums["draft_update_norm"]),
+    }
+    for k, overlap in enumerate(sums["mtp_overlap"] / tokens):
+        metrics[f"train/mtp_overlap_depth_{k + 1}"] = float(overlap)
+    return metrics

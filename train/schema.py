@@ -1,0 +1,164 @@
+"""The configuration of `train.sft` and `train.rl`: every key, its type, default and meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specjax.config import ModelConfig
+from specjax.sharding import MeshConfig
+from train.config import option
+from train.data import DataConfig
+from train.draft import DraftConfig
+from train.grpo import GRPOConfig
+from train.optim import OptimConfig
+
+
+@dataclass
+class ModelSection:
+    """Shape of a policy trained from nothing (Qwen3 architecture)."""
+
+    hidden_size: int = option(192, "model width D")
+    intermediate_size: int = option(640, "feed-forward width F")
+    num_layers: int = option(12, "decoder layers L")
+    num_heads: int = option(6, "query heads N")
+    num_kv_heads: int = option(2, "key/value heads K")
+    head_dim: int = option(32, "head size H")
+    rope_theta: float = option(10000.0, "RoPE base")
+    max_position: int = option(1024, "longest sequence, tokens")
+    mtp_num_layers: int = option(1, "modules of the draft head")
+
+    def build(self, vocab_size: int, eos: int, pad: int, dtypes: DtypeSection) -> ModelConfig:
+        return ModelConfig(
+            vocab_size=vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rope_theta=self.rope_theta,
+            max_position=self.max_position,
+            mtp_num_layers=self.mtp_num_layers,
+            eos_token_ids=(eos,),
+            pad_token_id=pad,
+            param_dtype=dtypes.params,
+            compute_dtype=dtypes.compute,
+        )
+
+
+@dataclass
+class DtypeSection:
+    """Storage and arithmetic; softmax, norms and logits are always float32."""
+
+    params: str = option("float32", "dtype of parameters", choices=("float32", "bfloat16"))
+    compute: str = option("float32", "dtype of arithmetic", choices=("float32", "bfloat16"))
+
+
+@dataclass
+class PackingSection:
+    """Packed micro-batches: R rows of S tokens."""
+
+    row_length: int = option(256, "tokens per row S; no sample may be longer")
+    rows: int = option(16, "rows per micro-batch R")
+    microbatches: int = option(2, "micro-batches per update A (gradient accumulation)")
+
+
+@dataclass
+class CheckpointSection:
+    """Orbax checkpoints under `<out>/checkpoints`."""
+
+    every: int = option(10, "steps between checkpoints; 0 saves only at the end")
+    keep_last: int = option(2, "checkpoints kept")
+    export: bool = option(True, "write a Hugging Face directory <out>/hf at the end")
+
+
+@dataclass
+class LogSection:
+    tensorboard: bool = option(False, "also write TensorBoard event files")
+    wandb: bool = option(False, "also log to Weights & Biases")
+
+
+@dataclass
+class SFTConfig:
+    """`python -m train.sft`: trains policy and head on demonstrations."""
+
+    out: str = option("runs/sft", "directory of the run")
+    init: str | None = option(None, "Hugging Face directory to start from; none: from nothing")
+    seed: int = option(0, "decides initial weights")
+    steps: int = option(1000, "updates of the policy")
+    draft_steps: int = option(300, "updates of the head afterwards, on the final policy's states")
+    vocab_size: int = option(512, "BPE vocabulary at most, when starting from nothing")
+    tokenizer_texts: int = option(5000, "demonstrations that the tokenizer is trained on")
+    loss_on: str = option("response", "tokens in the loss", choices=("response", "all"))
+    log_every: int = option(20, "steps between records")
+    model: ModelSection = option(ModelSection, "shape, when starting from nothing")
+    dtype: DtypeSection = option(DtypeSection, "dtypes")
+    data: DataConfig = option(DataConfig, "demonstrations")
+    packing: PackingSection = option(PackingSection, "batches")
+    optim: OptimConfig = option(OptimConfig, "the policy's optimizer")
+    draft: DraftConfig = option(
+        DraftConfig(loss="soft_ce", unroll_steps=4), "the head's training"
+    )
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    remat: bool = option(False, "recompute activations in the backward pass")
+    checkpoint: CheckpointSection = option(CheckpointSection, "checkpoints")
+    log: LogSection = option(LogSection, "further sinks")
+
+
+@dataclass
+class RolloutSection:
+    """How rollouts are generated."""
+
+    prompts: int = option(16, "prompts per step P")
+    n: int = option(8, "samples per prompt G")
+    temperature: float = option(1.0, "sampling temperature")
+    max_tokens: int = option(160, "response tokens at most")
+    max_prompt_tokens: int = option(64, "longer prompts are an error at start")
+    max_batch: int = option(32, "slots that run at once")
+    strategy: str = option("4_1_5", "what a round drafts; off: no speculation")
+    acceptance: str = option("coupled", "acceptance mode", choices=("coupled", "block"))
+    head: str = option(
+        "checkpoint", "where the head comes from", choices=("checkpoint", "random")
+    )
+
+
+@dataclass
+class AlgoSection(GRPOConfig):
+    """GRPO, and how many updates a rollout feeds."""
+
+    updates_per_rollout: int = 1
+    dynamic_sampling: bool = True
+    max_resample: int = 1
+
+
+@dataclass
+class EvalSection:
+    """Held-out reward, sampled at the rollout's temperature."""
+
+    problems: int = option(512, "held-out problems; 0 is no evaluation")
+    every: int = option(0, "steps between evaluations; 0: only at start and end")
+    max_batch: int = option(64, "slots that run at once")
+    seed: int = option(1234, "seed of the samples, the same at every evaluation")
+
+
+@dataclass
+class RLConfig:
+    """`python -m train.rl`: GRPO with speculative rollouts and an online-trained draft head."""
+
+    model: str = option("assets/sums", "Hugging Face directory of the policy (and head)")
+    out: str = option("runs/rl", "directory of the run")
+    seed: int = option(0, "run seed: with step and prompt it keys every token")
+    steps: int = option(16, "RL steps")
+    reward: str = option("exact", "exact, number, math_verify, or module:function")
+    data: DataConfig = option(DataConfig, "problems")
+    rollout: RolloutSection = option(RolloutSection, "rollouts")
+    algo: AlgoSection = option(AlgoSection, "GRPO")
+    optim: OptimConfig = option(OptimConfig(lr=1e-4), "the policy's optimizer")
+    draft: DraftConfig = option(DraftConfig, "the draft head")
+    packing: PackingSection = option(PackingSection, "training batches")
+    eval: EvalSection = option(EvalSection, "held-out evaluation")
+    dtype: DtypeSection = option(DtypeSection, "dtypes")
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    remat: bool = option(False, "recompute activations in the backward pass")
+    checkpoint: CheckpointSection = option(CheckpointSection, "checkpoints")
+    log: LogSection = option(LogSection, "further sinks")
