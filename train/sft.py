@@ -18,6 +18,7 @@ from specjax import sharding
 from specjax.checkpoint import Checkpointer
 from specjax.config import ModelConfig
 from specjax.draft.mtp import init_head_params
+from specjax.engine.tokenizer import load_tokenizer
 from specjax.models import hf
 from specjax.models.transformer import Params, init_params
 from train import data
@@ -85,7 +86,7 @@ def start_model(cfg: SFTConfig, mesh) -> tuple[ModelConfig, Params, Params, obje
         if head is None:
             model = model.replace(mtp_num_layers=cfg.model.mtp_num_layers)
             head = init_head_params(model, cfg.seed + 1)
-        return model, params, head, hf.load_tokenizer(cfg.init)
+        return model, params, head, load_tokenizer(cfg.init)
     source = data.demonstrations(cfg.data, "train")
     texts = []
     for i in range(min(cfg.tokenizer_texts, len(source))):

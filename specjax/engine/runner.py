@@ -109,7 +109,7 @@ class Runner:
         key = new.tokens.shape
         if key not in self._admit:
             def program(params, head, state, new):
-                return admit(*self._modules(params, head), state, new)
+                return admit(*self.modules(params, head), state, new)
 
             self._admit[key] = self._compile(program, self.params, self.head, self.state, new)
         self.state = self._admit[key](self.params, self.head, self.state, new)
@@ -121,7 +121,7 @@ class Runner:
         )  # fmt: skip
         if self._chunk is None:
             def program(params, head, state, max_rounds, leave_early):
-                model, head = self._modules(params, head)
+                model, head = self.modules(params, head)
                 return run_chunk(
                     lambda s: self._round(model, head, s), state, max_rounds, leave_early
                 )
@@ -135,10 +135,13 @@ class Runner:
             return plain_round(model, state)
         return spec_round(model, head, self.tree, self.mode, state)
 
-    def _modules(self, params, head):
+    def modules(self, params: Params, head: Params | None):
+        """Model and head as modules, inside a jitted function."""
         layout = "stacked" if self.cfg.scan_layers else "unrolled"
         model = nnx.merge(graphdef(self.cfg, layout), params)
-        return model, (nnx.merge(head_graphdef(self.cfg), head) if self.tree else None)
+        return model, (
+            nnx.merge(head_graphdef(self.cfg), head) if head is not None else None
+        )
 
     def _compile(self, program, *inputs):
         self.compilations += 1

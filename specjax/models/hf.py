@@ -257,9 +257,7 @@ def load_checkpoint(
         return cfg, params, (_place(weights, head, cfg.param_dtype, mesh) if head else None)
 
 
-def load_head(
-    path: str | Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None = None
-) -> Params:
+def load_head(path: str | Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None = None) -> Params:
     """Reads a draft head alone: a file of `save_head`, or a checkpoint directory that has one.
 
     The head comes in `cfg.mtp_concat` order and `cfg.param_dtype`, whatever the file's are.
@@ -282,8 +280,7 @@ def load_head(
         extra = [
             name
             for name in weights.names()
-            if not is_redundant(cfg, name)
-            and (not file.is_dir() or is_head_name(cfg, style, name))
+            if not is_redundant(cfg, name) and (not file.is_dir() or is_head_name(cfg, style, name))
         ]
         zeros = {n: s for n, s in zero_biases(cfg, style).items() if is_head_name(cfg, style, n)}
         _check(file, weights, slots, zeros, extra)

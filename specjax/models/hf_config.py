@@ -272,7 +272,8 @@ def config_json(cfg: ModelConfig, with_head: bool, dtype: str) -> dict[str, Any]
     out |= _rope_json(cfg)
     if with_head:
         out[MTP_COUNT_KEY] = cfg.mtp_num_layers
-        out[MTP_KEY] = mtp_json(cfg)
+        concat = family.concat if cfg.model_type == "mimo" else cfg.mtp_concat
+        out[MTP_KEY] = {**mtp_json(cfg), "concat": concat}  # as it lies on disk
     return out
 
 
@@ -311,4 +312,4 @@ def generation_json(cfg: ModelConfig) -> dict[str, Any]:
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "pad_token_id": cfg.pad_token_id,
     }
-    return {"_from_model_config": True} | {k: v for k, v in ids.items() if v is not None}
+    return {k: v for k, v in ids.items() if v is not None}

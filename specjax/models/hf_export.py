@@ -1,4 +1,4 @@
-"""Writing Hugging Face checkpoint directories and draft-head files; `specjax.models.hf` reads them."""
+"""Writing Hugging Face checkpoint directories and draft-head files."""
 
 from __future__ import annotations
 
@@ -99,9 +99,7 @@ def save_checkpoint(
             _copy_tokenizer(Path(tokenizer_dir), partial)
 
 
-def save_head(
-    path: str | Path, cfg: ModelConfig, head: Params, dtype: str | None = None
-) -> None:
+def save_head(path: str | Path, cfg: ModelConfig, head: Params, dtype: str | None = None) -> None:
     """Writes a draft head alone, without embedding and language-model head, to one file.
 
     The names are MiMo's for hidden-first heads and DeepSeek's for embedding-first ones.

@@ -151,7 +151,7 @@ def _head_prefix(cfg: ModelConfig, style: str, index: int) -> str:
 
 
 def style_on_export(cfg: ModelConfig) -> str:
-    """MiMo keeps its names; elsewhere the style whose order is the head's, so that none is swapped."""
+    """MiMo keeps its names; elsewhere the style whose order is the head's own."""
     if cfg.model_type == "mimo" or cfg.mtp_concat == "hidden_first":
         return "mimo"
     return "deepseek"

@@ -1,4 +1,4 @@
-"""The parts of a decoder layer. A `Block` holds one layer's arrays, or all layers' stacked on axis 0."""
+"""The parts of a decoder layer; a `Block` holds one layer's arrays, or all layers' stacked."""
 
 from __future__ import annotations
 
@@ -43,11 +43,15 @@ dense.defvjp(lambda x, weight: (x @ weight, (x, weight)), _dense_bwd)
 class Block(nnx.Module):
     """Attention and gated feed-forward with pre-norms; stacked when `stack` is a number of layers.
 
-    Projections are stored `[in, out]`, transposed from Hugging Face's `[out, in]`.
+    Projections are stored `[in, out]`, transposed from Hugging Face's `[out, in]`. A `fused` block
+    keeps q, k, v side by side in one weight, and gate and up in another: at a few rows per step
+    the number of products, not their size, is what decoding costs. See `fuse_block`.
     """
 
-    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, stack: int | None = None):
-        self.cfg = cfg
+    def __init__(
+        self, cfg: ModelConfig, rngs: nnx.Rngs, stack: int | None = None, fused: bool = False
+    ):
+        self.cfg, self.fused = cfg, fused
         lead = () if stack is None else (stack,)
         dtype = jnp.dtype(cfg.param_dtype)
         d, f = cfg.hidden_size, cfg.intermediate_size
@@ -62,44 +66,72 @@ class Block(nnx.Module):
 
         residual_std = INIT_STD / (2 * max(cfg.num_layers, 1)) ** 0.5  # GPT-2's depth scaling
         self.input_norm, self.post_norm = constant(1, d), constant(1, d)
-        self.q, self.k, self.v = normal(d, q_width), normal(d, kv_width), normal(d, kv_width)
         self.o = normal(q_width, d, std=residual_std)
-        if cfg.qkv_bias:
+        if fused:
+            self.qkv_proj = normal(d, q_width + 2 * kv_width)
+            self.gate_up = normal(d, 2 * f)
+        else:
+            self.q, self.k, self.v = normal(d, q_width), normal(d, kv_width), normal(d, kv_width)
+            self.gate, self.up = normal(d, f), normal(d, f)
+        if cfg.qkv_bias and fused:
+            self.qkv_bias = constant(0, q_width + 2 * kv_width)
+        elif cfg.qkv_bias:
             self.q_bias, self.k_bias = constant(0, q_width), constant(0, kv_width)
             self.v_bias = constant(0, kv_width)
         if cfg.qk_norm:
             self.q_norm, self.k_norm = constant(1, cfg.head_dim), constant(1, cfg.head_dim)
-        self.gate, self.up = normal(d, f), normal(d, f)
         self.down = normal(f, d, std=residual_std)
 
-    def _heads(self, x, weight, bias, count, norm):
-        """Projects to head-major [B, count, T, H]."""
-        out = dense(x, weight[...].astype(x.dtype))
-        if bias is not None:
-            out = out + bias[...].astype(x.dtype)
-        b, t, _ = out.shape
-        out = out.reshape(b, t, count, self.cfg.head_dim)
+    def _project(self, x, weight: str, bias: str | None = None):
+        out = dense(x, getattr(self, weight)[...].astype(x.dtype))
+        return out if bias is None else out + getattr(self, bias)[...].astype(x.dtype)
+
+    def _heads(self, x, norm: str | None = None):
+        """[B T M*H] to head-major [B M T H], normed per head."""
+        b, t, width = x.shape
+        x = x.reshape(b, t, width // self.cfg.head_dim, self.cfg.head_dim)
         if norm is not None:
-            out = rms_norm(out, norm[...], self.cfg.rms_norm_eps)
-        return out.transpose(0, 2, 1, 3)
+            x = rms_norm(x, getattr(self, norm)[...], self.cfg.rms_norm_eps)
+        return x.transpose(0, 2, 1, 3)
 
     def qkv(self, x: Float[Array, "B T D"], cos, sin) -> tuple[Array, Array, Array]:
         """Normed and rotated queries [B N T H], keys and values [B K T H]."""
         cfg = self.cfg
         x = rms_norm(x, self.input_norm[...], cfg.rms_norm_eps)
-        bias = (self.q_bias, self.k_bias, self.v_bias) if cfg.qkv_bias else (None,) * 3
-        norm = (self.q_norm, self.k_norm) if cfg.qk_norm else (None,) * 2
-        q = self._heads(x, self.q, bias[0], cfg.num_heads, norm[0])
-        k = self._heads(x, self.k, bias[1], cfg.num_kv_heads, norm[1])
-        v = self._heads(x, self.v, bias[2], cfg.num_kv_heads, None)
-        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+        if self.fused:
+            q_width, kv_width = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
+            out = self._project(x, "qkv_proj", "qkv_bias" if cfg.qkv_bias else None)
+            q, k, v = jnp.split(out, [q_width, q_width + kv_width], axis=-1)
+        else:
+            q, k, v = (
+                self._project(x, name, f"{name}_bias" if cfg.qkv_bias else None) for name in "qkv"
+            )
+        q = self._heads(q, "q_norm" if cfg.qk_norm else None)
+        k = self._heads(k, "k_norm" if cfg.qk_norm else None)
+        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), self._heads(v)
 
     def finish(self, x: Float[Array, "B T D"], attended: Float[Array, "B N T H"]) -> Array:
         """Output projection, residual, and the gated feed-forward."""
         b, n, t, h = attended.shape
         merged = attended.transpose(0, 2, 1, 3).reshape(b, t, n * h)
-        x = x + dense(merged, self.o[...].astype(x.dtype))
+        x = x + self._project(merged, "o")
         y = rms_norm(x, self.post_norm[...], self.cfg.rms_norm_eps)
-        gate = jax.nn.silu(dense(y, self.gate[...].astype(y.dtype)))
-        up = dense(y, self.up[...].astype(y.dtype))
-        return x + dense(gate * up, self.down[...].astype(y.dtype))
+        if self.fused:
+            gate, up = jnp.split(self._project(y, "gate_up"), 2, axis=-1)
+        else:
+            gate, up = self._project(y, "gate"), self._project(y, "up")
+        return x + self._project(jax.nn.silu(gate) * up, "down")
+
+
+def fuse_block(params: dict) -> dict:
+    """Parameters of a plain block to those of a fused one; works on stacked ones as well."""
+
+    def join(*names):
+        return jnp.concatenate([params[n] for n in names], axis=-1)
+
+    gone = {"q", "k", "v", "gate", "up", "q_bias", "k_bias", "v_bias"}
+    fused = {name: value for name, value in params.items() if name not in gone}
+    fused |= {"qkv_proj": join("q", "k", "v"), "gate_up": join("gate", "up")}
+    if "q_bias" in params:
+        fused["qkv_bias"] = join("q_bias", "k_bias", "v_bias")
+    return fused

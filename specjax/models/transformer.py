@@ -5,8 +5,9 @@ values out) and `decode` (tree rows against a read-only cache, new keys and valu
 is never written inside the layer loop: new rows leave as outputs and `specjax.cache` commits them.
 
 Parameters come in two layouts. `stacked` keeps one array per weight for all layers, for training,
-sharding and checkpoints. `unrolled` keeps one array per weight and layer, for small decode models:
-slicing a stacked weight inside a decode loop would copy it every step.
+sharding and checkpoints. `unrolled` keeps one array per weight and layer, with the projections that
+share an input fused, for small decode models: slicing a stacked weight inside a decode loop would
+copy it every step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from specjax.cache import KVCache
 from specjax.config import ModelConfig
 from specjax.kernels import dispatch
-from specjax.models.layers import INIT_STD, Block, rms_norm
+from specjax.models.layers import INIT_STD, Block, fuse_block, rms_norm
 from specjax.models.rope import rope_tables
 
 Params = dict
@@ -42,7 +43,7 @@ class Transformer(nnx.Module):
         if layout == "stacked":
             self.layers = Block(cfg, rngs, stack=cfg.num_layers)
         else:
-            self.layers = nnx.List([Block(cfg, rngs) for _ in range(cfg.num_layers)])
+            self.layers = nnx.List([Block(cfg, rngs, fused=True) for _ in range(cfg.num_layers)])
         self.norm = nnx.Param(jnp.ones((cfg.hidden_size,), dtype))
         if not cfg.tie_embeddings:
             self.lm_head = table(cfg.hidden_size, cfg.vocab_size)
@@ -179,8 +180,7 @@ def graphdef(cfg: ModelConfig, layout: str = "stacked"):
 
 
 def unroll_layers(params: Params, num_layers: int) -> Params:
-    """Stacked parameters to the `unrolled` layout."""
-    layers = {
-        i: jax.tree.map(lambda a, i=i: a[i], params["layers"]) for i in range(num_layers)
-    }
+    """Stacked parameters to the `unrolled` layout, projections fused."""
+    fused = fuse_block(params["layers"])
+    layers = {i: jax.tree.map(lambda a, i=i: a[i], fused) for i in range(num_layers)}
     return {**params, "layers": layers}

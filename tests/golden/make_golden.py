@@ -1,0 +1,153 @@
+"""Makes the golden checkpoints beside this file; needs torch and transformers.
+
+    python tests/golden/make_golden.py
+
+One directory per family: tiny random weights as transformers saves them (bfloat16, to be small) and
+golden.npz with what transformers computes from them in float32: logits of two prompts, and logits
+at every node of the default draft tree, each from running its root-to-node path in full. `mimo` has
+in addition an MTP head and the outputs of the torch implementation in tests/models/mtp_oracle.py,
+the same head under DeepSeek's names, and a Qwen2 body, for transformers has no MiMo.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / "models"), str(HERE.parent.parent)]
+
+from mtp_oracle import mtp_oracle, random_head_tensors  # noqa: E402
+
+from specjax.config import Strategy  # noqa: E402
+from specjax.decode.tree import build_tree  # noqa: E402
+from specjax.models.hf_config import read_config  # noqa: E402
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": [2, 3],
+    "bos_token_id": 1,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+FAMILIES = {
+    "llama": ("LlamaConfig", {"rope_parameters": LLAMA3, "tie_word_embeddings": False}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
+    "mimo": ("Qwen2Config", {"tie_word_embeddings": False}),
+}
+LENGTHS = (12, 9)
+
+
+def randomise(model, seed):
+    """Weights at which norms, biases and attention all matter (the default init hides them)."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            draw = torch.randn(parameter.shape, generator=generator)
+            is_norm = parameter.ndim == 1 and "norm" in name
+            parameter.copy_(1 + 0.1 * draw if is_norm else 0.3 * draw)
+
+
+@torch.no_grad()
+def logits_of(model, ids):
+    return model(torch.as_tensor(np.asarray(ids))).logits.float().numpy()
+
+
+def body(folder, config_name, extra, seed):
+    """Saves a random checkpoint; returns the float32 model that it holds, and golden arrays."""
+    config = getattr(transformers, config_name)(**SIZES, **extra)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    randomise(model, seed)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rng = np.random.default_rng(seed)
+    tree = build_tree(Strategy.parse("default"))
+    tokens = rng.integers(0, SIZES["vocab_size"], (2, LENGTHS[0]))
+    tree_tokens = rng.integers(0, SIZES["vocab_size"], (2, tree.rows))
+    tree_logits = np.zeros((2, tree.rows, SIZES["vocab_size"]), np.float32)
+    for b, length in enumerate(LENGTHS):
+        for row in range(tree.rows):
+            path = [row]
+            while path[0]:
+                path.insert(0, int(tree.parent[path[0]]))
+            ids = np.concatenate([tokens[b, :length], tree_tokens[b, path]])
+            tree_logits[b, row] = logits_of(model, ids[None])[0, -1]
+    golden = {
+        "tokens": tokens.astype(np.int32),
+        "lengths": np.array(LENGTHS, np.int32),
+        "logits": logits_of(model, tokens),
+        "tree_tokens": tree_tokens.astype(np.int32),
+        "tree_logits": tree_logits,
+    }
+    return model, golden
+
+
+@torch.no_grad()
+def add_mtp(folder, model, golden):
+    """Turns a Qwen2 checkpoint into a MiMo one with a head, and adds the head's outputs."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
+    config["num_nextn_predict_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    cfg = read_config(folder)
+    head = {k: v.bfloat16() for k, v in random_head_tensors(cfg, seed=9).items()}
+    tensors = load_file(folder / "model.safetensors") | head
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    rename = {
+        "token_layernorm": "enorm",
+        "hidden_layernorm": "hnorm",
+        "input_proj": "eh_proj",
+        "final_layernorm": "shared_head.norm",
+    }
+    other = {}
+    for name, tensor in head.items():
+        _, _, _, leaf = name.split(".", 3)
+        for ours, theirs in rename.items():
+            leaf = leaf.replace(ours, theirs)
+        if leaf == "eh_proj.weight":
+            h, e = tensor.chunk(2, dim=1)
+            tensor = torch.cat([e, h], dim=1)
+        other[f"model.layers.{cfg.num_layers}.{leaf}"] = tensor.contiguous()
+    save_file(other, folder / "head_deepseek.safetensors", metadata={"format": "pt"})
+
+    ids = torch.as_tensor(golden["tokens"][0]).long()
+    hidden = model.model(ids[None]).last_hidden_state[0]
+    embedded = model.model.embed_tokens(ids)
+    steps = [torch.roll(embedded, -(1 + s), 0) for s in range(3)]
+    head = {k: v.float() for k, v in head.items()}
+    outputs = mtp_oracle(head, cfg, hidden, steps, hidden_first=True)
+    golden["mtp_outputs"] = torch.stack(outputs).numpy()
+    golden["mtp_hidden"] = hidden.numpy()
+
+
+def main():
+    transformers.logging.set_verbosity_error()
+    for seed, (name, (config_name, extra)) in enumerate(FAMILIES.items()):
+        folder = HERE / name
+        shutil.rmtree(folder, ignore_errors=True)
+        model, golden = body(folder, config_name, extra, seed)
+        if name == "mimo":
+            add_mtp(folder, model, golden)
+        np.savez_compressed(folder / "golden.npz", **golden)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,370 @@
+"""The transformer equals transformers', the MTP head an independent torch implementation.
+
+The golden files beside these tests make the comparison without torch; tests marked `torch` make it
+again with whatever transformers is installed, through sharded checkpoints and back.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from specjax.cache import KVCache, commit_rows, empty_cache
+from specjax.config import ModelConfig, RopeScaling, Strategy
+from specjax.decode.tree import build_tree, chain_bits
+from specjax.draft.mtp import head_graphdef, init_head_params
+from specjax.models import hf
+from specjax.models.transformer import graphdef, unroll_layers
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+FAMILIES = ("llama", "qwen2", "qwen3", "mimo")
+LAYOUTS = ("scanned", "looped", "unrolled")
+TREE = build_tree(Strategy.parse("default"))
+
+
+def merged(cfg, params, layout):
+    if layout == "unrolled":
+        return nnx.merge(graphdef(cfg, "unrolled"), unroll_layers(params, cfg.num_layers))
+    return nnx.merge(graphdef(cfg), params)
+
+
+def run_all(cfg, params, tokens, lengths, tree_tokens, layout="scanned"):
+    """Logits of `hidden`, of `prefill`, and of tree rows decoded against the prefilled cache."""
+    cfg = cfg.replace(scan_layers=layout == "scanned")
+
+    @jax.jit
+    def program(params):
+        model = merged(cfg, params, layout)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        segments = (positions < lengths[:, None]).astype(jnp.int32)
+        trained = model.logits(model.hidden(tokens, positions, segments))
+        x, rows = model.prefill(tokens, lengths)
+        cache = empty_cache(cfg, len(tokens), 32, cfg.num_layers, stacked=layout == "scanned")
+        cache = commit_rows(cache, rows, jnp.zeros_like(lengths))
+        positions = lengths[:, None] + TREE.depth
+        decoded, _ = model.decode(tree_tokens, positions, cache, lengths, TREE.visible_bits)
+        return trained, model.logits(x), model.logits(decoded)
+
+    return program(params)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_the_golden_ones_of_transformers_full_and_in_a_cached_tree(family, layout):
+    golden = np.load(GOLDEN / family / "golden.npz")
+    cfg, params, _ = hf.load_checkpoint(GOLDEN / family, param_dtype="float32")
+    trained, prefilled, decoded = run_all(
+        cfg, params, golden["tokens"], golden["lengths"], golden["tree_tokens"], layout
+    )
+    for b, length in enumerate(golden["lengths"]):
+        expected = golden["logits"][b, :length]
+        np.testing.assert_allclose(trained[b, :length], expected, atol=1e-4, rtol=0)
+        np.testing.assert_allclose(prefilled[b, :length], expected, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(decoded, golden["tree_logits"], atol=1e-4, rtol=0)
+
+
+def test_golden_logits_depend_on_every_feature_that_they_are_meant_to_prove():
+    golden = np.load(GOLDEN / "llama" / "golden.npz")
+    cfg, params, _ = hf.load_checkpoint(GOLDEN / "llama", param_dtype="float32")
+    assert cfg.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 16)
+    unscaled = run_all(
+        cfg.replace(rope_scaling=None),
+        params,
+        golden["tokens"],
+        golden["lengths"],
+        golden["tree_tokens"],
+    )[1]
+    assert np.abs(unscaled[0] - golden["logits"][0]).max() > 0.1
+
+
+# --- the MTP head -------------------------------------------------------------------------------
+
+
+def unrolled(cfg, head, hidden, step_embeddings):
+    """`MTPHead.unroll` on one sequence: [steps, S, D]."""
+
+    @jax.jit
+    def program(head):
+        module = nnx.merge(head_graphdef(cfg), head)
+        positions = jnp.arange(hidden.shape[0])[None]
+        segments = jnp.ones_like(positions)
+        steps = [e[None] for e in step_embeddings]
+        return jnp.concatenate(module.unroll(hidden[None], steps, positions, segments))
+
+    return program(head)
+
+
+def rolled_embeddings(params, tokens, steps):
+    embedded = np.asarray(params["embed"])[tokens]
+    return [np.roll(embedded, -(1 + s), axis=0) for s in range(steps)]
+
+
+@pytest.mark.parametrize("concat", ("hidden_first", "embedding_first"))
+def test_mtp_head_equals_the_golden_torch_outputs_in_both_orders(concat):
+    golden = np.load(GOLDEN / "mimo" / "golden.npz")
+    cfg, params, head = hf.load_checkpoint(
+        GOLDEN / "mimo", param_dtype="float32", mtp_concat=concat
+    )
+    steps = rolled_embeddings(params, golden["tokens"][0], 3)
+    outputs = unrolled(cfg, head, golden["mtp_hidden"], steps)
+    np.testing.assert_allclose(outputs, golden["mtp_outputs"], atol=1e-4, rtol=0)
+
+    other = hf.load_head(GOLDEN / "mimo" / "head_deepseek.safetensors", cfg)
+    jax.tree.map(np.testing.assert_array_equal, other, head)
+
+
+def test_mtp_head_in_the_wrong_order_is_far_from_the_golden_outputs():
+    golden = np.load(GOLDEN / "mimo" / "golden.npz")
+    cfg, params, head = hf.load_checkpoint(GOLDEN / "mimo", param_dtype="float32")
+    wrong = cfg.replace(mtp_concat="embedding_first")
+    steps = rolled_embeddings(params, golden["tokens"][0], 1)
+    outputs = unrolled(wrong, head, golden["mtp_hidden"], steps)
+    assert np.abs(outputs[0] - golden["mtp_outputs"][0]).max() > 0.5
+
+
+def test_head_states_of_the_target_are_the_golden_post_norm_ones():
+    golden = np.load(GOLDEN / "mimo" / "golden.npz")
+    cfg, params, _ = hf.load_checkpoint(GOLDEN / "mimo", param_dtype="float32")
+
+    @jax.jit
+    def states(params):
+        model = merged(cfg, params, "looped")
+        return model.draft_hidden(model.prefill(golden["tokens"], golden["lengths"])[0])
+
+    np.testing.assert_allclose(states(params)[0], golden["mtp_hidden"], atol=1e-4, rtol=0)
+
+
+SMALL = ModelConfig(
+    vocab_size=48, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4, num_kv_heads=2,
+    head_dim=8, mtp_num_layers=1,
+)  # fmt: skip
+
+
+def scaled_head(cfg, seed=0):
+    """A random head whose projections matter more than those of the usual init."""
+    return jax.tree.map(lambda a: a * 8 if a.ndim == 2 else a, init_head_params(cfg, seed))
+
+
+@pytest.mark.parametrize("recycle", ("post_norm", "pre_norm"))
+@pytest.mark.parametrize("modules", (1, 2))
+def test_drafting_with_prefill_and_decode_equals_unroll(modules, recycle):
+    cfg = SMALL.replace(mtp_num_layers=modules, mtp_recycle=recycle)
+    head = scaled_head(cfg)
+    rng = np.random.default_rng(0)
+    size, prompt, depth = 12, 6, 4
+    hidden, embedded = rng.normal(size=(2, 1, size, cfg.hidden_size)).astype(np.float32)
+    steps = [np.roll(embedded[0], -(1 + s), axis=0) for s in range(depth)]
+    expected = unrolled(cfg, head, hidden[0], steps)
+    first, window = prompt - modules, modules + 2  # the window repeats rows that modules lag
+    slot = first + window - 1
+
+    @jax.jit
+    def draft(head):
+        module = nnx.merge(head_graphdef(cfg), head)
+        length = jnp.array([prompt])
+        cache = empty_cache(cfg, 1, size, modules, stacked=False)
+        rows = module.prefill(hidden[:, :prompt], embedded[:, :prompt], length)
+        cache = commit_rows(cache, rows, jnp.array([0]))
+        h, base, frontier = hidden[:, first : slot + 1], [], []
+        for index in range(modules):
+            e = embedded[:, first + 1 + index : first + 1 + index + window]
+            positions = first + index + jnp.arange(window)[None]
+            normed, h, kv = module.decode(
+                index, h, e, positions, cache.layer(index), None, jnp.array([first]),
+                chain_bits(window),
+            )  # fmt: skip
+            base.append(kv)
+            frontier.append((normed, h[:, -1:]))
+        new = KVCache(tuple(k for k, _ in base), tuple(v for _, v in base))
+        cache = commit_rows(cache, new, jnp.array([first]))
+        h, scratch, drafted = frontier[0][1], None, []
+        for step in range(1, depth):
+            index = min(step, modules - 1)
+            scratch = None if step == index else scratch
+            seen = 0 if scratch is None else scratch[0].shape[2]
+            prefix = slot + 1 if index == 0 else slot - (index - 1)
+            e = embedded[:, slot + 1 + step][:, None]
+            normed, h, scratch = module.decode(
+                index, h, e, jnp.array([[slot + step]]), cache.layer(index), scratch,
+                jnp.array([prefix]), chain_bits(seen + 1)[-1:],
+            )  # fmt: skip
+            drafted.append(normed[0, 0])
+        return [normed[0] for normed, _ in frontier], drafted
+
+    windows, drafted = draft(head)
+    for index, normed in enumerate(windows):
+        span = slice(first, slot + 1)
+        np.testing.assert_allclose(normed, expected[index][span], atol=1e-5, rtol=0)
+    for step, normed in enumerate(drafted, 1):
+        np.testing.assert_allclose(normed, expected[step][slot], atol=1e-5, rtol=0)
+
+
+def test_half_swap_with_the_other_order_is_the_same_function():
+    head = scaled_head(SMALL)
+    rng = np.random.default_rng(1)
+    hidden, embedded = rng.normal(size=(2, 6, SMALL.hidden_size)).astype(np.float32)
+    swapped = SMALL.replace(mtp_concat="hidden_first")
+    expected = unrolled(SMALL, head, hidden, [embedded, embedded])
+    actual = unrolled(swapped, hf.swap_concat(head), hidden, [embedded, embedded])
+    np.testing.assert_allclose(actual, expected, atol=1e-6, rtol=0)
+    assert np.abs(unrolled(swapped, head, hidden, [embedded])[0] - expected[0]).max() > 0.1
+    jax.tree.map(np.testing.assert_array_equal, hf.swap_concat(hf.swap_concat(head)), head)
+
+
+# --- against torch itself -----------------------------------------------------------------------
+
+LIVE = {
+    "llama": ("LlamaConfig", {"rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 4.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 16}}),
+    "llama with biases": ("LlamaConfig", {"attention_bias": True, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen2 untied": ("Qwen2Config", {"tie_word_embeddings": False}),
+    "qwen3": ("Qwen3Config", {"head_dim": 12, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e6}}),
+}  # fmt: skip
+
+
+def random_transformers_model(config_name, extra):
+    import torch
+    import transformers
+
+    config = getattr(transformers, config_name)(
+        vocab_size=61, hidden_size=24, intermediate_size=40, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        pad_token_id=0, **extra,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            draw = torch.randn(parameter.shape, generator=generator)
+            is_norm = parameter.ndim == 1 and "norm" in name
+            parameter.copy_(1 + 0.1 * draw if is_norm else 0.3 * draw)
+            if name.endswith("o_proj.bias"):
+                parameter.zero_()
+    return model
+
+
+def torch_logits(model, ids):
+    import torch
+
+    with torch.no_grad():
+        return model(torch.as_tensor(np.asarray(ids)).long()).logits.numpy()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", LIVE)
+def test_live_transformers_checkpoint_loads_decodes_and_exports_with_the_same_logits(
+    name, tmp_path
+):
+    import transformers
+
+    model = random_transformers_model(*LIVE[name])
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
+    cfg, params, head = hf.load_checkpoint(tmp_path / "theirs")
+    assert head is None
+
+    rng = np.random.default_rng(2)
+    tokens, tree_tokens = rng.integers(0, 61, (1, 14)), rng.integers(0, 61, (1, TREE.rows))
+    lengths = np.array([11], np.int32)
+    _, prefilled, decoded = run_all(cfg, params, tokens, lengths, tree_tokens)
+    expected = torch_logits(model, tokens)
+    np.testing.assert_allclose(prefilled[0, :11], expected[0, :11], atol=1e-4, rtol=0)
+    for row in (0, 4, TREE.rows - 1):
+        path = [row]
+        while path[0]:
+            path.insert(0, int(TREE.parent[path[0]]))
+        ids = np.concatenate([tokens[:, :11], tree_tokens[:, path]], axis=1)
+        at_row = torch_logits(model, ids)[0, -1]
+        np.testing.assert_allclose(decoded[0, row], at_row, atol=1e-4, rtol=0)
+
+    head_cfg = cfg.replace(mtp_num_layers=1)
+    hf.save_checkpoint(
+        tmp_path / "ours", head_cfg, params, init_head_params(head_cfg), max_shard_bytes=20_000
+    )
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    np.testing.assert_array_equal(torch_logits(again, tokens), expected)
+
+
+@pytest.mark.torch
+def test_exported_mimo_body_runs_as_qwen2_in_transformers_with_the_same_logits(tmp_path):
+    import transformers
+
+    golden = np.load(GOLDEN / "mimo" / "golden.npz")
+    cfg, params, head = hf.load_checkpoint(GOLDEN / "mimo", mtp_concat="embedding_first")
+    hf.save_checkpoint(tmp_path / "out", cfg, params, head, dtype="float32")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
+    model, report = transformers.Qwen2ForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert all(key.startswith("model.mtp_layers.0.") for key in report["unexpected_keys"])
+    logits = torch_logits(model, golden["tokens"])
+    np.testing.assert_allclose(logits, golden["logits"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("concat", ("embedding_first", "hidden_first"))
+@pytest.mark.parametrize("modules", (1, 2))
+@pytest.mark.parametrize("recycle", ("post_norm", "pre_norm"))
+def test_mtp_head_equals_torch_over_recursive_steps(concat, modules, recycle):
+    import torch
+    from mtp_oracle import mtp_oracle, random_head_tensors
+
+    qk_norm = recycle == "pre_norm"
+    cfg = dataclasses.replace(
+        SMALL, mtp_concat=concat, mtp_num_layers=modules, mtp_recycle=recycle, qk_norm=qk_norm,
+        qkv_bias=not qk_norm, rope_theta=500.0,
+    )  # fmt: skip
+    tensors = random_head_tensors(cfg, seed=3)
+    rng = np.random.default_rng(3)
+    hidden = rng.normal(size=(9, cfg.hidden_size)).astype(np.float32)
+    steps = list(rng.normal(size=(3, 9, cfg.hidden_size)).astype(np.float32))
+    expected = mtp_oracle(
+        tensors, cfg, torch.tensor(hidden), [torch.tensor(e) for e in steps],
+        hidden_first=concat == "hidden_first",
+    )  # fmt: skip
+    actual = unrolled(cfg, head_from_tensors(tensors, modules), hidden, steps)
+    np.testing.assert_allclose(actual, torch.stack(expected).numpy(), atol=1e-4, rtol=0)
+
+
+def head_from_tensors(tensors, modules):
+    """MiMo's names to our tree, written out here so that the loader is not its own witness."""
+    attention = {
+        f"{w}{suffix}": f"self_attn.{w}_{name}"
+        for w in "qkv"
+        for suffix, name in (("", "proj.weight"), ("_bias", "proj.bias"), ("_norm", "norm.weight"))
+    } | {"o": "self_attn.o_proj.weight"}
+    mlp = {name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+    norms = {"input_norm": "input_layernorm.weight", "post_norm": "post_attention_layernorm.weight"}
+    blocks = {}
+    for i in range(modules):
+        def get(name, i=i):
+            tensor = tensors[f"model.mtp_layers.{i}.{name}"].numpy()
+            return jnp.asarray(tensor.T if tensor.ndim == 2 else tensor)
+
+        names = attention | mlp | norms
+        layer = {
+            ours: get(name)
+            for ours, name in names.items()
+            if f"model.mtp_layers.{i}.{name}" in tensors
+        }
+        blocks[i] = {
+            "embed_norm": get("token_layernorm.weight"),
+            "hidden_norm": get("hidden_layernorm.weight"),
+            "proj": get("input_proj.weight"),
+            "norm": get("final_layernorm.weight"),
+            "layer": layer,
+        }
+    return {"blocks": blocks}
