@@ -15,7 +15,7 @@ from collections.abc import Sequence
 ACCEPTANCE_MODES = ("coupled", "block")
 OFF_NAMES = ("off", "disable", "none")
 
-# Wide near the root, narrower later: four children of the root, two of the best two, one each after.
+# Wide near the root, narrower later: four children, two below the best two, one each after.
 DEFAULT_TREE_PATHS = (
     (0,), (1,), (2,), (3,),
     (0, 0), (0, 1), (1, 0), (1, 1),

@@ -74,6 +74,13 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh | None:
     return jax.sharding.Mesh(grid, MESH_AXES)
 
 
+def pin(mesh: jax.sharding.Mesh | None, tree):
+    """Inside a jitted function: keeps parameters, gradients or moments where the table says."""
+    if mesh is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, param_shardings(mesh, tree))
+
+
 def spec_for(mesh: jax.sharding.Mesh, axes: tuple, shape: tuple[int, ...]) -> jax.P:
     """Physical spec of an array from its logical axes; indivisible dimensions stay whole."""
     entries = []

@@ -37,7 +37,8 @@ HELDOUT_SHARE = 16
 
 # Common words, each of which becomes one token with its space.
 CONNECTIVES = (
-    " so", " then", " next", " now", " add", " plus", " and", " thus", " hence", " well", " ok", " here",
+    " so", " then", " next", " now", " add", " plus",
+    " and", " thus", " hence", " well", " ok", " here",
 )  # fmt: skip
 
 # The number of terms falls off geometrically: between 2 and 12 its mean is 5.

@@ -7,7 +7,7 @@ and language-model head enter as constants, and the gradient of the policy is ze
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -38,17 +38,16 @@ class DraftConfig:
     unroll_steps: int = option(1, "recursive steps trained per token")
     step_decay: float = option(1.0, "weight of each further recursive step relative to the last")
     mtp_loss_scaling_factor: float = option(1.0, "factor on the head's loss")
-    epochs: int = option(1, "passes over the replay buffer per step")
-    replay_steps: int = option(1, "steps of rollouts kept in the replay buffer")
-    max_microbatches: int = option(0, "micro-batches of each update used at most; 0 is all")
+    epochs: int = option(1, "passes over the step's micro-batches")
+    max_microbatches: int = option(0, "micro-batches of each step used at most; 0 is all")
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-3), metadata={
         "doc": "the head's own optimizer", "choices": None})
 
     def __post_init__(self):
-        if self.unroll_steps < 1 or self.epochs < 1 or self.replay_steps < 1:
+        if self.unroll_steps < 1 or self.epochs < 1:
             raise ValueError(
-                "expected draft.unroll_steps, draft.epochs and draft.replay_steps >= 1, got "
-                f"{self.unroll_steps}, {self.epochs}, {self.replay_steps}"
+                "expected draft.unroll_steps and draft.epochs >= 1, got "
+                f"{self.unroll_steps} and {self.epochs}"
             )
 
 
@@ -105,7 +104,7 @@ def head_loss(
 
 
 class DraftTrainer:
-    """One jitted program: an optimizer step per micro-batch, over all of them."""
+    """One jitted program: an optimizer step of the head on one micro-batch."""
 
     def __init__(
         self,
@@ -124,46 +123,41 @@ class DraftTrainer:
         shardings = sharding.param_shardings(self.mesh, jax.eval_shape(self.optimizer.init, head))
         return jax.jit(self.optimizer.init, out_shardings=shardings)(head)
 
-    def update(self, head: Params, opt_state, policy: Params, batches, states):
-        """Steps over micro-batches [A R S] with their policy states [A R S D].
+    def update(
+        self, head: Params, opt_state, policy: Params, batches: Sequence, states: Sequence[Array]
+    ):
+        """Trains on micro-batches [R S] with their policy states [R S D], `epochs` times over.
+
+        `head` and `opt_state` are donated.
 
         Returns:
-          head, opt_state, metric sums, among them `draft_update_norm`: 0 means nothing changed.
+          head, opt_state, metric sums of all epochs, among them `draft_update_norm`: the summed
+          norm of the head's changes, 0 if training changed nothing.
         """
-        limit = self.draft.max_microbatches
-        if limit and limit < states.shape[0]:
-            batches = {key: value[:limit] for key, value in batches.items()}
-            states = states[:limit]
-        batches = {k: batches[k] for k in ("tokens", "positions", "segment_ids", "loss_mask")}
-        return self._update(head, opt_state, frozen_policy_parts(policy), batches, states)
+        limit = self.draft.max_microbatches or len(states)
+        policy, total = frozen_policy_parts(policy), None
+        for _ in range(self.draft.epochs):
+            for batch, here in list(zip(batches, states, strict=True))[:limit]:
+                batch = {k: batch[k] for k in ("tokens", "positions", "segment_ids", "loss_mask")}
+                head, opt_state, sums = self._update(head, opt_state, policy, batch, here)
+                sums = jax.device_get(sums)
+                total = sums if total is None else {k: total[k] + v for k, v in sums.items()}
+        return head, opt_state, total
 
-    def _update_program(self, head, opt_state, policy, batches, states):
-        def step(carry, inputs):
-            head, opt_state = carry
-            batch, here = inputs
-            (_, sums), gradients = jax.value_and_grad(
-                lambda h: head_loss(
-                    self.cfg, self.draft, self.temperature, h, policy, batch, here
-                ),
-                has_aux=True,
-            )(head)
-            updates, opt_state = self.optimizer.update(gradients, opt_state, head)
-            has_tokens = sums["mtp_tokens"][0] > 0  # padding alone must not move the moments
-            new = (optax.apply_updates(head, updates), opt_state)
-            new = jax.tree.map(lambda a, b: jnp.where(has_tokens, a, b), new, (head, carry[1]))
-            return new, sums
-
-        before = head
-        (head, opt_state), sums = jax.lax.scan(step, (head, opt_state), (batches, states))
-        if self.mesh is not None:
-            head = jax.lax.with_sharding_constraint(
-                head, sharding.param_shardings(self.mesh, head)
-            )
-        sums = jax.tree.map(lambda x: x.sum(0), sums)
-        sums["draft_update_norm"] = optax.global_norm(
-            jax.tree.map(lambda a, b: a - b, head, before)
+    def _update_program(self, head, opt_state, policy, batch, states):
+        (_, sums), gradients = jax.value_and_grad(
+            lambda h: head_loss(self.cfg, self.draft, self.temperature, h, policy, batch, states),
+            has_aux=True,
+        )(head)
+        updates, new_opt_state = self.optimizer.update(gradients, opt_state, head)
+        has_tokens = sums["mtp_tokens"][0] > 0  # padding alone must not move the moments
+        updates = jax.tree.map(lambda u: jnp.where(has_tokens, u, 0.0), updates)
+        opt_state = jax.tree.map(
+            lambda new, old: jnp.where(has_tokens, new, old), new_opt_state, opt_state
         )
-        return head, opt_state, sums
+        head = optax.apply_updates(head, updates)
+        head, opt_state = sharding.pin(self.mesh, head), sharding.pin(self.mesh, opt_state)
+        return head, opt_state, {**sums, "draft_update_norm": optax.global_norm(updates)}
 
 
 def draft_metrics(sums: Mapping[str, np.ndarray]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """The policy's programs: one update over micro-batches, and scoring.
 
-The update always hands out the policy's states [A R S D] along with the new parameters, whether or
-not a draft head is trained on them. So one compiled executable serves every mode, and the policy
+The update always hands out the policy's states along with the gradients, whether or not a draft
+head is trained on them. So one compiled executable serves every mode, and the policy
 cannot depend, not even in its last bit, on how its head is trained.
 """
 
@@ -33,20 +33,20 @@ def sft_loss(logprobs, entropy, batch: Batch, denominators: Denominators):
     return loss, jax.lax.stop_gradient(sums)
 
 
-def rl_loss(cfg: GRPOConfig) -> LossFn:
-    """The GRPO loss; the reference's log-probabilities are used when the batch has them."""
+def rl_loss(cfg: GRPOConfig, on_policy: bool = False) -> LossFn:
+    """The GRPO loss; the reference's log-probabilities are used when the batch has them.
+
+    Args:
+      on_policy: one update per rollout, so the policy that is differentiated is the old one too and
+        need not be scored beforehand; the batch's `old_logprobs` are ignored.
+    """
 
     def loss(logprobs, entropy, batch, denominators):
-        return grpo_loss(
-            logprobs, batch, cfg, denominators, batch.get("ref_logprobs"), entropy
-        )
+        if on_policy:
+            batch = {**batch, "old_logprobs": jax.lax.stop_gradient(logprobs)}
+        return grpo_loss(logprobs, batch, cfg, denominators, batch.get("ref_logprobs"), entropy)
 
     return loss
-
-
-def stack_batches(batches: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Micro-batches [R S] to one array [A R S] per key."""
-    return {key: np.stack([b[key] for b in batches]) for key in batches[0]}
 
 
 class PolicyTrainer:
@@ -70,9 +70,11 @@ class PolicyTrainer:
         self.cfg = cfg.replace(scan_layers=True)
         self.loss, self.optimizer, self.mesh = loss, optimizer, mesh
         self.temperature = temperature
-        self._update = jax.jit(self._update_program, donate_argnums=(0, 1))
-        self._score = jax.jit(self._score_program)
-        self._states = jax.jit(self._states_program)
+        self._accumulate = jax.jit(self._accumulate_program, donate_argnums=1)
+        self._apply = jax.jit(self._apply_program, donate_argnums=(0, 1, 2))
+        self._score = jax.jit(lambda params, batch: self._token_logprobs(params, batch)[0])
+        self._states = jax.jit(lambda params, batch: self._forward(params, batch)[1])
+        self._zeros = jax.jit(self._zeros_program)
 
     def init_opt_state(self, params: Params):
         """Optimizer state, created in the sharding of the parameters it belongs to."""
@@ -83,29 +85,40 @@ class PolicyTrainer:
         )
         return jax.jit(self.optimizer.init, out_shardings=shardings)(params)
 
-    def place(self, batches: Mapping[str, np.ndarray]) -> dict[str, Array]:
-        """Host arrays [A R S] to devices, rows over the data axes."""
+    def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, Array]:
+        """Host arrays [R S] to devices, rows over the data axes."""
         if self.mesh is None:
-            return jax.device_put(dict(batches))
-        spec = jax.NamedSharding(self.mesh, jax.P(None, ("data", "fsdp")))
-        return {key: jax.device_put(value, spec) for key, value in batches.items()}
+            return jax.device_put(dict(batch))
+        spec = jax.NamedSharding(self.mesh, jax.P(("data", "fsdp")))
+        return {key: jax.device_put(value, spec) for key, value in batch.items()}
 
-    def update(self, params: Params, opt_state, batches: Batch, denominators: Denominators):
-        """One optimizer step over A micro-batches [A R S].
+    def update(
+        self, params: Params, opt_state, batches: Sequence[Batch], denominators: Denominators
+    ):
+        """One optimizer step over micro-batches [R S], of which there may be any number.
+
+        `params` and `opt_state` are donated.
 
         Returns:
-          params, opt_state, states [A R S D] before the final norm (of the old parameters, no
-          gradient), and metric sums with `grad_norm`.
+          params, opt_state, per micro-batch the states [R S D] before the final norm (of the old
+          parameters, without gradient), and metric sums with `grad_norm`.
         """
-        return self._update(params, opt_state, batches, denominators)
+        gradients, states, sums = self._zeros(params), [], None
+        for batch in batches:
+            gradients, here, new = self._accumulate(params, gradients, batch, denominators)
+            states.append(here)
+            new = jax.device_get(new)
+            sums = new if sums is None else {k: sums[k] + v for k, v in new.items()}
+        params, opt_state, norm = self._apply(params, opt_state, gradients)
+        return params, opt_state, states, {**sums, "grad_norm": jax.device_get(norm)}
 
-    def logprobs(self, params: Params, batches: Batch) -> Float[Array, "A R S"]:
+    def logprobs(self, params: Params, batch: Batch) -> Float[Array, "R S"]:
         """Log-probabilities of all tokens, by the same arithmetic as the update's."""
-        return self._score(params, batches)
+        return self._score(params, batch)
 
-    def states(self, params: Params, batches: Batch) -> Float[Array, "A R S D"]:
+    def states(self, params: Params, batch: Batch) -> Float[Array, "R S D"]:
         """The states that `update` hands out, without an update."""
-        return self._states(params, batches)
+        return self._states(params, batch)
 
     # --- programs ----------------------------------------------------------------------------
 
@@ -121,31 +134,20 @@ class PolicyTrainer:
         )
         return logprobs, entropy, states
 
-    def _update_program(self, params, opt_state, batches, denominators):
-        def loss(params, batch):
+    def _accumulate_program(self, params, gradients, batch, denominators):
+        def loss(params):
             logprobs, entropy, states = self._token_logprobs(params, batch)
             value, sums = self.loss(logprobs, entropy, batch, denominators)
             return value, (sums, jax.lax.stop_gradient(states))
 
-        def accumulate(gradients, batch):
-            new, (sums, states) = jax.grad(loss, has_aux=True)(params, batch)
-            return jax.tree.map(jnp.add, gradients, new), (sums, states)
+        new, (sums, states) = jax.grad(loss, has_aux=True)(params)
+        return sharding.pin(self.mesh, jax.tree.map(jnp.add, gradients, new)), states, sums
 
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), params)
-        gradients, (sums, states) = jax.lax.scan(accumulate, zeros, batches)
+    def _apply_program(self, params, opt_state, gradients):
         updates, opt_state = self.optimizer.update(gradients, opt_state, params)
-        new_params = optax.apply_updates(params, updates)
-        if self.mesh is not None:  # parameters must come back where they were
-            shardings = sharding.param_shardings(self.mesh, new_params)
-            new_params = jax.lax.with_sharding_constraint(new_params, shardings)
-            opt_shardings = sharding.param_shardings(self.mesh, opt_state)
-            opt_state = jax.lax.with_sharding_constraint(opt_state, opt_shardings)
-        sums = jax.tree.map(lambda x: x.sum(0), sums)
-        sums["grad_norm"] = optax.global_norm(gradients)
-        return new_params, opt_state, states, sums
+        params = sharding.pin(self.mesh, optax.apply_updates(params, updates))
+        return params, sharding.pin(self.mesh, opt_state), optax.global_norm(gradients)
 
-    def _score_program(self, params, batches):
-        return jax.lax.map(lambda batch: self._token_logprobs(params, batch)[0], batches)
-
-    def _states_program(self, params, batches):
-        return jax.lax.map(lambda batch: self._forward(params, batch)[1], batches)
+    def _zeros_program(self, params):
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), params)
+        return sharding.pin(self.mesh, zeros)

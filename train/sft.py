@@ -27,7 +27,7 @@ from train.draft import DraftTrainer, draft_metrics
 from train.grpo import count_denominators
 from train.log import MetricsLogger
 from train.packing import pack_demonstrations
-from train.policy import PolicyTrainer, sft_loss, stack_batches
+from train.policy import PolicyTrainer, sft_loss
 from train.schema import SFTConfig
 
 CONSOLE = (
@@ -136,11 +136,10 @@ def _train_policy(cfg, model, params, head, stream, mesh, log, checkpoints) -> P
     for step in range(1, cfg.steps + 1):
         batches = stream.next_update()
         params, opt_state, _, sums = trainer.update(
-            params, opt_state, trainer.place(stack_batches(batches)), count_denominators(batches)
+            params, opt_state, [trainer.place(b) for b in batches], count_denominators(batches)
         )
         tokens += sum(float((b["segment_ids"] > 0).sum()) for b in batches)
         if step % cfg.log_every == 0 or step == cfg.steps:
-            sums = jax.device_get(sums)
             now = time.perf_counter()
             log.log(
                 step,
@@ -163,11 +162,11 @@ def _train_head(cfg, model, params, head, stream, mesh, log) -> Params:
     trainer = DraftTrainer(model, cfg.draft, mesh=mesh)
     opt_state = trainer.init_opt_state(head)
     for step in range(cfg.steps + 1, cfg.steps + cfg.draft_steps + 1):
-        batches = policy.place(stack_batches(stream.next_update()))
-        states = policy.states(params, batches)
+        batches = [policy.place(b) for b in stream.next_update()]
+        states = [policy.states(params, batch) for batch in batches]
         head, opt_state, sums = trainer.update(head, opt_state, params, batches, states)
         if step % cfg.log_every == 0:
-            log.log(step, draft_metrics(jax.device_get(sums)))
+            log.log(step, draft_metrics(sums))
     return head
 
 

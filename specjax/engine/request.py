@@ -105,6 +105,13 @@ class Totals:
         self.tokens += len(sample.token_ids)
         self.longest = max(self.longest, len(sample.token_ids))
 
+    def merge(self, other: Totals) -> None:
+        """Adds a run that came after this one."""
+        self.histogram = self.histogram + other.histogram
+        self.tokens += other.tokens
+        self.longest = max(self.longest, other.longest)
+        self.seconds += other.seconds
+
     @property
     def rounds(self) -> int:
         return int(self.histogram.sum())

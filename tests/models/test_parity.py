@@ -22,8 +22,10 @@ from specjax.models import hf
 from specjax.models.transformer import graphdef, unroll_layers
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
-FAMILIES = ("llama", "qwen2", "qwen3", "mimo")
-LAYOUTS = ("scanned", "looped", "unrolled")
+GOLDEN_CASES = (
+    ("llama", "scanned"), ("llama", "unrolled"), ("qwen2", "scanned"), ("qwen2", "unrolled"),
+    ("qwen3", "scanned"), ("qwen3", "unrolled"), ("qwen3", "looped"), ("mimo", "scanned"),
+)  # fmt: skip
 TREE = build_tree(Strategy.parse("default"))
 
 
@@ -53,8 +55,7 @@ def run_all(cfg, params, tokens, lengths, tree_tokens, layout="scanned"):
     return program(params)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layout"), GOLDEN_CASES)
 def test_logits_equal_the_golden_ones_of_transformers_full_and_in_a_cached_tree(family, layout):
     golden = np.load(GOLDEN / family / "golden.npz")
     cfg, params, _ = hf.load_checkpoint(GOLDEN / family, param_dtype="float32")
@@ -147,11 +148,11 @@ SMALL = ModelConfig(
 
 def scaled_head(cfg, seed=0):
     """A random head whose projections matter more than those of the usual init."""
-    return jax.tree.map(lambda a: a * 8 if a.ndim == 2 else a, init_head_params(cfg, seed))
+    head = jax.jit(init_head_params, static_argnums=(0, 1))(cfg, seed)
+    return jax.tree.map(lambda a: a * 8 if a.ndim == 2 else a, head)
 
 
-@pytest.mark.parametrize("recycle", ("post_norm", "pre_norm"))
-@pytest.mark.parametrize("modules", (1, 2))
+@pytest.mark.parametrize(("modules", "recycle"), ((1, "pre_norm"), (2, "post_norm")))
 def test_drafting_with_prefill_and_decode_equals_unroll(modules, recycle):
     cfg = SMALL.replace(mtp_num_layers=modules, mtp_recycle=recycle)
     head = scaled_head(cfg)
@@ -224,7 +225,6 @@ LIVE = {
         "high_freq_factor": 4.0, "original_max_position_embeddings": 16}}),
     "llama with biases": ("LlamaConfig", {"attention_bias": True, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
-    "qwen2 untied": ("Qwen2Config", {"tie_word_embeddings": False}),
     "qwen3": ("Qwen3Config", {"head_dim": 12, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e6}}),
 }  # fmt: skip
@@ -287,7 +287,7 @@ def test_live_transformers_checkpoint_loads_decodes_and_exports_with_the_same_lo
 
     head_cfg = cfg.replace(mtp_num_layers=1)
     hf.save_checkpoint(
-        tmp_path / "ours", head_cfg, params, init_head_params(head_cfg), max_shard_bytes=20_000
+        tmp_path / "ours", head_cfg, params, scaled_head(head_cfg), max_shard_bytes=20_000
     )
     again, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", output_loading_info=True
@@ -315,14 +315,20 @@ def test_exported_mimo_body_runs_as_qwen2_in_transformers_with_the_same_logits(t
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("concat", ("embedding_first", "hidden_first"))
-@pytest.mark.parametrize("modules", (1, 2))
-@pytest.mark.parametrize("recycle", ("post_norm", "pre_norm"))
+@pytest.mark.parametrize(
+    ("concat", "modules", "recycle"),
+    (
+        ("embedding_first", 1, "post_norm"),
+        ("hidden_first", 1, "pre_norm"),
+        ("embedding_first", 2, "pre_norm"),
+        ("hidden_first", 2, "post_norm"),
+    ),
+)
 def test_mtp_head_equals_torch_over_recursive_steps(concat, modules, recycle):
     import torch
     from mtp_oracle import mtp_oracle, random_head_tensors
 
-    qk_norm = recycle == "pre_norm"
+    qk_norm = recycle == "pre_norm"  # Qwen3's layer in half of the cases, Qwen2's in the others
     cfg = dataclasses.replace(
         SMALL, mtp_concat=concat, mtp_num_layers=modules, mtp_recycle=recycle, qk_norm=qk_norm,
         qkv_bias=not qk_norm, rope_theta=500.0,

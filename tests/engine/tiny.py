@@ -1,0 +1,48 @@
+"""Tiny random models whose next token really depends on the context."""
+
+import jax
+import numpy as np
+
+from specjax.config import ModelConfig
+from specjax.draft.mtp import init_head_params
+from specjax.models.transformer import init_params
+
+
+def tiny_config(vocab=64, mtp=1, layers=2, **changes) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=vocab,
+        hidden_size=16,
+        intermediate_size=24,
+        num_layers=layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        max_position=512,
+        mtp_num_layers=mtp,
+        **changes,
+    )
+
+
+def sharpened(params, factor, embed_std):
+    """Matrices scaled up: as initialised, every logit is nearly 0 and attention nearly uniform."""
+
+    def scale(path, x):
+        name = path[-1].key
+        if "norm" in name:
+            return x
+        return x * (embed_std / 0.02 if name == "embed" else factor)
+
+    return jax.tree_util.tree_map_with_path(scale, params)
+
+
+def tiny_model(cfg: ModelConfig, seed=0, factor=15.0, embed_std=0.5):
+    """(cfg, params, head) as `LLM` takes them; logits have a standard deviation of about 2."""
+    params = sharpened(init_params(cfg, seed), factor, embed_std)
+    head = sharpened(init_head_params(cfg, seed + 1), factor, embed_std)
+    return cfg, params, head
+
+
+def prompts_of(count, vocab, seed=0, shortest=1, longest=12) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(shortest, longest + 1, count)
+    return [rng.integers(0, vocab, n).tolist() for n in lengths]
