@@ -135,6 +135,11 @@ class Strategy:
             return spec
         if not isinstance(spec, str):
             return cls.from_paths(spec)
+        if spec.lower() in OFF_NAMES:
+            raise ValueError(
+                f"{spec!r} is plain decoding, which drafts no tree; use spec=None, or "
+                "SpecConfig(strategy='off')"
+            )
         if spec == "default":
             return dataclasses.replace(cls.from_paths(DEFAULT_TREE_PATHS), name="default")
         if re.fullmatch(r"\d+_\d+_\d+", spec):
@@ -212,7 +217,9 @@ class SpecConfig:
         _choice("head", self.head, ("checkpoint", "random"))
         if isinstance(self.strategy, list):
             object.__setattr__(self, "strategy", tuple(map(tuple, self.strategy)))
-        if not self.is_off and self.acceptance == "block" and not self.resolve().is_chain:
+        if self.is_off:
+            return
+        if not self.resolve().is_chain and self.acceptance == "block":
             raise ValueError(
                 f"acceptance 'block' is exact for chains only, got strategy {self.strategy!r}; "
                 "use acceptance 'coupled' for trees, or a chain such as '4_1_5'"

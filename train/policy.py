@@ -71,7 +71,7 @@ class PolicyTrainer:
         self.loss, self.optimizer, self.mesh = loss, optimizer, mesh
         self.temperature = temperature
         self._accumulate = jax.jit(self._accumulate_program, donate_argnums=1)
-        self._apply = jax.jit(self._apply_program, donate_argnums=(0, 1, 2))
+        self._apply = jax.jit(self._apply_program, donate_argnums=(0, 1))
         self._score = jax.jit(lambda params, batch: self._token_logprobs(params, batch)[0])
         self._states = jax.jit(lambda params, batch: self._forward(params, batch)[1])
         self._zeros = jax.jit(self._zeros_program)

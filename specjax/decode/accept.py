@@ -60,17 +60,19 @@ def block_thresholds(p: Float[Array, "B E V"], q: Float[Array, "B K V"], drafted
     """Running weights P_i and thresholds h_i of block verification.
 
     P_0 = 1; P_i = min(P_{i-1} p(x_i)/q(x_i), 1); S_i = sum over V of (P_i p - q)+ at position i+1;
-    h_i = S_i / (S_i + 1 - P_i) for i < K; h_K = P_K. Draft prefix i is kept if its coin is below h_i.
+    h_i = S_i / (S_i + 1 - P_i) for i < K; h_K = P_K. Prefix i is kept if its coin is below h_i.
 
     Args:
-      p: target probabilities at rows 0..K. q: draft probabilities of x_1..x_K. drafted: [B K].
+      p: target probabilities at rows 0..K. q: draft probabilities of x_1..x_K.
+      drafted: [B K]; a negative id is no draft: its weight is 0 and it is not looked up.
 
     Returns:
       P [B, K+1] and h [B, K+1], both with entry 0 for the empty prefix (h_0 is not tested).
     """
     steps = drafted.shape[1]
-    p_drafted = jnp.take_along_axis(p[:, :-1], drafted[..., None], -1)[..., 0]
-    q_drafted = jnp.take_along_axis(q, drafted[..., None], -1)[..., 0]
+    index = jnp.maximum(drafted, 0)[..., None]
+    p_drafted = jnp.take_along_axis(p[:, :-1], index, -1)[..., 0]
+    q_drafted = jnp.where(drafted >= 0, jnp.take_along_axis(q, index, -1)[..., 0], 0.0)
     weight = jnp.ones(drafted.shape[0])
     weights, thresholds = [weight], [jnp.ones_like(weight)]
     for i in range(steps):

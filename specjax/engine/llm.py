@@ -100,7 +100,8 @@ class LLM:
             many params as neither one nor the prompts. Nothing has run by then.
         """
         prompts, params = self._normalise(prompts, params)
-        ids = [self._token_ids(i, p, sp) for i, (p, sp) in enumerate(zip(prompts, params, strict=True))]
+        pairs = enumerate(zip(prompts, params, strict=True))
+        ids = [self._token_ids(i, prompt, sampling) for i, (prompt, sampling) in pairs]
         jobs: list[Job] = []
         for prompt, sampling in zip(ids, params, strict=True):
             jobs += make_jobs(prompt, sampling, self.cfg.eos_token_ids)

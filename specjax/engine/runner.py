@@ -61,7 +61,12 @@ class Runner:
         return self.tree.steps if self.tree else 0
 
     def set_params(self, params: Params, head: Params | None) -> None:
-        """Takes stacked policy parameters (and a head) into the decode layout and sharding."""
+        """Takes stacked policy parameters (and a head) into the decode layout and sharding.
+
+        The state is dropped: masked rows of an old cache count for nothing as long as they are
+        finite, and those of weights that went to NaN are not.
+        """
+        self.state = None
         if self._layout is None:
             self._layout = self._build_layout()
         self.params = self._layout(params)
@@ -91,18 +96,22 @@ class Runner:
     def reset(self) -> None:
         """Empties every slot."""
         if self.state is None:
-            make = functools.partial(
-                empty_state, self.cfg, self.batch, self.max_len, self.steps, self.stop_width
-            )
-            if self.mesh is None:
-                self.state = jax.jit(make)()
-            else:
-                shardings = sharding.state_shardings(self.mesh, jax.eval_shape(make))
-                self.state = jax.jit(make, out_shardings=shardings)()
+            self.state = self._empty_state()
             return
         empty = np.full((self.batch,), EMPTY, np.int32)
         finish = jax.device_put(empty, self.state.finish.sharding)
         self.state = self.state._replace(finish=finish)
+
+    @functools.cached_property
+    def _empty_state(self):
+        """The jitted constructor of the state, kept so that a second call compiles nothing."""
+        make = functools.partial(
+            empty_state, self.cfg, self.batch, self.max_len, self.steps, self.stop_width
+        )
+        if self.mesh is None:
+            return jax.jit(make)
+        shardings = sharding.state_shardings(self.mesh, jax.eval_shape(make))
+        return jax.jit(make, out_shardings=shardings)
 
     def admit(self, new: Admission) -> None:
         """Prefills and places requests; one executable per (requests, padded prompt length)."""
