@@ -66,6 +66,7 @@ class Trainer:
         self.order = data.endless(self.problems, cfg.data.seed)
         self.position = 0
         self.done_steps = 0
+        self.last_rollout: rollouts.Rollout | None = None
         self._build_programs(speculate)
 
     def _build_programs(self, speculate: bool) -> None:
@@ -118,7 +119,7 @@ class Trainer:
         step = self.done_steps + 1
         metrics: dict[str, float] = {}
         started = time.perf_counter()
-        rollout, kept = self._rollout(step, metrics)
+        self.last_rollout, kept = self._rollout(step, metrics)
         metrics["time/rollout"] = time.perf_counter() - started
         started = time.perf_counter()
         batches, states = self._update_policy(kept, metrics) if kept.groups else ([], [])

@@ -109,7 +109,16 @@ def informative_groups(rollout: Rollout) -> list[int]:
     return np.flatnonzero(~zero_variance_groups(rollout.rewards)).tolist()
 
 
-def rollout_metrics(rollout: Rollout, totals: Totals, devices: int) -> dict[str, float]:
+def tokens_digest(rollout: Rollout) -> str:
+    """A digest of every sampled token in order: equal digests, equal rollouts."""
+    digest = hashlib.blake2b(digest_size=8)
+    for group in rollout.groups:
+        for sample in group:
+            digest.update(np.asarray([len(sample.token_ids), *sample.token_ids], "<i4").tobytes())
+    return digest.hexdigest()
+
+
+def rollout_metrics(rollout: Rollout, totals: Totals, devices: int) -> dict[str, float | str]:
     """What a rollout tells, under the names that users of other systems know."""
     samples = [s for group in rollout.groups for s in group]
     lengths = np.array([len(s.token_ids) for s in samples])
@@ -121,6 +130,7 @@ def rollout_metrics(rollout: Rollout, totals: Totals, devices: int) -> dict[str,
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated_ratio": float(np.mean([s.finish_reason == "length" for s in samples])),
         "rollout/tokens": float(totals.tokens),
+        "rollout/tokens_sha": tokens_digest(rollout),
         "rollout/tokens_per_sec": rate,
         "rollout/tokens_per_gpu_per_sec": rate / devices,
         "rollout/longest_sample_tokens_per_sec": totals.longest / max(totals.seconds, 1e-9),

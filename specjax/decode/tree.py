@@ -1,7 +1,8 @@
 """Static trees as arrays: who is whose parent, how deep, and who sees whom.
 
 Everything here is computed once per strategy in numpy and enters the compiled program as
-constants. Rows are ordered by depth, so that a level is a slice and a parent always stands before its children.
+constants. Rows are ordered by depth, so that a level is a slice and a parent always stands before
+its children.
 """
 
 from __future__ import annotations

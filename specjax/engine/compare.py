@@ -1,8 +1,8 @@
 """Why two decodings of one request differ: rounding, or a bug?
 
 In `coupled` mode speculative and plain decoding draw the same noise, so their tokens can differ
-only where the two programs' logits differ in their last bits and the two best perturbed logits are that
-close. `first_difference` recomputes the logits at the first differing position by three programs
+only where the two programs' logits differ in their last bits and the two best perturbed logits are
+that close. `first_difference` recomputes the logits at the first differing position by three programs
 (full forward, one-row decode, tree-row decode), measures how far they are apart, and compares that
 with the gap between the two tokens.
 """

@@ -98,7 +98,7 @@ class Engine:
         return outputs, totals
 
     def _fill(self, jobs, waiting, slots) -> None:
-        """Admits as many waiting jobs as there are free slots; the longest prompt sets the width."""
+        """Admits as many waiting jobs as there are free slots; the longest prompt sets width."""
         free = [i for i, s in enumerate(slots) if s is None]
         placed = []
         while free and waiting:
