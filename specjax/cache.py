@@ -52,12 +52,21 @@ def take_rows(rows: KVCache, index: Int[Array, "B R"]) -> KVCache:
     return jax.tree.map(pick, rows)
 
 
-def commit_rows(cache: KVCache, rows: KVCache, start: Int[Array, " B"]) -> KVCache:
+def commit_rows(
+    cache: KVCache, rows: KVCache, start: Int[Array, " B"], after: Int[Array, " B"] | None = None
+) -> KVCache:
     """Writes R consecutive rows of each sequence from slot `start[b]` on.
 
     Slots must be at least R more than the largest start. One `dynamic_update_slice` per sequence
     and array: XLA's CPU scatter costs several times that.
+
+    Args:
+      after: any numbers >= 0 that are computed from everything that reads the cache. The rows of a
+        layer are known before its attention reads the cache; without this dependency XLA may order
+        the write first, and then copies every array twice per round to be safe.
     """
+    if after is not None:
+        start = start + jnp.minimum(after, 0)
     flat_cache, tree = jax.tree.flatten(cache)
     flat_rows = jax.tree.leaves(rows)
     batch = start.shape[0]

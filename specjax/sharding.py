@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 
 import jax
 import numpy as np
@@ -50,6 +51,11 @@ class MeshConfig:
     fsdp: int = 1
     tp: int = 1
 
+    def __post_init__(self):
+        for name in MESH_AXES:
+            if getattr(self, name) < 1:
+                raise ValueError(f"mesh.{name}: expected at least 1, got {getattr(self, name)}")
+
     @property
     def size(self) -> int:
         return self.data * self.fsdp * self.tp
@@ -63,15 +69,26 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh | None:
     """
     if config.size == 1:
         return None
+    _offer_cpu_devices(config.size)
     devices = jax.devices()
     if len(devices) < config.size:
         raise ValueError(
             f"mesh data={config.data} fsdp={config.fsdp} tp={config.tp} needs {config.size} "
-            f"devices, got {len(devices)}; on CPU set XLA_FLAGS="
-            f"--xla_force_host_platform_device_count={config.size}"
+            f"devices, got {len(devices)}; use smaller axes, or JAX_PLATFORMS=cpu to try it on "
+            "simulated devices"
         )
     grid = np.array(devices[: config.size]).reshape(config.data, config.fsdp, config.tp)
     return jax.sharding.Mesh(grid, MESH_AXES)
+
+
+def _offer_cpu_devices(count: int) -> None:
+    """Lets the CPU act as `count` devices, unless backends are up or the user said otherwise."""
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:  # backends are up: the devices are what they are
+        pass
 
 
 def pin(mesh: jax.sharding.Mesh | None, tree):

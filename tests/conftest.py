@@ -50,3 +50,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
 def pytest_make_collect_report(collector: pytest.Collector):
     report = yield  # a whole module skips at collection by pytest.importorskip
     return _fail_if_torch_was_wanted(report, collector.nodeid, marked=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_policy(tmp_path_factory) -> Path:
+    """A tiny random policy with tokenizer and head, as a Hugging Face directory (see tiny_run)."""
+    import tiny_run
+
+    return tiny_run.write_policy(tmp_path_factory.mktemp("tiny") / "policy")

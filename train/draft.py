@@ -68,11 +68,13 @@ def head_loss(
     """Mean loss of the head over one packed micro-batch, averaged over its recursive steps.
 
     Args:
-      policy: see `frozen_policy_parts`. states: the policy's, before the final norm.
+      policy: see `frozen_policy_parts`. states: the policy's, before the final norm. Neither
+        carries a gradient, whatever the caller differentiates.
 
     Returns:
       (loss, sums): per step `mtp_loss_sum`, `mtp_top1`, `mtp_overlap` and `mtp_tokens`, each [K].
     """
+    policy, states = jax.lax.stop_gradient((policy, states))
     head: MTPHead = nnx.merge(head_graphdef(cfg), head_params)
     tokens, segments = batch["tokens"], batch["segment_ids"]
     normed = rms_norm(states, policy["norm"], cfg.rms_norm_eps)

@@ -24,17 +24,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import sharding
-from specjax.checkpoint import Checkpointer
+from specjax.checkpoint import Checkpointer, CheckpointError
 from specjax.config import SamplingParams, SpecConfig
-from specjax.draft.mtp import init_head_params
 from specjax.engine.engine import Engine
 from specjax.engine.tokenizer import load_tokenizer
 from specjax.models import hf
+from specjax.models.hf import UnsupportedModelError
 from train import data, plot
 from train import rollout as rollouts
 from train.config import ConfigError, parse_config
 from train.draft import DraftTrainer, draft_metrics
 from train.grpo import count_denominators, finalize_metrics
+from train.heads import HeadCheckpoints, starting_head
 from train.log import MetricsLogger, read_metrics
 from train.packing import pack
 from train.policy import PolicyTrainer, rl_loss
@@ -47,27 +48,38 @@ class Trainer:
 
     def __init__(self, cfg: RLConfig):
         self.cfg = cfg
-        self.mesh = sharding.make_mesh(cfg.mesh)
-        self.reward = get_reward(cfg.reward)
-        self.tokenizer = load_tokenizer(cfg.model)
+        self._read_inputs()
         model, self.params, head = hf.load_checkpoint(cfg.model, cfg.dtype.params, self.mesh)
-        speculate = cfg.draft.mode != "none" and cfg.rollout.strategy not in ("off", "disable")
-        if speculate and (head is None or cfg.rollout.head == "random"):
-            if cfg.rollout.head != "random":
-                raise ConfigError(
-                    f"{cfg.model} has no draft head; set rollout.head=random to start from "
-                    "a random one, or draft.mode=none"
-                )
-            model = model.replace(mtp_num_layers=max(model.mtp_num_layers, 1))
-            head = self._place(init_head_params(model, cfg.seed))
+        longest = cfg.rollout.max_prompt_tokens + cfg.rollout.max_tokens
+        if longest > model.max_position:
+            raise ConfigError(
+                "rollout.max_prompt_tokens + rollout.max_tokens must be at most "
+                f"{model.max_position}, the longest sequence of {cfg.model}; got {longest}"
+            )
+        spec = SpecConfig(cfg.rollout.strategy, cfg.rollout.acceptance)
+        speculate = cfg.draft.mode != "none" and not spec.is_off
+        if speculate:
+            model, head = starting_head(cfg.rollout.head, model, head, cfg.seed, self.mesh)
         self.model = model.replace(compute_dtype=cfg.dtype.compute, remat=cfg.remat)
         self.head = head if speculate else None
-        self.problems = data.problems(cfg.data, "train")
-        self.order = data.endless(self.problems, cfg.data.seed)
         self.position = 0
         self.done_steps = 0
         self.last_rollout: rollouts.Rollout | None = None
         self._build_programs(speculate)
+
+    def _read_inputs(self) -> None:
+        """What a mistake of the user shows in, before anything is computed."""
+        cfg = self.cfg
+        if not Path(cfg.model).is_dir():
+            raise ConfigError(f"model: expected a checkpoint directory, got {cfg.model!r}")
+        try:
+            self.mesh = sharding.make_mesh(cfg.mesh)
+            self.reward = get_reward(cfg.reward)
+            self.order = data.endless(data.problems(cfg.data, "train"), cfg.data.seed)
+            self.heldout = data.problems(cfg.data, "heldout") if cfg.eval.problems else []
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self.tokenizer = load_tokenizer(cfg.model)
 
     def _build_programs(self, speculate: bool) -> None:
         cfg, roll = self.cfg, self.cfg.rollout
@@ -94,11 +106,6 @@ class Trainer:
         if cfg.eval.problems:
             self.eval_engine = Engine(decode, None, cfg.eval.max_batch, max_len, mesh=self.mesh)
         self.sync_weights()
-
-    def _place(self, tree):
-        if self.mesh is None:
-            return tree
-        return jax.device_put(tree, sharding.param_shardings(self.mesh, tree))
 
     def sync_weights(self) -> None:
         """Hands policy and head to the engines; compiles nothing after the first time."""
@@ -246,8 +253,7 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Held-out reward and mean length, sampled with the same seeds every time."""
         cfg = self.cfg
-        source = data.problems(cfg.data, "heldout")
-        problems = [source[i] for i in range(min(cfg.eval.problems, len(source)))]
+        problems = [self.heldout[i] for i in range(min(cfg.eval.problems, len(self.heldout)))]
         prompts = [data.encode_prompt(self.tokenizer, p.prompt) for p in problems]
         fits = [i for i, p in enumerate(prompts) if len(p) <= cfg.rollout.max_prompt_tokens]
         params = [
@@ -292,21 +298,31 @@ class Trainer:
             settings.pop(name)
         return settings
 
-    def save(self, checkpoints: Checkpointer, block: bool = False) -> None:
+    def save(
+        self, checkpoints: Checkpointer, heads: HeadCheckpoints | None = None, block: bool = False
+    ) -> None:
+        """Starts saving the whole state, and the head alone to `heads`; `block` waits for both."""
         meta = {
             "step": self.done_steps,
             "position": self.position,
             "seed": self.cfg.seed,
             "settings": self.fingerprint(),
         }
-        checkpoints.save(self.done_steps, self.trees(), meta, block=block)
+        checkpoints.save(self.done_steps, self.trees(), meta)
+        if heads is not None and self.head is not None:
+            heads.save(self.done_steps, self.head)
+        if block:
+            checkpoints.wait()
+            if heads is not None:
+                heads.wait()
 
     def restore(self, checkpoints: Checkpointer, step: int | None) -> None:
-        """Continues from a checkpoint; every later step is as in a run never stopped."""
-        abstract = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), self.trees()
-        )
-        trees, meta = checkpoints.restore(step, abstract)
+        """Continues from a checkpoint; every later step is as in a run never stopped.
+
+        Raises:
+          ConfigError: it was made with other settings. CheckpointError: it cannot be used.
+        """
+        _, meta = checkpoints.restore(step, {})
         theirs, ours = meta["settings"], _as_json(self.fingerprint())
         changed = sorted(k for k in ours if ours[k] != theirs.get(k))
         if changed:
@@ -314,6 +330,10 @@ class Trainer:
                 f"the checkpoint was made with other settings of {', '.join(changed)}; resume with "
                 "the same configuration, or start a new run in another directory"
             )
+        abstract = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), self.trees()
+        )
+        trees, meta = checkpoints.restore(meta["step"], abstract)
         self.params, self.opt_state = trees["policy"], trees["policy_opt"]
         self.head = trees.get("draft")
         self.draft_opt = trees.get("draft_opt")
@@ -355,9 +375,13 @@ class Watch:
 def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> Path:
     """Trains for `cfg.steps` steps in all and returns the path of the plot."""
     out = Path(cfg.out) if resume else _fresh(Path(cfg.out))
+    if resume and not (out / "checkpoints").is_dir():
+        raise ConfigError(f"nothing to resume: {out} holds no checkpoints; run without --resume")
     started = time.perf_counter()
     trainer = Trainer(cfg)
-    with Checkpointer(out / "checkpoints", cfg.checkpoint.keep_last) as checkpoints:
+    keep = cfg.checkpoint.keep_last
+    heads = HeadCheckpoints(out / "draft", trainer.model, keep)
+    with Checkpointer(out / "checkpoints", keep) as checkpoints, heads:
         if resume:
             trainer.restore(checkpoints, resume_step)
         trainer.warm_up()
@@ -380,7 +404,9 @@ def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> 
                 for warning in watch.look(step, metrics):
                     print(f"WARNING: step {step}: {warning}", flush=True)
                 if last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
-                    trainer.save(checkpoints, block=last)
+                    trainer.save(
+                        checkpoints, heads if cfg.checkpoint.draft_only else None, block=last
+                    )
             log.summary_table(summary(read_metrics(out)), title=f"{out}")
     if cfg.checkpoint.export:
         hf.save_checkpoint(
@@ -447,7 +473,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     try:
         run(cfg, flags.resume or flags.resume_step is not None, flags.resume_step)
-    except (ConfigError, FileNotFoundError) as error:
+    except (ConfigError, CheckpointError, UnsupportedModelError, FileNotFoundError) as error:
         sys.exit(f"train.rl: error: {error}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specjax.config import ModelConfig
+from specjax.config import ModelConfig, SamplingParams, SpecConfig
 from specjax.sharding import MeshConfig
 from train.config import option
 from train.data import DataConfig
@@ -62,6 +62,9 @@ class PackingSection:
     rows: int = option(16, "rows per micro-batch R")
     microbatches: int = option(2, "micro-batches per update A (gradient accumulation)")
 
+    def __post_init__(self):
+        _at_least("packing", self, row_length=1, rows=1, microbatches=1)
+
 
 @dataclass
 class CheckpointSection:
@@ -70,6 +73,14 @@ class CheckpointSection:
     every: int = option(10, "steps between checkpoints; 0 saves only at the end")
     keep_last: int = option(2, "checkpoints kept")
     export: bool = option(True, "write a Hugging Face directory <out>/hf at the end")
+    draft_only: bool = option(
+        False,
+        "also save the head alone, without embedding and lm_head, asynchronously, under "
+        "<out>/draft/<step>",
+    )
+
+    def __post_init__(self):
+        _at_least("checkpoint", self, every=0, keep_last=1)
 
 
 @dataclass
@@ -104,6 +115,10 @@ class SFTConfig:
     checkpoint: CheckpointSection = option(CheckpointSection, "checkpoints")
     log: LogSection = option(LogSection, "further sinks")
 
+    def __post_init__(self):
+        _at_least("", self, steps=0, draft_steps=0, log_every=1, tokenizer_texts=1)
+        _rows_divide(self.packing, self.mesh)
+
 
 @dataclass
 class RolloutSection:
@@ -113,13 +128,18 @@ class RolloutSection:
     n: int = option(8, "samples per prompt G")
     temperature: float = option(1.0, "sampling temperature")
     max_tokens: int = option(160, "response tokens at most")
-    max_prompt_tokens: int = option(64, "longer prompts are an error at start")
+    max_prompt_tokens: int = option(64, "prompts that are longer are passed over")
     max_batch: int = option(32, "slots that run at once")
     strategy: str = option("4_1_5", "what a round drafts; off: no speculation")
     acceptance: str = option("coupled", "acceptance mode", choices=("coupled", "block"))
     head: str = option(
-        "checkpoint", "where the head comes from", choices=("checkpoint", "random")
+        "checkpoint", "the head to start from: checkpoint (the policy's own), random, or a path"
     )
+
+    def __post_init__(self):
+        _at_least("rollout", self, prompts=1, n=2, max_prompt_tokens=1, max_batch=1)
+        SamplingParams(self.temperature, self.max_tokens)
+        SpecConfig(self.strategy, self.acceptance)
 
 
 @dataclass
@@ -130,6 +150,10 @@ class AlgoSection(GRPOConfig):
     dynamic_sampling: bool = True
     max_resample: int = 1
 
+    def __post_init__(self):
+        super().__post_init__()
+        _at_least("algo", self, updates_per_rollout=1, max_resample=1)
+
 
 @dataclass
 class EvalSection:
@@ -139,6 +163,9 @@ class EvalSection:
     every: int = option(0, "steps between evaluations; 0: only at start and end")
     max_batch: int = option(64, "slots that run at once")
     seed: int = option(1234, "seed of the samples, the same at every evaluation")
+
+    def __post_init__(self):
+        _at_least("eval", self, problems=0, every=0, max_batch=1)
 
 
 @dataclass
@@ -162,3 +189,29 @@ class RLConfig:
     remat: bool = option(False, "recompute activations in the backward pass")
     checkpoint: CheckpointSection = option(CheckpointSection, "checkpoints")
     log: LogSection = option(LogSection, "further sinks")
+
+    def __post_init__(self):
+        _at_least("", self, steps=1)
+        _rows_divide(self.packing, self.mesh)
+        longest = self.rollout.max_prompt_tokens + self.rollout.max_tokens
+        if longest > self.packing.row_length:
+            raise ValueError(
+                "a sample of rollout.max_prompt_tokens + rollout.max_tokens = "
+                f"{longest} tokens must fit a row, got packing.row_length={self.packing.row_length}"
+            )
+
+
+def _at_least(section: str, values, **smallest: int) -> None:
+    """Checks fields of a section against the smallest value that makes sense."""
+    for name, least in smallest.items():
+        if getattr(values, name) < least:
+            key = f"{section}.{name}" if section else name
+            raise ValueError(f"{key}: expected at least {least}, got {getattr(values, name)}")
+
+
+def _rows_divide(packing: PackingSection, mesh: MeshConfig) -> None:
+    ways = mesh.data * mesh.fsdp
+    if packing.rows % ways:
+        raise ValueError(
+            f"packing.rows must be a multiple of mesh.data * mesh.fsdp = {ways}, got {packing.rows}"
+        )

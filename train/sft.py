@@ -15,14 +15,15 @@ import jax
 import numpy as np
 
 from specjax import sharding
-from specjax.checkpoint import Checkpointer
+from specjax.checkpoint import Checkpointer, CheckpointError
 from specjax.config import ModelConfig
 from specjax.draft.mtp import init_head_params
 from specjax.engine.tokenizer import load_tokenizer
 from specjax.models import hf
+from specjax.models.hf import UnsupportedModelError
 from specjax.models.transformer import Params, init_params
 from train import data
-from train.config import parse_config
+from train.config import ConfigError, parse_config
 from train.draft import DraftTrainer, draft_metrics
 from train.grpo import count_denominators
 from train.log import MetricsLogger
@@ -53,7 +54,7 @@ class PackedDemonstrations:
         """Micro-batches filled first-fit until the next demonstration has no room.
 
         Raises:
-          ValueError: one demonstration alone is longer than a row.
+          ConfigError: one demonstration alone is longer than a row.
         """
         packing = self._cfg.packing
         room = [packing.row_length] * (packing.rows * packing.microbatches)
@@ -63,7 +64,7 @@ class PackedDemonstrations:
             pair = data.encode_demonstration(self._tokenizer, item)
             size = len(pair[0]) + len(pair[1])
             if size > packing.row_length:
-                raise ValueError(
+                raise ConfigError(
                     f"a demonstration has {size} tokens, packing.row_length is "
                     f"{packing.row_length}: raise it ({item.prompt[:60]!r})"
                 )
@@ -104,8 +105,13 @@ def tokenizer_dir(cfg: SFTConfig) -> Path:
 
 def train(cfg: SFTConfig) -> Path:
     """Runs both stages and exports a Hugging Face directory, whose path is returned."""
-    mesh = sharding.make_mesh(cfg.mesh)
-    model, params, head, tokenizer = start_model(cfg, mesh)
+    if any((Path(cfg.out) / "checkpoints").glob("*")):
+        raise ConfigError(f"{cfg.out} holds checkpoints of an earlier run; set out= to another")
+    try:
+        mesh = sharding.make_mesh(cfg.mesh)
+        model, params, head, tokenizer = start_model(cfg, mesh)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if mesh is not None:
         params = jax.device_put(params, sharding.param_shardings(mesh, params))
         head = jax.device_put(head, sharding.param_shardings(mesh, head))
@@ -174,7 +180,10 @@ def main(argv: list[str] | None = None) -> None:
     cfg, _ = parse_config(
         SFTConfig, argv, "train.sft", "Train a policy and its draft head on demonstrations."
     )
-    path = train(cfg)
+    try:
+        path = train(cfg)
+    except (ConfigError, CheckpointError, UnsupportedModelError, FileNotFoundError) as error:
+        sys.exit(f"train.sft: error: {error}")
     print(f"exported to {path}")
 
 

@@ -2,8 +2,9 @@
 
 `coupled`: walk down from the root; at each node the target's perturbed argmax is emitted, and the
 walk goes on while that token is a child. The tokens do not depend on the tree (Daliri et al. 2024).
-`block`: verification of a whole chain at once (Sun et al. 2024, "Block Verification"): never accepts
-less than token-wise rejection, exact in distribution, needs sampled drafts and their q.
+
+`block`: verification of a whole chain at once (Sun et al. 2024, "Block Verification"): never
+accepts less than token-wise rejection, exact in distribution, needs sampled drafts and their q.
 """
 
 from __future__ import annotations

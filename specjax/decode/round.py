@@ -85,7 +85,7 @@ def commit(
         logits = jnp.take_along_axis(logits, accepted.path[..., None], axis=1)
     emitted = truncate(state, accepted.tokens, accepted.count)
     logprobs = sampling.chosen_logprobs(logits, state.temperature, accepted.tokens)
-    cache = commit_rows(state.cache, rows, state.length - 1)
+    cache = commit_rows(state.cache, rows, state.length - 1, after=emitted.count)
     state = record(state, accepted.tokens, logprobs, emitted)
     running = emitted.count > 0
     window = pending_window(draft, hidden, emitted.count)
@@ -146,7 +146,7 @@ def plain_round(model: Transformer, state: DecodeState) -> DecodeState:
     tokens = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     emitted = truncate(state, tokens, jnp.ones_like(state.length))
     logprobs = sampling.chosen_logprobs(logits, state.temperature, tokens)
-    cache = commit_rows(state.cache, rows, root)
+    cache = commit_rows(state.cache, rows, root, after=emitted.count)
     return record(state, tokens, logprobs, emitted)._replace(cache=cache)
 
 

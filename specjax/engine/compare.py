@@ -2,9 +2,9 @@
 
 In `coupled` mode speculative and plain decoding draw the same noise, so their tokens can differ
 only where the two programs' logits differ in their last bits and the two best perturbed logits are
-that close. `first_difference` recomputes the logits at the first differing position by three programs
-(full forward, one-row decode, tree-row decode), measures how far they are apart, and compares that
-with the gap between the two tokens.
+that close. `first_difference` recomputes the logits at the first differing position by three
+programs (full forward, one-row decode, tree-row decode), measures how far they are apart, and
+compares that with the gap between the two tokens.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Runner:
         def convert(params):
             dtype = jnp.dtype(self.cfg.compute_dtype)
             params = jax.tree.map(lambda a: a.astype(dtype), params)
-            return params if self.cfg.scan_layers else unroll_layers(params, self.cfg.num_layers)
+            return params if self.cfg.scan_layers else unroll_layers(params, self.cfg)
 
         if self.mesh is None:
             return jax.jit(convert)

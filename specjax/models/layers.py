@@ -13,7 +13,7 @@ from specjax.models.rope import apply_rope
 INIT_STD = 0.02
 
 
-def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float) -> Array:
+def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "... D"], eps: float) -> Array:
     """Root-mean-square norm over the last axis, in float32 (Zhang & Sennrich 2019)."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
@@ -45,7 +45,7 @@ class Block(nnx.Module):
 
     Projections are stored `[in, out]`, transposed from Hugging Face's `[out, in]`. A `fused` block
     keeps q, k, v side by side in one weight, and gate and up in another: at a few rows per step
-    the number of products, not their size, is what decoding costs. See `fuse_block`.
+    the number of operations, not their size, is what decoding costs. See `fuse_block`.
     """
 
     def __init__(
@@ -78,7 +78,9 @@ class Block(nnx.Module):
         elif cfg.qkv_bias:
             self.q_bias, self.k_bias = constant(0, q_width), constant(0, kv_width)
             self.v_bias = constant(0, kv_width)
-        if cfg.qk_norm:
+        if cfg.qk_norm and fused:  # one scale per head
+            self.qk_norm = constant(1, cfg.num_heads + cfg.num_kv_heads, cfg.head_dim)
+        elif cfg.qk_norm:
             self.q_norm, self.k_norm = constant(1, cfg.head_dim), constant(1, cfg.head_dim)
         self.down = normal(f, d, std=residual_std)
 
@@ -99,13 +101,14 @@ class Block(nnx.Module):
         cfg = self.cfg
         x = rms_norm(x, self.input_norm[...], cfg.rms_norm_eps)
         if self.fused:
-            q_width, kv_width = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
             out = self._project(x, "qkv_proj", "qkv_bias" if cfg.qkv_bias else None)
-            q, k, v = jnp.split(out, [q_width, q_width + kv_width], axis=-1)
-        else:
-            q, k, v = (
-                self._project(x, name, f"{name}_bias" if cfg.qkv_bias else None) for name in "qkv"
-            )
+            qk, v = jnp.split(out, [(cfg.num_heads + cfg.num_kv_heads) * cfg.head_dim], axis=-1)
+            qk = apply_rope(self._heads(qk, "qk_norm" if cfg.qk_norm else None), cos, sin)
+            q, k = jnp.split(qk, [cfg.num_heads], axis=1)
+            return q, k, self._heads(v)
+        q, k, v = (
+            self._project(x, name, f"{name}_bias" if cfg.qkv_bias else None) for name in "qkv"
+        )
         q = self._heads(q, "q_norm" if cfg.qk_norm else None)
         k = self._heads(k, "k_norm" if cfg.qk_norm else None)
         return apply_rope(q, cos, sin), apply_rope(k, cos, sin), self._heads(v)
@@ -123,15 +126,19 @@ class Block(nnx.Module):
         return x + self._project(jax.nn.silu(gate) * up, "down")
 
 
-def fuse_block(params: dict) -> dict:
+def fuse_block(params: dict, cfg: ModelConfig) -> dict:
     """Parameters of a plain block to those of a fused one; works on stacked ones as well."""
 
     def join(*names):
         return jnp.concatenate([params[n] for n in names], axis=-1)
 
-    gone = {"q", "k", "v", "gate", "up", "q_bias", "k_bias", "v_bias"}
+    gone = {"q", "k", "v", "gate", "up", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm"}
     fused = {name: value for name, value in params.items() if name not in gone}
     fused |= {"qkv_proj": join("q", "k", "v"), "gate_up": join("gate", "up")}
     if "q_bias" in params:
         fused["qkv_bias"] = join("q_bias", "k_bias", "v_bias")
+    if "q_norm" in params:
+        heads = [("q_norm", cfg.num_heads), ("k_norm", cfg.num_kv_heads)]
+        scales = [jnp.repeat(params[n][..., None, :], count, axis=-2) for n, count in heads]
+        fused["qk_norm"] = jnp.concatenate(scales, axis=-2)
     return fused

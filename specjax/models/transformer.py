@@ -45,7 +45,9 @@ class Transformer(nnx.Module):
         else:
             self.layers = nnx.List([Block(cfg, rngs, fused=True) for _ in range(cfg.num_layers)])
         self.norm = nnx.Param(jnp.ones((cfg.hidden_size,), dtype))
-        if not cfg.tie_embeddings:
+        # The unrolled layout unties: decoding would transpose the embedding at every draft step.
+        self.tied = cfg.tie_embeddings and layout == "stacked"
+        if not self.tied:
             self.lm_head = table(cfg.hidden_size, cfg.vocab_size)
 
     # --- three ways through the layers -------------------------------------------------------
@@ -109,7 +111,7 @@ class Transformer(nnx.Module):
         return lm_logits(self.final_norm(x), self.head_weight())
 
     def head_weight(self) -> Float[Array, "D V"]:
-        return self.embed[...].T if self.cfg.tie_embeddings else self.lm_head[...]
+        return self.embed[...].T if self.tied else self.lm_head[...]
 
     # --- the layer loop --------------------------------------------------------------------------
 
@@ -179,8 +181,9 @@ def graphdef(cfg: ModelConfig, layout: str = "stacked"):
     return nnx.split(nnx.eval_shape(lambda: Transformer(cfg, nnx.Rngs(0), layout)))[0]
 
 
-def unroll_layers(params: Params, num_layers: int) -> Params:
-    """Stacked parameters to the `unrolled` layout, projections fused."""
-    fused = fuse_block(params["layers"])
-    layers = {i: jax.tree.map(lambda a, i=i: a[i], fused) for i in range(num_layers)}
-    return {**params, "layers": layers}
+def unroll_layers(params: Params, cfg: ModelConfig) -> Params:
+    """Stacked parameters to the `unrolled` layout: projections fused, the head never tied."""
+    fused = fuse_block(params["layers"], cfg)
+    layers = {i: jax.tree.map(lambda a, i=i: a[i], fused) for i in range(cfg.num_layers)}
+    head = params["embed"].T if cfg.tie_embeddings else params["lm_head"]
+    return {**params, "layers": layers, "lm_head": head}

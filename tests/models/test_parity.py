@@ -31,7 +31,7 @@ TREE = build_tree(Strategy.parse("default"))
 
 def merged(cfg, params, layout):
     if layout == "unrolled":
-        return nnx.merge(graphdef(cfg, "unrolled"), unroll_layers(params, cfg.num_layers))
+        return nnx.merge(graphdef(cfg, "unrolled"), unroll_layers(params, cfg))
     return nnx.merge(graphdef(cfg), params)
 
 

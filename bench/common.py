@@ -1,0 +1,159 @@
+"""What every bench shares: fair timing, an interval for a ratio, and result files.
+
+A result file is JSON: `name`, `date` (UTC), `machine`, `versions`, `command`, `settings`, and
+`figures`, a map from a figure's name to `value`, `unit` and `interval` ([low, high] or null).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    devices = jax.devices()
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "platform": devices[0].platform,
+        "devices": len(devices),
+        "device": devices[0].device_kind,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that matter to speed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_result(
+    name: str,
+    settings: Mapping[str, Any],
+    figures: Mapping[str, Mapping[str, Any]],
+    path: str | Path | None = None,
+) -> Path:
+    """Writes one result file and returns its path.
+
+    Args:
+      figures: name -> {"value", "unit", "interval"}; numbers that are not finite become null.
+      path: default `bench/results/<name>.json`.
+
+    Raises:
+      ValueError: a figure without value, unit or interval.
+    """
+    for key, figure in figures.items():
+        if set(figure) != {"value", "unit", "interval"}:
+            raise ValueError(
+                f"figure {key!r} needs value, unit and interval (None if there is none), got "
+                f"{sorted(figure)}"
+            )
+    path = RESULTS / f"{name}.json" if path is None else Path(path)
+    result = {
+        "name": name,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": versions(),
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "settings": settings,
+        "figures": figures,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(_plain(result), indent=2, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
+    return path
+
+
+def _plain(value: Any) -> Any:
+    """JSON values; what JSON cannot say becomes null or text."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain(dataclasses.asdict(value))
+    if isinstance(value, (list, tuple, set)):
+        return [_plain(v) for v in value]
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+def alternate(
+    functions: Mapping[str, Callable[[], Any]], repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of every call, the functions taking turns so that noise hits all alike.
+
+    The order is reversed every other round. Nothing is warmed up: call what compiles beforehand.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for repeat in range(repeats):
+        names = list(functions) if repeat % 2 == 0 else list(reversed(functions))
+        for name in names:
+            start = time.perf_counter()
+            functions[name]()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def median_ratio_interval(
+    numerator: Sequence[float], denominator: Sequence[float], level: float = 0.95
+) -> tuple[float, float, float]:
+    """median(numerator) / median(denominator), with a bootstrap interval.
+
+    Both are resampled independently, with a fixed seed.
+
+    Returns:
+      (ratio, low, high); with fewer than two measurements of each the interval has no width.
+
+    Raises:
+      ValueError: one of them is empty.
+    """
+    if not len(numerator) or not len(denominator):
+        raise ValueError("a ratio needs at least one measurement of each side, got none")
+    a, b = np.asarray(numerator, float), np.asarray(denominator, float)
+    rng = np.random.default_rng(0)
+
+    def medians(values):
+        return np.median(rng.choice(values, (2000, len(values))), axis=1)
+
+    ratios = medians(a) / medians(b)
+    tail = (1 - level) / 2
+    low, high = np.quantile(ratios, [tail, 1 - tail])
+    return float(np.median(a) / np.median(b)), float(low), float(high)

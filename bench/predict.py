@@ -1,0 +1,269 @@
+"""`python -m bench.predict`: what recorded acceptance would give on other chips. A prediction.
+
+`bench.arms` records of every sample how many tokens it has and how many rounds emitted how many of
+them. This module replays those rollouts through a table of step costs: every sample of a rollout
+starts at once (as many as the table's largest batch, or `--slots`; the rest are queued), each round
+costs what the table says for the samples still running, and the batch shrinks to the tail.
+
+    plain        a sample runs `length` steps       seconds(step) = plain[running]
+    speculative  a sample runs `sum(histogram)`     seconds(round) = verify[rows][running]
+                 rounds                                              + steps * draft[running]
+
+A round costs the same however many tokens it emits, so the order of a sample's rounds does not
+matter, and histograms lose nothing. Left out, for both sides alike: prefill, sampling, the host,
+and that later steps read a longer cache than the table's.
+
+A cost table is JSON: `name`, `source` ("measured: .." or "modelled: .."), `context` (tokens in the
+cache), `batches` [N], and in seconds `plain` [N], `draft` [N] (one drafted token) and `verify`,
+a map from rows per sample to [N]. Between entries costs are interpolated linearly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import heapq
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bench.common import write_result
+
+
+@dataclasses.dataclass(frozen=True)
+class CostTable:
+    """Seconds by running samples and rows per sample.
+
+    Attributes:
+      batches: [N] increasing. plain, draft: [N]. verify: rows -> [N].
+      source: starts with "measured" or "modelled" and says how.
+    """
+
+    name: str
+    source: str
+    batches: np.ndarray
+    plain: np.ndarray
+    draft: np.ndarray
+    verify: dict[int, np.ndarray]
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostTable:
+        """Reads a table.
+
+        Raises:
+          ValueError: a field is missing, or its length is not that of `batches`; names the file.
+        """
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            raw = json.loads(text)
+            table = cls(
+                raw["name"],
+                raw["source"],
+                np.array(raw["batches"], float),
+                np.array(raw["plain"], float),
+                np.array(raw["draft"], float),
+                {int(rows): np.array(row, float) for rows, row in raw["verify"].items()},
+            )
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path}: not a cost table ({type(error).__name__}: {error}); expected name, source, "
+                "batches, plain, draft and verify, as the files in bench/costs have them"
+            ) from error
+        lengths = {len(x) for x in (table.plain, table.draft, *table.verify.values())}
+        if lengths != {len(table.batches)} or np.any(np.diff(table.batches) <= 0):
+            raise ValueError(
+                f"{path}: expected increasing batches and as many costs in every list, got "
+                f"{len(table.batches)} batches and lists of {sorted(lengths)}"
+            )
+        if not table.verify or not raw["source"].startswith(("measured", "modelled")):
+            raise ValueError(
+                f"{path}: expected a cost of at least one number of rows, and a source that starts "
+                f"with 'measured' or 'modelled'; got {raw['source']!r}"
+            )
+        return table
+
+    @property
+    def largest_batch(self) -> int:
+        return int(self.batches[-1])
+
+    def plain_step(self, running: int) -> float:
+        """Seconds of one plain decoding step of `running` samples."""
+        return self._at(self.plain, running)
+
+    def spec_round(self, running: int, steps: int) -> float:
+        """Seconds of one speculative round: a chain of `steps` drafts, then steps + 1 rows."""
+        listed = sorted({1, *self.verify})
+        if not listed[0] <= steps + 1 <= listed[-1]:
+            raise ValueError(
+                f"cost table {self.name!r} has verify costs up to {listed[-1]} rows, but the "
+                f"recorded strategy verifies {steps + 1}; measure them with bench.costs --rows"
+            )
+        costs = [self._at(self.verify.get(rows, self.plain), running) for rows in listed]
+        verify = float(np.interp(steps + 1, listed, costs))
+        return verify + steps * self._at(self.draft, running)
+
+    def _at(self, costs: np.ndarray, running: int) -> float:
+        return float(np.interp(running, self.batches, costs))
+
+
+def replay(rounds: Sequence[int], slots: int, seconds: Callable[[int], float]) -> float:
+    """Seconds in which `slots` slots finish jobs of these many rounds, started in order.
+
+    Args:
+      seconds: cost of one round, by the number of jobs running in it.
+    """
+    running, waiting = list(rounds[:slots]), iter(rounds[slots:])
+    heapq.heapify(running)  # by the round at which each job ends
+    now, total = 0, 0.0
+    while running:
+        until = running[0]
+        total += (until - now) * seconds(len(running))
+        now = until
+        while running and running[0] == now:
+            heapq.heappop(running)
+            following = next(waiting, None)
+            if following is not None:
+                heapq.heappush(running, now + following)
+    return total
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What one arm's rollouts would take on a chip; tokens per second over all of them."""
+
+    table: str
+    arm: str
+    tokens: int
+    plain_seconds: float
+    spec_seconds: float
+
+    @property
+    def plain_rate(self) -> float:
+        return self.tokens / self.plain_seconds
+
+    @property
+    def spec_rate(self) -> float:
+        return self.tokens / self.spec_seconds
+
+    @property
+    def ratio(self) -> float:
+        """Speculative over plain speed, the very same tokens."""
+        return self.plain_seconds / self.spec_seconds
+
+
+def predict(
+    table: CostTable, arm: str, rollouts: Iterable[dict], slots: int | None = None
+) -> Prediction:
+    """Replays recorded rollouts one after the other.
+
+    Args:
+      rollouts: records with `samples`: `histograms` (per sample, rounds by tokens emitted).
+      slots: samples that run at once at most; None is the table's largest batch.
+    """
+    slots = min(slots or table.largest_batch, table.largest_batch)
+    tokens, plain, spec = 0, 0.0, 0.0
+    for record in rollouts:
+        histograms = np.array(record["samples"]["histograms"], int)
+        steps = histograms.shape[1] - 2
+        lengths = histograms @ np.arange(histograms.shape[1])
+        rounds = histograms.sum(axis=1)
+        tokens += int(lengths.sum())
+        plain += replay(lengths.tolist(), slots, table.plain_step)
+        spec += replay(rounds.tolist(), slots, lambda n, k=steps: table.spec_round(n, k))
+    if not tokens:
+        raise ValueError(f"arm {arm!r} has no recorded tokens; run bench.arms first")
+    return Prediction(table.name, arm, tokens, plain, spec)
+
+
+def read_rollouts(path: str | Path) -> dict[str, list[dict]]:
+    """The speculative arms' records, by arm, of `arms.jsonl` (or of the `arms.json` beside it).
+
+    Raises:
+      FileNotFoundError, ValueError: no such file, or no speculative rollout in it.
+    """
+    path = Path(path).with_suffix(".jsonl")
+    if not path.is_file():
+        raise FileNotFoundError(f"no {path}: expected what `python -m bench.arms` wrote")
+    arms: dict[str, list[dict]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if record.get("draft_steps"):
+            arms.setdefault(record["arm"], []).append(record)
+    if not arms:
+        raise ValueError(f"{path} holds no speculative rollout")
+    return arms
+
+
+def is_chain_record(record: dict) -> bool:
+    """Only chains can be replayed: tables have no cost for a level of a tree."""
+    return record["rows"] == record["draft_steps"] + 1
+
+
+def predict_all(
+    arms: dict[str, list[dict]], tables: Iterable[str | Path], slots: int | None = None
+) -> list[Prediction]:
+    """Every arm through every table.
+
+    Raises:
+      ValueError: the rollouts were drafted as trees.
+    """
+    if not all(is_chain_record(r) for records in arms.values() for r in records):
+        raise ValueError(
+            "the recorded rollouts drafted trees; cost tables have costs of chains only: record "
+            "with rollout.strategy such as 4_1_5"
+        )
+    loaded = [CostTable.load(path) for path in tables]
+    return [
+        predict(table, arm, records, slots) for table in loaded for arm, records in arms.items()
+    ]
+
+
+def figures_of(predictions: Iterable[Prediction]) -> dict[str, dict]:
+    """Figures for a result file; every name starts with `predicted`."""
+    figures = {}
+    for p in predictions:
+        for name, value, unit in (
+            ("ratio", p.ratio, "speculative / plain"),
+            ("plain_tokens_per_sec", p.plain_rate, "tok/s"),
+            ("spec_tokens_per_sec", p.spec_rate, "tok/s"),
+        ):
+            key = f"predicted_{name}/{p.table}/{p.arm}"
+            figures[key] = {"value": value, "unit": unit, "interval": None}
+    return figures
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.predict",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--acceptance", default="bench/results/arms.jsonl", help="of bench.arms")
+    parser.add_argument("--costs", nargs="+", metavar="JSON", help="default: bench/costs/*.json")
+    parser.add_argument("--slots", type=int, help="samples at once; default: all, up to the table")
+    parser.add_argument("--out", help="result file; default: bench/results/predict.json")
+    args = parser.parse_args(argv)
+    tables = args.costs or sorted(map(str, default_tables()))
+    try:
+        predictions = predict_all(read_rollouts(args.acceptance), tables, args.slots)
+    except (FileNotFoundError, ValueError) as error:
+        sys.exit(f"bench.predict: error: {error}")
+    for p in predictions:
+        print(
+            f"{p.table:>24}  {p.arm:>14}: plain {p.plain_rate:9.0f} tok/s, speculative "
+            f"{p.spec_rate:9.0f} tok/s, {p.ratio:.2f}x (predicted)"
+        )
+    settings = {"acceptance": args.acceptance, "costs": list(tables), "slots": args.slots}
+    path = write_result("predict", settings, figures_of(predictions), args.out)
+    print(path)
+
+
+def default_tables() -> list[Path]:
+    return sorted((Path(__file__).resolve().parent / "costs").glob("*.json"))
+
+
+if __name__ == "__main__":
+    main()

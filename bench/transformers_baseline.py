@@ -1,0 +1,163 @@
+"""`python -m bench.transformers_baseline --model assets/sums`: is our plain decoding a fair baseline?
+
+A speed-up over a slow baseline is worth nothing. So plain decoding through `LLM` is measured
+against `transformers.generate` on torch, with the same weights in float32 on the CPU, in turns:
+sampling at temperature 1, prompts of the same held-out problems (left padded for torch), exactly
+the same number of new tokens, end tokens ignored by both, torch on as many threads as cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bench.common import alternate, median_ratio_interval, write_result
+from bench.decode import heldout_prompts
+from specjax import LLM, SamplingParams
+from train import data
+
+MISSING = (
+    "this bench compares with torch, which is not installed (specjax itself does not need it): "
+    "pip install torch --index-url of the CPU wheels, then run it again"
+)
+
+
+def torch_generator(
+    model: str, prompts: Sequence[Sequence[int]], new_tokens: int, threads: int
+) -> Callable[[], np.ndarray]:
+    """A function that generates `new_tokens` tokens after each prompt with transformers.
+
+    Raises:
+      ModuleNotFoundError: torch is not installed.
+    """
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(MISSING) from error
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    width = max(map(len, prompts))
+    ids = torch.zeros((len(prompts), width), dtype=torch.long)
+    mask = torch.zeros((len(prompts), width), dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+
+    @torch.inference_mode()
+    def generate() -> np.ndarray:
+        out = policy.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            min_new_tokens=new_tokens,
+            max_new_tokens=new_tokens,
+            pad_token_id=0,
+        )
+        return out[:, width:].numpy()
+
+    return generate
+
+
+def measure(args: argparse.Namespace, batch: int, tokenizer) -> dict[str, dict]:
+    """Both at one batch size; figures for the result file."""
+    prompts = heldout_prompts(
+        tokenizer, args.task, args.data, batch, args.max_prompt_tokens, args.seed
+    )
+    theirs = torch_generator(args.model, prompts, args.new_tokens, args.threads)
+    llm = LLM(args.model, None, batch, args.max_prompt_tokens + args.new_tokens)
+    params = SamplingParams(
+        temperature=1.0, max_tokens=args.new_tokens, seed=args.seed, ignore_eos=True
+    )
+
+    def ours() -> np.ndarray:
+        return np.array([out.samples[0].token_ids for out in llm.generate(prompts, params)])
+
+    shapes = ours().shape, theirs().shape  # compiles, and warms torch up
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"expected the same number of new tokens from both, got {shapes}")
+    seconds = alternate({"specjax": ours, "transformers": theirs}, args.repeats)
+    ratio, low, high = median_ratio_interval(seconds["transformers"], seconds["specjax"])
+    at = f"/batch_{batch}"
+    figures = {
+        f"speedup{at}": {
+            "value": ratio,
+            "unit": "plain LLM / transformers, medians",
+            "interval": [low, high],
+        }
+    }
+    for name, values in seconds.items():
+        rates = [batch * args.new_tokens / s for s in values]
+        figures[f"{name}_tokens_per_sec{at}"] = {
+            "value": statistics.median(rates),
+            "unit": "tok/s",
+            "interval": [min(rates), max(rates)],
+        }
+    return figures
+
+
+def run(args: argparse.Namespace) -> Path:
+    """Measures every batch size and writes the result file."""
+    from specjax.engine.tokenizer import load_tokenizer
+
+    tokenizer, figures = load_tokenizer(args.model), {}
+    for batch in args.batches:
+        here = measure(args, batch, tokenizer)
+        figures |= here
+        ratio = here[f"speedup/batch_{batch}"]
+        low, high = ratio["interval"]
+        print(
+            f"batch {batch:>3}: {ratio['value']:.2f}x [{low:.2f}, {high:.2f}]  specjax "
+            f"{here[f'specjax_tokens_per_sec/batch_{batch}']['value']:.0f} tok/s, transformers "
+            f"{here[f'transformers_tokens_per_sec/batch_{batch}']['value']:.0f} tok/s",
+            flush=True,
+        )
+    import torch
+    import transformers
+
+    settings = vars(args) | {"torch": torch.__version__, "transformers": transformers.__version__}
+    name = f"transformers_baseline_{Path(args.model).name}"
+    path = write_result(name, settings, figures, args.out)
+    print(path)
+    return path
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.transformers_baseline",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default="assets/sums", help="Hugging Face directory of the policy")
+    add("--task", default="sums", choices=data.TASKS, help="where the prompts come from")
+    add("--data", metavar="JSONL", help="question/answer lines, for --task gsm8k")
+    add("--batches", type=int, nargs="+", default=[1, 8, 32])
+    add("--repeats", type=int, default=7, help="measurements of each, at least 5 for a figure")
+    add("--new_tokens", type=int, default=64, help="of every sample")
+    add("--max_prompt_tokens", type=int, default=64, help="longer prompts are passed over")
+    add("--threads", type=int, default=os.cpu_count(), help="torch threads; default: all cores")
+    add("--seed", type=int, default=0, help="of problems and samples")
+    add("--out", help="default: bench/results/transformers_baseline_<model>.json")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    try:
+        run(parse(argv))
+    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
+        sys.exit(f"bench.transformers_baseline: error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The acceptance rules and trees again, in plain Python and float64, written from the papers.
+
+Randomness comes in through two callables, so that one implementation serves two purposes: on a
+choice tape, where every outcome is enumerated with its probability, and on injected coins and
+noise, against the jitted rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+
+class Tape:
+    """Replays a list of choices, then takes the first open one; counts the probability."""
+
+    def __init__(self, choices: Sequence[int]):
+        self.choices = list(choices)
+        self.used = 0
+        self.probability = 1.0
+        self.open: list[list[int]] = []
+
+    def pick(self, weights: Sequence[float]) -> int:
+        """An index drawn in proportion to `weights`; every index of positive weight is explored."""
+        total = sum(weights)
+        possible = [i for i, w in enumerate(weights) if w > 0]
+        if self.used == len(self.choices):
+            self.open += [self.choices + [i] for i in possible[1:]]
+            self.choices.append(possible[0])
+        choice = self.choices[self.used]
+        self.used += 1
+        self.probability *= weights[choice] / total
+        return choice
+
+    def flip(self, probability: float) -> bool:
+        return bool(self.pick([1.0 - probability, probability]))
+
+
+def enumerate_outcomes(process: Callable[[Tape], object]) -> dict[object, float]:
+    """Every outcome of a process that draws all its randomness from a tape, with its probability."""
+    outcomes: dict[object, float] = defaultdict(float)
+    todo: list[list[int]] = [[]]
+    while todo:
+        tape = Tape(todo.pop())
+        outcome = process(tape)
+        outcomes[outcome] += tape.probability
+        todo += tape.open
+    return dict(outcomes)
+
+
+def block_accept(
+    p: np.ndarray,
+    q: np.ndarray,
+    drafted: Sequence[int],
+    flip: Callable[[float], bool],
+    pick: Callable[[np.ndarray], int],
+) -> tuple[list[int], list[float]]:
+    """Block verification (Sun et al. 2024, algorithm 2) of one chain.
+
+    Args:
+      p: [K+1, V] target, row i after i drafts. q: [K, V] draft, row i is what drafted[i] came from.
+      flip: a coin that shows True with the given probability. pick: a draw from given weights.
+
+    Returns:
+      the emitted tokens and the thresholds that the coins were held against.
+    """
+    steps = len(drafted)
+    weight, weights, thresholds, kept = 1.0, [1.0], [], 0
+    for i, token in enumerate(drafted, start=1):
+        mass = q[i - 1][token] if token >= 0 else 0.0
+        weight = min(weight * p[i - 1][token] / mass, 1.0) if mass > 0 else 0.0
+        weights.append(weight)
+        if i == steps:
+            threshold = weight
+        else:
+            surplus = float(np.maximum(weight * p[i] - q[i], 0.0).sum())
+            rest = 1.0 - weight
+            threshold = surplus / (surplus + rest) if surplus + rest > 0 else 1.0
+        thresholds.append(threshold)
+        if flip(threshold):
+            kept = i
+    if kept == steps:
+        final = pick(p[steps])
+    else:
+        residual = np.maximum(weights[kept] * p[kept] - q[kept], 0.0)
+        final = pick(residual if residual.sum() > 0 else p[kept])
+    return [*drafted[:kept], final], thresholds
+
+
+def coupled_accept(
+    parent: Sequence[int], tokens: Sequence[int], chosen: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """The walk: emitted tokens, and the tree row after which each was emitted."""
+    row, emitted, path = 0, [], []
+    while True:
+        emitted.append(chosen[row])
+        path.append(row)
+        children = [c for c in range(1, len(parent)) if parent[c] == row]
+        row = next((c for c in children if tokens[c] == chosen[row]), None)
+        if row is None:
+            return emitted, path
+
+
+def random_table(rng: np.random.Generator, vocab: int, sharpness: float) -> Callable:
+    """A random next-token distribution for every context, drawn when first asked for."""
+    table: dict[tuple, np.ndarray] = {}
+
+    def distribution(context: tuple[int, ...]) -> np.ndarray:
+        if context not in table:
+            logits = rng.normal(size=vocab) * sharpness
+            table[context] = np.exp(logits) / np.exp(logits).sum()
+        return table[context]
+
+    return distribution
+
+
+def autoregressive_joint(p: Callable, length: int, vocab: int) -> dict[tuple[int, ...], float]:
+    """Probability of every sequence of `length` tokens under the target."""
+    joint = {(): 1.0}
+    for _ in range(length):
+        joint = {
+            (*context, token): mass * p(context)[token]
+            for context, mass in joint.items()
+            for token in range(vocab)
+        }
+    return joint
+
+
+def speculative_joint(
+    one_round: Callable[[Tape, tuple[int, ...]], Sequence[int]], length: int
+) -> dict[tuple[int, ...], float]:
+    """Probability of every sequence of the first `length` tokens when rounds follow one another.
+
+    Args:
+      one_round: the tokens that a round emits after the given context.
+    """
+    joint: dict[tuple[int, ...], float] = defaultdict(float)
+    open_contexts = {(): 1.0}
+    while open_contexts:
+        context, mass = open_contexts.popitem()
+        for emitted, probability in enumerate_outcomes(
+            lambda tape, context=context: tuple(one_round(tape, context))
+        ).items():
+            sequence = (*context, *emitted)[:length]
+            if len(sequence) == length:
+                joint[sequence] += mass * probability
+            else:
+                open_contexts[sequence] = open_contexts.get(sequence, 0.0) + mass * probability
+    return dict(joint)
+
+
+def total_variation(a: dict, b: dict) -> float:
+    keys = set(a) | set(b)
+    return 0.5 * math.fsum(abs(a.get(k, 0.0) - b.get(k, 0.0)) for k in keys)

@@ -1,0 +1,145 @@
+"""Attention equals a dense softmax over exactly the keys that a query may see."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.decode.tree import ancestors, pack_bits
+from specjax.kernels import dispatch
+
+HEAD = 4
+
+
+def softmax_over(q, keys, values):
+    """One query [H] over the keys [M H] that it sees, in float64."""
+    scores = keys.astype(np.float64) @ q.astype(np.float64) / np.sqrt(len(q))
+    weights = np.exp(scores - scores.max())
+    return weights @ values.astype(np.float64) / weights.sum()
+
+
+def random_parents(rng, rows):
+    return np.array([0] + [rng.integers(0, r) for r in range(1, rows)])
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads"), [(1, 4, 2), (7, 2, 2), (33, 4, 1), (70, 6, 3)]
+)
+def test_tree_attention_is_a_softmax_over_the_prefix_and_the_ancestors(
+    rows, heads, kv_heads, compiled
+):
+    rng = np.random.default_rng(rows)
+    batch, slots = 3, 11
+    visible = ancestors(random_parents(rng, rows))
+    q = rng.normal(size=(batch, heads, rows, HEAD)).astype(np.float32)
+    k_tree, v_tree = rng.normal(size=(2, batch, kv_heads, rows, HEAD)).astype(np.float32)
+    k_cache, v_cache = 9 * rng.normal(size=(2, batch, kv_heads, slots, HEAD)).astype(np.float32)
+    prefix = np.array([0, 5, slots])
+
+    attend = jax.jit(dispatch.tree_attention) if compiled else dispatch.tree_attention
+    out = attend(q, k_tree, v_tree, k_cache, v_cache, prefix, pack_bits(visible))
+    expected = np.empty(q.shape)
+    for b, n, t in np.ndindex(batch, heads, rows):
+        kv = n // (heads // kv_heads)
+        keys = np.concatenate([k_cache[b, kv, : prefix[b]], k_tree[b, kv][visible[t]]])
+        values = np.concatenate([v_cache[b, kv, : prefix[b]], v_tree[b, kv][visible[t]]])
+        expected[b, n, t] = softmax_over(q[b, n, t], keys, values)
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+
+
+def test_tree_attention_takes_scratch_rows_that_come_before_its_own():
+    """A draft step attends from a few rows to all scratch rows so far (T < T2)."""
+    rng = np.random.default_rng(0)
+    visible = rng.random((3, 40)) < 0.4
+    visible[:, -3:] |= np.eye(3, dtype=bool)
+    q = rng.normal(size=(1, 2, 3, HEAD)).astype(np.float32)
+    k, v, k_cache, v_cache = rng.normal(size=(4, 1, 1, 40, HEAD)).astype(np.float32)
+    out = dispatch.tree_attention(q, k, v, k_cache, v_cache, np.array([4]), pack_bits(visible))
+    for n, t in np.ndindex(2, 3):
+        keys = np.concatenate([k_cache[0, 0, :4], k[0, 0][visible[t]]])
+        values = np.concatenate([v_cache[0, 0, :4], v[0, 0][visible[t]]])
+        np.testing.assert_allclose(out[0, n, t], softmax_over(q[0, n, t], keys, values), atol=1e-5)
+
+
+def packed(rng, batch, length):
+    """Segment ids of a few samples per row, padded with 0."""
+    ids = np.zeros((batch, length), np.int32)
+    for row in ids:
+        cuts = np.sort(rng.choice(np.arange(1, length), 3, replace=False))
+        for i, (a, b) in enumerate(zip([0, *cuts[:-1]], cuts, strict=True)):
+            row[a:b] = i + 1
+    return ids
+
+
+def seen(segments):
+    """[B S S]: earlier or same position of the same segment."""
+    length = segments.shape[1]
+    return np.tri(length, dtype=bool) & (segments[:, :, None] == segments[:, None])
+
+
+def naive_attention(q, k, v, mask):
+    """Repeats the shared heads and takes the obvious softmax."""
+    group = q.shape[1] // k.shape[1]
+    k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
+    scores = jnp.einsum("bnth,bnsh->bnts", q, k) / jnp.sqrt(q.shape[-1])
+    weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bnts,bnsh->bnth", weights, v)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2)])
+def test_causal_attention_and_its_gradient_equal_the_naive_ones_on_packed_rows(heads, kv_heads):
+    rng = np.random.default_rng(heads)
+    batch, length = 2, 13
+    segments = packed(rng, batch, length)
+    mask = seen(segments)
+    q = rng.normal(size=(batch, heads, length, HEAD)).astype(np.float32)
+    k, v = rng.normal(size=(2, batch, kv_heads, length, HEAD)).astype(np.float32)
+    out_weights = rng.normal(size=q.shape).astype(np.float32)
+
+    def value_and_grads(attend):
+        def loss(q, k, v):
+            out = attend(q, k, v)
+            return (out * out_weights).sum(), out
+
+        grads, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+        return out, *grads
+
+    ours = value_and_grads(lambda q, k, v: dispatch.causal_attention(q, k, v, segments))
+    naive = value_and_grads(lambda q, k, v: naive_attention(q, k, v, mask))
+    for mine, other in zip(ours, naive, strict=True):
+        np.testing.assert_allclose(mine, other, atol=2e-5)
+
+
+def test_causal_attention_with_own_rows_equals_naive_attention_over_base_and_own_keys():
+    """Value and gradient; the own rows of a position are seen from that position alone."""
+    rng = np.random.default_rng(5)
+    batch, heads, kv_heads, length, steps = 2, 4, 2, 9, 3
+    segments = packed(rng, batch, length)
+    q = rng.normal(size=(batch, heads, length, HEAD)).astype(np.float32)
+    k, v = rng.normal(size=(2, batch, kv_heads, length, HEAD)).astype(np.float32)
+    own = rng.normal(size=(steps, 2, batch, kv_heads, length, HEAD)).astype(np.float32)
+    out_weights = rng.normal(size=q.shape).astype(np.float32)
+    base = seen(segments)
+    diagonal = np.broadcast_to(np.eye(length, dtype=bool), base.shape)
+    mask = np.concatenate([base] + [diagonal] * steps, axis=-1)
+
+    def naive(q, k, v, own):
+        keys = jnp.concatenate([k, *own[:, 0]], axis=2)
+        values = jnp.concatenate([v, *own[:, 1]], axis=2)
+        return naive_attention(q, keys, values, mask)
+
+    def ours(q, k, v, own):
+        rows = [(own[i, 0], own[i, 1]) for i in range(steps)]
+        return dispatch.causal_attention_with_own(q, k, v, rows, segments)
+
+    results = []
+    for attend in (ours, naive):
+        def loss(*args, attend=attend):
+            out = attend(*args)
+            return (out * out_weights).sum(), out
+
+        grads, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(q, k, v, own)
+        results.append((out, *grads))
+    for mine, other in zip(*results, strict=True):
+        np.testing.assert_allclose(mine, other, atol=2e-5)

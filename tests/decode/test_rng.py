@@ -1,0 +1,125 @@
+"""Random numbers depend on the request, the sample and the position, and on nothing else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specjax.decode import rng
+
+VOCAB = 16
+PROMPT = [3, 1, 4]
+
+
+def keys_of(*requests):
+    return rng.request_keys(np.stack([rng.request_words(*r) for r in requests]))
+
+
+def noise_of(request, position, vocab=VOCAB):
+    return np.asarray(rng.target_noise(keys_of(request), jnp.array([[position]]), vocab))[0, 0]
+
+
+@given(
+    st.integers(-(2**63), 2**63 - 1),
+    st.lists(st.integers(0, 2**31 - 1), min_size=1),
+    st.integers(0, 2**32 - 1),
+)
+def test_request_words_are_five_words_of_seed_prompt_and_sample(seed, prompt, sample):
+    words = rng.request_words(seed, prompt, sample)
+    assert words.dtype == np.uint32 and words.shape == (rng.WORDS,)
+    assert int(words[0]) | int(words[1]) << 32 == seed % 2**64
+    assert words[4] == sample
+    same = rng.request_words(seed, np.array(prompt, np.int64), sample)
+    np.testing.assert_array_equal(words, same)
+    longer = rng.request_words(seed, [*prompt, 0], sample)
+    assert (words[2:4] != longer[2:4]).any()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ((1, PROMPT, 0), 7),
+        ((1 << 32, PROMPT, 0), 7),
+        ((0, [3, 1, 5], 0), 7),
+        ((0, [3, 1], 0), 7),
+        ((0, PROMPT, 1), 7),
+        ((0, PROMPT, 0), 8),
+    ],
+    ids=["seed", "high seed", "prompt", "shorter prompt", "sample", "position"],
+)
+def test_noise_changes_with_every_part_of_its_key(other):
+    mine, theirs = noise_of((0, PROMPT, 0), 7), noise_of(*other)
+    assert not np.isclose(mine, theirs).any()
+    np.testing.assert_array_equal(mine, noise_of((0, PROMPT, 0), 7))
+
+
+def test_noise_of_a_position_is_the_same_in_any_row_of_any_batch_and_any_window():
+    crowd = keys_of((5, [9], 0), (0, PROMPT, 0), (0, PROMPT, 3))
+    window = jnp.array([[0, 1, 2], [6, 7, 8], [1, 1, 1]])
+    many = jax.jit(rng.target_noise, static_argnums=2)(crowd, window, VOCAB)
+    np.testing.assert_array_equal(many[1, 1], noise_of((0, PROMPT, 0), 7))
+    np.testing.assert_array_equal(many[2, 0], many[2, 2])
+
+
+def test_noise_is_the_gumbel_of_mode_high_in_float32():
+    key = jax.random.wrap_key_data(keys_of((0, PROMPT, 0))[0], impl="threefry2x32")
+    key = jax.random.fold_in(jax.random.fold_in(key, rng.TARGET), 7)
+    high, low = (
+        np.asarray(jax.random.gumbel(key, (4096,), jnp.float32, mode=mode))
+        for mode in ("high", "low")
+    )
+    mine = noise_of((0, PROMPT, 0), 7, 4096)
+    assert mine.dtype == np.float32
+    np.testing.assert_array_equal(mine, high)
+    assert (mine != low).any()
+
+
+def test_noise_does_not_depend_on_the_default_generator():
+    before = noise_of((0, PROMPT, 0), 7)
+    coins = np.asarray(rng.round_coins(keys_of((0, PROMPT, 0)), jnp.array([4]), 3))
+    name = jax.config.jax_default_prng_impl
+    jax.config.update("jax_default_prng_impl", "rbg")
+    try:
+        np.testing.assert_array_equal(noise_of((0, PROMPT, 0), 7), before)
+        again = rng.round_coins(keys_of((0, PROMPT, 0)), jnp.array([4]), 3)
+        np.testing.assert_array_equal(again, coins)
+    finally:
+        jax.config.update("jax_default_prng_impl", name)
+
+
+def test_noise_is_pinned_so_that_a_seed_means_the_same_tokens_in_every_release():
+    words = [0xFFFFFFFF, 0xFFFFFFFF, 1850757883, 130850894, 2]
+    np.testing.assert_array_equal(rng.request_words(-1, PROMPT, 2), words)
+    noise = [0.68471152, 3.26757312, 0.78304046, 0.80646408]
+    np.testing.assert_allclose(noise_of((0, PROMPT, 0), 7, 4), noise, rtol=1e-6)
+
+
+def test_coins_fold_the_root_and_the_node_so_that_none_is_met_twice():
+    keys = keys_of((0, PROMPT, 0), (0, PROMPT, 1))
+    coins = np.stack(
+        [np.asarray(rng.round_coins(keys, jnp.array([root, root]), 4)) for root in range(5)]
+    )
+    assert coins.shape == (5, 2, 4)
+    assert len(np.unique(coins)) == coins.size
+    assert (coins > 0).all() and (coins < 1).all()
+    # Root 4 alone, or in other company: the same.
+    np.testing.assert_array_equal(rng.round_coins(keys[:1], jnp.array([4]), 2)[0], coins[4, 0, :2])
+
+
+def test_private_noise_differs_by_domain_root_and_node():
+    keys = keys_of((0, PROMPT, 0))
+    drawn = [
+        np.asarray(rng.round_noise(keys, domain, jnp.array([root]), node, VOCAB))
+        for domain in (rng.DRAFT, rng.RESIDUAL)
+        for root in (3, 4)
+        for node in (0, 1)
+    ]
+    drawn += [np.asarray(rng.target_noise(keys, jnp.array([[p]]), VOCAB))[0] for p in (3, 4, 5)]
+    assert all(d.dtype == np.float32 for d in drawn)
+    assert len(np.unique(np.stack(drawn))) == len(drawn) * VOCAB
+
+
+def test_domains_are_distinct():
+    assert len({rng.TARGET, rng.DRAFT, rng.ACCEPT, rng.RESIDUAL}) == 4

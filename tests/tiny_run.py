@@ -1,0 +1,105 @@
+"""A policy so small that a whole training run takes seconds, and rewards that differ at once.
+
+Its weights are random but sharpened, so that the next token depends on the context; besides
+`<|eos|>` a few other tokens end a response, so that lengths vary although nothing has been learnt.
+"""
+
+import json
+import zlib
+from pathlib import Path
+
+import jax
+
+from specjax.config import ModelConfig
+from specjax.draft.mtp import init_head_params
+from specjax.models import hf
+from specjax.models.transformer import init_params
+from train import data
+
+SETTINGS = {
+    "reward": "tiny_run:coin",
+    "seed": 3,
+    "steps": 2,
+    "data.max_terms": 3,
+    "rollout.prompts": 4,
+    "rollout.n": 4,
+    "rollout.max_tokens": 20,
+    "rollout.max_prompt_tokens": 12,
+    "rollout.max_batch": 4,
+    "packing.row_length": 64,
+    "packing.rows": 2,
+    "optim.lr": 1e-2,
+    "draft.optim.lr": 1e-2,
+    "eval.problems": 0,
+    "checkpoint.every": 0,
+}
+
+
+def coin(text: str, answer: str) -> float:
+    """A reward of 0 or 1 that depends on every character of the response."""
+    return float(zlib.crc32(f"{text}|{answer}".encode()) % 2)
+
+
+def nothing(text: str, answer: str) -> float:
+    """A reward that teaches nothing: every group has zero variance."""
+    return 0.0
+
+
+def rare(text: str, answer: str) -> float:
+    """1 for one response in eight: many groups of four have no variance, some have."""
+    return float(zlib.crc32(f"{text}|{answer}".encode()) % 8 == 0)
+
+
+def arguments(model: Path, out: Path, **changes) -> list[str]:
+    """`key=value` arguments of a tiny `train.rl`; dots of keys are written as two underscores."""
+    changes = {key.replace("__", "."): value for key, value in changes.items()}
+    settings = {**SETTINGS, "model": model, "out": out, **changes}
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def write_policy(path: Path, with_head: bool = True, **changes) -> Path:
+    """A random policy (D 16, 2 layers) with BPE tokenizer and draft head, Hugging Face layout."""
+    demonstrations = data.demonstrations(data.DataConfig(), "train")
+    texts = [t for i in range(200) for t in (demonstrations[i].prompt, demonstrations[i].response)]
+    tokenizer = data.train_bpe_tokenizer(texts, 272, path.with_name(f"{path.name}-tokenizer"))
+    ends = [tokenizer.convert_tokens_to_ids(c) for c in "aeiostn"]
+    cfg = ModelConfig(
+        **{
+            "vocab_size": 272,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 8,
+            "max_position": 256,
+            "mtp_num_layers": int(with_head),
+            "eos_token_ids": (tokenizer.eos_token_id, *ends),
+            "pad_token_id": tokenizer.pad_token_id,
+            **changes,
+        }
+    )
+    params = _sharpened(init_params(cfg, 0))
+    head = _sharpened(init_head_params(cfg, 1)) if with_head else None
+    hf.save_checkpoint(path, cfg, params, head, path.with_name(f"{path.name}-tokenizer"))
+    return path
+
+
+def _sharpened(params):
+    def scale(path, x):
+        name = path[-1].key
+        return x if "norm" in name else x * (20.0 if name == "embed" else 10.0)
+
+    return jax.tree_util.tree_map_with_path(scale, params)
+
+
+def write_gsm8k(path: Path, count: int = 64) -> Path:
+    """Questions and worked answers as GSM8K's JSON lines."""
+    lines = []
+    for i in range(count):
+        a, b = i % 7 + 2, i % 5 + 3
+        question = f"Tom has {a} apples and gets {b} more ({i}). How many?"
+        answer = f"He has {a}+{b}=<<{a}+{b}={a + b}>>{a + b} apples.\n#### {a + b}"
+        lines.append(json.dumps({"question": question, "answer": answer}))
+    path.write_text("\n".join(lines) + "\n")
+    return path

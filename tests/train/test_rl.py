@@ -1,0 +1,346 @@
+"""`train.rl` as a user runs it: a short run, its files, its options, and what it refuses."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_run
+
+from specjax import LLM, SamplingParams, SpecConfig
+from train import rl
+from train.config import parse_config
+from train.log import read_metrics
+from train.policy import PolicyTrainer, sft_loss
+from train.schema import RLConfig
+
+
+def train(model, out, steps=2, **changes):
+    """(trainer, metrics of each step) of the program's own `Trainer`, without its files."""
+    argv = tiny_run.arguments(model, out, **changes)
+    trainer = rl.Trainer(parse_config(RLConfig, argv)[0])
+    return trainer, [trainer.step() for _ in range(steps)]
+
+
+def leaves(tree) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def same(a, b) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(leaves(a), leaves(b), strict=True))
+
+
+# --- a run and its files --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tiny_policy, tmp_path_factory):
+    out = tmp_path_factory.mktemp("rl") / "run"
+    changes = {"steps": 3, "eval.problems": 6, "eval.every": 2, "checkpoint.every": 2}
+    rl.main(tiny_run.arguments(tiny_policy, out, **changes))
+    return out
+
+
+def test_every_step_has_finite_metrics_under_the_known_names(run):
+    records = read_metrics(run)
+    assert [r["step"] for r in records] == [0, 1, 2, 3]
+    assert not any("nonfinite" in r for r in records)
+    numbers = [v for r in records for v in r.values() if not isinstance(v, str)]
+    assert all(math.isfinite(v) for v in numbers)
+    expected = {
+        "rollout/reward", "rollout/zero_std", "rollout/response_length_mean",
+        "rollout/tokens_per_sec", "rollout/spec_accept_length", "rollout/accept_rate_depth_4",
+        "train/loss", "train/entropy", "train/grad_norm", "train/ppo_kl", "train/clip_fraction",
+        "train/train_rollout_logprob_abs_diff", "train/mtp_loss", "time/rollout", "time/train",
+    }  # fmt: skip
+    assert all(expected <= set(r) for r in records[1:])
+    assert [r["step"] for r in records if "eval/reward" in r] == [0, 2, 3]
+    assert all(0 <= r["train/entropy"] <= math.log(272) for r in records[1:])
+    assert all(r["train/train_rollout_logprob_abs_diff"] < 1e-4 for r in records[1:])
+
+
+def test_a_run_leaves_a_plot_checkpoints_and_a_policy_that_generates(run):
+    assert (run / "metrics.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in (run / "checkpoints").iterdir() if p.name.isdigit()) == ["2", "3"]
+    llm = LLM(run / "hf", SpecConfig("2_1_3"), max_batch=2, max_len=32)
+    sample = llm.generate("4+17=", SamplingParams(max_tokens=8, seed=1))[0].samples[0]
+    assert sample.text is not None and len(sample.token_ids) == len(sample.logprobs) <= 8
+
+
+def test_a_second_run_does_not_touch_the_first(run, tiny_policy):
+    before = (run / "metrics.jsonl").read_bytes()
+    rl.main(
+        tiny_run.arguments(
+            tiny_policy, run, steps=1, draft__mode="none", checkpoint__export="false"
+        )
+    )
+    assert (run / "metrics.jsonl").read_bytes() == before
+    assert len(read_metrics(run.with_name("run-2"))) == 1
+
+
+# --- wrong arguments ------------------------------------------------------------------------------
+
+
+def refusal(capsys, argv) -> str:
+    with pytest.raises(SystemExit) as exit_info:
+        rl.main(argv)
+    captured = capsys.readouterr()
+    message = captured.err
+    if isinstance(exit_info.value.code, str):  # printed by the interpreter, with status 1
+        message += exit_info.value.code
+    else:
+        assert exit_info.value.code == 2
+    assert "error: " in message and "Traceback" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rollout.temprature": 1}, "unknown key 'rollout.temprature'; did you mean"),
+        ({"model": "no/such/dir"}, "expected a checkpoint directory, got 'no/such/dir'"),
+        ({"rollout.strategy": "5_1_4"}, "5_1_4"),
+        ({"rollout.strategy": "wide"}, "strategy 'wide' is not understood"),
+        ({"rollout.strategy": "8_4_32"}, "8_4_32"),
+        (
+            {"rollout.strategy": "4x2x1", "rollout.acceptance": "block"},
+            "acceptance 'block' is exact for chains only",
+        ),
+        ({"rollout.acceptance": "typical"}, "rollout.acceptance: expected one of coupled, block"),
+        ({"rollout.temperature": -1}, "temperature must be a finite number >= 0"),
+        ({"rollout.n": 1}, "rollout.n: expected at least 2, got 1"),
+        ({"rollout.prompts": 0}, "rollout.prompts: expected at least 1"),
+        ({"rollout.max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"rollout.head": "eagle"}, "rollout.head: expected checkpoint, random or a path"),
+        ({"packing.row_length": 31}, "must fit a row, got packing.row_length=31"),
+        ({"rollout.max_tokens": 250, "packing.row_length": 262}, "the longest sequence of"),
+        ({"algo.updates_per_rollout": 0}, "algo.updates_per_rollout: expected at least 1"),
+        ({"algo.max_resample": 0}, "algo.max_resample: expected at least 1"),
+        ({"algo.loss_aggregation": "mean"}, "loss_aggregation must be one of token, sequence"),
+        ({"draft.mode": "sometimes"}, "draft.mode: expected one of none, frozen, online"),
+        ({"draft.unroll_steps": 0}, "draft.unroll_steps and draft.epochs >= 1"),
+        ({"draft.loss": "mse"}, "mse"),
+        ({"reward": "close_enough"}, "unknown reward 'close_enough'"),
+        ({"reward": "tiny_run:missing"}, "cannot load reward 'tiny_run:missing'"),
+        ({"data.task": "gsm8k"}, "set data.path=/path/to/train.jsonl"),
+        ({"data.task": "gsm8k", "data.path": "no.jsonl"}, "no.jsonl: no such file"),
+        ({"mesh.data": 64, "packing.rows": 64}, "needs 64 devices"),
+        ({"mesh.tp": 0}, "mesh.tp: expected at least 1"),
+        ({"mesh.data": 2, "packing.rows": 3}, "packing.rows must be a multiple of"),
+        ({"checkpoint.keep_last": 0}, "checkpoint.keep_last: expected at least 1"),
+        ({"steps": 0}, "steps: expected at least 1"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_is_one_clear_message_before_any_work(
+    tiny_policy, tmp_path, capsys, changes, expected
+):
+    argv = tiny_run.arguments(tiny_policy, tmp_path / "run", **changes)
+    assert expected in refusal(capsys, argv)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("mode", ["frozen", "online"])
+def test_speculation_without_a_head_says_how_to_get_one(tmp_path, capsys, mode):
+    model = tiny_run.write_policy(tmp_path / "headless", with_head=False)
+    argv = tiny_run.arguments(model, tmp_path / "run", draft__mode=mode)
+    message = refusal(capsys, argv)
+    assert "no draft head" in message and "rollout.head=random" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_policy_is_one_clear_message(tmp_path, tiny_policy, capsys):
+    import shutil
+
+    model = shutil.copytree(tiny_policy, tmp_path / "damaged")
+    (model / "model.safetensors").write_bytes(b"nothing")
+    assert "damaged" in refusal(capsys, tiny_run.arguments(model, tmp_path / "run"))
+    config = json.loads((tiny_policy / "config.json").read_text()) | {"model_type": "mamba"}
+    (model / "config.json").write_text(json.dumps(config))
+    assert "mamba" in refusal(capsys, tiny_run.arguments(model, tmp_path / "run"))
+
+
+# --- options of GRPO ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(tiny_policy, tmp_path_factory):
+    """The plain run (no speculation, all options at their defaults) the others differ from."""
+    return train(tiny_policy, tmp_path_factory.mktemp("base"), draft__mode="none")
+
+
+@pytest.fixture
+def vary(tiny_policy, tmp_path, base):
+    """Runs with one change and checks that the first rollout, which it cannot touch, is equal."""
+
+    def run(**changes):
+        trainer, steps = train(tiny_policy, tmp_path, draft__mode="none", **changes)
+        assert steps[0]["rollout/tokens_sha"] == base[1][0]["rollout/tokens_sha"]
+        return trainer, steps
+
+    return run
+
+
+def test_a_kl_term_is_added_with_its_coefficient(vary, base):
+    trainer, steps = vary(algo__kl_loss_coef=0.5)
+    assert "train/kl" not in base[1][0] and base[1][1]["train/kl_loss"] == 0
+    assert steps[0]["train/kl"] == 0  # the reference is the policy it started from
+    second = steps[1]
+    assert second["train/kl"] > 0
+    assert second["train/kl_loss"] == pytest.approx(0.5 * second["train/kl"], rel=1e-4)
+    total = second["train/policy_loss"] + second["train/kl_loss"]
+    assert second["train/loss"] == pytest.approx(total, rel=1e-4, abs=1e-7)
+    assert not same(trainer.params, base[0].params)
+
+
+def test_truncated_importance_sampling_weighs_the_policy_term(vary, base):
+    _, steps = vary(algo__tis="true", algo__tis_cap=0.5)  # both programs agree: the weight is 1
+    assert "train/tis" not in base[1][0]
+    assert steps[0]["train/tis"] == pytest.approx(0.5)
+    assert steps[0]["train/tis_truncated_fraction"] == 1
+    assert steps[0]["train/loss"] == pytest.approx(0.5 * base[1][0]["train/loss"], rel=1e-3)
+
+
+def test_sequence_aggregation_averages_over_samples(vary, base):
+    _, steps = vary(algo__loss_aggregation="sequence")
+    # On policy the loss is minus the mean advantage: 0 over samples, not over tokens.
+    assert abs(steps[0]["train/loss"]) < 1e-6 < abs(base[1][0]["train/loss"])
+
+
+def test_advantages_without_std_are_smaller(vary, base):
+    _, steps = vary(algo__normalize_std="false")
+    assert 0 < steps[0]["train/grad_norm"] < 0.75 * base[1][0]["train/grad_norm"]
+
+
+def test_several_updates_per_rollout_are_off_policy_after_the_first(vary, base):
+    trainer, steps = vary(algo__updates_per_rollout=2)
+    assert base[1][0]["train/ratio"] == 1 and base[1][0]["train/ppo_kl"] == 0
+    assert steps[0]["train/ratio"] != 1 and steps[0]["train/ppo_kl"] != 0
+    counts = [int(x) for x in leaves(trainer.opt_state) if x.ndim == 0]
+    assert counts and set(counts) == {4}  # two steps of two updates
+
+
+def test_the_clip_bounds_are_two_settings(vary):
+    changes = {"algo.updates_per_rollout": 2, "algo.clip_ratio": 0.9}
+    tight = vary(**changes, **{"algo.clip_ratio_high": 0.0})[1][0]
+    loose = vary(**changes, **{"algo.clip_ratio_high": 9.0})[1][0]
+    assert tight["train/clip_fraction"] > 0.1 > loose["train/clip_fraction"]
+
+
+def test_dynamic_sampling_drops_and_replaces_groups_that_teach_nothing(
+    tiny_policy, tmp_path
+):
+    changes = {"reward": "tiny_run:rare", "draft.mode": "none"}
+    off = train(tiny_policy, tmp_path, 1, **changes, **{"algo.dynamic_sampling": "false"})[1][0]
+    on = train(tiny_policy, tmp_path, 1, **changes)[1][0]
+    more = train(tiny_policy, tmp_path, 1, **changes, **{"algo.max_resample": 8})[1][0]
+    informative = round(4 * (1 - off["rollout/zero_std"]))
+    assert off["rollout/groups_kept"] == 4 and 0 < informative < 4
+    assert on["rollout/groups_kept"] == informative
+    assert on["rollout/tokens"] == off["rollout/tokens"]
+    assert more["rollout/groups_kept"] == 4
+    assert more["rollout/tokens"] > on["rollout/tokens"]
+    assert off["train/tokens"] == off["rollout/tokens"]
+    assert on["train/tokens"] < on["rollout/tokens"]
+
+
+def test_a_step_in_which_every_group_is_dropped_moves_nothing(tiny_policy, tmp_path):
+    trainer, _ = train(tiny_policy, tmp_path, 0, reward="tiny_run:nothing")
+    before = leaves(trainer.params) + leaves(trainer.head)
+    metrics = trainer.step()
+    after = leaves(trainer.params) + leaves(trainer.head)
+    assert metrics["rollout/groups_kept"] == 0 and metrics["rollout/zero_std"] == 1
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(math.isfinite(v) for v in metrics.values() if not isinstance(v, str))
+
+
+def test_rematerialisation_changes_no_loss(vary, base):
+    _, steps = vary(remat="true")
+    for mine, theirs in zip(steps, base[1], strict=True):
+        assert mine["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-4, abs=1e-6)
+        assert mine["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-4)
+
+
+def test_scanned_and_looped_layers_give_the_same_loss_and_gradient(base):
+    trainer = base[0]
+    rng = np.random.default_rng(0)
+    batch = {
+        "tokens": rng.integers(0, 272, (2, 24)).astype(np.int32),
+        "positions": np.tile(np.arange(24, dtype=np.int32), (2, 1)),
+        "segment_ids": np.ones((2, 24), np.int32),
+        "loss_mask": np.ones((2, 24), np.float32),
+    }
+    results = []
+    for scan in (True, False):
+        policy = PolicyTrainer(trainer.model, sft_loss, trainer.cfg.optim.build())
+        policy.cfg = trainer.model.replace(scan_layers=scan)
+        counts = rl.count_denominators([batch])
+        params = jax.tree.map(jnp.copy, trainer.params)
+        *_, sums = policy.update(params, policy.init_opt_state(params), [batch], counts)
+        results.append((float(sums["loss"]), float(sums["grad_norm"])))
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
+
+
+# --- modes of the draft head ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def modes(tiny_policy, tmp_path_factory):
+    """Three steps in every mode; `huge` is online with an absurd weight on the draft loss."""
+    out = tmp_path_factory.mktemp("modes")
+    changes = {
+        "none": {"draft.mode": "none"},
+        "frozen": {"draft.mode": "frozen"},
+        "online": {"draft.mode": "online"},
+        "random": {"draft.mode": "online", "rollout.head": "random"},
+        "huge": {"draft.mode": "online", "draft.mtp_loss_scaling_factor": 1e6},
+    }
+    return {name: train(tiny_policy, out, 3, **extra) for name, extra in changes.items()}
+
+
+@pytest.mark.parametrize("mode", ["frozen", "online", "random", "huge"])
+def test_speculation_and_draft_training_change_no_token_reward_or_policy_bit(modes, mode):
+    (plain, plain_steps), (trainer, steps) = modes["none"], modes[mode]
+    for a, b in zip(plain_steps, steps, strict=True):
+        for name in ("rollout/tokens_sha", "rollout/reward", "train/loss", "train/grad_norm"):
+            assert a[name] == b[name], (mode, name)
+    assert same(plain.params, trainer.params)
+    assert same(plain.opt_state, trainer.opt_state)
+
+
+def test_a_frozen_head_stays_as_it_was_and_an_online_head_moves(modes, tiny_policy, tmp_path):
+    start = train(tiny_policy, tmp_path, 0, draft__mode="frozen")[0]
+    assert same(start.head, modes["frozen"][0].head)
+    assert modes["frozen"][0].draft is None and "train/mtp_loss" not in modes["frozen"][1][0]
+    assert modes["none"][0].head is None
+    assert "rollout/spec_accept_length" not in modes["none"][1][0]
+    online = modes["online"][0].head
+    moved = [not np.array_equal(a, b) for a, b in zip(leaves(start.head), leaves(online))]
+    assert all(moved), "some parameter of the head is not trained"
+    assert not same(modes["random"][0].head, online)
+
+
+def test_an_online_head_learns_from_its_rollouts(modes):
+    losses = [step["train/mtp_loss"] for step in modes["random"][1]]
+    assert losses[-1] < losses[0]
+    assert all(step["train/mtp_update_norm"] > 0 for step in modes["random"][1])
+    assert all(step["rollout/spec_accept_length"] >= 1 for step in modes["random"][1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout.acceptance": "block"},
+        {"rollout.strategy": "4x2x1"},
+        {"rollout.strategy": "default", "rollout.temperature": 0.7},
+        {"draft.loss": "soft_ce", "draft.unroll_steps": 3, "draft.epochs": 2},
+        {"dtype.compute": "bfloat16", "dtype.params": "bfloat16"},
+    ],
+)
+def test_further_combinations_go_through(tiny_policy, tmp_path, changes):
+    _, steps = train(tiny_policy, tmp_path, 2, **changes)
+    for step in steps:
+        assert all(math.isfinite(v) for v in step.values() if not isinstance(v, str))
+        assert step["train/mtp_update_norm"] > 0

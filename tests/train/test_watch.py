@@ -1,0 +1,32 @@
+"""The program says so when speculation or draft training does nothing."""
+
+import jax
+import tiny_run
+
+from specjax.models import hf
+from train import rl
+
+
+def test_the_alarms_are_printed_by_the_program(tiny_policy, tmp_path, capsys):
+    model, params, head = hf.load_checkpoint(tiny_policy, "float32")
+    # A head that is sure of the wrong tokens, and a learning rate that leaves it so.
+    wrong = jax.tree_util.tree_map_with_path(
+        lambda path, a: -50 * a if path[-1].key == "norm" else a, head
+    )
+    hf.save_checkpoint(tmp_path / "wrong", model, params, wrong, tokenizer_dir=tiny_policy)
+    changes = {"steps": 4, "draft.optim.lr": 0, "checkpoint.export": "false"}
+    rl.main(tiny_run.arguments(tmp_path / "wrong", tmp_path / "run", **changes))
+    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("WARNING")]
+    assert len([x for x in lines if "draft training changed nothing" in x]) == 4
+    # Once, at the third step in a row.
+    flat = [x for x in lines if "speculation only costs time" in x]
+    assert len(flat) == 1 and flat[0].startswith("WARNING: step 3: accept length has been 1.0")
+
+
+def test_a_healthy_head_raises_no_alarm():
+    watch = rl.Watch()
+    fine = {"rollout/spec_accept_length": 2.5, "train/mtp_tokens": 9, "train/mtp_update_norm": 0.1}
+    flat = {**fine, "rollout/spec_accept_length": 1.0}
+    assert [watch.look(i, m) for i, m in enumerate([fine, flat, flat, fine, flat, flat])] == [[]] * 6
+    assert watch.look(7, {}) == []  # no speculation: nothing to watch
+    assert "no token" in watch.look(8, {**fine, "train/mtp_tokens": 0})[0]

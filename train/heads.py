@@ -1,0 +1,110 @@
+"""The draft head apart from its policy: where a run's head comes from, and checkpoints of it alone.
+
+A head-only checkpoint holds neither embedding nor language-model head, which belong to the policy.
+It is small, can be written often, and serves whoever decodes with the same policy elsewhere.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import jax
+
+from specjax import sharding
+from specjax.checkpoint import PendingSave, load_draft, save_draft
+from specjax.config import ModelConfig
+from specjax.draft.mtp import init_head_params
+from specjax.models import hf
+from specjax.models.transformer import Params
+from train.config import ConfigError
+
+_SWITCHES = ("mtp_num_layers", "mtp_concat", "mtp_target_hidden", "mtp_recycle")
+
+
+def starting_head(
+    source: str, model: ModelConfig, head: Params | None, seed: int, mesh: jax.sharding.Mesh | None
+) -> tuple[ModelConfig, Params]:
+    """The head that a run starts from, and the model config with the switches of that head.
+
+    Args:
+      source: `checkpoint` (the head that came with the policy), `random` (drawn from `seed`), a
+        directory that `HeadCheckpoints` wrote, or what `hf.load_head` reads.
+      head: what came with the policy, if anything.
+
+    Raises:
+      ConfigError: the policy has no head of its own, or there is nothing at that path.
+      CheckpointError: the head at that path is damaged or does not fit the policy.
+    """
+    if source == "checkpoint":
+        if head is None:
+            raise ConfigError(
+                "the policy's checkpoint has no draft head; set rollout.head=random to start from "
+                "a random one, rollout.head=PATH for one of its own, or draft.mode=none"
+            )
+        return model, head
+    if source == "random":
+        model = model.replace(mtp_num_layers=max(model.mtp_num_layers, 1))
+        return model, _place(init_head_params(model, seed), mesh)
+    path = Path(source)
+    if not path.exists():
+        raise ConfigError(f"rollout.head: expected checkpoint, random or a path, got {source!r}")
+    if path.is_file() or any(path.glob("*.safetensors*")):
+        model = model.replace(mtp_num_layers=max(model.mtp_num_layers, 1))
+        return model, hf.load_head(path, model, mesh)
+    _, meta = load_draft(path)
+    model = model.replace(**{name: meta[name] for name in _SWITCHES})
+    wanted = jax.eval_shape(lambda: init_head_params(model))
+    if mesh is not None:
+        wanted = jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+            wanted,
+            sharding.param_shardings(mesh, wanted),
+        )
+    return model, load_draft(path, wanted)[0]
+
+
+def _place(tree: Params, mesh: jax.sharding.Mesh | None) -> Params:
+    return tree if mesh is None else jax.device_put(tree, sharding.param_shardings(mesh, tree))
+
+
+class HeadCheckpoints:
+    """Keeps the last few heads of a run under `<directory>/<step>`, saved in the background."""
+
+    def __init__(self, directory: str | Path, model: ModelConfig, keep_last: int):
+        self.directory, self.keep_last = Path(directory), keep_last
+        self._meta = {name: getattr(model, name) for name in _SWITCHES}
+        self._pending: PendingSave | None = None
+
+    def save(self, step: int, head: Params) -> None:
+        """Starts a save; the arrays are copied before this returns.
+
+        Raises:
+          CheckpointError: this save cannot start, or the one before it failed.
+        """
+        self.wait()
+        # The same step, later ones and partial saves were left by a run killed or gone back.
+        self._remove(lambda name: not name.isdigit() or int(name) >= step)
+        self._pending = save_draft(self.directory / str(step), head, {"step": step, **self._meta})
+
+    def wait(self) -> None:
+        """Blocks until no save is in flight, then drops the oldest; raises what the save raised."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        pending.wait()
+        steps = sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit())
+        old = {str(step) for step in steps[: -self.keep_last]}
+        self._remove(lambda name: name in old)
+
+    def _remove(self, unwanted) -> None:
+        if jax.process_index() == 0 and self.directory.is_dir():
+            for path in self.directory.iterdir():
+                if unwanted(path.name):
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def __enter__(self) -> HeadCheckpoints:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.wait()
