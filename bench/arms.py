@@ -5,8 +5,8 @@
     online          speculative, from the same head, trained beside the policy
     online_random   speculative, from a randomly initialised head, trained beside the policy
 
-All arms live in one process and take turns step by step, in an order that rotates, so that the noise
-of the machine hits all alike. After every step tokens, rewards and policy parameters are compared
+All arms live in one process and take turns step by step, in an order that rotates, so that the
+machine's noise hits all alike. After every step tokens, rewards and policy parameters are compared
 bit by bit: speculation and draft training may change times and nothing else. Where a token differs
 it is judged whether floating point explains it, and no equality is claimed after it.
 
@@ -19,13 +19,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from bench import arms_figures, arms_plot, predict
 from bench.common import write_result
@@ -61,7 +60,7 @@ class ArmsConfig(RLConfig):
     arms: list[str] = option(list(ARMS), f"arms to run, of {', '.join(ARMS)}; none is needed")
     random: RandomArmSection = option(RandomArmSection, "draft training of online_random")
     untimed_steps: int = option(1, "first steps left out of timings: they compile")
-    costs: str = option("bench/costs", "directory of cost tables for the predictions; '': none")
+    costs: str | None = option("bench/costs", "directory of cost tables; null: no predictions")
     # Few slots: where speculation pays on a CPU, and what the tail of a long rollout looks like.
     rollout: RolloutSection = option(RolloutSection(max_batch=4), "rollouts")
     eval: EvalSection = option(EvalSection(problems=0), "held-out evaluation; the bench needs none")
@@ -161,7 +160,7 @@ def record(
         "step": step,
         "arm": arm,
         "place": place,
-        **{k: (float(v) if isinstance(v, (int, float)) else v) for k, v in metrics.items()},
+        **{name: _finite(value) for name, value in metrics.items()},
         "digests": dataclasses.asdict(fingerprint),
         "rows": tree.rows if tree else 1,
         "draft_steps": tree.steps if tree else 0,
@@ -172,8 +171,13 @@ def record(
     }
 
 
-def run(cfg: ArmsConfig, argv: Sequence[str] | None = None) -> Path:
-    """Runs all arms and returns the path of the result file."""
+def _finite(value):
+    """JSON has no NaN."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def run(cfg: ArmsConfig) -> Equality:
+    """Runs all arms, writes the three files, and returns how equal the arms were."""
     out = Path(cfg.out)
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
@@ -193,13 +197,14 @@ def run(cfg: ArmsConfig, argv: Sequence[str] | None = None) -> Path:
     figures = arms_figures.figures(
         comparison.records, cfg.arms, cfg.untimed_steps, comparison.equality
     )
+    figures["slots"] = arms_figures.figure(cfg.rollout.max_batch, "samples that run at once")
     figures |= predict.figures_of(predictions)
     path = write_result("arms", settings_of(cfg), figures, out / "arms.json")
-    arms_plot.draw(out, figures)
-    print(arms_figures.table(figures, cfg.arms))
+    arms_plot.draw(out)
+    arms_figures.print_table(figures, cfg.arms)
     print(comparison.equality.verdict())
     print(f"total {time.perf_counter() - started:.0f} s\nresult: {path}\nplot: {out / 'arms.png'}")
-    return path
+    return comparison.equality
 
 
 def line(step: int, records: Sequence[Mapping], equality: Equality) -> str:
@@ -245,9 +250,14 @@ def settings_of(cfg: ArmsConfig) -> dict:
 def main(argv: Sequence[str] | None = None) -> None:
     cfg = load_config(ArmsConfig, argv, "bench.arms", "Four RL runs from one start, compared.")
     try:
-        run(cfg)
+        equality = run(cfg)
     except (ConfigError, FileNotFoundError) as error:
         sys.exit(f"bench.arms: error: {error}")
+    if equality.unexplained:
+        sys.exit(
+            f"bench.arms: {', '.join(equality.unexplained)}: not the same run as "
+            f"{equality.reference}'s, and floating point does not explain it: a bug"
+        )
 
 
 if __name__ == "__main__":

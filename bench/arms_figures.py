@@ -51,6 +51,7 @@ def figures(records: Records, arms: Sequence[str], untimed: int, equality: Equal
       untimed: first steps that are left out of timings.
     """
     result = equality_figures(equality)
+    result["untimed_steps"] = figure(untimed, "first steps left out of timings")
     for arm in arms:
         result |= arm_figures(records, arm, untimed)
     last = max(r["step"] for r in records)
@@ -128,14 +129,14 @@ def print_table(figures: Mapping[str, Mapping], arms: Sequence[str]) -> None:
     """One row per arm."""
     table = Table(title="medians over the timed steps", title_justify="left")
     columns = {
-        "rollout tok/s": "tokens_per_sec",
-        "longest sample tok/s": "longest_tokens_per_sec",
+        "tok/s": "tokens_per_sec",
+        "longest tok/s": "longest_tokens_per_sec",
         "rollout s": "seconds_rollout",
-        "policy update s": "seconds_train",
-        "draft training s": "seconds_draft",
-        "accept length first": "accept_length_first",
-        "last": "accept_length_last",
-        "reward last": "reward_last",
+        "policy s": "seconds_train",
+        "draft s": "seconds_draft",
+        "accept": "accept_length_first",
+        "to": "accept_length_last",
+        "reward": "reward_last",
     }
     table.add_column("arm")
     for label in columns:
@@ -143,11 +144,12 @@ def print_table(figures: Mapping[str, Mapping], arms: Sequence[str]) -> None:
     for arm in arms:
         cells = [figures.get(f"{name}/{arm}", {}).get("value") for name in columns.values()]
         table.add_row(arm, *("-" if v is None else f"{v:.4g}" for v in cells))
-    console = Console()
-    console.print(table)
+    console = Console(soft_wrap=True)
+    console.print(table, soft_wrap=False)
     for one, other in PAIRS:
         entry = figures.get(f"ratio/{one}/{other}")
         if entry:
             low, high = entry["interval"]
-            console.print(f"{one} / {other}: {entry['value']:.2f}x [{low:.2f}, {high:.2f}]",
-                          markup=False)  # fmt: skip
+            console.print(
+                f"{one} / {other}: {entry['value']:.2f}x [{low:.2f}, {high:.2f}]", markup=False
+            )

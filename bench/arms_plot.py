@@ -1,4 +1,4 @@
-"""The picture of `bench.arms`: `python -m bench.arms_plot DIR` draws arms.png from its two files."""
+"""The picture of `bench.arms`: `python -m bench.arms_plot DIR` draws it from the files there."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 from bench.arms_figures import ACCEPT, LONGEST, PAIRS, RATE, Records, series  # noqa: E402
 
@@ -25,8 +26,8 @@ COLORS = {
 LABELS = {
     "none": "no speculation",
     "frozen": "frozen head",
-    "online": "head trained online",
-    "online_random": "online, from a random head",
+    "online": "online head",
+    "online_random": "online, from random",
 }
 # slime's report (MiMo-7B on H200): rollout tok/s of the arms relative to each other.
 SLIME = {("online", "none"): 1.37, ("online", "frozen"): 1.14}
@@ -54,27 +55,57 @@ def draw(directory: str | Path, figures: Mapping[str, Mapping] | None = None) ->
     if figures is None:
         figures = json.loads((directory / "arms.json").read_text(encoding="utf-8"))["figures"]
     arms = [arm for arm in COLORS if any(r["arm"] == arm for r in records)]
-    figure = plt.figure(figsize=(20, 13.2))
+    figure = plt.figure(figsize=(20, 14))
     grid = figure.add_gridspec(
-        3, 4, left=0.045, right=0.99, top=0.915, bottom=0.085, hspace=0.36, wspace=0.24
+        2, 4, left=0.05, right=0.97, top=0.885, bottom=0.385, hspace=0.4, wspace=0.26
     )
+    last = figure.add_gridspec(1, 2, left=0.1, right=0.97, top=0.29, bottom=0.085, wspace=0.22)
     cell = [[figure.add_subplot(grid[r, c]) for c in range(4)] for r in range(2)]
-    lines(cell[0][0], records, arms, ACCEPT, "Accept length: tokens per verification",
-          "tokens (1 = no gain)", bottom=1.0)  # fmt: skip
+    lines(
+        cell[0][0],
+        records,
+        arms,
+        ACCEPT,
+        "Accept length: tokens per verification",
+        "tokens (1 = no gain)",
+        bottom=1.0,
+    )
     depths(cell[0][1], records, arms)
-    one_line(cell[0][2], records, "train/entropy", "Policy entropy: how hard to guess",
-             "nats per token")  # fmt: skip
-    one_line(cell[0][3], records, "rollout/reward", "Reward: what is learned", "mean per answer",
-             top=1.0)  # fmt: skip
-    lines(cell[1][0], records, arms, RATE, "Rollout speed: all samples", "tokens per second",
-          skip=untimed(records, figures))  # fmt: skip
-    lines(cell[1][1], records, arms, LONGEST, "Rollout speed: the longest sample",
-          "tokens per second", skip=untimed(records, figures))  # fmt: skip
+    one_line(
+        cell[0][2], records, "train/entropy", "Policy entropy: how hard to guess", "nats per token"
+    )
+    one_line(
+        cell[0][3], records, "rollout/reward", "Reward: what is learned", "mean per answer", top=1.0
+    )
+    lines(
+        cell[1][0],
+        records,
+        arms,
+        RATE,
+        "Rollout speed: all samples",
+        "tokens per second",
+        skip=untimed(records, figures),
+    )
+    lines(
+        cell[1][1],
+        records,
+        arms,
+        LONGEST,
+        "Rollout speed: the longest sample",
+        "tokens per second",
+        skip=untimed(records, figures),
+    )
     stacked_seconds(cell[1][2], figures, arms)
-    lines(cell[1][3], records, arms, "train/mtp_loss", "Draft head: training loss",
-          "cross entropy, nats per token")  # fmt: skip
-    ratios(figure.add_subplot(grid[2, :2]), figures)
-    predictions(figure.add_subplot(grid[2, 2:]), figures)
+    lines(
+        cell[1][3],
+        records,
+        arms,
+        "train/mtp_loss",
+        "Draft head: training loss",
+        "cross entropy, nats per token",
+    )
+    ratios(figure.add_subplot(last[0]), figures)
+    predictions(figure.add_subplot(last[1]), figures)
     headline(figure, records, figures, arms)
     out = directory / "arms.png"
     figure.savefig(out, dpi=90)
@@ -90,19 +121,21 @@ def untimed(records: Records, figures: Mapping) -> int:
 
 def lines(axis: Axes, records, arms, metric, title, unit, bottom=0.0, skip=0) -> None:
     """One curve per arm that has the metric, its last value written at its end."""
+    ends = []
     for arm in arms:
         values = series(records, arm, metric, skip)
         if not values:
             continue
         steps = np.arange(len(values)) + 1 + skip
         axis.plot(steps, values, color=COLORS[arm], label=LABELS[arm], marker="o", markersize=3)
-        note(axis, steps[-1], values[-1], COLORS[arm])
+        ends.append((values[-1], steps[-1], COLORS[arm]))
     finish(axis, title, unit, bottom)
     axis.set_xlabel("RL step", fontsize=9)
-    if not axis.lines:
-        empty(axis, "not recorded")
-    elif len(axis.lines) > 1:
+    note_ends(axis, ends)
+    if ends:
         legend_above(axis)
+    else:
+        empty(axis, "not recorded")
 
 
 def one_line(axis: Axes, records, metric, title, unit, top=None) -> None:
@@ -113,13 +146,27 @@ def one_line(axis: Axes, records, metric, title, unit, top=None) -> None:
     if same:
         values = next(iter(distinct.values()))
         axis.plot(np.arange(len(values)) + 1, values, color="black", marker="o", markersize=3)
-        axis.text(0.03, 0.06, "identical in all arms", transform=axis.transAxes, fontsize=11,
-                  weight="bold", color="black")  # fmt: skip
+        axis.text(
+            0.03,
+            0.06,
+            "identical in all arms",
+            transform=axis.transAxes,
+            fontsize=11,
+            weight="bold",
+            color="black",
+        )
     else:
         for arm, values in distinct.items():
             axis.plot(np.arange(len(values)) + 1, values, color=COLORS[arm], label=LABELS[arm])
-        axis.text(0.03, 0.06, "NOT identical in all arms", transform=axis.transAxes, fontsize=11,
-                  weight="bold", color="#b00020")  # fmt: skip
+        axis.text(
+            0.03,
+            0.06,
+            "NOT identical in all arms",
+            transform=axis.transAxes,
+            fontsize=11,
+            weight="bold",
+            color="#b00020",
+        )
     finish(axis, title, unit, 0.0, top)
     axis.set_xlabel("RL step", fontsize=9)
     if not same and distinct:
@@ -148,27 +195,47 @@ def depths(axis: Axes, records, arms) -> None:
 
 def stacked_seconds(axis: Axes, figures, arms) -> None:
     """Median seconds per step of every arm, by phase."""
-    parts = (
-        ("rollout", "rollout", 1.0),
-        ("train", "policy update", 0.6),
-        ("draft", "draft training", 0.3),
-    )
-    bottom = np.zeros(len(arms))
-    for name, label, alpha in parts:
-        heights = np.array(
+    heights = {
+        name: np.array(
             [figures.get(f"seconds_{name}/{arm}", {}).get("value") or 0.0 for arm in arms]
         )
-        bars = axis.bar(range(len(arms)), heights, bottom=bottom, color=[COLORS[a] for a in arms],
-                        alpha=alpha, width=0.7)  # fmt: skip
-        for bar, height, low in zip(bars, heights, bottom, strict=True):
-            if height > 0:
-                axis.annotate(f"{label}\n{height:.2f} s", (bar.get_x() + 0.35, low + height / 2),
-                              ha="center", va="center", fontsize=8)  # fmt: skip
-        bottom += heights
+        for name in ("rollout", "train", "draft")
+    }
+    totals = sum(heights.values())
+    bottom = np.zeros(len(arms))
+    colors = [COLORS[arm] for arm in arms]
+    for name, label, alpha in (
+        ("rollout", "rollout", 1.0),
+        ("train", "policy\nupdate", 0.55),
+        ("draft", "draft\ntraining", 0.25),
+    ):
+        axis.bar(range(len(arms)), heights[name], 0.7, bottom, color=colors, alpha=alpha)
+        for x, height in enumerate(heights[name]):
+            if height > 0.11 * totals.max():
+                axis.annotate(
+                    f"{label}\n{height:.2f} s",
+                    (x, bottom[x] + height / 2),
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color="white" if alpha == 1.0 else "black",
+                )
+        bottom += heights[name]
+    for x, total in enumerate(totals):
+        draft = heights["draft"][x]
+        text = f"{total:.2f} s" + (f"\n(draft {draft:.2f} s)" if draft else "")
+        axis.annotate(
+            text,
+            (x, total),
+            xytext=(0, 2),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=9,
+            weight="bold",
+        )
     axis.set_xticks(range(len(arms)), [LABELS[a].replace(", ", ",\n") for a in arms], fontsize=8)
-    for x, total in enumerate(bottom):
-        axis.annotate(f"{total:.1f} s", (x, total), ha="center", va="bottom", weight="bold")
-    finish(axis, "Time of one RL step (median)", "seconds", 0.0)
+    finish(axis, "Time of one RL step, by phase", "seconds (median)", 0.0, 1.2 * totals.max())
 
 
 def ratios(axis: Axes, figures) -> None:
@@ -180,15 +247,27 @@ def ratios(axis: Axes, figures) -> None:
         error = [[max(entry["value"] - low, 0)], [max(high - entry["value"], 0)]]
         axis.barh(y, entry["value"], color=COLORS[one], height=0.55, alpha=0.85)
         axis.errorbar(entry["value"], y, xerr=error, color="black", capsize=4, linewidth=1.2)
-        axis.annotate(f"{entry['value']:.2f}x", (0.03, y), va="center", fontsize=13,
-                      weight="bold", color="white")  # fmt: skip
+        axis.annotate(
+            f"{entry['value']:.2f}x",
+            (0.03, y),
+            va="center",
+            fontsize=13,
+            weight="bold",
+            color="white",
+        )
         if (one, other) in SLIME:
             mark = SLIME[one, other]
             axis.plot([mark, mark], [y - 0.42, y + 0.42], color="#b00020", linewidth=2.5)
-            axis.annotate(f"slime: {mark:.2f}x", (mark, y - 0.43), ha="center", va="bottom",
-                          color="#b00020", fontsize=9)  # fmt: skip
+            axis.annotate(
+                f"slime: {mark:.2f}x",
+                (mark, y - 0.43),
+                ha="center",
+                va="bottom",
+                color="#b00020",
+                fontsize=9,
+            )
     axis.axvline(1.0, color="black", linewidth=0.8)
-    names = [f"{LABELS[one]}\nover {LABELS[other]}" for one, other in pairs]
+    names = [f"{LABELS[one]}\n/ {LABELS[other]}" for one, other in pairs]
     axis.set_yticks(range(len(pairs)), names, fontsize=9)
     axis.set_ylim(len(pairs) - 0.4, -0.75)
     finish_horizontal(axis, "Rollout speed-up, measured here", "ratio of median tokens per second")
@@ -202,7 +281,8 @@ def predictions(axis: Axes, figures) -> None:
     for name, entry in figures.items():
         if name.startswith("predicted_ratio/"):
             _, table, arm = name.split("/")
-            found.setdefault(table, {})[arm] = entry["value"]
+            label = f"{table.replace('_', ' ')}\n({entry['unit'].rpartition(' ')[2]} costs)"
+            found.setdefault(label, {})[arm] = entry["value"]
     arms = [arm for arm in COLORS if any(arm in row for row in found.values())]
     height = 0.8 / max(len(arms), 1)
     for y, row in enumerate(found.values()):
@@ -210,12 +290,24 @@ def predictions(axis: Axes, figures) -> None:
             if arm not in row:
                 continue
             at = y - 0.4 + height * (i + 0.5)
-            axis.barh(at, row[arm], color=COLORS[arm], height=0.9 * height, alpha=0.85,
-                      label=LABELS[arm] if y == 0 else None)  # fmt: skip
-            axis.annotate(f"{row[arm]:.2f}x", (row[arm], at), xytext=(4, 0), va="center",
-                          textcoords="offset points", fontsize=9)  # fmt: skip
+            axis.barh(
+                at,
+                row[arm],
+                color=COLORS[arm],
+                height=0.9 * height,
+                alpha=0.85,
+                label=LABELS[arm] if y == 0 else None,
+            )
+            axis.annotate(
+                f"{row[arm]:.2f}x",
+                (row[arm], at),
+                xytext=(4, 0),
+                va="center",
+                textcoords="offset points",
+                fontsize=9,
+            )
     axis.axvline(1.0, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(found)), [table.replace("_", " ") for table in found], fontsize=9)
+    axis.set_yticks(range(len(found)), list(found), fontsize=9)
     axis.invert_yaxis()
     finish_horizontal(
         axis,
@@ -229,24 +321,53 @@ def predictions(axis: Axes, figures) -> None:
 
 
 def headline(figure, records, figures, arms: Sequence[str]) -> None:
+    """What came out, and whether the arms were the same run."""
     steps = max(r["step"] for r in records)
-    verdict = figures["equality"]["value"]
-    title = f"{len(arms)} RL runs from one start, {steps} steps each: speculation buys "
+    title = f"{len(arms)} RL runs from one start, {steps} steps each"
+    if "slots" in figures:
+        title += f", {figures['slots']['value']} samples at once"
     pair = figures.get("ratio/online/none")
-    title += f"{pair['value']:.2f}x rollout speed" if pair else "time"
+    if pair:
+        title += f": rollouts at {pair['value']:.2f}x the speed of plain decoding"
     figure.suptitle(title, x=0.012, y=0.985, ha="left", fontsize=17, weight="bold")
     whole = figures["steps_bit_identical"]["value"] == steps
-    tail = "every token, reward and policy parameter" if whole else "see arms.json for the first"
-    figure.text(0.012, 0.945, f"{verdict} ({tail})", fontsize=13, weight="bold",
-                color="#2a8c4a" if whole else "#b00020")  # fmt: skip
+    verdict = figures["equality"]["value"]
+    if whole:
+        verdict += " (every token, reward and policy parameter)"
+    for arm in arms:
+        if f"first_difference/{arm}" in figures:
+            why = figures[f"first_difference/{arm}"]["value"]
+            verdict += f"\n{arm}, {why if len(why) < 170 else why[:170] + '..'}"
+    figure.text(
+        0.012,
+        0.955,
+        verdict,
+        va="top",
+        fontsize=13 if whole else 10,
+        weight="bold",
+        color="#2a8c4a" if whole else "#b00020",
+    )
     figure.text(0.012, 0.012, FOOTNOTE, fontsize=10, color="#555555")
 
 
-def note(axis: Axes, x, y, color) -> None:
-    """The last value, to the right of its curve."""
-    text = f"{y:.0f}" if abs(y) >= 100 else f"{y:.2f}"
-    axis.annotate(text, (x, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9,
-                  color=color, annotation_clip=False)  # fmt: skip
+def note_ends(axis: Axes, ends: Sequence[tuple[float, float, str]]) -> None:
+    """The last value of every curve, right of it; moved up where two would cover each other."""
+    low, high = axis.get_ylim()
+    lowest = low
+    for y, x, color in sorted(ends):
+        place = max(y, lowest)
+        lowest = place + 0.055 * (high - low)
+        text = f"{y:.0f}" if abs(y) >= 100 else f"{y:.2f}"
+        axis.annotate(
+            text,
+            (x, place),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=color,
+            annotation_clip=False,
+        )
 
 
 def finish(axis: Axes, title: str, unit: str, bottom: float, top: float | None = None) -> None:
@@ -257,7 +378,8 @@ def finish(axis: Axes, title: str, unit: str, bottom: float, top: float | None =
     axis.spines[["top", "right"]].set_visible(False)
     high = top if top is not None else axis.get_ylim()[1] * 1.05
     axis.set_ylim(bottom, max(high, bottom + 1e-6))
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    if isinstance(axis.xaxis.get_major_locator(), MaxNLocator):
+        axis.xaxis.get_major_locator().set_params(integer=True)
 
 
 def finish_horizontal(axis: Axes, title: str, unit: str) -> None:
@@ -271,8 +393,16 @@ def finish_horizontal(axis: Axes, title: str, unit: str) -> None:
 
 def legend_above(axis: Axes) -> None:
     """Between title and axes, where no curve can run."""
-    axis.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(-0.01, 0.995),
-                ncols=4, columnspacing=0.9, handlelength=1.3, borderaxespad=0)  # fmt: skip
+    axis.legend(
+        fontsize=8,
+        frameon=False,
+        loc="lower left",
+        bbox_to_anchor=(-0.01, 0.995),
+        ncols=4,
+        columnspacing=0.9,
+        handlelength=1.3,
+        borderaxespad=0,
+    )
 
 
 def empty(axis: Axes, text: str) -> None:

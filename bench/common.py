@@ -115,9 +115,7 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
-def alternate(
-    functions: Mapping[str, Callable[[], Any]], repeats: int
-) -> dict[str, list[float]]:
+def alternate(functions: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
     """Seconds of every call, the functions taking turns so that noise hits all alike.
 
     The order is reversed every other round. Nothing is warmed up: call what compiles beforehand.

@@ -113,8 +113,7 @@ class Bench:
         longest = max(*rows, DRAFT_CHAIN + 1)
         runners = {r: self.runner(r - 1, longest) for r in (1, *rows)}
         jobs = {f"rows {r}": self.chunk(runner) for r, runner in runners.items()}
-        runners["draft"] = self.runner(DRAFT_CHAIN, longest)
-        jobs["draft"] = self.drafting(runners["draft"])
+        jobs["draft"] = self.drafting(self.runner(DRAFT_CHAIN, longest))
         times: dict[str, list[float]] = {name: [] for name in jobs}
         for repeat in range(repeats + 1):
             for runner in runners.values():
@@ -222,6 +221,15 @@ def modelled(name: str, args: argparse.Namespace) -> dict:
     chip, cfg = CHIPS[name], QWEN3_8B
     lm_head = cfg.vocab_size * cfg.hidden_size
     head = lm_head + 2 * cfg.hidden_size**2
+    per_token = 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim
+    largest = max(args.batches) * args.context * per_token
+    needed = BYTES * (cfg.num_layers * layer_weights(cfg) + 2 * lm_head + largest)
+    if needed > chip.memory:
+        raise ValueError(
+            f"weights and {max(args.batches)} caches of {args.context} tokens are "
+            f"{needed / 1e9:.0f} GB, but {chip.title} has {chip.memory / 1e9:.0f} GB; lower "
+            "--batches or --context"
+        )
 
     def verify(batch: int, rows: int) -> float:
         return roofline(chip, cfg, cfg.num_layers, lm_head, batch, rows, args.context)

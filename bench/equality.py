@@ -73,12 +73,14 @@ class Equality:
       reference: the arm that the others are compared with.
       steps: steps looked at. identical: per arm, steps bit-identical to the reference's.
       ended: per arm that differed, why; no equality is claimed for it from that step on.
+      unexplained: of these, the arms whose difference floating point does not explain.
     """
 
     def __init__(self, reference: str, others: Sequence[str]):
         self.reference, self.steps = reference, 0
         self.identical = dict.fromkeys(others, 0)
         self.ended: dict[str, str] = {}
+        self.unexplained: list[str] = []
 
     def look(
         self,
@@ -106,16 +108,16 @@ class Equality:
                 self.identical[arm] += 1
                 continue
             reason = f"{', '.join(differing)} differ from {self.reference}'s"
+            explained = False
             if "tokens" in differing:
-                found = list(
-                    explain(trainers[self.reference], trainers[arm], step, params_before)
-                )
-                verdict = "all explained by floating point"
-                if not found or not all(d.explained for d in found):
-                    verdict = "NOT explained by floating point"
-                reason += f"; {verdict}: {'; '.join(map(str, found)) or 'other problems sampled'}"
+                found = list(explain(trainers[self.reference], trainers[arm], step, params_before))
+                explained = bool(found) and all(d.explained for d in found)
+                reason += "; all explained" if explained else "; NOT explained"
+                reason += f" by floating point: {'; '.join(map(str, found)) or 'other problems'}"
             else:
                 reason += " though the tokens are equal: something besides the policy update moved"
+            if not explained:
+                self.unexplained.append(arm)
             self.ended[arm] = f"step {step}: {reason}"
             messages.append(f"{arm}: {self.ended[arm]}; no equality is claimed from here on")
         return messages
@@ -131,9 +133,7 @@ class Equality:
         return "; ".join([line, *(f"{arm}, {why}" for arm, why in self.ended.items())])
 
 
-def explain(
-    reference: Trainer, other: Trainer, step: int, params_before
-) -> Iterator[Difference]:
+def explain(reference: Trainer, other: Trainer, step: int, params_before) -> Iterator[Difference]:
     """Judges the samples of a step that differ between two trainers, `JUDGED_AT_MOST` of them.
 
     The other trainer's runner is lent the parameters that sampled the step, and gets its own back.

@@ -69,8 +69,8 @@ class CostTable:
             )
         except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{path}: not a cost table ({type(error).__name__}: {error}); expected name, source, "
-                "batches, plain, draft and verify, as the files in bench/costs have them"
+                f"{path}: not a cost table ({type(error).__name__}: {error}); expected name, "
+                "source, batches, plain, draft and verify, as the files in bench/costs have them"
             ) from error
         lengths = {len(x) for x in (table.plain, table.draft, *table.verify.values())}
         if lengths != {len(table.batches)} or np.any(np.diff(table.batches) <= 0):
@@ -84,6 +84,10 @@ class CostTable:
                 f"with 'measured' or 'modelled'; got {raw['source']!r}"
             )
         return table
+
+    @property
+    def kind(self) -> str:
+        return "measured" if self.source.startswith("measured") else "modelled"
 
     @property
     def largest_batch(self) -> int:
@@ -132,9 +136,14 @@ def replay(rounds: Sequence[int], slots: int, seconds: Callable[[int], float]) -
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What one arm's rollouts would take on a chip; tokens per second over all of them."""
+    """What one arm's rollouts would take on a chip; tokens per second over all of them.
+
+    Attributes:
+      table, kind: the cost table's name, and whether it was `measured` or is `modelled`.
+    """
 
     table: str
+    kind: str
     arm: str
     tokens: int
     plain_seconds: float
@@ -175,7 +184,7 @@ def predict(
         spec += replay(rounds.tolist(), slots, lambda n, k=steps: table.spec_round(n, k))
     if not tokens:
         raise ValueError(f"arm {arm!r} has no recorded tokens; run bench.arms first")
-    return Prediction(table.name, arm, tokens, plain, spec)
+    return Prediction(table.name, table.kind, arm, tokens, plain, spec)
 
 
 def read_rollouts(path: str | Path) -> dict[str, list[dict]]:
@@ -226,9 +235,9 @@ def figures_of(predictions: Iterable[Prediction]) -> dict[str, dict]:
     figures = {}
     for p in predictions:
         for name, value, unit in (
-            ("ratio", p.ratio, "speculative / plain"),
-            ("plain_tokens_per_sec", p.plain_rate, "tok/s"),
-            ("spec_tokens_per_sec", p.spec_rate, "tok/s"),
+            ("ratio", p.ratio, f"speculative / plain, costs {p.kind}"),
+            ("plain_tokens_per_sec", p.plain_rate, f"tok/s, costs {p.kind}"),
+            ("spec_tokens_per_sec", p.spec_rate, f"tok/s, costs {p.kind}"),
         ):
             key = f"predicted_{name}/{p.table}/{p.arm}"
             figures[key] = {"value": value, "unit": unit, "interval": None}

@@ -1,4 +1,4 @@
-"""`python -m bench.transformers_baseline --model assets/sums`: is our plain decoding a fair baseline?
+"""`python -m bench.transformers_baseline --model assets/sums`: is plain decoding a fair baseline?
 
 A speed-up over a slow baseline is worth nothing. So plain decoding through `LLM` is measured
 against `transformers.generate` on torch, with the same weights in float32 on the CPU, in turns:

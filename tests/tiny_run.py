@@ -25,7 +25,7 @@ SETTINGS = {
     "rollout.n": 4,
     "rollout.max_tokens": 20,
     "rollout.max_prompt_tokens": 12,
-    "rollout.max_batch": 4,
+    "rollout.max_batch": 2,
     "packing.row_length": 64,
     "packing.rows": 2,
     "optim.lr": 1e-2,
@@ -46,11 +46,11 @@ def nothing(text: str, answer: str) -> float:
 
 
 def rare(text: str, answer: str) -> float:
-    """1 for one response in eight: many groups of four have no variance, some have."""
-    return float(zlib.crc32(f"{text}|{answer}".encode()) % 8 == 0)
+    """1 for one response in six: about half of the groups of four have no variance."""
+    return float(zlib.crc32(f"{text}|{answer}".encode()) % 6 == 0)
 
 
-def arguments(model: Path, out: Path, **changes) -> list[str]:
+def arguments(model: Path, out: Path, /, **changes) -> list[str]:
     """`key=value` arguments of a tiny `train.rl`; dots of keys are written as two underscores."""
     changes = {key.replace("__", "."): value for key, value in changes.items()}
     settings = {**SETTINGS, "model": model, "out": out, **changes}

@@ -24,6 +24,7 @@ import argparse
 import copy
 import dataclasses
 import difflib
+import re
 import sys
 import sysconfig
 import typing
@@ -192,7 +193,8 @@ def _merge(schema_cls: type, config: str | None, overrides: Sequence[str]) -> Di
         if not equals or not name:
             raise ConfigError(f"expected key=value, got {override!r}{_suggest(schema_cls, name)}")
         try:
-            layer = OmegaConf.from_dotlist([override])
+            layer = OmegaConf.create()
+            OmegaConf.update(layer, name, yaml.load(override[len(name) + 1 :], _Yaml))
         except (OmegaConfBaseException, yaml.YAMLError) as error:
             raise ConfigError(f"cannot read {override!r}: {_first_line(error)}") from error
         merged = _apply(schema_cls, merged, layer, "command line")
@@ -213,13 +215,37 @@ def _find(config: str) -> Path:
 
 def _read(path: Path) -> DictConfig:
     try:
-        loaded = OmegaConf.load(path)
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _Yaml)
+        loaded = OmegaConf.create({} if loaded is None else loaded)
     except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
         detail = " ".join(str(error).split())
         raise ConfigError(f"{path} is not valid YAML: {detail}") from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path}: expected a mapping of keys at the top, got a list")
     return loaded
+
+
+class _Yaml(yaml.SafeLoader):
+    """YAML 1.1, where `4_1_5` is the text that it looks like (not 415) and `1e-4` a number."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is given twice", node.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+_Yaml.yaml_implicit_resolvers = {
+    first: [
+        ("tag:yaml.org,2002:str", re.compile(r"[-+]?\d+(_\d+)+$")),
+        ("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")),
+        *resolvers,
+    ]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 def _apply(schema_cls: type, merged: DictConfig, layer: DictConfig, source: str) -> DictConfig:

@@ -23,7 +23,7 @@ from specjax.draft.mtp import MTPHead, head_graphdef
 from specjax.models.layers import rms_norm
 from specjax.models.transformer import Params, embed_tokens, lm_logits
 from train.config import option
-from train.draft_loss import draft_step_loss, draft_target_logits, draft_targets
+from train.draft_loss import DRAFT_LOSSES, draft_step_loss, draft_target_logits, draft_targets
 from train.optim import OptimConfig
 
 MODES = ("none", "frozen", "online")
@@ -34,7 +34,11 @@ class DraftConfig:
     """How the draft head is trained beside the policy."""
 
     mode: str = option("online", "none: no speculation; frozen; online", choices=MODES)
-    loss: str = option("ce", "ce: against the tokens; soft_ce: against the policy's distribution")
+    loss: str = option(
+        "ce",
+        "ce: against the tokens; soft_ce: against the policy's distribution",
+        choices=tuple(DRAFT_LOSSES),
+    )
     unroll_steps: int = option(1, "recursive steps trained per token")
     step_decay: float = option(1.0, "weight of each further recursive step relative to the last")
     mtp_loss_scaling_factor: float = option(1.0, "factor on the head's loss")

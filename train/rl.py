@@ -101,10 +101,15 @@ class Trainer:
         decode = self.model.replace(scan_layers=self.mesh is not None, remat=False)
         spec = SpecConfig(roll.strategy, roll.acceptance) if speculate else None
         max_len = roll.max_prompt_tokens + roll.max_tokens
-        self.engine = Engine(decode, spec, roll.max_batch, max_len, mesh=self.mesh)
+        widths = [roll.max_prompt_tokens]  # one width, one set of executables
+        self.engine = Engine(
+            decode, spec, roll.max_batch, max_len, mesh=self.mesh, prompt_widths=widths
+        )
         self.eval_engine = None
         if cfg.eval.problems:
-            self.eval_engine = Engine(decode, None, cfg.eval.max_batch, max_len, mesh=self.mesh)
+            self.eval_engine = Engine(
+                decode, None, cfg.eval.max_batch, max_len, mesh=self.mesh, prompt_widths=widths
+            )
         self.sync_weights()
 
     def sync_weights(self) -> None:
@@ -115,9 +120,9 @@ class Trainer:
 
     def warm_up(self) -> None:
         """Compiles what rollouts and evaluation will need, before the first timed step."""
-        lengths = [1 << i for i in range(self.cfg.rollout.max_prompt_tokens.bit_length())]
-        lengths = [n for n in lengths if n <= self.cfg.rollout.max_prompt_tokens]
-        self.engine.warm_up([*lengths, self.cfg.rollout.max_prompt_tokens])
+        self.engine.warm_up()
+        if self.eval_engine is not None:
+            self.eval_engine.warm_up()
 
     # --- one step ----------------------------------------------------------------------------
 

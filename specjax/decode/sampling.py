@@ -13,9 +13,9 @@ from jaxtyping import Array, Float
 def sanitise(logits: Float[Array, "... V"]) -> Float[Array, "... V"]:
     """Draft logits with NaN and infinities made harmless; a broken draft may only cost time.
 
-    NaN sorts first in `top_k`; a head that went to NaN must look like a head that knows nothing. The
-    best logit becomes 0: added to 1e30 the noise would be lost, and the token drawn would no longer
-    follow the q that `block` divides by.
+    NaN sorts first in `top_k`; a head that went to NaN must look like a head that knows nothing.
+    The best logit becomes 0: added to 1e30 the noise would be lost, and the token drawn would no
+    longer follow the q that `block` divides by.
     """
     finite = jnp.nan_to_num(logits, nan=-1e30, posinf=1e30, neginf=-1e30)
     return finite - finite.max(axis=-1, keepdims=True)

@@ -14,14 +14,14 @@ import jax
 import numpy as np
 
 from specjax.config import ModelConfig, SpecConfig
-from specjax.decode.admit import Admission
+from specjax.decode.admit import Admission, Prefilled
 from specjax.decode.state import EMPTY, LENGTH, RUNNING, STOPPED
 from specjax.engine.request import Job, SampleOutput, SpecStats, Totals
 from specjax.engine.runner import Runner
 from specjax.models.transformer import Params
 
 FINISH_REASONS = {STOPPED: "stop", LENGTH: "length"}
-SMALLEST_PROMPT_BUCKET = 16
+PREFILL_ROWS = 8
 
 
 class Engine:
@@ -32,6 +32,8 @@ class Engine:
       max_len: prompt and generated tokens of a sample at most.
       chunk_tokens: tokens per slot that one dispatch can emit at most; the host looks in between.
       mesh: see `Runner`.
+      prompt_widths: lengths that prompts are padded to, one set of executables each; none: powers
+        of two.
     """
 
     def __init__(
@@ -43,26 +45,30 @@ class Engine:
         chunk_tokens: int = 64,
         stop_width: int = 8,
         mesh: jax.sharding.Mesh | None = None,
+        prompt_widths: Sequence[int] | None = None,
     ):
         off = spec is None or spec.is_off
         strategy = None if off else spec.resolve()
         mode = "coupled" if off else spec.acceptance
         self.runner = Runner(cfg, strategy, mode, batch, max_len, stop_width, mesh)
         self.batch, self.max_len = batch, max_len
+        self.prompt_widths = sorted(prompt_widths or _default_widths(max_len))
+        self.prefill_rows = min(batch, PREFILL_ROWS)
         self.chunk_rounds = max(1, chunk_tokens // (self.runner.steps + 1))
 
     def set_params(self, params: Params, head: Params | None = None) -> None:
         """Takes new weights; compiles nothing after the first time."""
         self.runner.set_params(params, head)
 
-    def warm_up(self, prompt_lengths: Sequence[int]) -> None:
-        """Compiles everything that prompts of these lengths can need."""
+    def warm_up(self) -> None:
+        """Compiles everything that generation can need, for every prompt width."""
         self.runner.reset()
-        buckets = sorted({self._prompt_bucket(n) for n in prompt_lengths})
-        for rows in _powers_of_two(self.batch):
-            for width in buckets:
-                job = Job([0], 2, np.zeros(5, np.uint32), 0.0, ())
-                self.runner.admit(self._admission([(0, job)], rows, width))
+        job = Job([0], 2, np.zeros(5, np.uint32), 0.0, ())
+        for width in self.prompt_widths:
+            prompts = _Prompts(self.runner, [job], self.prefill_rows, [width])
+            for count in self._place_sizes():
+                prefilled, row = prompts.get(0)
+                self.runner.place(prefilled, self._admission([(0, row, job)], count, width))
         self.runner.chunk(1, False)
         self._read()
         self.runner.reset()
@@ -82,10 +88,11 @@ class Engine:
         totals = Totals(self.runner.steps, np.zeros(self.runner.steps + 2, np.int64))
         outputs: list[SampleOutput | None] = [None] * len(jobs)
         waiting, slots = deque(range(len(jobs))), [None] * self.batch
+        prompts = _Prompts(self.runner, jobs, self.prefill_rows, self.prompt_widths)
         self.runner.reset()
         finished = 0
         while waiting or any(s is not None for s in slots):
-            self._fill(jobs, waiting, slots)
+            self._fill(jobs, waiting, slots, prompts)
             self.runner.chunk(self.chunk_rounds, leave_early=bool(waiting))
             for slot, sample in self._collect(jobs, slots):
                 outputs[slots[slot]] = sample
@@ -97,37 +104,50 @@ class Engine:
                 on_progress(finished, totals)
         return outputs, totals
 
-    def _fill(self, jobs, waiting, slots) -> None:
-        """Admits as many waiting jobs as there are free slots; the longest prompt sets width."""
-        free = [i for i, s in enumerate(slots) if s is None]
-        placed = []
+    def _fill(self, jobs, waiting, slots, prompts: _Prompts) -> None:
+        """Places waiting jobs into free slots, those of one prefill at a time."""
+        free = deque(i for i, s in enumerate(slots) if s is None)
         while free and waiting:
-            slot, index = free.pop(0), waiting.popleft()
-            slots[slot] = index
-            placed.append((slot, jobs[index]))
-        if placed:
-            rows = next(n for n in _powers_of_two(self.batch) if n >= len(placed))
-            width = self._prompt_bucket(max(len(job.prompt) for _, job in placed))
-            self.runner.admit(self._admission(placed, rows, width))
+            prefilled, _ = prompts.get(waiting[0])
+            placed = []
+            while free and waiting:
+                here, row = prompts.get(waiting[0])
+                if here is not prefilled:
+                    break
+                index, slot = waiting.popleft(), free.popleft()
+                slots[slot] = index
+                placed.append((slot, row, jobs[index]))
+            count = next(n for n in self._place_sizes() if n >= len(placed))
+            width = jax.tree.leaves(prefilled.cache)[0].shape[-2]
+            self.runner.place(prefilled, self._admission(placed, count, width))
 
-    def _admission(self, placed: list[tuple[int, Job]], rows: int, width: int) -> Admission:
+    def _admission(
+        self, placed: list[tuple[int, int, Job]], count: int, width: int
+    ) -> Admission:
         """Padded arrays; spare rows repeat the first request, which is then written twice."""
-        stop_width = self.runner.stop_width
-        padded = placed + [placed[0]] * (rows - len(placed))
-        tokens = np.zeros((rows, width), np.int32)
-        stops = np.full((rows, stop_width), -1, np.int32)
-        for r, (_, job) in enumerate(padded):
-            tokens[r, : len(job.prompt)] = job.prompt
+        padded = placed + [placed[0]] * (count - len(placed))
+        jobs = [job for _, _, job in padded]
+        stops = np.full((count, self.runner.stop_width), -1, np.int32)
+        for r, job in enumerate(jobs):
             stops[r, : len(job.stop_ids)] = job.stop_ids
+        tokens, lengths = _pad_prompts(jobs, width)
         return Admission(
-            slots=np.array([slot for slot, _ in padded], np.int32),
+            slots=np.array([slot for slot, _, _ in padded], np.int32),
+            rows=np.array([row for _, row, _ in padded], np.int32),
             tokens=tokens,
-            lengths=np.array([len(job.prompt) for _, job in padded], np.int32),
-            limit=np.array([min(job.limit, self.max_len) for _, job in padded], np.int32),
-            words=np.stack([job.words for _, job in padded]).astype(np.uint32),
-            temperature=np.array([job.temperature for _, job in padded], np.float32),
+            lengths=lengths,
+            limit=np.array([min(job.limit, self.max_len) for job in jobs], np.int32),
+            words=np.stack([job.words for job in jobs]).astype(np.uint32),
+            temperature=np.array([job.temperature for job in jobs], np.float32),
             stop_ids=stops,
         )
+
+    def _place_sizes(self) -> list[int]:
+        """1, 4, 16, .. and the batch: how many requests one placement takes."""
+        sizes = [1]
+        while sizes[-1] < self.batch:
+            sizes.append(min(sizes[-1] * 4, self.batch))
+        return sizes
 
     def _read(self):
         """Small host copies of what the host needs; the caches stay on the device."""
@@ -167,16 +187,54 @@ class Engine:
             )
         return results
 
-    def _prompt_bucket(self, length: int) -> int:
-        bucket = SMALLEST_PROMPT_BUCKET
-        while bucket < length:
-            bucket *= 2
-        return min(bucket, self.max_len)
+
+class _Prompts:
+    """Prefilled prompts of the jobs at hand: each distinct prompt runs once, ahead of its use.
+
+    Prefills always have the same number of rows, so that a prompt's keys and values do not depend,
+    not even in their last bits, on what runs beside it.
+    """
+
+    def __init__(self, runner: Runner, jobs: Sequence[Job], rows: int, widths: Sequence[int]):
+        self._runner, self._jobs, self._rows, self._widths = runner, jobs, rows, widths
+        self._keys = [tuple(job.prompt) for job in jobs]
+        self._ready: dict[tuple, tuple[Prefilled, int]] = {}
+
+    def get(self, index: int) -> tuple[Prefilled, int]:
+        """The prefill that holds job `index`'s prompt, and its row there."""
+        key = self._keys[index]
+        if key not in self._ready:
+            self._ready = self._run(index)  # jobs come in order: the last prefill is done with
+        return self._ready[key]
+
+    def _run(self, index: int) -> dict[tuple, tuple[Prefilled, int]]:
+        """Prefills the next distinct prompts that fit the first one's width."""
+        width = self._width(len(self._keys[index]))
+        chosen: dict[tuple, Job] = {}
+        for key, job in zip(self._keys[index:], self._jobs[index:], strict=True):
+            if key not in chosen and (len(chosen) == self._rows or len(key) > width):
+                break
+            chosen[key] = job
+        jobs = list(chosen.values())
+        jobs += [jobs[0]] * (self._rows - len(jobs))
+        prefilled = self._runner.prefill(*_pad_prompts(jobs, width))
+        return {key: (prefilled, row) for row, key in enumerate(chosen)}
+
+    def _width(self, length: int) -> int:
+        return next(w for w in self._widths if w >= length)
 
 
-def _powers_of_two(top: int) -> list[int]:
-    """1, 2, 4, .. and `top` itself."""
-    sizes = [1]
-    while sizes[-1] < top:
-        sizes.append(min(sizes[-1] * 2, top))
-    return sizes
+def _pad_prompts(jobs: Sequence[Job], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts right-padded to [jobs, width], and their lengths."""
+    tokens = np.zeros((len(jobs), width), np.int32)
+    for r, job in enumerate(jobs):
+        tokens[r, : len(job.prompt)] = job.prompt
+    return tokens, np.array([len(job.prompt) for job in jobs], np.int32)
+
+
+def _default_widths(max_len: int) -> list[int]:
+    """16, 32, 64, .. and `max_len`."""
+    widths = [min(16, max_len)]
+    while widths[-1] < max_len:
+        widths.append(min(widths[-1] * 2, max_len))
+    return widths

@@ -1,4 +1,4 @@
-"""Compiled programs over one decode state: admit prompts, run a chunk. No policy decides here.
+"""Compiled programs over one decode state: prefill, place, run a chunk. No policy decides here.
 
 Every program is held as a `.lower().compile()` executable, which refuses other shapes, so that
 nothing compiles behind the caller's back; `compilations` counts what was built.
@@ -15,7 +15,7 @@ from flax import nnx
 
 from specjax import sharding
 from specjax.config import ModelConfig, Strategy
-from specjax.decode.admit import Admission, admit
+from specjax.decode.admit import Admission, Prefilled, place, prefill
 from specjax.decode.round import plain_round, run_chunk, spec_round
 from specjax.decode.state import EMPTY, DecodeState, empty_state
 from specjax.decode.tree import build_tree
@@ -53,7 +53,8 @@ class Runner:
         self.state: DecodeState | None = None
         self.compilations = 0
         self._chunk = None
-        self._admit: dict[tuple[int, int], object] = {}
+        self._prefill: dict[tuple[int, int], object] = {}
+        self._place: dict[tuple, object] = {}
         self._layout = None
 
     @property
@@ -113,15 +114,25 @@ class Runner:
         shardings = sharding.state_shardings(self.mesh, jax.eval_shape(make))
         return jax.jit(make, out_shardings=shardings)
 
-    def admit(self, new: Admission) -> None:
-        """Prefills and places requests; one executable per (requests, padded prompt length)."""
-        key = new.tokens.shape
-        if key not in self._admit:
-            def program(params, head, state, new):
-                return admit(*self.modules(params, head), state, new)
+    def prefill(self, tokens: np.ndarray, lengths: np.ndarray) -> Prefilled:
+        """Runs prompts [R P]; one executable per shape."""
+        key = tokens.shape
+        if key not in self._prefill:
 
-            self._admit[key] = self._compile(program, self.params, self.head, self.state, new)
-        self.state = self._admit[key](self.params, self.head, self.state, new)
+            def program(params, head, tokens, lengths):
+                return prefill(*self.modules(params, head), self.steps, tokens, lengths)
+
+            self._prefill[key] = self._compile(program, self.params, self.head, tokens, lengths)
+        return self._prefill[key](self.params, self.head, tokens, lengths)
+
+    def place(self, prefilled: Prefilled, new: Admission) -> None:
+        """Puts requests into slots; one executable per number of requests and prompts."""
+        key = (new.tokens.shape, len(jax.tree.leaves(prefilled.cache)[0]))
+        if key not in self._place:
+            self._place[key] = self._compile(
+                place, self.state, prefilled, new, donate=0, out=self._state_shardings()
+            )
+        self.state = self._place[key](self.state, prefilled, new)
 
     def chunk(self, max_rounds: int, leave_early: bool) -> int:
         """Runs up to `max_rounds` rounds; returns how many ran."""
@@ -135,7 +146,9 @@ class Runner:
                     lambda s: self._round(model, head, s), state, max_rounds, leave_early
                 )
 
-            self._chunk = self._compile(program, *inputs)
+            self._chunk = self._compile(
+                program, *inputs, donate=2, out=(self._state_shardings(), None)
+            )
         self.state, rounds = self._chunk(*inputs)
         return int(rounds)
 
@@ -152,12 +165,16 @@ class Runner:
             nnx.merge(head_graphdef(self.cfg), head) if head is not None else None
         )
 
-    def _compile(self, program, *inputs):
+    def _state_shardings(self):
+        """Where the state must come back to, so that executables accept it again."""
+        if self.mesh is None:
+            return None
+        return jax.tree.map(lambda a: a.sharding, self.state)
+
+    def _compile(self, program, *inputs, donate: int | None = None, out=None):
         self.compilations += 1
-        out_shardings = None
-        if self.mesh is not None:  # the state must come back as it went in
-            state_out = jax.tree.map(lambda a: a.sharding, self.state)
-            is_chunk = len(inputs) == 5
-            out_shardings = (state_out, None) if is_chunk else state_out
-        jitted = jax.jit(program, donate_argnums=2, out_shardings=out_shardings)
+        if self.mesh is None or out is None:
+            jitted = jax.jit(program, donate_argnums=() if donate is None else donate)
+        else:
+            jitted = jax.jit(program, donate_argnums=donate, out_shardings=out)
         return jitted.lower(*inputs).compile()

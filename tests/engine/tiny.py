@@ -1,6 +1,7 @@
 """Tiny random models whose next token really depends on the context."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specjax.config import ModelConfig
@@ -19,6 +20,7 @@ def tiny_config(vocab=64, mtp=1, layers=2, **changes) -> ModelConfig:
         head_dim=8,
         max_position=512,
         mtp_num_layers=mtp,
+        tie_embeddings=False,
         **changes,
     )
 
@@ -30,7 +32,7 @@ def sharpened(params, factor, embed_std):
         name = path[-1].key
         if "norm" in name:
             return x
-        return x * (embed_std / 0.02 if name == "embed" else factor)
+        return x * (embed_std / 0.02 if name in ("embed", "lm_head") else factor)
 
     return jax.tree_util.tree_map_with_path(scale, params)
 
@@ -40,6 +42,21 @@ def tiny_model(cfg: ModelConfig, seed=0, factor=15.0, embed_std=0.5):
     params = sharpened(init_params(cfg, seed), factor, embed_std)
     head = sharpened(init_head_params(cfg, seed + 1), factor, embed_std)
     return cfg, params, head
+
+
+def apt(head, cfg: ModelConfig, share=0.5):
+    """A head that mostly passes on the last token's embedding, which is a fair guess of the state.
+
+    Random heads are rejected nearly always; paths deep into the tree are walked with this one.
+    """
+    width = cfg.hidden_size
+    keep_embedding = jnp.concatenate([jnp.eye(width), jnp.zeros((width, width))])
+
+    def soften(module):
+        layer = {k: v if "norm" in k else share * v for k, v in module["layer"].items()}
+        return dict(module, layer=layer, proj=keep_embedding + 0.02 * module["proj"])
+
+    return {"blocks": {i: soften(module) for i, module in head["blocks"].items()}}
 
 
 def prompts_of(count, vocab, seed=0, shortest=1, longest=12) -> list[list[int]]:

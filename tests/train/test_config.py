@@ -134,6 +134,7 @@ def test_a_wrong_argument_is_one_clear_message_and_status_2(capsys, argument, ex
         ("stepz: 3", "c.yaml: unknown key 'stepz'; did you mean 'steps'?"),
         ("rollout: {m: 3}", "unknown key 'rollout.m'"),
         ("steps: [1", "c.yaml is not valid YAML"),
+        ("steps: 1\nsteps: 2", "the key 'steps' is given twice"),
         ("- 1", "expected a mapping of keys"),
         ("steps: many", "c.yaml: steps: Value 'many'"),
         ("optimizer: {lr: '${nowhere}'}", "nowhere"),
@@ -143,6 +144,16 @@ def test_a_wrong_file_is_one_clear_message_and_status_2(tmp_path, capsys, conten
     file = tmp_path / "c.yaml"
     file.write_text(content)
     assert expected in _error(capsys, "--config", str(file))
+
+
+def test_numbers_and_strategies_are_read_as_they_are_written(tmp_path):
+    """YAML 1.1 takes 4_1_5 for 415 and 1e-3 for text."""
+    file = tmp_path / "c.yaml"
+    file.write_text("rollout: {strategy: 6_1_7}\noptimizer: {lr: 1e-3}\n")
+    config = load_config(Config, ["--config", str(file)])
+    assert (config.rollout.strategy, config.optimizer.lr) == ("6_1_7", 1e-3)
+    config = load_config(Config, ["rollout.strategy=2_1_3", "optimizer.lr=-.5E+2", "steps=007"])
+    assert (config.rollout.strategy, config.optimizer.lr, config.steps) == ("2_1_3", -50.0, 7)
 
 
 def test_an_empty_file_means_the_defaults(tmp_path):

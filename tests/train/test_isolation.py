@@ -36,7 +36,8 @@ def test_the_gradient_of_the_head_loss_is_exactly_zero_for_policy_and_states(set
     def value(head, policy, states):
         return head_loss(model, cfg.draft, 1.0, head, policy, batches[0], states)[0]
 
-    gradients = jax.grad(value, argnums=(0, 1, 2))(head, frozen_policy_parts(params), states[0])
+    gradient = jax.jit(jax.grad(value, argnums=(0, 1, 2)))
+    gradients = gradient(head, frozen_policy_parts(params), states[0])
     assert all(np.any(np.asarray(g)) for g in jax.tree.leaves(gradients[0]))
     assert not any(np.any(np.asarray(g)) for g in jax.tree.leaves(gradients[1:]))
 
@@ -50,7 +51,7 @@ def test_through_the_whole_policy_the_head_loss_has_no_gradient(setting):
         policy = frozen_policy_parts(params)
         return head_loss(model, cfg.draft, 1.0, head, policy, batches[0], states)[0]
 
-    assert not any(np.any(np.asarray(g)) for g in jax.tree.leaves(jax.grad(value)(params)))
+    assert not any(np.any(np.asarray(g)) for g in jax.tree.leaves(jax.jit(jax.grad(value))(params)))
 
 
 def test_an_update_of_the_head_leaves_the_policys_arrays_untouched(setting):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import tiny_run
 
-from specjax import LLM, SamplingParams, SpecConfig
+from specjax import LLM, SamplingParams
+from specjax.models import hf
 from train import rl
 from train.config import parse_config
 from train.log import read_metrics
@@ -17,7 +18,7 @@ from train.policy import PolicyTrainer, sft_loss
 from train.schema import RLConfig
 
 
-def train(model, out, steps=2, **changes):
+def train(model, out, steps=2, /, **changes):
     """(trainer, metrics of each step) of the program's own `Trainer`, without its files."""
     argv = tiny_run.arguments(model, out, **changes)
     trainer = rl.Trainer(parse_config(RLConfig, argv)[0])
@@ -64,11 +65,12 @@ def test_every_step_has_finite_metrics_under_the_known_names(run):
 def test_a_run_leaves_a_plot_checkpoints_and_a_policy_that_generates(run):
     assert (run / "metrics.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in (run / "checkpoints").iterdir() if p.name.isdigit()) == ["2", "3"]
-    llm = LLM(run / "hf", SpecConfig("2_1_3"), max_batch=2, max_len=32)
+    llm = LLM(run / "hf", max_batch=1, max_len=32)
     sample = llm.generate("4+17=", SamplingParams(max_tokens=8, seed=1))[0].samples[0]
     assert sample.text is not None and len(sample.token_ids) == len(sample.logprobs) <= 8
 
 
+@pytest.mark.slow
 def test_a_second_run_does_not_touch_the_first(run, tiny_policy):
     before = (run / "metrics.jsonl").read_bytes()
     rl.main(
@@ -213,24 +215,18 @@ def test_advantages_without_std_are_smaller(vary, base):
     assert 0 < steps[0]["train/grad_norm"] < 0.75 * base[1][0]["train/grad_norm"]
 
 
-def test_several_updates_per_rollout_are_off_policy_after_the_first(vary, base):
-    trainer, steps = vary(algo__updates_per_rollout=2)
+def test_several_updates_per_rollout_are_off_policy_and_clipped_by_two_bounds(vary, base):
+    changes = {"algo.updates_per_rollout": 2, "algo.clip_ratio": 0.9}
+    trainer, steps = vary(**changes, **{"algo.clip_ratio_high": 9.0})
     assert base[1][0]["train/ratio"] == 1 and base[1][0]["train/ppo_kl"] == 0
     assert steps[0]["train/ratio"] != 1 and steps[0]["train/ppo_kl"] != 0
     counts = [int(x) for x in leaves(trainer.opt_state) if x.ndim == 0]
     assert counts and set(counts) == {4}  # two steps of two updates
+    tight = vary(**changes, **{"algo.clip_ratio_high": 0.0})[1]
+    assert tight[0]["train/clip_fraction"] > 0.1 > steps[0]["train/clip_fraction"]
 
 
-def test_the_clip_bounds_are_two_settings(vary):
-    changes = {"algo.updates_per_rollout": 2, "algo.clip_ratio": 0.9}
-    tight = vary(**changes, **{"algo.clip_ratio_high": 0.0})[1][0]
-    loose = vary(**changes, **{"algo.clip_ratio_high": 9.0})[1][0]
-    assert tight["train/clip_fraction"] > 0.1 > loose["train/clip_fraction"]
-
-
-def test_dynamic_sampling_drops_and_replaces_groups_that_teach_nothing(
-    tiny_policy, tmp_path
-):
+def test_dynamic_sampling_drops_and_replaces_groups_that_teach_nothing(tiny_policy, tmp_path):
     changes = {"reward": "tiny_run:rare", "draft.mode": "none"}
     off = train(tiny_policy, tmp_path, 1, **changes, **{"algo.dynamic_sampling": "false"})[1][0]
     on = train(tiny_policy, tmp_path, 1, **changes)[1][0]
@@ -287,19 +283,18 @@ def test_scanned_and_looped_layers_give_the_same_loss_and_gradient(base):
 
 @pytest.fixture(scope="module")
 def modes(tiny_policy, tmp_path_factory):
-    """Three steps in every mode; `huge` is online with an absurd weight on the draft loss."""
+    """Three steps in every mode; `random` is online too, with an absurd weight on its loss."""
     out = tmp_path_factory.mktemp("modes")
     changes = {
         "none": {"draft.mode": "none"},
         "frozen": {"draft.mode": "frozen"},
         "online": {"draft.mode": "online"},
-        "random": {"draft.mode": "online", "rollout.head": "random"},
-        "huge": {"draft.mode": "online", "draft.mtp_loss_scaling_factor": 1e6},
+        "random": {"rollout.head": "random", "draft.mtp_loss_scaling_factor": 1e6},
     }
     return {name: train(tiny_policy, out, 3, **extra) for name, extra in changes.items()}
 
 
-@pytest.mark.parametrize("mode", ["frozen", "online", "random", "huge"])
+@pytest.mark.parametrize("mode", ["frozen", "online", "random"])
 def test_speculation_and_draft_training_change_no_token_reward_or_policy_bit(modes, mode):
     (plain, plain_steps), (trainer, steps) = modes["none"], modes[mode]
     for a, b in zip(plain_steps, steps, strict=True):
@@ -309,15 +304,15 @@ def test_speculation_and_draft_training_change_no_token_reward_or_policy_bit(mod
     assert same(plain.opt_state, trainer.opt_state)
 
 
-def test_a_frozen_head_stays_as_it_was_and_an_online_head_moves(modes, tiny_policy, tmp_path):
-    start = train(tiny_policy, tmp_path, 0, draft__mode="frozen")[0]
-    assert same(start.head, modes["frozen"][0].head)
+def test_a_frozen_head_stays_as_it_was_and_an_online_head_moves(modes, tiny_policy):
+    start = hf.load_checkpoint(tiny_policy, "float32")[2]
+    assert same(start, modes["frozen"][0].head)
     assert modes["frozen"][0].draft is None and "train/mtp_loss" not in modes["frozen"][1][0]
     assert modes["none"][0].head is None
     assert "rollout/spec_accept_length" not in modes["none"][1][0]
     online = modes["online"][0].head
-    moved = [not np.array_equal(a, b) for a, b in zip(leaves(start.head), leaves(online))]
-    assert all(moved), "some parameter of the head is not trained"
+    pairs = zip(leaves(start), leaves(online), strict=True)
+    assert all(not np.array_equal(a, b) for a, b in pairs), "some parameter of the head is not trained"
     assert not same(modes["random"][0].head, online)
 
 
