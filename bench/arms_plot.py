@@ -60,49 +60,11 @@ def draw(directory: str | Path, figures: Mapping[str, Mapping] | None = None) ->
         2, 4, left=0.05, right=0.97, top=0.885, bottom=0.385, hspace=0.4, wspace=0.26
     )
     last = figure.add_gridspec(1, 2, left=0.1, right=0.97, top=0.29, bottom=0.085, wspace=0.22)
-    cell = [[figure.add_subplot(grid[r, c]) for c in range(4)] for r in range(2)]
-    lines(
-        cell[0][0],
+    draw_curves(
+        [figure.add_subplot(grid[row, column]) for row in range(2) for column in range(4)],
         records,
+        figures,
         arms,
-        ACCEPT,
-        "Accept length: tokens per verification",
-        "tokens (1 = no gain)",
-        bottom=1.0,
-    )
-    depths(cell[0][1], records, arms)
-    one_line(
-        cell[0][2], records, "train/entropy", "Policy entropy: how hard to guess", "nats per token"
-    )
-    one_line(
-        cell[0][3], records, "rollout/reward", "Reward: what is learned", "mean per answer", top=1.0
-    )
-    lines(
-        cell[1][0],
-        records,
-        arms,
-        RATE,
-        "Rollout speed: all samples",
-        "tokens per second",
-        skip=untimed(records, figures),
-    )
-    lines(
-        cell[1][1],
-        records,
-        arms,
-        LONGEST,
-        "Rollout speed: the longest sample",
-        "tokens per second",
-        skip=untimed(records, figures),
-    )
-    stacked_seconds(cell[1][2], figures, arms)
-    lines(
-        cell[1][3],
-        records,
-        arms,
-        "train/mtp_loss",
-        "Draft head: training loss",
-        "cross entropy, nats per token",
     )
     ratios(figure.add_subplot(last[0]), figures)
     predictions(figure.add_subplot(last[1]), figures)
@@ -113,10 +75,21 @@ def draw(directory: str | Path, figures: Mapping[str, Mapping] | None = None) ->
     return out
 
 
-def untimed(records: Records, figures: Mapping) -> int:
-    """First steps that the figures leave out."""
-    entry = figures.get("untimed_steps")
-    return int(entry["value"]) if entry else 0
+def draw_curves(axes: Sequence[Axes], records: Records, figures, arms: Sequence[str]) -> None:
+    """The eight small panels, row by row."""
+    untimed, nats = figures["untimed_steps"]["value"], "nats per token"
+    title = "Accept length: tokens per verification"
+    lines(axes[0], records, arms, ACCEPT, title, "tokens (1 = no gain)", bottom=1.0)
+    depths(axes[1], records, arms)
+    one_line(axes[2], records, "train/entropy", "Policy entropy: how hard to guess", nats)
+    one_line(axes[3], records, "rollout/reward", "Reward: what is learned", "mean per answer", 1.0)
+    rate = "tokens per second"
+    lines(axes[4], records, arms, RATE, "Rollout speed: all samples", rate, skip=untimed)
+    title = "Rollout speed: the longest sample"
+    lines(axes[5], records, arms, LONGEST, title, rate, skip=untimed)
+    stacked_seconds(axes[6], figures, arms)
+    title = "Draft head: training loss"
+    lines(axes[7], records, arms, "train/mtp_loss", title, f"cross entropy, {nats}")
 
 
 def lines(axis: Axes, records, arms, metric, title, unit, bottom=0.0, skip=0) -> None:
@@ -347,7 +320,7 @@ def headline(figure, records, figures, arms: Sequence[str]) -> None:
         weight="bold",
         color="#2a8c4a" if whole else "#b00020",
     )
-    figure.text(0.012, 0.012, FOOTNOTE, fontsize=10, color="#555555")
+    figure.text(0.012, 0.012, FOOTNOTE, fontsize=11, color="#555555")
 
 
 def note_ends(axis: Axes, ends: Sequence[tuple[float, float, str]]) -> None:

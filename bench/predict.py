@@ -67,7 +67,7 @@ class CostTable:
                 np.array(raw["draft"], float),
                 {int(rows): np.array(row, float) for rows, row in raw["verify"].items()},
             )
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path}: not a cost table ({type(error).__name__}: {error}); expected name, "
                 "source, batches, plain, draft and verify, as the files in bench/costs have them"

@@ -145,9 +145,11 @@ def state_shardings(mesh: jax.sharding.Mesh, state):
     return jax.tree_util.tree_map_with_path(one, state)
 
 
-def replicated_dims(mesh: jax.sharding.Mesh, tree) -> list[str]:
+def replicated_dims(mesh: jax.sharding.Mesh | None, tree) -> list[str]:
     """Lines that name each weight dimension which the mesh should have split and could not."""
     lines = []
+    if mesh is None:
+        return lines
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         for name, size in zip(_leaf_axes(path, leaf.shape), leaf.shape, strict=True):
             ways = math.prod(mesh.shape[a] for a in PHYSICAL[name])

@@ -5,6 +5,8 @@ Its weights are random but sharpened, so that the next token depends on the cont
 """
 
 import json
+import os
+import time
 import zlib
 from pathlib import Path
 
@@ -46,8 +48,12 @@ def nothing(text: str, answer: str) -> float:
 
 
 def rare(text: str, answer: str) -> float:
-    """1 for one response in six: about half of the groups of four have no variance."""
-    return float(zlib.crc32(f"{text}|{answer}".encode()) % 6 == 0)
+    """1 for one response in five: many groups of four have no variance, some have.
+
+    The environment may slow it down, so that a test finds the time to kill the run.
+    """
+    time.sleep(float(os.environ.get("TINY_RUN_REWARD_SECONDS", "0")))
+    return float(zlib.crc32(f"{text}|{answer}".encode()) % 5 == 0)
 
 
 def arguments(model: Path, out: Path, /, **changes) -> list[str]:
@@ -98,8 +104,8 @@ def write_gsm8k(path: Path, count: int = 64) -> Path:
     lines = []
     for i in range(count):
         a, b = i % 7 + 2, i % 5 + 3
-        question = f"Tom has {a} apples and gets {b} more ({i}). How many?"
-        answer = f"He has {a}+{b}=<<{a}+{b}={a + b}>>{a + b} apples.\n#### {a + b}"
+        question = f"{a} and {b} ({i})?"
+        answer = f"{a}+{b}=<<{a}+{b}={a + b}>>{a + b}\n#### {a + b}"
         lines.append(json.dumps({"question": question, "answer": answer}))
     path.write_text("\n".join(lines) + "\n")
     return path

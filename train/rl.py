@@ -391,6 +391,8 @@ def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> 
             trainer.restore(checkpoints, resume_step)
         trainer.warm_up()
         first = trainer.done_steps + 1
+        for line in sharding.replicated_dims(trainer.mesh, trainer.params):
+            print(f"kept whole on every device: {line}")
         print(f"run {out}: steps {first} to {cfg.steps}, set-up {_since(started)}")
         with MetricsLogger(
             out, cfg.log.tensorboard, cfg.log.wandb, resume_step=first if resume else None

@@ -59,6 +59,8 @@ class LLM:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
         self.spec = None if spec is None or spec.is_off else spec
         cfg, head = _with_head(cfg, head, self.spec)
+        if mesh is not None:  # fused weights, as unrolled layers have them, cannot be split
+            cfg = cfg.replace(scan_layers=True)
         self.cfg, self.tokenizer, self.mesh = cfg, tokenizer, mesh
         self.max_batch = max_batch
         self.max_len = min(max_len or 2048, cfg.max_position)

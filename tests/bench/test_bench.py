@@ -89,7 +89,9 @@ def test_a_draft_program_that_touches_the_policy_breaks_the_equality(policy, tmp
             return head_loss(self.model, self.cfg.draft, 1.0, self.head, parts, batch, states[0])[0]
 
         parts = frozen_policy_parts(self.params)
-        gradients = jax.grad(loss)(parts)
+        with monkeypatch.context() as attached:  # `head_loss` detaches the policy; here it may not
+            attached.setattr(jax.lax, "stop_gradient", lambda x: x)
+            gradients = jax.jit(jax.grad(loss))(parts)
         self.params |= jax.tree.map(lambda p, g: p - 1e-3 * g, parts, gradients)
 
     monkeypatch.setattr(Trainer, "_update_draft", leaking)
@@ -232,7 +234,7 @@ def test_the_shipped_tables_load_and_the_modelled_ones_are_what_costs_writes(tmp
 
 def test_measured_costs_are_a_table_that_predict_takes(policy, tmp_path):
     out = tmp_path / "here.json"
-    argv = "measure --batches 1 2 --rows 3 --context 8 --rounds 2 --repeats 1".split()
+    argv = "measure --batches 2 --rows 3 --context 8 --rounds 2 --repeats 1".split()
     costs.main([*argv, "--model", str(policy), "--out", str(out)])
     table = predict.CostTable.load(out)
     assert table.kind == "measured" and table.name == "here"
@@ -245,15 +247,14 @@ def test_measured_costs_are_a_table_that_predict_takes(policy, tmp_path):
 
 def test_bench_decode_writes_ratios_and_finds_the_same_tokens(policy, tmp_path):
     out = tmp_path / "decode.json"
-    argv = "--batches 1 2 --repeats 2 --max_tokens 8 --strategy 2_1_3".split()
+    argv = "--batches 2 --repeats 2 --max_tokens 8 --strategy 2_1_3".split()
     decode.main([*argv, "--model", str(policy), "--out", str(out)])
     found = figures(tmp_path, "decode.json")
-    for batch in (1, 2):
-        assert found[f"samples_different/batch_{batch}"]["value"] == 0
-        assert found[f"rows_per_round/batch_{batch}"]["value"] == 3 * batch
-        assert found[f"accept_length/batch_{batch}"]["value"] >= 1
-        low, high = found[f"speedup/batch_{batch}"]["interval"]
-        assert low <= found[f"speedup/batch_{batch}"]["value"] <= high
+    assert found["samples_different/batch_2"]["value"] == 0
+    assert found["rows_per_round/batch_2"]["value"] == 2 * 3
+    assert found["accept_length/batch_2"]["value"] >= 1
+    low, high = found["speedup/batch_2"]["interval"]
+    assert low <= found["speedup/batch_2"]["value"] <= high
 
 
 @pytest.mark.torch

@@ -40,7 +40,7 @@ class Tape:
 
 
 def enumerate_outcomes(process: Callable[[Tape], object]) -> dict[object, float]:
-    """Every outcome of a process that draws all its randomness from a tape, with its probability."""
+    """Every outcome, with its probability, of a process that draws its randomness from a tape."""
     outcomes: dict[object, float] = defaultdict(float)
     todo: list[list[int]] = [[]]
     while todo:

@@ -81,9 +81,10 @@ def random_distributions(generator, *shape):
     kind = generator.integers(0, 4, lead)[..., None]
     smooth = generator.dirichlet(np.ones(vocab), lead)
     peaked = generator.dirichlet(np.full(vocab, 0.1), lead)
-    counts = generator.integers(0, 3, shape) + np.eye(vocab, dtype=int)[
-        generator.integers(0, vocab, lead)
-    ]
+    counts = (
+        generator.integers(0, 3, shape)
+        + np.eye(vocab, dtype=int)[generator.integers(0, vocab, lead)]
+    )
     one_hot = np.eye(vocab)[generator.integers(0, vocab, lead)]
     mixed = np.where(kind == 0, smooth, np.where(kind == 1, peaked, one_hot))
     mixed = np.where(kind == 2, counts / counts.sum(-1, keepdims=True), mixed)
@@ -94,6 +95,24 @@ def draw(generator, probabilities):
     cumulative = probabilities.astype(np.float64).cumsum(-1)
     u = generator.random(probabilities.shape[:-1])[..., None] * cumulative[..., -1:]
     return (u >= cumulative).sum(-1).astype(np.int32)
+
+
+class Injected:
+    """Coins and noise that were drawn beforehand, and by how much each decision was made."""
+
+    def __init__(self, coins, noise):
+        self.coins, self.noise, self.margins = iter(coins), noise, []
+
+    def flip(self, threshold):
+        u = float(next(self.coins))
+        self.margins.append(abs(u - threshold))
+        return u < threshold
+
+    def pick(self, weights):
+        with np.errstate(divide="ignore"):
+            scores = np.log(weights) + self.noise
+        self.margins.append(operator.sub(*np.sort(scores)[:-3:-1]))
+        return int(np.argmax(scores))
 
 
 def test_accept_block_equals_the_plain_rule_on_random_cases_with_ties_zeros_and_equal_p_q():
@@ -114,26 +133,13 @@ def test_accept_block_equals_the_plain_rule_on_random_cases_with_ties_zeros_and_
 
     close_calls, lengths = 0, np.zeros(steps + 2, int)
     for i in range(CASES):
-        margins = []
-
-        def flip(threshold, coin=iter(coins[i]), margins=margins):
-            u = float(next(coin))
-            margins.append(abs(u - threshold))
-            return u < threshold
-
-        def pick(weights, i=i, margins=margins):
-            with np.errstate(divide="ignore"):
-                scores = np.log(weights) + noise[i]
-            margins.append(operator.sub(*np.sort(scores)[:-3:-1]))
-            return int(np.argmax(scores))
-
-        expected, _ = block_accept(
-            p[i].astype(np.float64), q[i].astype(np.float64), drafted[i].tolist(), flip, pick
-        )
+        injected = Injected(coins[i], noise[i])
+        rows = p[i].astype(np.float64), q[i].astype(np.float64), drafted[i].tolist()
+        expected, _ = block_accept(*rows, injected.flip, injected.pick)
         lengths[len(expected)] += 1
         if emitted[i, : count[i]].tolist() != expected:
             # float32 against float64 may decide a coin or a draw that hangs by a hair.
-            assert min(margins) < 1e-5, f"case {i}"
+            assert min(injected.margins) < 1e-5, f"case {i}"
             close_calls += 1
     assert close_calls < CASES / 1000
     assert (lengths[1:] > CASES / 20).all()  # every length occurs often

@@ -135,6 +135,7 @@ def test_causal_attention_with_own_rows_equals_naive_attention_over_base_and_own
 
     results = []
     for attend in (ours, naive):
+
         def loss(*args, attend=attend):
             out = attend(*args)
             return (out * out_weights).sum(), out

@@ -28,8 +28,8 @@ SMALLEST_CELL = 5
 
 @pytest.fixture(scope="module")
 def model():
-    cfg = tiny_config(vocab=VOCAB, layers=1)
-    cfg, params, head = tiny_model(cfg, seed=0, embed_std=0.2)
+    cfg = tiny_config(vocab=VOCAB, layers=1, tied=True)
+    cfg, params, head = tiny_model(cfg, seed=0, factor=15.0, embed_std=0.2)
     head["blocks"][0]["norm"] = 4.0 * head["blocks"][0]["norm"]  # a draft that is sure of itself
     return cfg, params, head
 

@@ -1,4 +1,4 @@
-"""Coupled decoding emits the tokens of plain decoding, and a broken decoder is told from rounding."""
+"""Coupled decoding emits plain decoding's tokens, and a broken decoder is told from rounding."""
 
 import functools
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import prompts_of, tiny_config, tiny_model
+from tiny import apt, prompts_of, tiny_config, tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.decode import round as decode_round
@@ -20,12 +20,14 @@ UNEVEN = ((0,), (1,), (2,), (1, 0), (1, 1), (2, 0), (1, 1, 0), (1, 1, 0, 0))
 
 
 @functools.cache
-def model(mtp=1):
-    return tiny_model(tiny_config(VOCAB, mtp=mtp, eos_token_ids=(EOS,)), seed=mtp)
+def model(mtp=1, head="apt", scan=False):
+    cfg = tiny_config(VOCAB, mtp=mtp, eos_token_ids=(EOS,), scan_layers=scan)
+    cfg, params, random_head = tiny_model(cfg, seed=mtp)
+    return cfg, params, apt(random_head, cfg) if head == "apt" else random_head
 
 
-def spec_llm(strategy, mtp=1, batch=2):
-    return LLM(model(mtp), SpecConfig(strategy=strategy), max_batch=batch, max_len=MAX_LEN)
+def spec_llm(strategy, batch=2, **kind):
+    return LLM(model(**kind), SpecConfig(strategy=strategy), max_batch=batch, max_len=MAX_LEN)
 
 
 def mixed_requests(count, max_tokens=60, seed=0):
@@ -49,24 +51,24 @@ def assert_same_as_plain(llm, prompts, params):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "mtp", "batch", "requests"),
+    ("strategy", "batch", "kind", "accept_length"),
     [
-        ("1_1_2", 1, 1, 16),
-        ("4_1_5", 2, 4, 20),
-        ("7_1_8", 1, 2, 20),
-        ("7_1_8", 2, 16, 16),
-        ("4x2x1", 1, 2, 20),
-        ("4x2x1", 2, 1, 16),
-        ("default", 1, 4, 20),
-        (UNEVEN, 2, 2, 20),
+        ("1_1_2", 1, dict(mtp=1, head="random"), 1.02),
+        ("4_1_5", 4, dict(mtp=2, head="apt"), 1.5),
+        ("7_1_8", 2, dict(mtp=1, head="apt"), 1.5),
+        ("4x2x1", 2, dict(mtp=1, head="random"), 1.05),
+        ("4x2x1", 16, dict(mtp=2, head="apt"), 1.5),
+        ("default", 2, dict(mtp=1, head="apt"), 1.5),
+        ("default", 4, dict(mtp=1, head="apt", scan=True), 1.5),
+        (UNEVEN, 2, dict(mtp=3, head="apt"), 1.5),
     ],
-    ids=str,
+    ids=lambda value: "uneven paths" if value is UNEVEN else str(value),
 )
-def test_coupled_decoding_emits_the_tokens_of_plain_decoding(strategy, mtp, batch, requests):
-    llm = spec_llm(strategy, mtp, batch)
-    assert_same_as_plain(llm, *mixed_requests(requests, seed=batch))
-    assert llm.totals.tokens > 40 * requests
-    assert llm.totals.accept_length > 1.05, "nothing was accepted, so nothing was tried"
+def test_coupled_decoding_emits_the_tokens_of_plain_decoding(strategy, batch, kind, accept_length):
+    llm = spec_llm(strategy, batch, **kind)
+    assert_same_as_plain(llm, *mixed_requests(20, seed=batch))
+    assert llm.totals.tokens > 1000
+    assert llm.totals.accept_length > accept_length, "too little was accepted to prove anything"
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +86,11 @@ def test_no_draft_weights_whatever_they_are_change_a_token(chain_llm, broken):
         bad = jax.tree.map(lambda x: jnp.full_like(x, value), head)
     requests = mixed_requests(6)
     before = chain_llm.generate(*requests)
-    length_before = chain_llm.totals.accept_length
+    good_length = chain_llm.totals.accept_length
     chain_llm.update_weights(params, bad)
     try:
         assert_same_as_plain(chain_llm, *requests)
-        assert chain_llm.totals.accept_length < length_before
+        assert chain_llm.totals.accept_length < 0.8 * good_length
     finally:
         chain_llm.update_weights(params, head)
     # Nothing of the broken head is left behind, in the caches least of all.
@@ -149,7 +151,7 @@ def test_a_broken_tree_decoder_differs_in_ways_that_floating_point_does_not_expl
 ):
     name, replacement = BROKEN_PARTS[part]
     monkeypatch.setattr(decode_round, name, replacement)
-    found = spec_llm("4x2x1", batch=8).compare_with_plain(*mixed_requests(8))
+    found = spec_llm("4x2x1").compare_with_plain(*mixed_requests(2))
     assert any(not d.explained for d in found)
     assert "NOT explained" in "".join(map(str, found))
 
@@ -157,13 +159,13 @@ def test_a_broken_tree_decoder_differs_in_ways_that_floating_point_does_not_expl
 def test_verify_as_rewritten_here_is_right_when_nothing_is_changed(monkeypatch):
     """Else the test above would prove nothing."""
     monkeypatch.setattr(decode_round, "verify", verify_with())
-    assert_same_as_plain(spec_llm("4x2x1", batch=8), *mixed_requests(8))
+    assert_same_as_plain(spec_llm("4x2x1"), *mixed_requests(8))
 
 
 def test_a_tie_is_explained_and_reported_with_its_position_and_gaps(chain_llm):
-    """Tokens 5 and 6 share an embedding and so a logit, up to the noise, which greedy ignores."""
+    """Tokens 5 and 6 always have the same logit here, and greedy decoding adds no noise."""
     cfg, params, head = model()
-    twins = dict(params, embed=params["embed"].at[6].set(params["embed"][5]))
+    twins = dict(params, lm_head=params["lm_head"].at[:, 6].set(params["lm_head"][:, 5]))
     prompt, greedy = [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4)
     job = make_jobs(prompt, greedy, ())[0]
     runner = chain_llm.engine.runner

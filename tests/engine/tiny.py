@@ -9,7 +9,7 @@ from specjax.draft.mtp import init_head_params
 from specjax.models.transformer import init_params
 
 
-def tiny_config(vocab=64, mtp=1, layers=2, **changes) -> ModelConfig:
+def tiny_config(vocab=64, mtp=1, layers=2, tied=False, **changes) -> ModelConfig:
     return ModelConfig(
         vocab_size=vocab,
         hidden_size=16,
@@ -20,7 +20,7 @@ def tiny_config(vocab=64, mtp=1, layers=2, **changes) -> ModelConfig:
         head_dim=8,
         max_position=512,
         mtp_num_layers=mtp,
-        tie_embeddings=False,
+        tie_embeddings=tied,
         **changes,
     )
 
@@ -37,14 +37,14 @@ def sharpened(params, factor, embed_std):
     return jax.tree_util.tree_map_with_path(scale, params)
 
 
-def tiny_model(cfg: ModelConfig, seed=0, factor=15.0, embed_std=0.5):
-    """(cfg, params, head) as `LLM` takes them; logits have a standard deviation of about 2."""
+def tiny_model(cfg: ModelConfig, seed=0, factor=10.0, embed_std=0.7):
+    """(cfg, params, head) as `LLM` takes them; logits have a standard deviation of about 3."""
     params = sharpened(init_params(cfg, seed), factor, embed_std)
     head = sharpened(init_head_params(cfg, seed + 1), factor, embed_std)
     return cfg, params, head
 
 
-def apt(head, cfg: ModelConfig, share=0.5):
+def apt(head, cfg: ModelConfig, share=0.3):
     """A head that mostly passes on the last token's embedding, which is a fair guess of the state.
 
     Random heads are rejected nearly always; paths deep into the tree are walked with this one.

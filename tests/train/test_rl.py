@@ -312,7 +312,9 @@ def test_a_frozen_head_stays_as_it_was_and_an_online_head_moves(modes, tiny_poli
     assert "rollout/spec_accept_length" not in modes["none"][1][0]
     online = modes["online"][0].head
     pairs = zip(leaves(start), leaves(online), strict=True)
-    assert all(not np.array_equal(a, b) for a, b in pairs), "some parameter of the head is not trained"
+    assert all(not np.array_equal(a, b) for a, b in pairs), (
+        "some parameter of the head is not trained"
+    )
     assert not same(modes["random"][0].head, online)
 
 

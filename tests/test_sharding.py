@@ -1,0 +1,198 @@
+"""On 8 fake devices, data 2 x fsdp 2 x tp 2, everything is split and nothing else changes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_run
+
+from specjax import LLM, SamplingParams, SpecConfig, sharding
+from specjax.checkpoint import Checkpointer
+from specjax.models import hf
+from specjax.sharding import MeshConfig, make_mesh, replicated_dims
+from train import rl
+from train.config import parse_config
+from train.draft import DraftConfig, DraftTrainer
+from train.grpo import GRPOConfig, count_denominators
+from train.log import read_metrics
+from train.optim import OptimConfig
+from train.packing import Sample, pack
+from train.policy import PolicyTrainer, rl_loss
+from train.schema import RLConfig
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(MeshConfig(data=2, fsdp=2, tp=2))
+
+
+def shard(array) -> tuple[int, ...]:
+    return array.addressable_shards[0].data.shape
+
+
+def copied(tree):
+    return jax.tree.map(jnp.copy, tree)
+
+
+@pytest.fixture(scope="module")
+def batches():
+    """Packed samples with made-up advantages and log-probabilities: two micro-batches [4 32]."""
+    rng = np.random.default_rng(0)
+    samples = []
+    for i in range(16):
+        length = int(rng.integers(3, 20))
+        logprobs = rng.uniform(-6, -3, length)
+        samples.append(
+            Sample(
+                i, rng.integers(0, 272, 4), rng.integers(0, 272, length), logprobs, logprobs,
+                float(rng.normal()),
+            )
+        )  # fmt: skip
+    return pack(samples, 32, 4)
+
+
+# --- parameters and states ------------------------------------------------------------------------
+
+
+def test_parameters_and_moments_are_split_by_the_table(tiny_policy, mesh):
+    model, params, head = hf.load_checkpoint(tiny_policy, "float32", mesh)
+    assert shard(params["embed"]) == (272 // 2, 16 // 2)  # vocab over tp, width over fsdp
+    layers = params["layers"]
+    assert layers["q"].shape == (2, 16, 32) and shard(layers["q"]) == (2, 8, 16)
+    assert shard(layers["o"]) == (2, 16, 8) and shard(layers["down"]) == (2, 16, 8)
+    assert shard(layers["input_norm"]) == layers["input_norm"].shape
+    assert shard(head["blocks"][0]["proj"]) == (32, 8)
+    optimizer = OptimConfig().build()
+    trainer = PolicyTrainer(model, rl_loss(GRPOConfig()), optimizer, mesh)
+    moments = [x for x in jax.tree.leaves(trainer.init_opt_state(params)) if x.ndim == 3]
+    assert moments and all(shard(x)[1:] == (x.shape[1] // 2, x.shape[2] // 2) for x in moments)
+    one_device = sum(x.size for x in jax.tree.leaves(params))
+    here = sum(np.prod(shard(x)) for x in jax.tree.leaves(params))
+    assert here < 0.3 * one_device
+
+
+def test_dimensions_that_do_not_divide_are_kept_whole_and_reported(tiny_policy):
+    _, params, _ = hf.load_checkpoint(tiny_policy, "float32")
+    assert replicated_dims(None, params) == []
+    assert replicated_dims(make_mesh(MeshConfig(data=2, fsdp=2, tp=2)), params) == []
+    odd = make_mesh(MeshConfig(fsdp=2, tp=3))
+    lines = replicated_dims(odd, params)
+    assert "['embed']: vocab of size 272 does not divide by 3" in lines
+    assert any("mlp of size 32" in line for line in lines)
+    assert not any("embed of size" in line for line in lines)
+    placed = jax.device_put(params, sharding.param_shardings(odd, params))
+    assert shard(placed["embed"]) == (272, 8)
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def test_losses_and_gradient_norms_equal_those_of_one_device(tiny_policy, mesh, batches):
+    results = []
+    for place in (None, mesh):
+        model, params, head = hf.load_checkpoint(tiny_policy, "float32", place)
+        policy = PolicyTrainer(model, rl_loss(GRPOConfig()), OptimConfig().build(), place)
+        draft = DraftTrainer(model, DraftConfig(), mesh=place)
+        placed = [policy.place(b) for b in batches]
+        opt, draft_opt = policy.init_opt_state(params), draft.init_opt_state(head)
+        numbers = []
+        for _ in range(2):
+            params, opt, states, sums = policy.update(
+                params, opt, placed, count_denominators(batches)
+            )
+            head, draft_opt, draft_sums = draft.update(head, draft_opt, params, placed, states)
+            numbers += [sums["loss"], sums["entropy"] / sums["tokens"], sums["grad_norm"]]
+            numbers.append(draft_sums["mtp_loss_sum"] / draft_sums["mtp_tokens"])
+        results.append(numbers)
+        if place is not None:
+            assert shard(params["layers"]["q"]) == (2, 8, 16), "the update lost the sharding"
+            assert shard(head["blocks"][0]["proj"]) == (32, 8)
+            assert shard(placed[0]["tokens"]) == (1, 32)
+    for one, eight in zip(*results, strict=True):
+        np.testing.assert_allclose(eight, one, rtol=1e-4, atol=1e-4)
+
+
+# --- decoding -------------------------------------------------------------------------------------
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("off", "4x2x1", "6_1_7")]
+
+
+@pytest.mark.parametrize("strategy", ["4_1_5", *SLOW])
+def test_sharded_decoding_emits_the_same_tokens(tiny_policy, mesh, strategy):
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(2, 272, n).tolist() for n in (2, 8, 5, 7)]
+    params = SamplingParams(max_tokens=24, seed=4, n=2)
+    outputs = []
+    for place in (None, mesh):
+        llm = LLM(tiny_policy, SpecConfig(strategy), max_batch=4, max_len=40, mesh=place)
+        outputs.append([s for o in llm.generate(prompts, params) for s in o.samples])
+        if place is not None:
+            runner = llm.engine.runner
+            assert shard(runner.params["layers"]["q"]) == (2, 8, 16)
+            caches = [x for x in jax.tree.leaves(runner.state.cache) if x.ndim >= 4]
+            assert caches and all(np.prod(shard(x)) == x.size // 8 for x in caches)
+    # No rounding is near a decision here: equality, not merely explained differences.
+    assert [s.token_ids for s in outputs[0]] == [s.token_ids for s in outputs[1]]
+    for one, eight in zip(*outputs, strict=True):
+        np.testing.assert_allclose(eight.logprobs, one.logprobs, atol=1e-4)
+
+
+# --- the whole job --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_policy, tmp_path_factory):
+    """The same two steps on one device and on eight."""
+    out = tmp_path_factory.mktemp("sharded")
+    axes = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tp": 2}
+    common = {"packing.rows": 4, "rollout.max_batch": 4, "rollout.strategy": "2_1_3"}
+    for name, extra in (("one", {}), ("eight", axes)):
+        rl.main(tiny_run.arguments(tiny_policy, out / name, **common, **extra))
+    return out
+
+
+def test_the_main_job_learns_the_same_on_eight_devices(runs):
+    one, eight = read_metrics(runs / "one"), read_metrics(runs / "eight")
+    assert len(one) == len(eight) == 2
+    for a, b in zip(one, eight, strict=True):
+        assert a["rollout/tokens_sha"] == b["rollout/tokens_sha"]
+        for name in ("rollout/reward", "train/loss", "train/grad_norm", "train/mtp_loss"):
+            assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-4), name
+        assert b["rollout/tokens_per_gpu_per_sec"] * 8 == pytest.approx(b["rollout/tokens_per_sec"])
+
+
+@pytest.mark.parametrize(("saved", "axes"), [("eight", 1), ("one", 2)])
+def test_checkpoints_move_between_one_device_and_a_mesh(tiny_policy, tmp_path, runs, saved, axes):
+    changes = {"mesh.data": axes, "mesh.fsdp": axes, "mesh.tp": axes, "packing.rows": 4}
+    changes |= {"rollout.max_batch": 4, "rollout.strategy": "2_1_3"}
+    argv = tiny_run.arguments(tiny_policy, tmp_path, **changes)
+    trainer = rl.Trainer(parse_config(RLConfig, argv)[0])
+    with Checkpointer(runs / saved / "checkpoints") as checkpoints:
+        trainer.restore(checkpoints, None)
+    assert trainer.done_steps == 2
+    _, policy, head = hf.load_checkpoint(runs / saved / "hf", "float32")
+    pairs = zip(
+        jax.tree.leaves((trainer.params, trainer.head)),
+        jax.tree.leaves((policy, head)),
+        strict=True,
+    )
+    assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
+    assert shard(trainer.params["layers"]["q"]) == (2, 16 // axes, 32 // axes)
+    moments = [x for x in jax.tree.leaves(trainer.opt_state) if x.ndim == 3]
+    assert all(shard(x)[2] == x.shape[2] // axes for x in moments)
+
+
+@pytest.mark.slow
+def test_a_run_on_eight_devices_goes_on_on_one(tiny_policy, tmp_path, runs):
+    import shutil
+
+    out = shutil.copytree(runs / "eight", tmp_path / "run")
+    changes = {"packing.rows": 4, "rollout.max_batch": 4, "rollout.strategy": "2_1_3", "steps": 3}
+    rl.main([*tiny_run.arguments(tiny_policy, out, **changes), "--resume"])
+    rl.main(tiny_run.arguments(tiny_policy, tmp_path / "whole", **changes))
+    moved, whole = read_metrics(out)[-1], read_metrics(tmp_path / "whole")[-1]
+    assert moved["rollout/tokens_sha"] == whole["rollout/tokens_sha"]
+    assert moved["train/loss"] == pytest.approx(whole["train/loss"], rel=1e-3, abs=1e-4)

@@ -1,0 +1,90 @@
+"""A draft head saved alone, without its policy's tensors, and taken up again by another run."""
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+
+from specjax.checkpoint import CheckpointError, load_draft
+from specjax.draft.mtp import init_head_params
+from specjax.models import hf
+from train import rl
+from train.config import ConfigError, parse_config
+from train.heads import HeadCheckpoints, starting_head
+from train.schema import RLConfig
+
+
+def same(a, b) -> bool:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
+
+
+@pytest.fixture(scope="module")
+def run(tiny_policy, tmp_path_factory):
+    out = tmp_path_factory.mktemp("heads") / "run"
+    changes = {
+        "steps": 3,
+        "checkpoint.every": 1,
+        "checkpoint.keep_last": 2,
+        "checkpoint.draft_only": "true",
+    }
+    rl.main(tiny_run.arguments(tiny_policy, out, **changes))
+    return out
+
+
+def names(tree) -> set[str]:
+    return {p.key for path, _ in jax.tree_util.tree_leaves_with_path(tree) for p in path}
+
+
+def test_the_last_heads_of_a_run_lie_in_a_directory_of_their_own(run):
+    assert sorted(p.name for p in (run / "draft").iterdir()) == ["2", "3"]
+    head, meta = load_draft(run / "draft" / "3")
+    assert same(head, hf.load_checkpoint(run / "hf")[2])
+    assert not same(head, load_draft(run / "draft" / "2")[0])
+    assert not names(head) & {"embed", "lm_head"}
+    assert meta["step"] == 3 and meta["mtp_concat"] == "embedding_first"
+
+
+@pytest.mark.parametrize("source", ["draft/3", "hf", "hf/mtp.safetensors"])
+def test_a_run_starts_from_a_head_that_lies_alone(run, tiny_policy, tmp_path, source):
+    argv = tiny_run.arguments(
+        tiny_policy, tmp_path, rollout__head=run / source, draft__mode="frozen"
+    )
+    trainer = rl.Trainer(parse_config(RLConfig, argv)[0])
+    assert same(trainer.head, hf.load_checkpoint(run / "hf")[2])
+    assert not same(trainer.head, hf.load_checkpoint(tiny_policy)[2])
+
+
+def test_a_policy_without_a_head_takes_one_with_its_switches(tiny_policy, tmp_path):
+    model, _, _ = hf.load_checkpoint(tiny_policy)
+    trained = model.replace(mtp_num_layers=2, mtp_concat="hidden_first", mtp_recycle="pre_norm")
+    head = init_head_params(trained, 5)
+    with HeadCheckpoints(tmp_path, trained, keep_last=1) as heads:
+        heads.save(7, head)
+    bare = model.replace(mtp_num_layers=0)
+    got, loaded = starting_head(str(tmp_path / "7"), bare, None, 0, None)
+    assert got == trained and same(loaded, head)
+
+
+def test_a_head_of_another_policy_is_refused_by_the_name_of_its_array(tiny_policy, tmp_path):
+    model, _, _ = hf.load_checkpoint(tiny_policy)
+    wide = model.replace(hidden_size=32)
+    with HeadCheckpoints(tmp_path, wide, keep_last=1) as heads:
+        heads.save(1, init_head_params(wide, 0))
+    with pytest.raises(CheckpointError, match="in the checkpoint and .* in the model"):
+        starting_head(str(tmp_path / "1"), model, None, 0, None)
+    with pytest.raises(ConfigError, match="expected checkpoint, random or a path"):
+        starting_head(str(tmp_path / "2"), model, None, 0, None)
+
+
+def test_a_run_gone_back_overwrites_the_heads_of_its_abandoned_future(tiny_policy, tmp_path):
+    model, _, _ = hf.load_checkpoint(tiny_policy)
+    (tmp_path / "2.orbax-checkpoint-tmp").mkdir()  # left by a kill
+    with HeadCheckpoints(tmp_path, model, keep_last=3) as heads:
+        for step in (1, 2, 3, 4):
+            heads.save(step, init_head_params(model, step))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3", "4"]
+    with HeadCheckpoints(tmp_path, model, keep_last=3) as heads:
+        heads.save(3, init_head_params(model, 9))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3"]
+    assert same(load_draft(tmp_path / "3")[0], init_head_params(model, 9))

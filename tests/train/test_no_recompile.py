@@ -1,0 +1,109 @@
+"""After the first step nothing is compiled, and memory does not grow."""
+
+from pathlib import Path
+
+import jax
+import pytest
+import tiny_run
+
+from train import rl
+from train.log import read_metrics
+
+_COMPILED: list[str] = []
+
+
+def _listen(event: str, seconds: float, **details) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        _COMPILED.append(str(details.get("fun_name", "?")))
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Names of everything that was compiled, in order; read from the compiler's own events."""
+    jax.monitoring.register_event_duration_secs_listener(_listen)
+    seen = len(_COMPILED)
+    jax.jit(lambda x: x * 3 + 41)(2.0)
+    assert len(_COMPILED) > seen, "the event of a compilation has another name in this jax"
+    return _COMPILED
+
+
+@pytest.fixture
+def steps_seen(monkeypatch):
+    """Calls `look()` before each step of a run, and gives the list of what it returned."""
+
+    def watch(look):
+        values, step = [], rl.Trainer.step
+
+        def observed(trainer):
+            values.append(look())
+            return step(trainer)
+
+        monkeypatch.setattr(rl.Trainer, "step", observed)
+        return values
+
+    return watch
+
+
+@pytest.mark.parametrize(
+    ("steps", "changes"),
+    [
+        (
+            4,
+            {
+                "reward": "tiny_run:rare",
+                "eval.problems": 3,
+                "eval.every": 2,
+                "checkpoint.every": 1,
+            },
+        ),
+        pytest.param(
+            20,
+            {
+                "algo.updates_per_rollout": 2,
+                "algo.kl_loss_coef": 0.1,
+                "algo.max_resample": 3,
+                "reward": "tiny_run:rare",
+                "draft.epochs": 2,
+                "eval.problems": 3,
+                "eval.every": 5,
+                "checkpoint.every": 4,
+                "checkpoint.draft_only": "true",
+            },
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_nothing_is_compiled_after_the_first_step(
+    tiny_policy, tmp_path, compiled, steps_seen, steps, changes
+):
+    counts = steps_seen(lambda: len(compiled))
+    rl.main(tiny_run.arguments(tiny_policy, tmp_path / "run", **{**changes, "steps": steps}))
+    records = [r for r in read_metrics(tmp_path / "run") if r["step"] > 0]
+    packs = {r["train/microbatches"] for r in records if "train/microbatches" in r}
+    assert len(records) == steps and len(packs) > 1, "the packs were all of one size"
+    assert counts[1] > counts[0]
+    assert compiled[counts[1] : counts[-1]] == []
+
+
+def test_the_last_step_and_what_follows_compile_nothing_either(tiny_policy, tmp_path, compiled):
+    trainer = rl.Trainer(rl.parse_config(rl.RLConfig, tiny_run.arguments(tiny_policy, tmp_path))[0])
+    trainer.warm_up()
+    trainer.step()
+    seen = len(compiled)
+    trainer.step()
+    trainer.sync_weights()
+    assert compiled[seen:] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
+def test_host_memory_is_flat_over_fifty_steps(tiny_policy, tmp_path, steps_seen):
+    def megabytes() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+    sizes = steps_seen(megabytes)
+    changes = {"steps": 50, "checkpoint.every": 5, "checkpoint.export": "false"}
+    rl.main(tiny_run.arguments(tiny_policy, tmp_path / "run", **changes))
+    # The first steps compile and the first saves start threads; from then on there is no growth.
+    middle, last = max(sizes[15:30]), max(sizes[40:])
+    assert last - middle < 20, f"{middle:.0f} MiB by step 30, {last:.0f} MiB by step 50"

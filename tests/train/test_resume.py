@@ -1,0 +1,163 @@
+"""Killed at any point, a run resumes and gives what a run never killed gives."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+
+from specjax.models import hf
+from train import rl
+from train.log import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+# Everything that a checkpoint must hold matters here: schedules, the reference policy, a data
+# position that depends on rewards, and a head that is trained online.
+CHANGES = {
+    "reward": "tiny_run:rare",
+    "algo.max_resample": 2,
+    "algo.kl_loss_coef": 0.1,
+    "optim.warmup_steps": 3,
+    "optim.decay_steps": 9,
+    "checkpoint.every": 1,
+    "checkpoint.keep_last": 3,
+}
+
+
+def program(model, out, *flags, slow=0.0, **changes) -> subprocess.Popen:
+    """`python -m train.rl` as a process of its own."""
+    argv = tiny_run.arguments(model, out, **CHANGES, **changes)
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    environment = {"PYTHONPATH": paths, "TINY_RUN_REWARD_SECONDS": str(slow)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "train.rl", *argv, *flags],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def finish(process: subprocess.Popen) -> str:
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
+    return output
+
+
+def kill_after(process: subprocess.Popen, out: Path, step: int, seconds: float) -> None:
+    """SIGKILL some time after a step was recorded."""
+    deadline = time.monotonic() + 300
+    while not (out / "metrics.jsonl").exists() or not any(
+        record["step"] >= step for record in read_metrics(out)
+    ):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(seconds)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "the run ended before it was killed"
+
+
+def learned(run: Path) -> list[dict]:
+    """The records of a run without what the clock decides."""
+    clock = ("wall_time", "time/", "tokens_per")
+    return [
+        {name: value for name, value in record.items() if not any(c in name for c in clock)}
+        for record in read_metrics(run)
+    ]
+
+
+def assert_same_run(run: Path, reference: Path) -> None:
+    assert learned(run) == learned(reference)
+    mine, theirs = (hf.load_checkpoint(path / "hf")[1:] for path in (run, reference))
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_policy, tmp_path_factory):
+    """A run of six steps that nobody killed."""
+    out = tmp_path_factory.mktemp("reference") / "run"
+    rl.main(tiny_run.arguments(tiny_policy, out, **CHANGES, steps=6))
+    records = learned(out)
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
+    assert len({r["rollout/tokens_sha"] for r in records}) == 6
+    assert any(r["train/loss"] for r in records if "train/loss" in r)
+    return out
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_policy, tmp_path, reference):
+    out = tmp_path / "run"
+    kill_after(program(tiny_policy, out, steps=6, slow=0.02), out, 3, 0.15)
+    output = finish(program(tiny_policy, out, "--resume", steps=6))
+    assert any(f"steps {first} to 6" in output for first in (3, 4, 5, 6)), output
+    assert_same_run(out, reference)
+
+
+@pytest.mark.slow
+def test_killed_at_five_random_points_a_run_ends_with_the_same_bits(tiny_policy, tmp_path):
+    dice = random.Random(5)
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    finish(program(tiny_policy, whole, steps=14))
+    flags, reached = [], 1
+    for _ in range(5):
+        process = program(tiny_policy, out, *flags, steps=14, slow=0.02)
+        kill_after(process, out, reached + 1, dice.uniform(0, 0.8))
+        flags = ["--resume"]
+        reached = max(record["step"] for record in read_metrics(out))
+    finish(program(tiny_policy, out, *flags, steps=14))
+    assert_same_run(out, whole)
+
+
+def refusal(argv) -> str:
+    with pytest.raises(SystemExit) as exit_info:
+        rl.main(argv)
+    assert isinstance(exit_info.value.code, str), exit_info.value.code
+    return exit_info.value.code
+
+
+def test_resuming_with_other_settings_names_them(tiny_policy, reference):
+    before = (reference / "metrics.jsonl").read_bytes()
+    for changes, name in (
+        ({"optim.lr": 1e-4}, "optim"),
+        ({"draft.mode": "none"}, "draft"),
+        ({"rollout.n": 2}, "rollout"),
+    ):
+        argv = tiny_run.arguments(tiny_policy, reference, **{**CHANGES, **changes}, steps=7)
+        message = refusal([*argv, "--resume"])
+        assert f"made with other settings of {name};" in message
+    assert (reference / "metrics.jsonl").read_bytes() == before
+
+
+def test_nothing_to_resume_is_said_before_any_work(tiny_policy, tmp_path):
+    argv = tiny_run.arguments(tiny_policy, tmp_path / "none")
+    assert "run without --resume" in refusal([*argv, "--resume"])
+    (tmp_path / "none" / "checkpoints").mkdir(parents=True)  # killed before its first checkpoint
+    assert "no complete checkpoint; start afresh" in refusal([*argv, "--resume"])
+
+
+def test_a_damaged_checkpoint_names_the_one_to_use_and_that_one_works(
+    tiny_policy, tmp_path, reference
+):
+    out = Path(shutil.copytree(reference, tmp_path / "run"))
+    files = [p for p in (out / "checkpoints" / "6").rglob("*") if p.is_file()]
+    victim = max(files, key=lambda p: p.stat().st_size)
+    victim.write_bytes(victim.read_bytes()[:-1])
+    argv = tiny_run.arguments(tiny_policy, out, **CHANGES, steps=6)
+    message = refusal([*argv, "--resume"])
+    assert "is damaged" in message and message.endswith("use --resume_step 5")
+    assert "holds no step 2, only [4, 5, 6]" in refusal([*argv, "--resume_step", "2"])
+    shutil.rmtree(out / "hf")
+    rl.main([*argv, "--resume", "--resume_step", "5"])
+    assert_same_run(out, reference)
+    assert hf.load_checkpoint(out / "hf")[2] is not None
