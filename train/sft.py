@@ -49,25 +49,34 @@ class PackedDemonstrations:
         source = data.demonstrations(cfg.data, "train")
         self._source = data.endless(source, cfg.data.seed)
         self._cfg, self._tokenizer, self.position = cfg, tokenizer, position
+        self.passed_over = 0
 
     def next_update(self) -> list[dict[str, np.ndarray]]:
         """Micro-batches filled first-fit until the next demonstration has no room.
 
+        A demonstration longer than a row is passed over and counted.
+
         Raises:
-          ConfigError: one demonstration alone is longer than a row.
+          ConfigError: a thousand in a row were.
         """
         packing = self._cfg.packing
         room = [packing.row_length] * (packing.rows * packing.microbatches)
-        pairs = []
+        pairs, in_a_row = [], 0
         while True:
             item = self._source[self.position]
             pair = data.encode_demonstration(self._tokenizer, item)
             size = len(pair[0]) + len(pair[1])
             if size > packing.row_length:
-                raise ConfigError(
-                    f"a demonstration has {size} tokens, packing.row_length is "
-                    f"{packing.row_length}: raise it ({item.prompt[:60]!r})"
-                )
+                self.position += 1
+                self.passed_over += 1
+                in_a_row += 1
+                if in_a_row == 1000:
+                    raise ConfigError(
+                        f"{in_a_row} demonstrations in a row have more than packing.row_length = "
+                        f"{packing.row_length} tokens (the last one {size}); raise it"
+                    )
+                continue
+            in_a_row = 0
             row = next((i for i, free in enumerate(room) if free >= size), None)
             if row is None:
                 break
@@ -154,6 +163,7 @@ def _train_policy(cfg, model, params, head, stream, mesh, log, checkpoints) -> P
                     "train/entropy": sums["entropy"] / sums["tokens"],
                     "train/grad_norm": sums["grad_norm"],
                     "train/tokens_per_sec": tokens / (now - since),
+                    "train/demonstrations_passed_over": stream.passed_over,
                 },
             )
             since, tokens = now, 0.0

@@ -16,6 +16,7 @@ def run(monkeypatch, tmp_path):
     """Runs the bench on one small setup: exit status and result file."""
     monkeypatch.setattr(identity, "RANDOM_SETUPS", SETUPS)
     monkeypatch.setattr(identity, "MAX_TOKENS", 40)
+    monkeypatch.setattr(identity, "LONGEST_PROMPT", 12)
 
     def run(tokens):
         path = tmp_path / "identity.json"

@@ -58,7 +58,6 @@ def assert_same_as_plain(llm, prompts, params):
         ("7_1_8", 2, dict(mtp=1, head="apt"), 1.5),
         ("4x2x1", 2, dict(mtp=1, head="random"), 1.05),
         ("4x2x1", 16, dict(mtp=2, head="apt"), 1.5),
-        ("default", 2, dict(mtp=1, head="apt"), 1.5),
         ("default", 4, dict(mtp=1, head="apt", scan=True), 1.5),
         (UNEVEN, 2, dict(mtp=3, head="apt"), 1.5),
     ],
@@ -151,7 +150,7 @@ def test_a_broken_tree_decoder_differs_in_ways_that_floating_point_does_not_expl
 ):
     name, replacement = BROKEN_PARTS[part]
     monkeypatch.setattr(decode_round, name, replacement)
-    found = spec_llm("4x2x1").compare_with_plain(*mixed_requests(2))
+    found = spec_llm("4x2x1").compare_with_plain(*mixed_requests(1))
     assert any(not d.explained for d in found)
     assert "NOT explained" in "".join(map(str, found))
 

@@ -1,4 +1,4 @@
-"""`train.sft` makes a policy and a head from nothing or from earlier ones; then comes `train.rl`."""
+"""`train.sft` makes a policy and a head from nothing, or goes on with them; then `train.rl`."""
 
 import math
 from pathlib import Path
@@ -136,6 +136,7 @@ def gsm8k(model, out, path, **changes) -> list[dict]:
         "reward": "number",
         "rollout.max_prompt_tokens": 40,
         "rollout.max_tokens": 24,
+        "rollout.strategy": "2_1_3",
         "algo.dynamic_sampling": "false",
         "eval.problems": 2,
         **changes,
