@@ -30,8 +30,8 @@ from bench import arms_figures, arms_plot, predict
 from bench.common import write_result
 from bench.equality import Equality, Fingerprint, snapshot
 from train.config import ConfigError, load_config, option
-from train.rl import Trainer
 from train.schema import DraftConfig, EvalSection, RLConfig, RolloutSection
+from train.trainer import Trainer
 
 # Arm: (draft.mode, rollout.head).
 ARMS = {

@@ -12,8 +12,8 @@ import numpy as np
 from specjax.config import SamplingParams
 from specjax.engine.compare import Difference, first_difference
 from specjax.engine.request import make_jobs
-from train.rl import Trainer
 from train.rollout import Rollout, group_seed, tokens_digest
+from train.trainer import Trainer
 
 # A step whose tokens differ in more samples than this has a few of them judged, not all.
 JUDGED_AT_MOST = 8

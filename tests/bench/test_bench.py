@@ -11,7 +11,7 @@ from bench import arms, arms_figures, costs, decode, predict, transformers_basel
 from bench.common import alternate, median_ratio_interval, write_result
 from train.config import ConfigError
 from train.draft import frozen_policy_parts, head_loss
-from train.rl import Trainer
+from train.trainer import Trainer
 
 
 @pytest.fixture(scope="module")

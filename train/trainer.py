@@ -1,0 +1,337 @@
+"""One RL step, and the state that a checkpoint keeps: what `train.rl` drives."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import sharding
+from specjax.checkpoint import Checkpointer
+from specjax.config import SamplingParams, SpecConfig
+from specjax.engine.engine import Engine
+from specjax.engine.tokenizer import load_tokenizer
+from specjax.models import hf
+from train import data
+from train import rollout as rollouts
+from train.config import ConfigError
+from train.draft import DraftTrainer, draft_metrics
+from train.grpo import count_denominators, finalize_metrics
+from train.heads import HeadCheckpoints, starting_head
+from train.packing import pack
+from train.policy import PolicyTrainer, rl_loss
+from train.rewards import get_reward
+from train.schema import RLConfig
+
+
+class Trainer:
+    """A run: policy, head, optimizers, engine, data position. `step()` advances it by one."""
+
+    def __init__(self, cfg: RLConfig):
+        self.cfg = cfg
+        self._read_inputs()
+        model, self.params, head = hf.load_checkpoint(cfg.model, cfg.dtype.params, self.mesh)
+        longest = cfg.rollout.max_prompt_tokens + cfg.rollout.max_tokens
+        if longest > model.max_position:
+            raise ConfigError(
+                "rollout.max_prompt_tokens + rollout.max_tokens must be at most "
+                f"{model.max_position}, the longest sequence of {cfg.model}; got {longest}"
+            )
+        spec = SpecConfig(cfg.rollout.strategy, cfg.rollout.acceptance)
+        speculate = cfg.draft.mode != "none" and not spec.is_off
+        if speculate:
+            model, head = starting_head(cfg.rollout.head, model, head, cfg.seed, self.mesh)
+        self.model = model.replace(compute_dtype=cfg.dtype.compute, remat=cfg.remat)
+        self.head = head if speculate else None
+        self.position = 0
+        self.done_steps = 0
+        self.last_rollout: rollouts.Rollout | None = None
+        self._build_programs(speculate)
+
+    def _read_inputs(self) -> None:
+        """What a mistake of the user shows in, before anything is computed."""
+        cfg = self.cfg
+        if not Path(cfg.model).is_dir():
+            raise ConfigError(f"model: expected a checkpoint directory, got {cfg.model!r}")
+        try:
+            self.mesh = sharding.make_mesh(cfg.mesh)
+            self.reward = get_reward(cfg.reward)
+            self.order = data.endless(data.problems(cfg.data, "train"), cfg.data.seed)
+            self.heldout = data.problems(cfg.data, "heldout") if cfg.eval.problems else []
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self.tokenizer = load_tokenizer(cfg.model)
+
+    def _build_programs(self, speculate: bool) -> None:
+        cfg, roll = self.cfg, self.cfg.rollout
+        self.on_policy = cfg.algo.updates_per_rollout == 1
+        self.policy = PolicyTrainer(
+            self.model,
+            rl_loss(cfg.algo, self.on_policy),
+            cfg.optim.build(),
+            self.mesh,
+            roll.temperature,
+        )
+        self.opt_state = self.policy.init_opt_state(self.params)
+        self.reference = jax.tree.map(jnp.copy, self.params) if cfg.algo.kl_loss_coef else None
+        self.draft, self.draft_opt = None, None
+        if speculate and cfg.draft.mode == "online":
+            self.draft = DraftTrainer(self.model, cfg.draft, roll.temperature, self.mesh)
+            self.draft_opt = self.draft.init_opt_state(self.head)
+        # On a mesh the decode layout keeps layers stacked: fused weights cannot be split over tp.
+        decode = self.model.replace(scan_layers=self.mesh is not None, remat=False)
+        spec = SpecConfig(roll.strategy, roll.acceptance) if speculate else None
+        max_len = roll.max_prompt_tokens + roll.max_tokens
+        widths = [roll.max_prompt_tokens]  # one width, one set of executables
+        self.engine = Engine(
+            decode, spec, roll.max_batch, max_len, mesh=self.mesh, prompt_widths=widths
+        )
+        self.eval_engine = None
+        if cfg.eval.problems:
+            self.eval_engine = Engine(
+                decode, None, cfg.eval.max_batch, max_len, mesh=self.mesh, prompt_widths=widths
+            )
+        self.sync_weights()
+
+    def sync_weights(self) -> None:
+        """Hands policy and head to the engines; compiles nothing after the first time."""
+        self.engine.set_params(self.params, self.head)
+        if self.eval_engine is not None:
+            self.eval_engine.set_params(self.params)
+
+    def warm_up(self) -> None:
+        """Compiles what rollouts and evaluation will need, before the first timed step."""
+        self.engine.warm_up()
+        if self.eval_engine is not None:
+            self.eval_engine.warm_up()
+
+    # --- one step ----------------------------------------------------------------------------
+
+    def step(self) -> dict[str, float]:
+        """One RL step; returns its metrics."""
+        step = self.done_steps + 1
+        metrics: dict[str, float] = {}
+        started = time.perf_counter()
+        self.last_rollout, kept = self._rollout(step, metrics)
+        metrics["time/rollout"] = time.perf_counter() - started
+        started = time.perf_counter()
+        batches, states = self._update_policy(kept, metrics) if kept.groups else ([], [])
+        jax.block_until_ready(self.params)
+        metrics["time/train"] = time.perf_counter() - started
+        if self.draft is not None:
+            started = time.perf_counter()
+            self._update_draft(batches, states, metrics)
+            metrics["time/draft"] = time.perf_counter() - started
+        started = time.perf_counter()
+        self.sync_weights()
+        metrics["time/sync"] = time.perf_counter() - started
+        self.done_steps = step
+        return metrics
+
+    def _rollout(self, step: int, metrics: dict) -> tuple[rollouts.Rollout, rollouts.Rollout]:
+        """All groups that were sampled, and those that are trained on."""
+        algo, wanted = self.cfg.algo, self.cfg.rollout.prompts
+        everything, totals = self._sample_groups(step, wanted)
+        if algo.dynamic_sampling:
+            for _ in range(algo.max_resample - 1):
+                missing = wanted - len(rollouts.informative_groups(everything))
+                if missing <= 0:
+                    break
+                more, more_totals = self._sample_groups(step, missing)
+                everything.extend(more)
+                totals.merge(more_totals)
+            keep = rollouts.informative_groups(everything)[:wanted]
+        else:
+            keep = list(range(len(everything.groups)))
+        metrics |= rollouts.rollout_metrics(everything, totals, self.cfg.mesh.size)
+        metrics["rollout/groups_kept"] = float(len(keep))
+        return everything, everything.select(keep)
+
+    def _sample_groups(self, step: int, count: int):
+        problems, prompts = self._next_problems(count)
+        roll = self.cfg.rollout
+        params = [
+            SamplingParams(
+                temperature=roll.temperature,
+                max_tokens=roll.max_tokens,
+                seed=rollouts.group_seed(self.cfg.seed, step, problem.index),
+                n=roll.n,
+            )
+            for problem in problems
+        ]
+        return rollouts.generate(
+            self.engine,
+            self.tokenizer,
+            problems,
+            prompts,
+            params,
+            self.model.eos_token_ids,
+            self.reward,
+        )
+
+    def _next_problems(self, count: int):
+        """The next problems in order; those whose prompt is too long are passed over."""
+        problems, prompts, passed = [], [], 0
+        while len(problems) < count:
+            problem = self.order[self.position]
+            self.position += 1
+            prompt = data.encode_prompt(self.tokenizer, problem.prompt)
+            if len(prompt) > self.cfg.rollout.max_prompt_tokens:
+                passed += 1
+                if passed > 100 * count:
+                    raise ConfigError(
+                        f"{passed} prompts in a row are longer than rollout.max_prompt_tokens = "
+                        f"{self.cfg.rollout.max_prompt_tokens}; raise it"
+                    )
+                continue
+            problems.append(problem)
+            prompts.append(prompt)
+        return problems, prompts
+
+    def _update_policy(self, kept: rollouts.Rollout, metrics: dict):
+        """Packs the kept groups and runs the policy's updates; returns batches and states."""
+        cfg = self.cfg
+        samples = rollouts.to_samples(kept, cfg.algo.normalize_std, cfg.algo.advantage_eps)
+        shards = np.array_split(np.arange(len(samples)), cfg.algo.updates_per_rollout)
+        updates = [
+            pack([samples[i] for i in shard], cfg.packing.row_length, cfg.packing.rows)
+            for shard in shards
+            if len(shard)
+        ]
+        denominators = [count_denominators(batches) for batches in updates]
+        updates = [[self._scored(batch) for batch in batches] for batches in updates]
+        all_batches, all_states, total = [], [], {}
+        for batches, counts in zip(updates, denominators, strict=True):
+            self.params, self.opt_state, states, sums = self.policy.update(
+                self.params, self.opt_state, batches, counts
+            )
+            all_batches += batches
+            all_states += states
+            norm = float(sums.pop("grad_norm"))
+            total = {k: total.get(k, 0.0) + v for k, v in sums.items()}
+            metrics["train/grad_norm"] = max(norm, metrics.get("train/grad_norm", 0.0))
+        final = finalize_metrics({k: float(v) for k, v in total.items()})
+        for name in ("loss", "policy_loss", "kl_loss"):
+            final[name] /= len(updates)
+        metrics |= {f"train/{name}": value for name, value in final.items()}
+        metrics["train/microbatches"] = float(len(all_batches))
+        return all_batches, all_states
+
+    def _scored(self, batch: dict) -> dict:
+        """A micro-batch on the devices, with old and reference log-probabilities as needed."""
+        placed = self.policy.place(batch)
+        if not self.on_policy:
+            placed["old_logprobs"] = self.policy.logprobs(self.params, placed)
+        if self.reference is not None:
+            placed["ref_logprobs"] = self.policy.logprobs(self.reference, placed)
+        return placed
+
+    def _update_draft(self, batches, states, metrics: dict) -> None:
+        if not batches:  # every group was dropped: nothing to learn from
+            return
+        self.head, self.draft_opt, sums = self.draft.update(
+            self.head, self.draft_opt, self.params, batches, states
+        )
+        metrics |= draft_metrics(sums)
+
+    # --- evaluation, checkpoints -------------------------------------------------------------
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out reward and mean length, sampled with the same seeds every time."""
+        cfg = self.cfg
+        problems = [self.heldout[i] for i in range(min(cfg.eval.problems, len(self.heldout)))]
+        prompts = [data.encode_prompt(self.tokenizer, p.prompt) for p in problems]
+        fits = [i for i, p in enumerate(prompts) if len(p) <= cfg.rollout.max_prompt_tokens]
+        params = [
+            SamplingParams(
+                temperature=cfg.rollout.temperature,
+                max_tokens=cfg.rollout.max_tokens,
+                seed=cfg.eval.seed + problems[i].index,
+            )
+            for i in fits
+        ]
+        result, totals = rollouts.generate(
+            self.eval_engine,
+            self.tokenizer,
+            [problems[i] for i in fits],
+            [prompts[i] for i in fits],
+            params,
+            self.model.eos_token_ids,
+            self.reward,
+        )
+        return {
+            "eval/reward": float(result.rewards.mean()),
+            "eval/problems": float(len(fits)),
+            "eval/response_length_mean": totals.tokens / max(len(fits), 1),
+            "time/eval": totals.seconds,
+        }
+
+    def trees(self) -> dict:
+        """What a checkpoint holds."""
+        trees = {"policy": self.params, "policy_opt": self.opt_state}
+        if self.head is not None:
+            trees["draft"] = self.head
+        if self.draft_opt is not None:
+            trees["draft_opt"] = self.draft_opt
+        if self.reference is not None:
+            trees["reference"] = self.reference
+        return trees
+
+    def fingerprint(self) -> dict:
+        """The settings that decide what is learned; a resumed run must have the same."""
+        settings = dataclasses.asdict(self.cfg)
+        for name in ("out", "steps", "log", "checkpoint", "eval", "mesh"):
+            settings.pop(name)
+        return settings
+
+    def save(
+        self, checkpoints: Checkpointer, heads: HeadCheckpoints | None = None, block: bool = False
+    ) -> None:
+        """Starts saving the whole state, and the head alone to `heads`; `block` waits for both."""
+        meta = {
+            "step": self.done_steps,
+            "position": self.position,
+            "seed": self.cfg.seed,
+            "settings": self.fingerprint(),
+        }
+        checkpoints.save(self.done_steps, self.trees(), meta)
+        if heads is not None and self.head is not None:
+            heads.save(self.done_steps, self.head)
+        if block:
+            checkpoints.wait()
+            if heads is not None:
+                heads.wait()
+
+    def restore(self, checkpoints: Checkpointer, step: int | None) -> None:
+        """Continues from a checkpoint; every later step is as in a run never stopped.
+
+        Raises:
+          ConfigError: it was made with other settings. CheckpointError: it cannot be used.
+        """
+        _, meta = checkpoints.restore(step, {})
+        theirs, ours = meta["settings"], _as_json(self.fingerprint())
+        changed = sorted(k for k in ours if ours[k] != theirs.get(k))
+        if changed:
+            raise ConfigError(
+                f"the checkpoint was made with other settings of {', '.join(changed)}; resume with "
+                "the same configuration, or start a new run in another directory"
+            )
+        abstract = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), self.trees()
+        )
+        trees, meta = checkpoints.restore(meta["step"], abstract)
+        self.params, self.opt_state = trees["policy"], trees["policy_opt"]
+        self.head = trees.get("draft")
+        self.draft_opt = trees.get("draft_opt")
+        self.reference = trees.get("reference")
+        self.done_steps, self.position = meta["step"], meta["position"]
+        self.sync_weights()
+
+
+def _as_json(value):
+    return json.loads(json.dumps(value))
