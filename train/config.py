@@ -201,14 +201,23 @@ def _merge(schema_cls: type, config: str | None, overrides: Sequence[str]) -> Di
     return merged
 
 
-def _find(config: str) -> Path:
-    """The file itself, else the one of that name in the checkout or the installed package."""
+def _roots() -> list[Path]:
+    """Where shipped files lie: the working directory, the checkout, the installed package."""
     installed = Path(sysconfig.get_path("data")) / "share" / "specjax"
-    roots = [Path.cwd(), Path(__file__).resolve().parent.parent, installed]
-    for root in roots:
-        if (root / config).is_file():
-            return root / config
-    shipped = {path.name for root in roots for path in (root / "configs").glob("*.yaml")}
+    return [Path.cwd(), Path(__file__).resolve().parent.parent, installed]
+
+
+def find_shipped(name: str) -> Path:
+    """The file or directory `name` itself, else the shipped one; `name` unchanged if neither."""
+    return next((root / name for root in _roots() if (root / name).exists()), Path(name))
+
+
+def _find(config: str) -> Path:
+    """The config file of that name."""
+    path = find_shipped(config)
+    if path.is_file():
+        return path
+    shipped = {path.name for root in _roots() for path in (root / "configs").glob("*.yaml")}
     known = f"; shipped: {', '.join(f'configs/{name}' for name in sorted(shipped))}"
     raise ConfigError(f"--config: no file {config}{known if shipped else ''}")
 

@@ -25,6 +25,7 @@ from specjax.models.transformer import Params, embed_tokens, lm_logits
 from train.config import option
 from train.draft_loss import DRAFT_LOSSES, draft_step_loss, draft_target_logits, draft_targets
 from train.optim import OptimConfig
+from train.policy import init_opt_state
 
 MODES = ("none", "frozen", "online")
 
@@ -124,10 +125,7 @@ class DraftTrainer:
         self._update = jax.jit(self._update_program, donate_argnums=(0, 1))
 
     def init_opt_state(self, head: Params):
-        if self.mesh is None:
-            return jax.jit(self.optimizer.init)(head)
-        shardings = sharding.param_shardings(self.mesh, jax.eval_shape(self.optimizer.init, head))
-        return jax.jit(self.optimizer.init, out_shardings=shardings)(head)
+        return init_opt_state(self.optimizer, head, self.mesh)
 
     def update(
         self, head: Params, opt_state, policy: Params, batches: Sequence, states: Sequence[Array]
@@ -155,7 +153,8 @@ class DraftTrainer:
             lambda h: head_loss(self.cfg, self.draft, self.temperature, h, policy, batch, states),
             has_aux=True,
         )(head)
-        updates, new_opt_state = self.optimizer.update(gradients, opt_state, head)
+        gradients, head32 = jax.tree.map(lambda a: a.astype(jnp.float32), (gradients, head))
+        updates, new_opt_state = self.optimizer.update(gradients, opt_state, head32)
         has_tokens = sums["mtp_tokens"][0] > 0  # padding alone must not move the moments
         updates = jax.tree.map(lambda u: jnp.where(has_tokens, u, 0.0), updates)
         opt_state = jax.tree.map(

@@ -281,7 +281,8 @@ def _held_out(axis: Axes, series: Series) -> None:
 
 
 def _headline(run: Path, records: Records) -> str:
-    text = f"{run.resolve().name}: {len(records)} RL steps"
+    steps = max((record["step"] for record in records), default=0)
+    text = f"{run.resolve().name}: {steps} RL steps"
     held_out = _series(records, "eval/reward")[1]
     if len(held_out) > 1:
         text += f", held-out reward {held_out[0]:.2f} -> {held_out[-1]:.2f}"

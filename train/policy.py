@@ -49,6 +49,18 @@ def rl_loss(cfg: GRPOConfig, on_policy: bool = False) -> LossFn:
     return loss
 
 
+def init_opt_state(optimizer: optax.GradientTransformation, params: Params, mesh):
+    """Optimizer state in float32, created in the sharding of the parameters it belongs to."""
+
+    def init(params):  # gradients are float32 whatever the parameters are, and so are the moments
+        return optimizer.init(jax.tree.map(lambda a: a.astype(jnp.float32), params))
+
+    if mesh is None:
+        return jax.jit(init)(params)
+    shardings = sharding.param_shardings(mesh, jax.eval_shape(init, params))
+    return jax.jit(init, out_shardings=shardings)(params)
+
+
 class PolicyTrainer:
     """Holds the jitted programs; parameters and optimizer state are passed in and out.
 
@@ -78,19 +90,16 @@ class PolicyTrainer:
 
     def init_opt_state(self, params: Params):
         """Optimizer state, created in the sharding of the parameters it belongs to."""
-        if self.mesh is None:
-            return jax.jit(self.optimizer.init)(params)
-        shardings = sharding.param_shardings(
-            self.mesh, jax.eval_shape(self.optimizer.init, params)
-        )
-        return jax.jit(self.optimizer.init, out_shardings=shardings)(params)
+        return init_opt_state(self.optimizer, params, self.mesh)
 
     def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, Array]:
         """Host arrays [R S] to devices, rows over the data axes."""
         if self.mesh is None:
             return jax.device_put(dict(batch))
-        spec = jax.NamedSharding(self.mesh, jax.P(("data", "fsdp")))
-        return {key: jax.device_put(value, spec) for key, value in batch.items()}
+        return {
+            key: jax.device_put(value, sharding.batch_sharding(self.mesh, value))
+            for key, value in batch.items()
+        }
 
     def update(
         self, params: Params, opt_state, batches: Sequence[Batch], denominators: Denominators
@@ -103,14 +112,15 @@ class PolicyTrainer:
           params, opt_state, per micro-batch the states [R S D] before the final norm (of the old
           parameters, without gradient), and metric sums with `grad_norm`.
         """
-        gradients, states, sums = self._zeros(params), [], None
+        gradients, states, sums = self._zeros(params), [], []
         for batch in batches:
             gradients, here, new = self._accumulate(params, gradients, batch, denominators)
             states.append(here)
-            new = jax.device_get(new)
-            sums = new if sums is None else {k: sums[k] + v for k, v in new.items()}
+            sums.append(new)
         params, opt_state, norm = self._apply(params, opt_state, gradients)
-        return params, opt_state, states, {**sums, "grad_norm": jax.device_get(norm)}
+        sums = jax.device_get(sums)  # once, when all micro-batches are on their way
+        total = {key: sum(s[key] for s in sums) for key in sums[0]}
+        return params, opt_state, states, {**total, "grad_norm": jax.device_get(norm)}
 
     def logprobs(self, params: Params, batch: Batch) -> Float[Array, "R S"]:
         """Log-probabilities of all tokens, by the same arithmetic as the update's."""
@@ -144,7 +154,8 @@ class PolicyTrainer:
         return sharding.pin(self.mesh, jax.tree.map(jnp.add, gradients, new)), states, sums
 
     def _apply_program(self, params, opt_state, gradients):
-        updates, opt_state = self.optimizer.update(gradients, opt_state, params)
+        params32 = jax.tree.map(lambda a: a.astype(jnp.float32), params)
+        updates, opt_state = self.optimizer.update(gradients, opt_state, params32)
         params = sharding.pin(self.mesh, optax.apply_updates(params, updates))
         return params, sharding.pin(self.mesh, opt_state), optax.global_norm(gradients)
 

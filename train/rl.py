@@ -8,7 +8,8 @@ One step, and nothing more:
               -> draft update on those states (its own program, optimizer and clip norm)
               -> both sets of weights back to the engine -> metrics, checkpoint
 
-What is learned depends on config and seeds, never on the clock, nor on how the draft head fares.
+What is learned depends on config and seeds, never on the clock; with `coupled` acceptance it does
+not depend on the draft head either.
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> 
     keep = cfg.checkpoint.keep_last
     heads = HeadCheckpoints(out / "draft", trainer.model, keep)
     with Checkpointer(out / "checkpoints", keep) as checkpoints, heads:
+        if resume and not checkpoints.all_steps():  # killed before the first one was complete
+            print(f"{out} holds no complete checkpoint: starting again at step 1")
+            resume = False
         if resume:
             trainer.restore(checkpoints, resume_step)
         trainer.warm_up()
@@ -135,7 +139,7 @@ def summary(records: list[dict]) -> list[dict]:
 def _fresh(out: Path) -> Path:
     """`out`, or the first free `out-N` when an earlier run has checkpoints there."""
     candidate, number = out, 2
-    while (candidate / "checkpoints").exists():
+    while any((candidate / "checkpoints").glob("[0-9]*")):
         candidate, number = out.with_name(f"{out.name}-{number}"), number + 1
     return candidate
 
@@ -153,13 +157,23 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+# What a mistake of the user, a missing package or a damaged file raises: one message, no traceback.
+USER_ERRORS = (
+    ConfigError,
+    CheckpointError,
+    UnsupportedModelError,
+    FileNotFoundError,
+    ModuleNotFoundError,
+)
+
+
 def main(argv: list[str] | None = None) -> None:
     cfg, flags = parse_config(
         RLConfig, argv, "train.rl", "GRPO with speculative rollouts.", _flags
     )
     try:
         run(cfg, flags.resume or flags.resume_step is not None, flags.resume_step)
-    except (ConfigError, CheckpointError, UnsupportedModelError, FileNotFoundError) as error:
+    except USER_ERRORS as error:
         sys.exit(f"train.rl: error: {error}")
 
 

@@ -1,7 +1,7 @@
 """Rollouts: problems in, scored samples out. Which tokens come out is decided by seeds alone.
 
-The seed of a group folds run seed, step and problem; the request key folds the prompt and the
-sample index on top. Neither slots, nor batch size, nor speculation enter.
+The seed of a group folds run seed, step and the group's place in the data; the request key folds
+the prompt and the sample index on top. Neither slots, nor batch size, nor speculation enter.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ class Rollout:
         )
 
 
-def group_seed(run_seed: int, step: int, problem: int) -> int:
-    """A 64-bit seed for the samples of one problem at one step."""
-    text = f"{run_seed}:{step}:{problem}".encode()
+def group_seed(run_seed: int, step: int, place: int) -> int:
+    """A 64-bit seed for one group: by its place in the order of draws, for a small data set may
+    hand out one problem twice in a step, and the two groups must not share their noise."""
+    text = f"{run_seed}:{step}:{place}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 

@@ -19,7 +19,7 @@ from specjax.engine.tokenizer import load_tokenizer
 from specjax.models import hf
 from train import data
 from train import rollout as rollouts
-from train.config import ConfigError
+from train.config import ConfigError, find_shipped
 from train.draft import DraftTrainer, draft_metrics
 from train.grpo import count_denominators, finalize_metrics
 from train.heads import HeadCheckpoints, starting_head
@@ -56,6 +56,7 @@ class Trainer:
     def _read_inputs(self) -> None:
         """What a mistake of the user shows in, before anything is computed."""
         cfg = self.cfg
+        cfg.model = str(find_shipped(cfg.model))
         if not Path(cfg.model).is_dir():
             raise ConfigError(f"model: expected a checkpoint directory, got {cfg.model!r}")
         try:
@@ -84,30 +85,31 @@ class Trainer:
             self.draft = DraftTrainer(self.model, cfg.draft, roll.temperature, self.mesh)
             self.draft_opt = self.draft.init_opt_state(self.head)
         # On a mesh the decode layout keeps layers stacked: fused weights cannot be split over tp.
-        decode = self.model.replace(scan_layers=self.mesh is not None, remat=False)
+        scan = roll.scan_layers or self.mesh is not None
+        decode = self.model.replace(scan_layers=scan, remat=False)
         spec = SpecConfig(roll.strategy, roll.acceptance) if speculate else None
         max_len = roll.max_prompt_tokens + roll.max_tokens
-        widths = [roll.max_prompt_tokens]  # one width, one set of executables
-        self.engine = Engine(
-            decode, spec, roll.max_batch, max_len, mesh=self.mesh, prompt_widths=widths
-        )
+        settings = {
+            "max_len": max_len,
+            "stop_width": max(1, len(self.model.eos_token_ids)),
+            "mesh": self.mesh,
+            "prompt_widths": [roll.max_prompt_tokens],  # one width, one set of executables
+        }
+        self.engine = Engine(decode, spec, roll.max_batch, **settings)
         self.eval_engine = None
         if cfg.eval.problems:
-            self.eval_engine = Engine(
-                decode, None, cfg.eval.max_batch, max_len, mesh=self.mesh, prompt_widths=widths
-            )
+            self.eval_engine = Engine(decode, None, cfg.eval.max_batch, **settings)
         self.sync_weights()
 
     def sync_weights(self) -> None:
-        """Hands policy and head to the engines; compiles nothing after the first time."""
+        """Hands policy and head to the engine; compiles nothing after the first time."""
         self.engine.set_params(self.params, self.head)
-        if self.eval_engine is not None:
-            self.eval_engine.set_params(self.params)
 
     def warm_up(self) -> None:
         """Compiles what rollouts and evaluation will need, before the first timed step."""
         self.engine.warm_up()
         if self.eval_engine is not None:
+            self.eval_engine.set_params(self.params)
             self.eval_engine.warm_up()
 
     # --- one step ----------------------------------------------------------------------------
@@ -129,6 +131,7 @@ class Trainer:
             metrics["time/draft"] = time.perf_counter() - started
         started = time.perf_counter()
         self.sync_weights()
+        jax.block_until_ready(self.engine.runner.params)
         metrics["time/sync"] = time.perf_counter() - started
         self.done_steps = step
         return metrics
@@ -153,16 +156,16 @@ class Trainer:
         return everything, everything.select(keep)
 
     def _sample_groups(self, step: int, count: int):
-        problems, prompts = self._next_problems(count)
+        problems, prompts, places = self._next_problems(count)
         roll = self.cfg.rollout
         params = [
             SamplingParams(
                 temperature=roll.temperature,
                 max_tokens=roll.max_tokens,
-                seed=rollouts.group_seed(self.cfg.seed, step, problem.index),
+                seed=rollouts.group_seed(self.cfg.seed, step, place),
                 n=roll.n,
             )
-            for problem in problems
+            for place in places
         ]
         return rollouts.generate(
             self.engine,
@@ -175,10 +178,13 @@ class Trainer:
         )
 
     def _next_problems(self, count: int):
-        """The next problems in order; those whose prompt is too long are passed over."""
-        problems, prompts, passed = [], [], 0
+        """The next problems in order, with their prompts and places in the order of draws.
+
+        Problems whose prompt is too long are passed over.
+        """
+        problems, prompts, places, passed = [], [], [], 0
         while len(problems) < count:
-            problem = self.order[self.position]
+            problem, place = self.order[self.position], self.position
             self.position += 1
             prompt = data.encode_prompt(self.tokenizer, problem.prompt)
             if len(prompt) > self.cfg.rollout.max_prompt_tokens:
@@ -191,7 +197,8 @@ class Trainer:
                 continue
             problems.append(problem)
             prompts.append(prompt)
-        return problems, prompts
+            places.append(place)
+        return problems, prompts, places
 
     def _update_policy(self, kept: rollouts.Rollout, metrics: dict):
         """Packs the kept groups and runs the policy's updates; returns batches and states."""
@@ -232,6 +239,11 @@ class Trainer:
         return placed
 
     def _update_draft(self, batches, states, metrics: dict) -> None:
+        """Trains the head on the update's states, read out through the updated policy's head.
+
+        The states are one update older than the embedding and language-model head beside them; the
+        head will be used with the newer ones.
+        """
         if not batches:  # every group was dropped: nothing to learn from
             return
         self.head, self.draft_opt, sums = self.draft.update(
@@ -255,6 +267,7 @@ class Trainer:
             )
             for i in fits
         ]
+        self.eval_engine.set_params(self.params)
         result, totals = rollouts.generate(
             self.eval_engine,
             self.tokenizer,

@@ -208,11 +208,13 @@ class _Prompts:
         return self._ready[key]
 
     def _run(self, index: int) -> dict[tuple, tuple[Prefilled, int]]:
-        """Prefills the next distinct prompts that fit the first one's width."""
+        """Prefills the next distinct prompts of the first one's width."""
         width = self._width(len(self._keys[index]))
         chosen: dict[tuple, Job] = {}
         for key, job in zip(self._keys[index:], self._jobs[index:], strict=True):
-            if key not in chosen and (len(chosen) == self._rows or len(key) > width):
+            if key not in chosen and (
+                len(chosen) == self._rows or self._width(len(key)) != width
+            ):
                 break
             chosen[key] = job
         jobs = list(chosen.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +35,8 @@ class LLM:
       dtype: of parameters and arithmetic (`"float32"`, `"bfloat16"`).
       mesh: shard over it; see `specjax.sharding.make_mesh`.
       tokenizer: overrides the one in the directory; without one, prompts are token ids.
+      scan_layers: scan over the layers instead of unrolling them: compiles faster, decodes slower
+        on CPU. None: as the config says, which for a directory is unrolled.
 
     Raises:
       ValueError: speculation is asked for and the checkpoint has no draft head.
@@ -48,6 +51,7 @@ class LLM:
         dtype: str = "float32",
         mesh: jax.sharding.Mesh | None = None,
         tokenizer=None,
+        scan_layers: bool | None = None,
     ):
         if isinstance(model, (str, Path)):
             cfg, params, head = hf.load_checkpoint(model, dtype, mesh)
@@ -59,8 +63,9 @@ class LLM:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
         self.spec = None if spec is None or spec.is_off else spec
         cfg, head = _with_head(cfg, head, self.spec)
-        if mesh is not None:  # fused weights, as unrolled layers have them, cannot be split
-            cfg = cfg.replace(scan_layers=True)
+        # Fused weights, as unrolled layers have them, cannot be split over a mesh.
+        scan = cfg.scan_layers if scan_layers is None else scan_layers
+        cfg = cfg.replace(scan_layers=scan or mesh is not None)
         self.cfg, self.tokenizer, self.mesh = cfg, tokenizer, mesh
         self.max_batch = max_batch
         self.max_len = min(max_len or 2048, cfg.max_position)
@@ -90,7 +95,8 @@ class LLM:
         """Generates `params.n` samples for each prompt.
 
         Args:
-          prompts: strings, or lists of token ids; one prompt may be given bare.
+          prompts: strings (encoded as the tokenizer does, its special tokens included), or lists
+            of token ids; one prompt may be given bare.
           params: one for all, or one per prompt.
           progress: show a bar with tok/s and accept length.
 
@@ -122,7 +128,11 @@ class LLM:
         prompts, params = self._normalise(prompts, params)
         spec_outs = self.generate(prompts, params)
         plain = LLM(
-            (self.cfg, self.params, None), None, self.max_batch, self.max_len, mesh=self.mesh
+            (self.cfg, self.params, None),
+            None,
+            self.max_batch,
+            self.max_len,
+            mesh=self.mesh,
         )
         ids = [out.prompt_token_ids for out in spec_outs]
         plain_outs = plain.generate(ids, params)
@@ -142,7 +152,7 @@ class LLM:
 
     def _normalise(self, prompts, params):
         if isinstance(prompts, str) or (
-            len(prompts) > 0 and all(isinstance(t, int) for t in prompts)
+            len(prompts) > 0 and all(isinstance(t, numbers.Integral) for t in prompts)
         ):
             prompts = [prompts]
         prompts = list(prompts)
@@ -165,7 +175,10 @@ class LLM:
                     f"{where} is a string but the checkpoint has no tokenizer; pass token ids, or "
                     "LLM(..., tokenizer=...)"
                 )
-            prompt = self.tokenizer.encode(prompt, add_special_tokens=False)
+            prompt = self.tokenizer.encode(prompt)
+        wrong = [t for t in prompt if not isinstance(t, numbers.Integral)]
+        if wrong:
+            raise ValueError(f"{where} holds {wrong[0]!r}; expected token ids, which are integers")
         ids = [int(t) for t in prompt]
         if not ids:
             raise ValueError(f"{where} is empty; expected at least one token")
@@ -177,7 +190,8 @@ class LLM:
         if len(ids) + params.max_tokens > self.max_len:
             raise ValueError(
                 f"{where} has {len(ids)} tokens and max_tokens is {params.max_tokens}, together "
-                f"more than max_len {self.max_len}; shorten one or raise max_len"
+                f"more than max_len {self.max_len}; shorten one, or raise max_len (the model's own "
+                f"limit is {self.cfg.max_position})"
             )
         stops = len(params.stop_token_ids) + len(self.cfg.eos_token_ids)
         if stops > STOP_WIDTH:

@@ -56,7 +56,7 @@ def assert_same_as_plain(llm, prompts, params):
         ("1_1_2", 1, dict(mtp=1, head="random"), 1.02),
         ("4_1_5", 4, dict(mtp=2, head="apt"), 1.5),
         ("7_1_8", 2, dict(mtp=1, head="apt"), 1.5),
-        ("4x2x1", 2, dict(mtp=1, head="random"), 1.05),
+        ("2x2", 2, dict(mtp=1, head="random"), 1.05),
         ("4x2x1", 16, dict(mtp=2, head="apt"), 1.5),
         ("default", 4, dict(mtp=1, head="apt", scan=True), 1.5),
         (UNEVEN, 2, dict(mtp=3, head="apt"), 1.5),

@@ -11,7 +11,7 @@ import tiny_run
 
 from specjax import LLM, SamplingParams
 from specjax.models import hf
-from train import rl
+from train import grpo, rl
 from train.config import parse_config
 from train.log import read_metrics
 from train.policy import PolicyTrainer, sft_loss
@@ -271,7 +271,7 @@ def test_scanned_and_looped_layers_give_the_same_loss_and_gradient(base):
     for scan in (True, False):
         policy = PolicyTrainer(trainer.model, sft_loss, trainer.cfg.optim.build())
         policy.cfg = trainer.model.replace(scan_layers=scan)
-        counts = rl.count_denominators([batch])
+        counts = grpo.count_denominators([batch])
         params = jax.tree.map(jnp.copy, trainer.params)
         *_, sums = policy.update(params, policy.init_opt_state(params), [batch], counts)
         results.append((float(sums["loss"]), float(sums["grad_norm"])))
