@@ -59,6 +59,11 @@ class DecodeState(NamedTuple):
     histogram: Int[Array, "B X"]
 
 
+def cache_slots(cfg: ModelConfig, max_len: int, steps: int) -> int:
+    """Slots of a cache: a commit may write a whole round or window past the longest sequence."""
+    return max_len + max(steps + cfg.mtp_num_layers, steps + 1)
+
+
 def empty_state(
     cfg: ModelConfig, batch: int, max_len: int, steps: int, stop_width: int
 ) -> DecodeState:
@@ -69,7 +74,7 @@ def empty_state(
       stop_width: stop tokens that a request may have, the model's own included.
     """
     window = steps + cfg.mtp_num_layers
-    slots = max_len + max(window, steps + 1)
+    slots = cache_slots(cfg, max_len, steps)
     stacked = cfg.scan_layers
     draft = None
     if steps:

@@ -22,6 +22,8 @@ from specjax.models.transformer import Params
 
 FINISH_REASONS = {STOPPED: "stop", LENGTH: "length"}
 PREFILL_ROWS = 8
+# Lengths up to which attention reads the cache, one executable each; then the whole of it.
+REACHES = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 class Engine:
@@ -42,7 +44,7 @@ class Engine:
         spec: SpecConfig | None,
         batch: int,
         max_len: int,
-        chunk_tokens: int = 64,
+        chunk_tokens: int = 32,
         stop_width: int = 8,
         mesh: jax.sharding.Mesh | None = None,
         prompt_widths: Sequence[int] | None = None,
@@ -54,6 +56,8 @@ class Engine:
         self.batch, self.max_len = batch, max_len
         self.prompt_widths = sorted(prompt_widths or _default_widths(max_len))
         self.prefill_rows = min(batch, PREFILL_ROWS)
+        self._reaches = [n for n in REACHES if n < max_len] + [max_len]
+        self._lengths = np.zeros(batch, np.int64)
         self.chunk_rounds = max(1, chunk_tokens // (self.runner.steps + 1))
 
     def set_params(self, params: Params, head: Params | None = None) -> None:
@@ -69,7 +73,8 @@ class Engine:
             for count in self._place_sizes():
                 prefilled, row = prompts.get(0)
                 self.runner.place(prefilled, self._admission([(0, row, job)], count, width))
-        self.runner.chunk(1, False)
+        for reach in self._reaches:
+            self.runner.chunk(1, False, reach)
         self._read()
         self.runner.reset()
 
@@ -93,7 +98,7 @@ class Engine:
         finished = 0
         while waiting or any(s is not None for s in slots):
             self._fill(jobs, waiting, slots, prompts)
-            self.runner.chunk(self.chunk_rounds, leave_early=bool(waiting))
+            self.runner.chunk(self.chunk_rounds, bool(waiting), self._reach(jobs, slots))
             for slot, sample in self._collect(jobs, slots):
                 outputs[slots[slot]] = sample
                 totals.add(sample)
@@ -103,6 +108,14 @@ class Engine:
             if on_progress:
                 on_progress(finished, totals)
         return outputs, totals
+
+    def _reach(self, jobs, slots) -> int:
+        """The shortest reach that no running slot can outgrow in the next chunk."""
+        running = [i for i, s in enumerate(slots) if s is not None]
+        longest = max(int(self._lengths[i]) for i in running)
+        ahead = self.chunk_rounds * (self.runner.steps + 1)
+        limit = max(jobs[slots[i]].limit for i in running)
+        return next(n for n in self._reaches if n >= min(longest + ahead, limit, self.max_len))
 
     def _fill(self, jobs, waiting, slots, prompts: _Prompts) -> None:
         """Places waiting jobs into free slots, those of one prefill at a time."""
@@ -116,6 +129,7 @@ class Engine:
                     break
                 index, slot = waiting.popleft(), free.popleft()
                 slots[slot] = index
+                self._lengths[slot] = len(jobs[index].prompt)
                 placed.append((slot, row, jobs[index]))
             count = next(n for n in self._place_sizes() if n >= len(placed))
             width = jax.tree.leaves(prefilled.cache)[0].shape[-2]
@@ -156,7 +170,10 @@ class Engine:
 
     def _collect(self, jobs, slots) -> list[tuple[int, SampleOutput]]:
         """Outputs of the slots that finished in the last chunk."""
-        finish = np.asarray(jax.device_get(self.runner.state.finish))
+        state = self.runner.state
+        finish, self._lengths = (
+            np.array(x) for x in jax.device_get((state.finish, state.length))
+        )
         done = [
             i for i, s in enumerate(slots) if s is not None and finish[i] not in (RUNNING, EMPTY)
         ]

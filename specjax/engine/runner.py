@@ -14,10 +14,11 @@ import numpy as np
 from flax import nnx
 
 from specjax import sharding
+from specjax.cache import narrow, widen
 from specjax.config import ModelConfig, Strategy
 from specjax.decode.admit import Admission, Prefilled, place, prefill
 from specjax.decode.round import plain_round, run_chunk, spec_round
-from specjax.decode.state import EMPTY, DecodeState, empty_state
+from specjax.decode.state import EMPTY, DecodeState, cache_slots, empty_state
 from specjax.decode.tree import build_tree
 from specjax.draft.mtp import head_graphdef
 from specjax.models.transformer import Params, graphdef, unroll_layers
@@ -52,7 +53,7 @@ class Runner:
         self.head: Params | None = None
         self.state: DecodeState | None = None
         self.compilations = 0
-        self._chunk = None
+        self._chunk: dict[int, object] = {}
         self._prefill: dict[tuple[int, int], object] = {}
         self._place: dict[tuple, object] = {}
         self._layout = None
@@ -134,23 +135,47 @@ class Runner:
             )
         self.state = self._place[key](self.state, prefilled, new)
 
-    def chunk(self, max_rounds: int, leave_early: bool) -> int:
-        """Runs up to `max_rounds` rounds; returns how many ran."""
+    def chunk(self, max_rounds: int, leave_early: bool, reach: int | None = None) -> int:
+        """Runs up to `max_rounds` rounds; returns how many ran.
+
+        Args:
+          reach: no running slot gets longer than this; attention then reads that much of the cache
+            and no more. One executable per value: take few.
+        """
+        reach = self.max_len if reach is None else reach
         inputs = (
             self.params, self.head, self.state, np.int32(max_rounds), np.bool_(leave_early)
         )  # fmt: skip
-        if self._chunk is None:
+        if reach not in self._chunk:
             def program(params, head, state, max_rounds, leave_early):
                 model, head = self.modules(params, head)
-                return run_chunk(
-                    lambda s: self._round(model, head, s), state, max_rounds, leave_early
+                short, rounds = run_chunk(
+                    lambda s: self._round(model, head, s),
+                    self._narrow(state, reach),
+                    max_rounds,
+                    leave_early,
                 )
+                return self._widen(state, short), rounds
 
-            self._chunk = self._compile(
+            self._chunk[reach] = self._compile(
                 program, *inputs, donate=2, out=(self._state_shardings(), None)
             )
-        self.state, rounds = self._chunk(*inputs)
+        self.state, rounds = self._chunk[reach](*inputs)
         return int(rounds)
+
+    def _narrow(self, state: DecodeState, reach: int) -> DecodeState:
+        """The state with caches of `reach` slots and the margin that commits may write into."""
+        margin = cache_slots(self.cfg, self.max_len, self.steps) - self.max_len
+        draft = state.draft
+        if draft is not None:
+            draft = draft._replace(cache=narrow(draft.cache, reach + margin))
+        return state._replace(cache=narrow(state.cache, reach + margin), draft=draft)
+
+    def _widen(self, state: DecodeState, short: DecodeState) -> DecodeState:
+        draft = short.draft
+        if draft is not None:
+            draft = draft._replace(cache=widen(state.draft.cache, draft.cache))
+        return short._replace(cache=widen(state.cache, short.cache), draft=draft)
 
     def _round(self, model, head, state):
         if self.tree is None:
