@@ -45,7 +45,13 @@ LOGICAL = {
 
 @dataclasses.dataclass
 class MeshConfig:
-    """Devices per mesh axis; their product must be the number of devices, 1 1 1 is no mesh."""
+    """Devices per mesh axis; the first `size` devices are used, and 1 1 1 is no mesh.
+
+    Attributes:
+      data: devices that the rows of a batch are split over.
+      fsdp: devices that rows, weights and optimizer states are split over.
+      tp: devices that heads, feed-forward width and vocabulary are split over.
+    """
 
     data: int = 1
     fsdp: int = 1

@@ -1,7 +1,8 @@
 """Configuration of a program: a dataclass schema <- a YAML file <- `key=value` arguments.
 
 A schema is a tree of dataclasses whose fields are made with `option`, so that every key has a type,
-a default and a sentence of documentation; `--help` lists them and nothing else needs writing::
+a default and a sentence of documentation (a field made otherwise has it under "Attributes:" in the
+docstring of its class); `--help` lists them and nothing else needs writing::
 
     @dataclass
     class Optimizer:
@@ -24,11 +25,13 @@ import argparse
 import copy
 import dataclasses
 import difflib
+import inspect
+import json
 import re
 import sys
 import sysconfig
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -120,6 +123,26 @@ class ConfigError(ValueError):
     """The configuration that the user gave cannot be used."""
 
 
+def fingerprint(config: Any, ignore: Sequence[str] = ()) -> dict[str, Any]:
+    """The settings of a run as JSON reads them back, without the top-level keys of `ignore`."""
+    settings = json.loads(json.dumps(dataclasses.asdict(config)))
+    return {name: value for name, value in settings.items() if name not in ignore}
+
+
+def require_same_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Compares the fingerprint in a checkpoint with that of the run that resumes it.
+
+    Raises:
+        ConfigError: they differ; the message names the top-level keys that do.
+    """
+    changed = sorted(name for name in current if current[name] != saved.get(name))
+    if changed:
+        raise ConfigError(
+            f"the checkpoint was made with other settings of {', '.join(changed)}; resume with "
+            "the same configuration, or start a new run in another directory"
+        )
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if "unrecognized arguments" in message:
@@ -137,9 +160,13 @@ class _Key:
     section: bool
 
 
-def _keys(schema_cls: type, prefix: str = "") -> Iterator[_Key]:
-    """Every key of the schema, depth first, sections before what they hold."""
+def _keys(schema_cls: type, prefix: str = "", section_default: Any = None) -> Iterator[_Key]:
+    """Every key of the schema, depth first, sections before what they hold.
+
+    The default of a section (`option(Optimizer(lr=1e-3), ...)`) decides those of its keys.
+    """
     hints = typing.get_type_hints(schema_cls)
+    docs = _attribute_docs(schema_cls)
     for field in dataclasses.fields(schema_cls):
         kind = hints[field.name]
         section = isinstance(kind, type) and dataclasses.is_dataclass(kind)
@@ -148,11 +175,38 @@ def _keys(schema_cls: type, prefix: str = "") -> Iterator[_Key]:
             default = field.default_factory()
         elif default is dataclasses.MISSING:
             default = REQUIRED
+        if section_default is not None:
+            default = getattr(section_default, field.name)
         meta = field.metadata
         name = prefix + field.name
-        yield _Key(name, kind, default, meta.get("doc", ""), meta.get("choices"), section)
+        doc = meta.get("doc") or docs.get(field.name, "")
+        yield _Key(name, kind, default, doc, meta.get("choices"), section)
         if section:
-            yield from _keys(kind, f"{name}.")
+            yield from _keys(kind, f"{name}.", default if isinstance(default, kind) else None)
+
+
+def _attribute_docs(schema_cls: type) -> dict[str, str]:
+    """Name -> sentence, from "Attributes:" in the docstrings of a class and its bases."""
+    docs: dict[str, str] = {}
+    for cls in reversed(schema_cls.__mro__):
+        text = inspect.cleandoc(cls.__dict__.get("__doc__") or "")
+        _, _, section = text.partition("Attributes:\n")
+        names, indent = [], 0
+        for line in section.splitlines():
+            if line and not line.startswith(" "):
+                break  # the next section
+            entry = _ATTRIBUTE.match(line)
+            # A line indented further than the first entry goes on with the sentence before it.
+            if entry and (not names or len(entry["indent"]) <= indent):
+                indent = len(entry["indent"])
+                names = entry["names"].split(", ")
+                docs.update(dict.fromkeys(names, entry["text"]))
+            else:
+                docs.update({name: f"{docs[name]} {line.strip()}".strip() for name in names})
+    return {name: doc.removesuffix(".") for name, doc in docs.items()}
+
+
+_ATTRIBUTE = re.compile(r"(?P<indent> +)(?P<names>\w+(, \w+)*): (?P<text>.+)")
 
 
 def _describe(schema_cls: type) -> str:
@@ -235,7 +289,7 @@ def _read(path: Path) -> DictConfig:
 
 
 class _Yaml(yaml.SafeLoader):
-    """YAML 1.1, where `4_1_5` is the text that it looks like (not 415) and `1e-4` a number."""
+    """YAML 1.1, but what looks like text or a number is: `4_1_5` (not 415), `off`, `no`; `1e-4`."""
 
     def construct_mapping(self, node, deep=False):
         keys = [key.value for key, _ in node.value]
@@ -247,11 +301,13 @@ class _Yaml(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_BOOL = "tag:yaml.org,2002:bool"
 _Yaml.yaml_implicit_resolvers = {
     first: [
         ("tag:yaml.org,2002:str", re.compile(r"[-+]?\d+(_\d+)+$")),
         ("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")),
-        *resolvers,
+        (_BOOL, re.compile(r"(?i:true|false)$")),
+        *((tag, pattern) for tag, pattern in resolvers if tag != _BOOL),
     ]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }

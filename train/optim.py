@@ -18,23 +18,25 @@ class OptimConfig:
     warmup_steps: int = option(0, "updates of linear warm-up")
     decay_steps: int = option(0, "updates of cosine decay after warm-up; 0 keeps the rate constant")
     final_lr_ratio: float = option(0.1, "rate at the end of the decay, relative to the peak")
-    weight_decay: float = option(0.0, "decoupled weight decay, on matrices only")
+    weight_decay: float = option(0.0, "decoupled weight decay, on weight matrices only")
     b1: float = option(0.9, "Adam's first moment decay")
     b2: float = option(0.95, "Adam's second moment decay")
     clip_norm: float = option(1.0, "global gradient norm at most")
 
     def schedule(self) -> optax.Schedule:
+        """Rate of update i (from 0): lr (i + 1) / warmup_steps up to lr, then cosine or constant.
+
+        The first update already moves; the one that reaches the peak is the first of the decay.
+        """
         warmup = max(self.warmup_steps, 1)
-        if self.decay_steps:
-            return optax.warmup_cosine_decay_schedule(
-                0.0, self.lr, warmup, warmup + self.decay_steps, self.lr * self.final_lr_ratio
-            )
-        return optax.linear_schedule(self.lr / warmup, self.lr, warmup - 1 or 1)
+        rise = optax.linear_schedule(self.lr / warmup, self.lr, warmup - 1 or 1)
+        if not self.decay_steps:
+            return rise
+        fall = optax.cosine_decay_schedule(self.lr, self.decay_steps, self.final_lr_ratio)
+        return optax.join_schedules([rise, fall], [warmup - 1])
 
     def build(self) -> optax.GradientTransformation:
-        def matrices(params):
-            return jax.tree.map(lambda a: a.ndim > 1, params)
-
+        """Clip by global norm, then AdamW."""
         return optax.chain(
             optax.clip_by_global_norm(self.clip_norm),
             optax.adamw(
@@ -42,6 +44,16 @@ class OptimConfig:
                 b1=self.b1,
                 b2=self.b2,
                 weight_decay=self.weight_decay,
-                mask=matrices,
+                mask=weight_matrices,
             ),
         )
+
+
+def weight_matrices(params):
+    """Which leaves decay: a tree of bools. Norms and biases do not, stacked over layers or not."""
+
+    def one(path, leaf) -> bool:
+        name = str(getattr(path[-1], "key", path[-1]))
+        return leaf.ndim > 1 and "norm" not in name and "bias" not in name
+
+    return jax.tree_util.tree_map_with_path(one, params)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from specjax.config import ModelConfig, SamplingParams, SpecConfig
 from specjax.sharding import MeshConfig
@@ -15,7 +15,7 @@ from train.optim import OptimConfig
 
 @dataclass
 class ModelSection:
-    """Shape of a policy trained from nothing (Qwen3 architecture)."""
+    """Shape of a policy trained from nothing (Qwen3 architecture), and of a new draft head."""
 
     hidden_size: int = option(192, "model width D")
     intermediate_size: int = option(640, "feed-forward width F")
@@ -26,6 +26,26 @@ class ModelSection:
     rope_theta: float = option(10000.0, "RoPE base")
     max_position: int = option(1024, "longest sequence, tokens")
     mtp_num_layers: int = option(1, "modules of the draft head")
+    mtp_concat: str = option(
+        "embedding_first",
+        "order of the halves of the head's input",
+        choices=("embedding_first", "hidden_first"),
+    )
+    mtp_target_hidden: str = option(
+        "post_norm",
+        "the policy's state given to the head: after or before the final norm",
+        choices=("post_norm", "pre_norm"),
+    )
+    mtp_recycle: str = option(
+        "post_norm",
+        "the head's own state given to its next step: after or before its final norm",
+        choices=("post_norm", "pre_norm"),
+    )
+
+    def head_switches(self) -> dict[str, int | str]:
+        """The fields of `ModelConfig` that describe the head."""
+        names = ("mtp_num_layers", "mtp_concat", "mtp_target_hidden", "mtp_recycle")
+        return {name: getattr(self, name) for name in names}
 
     def build(self, vocab_size: int, eos: int, pad: int, dtypes: DtypeSection) -> ModelConfig:
         return ModelConfig(
@@ -38,7 +58,7 @@ class ModelSection:
             head_dim=self.head_dim,
             rope_theta=self.rope_theta,
             max_position=self.max_position,
-            mtp_num_layers=self.mtp_num_layers,
+            **self.head_switches(),
             eos_token_ids=(eos,),
             pad_token_id=pad,
             param_dtype=dtypes.params,
@@ -60,10 +80,20 @@ class PackingSection:
 
     row_length: int = option(256, "tokens per row S; no sample may be longer")
     rows: int = option(16, "rows per micro-batch R")
+
+    def __post_init__(self):
+        _at_least("packing", self, row_length=1, rows=1)
+
+
+@dataclass
+class SFTPackingSection(PackingSection):
+    """An update of `train.sft` has a fixed number of micro-batches (RL: what samples fill)."""
+
     microbatches: int = option(2, "micro-batches per update A (gradient accumulation)")
 
     def __post_init__(self):
-        _at_least("packing", self, row_length=1, rows=1, microbatches=1)
+        super().__post_init__()
+        _at_least("packing", self, microbatches=1)
 
 
 @dataclass
@@ -72,15 +102,21 @@ class CheckpointSection:
 
     every: int = option(10, "steps between checkpoints; 0 saves only at the end")
     keep_last: int = option(2, "checkpoints kept")
+
+    def __post_init__(self):
+        _at_least("checkpoint", self, every=0, keep_last=1)
+
+
+@dataclass
+class RLCheckpointSection(CheckpointSection):
+    """What `train.rl` writes besides."""
+
     export: bool = option(True, "write a Hugging Face directory <out>/hf at the end")
     draft_only: bool = option(
         False,
         "also save the head alone, without embedding and lm_head, asynchronously, under "
         "<out>/draft/<step>",
     )
-
-    def __post_init__(self):
-        _at_least("checkpoint", self, every=0, keep_last=1)
 
 
 @dataclass
@@ -97,20 +133,29 @@ class SFTConfig:
     init: str | None = option(None, "Hugging Face directory to start from; none: from nothing")
     seed: int = option(0, "decides initial weights")
     steps: int = option(1000, "updates of the policy")
-    draft_steps: int = option(300, "updates of the head afterwards, on the final policy's states")
+    draft_steps: int = option(
+        300,
+        "updates of the head afterwards, on the final policy's states; none unless draft.mode is "
+        "online",
+    )
     vocab_size: int = option(512, "BPE vocabulary at most, when starting from nothing")
     tokenizer_texts: int = option(5000, "demonstrations that the tokenizer is trained on")
     loss_on: str = option("response", "tokens in the loss", choices=("response", "all"))
     log_every: int = option(20, "steps between records")
-    model: ModelSection = option(ModelSection, "shape, when starting from nothing")
+    export_dtype: str = option(
+        "bfloat16", "dtype of the exported <out>/hf", choices=("float32", "bfloat16")
+    )
+    model: ModelSection = option(
+        ModelSection, "shape, when starting from nothing; mtp_*: also when `init` has no head"
+    )
     dtype: DtypeSection = option(DtypeSection, "dtypes")
     data: DataConfig = option(DataConfig, "demonstrations")
-    packing: PackingSection = option(PackingSection, "batches")
+    packing: SFTPackingSection = option(SFTPackingSection, "batches")
     optim: OptimConfig = option(OptimConfig, "the policy's optimizer")
     draft: DraftConfig = option(
         DraftConfig(loss="soft_ce", unroll_steps=4), "the head's training"
     )
-    mesh: MeshConfig = field(default_factory=MeshConfig)
+    mesh: MeshConfig = option(MeshConfig, "devices per axis")
     remat: bool = option(False, "recompute activations in the backward pass")
     checkpoint: CheckpointSection = option(CheckpointSection, "checkpoints")
     log: LogSection = option(LogSection, "further sinks")
@@ -130,6 +175,9 @@ class RolloutSection:
     max_tokens: int = option(160, "response tokens at most")
     max_prompt_tokens: int = option(64, "prompts that are longer are passed over")
     max_batch: int = option(32, "slots that run at once")
+    scan_layers: bool = option(
+        False, "scan over layers while decoding: short compile, slower on CPU"
+    )
     strategy: str = option("4_1_5", "what a round drafts; off: no speculation")
     acceptance: str = option("coupled", "acceptance mode", choices=("coupled", "block"))
     head: str = option(
@@ -144,7 +192,13 @@ class RolloutSection:
 
 @dataclass
 class AlgoSection(GRPOConfig):
-    """GRPO, and how many updates a rollout feeds."""
+    """GRPO, and how many updates a rollout feeds.
+
+    Attributes:
+      updates_per_rollout: policy updates that the samples of a step are divided among.
+      dynamic_sampling: train only on groups whose rewards differ (DAPO, arXiv 2503.14476).
+      max_resample: times that a step samples at most, with new problems for the groups dropped.
+    """
 
     updates_per_rollout: int = 1
     dynamic_sampling: bool = True
@@ -185,9 +239,9 @@ class RLConfig:
     packing: PackingSection = option(PackingSection, "training batches")
     eval: EvalSection = option(EvalSection, "held-out evaluation")
     dtype: DtypeSection = option(DtypeSection, "dtypes")
-    mesh: MeshConfig = field(default_factory=MeshConfig)
+    mesh: MeshConfig = option(MeshConfig, "devices per axis")
     remat: bool = option(False, "recompute activations in the backward pass")
-    checkpoint: CheckpointSection = option(CheckpointSection, "checkpoints")
+    checkpoint: RLCheckpointSection = option(RLCheckpointSection, "checkpoints")
     log: LogSection = option(LogSection, "further sinks")
 
     def __post_init__(self):

@@ -2,14 +2,16 @@
 
 First the policy alone, by cross entropy. Then the head alone, on the states of the finished policy:
 states of a policy that still moves teach the head about a policy that will not exist. This made the
-embedded policy; its config is in `configs/`.
+embedded policy; its config is in `configs/`. `--resume` goes on with a run that was killed.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -23,13 +25,16 @@ from specjax.models import hf
 from specjax.models.hf import UnsupportedModelError
 from specjax.models.transformer import Params, init_params
 from train import data
-from train.config import ConfigError, parse_config
+from train.config import ConfigError, fingerprint, parse_config, require_same_settings
 from train.draft import DraftTrainer, draft_metrics
 from train.grpo import count_denominators
 from train.log import MetricsLogger
 from train.packing import pack_demonstrations
 from train.policy import PolicyTrainer, sft_loss
 from train.schema import SFTConfig
+
+if TYPE_CHECKING:  # slow to import, and needed for nothing but its name
+    from transformers import PreTrainedTokenizerBase
 
 CONSOLE = (
     ("train/loss", "loss", "{:.4f}"),
@@ -88,111 +93,245 @@ class PackedDemonstrations:
         )
 
 
-def start_model(cfg: SFTConfig, mesh) -> tuple[ModelConfig, Params, Params, object]:
-    """Model config, policy, head and tokenizer: from `cfg.init`, or new."""
+def start_model(
+    cfg: SFTConfig, mesh, keep_tokenizer: bool = False
+) -> tuple[ModelConfig, Params, Params, PreTrainedTokenizerBase]:
+    """Model config, policy, head and tokenizer: from `cfg.init`, or new.
+
+    Args:
+      keep_tokenizer: take the one that an earlier start of this run trained.
+    """
     if cfg.init:
         model, params, head = hf.load_checkpoint(cfg.init, cfg.dtype.params, mesh)
         model = model.replace(compute_dtype=cfg.dtype.compute, remat=cfg.remat)
         if head is None:
-            model = model.replace(mtp_num_layers=cfg.model.mtp_num_layers)
+            model = model.replace(**cfg.model.head_switches())
             head = init_head_params(model, cfg.seed + 1)
         return model, params, head, load_tokenizer(cfg.init)
-    source = data.demonstrations(cfg.data, "train")
-    texts = []
-    for i in range(min(cfg.tokenizer_texts, len(source))):
-        texts += [source[i].prompt, source[i].response]
-    tokenizer = data.train_bpe_tokenizer(texts, cfg.vocab_size, tokenizer_dir(cfg))
+    tokenizer = load_tokenizer(tokenizer_dir(cfg)) if keep_tokenizer else train_tokenizer(cfg)
     vocab = -(-len(tokenizer) // 16) * 16  # divides by any small tensor-parallel degree
     model = cfg.model.build(vocab, tokenizer.eos_token_id, tokenizer.pad_token_id, cfg.dtype)
     model = model.replace(remat=cfg.remat)
     return model, init_params(model, cfg.seed), init_head_params(model, cfg.seed + 1), tokenizer
 
 
+def train_tokenizer(cfg: SFTConfig) -> PreTrainedTokenizerBase:
+    """A tokenizer of the first `cfg.tokenizer_texts` demonstrations, saved in the run."""
+    source = data.demonstrations(cfg.data, "train")
+    texts = []
+    for i in range(min(cfg.tokenizer_texts, len(source))):
+        texts += [source[i].prompt, source[i].response]
+    return data.train_bpe_tokenizer(texts, cfg.vocab_size, tokenizer_dir(cfg))
+
+
 def tokenizer_dir(cfg: SFTConfig) -> Path:
+    """Where the run's tokenizer is: in `init`, or else in the run itself."""
     return Path(cfg.init) if cfg.init else Path(cfg.out) / "tokenizer"
 
 
-def train(cfg: SFTConfig) -> Path:
-    """Runs both stages and exports a Hugging Face directory, whose path is returned."""
-    if any((Path(cfg.out) / "checkpoints").glob("*")):
-        raise ConfigError(f"{cfg.out} holds checkpoints of an earlier run; set out= to another")
-    try:
-        mesh = sharding.make_mesh(cfg.mesh)
-        model, params, head, tokenizer = start_model(cfg, mesh)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    if mesh is not None:
-        params = jax.device_put(params, sharding.param_shardings(mesh, params))
-        head = jax.device_put(head, sharding.param_shardings(mesh, head))
-    count = sum(a.size for a in jax.tree.leaves(params))
-    print(f"policy {count / 1e6:.2f} M parameters, vocabulary {model.vocab_size}, head "
-          f"{sum(a.size for a in jax.tree.leaves(head)) / 1e6:.2f} M")
-    stream = PackedDemonstrations(cfg, tokenizer)
-    with (
-        MetricsLogger(cfg.out, cfg.log.tensorboard, cfg.log.wandb, console_fields=CONSOLE) as log,
-        Checkpointer(Path(cfg.out) / "checkpoints", cfg.checkpoint.keep_last) as checkpoints,
-    ):
-        params = _train_policy(cfg, model, params, head, stream, mesh, log, checkpoints)
-        head = _train_head(cfg, model, params, head, stream, mesh, log)
-        if cfg.steps + cfg.draft_steps not in checkpoints.all_steps():
-            meta = {"position": stream.position}
-            checkpoints.save(
-                cfg.steps + cfg.draft_steps, {"policy": params, "draft": head}, meta, block=True
-            )
-    path = Path(cfg.out) / "hf"
-    hf.save_checkpoint(path, model, params, head, tokenizer_dir(cfg), dtype="bfloat16")
-    return path
+class Run:
+    """Policy, head, the policy's optimizer and data position, and the two stages that move them.
 
+    Checkpoints of the policy stage are complete; the head stage is short and starts again from the
+    end of the policy stage when it was interrupted.
+    """
 
-def _train_policy(cfg, model, params, head, stream, mesh, log, checkpoints) -> Params:
-    trainer = PolicyTrainer(model, sft_loss, cfg.optim.build(), mesh)
-    opt_state = trainer.init_opt_state(params)
-    since, tokens = time.perf_counter(), 0.0
-    for step in range(1, cfg.steps + 1):
-        batches = stream.next_update()
-        params, opt_state, _, sums = trainer.update(
-            params, opt_state, [trainer.place(b) for b in batches], count_denominators(batches)
+    def __init__(self, cfg: SFTConfig, keep_tokenizer: bool = False):
+        self.cfg = cfg
+        try:
+            self.mesh = sharding.make_mesh(cfg.mesh)
+            model, params, head, tokenizer = start_model(cfg, self.mesh, keep_tokenizer)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        if self.mesh is not None:
+            params = jax.device_put(params, sharding.param_shardings(self.mesh, params))
+            head = jax.device_put(head, sharding.param_shardings(self.mesh, head))
+        self.model, self.params, self.head = model, params, head
+        self.policy = PolicyTrainer(model, sft_loss, cfg.optim.build(), self.mesh)
+        self.opt_state = self.policy.init_opt_state(params)
+        self.stream = PackedDemonstrations(cfg, tokenizer)
+        self.step, self.stage = 0, "policy"
+
+    def describe(self) -> str:
+        """Sizes, for the first line."""
+        policy, head = (sum(a.size for a in jax.tree.leaves(t)) for t in (self.params, self.head))
+        return (
+            f"policy {policy / 1e6:.2f} M parameters, vocabulary {self.model.vocab_size}, "
+            f"head {head / 1e6:.2f} M"
         )
-        tokens += sum(float((b["segment_ids"] > 0).sum()) for b in batches)
-        if step % cfg.log_every == 0 or step == cfg.steps:
-            now = time.perf_counter()
-            log.log(
-                step,
-                {
+
+    def trees(self) -> dict:
+        """What a checkpoint of the current stage holds."""
+        trees = {"policy": self.params, "draft": self.head}
+        return trees | {"policy_opt": self.opt_state} if self.stage == "policy" else trees
+
+    def fingerprint(self) -> dict:
+        """The settings that decide what is learned; a resumed run must have the same."""
+        ignored = ("out", "steps", "draft_steps", "log_every", "export_dtype")
+        return fingerprint(self.cfg, (*ignored, "log", "checkpoint", "mesh"))
+
+    def save(self, checkpoints: Checkpointer, block: bool = False) -> None:
+        """Starts saving the state; `block` waits until it is on disk."""
+        meta = {
+            "stage": self.stage,
+            "step": self.step,
+            "policy_steps": min(self.step, self.cfg.steps),
+            "position": self.stream.position,
+            "passed_over": self.stream.passed_over,
+            "settings": self.fingerprint(),
+        }
+        checkpoints.save(self.step, self.trees(), meta, block)
+
+    def restore(self, checkpoints: Checkpointer, step: int | None) -> None:
+        """Continues from a checkpoint; every later update is as in a run never stopped.
+
+        Raises:
+          ConfigError: it was made with other settings, or is past the steps asked for.
+          CheckpointError: it cannot be used.
+        """
+        cfg = self.cfg
+        _, meta = checkpoints.restore(step, {})
+        require_same_settings(meta.get("settings", {}), self.fingerprint())
+        step, finished = meta["step"], meta["stage"] == "head"
+        if finished and (step, meta["policy_steps"]) != (cfg.steps + cfg.draft_steps, cfg.steps):
+            raise ConfigError(
+                f"step {step} is the end of a run with other steps or draft_steps; go on from it "
+                f"with init={Path(cfg.out) / 'hf'}, or from an earlier step with --resume_step"
+            )
+        if not finished and step > cfg.steps:
+            raise ConfigError(
+                f"the checkpoint is at step {step} of the policy, expected at most "
+                f"steps={cfg.steps}; raise it, or take an earlier one with --resume_step"
+            )
+        self.stage, self.step = meta["stage"], step
+        abstract = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), self.trees()
+        )
+        trees, _ = checkpoints.restore(step, abstract)
+        self.params, self.head = trees["policy"], trees["draft"]
+        self.opt_state = trees.get("policy_opt")
+        self.stream.position, self.stream.passed_over = meta["position"], meta["passed_over"]
+
+    def train_policy(self, log: MetricsLogger, checkpoints: Checkpointer) -> None:
+        """The rest of the policy stage; its end is a checkpoint whatever `checkpoint.every`."""
+        cfg = self.cfg
+        since, tokens = time.perf_counter(), 0.0
+        while self.stage == "policy" and self.step < cfg.steps:
+            batches = self.stream.next_update()
+            placed = [self.policy.place(b) for b in batches]
+            self.params, self.opt_state, _, sums = self.policy.update(
+                self.params, self.opt_state, placed, count_denominators(batches)
+            )
+            self.step += 1
+            tokens += sum(float((b["segment_ids"] > 0).sum()) for b in batches)
+            if self.step % cfg.log_every == 0 or self.step == cfg.steps:
+                now = time.perf_counter()
+                metrics = {
                     "train/loss": sums["loss"],
                     "train/entropy": sums["entropy"] / sums["tokens"],
                     "train/grad_norm": sums["grad_norm"],
                     "train/tokens_per_sec": tokens / (now - since),
-                    "train/demonstrations_passed_over": stream.passed_over,
-                },
+                    "train/demonstrations_passed_over": self.stream.passed_over,
+                }
+                log.log(self.step, metrics)
+                since, tokens = now, 0.0
+            if cfg.checkpoint.every and self.step % cfg.checkpoint.every == 0:
+                self.save(checkpoints)
+        checkpoints.wait()
+        if self.step not in checkpoints.all_steps():
+            self.save(checkpoints, block=True)
+
+    def train_head(self, log: MetricsLogger, checkpoints: Checkpointer) -> None:
+        """The head stage, which only `draft.mode=online` has."""
+        cfg = self.cfg
+        if cfg.draft.mode != "online":
+            print(f"draft.mode={cfg.draft.mode}: the head is not trained, only exported as it was")
+            return
+        if self.stage == "head" or cfg.draft_steps == 0:
+            return
+        self.stage, self.opt_state = "head", None
+        trainer = DraftTrainer(self.model, cfg.draft, mesh=self.mesh)
+        opt_state = trainer.init_opt_state(self.head)
+        while self.step < cfg.steps + cfg.draft_steps:
+            batches = [self.policy.place(b) for b in self.stream.next_update()]
+            states = [self.policy.states(self.params, batch) for batch in batches]
+            self.head, opt_state, sums = trainer.update(
+                self.head, opt_state, self.params, batches, states
             )
-            since, tokens = now, 0.0
-        if cfg.checkpoint.every and step % cfg.checkpoint.every == 0:
-            trees = {"policy": params, "draft": head}
-            checkpoints.save(step, trees, {"position": stream.position})
-    return params
+            self.step += 1
+            if self.step % cfg.log_every == 0:
+                log.log(self.step, draft_metrics(sums))
+        self.save(checkpoints, block=True)
+
+    def export(self) -> Path:
+        """Writes the Hugging Face directory, and returns its path."""
+        path, cfg = Path(self.cfg.out) / "hf", self.cfg
+        hf.save_checkpoint(
+            path, self.model, self.params, self.head, tokenizer_dir(cfg), dtype=cfg.export_dtype
+        )
+        return path
 
 
-def _train_head(cfg, model, params, head, stream, mesh, log) -> Params:
-    policy = PolicyTrainer(model, sft_loss, cfg.optim.build(), mesh)
-    trainer = DraftTrainer(model, cfg.draft, mesh=mesh)
-    opt_state = trainer.init_opt_state(head)
-    for step in range(cfg.steps + 1, cfg.steps + cfg.draft_steps + 1):
-        batches = [policy.place(b) for b in stream.next_update()]
-        states = [policy.states(params, batch) for batch in batches]
-        head, opt_state, sums = trainer.update(head, opt_state, params, batches, states)
-        if step % cfg.log_every == 0:
-            log.log(step, draft_metrics(sums))
-    return head
+def train(cfg: SFTConfig, resume: bool = False, resume_step: int | None = None) -> Path:
+    """Runs both stages and exports a Hugging Face directory, whose path is returned.
+
+    Args:
+      resume: continue from the newest checkpoint in `cfg.out`, or from `resume_step`.
+
+    Raises:
+      ConfigError: `cfg.out` holds checkpoints and is not to be resumed, or the other way round.
+    """
+    directory = Path(cfg.out) / "checkpoints"
+    if resume and not directory.is_dir():
+        raise ConfigError(f"nothing to resume: {cfg.out} holds no checkpoints; leave out --resume")
+    if not resume and any(directory.glob("*")):
+        raise ConfigError(
+            f"{cfg.out} holds checkpoints of an earlier run; set out= to another, or use --resume"
+        )
+    # Killed before the first one was complete?
+    if resume and not any(path.name.isdigit() for path in directory.iterdir()):
+        print(f"{cfg.out} holds no complete checkpoint: starting again at step 1")
+        resume = False
+    run = Run(cfg, keep_tokenizer=resume)
+    print(run.describe())
+    with Checkpointer(directory, cfg.checkpoint.keep_last) as checkpoints:
+        if resume:
+            run.restore(checkpoints, resume_step)
+            print(f"resumed at step {run.step}")
+        first = run.step + 1 if resume else None
+        with MetricsLogger(
+            cfg.out, cfg.log.tensorboard, cfg.log.wandb, first, console_fields=CONSOLE
+        ) as log:
+            run.train_policy(log, checkpoints)
+            run.train_head(log, checkpoints)
+    return run.export()
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint in `out`"
+    )
+    parser.add_argument(
+        "--resume_step", type=int, metavar="N", help="with --resume: the checkpoint to take"
+    )
+
+
+USER_ERRORS = (
+    ConfigError,
+    CheckpointError,
+    UnsupportedModelError,
+    FileNotFoundError,
+    ModuleNotFoundError,
+)
 
 
 def main(argv: list[str] | None = None) -> None:
-    cfg, _ = parse_config(
-        SFTConfig, argv, "train.sft", "Train a policy and its draft head on demonstrations."
+    cfg, flags = parse_config(
+        SFTConfig, argv, "train.sft", "Train a policy and its draft head on demonstrations.", _flags
     )
     try:
-        path = train(cfg)
-    except (ConfigError, CheckpointError, UnsupportedModelError, FileNotFoundError) as error:
+        path = train(cfg, flags.resume or flags.resume_step is not None, flags.resume_step)
+    except USER_ERRORS as error:
         sys.exit(f"train.sft: error: {error}")
     print(f"exported to {path}")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import time
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from specjax.engine.tokenizer import load_tokenizer
 from specjax.models import hf
 from train import data
 from train import rollout as rollouts
-from train.config import ConfigError, find_shipped
+from train.config import ConfigError, find_shipped, fingerprint, require_same_settings
 from train.draft import DraftTrainer, draft_metrics
 from train.grpo import count_denominators, finalize_metrics
 from train.heads import HeadCheckpoints, starting_head
@@ -297,10 +295,7 @@ class Trainer:
 
     def fingerprint(self) -> dict:
         """The settings that decide what is learned; a resumed run must have the same."""
-        settings = dataclasses.asdict(self.cfg)
-        for name in ("out", "steps", "log", "checkpoint", "eval", "mesh"):
-            settings.pop(name)
-        return settings
+        return fingerprint(self.cfg, ("out", "steps", "log", "checkpoint", "eval", "mesh"))
 
     def save(
         self, checkpoints: Checkpointer, heads: HeadCheckpoints | None = None, block: bool = False
@@ -327,13 +322,7 @@ class Trainer:
           ConfigError: it was made with other settings. CheckpointError: it cannot be used.
         """
         _, meta = checkpoints.restore(step, {})
-        theirs, ours = meta["settings"], _as_json(self.fingerprint())
-        changed = sorted(k for k in ours if ours[k] != theirs.get(k))
-        if changed:
-            raise ConfigError(
-                f"the checkpoint was made with other settings of {', '.join(changed)}; resume with "
-                "the same configuration, or start a new run in another directory"
-            )
+        require_same_settings(meta["settings"], self.fingerprint())
         abstract = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), self.trees()
         )
@@ -344,7 +333,3 @@ class Trainer:
         self.reference = trees.get("reference")
         self.done_steps, self.position = meta["step"], meta["position"]
         self.sync_weights()
-
-
-def _as_json(value):
-    return json.loads(json.dumps(value))

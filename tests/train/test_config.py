@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from train.config import REQUIRED, load_config, option, parse_config
+from train.config import REQUIRED, _keys, load_config, option, parse_config
+from train.schema import RLConfig, SFTConfig
 
 
 @dataclass
@@ -32,6 +33,40 @@ class Config:
     def __post_init__(self):
         if self.steps < 1:
             raise ValueError(f"steps: expected at least 1, got {self.steps}")
+
+
+@dataclass
+class Documented:
+    """Keys without `option`.
+
+    Attributes:
+      first, second: the ends
+        of a range: both included.
+      third: replaced below.
+
+    Nothing: here is no attribute.
+    """
+
+    first: int = 1
+    second: int = 2
+    third: int = 3
+
+
+@dataclass
+class DocumentedFurther(Documented):
+    """More of them.
+
+    Attributes:
+      third: a third number.
+      fourth: a fourth.
+    """
+
+    fourth: int = option(4, "in the field itself")
+
+
+@dataclass
+class Documents:
+    range: DocumentedFurther = option(DocumentedFurther(first=7), "a section with a default")
 
 
 @dataclass
@@ -80,6 +115,21 @@ def test_help_lists_every_key_with_type_default_and_documentation(capsys):
     assert "betas=[0.9," in lines and "list[float]" in lines["betas=[0.9,"]
     assert "[one of none, online]" in lines["mode=online"]
     assert "generation" in lines["rollout"]
+
+
+def test_help_takes_sentences_from_docstrings_and_defaults_from_the_section(capsys):
+    with pytest.raises(SystemExit):
+        load_config(Documents, ["--help"])
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "range.first=7 int the ends of a range: both included" in lines
+    assert "range.second=2 int the ends of a range: both included" in lines
+    assert "range.third=3 int a third number" in lines
+    assert "range.fourth=4 int in the field itself" in lines
+
+
+@pytest.mark.parametrize("schema", [RLConfig, SFTConfig])
+def test_every_key_of_the_programs_has_a_sentence(schema):
+    assert [key.name for key in _keys(schema) if not key.doc] == []
 
 
 def test_print_config_prints_yaml_that_reads_back_to_the_same_config(tmp_path, capsys):
@@ -154,6 +204,18 @@ def test_numbers_and_strategies_are_read_as_they_are_written(tmp_path):
     assert (config.rollout.strategy, config.optimizer.lr) == ("6_1_7", 1e-3)
     config = load_config(Config, ["rollout.strategy=2_1_3", "optimizer.lr=-.5E+2", "steps=007"])
     assert (config.rollout.strategy, config.optimizer.lr, config.steps) == ("2_1_3", -50.0, 7)
+
+
+@pytest.mark.parametrize("word", ["off", "OFF", "no", "yes", "on", "y"])
+def test_only_true_and_false_are_booleans(tmp_path, word):
+    """YAML 1.1 takes `off` for False, and so for the text 'False'."""
+    file = tmp_path / "c.yaml"
+    file.write_text(f"rollout:\n  strategy: {word}\nresume: TRUE\n")
+    config = load_config(Config, ["--config", str(file)])
+    assert config.rollout.strategy == word and config.resume is True
+    config = load_config(Config, [f"rollout.strategy={word}", "resume=True"])
+    assert config.rollout.strategy == word and config.resume is True
+    assert load_config(Config, ["resume=false"]).resume is False
 
 
 def test_an_empty_file_means_the_defaults(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny_run
 
-from specjax import LLM, SamplingParams
+from specjax import LLM, SamplingParams, SpecConfig
 from specjax.models import hf
 from train import grpo, rl
 from train.config import parse_config
@@ -118,6 +118,7 @@ def refusal(capsys, argv) -> str:
         ({"rollout.head": "eagle"}, "rollout.head: expected checkpoint, random or a path"),
         ({"packing.row_length": 31}, "must fit a row, got packing.row_length=31"),
         ({"rollout.max_tokens": 250, "packing.row_length": 262}, "the longest sequence of"),
+        ({"packing.microbatches": 2}, "unknown key 'packing.microbatches'"),
         ({"algo.updates_per_rollout": 0}, "algo.updates_per_rollout: expected at least 1"),
         ({"algo.max_resample": 0}, "algo.max_resample: expected at least 1"),
         ({"algo.loss_aggregation": "mean"}, "loss_aggregation must be one of token, sequence"),
@@ -141,6 +142,12 @@ def test_a_wrong_setting_is_one_clear_message_before_any_work(
     argv = tiny_run.arguments(tiny_policy, tmp_path / "run", **changes)
     assert expected in refusal(capsys, argv)
     assert not (tmp_path / "run").exists()
+
+
+def test_strategy_off_is_no_speculation(tmp_path):
+    (tmp_path / "off.yaml").write_text("rollout: {strategy: off}\n")
+    for argv in (["rollout.strategy=off"], ["--config", str(tmp_path / "off.yaml")]):
+        assert SpecConfig(parse_config(RLConfig, argv)[0].rollout.strategy).is_off
 
 
 @pytest.mark.parametrize("mode", ["frozen", "online"])

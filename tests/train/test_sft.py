@@ -1,16 +1,24 @@
 """`train.sft` makes a policy and a head from nothing, or goes on with them; then `train.rl`."""
 
+import json
 import math
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tiny_run
 
 from specjax import LLM, SamplingParams, SpecConfig
+from specjax.checkpoint import Checkpointer
+from specjax.draft.mtp import init_head_params
 from specjax.models import hf
+from specjax.models.transformer import init_params
 from train import rl, sft
 from train.log import read_metrics
+from train.optim import OptimConfig, weight_matrices
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"
 SETTINGS = {
@@ -109,6 +117,9 @@ def test_init_continues_a_policy_with_its_tokenizer_and_head(run, tmp_path):
         ({"lr": 1}, "did you mean"),
         ({"draft.loss": "mse"}, "draft.loss: expected one of ce, soft_ce"),
         ({"packing.rows": 0}, "packing.rows: expected at least 1"),
+        ({"packing.microbatches": 0}, "packing.microbatches: expected at least 1"),
+        ({"checkpoint.draft_only": "true"}, "unknown key 'checkpoint.draft_only'"),
+        ({"model.mtp_concat": "both"}, "expected one of embedding_first, hidden_first"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_message(tmp_path, capsys, changes, expected):
@@ -123,6 +134,161 @@ def test_a_directory_with_checkpoints_is_not_trained_over(run, capsys):
     with pytest.raises(SystemExit, match="holds checkpoints of an earlier run"):
         sft.main(arguments(run))
     assert (run / "metrics.jsonl").read_bytes() == before
+
+
+# --- resuming -------------------------------------------------------------------------------------
+
+
+class Killed(Exception):
+    pass
+
+
+def kill_after(monkeypatch, trainer: type, updates: int) -> None:
+    """The program dies in place of the update after so many."""
+    update, done = trainer.update, []
+
+    def counted(*arguments):
+        if len(done) == updates:
+            raise Killed
+        done.append(1)
+        return update(*arguments)
+
+    monkeypatch.setattr(trainer, "update", counted)
+
+
+def learned(run) -> list[dict]:
+    """The records of a run without what the clock decides."""
+    clock = ("wall_time", "train/tokens_per_sec")
+    return [{k: v for k, v in r.items() if k not in clock} for r in read_metrics(run)]
+
+
+def final_state(run) -> list[np.ndarray]:
+    """Policy and head of the last checkpoint, in the dtype they were trained in."""
+    _, policy, head = hf.load_checkpoint(run / "hf", "float32")
+    with Checkpointer(run / "checkpoints") as checkpoints:
+        trees, meta = checkpoints.restore(None, {"policy": policy, "draft": head})
+    assert (meta["stage"], meta["step"]) == ("head", 100)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(trees)]
+
+
+def test_a_run_killed_in_both_stages_ends_as_one_that_was_not(run, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    for flags, trainer, updates in (
+        ([], sft.PolicyTrainer, 45),  # the last checkpoint is that of step 30
+        (["--resume"], sft.DraftTrainer, 25),  # and now the end of the policy stage, step 60
+    ):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            kill_after(patch, trainer, updates)
+            sft.main([*arguments(out), *flags])
+    assert not (out / "hf").exists()
+    sft.main([*arguments(out), "--resume"])
+    assert learned(out) == learned(run)
+    for mine, theirs in zip(final_state(out), final_state(run), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    for name in ("model.safetensors", "mtp.safetensors", "tokenizer.json"):
+        assert (out / "hf" / name).read_bytes() == (run / "hf" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"optim.lr": 1e-3, "data.seed": 9}, "other settings of data, optim;"),
+        ({"draft_steps": 41}, "step 100 is the end of a run with other steps or draft_steps"),
+    ],
+)
+def test_a_run_is_not_resumed_as_another(run, changes, expected):
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(SystemExit, match=expected):
+        sft.main([*arguments(run, **changes), "--resume"])
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_fewer_steps_than_the_checkpoint_has_are_refused(run):
+    with pytest.raises(SystemExit, match="at step 60 of the policy, expected at most steps=50"):
+        sft.main([*arguments(run, steps=50), "--resume_step", "60"])
+
+
+def test_without_a_checkpoint_there_is_nothing_to_resume_and_a_partial_one_is_no_checkpoint(
+    tmp_path, monkeypatch
+):
+    with pytest.raises(SystemExit, match="nothing to resume"):
+        sft.main([*arguments(tmp_path / "none"), "--resume"])
+    assert not (tmp_path / "none").exists()
+    partial = tmp_path / "early" / "checkpoints" / "30.orbax-checkpoint-tmp-17"
+    partial.mkdir(parents=True)
+    kill_after(monkeypatch, sft.PolicyTrainer, 0)
+    with pytest.raises(Killed):  # it starts again, without a tokenizer from before
+        sft.main([*arguments(tmp_path / "early"), "--resume"])
+    assert (tmp_path / "early" / "tokenizer" / "tokenizer.json").exists()
+
+
+# --- the head's settings, the export's dtype ------------------------------------------------------
+
+
+def test_a_head_that_is_not_trained_is_exported_as_it_started(tmp_path, capsys):
+    changes = {
+        "steps": 2,
+        "draft.mode": "frozen",
+        "export_dtype": "float32",
+        "model.mtp_concat": "hidden_first",
+        "model.mtp_target_hidden": "pre_norm",
+        "model.mtp_recycle": "pre_norm",
+    }
+    sft.main(arguments(tmp_path / "run", **changes))
+    assert "draft.mode=frozen: the head is not trained" in capsys.readouterr().out
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
+    model, _, head = hf.load_checkpoint(tmp_path / "run" / "hf")
+    switches = (model.mtp_concat, model.mtp_target_hidden, model.mtp_recycle)
+    assert switches == ("hidden_first", "pre_norm", "pre_norm")
+    assert model.param_dtype == "float32"
+    start = init_head_params(model, 1)
+    for mine, theirs in zip(jax.tree.leaves(head), jax.tree.leaves(start), strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
+
+
+def test_the_export_is_bfloat16_by_default(run):
+    assert json.loads((run / "hf" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+# --- the optimizer --------------------------------------------------------------------------------
+
+
+def test_weight_decay_is_on_weight_matrices_only(run):
+    model = hf.load_checkpoint(run / "hf")[0].replace(model_type="qwen2", qkv_bias=True)
+    params = {"policy": init_params(model, 0), "head": init_head_params(model, 0)}
+    flat = jax.tree_util.tree_leaves_with_path(weight_matrices(params))
+    decays = {str(path[-1].key): value for path, value in flat}
+    assert decays == {
+        **dict.fromkeys(["embed", "q", "k", "v", "o", "gate", "up", "down", "proj"], True),
+        **dict.fromkeys(["norm", "input_norm", "post_norm", "q_norm", "k_norm"], False),
+        **dict.fromkeys(["q_bias", "k_bias", "v_bias"], False),
+        **dict.fromkeys(["embed_norm", "hidden_norm"], False),
+    }
+    config = OptimConfig(lr=0.1, weight_decay=0.5)
+    weights = {"q": jnp.ones((2, 3, 3)), "input_norm": jnp.ones((2, 3))}
+    optimizer = config.build()
+    zero = jax.tree.map(jnp.zeros_like, weights)
+    updates, _ = optimizer.update(zero, optimizer.init(weights), weights)
+    after = optax.apply_updates(weights, updates)
+    assert np.allclose(after["q"], 0.95) and np.all(np.asarray(after["input_norm"]) == 1)
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 4])
+@pytest.mark.parametrize("decay", [0, 8])
+def test_the_rate_rises_from_its_first_share_to_the_peak_and_falls(warmup, decay):
+    schedule = OptimConfig(
+        lr=2.0, warmup_steps=warmup, decay_steps=decay, final_lr_ratio=0.25
+    ).schedule()
+    rates = [float(schedule(i)) for i in range(max(warmup, 1) + 9)]
+    rise = max(warmup, 1)
+    assert rates[:rise] == pytest.approx([2.0 * (i + 1) / rise for i in range(rise)])
+    tail = rates[rise - 1 :]
+    if not decay:
+        assert tail == pytest.approx([2.0] * len(tail))
+        return
+    assert all(a > b for a, b in zip(tail[:8], tail[1:9], strict=True))
+    assert tail[4] == pytest.approx((2.0 + 0.5) / 2)
+    assert tail[8:] == pytest.approx([0.5] * len(tail[8:]))
 
 
 # --- GSM8K's format, end to end -------------------------------------------------------------------
