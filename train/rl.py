@@ -14,19 +14,17 @@ not depend on the draft head either.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 
 from specjax import sharding
-from specjax.checkpoint import Checkpointer, CheckpointError
+from specjax.checkpoint import Checkpointer
 from specjax.models import hf
-from specjax.models.hf import UnsupportedModelError
 from train import plot
-from train.config import ConfigError, parse_config
+from train.cli import run_program
+from train.config import ConfigError
 from train.heads import HeadCheckpoints
 from train.log import MetricsLogger, read_metrics
 from train.schema import RLConfig
@@ -148,33 +146,8 @@ def _since(start: float) -> str:
     return f"{time.perf_counter() - start:.0f} s"
 
 
-def _flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--resume", action="store_true", help="continue from the newest checkpoint in `out`"
-    )
-    parser.add_argument(
-        "--resume_step", type=int, metavar="N", help="with --resume: the checkpoint to take"
-    )
-
-
-# What a mistake of the user, a missing package or a damaged file raises: one message, no traceback.
-USER_ERRORS = (
-    ConfigError,
-    CheckpointError,
-    UnsupportedModelError,
-    FileNotFoundError,
-    ModuleNotFoundError,
-)
-
-
 def main(argv: list[str] | None = None) -> None:
-    cfg, flags = parse_config(
-        RLConfig, argv, "train.rl", "GRPO with speculative rollouts.", _flags
-    )
-    try:
-        run(cfg, flags.resume or flags.resume_step is not None, flags.resume_step)
-    except USER_ERRORS as error:
-        sys.exit(f"train.rl: error: {error}")
+    run_program(RLConfig, argv, "train.rl", "GRPO with speculative rollouts.", run)
 
 
 if __name__ == "__main__":

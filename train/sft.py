@@ -7,8 +7,6 @@ embedded policy; its config is in `configs/`. `--resume` goes on with a run that
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,15 +15,15 @@ import jax
 import numpy as np
 
 from specjax import sharding
-from specjax.checkpoint import Checkpointer, CheckpointError
+from specjax.checkpoint import Checkpointer
 from specjax.config import ModelConfig
 from specjax.draft.mtp import init_head_params
 from specjax.engine.tokenizer import load_tokenizer
 from specjax.models import hf
-from specjax.models.hf import UnsupportedModelError
 from specjax.models.transformer import Params, init_params
 from train import data
-from train.config import ConfigError, fingerprint, parse_config, require_same_settings
+from train.cli import run_program
+from train.config import ConfigError, fingerprint, require_same_settings
 from train.draft import DraftTrainer, draft_metrics
 from train.grpo import count_denominators
 from train.log import MetricsLogger
@@ -307,34 +305,11 @@ def train(cfg: SFTConfig, resume: bool = False, resume_step: int | None = None) 
     return run.export()
 
 
-def _flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--resume", action="store_true", help="continue from the newest checkpoint in `out`"
-    )
-    parser.add_argument(
-        "--resume_step", type=int, metavar="N", help="with --resume: the checkpoint to take"
-    )
-
-
-USER_ERRORS = (
-    ConfigError,
-    CheckpointError,
-    UnsupportedModelError,
-    FileNotFoundError,
-    ModuleNotFoundError,
-)
-
-
 def main(argv: list[str] | None = None) -> None:
-    cfg, flags = parse_config(
-        SFTConfig, argv, "train.sft", "Train a policy and its draft head on demonstrations.", _flags
-    )
-    try:
-        path = train(cfg, flags.resume or flags.resume_step is not None, flags.resume_step)
-    except USER_ERRORS as error:
-        sys.exit(f"train.sft: error: {error}")
+    description = "Train a policy and its draft head on demonstrations."
+    path = run_program(SFTConfig, argv, "train.sft", description, train)
     print(f"exported to {path}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

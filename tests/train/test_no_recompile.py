@@ -7,6 +7,7 @@ import pytest
 import tiny_run
 
 from train import rl
+from train.config import parse_config
 from train.log import read_metrics
 
 _COMPILED: list[str] = []
@@ -86,7 +87,7 @@ def test_nothing_is_compiled_after_the_first_step(
 
 
 def test_the_last_step_and_what_follows_compile_nothing_either(tiny_policy, tmp_path, compiled):
-    trainer = rl.Trainer(rl.parse_config(rl.RLConfig, tiny_run.arguments(tiny_policy, tmp_path))[0])
+    trainer = rl.Trainer(parse_config(rl.RLConfig, tiny_run.arguments(tiny_policy, tmp_path))[0])
     trainer.warm_up()
     trainer.step()
     seen = len(compiled)
