@@ -49,6 +49,7 @@ class RandomArmSection:
     lr: float | None = option(None, "peak learning rate of the head")
     epochs: int | None = option(None, "passes over the step's micro-batches")
     unroll_steps: int | None = option(None, "recursive steps trained per token")
+    max_microbatches: int | None = option(None, "micro-batches of each step used; 0 is all")
 
 
 @dataclass
@@ -103,7 +104,7 @@ class ArmsConfig(RLConfig):
     def _random_draft(self, draft: DraftConfig) -> DraftConfig:
         changes = {
             name: value
-            for name in ("epochs", "unroll_steps")
+            for name in ("epochs", "unroll_steps", "max_microbatches")
             if (value := getattr(self.random, name)) is not None
         }
         draft = dataclasses.replace(draft, **changes)

@@ -162,7 +162,7 @@ class DraftTrainer:
         )
         head = optax.apply_updates(head, updates)
         head, opt_state = sharding.pin(self.mesh, head), sharding.pin(self.mesh, opt_state)
-        return head, opt_state, {**sums, "draft_update_norm": optax.global_norm(updates)}
+        return head, opt_state, {**sums, "draft_update_norm": optax.tree.norm(updates)}
 
 
 def draft_metrics(sums: Mapping[str, np.ndarray]) -> dict[str, float]:

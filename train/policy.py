@@ -157,7 +157,7 @@ class PolicyTrainer:
         params32 = jax.tree.map(lambda a: a.astype(jnp.float32), params)
         updates, opt_state = self.optimizer.update(gradients, opt_state, params32)
         params = sharding.pin(self.mesh, optax.apply_updates(params, updates))
-        return params, sharding.pin(self.mesh, opt_state), optax.global_norm(gradients)
+        return params, sharding.pin(self.mesh, opt_state), optax.tree.norm(gradients)
 
     def _zeros_program(self, params):
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), params)

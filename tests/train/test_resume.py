@@ -142,8 +142,15 @@ def test_resuming_with_other_settings_names_them(tiny_policy, reference):
 def test_nothing_to_resume_is_said_before_any_work(tiny_policy, tmp_path):
     argv = tiny_run.arguments(tiny_policy, tmp_path / "none")
     assert "run without --resume" in refusal([*argv, "--resume"])
-    (tmp_path / "none" / "checkpoints").mkdir(parents=True)  # killed before its first checkpoint
-    assert "no complete checkpoint; start afresh" in refusal([*argv, "--resume"])
+
+
+def test_a_run_killed_before_its_first_checkpoint_resumes_at_step_one(
+    tiny_policy, tmp_path, reference
+):
+    out = tmp_path / "run"
+    (out / "checkpoints").mkdir(parents=True)
+    rl.main([*tiny_run.arguments(tiny_policy, out, **CHANGES, steps=6), "--resume"])
+    assert_same_run(out, reference)
 
 
 def test_a_damaged_checkpoint_names_the_one_to_use_and_that_one_works(
