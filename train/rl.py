@@ -48,6 +48,11 @@ class Watch:
                     f"accept length has been {length:.2f} for {self.flat} steps: speculation only "
                     "costs time. Is the head the one that belongs to this policy?"
                 )
+        if metrics.get("rollout/zero_std") == 1:
+            warnings.append(
+                "no group has differing rewards: the policy learns nothing from this step. Is the "
+                "task too hard or too easy for it?"
+            )
         if metrics.get("train/mtp_tokens") == 0:
             warnings.append("draft training saw no token: is every response a single token?")
         elif metrics.get("train/mtp_update_norm") == 0:
