@@ -60,6 +60,7 @@ def steps_seen(monkeypatch):
         pytest.param(
             20,
             {
+                "rollout.prompts": 3,
                 "algo.updates_per_rollout": 2,
                 "algo.kl_loss_coef": 0.1,
                 "algo.max_resample": 3,
