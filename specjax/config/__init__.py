@@ -1,0 +1,20 @@
+"""Frozen configuration: what a model is, what to draft, how to speculate, how to sample.
+
+Everything here is hashable, so that it can be a static argument of a jitted function.
+"""
+
+from specjax.config.model import ModelConfig, RopeScaling
+from specjax.config.sampling import SamplingParams
+from specjax.config.spec import ACCEPTANCE_MODES, SpecConfig
+from specjax.config.strategy import DEFAULT_TREE_PATHS, OFF_NAMES, Strategy
+
+__all__ = [
+    "ACCEPTANCE_MODES",
+    "DEFAULT_TREE_PATHS",
+    "OFF_NAMES",
+    "ModelConfig",
+    "RopeScaling",
+    "SamplingParams",
+    "SpecConfig",
+    "Strategy",
+]

@@ -1,0 +1,115 @@
+"""How one request is sampled."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled. Names and meanings are OpenAI's and vLLM's.
+
+    The order is: penalties, bias and masks, temperature, top-k, top-p, min-p.
+
+    Attributes:
+      temperature: 0 is greedy, and then top_k, top_p and min_p do nothing.
+      max_tokens: tokens to generate at most. min_tokens: stop tokens are masked, and stop strings
+        ignored, before that many.
+      seed: the request's seed; with the prompt's token ids it keys every random number.
+      n: samples of this prompt, each with its own noise.
+      top_k: keep the k most likely tokens (ties with the last one kept); 0 or -1 keeps all.
+      top_p: keep the fewest most likely tokens whose mass is at least top_p.
+      min_p: keep tokens at least min_p times as likely as the most likely one.
+      repetition_penalty: logits of tokens seen in prompt or output are divided (if positive) or
+        multiplied by it (Keskar et al. 2019).
+      presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, once, and
+        once per occurrence.
+      logit_bias: token id -> number added to its logit.
+      allowed_token_ids: nothing else can be generated. bad_words: token-id sequences (or strings,
+        when there is a tokenizer) that cannot be completed. Where masks would leave nothing at all,
+        they are lifted for that position.
+      ignore_eos: do not stop at the model's end-of-sequence tokens.
+      stop_token_ids: further tokens that end a sample; kept as its last token.
+      stop: strings that end a sample; the text is cut before them.
+      include_stop_str_in_output: leave the stop string in the text.
+      transformed_logprobs: also return each token's log-probability under the distribution that was
+        sampled, after all transforms; `logprobs` is always that of the temperature-scaled logits.
+      top_logprobs: return that many most likely tokens per position, of the temperature-scaled
+        distribution and, with `transformed_logprobs`, of the transformed one.
+      speculative: False drafts nothing for this request.
+    """
+
+    temperature: float = 1.0
+    max_tokens: int = 256
+    seed: int = 0
+    n: int = 1
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    transformed_logprobs: bool = False
+    top_logprobs: int = 0
+    speculative: bool = True
+
+    def __post_init__(self):
+        self._freeze()
+        for name, ok, expected in self._requirements():
+            if not ok:
+                raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+
+    def _freeze(self) -> None:
+        """Lists and mappings become tuples; a bare string is one stop string or bad word."""
+
+        def put(name, value):
+            object.__setattr__(self, name, value)
+
+        put("stop_token_ids", tuple(self.stop_token_ids))
+        put("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        bias = self.logit_bias or ()
+        pairs = bias.items() if isinstance(bias, Mapping) else bias
+        put("logit_bias", tuple((int(token), float(value)) for token, value in pairs))
+        put("allowed_token_ids", tuple(dict.fromkeys(self.allowed_token_ids or ())))
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else self.bad_words or ()
+        put("bad_words", tuple(w if isinstance(w, str) else _token_tuple(w) for w in words))
+
+    def _requirements(self):
+        number = math.isfinite
+        yield "temperature", 0 <= self.temperature < math.inf, "a finite number >= 0 (0 is greedy)"
+        yield "max_tokens", self.max_tokens >= 1, "at least 1"
+        yield "n", self.n >= 1, "at least 1"
+        fits = 0 <= self.min_tokens <= self.max_tokens
+        yield "min_tokens", fits, f"between 0 and max_tokens = {self.max_tokens}"
+        yield "top_k", self.top_k >= -1, "at least 1, or 0 or -1 to keep all tokens"
+        yield "top_p", 0 < self.top_p <= 1, "greater than 0 and at most 1"
+        yield "min_p", 0 <= self.min_p <= 1, "between 0 and 1"
+        positive = self.repetition_penalty > 0 and number(self.repetition_penalty)
+        yield "repetition_penalty", positive, "a finite number greater than 0 (1 does nothing)"
+        yield "presence_penalty", number(self.presence_penalty), "a finite number (0 does nothing)"
+        finite = number(self.frequency_penalty)
+        yield "frequency_penalty", finite, "a finite number (0 does nothing)"
+        finite = all(number(value) for _, value in self.logit_bias)
+        yield "logit_bias", finite, "pairs of a token id and a finite number"
+        distinct = len({token for token, _ in self.logit_bias}) == len(self.logit_bias)
+        yield "logit_bias", distinct, "pairs with distinct token ids"
+        yield "bad_words", all(len(w) > 0 for w in self.bad_words), "words that are not empty"
+        yield "stop", all(isinstance(s, str) and s for s in self.stop), "strings that are not empty"
+        within = 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS
+        yield "top_logprobs", within, f"between 0 and {MAX_TOP_LOGPROBS}"
+
+
+def _token_tuple(word: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(token) for token in word)

@@ -1,0 +1,126 @@
+"""How to speculate: what is drafted, by what, and by which rule it is accepted."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from specjax.config.checks import choice
+from specjax.config.strategy import OFF_NAMES, Strategy
+
+ACCEPTANCE_MODES = ("coupled", "block", "recursive", "greedy")
+DRAFT_SOURCES = ("head", "model", "ngram")
+NGRAM_LIMIT = 127  # match lengths are kept as int8
+TELEMETRY_VARIABLE = "SPECJAX_TELEMETRY"
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecConfig:
+    """How to speculate.
+
+    Attributes:
+      strategy: see `Strategy.parse`; `"off"` (also `"disable"`) is plain decoding.
+      acceptance: `coupled` (any tree, token-identical to plain decoding), `block` (chains,
+        identical in distribution), `recursive` (chains and static trees, identical in
+        distribution) or `greedy` (any tree, for requests of temperature 0 only; token-identical).
+      source: what drafts: `head` (the MTP head), `model` (a standalone smaller model) or `ngram`
+        (continuations of earlier occurrences of the last tokens).
+      head: `checkpoint` takes the draft head that lies with the policy, `random` draws one from
+        `head_seed` (for training it online from nothing).
+      draft_model: directory of the standalone model; implies source `model`.
+      ngram_max, ngram_min: longest and shortest suffix that is looked up.
+      ngram_siblings: also look in the other samples of the same prompt that lie in the batch.
+      aligned: draft candidates come from logits transformed as the target's are; False ranks them
+        by temperature alone (for measuring).
+      tau: a dynamic tree scores paths by log_softmax((log q + noise) / tau) (`coupled`).
+      adaptive_width: in a dynamic tree, a node has as many children as the rounded perplexity of
+        its q, topk at most: rows go where the draft is unsure.
+      spec_verify_tokens: rows at most; a larger dynamic tree is cut.
+      invariant: decode so that speculation and its absence (`SamplingParams(speculative=False)`)
+        run the same arithmetic, bit by bit; slower (`coupled`, `greedy`).
+      exact_mode: decode everything plainly as well, compare, and report the first difference.
+      telemetry: record why drafts are rejected; None asks the environment variable
+        SPECJAX_TELEMETRY.
+    """
+
+    strategy: str | tuple[tuple[int, ...], ...] | Strategy = "4_1_5"
+    acceptance: str = "coupled"
+    source: str = "head"
+    head: str = "checkpoint"
+    head_seed: int = 0
+    draft_model: str | None = None
+    ngram_max: int = 4
+    ngram_min: int = 1
+    ngram_siblings: bool = True
+    aligned: bool = True
+    tau: float = 0.6
+    adaptive_width: bool = False
+    spec_verify_tokens: int = 48
+    invariant: bool = False
+    exact_mode: bool = False
+    telemetry: bool | None = None
+
+    def __post_init__(self):
+        choice("acceptance", self.acceptance, ACCEPTANCE_MODES)
+        choice("head", self.head, ("checkpoint", "random"))
+        if isinstance(self.strategy, list):
+            object.__setattr__(self, "strategy", tuple(map(tuple, self.strategy)))
+        if self.draft_model is not None:
+            object.__setattr__(self, "draft_model", str(self.draft_model))
+            if self.source == "ngram":
+                raise ValueError("draft_model is given but source is 'ngram'; choose one")
+            object.__setattr__(self, "source", "model")
+        choice("source", self.source, DRAFT_SOURCES)
+        if self.source == "model" and self.draft_model is None:
+            raise ValueError("source 'model' needs draft_model, the directory of a checkpoint")
+        if not 0 < self.tau < float("inf"):
+            raise ValueError(f"tau must be a finite number greater than 0, got {self.tau}")
+        if not 1 <= self.ngram_min <= self.ngram_max <= NGRAM_LIMIT:
+            raise ValueError(
+                f"expected 1 <= ngram_min <= ngram_max <= {NGRAM_LIMIT}, got {self.ngram_min} and "
+                f"{self.ngram_max}"
+            )
+        if self.is_off:
+            return
+        self._refuse_what_is_not_exact()
+
+    def _refuse_what_is_not_exact(self) -> None:
+        strategy = self.resolve()
+        where = f"got strategy {self.strategy!r}"
+        if self.acceptance == "block" and not strategy.is_chain:
+            nearest = "'coupled'" if strategy.is_dynamic else "'recursive' or 'coupled'"
+            raise ValueError(
+                f"acceptance 'block' is exact for chains only, {where}; use acceptance {nearest} "
+                "for trees, or a chain such as '4_1_5'"
+            )
+        if self.acceptance == "recursive" and strategy.is_dynamic:
+            raise ValueError(
+                "acceptance 'recursive' draws its candidates without replacement and is exact only "
+                "if the tree's shape is fixed before they are drawn (re-ranking is biased), "
+                f"{where}; use acceptance 'coupled', or a static tree such as '4x2x1'"
+            )
+        if self.adaptive_width and not strategy.is_dynamic:
+            raise ValueError(
+                f"adaptive_width changes the width of dynamic trees, {where}; use one such as "
+                "'6_4_16', or adaptive_width=False"
+            )
+        by_token = self.acceptance in ("coupled", "greedy")
+        for name in ("exact_mode", "invariant"):
+            if getattr(self, name) and not by_token:
+                raise ValueError(
+                    f"{name} is about equal tokens, and acceptance {self.acceptance!r} equals "
+                    "plain decoding in distribution only; use acceptance 'coupled'"
+                )
+
+    @property
+    def is_off(self) -> bool:
+        return isinstance(self.strategy, str) and self.strategy.lower() in OFF_NAMES
+
+    @property
+    def telemetry_on(self) -> bool:
+        if self.telemetry is None:
+            return os.environ.get(TELEMETRY_VARIABLE, "0") not in ("", "0", "false", "False")
+        return self.telemetry
+
+    def resolve(self) -> Strategy:
+        return Strategy.parse(self.strategy).capped(self.spec_verify_tokens)

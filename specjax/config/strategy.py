@@ -1,0 +1,146 @@
+"""What one round drafts: a chain, a static tree, or a dynamic tree."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+OFF_NAMES = ("off", "disable", "none")
+
+# Wide near the root, narrower later: four children, two below the best two, one each after.
+DEFAULT_TREE_PATHS = (
+    (0,), (1,), (2,), (3,),
+    (0, 0), (0, 1), (1, 0), (1, 1),
+    (0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """What one round drafts.
+
+    A chain or static tree is a prefix-closed set of paths below the root: `(i, j)` is the j-th best
+    child of the i-th best child of the root. Paths are ordered by depth, then lexicographically.
+
+    A dynamic tree (EAGLE-2, arXiv 2406.16858) has no paths: each of `depth` steps expands the
+    `topk` best nodes of a level into `topk` children each, and the `max_rows` - 1 nodes of the best
+    paths become rows.
+
+    Attributes:
+      paths: of a chain or static tree; empty for a dynamic tree.
+      dynamic: (steps, topk, rows) of a dynamic tree, else None.
+    """
+
+    name: str
+    paths: tuple[tuple[int, ...], ...] = ()
+    dynamic: tuple[int, int, int] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Tree rows T, root included."""
+        return self.dynamic[2] if self.dynamic else len(self.paths) + 1
+
+    @property
+    def steps(self) -> int:
+        """Draft steps: the depth of the deepest path."""
+        return self.dynamic[0] if self.dynamic else max(map(len, self.paths))
+
+    @property
+    def is_chain(self) -> bool:
+        return not self.dynamic and all(not any(path) for path in self.paths)
+
+    @property
+    def is_dynamic(self) -> bool:
+        return self.dynamic is not None
+
+    @classmethod
+    def parse(cls, spec: str | Sequence[Sequence[int]] | Strategy) -> Strategy:
+        """Reads `"4_1_5"`, `"8_4_32"`, `"4x2x1"`, `"default"` (twelve paths) or path tuples.
+
+        Raises:
+          ValueError: the text is no strategy, or its numbers disagree.
+        """
+        if isinstance(spec, Strategy):
+            return spec
+        if not isinstance(spec, str):
+            return cls.from_paths(spec)
+        if spec.lower() in OFF_NAMES:
+            raise ValueError(
+                f"{spec!r} is plain decoding, which drafts no tree; use spec=None, or "
+                "SpecConfig(strategy='off')"
+            )
+        if spec == "default":
+            return dataclasses.replace(cls.from_paths(DEFAULT_TREE_PATHS), name="default")
+        if re.fullmatch(r"\d+_\d+_\d+", spec):
+            return _parse_steps_topk_rows(*map(int, spec.split("_")))
+        if re.fullmatch(r"\d+(x\d+)*", spec):
+            return _parse_children(spec, [int(c) for c in spec.split("x")])
+        raise ValueError(
+            f"strategy {spec!r} is not understood; expected 'steps_topk_rows' such as '4_1_5' (a "
+            "chain) or '6_4_16' (a dynamic tree), children per level such as '4x2x1', 'default', "
+            "path tuples, or 'off'"
+        )
+
+    @classmethod
+    def from_paths(cls, paths: Sequence[Sequence[int]]) -> Strategy:
+        """A static tree from path tuples; every prefix and every better sibling must be listed."""
+        tuples = sorted({tuple(int(i) for i in p) for p in paths}, key=lambda p: (len(p), p))
+        if not tuples:
+            raise ValueError("a static tree needs at least one path, got none; use 'off' instead")
+        known = set(tuples)
+        for path in tuples:
+            if not path or min(path) < 0:
+                raise ValueError(f"tree path {path} must hold child ranks >= 0")
+            if len(path) > 1 and path[:-1] not in known:
+                raise ValueError(f"tree path {path} has no parent: add {path[:-1]}")
+            if path[-1] and (*path[:-1], path[-1] - 1) not in known:
+                raise ValueError(
+                    f"tree path {path} skips a better sibling: add {(*path[:-1], path[-1] - 1)}"
+                )
+        return cls("paths:" + ",".join("".join(map(str, p)) for p in tuples), tuple(tuples))
+
+    def capped(self, rows: int) -> Strategy:
+        """The strategy with at most `rows` rows.
+
+        Raises:
+          ValueError: it is a chain or static tree with more; only dynamic trees can be cut.
+        """
+        if self.rows <= rows:
+            return self
+        if not self.dynamic:
+            raise ValueError(
+                f"strategy {self.name!r} has {self.rows} rows, more than spec_verify_tokens = "
+                f"{rows}; raise spec_verify_tokens, or use a smaller or a dynamic tree"
+            )
+        return _parse_steps_topk_rows(*self.dynamic[:2], rows)
+
+
+def _parse_steps_topk_rows(steps: int, topk: int, rows: int) -> Strategy:
+    name = f"{steps}_{topk}_{rows}"
+    if topk == 1:
+        if steps < 1 or rows != steps + 1:
+            raise ValueError(
+                f"chain {name!r} needs steps >= 1 and rows = steps + 1 (the root counts); "
+                f"use '{max(steps, 1)}_1_{max(steps, 1) + 1}'"
+            )
+        return Strategy(name, tuple((0,) * d for d in range(1, steps + 1)))
+    if steps < 1 or topk < 1:
+        raise ValueError(f"strategy {name!r} needs steps >= 1 and topk >= 1")
+    most = 1 + topk + (steps - 1) * topk**2
+    if not steps + 1 <= rows <= most:
+        raise ValueError(
+            f"dynamic tree {name!r} needs between steps + 1 = {steps + 1} and 1 + topk + "
+            f"(steps - 1) * topk^2 = {most} rows (the root counts), got {rows}"
+        )
+    return Strategy(name, (), (steps, topk, rows))
+
+
+def _parse_children(name: str, children: list[int]) -> Strategy:
+    if min(children) < 1:
+        raise ValueError(f"static tree {name!r} needs at least one child per level")
+    paths, level = [], [()]
+    for count in children:
+        level = [(*path, i) for path in level for i in range(count)]
+        paths += level
+    return Strategy(name, tuple(paths))
