@@ -52,18 +52,24 @@ def take_rows(rows: KVCache, index: Int[Array, "B R"]) -> KVCache:
     return jax.tree.map(pick, rows)
 
 
+def take_path(x: Array, path: Int[Array, "B E"]) -> Array:
+    """Picks tree rows `path` of states, logits or the like: [B T N] -> [B E N]."""
+    return jnp.take_along_axis(x, path[..., None], axis=1)
+
+
 def commit_rows(
     cache: KVCache, rows: KVCache, start: Int[Array, " B"], after: Int[Array, " B"] | None = None
 ) -> KVCache:
     """Writes R consecutive rows of each sequence from slot `start[b]` on.
 
-    Slots must be at least R more than the largest start. One `dynamic_update_slice` per sequence
-    and array: XLA's CPU scatter costs several times that.
+    There must be R slots from every start on, or the write is moved back over the prefix. One
+    `dynamic_update_slice` per sequence and array: XLA's CPU scatter costs several times that.
 
     Args:
-      after: any numbers >= 0 that are computed from everything that reads the cache. The rows of a
-        layer are known before its attention reads the cache; without this dependency XLA may order
-        the write first, and then copies every array twice per round to be safe.
+      after: numbers >= 0 whose values do not matter, but which cannot be known before everything
+        that reads the cache has run. The rows of a layer are known before its attention reads the
+        cache; without this dependency XLA may order the write first, and then copies every array
+        twice per round to be safe.
     """
     if after is not None:
         start = start + jnp.minimum(after, 0)

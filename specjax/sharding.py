@@ -145,7 +145,7 @@ def state_shardings(mesh: jax.sharding.Mesh, state):
         if in_cache:
             axes = (None,) * (leaf.ndim - 4) + ("batch", "heads", None, None)
         else:
-            axes = ("batch",) + (None,) * (leaf.ndim - 1)
+            axes = (("batch",) + (None,) * (leaf.ndim - 1))[: leaf.ndim]
         return jax.NamedSharding(mesh, spec_for(mesh, axes, leaf.shape))
 
     return jax.tree_util.tree_map_with_path(one, state)

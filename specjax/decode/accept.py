@@ -1,22 +1,35 @@
-"""Acceptance rules: pure functions of (tree, target logits, draft, randomness).
+"""Step 3 of a round: which drafts are kept, and what is emitted after them.
+
+The rules are pure functions of the drafted tree, both distributions and injected randomness;
+`accept` picks the plan's rule and draws its randomness.
 
 `coupled`: walk down from the root; at each node the target's perturbed argmax is emitted, and the
 walk goes on while that token is a child. The tokens do not depend on the tree (Daliri et al. 2024).
 
-`block`: verification of a whole chain at once (Sun et al. 2024, "Block Verification"): never
-accepts less than token-wise rejection, exact in distribution, needs sampled drafts and their q.
+`greedy` is that walk without noise.
+
+`block`: verification of a whole chain at once (Sun et al. 2024, "Block Verification"): on average
+never accepts less than token-wise rejection, exact in distribution, needs sampled drafts and their
+q.
+
+`recursive`: rejection among the children of each node of a static tree, see recursive.py.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specjax.decode import rng, sampling
-from specjax.decode.tree import Tree
+from specjax.decode.tree import TreeShape
+
+if TYPE_CHECKING:  # people who bring their own models use the rules without ours
+    from specjax.decode.draft import Draft
+    from specjax.decode.plan import Plan
+    from specjax.decode.state import DecodeState
 
 
 class Acceptance(NamedTuple):
@@ -34,27 +47,25 @@ class Acceptance(NamedTuple):
 
 
 def accept_coupled(
-    tree: Tree, tokens: Int[Array, "B T"], chosen: Int[Array, "B T"]
+    tokens: Int[Array, "B T"], shape: TreeShape, chosen: Int[Array, "B T"]
 ) -> Acceptance:
-    """The walk, for any tree.
+    """The walk, for any tree: a row is reached if it and its ancestors are what was chosen.
 
     Args:
       tokens: drafted tokens, row 0 the root.
       chosen: at each row the token that the target picks next, argmax of its perturbed logits.
     """
-    batch = tokens.shape[0]
-    survives = [jnp.ones((batch,), bool)] + [None] * (tree.rows - 1)
-    for row in range(1, tree.rows):
-        parent = int(tree.parent[row])
-        survives[row] = survives[parent] & (tokens[:, row] == chosen[:, parent])
-    alive = jnp.stack(survives, axis=1)
-    # Siblings hold distinct tokens, so at most one row of a level survives.
-    path = jnp.stack(
-        [start + jnp.argmax(alive[:, start:stop], axis=1) for start, stop in tree.levels], axis=1
-    )
-    count = sum(alive[:, start:stop].any(axis=1) for start, stop in tree.levels)
-    emitted = jnp.take_along_axis(chosen, path, axis=1)
-    return Acceptance(emitted, path.astype(jnp.int32), count.astype(jnp.int32))
+    batch, rows = tokens.shape
+    parent = jnp.broadcast_to(shape.parent, (batch, rows))
+    drafted = tokens == jnp.take_along_axis(chosen, parent, axis=1)
+    drafted |= jnp.arange(rows) == 0
+    reached = (drafted[:, None] | ~shape.visible).all(-1)
+    # Siblings hold distinct tokens, so at most one row of each depth is reached.
+    depths = jnp.arange(shape.path_rows.shape[-1])
+    at_depth = reached[:, None] & (shape.depth[..., None, :] == depths[:, None])
+    path = jnp.argmax(at_depth, axis=-1).astype(jnp.int32)
+    count = reached.sum(axis=-1, dtype=jnp.int32)
+    return Acceptance(jnp.take_along_axis(chosen, path, axis=1), path, count)
 
 
 def block_thresholds(p: Float[Array, "B E V"], q: Float[Array, "B K V"], drafted: Array):
@@ -91,7 +102,6 @@ def block_thresholds(p: Float[Array, "B E V"], q: Float[Array, "B K V"], drafted
 
 
 def accept_block(
-    tree: Tree,
     tokens: Int[Array, "B T"],
     p: Float[Array, "B T V"],
     q: Float[Array, "B K V"],
@@ -101,13 +111,12 @@ def accept_block(
     """Block verification of a chain. Row i of the tree is the i-th drafted token.
 
     Args:
+      q: what each drafted token was drawn from; zero where there was no draft (token -1).
       coins: uniform in (0, 1), one per drafted token; all are tested, none is tested twice.
       residual_noise: Gumbel noise for the one token that is not a draft.
     """
-    if not tree.is_chain:
-        raise ValueError("block acceptance is exact for chains only; use coupled for trees")
-    steps = tree.steps
     drafted = tokens[:, 1:]
+    steps = drafted.shape[1]
     weights, thresholds = block_thresholds(p, q, drafted)
     kept = coins < thresholds[:, 1:]
     accepted = jnp.max(jnp.where(kept, jnp.arange(1, steps + 1), 0), axis=1)
@@ -127,18 +136,40 @@ def accept_block(
     return Acceptance(emitted.astype(jnp.int32), path, accepted.astype(jnp.int32) + 1)
 
 
-def accept(mode: str, tree: Tree, tokens, logits, temperature, noise, draft_logits, keys, root):
-    """Dispatches on the acceptance mode; see `accept_coupled` and `accept_block`.
+def accept(
+    plan: Plan, state: DecodeState, draft: Draft, transformed: Float[Array, "B T V"]
+) -> Acceptance:
+    """What the round emits, by the plan's rule.
+
+    `coupled` adds the noise of each row's next position, `greedy` nothing; `block` and `recursive`
+    draw coins and the noise of their last token anew for every round.
 
     Args:
-      tokens: [B T]. logits: target's, [B T V]. noise: [B E V], entry d decides position root+1+d.
-      draft_logits: [B K V] (`block`). keys: request keys. root: [B] root positions.
+      transformed: the target's scores at every row of the drafted tree, after all transforms.
     """
-    if mode == "coupled":
-        scores = sampling.perturbed(logits, temperature, noise[:, tree.depth])
-        return accept_coupled(tree, tokens, jnp.argmax(scores, axis=-1).astype(jnp.int32))
-    p = sampling.probabilities(logits, temperature)
-    q = sampling.probabilities(draft_logits, temperature)
-    coins = rng.round_coins(keys, root, tree.steps)
-    residual_noise = rng.round_noise(keys, rng.RESIDUAL, root, 0, logits.shape[-1])
-    return accept_block(tree, tokens, p, q, coins, residual_noise)
+    keys, temperature, root = state.keys, state.options.temperature, state.length - 1
+    tokens, shape = draft.tokens, draft.shape
+    if plan.mode in ("coupled", "greedy"):
+        perturbed = transformed
+        if plan.draws_noise:
+            noise = rng.ring_at(state.noise, root[:, None] + 1 + shape.depth)
+            perturbed = sampling.perturb(transformed, temperature, noise)
+        return accept_coupled(tokens, shape, jnp.argmax(perturbed, axis=-1).astype(jnp.int32))
+    p = sampling.probabilities(transformed, temperature)
+    coins = rng.round_coins(keys, root, np.arange(1, tokens.shape[1]))
+    final = rng.round_noise(keys, rng.RESIDUAL, root, np.zeros(1, int), p.shape[-1])[:, 0]
+    if plan.mode == "block":
+        return accept_block(tokens, p, draft.q, coins, final)
+    from specjax.decode.recursive import accept_recursive  # which builds on this module
+
+    greedy = temperature == 0
+    return accept_recursive(plan.tree, tokens, p, draft.q, coins, final, greedy)
+
+
+def __getattr__(name: str):
+    """The rules on plain arrays, for people who bring their own models, import from here."""
+    from specjax.decode import speculator  # which builds on this module
+
+    if name in speculator.__all__:
+        return getattr(speculator, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,12 +10,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Int, UInt32
 
 from specjax.cache import KVCache
 from specjax.decode import rng
-from specjax.decode.state import DecodeState, DraftState
-from specjax.draft.mtp import MTPHead
+from specjax.decode.options import Options
+from specjax.decode.plan import Plan
+from specjax.decode.state import DecodeState
+from specjax.draft.source import Memory
 from specjax.models.transformer import Transformer
 
 
@@ -23,12 +25,12 @@ class Prefilled(NamedTuple):
     """What slots need of R prompts.
 
     Attributes:
-      cache: keys and values of the prompts' P positions. draft: likewise of the head, with the
-        window of the first round; None in plain decoding.
+      cache: keys and values of the prompts' P positions. draft: what the draft source knows of
+        them; None in plain decoding.
     """
 
     cache: KVCache
-    draft: DraftState | None
+    draft: Memory
 
 
 class Admission(NamedTuple):
@@ -37,7 +39,7 @@ class Admission(NamedTuple):
     Attributes:
       slots: [M] slot of each. rows: [M] its row among the prefilled prompts.
       tokens: [M P] prompts, right padded. lengths: [M]. limit: [M] final length at most.
-      words: [M 5] see `rng.request_words`. temperature: [M]. stop_ids: [M E] padded with -1.
+      words: [M 5] see `rng.request_words`. options: of the M requests.
     """
 
     slots: Int[Array, " M"]
@@ -46,33 +48,23 @@ class Admission(NamedTuple):
     lengths: Int[Array, " M"]
     limit: Int[Array, " M"]
     words: UInt32[Array, "M 5"]
-    temperature: Float[Array, " M"]
-    stop_ids: Int[Array, "M E"]
+    options: Options
 
 
 def prefill(
     model: Transformer,
-    head: MTPHead | None,
-    steps: int,
+    draft_params,
+    plan: Plan,
     tokens: Int[Array, "R P"],
     lengths: Int[Array, " R"],
 ) -> Prefilled:
-    """Runs prompts through policy and head; rows past a prompt's length are never visible."""
+    """Runs prompts through target and draft; rows past a prompt's length are never visible."""
     x, cache = model.prefill(tokens, lengths)
-    if head is None:
+    if plan.source is None:
         return Prefilled(cache, None)
     hidden = model.draft_hidden(x)
-    modules = len(head.blocks)
-    # The first round extends the head over one row, the state before the root; `modules - 1` rows
-    # before it repeat what the cache holds already (see `DraftState`).
-    index = lengths[:, None] - 1 - modules + jnp.arange(steps + modules)
-    index = jnp.clip(index, 0, hidden.shape[1] - 1)
-    draft = DraftState(
-        cache=head.prefill(hidden, model.embed_tokens(tokens), lengths),
-        hidden=jnp.take_along_axis(hidden, index[..., None], axis=1),
-        pending=jnp.ones_like(lengths),
-    )
-    return Prefilled(cache, draft)
+    memory = plan.source.prefill(model, draft_params, plan.steps, tokens, lengths, hidden)
+    return Prefilled(cache, memory)
 
 
 def place(state: DecodeState, prefilled: Prefilled, new: Admission) -> DecodeState:
@@ -85,15 +77,17 @@ def place(state: DecodeState, prefilled: Prefilled, new: Admission) -> DecodeSta
         limit=new.limit,
         finish=jnp.zeros((count,), jnp.int32),
         keys=rng.request_keys(new.words),
-        temperature=new.temperature,
-        stop_ids=new.stop_ids,
+        options=new.options,
         cache=None,
         draft=None,
+        noise=None,
         rounds=jnp.zeros((count,), jnp.int32),
         histogram=jnp.zeros((count, state.histogram.shape[1]), jnp.int32),
     )
-    shared = Prefilled(state.cache, state.draft)
-    state = state._replace(cache=None, draft=None)
+    shared, noise = Prefilled(state.cache, state.draft), state.noise
+    if noise is not None:  # a slot's new request has noise of its own
+        noise = noise._replace(until=noise.until.at[new.slots].set(0))
+    state = state._replace(cache=None, draft=None, noise=None)
     own, tree = jax.tree.flatten(state)
     cached, cached_tree = jax.tree.flatten(shared)
 
@@ -105,7 +99,8 @@ def place(state: DecodeState, prefilled: Prefilled, new: Admission) -> DecodeSta
 
     own, cached = jax.lax.fori_loop(0, count, write, (own, cached))
     shared = jax.tree.unflatten(cached_tree, cached)
-    return jax.tree.unflatten(tree, own)._replace(cache=shared.cache, draft=shared.draft)
+    state = jax.tree.unflatten(tree, own)
+    return state._replace(cache=shared.cache, draft=shared.draft, noise=noise)
 
 
 def _copy_row(arrays: list, sources: list, row: Array, slot: Array) -> list:

@@ -1,9 +1,14 @@
-"""Step 1 of a round: the head extends its cache over what was accepted, then proposes a tree.
+"""Step 1 of a round: the draft source takes in what was accepted, then proposes a tree.
 
-The extension and the first draft step are one pass: its last valid row is the prediction at the
-root. Each further step runs the head over one level of the tree. In `coupled` mode candidates are
-ranked with the very noise that will decide the position, which makes the draft guess the sample and
-not merely the distribution. In `block` mode one token is sampled, with noise of its own.
+The source gives logits below each row that is expanded. They pass through the very transforms that
+the target's logits will pass through, along each branch (unless `plan.aligned` is off: then only
+through the temperature). In `coupled` mode candidates are ranked with the very noise that will
+decide the position, which makes the draft guess the sample and not merely the distribution. `block`
+and `recursive` draw with noise of their own and keep q, the distribution that was drawn from.
+
+Static trees are filled depth by depth. Dynamic trees (EAGLE-2, arXiv 2406.16858) expand the `topk`
+best nodes of each depth into `topk` children each, and keep the best rows of all depths. Scores
+never rise along a path and ties go to the earlier depth, so whoever is kept has its parent kept.
 """
 
 from __future__ import annotations
@@ -13,137 +18,309 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from specjax.cache import KVCache, commit_rows
 from specjax.decode import rng, sampling
-from specjax.decode.state import DecodeState, DraftState, take_positions
-from specjax.decode.tree import Tree, chain_bits, pack_bits
-from specjax.draft.mtp import MTPHead
-from specjax.models.transformer import Transformer, lm_logits
+from specjax.decode.history import Context, Rows
+from specjax.decode.plan import Plan
+from specjax.decode.state import DecodeState, take_positions
+from specjax.decode.tree import Tree, TreeShape, grown_shape, pack_bits, pack_words
+from specjax.draft.source import Level, Work
+from specjax.models.transformer import Transformer
 
 
 class Draft(NamedTuple):
     """A drafted tree.
 
     Attributes:
-      tokens: [B T], row 0 the root.
-      logits: [B K V] the draft's logits along a chain (`block` needs its q), else None.
-      state: the head's memory with the accepted rows committed.
+      tokens: [B T], row 0 the root; -1 where there is no draft.
+      shape: who descends from whom.
+      paths: [B T P] tokens from below the root down to the row itself, then -1; P = steps.
+      q: [B X V] what the children of the X expanded rows were drawn from (`block`, `recursive`).
+      logprobs: [B T] log q of each drafted token, meaningless at -1 (telemetry).
+      work: the source's, for its `commit`.
     """
 
     tokens: Int[Array, "B T"]
-    logits: Float[Array, "B K V"] | None
-    state: DraftState
+    shape: TreeShape
+    paths: Int[Array, "B T P"]
+    q: Float[Array, "B X V"] | None
+    logprobs: Float[Array, "B T"] | None
+    work: Work
 
 
-class _Frontier(NamedTuple):
-    """Where drafting starts: the head's last committed row of each slot."""
+class Candidates(NamedTuple):
+    """The best `count` continuations of each of R rows.
 
-    normed: Float[Array, "B 1 D"]
-    recycled: Float[Array, "B 1 D"]
-    slot: Int[Array, " B"]
-    cache: KVCache
+    Attributes:
+      tokens: [B R count], -1 where there are fewer.
+      gain: [B R count] what each adds to its path's score, at most 0 (dynamic trees).
+      q: [B R V] what they were drawn from, 0 in a row without any (`block`, `recursive`).
+      logprobs: [B R count] log q of each (telemetry).
+    """
 
-
-def extend(model: Transformer, head: MTPHead, state: DecodeState) -> _Frontier:
-    """Runs every module over the window of pending rows and commits their keys and values."""
-    modules, window = len(head.blocks), state.draft.hidden.shape[1]
-    lag = modules - 1
-    first = state.length - 1 - state.draft.pending - lag
-    slot = jnp.maximum(first, 0)
-    hidden, rows, frontier = state.draft.hidden, [], None
-    last = (lag + state.draft.pending - 1)[:, None, None]
-    for index in range(modules):
-        positions = first[:, None] + jnp.arange(window)
-        embedded = model.embed_tokens(take_positions(state.tokens, first + 1 + index, window))
-        normed, hidden, kv = head.decode(
-            index,
-            hidden,
-            embedded,
-            positions + index,
-            state.draft.cache.layer(index),
-            None,
-            slot,
-            chain_bits(window),
-        )
-        rows.append(kv)
-        if index == 0:
-            frontier = [jnp.take_along_axis(x, last, axis=1) for x in (normed, hidden)]
-    new = KVCache(tuple(k for k, _ in rows), tuple(v for _, v in rows))
-    cache = commit_rows(state.draft.cache, new, slot)
-    return _Frontier(*frontier, state.length - 2, cache)
-
-
-def top_candidates(scores: Float[Array, "B R V"], count: int) -> Int[Array, "B R count"]:
-    """Ids of the `count` best scores, ties to the lowest id."""
-    if count > 8:
-        return jax.lax.top_k(scores, count)[1]
-    picks = []  # a few argmaxes: XLA's CPU top_k sorts the whole vocabulary
-    for _ in range(count):
-        best = jnp.argmax(scores, axis=-1)
-        picks.append(best)
-        scores = jnp.where(jnp.arange(scores.shape[-1]) == best[..., None], -jnp.inf, scores)
-    return jnp.stack(picks, axis=-1)
-
-
-def _candidates(mode, logits, state, noise, root, step, count):
-    """Token ids [B R count] proposed below each of the R rows of one level."""
-    if mode == "coupled":
-        scores = sampling.perturbed(logits, state.temperature, noise[:, step, None])
-        return top_candidates(scores, count)
-    private = rng.round_noise(state.keys, rng.DRAFT, root, step, logits.shape[-1])
-    scores = sampling.perturbed(logits, state.temperature, private[:, None])
-    return jnp.argmax(scores, axis=-1)[..., None]
+    tokens: Int[Array, "B R C"]
+    gain: Float[Array, "B R C"] | None
+    q: Float[Array, "B R V"] | None
+    logprobs: Float[Array, "B R C"] | None
 
 
 def draft_tree(
-    model: Transformer, head: MTPHead, tree: Tree, mode: str, state: DecodeState, noise: Array
+    model: Transformer, draft_params, plan: Plan, state: DecodeState, context: Context
 ) -> Draft:
-    """Fills the tree level by level.
+    """Proposes a tree below the root of every slot.
 
     Args:
-      noise: [B E V] target noise of the positions after the root (`coupled`).
+      draft_params: of the draft source.
+      context: what the transforms need of the slots' history.
     """
-    batch = state.length.shape[0]
-    root = state.length - 1
-    root_token = take_positions(state.tokens, root, 1)
-    frontier = extend(model, head, state)
-    tokens = jnp.zeros((batch, tree.rows), jnp.int32).at[:, 0].set(root_token[:, 0])
-    weight = model.head_weight()
-    visible, modules = tree.visible(), len(head.blocks)
-    normed, recycled = frontier.normed, frontier.recycled
-    scratch, scratch_rows, kept_logits = None, [], []
-    for step, level in enumerate(tree.expansions):
+    grow = _grow_dynamic if plan.tree.is_dynamic else _grow_static
+    draft = grow(model, draft_params, plan, state, context)
+    drafting = state.options.speculate[:, None]
+    tokens = jnp.where(drafting | (np.arange(plan.tree.rows) == 0), draft.tokens, -1)
+    q = None if draft.q is None else jnp.where(drafting[..., None], draft.q, 0.0)
+    return draft._replace(tokens=tokens, q=q)
+
+
+def candidates(
+    plan: Plan,
+    state: DecodeState,
+    context: Context,
+    logits: Float[Array, "B R V"],
+    paths: Int[Array, "B R P"],
+    nodes: np.ndarray,
+    count: int,
+) -> Candidates:
+    """The best continuations of R rows of one depth.
+
+    Args:
+      paths: tokens from below the root down to each row; its length is the rows' depth.
+      nodes: [R] numbers of the rows in the tree; they key noise that is private to a node.
+    """
+    options, root, depth = state.options, state.length - 1, paths.shape[-1]
+    logits = sampling.sanitise(logits)
+    log_q = sampling.tempered(logits, options.temperature)
+    if plan.aligned:
+        rows = Rows(np.full(paths.shape[1], depth), paths)
+        log_q = sampling.transform(logits, options, plan.features, context, rows)
+    perturbed = log_q
+    if plan.draws_noise:  # a row of that depth decides the position after it
+        noise = rng.ring_at(state.noise, root[:, None] + depth + 1)
+        perturbed = sampling.perturb(log_q, options.temperature, noise)
+    elif plan.needs_q and plan.features.sampled:
+        noise = rng.round_noise(state.keys, rng.DRAFT, root, nodes, logits.shape[-1])
+        perturbed = sampling.perturb(log_q, options.temperature, noise)
+    tokens, best = top_candidates(perturbed, count)
+    gain = q = logprobs = None
+    if plan.tree.is_dynamic:
+        gain = _gain(plan, options.temperature, perturbed, best)
+        if plan.adaptive_width:
+            gain = jnp.where(np.arange(count) < _width(log_q)[..., None], gain, -jnp.inf)
+    if plan.needs_q:
+        q = sampling.probabilities(log_q, options.temperature)
+        q = jnp.where(jnp.isfinite(best[..., :1]), q, 0.0)
+    if plan.telemetry:
+        picked = jnp.take_along_axis(log_q, tokens, axis=-1)
+        logprobs = picked - jax.nn.logsumexp(log_q, axis=-1, keepdims=True)
+    return Candidates(jnp.where(jnp.isfinite(best), tokens, -1), gain, q, logprobs)
+
+
+def top_candidates(scores: Float[Array, "B R V"], count: int) -> tuple[Array, Array]:
+    """Ids and values [B R count] of the `count` best scores, ties to the lowest id."""
+    if count > 8:
+        best, ids = jax.lax.top_k(scores, count)
+        return ids.astype(jnp.int32), best
+    ids, best = [], []  # a few argmaxes: XLA's CPU top_k sorts the whole vocabulary
+    for _ in range(count):
+        pick = jnp.argmax(scores, axis=-1)
+        ids.append(pick)
+        best.append(jnp.take_along_axis(scores, pick[..., None], axis=-1)[..., 0])
+        scores = jnp.where(jnp.arange(scores.shape[-1]) == pick[..., None], -jnp.inf, scores)
+    return jnp.stack(ids, axis=-1).astype(jnp.int32), jnp.stack(best, axis=-1)
+
+
+def _gain(plan: Plan, temperature: Array, perturbed: Array, best: Array) -> Array:
+    """log_softmax(perturbed / tau) at the best ones, where tau says how far to trust the ranking.
+
+    Without noise the perturbed scores are log q itself, and tau is 1.
+    """
+    tau = plan.tau if plan.mode == "coupled" else 1.0
+    tau = jnp.where(temperature > 0, tau, 1.0)[:, None, None]
+    total = jax.nn.logsumexp(perturbed / tau, axis=-1, keepdims=True)
+    return jnp.where(jnp.isfinite(best), jnp.minimum(best / tau - total, 0.0), -jnp.inf)
+
+
+def _width(log_q: Float[Array, "B R V"]) -> Float[Array, "B R"]:
+    """How many children a row is worth: the perplexity of its q, an effective nucleus size."""
+    log_p = jax.nn.log_softmax(log_q, axis=-1)
+    entropy = -jnp.where(jnp.isfinite(log_p), jnp.exp(log_p) * log_p, 0.0).sum(-1)
+    return jnp.round(jnp.exp(entropy))
+
+
+def _root_tokens(state: DecodeState) -> Int[Array, "B 1"]:
+    return take_positions(state.tokens, state.length - 1, 1)
+
+
+def _grow_static(model, draft_params, plan: Plan, state: DecodeState, context: Context) -> Draft:
+    """Fills preallocated rows, one depth after the other."""
+    tree, batch = plan.tree, state.length.shape[0]
+    tokens = jnp.full((batch, tree.rows), -1, jnp.int32).at[:, :1].set(_root_tokens(state))
+    logprobs = jnp.zeros(tokens.shape) if plan.telemetry else None
+    total = len(tree.expanded_rows) - 1  # the root is run by `extend`
+    logits, work = plan.source.extend(model, draft_params, state, tree.steps, total)
+    offset, kept_q = 0, []
+    for step, expansion in enumerate(tree.expansions):
+        paths = _paths(tree.shape, tokens, expansion.rows, step)
         if step:
-            index = min(step, modules - 1)
-            if step == index:
-                scratch, scratch_rows = None, []
-            scratch_rows += list(level.rows)
-            bits = pack_bits(visible[np.ix_(level.rows, scratch_rows)])
-            positions = jnp.broadcast_to(
-                (frontier.slot + step)[:, None], (batch, len(level.rows))
+            level = _static_level(tree, step, offset, tokens, paths)
+            logits, work = plan.source.step(model, draft_params, work, level)
+            offset += len(expansion.rows)
+        count = expansion.max_children
+        found = candidates(plan, state, context, logits, paths, expansion.rows, count)
+        first, _ = expansion.children
+        of_parent = (slice(None), expansion.parents, expansion.ranks)
+        tokens = _fill(tokens, found.tokens[of_parent], first)
+        if plan.telemetry:
+            logprobs = _fill(logprobs, found.logprobs[of_parent], first)
+        kept_q.append(found.q)
+    q = jnp.concatenate(kept_q, axis=1) if plan.needs_q else None
+    paths = _paths(tree.shape, tokens, np.arange(tree.rows), tree.steps)
+    return Draft(tokens, tree.shape, paths, q, logprobs, work)
+
+
+def _static_level(tree: Tree, step: int, offset: int, tokens: Array, paths: Array) -> Level:
+    """What the source is told about the rows that are expanded at depth `step`."""
+    rows = tree.expansions[step].rows
+    so_far = tree.expanded_rows[1 : 1 + offset + len(rows)]
+    return Level(
+        step=step,
+        offset=offset,
+        total=len(tree.expanded_rows) - 1,
+        tokens=tokens[:, rows],
+        parents=np.searchsorted(tree.expansions[step - 1].rows, tree.shape.parent[rows]),
+        visible=pack_bits(tree.shape.visible[np.ix_(rows, so_far)]),
+        path=paths,
+    )
+
+
+def _paths(shape: TreeShape, tokens: Array, rows: np.ndarray, depth: int) -> Int[Array, "B R P"]:
+    """Tokens of each row's ancestors at depths 1..depth, itself included; -1 beyond the row."""
+    index = shape.path_rows[rows][:, 1 : depth + 1]
+    beyond = np.arange(1, depth + 1) > shape.depth[rows][:, None]
+    return jnp.where(beyond, -1, tokens[:, index])
+
+
+def _fill(buffer: Array, values: Array, start: int) -> Array:
+    """Writes values [B n ..] into columns `start`.. of a preallocated buffer."""
+    return jax.lax.dynamic_update_slice_in_dim(buffer, values.astype(buffer.dtype), start, axis=1)
+
+
+class _Grown(NamedTuple):
+    """All N candidates of a dynamic tree, depth after depth, in preallocated buffers.
+
+    `parent` is the index of the candidate's parent candidate, -1 for the root.
+    """
+
+    tokens: Int[Array, "B N"]
+    score: Float[Array, "B N"]
+    parent: Int[Array, "B N"]
+    paths: Int[Array, "B N P"]
+    logprobs: Float[Array, "B N"]
+
+
+def _grow_dynamic(model, draft_params, plan: Plan, state: DecodeState, context: Context) -> Draft:
+    """Expands the `topk` best nodes of each depth, then keeps the best rows of all depths."""
+    tree, batch, topk = plan.tree, state.length.shape[0], plan.tree.topk
+    size, total = tree.offsets[-1], topk * (tree.steps - 1)
+    grown = _Grown(
+        tokens=jnp.full((batch, size), -1, jnp.int32),
+        score=jnp.full((batch, size), -jnp.inf),
+        parent=jnp.full((batch, size), -1, jnp.int32),
+        paths=jnp.full((batch, size, tree.steps), -1, jnp.int32),
+        logprobs=jnp.zeros((batch, size)),
+    )
+    logits, work = plan.source.extend(model, draft_params, state, tree.steps, total)
+    frontier = jnp.full((batch, 1), -1, jnp.int32)  # candidates to expand: first the root
+    score, paths, seen = jnp.zeros((batch, 1)), jnp.zeros((batch, 1, 0), jnp.int32), None
+    for step in range(tree.steps):
+        if step:
+            depth = slice(tree.offsets[step - 1], tree.offsets[step])
+            score, best = jax.lax.top_k(grown.score[:, depth], topk)
+            frontier, parents = best + depth.start, best // topk
+            paths = jnp.take_along_axis(grown.paths, frontier[..., None], axis=1)[..., :step]
+            seen = _inherit(seen, parents)
+            level = Level(
+                step=step,
+                offset=topk * (step - 1),
+                total=total,
+                tokens=jnp.take_along_axis(grown.tokens, frontier, axis=1),
+                parents=parents,
+                visible=pack_words(seen),
+                path=paths,
             )
-            # Module s > 0 has no base row past slot - s: those rows need tokens not yet known.
-            prefix = frontier.slot + 1 if index == 0 else frontier.slot - (index - 1)
-            normed, recycled, scratch = head.decode(
-                index,
-                recycled,
-                model.embed_tokens(tokens[:, level.rows]),
-                positions,
-                frontier.cache.layer(index),
-                scratch,
-                jnp.maximum(prefix, 0),
-                bits,
-            )
-        logits = sampling.sanitise(lm_logits(normed, weight))
-        kept_logits.append(logits[:, 0])
-        picks = _candidates(mode, logits, state, noise, root, step, level.max_children)
-        start, stop = level.children
-        children = picks[:, level.parents, level.ranks].astype(jnp.int32)
-        tokens = jax.lax.dynamic_update_slice_in_dim(tokens, children, start, axis=1)
-        if step + 1 < tree.steps:  # the rows to expand next inherit their parents' output
-            rows = tree.expansions[step + 1].rows - start
-            recycled = recycled[:, level.parents[rows]]
-    q_logits = jnp.stack(kept_logits, axis=1) if mode == "block" else None
-    return Draft(tokens, q_logits, state.draft._replace(cache=frontier.cache))
+            logits, work = plan.source.step(model, draft_params, work, level)
+        found = candidates(plan, state, context, logits, paths, frontier, topk)
+        grown = _add_level(grown, tree.offsets[step], step, frontier, score, paths, found)
+    return _best_rows(plan, state, grown, work)
+
+
+def _inherit(seen: Bool[Array, "B Q X"] | None, parents: Int[Array, "B R"]) -> Array:
+    """Which rows expanded so far R rows see [B R X + R]: their parents' view, and themselves."""
+    batch, rows = parents.shape
+    own = jnp.broadcast_to(jnp.eye(rows, dtype=bool), (batch, rows, rows))
+    if seen is None:  # their parent is the root, which the source keeps elsewhere
+        return own
+    above = jnp.take_along_axis(seen, parents[..., None], axis=1)
+    return jnp.concatenate([above, own], axis=-1)
+
+
+def _add_level(
+    grown: _Grown, start: int, step: int, frontier, score, paths, found: Candidates
+) -> _Grown:
+    """Files the children [B R C] of the frontier [B R] behind the candidates so far."""
+    batch, rows, count = found.tokens.shape
+
+    def flat(x):
+        return x.reshape(batch, rows * count, *x.shape[3:])
+
+    path = jnp.broadcast_to(paths[:, :, None], (batch, rows, count, step))
+    path = jnp.concatenate([path, found.tokens[..., None]], axis=-1)
+    path = jnp.pad(path, [(0, 0)] * 3 + [(0, grown.paths.shape[2] - step - 1)], constant_values=-1)
+    logprobs = grown.logprobs
+    if found.logprobs is not None:
+        logprobs = _fill(logprobs, flat(found.logprobs), start)
+    return _Grown(
+        _fill(grown.tokens, flat(found.tokens), start),
+        _fill(grown.score, flat(score[..., None] + found.gain), start),
+        _fill(grown.parent, jnp.repeat(frontier, count, axis=1), start),
+        _fill(grown.paths, flat(path), start),
+        logprobs,
+    )
+
+
+def _best_rows(plan: Plan, state: DecodeState, grown: _Grown, work: Work) -> Draft:
+    """The root and the best `rows` - 1 candidates, in the order of their depth.
+
+    A parent scores at least as well as its child and stands before it, and `top_k` takes the
+    earlier of equals: no row is kept without its parent.
+    """
+    tree = plan.tree
+    _, kept = jax.lax.top_k(grown.score, tree.rows - 1)
+    kept = jnp.sort(kept, axis=1)
+    row_of = jnp.cumsum((jnp.arange(grown.score.shape[1]) == kept[..., None]).any(1), axis=1)
+
+    def pick(x, fill):
+        index = kept[..., None] if x.ndim == 3 else kept
+        rows = jnp.take_along_axis(x, index, axis=1)
+        return jnp.concatenate([jnp.full_like(rows[:, :1], fill), rows], axis=1)
+
+    above = pick(grown.parent, -1)
+    at = jnp.take_along_axis(row_of, jnp.maximum(above, 0), axis=1)
+    parent = jnp.where(above < 0, 0, at).astype(jnp.int32)
+    depth = pick(jnp.broadcast_to(tree.candidate_depth, grown.score.shape), 0)
+    valid = jnp.isfinite(pick(grown.score, 0.0))
+    tokens = jnp.where(valid, pick(grown.tokens, -1), -1)
+    tokens = tokens.at[:, :1].set(_root_tokens(state))
+    shape = grown_shape(parent, depth, tree.steps)
+    logprobs = pick(grown.logprobs, 0.0) if plan.telemetry else None
+    return Draft(tokens, shape, pick(grown.paths, -1), None, logprobs, work)

@@ -4,19 +4,21 @@ A request key folds (seed, prompt identity, sample index). The noise that picks 
 absolute position folds (request key, domain, position) and nothing else: not slot, batch, round,
 tree or strategy. Hence the same seed gives the same tokens however they were decoded.
 
-`block` needs coins beside that noise. They fold the root position and the node as well: a coin that
-was tested and lost must not be met again in the next round, or the result is biased.
+`block` and `recursive` need coins and noise beside that. These fold the root position and the node
+as well: a coin that was tested and lost must not be met again in the next round, or the result is
+biased.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 TARGET, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 3
 WORDS = 5  # seed low, seed high, prompt low, prompt high, sample index
@@ -65,23 +67,95 @@ def target_noise(
     return jax.vmap(jax.vmap(one, (None, 0)), (0, 0))(keys, positions)
 
 
-def round_noise(
-    keys: UInt32[Array, "B 2"], domain: int, root: Int[Array, " B"], node: int, vocab: int
-) -> Float[Array, "B V"]:
-    """Gumbel noise private to one node of one round (drafting and residuals of `block`)."""
+class NoiseRing(NamedTuple):
+    """Target noise of the next E positions of each slot, shared by drafting and verification.
 
-    def one(key, position):
+    A position's noise lies at `position % E` until the position is decided; rows that a round did
+    not use serve the next one, so that each position's noise is generated once.
+
+    Attributes:
+      rows: [B E V]. until: [B] positions below it have been generated.
+      drawn: rows generated since the ring was made, for the record.
+    """
+
+    rows: Float[Array, "B E V"]
+    until: Int[Array, " B"]
+    drawn: Int[Array, ""]
+
+
+def empty_ring(batch: int, positions: int, vocab: int) -> NoiseRing:
+    """A ring in which nothing has been generated."""
+    rows = jnp.zeros((batch, positions, vocab), jnp.float32)
+    return NoiseRing(rows, jnp.zeros((batch,), jnp.int32), jnp.int32(0))
+
+
+# Rows are drawn a block at a time. A small vocabulary takes all that a round can need at once.
+BLOCK_NUMBERS = 1 << 16
+
+
+def refill(
+    ring: NoiseRing,
+    keys: UInt32[Array, "B 2"],
+    root: Int[Array, " B"],
+    wanted: Bool[Array, " B"],
+) -> NoiseRing:
+    """Generates what is missing of positions root + 1 .. root + E.
+
+    The missing rows of all slots are numbered through and drawn in blocks, so that the work grows
+    with the tokens that were emitted and not with the slot that emitted most.
+    """
+    batch, size, vocab = ring.rows.shape
+    block = min(batch * size, max(batch, BLOCK_NUMBERS // vocab))
+    first = jnp.maximum(ring.until, root + 1)
+    missing = jnp.where(wanted, root + 1 + size - first, 0)
+    ends = jnp.cumsum(missing)
+
+    def draw(carry):
+        done, rows = carry
+        number = done + jnp.arange(block)
+        slot = jnp.searchsorted(ends, number, side="right")
+        inside = jnp.minimum(slot, batch - 1)
+        position = first[inside] + number - (ends - missing)[inside]
+        fresh = target_noise(keys[inside], position[:, None], vocab)[:, 0]
+        rows = rows.at[slot, position % size].set(fresh, mode="drop")  # slot B: nothing is missing
+        return done + block, rows
+
+    total = ends[-1]
+    _, rows = jax.lax.while_loop(lambda c: c[0] < total, draw, (jnp.int32(0), ring.rows))
+    until = jnp.where(wanted, root + 1 + size, ring.until)
+    return NoiseRing(rows, until, ring.drawn + total)
+
+
+def ring_at(ring: NoiseRing, positions: Int[Array, "B R"]) -> Float[Array, "B R V"]:
+    """The noise that decides `positions`; they must be among the next E."""
+    place = positions % ring.rows.shape[1]
+    return jnp.take_along_axis(ring.rows, place[..., None], axis=1)
+
+
+def round_noise(
+    keys: UInt32[Array, "B 2"],
+    domain: int,
+    root: Int[Array, " B"],
+    nodes: Int[Array, " R"],
+    vocab: int,
+) -> Float[Array, "B R V"]:
+    """Gumbel noise private to nodes of one round (drafts and residuals of `block`, `recursive`)."""
+
+    def one(key, position, node):
         key = _fold(key, domain, position, node)
         return jax.random.gumbel(key, (vocab,), jnp.float32, mode="high")
 
-    return jax.vmap(one)(keys, root)
+    return jax.vmap(jax.vmap(one, (None, None, 0)), (0, 0, None))(keys, root, jnp.asarray(nodes))
 
 
-def round_coins(keys: UInt32[Array, "B 2"], root: Int[Array, " B"], count: int) -> Array:
-    """Uniform coins in (0, 1) [B, count], private to the nodes of one round."""
+def round_coins(
+    keys: UInt32[Array, "B 2"], root: Int[Array, " B"], nodes: Int[Array, " R"]
+) -> Float[Array, "B R"]:
+    """Uniform coins in (0, 1), private to nodes of one round."""
 
     def one(key, position, node):
         tiny = jnp.finfo(jnp.float32).tiny
         return jax.random.uniform(_fold(key, ACCEPT, position, node), minval=tiny)
 
-    return jax.vmap(jax.vmap(one, (None, None, 0)), (0, 0, None))(keys, root, jnp.arange(count))
+    nodes = jnp.asarray(nodes)
+    return jax.vmap(jax.vmap(one, (None, None, 0)), (0, 0, None))(keys, root, nodes)

@@ -2,8 +2,20 @@
 
     draft (draft.py) -> verify (verify.py) -> accept (accept.py) -> commit (here, and cache.py)
 
+The *root* is the last token known, at position `length - 1`. Its keys and values are not in the
+cache yet, which holds the positions before it; it is row 0 of every tree. A row of depth d lies at
+position root + d and decides the token at root + d + 1.
+
+    mode        drafted with          accepted by                        equal to plain decoding
+    coupled     the position's noise  the walk, with the same noise      token by token
+    greedy      no noise              the walk, without noise            token by token
+    block       noise of this round   coins of this round, p and q       in distribution
+    recursive   noise of this round   coins of this round, p and q       in distribution
+
 A chunk is one `lax.while_loop`: the host is asked once per chunk, not once per token. Plain
 decoding (`off`) is a program of its own without any of the speculation's plumbing.
+
+Shapes: B slots, T tree rows, E = steps + 1 tokens that a round can emit, P path tokens, V, D.
 """
 
 from __future__ import annotations
@@ -12,24 +24,34 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.cache import commit_rows, take_rows
-from specjax.decode import rng, sampling
+from specjax.cache import commit_rows, take_path, take_rows
+from specjax.decode import report, rng, sampling
 from specjax.decode.accept import Acceptance, accept
-from specjax.decode.draft import draft_tree
+from specjax.decode.draft import Draft, draft_tree
+from specjax.decode.history import (
+    Context,
+    Counts,
+    Rows,
+    add_tokens,
+    context_of,
+    count_tokens,
+    root_rows,
+)
+from specjax.decode.plan import Plan
+from specjax.decode.report import Report, RoundView
 from specjax.decode.state import (
     LENGTH,
     RUNNING,
     STOPPED,
     DecodeState,
-    DraftState,
     put_positions,
     take_positions,
 )
-from specjax.decode.tree import Tree, plain_bits
+from specjax.decode.tree import plain_bits
 from specjax.decode.verify import Verified, verify
-from specjax.draft.mtp import MTPHead
 from specjax.models.transformer import Transformer
 
 
@@ -43,131 +65,207 @@ class Emitted(NamedTuple):
 def truncate(state: DecodeState, tokens: Int[Array, "B E"], count: Int[Array, " B"]) -> Emitted:
     """Cuts the emitted tokens after the first stop token and at the slot's limit."""
     index = jnp.arange(tokens.shape[1])
-    is_stop = (tokens[:, :, None] == state.stop_ids[:, None, :]).any(-1)
+    is_stop = (tokens[:, :, None] == state.options.stop_ids[:, None, :]).any(-1)
     stops_before = jnp.cumsum(is_stop, axis=1) - is_stop
     keep = (index < count[:, None]) & (stops_before == 0)
-    keep &= (state.length[:, None] + index < state.limit[:, None])
+    keep &= state.length[:, None] + index < state.limit[:, None]
     keep &= (state.finish == RUNNING)[:, None]
     kept = keep.sum(axis=1)
     stopped = (keep & is_stop).any(axis=1)
-    ended = jnp.where(stopped, STOPPED, jnp.where(state.length + kept >= state.limit, LENGTH, 0))
+    ended = jnp.where(
+        stopped, STOPPED, jnp.where(state.length + kept >= state.limit, LENGTH, RUNNING)
+    )
     finish = jnp.where(state.finish == RUNNING, ended, state.finish)
     return Emitted(kept.astype(jnp.int32), finish.astype(jnp.int32))
 
 
+class Side(NamedTuple):
+    """What the rounds of one chunk hand on, and the next chunk does without.
+
+    Attributes:
+      counts: token counts for penalties, made anew by each chunk; None if nobody asks for them.
+      report: what the chunk tells the host beside tokens: further logprobs, rejections.
+      begin: [B] lengths at the start of the chunk.
+    """
+
+    counts: Counts | None
+    report: Report
+    begin: Int[Array, " B"]
+
+
+def spec_round(
+    model: Transformer, draft_params, plan: Plan, state: DecodeState, side: Side, index: Array
+) -> tuple[DecodeState, Side]:
+    """One draft -> verify -> accept -> commit cycle for every slot.
+
+    Args:
+      draft_params: of the draft source.
+      index: how many rounds of the chunk went before.
+    """
+    root = state.length - 1
+    if plan.draws_noise:
+        wanted = (state.finish == RUNNING) & (state.options.temperature > 0)
+        state = state._replace(noise=rng.refill(state.noise, state.keys, root, wanted))
+    context = context_of(state.tokens, state.length, plan.features, side.counts)
+    draft = draft_tree(model, draft_params, plan, state, context)
+    verified = verify(model, plan, state, draft)
+    rows = Rows(draft.shape.depth, draft.paths)
+    transformed = sampling.transform(verified.logits, state.options, plan.features, context, rows)
+    accepted = accept(plan, state, draft, transformed)
+    return commit(plan, state, side, index, context, draft, verified, transformed, accepted)
+
+
+def commit(
+    plan: Plan,
+    state: DecodeState,
+    side: Side,
+    index: Array,
+    context: Context,
+    draft: Draft,
+    verified: Verified,
+    transformed: Float[Array, "B T V"],
+    accepted: Acceptance,
+) -> tuple[DecodeState, Side]:
+    """Writes the accepted path to the caches and appends its tokens.
+
+    The path's steps + 1 rows go to consecutive slots from the root's position on. Rows past the
+    emitted ones are never read: the next commit begins with the first of them. So nothing rejected
+    survives, and nothing has to be compacted.
+    """
+    emitted = truncate(state, accepted.tokens, accepted.count)
+    new_kv = verified.rows
+    if not plan.tree.is_chain:  # in a chain the path is the rows as they stand
+        new_kv = take_rows(new_kv, accepted.path)
+
+    def along_path(x):
+        return x if plan.tree.is_chain else take_path(x, accepted.path)
+
+    logits = along_path(verified.logits)
+    cache = commit_rows(state.cache, new_kv, state.length - 1, after=emitted.count)
+    hidden = along_path(verified.hidden)
+    memory = plan.source.commit(state.draft, draft.work, hidden, emitted.count)
+    noise = None
+    if plan.draws_noise and plan.telemetry:
+        noise = rng.ring_at(state.noise, state.length[:, None] + np.arange(plan.steps + 1))
+    view = RoundView(
+        state=state,
+        context=context,
+        draft=draft,
+        accepted=accepted,
+        count=emitted.count,
+        tokens=accepted.tokens,
+        path_logits=logits,
+        path_scores=along_path(transformed),
+        path_rows=Rows(np.arange(plan.steps + 1), along_path(draft.paths)),
+        noise=noise,
+    )
+    state, side = record(plan, state, side, index, view, emitted)
+    return state._replace(cache=cache, draft=memory), side
+
+
+def plain_round(
+    model: Transformer, plan: Plan, state: DecodeState, side: Side, index: Array
+) -> tuple[DecodeState, Side]:
+    """One token per slot by plain autoregressive decoding, with the same noise."""
+    root = state.length - 1
+    x, new_kv = model.decode(
+        take_positions(state.tokens, root, 1),
+        root[:, None],
+        state.cache,
+        prefix_len=root,
+        visible_bits=plain_bits(),
+    )
+    logits = model.logits(x)
+    context = context_of(state.tokens, state.length, plan.features, side.counts)
+    here = root_rows(state.length.shape[0])
+    transformed = sampling.transform(logits, state.options, plan.features, context, here)
+    perturbed = transformed
+    if plan.features.sampled:
+        noise = rng.target_noise(state.keys, root[:, None] + 1, logits.shape[-1])
+        perturbed = sampling.perturb(transformed, state.options.temperature, noise)
+    tokens = jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
+    emitted = truncate(state, tokens, jnp.ones_like(state.length))
+    cache = commit_rows(state.cache, new_kv, root, after=tokens[:, 0])
+    view = RoundView(
+        state=state,
+        context=context,
+        draft=None,
+        accepted=None,
+        count=emitted.count,
+        tokens=tokens,
+        path_logits=logits,
+        path_scores=transformed,
+        path_rows=here,
+        noise=None,
+    )
+    state, side = record(plan, state, side, index, view, emitted)
+    return state._replace(cache=cache), side
+
+
 def record(
-    state: DecodeState, tokens: Int[Array, "B E"], logprobs: Float[Array, "B E"], emitted: Emitted
-) -> DecodeState:
-    """Appends the emitted tokens and counts the round."""
+    plan: Plan, state: DecodeState, side: Side, index: Array, view: RoundView, emitted: Emitted
+) -> tuple[DecodeState, Side]:
+    """Appends the emitted tokens, counts the round, and reports what was asked for.
+
+    The log-probabilities kept beside the tokens are the target's, scaled by temperature alone: what
+    a trainer recomputes. Those after all transforms are the report's.
+    """
     running = (state.finish == RUNNING).astype(jnp.int32)
     bins = jnp.arange(state.histogram.shape[1])
-    return state._replace(
-        tokens=put_positions(state.tokens, tokens, state.length, emitted.count),
+    logprobs = sampling.chosen_logprobs(view.path_logits, state.options.temperature, view.tokens)
+    counts = side.counts
+    if counts is not None:
+        counts = add_tokens(counts, view.tokens, emitted.count)
+    side = side._replace(
+        counts=counts, report=report.write(side.report, plan, index, side.begin, view)
+    )
+    state = state._replace(
+        tokens=put_positions(state.tokens, view.tokens, state.length, emitted.count),
         logprobs=put_positions(state.logprobs, logprobs, state.length, emitted.count),
         length=state.length + emitted.count,
         finish=emitted.finish,
         rounds=state.rounds + running,
         histogram=state.histogram + running[:, None] * (bins == emitted.count[:, None]),
     )
-
-
-def commit(
-    state: DecodeState, tree: Tree, draft: DraftState, verified: Verified, accepted: Acceptance
-) -> DecodeState:
-    """Writes the accepted path to both caches' future and appends its tokens.
-
-    At most steps + 1 rows go to consecutive slots; nothing rejected survives, nothing is compacted.
-    """
-    rows, hidden, logits = verified.rows, verified.hidden, verified.logits
-    if not tree.is_chain:  # in a chain the path is the rows as they stand
-        rows = take_rows(rows, accepted.path)
-        hidden = jnp.take_along_axis(hidden, accepted.path[..., None], axis=1)
-        logits = jnp.take_along_axis(logits, accepted.path[..., None], axis=1)
-    emitted = truncate(state, accepted.tokens, accepted.count)
-    logprobs = sampling.chosen_logprobs(logits, state.temperature, accepted.tokens)
-    cache = commit_rows(state.cache, rows, state.length - 1, after=emitted.count)
-    state = record(state, accepted.tokens, logprobs, emitted)
-    running = emitted.count > 0
-    window = pending_window(draft, hidden, emitted.count)
-    return state._replace(
-        cache=cache,
-        draft=DraftState(
-            cache=draft.cache,
-            hidden=jnp.where(running[:, None, None], window, draft.hidden),
-            pending=jnp.where(running, emitted.count, draft.pending),
-        ),
-    )
-
-
-def pending_window(draft: DraftState, hidden: Float[Array, "B E D"], count: Array) -> Array:
-    """The rows that the head will extend over: the last few valid ones, then the new ones."""
-    lag = draft.hidden.shape[1] - hidden.shape[1]
-    if not lag:
-        return hidden
-    old_first = draft.pending[:, None] + jnp.arange(lag)  # last `lag` valid rows of the old window
-    carried = jnp.take_along_axis(draft.hidden, old_first[..., None], axis=1)
-    return jnp.concatenate([carried, hidden], axis=1)
-
-
-def spec_round(
-    model: Transformer, head: MTPHead, tree: Tree, mode: str, state: DecodeState
-) -> DecodeState:
-    """One draft -> verify -> accept -> commit cycle for every slot."""
-    root = state.length - 1
-    noise = None
-    if mode == "coupled":
-        positions = root[:, None] + 1 + jnp.arange(tree.steps + 1)
-        noise = rng.target_noise(state.keys, positions, model.cfg.vocab_size)
-    draft = draft_tree(model, head, tree, mode, state, noise)
-    verified = verify(model, tree, state, draft.tokens)
-    accepted = accept(
-        mode,
-        tree,
-        draft.tokens,
-        verified.logits,
-        state.temperature,
-        noise,
-        draft.logits,
-        state.keys,
-        root,
-    )
-    return commit(state, tree, draft.state, verified, accepted)
-
-
-def plain_round(model: Transformer, state: DecodeState) -> DecodeState:
-    """One token per slot by plain autoregressive decoding, with the same noise."""
-    root = state.length - 1
-    x, rows = model.decode(
-        take_positions(state.tokens, root, 1), root[:, None], state.cache, root, plain_bits()
-    )
-    logits = model.logits(x)
-    noise = rng.target_noise(state.keys, root[:, None] + 1, logits.shape[-1])
-    scores = sampling.perturbed(logits, state.temperature, noise)
-    tokens = jnp.argmax(scores, axis=-1).astype(jnp.int32)
-    emitted = truncate(state, tokens, jnp.ones_like(state.length))
-    logprobs = sampling.chosen_logprobs(logits, state.temperature, tokens)
-    cache = commit_rows(state.cache, rows, root, after=emitted.count)
-    return record(state, tokens, logprobs, emitted)._replace(cache=cache)
+    return state, side
 
 
 def run_chunk(
-    one_round, state: DecodeState, max_rounds: Int[Array, ""], leave_early: Bool[Array, ""]
-) -> tuple[DecodeState, Int[Array, ""]]:
+    one_round,
+    plan: Plan,
+    state: DecodeState,
+    capacity: int,
+    max_rounds: Int[Array, ""],
+    leave_early: Bool[Array, ""],
+) -> tuple[DecodeState, Report, Int[Array, ""]]:
     """Rounds until all slots are done, `max_rounds` are, or (`leave_early`) any slot finishes.
 
+    Args:
+      one_round: (state, side, index) -> (state, side).
+      capacity: rounds that the report has room for; `max_rounds` is at most that.
+
     Returns:
-      the state and the number of rounds that ran.
+      the state, the report, and the number of rounds that ran.
     """
     running_at_start = (state.finish == RUNNING).sum()
+    counts = None
+    if plan.features.penalties:
+        prompt_len, vocab = state.options.prompt_len, plan.cfg.vocab_size
+        counts = count_tokens(state.tokens, state.length, prompt_len, vocab)
+    batch = state.length.shape[0]
+    side = Side(counts, report.start(plan, batch, capacity), state.length)
 
     def go_on(carry):
-        state, rounds = carry
+        state, _, rounds = carry
         running = (state.finish == RUNNING).sum()
-        undisturbed = ~leave_early | (running == running_at_start)  # a free slot can be refilled
+        undisturbed = ~leave_early | (
+            running == running_at_start
+        )  # the host can refill a free slot
         return (running > 0) & (rounds < max_rounds) & undisturbed
 
     def body(carry):
-        state, rounds = carry
-        return one_round(state), rounds + 1
+        state, side, rounds = carry
+        return (*one_round(state, side, rounds), rounds + 1)
 
-    return jax.lax.while_loop(go_on, body, (state, jnp.int32(0)))
+    state, side, rounds = jax.lax.while_loop(go_on, body, (state, side, jnp.int32(0)))
+    return state, side.report, rounds

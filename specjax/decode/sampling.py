@@ -1,24 +1,210 @@
 """From logits to the distribution that is sampled: one implementation for plain decoding, drafting
-and verification alike. A temperature of 0 is greedy and takes its own branch, for dividing by it
-would not.
+and verification alike, at every node of a tree.
+
+`transform` makes scores of raw logits: penalties, logit bias, masks (bad words, allowed ids,
+minimum length), temperature, top-k, top-p, min-p, in that order; each means what it means in vLLM
+and Hugging Face. A token that cannot be sampled has the score -inf. `perturb` adds the noise
+whose argmax is a sample, `probabilities` is the distribution itself.
+
+A temperature of 0 is greedy: such rows are not divided, not filtered and not perturbed.
+
+The scores of a node do not depend on the program that computes them, nor on which part of the
+history is context and which is path: from the same logits come the same bits. (What floating point
+leaves of that at the edge of top-p, see `filters.top_p_threshold`.)
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from specjax.decode import filters
+from specjax.decode.history import Context, Counts, Rows, last_tokens
+from specjax.decode.options import Features, Options
 
 
 def sanitise(logits: Float[Array, "... V"]) -> Float[Array, "... V"]:
-    """Draft logits with NaN and infinities made harmless; a broken draft may only cost time.
+    """Draft logits with NaN and +inf made harmless; a broken draft may only cost time.
 
     NaN sorts first in `top_k`; a head that went to NaN must look like a head that knows nothing.
-    The best logit becomes 0: added to 1e30 the noise would be lost, and the token drawn would no
-    longer follow the q that `block` divides by.
+    -inf stays what it is, no draft. Where the best logit is beyond all measure it becomes 0: added
+    to 1e30 the noise would be lost, and the token drawn would no longer follow the q that `block`
+    divides by. Logits of a sane draft keep their sign, which the repetition penalty looks at.
     """
-    finite = jnp.nan_to_num(logits, nan=-1e30, posinf=1e30, neginf=-1e30)
-    return finite - finite.max(axis=-1, keepdims=True)
+    number = jnp.where(
+        jnp.isneginf(logits), -jnp.inf, jnp.nan_to_num(logits, nan=-1e30, posinf=1e30)
+    )
+    best = number.max(axis=-1, keepdims=True)
+    return number - jnp.where((jnp.abs(best) > 100) & ~jnp.isneginf(best), best, 0.0)
+
+
+def transform(
+    logits: Float[Array, "B R V"],
+    options: Options,
+    features: Features,
+    context: Context,
+    rows: Rows,
+) -> Float[Array, "B R V"]:
+    """Scores of the tokens that may follow each row: tempered log-weights, -inf where impossible.
+
+    Where masks leave no token at all in a row, they are lifted for that row. Logits that come in as
+    -inf stay impossible. NaN in a target's logits is not repaired, for that would hide a broken
+    policy: no step drops it, and argmax takes the first NaN, in plain decoding and verification.
+
+    Args:
+      logits: raw, float32.
+      features: static. What is not set is not in the program, and its options do nothing.
+      context, rows: the history of the slot, and of the row below its root.
+    """
+    scores = logits
+    if features.penalties:
+        scores = _penalised(scores, options, context.counts, rows.path)
+    if features.bias:
+        scores = scores + _bias(options, scores.shape[-1])[:, None]
+    if features.allowed or features.bad_words or features.min_tokens:
+        scores = _masked(scores, options, features, context, rows)
+    if not features.sampled:
+        return scores
+    scores = tempered(scores, options.temperature)
+    sampled = options.temperature > 0
+    if features.top_k:
+        k = jnp.where(sampled, options.top_k, 0)
+        scores = filters.drop_below(scores, filters.top_k_threshold(scores, k))
+    if features.top_p:
+        p = jnp.where(sampled, options.top_p, 1.0)
+        scores = filters.drop_below(scores, filters.top_p_threshold(scores, p))
+    if features.min_p:
+        p = jnp.where(sampled, options.min_p, 0.0)
+        scores = filters.drop_below(scores, filters.min_p_threshold(scores, p))
+    return scores
+
+
+# --- penalties and bias ---------------------------------------------------------------------------
+
+
+def _penalised(
+    logits: Float[Array, "B R V"],
+    options: Options,
+    counts: Counts,
+    path: Int[Array, "B R D"],
+) -> Float[Array, "B R V"]:
+    """Penalties at every node: the context's for all rows, then the few tokens on each row's path.
+
+    The path's tokens are computed anew from their raw logits, not adjusted, so that a token gives
+    the same bits whether it was counted in the context or on the path.
+    """
+    scores = _penalty(logits, options, counts.prompt[:, None], counts.output[:, None])
+    batch, number, depth = path.shape
+    if depth == 0:
+        return scores
+    ids = jnp.maximum(path, 0)
+
+    def at_path(x):
+        flat = jnp.take_along_axis(x, ids.reshape(batch, -1), axis=1)
+        return flat.reshape(path.shape)
+
+    repeats = (path[..., :, None] == path[..., None, :]).sum(axis=-1)
+    raw = jnp.take_along_axis(logits, ids, axis=-1)
+    output = at_path(counts.output) + repeats
+    values = _penalty(raw, options, at_path(counts.prompt), output)
+    # A negative index would wrap around: past the end it is dropped. Repeats write the same value.
+    column = jnp.where(path < 0, logits.shape[-1], path)
+    slot, row = jnp.ogrid[:batch, :number]
+    return scores.at[slot[..., None], row[..., None], column].set(values, mode="drop")
+
+
+def _penalty(logits: Array, options: Options, prompt: Array, output: Array) -> Array:
+    """Repetition, frequency and presence, elementwise; all arguments start with B, rank 3.
+
+    The frequency penalty is applied in two halves of 12 bits, which makes both products exact (up
+    to 4,096 occurrences): then it does not matter whether they are rounded (see `_rounded`).
+    """
+    repetition, presence, frequency = (
+        x[:, None, None] for x in (options.repetition, options.presence, options.frequency)
+    )
+    generated = output > 0
+    factor = jnp.where(logits > 0, 1 / repetition, repetition)
+    logits = jnp.where(prompt | generated, _rounded(logits * factor), logits)
+    bits = jax.lax.bitcast_convert_type(frequency, jnp.uint32)
+    upper = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFFF000), jnp.float32)
+    times = output.astype(jnp.float32)
+    logits = logits - upper * times - (frequency - upper) * times
+    return logits - jnp.where(generated, presence, 0.0)
+
+
+def _rounded(product: Float[Array, "*R"]) -> Float[Array, "*R"]:
+    """A product that is rounded to float32 whatever comes next.
+
+    Compilers merge a product and a following sum into one instruction with one rounding, in one
+    program and not in the next, and then the same logits give different tokens. They do not merge
+    across a minimum. (A barrier or `reduce_precision` does not stop XLA on CPU.)
+    """
+    return jnp.minimum(product, jnp.finfo(jnp.float32).max)
+
+
+def _bias(options: Options, vocab: int) -> Float[Array, "B V"]:
+    """The bias of every token; -0.0 where there is none, for x + 0.0 would not be x at -0.0."""
+    batch = options.bias_ids.shape[0]
+    column = jnp.where(options.bias_ids < 0, vocab, options.bias_ids)
+    nothing = jnp.full((batch, vocab), -0.0, jnp.float32)
+    return nothing.at[jnp.arange(batch)[:, None], column].set(options.bias_values, mode="drop")
+
+
+# --- masks ----------------------------------------------------------------------------------------
+
+
+def _masked(
+    scores: Float[Array, "B R V"],
+    options: Options,
+    features: Features,
+    context: Context,
+    rows: Rows,
+) -> Float[Array, "B R V"]:
+    vocab = scores.shape[-1]
+    masked = scores
+    if features.allowed:
+        masked = jnp.where(_allowed(options.allowed, vocab)[:, None], masked, -jnp.inf)
+    if features.min_tokens:
+        early = context.root[:, None] + 1 + rows.depth < options.min_len[:, None]
+        stops = _among(options.stop_ids, vocab)
+        masked = jnp.where(early[..., None] & stops[:, None], -jnp.inf, masked)
+    if features.bad_words:
+        batch, number = scores.shape[:2]
+        column = _completing(options.bad_words, last_tokens(context, rows), vocab)
+        slot, row = jnp.ogrid[:batch, :number]
+        masked = masked.at[slot[..., None], row[..., None], column].set(-jnp.inf, mode="drop")
+    something_left = (masked > -jnp.inf).any(axis=-1, keepdims=True)
+    return jnp.where(something_left, masked, scores)
+
+
+def _allowed(words: UInt32[Array, "B W"], vocab: int) -> Bool[Array, "B V"]:
+    bits = (words[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return bits.reshape(words.shape[0], -1)[:, :vocab] == 1
+
+
+def _among(ids: Int[Array, "B E"], vocab: int) -> Bool[Array, "B V"]:
+    batch = ids.shape[0]
+    column = jnp.where(ids < 0, vocab, ids)
+    nothing = jnp.zeros((batch, vocab), bool)
+    return nothing.at[jnp.arange(batch)[:, None], column].set(True, mode="drop")
+
+
+def _completing(
+    words: Int[Array, "B X L"], last: Int[Array, "B R S"], vocab: int
+) -> Int[Array, "B R X"]:
+    """The token that would complete each bad word after each row; `vocab` where none would.
+
+    Args:
+      words: right-aligned, -1 in front; all -1 is no word.
+      last: the L - 1 tokens before the one that is decided, -1 before the start of the sequence.
+    """
+    beginning, end = words[:, None, :, :-1], words[:, None, :, -1]
+    fits = ((beginning < 0) | (beginning == last[:, :, None])).all(axis=-1)
+    return jnp.where(fits & (end >= 0), end, vocab)
+
+
+# --- scores to samples ----------------------------------------------------------------------------
 
 
 def _broadcast(temperature: Float[Array, " B"], rank: int) -> Array:
@@ -26,24 +212,27 @@ def _broadcast(temperature: Float[Array, " B"], rank: int) -> Array:
 
 
 def tempered(logits: Float[Array, "B ... V"], temperature: Float[Array, " B"]) -> Array:
-    """Logits divided by the temperature; untouched where it is 0."""
+    """Logits divided by the temperature; untouched where it is 0.
+
+    The reciprocal is explicit, for XLA divides by a row's scalar in some programs and multiplies by
+    its reciprocal in others.
+    """
     t = _broadcast(temperature, logits.ndim)
-    return logits / jnp.where(t > 0, t, 1.0)
+    return _rounded(logits * (1 / jnp.where(t > 0, t, 1.0)))
 
 
-def perturbed(
-    logits: Float[Array, "B ... V"], temperature: Float[Array, " B"], noise: Array
+def perturb(
+    scores: Float[Array, "B ... V"], temperature: Float[Array, " B"], noise: Array
 ) -> Float[Array, "B ... V"]:
-    """Scores whose argmax is a sample (Gumbel-max): transformed logits + noise, none at T = 0."""
-    t = _broadcast(temperature, logits.ndim)
-    return tempered(logits, temperature) + jnp.where(t > 0, noise, 0.0)
+    """Numbers whose argmax is a sample (Gumbel-max): scores plus noise, none at T = 0."""
+    return scores + jnp.where(_broadcast(temperature, scores.ndim) > 0, noise, 0.0)
 
 
-def probabilities(logits: Float[Array, "B ... V"], temperature: Float[Array, " B"]) -> Array:
-    """The distribution that is sampled; one-hot on the argmax at T = 0."""
-    t = _broadcast(temperature, logits.ndim)
-    greedy = jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1], dtype=jnp.float32)
-    return jnp.where(t > 0, jax.nn.softmax(tempered(logits, temperature), -1), greedy)
+def probabilities(scores: Float[Array, "B ... V"], temperature: Float[Array, " B"]) -> Array:
+    """The distribution that is sampled: softmax; one-hot on the first argmax at T = 0."""
+    t = _broadcast(temperature, scores.ndim)
+    greedy = jax.nn.one_hot(jnp.argmax(scores, -1), scores.shape[-1], dtype=jnp.float32)
+    return jnp.where(t > 0, jax.nn.softmax(scores, axis=-1), greedy)
 
 
 def chosen_logprobs(

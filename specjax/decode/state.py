@@ -8,24 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.cache import KVCache, empty_cache
-from specjax.config import ModelConfig
+from specjax.decode.options import Options, neutral
+from specjax.decode.plan import Plan
+from specjax.decode.rng import NoiseRing, empty_ring
+from specjax.draft.source import Memory
 
 RUNNING, STOPPED, LENGTH, EMPTY = 0, 1, 2, 3
-
-
-class DraftState(NamedTuple):
-    """What the draft head remembers between rounds.
-
-    Attributes:
-      cache: one cache layer per MTP module; slot j holds the row (h_j, e(x_{j+1})).
-      hidden: [B W D] target states of the rows not yet in the cache, W = steps + mtp_num_layers.
-        The first mtp_num_layers - 1 repeat rows of earlier rounds: module s lags s tokens behind.
-      pending: [B] how many rows after those are valid: the tokens emitted last round.
-    """
-
-    cache: KVCache
-    hidden: Float[Array, "B W D"]
-    pending: Int[Array, " B"]
 
 
 class DecodeState(NamedTuple):
@@ -38,9 +26,10 @@ class DecodeState(NamedTuple):
       logprobs: [B M] the target's temperature-scaled log-probability of each generated token.
       length: [B] tokens known. limit: [B] the length at which the slot ends.
       finish: [B] RUNNING, STOPPED by a stop token, LENGTH reached, or EMPTY.
-      keys: [B 2] request keys. temperature: [B]. stop_ids: [B E] padded with -1.
+      keys: [B 2] request keys. options: how each slot is sampled, and its stop tokens.
       cache: the target's keys and values; rows below length - 1 are valid.
-      draft: the draft head's memory; None in plain decoding.
+      draft: the draft source's memory; None in plain decoding.
+      noise: the ring that drafting and verification share; None unless the mode is `coupled`.
       rounds: [B] rounds in which the slot was running.
       histogram: [B steps+2] rounds by number of tokens emitted.
     """
@@ -51,38 +40,31 @@ class DecodeState(NamedTuple):
     limit: Int[Array, " B"]
     finish: Int[Array, " B"]
     keys: UInt32[Array, "B 2"]
-    temperature: Float[Array, " B"]
-    stop_ids: Int[Array, "B E"]
+    options: Options
     cache: KVCache
-    draft: DraftState | None
+    draft: Memory
+    noise: NoiseRing | None
     rounds: Int[Array, " B"]
     histogram: Int[Array, "B X"]
 
 
-def cache_slots(cfg: ModelConfig, max_len: int, steps: int) -> int:
+def cache_slots(plan: Plan, max_len: int) -> int:
     """Slots of a cache: a commit may write a whole round or window past the longest sequence."""
-    return max_len + max(steps + cfg.mtp_num_layers, steps + 1)
+    margin = plan.source.margin(plan.steps) if plan.source else 0
+    return max_len + max(plan.steps + 1, margin)
 
 
-def empty_state(
-    cfg: ModelConfig, batch: int, max_len: int, steps: int, stop_width: int
-) -> DecodeState:
+def empty_state(plan: Plan, batch: int, max_len: int, stop_width: int) -> DecodeState:
     """A batch of empty slots.
 
     Args:
-      steps: draft steps of the strategy; 0 is plain decoding, which keeps no draft state.
+      plan: plain decoding keeps neither draft memory nor noise.
       stop_width: stop tokens that a request may have, the model's own included.
     """
-    window = steps + cfg.mtp_num_layers
-    slots = cache_slots(cfg, max_len, steps)
-    stacked = cfg.scan_layers
-    draft = None
-    if steps:
-        draft = DraftState(
-            cache=empty_cache(cfg, batch, slots, cfg.mtp_num_layers, stacked=False),
-            hidden=jnp.zeros((batch, window, cfg.hidden_size), jnp.dtype(cfg.compute_dtype)),
-            pending=jnp.ones((batch,), jnp.int32),
-        )
+    cfg, slots = plan.cfg, cache_slots(plan, max_len)
+    noise = None
+    if plan.tree and plan.mode == "coupled":
+        noise = empty_ring(batch, plan.steps + 1, cfg.vocab_size)
     return DecodeState(
         tokens=jnp.zeros((batch, max_len), jnp.int32),
         logprobs=jnp.zeros((batch, max_len), jnp.float32),
@@ -90,12 +72,12 @@ def empty_state(
         limit=jnp.ones((batch,), jnp.int32),
         finish=jnp.full((batch,), EMPTY, jnp.int32),
         keys=jnp.zeros((batch, 2), jnp.uint32),
-        temperature=jnp.ones((batch,), jnp.float32),
-        stop_ids=jnp.full((batch, stop_width), -1, jnp.int32),
-        cache=empty_cache(cfg, batch, slots, cfg.num_layers, stacked),
-        draft=draft,
+        options=neutral(batch, cfg.vocab_size, stop_width),
+        cache=empty_cache(cfg, batch, slots, cfg.num_layers, cfg.scan_layers),
+        draft=plan.source.empty(batch, slots, plan.steps) if plan.tree else None,
+        noise=noise,
         rounds=jnp.zeros((batch,), jnp.int32),
-        histogram=jnp.zeros((batch, steps + 2), jnp.int32),
+        histogram=jnp.zeros((batch, plan.steps + 2), jnp.int32),
     )
 
 

@@ -1,18 +1,39 @@
-"""Static trees as arrays: who is whose parent, how deep, and who sees whom.
+"""Trees as arrays: who is whose parent, how deep, and who sees whom.
 
-Everything here is computed once per strategy in numpy and enters the compiled program as
-constants. Rows are ordered by depth, so that a level is a slice and a parent always stands before
-its children.
+Rows are ordered by depth, and a parent always stands before its children. Everything about a chain
+or static tree is computed once per strategy in numpy and enters the compiled program as constants.
+Of a dynamic tree only the layout of the candidates is known beforehand; its shape is computed on
+the device, per slot and round (`grown_shape`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Int, UInt32
 
 from specjax.config import Strategy
+
+
+class TreeShape(NamedTuple):
+    """The shape of one round's tree: numpy constants, or arrays with the slots in front.
+
+    Attributes:
+      parent, depth: [T]; the root is its own parent at depth 0.
+      visible: [T T] row t sees row j: j is t itself or an ancestor of t.
+      bits: the same as bitmask words, bit j % 32 of word j // 32.
+      path_rows: [T E] the ancestor of row t at depth 0, 1, .., steps, itself included; 0 beyond.
+    """
+
+    parent: Int[Array, "*B T"]
+    depth: Int[Array, "*B T"]
+    visible: Bool[Array, "*B T T"]
+    bits: UInt32[Array, "*B T W"]
+    path_rows: Int[Array, "*B T E"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,22 +60,21 @@ class Tree:
     """The arrays of one strategy.
 
     Attributes:
-      parent, depth: [T] int32; the root is its own parent at depth 0.
-      visible_bits: [T W] uint32, bit j of row t set iff j is t itself or an ancestor of t.
+      shape: see `TreeShape`.
       expansions: one per draft step.
       levels: per depth, the (start, stop) slice of its rows.
     """
 
     strategy: Strategy
-    parent: np.ndarray
-    depth: np.ndarray
-    visible_bits: np.ndarray
+    shape: TreeShape
     expansions: tuple[Expansion, ...]
     levels: tuple[tuple[int, int], ...]
 
+    is_dynamic = False
+
     @property
     def rows(self) -> int:
-        return len(self.parent)
+        return len(self.shape.parent)
 
     @property
     def steps(self) -> int:
@@ -64,9 +84,39 @@ class Tree:
     def is_chain(self) -> bool:
         return self.strategy.is_chain
 
-    def visible(self) -> np.ndarray:
-        """Booleans [T, T]: row t sees row j."""
-        return ancestors(self.parent)
+    @functools.cached_property
+    def expanded_rows(self) -> np.ndarray:
+        """Rows that have children, in order: the ones that the draft source is run on."""
+        return np.concatenate([level.rows for level in self.expansions])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DynamicTree:
+    """The candidates of a dynamic tree, level by level: topk, then topk^2 per further step.
+
+    Laid out so that parents come first: among equal scores a parent wins over its children.
+
+    Attributes:
+      candidate_depth: [N]. offsets: where each level starts, and N.
+    """
+
+    strategy: Strategy
+    candidate_depth: np.ndarray
+    offsets: tuple[int, ...]
+
+    is_chain, is_dynamic = False, True
+
+    @property
+    def steps(self) -> int:
+        return self.strategy.steps
+
+    @property
+    def topk(self) -> int:
+        return self.strategy.dynamic[1]
+
+    @property
+    def rows(self) -> int:
+        return self.strategy.rows
 
 
 def ancestors(parent: np.ndarray) -> np.ndarray:
@@ -89,8 +139,13 @@ def pack_bits(visible: np.ndarray) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=64)
-def build_tree(strategy: Strategy) -> Tree:
-    """The arrays of a chain or static tree."""
+def build_tree(strategy: Strategy) -> Tree | DynamicTree:
+    """The arrays of a strategy."""
+    if strategy.dynamic:
+        steps, topk, _ = strategy.dynamic
+        counts = [topk] + [topk * topk] * (steps - 1)
+        depth = np.repeat(np.arange(1, steps + 1), counts).astype(np.int32)
+        return DynamicTree(strategy, depth, tuple(np.cumsum([0, *counts]).tolist()))
     row_of = {(): 0} | {path: i + 1 for i, path in enumerate(strategy.paths)}
     parent = np.array([row_of[path[:-1]] for path in row_of], np.int32)
     depth = np.array([len(path) for path in row_of], np.int32)
@@ -105,8 +160,37 @@ def build_tree(strategy: Strategy) -> Tree:
         ranks = np.array([path[-1] for path in strategy.paths[start - 1 : stop - 1]], np.int32)
         parents = np.searchsorted(rows, parent[start:stop]).astype(np.int32)
         expansions.append(Expansion(rows, int(ranks.max()) + 1, parents, ranks, (start, stop)))
-    bits = pack_bits(ancestors(parent))
-    return Tree(strategy, parent, depth, bits, tuple(expansions), levels)
+    return Tree(strategy, _static_shape(parent, depth), tuple(expansions), levels)
+
+
+def _static_shape(parent: np.ndarray, depth: np.ndarray) -> TreeShape:
+    visible = ancestors(parent)
+    path_rows = np.zeros((len(parent), depth.max() + 1), np.int32)
+    for row, seen in enumerate(visible):
+        path_rows[row, : depth[row] + 1] = np.flatnonzero(seen)
+    return TreeShape(parent, depth, visible, pack_bits(visible), path_rows)
+
+
+def grown_shape(parent: Int[Array, "B T"], depth: Int[Array, "B T"], steps: int) -> TreeShape:
+    """The shape of a dynamic tree from its parents, on the device."""
+    rows = parent.shape[1]
+    visible = jnp.broadcast_to(jnp.eye(rows, dtype=bool), (*parent.shape, rows))
+    above, path = parent, []
+    for _ in range(steps):  # one generation at a time; the root is its own parent
+        visible = visible | (jnp.arange(rows) == above[..., None])
+        above = jnp.take_along_axis(above, parent, axis=1)
+    for level in range(steps + 1):
+        path.append(jnp.argmax(visible & (depth == level)[:, None], axis=-1))
+    return TreeShape(parent, depth, visible, pack_words(visible), jnp.stack(path, axis=-1))
+
+
+def pack_words(visible: Bool[Array, "*B T R"]) -> UInt32[Array, "*B T W"]:
+    """`pack_bits` for trees whose shape is known on the device only."""
+    columns = visible.shape[-1]
+    words = -(-columns // 32)
+    padded = jnp.pad(visible, [(0, 0)] * (visible.ndim - 1) + [(0, words * 32 - columns)])
+    bits = padded.reshape(*visible.shape[:-1], words, 32).astype(jnp.uint32)
+    return (bits << jnp.arange(32, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32)
 
 
 def plain_bits() -> np.ndarray:

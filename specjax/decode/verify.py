@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from specjax.cache import KVCache
+from specjax.decode.draft import Draft
+from specjax.decode.plan import Plan
 from specjax.decode.state import DecodeState
-from specjax.decode.tree import Tree
 from specjax.models.transformer import Transformer
 
 
@@ -27,12 +27,20 @@ class Verified(NamedTuple):
     rows: KVCache
 
 
-def verify(
-    model: Transformer, tree: Tree, state: DecodeState, tokens: Int[Array, "B T"]
-) -> Verified:
-    """A row's RoPE position is the root's plus its depth; it sees the prefix and its ancestors."""
-    root = state.length - 1
+def verify(model: Transformer, plan: Plan, state: DecodeState, draft: Draft) -> Verified:
+    """A row's RoPE position is the root's plus its depth; it sees the prefix and its ancestors.
+
+    The prefix is everything before the root. In `invariant` mode a row sees its ancestors in the
+    order of their positions, as plain decoding would. A token of -1, no draft, is embedded as some
+    token; nothing that is accepted ever sees its row.
+    """
+    root, shape = state.length - 1, draft.shape
     x, rows = model.decode(
-        tokens, root[:, None] + jnp.asarray(tree.depth), state.cache, root, tree.visible_bits
+        draft.tokens,
+        root[:, None] + shape.depth,
+        state.cache,
+        prefix_len=root,
+        visible_bits=shape.bits,
+        by_position=(shape.path_rows, shape.depth) if plan.invariant else None,
     )
     return Verified(model.logits(x), model.draft_hidden(x), rows)

@@ -22,7 +22,7 @@ from specjax.config import ModelConfig
 from specjax.kernels import dispatch
 from specjax.models.layers import INIT_STD, Block, dense, rms_norm
 from specjax.models.rope import rope_tables
-from specjax.models.transformer import Params
+from specjax.models.transformer import Params, append_rows
 
 
 class MTPModule(nnx.Module):
@@ -75,27 +75,30 @@ class MTPHead(nnx.Module):
         embedded: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         cache: tuple[Array, Array],
-        scratch: tuple[Array, Array] | None,
         prefix_len: Int[Array, " B"],
         visible_bits: Array,
+        scratch: tuple[tuple[Array, Array], int] | None = None,
     ):
         """Module `index` over T rows against its cache, and the scratch rows that came before.
 
-        `visible_bits` numbers the scratch rows first, then the T rows themselves.
+        Args:
+          visible_bits: numbers the scratch rows first, then the T rows themselves.
+          scratch: buffers of keys and values [B K total H], and how many rows they hold so far.
 
         Returns:
-          states for the head [B T D], states to recycle [B T D], all scratch keys and values.
+          states for the head [B T D], states to recycle [B T D], keys and values: of the T rows,
+          or the buffers with these filled in.
         """
         module = self.blocks[index]
         x = module.inputs(hidden, embedded)
         cos, sin = rope_tables(self.cfg, positions)
         q, k, v = module.layer.qkv(x, cos, sin)
+        kv = (k, v)
         if scratch is not None:
-            k = jnp.concatenate([scratch[0], k], axis=2)
-            v = jnp.concatenate([scratch[1], v], axis=2)
+            kv, (k, v) = append_rows(*scratch, kv)
         attended = dispatch.tree_attention(q, k, v, *cache, prefix_len, visible_bits)
         normed, recycled = module.outputs(module.layer.finish(x, attended))
-        return normed, recycled, (k, v)
+        return normed, recycled, kv
 
     def prefill(
         self, hidden: Float[Array, "B S D"], embedded: Float[Array, "B S D"], lengths: Array

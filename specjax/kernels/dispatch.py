@@ -8,6 +8,12 @@ from specjax.kernels.reference import (
     causal_attention,
     causal_attention_with_own,
     tree_attention,
+    tree_attention_by_position,
 )
 
-__all__ = ["causal_attention", "causal_attention_with_own", "tree_attention"]
+__all__ = [
+    "causal_attention",
+    "causal_attention_with_own",
+    "tree_attention",
+    "tree_attention_by_position",
+]

@@ -14,11 +14,11 @@ from jaxtyping import Array, Float, Int, UInt32
 NEG_INF = -1e30
 
 
-def unpack_bits(words: UInt32[Array, "T W"], rows: int) -> jnp.ndarray:
-    """Ancestor bitmask words to booleans [T, rows]: bit j of row t is set iff t may see row j."""
+def unpack_bits(words: UInt32[Array, "*B T W"], rows: int) -> jnp.ndarray:
+    """Ancestor bitmask words to booleans [.. T rows]: bit j of row t is set iff t may see row j."""
     index = jnp.arange(rows)
     words = jnp.asarray(words)
-    return ((words[:, index // 32] >> (index % 32).astype(jnp.uint32)) & 1).astype(bool)
+    return ((words[..., index // 32] >> (index % 32).astype(jnp.uint32)) & 1).astype(bool)
 
 
 def pack_heads(q: Float[Array, "B N T H"], num_kv_heads: int) -> Float[Array, "B K M H"]:
@@ -34,12 +34,13 @@ def tree_attention(
     k_cache: Float[Array, "B K S H"],
     v_cache: Float[Array, "B K S H"],
     prefix_len: Int[Array, " B"],
-    visible_bits: UInt32[Array, "T W"],
+    visible_bits: UInt32[Array, "*B T W"],
 ) -> Float[Array, "B N T H"]:
     """Attention of T tree rows over the cached prefix and over their own ancestors.
 
     The prefix part is masked by length only, the tree part by the ancestor bitmask (self
-    included); one softmax spans both, in float32. Plain decoding is the case T = 1.
+    included), which is one for all slots or one per slot; one softmax spans both, in float32.
+    Plain decoding is the case T = 1.
     """
     b, n, t, h = q.shape
     kv_heads = k_cache.shape[1]
@@ -49,17 +50,59 @@ def tree_attention(
     in_prefix = jnp.arange(k_cache.shape[2])[None] < prefix_len[:, None]
     scores_prefix = jnp.where(in_prefix[:, None, None], scores_prefix, NEG_INF)
     scores_tree = jnp.einsum("bkmh,bkth->bkmt", rows, k_tree.astype(jnp.float32))
-    visible = jnp.tile(unpack_bits(visible_bits, k_tree.shape[2]), (group, 1))
+    visible = unpack_bits(visible_bits, k_tree.shape[2])
+    visible = jnp.concatenate([visible] * group, axis=-2)
+    if visible.ndim == 3:
+        visible = visible[:, None]
     scores_tree = jnp.where(visible, scores_tree, NEG_INF)
 
-    peak = jnp.maximum(
-        scores_prefix.max(-1, keepdims=True), scores_tree.max(-1, keepdims=True)
-    )
+    peak = jnp.maximum(scores_prefix.max(-1, keepdims=True), scores_tree.max(-1, keepdims=True))
     w_prefix, w_tree = jnp.exp(scores_prefix - peak), jnp.exp(scores_tree - peak)
     total = w_prefix.sum(-1, keepdims=True) + w_tree.sum(-1, keepdims=True)
     out = jnp.einsum("bkms,bksh->bkmh", w_prefix, v_cache.astype(jnp.float32))
     out += jnp.einsum("bkmt,bkth->bkmh", w_tree, v_tree.astype(jnp.float32))
     return (out / total).reshape(b, n, t, h).astype(q.dtype)
+
+
+def tree_attention_by_position(
+    q: Float[Array, "B N T H"],
+    k_tree: Float[Array, "B K T H"],
+    v_tree: Float[Array, "B K T H"],
+    k_cache: Float[Array, "B K S H"],
+    v_cache: Float[Array, "B K S H"],
+    prefix_len: Int[Array, " B"],
+    path_rows: Int[Array, "*B T E"],
+    depth: Int[Array, "*B T"],
+) -> Float[Array, "B N T H"]:
+    """`tree_attention` whose bits depend neither on the tree nor on a row's place in it.
+
+    Each row attends alone, to keys that lie where plain decoding would have them: ancestors are
+    put behind the prefix in the order of their positions. So a row's arithmetic is that of plain
+    decoding by this same function, and results are equal bit by bit, at T times the reads.
+
+    Args:
+      path_rows: tree row of row t's ancestor (itself included) at depth 0, 1, .., E - 1; anything
+        beyond its own depth. The cache has E slots or more past every prefix.
+    """
+    b, n, t, h = q.shape
+    kv_heads = k_cache.shape[1]
+    path_rows = jnp.broadcast_to(path_rows, (b, *path_rows.shape[-2:]))
+    depth = jnp.broadcast_to(depth, (b, t))
+    insert = jax.vmap(lambda cache, new, at: jax.lax.dynamic_update_slice(cache, new, (0, at, 0)))
+
+    def one_row(row):
+        ancestors = path_rows[:, row][:, None, :, None]
+        k = insert(k_cache, jnp.take_along_axis(k_tree, ancestors, 2), prefix_len)
+        v = insert(v_cache, jnp.take_along_axis(v_tree, ancestors, 2), prefix_len)
+        rows = q[:, :, row].reshape(b, kv_heads, n // kv_heads, h).astype(jnp.float32) * h**-0.5
+        scores = jnp.einsum("bkmh,bksh->bkms", rows, k.astype(jnp.float32))
+        known = jnp.arange(k.shape[2])[None] <= (prefix_len + depth[:, row])[:, None]
+        scores = jnp.where(known[:, None, None], scores, NEG_INF)
+        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+        out = jnp.einsum("bkms,bksh->bkmh", weights, v.astype(jnp.float32))
+        return (out / weights.sum(-1, keepdims=True)).reshape(b, n, h)
+
+    return jnp.moveaxis(jax.lax.map(one_row, jnp.arange(t)), 0, 2).astype(q.dtype)
 
 
 def causal_attention(

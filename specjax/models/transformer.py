@@ -62,7 +62,7 @@ class Transformer(nnx.Module):
         x, _ = self._forward(
             tokens,
             positions,
-            lambda q, k, v, _: dispatch.causal_attention(q, k, v, segment_ids),
+            lambda q, k, v, _: (dispatch.causal_attention(q, k, v, segment_ids), None),
             keep_kv=False,
         )
         return x
@@ -76,7 +76,7 @@ class Transformer(nnx.Module):
         return self._forward(
             tokens,
             index,
-            lambda q, k, v, _: dispatch.causal_attention(q, k, v, segment_ids),
+            lambda q, k, v, _: (dispatch.causal_attention(q, k, v, segment_ids), (k, v)),
         )
 
     def decode(
@@ -86,13 +86,34 @@ class Transformer(nnx.Module):
         cache: KVCache,
         prefix_len: Int[Array, " B"],
         visible_bits: Array,
+        by_position: tuple[Array, Array] | None = None,
+        scratch: tuple[KVCache, int] | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache]:
-        """States before the final norm for T tree rows, and their keys and values as scratch."""
+        """States before the final norm for T tree rows, and their keys and values as scratch.
+
+        Args:
+          visible_bits: numbers the scratch rows first, then the T rows themselves.
+          by_position: (path_rows, depth) of the tree: attend as `tree_attention_by_position`.
+          scratch: buffers of earlier tree rows [.. B K total H], and how many they hold so far.
+
+        Returns:
+          states, and keys and values: of the T rows, or the buffers with these filled in.
+        """
 
         def attend(q, k, v, layer_cache):
-            return dispatch.tree_attention(q, k, v, *layer_cache, prefix_len, visible_bits)
+            kv = (k, v)
+            if scratch is not None:
+                (k_cache, k_earlier), (v_cache, v_earlier) = layer_cache
+                layer_cache = k_cache, v_cache
+                kv, (k, v) = append_rows((k_earlier, v_earlier), scratch[1], kv)
+            if by_position is not None:
+                return dispatch.tree_attention_by_position(
+                    q, k, v, *layer_cache, prefix_len, *by_position
+                ), kv
+            return dispatch.tree_attention(q, k, v, *layer_cache, prefix_len, visible_bits), kv
 
-        return self._forward(tokens, positions, attend, cache)
+        beside = cache if scratch is None else _beside(cache, scratch[0])
+        return self._forward(tokens, positions, attend, beside)
 
     # --- between tokens, states and logits -----------------------------------------------------
 
@@ -120,9 +141,8 @@ class Transformer(nnx.Module):
         cos, sin = rope_tables(self.cfg, positions)
 
         def layer(block, x, layer_cache):
-            q, k, v = block.qkv(x, cos, sin)
-            x = block.finish(x, attend(q, k, v, layer_cache))
-            return x, ((k, v) if keep_kv else None)
+            attended, kv = attend(*block.qkv(x, cos, sin), layer_cache)
+            return block.finish(x, attended), kv
 
         return run_layers(self.layers, self.cfg, layer, x, cache, keep_kv)
 
@@ -158,6 +178,28 @@ def run_layers(layers, cfg: ModelConfig, layer: Callable, x, cache: KVCache | No
 
 def _collect(rows: list) -> KVCache:
     return KVCache(tuple(k for k, _ in rows), tuple(v for _, v in rows))
+
+
+def _beside(cache: KVCache, scratch: KVCache) -> KVCache:
+    """One cache whose layers are pairs (cached, scratch), in either layout."""
+    if isinstance(cache.k, tuple):
+        pairs = (tuple(zip(*both, strict=True)) for both in zip(cache, scratch, strict=True))
+        return KVCache(*pairs)
+    return KVCache(*zip(cache, scratch, strict=True))
+
+
+def append_rows(buffers: tuple[Array, Array], held: int, rows: tuple[Array, Array]):
+    """Fills rows [B K R H] into preallocated buffers behind the `held` rows they hold.
+
+    Returns:
+      the buffers, and the part of them that holds rows: [B K held + R H].
+    """
+    filled = [
+        jax.lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), held, axis=2)
+        for buffer, new in zip(buffers, rows, strict=True)
+    ]
+    end = held + rows[0].shape[2]
+    return tuple(filled), tuple(buffer[:, :, :end] for buffer in filled)
 
 
 def embed_tokens(embed: Float[Array, "V D"], tokens: Int[Array, "..."], cfg: ModelConfig) -> Array:

@@ -1,0 +1,134 @@
+"""Sampling options on the device: one row per slot, and static flags for what the rows ask for.
+
+The arrays are small and always there, so that a slot's options are data and changing them compiles
+nothing. The flags (`Features`) decide what a compiled program looks at: a batch in which nobody
+asks for an option runs a program that does not contain it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+BIAS_WIDTH = 300  # OpenAI's limit
+BAD_WORDS, BAD_WORD_LENGTH = 64, 8
+
+
+class Options(NamedTuple):
+    """How each slot is sampled. Neutral values (see `neutral`) do nothing.
+
+    Attributes:
+      temperature: [B], 0 is greedy. top_k: [B], 0 keeps all. top_p, min_p: [B].
+      repetition, presence, frequency: [B] penalties.
+      bias_ids: [B, BIAS_WIDTH] padded with -1. bias_values: the numbers added to these logits.
+      allowed: [B, ceil(V / 32)] bit v % 32 of word v // 32 is set iff token v may be generated.
+      bad_words: [B, BAD_WORDS, BAD_WORD_LENGTH], each right-aligned and padded with -1 in front.
+      stop_ids: [B, E] tokens that end the slot, padded with -1.
+      prompt_len: [B]. min_len: [B] the length below which stop tokens are masked.
+      speculate: [B] False: drafts of this slot are never accepted, nor counted.
+    """
+
+    temperature: Float[Array, " B"]
+    top_k: Int[Array, " B"]
+    top_p: Float[Array, " B"]
+    min_p: Float[Array, " B"]
+    repetition: Float[Array, " B"]
+    presence: Float[Array, " B"]
+    frequency: Float[Array, " B"]
+    bias_ids: Int[Array, "B N"]
+    bias_values: Float[Array, "B N"]
+    allowed: UInt32[Array, "B W"]
+    bad_words: Int[Array, "B X L"]
+    stop_ids: Int[Array, "B E"]
+    prompt_len: Int[Array, " B"]
+    min_len: Int[Array, " B"]
+    speculate: Bool[Array, " B"]
+
+
+def neutral(batch: int, vocab: int, stop_width: int, np=jnp) -> Options:
+    """Options that ask for nothing; `np` may be numpy, for the host side."""
+
+    def full(value, *shape, dtype):
+        return np.full((batch, *shape), value, dtype)
+
+    f32, i32 = np.float32, np.int32
+    return Options(
+        temperature=full(1.0, dtype=f32),
+        top_k=full(0, dtype=i32),
+        top_p=full(1.0, dtype=f32),
+        min_p=full(0.0, dtype=f32),
+        repetition=full(1.0, dtype=f32),
+        presence=full(0.0, dtype=f32),
+        frequency=full(0.0, dtype=f32),
+        bias_ids=full(-1, BIAS_WIDTH, dtype=i32),
+        bias_values=full(0.0, BIAS_WIDTH, dtype=f32),
+        allowed=full(0xFFFFFFFF, -(-vocab // 32), dtype=np.uint32),
+        bad_words=full(-1, BAD_WORDS, BAD_WORD_LENGTH, dtype=i32),
+        stop_ids=full(-1, stop_width, dtype=i32),
+        prompt_len=full(1, dtype=i32),
+        min_len=full(0, dtype=i32),
+        speculate=full(True, dtype=bool),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Features:
+    """What a compiled program takes into account; each flag is what some slot asks for.
+
+    Attributes:
+      sampled: a temperature above 0; without it nothing draws noise.
+      penalties: repetition, presence or frequency. top_logprobs, transformed_logprobs: results.
+      stop_strings: the host may cut samples between rounds, and must know what each round emitted.
+    """
+
+    sampled: bool = True
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+    penalties: bool = False
+    bias: bool = False
+    allowed: bool = False
+    bad_words: bool = False
+    min_tokens: bool = False
+    transformed_logprobs: bool = False
+    top_logprobs: bool = False
+    stop_strings: bool = False
+
+    def __or__(self, other: Features) -> Features:
+        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
+        return Features(*(a or b for a, b in zip(mine, theirs, strict=True)))
+
+    def covers(self, other: Features) -> bool:
+        return self | other == self
+
+    def widened(self) -> Features:
+        """The smallest of a few fixed sets that covers this one.
+
+        Programs are compiled for these sets alone: with one for each combination of options, every
+        new combination would have to be compiled.
+        """
+        filters = Features(top_k=True, top_p=True, min_p=True)
+        results = {"transformed_logprobs": False, "top_logprobs": False}
+        everything_sampled = dataclasses.replace(Features.all(), **results)
+        ladder = (Features.none(), Features(), filters, everything_sampled, Features.all())
+        return next(step for step in ladder if step.covers(self))
+
+    @property
+    def size(self) -> int:
+        """How many flags are set: of two programs that cover a batch, fewer is cheaper."""
+        return sum(dataclasses.astuple(self))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f.name for f in dataclasses.fields(self) if getattr(self, f.name))
+
+    @classmethod
+    def none(cls) -> Features:
+        return cls(sampled=False)
+
+    @classmethod
+    def all(cls) -> Features:
+        return cls(*(True for _ in dataclasses.fields(cls)))

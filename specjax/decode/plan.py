@@ -1,0 +1,44 @@
+"""What is static about a round: everything that a compiled program is made for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from specjax.config import ModelConfig
+from specjax.decode.options import Features
+from specjax.decode.tree import DynamicTree, Tree
+from specjax.draft.source import DraftSource
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One strategy with its rule and its draft source; `tree` None is plain decoding.
+
+    Attributes:
+      mode: acceptance mode. telemetry: record rejections. The rest is as in `SpecConfig`.
+    """
+
+    cfg: ModelConfig
+    tree: Tree | DynamicTree | None = None
+    source: DraftSource | None = None
+    mode: str = "coupled"
+    features: Features = Features()
+    aligned: bool = True
+    tau: float = 0.6
+    adaptive_width: bool = False
+    invariant: bool = False
+    telemetry: bool = False
+
+    @property
+    def steps(self) -> int:
+        return self.tree.steps if self.tree else 0
+
+    @property
+    def needs_q(self) -> bool:
+        """Whether the rule divides by the draft's probabilities."""
+        return self.mode in ("block", "recursive")
+
+    @property
+    def draws_noise(self) -> bool:
+        """Whether a ring of position-keyed noise is kept."""
+        return self.mode == "coupled" and self.features.sampled

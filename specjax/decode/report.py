@@ -1,0 +1,304 @@
+"""What a chunk reports beside the state: further logprobs, and why drafts were rejected.
+
+Buffers as large as one chunk can fill lie on the device, are written once per round and drained
+once per chunk. Which of them exist is static: what nobody asked for is None, and the compiled
+program holds neither its buffer nor its arithmetic.
+
+A rejection is a round whose walk ended at a tree row that has drafted children, none of which was
+taken. (A path accepted down to a leaf ends in no rejection.) At most one per slot and round.
+
+Two distributions appear. The *temperature-scaled* one is the raw logits over T; the *transformed*
+one is what is sampled, after penalties, bias, masks and filters. At T = 0 both are scored at T = 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.config.sampling import MAX_TOP_LOGPROBS
+from specjax.decode import sampling
+from specjax.decode.options import Features
+from specjax.decode.plan import Plan
+from specjax.decode.state import RUNNING, put_positions
+
+if TYPE_CHECKING:
+    from specjax.decode.accept import Acceptance
+    from specjax.decode.draft import Draft
+    from specjax.decode.history import Context, Rows
+    from specjax.decode.state import DecodeState
+
+
+class TopLogprobs(NamedTuple):
+    """The N most likely tokens at each position, best first; N = min(20, V).
+
+    Entry k of slot b is about the token at absolute position begin[b] + k.
+
+    Attributes:
+      ids, logprobs: of the temperature-scaled distribution.
+      transformed_ids, transformed_logprobs: of the transformed one (-inf past its support); None
+        unless transformed logprobs are asked for.
+    """
+
+    ids: Int[Array, "B C N"]
+    logprobs: Float[Array, "B C N"]
+    transformed_ids: Int[Array, "B C N"] | None
+    transformed_logprobs: Float[Array, "B C N"] | None
+
+
+class Rejections(NamedTuple):
+    """One entry per round and slot.
+
+    Attributes:
+      accepted: drafts that the walk accepted, before stop tokens and limits cut it; -1 where the
+        slot was not running or does not speculate, and in rounds that did not run.
+      valid: the round ended in a rejection; elsewhere the fields below are meaningless.
+      emitted: False where a stop token or a limit ended the sample before the target token.
+      position: absolute position of the rejected token. depth: its depth in the tree, 1 or more.
+      draft_token: the rejected child; the best of them where there are several.
+      target_token: what the target put there instead.
+      draft_logprob: of the draft token in the draft's own transformed distribution.
+      target_logprob, draft_token_target_logprob: of the target token and of the draft token in the
+        target's transformed distribution.
+      entropy: nats, of the target's temperature-scaled distribution.
+      top_p_mass: temperature-scaled mass of the tokens that masks, top-k, top-p and min-p keep.
+      outside_mask, outside_filter: the draft token cannot be sampled, because of a mask (allowed
+        ids, bad words, minimum length) or because of top-k, top-p or min-p.
+      penalty_changed: without penalties the outcome at this row would have been another: the token
+        chosen with the same noise in `coupled` and `greedy`, the most likely one elsewhere.
+    """
+
+    accepted: Int[Array, "R B"]
+    valid: Bool[Array, "R B"]
+    emitted: Bool[Array, "R B"]
+    position: Int[Array, "R B"]
+    depth: Int[Array, "R B"]
+    draft_token: Int[Array, "R B"]
+    target_token: Int[Array, "R B"]
+    draft_logprob: Float[Array, "R B"]
+    target_logprob: Float[Array, "R B"]
+    draft_token_target_logprob: Float[Array, "R B"]
+    entropy: Float[Array, "R B"]
+    top_p_mass: Float[Array, "R B"]
+    outside_mask: Bool[Array, "R B"]
+    outside_filter: Bool[Array, "R B"]
+    penalty_changed: Bool[Array, "R B"]
+
+
+class Report(NamedTuple):
+    """The buffers of one chunk; None is what the plan does not ask for.
+
+    C is the number of tokens that a slot can emit in a chunk, rounds * (steps + 1).
+
+    Attributes:
+      transformed: [B C] log-probability of each emitted token in the transformed distribution;
+        entry k of slot b is the token at absolute position begin[b] + k.
+      counts: [R B] tokens emitted per round; 0 where a slot was not running, and in rounds that did
+        not run.
+    """
+
+    transformed: Float[Array, "B C"] | None
+    top: TopLogprobs | None
+    rejections: Rejections | None
+    counts: Int[Array, "R B"] | None = None
+
+
+class RoundView(NamedTuple):
+    """What a round knows once it has accepted.
+
+    Attributes:
+      state: before the round. draft, accepted: None in plain decoding.
+      count: [B] tokens emitted after stop tokens and limits; 0 where a slot is not running.
+      tokens: [B E] what was emitted, E = steps + 1 (1 in plain decoding).
+      path_logits, path_scores: [B E V] the target's raw and transformed logits at the rows after
+        which these tokens were emitted. path_rows: those rows (depth [E], paths [B E D]).
+      noise: [B E V] the target's noise at these tokens' positions, or None.
+    """
+
+    state: DecodeState
+    context: Context
+    draft: Draft | None
+    accepted: Acceptance | None
+    count: Int[Array, " B"]
+    tokens: Int[Array, "B E"]
+    path_logits: Float[Array, "B E V"]
+    path_scores: Float[Array, "B E V"]
+    path_rows: Rows
+    noise: Float[Array, "B E V"] | None
+
+
+def start(plan: Plan, batch: int, rounds: int) -> Report:
+    """Empty buffers for a chunk of at most `rounds` rounds (static)."""
+    features, room = plan.features, rounds * (plan.steps + 1)
+    top_n = min(MAX_TOP_LOGPROBS, plan.cfg.vocab_size)
+    transformed = top = rejections = None
+    if features.transformed_logprobs:
+        transformed = jnp.zeros((batch, room), jnp.float32)
+    if features.top_logprobs:
+        ids = jnp.full((batch, room, top_n), -1, jnp.int32)
+        logprobs = jnp.full((batch, room, top_n), -jnp.inf, jnp.float32)
+        both = features.transformed_logprobs
+        top = TopLogprobs(ids, logprobs, ids if both else None, logprobs if both else None)
+    if plan.telemetry and plan.tree is not None:
+        number = jnp.zeros((rounds, batch), jnp.int32)
+        real, flag = number.astype(jnp.float32), number.astype(bool)
+        rejections = Rejections(
+            number - 1, flag, flag, *[number] * 4, *[real] * 5, *[flag] * 3
+        )  # fmt: skip
+    counts = jnp.zeros((rounds, batch), jnp.int32) if features.stop_strings else None
+    return Report(transformed, top, rejections, counts)
+
+
+def write(
+    report: Report,
+    plan: Plan,
+    round_index: Int[Array, ""],
+    begin: Int[Array, " B"],
+    step: RoundView,
+) -> Report:
+    """Adds one round.
+
+    Args:
+      round_index: rounds of this chunk before this one.
+      begin: lengths of the slots when the chunk began.
+    """
+
+    def put(buffer, values):
+        return put_positions(buffer, values, step.state.length - begin, step.count)
+
+    transformed, top, rejections, counts = report
+    if transformed is not None:
+        transformed = put(transformed, _logprob_of(step.path_scores, step.tokens))
+    if top is not None:
+        top = jax.tree.map(jax.vmap(put, (2, 2), 2), top, _top(step, top))
+    if rejections is not None:
+        rejections = jax.tree.map(
+            lambda old, new: jax.lax.dynamic_update_index_in_dim(old, new, round_index, 0),
+            rejections,
+            _rejection(plan, step),
+        )
+    if counts is not None:
+        counts = jax.lax.dynamic_update_index_in_dim(counts, step.count, round_index, 0)
+    return Report(transformed, top, rejections, counts)
+
+
+def _logprob_of(scores: Float[Array, "... V"], tokens: Int[Array, "..."]) -> Array:
+    picked = jnp.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
+    return picked - jax.nn.logsumexp(scores, axis=-1)
+
+
+def _top(step: RoundView, like: TopLogprobs) -> TopLogprobs:
+    """The best tokens after each row of the path, in the distributions that `like` has."""
+    number = like.ids.shape[-1]
+    scaled = sampling.tempered(step.path_logits, step.state.options.temperature)
+    logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(scaled), number)
+    new = TopLogprobs(ids, logprobs, None, None)
+    if like.transformed_ids is not None:
+        logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(step.path_scores), number)
+        new = new._replace(transformed_ids=ids, transformed_logprobs=logprobs)
+    return new
+
+
+class _End(NamedTuple):
+    """The row at which each slot's walk ended.
+
+    Attributes:
+      index: [B] its index along the path. logits, scores: [B V] the target's there.
+      rows: the same row for `sampling.transform`. noise: [B V] of the position it decides, or None.
+    """
+
+    index: Int[Array, " B"]
+    logits: Float[Array, "B V"]
+    scores: Float[Array, "B V"]
+    rows: Rows
+    noise: Float[Array, "B V"] | None
+
+
+def _end(step: RoundView) -> _End:
+    index = step.accepted.count - 1
+
+    def at(x):
+        return jnp.take_along_axis(x, index[:, None, None], axis=1)
+
+    rows = step.path_rows._replace(depth=index[:, None], path=at(step.path_rows.path))
+    noise = None if step.noise is None else at(step.noise)[:, 0]
+    return _End(index, at(step.path_logits)[:, 0], at(step.path_scores)[:, 0], rows, noise)
+
+
+def _rejection(plan: Plan, step: RoundView) -> Rejections:
+    """The record of one round, all fields [B]."""
+    state, draft, options = step.state, step.draft, step.state.options
+    end = _end(step)
+    child, has_children = _best_child(step)
+    drafted = jnp.maximum(jnp.take_along_axis(draft.tokens, child, axis=1)[:, 0], 0)
+    target = jnp.take_along_axis(step.tokens, end.index[:, None], axis=1)[:, 0]
+    ran = (state.finish == RUNNING) & options.speculate
+    scaled = jax.nn.softmax(sampling.tempered(end.logits, options.temperature))
+    outside_mask, outside_filter = _outside(plan.features, step, end, drafted)
+    return Rejections(
+        accepted=jnp.where(ran, end.index, -1),
+        valid=ran & has_children,
+        emitted=step.count > end.index,
+        position=state.length + end.index,
+        depth=end.index + 1,
+        draft_token=drafted,
+        target_token=target,
+        draft_logprob=jnp.take_along_axis(draft.logprobs, child, axis=1)[:, 0],
+        target_logprob=_logprob_of(end.scores, target),
+        draft_token_target_logprob=_logprob_of(end.scores, drafted),
+        entropy=jax.scipy.special.entr(scaled).sum(-1),
+        top_p_mass=jnp.where(jnp.isneginf(end.scores), 0.0, scaled).sum(-1),
+        outside_mask=outside_mask,
+        outside_filter=outside_filter,
+        penalty_changed=_penalty_changed(plan, step, end),
+    )
+
+
+def _best_child(step: RoundView) -> tuple[Int[Array, "B 1"], Bool[Array, " B"]]:
+    """The first valid child of the row at which the walk ended, and whether there is one."""
+    last = jnp.take_along_axis(step.accepted.path, step.accepted.count[:, None] - 1, axis=1)
+    below = jnp.asarray(step.draft.shape.parent) == last  # [B T]; the root is its own parent
+    below &= (jnp.arange(below.shape[1]) > 0) & (step.draft.tokens >= 0)
+    return jnp.argmax(below, axis=1)[:, None], below.any(axis=1)
+
+
+def _scores(features: Features, step: RoundView, end: _End) -> Float[Array, "B V"]:
+    """The target's scores at the end of the walk, had the requests asked for `features` alone."""
+    options = step.state.options
+    logits = end.logits[:, None]
+    return sampling.transform(logits, options, features, step.context, end.rows)[:, 0]
+
+
+def _outside(
+    features: Features, step: RoundView, end: _End, token: Int[Array, " B"]
+) -> tuple[Bool[Array, " B"], Bool[Array, " B"]]:
+    """Whether `token` cannot be sampled: because of a mask, or because of a filter alone."""
+
+    def excluded(scores):
+        return jnp.isneginf(jnp.take_along_axis(scores, token[:, None], axis=1)[:, 0])
+
+    masks = features.allowed or features.bad_words or features.min_tokens
+    filters = features.top_k or features.top_p or features.min_p
+    outside, no = excluded(end.scores), jnp.zeros(token.shape, bool)
+    if not (masks and filters):
+        return (outside if masks else no), (outside if filters else no)
+    unfiltered = dataclasses.replace(features, top_k=False, top_p=False, min_p=False)
+    by_mask = outside & excluded(_scores(unfiltered, step, end))
+    return by_mask, outside & ~by_mask
+
+
+def _penalty_changed(plan: Plan, step: RoundView, end: _End) -> Bool[Array, " B"]:
+    if not plan.features.penalties:
+        return jnp.zeros(step.count.shape, bool)
+
+    def choice(scores):
+        if plan.draws_noise:
+            scores = sampling.perturb(scores, step.state.options.temperature, end.noise)
+        return jnp.argmax(scores, axis=-1)
+
+    without = _scores(dataclasses.replace(plan.features, penalties=False), step, end)
+    return choice(without) != choice(end.scores)

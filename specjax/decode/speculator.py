@@ -1,0 +1,324 @@
+"""Speculative decoding for people who bring their own models: plain arrays in, tokens out.
+
+One round: a draft proposes a chain of tokens and says what it drew them from, the target says what
+it would have drawn at each of these places and after the last one, and `speculative_accept` decides
+what is kept. The tokens that come out have the target's joint distribution, whatever the draft is:
+
+    proposal = DraftProposal(tokens=[7, 2], probs=q)    # q [2, V], tokens drawn from q
+    verified = VerifyResult(probs=p)                    # p [3, V], given context, 7, and 7 2
+    decision = speculative_accept(proposal, verified, seed=0, position=len(context) - 1)
+    context += decision.tokens
+
+`probs` are probabilities after every transform (temperature, top-p, penalties, ...), p's and q's
+own. Nothing of a model is needed or imported here; the rules are those that the library decodes
+with (accept.py, recursive.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
+
+from specjax.config import Strategy
+from specjax.decode import rng
+from specjax.decode.accept import Acceptance, accept_block
+from specjax.decode.recursive import accept_recursive
+from specjax.decode.tree import build_tree
+
+__all__ = [
+    "AcceptDecision",
+    "DraftProposal",
+    "Speculation",
+    "Speculator",
+    "VerifyResult",
+    "accept_chains",
+    "speculate",
+    "speculative_accept",
+]
+
+RULES = ("block", "recursive", "greedy")
+SUM_TOLERANCE = 1e-3
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DraftProposal:
+    """What a draft proposes.
+
+    Attributes:
+      tokens: [n] token ids; n may be 0. -1 is no draft: it is never accepted, and exact as long as
+        nothing that was drawn decided that there is none.
+      probs: [n V] the distribution that each token was drawn from (not the target's, and not a
+        softmax that the token is merely the argmax of: see `deterministic`). Rows of -1 are unused.
+
+    Raises:
+      ValueError: shapes, ids or probabilities that cannot be meant.
+    """
+
+    tokens: Int[np.ndarray, " n"]
+    probs: Float[np.ndarray, "n V"]
+
+    def __post_init__(self):
+        tokens = np.asarray(self.tokens)
+        tokens = tokens.astype(np.int32) if tokens.size == 0 else tokens
+        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+            raise ValueError(
+                f"tokens must be one row of integer ids [n], got {tokens.dtype} {tokens.shape}; "
+                "call once per sequence"
+            )
+        rows = _table(
+            "DraftProposal.probs",
+            self.probs,
+            f"[n, V] with a row for each of the n = {len(tokens)} drafted tokens",
+            len(tokens),
+        )
+        vocab = rows.shape[1]
+        if len(tokens) and not -1 <= tokens.min() <= tokens.max() < vocab:
+            raise ValueError(
+                f"drafted ids must be in [0, {vocab}), or -1 for no draft, got {tokens.tolist()}; "
+                "map a draft's own vocabulary to the target's first"
+            )
+        real = tokens >= 0
+        rows[~real] = 0.0  # what an unused row holds must not be subtracted from p
+        _check_distributions("DraftProposal.probs", rows, np.flatnonzero(real))
+        impossible = np.flatnonzero(real & (rows[np.arange(len(tokens)), tokens] == 0))
+        if len(impossible):
+            i = int(impossible[0])
+            raise ValueError(
+                f"expected tokens drawn from their row of probs, got token {tokens[i]} at place "
+                f"{i} to which the row gives no probability; pass the distribution it was drawn "
+                "from, after top-k and the like, or use DraftProposal.deterministic"
+            )
+        object.__setattr__(self, "tokens", tokens.astype(np.int32))
+        object.__setattr__(self, "probs", _normalised(rows))
+
+    @classmethod
+    def deterministic(cls, tokens: Sequence[int], vocab: int) -> DraftProposal:
+        """Tokens that were not drawn: a greedy draft, an n-gram, a lookup.
+
+        Their q is one-hot. To pass the softmax that a token is the argmax of would be biased: the
+        rule would believe that other tokens had had their chance.
+        """
+        tokens = np.asarray(tokens, np.int32)
+        return cls(tokens, (tokens[:, None] == np.arange(vocab)).astype(np.float32))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class VerifyResult:
+    """What the target says about a proposal of n tokens.
+
+    Attributes:
+      probs: [n+1 V] its distribution after the context and the first 0, 1, .., n drafted tokens.
+        The last row is the bonus: when every draft is accepted, one more token comes for free.
+
+    Raises:
+      ValueError: shapes or probabilities that cannot be meant.
+    """
+
+    probs: Float[np.ndarray, "n+1 V"]
+
+    def __post_init__(self):
+        rows = _table(
+            "VerifyResult.probs",
+            self.probs,
+            "[n + 1, V] with a row for each drafted token and one after the last",
+            None,
+        )
+        _check_distributions("VerifyResult.probs", rows, np.arange(len(rows)))
+        object.__setattr__(self, "probs", _normalised(rows))
+
+
+class AcceptDecision(NamedTuple):
+    """What a round emits.
+
+    Attributes:
+      accepted: the drafted tokens that were kept, 0 to n.
+      next_token: the one that follows: drawn from the residual after a rejection, from the bonus
+        row after none.
+      all_accepted: whether there was no rejection.
+    """
+
+    accepted: tuple[int, ...]
+    next_token: int
+    all_accepted: bool
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (*self.accepted, self.next_token)
+
+    @property
+    def total_tokens(self) -> int:
+        """1 to n + 1: every round emits at least one token."""
+        return len(self.accepted) + 1
+
+
+class Speculator(Protocol):
+    """A model. One that drafts needs `propose`, one that verifies `verify`, and both `commit`."""
+
+    def propose(self, context: Sequence[int], n: int) -> DraftProposal:
+        """At most `n` tokens to follow the context; their randomness must be the draft's own."""
+
+    def verify(self, context: Sequence[int], tokens: Sequence[int]) -> VerifyResult:
+        """The target's distributions at each drafted token and after the last.
+
+        Rows after a token of -1 decide nothing; they must be distributions all the same.
+        """
+
+    def commit(self, context: Sequence[int], tokens: Sequence[int]) -> None:
+        """Is told what was emitted after the context; models with a state advance it here."""
+
+
+class Speculation(NamedTuple):
+    """Tokens emitted after the context, and the decision of each round (the last may be cut)."""
+
+    tokens: tuple[int, ...]
+    decisions: tuple[AcceptDecision, ...]
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per round, bonus included; 0 without a round."""
+        return sum(d.total_tokens for d in self.decisions) / max(len(self.decisions), 1)
+
+
+def speculative_accept(
+    proposal: DraftProposal,
+    verified: VerifyResult,
+    seed: int,
+    position: int,
+    acceptance: str = "block",
+) -> AcceptDecision:
+    """Decides what one round of one sequence emits. A pure function.
+
+    Args:
+      seed: one per sequence; the draft's own randomness must not come from it.
+      position: of the last token of the context. Coins and noise are keyed by (seed, position), so
+        that no round meets what another has met; two rounds at one position must not share a seed.
+      acceptance: "block" (Sun et al. 2024) accepts most; "recursive" tests token by token, as
+        Leviathan et al. 2023; "greedy" accepts what is the argmax of p and emits such tokens only.
+
+    Raises:
+      ValueError: proposal and result do not fit together, or the rule is none of these.
+    """
+    if acceptance not in RULES:
+        raise ValueError(
+            f"acceptance must be one of {RULES}, got {acceptance!r}; Leviathan's rule is what "
+            "'recursive' is on a chain"
+        )
+    if position < 0:
+        raise ValueError(f"position must be that of the last context token, >= 0, got {position}")
+    n, vocab = proposal.probs.shape
+    if verified.probs.shape != (n + 1, vocab):
+        raise ValueError(
+            f"expected VerifyResult.probs of shape [n + 1, V] = {(n + 1, vocab)} for {n} drafted "
+            f"tokens, got {verified.probs.shape}; the last row is the target's distribution after "
+            "all drafts"
+        )
+    words = rng.request_words(seed, (), 0)[None]
+    drafted, q, p = (x[None] for x in (proposal.tokens, proposal.probs, verified.probs))
+    out = accept_chains(acceptance, words, np.array([position], np.int32), drafted, q, p)
+    count, tokens = int(out.count[0]), np.asarray(out.tokens[0]).tolist()
+    return AcceptDecision(tuple(tokens[: count - 1]), tokens[count - 1], count == n + 1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def accept_chains(
+    acceptance: str,
+    words: UInt32[Array, "B 5"],
+    position: Int[Array, " B"],
+    drafted: Int[Array, "B n"],
+    q: Float[Array, "B n V"],
+    p: Float[Array, "B n+1 V"],
+) -> Acceptance:
+    """`speculative_accept` of many sequences at once, jitted, unchecked.
+
+    Args:
+      words: what identifies each sequence, see `rng.request_words`.
+      position: of the last token of each context.
+      q: zero where the drafted token is -1.
+    """
+    batch, steps = drafted.shape
+    keys = rng.request_keys(words)
+    noise = rng.round_noise(keys, rng.RESIDUAL, position, np.zeros(1, int), p.shape[-1])[:, 0]
+    greedy = jnp.full((batch,), acceptance == "greedy")
+    if acceptance == "greedy":
+        p = jax.nn.one_hot(jnp.argmax(p, axis=-1), p.shape[-1])
+    if steps == 0:
+        final = jnp.argmax(jnp.log(p[:, 0]) + noise, axis=-1).astype(jnp.int32)
+        first = jnp.zeros((batch, 1), jnp.int32)
+        return Acceptance(final[:, None], first, first[:, 0] + 1)
+    coins = rng.round_coins(keys, position, np.arange(1, steps + 1))
+    tokens = jnp.pad(drafted, ((0, 0), (1, 0)))  # row 0 is the root
+    if acceptance == "block":
+        return accept_block(tokens, p, q, coins, noise)
+    chain = build_tree(Strategy.parse(f"{steps}_1_{steps + 1}"))
+    return accept_recursive(chain, tokens, p, q, coins, noise, greedy)
+
+
+def speculate(
+    draft: Speculator,
+    target: Speculator,
+    context: Sequence[int],
+    n: int,
+    seed: int,
+    max_tokens: int,
+    acceptance: str = "block",
+    stop_ids: Collection[int] = (),
+) -> Speculation:
+    """Rounds of propose, verify, accept and commit, until `max_tokens` or a stop token.
+
+    Args:
+      context: at least one token. n: drafted tokens per round; the draft may propose fewer.
+      stop_ids: generation ends after one of these, which is emitted.
+
+    Raises:
+      ValueError: an empty context, or what `speculative_accept` refuses.
+    """
+    if not len(context):
+        raise ValueError("expected a context of at least one token, got none; pass the BOS token")
+    context, decisions = list(context), []
+    start = len(context)
+    while len(context) - start < max_tokens:
+        proposal = draft.propose(tuple(context), n)
+        verified = target.verify(tuple(context), tuple(proposal.tokens.tolist()))
+        decision = speculative_accept(proposal, verified, seed, len(context) - 1, acceptance)
+        emitted = decision.tokens[: max_tokens - (len(context) - start)]
+        stops = [i for i, token in enumerate(emitted) if token in stop_ids]
+        emitted = emitted[: stops[0] + 1] if stops else emitted
+        draft.commit(tuple(context), emitted)
+        target.commit(tuple(context), emitted)
+        context += emitted
+        decisions.append(decision)
+        if stops:
+            break
+    return Speculation(tuple(context[start:]), tuple(decisions))
+
+
+def _table(name: str, probs: Any, expected: str, count: int | None) -> Float[np.ndarray, "n V"]:
+    """A private float64 copy, which may be changed; `count` None: one row or more."""
+    rows = np.array(probs, np.float64)
+    fits = rows.ndim == 2 and rows.shape[1] > 0
+    if not fits or (len(rows) != count if count is not None else len(rows) == 0):
+        raise ValueError(f"{name} must be {expected}, got shape {rows.shape}")
+    return rows
+
+
+def _check_distributions(name: str, rows: Float[np.ndarray, "n V"], which: np.ndarray) -> None:
+    for i in which.tolist():
+        total = rows[i].sum()
+        if not (abs(total - 1) <= SUM_TOLERANCE and rows[i].min() >= 0):
+            raise ValueError(
+                f"row {i} of {name} must be probabilities that sum to 1 within {SUM_TOLERANCE}, "
+                f"got sum {total:.6g}, least {rows[i].min():.6g}; pass a softmax in float32, not "
+                "logits"
+            )
+
+
+def _normalised(rows: Float[np.ndarray, "n V"]) -> Float[np.ndarray, "n V"]:
+    total = rows.sum(axis=-1, keepdims=True)
+    return np.divide(rows, total, out=np.zeros_like(rows), where=total > 0).astype(np.float32)

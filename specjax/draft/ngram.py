@@ -1,0 +1,186 @@
+"""N-grams as a draft source: what followed the last tokens where they stood before.
+
+Prompt lookup (Saxena 2023) and suffix decoding (arXiv 2411.04975) without a tree on the host. A row
+of the draft tree is looked up by its own suffix, the context and the path down to it, in what the
+slot holds already, and in the slots that sample the same prompt (GRPO siblings), finished ones
+included. No weights, no cache.
+
+For every row and every position of what is searched, the work holds the length of the common
+suffix, up to `longest`. One more token on a path moves these lengths by one position and resets
+those where another token stands: a step costs one pass over the positions whatever the length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from specjax.decode.state import EMPTY, take_positions
+from specjax.draft.source import Level, take_parents
+
+OCCURRENCES = 32  # earlier places that speak for the continuations of a row at most
+OTHERS = 7  # sibling slots searched at most, the longest first
+PER_TOKEN = 16.0  # how much more a continuation weighs per token of its match
+HALF_FULL = 6.0  # occurrences that count for half of what infinitely many would
+
+
+class NgramMemory(NamedTuple):
+    """`group`: [B 2] a hash of the slot's prompt; 0 0 before there is one."""
+
+    group: UInt32[Array, "B 2"]
+
+
+class _Work(NamedTuple):
+    """What is searched in a round, C sequences per slot, its own first.
+
+    Attributes:
+      tokens: [B C M]. first, length: [B C] where continuations that count begin and end; length
+        is 0 for a sequence that is not to be searched.
+      match: [B R C M] length of the common suffix of row r and the tokens up to position m.
+    """
+
+    tokens: Int[Array, "B C M"]
+    first: Int[Array, "B C"]
+    length: Int[Array, "B C"]
+    match: Int[Array, "B R C M"]
+
+
+@dataclasses.dataclass(frozen=True)
+class NgramSource:
+    """See `specjax.draft.source.DraftSource`; there are no parameters (`{}`).
+
+    Logits are log-weights of at most `OCCURRENCES` tokens and -inf elsewhere; a row that was
+    found nowhere has -inf throughout and no draft.
+
+    Attributes:
+      vocab: the target's vocabulary size.
+      longest, shortest: lengths of the suffix that is looked up.
+      siblings: search other slots of the same prompt, too.
+    """
+
+    vocab: int
+    longest: int = 4
+    shortest: int = 1
+    siblings: bool = True
+
+    def __post_init__(self):
+        if not 1 <= self.shortest <= self.longest <= 127:
+            raise ValueError(
+                "expected 1 <= shortest <= longest <= 127 (match lengths are kept in a byte), got "
+                f"{self.shortest} and {self.longest}"
+            )
+
+    def margin(self, steps: int) -> int:
+        return 0
+
+    def empty(self, batch: int, slots: int, steps: int) -> NgramMemory:
+        return NgramMemory(jnp.zeros((batch, 2), jnp.uint32))
+
+    def prefill(self, model, params, steps, tokens, lengths, hidden) -> NgramMemory:
+        return NgramMemory(prompt_hash(tokens, lengths))
+
+    def extend(self, model, params, state, steps: int, total: int):
+        tokens, first, length = self._searched(state)
+        match = jnp.zeros((len(tokens), 1, *tokens.shape[1:]), jnp.int8)
+        start = state.length - self.longest
+        last = take_positions(state.tokens, start, self.longest)
+        last = jnp.where(start[:, None] + np.arange(self.longest) < 0, -1, last)
+        for i in range(self.longest):
+            match = self._append(match, tokens, last[:, i, None])
+        work = _Work(tokens, first, length, match)
+        return self._logits(work), work
+
+    def step(self, model, params, work: _Work, level: Level):
+        batch, rows = level.tokens.shape
+        above = work.match.reshape(*work.match.shape[:2], -1)
+        match = take_parents(above, level.parents).reshape(batch, rows, *work.tokens.shape[1:])
+        work = work._replace(match=self._append(match, work.tokens, level.tokens))
+        return self._logits(work), work
+
+    def commit(self, memory: NgramMemory, work: _Work, hidden, count) -> NgramMemory:
+        return memory
+
+    def _searched(self, state) -> tuple[Array, Array, Array]:
+        """(tokens, first, length) of the slot itself and of the longest slots of its group.
+
+        The prompt counts once, in the slot's own tokens.
+        """
+        tokens, length = state.tokens[:, None], state.length[:, None]
+        others = min(OTHERS, state.length.shape[0] - 1)
+        if not self.siblings or not others:
+            return tokens, jnp.zeros_like(length), length
+        reach = jnp.where(may_search(state), state.length, 0)  # [B B]
+        reach, slots = jax.lax.top_k(reach, others)
+        tokens = jnp.concatenate([tokens, state.tokens[slots]], axis=1)
+        first = jnp.broadcast_to(state.options.prompt_len[:, None], reach.shape)
+        first = jnp.pad(first, [(0, 0), (1, 0)])
+        return tokens, first, jnp.concatenate([length, reach], axis=1)
+
+    def _append(self, match, tokens: Int[Array, "B C M"], token: Int[Array, "B R"]):
+        """Match lengths after one more token on each row; a negative token matches nothing."""
+        before = jnp.pad(match[..., :-1], [(0, 0)] * 3 + [(1, 0)])
+        longer = jnp.minimum(before + 1, self.longest).astype(jnp.int8)
+        return jnp.where(tokens[:, None] == token[..., None, None], longer, 0)
+
+    def _logits(self, work: _Work) -> Float[Array, "B R V"]:
+        """Weighs what followed the best `OCCURRENCES` matches: length first, then count and place.
+
+        A token's weight counts its longest matches only. Between two lengths lies a factor of
+        PER_TOKEN, which their number, saturating, cannot make up for: the longest match wins.
+        """
+        batch, rows = work.match.shape[:2]
+        position, length = np.arange(work.tokens.shape[-1]) + 1, work.length[..., None]
+        late = 0.45 + 0.5 * position / jnp.maximum(length, 1)  # below 0.95 where it is used
+        known = (position >= work.first[..., None]) & (position < length)
+        found = known[:, None] & (work.match >= self.shortest)
+        key = jnp.where(found, work.match + late[:, None], 0.0).reshape(batch, rows, -1)
+        key, at = jax.lax.top_k(key, min(OCCURRENCES, key.shape[-1]))
+        following = jnp.roll(work.tokens, -1, axis=-1).reshape(batch, 1, -1)
+        token = jnp.where(key > 0, jnp.take_along_axis(following, at, axis=-1), self.vocab)
+
+        size, same = jnp.floor(key), token[..., None] == token[..., None, :]
+        alike = same & (size[..., None] == size[..., None, :])
+        often = jnp.where(alike, (key - size)[..., None, :], 0.0).sum(-1)
+        weight = size * math.log(PER_TOKEN) + jnp.log(often / (1 + often / HALF_FULL))
+        # The best match of a token comes first; an id of V is dropped.
+        token = jnp.where(jnp.tril(same, -1).any(-1), self.vocab, token)
+        logits = jnp.full((batch, rows, self.vocab), -jnp.inf)
+        index = np.arange(batch)[:, None, None], np.arange(rows)[:, None], token
+        return logits.at[index].set(weight, mode="drop")
+
+
+def may_search(state) -> Bool[Array, "B B"]:
+    """Whether slot b may look into slot c: another sample of the same prompt.
+
+    A slot that holds the very same request (a replay, or one asked for twice) is left out, and so
+    is everything from before a reset: what was drawn with a request's own noise must not decide
+    what it is offered, or p/q acceptance would be biased.
+    """
+    group, keys = state.draft.group, state.keys
+    related = (group[:, None] == group).all(-1) & (group != 0).any(-1)
+    return related & (keys[:, None] != keys).any(-1) & (state.finish != EMPTY)
+
+
+def prompt_hash(tokens: Int[Array, "R P"], lengths: Int[Array, " R"]) -> UInt32[Array, "R 2"]:
+    """Two words that tell prompts apart, never 0 0, the same whatever P they are padded to.
+
+    Two polynomials modulo 2^32 over mixed tokens. Prompts that collide search each other's tokens
+    and draft badly; nothing else depends on it.
+    """
+    inside = np.arange(tokens.shape[1]) < lengths[:, None]
+    words = []
+    for base in (np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)):
+        powers = np.cumprod(np.full(tokens.shape[1], base, np.uint32), dtype=np.uint32)
+        mixed = (tokens.astype(jnp.uint32) + 1) * base
+        mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x2C1B3C6D)
+        total = jnp.where(inside, mixed * powers, 0).sum(-1, dtype=jnp.uint32)
+        total = total + lengths.astype(jnp.uint32) * base
+        words.append((total ^ (total >> 13)) * base)
+    words[1] = jnp.where((words[0] | words[1]) == 0, 1, words[1])
+    return jnp.stack(words, axis=-1)

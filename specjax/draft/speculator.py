@@ -1,0 +1,303 @@
+"""The library's own models behind `specjax.decode.speculator`: `propose`, `verify`, `commit`.
+
+One sequence at a time, driven from the host: to learn from, to test with, and to put a draft or
+target of this library beside one of your own. Generation in bulk is `specjax.LLM`'s.
+
+    both = SourceSpeculator(cfg, params, NgramSource(cfg.vocab_size), {})
+    speculate(both, both, context, n=4, seed=0, max_tokens=64)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from specjax.cache import KVCache, commit_rows, empty_cache
+from specjax.config import ModelConfig
+from specjax.decode import sampling
+from specjax.decode.speculator import DraftProposal, VerifyResult
+from specjax.decode.state import put_positions, take_positions
+from specjax.decode.tree import chain_bits
+from specjax.draft.model_source import decode_layout
+from specjax.draft.source import DraftSource, Level, Memory, Work
+from specjax.models.transformer import Params, graphdef
+
+SHORTEST_PREFILL = 16  # contexts are padded to powers of two from here on
+
+
+class _Setup(NamedTuple):
+    """What the programs are made for."""
+
+    cfg: ModelConfig
+    source: DraftSource
+    steps: int
+    max_len: int
+
+    def model(self, params: Params):
+        layout = "stacked" if self.cfg.scan_layers else "unrolled"
+        return nnx.merge(graphdef(self.cfg, layout), params)
+
+
+class _Sequence(NamedTuple):
+    """What sources read of a decode state, for one slot.
+
+    Attributes:
+      tokens: [1 M]. length: [1]. cache: the target's. draft: the source's memory.
+    """
+
+    tokens: Int[Array, "1 M"]
+    length: Int[Array, " 1"]
+    cache: KVCache
+    draft: Memory
+
+
+class _Proposed(NamedTuple):
+    """A chain of `steps` tokens, what they were drawn from, and how many there are."""
+
+    tokens: Int[Array, " steps"]
+    q: Float[Array, "steps V"]
+    count: Int[Array, ""]
+    work: Work
+
+
+class _Verified(NamedTuple):
+    """The target's distributions after the root and after each drafted token, and its rows."""
+
+    p: Float[Array, "E V"]
+    hidden: Float[Array, "1 E D"]
+    rows: KVCache
+
+
+class SourceSpeculator:
+    """A target and its draft source as a `Speculator`, with caches that follow the context.
+
+    `propose` is the source's, `verify` the target's; one object can be both, and must for a source
+    that drafts from the target's states. A context that does not continue the last one is prefilled
+    anew. Nothing is compiled again while contexts grow, except once per padded prefill length.
+
+    Args:
+      cfg, params: the target's config and stacked parameters.
+      source, source_params: what drafts, parameters in its decode layout.
+      steps: tokens that are drafted, and verified, at a time at most.
+      temperature: of p and q; 0 is greedy.
+      seed: of the draft's own randomness.
+      max_len: context and emitted tokens at most.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        params: Params,
+        source: DraftSource,
+        source_params: Params,
+        steps: int = 4,
+        temperature: float = 1.0,
+        seed: int = 0,
+        max_len: int = 512,
+    ):
+        if steps < 1:
+            raise ValueError(f"steps must be at least 1, got {steps}; without drafts use plain LLM")
+        if not temperature >= 0:
+            raise ValueError(f"temperature must be at least 0, got {temperature}")
+        self._setup = _Setup(cfg, source, steps, max_len)
+        self._temperature = np.float32(temperature)
+        self._params = jax.jit(decode_layout, static_argnums=1)(params, cfg), source_params
+        self._key = jax.random.key(seed, impl="threefry2x32")
+        self._proposals = 0
+        self._forget()
+
+    def propose(self, context: Sequence[int], n: int) -> DraftProposal:
+        """Draws min(n, steps) tokens, or fewer where the source knows none.
+
+        Raises:
+          ValueError: an empty or over-long context, or ids out of range.
+        """
+        self._follow(context)
+        self._proposals += 1  # no two proposals share randomness, whatever their contexts
+        key = jax.random.fold_in(self._key, self._proposals)
+        self._proposed = _propose(
+            self._setup, *self._params, self._sequence, self._temperature, key
+        )
+        count = min(max(n, 0), int(self._proposed.count))
+        tokens, q = np.asarray(self._proposed.tokens), np.asarray(self._proposed.q)
+        return DraftProposal(tokens[:count], q[:count])
+
+    def verify(self, context: Sequence[int], tokens: Sequence[int]) -> VerifyResult:
+        """One forward pass of the target over the root and at most `steps` tokens.
+
+        Raises:
+          ValueError: more tokens than that; see also `propose`.
+        """
+        setup, tokens = self._setup, tuple(int(t) for t in tokens)
+        if len(tokens) > setup.steps:
+            raise ValueError(
+                f"expected at most {setup.steps} tokens to verify, got {len(tokens)}; make the "
+                "SourceSpeculator with more steps"
+            )
+        self._follow(context)
+        padded = np.zeros((1, setup.steps), np.int32)
+        padded[0, : len(tokens)] = tokens
+        self._verified_tokens = tokens
+        self._verified = _verify(setup, self._params[0], self._sequence, self._temperature, padded)
+        return VerifyResult(np.asarray(self._verified.p)[: len(tokens) + 1])
+
+    def commit(self, context: Sequence[int], tokens: Sequence[int]) -> None:
+        """Advances both caches over the tokens emitted after the context.
+
+        Whichever of `propose` and `verify` another model did for this context is made up for.
+        """
+        context, tokens = _ids(context), _ids(tokens)
+        if not tokens or self._context == context + tokens:
+            return  # nothing new: `speculate` tells draft and target, which may be one object
+        if len(tokens) > self._setup.steps + 1:
+            self._forget()
+            return
+        self._follow(context)
+        if self._proposed is None:
+            self.propose(context, self._setup.steps)
+        path = tokens[:-1]
+        if self._verified is None or self._verified_tokens[: len(path)] != path:
+            self.verify(context, path)
+        emitted = np.zeros((1, self._setup.steps + 1), np.int32)
+        emitted[0, : len(tokens)] = tokens
+        self._sequence = _commit(
+            self._setup,
+            self._sequence,
+            self._proposed.work,
+            self._verified,
+            emitted,
+            np.array([len(tokens)], np.int32),
+        )
+        self._context = context + tokens
+        self._proposed = self._verified = None
+
+    def _forget(self) -> None:
+        self._context: tuple[int, ...] = ()
+        self._sequence: _Sequence | None = None
+        self._proposed: _Proposed | None = None
+        self._verified: _Verified | None = None
+        self._verified_tokens: tuple[int, ...] = ()
+
+    def _follow(self, context: Sequence[int]) -> None:
+        """Makes the caches those of `context`."""
+        context, setup = _ids(context), self._setup
+        if context == self._context and context:
+            return
+        room = setup.max_len - setup.steps - 1
+        if not 1 <= len(context) <= room:
+            raise ValueError(
+                f"expected a context of 1 to {room} tokens, got {len(context)}; raise max_len "
+                f"(now {setup.max_len}, of which {setup.steps + 1} are kept for a round)"
+            )
+        wrong = [t for t in context if not 0 <= t < setup.cfg.vocab_size]
+        if wrong:
+            raise ValueError(
+                f"expected token ids below {setup.cfg.vocab_size}, got {wrong[0]} in the context"
+            )
+        self._forget()
+        width = max(SHORTEST_PREFILL, 1 << (len(context) - 1).bit_length())
+        padded = np.zeros((1, min(width, setup.max_len)), np.int32)
+        padded[0, : len(context)] = context
+        length = np.array([len(context)], np.int32)
+        self._sequence = _prefill(setup, *self._params, padded, length)
+        self._context = context
+
+
+def _ids(tokens: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(t) for t in tokens)
+
+
+# --- the programs ---------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _prefill(setup: _Setup, params, source_params, tokens, length) -> _Sequence:
+    """Caches of full size, filled with a context."""
+    model, source, cfg = setup.model(params), setup.source, setup.cfg
+    slots = setup.max_len + max(setup.steps + 1, source.margin(setup.steps))
+    x, cache = model.prefill(tokens, length)
+    hidden = model.draft_hidden(x)
+    memory = source.prefill(model, source_params, setup.steps, tokens, length, hidden)
+    room = setup.max_len - tokens.shape[1]
+    return _Sequence(
+        tokens=jnp.pad(tokens, ((0, 0), (0, room))),
+        length=length,
+        cache=_widened(empty_cache(cfg, 1, slots, cfg.num_layers, cfg.scan_layers), cache),
+        draft=_widened(source.empty(1, slots, setup.steps), memory),
+    )
+
+
+def _widened(empty: Any, filled: Any) -> Any:
+    """Puts shorter caches into the first slots of empty ones."""
+    return jax.tree.map(
+        lambda full, part: jax.lax.dynamic_update_slice(
+            full, part.astype(full.dtype), (0,) * full.ndim
+        ),
+        empty,
+        filled,
+    )
+
+
+def _distribution(logits: Float[Array, "... V"], temperature: Array) -> Float[Array, "... V"]:
+    greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
+    tempered = logits / jnp.where(temperature > 0, temperature, 1.0)
+    return jnp.where(temperature > 0, jax.nn.softmax(tempered, axis=-1), greedy)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _propose(setup: _Setup, params, source_params, sequence, temperature, key) -> _Proposed:
+    """Draws a chain; it ends where the source has no finite logit."""
+    model, source = setup.model(params), setup.source
+    total = setup.steps - 1
+    tokens = jnp.full((1, setup.steps), -1, jnp.int32)
+    drawn, going = [], jnp.bool_(True)
+    count = jnp.int32(0)
+    for step in range(setup.steps):
+        if step == 0:
+            logits, work = source.extend(model, source_params, sequence, setup.steps, total)
+        else:
+            level = Level(
+                step=step,
+                offset=step - 1,
+                total=total,
+                tokens=tokens[:, step - 1 : step],
+                parents=np.zeros(1, int),
+                visible=chain_bits(step)[-1:],
+                path=tokens[:, :step],
+            )
+            logits, work = source.step(model, source_params, work, level)
+        going &= ~jnp.isneginf(logits).all()
+        q = _distribution(sampling.sanitise(logits)[0, 0], temperature)
+        token = jax.random.categorical(jax.random.fold_in(key, step), jnp.log(q))
+        tokens = tokens.at[0, step].set(jnp.where(going, token, -1).astype(jnp.int32))
+        drawn.append(q)
+        count += going
+    return _Proposed(tokens[0], jnp.stack(drawn), count, work)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _verify(setup: _Setup, params, sequence: _Sequence, temperature, drafted) -> _Verified:
+    model, root = setup.model(params), sequence.length - 1
+    tokens = jnp.concatenate([take_positions(sequence.tokens, root, 1), drafted], axis=1)
+    positions = root[:, None] + np.arange(setup.steps + 1)
+    bits = chain_bits(setup.steps + 1)
+    x, rows = model.decode(tokens, positions, sequence.cache, root, bits)
+    p = _distribution(model.logits(x)[0], temperature)
+    return _Verified(p, model.draft_hidden(x), rows)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _commit(setup: _Setup, sequence: _Sequence, work, verified, emitted, count) -> _Sequence:
+    return _Sequence(
+        tokens=put_positions(sequence.tokens, emitted, sequence.length, count),
+        length=sequence.length + count,
+        cache=commit_rows(sequence.cache, verified.rows, sequence.length - 1),
+        draft=setup.source.commit(sequence.draft, work, verified.hidden, count),
+    )
