@@ -1,24 +1,33 @@
 """Why two decodings of one request differ: rounding, or a bug?
 
 In `coupled` mode speculative and plain decoding draw the same noise, so their tokens can differ
-only where the two programs' logits differ in their last bits and the two best perturbed logits are
-that close. `first_difference` recomputes the logits at the first differing position by three
-programs (full forward, one-row decode, tree-row decode), measures how far they are apart, and
-compares that with the gap between the two tokens.
+only where the two programs' logits differ in their last bits and either the two best perturbed
+scores are that close, or a filter (top-k, top-p, min-p) has one of the two tokens at its very edge.
+`first_difference` recomputes the logits at the first differing position by three programs (full
+forward, one-row decode, tree-row decode), measures how far they are apart, and compares that with
+the gap between the two tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from specjax.decode import rng, sampling
+from specjax.config import ModelConfig
+from specjax.decode import history, rng, sampling
+from specjax.decode.options import Features, Options
 from specjax.decode.tree import chain_bits
+from specjax.engine.margins import Support, support
+from specjax.engine.options_rows import features_of, option_rows
+from specjax.engine.prompts import padded_widths
 from specjax.engine.request import Job
+from specjax.models.transformer import graphdef
 
 # Rounding beyond this share of the largest logit is not rounding.
 ROUNDING_LIMIT = {"float32": 1e-4, "bfloat16": 5e-2}
@@ -31,10 +40,13 @@ class Difference:
     Attributes:
       request, sample: which. position: absolute position of the differing token.
       plain_token, spec_token: what each decoding chose (-1: it had already ended).
-      plain_gap: perturbed logit of the plain token minus that of the other, by one-row decoding.
+      plain_gap: perturbed score of the plain token minus that of the other, by one-row decoding,
+        before top-k, top-p and min-p.
       spec_gap: the other token's lead over the plain one, by the tree-row program.
       logit_difference: largest difference of a logit between the programs at this position.
-      explained: both gaps are within twice that difference, and it is small enough for rounding.
+      explained: the difference is small enough for rounding, and scores that far apart can have
+        made either token the choice: both gaps are within twice that difference, or a filter's
+        edge is that close to a token which it would have had to cut.
     """
 
     request: int
@@ -62,7 +74,8 @@ def first_difference(
     """Locates and judges the first difference between two token lists of one job.
 
     Args:
-      runner: the speculative engine's; its parameters and tree shape are used.
+      runner: the speculative engine's; its parameters and tree are used. In `invariant` mode its
+        two decodings share their arithmetic, and nothing is explained.
     """
     at = next(
         (i for i, (a, b) in enumerate(zip(plain, spec, strict=False)) if a != b),
@@ -72,57 +85,117 @@ def first_difference(
     a = plain[at] if at < len(plain) else -1
     b = spec[at] if at < len(spec) else -1
     context = np.array([*job.prompt, *plain[:at]], np.int32)
-    views = [np.asarray(v, np.float64) for v in _logits_by_program(runner, context)]
-    key = rng.request_keys(jnp.asarray(job.words)[None])
-    noise = np.asarray(rng.target_noise(key, jnp.array([[position]]), runner.cfg.vocab_size))
-    temperature = np.array([job.temperature], np.float32)
+    logits = _logits_by_program(runner, context)
+    scores, noise = _scores(runner, job, context, logits)
+    spread = float(max(np.abs(row - logits[0]).max() for row in logits[1:]))
+    largest = max(1.0, float(np.abs(logits[0]).max()))
+    slack = max(spread, np.finfo(np.float32).eps * largest) * _magnification(job)
 
-    def gap(logits, winner, loser):
+    def gap(row, winner, loser):
         if winner < 0 or loser < 0:  # one ended early without a differing token: never rounding
             return float("inf")
-        scores = sampling.perturbed(jnp.asarray(logits, jnp.float32)[None], temperature, noise[0])
-        return float(scores[0, winner] - scores[0, loser])
+        if not np.isfinite(row[[winner, loser]]).all():  # a mask, which no rounding moves
+            return float("inf")
+        perturbed = row + noise
+        return float(perturbed[winner] - perturbed[loser])
 
-    spread = max(np.abs(v - views[0]).max() for v in views[1:])
-    limit = ROUNDING_LIMIT[runner.cfg.compute_dtype] * max(1.0, np.abs(views[0]).max())
-    plain_gap, spec_gap = gap(views[1], a, b), gap(views[2], b, a)
-    # Logits are divided by the temperature before they are compared.
-    scale = job.temperature if job.temperature > 0 else 1.0
-    allowed = 2 * max(spread, np.finfo(np.float32).eps * np.abs(views[0]).max()) / scale
-    explained = max(abs(plain_gap), abs(spec_gap)) <= allowed and spread <= limit
-    return Difference(
-        request, sample, position, a, b, plain_gap, spec_gap, float(spread), bool(explained)
+    plain_gap, spec_gap = gap(scores[1], a, b), gap(scores[2], b, a)
+    explained = (
+        spread <= ROUNDING_LIMIT[runner.cfg.compute_dtype] * largest
+        and not runner.plan.invariant
+        and _can_win(plain_gap, a, b, support(scores[1], job.params, slack), slack)
+        and _can_win(spec_gap, b, a, support(scores[2], job.params, slack), slack)
+    )
+    return Difference(request, sample, position, a, b, plain_gap, spec_gap, spread, bool(explained))
+
+
+def _can_win(gap: float, winner: int, loser: int, kept: Support, slack: float) -> bool:
+    """Whether scores within the slack let `winner` be chosen and `loser` not, and yet are so close
+    that other scores within the slack would have it the other way round."""
+    if not np.isfinite(gap) or not (kept.possible[winner] and kept.possible[loser]):
+        return False
+    won = gap >= -2 * slack or not kept.certain[loser]
+    lost = gap <= 2 * slack or not kept.certain[winner]
+    return won and lost
+
+
+def _magnification(job: Job) -> float:
+    """How far a score moves at most when its logit moves by 1."""
+    penalty = job.params.repetition_penalty
+    return max(penalty, 1 / penalty) / (job.params.temperature or 1.0)
+
+
+def _scores(runner, job: Job, context: np.ndarray, logits: np.ndarray):
+    """Transformed scores [N V] of N rows of logits [N V] for the token after `context`, before
+    top-k, top-p and min-p, and the noise [V] of its position; both in float64."""
+    vocab, count = runner.cfg.vocab_size, len(logits)
+    features = dataclasses.replace(
+        features_of(job, vocab),
+        top_k=False, top_p=False, min_p=False, transformed_logprobs=False, top_logprobs=False,
+    )  # fmt: skip
+    options = option_rows([job] * count, vocab, runner.stop_width)
+    tokens = np.broadcast_to(_padded(runner, context), (count, _width(runner, context)))
+    lengths = np.full(count, len(context), np.int32)
+    scores, noise = _transformed(features, options, tokens, lengths, logits, job.words)
+    if job.params.temperature <= 0:
+        noise = np.zeros(vocab)
+    return np.asarray(scores, np.float64), np.asarray(noise, np.float64)
+
+
+@functools.partial(jax.jit, static_argnames="features")
+def _transformed(features: Features, options: Options, tokens, lengths, logits, words):
+    vocab = logits.shape[-1]
+    counts = None
+    if features.penalties:
+        counts = history.count_tokens(tokens, lengths, options.prompt_len, vocab)
+    context = history.context_of(tokens, lengths, features, counts)
+    rows = history.root_rows(len(lengths))
+    scores = sampling.transform(logits[:, None], options, features, context, rows)
+    noise = rng.target_noise(rng.request_keys(words[None]), lengths[None, :1], vocab)
+    return scores[:, 0], noise[0, 0]
+
+
+def _logits_by_program(runner, context: np.ndarray) -> np.ndarray:
+    """Next-token logits [3 V] of one context by full forward, one-row and tree-row decoding."""
+    rows = runner.tree.rows if runner.tree else 2
+    tokens = np.broadcast_to(_padded(runner, context), (runner.batch, _width(runner, context)))
+    inputs = runner.params, tokens, np.int32(len(context))
+    return np.stack(
+        [
+            np.asarray(_full(runner.cfg, *inputs)),
+            np.asarray(_by_rows(runner.cfg, 1, *inputs)),
+            np.asarray(_by_rows(runner.cfg, rows, *inputs)),
+        ]
     )
 
 
-def _logits_by_program(runner, context: np.ndarray) -> list[jax.Array]:
-    """Next-token logits [V] of one context by full forward, one-row and tree-row decoding."""
-    rows = runner.tree.rows if runner.tree else 2
-    length = len(context)
-    tokens = np.broadcast_to(context, (runner.batch, length))
+def _width(runner, context: np.ndarray) -> int:
+    """Contexts are padded, lest every length compile programs of its own."""
+    return next(w for w in padded_widths(runner.max_len) if w >= len(context))
 
-    def full(params):
-        model, _ = runner.modules(params, None)
-        x, _ = model.prefill(tokens, jnp.full((runner.batch,), length))
-        return model.logits(x[0, -1])
 
-    def by_rows(params, count):
-        model, _ = runner.modules(params, None)
-        count = min(count, length)
-        start = length - count
-        _, cache = model.prefill(tokens, jnp.full((runner.batch,), length))
-        positions = jnp.broadcast_to(jnp.arange(start, length), (runner.batch, count))
-        x, _ = model.decode(
-            tokens[:, start:],
-            positions,
-            cache,
-            jnp.full((runner.batch,), start),
-            chain_bits(count),
-        )
-        return model.logits(x[0, -1])
+def _padded(runner, context: np.ndarray) -> np.ndarray:
+    return np.pad(context, (0, _width(runner, context) - len(context)))
 
-    return [
-        jax.jit(full)(runner.params),
-        jax.jit(by_rows, static_argnums=1)(runner.params, 1),
-        jax.jit(by_rows, static_argnums=1)(runner.params, rows),
-    ]
+
+def _model(cfg: ModelConfig, params):
+    return nnx.merge(graphdef(cfg, "stacked" if cfg.scan_layers else "unrolled"), params)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _full(cfg: ModelConfig, params, tokens, length):
+    model = _model(cfg, params)
+    x, _ = model.prefill(tokens, jnp.full(tokens.shape[:1], length))
+    return model.logits(x[0, length - 1])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _by_rows(cfg: ModelConfig, count: int, params, tokens, length):
+    """The last `count` tokens as the rows of a chain; a shorter context fills up behind its end."""
+    model, batch = _model(cfg, params), tokens.shape[0]
+    _, cache = model.prefill(tokens, jnp.full((batch,), length))
+    start = jnp.maximum(length - count, 0)
+    positions = jnp.broadcast_to(start + jnp.arange(count), (batch, count))
+    rows = jnp.take(tokens, jnp.minimum(positions[0], tokens.shape[1] - 1), axis=1)
+    x, _ = model.decode(rows, positions, cache, jnp.full((batch,), start), chain_bits(count))
+    return model.logits(x[0, length - 1 - start])

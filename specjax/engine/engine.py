@@ -6,24 +6,35 @@ become free. By the keying of the noise it does not matter to the tokens when or
 
 from __future__ import annotations
 
+import functools
+import operator
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
-from specjax.config import ModelConfig, SpecConfig
-from specjax.decode.admit import Admission, Prefilled
-from specjax.decode.state import EMPTY, LENGTH, RUNNING, STOPPED
-from specjax.engine.request import Job, SampleOutput, SpecStats, Totals
+from specjax.config import ModelConfig, SamplingParams, SpecConfig
+from specjax.decode.admit import Admission
+from specjax.decode.options import Features
+from specjax.decode.state import EMPTY, RUNNING
+from specjax.draft.source import DraftSource
+from specjax.engine.checks import Limits, check_job
+from specjax.engine.collect import Finished, Running, rejections_until
+from specjax.engine.options_rows import features_of, option_rows
+from specjax.engine.prompts import Prompts, pad_prompts, padded_widths
+from specjax.engine.request import Job, SampleOutput, Totals, make_jobs
 from specjax.engine.runner import Runner
+from specjax.engine.sources import source_of
 from specjax.models.transformer import Params
+from specjax.telemetry import Collector, SlotInfo, active_transforms
 
-FINISH_REASONS = {STOPPED: "stop", LENGTH: "length"}
 PREFILL_ROWS = 8
 # Lengths up to which attention reads the cache, one executable each; then the whole of it.
 REACHES = (64, 128, 256, 512, 1024, 2048, 4096)
+
+Slots = list[Running | None]
 
 
 class Engine:
@@ -33,9 +44,16 @@ class Engine:
       cfg: model config. spec: None is plain decoding. batch: slots.
       max_len: prompt and generated tokens of a sample at most.
       chunk_tokens: tokens per slot that one dispatch can emit at most; the host looks in between.
+      stop_width: stop tokens per request at most, the model's own included.
       mesh: see `Runner`.
       prompt_widths: lengths that prompts are padded to, one set of executables each; none: powers
         of two.
+      source: what drafts; none: as `spec` says, see `source_of`.
+
+    Attributes:
+      telemetry: why drafts were rejected; None unless `spec` turns it on.
+      reaches: lengths up to which attention reads the cache, one set of programs each; ascending,
+        the last one `max_len`.
     """
 
     def __init__(
@@ -48,33 +66,48 @@ class Engine:
         stop_width: int = 8,
         mesh: jax.sharding.Mesh | None = None,
         prompt_widths: Sequence[int] | None = None,
+        source: DraftSource | None = None,
     ):
-        off = spec is None or spec.is_off
-        strategy = None if off else spec.resolve()
-        mode = "coupled" if off else spec.acceptance
-        self.runner = Runner(cfg, strategy, mode, batch, max_len, stop_width, mesh)
+        spec = None if spec is None or spec.is_off else spec
+        steps = spec.resolve().steps if spec else 0
+        self.chunk_rounds = max(1, chunk_tokens // (steps + 1))
+        if spec is not None and source is None:
+            source = source_of(cfg, spec)
+        self.runner = Runner(cfg, spec, batch, max_len, stop_width, mesh, source, self.chunk_rounds)
+        self.limits = Limits(cfg, max_len, stop_width, spec.acceptance if spec else None)
         self.batch, self.max_len = batch, max_len
-        self.prompt_widths = sorted(prompt_widths or _default_widths(max_len))
+        self.prompt_widths = sorted(prompt_widths or padded_widths(max_len))
         self.prefill_rows = min(batch, PREFILL_ROWS)
-        self._reaches = [n for n in REACHES if n < max_len] + [max_len]
-        self._lengths = np.zeros(batch, np.int64)
-        self.chunk_rounds = max(1, chunk_tokens // (self.runner.steps + 1))
+        self.telemetry = Collector() if spec and spec.telemetry_on else None
+        self._vocab = cfg.vocab_size
+        self.reaches = [n for n in REACHES if n < max_len] + [max_len]
+        self._compiled: defaultdict[int, set[Features]] = defaultdict(set)
 
     def set_params(self, params: Params, head: Params | None = None) -> None:
         """Takes new weights; compiles nothing after the first time."""
         self.runner.set_params(params, head)
 
-    def warm_up(self) -> None:
-        """Compiles everything that generation can need, for every prompt width."""
+    def warm_up(self, features: Sequence[Features] = (Features(),)) -> None:
+        """Compiles all that generation can need, for every prompt width.
+
+        Args:
+          features: one set of programs each. The default one serves requests that ask for nothing
+            but a temperature; `Features.all()` serves all, slower. A request that no set covers
+            compiles its own when it comes.
+        """
         self.runner.reset()
-        job = Job([0], 2, np.zeros(5, np.uint32), 0.0, ())
+        [job] = make_jobs([0], SamplingParams(temperature=0.0, max_tokens=1), ())
         for width in self.prompt_widths:
-            prompts = _Prompts(self.runner, [job], self.prefill_rows, [width])
+            prompts = Prompts(self.runner, [job], self.prefill_rows, [width])
             for count in self._place_sizes():
                 prefilled, row = prompts.get(0)
                 self.runner.place(prefilled, self._admission([(0, row, job)], count, width))
-        for reach in self._reaches:
-            self.runner.chunk(1, False, reach)
+        for reach in self.reaches:
+            # Smallest first: what a larger program covers already would not be compiled.
+            for wanted in sorted(features, key=lambda f: f.size):
+                self._compiled[reach].add(wanted)
+                self.runner.chunk(1, False, reach, wanted)
+        self.runner.stop(np.zeros(self.batch, bool))
         self._read()
         self.runner.reset()
 
@@ -87,20 +120,26 @@ class Engine:
           on_progress: called after each chunk with the number of finished jobs and the totals.
 
         Returns:
-          one output per job, in order (`text` is None), and the totals.
+          one output per job, in order (`text` is None but where a stop string cut it), and the
+          totals.
+
+        Raises:
+          ValueError: a job does not fit. Nothing has run by then.
         """
+        for job in jobs:
+            check_job(f"prompt {job.request}", job, self.limits)
         start = time.perf_counter()
         totals = Totals(self.runner.steps, np.zeros(self.runner.steps + 2, np.int64))
         outputs: list[SampleOutput | None] = [None] * len(jobs)
         waiting, slots = deque(range(len(jobs))), [None] * self.batch
-        prompts = _Prompts(self.runner, jobs, self.prefill_rows, self.prompt_widths)
+        prompts = Prompts(self.runner, jobs, self.prefill_rows, self.prompt_widths)
+        wanted = self._features(jobs)
         self.runner.reset()
         finished = 0
-        while waiting or any(s is not None for s in slots):
+        while waiting or any(slots):
             self._fill(jobs, waiting, slots, prompts)
-            self.runner.chunk(self.chunk_rounds, bool(waiting), self._reach(jobs, slots))
-            for slot, sample in self._collect(jobs, slots):
-                outputs[slots[slot]] = sample
+            for slot, sample in self._chunk(slots, wanted, bool(waiting)):
+                outputs[slots[slot].index] = sample
                 totals.add(sample)
                 slots[slot] = None
                 finished += 1
@@ -109,16 +148,54 @@ class Engine:
                 on_progress(finished, totals)
         return outputs, totals
 
-    def _reach(self, jobs, slots) -> int:
-        """The shortest reach that no running slot can outgrow in the next chunk."""
-        running = [i for i, s in enumerate(slots) if s is not None]
-        longest = max(int(self._lengths[i]) for i in running)
-        ahead = self.chunk_rounds * (self.runner.steps + 1)
-        limit = max(jobs[slots[i]].limit for i in running)
-        return next(n for n in self._reaches if n >= min(longest + ahead, limit, self.max_len))
+    def _features(self, jobs: Sequence[Job]) -> Features:
+        each = {features_of(job, self._vocab) for job in jobs}  # few, of many jobs
+        return functools.reduce(operator.or_, each, Features.none())
 
-    def _fill(self, jobs, waiting, slots, prompts: _Prompts) -> None:
+    def _chunk(self, slots: Slots, wanted: Features, leave_early: bool):
+        """Runs a chunk and collects: (slot, output) of every sample that ended in it."""
+        running = [s for s in slots if s is not None]
+        reach = self._reach(running)
+        features = self._program(reach, running, wanted)
+        _, report = self.runner.chunk(self.chunk_rounds, leave_early, reach, features)
+        report = jax.device_get(report)
+        results = self._collect(slots, report)
+        if self.telemetry is not None:
+            ends = np.full(self.batch, self.max_len)
+            for slot, sample in results:
+                ends[slot] = len(slots[slot].job.prompt) + len(sample.token_ids)
+            who = [s and self._slot_info(s.job) for s in slots]
+            self.telemetry.add(rejections_until(report.rejections, ends), who)
+        return results
+
+    def _slot_info(self, job: Job) -> SlotInfo:
+        transforms = active_transforms(features_of(job, self._vocab))
+        return SlotInfo(job.request, job.sample, len(job.prompt), transforms)
+
+    def _program(self, reach: int, running: list[Running], wanted: Features) -> Features:
+        """What to ask the runner for, so that a call compiles once per reach at most.
+
+        A chunk takes the cheapest program that covers the samples in it. Where none of the
+        programs covers all that this call will ask for, the next wider of a few fixed sets is
+        compiled, and serves.
+        """
+        compiled = self._compiled[reach]
+        if not any(f.covers(wanted) for f in compiled):
+            wider = wanted.widened()
+            compiled.add(wider)
+            return wider
+        return self._features([s.job for s in running])
+
+    def _reach(self, running: list[Running]) -> int:
+        """The shortest reach that no running slot can outgrow in the next chunk."""
+        longest = max(s.length for s in running)
+        ahead = self.chunk_rounds * (self.runner.steps + 1)
+        limit = max(s.job.limit for s in running)
+        return next(n for n in self.reaches if n >= min(longest + ahead, limit, self.max_len))
+
+    def _fill(self, jobs, waiting: deque[int], slots: Slots, prompts: Prompts) -> None:
         """Places waiting jobs into free slots, those of one prefill at a time."""
+        drafts = self.runner.tree.rows - 1 if self.runner.tree else 0
         free = deque(i for i, s in enumerate(slots) if s is None)
         while free and waiting:
             prefilled, _ = prompts.get(waiting[0])
@@ -128,23 +205,17 @@ class Engine:
                 if here is not prefilled:
                     break
                 index, slot = waiting.popleft(), free.popleft()
-                slots[slot] = index
-                self._lengths[slot] = len(jobs[index].prompt)
+                slots[slot] = Running(index, jobs[index], drafts)
                 placed.append((slot, row, jobs[index]))
             count = next(n for n in self._place_sizes() if n >= len(placed))
             width = jax.tree.leaves(prefilled.cache)[0].shape[-2]
             self.runner.place(prefilled, self._admission(placed, count, width))
 
-    def _admission(
-        self, placed: list[tuple[int, int, Job]], count: int, width: int
-    ) -> Admission:
+    def _admission(self, placed: list[tuple[int, int, Job]], count: int, width: int) -> Admission:
         """Padded arrays; spare rows repeat the first request, which is then written twice."""
         padded = placed + [placed[0]] * (count - len(placed))
         jobs = [job for _, _, job in padded]
-        stops = np.full((count, self.runner.stop_width), -1, np.int32)
-        for r, job in enumerate(jobs):
-            stops[r, : len(job.stop_ids)] = job.stop_ids
-        tokens, lengths = _pad_prompts(jobs, width)
+        tokens, lengths = pad_prompts(jobs, width)
         return Admission(
             slots=np.array([slot for slot, _, _ in padded], np.int32),
             rows=np.array([row for _, row, _ in padded], np.int32),
@@ -152,8 +223,7 @@ class Engine:
             lengths=lengths,
             limit=np.array([min(job.limit, self.max_len) for job in jobs], np.int32),
             words=np.stack([job.words for job in jobs]).astype(np.uint32),
-            temperature=np.array([job.temperature for job in jobs], np.float32),
-            stop_ids=stops,
+            options=option_rows(jobs, self._vocab, self.runner.stop_width),
         )
 
     def _place_sizes(self) -> list[int]:
@@ -163,97 +233,30 @@ class Engine:
             sizes.append(min(sizes[-1] * 4, self.batch))
         return sizes
 
-    def _read(self):
-        """Small host copies of what the host needs; the caches stay on the device."""
+    def _read(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Host copies of tokens, logprobs and histogram; the caches stay on the device."""
         s = self.runner.state
-        return jax.device_get((s.tokens, s.logprobs, s.length, s.finish, s.rounds, s.histogram))
+        return jax.device_get((s.tokens, s.logprobs, s.histogram))
 
-    def _collect(self, jobs, slots) -> list[tuple[int, SampleOutput]]:
-        """Outputs of the slots that finished in the last chunk."""
+    def _collect(self, slots: Slots, report) -> list[tuple[int, SampleOutput]]:
+        """Outputs of the samples that ended in the last chunk, and an end to their slots."""
         state = self.runner.state
-        finish, self._lengths = (
-            np.array(x) for x in jax.device_get((state.finish, state.length))
-        )
-        done = [
-            i for i, s in enumerate(slots) if s is not None and finish[i] not in (RUNNING, EMPTY)
-        ]
-        if not done:
+        finish, length = jax.device_get((state.finish, state.length))
+        here = [i for i, s in enumerate(slots) if s is not None]
+        ended = {i for i in here if finish[i] not in (RUNNING, EMPTY)}
+        if not ended and not any(slots[i].has_stops for i in here):
+            for i in here:
+                slots[i].look(i, int(length[i]), report, None)
             return []
-        tokens, logprobs, length, finish, rounds, histogram = self._read()
-        results = []
-        for i in done:
-            begin, end = len(jobs[slots[i]].prompt), int(length[i])
-            emitted = end - begin
-            stats = SpecStats(
-                rounds=int(rounds[i]),
-                drafted=int(rounds[i]) * (self.runner.tree.rows - 1 if self.runner.tree else 0),
-                accepted=emitted - int(rounds[i]),
-                histogram=tuple(int(x) for x in histogram[i]),
-            )
-            results.append(
-                (
-                    i,
-                    SampleOutput(
-                        token_ids=tokens[i, begin:end].tolist(),
-                        text=None,
-                        logprobs=logprobs[i, begin:end].tolist(),
-                        finish_reason=FINISH_REASONS[int(finish[i])],
-                        stats=stats,
-                    ),
-                )
-            )
+        tokens, logprobs, histogram = self._read()
+        results, stopped = [], np.zeros(self.batch, bool)
+        for i in here:
+            cut = slots[i].look(i, int(length[i]), report, tokens[i])
+            if cut is None and i not in ended:
+                continue
+            stopped[i] = i not in ended
+            last = Finished(tokens[i], logprobs[i], histogram[i], int(length[i]), int(finish[i]))
+            results.append((i, slots[i].output(last, cut)))
+        if stopped.any():
+            self.runner.stop(stopped)
         return results
-
-
-class _Prompts:
-    """Prefilled prompts of the jobs at hand: each distinct prompt runs once, ahead of its use.
-
-    Prefills always have the same number of rows, so that a prompt's keys and values do not depend,
-    not even in their last bits, on what runs beside it.
-    """
-
-    def __init__(self, runner: Runner, jobs: Sequence[Job], rows: int, widths: Sequence[int]):
-        self._runner, self._jobs, self._rows, self._widths = runner, jobs, rows, widths
-        self._keys = [tuple(job.prompt) for job in jobs]
-        self._ready: dict[tuple, tuple[Prefilled, int]] = {}
-
-    def get(self, index: int) -> tuple[Prefilled, int]:
-        """The prefill that holds job `index`'s prompt, and its row there."""
-        key = self._keys[index]
-        if key not in self._ready:
-            self._ready = self._run(index)  # jobs come in order: the last prefill is done with
-        return self._ready[key]
-
-    def _run(self, index: int) -> dict[tuple, tuple[Prefilled, int]]:
-        """Prefills the next distinct prompts of the first one's width."""
-        width = self._width(len(self._keys[index]))
-        chosen: dict[tuple, Job] = {}
-        for key, job in zip(self._keys[index:], self._jobs[index:], strict=True):
-            if key not in chosen and (
-                len(chosen) == self._rows or self._width(len(key)) != width
-            ):
-                break
-            chosen[key] = job
-        jobs = list(chosen.values())
-        jobs += [jobs[0]] * (self._rows - len(jobs))
-        prefilled = self._runner.prefill(*_pad_prompts(jobs, width))
-        return {key: (prefilled, row) for row, key in enumerate(chosen)}
-
-    def _width(self, length: int) -> int:
-        return next(w for w in self._widths if w >= length)
-
-
-def _pad_prompts(jobs: Sequence[Job], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts right-padded to [jobs, width], and their lengths."""
-    tokens = np.zeros((len(jobs), width), np.int32)
-    for r, job in enumerate(jobs):
-        tokens[r, : len(job.prompt)] = job.prompt
-    return tokens, np.array([len(job.prompt) for job in jobs], np.int32)
-
-
-def _default_widths(max_len: int) -> list[int]:
-    """16, 32, 64, .. and `max_len`."""
-    widths = [min(16, max_len)]
-    while widths[-1] < max_len:
-        widths.append(min(widths[-1] * 2, max_len))
-    return widths

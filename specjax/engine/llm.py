@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
 from tqdm import tqdm
 
 from specjax.config import ModelConfig, SamplingParams, SpecConfig
-from specjax.draft.mtp import init_head_params
+from specjax.decode.options import Features
+from specjax.engine.checks import check_job, check_prompt
 from specjax.engine.compare import Difference, first_difference
 from specjax.engine.engine import Engine
 from specjax.engine.request import Job, RequestOutput, SampleOutput, Totals, make_jobs
-from specjax.engine.tokenizer import load_tokenizer
+from specjax.engine.sources import load_source
 from specjax.models import hf
 from specjax.models.transformer import Params
+from specjax.telemetry import Collector
+from specjax.tokenizer import load_tokenizer
 
 Prompt = str | Sequence[int]
+Message = Mapping[str, str]  # with the keys `role` and `content`
 STOP_WIDTH = 8
+log = logging.getLogger(__name__)
 
 
 class LLM:
-    """A policy with its draft head, ready to generate.
+    """A policy with its draft source, ready to generate.
 
     Args:
       model: a Hugging Face directory, or (ModelConfig, params, head params or None).
@@ -38,8 +44,14 @@ class LLM:
       scan_layers: scan over the layers instead of unrolling them: compiles faster, decodes slower
         on CPU. None: as the config says, which for a directory is unrolled.
 
+    Attributes:
+      totals: sums over the samples of the last call.
+      differences: with `SpecConfig(exact_mode=True)`, the first difference from plain decoding of
+        every sample of the last call that differs; None when nothing was compared.
+
     Raises:
-      ValueError: speculation is asked for and the checkpoint has no draft head.
+      ValueError: speculation is asked for and the checkpoint has no draft head, or the draft
+        model's vocabulary is not the target's.
     """
 
     def __init__(
@@ -62,29 +74,49 @@ class LLM:
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
         self.spec = None if spec is None or spec.is_off else spec
-        cfg, head = _with_head(cfg, head, self.spec)
         # Fused weights, as unrolled layers have them, cannot be split over a mesh.
         scan = cfg.scan_layers if scan_layers is None else scan_layers
         cfg = cfg.replace(scan_layers=scan or mesh is not None)
+        source = None
+        if self.spec is not None:
+            cfg, source, head = load_source(cfg, self.spec, head, tokenizer, mesh)
         self.cfg, self.tokenizer, self.mesh = cfg, tokenizer, mesh
         self.max_batch = max_batch
         self.max_len = min(max_len or 2048, cfg.max_position)
         self.params, self.head = params, head
-        self.engine = self._engine(self.spec)
+        self.engine = self._engine(self.spec, source)
+        self.engine.set_params(params, head if self.spec else None)
+        self._plain: Engine | None = None
         self.totals: Totals | None = None
+        self.differences: list[Difference] | None = None
 
-    def _engine(self, spec: SpecConfig | None) -> Engine:
-        engine = Engine(
-            self.cfg, spec, self.max_batch, self.max_len, stop_width=STOP_WIDTH, mesh=self.mesh
+    def _engine(self, spec: SpecConfig | None, source=None) -> Engine:
+        return Engine(
+            self.cfg,
+            spec,
+            self.max_batch,
+            self.max_len,
+            stop_width=STOP_WIDTH,
+            mesh=self.mesh,
+            source=source,
         )
-        engine.set_params(self.params, self.head if spec else None)
-        return engine
+
+    @property
+    def telemetry(self) -> Collector | None:
+        """Why drafts were rejected; None unless `SpecConfig.telemetry` is on."""
+        return self.engine.telemetry
+
+    def warm_up(self, features: Sequence[Features] = (Features(),)) -> None:
+        """Compiles ahead of the first request; see `Engine.warm_up`."""
+        self.engine.warm_up(features)
 
     def update_weights(self, params: Params, head: Params | None = None) -> None:
-        """Swaps the policy and, if given, the head; nothing is compiled again."""
+        """Swaps the policy and, if given, the draft's parameters; nothing is compiled again."""
         self.params = params
         self.head = self.head if head is None else head
         self.engine.set_params(self.params, self.head if self.spec else None)
+        if self._plain is not None:
+            self._plain.set_params(self.params)
 
     def generate(
         self,
@@ -104,17 +136,51 @@ class LLM:
           one `RequestOutput` per prompt, in order.
 
         Raises:
-          ValueError: empty or over-long prompt, ids out of range, no tokenizer for a string, as
-            many params as neither one nor the prompts. Nothing has run by then.
+          ValueError: empty or over-long prompt, ids out of range, more stop tokens, biases or bad
+            words than there is room for, no tokenizer for a string, a temperature that the
+            acceptance mode does not take, as many params as neither one nor the prompts. Nothing
+            has run by then.
         """
-        prompts, params = self._normalise(prompts, params)
-        pairs = enumerate(zip(prompts, params, strict=True))
-        ids = [self._token_ids(i, prompt, sampling) for i, (prompt, sampling) in pairs]
-        jobs: list[Job] = []
-        for prompt, sampling in zip(ids, params, strict=True):
-            jobs += make_jobs(prompt, sampling, self.cfg.eos_token_ids)
+        ids, jobs = self._jobs(*self._normalise(prompts, params))
         samples, self.totals = self._run(jobs, progress)
-        return self._group(ids, params, samples)
+        self.differences = None
+        if self.spec is not None and self.spec.exact_mode:
+            self.differences = self._compare(jobs, samples)
+            for difference in self.differences:
+                log.warning("speculative and plain decoding differ: %s", difference)
+        return self._group(ids, jobs, samples)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),  # noqa: B008
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Generates the next message of one conversation, or of several.
+
+        Args:
+          messages: a conversation is a list of {"role": .., "content": ..}; the tokenizer's chat
+            template makes a prompt of it, up to the point where the assistant begins.
+          params, progress: as in `generate`.
+
+        Raises:
+          ValueError: no tokenizer, a tokenizer without a chat template, or as `generate`.
+        """
+        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+            missing = "no tokenizer" if self.tokenizer is None else "a tokenizer without one"
+            raise ValueError(
+                f"chat needs a tokenizer with a chat template, and the checkpoint has {missing}; "
+                "pass LLM(..., tokenizer=...), or use generate"
+            )
+        single = len(messages) > 0 and isinstance(messages[0], Mapping)
+        prompts = []
+        for conversation in [messages] if single else messages:
+            text = self.tokenizer.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=True
+            )
+            # The template has written the special tokens; the tokenizer must not add them again.
+            prompts.append(self.tokenizer.encode(text, add_special_tokens=False))
+        return self.generate(prompts, params, progress)
 
     def compare_with_plain(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
@@ -122,35 +188,34 @@ class LLM:
         """Generates with and without speculation and explains every sample that differs.
 
         Returns:
-          one `Difference` per differing sample, none when all tokens are equal. In `block` mode
-          differences are expected: that rule is equal in distribution, not token by token.
+          one `Difference` per differing sample, none when all tokens are equal. In `block` and
+          `recursive` differences are expected: these rules are equal in distribution, not token by
+          token.
         """
-        prompts, params = self._normalise(prompts, params)
-        spec_outs = self.generate(prompts, params)
-        plain = LLM(
-            (self.cfg, self.params, None),
-            None,
-            self.max_batch,
-            self.max_len,
-            mesh=self.mesh,
-        )
-        ids = [out.prompt_token_ids for out in spec_outs]
-        plain_outs = plain.generate(ids, params)
-        found = []
-        for request, (a, b, sp) in enumerate(zip(plain_outs, spec_outs, params, strict=True)):
-            for index, (x, y) in enumerate(zip(a.samples, b.samples, strict=True)):
-                if x.token_ids != y.token_ids:
-                    job = make_jobs(ids[request], sp, self.cfg.eos_token_ids)[index]
-                    found.append(
-                        first_difference(
-                            self.engine.runner, request, index, job, x.token_ids, y.token_ids
-                        )
-                    )
-        return found
+        _, jobs = self._jobs(*self._normalise(prompts, params))
+        samples, self.totals = self._run(jobs, progress=False)
+        return self._compare(jobs, samples)
+
+    def _compare(self, jobs: list[Job], samples: list[SampleOutput]) -> list[Difference]:
+        """Decodes the jobs plainly as well; the first difference of each sample that differs."""
+        if self.spec is not None and self.spec.invariant:
+            plain, _ = self.engine.generate([job.without_speculation() for job in jobs])
+        else:
+            if self._plain is None:
+                self._plain = self._engine(None)
+                self._plain.set_params(self.params)
+            plain, _ = self._plain.generate(jobs)
+        return [
+            first_difference(
+                self.engine.runner, job.request, job.sample, job, x.token_ids, y.token_ids
+            )
+            for job, x, y in zip(jobs, plain, samples, strict=True)
+            if x.token_ids != y.token_ids
+        ]
 
     # --- input and output ------------------------------------------------------------------------
 
-    def _normalise(self, prompts, params):
+    def _normalise(self, prompts, params) -> tuple[list[Prompt], list[SamplingParams]]:
         if isinstance(prompts, str) or (
             len(prompts) > 0 and all(isinstance(t, numbers.Integral) for t in prompts)
         ):
@@ -167,38 +232,26 @@ class LLM:
             )
         return prompts, list(params)
 
-    def _token_ids(self, index: int, prompt: Prompt, params: SamplingParams) -> list[int]:
-        where = f"prompt {index}"
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(
-                    f"{where} is a string but the checkpoint has no tokenizer; pass token ids, or "
-                    "LLM(..., tokenizer=...)"
-                )
-            prompt = self.tokenizer.encode(prompt)
-        wrong = [t for t in prompt if not isinstance(t, numbers.Integral)]
-        if wrong:
-            raise ValueError(f"{where} holds {wrong[0]!r}; expected token ids, which are integers")
-        ids = [int(t) for t in prompt]
-        if not ids:
-            raise ValueError(f"{where} is empty; expected at least one token")
-        bad = [t for t in ids if not 0 <= t < self.cfg.vocab_size]
-        if bad:
-            raise ValueError(
-                f"{where} holds token id {bad[0]}; expected 0 <= id < {self.cfg.vocab_size}"
-            )
-        if len(ids) + params.max_tokens > self.max_len:
-            raise ValueError(
-                f"{where} has {len(ids)} tokens and max_tokens is {params.max_tokens}, together "
-                f"more than max_len {self.max_len}; shorten one, or raise max_len (the model's own "
-                f"limit is {self.cfg.max_position})"
-            )
-        stops = len(params.stop_token_ids) + len(self.cfg.eos_token_ids)
-        if stops > STOP_WIDTH:
-            raise ValueError(
-                f"{where} has {stops} stop tokens, the model's own included; at most {STOP_WIDTH}"
-            )
-        return ids
+    def _jobs(
+        self, prompts: list[Prompt], params: list[SamplingParams]
+    ) -> tuple[list[list[int]], list[Job]]:
+        """The prompts as token ids, and one job per sample; everything has been checked."""
+        ids, jobs = [], []
+        for index, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
+            where = f"prompt {index}"
+            if isinstance(prompt, str):
+                if self.tokenizer is None:
+                    raise ValueError(
+                        f"{where} is a string but the checkpoint has no tokenizer; pass token "
+                        "ids, or LLM(..., tokenizer=...)"
+                    )
+                prompt = self.tokenizer.encode(prompt)
+            ids.append(check_prompt(where, prompt, self.cfg.vocab_size))
+            eos = self.cfg.eos_token_ids
+            mine = make_jobs(ids[-1], sampling, eos, self.tokenizer, index)
+            check_job(where, mine[0], self.engine.limits)
+            jobs += mine
+        return ids, jobs
 
     def _run(self, jobs: list[Job], progress: bool) -> tuple[list[SampleOutput], Totals]:
         if not progress:
@@ -212,32 +265,11 @@ class LLM:
 
             return self.engine.generate(jobs, show)
 
-    def _group(self, ids, params, samples) -> list[RequestOutput]:
-        outputs, at = [], 0
-        for prompt, sampling in zip(ids, params, strict=True):
-            mine = samples[at : at + sampling.n]
-            at += sampling.n
-            if self.tokenizer is not None:
-                mine = [
-                    dataclasses.replace(
-                        s, text=self.tokenizer.decode(s.token_ids, skip_special_tokens=True)
-                    )
-                    for s in mine
-                ]
-            outputs.append(RequestOutput(prompt, mine))
+    def _group(self, ids, jobs: list[Job], samples: list[SampleOutput]) -> list[RequestOutput]:
+        outputs = [RequestOutput(prompt, []) for prompt in ids]
+        for job, sample in zip(jobs, samples, strict=True):
+            if sample.text is None and self.tokenizer is not None:
+                text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+                sample = dataclasses.replace(sample, text=text)
+            outputs[job.request].samples.append(sample)
         return outputs
-
-
-def _with_head(cfg: ModelConfig, head: Params | None, spec: SpecConfig | None):
-    """The config and head that `spec` needs; a random head gets at least one module."""
-    if spec is None:
-        return cfg, head
-    if spec.head == "random":
-        cfg = cfg.replace(mtp_num_layers=max(cfg.mtp_num_layers, 1))
-        return cfg, init_head_params(cfg, spec.head_seed)
-    if head is None:
-        raise ValueError(
-            "the checkpoint has no draft head, but SpecConfig(head='checkpoint') asks for its own; "
-            "use spec=None, or SpecConfig(head='random') and train it online"
-        )
-    return cfg, head

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -17,7 +17,8 @@ class SpecStats:
 
     Attributes:
       rounds: rounds in which the sample ran.
-      drafted: draft tokens proposed. accepted: of these, how many were emitted.
+      drafted: drafted rows that were verified, those that no candidate was found for included.
+      accepted: how many of them were emitted.
       histogram: rounds by tokens emitted (index 0..steps+1); its sum is `rounds`.
     """
 
@@ -34,13 +35,29 @@ class SpecStats:
 
 @dataclasses.dataclass(frozen=True)
 class SampleOutput:
-    """One finished sample; logprobs are the target's, temperature-scaled, one per token."""
+    """One finished sample. All logprobs are the target's, one entry per token.
+
+    Attributes:
+      text: without special tokens; cut at a stop string. None when nothing can decode.
+      logprobs: of each token in the temperature-scaled distribution.
+      finish_reason: `stop` (a stop token or stop string) or `length`.
+      transformed_logprobs: of each token in the transformed distribution, which is the one that
+        was sampled; None unless asked for.
+      top_logprobs: token id -> logprob of the most likely tokens, best first, in the
+        temperature-scaled distribution; the generated token is always there, at the end if it is
+        none of them. None unless asked for.
+      top_transformed_logprobs: likewise of the transformed distribution, without tokens that it
+        excludes; None unless both are asked for.
+    """
 
     token_ids: list[int]
     text: str | None
     logprobs: list[float]
     finish_reason: str
     stats: SpecStats
+    transformed_logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+    top_transformed_logprobs: list[dict[int, float]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,31 +75,100 @@ class Job:
     Attributes:
       prompt: token ids. limit: prompt and generated tokens at most.
       words: the five uint32 words that key its randomness. stop_ids: tokens that end it.
+      params: how it is sampled. bad_words: its bad words as token ids.
+      decode: token ids to text, for stop strings; None where there are none.
+      request, sample: which one of a call it is; nothing depends on it.
     """
 
     prompt: Sequence[int]
     limit: int
     words: np.ndarray
-    temperature: float
     stop_ids: tuple[int, ...]
+    params: SamplingParams
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    decode: Callable[[Sequence[int]], str] | None = None
+    request: int = 0
+    sample: int = 0
+
+    def without_speculation(self) -> Job:
+        """The same sample, decoded plainly."""
+        return dataclasses.replace(self, params=dataclasses.replace(self.params, speculative=False))
 
 
 def make_jobs(
-    prompt: Sequence[int], params: SamplingParams, eos_ids: Sequence[int]
+    prompt: Sequence[int],
+    params: SamplingParams,
+    eos_ids: Sequence[int],
+    tokenizer=None,
+    request: int = 0,
 ) -> list[Job]:
-    """One job per sample of a request."""
+    """One job per sample of a request.
+
+    Args:
+      tokenizer: needed for stop strings, and for bad words that are strings.
+
+    Raises:
+      ValueError: there are strings and no tokenizer.
+    """
     stops = tuple(params.stop_token_ids) + (() if params.ignore_eos else tuple(eos_ids))
-    limit = len(prompt) + params.max_tokens
+    try:
+        bad_words = bad_word_ids(params.bad_words, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"prompt {request}: {error}") from error
+    decode = None
+    if params.stop:
+        if tokenizer is None:
+            raise ValueError(
+                f"prompt {request}: stop holds strings, got {params.stop!r}, and there is no "
+                "tokenizer to find them with; pass one (LLM(..., tokenizer=...)), or use "
+                "stop_token_ids"
+            )
+
+        def decode(ids):
+            return tokenizer.decode(ids, skip_special_tokens=True)
+
     return [
         Job(
-            prompt,
-            limit,
-            rng.request_words(params.seed, prompt, sample),
-            params.temperature,
-            tuple(dict.fromkeys(stops)),
+            prompt=prompt,
+            limit=len(prompt) + params.max_tokens,
+            words=rng.request_words(params.seed, prompt, sample),
+            stop_ids=tuple(dict.fromkeys(stops)),
+            params=params,
+            bad_words=bad_words,
+            decode=decode,
+            request=request,
+            sample=sample,
         )
         for sample in range(params.n)
     ]
+
+
+def bad_word_ids(words: Sequence[str | tuple[int, ...]], tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Bad words as token ids; a string is banned at the start of a text and after a space.
+
+    As in vLLM a string is encoded with and without a space before it. (vLLM keeps the second one
+    only where it has as many tokens as the first and begins differently, and so lets through words
+    that a space merges into fewer tokens; here both are banned.)
+
+    Raises:
+      ValueError: a string and no tokenizer, or a string without tokens.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if not isinstance(word, str):
+            found[tuple(word)] = None
+            continue
+        if tokenizer is None:
+            raise ValueError(
+                f"bad_words holds the string {word!r} and there is no tokenizer to encode it; pass "
+                "token ids, or LLM(..., tokenizer=...)"
+            )
+        for prefix in ("", " "):
+            ids = tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False))
+            if not ids:
+                raise ValueError(f"bad_words holds {word!r}, which the tokenizer makes no token of")
+            found[ids] = None
+    return tuple(found)
 
 
 @dataclasses.dataclass

@@ -6,6 +6,7 @@ nothing compiles behind the caller's back; `compilations` counts what was built.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -15,12 +16,16 @@ from flax import nnx
 
 from specjax import sharding
 from specjax.cache import narrow, widen
-from specjax.config import ModelConfig, Strategy
+from specjax.config import ModelConfig, SpecConfig
 from specjax.decode.admit import Admission, Prefilled, place, prefill
+from specjax.decode.options import Features
+from specjax.decode.plan import Plan
+from specjax.decode.report import Report
 from specjax.decode.round import plain_round, run_chunk, spec_round
-from specjax.decode.state import EMPTY, DecodeState, cache_slots, empty_state
+from specjax.decode.state import EMPTY, STOPPED, DecodeState, cache_slots, empty_state
 from specjax.decode.tree import build_tree
-from specjax.draft.mtp import head_graphdef
+from specjax.draft.mtp_source import MTPSource
+from specjax.draft.source import DraftSource
 from specjax.models.transformer import Params, graphdef, unroll_layers
 
 
@@ -29,41 +34,51 @@ class Runner:
 
     Args:
       cfg: model config; `scan_layers` decides the parameter and cache layout of decoding.
-      strategy: None is plain decoding.
-      mode: acceptance mode.
+      spec: how to speculate; None is plain decoding.
       batch: slots. max_len: prompt and generated tokens of a slot at most.
       stop_width: stop tokens per request at most.
       mesh: shard parameters and state over it; None is the default device.
+      source: what drafts; None is the MTP head.
+      chunk_rounds: rounds that one dispatch runs at most.
     """
 
     def __init__(
         self,
         cfg: ModelConfig,
-        strategy: Strategy | None,
-        mode: str,
+        spec: SpecConfig | None,
         batch: int,
         max_len: int,
         stop_width: int = 8,
         mesh: jax.sharding.Mesh | None = None,
+        source: DraftSource | None = None,
+        chunk_rounds: int = 32,
     ):
-        self.cfg, self.strategy, self.mode = cfg, strategy, mode
+        self.cfg, self.chunk_rounds = cfg, chunk_rounds
         self.batch, self.max_len, self.stop_width, self.mesh = batch, max_len, stop_width, mesh
-        self.tree = build_tree(strategy) if strategy else None
+        self.plan = _plan(cfg, spec, source)
         self.params: Params | None = None
         self.head: Params | None = None
         self.state: DecodeState | None = None
         self.compilations = 0
-        self._chunk: dict[int, object] = {}
+        self._chunk: dict[tuple[int, Features], object] = {}
         self._prefill: dict[tuple[int, int], object] = {}
         self._place: dict[tuple, object] = {}
+        self._stop = None
         self._layout = None
 
     @property
+    def tree(self):
+        return self.plan.tree
+
+    @property
     def steps(self) -> int:
-        return self.tree.steps if self.tree else 0
+        return self.plan.steps
 
     def set_params(self, params: Params, head: Params | None) -> None:
-        """Takes stacked policy parameters (and a head) into the decode layout and sharding.
+        """Takes stacked policy parameters into the decode layout and sharding.
+
+        Args:
+          head: parameters of the draft source, in its own decode layout.
 
         The state is dropped: masked rows of an old cache count for nothing as long as they are
         finite, and those of weights that went to NaN are not.
@@ -107,9 +122,7 @@ class Runner:
     @functools.cached_property
     def _empty_state(self):
         """The jitted constructor of the state, kept so that a second call compiles nothing."""
-        make = functools.partial(
-            empty_state, self.cfg, self.batch, self.max_len, self.steps, self.stop_width
-        )
+        make = functools.partial(empty_state, self.plan, self.batch, self.max_len, self.stop_width)
         if self.mesh is None:
             return jax.jit(make)
         shardings = sharding.state_shardings(self.mesh, jax.eval_shape(make))
@@ -121,7 +134,7 @@ class Runner:
         if key not in self._prefill:
 
             def program(params, head, tokens, lengths):
-                return prefill(*self.modules(params, head), self.steps, tokens, lengths)
+                return prefill(self.model(params), head, self.plan, tokens, lengths)
 
             self._prefill[key] = self._compile(program, self.params, self.head, tokens, lengths)
         return self._prefill[key](self.params, self.head, tokens, lengths)
@@ -135,60 +148,88 @@ class Runner:
             )
         self.state = self._place[key](self.state, prefilled, new)
 
-    def chunk(self, max_rounds: int, leave_early: bool, reach: int | None = None) -> int:
-        """Runs up to `max_rounds` rounds; returns how many ran.
+    def chunk(
+        self,
+        max_rounds: int,
+        leave_early: bool,
+        reach: int | None = None,
+        features: Features = Features(),  # noqa: B008
+    ) -> tuple[int, Report]:
+        """Runs up to `max_rounds` rounds.
 
         Args:
           reach: no running slot gets longer than this; attention then reads that much of the cache
             and no more. One executable per value: take few.
+          features: what the running slots ask for. Of the programs that were compiled and cover
+            it, the smallest runs; if there is none, one is compiled.
+
+        Returns:
+          how many rounds ran, and what they report (on the device).
         """
-        reach = self.max_len if reach is None else reach
+        # In `invariant` mode a row's arithmetic may not depend on how long its neighbours are.
+        reach = self.max_len if reach is None or self.plan.invariant else reach
+        key = (reach, self._covering(reach, features))
         inputs = (
             self.params, self.head, self.state, np.int32(max_rounds), np.bool_(leave_early)
         )  # fmt: skip
-        if reach not in self._chunk:
-            def program(params, head, state, max_rounds, leave_early):
-                model, head = self.modules(params, head)
-                short, rounds = run_chunk(
-                    lambda s: self._round(model, head, s),
-                    self._narrow(state, reach),
-                    max_rounds,
-                    leave_early,
-                )
-                return self._widen(state, short), rounds
-
-            self._chunk[reach] = self._compile(
-                program, *inputs, donate=2, out=(self._state_shardings(), None)
+        if key not in self._chunk:
+            self._chunk[key] = self._compile(
+                functools.partial(self._chunk_program, *key),
+                *inputs,
+                donate=2,
+                out=(self._state_shardings(), None, None),
             )
-        self.state, rounds = self._chunk[reach](*inputs)
-        return int(rounds)
+        self.state, report, rounds = self._chunk[key](*inputs)
+        return int(rounds), report
+
+    def _covering(self, reach: int, features: Features) -> Features:
+        compiled = [f for r, f in self._chunk if r == reach and f.covers(features)]
+        return min(compiled, key=lambda f: f.size, default=features)
+
+    def _chunk_program(self, reach, features, params, head, state, max_rounds, leave_early):
+        plan = dataclasses.replace(self.plan, features=features)
+        model = self.model(params)
+
+        def one_round(state, side, index):
+            if plan.tree is None:
+                return plain_round(model, plan, state, side, index)
+            return spec_round(model, head, plan, state, side, index)
+
+        short, report, rounds = run_chunk(
+            one_round, plan, self._narrow(state, reach), self.chunk_rounds, max_rounds, leave_early
+        )
+        return self._widen(state, short), report, rounds
+
+    def stop(self, slots: np.ndarray) -> None:
+        """Ends the slots where `slots` [B] is true; they can be refilled."""
+        if self._stop is None:
+
+            def program(state, slots):
+                return state._replace(finish=jnp.where(slots, STOPPED, state.finish))
+
+            self._stop = self._compile(
+                program, self.state, slots, donate=0, out=self._state_shardings()
+            )
+        self.state = self._stop(self.state, slots)
 
     def _narrow(self, state: DecodeState, reach: int) -> DecodeState:
         """The state with caches of `reach` slots and the margin that commits may write into."""
-        margin = cache_slots(self.cfg, self.max_len, self.steps) - self.max_len
+        margin = cache_slots(self.plan, self.max_len) - self.max_len
         draft = state.draft
-        if draft is not None:
+        if hasattr(draft, "cache"):
             draft = draft._replace(cache=narrow(draft.cache, reach + margin))
         return state._replace(cache=narrow(state.cache, reach + margin), draft=draft)
 
     def _widen(self, state: DecodeState, short: DecodeState) -> DecodeState:
         draft = short.draft
-        if draft is not None:
+        if hasattr(draft, "cache"):
             draft = draft._replace(cache=widen(state.draft.cache, draft.cache))
         return short._replace(cache=widen(state.cache, short.cache), draft=draft)
 
-    def _round(self, model, head, state):
-        if self.tree is None:
-            return plain_round(model, state)
-        return spec_round(model, head, self.tree, self.mode, state)
-
-    def modules(self, params: Params, head: Params | None):
-        """Model and head as modules, inside a jitted function."""
+    def model(self, params: Params):
+        """The target as a module, inside a jitted function."""
         layout = "stacked" if self.cfg.scan_layers else "unrolled"
-        model = nnx.merge(graphdef(self.cfg, layout), params)
-        return model, (
-            nnx.merge(head_graphdef(self.cfg), head) if head is not None else None
-        )
+        return nnx.merge(graphdef(self.cfg, layout), params)
 
     def _state_shardings(self):
         """Where the state must come back to, so that executables accept it again."""
@@ -203,3 +244,27 @@ class Runner:
         else:
             jitted = jax.jit(program, donate_argnums=donate, out_shardings=out)
         return jitted.lower(*inputs).compile()
+
+
+def _plan(cfg: ModelConfig, spec: SpecConfig | None, source: DraftSource | None) -> Plan:
+    """The static half of a round, before anybody asked for a feature."""
+    if spec is None or spec.is_off:
+        return Plan(cfg)
+    strategy = spec.resolve()
+    widest = strategy.dynamic[1] if strategy.dynamic else 1 + max(map(max, strategy.paths))
+    if widest > cfg.vocab_size:
+        raise ValueError(
+            f"strategy {strategy.name!r} has nodes with {widest} children, more than the "
+            f"vocabulary's {cfg.vocab_size} tokens; use a narrower tree"
+        )
+    return Plan(
+        cfg,
+        build_tree(strategy),
+        source or MTPSource(cfg),
+        spec.acceptance,
+        aligned=spec.aligned,
+        tau=spec.tau,
+        adaptive_width=spec.adaptive_width,
+        invariant=spec.invariant,
+        telemetry=spec.telemetry_on,
+    )

@@ -1,0 +1,20 @@
+"""Why drafts are rejected: collected on the host, chunk by chunk, and summed up.
+
+On by `SpecConfig(telemetry=True)` or `SPECJAX_TELEMETRY=1`; the device half is
+`specjax.decode.report`. After a run `llm.telemetry.summary()` has the figures,
+`llm.telemetry.write_jsonl("run.jsonl")` keeps them, and `python -m specjax.telemetry run.jsonl`
+prints and draws them.
+"""
+
+from specjax.telemetry.collector import Collector, Summary, read_jsonl
+from specjax.telemetry.records import CAUSES, Rejection, SlotInfo, active_transforms
+
+__all__ = [
+    "CAUSES",
+    "Collector",
+    "Rejection",
+    "SlotInfo",
+    "Summary",
+    "active_transforms",
+    "read_jsonl",
+]

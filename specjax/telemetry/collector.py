@@ -1,0 +1,223 @@
+"""Collects what chunks report, sums it up, and keeps it as JSON lines.
+
+A file holds objects of two kinds, told apart by `kind`: a `tally` of everything that was counted,
+then a `rejection` per record that was kept. Files may be concatenated: tallies add up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax.telemetry.records import CAUSES, ENTROPY_EDGES, Rejection, SlotInfo, Tally
+
+MAX_RECORDS = 100_000
+
+# What a record takes over from the device as it is.
+_FIELDS = tuple(
+    f.name
+    for f in dataclasses.fields(Rejection)
+    if f.name not in {g.name for g in dataclasses.fields(SlotInfo)}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """The figures of a run. Shares and means are NaN where there is nothing to divide by.
+
+    Attributes:
+      rounds: rounds of samples that speculate. rejections: rounds that ended in one.
+      attempts, accepts: per depth from 1, see `Tally`. acceptance_per_depth: their quotient.
+      mean_position: absolute, of the rejected tokens. mean_offset: the same from the prompt's end.
+      causes: share of the rejections per cause (`CAUSES`); they sum to 1.
+      entropy_histogram: (low, high, rejections) per bin of the target's entropy in nats.
+      offset_histogram: (offset from the prompt, rejections), ascending.
+      records: kept. dropped: records beyond the limit; they count in all figures above.
+    """
+
+    rounds: int
+    rejections: int
+    attempts: tuple[int, ...]
+    accepts: tuple[int, ...]
+    acceptance_per_depth: tuple[float, ...]
+    mean_position: float
+    mean_offset: float
+    causes: dict[str, float]
+    entropy_histogram: tuple[tuple[float, float, int], ...]
+    offset_histogram: tuple[tuple[int, int], ...]
+    records: int
+    dropped: int
+
+
+class Collector:
+    """Rejections of a run.
+
+    Args:
+      max_records: records to keep at most; later ones are counted, warned of once, and dropped.
+
+    Attributes:
+      records: the rejections that were kept, in the order in which they were collected.
+    """
+
+    def __init__(self, max_records: int = MAX_RECORDS):
+        if max_records < 0:
+            raise ValueError(f"max_records must be at least 0, got {max_records}")
+        self.max_records = max_records
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything, for instance after `write_jsonl`."""
+        self.records: list[Rejection] = []
+        self._tally = Tally()
+
+    def add(self, rejections: Any, slots: Sequence[SlotInfo | None]) -> None:
+        """Takes in one chunk.
+
+        Args:
+          rejections: `specjax.decode.report.Rejections` as numpy arrays [R B].
+          slots: who ran in each of the B slots during the chunk; None where nobody did.
+
+        Raises:
+          ValueError: there are not B slots.
+        """
+        accepted, valid = np.asarray(rejections.accepted), np.asarray(rejections.valid)
+        if len(slots) != accepted.shape[1]:
+            raise ValueError(
+                f"got {len(slots)} slots for rejections of {accepted.shape[1]}; give one SlotInfo "
+                "or None per slot of the batch"
+            )
+        ran = (accepted >= 0) & np.array([slot is not None for slot in slots])
+        pairs = np.stack([accepted[ran], valid[ran]], axis=1)
+        for (depth, rejected), number in zip(
+            *np.unique(pairs, axis=0, return_counts=True), strict=True
+        ):
+            self._tally.add_round(int(depth), bool(rejected), int(number))
+        where = np.nonzero(ran & valid)
+        columns = [np.asarray(getattr(rejections, name))[where].tolist() for name in _FIELDS]
+        for slot, *values in zip(where[1], *columns, strict=True):
+            info = dataclasses.asdict(slots[slot])
+            self._keep(Rejection(**info, **dict(zip(_FIELDS, values, strict=True))))
+
+    def _keep(self, rejection: Rejection) -> None:
+        self._tally.add_rejection(rejection)
+        if len(self.records) < self.max_records:
+            self.records.append(rejection)
+            return
+        self._tally.dropped += 1
+        if self._tally.dropped == 1:
+            warnings.warn(
+                f"telemetry keeps {self.max_records} rejections and drops the records of further "
+                "ones (sums still count them); write_jsonl and clear it now and then, or raise "
+                "max_records",
+                stacklevel=3,
+            )
+
+    def summary(self) -> Summary:
+        """The figures so far, dropped records included."""
+        tally, count = self._tally, self._tally.rejections
+        depths = range(1, max(tally.attempts, default=0) + 1)
+        attempts = tuple(tally.attempts[d] for d in depths)
+        accepts = tuple(tally.accepts[d] for d in depths)
+        offset_sum = sum(offset * number for offset, number in tally.offsets.items())
+        edges = (*ENTROPY_EDGES, float("inf"))
+        return Summary(
+            rounds=tally.rounds,
+            rejections=count,
+            attempts=attempts,
+            accepts=accepts,
+            acceptance_per_depth=tuple(map(_share, accepts, attempts)),
+            mean_position=_share(tally.position_sum, count),
+            mean_offset=_share(offset_sum, count),
+            causes={name: _share(tally.causes[name], count) for name in CAUSES},
+            entropy_histogram=tuple(
+                (low, high, tally.entropies[i])
+                for i, (low, high) in enumerate(zip(edges[:-1], edges[1:], strict=True))
+            ),
+            offset_histogram=tuple(sorted(tally.offsets.items())),
+            records=len(self.records),
+            dropped=tally.dropped,
+        )
+
+    def write_jsonl(self, path: str | Path, append: bool = False) -> Path:
+        """Writes the sums and the records.
+
+        Args:
+          append: add to the file, after cutting off a last line that a kill left unfinished; then
+            `clear()`, lest the next call writes the same again.
+        """
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if append:
+            _cut_unfinished_line(path)
+        with path.open("a" if append else "w", encoding="utf-8") as file:
+            _write_line(file, "tally", self._tally.to_json())
+            for rejection in self.records:
+                _write_line(file, "rejection", rejection.to_json())
+        return path
+
+
+def read_jsonl(path: str | Path) -> Collector:
+    """The collector that `write_jsonl` wrote, or several, one after the other.
+
+    A damaged last line, as a kill leaves it, is skipped with a warning.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: it is empty, not a telemetry file, or damaged before its last line.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; expected what Collector.write_jsonl wrote")
+    lines = path.read_bytes().splitlines()
+    if not any(line.strip() for line in lines):
+        raise ValueError(f"{path}: empty; expected JSON lines as Collector.write_jsonl writes them")
+    rejections, tally, tallies = [], Tally(), 0
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            kind = record["kind"]
+            if kind == "tally":
+                tally.merge(Tally.from_json(record))
+                tallies += 1
+            elif kind == "rejection":
+                rejections.append(Rejection.from_json(record))
+            else:
+                raise ValueError(f"kind {kind!r}")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if number < len(lines) or number == 1:
+                raise ValueError(
+                    f"{path}, line {number}: expected a telemetry record (an object whose kind is "
+                    f"'tally' or 'rejection'), got {line[:60].decode(errors='replace')!r}"
+                ) from error
+            warnings.warn(f"{path}: skipped its damaged last line, {number}", stacklevel=2)
+    if not tallies:
+        raise ValueError(f"{path}: no tally among its {len(lines)} lines; its beginning is missing")
+    collector = Collector(max(MAX_RECORDS, len(rejections)))
+    collector.records, collector._tally = rejections, tally
+    return collector
+
+
+def _share(part: float, whole: int) -> float:
+    return part / whole if whole else float("nan")
+
+
+def _write_line(file, kind: str, record: dict[str, Any]) -> None:
+    file.write(json.dumps({"kind": kind, **record}, allow_nan=False) + "\n")
+
+
+def _cut_unfinished_line(path: Path) -> None:
+    """Shortens the file to its last newline, if it has bytes after it."""
+    if not path.exists():
+        return
+    whole = path.read_bytes()
+    end = whole.rfind(b"\n") + 1
+    if end < len(whole):
+        warnings.warn(f"{path}: cut off its unfinished last line", stacklevel=3)
+        os.truncate(path, end)

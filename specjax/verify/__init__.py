@@ -1,0 +1,145 @@
+"""Is speculative decoding lossless for your model, on your machine? A checker.
+
+    python -m specjax.verify --model DIR
+
+Two questions are asked through `LLM`, as any caller would meet it:
+
+identity: are the tokens those of plain decoding, over requests that mix every sampling option?
+    Differences that floating point explains (two tokens tie within rounding) are counted and
+    allowed, others are bugs.
+
+chi-square: do three tokens after a prompt follow the target's joint distribution, which is computed
+    from full forward passes? Four tokens are allowed, so that the 64 outcomes can be enumerated
+    whatever the vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from specjax.config import SpecConfig
+from specjax.engine.llm import LLM
+from specjax.models import hf
+from specjax.verify.chi_square import ALPHA, LENGTH, WIDTH, chi_square_checks
+from specjax.verify.identity import identity_check
+from specjax.verify.verdict import Check, InputError, Verdict
+
+__all__ = ["ALPHA", "Check", "InputError", "Verdict", "check", "load"]
+
+DEFAULT_PROMPT = 8  # tokens, drawn at random
+MAX_TOKENS = 48  # of a request of the identity check
+NOISE_NUMBERS = 1 << 26  # noise numbers that the running batch may keep
+LARGEST_BATCH = 256
+
+
+def load(path: str | Path, spec: SpecConfig | None = None, dtype: str = "float32") -> LLM:
+    """An `LLM` that can be checked: with a random draft head where the checkpoint has none.
+
+    Raises:
+      ValueError, OSError, CheckpointError: the directory holds no checkpoint that can be read, or
+        `spec` does not go with it.
+    """
+    spec = spec or SpecConfig()
+    if spec.is_off:
+        raise InputError("strategy 'off' is plain decoding, which leaves nothing to check")
+    cfg = hf.read_config(path)
+    if spec.source == "head" and spec.head == "checkpoint" and not cfg.mtp_num_layers:
+        spec = dataclasses.replace(spec, head="random")
+    width = cfg.vocab_size * (spec.resolve().steps + 1)
+    batch = int(np.clip(NOISE_NUMBERS // width, 1, LARGEST_BATCH))
+    return LLM(path, spec, max_batch=batch, max_len=min(256, cfg.max_position), dtype=dtype)
+
+
+def check(
+    model: LLM | str | Path,
+    spec: SpecConfig | None = None,
+    *,
+    prompt: str | Sequence[int] | None = None,
+    samples: int = 20_000,
+    requests: int = 32,
+    dtype: str = "float32",
+    seed: int = 0,
+) -> Verdict:
+    """Checks identity and distribution.
+
+    Args:
+      model: a Hugging Face directory, or an `LLM` that speculates (then `spec` and `dtype` are its
+        own).
+      spec: how to speculate; None is `SpecConfig()`.
+      prompt: text, or token ids, after which the distribution is checked; None draws eight tokens.
+      samples: per set of options. requests: of the identity check, with one or two samples each.
+
+    Returns:
+      the verdict, which is true iff no check failed.
+
+    Raises:
+      InputError: something is wrong with the input, and nothing was found out about the model.
+    """
+    if isinstance(model, LLM):
+        if spec is not None:
+            raise InputError("an LLM has its own SpecConfig; pass spec with a directory only")
+        llm, name = model, model.cfg.model_type
+    else:
+        llm, name = load(model, spec, dtype), str(model)
+    if llm.spec is None:
+        raise InputError("this LLM decodes plainly, which leaves nothing to check; give it a spec")
+    if samples < 1 or requests < 1:
+        raise InputError(f"expected samples and requests >= 1, got {samples} and {requests}")
+    ids = _prompt_ids(llm, prompt, seed)
+    max_tokens = min(MAX_TOKENS, llm.max_len - 1)
+    checks = [identity_check(llm, requests, max_tokens, seed)]
+    if llm.spec.acceptance != "greedy":  # which is for requests of temperature 0 only
+        checks += chi_square_checks(llm, ids, samples, seed)
+    return Verdict(
+        model=name,
+        strategy=llm.spec.resolve().name,
+        acceptance=llm.spec.acceptance,
+        source=_source(llm.spec),
+        dtype=llm.cfg.compute_dtype,
+        checks=tuple(checks),
+        notes=tuple(_notes(llm)),
+    )
+
+
+def _prompt_ids(llm: LLM, prompt, seed: int) -> list[int]:
+    vocab = llm.cfg.vocab_size
+    if vocab <= WIDTH:
+        raise InputError(f"expected a vocabulary of more than {WIDTH} tokens, got {vocab}")
+    if prompt is None:
+        prompt = np.random.default_rng(seed).integers(0, vocab, DEFAULT_PROMPT).tolist()
+    elif isinstance(prompt, str):
+        if llm.tokenizer is None:
+            raise InputError("the checkpoint has no tokenizer for a text; give token ids instead")
+        prompt = llm.tokenizer.encode(prompt)
+    ids = [int(t) for t in prompt]
+    wrong = [t for t in ids if not 0 <= t < vocab]
+    if not ids or wrong:
+        found = f"token id {wrong[0]}" if wrong else "none"
+        raise InputError(f"expected a prompt of token ids below {vocab}, got {found}")
+    if len(ids) + LENGTH > llm.max_len:
+        raise InputError(
+            f"the prompt has {len(ids)} tokens; with {LENGTH} more it must fit into {llm.max_len}"
+        )
+    return ids
+
+
+def _source(spec: SpecConfig) -> str:
+    if spec.source != "head":
+        return spec.source
+    return "random head" if spec.head == "random" else "head"
+
+
+def _notes(llm: LLM):
+    if llm.spec.source == "head" and llm.spec.head == "random":
+        yield (
+            "drafts come from a random head, which changes no verdict but is accepted rarely: "
+            "train one, or use source 'ngram', to put accepted drafts to the test"
+        )
+    if llm.cfg.compute_dtype != "float32":
+        yield (
+            f"in {llm.cfg.compute_dtype} many differences are rounding; float32 is the sharper test"
+        )

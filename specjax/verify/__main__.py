@@ -1,0 +1,83 @@
+"""Command line of the checker.
+
+    python -m specjax.verify --model DIR [--strategy 4_1_5] [--acceptance coupled] [--json FILE]
+
+The exit status is 0 if every check passed, 1 if one failed, 2 if the input cannot be checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+
+from specjax.checkpoint_format import CheckpointError
+from specjax.config import ACCEPTANCE_MODES, SpecConfig
+from specjax.verify import InputError, Verdict, check, load
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        verdict = _check(args)
+    except InputError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    print(verdict)
+    if args.json:
+        verdict.write(args.json)
+    return 0 if verdict else 1
+
+
+def _check(args: argparse.Namespace) -> Verdict:
+    try:
+        spec = SpecConfig(
+            strategy=args.strategy,
+            acceptance=args.acceptance,
+            source="model" if args.draft_model else args.source,
+            draft_model=args.draft_model,
+        )
+        llm = load(args.model, spec, args.dtype)
+    except (ValueError, OSError, CheckpointError) as error:
+        raise InputError(str(error)) from error
+    verdict = check(
+        llm,
+        prompt=_token_ids(args.tokens) if args.tokens else args.prompt,
+        samples=args.samples,
+        requests=args.requests,
+        seed=args.seed,
+    )
+    return dataclasses.replace(verdict, model=args.model)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m specjax.verify",
+        description="Checks that speculative decoding of a model is lossless.",
+    )
+    parser.add_argument("--model", required=True, help="a Hugging Face directory")
+    parser.add_argument("--strategy", default="4_1_5", help="what to draft (default: 4_1_5)")
+    parser.add_argument("--acceptance", default="coupled", choices=ACCEPTANCE_MODES)
+    parser.add_argument("--source", default="head", choices=("head", "ngram"), help="what drafts")
+    parser.add_argument("--draft-model", help="directory of a smaller model that drafts instead")
+    parser.add_argument("--samples", type=int, default=20_000, help="per chi-square check")
+    parser.add_argument("--requests", type=int, default=32, help="of the identity check")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--prompt", help="text after which the distribution is checked")
+    group.add_argument("--tokens", help="the same as token ids, such as 5,17,3")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE", help="also write the verdict there")
+    return parser
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(t) for t in text.replace(",", " ").split()]
+    except ValueError:
+        raise InputError(f"--tokens expects token ids such as 5,17,3; got {text!r}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

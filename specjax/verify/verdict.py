@@ -1,0 +1,81 @@
+"""What the checks found, for people and for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+PASSED, FAILED = "passed", "FAILED"
+
+
+class InputError(ValueError):
+    """The input cannot be checked; nothing was found out about the model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One check.
+
+    Attributes:
+      name: what was checked. status: `passed` or `FAILED`.
+      summary: one line of figures.
+      details: further lines, such as each unexplained difference.
+      figures: the numbers behind the summary.
+    """
+
+    name: str
+    status: str
+    summary: str
+    details: tuple[str, ...] = ()
+    figures: dict = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """All checks of one model; true iff none failed.
+
+    Attributes:
+      model, strategy, acceptance, source, dtype: what was checked.
+      checks: in the order in which they ran.
+      notes: what a reader should know beside the checks.
+    """
+
+    model: str
+    strategy: str
+    acceptance: str
+    source: str
+    dtype: str
+    checks: tuple[Check, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return all(check.status != FAILED for check in self.checks)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        """A table, one line per check, and the verdict."""
+        width = max(len(check.name) for check in self.checks)
+        lines = [
+            f"model {self.model}, strategy {self.strategy}, acceptance {self.acceptance}, draft "
+            f"source {self.source}, {self.dtype}"
+        ]
+        lines += [f"note: {note}" for note in self.notes]
+        for check in self.checks:
+            lines.append(f"  {check.status:6}  {check.name:{width}}  {check.summary}")
+            lines += [f"          {line}" for line in check.details]
+        verdict = "lossless as far as these checks can see" if self.ok else "NOT lossless"
+        return "\n".join([*lines, f"verdict: {verdict}"])
+
+    def write(self, path: str | Path) -> None:
+        """As JSON; a statistic that is infinite is null there."""
+        record = {"ok": self.ok, **dataclasses.asdict(self)}
+        for check in record["checks"]:
+            for name, value in check["figures"].items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    check["figures"][name] = None
+        Path(path).write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
