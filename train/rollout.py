@@ -73,8 +73,8 @@ def generate(
       problems, prompts, params: one entry per group. reward: (response text, answer) -> float.
     """
     jobs = []
-    for prompt, sampling in zip(prompts, params, strict=True):
-        jobs += make_jobs(prompt, sampling, eos_ids)
+    for group, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
+        jobs += make_jobs(prompt, sampling, eos_ids, request=group)
     samples, totals = engine.generate(jobs)
     groups, rewards, at = [], [], 0
     for problem, sampling in zip(problems, params, strict=True):

@@ -179,15 +179,39 @@ class RolloutSection:
         False, "scan over layers while decoding: short compile, slower on CPU"
     )
     strategy: str = option("4_1_5", "what a round drafts; off: no speculation")
-    acceptance: str = option("coupled", "acceptance mode", choices=("coupled", "block"))
+    acceptance: str = option(
+        "coupled", "acceptance mode", choices=("coupled", "block", "recursive")
+    )
     head: str = option(
         "checkpoint", "the head to start from: checkpoint (the policy's own), random, or a path"
+    )
+    aligned: bool = option(True, "draft candidates come from logits transformed as the policy's")
+    tau: float = option(0.6, "a dynamic tree scores paths by log_softmax((log q + noise) / tau)")
+    spec_verify_tokens: int = option(48, "tree rows at most; a larger dynamic tree is cut")
+    telemetry: bool = option(
+        False,
+        "write why drafts are rejected to <out>/telemetry.jsonl (SPECJAX_TELEMETRY=1 does, too)",
     )
 
     def __post_init__(self):
         _at_least("rollout", self, prompts=1, n=2, max_prompt_tokens=1, max_batch=1)
         SamplingParams(self.temperature, self.max_tokens)
-        SpecConfig(self.strategy, self.acceptance)
+        self.spec()
+
+    def spec(self) -> SpecConfig:
+        """How rollouts speculate.
+
+        Raises:
+          ValueError: a combination that is not exact.
+        """
+        return SpecConfig(
+            self.strategy,
+            self.acceptance,
+            aligned=self.aligned,
+            tau=self.tau,
+            spec_verify_tokens=self.spec_verify_tokens,
+            telemetry=self.telemetry or None,  # None asks the environment
+        )
 
 
 @dataclass

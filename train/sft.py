@@ -18,9 +18,9 @@ from specjax import sharding
 from specjax.checkpoint import Checkpointer
 from specjax.config import ModelConfig
 from specjax.draft.mtp import init_head_params
-from specjax.engine.tokenizer import load_tokenizer
 from specjax.models import hf
 from specjax.models.transformer import Params, init_params
+from specjax.tokenizer import load_tokenizer
 from train import data
 from train.cli import run_program
 from train.config import ConfigError, fingerprint, require_same_settings

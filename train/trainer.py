@@ -11,10 +11,10 @@ import numpy as np
 
 from specjax import sharding
 from specjax.checkpoint import Checkpointer
-from specjax.config import SamplingParams, SpecConfig
+from specjax.config import SamplingParams
 from specjax.engine.engine import Engine
-from specjax.engine.tokenizer import load_tokenizer
 from specjax.models import hf
+from specjax.tokenizer import load_tokenizer
 from train import data
 from train import rollout as rollouts
 from train.config import ConfigError, find_shipped, fingerprint, require_same_settings
@@ -40,8 +40,7 @@ class Trainer:
                 "rollout.max_prompt_tokens + rollout.max_tokens must be at most "
                 f"{model.max_position}, the longest sequence of {cfg.model}; got {longest}"
             )
-        spec = SpecConfig(cfg.rollout.strategy, cfg.rollout.acceptance)
-        speculate = cfg.draft.mode != "none" and not spec.is_off
+        speculate = cfg.draft.mode != "none" and not cfg.rollout.spec().is_off
         if speculate:
             model, head = starting_head(cfg.rollout.head, model, head, cfg.seed, self.mesh)
         self.model = model.replace(compute_dtype=cfg.dtype.compute, remat=cfg.remat)
@@ -85,7 +84,7 @@ class Trainer:
         # On a mesh the decode layout keeps layers stacked: fused weights cannot be split over tp.
         scan = roll.scan_layers or self.mesh is not None
         decode = self.model.replace(scan_layers=scan, remat=False)
-        spec = SpecConfig(roll.strategy, roll.acceptance) if speculate else None
+        spec = roll.spec() if speculate else None
         max_len = roll.max_prompt_tokens + roll.max_tokens
         settings = {
             "max_len": max_len,
@@ -119,6 +118,7 @@ class Trainer:
         started = time.perf_counter()
         self.last_rollout, kept = self._rollout(step, metrics)
         metrics["time/rollout"] = time.perf_counter() - started
+        self._write_telemetry()
         started = time.perf_counter()
         batches, states = self._update_policy(kept, metrics) if kept.groups else ([], [])
         jax.block_until_ready(self.params)
@@ -152,6 +152,13 @@ class Trainer:
         metrics |= rollouts.rollout_metrics(everything, totals, self.cfg.mesh.size)
         metrics["rollout/groups_kept"] = float(len(keep))
         return everything, everything.select(keep)
+
+    def _write_telemetry(self) -> None:
+        """Appends this step's rejections to their file, and forgets them."""
+        collector = self.engine.telemetry
+        if collector is not None:
+            collector.write_jsonl(Path(self.cfg.out) / "telemetry.jsonl", append=True)
+            collector.clear()
 
     def _sample_groups(self, step: int, count: int):
         problems, prompts, places = self._next_problems(count)
@@ -295,7 +302,9 @@ class Trainer:
 
     def fingerprint(self) -> dict:
         """The settings that decide what is learned; a resumed run must have the same."""
-        return fingerprint(self.cfg, ("out", "steps", "log", "checkpoint", "eval", "mesh"))
+        settings = fingerprint(self.cfg, ("out", "steps", "log", "checkpoint", "eval", "mesh"))
+        settings["rollout"].pop("telemetry")  # looks on
+        return settings
 
     def save(
         self, checkpoints: Checkpointer, heads: HeadCheckpoints | None = None, block: bool = False
