@@ -8,6 +8,7 @@ noise, against the jitted rules.
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -35,7 +36,8 @@ class Tape:
         self.probability *= weights[choice] / total
         return choice
 
-    def flip(self, probability: float) -> bool:
+    def flip(self, probability: float, row: int = 0) -> bool:
+        """A coin of its own for every toss; `row` says whose it is."""
         return bool(self.pick([1.0 - probability, probability]))
 
 
@@ -88,6 +90,93 @@ def block_accept(
         residual = np.maximum(weights[kept] * p[kept] - q[kept], 0.0)
         final = pick(residual if residual.sum() > 0 else p[kept])
     return [*drafted[:kept], final], thresholds
+
+
+def leviathan_accept(
+    p: np.ndarray,
+    q: np.ndarray,
+    drafted: Sequence[int],
+    flip: Callable[[float], bool],
+    pick: Callable[[np.ndarray], int],
+) -> list[int]:
+    """Token-wise rejection along a chain (Leviathan et al. 2023, algorithm 1); an oracle only."""
+    for i, token in enumerate(drafted):
+        if not flip(min(1.0, p[i][token] / q[i][token])):
+            return [*drafted[:i], pick(np.maximum(p[i] - q[i], 0.0))]
+    return [*drafted, pick(p[len(drafted)])]
+
+
+def recursive_accept(
+    parent: Sequence[int],
+    tokens: Sequence[int],
+    p: Sequence[np.ndarray],
+    q: Sequence[np.ndarray],
+    flip: Callable[[float, int], bool],
+    pick: Callable[[np.ndarray], int],
+) -> tuple[list[int], list[int]]:
+    """Rejection among siblings that were drawn without replacement, node by node.
+
+    Args:
+      tokens: per row; a negative one is no draft. p, q: per row, what comes below it; q is not
+        looked at where a row has no children. flip: the coin of a row.
+
+    Returns:
+      the emitted tokens and the row after which each was emitted.
+    """
+    row, emitted, path = 0, [], [0]
+    left, rest = p[0], q[0]
+    todo = children_of(parent, 0)
+    while todo:
+        child = todo.pop(0)
+        token = tokens[child]
+        if token < 0 or rest[token] == 0:
+            continue  # cannot have been drawn from what is left of q
+        if flip(min(1.0, left[token] / rest[token]), child):
+            row = child
+            emitted.append(token)
+            path.append(row)
+            left, rest = p[row], q[row]
+            todo = children_of(parent, row)
+            continue
+        residual = np.maximum(left - rest, 0.0)
+        left = residual / residual.sum() if residual.sum() > 0 else left
+        rest = np.where(np.arange(len(rest)) == token, 0.0, rest)
+        rest = rest / rest.sum() if rest.sum() > 0 else rest
+    return [*emitted, pick(left)], path
+
+
+def greedy_accept(
+    parent: Sequence[int], tokens: Sequence[int], p: Sequence[np.ndarray]
+) -> tuple[list[int], list[int]]:
+    """Temperature 0: the walk along the target's first argmax."""
+    return coupled_accept(parent, tokens, [int(np.argmax(row)) for row in p])
+
+
+def children_of(parent: Sequence[int], row: int) -> list[int]:
+    """The rows below a row, in the order in which they were drawn; row 0 is nobody's child."""
+    return [child for child in range(1, len(parent)) if parent[child] == row]
+
+
+def path_tokens(parent: Sequence[int], tokens: Sequence[int], row: int) -> tuple[int, ...]:
+    """Tokens from below the root down to a row, the row's own included."""
+    return () if row == 0 else (*path_tokens(parent, tokens, parent[row]), tokens[row])
+
+
+def draw_tree(
+    parent: Sequence[int], q: Callable, context: tuple[int, ...], pick: Callable
+) -> list[int]:
+    """Tokens of every row (the root's is -1): siblings drawn from q without replacement.
+
+    Once the support of q is used up there is no further draft, which is written -1.
+    """
+    tokens = [-1] * len(parent)
+    for row in range(len(parent)):
+        rest = np.array(q((*context, *path_tokens(parent, tokens, row))))
+        for child in children_of(parent, row):
+            if rest.sum() > 0:
+                tokens[child] = pick(rest)
+                rest[tokens[child]] = 0.0
+    return tokens
 
 
 def coupled_accept(
@@ -155,3 +244,24 @@ def speculative_joint(
 def total_variation(a: dict, b: dict) -> float:
     keys = set(a) | set(b)
     return 0.5 * math.fsum(abs(a.get(k, 0.0) - b.get(k, 0.0)) for k in keys)
+
+
+class Injected:
+    """Coins and noise that were drawn beforehand, and by how much each decision was made."""
+
+    def __init__(self, coins, noise):
+        self.coins, self.noise, self.margins = list(coins), noise, []
+        self.flips = 0
+
+    def flip(self, threshold, row=None):
+        """The coin of tree row `row`, or the next one."""
+        self.flips += 1
+        u = float(self.coins[(self.flips if row is None else row) - 1])
+        self.margins.append(abs(u - threshold))
+        return u < threshold
+
+    def pick(self, weights):
+        with np.errstate(divide="ignore"):
+            scores = np.log(weights) + self.noise
+        self.margins.append(operator.sub(*np.sort(scores)[:-3:-1]))
+        return int(np.argmax(scores))

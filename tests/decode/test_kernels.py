@@ -48,6 +48,58 @@ def test_tree_attention_is_a_softmax_over_the_prefix_and_the_ancestors(
     np.testing.assert_allclose(out, expected, atol=2e-5)
 
 
+@pytest.mark.parametrize("rows", [5, 40])
+def test_each_slot_may_have_a_tree_of_its_own(rows):
+    rng = np.random.default_rng(rows)
+    batch, heads, slots = 3, 4, 9
+    visible = np.stack([ancestors(random_parents(rng, rows)) for _ in range(batch)])
+    q = rng.normal(size=(batch, heads, rows, HEAD)).astype(np.float32)
+    k, v = rng.normal(size=(2, batch, 2, rows, HEAD)).astype(np.float32)
+    k_cache, v_cache = rng.normal(size=(2, batch, 2, slots, HEAD)).astype(np.float32)
+    prefix = np.array([0, 4, slots])
+    bits = np.stack([pack_bits(v) for v in visible])
+    out = dispatch.tree_attention(q, k, v, k_cache, v_cache, prefix, bits)
+    for b in range(batch):
+        one = slice(b, b + 1)
+        alone = dispatch.tree_attention(
+            q[one], k[one], v[one], k_cache[one], v_cache[one], prefix[one], bits[b]
+        )
+        np.testing.assert_allclose(out[one], alone, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_attention_by_position_equals_decoding_the_path_one_row_at_a_time_bit_by_bit(dtype):
+    """Each row of a tree against a program of one shape in which its ancestors are cached."""
+    rng = np.random.default_rng(8)
+    batch, heads, rows, slots = 2, 4, 7, 24
+    parents = [random_parents(rng, rows) for _ in range(batch)]
+    depth = np.array([[ancestors(p)[t].sum() - 1 for t in range(rows)] for p in parents])
+    path_rows = np.zeros((batch, rows, rows), np.int32)
+    for b, t in np.ndindex(batch, rows):
+        path = np.flatnonzero(ancestors(parents[b])[t])
+        path_rows[b, t, : len(path)] = sorted(path, key=lambda row: depth[b, row])
+    q = rng.normal(size=(batch, heads, rows, HEAD)).astype(dtype)
+    k, v = rng.normal(size=(2, batch, 2, rows, HEAD)).astype(dtype)
+    k_cache, v_cache = rng.normal(size=(2, batch, 2, slots, HEAD)).astype(dtype)
+    prefix = np.array([1, 4])
+    attend = jax.jit(dispatch.tree_attention_by_position)
+    out = attend(q, k, v, k_cache, v_cache, prefix, path_rows, depth)
+    bits = np.stack([pack_bits(ancestors(p)) for p in parents])
+    usual = dispatch.tree_attention(q, k, v, k_cache, v_cache, prefix, bits)
+    exact = dtype == np.float32
+    np.testing.assert_allclose(np.float32(out), np.float32(usual), atol=2e-6 if exact else 2e-2)
+    root = np.zeros_like(depth)
+    for t in range(rows):
+        cached_k, cached_v = np.array(k_cache), np.array(v_cache)
+        for b in range(batch):
+            above = path_rows[b, t, : depth[b, t]]
+            at = slice(prefix[b], prefix[b] + depth[b, t])
+            cached_k[b, :, at], cached_v[b, :, at] = k[b][:, above], v[b][:, above]
+        alone = [np.repeat(x[:, :, t : t + 1], rows, axis=2) for x in (q, k, v)]
+        plain = attend(*alone, cached_k, cached_v, prefix + depth[:, t], 0 * path_rows, root)
+        np.testing.assert_array_equal(plain[:, :, 0], out[:, :, t])
+
+
 def test_tree_attention_takes_scratch_rows_that_come_before_its_own():
     """A draft step attends from a few rows to all scratch rows so far (T < T2)."""
     rng = np.random.default_rng(0)

@@ -78,12 +78,12 @@ def test_noise_is_the_gumbel_of_mode_high_in_float32():
 
 def test_noise_does_not_depend_on_the_default_generator():
     before = noise_of((0, PROMPT, 0), 7)
-    coins = np.asarray(rng.round_coins(keys_of((0, PROMPT, 0)), jnp.array([4]), 3))
+    coins = np.asarray(rng.round_coins(keys_of((0, PROMPT, 0)), jnp.array([4]), np.arange(3)))
     name = jax.config.jax_default_prng_impl
     jax.config.update("jax_default_prng_impl", "rbg")
     try:
         np.testing.assert_array_equal(noise_of((0, PROMPT, 0), 7), before)
-        again = rng.round_coins(keys_of((0, PROMPT, 0)), jnp.array([4]), 3)
+        again = rng.round_coins(keys_of((0, PROMPT, 0)), jnp.array([4]), np.arange(3))
         np.testing.assert_array_equal(again, coins)
     finally:
         jax.config.update("jax_default_prng_impl", name)
@@ -99,19 +99,24 @@ def test_noise_is_pinned_so_that_a_seed_means_the_same_tokens_in_every_release()
 def test_coins_fold_the_root_and_the_node_so_that_none_is_met_twice():
     keys = keys_of((0, PROMPT, 0), (0, PROMPT, 1))
     coins = np.stack(
-        [np.asarray(rng.round_coins(keys, jnp.array([root, root]), 4)) for root in range(5)]
+        [
+            np.asarray(rng.round_coins(keys, jnp.array([root, root]), np.arange(4)))
+            for root in range(5)
+        ]
     )
     assert coins.shape == (5, 2, 4)
     assert len(np.unique(coins)) == coins.size
     assert (coins > 0).all() and (coins < 1).all()
     # Root 4 alone, or in other company: the same.
-    np.testing.assert_array_equal(rng.round_coins(keys[:1], jnp.array([4]), 2)[0], coins[4, 0, :2])
+    np.testing.assert_array_equal(
+        rng.round_coins(keys[:1], jnp.array([4]), np.arange(2))[0], coins[4, 0, :2]
+    )
 
 
 def test_private_noise_differs_by_domain_root_and_node():
     keys = keys_of((0, PROMPT, 0))
     drawn = [
-        np.asarray(rng.round_noise(keys, domain, jnp.array([root]), node, VOCAB))
+        np.asarray(rng.round_noise(keys, domain, jnp.array([root]), np.array([node]), VOCAB))[0]
         for domain in (rng.DRAFT, rng.RESIDUAL)
         for root in (3, 4)
         for node in (0, 1)
@@ -123,3 +128,39 @@ def test_private_noise_differs_by_domain_root_and_node():
 
 def test_domains_are_distinct():
     assert len({rng.TARGET, rng.DRAFT, rng.ACCEPT, rng.RESIDUAL}) == 4
+
+
+def ring_of(keys, roots, wanted, ring=None, positions=5):
+    if ring is None:
+        ring = rng.empty_ring(len(keys), positions, VOCAB)
+    return rng.refill(ring, keys, jnp.array(roots), jnp.array(wanted))
+
+
+@pytest.mark.parametrize("block_numbers", [1, 1 << 16])
+def test_a_ring_holds_the_noise_of_the_next_positions_and_draws_each_once(
+    monkeypatch, block_numbers
+):
+    """Slots advance by 1 to 5 positions, rest, and are handed to other requests."""
+    monkeypatch.setattr(rng, "BLOCK_NUMBERS", block_numbers)
+    generator = np.random.default_rng(0)
+    keys = jnp.concatenate([keys_of((seed, PROMPT, 0)) for seed in range(3)])
+    roots, ring, drawn = np.array([3, 0, 17]), None, 0
+    known = [set(), set(), set()]
+    for _ in range(6):
+        wanted = generator.random(3) < 0.8
+        ring = ring_of(keys, roots, wanted, ring)
+        for slot in np.flatnonzero(wanted):
+            ahead = set(range(roots[slot] + 1, roots[slot] + 6))
+            drawn += len(ahead - known[slot])
+            known[slot] |= ahead
+        positions = jnp.array(roots)[:, None] + 1 + jnp.arange(5)
+        expected = rng.target_noise(keys, positions, VOCAB)
+        got = rng.ring_at(ring, positions)
+        np.testing.assert_array_equal(got[wanted], expected[wanted])
+        assert int(ring.drawn) == drawn
+        roots = roots + np.where(wanted, generator.integers(1, 6, 3), 0)
+
+
+def test_a_ring_draws_nothing_for_slots_that_want_nothing():
+    keys = keys_of((0, PROMPT, 0))
+    assert int(ring_of(keys, [3], [False]).drawn) == 0

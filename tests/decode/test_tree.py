@@ -2,11 +2,18 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.config import DEFAULT_TREE_PATHS, SpecConfig, Strategy
-from specjax.decode.tree import ancestors, build_tree, chain_bits, pack_bits, plain_bits
+from specjax.decode.tree import (
+    ancestors,
+    build_tree,
+    chain_bits,
+    grown_shape,
+    pack_bits,
+    plain_bits,
+)
 from specjax.kernels.reference import unpack_bits
 
 
@@ -40,16 +47,36 @@ def test_arrays_of_any_tree_equal_those_found_by_comparing_paths(paths):
     assert tree.rows == tree.strategy.rows == len(nodes)
     assert tree.steps == tree.strategy.steps == max(map(len, nodes))
     assert tree.is_chain == all(set(node) <= {0} for node in nodes)
-    bits = unpacked(tree.visible_bits, tree.rows)
-    assert tree.visible_bits.shape == (tree.rows, -(-tree.rows // 32))
+    bits = unpacked(tree.shape.bits, tree.rows)
+    assert tree.shape.bits.shape == (tree.rows, -(-tree.rows // 32))
     for row, node in enumerate(nodes):
-        assert tree.depth[row] == len(node)
-        assert nodes[tree.parent[row]] == node[:-1]
+        assert tree.shape.depth[row] == len(node)
+        assert nodes[tree.shape.parent[row]] == node[:-1]
         sees = [node[: len(other)] == other for other in nodes]
+        above = [nodes.index(node[:d]) for d in range(len(node) + 1)]
+        assert tree.shape.path_rows[row, : len(above)].tolist() == above
         np.testing.assert_array_equal(bits[row], sees)
-        np.testing.assert_array_equal(tree.visible()[row], sees)
+        np.testing.assert_array_equal(tree.shape.visible[row], sees)
     for depth, (start, stop) in enumerate(tree.levels):
         assert [n for n in nodes if len(n) == depth] == nodes[start:stop]
+
+
+@given(st.lists(path_sets(), min_size=1, max_size=3))
+@settings(max_examples=30)
+def test_a_shape_grown_on_the_device_equals_the_static_one(several):
+    """Three trees of one batch, cut to one number of rows."""
+    trees = [build_tree(Strategy.from_paths(paths)) for paths in several]
+    rows, steps = min(tree.rows for tree in trees), max(tree.steps for tree in trees)
+    parent = np.stack([tree.shape.parent[:rows] for tree in trees])
+    depth = np.stack([tree.shape.depth[:rows] for tree in trees])
+    grown = grown_shape(parent, depth, steps)
+    for i, tree in enumerate(trees):
+        visible = tree.shape.visible[:rows, :rows]
+        np.testing.assert_array_equal(grown.visible[i], visible)
+        np.testing.assert_array_equal(grown.bits[i], pack_bits(visible))
+        for row in range(rows):
+            path = tree.shape.path_rows[row, : depth[i, row] + 1]
+            np.testing.assert_array_equal(grown.path_rows[i, row, : len(path)], path)
 
 
 @given(path_sets())
@@ -100,6 +127,8 @@ def test_a_chain_of_many_rows_sees_all_rows_before_it():
         ("3", 4, 1, False),
         ("default", 13, 3, False),
         ([(0,)], 2, 1, True),
+        ("8_4_32", 32, 8, False),
+        ("1_4_5", 5, 1, False),
         (((0,), (1,), (1, 0)), 4, 2, False),
         ([[1, 0], [1], [0]], 4, 2, False),
     ],
@@ -115,7 +144,7 @@ def test_the_default_tree_is_the_twelve_known_paths():
     expected = "0 1 2 3 00 01 10 11 000 010 100 110".split()
     assert ["".join(map(str, p)) for p in Strategy.parse("default").paths] == expected
     assert ["".join(map(str, p)) for p in DEFAULT_TREE_PATHS] == expected
-    assert build_tree(Strategy.parse("default")).parent.tolist() == [
+    assert build_tree(Strategy.parse("default")).shape.parent.tolist() == [
         0, 0, 0, 0, 0, 1, 1, 2, 2, 5, 6, 7, 8,
     ]  # fmt: skip
 
@@ -123,7 +152,9 @@ def test_the_default_tree_is_the_twelve_known_paths():
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("8_4_32", ["8_4_32", "dynamic", "4_1_5", "4x2x1"]),
+        ("8_4_8", ["8_4_8", "dynamic", "steps + 1 = 9", "117"]),
+        ("2_2_8", ["2_2_8", "steps + 1 = 3", "= 7 rows"]),
+        ("2_0_3", ["2_0_3", "topk >= 1"]),
         ("4_1_6", ["4_1_6", "steps + 1", "'4_1_5'"]),
         ("0_1_1", ["0_1_1", "'1_1_2'"]),
         ("0x2", ["0x2", "at least one child"]),
@@ -153,12 +184,37 @@ def test_every_name_of_plain_decoding_is_off(name):
 
 
 def test_a_speculation_config_refuses_what_it_cannot_do_when_it_is_made():
-    with pytest.raises(ValueError, match="chains only.*'4x2x1'.*coupled"):
-        SpecConfig(strategy="4x2x1", acceptance="block")
-    with pytest.raises(ValueError, match="coupled, block; got 'recursive'"):
-        SpecConfig(acceptance="recursive")
-    with pytest.raises(ValueError, match="dynamic"):
-        SpecConfig(strategy="8_4_32")
-    with pytest.raises(ValueError, match="checkpoint, random; got 'mine'"):
-        SpecConfig(head="mine")
+    refused = [
+        (dict(strategy="4x2x1", acceptance="block"), "chains only.*'4x2x1'.*recursive.*coupled"),
+        (dict(strategy="4_4_16", acceptance="block"), "chains only.*'coupled'"),
+        (dict(strategy="4_4_16", acceptance="recursive"), "re-ranking is biased.*coupled.*4x2x1"),
+        (dict(strategy="4x2x1", adaptive_width=True), "dynamic trees.*6_4_16"),
+        (dict(acceptance="typical"), "coupled, block, recursive, greedy; got 'typical'"),
+        (
+            dict(acceptance="block", exact_mode=True),
+            "exact_mode.*in distribution only; use .*coupled",
+        ),
+        (
+            dict(acceptance="recursive", invariant=True),
+            "invariant.*distribution only; use .*coupled",
+        ),
+        (dict(ngram_max=300), "ngram_max <= 127, got 1 and 300"),
+        (dict(tau=float("inf")), "finite number greater than 0, got inf"),
+        (dict(head="mine"), "checkpoint, random; got 'mine'"),
+        (dict(source="model"), "needs draft_model"),
+        (dict(source="ngram", draft_model="somewhere"), "choose one"),
+        (dict(source="oracle"), "head, model, ngram; got 'oracle'"),
+        (dict(ngram_min=3, ngram_max=2), "ngram_min <= ngram_max <= 127, got 3 and 2"),
+        (dict(tau=0.0), "tau must be a finite number greater than 0, got 0"),
+        (dict(strategy="4x4x4"), "85 rows.*spec_verify_tokens = 48"),
+    ]
+    for settings_, said in refused:
+        with pytest.raises(ValueError, match=said):
+            SpecConfig(**settings_)
     assert SpecConfig(strategy=[[0], [0, 0]], acceptance="block").resolve().steps == 2
+
+
+def test_rows_of_a_dynamic_tree_are_cut_to_spec_verify_tokens():
+    assert SpecConfig("8_4_60").resolve().rows == 48
+    assert SpecConfig("8_4_32", spec_verify_tokens=16).resolve().name == "8_4_16"
+    assert SpecConfig("8_4_32").resolve().rows == 32

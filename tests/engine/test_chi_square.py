@@ -1,189 +1,137 @@
-"""The tokens that leave `LLM` have the target's joint distribution, and biased rules are caught.
+"""The tokens that leave `LLM` have the target's joint distribution, in every mode, under every
+transform.
 
-A policy with four tokens, the joint of the first three, rounds that end anywhere within them: 64
-cells against probabilities from full forward passes. The draft head is far from the target on
-purpose, so that every branch of the rule is taken. Samples are independent because every one has
-a sample index and a seed of its own.
+A policy with five tokens, the joint of the first three, rounds that end anywhere within them: 125
+cells and those of sequences that ended early, against probabilities from full forward passes. The
+draft head is far from the target on purpose, so that every branch of a rule is taken. Samples are
+independent because every one has a sample index and a seed of its own, and requests with different
+transforms run side by side in one batch. Nothing is conditioned on the accept length.
 """
 
-import itertools
+import functools
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+import joint
 import pytest
-from flax import nnx
-from scipy import stats
-from tiny import tiny_config, tiny_model
+import test_mutations
+from joint import ALPHA, BATCH, PROMPT, TOKENS, Counted, exact_joint, fit_of
 
-from specjax import LLM, SamplingParams, SpecConfig
-from specjax.decode import accept, draft, rng
-from specjax.models.transformer import graphdef
+from specjax import SamplingParams
 
-VOCAB, TOKENS, BATCH = 4, 3, 4096
-PROMPT = [1, 3]
-ALPHA = 1e-6
-SMALLEST_CELL = 5
-
-
-@pytest.fixture(scope="module")
-def model():
-    cfg = tiny_config(vocab=VOCAB, layers=1, tied=True)
-    cfg, params, head = tiny_model(cfg, seed=0, factor=15.0, embed_std=0.2)
-    head["blocks"][0]["norm"] = 4.0 * head["blocks"][0]["norm"]  # a draft that is sure of itself
-    return cfg, params, head
-
-
-@pytest.fixture(scope="module")
-def joint(model):
-    """Probability of every three tokens after the prompt, by full forward passes: [4 4 4]."""
-    cfg, params, _ = model
-    sequences = np.array(
-        [[*PROMPT, *rest] for rest in itertools.product(range(VOCAB), repeat=TOKENS)]
-    )
-
-    @jax.jit
-    def logits(params):
-        module = nnx.merge(graphdef(cfg), params)
-        positions = jnp.broadcast_to(jnp.arange(sequences.shape[1]), sequences.shape)
-        return module.logits(module.hidden(sequences, positions, jnp.ones_like(positions)))
-
-    scores = np.asarray(logits(params), np.float64)
-    logprobs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
-    steps = np.arange(len(PROMPT) - 1, sequences.shape[1] - 1)
-    each = np.take_along_axis(logprobs[:, steps], sequences[:, steps + 1, None], -1)[..., 0]
-    probabilities = np.exp(each.sum(1))
-    assert abs(probabilities.sum() - 1) < 1e-6
-    return probabilities / probabilities.sum()
-
-
-def count_cells(llm: LLM, batches: int) -> tuple[np.ndarray, int]:
-    """How often each triple was generated, and in how many rounds at most."""
-    counts, rounds = np.zeros(VOCAB**TOKENS, int), 0
-    for seed in range(batches):
-        params = SamplingParams(max_tokens=TOKENS, seed=seed, n=BATCH, ignore_eos=True)
-        samples = llm.generate([PROMPT], params)[0].samples
-        tokens = np.array([s.token_ids for s in samples])
-        cells = np.ravel_multi_index(tuple(tokens.T), (VOCAB,) * TOKENS)
-        counts += np.bincount(cells, minlength=VOCAB**TOKENS)
-        rounds = max(rounds, max(s.stats.rounds for s in samples))
-    return counts, rounds
+TRANSFORMS = {
+    "none": {},
+    "temperature 0.7": dict(temperature=0.7),
+    "temperature 1.3": dict(temperature=1.3),
+    "top-k 2": dict(top_k=2),
+    "top-k 3": dict(top_k=3),
+    "top-p": dict(top_p=0.8),
+    "min-p": dict(min_p=0.25),
+    "repetition": dict(repetition_penalty=1.8),
+    "presence": dict(presence_penalty=1.2),
+    "frequency": dict(frequency_penalty=0.9),
+    "logit bias": dict(logit_bias={0: 1.5, 2: -2.0}),
+    "bad word of one": dict(bad_words=((2,),)),
+    "bad words of two": dict(bad_words=((3, 0), (1, 1), (0, 2))),
+    "allowed ids": dict(allowed_token_ids=(0, 1, 3)),
+    "end of sequence": dict(ignore_eos=False),
+    "min tokens": dict(ignore_eos=False, min_tokens=2),
+    "all at once": dict(
+        temperature=0.9,
+        top_k=4,
+        top_p=0.95,
+        min_p=0.02,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.5,
+        logit_bias={0: 0.5, 2: -0.5},
+        bad_words=((1, 1),),
+        allowed_token_ids=(0, 1, 2, 4),
+        ignore_eos=False,
+        min_tokens=1,
+    ),
+}
+MODES = {
+    "coupled chain": ("coupled", "2_1_3"),
+    "coupled static tree": ("coupled", "2x2"),
+    "coupled dynamic tree": ("coupled", "3_2_5"),
+    "block chain": ("block", "2_1_3"),
+    "recursive chain": ("recursive", "2_1_3"),
+    "recursive static tree": ("recursive", "2x2"),
+}
+# Each mode and each transform occurs; the slow test has the whole product.
+FAST = {
+    "coupled chain": ("temperature 0.7", "min-p", "all at once"),
+    "coupled static tree": ("top-k 2", "frequency", "bad words of two"),
+    "coupled dynamic tree": ("top-p", "repetition", "min tokens", "all at once"),
+    "block chain": ("none", "temperature 1.3", "top-k 3", "presence", "all at once"),
+    "recursive chain": ("none", "logit bias", "bad word of one", "allowed ids"),
+    "recursive static tree": ("none", "top-p", "end of sequence", "all at once"),
+}
 
 
-def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """Chi-square goodness of fit; cells that expect fewer than five are taken together."""
-    expected = probabilities * counts.sum()
-    order = np.argsort(expected)
-    expected, counts = expected[order], counts[order]
-    small = int((expected < SMALLEST_CELL).sum())
-    while small and expected[:small].sum() < SMALLEST_CELL:
-        small += 1
-    if small:
-        expected = np.r_[expected[:small].sum(), expected[small:]]
-        counts = np.r_[counts[:small].sum(), counts[small:]]
-    assert len(expected) >= 20, "too few cells are left to see anything"
-    return stats.chisquare(counts, expected).pvalue
+def params_of(transform: str) -> SamplingParams:
+    return SamplingParams(**{"ignore_eos": True, "max_tokens": TOKENS, **TRANSFORMS[transform]})
 
 
-def spec_llm(model, acceptance, strategy="2_1_3"):
-    spec = SpecConfig(strategy=strategy, acceptance=acceptance)
-    return LLM(model, spec, max_batch=BATCH, max_len=8)
+PAIR = (0, 4.0)
 
 
-def check(llm, joint, batches):
-    counts, rounds = count_cells(llm, batches)
-    assert rounds >= 2
-    by_length = llm.totals.histogram[1 : TOKENS + 1]
-    assert (by_length > 0).all(), "rounds of every length must occur"
-    assert p_value(counts, joint) > ALPHA
+@functools.cache
+def llm_of(mode: str):
+    """An engine whose one compiled program knows every option; none is compiled after it."""
+    llm = joint.spec_llm(joint.pair(*PAIR), *MODES[mode])
+    llm.generate([PROMPT], SamplingParams(max_tokens=TOKENS, n=BATCH, **TRANSFORMS["all at once"]))
+    return llm
 
 
-@pytest.fixture(scope="module")
-def block_llm(model):
-    return spec_llm(model, "block")
+@functools.cache
+def counted(mode: str, transforms: tuple[str, ...], samples: int) -> Counted:
+    """Each mode has seeds of its own: coupled tokens are the same in every shape of tree."""
+    first_seed = 1_000_000 * list(MODES).index(mode)
+    return Counted(llm_of(mode), [params_of(t) for t in transforms], samples, first_seed)
 
 
-def test_block_chains_emit_three_tokens_with_the_targets_joint_distribution(block_llm, joint):
-    check(block_llm, joint, batches=10)
+def check(mode: str, transforms: tuple[str, ...], transform: str, samples: int):
+    found = counted(mode, transforms, samples)
+    assert found.rounds >= 2
+    assert (found.lengths[1 : TOKENS + 1] > 0).all(), "rounds of every length must occur"
+    counts = found.counts[transforms.index(transform)]
+    assert counts.sum() >= samples
+    fit = fit_of(counts, exact_joint(joint.next_logits(*PAIR), params_of(transform)))
+    assert fit.p_value > ALPHA, fit
 
 
-def test_coupled_trees_emit_three_tokens_with_the_targets_joint_distribution(model, joint):
-    check(spec_llm(model, "coupled", "2x1"), joint, batches=10)
+def test_the_fast_set_has_every_mode_and_every_transform():
+    assert set(FAST) == set(MODES)
+    assert set().union(*FAST.values()) == set(TRANSFORMS)
 
 
-@pytest.mark.parametrize("broken", [np.nan, np.inf, 0.0])
-def test_a_broken_head_does_not_bias_block_acceptance(model, block_llm, joint, broken):
-    _, params, head = model
-    block_llm.update_weights(params, jax.tree.map(lambda x: np.full_like(x, broken), head))
+@pytest.mark.parametrize(("mode", "transform"), [(m, t) for m in FAST for t in FAST[m]])
+def test_three_tokens_have_the_targets_joint_distribution(mode, transform):
+    check(mode, FAST[mode], transform, samples=20_000)
+
+
+SAME = sorted(
+    {
+        (acceptance, pair, tuple(options.items()))
+        for _, acceptance, _, pair, options in test_mutations.CASES.values()
+    }
+)
+
+
+@pytest.mark.parametrize(("acceptance", "pair", "options"), SAME)
+def test_exact_rules_pass_where_biased_ones_fail(acceptance, pair, options):
+    """The pairs of `test_mutations`: it is the rules that fail there, not the pairs."""
+    mode = [name for name, of in MODES.items() if of[0] == acceptance][-1]
+    llm = llm_of(mode)
     try:
-        counts, rounds = count_cells(block_llm, batches=3)
+        found = test_mutations.fit(llm, pair, dict(options))
     finally:
-        block_llm.update_weights(params, head)
-    assert rounds >= 2
-    assert p_value(counts, joint) > ALPHA
+        llm.update_weights(*joint.pair(*PAIR)[1:])
+    assert found.p_value > ALPHA, f"{mode}: {found}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("acceptance", "strategy"),
-    [("block", "2_1_3"), ("block", "3_1_4"), ("coupled", "2_1_3"), ("coupled", "2x2")],
-)
-def test_200_000_samples_have_the_targets_joint_distribution(model, joint, acceptance, strategy):
-    check(spec_llm(model, acceptance, strategy), joint, batches=200_000 // BATCH + 1)
-
-
-# --- rules that are known to be biased must fail --------------------------------------------------
-
-
-def correction_from_the_full_target(monkeypatch):
-    exact = accept.accept_block
-
-    def mutated(tree, tokens, p, q, coins, residual_noise):
-        out = exact(tree, tokens, p, q, coins, residual_noise)
-        last = out.count[:, None] - 1
-        p_last = jnp.take_along_axis(p, last[..., None], axis=1)[:, 0]
-        drawn = jnp.argmax(jnp.log(p_last) + residual_noise, axis=-1).astype(jnp.int32)
-        is_last = jnp.arange(out.tokens.shape[1]) == last
-        return out._replace(tokens=jnp.where(is_last, drawn[:, None], out.tokens))
-
-    monkeypatch.setattr(accept, "accept_block", mutated)
-
-
-def top_candidates_accepted_with_p_over_q(monkeypatch):
-    def mutated(mode, logits, state, noise, root, step, count):
-        return draft.top_candidates(logits, count)
-
-    monkeypatch.setattr(draft, "_candidates", mutated)
-
-
-def coins_keyed_by_position_alone(monkeypatch):
-    def mutated(keys, root, count):
-        def one(key, position):
-            data = jax.random.wrap_key_data(key, impl="threefry2x32")
-            for value in (rng.ACCEPT, position):
-                data = jax.random.fold_in(data, value)
-            return jax.random.uniform(data, minval=1e-30)
-
-        positions = root[:, None] + 1 + jnp.arange(count)
-        return jax.vmap(jax.vmap(one, (None, 0)))(keys, positions)
-
-    monkeypatch.setattr(rng, "round_coins", mutated)
-
-
-def the_drafts_noise_used_again_for_the_residual(monkeypatch):
-    monkeypatch.setattr(rng, "RESIDUAL", rng.DRAFT)
-
-
-MUTATIONS = [
-    correction_from_the_full_target,
-    top_candidates_accepted_with_p_over_q,
-    coins_keyed_by_position_alone,
-    the_drafts_noise_used_again_for_the_residual,
-]
-
-
-@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda f: f.__name__)
-def test_a_biased_rule_fails_the_same_check(model, joint, mutate, monkeypatch):
-    mutate(monkeypatch)
-    counts, _ = count_cells(spec_llm(model, "block"), batches=5)
-    assert p_value(counts, joint) < ALPHA
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("mode", MODES)
+def test_200_000_samples_have_the_targets_joint_distribution(mode, transform):
+    check(mode, tuple(TRANSFORMS), transform, samples=200_000)

@@ -1,5 +1,11 @@
-"""Coupled decoding emits plain decoding's tokens, and a broken decoder is told from rounding."""
+"""Coupled decoding emits plain decoding's tokens, and a broken decoder is told from rounding.
 
+One policy and one pool of requests that mix every sampling option; plain decoding of the pool is
+what everything else must equal: whatever drafts, in whatever shape, order and batch, with a head
+that changes while it drafts.
+"""
+
+import dataclasses
 import functools
 
 import jax
@@ -14,23 +20,185 @@ from specjax.decode.tree import chain_bits
 from specjax.decode.verify import Verified
 from specjax.engine.compare import first_difference
 from specjax.engine.request import make_jobs
+from specjax.models import hf
+from specjax.verify.requests import random_requests
 
-VOCAB, MAX_LEN, EOS = 64, 72, 7
+VOCAB, MAX_LEN, EOS, MAX_TOKENS = 64, 64, 7, 40
 UNEVEN = ((0,), (1,), (2,), (1, 0), (1, 1), (2, 0), (1, 1, 0), (1, 1, 0, 0))
 
 
 @functools.cache
-def model(mtp=1, head="apt", scan=False):
-    cfg = tiny_config(VOCAB, mtp=mtp, eos_token_ids=(EOS,), scan_layers=scan)
-    cfg, params, random_head = tiny_model(cfg, seed=mtp)
-    return cfg, params, apt(random_head, cfg) if head == "apt" else random_head
+def model(modules=1, kind="apt"):
+    """One policy, whatever the head: `apt` is accepted now and then, `random` hardly ever."""
+    cfg = tiny_config(VOCAB, mtp=modules, eos_token_ids=(EOS,))
+    cfg, params, head = tiny_model(cfg, seed=1)
+    return cfg, params, apt(head, cfg) if kind == "apt" else head
 
 
-def spec_llm(strategy, batch=2, **kind):
-    return LLM(model(**kind), SpecConfig(strategy=strategy), max_batch=batch, max_len=MAX_LEN)
+@functools.cache
+def jobs_of(greedy: bool):
+    rng = np.random.default_rng(11)
+    prompts, params = random_requests(rng, model()[0], 30, MAX_TOKENS, greedy=greedy)
+    return [
+        job
+        for i, (prompt, sampling) in enumerate(zip(prompts, params, strict=True))
+        for job in make_jobs(prompt, sampling, (EOS,), None, i)
+    ]
 
 
-def mixed_requests(count, max_tokens=60, seed=0):
+@functools.cache
+def plain_llm():
+    return LLM((*model()[:2], None), None, max_batch=8, max_len=MAX_LEN)
+
+
+@functools.cache
+def plain_tokens(greedy: bool = False):
+    samples, _ = plain_llm().engine.generate(jobs_of(greedy))
+    return [s.token_ids for s in samples]
+
+
+def differences(llm: LLM, rng: np.random.Generator, greedy=False, count=None, on_progress=None):
+    """The pool, or part of it, in random order: first differences, and the totals."""
+    order = rng.permutation(len(jobs_of(greedy)))[:count]
+    jobs = [jobs_of(greedy)[i] for i in order]
+    samples, totals = llm.engine.generate(jobs, on_progress)
+    found = []
+    for i, job, sample in zip(order, jobs, samples, strict=True):
+        expected = plain_tokens(greedy)[i]
+        if sample.token_ids != expected:
+            found.append(
+                first_difference(
+                    llm.engine.runner, job.request, job.sample, job, expected, sample.token_ids
+                )
+            )
+    return found, totals
+
+
+def unexplained(found) -> str:
+    return "\n".join(str(d) for d in found if not d.explained)
+
+
+# --- random everything ----------------------------------------------------------------------------
+
+STRATEGIES = (
+    "1_1_2", "4_1_5", "7_1_8", "2x2", "4x2x1", "default", UNEVEN, "3_2_5", "6_4_16", "5_3_12",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """How to speculate: all of it is drawn from the seed."""
+
+    spec: SpecConfig
+    batch: int
+    modules: int
+    kind: str
+    scan: bool
+
+    def __str__(self):
+        spec = self.spec
+        return f"{spec.source} {spec.resolve().name} batch {self.batch}"
+
+
+def setup_of(seed: int, draft_model=None) -> Setup:
+    """`draft_model` None: what the setup would be, for a look at it."""
+    rng = np.random.default_rng(seed)
+    strategy = STRATEGIES[rng.integers(len(STRATEGIES))]
+    dynamic = SpecConfig(strategy=strategy).resolve().is_dynamic
+    source = str(rng.choice(["head", "head", "ngram", "model"]))
+    spec = SpecConfig(
+        strategy=strategy,
+        source="ngram" if source == "ngram" else "head",
+        aligned=bool(rng.random() < 0.8),
+        tau=float(rng.uniform(0.3, 1.2)),
+        adaptive_width=dynamic and bool(rng.random() < 0.5),
+        telemetry=bool(rng.random() < 0.3),
+        ngram_siblings=bool(rng.random() < 0.5),
+    )
+    if source == "model":
+        spec = dataclasses.replace(spec, draft_model=str(draft_model), source="model")
+    kind = str(rng.choice(["apt", "apt", "random"]))
+    return Setup(
+        spec, int(rng.integers(1, 17)), int(rng.integers(1, 4)), kind, bool(rng.random() < 0.2)
+    )
+
+
+@pytest.fixture(scope="module")
+def draft_model(tmp_path_factory):
+    """A standalone model that is a fair guess of the policy: the policy, disturbed."""
+    cfg, params, _ = model()
+    cfg = cfg.replace(mtp_num_layers=0)
+    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(params))))
+    params = jax.tree.map(lambda x: x + 0.1 * x * jax.random.normal(next(keys), x.shape), params)
+    path = tmp_path_factory.mktemp("draft") / "model"
+    hf.save_checkpoint(path, cfg, params)
+    return path
+
+
+def llm_of(setup: Setup) -> LLM:
+    weights = model(setup.modules, setup.kind)
+    return LLM(weights, setup.spec, setup.batch, MAX_LEN, scan_layers=setup.scan)
+
+
+def heads_in_turn(llm: LLM, setup: Setup):
+    """A callback that changes the head's weights after every chunk, in the middle of samples."""
+    if setup.spec.source != "head":
+        return None
+    weights = []
+    for kind in ("random", "apt"):
+        cfg, params, head = model(setup.modules, kind)
+        llm.update_weights(params, head)
+        weights.append(llm.engine.runner.head)
+
+    def swap(finished, totals):
+        weights.reverse()
+        llm.engine.runner.head = weights[0]
+
+    return swap
+
+
+FAST_SEEDS = (4, 6, 11)
+SLOW_SEEDS = sorted(set(range(40)) - set(FAST_SEEDS))
+
+
+def test_the_fast_seeds_have_every_source_and_every_kind_of_shape():
+    specs = [setup_of(seed).spec for seed in FAST_SEEDS]
+    assert {spec.source for spec in specs} == {"head", "ngram", "model"}
+    shapes = [spec.resolve() for spec in specs]
+    assert {s.is_chain + 2 * s.is_dynamic for s in shapes} == {0, 1, 2}
+    assert any(spec.adaptive_width for spec in specs)
+
+
+@pytest.mark.parametrize(
+    "seed", [*FAST_SEEDS, *(pytest.param(s, marks=pytest.mark.slow) for s in SLOW_SEEDS)]
+)
+def test_random_everything_emits_the_tokens_of_plain_decoding(seed, draft_model):
+    setup = setup_of(seed, draft_model)
+    llm = llm_of(setup)
+    found, totals = differences(
+        llm, np.random.default_rng(seed), on_progress=heads_in_turn(llm, setup)
+    )
+    assert not unexplained(found), f"{setup}\n{unexplained(found)}"
+    assert totals.tokens > 1000
+    assert totals.accepted > 20, "too little was accepted to prove anything"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("acceptance", "strategy"),
+    [("block", "4_1_5"), ("recursive", "2x2"), ("greedy", "6_4_16"), ("greedy", "4x2x1")],
+)
+def test_greedy_requests_are_plain_decodings_in_every_mode(acceptance, strategy):
+    llm = LLM(model(), SpecConfig(strategy=strategy, acceptance=acceptance), 4, MAX_LEN)
+    found, totals = differences(llm, np.random.default_rng(0), greedy=True)
+    assert not unexplained(found), unexplained(found)
+    assert totals.accepted > 20
+
+
+# --- a chain, without options ---------------------------------------------------------------------
+
+
+def mixed_requests(count, max_tokens=50, seed=0):
     """Prompts of 1 to 12 tokens; greedy and sampled, some with several samples, some to the end."""
     params = [
         SamplingParams(
@@ -45,34 +213,9 @@ def mixed_requests(count, max_tokens=60, seed=0):
     return prompts_of(count, VOCAB, seed), params
 
 
-def assert_same_as_plain(llm, prompts, params):
-    unexplained = [d for d in llm.compare_with_plain(prompts, params) if not d.explained]
-    assert not unexplained, "\n".join(map(str, unexplained))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "batch", "kind", "accept_length"),
-    [
-        ("1_1_2", 1, dict(mtp=1, head="random"), 1.02),
-        ("4_1_5", 4, dict(mtp=2, head="apt"), 1.5),
-        ("7_1_8", 2, dict(mtp=1, head="apt"), 1.5),
-        ("2x2", 2, dict(mtp=1, head="random"), 1.05),
-        ("4x2x1", 16, dict(mtp=2, head="apt"), 1.5),
-        ("default", 4, dict(mtp=1, head="apt", scan=True), 1.5),
-        (UNEVEN, 2, dict(mtp=3, head="apt"), 1.5),
-    ],
-    ids=lambda value: "uneven paths" if value is UNEVEN else str(value),
-)
-def test_coupled_decoding_emits_the_tokens_of_plain_decoding(strategy, batch, kind, accept_length):
-    llm = spec_llm(strategy, batch, **kind)
-    assert_same_as_plain(llm, *mixed_requests(20, seed=batch))
-    assert llm.totals.tokens > 1000
-    assert llm.totals.accept_length > accept_length, "too little was accepted to prove anything"
-
-
 @pytest.fixture(scope="module")
 def chain_llm():
-    return spec_llm("4_1_5", batch=4)
+    return LLM(model(), SpecConfig(strategy="4_1_5"), max_batch=4, max_len=MAX_LEN)
 
 
 @pytest.mark.parametrize("broken", ["nan", "infinite", "zero", "other"])
@@ -88,26 +231,13 @@ def test_no_draft_weights_whatever_they_are_change_a_token(chain_llm, broken):
     good_length = chain_llm.totals.accept_length
     chain_llm.update_weights(params, bad)
     try:
-        assert_same_as_plain(chain_llm, *requests)
+        found = chain_llm.compare_with_plain(*requests)
+        assert not unexplained(found), unexplained(found)
         assert chain_llm.totals.accept_length < 0.8 * good_length
     finally:
         chain_llm.update_weights(params, head)
     # Nothing of the broken head is left behind, in the caches least of all.
     assert [o.samples for o in chain_llm.generate(*requests)] == [o.samples for o in before]
-
-
-def test_tokens_do_not_depend_on_the_order_of_the_prompts(chain_llm):
-    prompts, params = mixed_requests(9)
-    order = np.random.default_rng(0).permutation(9)
-    straight = chain_llm.generate(prompts, params)
-    mixed = chain_llm.generate([prompts[i] for i in order], [params[i] for i in order])
-    for place, i in enumerate(order):
-        for k, (a, b) in enumerate(zip(straight[i].samples, mixed[place].samples, strict=True)):
-            if a.token_ids != b.token_ids:
-                job = make_jobs(prompts[i], params[i], (EOS,))[k]
-                runner = chain_llm.engine.runner
-                found = first_difference(runner, int(i), k, job, a.token_ids, b.token_ids)
-                assert found.explained, str(found)
 
 
 def test_speculation_without_a_head_is_refused_before_anything_runs():
@@ -121,36 +251,53 @@ def test_speculation_without_a_head_is_refused_before_anything_runs():
 # --- what the comparison says when something is wrong ---------------------------------------------
 
 
-def verify_with(positions=None, bits=None):
-    """`verify` with other RoPE positions or another visibility."""
+def verify_with(depth=None, bits=None):
+    """`verify` with other depths for RoPE or another visibility."""
 
-    def broken(model, tree, state, tokens):
-        root = state.length - 1
-        depth = tree.depth if positions is None else positions(tree)
-        visible = tree.visible_bits if bits is None else bits(tree)
-        x, rows = model.decode(tokens, root[:, None] + depth, state.cache, root, visible)
+    def broken(model, plan, state, draft):
+        root, shape = state.length - 1, draft.shape
+        depths = shape.depth if depth is None else depth(shape)
+        visible = shape.bits if bits is None else bits(shape)
+        x, rows = model.decode(draft.tokens, root[:, None] + depths, state.cache, root, visible)
         return Verified(model.logits(x), model.draft_hidden(x), rows)
 
     return broken
 
 
 BROKEN_PARTS = {
-    "rows see all rows before them": ("verify", verify_with(bits=lambda t: chain_bits(t.rows))),
-    "RoPE by row index": ("verify", verify_with(positions=lambda t: np.arange(t.rows))),
-    "the first rows are committed": (
-        "take_rows",
-        lambda rows, index: jax.tree.map(lambda x: x[..., : index.shape[1], :], rows),
+    "rows see all rows before them": (
+        "verify", verify_with(bits=lambda shape: chain_bits(len(shape.parent))),
     ),
-}
+    "RoPE by row index": ("verify", verify_with(depth=lambda shape: np.arange(len(shape.parent)))),
+    "the first rows are committed": (
+        "take_rows", lambda rows, index: jax.tree.map(lambda x: x[..., : index.shape[1], :], rows),
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("part", BROKEN_PARTS)
+def tree_differences():
+    llm = LLM(model(), SpecConfig(strategy="2x2"), 2, MAX_LEN)
+    params = SamplingParams(max_tokens=50, ignore_eos=True, n=2)
+    jobs = make_jobs([5, 9, 2], params, ())
+    plain, _ = plain_llm().engine.generate(jobs)
+    samples, totals = llm.engine.generate(jobs)
+    assert totals.accepted > 5
+    return [
+        first_difference(llm.engine.runner, 0, job.sample, job, x.token_ids, y.token_ids)
+        for job, x, y in zip(jobs, plain, samples, strict=True)
+        if x.token_ids != y.token_ids
+    ]
+
+
+@pytest.mark.parametrize(
+    "part", [pytest.param(p, marks=pytest.mark.slow if "RoPE" in p else ()) for p in BROKEN_PARTS]
+)
 def test_a_broken_tree_decoder_differs_in_ways_that_floating_point_does_not_explain(
     part, monkeypatch
 ):
     name, replacement = BROKEN_PARTS[part]
     monkeypatch.setattr(decode_round, name, replacement)
-    found = spec_llm("4x2x1").compare_with_plain(*mixed_requests(1))
+    found = tree_differences()
     assert any(not d.explained for d in found)
     assert "NOT explained" in "".join(map(str, found))
 
@@ -158,7 +305,7 @@ def test_a_broken_tree_decoder_differs_in_ways_that_floating_point_does_not_expl
 def test_verify_as_rewritten_here_is_right_when_nothing_is_changed(monkeypatch):
     """Else the test above would prove nothing."""
     monkeypatch.setattr(decode_round, "verify", verify_with())
-    assert_same_as_plain(spec_llm("4x2x1"), *mixed_requests(8))
+    assert not unexplained(tree_differences())
 
 
 def test_a_tie_is_explained_and_reported_with_its_position_and_gaps(chain_llm):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from shared import compilations_of
 from tiny import apt, prompts_of, tiny_config, tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig
@@ -64,7 +65,7 @@ def sample(llm, prompt=PROMPT, **params):
         ([[1, VOCAB]], {}, ["token id 64", "0 <= id < 64"]),
         ([[-1]], {}, ["token id -1", "0 <= id < 64"]),
         (["hello"], {}, ["no tokenizer", "token ids"]),
-        ([[1]], {"stop_token_ids": range(8)}, ["9 stop tokens", "at most 8"]),
+        ([[1]], {"stop_token_ids": range(8, 16)}, ["9 stop tokens", "at most 8"]),
     ],
     ids=["none", "empty", "second", "long", "big id", "negative id", "text", "stops"],
 )
@@ -251,6 +252,41 @@ def test_one_prompt_may_be_given_bare_and_text_is_encoded_and_decoded(plain_llm,
         plain_llm.generate(["a", ""], params)
 
 
+class Chatty:
+    """A tokenizer of letters whose template writes `b` before a conversation and `z` after it."""
+
+    chat_template = "a template"
+
+    def apply_chat_template(self, conversation, tokenize, add_generation_prompt):
+        assert not tokenize
+        said = "".join(m["role"][0] + m["content"] for m in conversation)
+        return "b" + said + ("z" if add_generation_prompt else "")
+
+    def encode(self, text, add_special_tokens=True):
+        return [1] * add_special_tokens + [ord(c) - ord("a") for c in text]
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(chr(ord("a") + i) for i in ids)
+
+
+def test_chat_makes_a_prompt_of_the_conversation_by_the_tokenizers_template(plain_llm, monkeypatch):
+    greeting = [{"role": "user", "content": "hi"}]
+    longer = [*greeting, {"role": "assistant", "content": "yo"}, {"role": "user", "content": "ok"}]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    with pytest.raises(ValueError, match="chat template.*no tokenizer.*generate"):
+        plain_llm.chat(greeting)
+    monkeypatch.setattr(plain_llm, "tokenizer", Chatty())
+    [single] = plain_llm.chat(greeting, params)
+    both = plain_llm.chat([greeting, longer], params)
+    spelled = [[ord(c) - ord("a") for c in text] for text in ("buhiz", "buhiayouokz")]
+    assert [out.prompt_token_ids for out in both] == spelled
+    assert single == both[0]
+    assert both[1].samples == plain_llm.generate([spelled[1]], params)[0].samples
+    monkeypatch.setattr(Chatty, "chat_template", None)
+    with pytest.raises(ValueError, match="chat template.*a tokenizer without one"):
+        plain_llm.chat(greeting)
+
+
 def test_the_progress_bar_shows_speed_and_accept_length(spec_llm, capsys):
     spec_llm.generate(prompts_of(5, VOCAB), SamplingParams(max_tokens=8), progress=True)
     shown = capsys.readouterr().err
@@ -265,19 +301,6 @@ def test_every_way_to_say_off_is_the_plain_program_and_needs_no_head(spec):
 
 
 # --- compile once ---------------------------------------------------------------------------------
-
-COMPILED = []
-jax.monitoring.register_event_duration_secs_listener(
-    lambda event, seconds, **_: COMPILED.append(event) if "backend_compile" in event else None
-)
-
-
-def compilations_of(work) -> int:
-    """Programs that the backend compiled, or loaded from its cache, while `work` ran."""
-    before = len(COMPILED)
-    work()
-    return len(COMPILED) - before
-
 
 def test_nothing_compiles_after_warm_up_whatever_is_asked_for():
     llm = make_llm(SpecConfig(strategy="2_1_3"), max_len=40)

@@ -87,7 +87,7 @@ def body(folder, config_name, extra, seed):
         for row in range(tree.rows):
             path = [row]
             while path[0]:
-                path.insert(0, int(tree.parent[path[0]]))
+                path.insert(0, int(tree.shape.parent[path[0]]))
             ids = np.concatenate([tokens[b, :length], tree_tokens[b, path]])
             tree_logits[b, row] = logits_of(model, ids[None])[0, -1]
     golden = {

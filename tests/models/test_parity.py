@@ -48,8 +48,8 @@ def run_all(cfg, params, tokens, lengths, tree_tokens, layout="scanned"):
         x, rows = model.prefill(tokens, lengths)
         cache = empty_cache(cfg, len(tokens), 32, cfg.num_layers, stacked=layout == "scanned")
         cache = commit_rows(cache, rows, jnp.zeros_like(lengths))
-        positions = lengths[:, None] + TREE.depth
-        decoded, _ = model.decode(tree_tokens, positions, cache, lengths, TREE.visible_bits)
+        positions = lengths[:, None] + TREE.shape.depth
+        decoded, _ = model.decode(tree_tokens, positions, cache, lengths, TREE.shape.bits)
         return trained, model.logits(x), model.logits(decoded)
 
     return program(params)
@@ -176,24 +176,25 @@ def test_drafting_with_prefill_and_decode_equals_unroll(modules, recycle):
             e = embedded[:, first + 1 + index : first + 1 + index + window]
             positions = first + index + jnp.arange(window)[None]
             normed, h, kv = module.decode(
-                index, h, e, positions, cache.layer(index), None, jnp.array([first]),
+                index, h, e, positions, cache.layer(index), jnp.array([first]),
                 chain_bits(window),
             )  # fmt: skip
             base.append(kv)
             frontier.append((normed, h[:, -1:]))
         new = KVCache(tuple(k for k, _ in base), tuple(v for _, v in base))
         cache = commit_rows(cache, new, jnp.array([first]))
-        h, scratch, drafted = frontier[0][1], None, []
+        h, held, drafted = frontier[0][1], 0, []
+        scratch = tuple(jnp.zeros((*x.shape[:2], depth, x.shape[3])) for x in base[0])
         for step in range(1, depth):
             index = min(step, modules - 1)
-            scratch = None if step == index else scratch
-            seen = 0 if scratch is None else scratch[0].shape[2]
+            held = 0 if step == index else held
             prefix = slot + 1 if index == 0 else slot - (index - 1)
             e = embedded[:, slot + 1 + step][:, None]
             normed, h, scratch = module.decode(
-                index, h, e, jnp.array([[slot + step]]), cache.layer(index), scratch,
-                jnp.array([prefix]), chain_bits(seen + 1)[-1:],
+                index, h, e, jnp.array([[slot + step]]), cache.layer(index),
+                jnp.array([prefix]), chain_bits(held + 1)[-1:], (scratch, held),
             )  # fmt: skip
+            held += 1
             drafted.append(normed[0, 0])
         return [normed[0] for normed, _ in frontier], drafted
 
@@ -280,7 +281,7 @@ def test_live_transformers_checkpoint_loads_decodes_and_exports_with_the_same_lo
     for row in (0, 4, TREE.rows - 1):
         path = [row]
         while path[0]:
-            path.insert(0, int(TREE.parent[path[0]]))
+            path.insert(0, int(TREE.shape.parent[path[0]]))
         ids = np.concatenate([tokens[:, :11], tree_tokens[:, path]], axis=1)
         at_row = torch_logits(model, ids)[0, -1]
         np.testing.assert_allclose(decoded[0, row], at_row, atol=1e-4, rtol=0)

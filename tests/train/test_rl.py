@@ -105,7 +105,10 @@ def refusal(capsys, argv) -> str:
         ({"model": "no/such/dir"}, "expected a checkpoint directory, got 'no/such/dir'"),
         ({"rollout.strategy": "5_1_4"}, "5_1_4"),
         ({"rollout.strategy": "wide"}, "strategy 'wide' is not understood"),
-        ({"rollout.strategy": "8_4_32"}, "8_4_32"),
+        (
+            {"rollout.strategy": "8_4_32", "rollout.acceptance": "recursive"},
+            "re-ranking is biased",
+        ),
         (
             {"rollout.strategy": "4x2x1", "rollout.acceptance": "block"},
             "acceptance 'block' is exact for chains only",

@@ -1,0 +1,218 @@
+"""The benches of acceptance, of the parts of a round and of `invariant`, where nothing is timed."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from bench import acceptance, acceptance_plot, invariant, round_parts
+from bench import round as bench_round
+from bench.acceptance_arms import ALIGNED_SETTINGS, SETTINGS, TREES, Arm, aligned_arms, arms
+from specjax import ModelConfig, SpecConfig
+from specjax.draft.mtp import init_head_params
+from specjax.engine.runner import Runner
+from specjax.models import hf
+from specjax.models.transformer import init_params
+
+SMALL = ModelConfig(
+    vocab_size=40,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    mtp_num_layers=1,
+)
+
+
+def figures(path):
+    return json.loads(path.read_text())["figures"]
+
+
+# --- accept lengths --------------------------------------------------------------------------
+
+
+def test_every_arm_drafts_as_many_nodes_as_it_says_and_is_allowed():
+    listed = list(arms(("head", "ngram", "small", "itself")))
+    assert len({arm.name for arm in listed}) == len(set(listed)) == len(listed)
+    for arm in listed:
+        assert arm.strategy.rows == arm.nodes + 1
+        assert arm.spec({"small": "a", "itself": "b"}).acceptance == arm.mode
+    kinds = {(a.source, a.mode) for a in listed if a.nodes == 7 and a.source != "itself"}
+    assert len(kinds) == 3 * 3  # each rule with each source
+    for nodes, trees in TREES.items():
+        assert {a.tree for a in listed if (a.source, a.nodes) == ("head", nodes)} <= set(trees)
+    taus = {a.tau for a in listed if a.source == "head" and a.strategy.is_dynamic}
+    assert taus == {0.3, 0.6, 1.0}
+
+
+def test_aligned_arms_are_pairs_that_differ_in_nothing_else():
+    on, off = ([a for a in aligned_arms() if a.aligned is side] for side in (True, False))
+    assert [a.name for a in on] == [a.name for a in off]
+    assert all(a.spec({}).aligned is False for a in off)
+
+
+def test_accept_length_is_of_sums_and_its_interval_resamples_prompts():
+    counts = acceptance.Counts(np.array([9, 0]), np.array([3, 9]))
+    assert counts.accept_length == pytest.approx(1 + 9 / 12)  # a mean of means would be 2.5
+    assert counts.interval() == [1.0, 4.0]
+    same = acceptance.Counts(np.array([4, 4]), np.array([2, 2]))
+    assert same.interval() == [3.0, 3.0]
+
+
+def test_ratios_resample_the_same_prompts_on_both_sides():
+    low = acceptance.Counts(np.array([10, 90]), np.array([10, 10]))
+    high = acceptance.Counts(np.array([30, 190]), np.array([10, 10]))  # twice the accept length
+    value, interval = acceptance.mean_ratio([(high, low)])
+    assert value == pytest.approx(2.0)
+    assert interval == pytest.approx([2.0, 2.0])
+
+
+def made_up():
+    """Counts of all arms: the coupled chain accepts 2 per round, the others 3."""
+    found, aligned = {}, {}
+    for arm in arms(("head", "ngram")):
+        per_round = 2 if (arm.mode, arm.tree) == ("coupled", "chain") else 3
+        for setting in SETTINGS:
+            found["sums", setting, arm] = acceptance.Counts(
+                np.array([10, 20]) * per_round, np.array([10, 20])
+            )
+    for arm in aligned_arms():
+        for setting in ALIGNED_SETTINGS:
+            aligned["sums", setting, arm] = acceptance.Counts(
+                np.array([10, 20]) * (2 + arm.aligned), np.array([10, 20])
+            )
+    return found, aligned
+
+
+def test_figures_compare_with_the_coupled_chain_and_aligned_with_not_aligned():
+    result = acceptance.figures(*made_up())
+    assert result["accept_length/sums/T_0.7/head/coupled/chain/nodes_7"]["value"] == 3.0
+    assert result["relative/head/coupled/chain/nodes_7"]["value"] == 1.0
+    assert result["relative/head/block/chain/nodes_15"]["value"] == pytest.approx(4 / 3)
+    gains = [v["value"] for k, v in result.items() if k.startswith("aligned_gain/")]
+    assert len(gains) == len(ALIGNED_SETTINGS) * 3 and gains == pytest.approx([4 / 3] * len(gains))
+
+
+def test_the_picture_shows_every_accept_length_of_the_file(tmp_path):
+    result = acceptance.figures(*made_up())
+    path = tmp_path / "acceptance.json"
+    path.write_text(json.dumps({"figures": result}))
+    points = acceptance_plot.points(result)
+    assert len(points) == sum(key.startswith("accept_length/") for key in result)
+    assert {p.row.mode for p in points} == set(acceptance_plot.COLORS)
+    assert acceptance_plot.draw(path).read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_acceptance_measures_its_arms_and_writes_table_and_figure(
+    tiny_policy, tmp_path, capsys, monkeypatch
+):
+    arm = Arm("head", "recursive", 1, "chain")
+    monkeypatch.setitem(TREES, 1, {"chain": "1_1_2"})
+    monkeypatch.setattr(acceptance, "arms", lambda sources: [arm])
+    monkeypatch.setattr(acceptance, "aligned_arms", lambda: [])
+    out = tmp_path / "acceptance.json"
+    acceptance.main(["--quick", "--embedded", str(tiny_policy), "--out", str(out)])
+    result = figures(out)
+    assert set(result) == {f"accept_length/sums/{setting}/{arm.name}" for setting in SETTINGS}
+    for entry in result.values():
+        low, high = entry["interval"]
+        assert 1 <= low <= entry["value"] <= high <= 2
+    assert out.with_suffix(".png").exists()
+    assert "sums: accept length" in capsys.readouterr().out
+
+
+def test_an_arm_that_does_not_exist_is_an_error(tiny_policy, tmp_path):
+    argv = ["--quick", "--embedded", str(tiny_policy), "--only", "none_such"]
+    with pytest.raises(SystemExit, match="none_such"):
+        acceptance.main([*argv, "--out", str(tmp_path / "x.json")])
+
+
+def test_the_truncated_draft_model_is_the_policys_first_layers(tiny_policy, tmp_path):
+    cfg, params, _ = hf.load_checkpoint(tiny_policy, "float32")
+    acceptance.truncated(cfg, params, 1, tiny_policy, tmp_path / "first")
+    small, first, head = hf.load_checkpoint(tmp_path / "first", "float32")
+    assert small.num_layers == 1 and head is None
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, b[:1]), first["layers"], params["layers"]
+    )
+    np.testing.assert_array_equal(first["embed"], params["embed"])
+    assert Arm("first", "coupled", 7, "chain").spec({"first": "dir"}).source == "model"
+
+
+# --- the parts of a round --------------------------------------------------------------------
+
+
+def test_the_parts_in_order_do_what_a_round_does():
+    cfg = SMALL.replace(max_position=48)
+    runner = Runner(cfg, SpecConfig("2x1"), 2, cfg.max_position)
+    runner.set_params(init_params(cfg, 0), init_head_params(cfg, 1))
+    wanted = bench_round.FEATURES["temperature"]
+    parts = round_parts.Parts(runner, *wanted, context=12, emitted=2)
+    by_parts, _ = parts.programs["commit"]()
+    whole, _ = parts.programs["round"]()
+    assert (by_parts.length > 12).all()
+    for name in ("tokens", "length", "finish", "histogram"):
+        np.testing.assert_array_equal(getattr(by_parts, name), getattr(whole, name))
+
+
+def test_bench_round_reports_shares_and_that_noise_is_drawn_once(
+    tiny_policy, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(bench_round.SHAPES, "small", SMALL)
+    out = tmp_path / "round.json"
+    argv = "--shapes small --strategies 1_1_2 --features temperature --repeats 1 --window 0".split()
+    argv += ["--max_tokens", "6", "--model", str(tiny_policy), "--out", str(out)]
+    bench_round.main(argv)
+    result = figures(out)
+    shares = [
+        result[f"share/small/1_1_2/temperature/{part}"]["value"] for part in round_parts.PARTS
+    ]
+    assert sum(shares) == pytest.approx(1)
+    assert result["noise_rows_drawn_twice/policy/1_1_2"]["value"] == 0
+    assert result["noise_rows_per_token/policy/1_1_2"]["value"] >= 1
+
+
+def test_shares_are_of_the_sum_and_noise_is_left_out_where_it_says_so():
+    ms = {"noise": 10, "draft": 20, "verify": 60, "transform": 2, "accept": 5, "commit": 3}
+    times = {name: (float(value), float(value)) for name, value in ms.items()}
+    result = bench_round.part_figures("x", times | {"round": (80.0, 90.0)})
+    assert result["share/x/verify"]["value"] == pytest.approx(0.6)
+    assert result["share_without_noise/x/accept_and_commit"]["value"] == pytest.approx(8 / 90)
+    assert result["sum_of_parts/x"]["value"] == pytest.approx(1.25)
+
+
+# --- invariant -------------------------------------------------------------------------------
+
+
+def test_differences_are_counted_up_to_the_first_and_in_all():
+    same, other, short = [1, 2, 3], [1, 9, 9], [1, 2]
+    found = invariant.differences([same, other, short], [same, same, same])
+    assert (found.samples, found.tokens, found.compared) == (2, 3, 3 + 2 + 3)
+
+
+def test_bench_invariant_finds_no_difference_in_invariant_mode(tiny_policy, tmp_path):
+    out = tmp_path / "invariant.json"
+    argv = "--batches 2 --dtypes bfloat16 --prompts 2 --samples 1 --max_tokens 8 --repeats 1"
+    argv = [*argv.split(), "--strategy", "1_1_2", "--max_prompt_tokens", "24"]
+    argv += ["--model", str(tiny_policy), "--out", str(out)]
+    invariant.main(argv)
+    result = figures(out)
+    assert result["samples_different/bfloat16/batch_2/invariant"]["value"] == 0
+    assert result["tokens_compared/bfloat16/batch_2/normal"]["value"] > 2
+    assert result["cost/bfloat16/batch_2/plain_invariant"]["value"] > 0
+
+
+def test_a_difference_in_invariant_mode_is_a_failure(tiny_policy, tmp_path, monkeypatch):
+    def decode(self, repeats):
+        samples = {"speculative": [[1]], "plain": [[1]], "invariant": [[1]]}
+        self.tokens = samples | {"plain_invariant": [[2]]}
+        return {name: [1.0] for name in self.tokens}
+
+    monkeypatch.setattr(invariant.Decodings, "__init__", lambda self, *_: None)
+    monkeypatch.setattr(invariant.Decodings, "measure", decode)
+    argv = ["--model", str(tiny_policy), "--batches", "1", "--dtypes", "float32", "--prompts", "1"]
+    with pytest.raises(SystemExit, match="1 samples differ in invariant mode"):
+        invariant.main([*argv, "--out", str(tmp_path / "x.json")])

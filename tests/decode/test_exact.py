@@ -1,0 +1,214 @@
+"""Every rule with finite randomness is exact, and every biased one is seen to be: by enumeration.
+
+Target and draft are random tables over three or four tokens, a distribution for every context. All
+outcomes of all rounds are enumerated with their probabilities in float64, and the joint of the
+first tokens compared with that of autoregressive sampling.
+"""
+
+import biased
+import numpy as np
+import pytest
+from biased import draw_chain, rows_along, rows_of_tree
+from reference import (
+    autoregressive_joint,
+    block_accept,
+    draw_tree,
+    enumerate_outcomes,
+    greedy_accept,
+    leviathan_accept,
+    random_table,
+    recursive_accept,
+    speculative_joint,
+    total_variation,
+)
+
+from specjax.config import Strategy
+from specjax.decode.tree import build_tree
+
+ROUNDING = 1e-12
+
+
+def parents(spec):
+    return build_tree(Strategy.parse(spec)).shape.parent.tolist()
+
+
+def tables(vocab, sharpness=1.5, seed=0):
+    generator = np.random.default_rng(seed)
+    return random_table(generator, vocab, sharpness), random_table(generator, vocab, sharpness)
+
+
+def bias(one_round, p, vocab, length=3):
+    """Total variation between what rounds emit and autoregressive sampling."""
+    emitted = speculative_joint(one_round, length)
+    return total_variation(emitted, autoregressive_joint(p, length, vocab))
+
+
+# --- exact rules ----------------------------------------------------------------------------------
+
+
+def tree_round(p, q, parent):
+    def one_round(tape, context):
+        tokens = draw_tree(parent, q, context, tape.pick)
+        rows = [rows_of_tree(table, context, parent, tokens) for table in (p, q)]
+        return recursive_accept(parent, tokens, *rows, tape.flip, tape.pick)[0]
+
+    return one_round
+
+
+def chain_round(p, q, rule, lengths=(2,)):
+    """Rounds on chains; how many tokens are drafted may depend on what was drafted so far."""
+
+    def one_round(tape, context):
+        steps = lengths[sum(context) % len(lengths)]
+        drafted = draw_chain(q, context, steps, tape.pick)
+        rows = rows_along(p, context, drafted), rows_along(q, context, drafted)[:-1]
+        emitted = rule(*rows, drafted, tape.flip, tape.pick)
+        return emitted[0] if rule is block_accept else emitted
+
+    return one_round
+
+
+TREES = {
+    "chain": ("2_1_3", 4),
+    "two by two": ("2x2", 3),
+    "three, one each": ("3x1", 3),
+    "three of four": ("3", 4),
+    "uneven": ([(0,), (1,), (0, 0), (0, 1)], 3),
+    "more children than tokens": ("4x1", 3),
+}
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 3.0])
+@pytest.mark.parametrize("name", TREES)
+def test_recursive_rejection_gives_the_autoregressive_joint_exactly(name, sharpness):
+    spec, vocab = TREES[name]
+    p, q = tables(vocab, sharpness)
+    assert bias(tree_round(p, q, parents(spec)), p, vocab) < ROUNDING
+
+
+@pytest.mark.parametrize("rule", [block_accept, leviathan_accept])
+@pytest.mark.parametrize("lengths", [(2,), (3,), (0, 1, 2)])
+def test_chain_rules_give_the_autoregressive_joint_exactly(rule, lengths):
+    vocab = 4 if max(lengths) == 2 else 3
+    p, q = tables(vocab)
+    assert bias(chain_round(p, q, rule, lengths), p, vocab) < ROUNDING
+
+
+def test_recursive_rejection_on_a_chain_is_leviathans_rule_outcome_by_outcome():
+    p, q = tables(4)
+    chains = [tree_round(p, q, parents("2_1_3")), chain_round(p, q, leviathan_accept)]
+    outcomes = [enumerate_outcomes(lambda tape, f=f: tuple(f(tape, ()))) for f in chains]
+    assert total_variation(*outcomes) < ROUNDING
+
+
+def test_block_verification_accepts_more_drafts_than_leviathan_from_the_same_drafts():
+    p, q = tables(4)
+    means = []
+    for rule in (block_accept, leviathan_accept):
+        one_round = chain_round(p, q, rule)
+        outcomes = enumerate_outcomes(lambda tape, f=one_round: tuple(f(tape, ())))
+        means.append(sum(len(emitted) * mass for emitted, mass in outcomes.items()))
+    assert means[0] > means[1] + 0.01
+
+
+@pytest.mark.parametrize("rule", [block_accept, leviathan_accept])
+def test_a_greedy_draft_is_exact_when_its_q_is_one_hot(rule):
+    p, logits = tables(4)
+
+    def q(context):
+        return np.eye(4)[np.argmax(logits(context))]
+
+    assert bias(chain_round(p, q, rule), p, 4) < ROUNDING
+
+
+@pytest.mark.parametrize("absent", [1, 2])
+@pytest.mark.parametrize("rule", ["block", "recursive"])
+def test_a_missing_draft_is_exact_when_its_absence_was_not_decided_by_a_draw(rule, absent):
+    """Written -1; block verification needs its row of q to be empty, recursive ignores the row."""
+    p, q = tables(4)
+
+    def one_round(tape, context):
+        drafted = draw_chain(q, context, 2, tape.pick)
+        p_rows, q_rows = rows_along(p, context, drafted), rows_along(q, context, drafted)[:-1]
+        drafted[absent - 1] = -1
+        if rule == "block":
+            q_rows[absent - 1] = 0.0
+            return block_accept(p_rows, q_rows, drafted, tape.flip, tape.pick)[0]
+        rows = [0, 0, 1], [-1, *drafted], p_rows, [*q_rows, q_rows[0]]
+        return recursive_accept(*rows, tape.flip, tape.pick)[0]
+
+    assert bias(one_round, p, 4) < ROUNDING
+
+
+@pytest.mark.parametrize("spec", ["2_1_3", "2x2", "3x1"])
+def test_greedy_emits_the_targets_own_argmaxes_for_certain(spec):
+    """At temperature 0 the recursive rule on one-hot p is the greedy walk, whatever was drafted."""
+    logits, q = tables(3)
+
+    def p(context):
+        return np.eye(3)[np.argmax(logits(context))]
+
+    parent = parents(spec)
+
+    def greedy_round(tape, context):
+        tokens = draw_tree(parent, q, context, tape.pick)
+        rows = [rows_of_tree(table, context, parent, tokens) for table in (p, q)]
+        emitted, path = greedy_accept(parent, tokens, rows[0])
+        assert recursive_accept(parent, tokens, *rows, tape.flip, tape.pick) == (emitted, path)
+        return emitted
+
+    assert bias(greedy_round, p, 3) < ROUNDING
+
+
+# --- biased rules ---------------------------------------------------------------------------------
+
+# rule, seed and sharpness of the tables, and the total variation it must exceed there
+BIASED = {
+    "greedy draft with softmax q": (biased.greedy_draft_with_softmax_q, 1, 1.0, 0.5),
+    "top-k candidates with p/q": (
+        lambda p, q: biased.top_k_candidates_with_p_over_q(p, q, parents("2x1")),
+        0,
+        1.0,
+        0.5,
+    ),
+    "draw three keep best two": (biased.draw_three_keep_best_two, 4, 1.0, 0.25),
+    "global re-rank": (lambda p, q: biased.global_re_rank(p, q, parents("2x2"), 3), 1, 3.0, 0.2),
+    "longest of sampled paths wins": (biased.longest_path_wins, 3, 3.0, 0.2),
+    "longest of top-k paths wins": (
+        lambda p, q: biased.longest_path_wins(p, q, sampled=False),
+        1,
+        1.5,
+        0.7,
+    ),
+    "correction from the full target": (biased.correction_from_the_full_target, 5, 3.0, 0.2),
+    "accept coin used again": (biased.accept_coin_used_again_for_the_last_draw, 1, 1.5, 0.08),
+    "draft noise used again": (biased.draft_noise_used_again_for_the_residual, 0, 1.5, 0.05),
+}
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_enumeration_sees_the_bias(name):
+    rule, seed, sharpness, bound = BIASED[name]
+    p, q = tables(3, sharpness, seed)
+    assert bias(rule(p, q), p, 3) > bound
+    assert bias(chain_round(p, q, block_accept), p, 3) < ROUNDING
+
+
+def test_enumeration_sees_the_bias_of_penalties_counted_once_per_round():
+    """Counted along the branch they are exact: nothing else is wrong with the set-up."""
+    logits, q = tables(3, sharpness=1.0)
+    p = biased.penalised(logits, 1.5, lambda context: context)
+    assert bias(biased.penalties_counted_once_per_round(logits, q, 1.5), p, 3) > 0.25
+    assert bias(chain_round(p, q, block_accept), p, 3) < ROUNDING
+
+
+def test_enumeration_sees_the_bias_of_block_coins_by_position_alone():
+    """A coin that was lost is met again in the next round; within one round there is no bias."""
+    p, q = tables(3, sharpness=1.0, seed=2)
+
+    def found(length):
+        emitted = enumerate_outcomes(biased.block_with_coins_by_position(p, q, 2, length))
+        return total_variation(emitted, autoregressive_joint(p, length, 3))
+
+    assert found(length=2) > 0.03
+    assert found(length=1) < ROUNDING

@@ -1,0 +1,264 @@
+"""What a chunk reports, against a plain recomputation in numpy, slot by slot."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from report_oracle import Case, Slot, V, make_plan, random_case
+
+from specjax.decode import report
+from specjax.decode.options import Features
+from specjax.decode.plan import Plan
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def write_one(buffers, plan, round_index, begin, view):
+    return report.write(buffers, plan, round_index, begin, view)
+
+
+def written(case: Case, plan: Plan, rounds=2, at=1):
+    view = case.view(plan)
+    buffers = report.start(plan, len(case.slots), rounds)
+    return jax.device_get(write_one(buffers, plan, jnp.int32(at), view.state.length, view))
+
+
+def check_records(case: Case, rejections: report.Rejections, at=1) -> list[dict]:
+    """Compares round `at` with the oracle; returns the rejections there."""
+    found = []
+    for b, slot in enumerate(case.slots):
+        expected = case.expected(b)
+        ran = slot.running and slot.speculate
+        assert rejections.accepted[at, b] == (len(case.walk(b)[0]) - 1 if ran else -1)
+        assert rejections.valid[at, b] == (expected is not None)
+        if expected is None:
+            continue
+        found.append(expected)
+        for name, value in expected.items():
+            got = getattr(rejections, name)[at, b]
+            if isinstance(value, (float, np.floating)):
+                np.testing.assert_allclose(got, value, rtol=2e-4, atol=2e-5, err_msg=name)
+            else:
+                assert got == value, (name, got, value)
+    return found
+
+
+# --- rejections ----------------------------------------------------------------------------------
+
+
+def test_records_equal_a_plain_recomputation_and_every_cause_occurs():
+    plan, found = make_plan(), []
+    for seed in range(40):
+        case = random_case(seed)
+        found += check_records(case, written(case, plan).rejections)
+    assert len(found) > 100
+    for name in ("outside_mask", "outside_filter", "penalty_changed"):
+        assert 5 < sum(r[name] for r in found) < len(found) - 5, name
+    assert {r["depth"] for r in found} == {1, 2}
+    assert {r["emitted"] for r in found} == {True, False}
+    assert any(math.isinf(r["draft_token_target_logprob"]) for r in found)
+
+
+def test_rounds_that_did_not_run_hold_nothing_and_others_are_left_alone():
+    case, plan = random_case(3), make_plan()
+    rejections = written(case, plan, rounds=3, at=2).rejections
+    assert rejections.valid[2].any() and not rejections.valid[:2].any()
+    assert (rejections.accepted[:2] == -1).all()
+
+
+def plain_case(**options) -> Case:
+    """One slot under a chain of one step that drafts token 1 where the target prefers token 0."""
+    case = random_case(0, batch=1, tree="1_1_2")
+    case.slots = [Slot(prompt=[5, 6], output=[7], **options)]
+    case.tokens[0] = (7, 1)
+    case.logits[0, :] = [4.0, 3.0, 2.0, 1.0] + [-4.0] * (V - 4)
+    case.noise[:] = 0.0
+    case.cut = 9
+    return case
+
+
+@pytest.mark.parametrize(
+    "options, field",
+    [
+        ({"allowed": frozenset(range(V)) - {1}}, "outside_mask"),
+        ({"bad_word": (7, 1)}, "outside_mask"),
+        ({"top_k": 1}, "outside_filter"),
+        ({"top_p": 0.5}, "outside_filter"),
+        ({}, None),
+    ],
+)
+def test_a_draft_token_that_cannot_be_sampled_is_labelled_by_what_forbids_it(options, field):
+    case = plain_case(**options)
+    rejections = written(case, make_plan("1_1_2")).rejections
+    assert rejections.valid[1, 0] and rejections.target_token[1, 0] == 0
+    for name in ("outside_mask", "outside_filter", "penalty_changed"):
+        assert rejections._asdict()[name][1, 0] == (name == field)
+    assert np.isneginf(rejections.draft_token_target_logprob[1, 0]) == (field is not None)
+
+
+def test_a_bad_word_that_begins_within_the_draft_is_a_mask_at_that_branch():
+    case = random_case(0, batch=1, tree="2_1_3")
+    case.slots = [Slot(prompt=[5, 6], output=[7], bad_word=(0, 1))]
+    case.tokens[0] = (7, 0, 1)
+    case.logits[0, :] = [4.0, 3.0, 2.0, 1.0] + [-4.0] * (V - 4)
+    case.noise[:], case.cut = 0.0, 9
+    rejections = written(case, make_plan("2_1_3")).rejections
+    assert rejections.depth[1, 0] == 2 and rejections.outside_mask[1, 0]
+    assert not rejections.outside_filter[1, 0]
+
+
+@pytest.mark.parametrize("part", ["masks", "filters"])
+def test_masks_and_filters_are_told_apart_when_only_one_of_them_is_compiled_in(part):
+    masks = part == "masks"
+    options = {"allowed": frozenset(range(V)) - {1}} if masks else {"top_k": 1}
+    features = Features(allowed=masks, top_k=not masks)
+    rejections = written(plain_case(**options), make_plan("1_1_2", features)).rejections
+    assert rejections.outside_mask[1, 0] == masks
+    assert rejections.outside_filter[1, 0] == (not masks)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_penalty_is_blamed_exactly_where_it_changes_the_choice(temperature):
+    # Without its penalty token 1 (seen in the prompt) would win; with it token 0 does.
+    case = plain_case(temperature=temperature, repetition=2.0)
+    case.slots[0].prompt = [1, 6]
+    case.logits[0, 0, 1] = 5.0
+    assert written(case, make_plan("1_1_2")).rejections.penalty_changed[1, 0]
+    case.logits[0, 0, 1] = 3.0  # then it loses either way
+    assert not written(case, make_plan("1_1_2")).rejections.penalty_changed[1, 0]
+
+
+def test_a_penalty_is_judged_with_the_noise_that_decided():
+    case = plain_case(repetition=2.0)
+    case.slots[0].prompt = [1, 6]
+    case.noise[0, 0, 3] = 9.0  # token 3 wins, with penalty and without
+    case.logits[0, 0, 1] = 5.0
+    rejections = written(case, make_plan("1_1_2")).rejections
+    assert rejections.target_token[1, 0] == 3 and not rejections.penalty_changed[1, 0]
+
+
+@pytest.mark.parametrize("mode", ["block", "recursive"])
+def test_without_common_noise_a_penalty_is_judged_by_the_most_likely_token(mode):
+    case = plain_case(repetition=2.0)
+    case.slots[0].prompt = [1, 6]
+    case.noise[0, 0, 3] = 9.0
+    case.logits[0, 0, 1] = 5.0
+    assert written(case, make_plan("1_1_2", mode=mode)).rejections.penalty_changed[1, 0]
+
+
+def test_a_path_accepted_to_a_leaf_is_no_rejection():
+    case = plain_case()
+    case.tokens[0, 1] = 0
+    rejections = written(case, make_plan("1_1_2")).rejections
+    assert rejections.accepted[1, 0] == 1 and not rejections.valid[1, 0]
+
+
+def test_a_row_without_valid_drafts_rejects_nothing():
+    case = plain_case()
+    case.tokens[0, 1] = -1
+    rejections = written(case, make_plan("1_1_2")).rejections
+    assert rejections.accepted[1, 0] == 0 and not rejections.valid[1, 0]
+
+
+def test_a_tree_whose_shape_differs_by_slot_is_read_by_slot():
+    plan, case = make_plan(), random_case(5)
+    view = case.view(plan)
+    parent = np.broadcast_to(case.shape.parent, case.tokens.shape).copy()
+    where = next(b for b in range(len(case.slots)) if case.expected(b))
+    parent[where] = 99  # this slot has no children anywhere
+    view = view._replace(
+        draft=view.draft._replace(shape=case.shape._replace(parent=jnp.asarray(parent)))
+    )
+    buffers = report.start(plan, len(case.slots), 1)
+    rejections = write_one(buffers, plan, 0, view.state.length, view).rejections
+    expected = [b != where and case.expected(b) is not None for b in range(len(case.slots))]
+    assert rejections.valid[0].tolist() == expected
+
+
+# --- logprobs ------------------------------------------------------------------------------------
+
+
+def test_transformed_and_top_logprobs_lie_at_the_positions_of_their_tokens():
+    plan = make_plan()
+    case = random_case(11)
+    view = case.view(plan)
+    buffers = report.start(plan, len(case.slots), 3)
+    ahead = np.arange(len(case.slots)) % 3  # tokens that the chunk has emitted already
+    got = jax.device_get(write_one(buffers, plan, 1, view.state.length - ahead, view))
+    assert got.transformed.shape == (len(case.slots), 9)
+    assert got.top.ids.shape == (len(case.slots), 9, V)  # 20 at most
+    for b, slot in enumerate(case.slots):
+        rows, emitted = case.walk(b)
+        count = min(len(rows), case.cut) if slot.running else 0
+        filled = [int(ahead[b]) + i for i in range(count)]
+        empty = np.setdiff1d(np.arange(9), filled)
+        assert (got.transformed[b, empty] == 0).all() and (got.top.ids[b, empty] == -1).all()
+        for row, token, k in zip(rows, emitted, filled, strict=False):
+            logp = slot.log_softmax(slot.scores(case.logits[b, row], case.path(b, row)))
+            scaled = slot.log_softmax(slot.tempered(case.logits[b, row]))
+            np.testing.assert_allclose(got.transformed[b, k], logp[token], rtol=2e-4, atol=2e-5)
+            for expected, ids, values in (
+                (scaled, got.top.ids, got.top.logprobs),
+                (logp, got.top.transformed_ids, got.top.transformed_logprobs),
+            ):
+                np.testing.assert_allclose(values[b, k], -np.sort(-expected), rtol=2e-4, atol=2e-5)
+                np.testing.assert_allclose(values[b, k], expected[ids[b, k]], rtol=2e-4, atol=2e-5)
+
+
+def test_plain_decoding_reports_logprobs_and_has_no_rejections():
+    plan = make_plan(None)
+    case = random_case(2, tree="1_1_2")
+    view = case.view(make_plan("1_1_2"))
+    first = view._replace(
+        draft=None,
+        accepted=None,
+        count=jnp.minimum(view.count, 1),
+        tokens=view.tokens[:, :1],
+        path_logits=view.path_logits[:, :1],
+        path_scores=view.path_scores[:, :1],
+    )
+    buffers = report.start(plan, len(case.slots), 2)
+    assert buffers.rejections is None and buffers.transformed.shape == (len(case.slots), 2)
+    got = write_one(buffers, plan, 0, view.state.length, first)
+    for b, slot in enumerate(case.slots):
+        logp = slot.log_softmax(slot.scores(case.logits[b, 0], []))
+        expected = logp[case.walk(b)[1][0]] if slot.running else 0.0
+        np.testing.assert_allclose(got.transformed[b, 0], expected, rtol=2e-4, atol=2e-5)
+        assert got.transformed[b, 1] == 0
+
+
+# --- free when off -------------------------------------------------------------------------------
+
+
+def jaxpr_of(plan: Plan):
+    case = random_case(0)
+    view = case.view(make_plan())
+    buffers = report.start(plan, len(case.slots), 2)
+    closed = jax.make_jaxpr(functools.partial(report.write, plan=plan))(
+        buffers, round_index=0, begin=view.state.length, step=view
+    )
+    return closed.jaxpr
+
+
+def test_what_is_off_has_no_buffers_no_outputs_and_no_operations():
+    off = make_plan(features=Features(penalties=True, top_p=True), telemetry=False)
+    assert report.start(off, 4, 2) == report.Report(None, None, None)
+    jaxpr = jaxpr_of(off)
+    assert not jaxpr.outvars and not jaxpr.eqns
+
+
+def test_each_part_costs_only_where_it_is_asked_for():
+    def primitives(**changes):
+        features = Features(**{k: v for k, v in changes.items() if k != "telemetry"})
+        jaxpr = jaxpr_of(make_plan(features=features, telemetry=changes.get("telemetry", False)))
+        return len(jaxpr.outvars), str(jaxpr)
+
+    outputs, text = primitives(transformed_logprobs=True)
+    assert outputs == 1 and "top_k" not in text
+    outputs, text = primitives(top_logprobs=True)
+    assert outputs == 2 and "top_k" in text
+    assert primitives(top_logprobs=True, transformed_logprobs=True)[0] == 5
+    outputs, text = primitives(telemetry=True)
+    assert outputs == len(report.Rejections._fields) and "top_k" not in text

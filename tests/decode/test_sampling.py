@@ -1,0 +1,312 @@
+"""The sampling transforms: what an independent float64 reference says, at every node of a tree."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transform_reference as reference
+from scipy import stats
+from transform_cases import (
+    ROWS,
+    SLOTS,
+    STOPS,
+    TRANSFORMS,
+    VOCAB,
+    Slot,
+    expected_scores,
+    random_logits,
+    random_slot,
+    random_tree,
+    rows_of,
+    scores_of,
+)
+
+from specjax.config import SamplingParams
+from specjax.decode import sampling
+from specjax.decode.history import Rows
+from specjax.decode.options import Features
+
+# --- against the reference ------------------------------------------------------------------------
+
+
+def agree(ours, expected):
+    np.testing.assert_array_equal(np.isneginf(ours), np.isneginf(expected))
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_mixed_options_agree_with_the_reference_at_every_node_of_a_tree(seed):
+    generator = np.random.default_rng(seed)
+    slots = [random_slot(generator) for _ in range(SLOTS)]
+    paths = [random_tree(generator) for _ in range(SLOTS)]
+    logits = random_logits(generator, (SLOTS, ROWS, VOCAB))
+    ours = scores_of(logits, slots, rows=rows_of(paths, depth=4))
+    agree(ours, expected_scores(logits, slots, paths))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chains_with_a_static_depth_agree_with_the_reference(seed):
+    generator = np.random.default_rng(seed)
+    slots = [random_slot(generator) for _ in range(SLOTS)]
+    drafts = generator.integers(0, 6, (SLOTS, ROWS - 1)).tolist()
+    paths = [[draft[:depth] for depth in range(ROWS)] for draft in drafts]
+    logits = random_logits(generator, (SLOTS, ROWS, VOCAB))
+    rows = rows_of(paths)
+    ours = scores_of(logits, slots, rows=Rows(rows.depth[0], rows.path))
+    agree(ours, expected_scores(logits, slots, paths))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_plain_decoding_agrees_with_the_reference(seed):
+    generator = np.random.default_rng(seed)
+    slots = [random_slot(generator) for _ in range(SLOTS)]
+    logits = random_logits(generator, (SLOTS, 1, VOCAB))
+    agree(scores_of(logits, slots), expected_scores(logits, slots, [[[]]] * SLOTS))
+
+
+def test_random_cases_exercise_every_option():
+    """Guards the three tests above: each option, left out, changes some expected score."""
+    generator = np.random.default_rng(0)
+    neutral_params, decisive = SamplingParams(), set()
+    for _ in range(60):
+        slot, logits = random_slot(generator), random_logits(generator, (VOCAB,))
+        full = reference.transform(logits, *slot[:3], [], STOPS)
+        for name in (f.name for f in dataclasses.fields(SamplingParams)):
+            default = getattr(neutral_params, name)
+            other = dataclasses.replace(slot.params, **{name: default})
+            if (reference.transform(logits, other, *slot[1:3], [], STOPS) != full).any():
+                decisive.add(name)
+    assert decisive == {
+        *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+        *("frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens"),
+    }
+
+
+# --- penalties along branches ---------------------------------------------------------------------
+
+
+def greedy_walk(scores, draft):
+    """What a chain of drafts emits: the target's choices up to the first that is no draft."""
+    emitted = []
+    for row in range(len(draft) + 1):
+        emitted.append(int(np.argmax(scores[row])))
+        if row < len(draft) and emitted[-1] != draft[row]:
+            break
+    return emitted
+
+
+def test_frequency_penalty_counts_the_drafts_before_it():
+    logits = np.zeros((1, 4, VOCAB), np.float32)
+    logits[..., 1], logits[..., 15] = 100.0, 99.0
+    slots = [Slot(SamplingParams(temperature=0, frequency_penalty=1.5), [2])]
+    scores = scores_of(logits, slots, [[[], [1], [1, 1], [1, 1, 1]]])
+    assert greedy_walk(scores[0], [1, 1, 1]) == [1, 15]
+
+
+def test_penalties_are_per_branch_and_not_per_round():
+    logits = np.full((1, 5, VOCAB), 1.0, np.float32)
+    slots = [Slot(SamplingParams(frequency_penalty=0.5), [0])]
+    paths = [[[], [7], [8], [7, 7], [8, 9]]]
+    scores = scores_of(logits, slots, paths)[0]
+    expected = {(1, 7): 0.5, (2, 8): 0.5, (3, 7): 0.0, (4, 8): 0.5, (4, 9): 0.5}
+    for row in range(5):
+        for token in (7, 8, 9):
+            assert scores[row, token] == expected.get((row, token), 1.0), (row, token)
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (dict(repetition_penalty=2.0), [(2.0, 2.0), (2.0, 2.0), (2.0, 2.0)]),
+        (dict(presence_penalty=2.0), [(4.0, 4.0), (4.0, 2.0), (4.0, 2.0)]),
+        (dict(frequency_penalty=1.0), [(4.0, 4.0), (4.0, 3.0), (4.0, 2.0)]),
+    ],
+)
+def test_repeats_on_the_path_count_once_or_each_time_and_the_prompt_only_for_repetition(
+    params, expected
+):
+    logits = np.full((1, 3, VOCAB), 4.0, np.float32)
+    # Token 6 stands in the prompt alone, token 7 in the prompt and, from row 1 on, on the path.
+    slots = [Slot(SamplingParams(**params), [6, 7], [1])]
+    scores = scores_of(logits, slots, [[[], [7], [7, 7]]])[0]
+    assert [(float(s[6]), float(s[7])) for s in scores] == expected
+
+
+def test_repetition_multiplies_negative_logits():
+    logits = np.array([[[2.0, -2.0, 0.0, 2.0, -2.0, 0.0]]], np.float32)
+    scores = scores_of(logits, [Slot(SamplingParams(repetition_penalty=1.25), [0, 1, 2])])
+    np.testing.assert_array_equal(scores[0, 0], np.float32([1.6, -2.5, 0.0, 2.0, -2.0, 0.0]))
+
+
+def test_a_missing_token_on_the_path_touches_nothing():
+    logits = np.random.default_rng(0).normal(0, 5, (1, 2, VOCAB)).astype(np.float32)
+    slots = [Slot(SamplingParams(frequency_penalty=0.5, bad_words=((3, 4),)), [0])]
+    rows = Rows(np.array([0, 1]), np.array([[[-1], [-1]]], np.int32))
+    scores = scores_of(logits, slots, rows=rows)
+    np.testing.assert_array_equal(scores, logits)
+
+
+# --- masks along branches -------------------------------------------------------------------------
+
+
+def impossible(scores):
+    return set(np.flatnonzero(np.isneginf(scores)).tolist())
+
+
+def test_bad_words_are_banned_on_the_branch_that_began_them():
+    logits = np.zeros((1, 5, VOCAB), np.float32)
+    params = SamplingParams(bad_words=((11,), (2, 5, 7, 9), (5, 7, 12), (6, 7, 9)))
+    scores = scores_of(logits, [Slot(params, [1], [2])], [[[], [5], [6], [5, 7], [6, 7]]])[0]
+    assert [impossible(row) for row in scores] == [{11}, {11}, {11}, {9, 11, 12}, {9, 11}]
+
+
+def test_a_bad_word_that_the_context_began_is_banned_at_the_root_only():
+    logits = np.zeros((1, 2, VOCAB), np.float32)
+    slots = [Slot(SamplingParams(bad_words=((1, 2, 5),)), [1], [2])]
+    scores = scores_of(logits, slots, [[[], [2]]])[0]
+    assert [impossible(row) for row in scores] == [{5}, set()]
+
+
+def test_a_bad_word_longer_than_the_sequence_is_not_begun():
+    logits = np.zeros((1, 1, VOCAB), np.float32)
+    slots = [Slot(SamplingParams(bad_words=((4, 2, 5), (1, 1, 2, 6))), [2])]
+    assert impossible(scores_of(logits, slots)[0, 0]) == set()
+
+
+def test_allowed_ids_hold_at_every_depth():
+    logits = np.zeros((1, 3, VOCAB), np.float32)
+    params = SamplingParams(allowed_token_ids=(0, 31, 32, VOCAB - 1), bad_words=((31, 32),))
+    scores = scores_of(logits, [Slot(params, [1])], [[[], [31], [31, 0]]])[0]
+    possible = [set(range(VOCAB)) - impossible(row) for row in scores]
+    assert possible == [{0, 31, 32, 39}, {0, 31, 39}, {0, 31, 32, 39}]
+
+
+def test_stop_tokens_are_masked_until_the_minimum_length_at_each_depth():
+    logits = np.zeros((1, 4, VOCAB), np.float32)
+    # One token is out (the root), so row d decides output token number d + 2.
+    slots = [Slot(SamplingParams(min_tokens=3), [1, 1], [2], STOPS)]
+    scores = scores_of(logits, slots, [[[], [5], [5, 5], [5, 5, 5]]])[0]
+    assert [impossible(row) for row in scores] == [{3, 4}, {3, 4}, set(), set()]
+
+
+def test_masks_that_leave_nothing_are_lifted_for_that_row_and_penalties_stay():
+    logits = np.zeros((1, 2, VOCAB), np.float32)
+    params = SamplingParams(
+        allowed_token_ids=(7,), bad_words=((5, 7),), frequency_penalty=1.0, logit_bias={8: 2.0}
+    )
+    scores = scores_of(logits, [Slot(params, [1])], [[[], [5]]])[0]
+    assert impossible(scores[0]) == set(range(VOCAB)) - {7}
+    expected = np.zeros(VOCAB)
+    expected[5], expected[8] = -1.0, 2.0
+    np.testing.assert_array_equal(scores[1], expected)
+
+
+def test_only_a_token_that_is_impossible_already_counts_as_nothing_left():
+    logits = np.zeros((1, 1, VOCAB), np.float32)
+    logits[..., 7] = -np.inf
+    scores = scores_of(logits, [Slot(SamplingParams(allowed_token_ids=(7,)), [1])])
+    np.testing.assert_array_equal(scores, logits)
+
+
+# --- greedy beside sampled, and samples -----------------------------------------------------------
+
+
+def test_greedy_rows_ignore_filters_and_noise_but_not_penalties():
+    logits = np.random.default_rng(0).normal(0, 3, (4, 1, VOCAB)).astype(np.float32)
+    common = dict(top_k=2, top_p=0.5, min_p=0.3, logit_bias={0: 1.0})
+    temperature = np.array([0.0, 0.7, 0.0, 1.3], np.float32)
+    slots = [Slot(SamplingParams(temperature=float(t), **common), [1]) for t in temperature]
+    scores = scores_of(logits, slots)
+    noise = np.random.default_rng(1).gumbel(0, 10, scores.shape).astype(np.float32)
+    perturbed = np.asarray(sampling.perturb(jnp.asarray(scores), temperature, noise))
+    biased = logits + np.eye(VOCAB, dtype=np.float32)[0]
+    for b in range(4):
+        if temperature[b] == 0:
+            np.testing.assert_array_equal(scores[b], biased[b])
+            np.testing.assert_array_equal(perturbed[b], scores[b])
+        else:
+            assert 1 <= np.isfinite(scores[b]).sum() <= 2
+            np.testing.assert_array_equal(perturbed[b], scores[b] + noise[b])
+
+
+def test_probabilities_are_those_of_the_reference():
+    generator = np.random.default_rng(0)
+    slots = [random_slot(generator) for _ in range(SLOTS)]
+    logits = random_logits(generator, (SLOTS, 1, VOCAB))
+    temperature = np.array([slot.params.temperature for slot in slots], np.float32)
+    assert 0 < (temperature == 0).sum() < SLOTS
+    ours = np.asarray(sampling.probabilities(scores_of(logits, slots), temperature))
+    for b, scores in enumerate(expected_scores(logits, slots, [[[]]] * SLOTS)[:, 0]):
+        expected = reference.probabilities(scores, temperature[b])
+        np.testing.assert_allclose(ours[b, 0], expected, atol=1e-6)
+
+
+def test_samples_follow_the_transformed_distribution():
+    draws, vocab = 20_000, 8
+    params = SamplingParams(temperature=0.8, top_k=6, top_p=0.95, frequency_penalty=0.7)
+    logits = np.random.default_rng(3).normal(0, 1, (1, 1, vocab)).astype(np.float32)
+    slot = Slot(params, [0], [1, 1, 2])
+    scores = scores_of(logits, [slot])
+    noise = jax.random.gumbel(jax.random.key(0), (1, draws, vocab), mode="high")
+    perturbed = sampling.perturb(jnp.asarray(scores), jnp.array([0.8]), noise)
+    found = np.bincount(np.asarray(jnp.argmax(perturbed, -1))[0], minlength=vocab)
+    p = reference.probabilities(expected_scores(logits, [slot], [[[]]])[0, 0], 0.8)
+    assert 2 <= (p == 0).sum() <= 5 and found[p == 0].sum() == 0
+    expected = p[p > 0] * draws
+    assert expected.min() >= 5
+    assert stats.chisquare(found[p > 0], expected).pvalue > 1e-6
+
+
+@pytest.mark.parametrize("features", [Features(), TRANSFORMS], ids=["plain", "all"])
+@pytest.mark.parametrize("vocab", [100, 8193, 151_936])
+def test_no_token_without_mass_is_picked(vocab, features):
+    generator = np.random.default_rng(vocab)
+    logits = generator.normal(0, 2, (2, 1, vocab)).astype(np.float32)
+    used = int(vocab * 0.9)
+    logits[..., used:] = -np.inf  # rows of a padded vocabulary
+    logits[..., generator.integers(0, used, used // 2)] = -np.inf
+    params = SamplingParams(top_k=vocab // 3, top_p=0.999, min_p=1e-6, repetition_penalty=1.1)
+    slots = [Slot(params, [1, used, vocab - 1], [2, 2]), Slot(params, [1])]
+    scores = jnp.asarray(scores_of(logits, slots, features=features))
+    one = jnp.ones(2)
+    for seed in range(8):
+        noise = jax.random.gumbel(jax.random.key(seed), scores.shape, mode="high")
+        noise = noise.at[..., used:].add(1e6)  # the best noise stands where no mass is
+        picked = np.asarray(jnp.argmax(sampling.perturb(scores, one, noise), axis=-1))
+        assert (picked < used).all()
+        assert np.isfinite(np.take_along_axis(logits, picked[..., None], -1)).all()
+        assert np.isfinite(np.take_along_axis(np.asarray(scores), picked[..., None], -1)).all()
+
+
+def test_nan_in_target_logits_is_picked_alike_by_every_program():
+    logits = np.zeros((1, 2, VOCAB), np.float32)
+    logits[..., 9], logits[..., 5] = np.nan, 3.0
+    slots = [Slot(SamplingParams(top_k=2, top_p=0.5, min_p=0.2, frequency_penalty=1.0), [1])]
+    for features in (Features(), TRANSFORMS):
+        scores = scores_of(logits, slots, [[[], [5]]], features)
+        assert np.argmax(scores, axis=-1).tolist() == [[9, 9]]
+
+
+def test_sanitised_drafts_hold_no_nan_and_keep_their_order():
+    logits = jnp.array([[jnp.nan, 1.0, jnp.inf, -jnp.inf, 2.0], [jnp.nan] * 5, [-jnp.inf] * 5])
+    clean = np.asarray(sampling.sanitise(logits))
+    assert not np.isnan(clean).any() and clean[0].max() == 0 and np.argmax(clean[0]) == 2
+    assert impossible(clean[0]) == {3}
+    assert (clean[1] == 0).all()
+    assert impossible(clean[2]) == set(range(5))
+
+
+def test_sane_draft_logits_are_not_touched_for_penalties_look_at_their_sign():
+    logits = np.random.default_rng(0).normal(0, 5, (2, VOCAB)).astype(np.float32)
+    np.testing.assert_array_equal(sampling.sanitise(logits), logits)
+
+
+def test_chosen_logprobs_are_temperature_scaled_and_greedy_rows_are_scored_at_1():
+    logits = np.random.default_rng(0).normal(0, 3, (2, 1, VOCAB)).astype(np.float32)
+    temperature, tokens = np.array([0.5, 0.0], np.float32), np.array([[7], [8]])
+    ours = np.asarray(sampling.chosen_logprobs(logits, temperature, tokens))[:, 0]
+    for b, (scale, token) in enumerate([(0.5, 7), (1.0, 8)]):
+        expected = np.log(reference.probabilities(logits[b, 0] / scale, 1.0)[token])
+        np.testing.assert_allclose(ours[b], expected, rtol=1e-5)

@@ -1,0 +1,321 @@
+"""The pure function for people with models of their own: exact, importable alone, checked input."""
+
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import autoregressive_joint, random_table
+from scipy import stats
+
+from specjax.decode import rng, speculator
+from specjax.decode.speculator import (
+    RULES,
+    AcceptDecision,
+    DraftProposal,
+    VerifyResult,
+    accept_chains,
+    speculate,
+    speculative_accept,
+)
+
+ALPHA = 1e-6
+
+
+def proposal(tokens, q):
+    return DraftProposal(np.array(tokens, np.int32), np.array(q))
+
+
+def decide(tokens, q, p, seed=0, position=4, acceptance="block"):
+    verified = VerifyResult(np.array(p))
+    return speculative_accept(proposal(tokens, q), verified, seed, position, acceptance)
+
+
+def one_hot(ids, vocab=10):
+    return np.eye(vocab)[np.array(ids, int)]
+
+
+# --- it stands alone ------------------------------------------------------------------------------
+
+
+def test_importing_it_imports_no_model_no_engine_and_no_flax():
+    code = (
+        "import sys\n"
+        "from specjax.decode.accept import DraftProposal, VerifyResult, speculative_accept\n"
+        "from specjax.decode import speculator\n"
+        "assert speculative_accept is speculator.speculative_accept\n"
+        "wrong = [m for m in sys.modules if m.split('.')[0] in ('flax', 'transformers', 'torch') "
+        "or m.startswith(('specjax.models', 'specjax.engine', 'specjax.draft.'))]\n"
+        "print(wrong); sys.exit(bool(wrong))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_numpy_and_jax_arrays_give_the_same_decision():
+    q, p = random_rows(3, 6, 0), random_rows(4, 6, 1)
+    tokens = [1, 0, 5]
+    expected = decide(tokens, q, p)
+    same = speculative_accept(
+        DraftProposal(jnp.array(tokens), jnp.array(q)), VerifyResult(jnp.array(p)), 0, 4
+    )
+    assert isinstance(expected, AcceptDecision) and same == expected
+
+
+def random_rows(rows, vocab, seed):
+    return np.random.default_rng(seed).dirichlet(np.ones(vocab), rows)
+
+
+# --- decisions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("acceptance", RULES)
+def test_the_bonus_row_gives_one_token_more_when_all_drafts_are_accepted(acceptance):
+    drafts, target = [1, 2, 3], one_hot([1, 2, 3, 4])
+    found = decide(drafts, one_hot(drafts), target, acceptance=acceptance)
+    assert found == AcceptDecision((1, 2, 3), 4, True)
+    assert found.total_tokens == 4 and found.tokens == (1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("acceptance", RULES)
+@pytest.mark.parametrize(
+    ("drafts", "targets", "emitted"),
+    [
+        ([1, 2, 3], [1, 5, 3, 4], (1, 5)),
+        ([1, 2, 3], [1, 2, 7, 6], (1, 2, 7)),
+        ([4, 5, 6], [4, 8, 6, 9], (4, 8)),
+        ([1], [2, 3], (2,)),
+        ([], [3], (3,)),
+    ],
+)
+def test_certain_targets_emit_the_matching_prefix_and_their_own_next_token(
+    acceptance, drafts, targets, emitted
+):
+    deterministic = DraftProposal.deterministic(drafts, vocab=10)
+    found = speculative_accept(deterministic, VerifyResult(one_hot(targets)), 0, 4, acceptance)
+    assert found.tokens == emitted and found.total_tokens == len(emitted)
+    assert found.all_accepted == (len(emitted) == len(drafts) + 1)
+
+
+def test_greedy_accepts_the_argmax_of_a_soft_target_and_emits_nothing_else():
+    p = np.array([[0.4, 0.35, 0.25], [0.3, 0.3, 0.4], [0.5, 0.25, 0.25]])
+    for seed in range(20):
+        drafted = DraftProposal.deterministic([0, 1], vocab=3)
+        found = speculative_accept(drafted, VerifyResult(p), seed, 0, "greedy")
+        assert found == AcceptDecision((0,), 2, False)
+
+
+@pytest.mark.parametrize("acceptance", RULES)
+def test_a_draft_of_minus_one_is_never_accepted_and_leaves_the_target_alone(acceptance):
+    """Its row of q must not be taken out of p: looked up at -1 it would be accepted for certain."""
+    last = one_hot([3, 3], vocab=4)
+    found = decide([-1], last[:1], last, acceptance=acceptance)
+    assert found == AcceptDecision((), 3, False)
+    if acceptance != "greedy":
+        half = np.array([[0.5, 0.5, 0, 0]])
+        drawn = {
+            decide([-1], [[1.0, 0, 0, 0]], half.repeat(2, 0), s, acceptance=acceptance).next_token
+            for s in range(40)
+        }
+        assert drawn == {0, 1}
+
+
+def test_a_decision_depends_on_the_seed_and_the_position_and_on_nothing_else():
+    tokens, q, p = [0, 1, 2, 3], random_rows(4, 8, 2), random_rows(5, 8, 3)
+    found = [decide(tokens, q, p, seed, position) for seed in range(8) for position in range(8)]
+    again = [decide(tokens, q, p, seed, position) for seed in range(8) for position in range(8)]
+    assert found == again
+    assert len(set(found[:8])) > 2 and len(set(found[::8])) > 2
+
+
+# --- distributions --------------------------------------------------------------------------------
+
+
+def words(count):
+    many = np.stack([rng.request_words(5, (), 0)] * count)
+    many[:, 4] = np.arange(count)
+    return many
+
+
+def opposed(acceptance, draft_domain, trials=200_000, vocab=16):
+    """p-value of the first tokens when the draft's logits are the target's, sign changed."""
+    logits = 1.5 * np.random.default_rng(4).normal(size=vocab).astype(np.float32)
+    position = jnp.full((trials,), 8)
+
+    @jax.jit
+    def run(words):
+        noise = rng.round_noise(rng.request_keys(words), draft_domain, position, [0], vocab)[:, 0]
+        drafted = jnp.argmax(-logits + noise, -1)[:, None]
+        q = jnp.broadcast_to(jax.nn.softmax(-logits), (trials, 1, vocab))
+        p = jnp.broadcast_to(jax.nn.softmax(logits), (trials, 2, vocab))
+        return accept_chains(acceptance, words, position, drafted, q, p).tokens[:, 0]
+
+    counts = np.bincount(run(words(trials)), minlength=vocab)
+    expected = np.asarray(jax.nn.softmax(logits), np.float64)
+    return stats.chisquare(counts, expected / expected.sum() * trials).pvalue
+
+
+@pytest.mark.parametrize("acceptance", ["block", "recursive"])
+def test_first_tokens_follow_the_target_and_noise_shared_with_the_draft_is_seen(acceptance):
+    assert opposed(acceptance, rng.DRAFT) > ALPHA
+    assert opposed(acceptance, rng.RESIDUAL) < ALPHA
+
+
+class Table:
+    """A model that is a table, as a stranger would write one; it keeps its own randomness."""
+
+    def __init__(self, distribution, vocab, seed=0, stops_short=False):
+        self.distribution, self.vocab, self.stops_short = distribution, vocab, stops_short
+        self.random = np.random.default_rng(seed)
+        self.committed = []
+
+    def propose(self, context, n):
+        n = sum(context) % (n + 1) if self.stops_short else n
+        tokens, rows = [], np.zeros((n, self.vocab))
+        for i in range(n):
+            rows[i] = self.distribution((*context, *tokens))
+            tokens.append(int(self.random.choice(self.vocab, p=rows[i])))
+        return DraftProposal(np.array(tokens), rows)
+
+    def verify(self, context, tokens):
+        rows = [self.distribution((*context, *tokens[:i])) for i in range(len(tokens) + 1)]
+        return VerifyResult(np.array(rows))
+
+    def commit(self, context, tokens):
+        self.committed.append((context, tokens))
+
+
+def models(vocab=3, sharpness=1.0, seed=2, **settings):
+    generator = np.random.default_rng(seed)
+    p, q = (random_table(generator, vocab, sharpness) for _ in range(2))
+    return Table(q, vocab, **settings), Table(p, vocab)
+
+
+@pytest.mark.parametrize(("acceptance", "stops_short"), [("block", False), ("recursive", True)])
+def test_speculate_emits_tokens_with_the_targets_joint_distribution(acceptance, stops_short):
+    draft, target = models(stops_short=stops_short)
+    trials, length = 2500, 3
+    joint = autoregressive_joint(lambda c: target.distribution((0, *c)), length, 3)
+    counts = dict.fromkeys(joint, 0)
+    rounds = set()
+    for seed in range(trials):
+        found = speculate(draft, target, [0], 2, seed, length, acceptance)
+        counts[found.tokens] += 1
+        rounds.add(len(found.decisions))
+    assert rounds == ({2, 3} if stops_short else {1, 2, 3})  # the first proposal may be empty
+    cells = [cell for cell in joint if joint[cell] * trials >= 5]
+    observed = np.array([counts[c] for c in cells] + [trials - sum(counts[c] for c in cells)])
+    expected = np.array([joint[c] for c in cells] + [1 - sum(joint[c] for c in cells)]) * trials
+    keep = expected >= 5
+    assert observed[~keep].sum() < 30
+    ratio = observed[keep].sum() / expected[keep].sum()
+    assert stats.chisquare(observed[keep], expected[keep] * ratio).pvalue > ALPHA
+
+
+def test_every_round_of_a_sequence_has_coins_and_noise_of_its_own(monkeypatch):
+    draft, target = models()
+    seen = []
+    exact = speculator.speculative_accept
+
+    def watched(proposal, verified, seed, position, acceptance):
+        seen.append((seed, position))
+        return exact(proposal, verified, seed, position, acceptance)
+
+    monkeypatch.setattr(speculator, "speculative_accept", watched)
+    found = speculate(draft, target, [0, 1], 2, 7, 12)
+    starts = np.cumsum([1] + [d.total_tokens for d in found.decisions[:-1]])
+    assert seen == [(7, int(start)) for start in starts]
+
+
+@pytest.mark.parametrize("cut", ["max_tokens", "stop_ids"])
+def test_speculate_ends_within_a_round_and_commits_what_was_emitted(cut):
+    draft, target = Table(lambda c: one_hot(len(c) % 10), 10), None
+    target = Table(draft.distribution, 10)
+    settings = {"max_tokens": 6} if cut == "max_tokens" else {"max_tokens": 99, "stop_ids": {6}}
+    found = speculate(draft, target, [0], 3, 0, **settings)
+    assert found.tokens == (1, 2, 3, 4, 5, 6)
+    assert len(found.decisions) == 2 and found.accept_length == 4
+    assert draft.committed == target.committed
+    assert draft.committed == [((0,), (1, 2, 3, 4)), ((0, 1, 2, 3, 4), (5, 6))]
+
+
+def test_speculate_takes_a_draft_that_has_nothing_to_propose():
+    target = Table(lambda c: one_hot(len(c) % 10), 10)
+    target.propose = lambda context, n: DraftProposal.deterministic([], vocab=10)
+    found = speculate(target, target, [0], 3, 0, max_tokens=3)
+    assert found.tokens == (1, 2, 3) and found.accept_length == 1
+
+
+# --- input that cannot be meant -------------------------------------------------------------------
+
+ROW = [0.5, 0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "probs", "message"),
+    [
+        ([0, 1], [ROW], "n = 2 drafted tokens, got shape (1, 3)"),
+        ([0], ROW, "got shape (3,)"),
+        ([], [], "got shape (0,)"),
+        ([[0]], [ROW], "call once per sequence"),
+        ([0.0], [ROW], "integer ids [n], got float64"),
+        ([3], [ROW], "must be in [0, 3), or -1 for no draft, got [3]"),
+        ([-2], [ROW], "must be in [0, 3), or -1 for no draft, got [-2]"),
+        ([0], [[2.0, 1.0, 0.5]], "sum to 1 within 0.001, got sum 3.5"),
+        ([0], [[1.5, -0.5, 0.0]], "least -0.5"),
+        ([0], [[np.nan, 0.5, 0.5]], "got sum nan"),
+        ([0, 1], [ROW, [1.0, 0.0, 0.0]], "token 1 at place 1 to which the row gives no"),
+    ],
+)
+def test_a_proposal_that_cannot_be_meant_is_refused(tokens, probs, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        DraftProposal(np.array(tokens), np.array(probs))
+
+
+@pytest.mark.parametrize(
+    ("probs", "message"),
+    [
+        (
+            ROW,
+            "[n + 1, V] with a row for each drafted token and one after the last, got shape (3,)",
+        ),
+        (np.zeros((0, 3)), "got shape (0, 3)"),
+        ([ROW, [0.0, 0.0, 0.0]], "row 1 of VerifyResult.probs must be probabilities"),
+        ([[np.nan] * 3], "got sum nan"),
+    ],
+)
+def test_a_result_that_cannot_be_meant_is_refused(probs, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        VerifyResult(np.array(probs))
+
+
+def test_a_result_without_the_bonus_row_is_refused():
+    with pytest.raises(
+        ValueError, match=r"shape \[n \+ 1, V\] = \(3, 3\).*got \(2, 3\).*all drafts"
+    ):
+        decide([0, 1], [ROW] * 2, [ROW] * 2)
+
+
+def test_vocabularies_that_differ_are_refused():
+    with pytest.raises(ValueError, match=r"\(2, 3\) for 1 drafted tokens, got \(2, 4\)"):
+        decide([0], [ROW], [[0.25] * 4] * 2)
+
+
+def test_other_rules_and_positions_and_empty_contexts_are_refused():
+    with pytest.raises(ValueError, match="'recursive' is on a chain"):
+        decide([0], [ROW], [ROW] * 2, acceptance="leviathan")
+    with pytest.raises(ValueError, match="last context token, >= 0, got -1"):
+        decide([0], [ROW], [ROW] * 2, position=-1)
+    with pytest.raises(ValueError, match="at least one token"):
+        speculate(*models(), [], 2, 0, 4)
+
+
+def test_rows_are_made_to_sum_to_one_and_input_arrays_are_left_alone():
+    rows = np.array([[0.5, 0.25, 0.2501], [0.5, 0.25, 0.25]], np.float32)
+    before = rows.copy()
+    drafted = DraftProposal(np.array([0, -1]), rows)
+    np.testing.assert_allclose(drafted.probs.sum(-1), [1, 0], rtol=1e-6)
+    assert (rows == before).all()

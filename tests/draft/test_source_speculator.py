@@ -1,0 +1,169 @@
+"""The library's own sources satisfy the `Speculator` protocol of people's own models."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny import apt, sharpened, tiny_config, tiny_model
+
+from specjax.decode.speculator import speculate
+from specjax.draft.model_source import ModelSource, decode_layout
+from specjax.draft.mtp_source import MTPSource
+from specjax.draft.ngram import NgramSource
+from specjax.draft.speculator import SourceSpeculator
+from specjax.models.transformer import graphdef, init_params
+
+VOCAB, MAX_LEN, STEPS = 8, 48, 3
+CFG, PARAMS, HEAD = tiny_model(tiny_config(VOCAB))
+SMALL = tiny_config(VOCAB, mtp=0, layers=1)
+
+
+TARGET = CFG.replace(mtp_num_layers=0)
+
+
+@functools.cache
+def source_of(name):
+    if name == "mtp":
+        return MTPSource(CFG), apt(HEAD, CFG)
+    if name == "ngram":
+        return NgramSource(VOCAB), {}
+    if name == "target":
+        return ModelSource(TARGET, VOCAB), decode_layout(PARAMS, TARGET)
+    return ModelSource(SMALL, VOCAB), decode_layout(
+        sharpened(init_params(SMALL, 3), 10.0, 0.7), SMALL
+    )
+
+
+def speculator(name, **settings):
+    return SourceSpeculator(CFG, PARAMS, *source_of(name), STEPS, max_len=MAX_LEN, **settings)
+
+
+def full_logits(context, params=PARAMS, cfg=CFG):
+    tokens = np.zeros((1, MAX_LEN), np.int32)
+    tokens[0, : len(context)] = context
+    return np.asarray(_forward(cfg, params, tokens))[0, len(context) - 1]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(cfg, params, tokens):
+    model = nnx.merge(graphdef(cfg), params)
+    positions = jnp.broadcast_to(jnp.arange(MAX_LEN), tokens.shape)
+    return model.logits(model.hidden(tokens, positions, jnp.ones_like(tokens)))
+
+
+def softmax(logits):
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize("name", ["mtp", "target", "ngram"])
+def test_greedy_speculation_is_the_targets_argmax_with_every_source(name):
+    context, both = [1, 5, 2], speculator(name, temperature=0.0)
+    out = speculate(both, both, context, STEPS, seed=0, max_tokens=30, acceptance="greedy")
+    want = list(context)
+    for _ in range(30):
+        want.append(int(np.argmax(full_logits(want))))
+    assert list(out.tokens) == want[len(context) :]
+    if name == "target":
+        assert all(d.all_accepted for d in out.decisions[:-1])
+
+
+@pytest.mark.parametrize("name", ["mtp", "model", "ngram"])
+def test_caches_that_followed_the_context_draft_as_fresh_ones_do(name):
+    rng = np.random.default_rng(1)
+    follower, context = speculator(name), [1, 5, 2, 1]
+    for emitted in (2, 4, 1, 3):
+        tokens = rng.integers(0, 3, emitted).tolist()
+        follower.propose(context, STEPS)
+        follower.commit(context, tokens)
+        context = context + tokens
+        fresh = speculator(name).propose(context, STEPS)
+        np.testing.assert_allclose(
+            follower.propose(context, STEPS).probs[0], fresh.probs[0], atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("name", ["mtp", "target"])
+def test_verify_gives_the_targets_distribution_after_any_history(name):
+    """After prefill, commits of own and of foreign tokens, and a jump to another context."""
+    rng = np.random.default_rng(0)
+    both, context = speculator(name, temperature=0.7), [3, 1]
+    for turn in range(6):
+        if turn == 4:
+            context = rng.integers(0, VOCAB, 9).tolist()
+        drafted = both.propose(context, STEPS).tokens.tolist() if turn % 2 else [1, 2]
+        p = both.verify(context, drafted).probs
+        assert len(p) == len(drafted) + 1
+        for i, row in enumerate(p):
+            want = softmax(full_logits(context + drafted[:i]) / 0.7)
+            np.testing.assert_allclose(row, want, atol=1e-4)
+        emitted = drafted[: turn % 3] + [turn % VOCAB]
+        both.commit(context, emitted)
+        context = context + emitted
+
+
+def test_a_draft_beside_a_foreign_target_follows_the_context():
+    """`verify` is never called: commits make up for it, and q stays the draft model's own."""
+    source, params = source_of("model")
+    draft, context = speculator("model"), [4, 4, 1]
+    stacked = sharpened(init_params(SMALL, 3), 10.0, 0.7)
+    for emitted in ([2], [0, 1, 5, 7], [3, 3]):
+        proposal = draft.propose(context, STEPS)
+        for i, q in enumerate(proposal.probs):
+            before = context + proposal.tokens[:i].tolist()
+            np.testing.assert_allclose(q, softmax(full_logits(before, stacked, SMALL)), atol=1e-4)
+        draft.commit(context, emitted)
+        context = context + emitted
+
+
+def test_drafts_are_drawn_from_their_q_anew_each_time():
+    draft, draws = speculator("mtp"), 600
+    proposals = [draft.propose([1, 2, 3], 1) for _ in range(draws)]
+    q = proposals[0].probs[0].astype(np.float64)
+    seen = np.bincount([p.tokens[0] for p in proposals], minlength=VOCAB)
+    large = q * draws >= 5
+    statistic = (((seen - q * draws) ** 2) / (q * draws))[large].sum()
+    assert large.sum() >= 2 and statistic < 40  # chi-square, 7 degrees of freedom: p < 1e-6
+    again = speculator("mtp")
+    assert [again.propose([1, 2, 3], 1).tokens[0] for _ in range(9)] == [
+        p.tokens[0] for p in proposals[:9]
+    ]
+
+
+def test_an_ngram_source_proposes_as_many_as_it_finds():
+    both = speculator("ngram")
+    assert len(both.propose([1, 2, 3, 4], STEPS).tokens) == 0
+    assert both.propose([1, 2, 3, 1, 2], STEPS).tokens.tolist() == [3, 1, 2]
+    assert both.propose([1, 2, 3, 1, 2], 2).tokens.tolist() == [3, 1]
+    assert len(both.verify([1, 2, 3, 4], []).probs) == 1
+
+
+def test_longer_contexts_compile_nothing_while_they_fit_the_padded_length():
+    both, context = speculator("model", temperature=0.9), [1, 2, 3]
+    speculate(both, both, context, STEPS, seed=0, max_tokens=4)
+    built = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: built.append(name) if "backend_compile" in name else None
+    )
+    jax.jit(lambda x: x + len(built))(1.0)  # the listener hears compilations
+    heard = len(built)
+    speculate(both, both, context, STEPS, seed=1, max_tokens=20)
+    speculate(both, both, [5] * 14, STEPS, seed=1, max_tokens=8)
+    assert heard and len(built) == heard
+
+
+def test_what_cannot_be_served_is_refused_in_words():
+    both = speculator("ngram")
+    with pytest.raises(ValueError, match="context of 1 to 44 tokens, got 0"):
+        both.propose([], 1)
+    with pytest.raises(ValueError, match="context of 1 to 44 tokens, got 45"):
+        both.propose([1] * 45, 1)
+    with pytest.raises(ValueError, match="expected token ids below 8, got 8"):
+        both.verify([8], [])
+    with pytest.raises(ValueError, match="at most 3 tokens to verify, got 4"):
+        both.verify([1], [1, 2, 3, 4])
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        SourceSpeculator(CFG, PARAMS, *source_of("ngram"), steps=0)

@@ -1,0 +1,117 @@
+"""The exact joint distribution of three tokens, and how often `LLM` generates each of them.
+
+Probabilities come from full forward passes and the float64 reference of the transforms: no cache,
+no tree, no noise and nothing of `specjax.decode` takes part.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from decode.transform_reference import transform
+from flax import nnx
+from tiny import tiny_config, tiny_model
+
+from specjax import LLM, SamplingParams, SpecConfig
+from specjax.models.transformer import graphdef
+from specjax.verify.statistics import goodness_of_fit
+
+VOCAB, EOS, TOKENS, BATCH = 5, 4, 3, 4096
+PROMPT = [1, 3]
+ALPHA = 1e-6
+CELLS = (VOCAB + 1) ** TOKENS  # VOCAB stands for "ended before"
+
+
+@functools.cache
+def pair(seed: int, sure: float = 1.0, spread: float = 0.2):
+    """A policy of five tokens and a head that has nothing to do with it.
+
+    Args:
+      sure: scales the head's logits: how sure it is of itself.
+    """
+    cfg = tiny_config(VOCAB, layers=1, tied=True, eos_token_ids=(EOS,))
+    cfg, params, head = tiny_model(cfg, seed=seed, factor=15.0, embed_std=spread)
+    head["blocks"][0]["norm"] = sure * head["blocks"][0]["norm"]
+    return cfg, params, head
+
+
+@functools.cache
+def next_logits(*arguments) -> dict[tuple[int, ...], np.ndarray]:
+    """Raw logits [V] of a pair's policy after the prompt and every continuation of two tokens."""
+    cfg, params, _ = pair(*arguments)
+    paths = list(itertools.product(range(VOCAB), repeat=TOKENS - 1))
+    sequences = np.array([[*PROMPT, *path] for path in paths])
+
+    @jax.jit
+    def logits(params):
+        module = nnx.merge(graphdef(cfg), params)
+        positions = jnp.broadcast_to(jnp.arange(sequences.shape[1]), sequences.shape)
+        return module.logits(module.hidden(sequences, positions, jnp.ones_like(positions)))
+
+    found = np.asarray(logits(params), np.float64)
+    return {
+        path[:depth]: found[row, len(PROMPT) - 1 + depth]
+        for row, path in enumerate(paths)
+        for depth in range(TOKENS)
+    }
+
+
+def exact_joint(logits, params: SamplingParams) -> np.ndarray:
+    """[CELLS] probability of every outcome of up to three tokens."""
+    stops = () if params.ignore_eos else (EOS,)
+    joint = np.zeros((VOCAB + 1,) * TOKENS)
+
+    def walk(path: tuple[int, ...], mass: float):
+        if len(path) == TOKENS or (path and path[-1] in stops):
+            joint[path + (VOCAB,) * (TOKENS - len(path))] += mass
+            return
+        scores = transform(logits[path], params, PROMPT, list(path), [], stops, VOCAB)
+        weights = np.exp(scores - scores.max())
+        for token in np.flatnonzero(weights):
+            walk((*path, int(token)), mass * weights[token] / weights.sum())
+
+    walk((), 1.0)
+    assert abs(joint.sum() - 1) < 1e-9
+    return joint.ravel() / joint.sum()
+
+
+class Counted:
+    """Outcomes of several requests that run together in full batches.
+
+    Attributes:
+      counts: per request, [CELLS]. lengths: rounds by tokens emitted. rounds: of a sample, at most.
+    """
+
+    def __init__(self, llm: LLM, params: list[SamplingParams], samples: int, first_seed: int = 0):
+        each = BATCH // len(params)
+        self.counts = np.zeros((len(params), CELLS), np.int64)
+        self.lengths, self.rounds = 0, 0
+        for batch in range(-(-samples // each)):
+            asked = [
+                dataclasses.replace(p, max_tokens=TOKENS, n=each, seed=seed)
+                for seed, p in enumerate(params, first_seed + batch * len(params))
+            ]
+            for k, out in enumerate(llm.generate([PROMPT] * len(params), asked)):
+                self.counts[k] += count_cells([s.token_ids for s in out.samples])
+                self.rounds = max(self.rounds, max(s.stats.rounds for s in out.samples))
+            self.lengths = self.lengths + llm.totals.histogram
+
+
+def count_cells(samples: list[list[int]]) -> np.ndarray:
+    full = np.array([ids + [VOCAB] * (TOKENS - len(ids)) for ids in samples])
+    cells = np.ravel_multi_index(tuple(full.T), (VOCAB + 1,) * TOKENS)
+    return np.bincount(cells, minlength=CELLS)
+
+
+def fit_of(counts: np.ndarray, joint: np.ndarray):
+    fit = goodness_of_fit(counts, joint)
+    assert fit.cells >= 4, "too few cells are left to see anything"
+    return fit
+
+
+def spec_llm(model, acceptance: str, strategy: str) -> LLM:
+    spec = SpecConfig(strategy=strategy, acceptance=acceptance)
+    return LLM(model, spec, max_batch=BATCH, max_len=8)

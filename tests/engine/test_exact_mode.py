@@ -1,0 +1,267 @@
+"""`exact_mode` compares with plain decoding, and tells rounding from a bug under every filter."""
+
+import dataclasses
+import functools
+import logging
+
+import jax
+import numpy as np
+import oracle
+import pytest
+from shared import BATCH, CFG, MAX_LEN, PROMPTS, VOCAB, weights
+from tiny import tiny_model
+
+from specjax import LLM, SamplingParams, SpecConfig
+from specjax.decode import round as decode_round
+from specjax.engine.compare import first_difference
+from specjax.engine.margins import support
+from specjax.engine.request import make_jobs
+
+OPTIONS = [
+    SamplingParams(max_tokens=20, temperature=0.0, repetition_penalty=1.3),
+    SamplingParams(max_tokens=20, temperature=0.7, top_p=0.8, n=2),
+    SamplingParams(max_tokens=20, temperature=1.0, top_k=5, frequency_penalty=0.5),
+    SamplingParams(max_tokens=20, temperature=1.0, min_p=0.1, bad_words=[(3,)], seed=4),
+]
+
+
+def exact_llm(**spec):
+    spec = SpecConfig("3_1_4", exact_mode=True, **spec)
+    return LLM((CFG, *weights()), spec, max_batch=BATCH, max_len=MAX_LEN)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return exact_llm()
+
+
+@pytest.fixture
+def warnings(caplog):
+    """What was logged at level WARNING, as text."""
+    caplog.set_level(logging.WARNING)
+    return lambda: [r.getMessage() for r in caplog.records if r.name.startswith("specjax")]
+
+
+# --- the mode -------------------------------------------------------------------------------------
+
+
+def test_the_outputs_are_the_speculative_ones_and_nothing_differs(llm, warnings):
+    outs = llm.generate(PROMPTS, OPTIONS)
+    assert llm.differences == [] and warnings() == []
+    assert sum(s.stats.accepted for out in outs for s in out.samples) > 20
+    assert llm.totals.rounds == sum(s.stats.rounds for out in outs for s in out.samples)
+
+
+def test_the_plain_engine_is_kept_between_calls_and_follows_the_weights(llm):
+    llm.generate(PROMPTS, OPTIONS)
+    plain, built = llm._plain, llm._plain.runner.compilations
+    _, params, _ = tiny_model(CFG, seed=9)
+    llm.update_weights(params)
+    try:
+        llm.generate(PROMPTS, OPTIONS)
+        # An old policy in the plain arm would differ at once.
+        assert llm.differences == []
+    finally:
+        llm.update_weights(*weights())
+    assert llm._plain is plain and plain.runner.compilations == built
+    assert llm.compare_with_plain(PROMPTS, OPTIONS) == [] and llm._plain is plain
+
+
+def test_every_sample_that_differs_is_warned_of_once_with_position_tokens_and_gaps(
+    monkeypatch, warnings
+):
+    """The bonus token's neighbour is emitted instead: a decoder that is plainly broken."""
+    accept = decode_round.accept
+
+    def broken(*args):
+        found = accept(*args)
+        return found._replace(tokens=(found.tokens + (found.count == 3)[:, None]) % VOCAB)
+
+    monkeypatch.setattr(decode_round, "accept", broken)
+    llm = exact_llm()
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    outs = llm.generate(PROMPTS, params)
+    monkeypatch.undo()
+    differing = 0
+    for request, (prompt, out) in enumerate(zip(PROMPTS, outs, strict=True)):
+        right = oracle.decode(CFG, weights()[0], prompt, params).tokens
+        got = out.samples[0].token_ids
+        if got == right:
+            continue
+        at = next(i for i in range(20) if got[i] != right[i])
+        [difference] = [d for d in llm.differences if d.request == request]
+        assert not difference.explained
+        assert difference.position == len(prompt) + at
+        assert (difference.plain_token, difference.spec_token) == (right[at], got[at])
+        assert difference.plain_gap > difference.logit_difference
+        message = warnings()[differing]
+        for part in (
+            f"position {len(prompt) + at}",
+            f"plain {right[at]}",
+            f"speculative {got[at]}",
+        ):
+            assert part in message
+        assert "NOT explained" in message
+        differing += 1
+    assert len(warnings()) == len(llm.differences) == differing > 1
+
+
+def test_invariant_mode_runs_both_arms_in_one_engine_and_explains_no_difference():
+    llm = exact_llm(invariant=True)
+    outs = llm.generate(PROMPTS, OPTIONS)
+    assert llm.differences == [] and llm._plain is None
+    assert sum(s.stats.accepted for out in outs for s in out.samples) > 20
+    twins = same_logits_for(5, 6)
+    llm.update_weights(twins)
+    job = make_jobs([1, 2, 3], SamplingParams(temperature=0.0), ())[0]
+    tie = first_difference(llm.engine.runner, 0, 0, job, [9, 5], [9, 6])
+    assert tie.plain_gap == tie.spec_gap == 0 and not tie.explained
+
+
+def test_a_comparison_compiles_once_for_all_lengths_of_a_width(llm):
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None
+    )
+    job = make_jobs(PROMPTS[0][:2], OPTIONS[1], ())[0]
+    tokens = list(range(20, 50))
+
+    def judge(length):
+        first_difference(llm.engine.runner, 0, 0, job, tokens[:length] + [1], tokens[:length] + [2])
+
+    judge(3)
+    judge(20)
+    seen = len(compiled)
+    for length in (0, 1, 7, 13, 15, 29):
+        judge(length)
+    assert len(compiled) == seen
+
+
+# --- what explains a difference -------------------------------------------------------------------
+
+
+def same_logits_for(a, b):
+    params = weights()[0]
+    return dict(params, lm_head=params["lm_head"].at[:, b].set(params["lm_head"][:, a]))
+
+
+@functools.cache
+def duel():
+    """A position at which the token that noise favours is not the most likely one.
+
+    Returns:
+      prompt, seed, the token that noise favours, the scores, and which token would come if it and
+      all less likely ones were cut.
+    """
+    prompt = PROMPTS[1]
+    scores = oracle.logits_at(CFG, weights()[0], prompt)
+    for seed in range(100):
+        job = make_jobs(prompt, SamplingParams(seed=seed), ())[0]
+        noisy = scores + np.asarray(oracle._noise(job.words, np.int32(len(prompt))), np.float64)
+        winner = int(noisy.argmax())
+        above = scores > scores[winner]
+        if 2 <= above.sum() <= 6:
+            return prompt, seed, winner, scores, int(np.where(above, noisy, -np.inf).argmax())
+    raise AssertionError("no seed was found")
+
+
+def judged(llm, **settings):
+    prompt, seed, winner, _, runner_up = duel()
+    job = make_jobs(prompt, SamplingParams(seed=seed, **settings), ())[0]
+    return first_difference(llm.engine.runner, 0, 0, job, [runner_up], [winner])
+
+
+@pytest.mark.parametrize("where", ["at", "below", "above"])
+@pytest.mark.parametrize("name", ["min_p", "top_p"])
+def test_a_token_at_the_edge_of_a_filter_explains_a_difference_and_one_beyond_it_does_not(
+    llm, name, where
+):
+    _, _, winner, scores, _ = duel()
+    p = np.exp(oracle.log_softmax(scores))
+    if name == "min_p":
+        edge, step = p[winner] / p.max(), 0.02
+    else:
+        edge, step = p[p > p[winner]].sum(), 0.001
+    value = edge * {"at": 1, "below": 1 - step, "above": 1 + step}[where]
+    found = judged(llm, **{name: float(value)})
+    assert found.explained == (where == "at")
+    assert abs(found.plain_gap) > found.logit_difference
+
+
+def test_a_token_that_top_k_or_a_mask_cuts_explains_nothing(llm):
+    _, _, winner, scores, _ = duel()
+    rank = int((scores > scores[winner]).sum())
+    assert not judged(llm, top_k=rank).explained
+    assert not judged(llm, top_k=rank + 1).explained
+    masked = judged(llm, bad_words=[(winner,)])
+    assert not masked.explained and masked.plain_gap == float("inf")
+
+
+def test_gaps_are_those_of_the_scores_after_penalties_and_bias(llm):
+    prompt, seed, winner, scores, runner_up = duel()
+    plain = judged(llm)
+    biased = judged(llm, logit_bias={winner: -1.0, runner_up: 0.5})
+    cool = judged(llm, temperature=0.5)
+    noise = plain.spec_gap - (scores[winner] - scores[runner_up])
+    assert biased.spec_gap == pytest.approx(plain.spec_gap - 1.5, abs=1e-4)
+    expected = 2 * (scores[winner] - scores[runner_up]) + noise
+    assert cool.spec_gap == pytest.approx(expected, abs=1e-4)
+    counted = make_jobs(
+        [*prompt], SamplingParams(seed=seed, frequency_penalty=2.0, max_tokens=9), ()
+    )[0]
+    before = [winner, winner, runner_up]
+    free = dataclasses.replace(counted, params=SamplingParams(seed=seed, max_tokens=9))
+    gaps = [
+        first_difference(
+            llm.engine.runner, 0, 0, job, [*before, runner_up], [*before, winner]
+        ).spec_gap
+        for job in (counted, free)
+    ]
+    assert gaps[0] == pytest.approx(gaps[1] - 2.0, abs=1e-4)
+
+
+# --- the support of the filters -------------------------------------------------------------------
+
+
+def random_filters(rng) -> SamplingParams:
+    return SamplingParams(
+        temperature=1.0,
+        top_k=int(rng.choice([0, 3, 8])),
+        top_p=float(rng.choice([1.0, 0.5, 0.9])),
+        min_p=float(rng.choice([0.0, 0.05, 0.3])),
+    )
+
+
+def kept_by_reference(scores, params):
+    return np.isfinite(oracle.reference.transform(scores, params, [], [], []))
+
+
+def test_without_slack_the_support_is_the_filters_own():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        params, scores = random_filters(rng), 2 * rng.normal(size=20)
+        expected = kept_by_reference(scores, params)
+        for kept in support(scores, params, 0.0):
+            np.testing.assert_array_equal(kept, expected)
+
+
+def test_whatever_scores_within_the_slack_the_filters_keep_what_is_certain_and_what_is_possible():
+    rng, edges = np.random.default_rng(1), 0
+    for _ in range(200):
+        params, scores, slack = random_filters(rng), 2 * rng.normal(size=20), 0.1
+        scores[3] = scores[4]  # a tie at some rank
+        possible, certain = support(scores, params, slack)
+        assert possible[certain].all()
+        edges += int((possible & ~certain).sum())
+        for _ in range(20):
+            kept = kept_by_reference(scores + slack * rng.uniform(-1, 1, 20), params)
+            assert possible[kept].all() and kept[certain].all()
+    assert 0 < edges < 200 * 6, "either nothing is at an edge, or all is: both prove nothing"
+
+
+def test_masked_tokens_are_never_kept_and_greedy_scores_are_never_filtered():
+    scores = np.array([0.0, -np.inf, -1.0, -9.0])
+    greedy = support(scores, SamplingParams(temperature=0.0, top_k=1, top_p=0.1, min_p=0.9), 0.1)
+    assert greedy.possible.tolist() == greedy.certain.tolist() == [True, False, True, True]
+    loose = support(scores, SamplingParams(top_k=3, top_p=0.999999, min_p=1e-9), 0.1)
+    assert not loose.possible[1] and not loose.certain[1]

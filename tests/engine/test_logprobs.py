@@ -1,0 +1,144 @@
+"""Logprobs of both distributions, of chosen and best tokens, against float64 from full forwards."""
+
+import functools
+
+import numpy as np
+import oracle
+import pytest
+from shared import CFG, PROMPTS, VOCAB, shared_llm, weights
+
+from specjax import SamplingParams
+
+CASES = {
+    "nothing asked for": {},
+    "greedy": {"temperature": 0.0},
+    "cool": {"temperature": 0.6},
+    "top_p": {"temperature": 0.8, "top_p": 0.7},
+    "greedy penalties": {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 0.7},
+    "everything": {
+        "temperature": 0.9,
+        "top_k": 9,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "presence_penalty": 0.5,
+        "logit_bias": {4: 2.0},
+        "allowed_token_ids": range(50),
+        "bad_words": [(11,)],
+        "stop_token_ids": (2, 5),
+        "min_tokens": 9,
+    },
+}
+
+
+@functools.cache
+def outputs(engine, best=5):
+    """For each case: params, the sample decoded by hand, and the engine's, all in one batch."""
+    params = [
+        SamplingParams(
+            max_tokens=20, ignore_eos=True, transformed_logprobs=True, top_logprobs=best, **case
+        )
+        for case in CASES.values()
+    ]
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
+    outs = shared_llm(engine).generate(prompts, params)
+    hand = [
+        oracle.decode(CFG, weights()[0], p, sampling)
+        for p, sampling in zip(prompts, params, strict=True)
+    ]
+    samples = [out.samples[0] for out in outs]
+    return dict(zip(CASES, zip(params, hand, samples, strict=True), strict=True))
+
+
+def expected_rows(params, hand):
+    """Log-distributions [tokens][V], temperature-scaled and transformed."""
+    scaled = [oracle.log_softmax(x / (params.temperature or 1.0)) for x in hand.logits]
+    return scaled, [oracle.log_softmax(x) for x in hand.scores]
+
+
+@pytest.mark.parametrize("engine", ["speculative", "plain"])
+@pytest.mark.parametrize("case", CASES)
+def test_chosen_and_best_logprobs_are_those_of_the_distribution_they_are_named_after(engine, case):
+    params, hand, sample = outputs(engine)[case]
+    assert sample.token_ids == hand.tokens
+    for rows, chosen, best in zip(
+        expected_rows(params, hand),
+        (sample.logprobs, sample.transformed_logprobs),
+        (sample.top_logprobs, sample.top_transformed_logprobs),
+        strict=True,
+    ):
+        assert len(chosen) == len(best) == len(sample.token_ids)
+        for token, row, logprob, top in zip(sample.token_ids, rows, chosen, best, strict=True):
+            assert logprob == pytest.approx(row[token], abs=2e-4)
+            possible = int((row > -np.inf).sum())
+            ordered = [int(t) for t in np.argsort(-row, kind="stable")[: min(5, possible)]]
+            ids = list(top)
+            assert ids == (ordered if token in ordered else [*ordered, token])
+            for t, value in top.items():
+                assert value == pytest.approx(row[t], abs=2e-4)
+            assert top[token] == logprob
+
+
+def test_the_two_distributions_differ_exactly_where_transforms_act():
+    found = outputs("speculative")
+    for case in ("nothing asked for", "greedy", "cool"):
+        sample = found[case][2]
+        np.testing.assert_allclose(sample.transformed_logprobs, sample.logprobs, atol=1e-5)
+    for case in ("top_p", "greedy penalties", "everything"):
+        sample = found[case][2]
+        assert np.abs(np.subtract(sample.transformed_logprobs, sample.logprobs)).max() > 0.05
+    assert any(len(top) < 5 for top in found["top_p"][2].top_transformed_logprobs)
+
+
+@pytest.mark.parametrize("engine", ["speculative", "plain"])
+def test_a_request_gets_what_it_asked_for_whatever_its_neighbours_ask_for(engine):
+    asked = [(False, 0), (True, 0), (False, 3), (True, 1), (False, 20)]
+    params = [
+        SamplingParams(max_tokens=7, ignore_eos=True, transformed_logprobs=t, top_logprobs=n)
+        for t, n in asked
+    ]
+    outs = shared_llm(engine).generate([PROMPTS[0]] * len(asked), params)
+    for (transformed, best), out in zip(asked, outs, strict=True):
+        sample = out.samples[0]
+        assert (sample.transformed_logprobs is not None) == transformed
+        assert (sample.top_logprobs is not None) == (best > 0)
+        assert (sample.top_transformed_logprobs is not None) == (transformed and best > 0)
+        for top in sample.top_logprobs or []:
+            assert len(top) in (best, best + 1)
+    assert len({tuple(out.samples[0].token_ids) for out in outs}) == 1
+
+
+@pytest.mark.parametrize("engine", ["speculative", "plain"])
+def test_logprobs_of_a_long_sample_are_in_place_over_many_chunks_and_slots(engine):
+    """More samples than slots, several chunks each: no entry is lost, repeated or a neighbour's."""
+    llm, before = shared_llm(engine), shared_llm(engine).engine.chunk_rounds
+    params = [
+        SamplingParams(
+            max_tokens=30 - 3 * i,
+            ignore_eos=True,
+            transformed_logprobs=True,
+            top_logprobs=1,
+            seed=i,
+        )
+        for i in range(7)
+    ]
+    prompts = [PROMPTS[i % 4] for i in range(7)]
+    whole = llm.generate(prompts, params)
+    llm.engine.chunk_rounds = 2
+    try:
+        pieces = llm.generate(prompts, params)
+    finally:
+        llm.engine.chunk_rounds = before
+    for a, b, sampling in zip(whole, pieces, params, strict=True):
+        a, b = a.samples[0], b.samples[0]
+        assert len(a.transformed_logprobs) == len(a.top_logprobs) == sampling.max_tokens
+        assert a == b
+        assert all(t in top for t, top in zip(a.token_ids, a.top_logprobs, strict=True))
+
+
+def test_at_most_twenty_best_tokens_are_returned_and_the_generated_one():
+    best = SamplingParams(max_tokens=2, top_logprobs=20)
+    sample = shared_llm("plain").generate([PROMPTS[0]], best)[0].samples[0]
+    assert all(len(top) in (20, 21) for top in sample.top_logprobs)
+    assert all(0 <= t < VOCAB for top in sample.top_logprobs for t in top)
+    with pytest.raises(ValueError, match="top_logprobs must be between 0 and 20, got 21"):
+        SamplingParams(top_logprobs=21)

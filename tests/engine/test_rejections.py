@@ -1,0 +1,177 @@
+"""Telemetry through `LLM`: what is recorded agrees with the tokens, and it changes none."""
+
+import dataclasses
+import functools
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+from tiny import apt, prompts_of, tiny_config, tiny_model
+
+from specjax import LLM, SamplingParams, SpecConfig
+
+VOCAB = 24
+PROMPTS = prompts_of(5, VOCAB, seed=3, shortest=2)
+# One of each: greedy under penalties, filters, masks, everything plain, and one without drafts.
+PARAMS = (
+    SamplingParams(temperature=0.0, max_tokens=37, repetition_penalty=1.8, ignore_eos=True),
+    SamplingParams(max_tokens=39, top_k=6, n=2, seed=1),
+    SamplingParams(
+        max_tokens=35, allowed_token_ids=tuple(range(0, VOCAB, 2)), stop_token_ids=(4,), seed=2
+    ),
+    SamplingParams(temperature=0.8, max_tokens=38, n=2, seed=4),
+    SamplingParams(max_tokens=9, speculative=False),
+)
+UNDRAFTED = 4
+# (acceptance mode, strategy, aligned); the first drafts without knowing of any transform.
+CHAIN, BLOCK = ("coupled", "2_1_3", False), ("block", "2_1_3", True)
+STATIC, DYNAMIC = ("recursive", "2x2", True), ("coupled", "2_3_5", True)
+
+
+@functools.cache
+def model():
+    cfg, params, head = tiny_model(tiny_config(VOCAB, layers=1))
+    return cfg, params, apt(head, cfg)
+
+
+def build(**spec) -> LLM:
+    return LLM(model(), SpecConfig(**spec), max_batch=3, max_len=64)
+
+
+@functools.cache
+def ran(mode: str, strategy: str, aligned: bool):
+    """(llm, samples by (request, sample)) after a run with telemetry, switched on either way."""
+    by_environment = mode == "coupled"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECJAX_TELEMETRY", "1" if by_environment else "0")
+        switch = None if by_environment else True
+        llm = build(strategy=strategy, acceptance=mode, telemetry=switch, aligned=aligned)
+        params = [dataclasses.replace(p, transformed_logprobs=True) for p in PARAMS]
+        outputs = llm.generate(PROMPTS, params)
+    samples = {(r, s): x for r, out in enumerate(outputs) for s, x in enumerate(out.samples)}
+    return llm, samples
+
+
+def rounds_with_drafts(samples) -> int:
+    return sum(x.stats.rounds for (request, _), x in samples.items() if request != UNDRAFTED)
+
+
+def each_of(*runs):
+    """These runs, and a static tree in `recursive` mode, which compiles for long."""
+    slow = pytest.param(STATIC, marks=pytest.mark.slow)
+    return pytest.mark.parametrize("run", [*runs, slow], ids=lambda run: "-".join(run[:2]))
+
+
+@each_of(CHAIN, BLOCK, DYNAMIC)
+def test_records_agree_with_the_tokens_that_came_out(run):
+    llm, samples = ran(*run)
+    assert len(llm.telemetry.records) > 20
+    for record in llm.telemetry.records:
+        sample = samples[record.request, record.sample]
+        assert record.prompt_len == len(PROMPTS[record.request])
+        assert record.emitted == (record.offset < len(sample.token_ids))
+        assert record.draft_token != record.target_token
+        assert -math.inf < record.draft_logprob <= 1e-6
+        assert 1 <= record.depth <= llm.engine.runner.steps
+        if record.emitted:
+            assert sample.token_ids[record.offset] == record.target_token
+            logprob = sample.transformed_logprobs[record.offset]
+            assert record.target_logprob == pytest.approx(logprob, abs=1e-4)
+
+
+@each_of(CHAIN, BLOCK)
+def test_there_are_as_many_rejections_as_the_histograms_imply(run):
+    llm, samples = ran(*run)
+    summary, steps = llm.telemetry.summary(), llm.engine.runner.steps
+    for key, sample in samples.items():
+        if key[0] == UNDRAFTED:
+            continue
+        mine = [r for r in llm.telemetry.records if (r.request, r.sample) == key]
+        short = sum(sample.stats.histogram[: steps + 1])  # emitted less than a whole path
+        # The last round may be short because the sample ended, not because of a rejection.
+        assert short - 1 <= sum(r.emitted for r in mine) <= short
+        assert len({r.position for r in mine}) == len(mine)  # one round, one position
+    assert summary.rounds == rounds_with_drafts(samples)
+    # Every path of these trees is `steps` long: a walk ends in a rejection or at that depth.
+    assert summary.attempts[0] == summary.rounds and len(summary.attempts) == steps
+    assert summary.rejections + summary.accepts[-1] == summary.rounds
+
+
+def test_a_walk_that_ends_at_a_leaf_of_a_dynamic_tree_is_no_rejection():
+    llm, samples = ran(*DYNAMIC)
+    summary = llm.telemetry.summary()
+    assert summary.rounds == rounds_with_drafts(samples)
+    tried_below = (*summary.attempts[1:], 0)
+    leaves = [a - b for a, b in zip(summary.accepts, tried_below, strict=True)]
+    assert sum(leaves[:-1]) > 0  # leaves that are not at the greatest depth
+    assert summary.rejections == summary.rounds - sum(leaves) == len(llm.telemetry.records)
+
+
+def test_requests_are_labelled_with_their_own_transforms_and_causes():
+    llm, _ = ran(*CHAIN)
+    found = {request: set() for request in range(4)}
+    transforms = {}
+    for record in llm.telemetry.records:
+        found[record.request].add(record.cause)
+        transforms[record.request] = set(record.transforms)
+    assert "penalty" in found[0] and found[0] <= {"penalty", "disagreement"}
+    assert "filter" in found[1] and found[1] <= {"filter", "disagreement"}
+    assert "mask" in found[2] and found[2] <= {"mask", "disagreement"}
+    assert found[3] == {"disagreement"}
+    assert transforms == {
+        0: {"penalties"},
+        1: {"temperature", "top_k"},
+        2: {"temperature", "allowed"},
+        3: {"temperature"},
+    }
+    shares = llm.telemetry.summary().causes
+    assert all(share > 0 for share in shares.values()) and sum(shares.values()) == pytest.approx(1)
+
+
+def test_an_aligned_draft_proposes_nothing_that_the_target_masks():
+    llm, _ = ran(*DYNAMIC)
+    assert llm.telemetry.records
+    assert not any(record.outside_mask for record in llm.telemetry.records)
+
+
+def test_telemetry_changes_no_token_and_is_absent_unless_asked_for(monkeypatch):
+    monkeypatch.delenv("SPECJAX_TELEMETRY", raising=False)
+    _, recorded = ran(*BLOCK)  # whose tokens any change to what is drafted would change
+    silent = build(strategy="2_1_3", acceptance="block")
+    assert silent.telemetry is None
+    outputs = silent.generate(PROMPTS, PARAMS)
+    for (request, index), sample in recorded.items():
+        assert outputs[request].samples[index].token_ids == sample.token_ids
+
+
+def test_requests_without_drafts_are_not_counted():
+    llm, samples = ran(*CHAIN)
+    assert samples[UNDRAFTED, 0].stats.rounds > 0
+    assert UNDRAFTED not in {record.request for record in llm.telemetry.records}
+    assert llm.telemetry.summary().rounds == rounds_with_drafts(samples)
+
+
+def test_the_environment_variable_switches_it_on_and_the_config_has_the_last_word(monkeypatch):
+    assert ran(*CHAIN)[0].telemetry.records  # switched on by the variable alone
+    assert ran(*BLOCK)[0].telemetry.records  # switched on by the config against the variable
+    monkeypatch.setenv("SPECJAX_TELEMETRY", "1")
+    assert build(strategy="2_1_3", telemetry=False).telemetry is None
+    monkeypatch.setenv("SPECJAX_TELEMETRY", "0")
+    assert build(strategy="2_1_3").telemetry is None
+
+
+def test_a_run_is_written_printed_and_drawn(tmp_path):
+    llm, _ = ran(*CHAIN)
+    path = llm.telemetry.write_jsonl(tmp_path / "run.jsonl")
+    done = subprocess.run(
+        [sys.executable, "-m", "specjax.telemetry", str(path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "100"},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{llm.telemetry.summary().rejections:,}" in done.stdout
+    assert (tmp_path / "run.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,0 +1,249 @@
+"""Stop strings are found however tokens, rounds and chunks cut them; nothing past them remains."""
+
+import contextlib
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+from pieces import PIECES, Pieces
+from shared import PROMPTS, shared_llm
+
+from specjax import SamplingParams
+from specjax.decode.state import RUNNING
+from specjax.engine.stops import StopStrings, TextStream
+
+LONG = SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+class Bytes:
+    """Token i is byte i: a character of more than one byte takes as many tokens."""
+
+    @staticmethod
+    def decode(ids, skip_special_tokens=True):
+        return bytes(ids).decode(errors="replace")
+
+
+class Words:
+    """As SentencePiece: a token begins with a space, and the text loses its first one."""
+
+    pieces = ("<s>", " the", " cat", "s", " sat", ".")
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(self.pieces[i] for i in ids if i).removeprefix(" ")
+
+
+def by_definition(decode, tokens, strings, include=False, min_tokens=0):
+    """(tokens, text) up to the first stop string; everything is decoded anew for each token."""
+    before = ""
+    for count in range(1, len(tokens) + 1):
+        text = decode(tokens[:count]).rstrip("\ufffd")
+        ends = []
+        for string in strings:
+            starts = range(len(text) - len(string) + 1)
+            ends += [
+                (at, at + len(string) if include else at)
+                for at in starts
+                if text[at:].startswith(string) and at + len(string) > len(before)
+            ]
+        if ends and count > min_tokens:
+            return count, text[: min(ends)[1]]
+        before = text
+    return None
+
+
+# --- the text of growing tokens -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["plain", "naïve – déjà vu", "日本語🙂 and 🙂🙂", ""])
+def test_the_stream_gives_out_the_text_and_never_half_a_character(text):
+    stream = TextStream(Bytes.decode)
+    for n, token in enumerate(text.encode(), start=1):
+        stream.push(token)
+        assert stream.text == text.encode()[:n].decode(errors="ignore")
+    assert stream.text == text
+
+
+def test_the_stream_keeps_a_space_that_depends_on_what_came_before():
+    stream = TextStream(Words().decode)
+    for token in (0, 1, 2, 3, 0, 4, 5, 0, 1):
+        stream.push(token)
+    assert stream.text == "the cats sat. the"
+
+
+def test_the_stream_decodes_few_tokens_at_a_time_however_long_the_text():
+    seen = []
+
+    def decode(ids):
+        seen.append(len(ids))
+        return Bytes.decode(ids)
+
+    stream = TextStream(decode)
+    for token in ("é" * 200).encode():
+        stream.push(token)
+    assert stream.text == "é" * 200
+    assert max(seen) <= 4
+
+
+def random_tokens(seed, length=60):
+    """Text over few letters, so that short strings come up again and again."""
+    some = [i for i, p in enumerate(PIECES) if set(p) <= set("abcd ") or not i]
+    return np.random.default_rng(seed).choice(some, length).tolist()
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_the_end_is_that_of_the_definition_whatever_pieces_the_tokens_come_in(include):
+    rng, found = np.random.default_rng(1), 0
+    for case in range(300):
+        tokens = random_tokens(case)
+        strings = ["".join(rng.choice(list("abcd "), rng.integers(1, 6))) for _ in range(2)]
+        min_tokens = int(rng.choice([0, 0, 5, 20]))
+        expected = by_definition(Pieces().decode, tokens, strings, include, min_tokens)
+        for size in (1, 3, 60):
+            search = StopStrings(strings, Pieces().decode, include, min_tokens)
+            parts = [tokens[i : i + size] for i in range(0, 60, size)]
+            cut = next((c for c in map(search.feed, parts) if c is not None), None)
+            assert (cut and tuple(cut)) == expected, (tokens, strings)
+        found += expected is not None
+    assert 100 < found < 300
+
+
+def test_a_stop_string_may_hold_characters_of_several_tokens():
+    tokens = list("ein Kaffee – schön. Ende".encode())
+    search = StopStrings(["schön"], Bytes.decode)
+    cut = search.feed(tokens)
+    assert cut.text == "ein Kaffee – "
+    assert bytes(tokens[: cut.tokens]).decode() == "ein Kaffee – schön"
+
+
+# --- through LLM ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def with_text(llm, chunk_rounds=None):
+    """The engine with a tokenizer, and with chunks of at most so many rounds."""
+    before, llm.tokenizer = llm.engine.chunk_rounds, Pieces()
+    llm.engine.chunk_rounds = chunk_rounds or before
+    try:
+        yield llm
+    finally:
+        llm.tokenizer, llm.engine.chunk_rounds = None, before
+
+
+@functools.cache
+def unstopped(engine, temperature=1.0):
+    with with_text(shared_llm(engine)) as llm:
+        params = dataclasses.replace(LONG, temperature=temperature, transformed_logprobs=True)
+        return [out.samples[0] for out in llm.generate(PROMPTS, params)]
+
+
+def requests():
+    """Pieces of the text that would come, spanning tokens or not, at its beginning and its end."""
+    rng = np.random.default_rng(0)
+    for index, sample in enumerate(unstopped("plain")):
+        for length in (1, 2, 3, 5, 9):
+            at = int(rng.integers(0, len(sample.text) - length))
+            strings = (sample.text[at : at + length], "never there")
+            include, least = bool(rng.integers(2)), int(rng.choice([0, 0, 0, 9]))
+            params = dataclasses.replace(
+                LONG,
+                stop=strings,
+                include_stop_str_in_output=include,
+                min_tokens=least,
+                transformed_logprobs=True,
+                top_logprobs=1,
+            )
+            yield index, params
+
+
+@pytest.mark.parametrize(
+    ("engine", "rounds"), [("speculative", None), ("speculative", 1), ("plain", None)]
+)
+def test_a_sample_ends_where_its_stop_string_does(engine, rounds):
+    cases = list(requests())
+    with with_text(shared_llm(engine), rounds) as llm:
+        outs = llm.generate([PROMPTS[i] for i, _ in cases], [p for _, p in cases])
+    ended = 0
+    for (index, params), out in zip(cases, outs, strict=True):
+        whole, got = unstopped("plain")[index], out.samples[0]
+        expected = by_definition(
+            lambda ids: Pieces().decode(ids, True),
+            whole.token_ids,
+            params.stop,
+            params.include_stop_str_in_output,
+            params.min_tokens,
+        )
+        if expected is None:
+            assert (got.token_ids, got.text) == (whole.token_ids, whole.text)
+            assert got.finish_reason == "length"
+            continue
+        ended += 1
+        count, text = expected
+        assert (got.token_ids, got.text) == (whole.token_ids[:count], text)
+        assert got.finish_reason == "stop"
+        np.testing.assert_allclose(got.logprobs, whole.logprobs[:count], atol=1e-4)
+        np.testing.assert_allclose(
+            got.transformed_logprobs, whole.transformed_logprobs[:count], atol=1e-4
+        )
+        assert len(got.top_logprobs) == len(got.top_transformed_logprobs) == count
+        stats = got.stats
+        assert sum(n * rounds for n, rounds in enumerate(stats.histogram)) == count
+        assert sum(stats.histogram) == stats.rounds == count - stats.accepted
+    assert ended > 10
+
+
+def test_stats_of_a_cut_sample_do_not_depend_on_the_size_of_the_chunks():
+    cases = list(requests())
+    stats = []
+    for rounds in (None, 1, 2):
+        with with_text(shared_llm("speculative"), rounds) as llm:
+            outs = llm.generate([PROMPTS[i] for i, _ in cases], [p for _, p in cases])
+        stats.append([out.samples[0].stats for out in outs])
+        assert llm.totals.tokens == sum(len(o.samples[0].token_ids) for o in outs)
+        assert llm.totals.accepted == llm.totals.tokens - llm.totals.rounds
+    assert stats[0] == stats[1] == stats[2]
+    assert any(s.accepted for s in stats[0])
+
+
+def test_the_slot_of_a_cut_sample_is_free_at_once():
+    """Two long samples and one that is cut: its slot runs no further round beside them."""
+    llm = shared_llm("speculative")
+    string = unstopped("plain")[0].text[:2]
+    with with_text(llm, chunk_rounds=1):
+        seen = []
+        params = [dataclasses.replace(LONG, stop=(string,)), LONG, LONG]
+        run = llm.engine.runner.chunk
+
+        def chunk(*args):
+            seen.append(np.asarray(llm.engine.runner.state.finish)[:3] == RUNNING)
+            return run(*args)
+
+        llm.engine.runner.chunk = chunk
+        try:
+            cut = llm.generate(PROMPTS[:3], params)[0].samples[0]
+        finally:
+            del llm.engine.runner.chunk
+    assert cut.finish_reason == "stop"
+    assert [bool(running[0]) for running in seen] == [True] * cut.stats.rounds + [False] * (
+        len(seen) - cut.stats.rounds
+    )
+    assert len(seen) > cut.stats.rounds + 3
+
+
+def test_a_stop_token_and_a_stop_string_end_a_sample_whichever_comes_first():
+    whole = unstopped("plain")[1]
+    firsts = list(dict.fromkeys(whole.token_ids))
+    token, place = firsts[3], whole.token_ids.index(firsts[3])
+    early = Pieces().decode(whole.token_ids[:2], True)
+    with with_text(shared_llm("speculative")) as llm:
+        both, late = llm.generate(
+            [PROMPTS[1]] * 2,
+            [
+                dataclasses.replace(LONG, stop_token_ids=(token,), stop=(early,)),
+                dataclasses.replace(LONG, stop_token_ids=(token,), stop=("never there",)),
+            ],
+        )
+    assert both.samples[0].text == "" and both.samples[0].finish_reason == "stop"
+    assert both.samples[0].token_ids == whole.token_ids[:2]
+    assert late.samples[0].token_ids == whole.token_ids[: place + 1]
+    assert late.samples[0].text == Pieces().decode(whole.token_ids[: place + 1], True)

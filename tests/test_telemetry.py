@@ -1,0 +1,278 @@
+"""Telemetry on the host: what is collected, summed up, written, read, printed and drawn."""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specjax.decode.options import Features
+from specjax.decode.report import Rejections
+from specjax.telemetry import (
+    CAUSES,
+    Collector,
+    Rejection,
+    SlotInfo,
+    active_transforms,
+    read_jsonl,
+)
+from specjax.telemetry.__main__ import main
+
+SLOTS = (
+    SlotInfo("a", 0, 3, ("temperature", "top_p")),
+    SlotInfo("a", 1, 3, ("temperature", "top_p")),
+    None,
+)
+
+
+def chunk(rounds: int = 4, **changes) -> Rejections:
+    """Slot 0 is rejected at depth 1, 2, 3, ..; slot 1 takes three drafts, down to a leaf, is
+    rejected at depth 1 next, and ends; slot 2 is nobody's."""
+    shape = (rounds, 3)
+    accepted = np.full(shape, -1)
+    accepted[:, 0] = np.arange(rounds)
+    accepted[:2, 1] = (3, 0)
+    accepted[:, 2] = 1
+    valid = np.zeros(shape, bool)
+    valid[:, 0] = valid[1, 1] = valid[:, 2] = True
+    fields = {
+        "accepted": accepted,
+        "valid": valid,
+        "emitted": np.ones(shape, bool),
+        "position": 5 + accepted,
+        "depth": accepted + 1,
+        "draft_token": np.full(shape, 7),
+        "target_token": np.full(shape, 8),
+        "draft_logprob": np.full(shape, -0.5, np.float32),
+        "target_logprob": np.full(shape, -1.25, np.float32),
+        "draft_token_target_logprob": np.full(shape, -2.0, np.float32),
+        "entropy": np.full(shape, 0.6, np.float32),
+        "top_p_mass": np.full(shape, 0.75, np.float32),
+        "outside_mask": np.zeros(shape, bool),
+        "outside_filter": np.zeros(shape, bool),
+        "penalty_changed": np.zeros(shape, bool),
+    }
+    return Rejections(**{**fields, **changes})
+
+
+def collected(*chunks: Rejections, **options) -> Collector:
+    collector = Collector(**options)
+    for one in chunks or (chunk(),):
+        collector.add(one, SLOTS)
+    return collector
+
+
+def test_a_record_holds_what_the_device_said_and_who_ran_in_the_slot():
+    first, second, last = (collected().records[i] for i in (0, 1, -1))
+    assert first == Rejection(
+        request="a", sample=0, prompt_len=3, transforms=("temperature", "top_p"), position=5,
+        depth=1, draft_token=7, target_token=8, draft_logprob=-0.5, target_logprob=-1.25,
+        draft_token_target_logprob=-2.0, entropy=first.entropy, top_p_mass=0.75,
+        outside_mask=False, outside_filter=False, penalty_changed=False, emitted=True,
+    )  # fmt: skip
+    assert first.entropy == pytest.approx(0.6) and first.offset == 2
+    assert (second.sample, second.position, second.depth) == (0, 6, 2)
+    assert (last.sample, last.position, last.depth) == (0, 8, 4)
+    assert [r.sample for r in collected().records].count(1) == 1  # its round to a leaf is none
+
+
+def test_slots_in_which_nobody_ran_count_for_nothing():
+    collector = Collector()
+    collector.add(chunk(), [None] * 3)
+    assert collector.summary().rounds == 0 and not collector.records
+
+
+def test_acceptance_per_depth_counts_leaves_as_accepted_and_rejections_as_tried():
+    summary = collected().summary()
+    # Rounds: accepted 0, 1, 2, 3 and rejected (slot 0); 3 to a leaf, 0 and rejected (slot 1).
+    assert summary.rounds == 6 and summary.rejections == 5
+    assert summary.attempts == (6, 4, 3, 1)
+    assert summary.accepts == (4, 3, 2, 0)
+    assert summary.acceptance_per_depth == pytest.approx((4 / 6, 3 / 4, 2 / 3, 0))
+
+
+def test_positions_are_averaged_absolutely_and_from_the_end_of_the_prompt():
+    summary = collected().summary()
+    assert summary.mean_position == pytest.approx((5 + 6 + 7 + 8 + 5) / 5)
+    assert summary.mean_offset == pytest.approx(summary.mean_position - 3)
+    assert summary.offset_histogram == ((2, 2), (3, 1), (4, 1), (5, 1))
+
+
+def test_causes_are_exclusive_in_order_and_sum_to_one():
+    def flag(*rounds):
+        return np.isin(np.arange(4), rounds)[:, None] & np.ones((1, 3), bool)
+
+    flags = chunk(
+        outside_mask=flag(0), outside_filter=flag(2), penalty_changed=flag(0, 1, 2)
+    )  # round 0: mask and penalty; 1: penalty; 2: filter and penalty; 3: none
+    collector = collected(flags)
+    causes = {(r.sample, r.depth): r.cause for r in collector.records}
+    assert causes == {
+        (0, 1): "mask", (0, 2): "penalty", (0, 3): "filter", (0, 4): "disagreement",
+        (1, 1): "penalty",
+    }  # fmt: skip
+    assert collector.records[0].outside_allowed and not collector.records[1].outside_allowed
+    shares = collector.summary().causes
+    assert list(shares) == list(CAUSES) and sum(shares.values()) == pytest.approx(1)
+    assert shares == pytest.approx(
+        {"mask": 0.2, "filter": 0.2, "penalty": 0.4, "disagreement": 0.2}
+    )
+
+
+def test_entropies_fall_into_bins_of_nats_whose_last_is_open():
+    entropy = np.full((4, 3), 0.25, np.float32)
+    entropy[0, 0], entropy[1, 0], entropy[2, 0] = 0.0, 11.9, 5.99
+    histogram = collected(chunk(entropy=entropy)).summary().entropy_histogram
+    filled = {low: number for low, _, number in histogram if number}
+    assert filled == {0.0: 1, 0.25: 2, 5.75: 1, 6.0: 1}
+    assert histogram[-1][1] == math.inf
+    assert all(a[1] == b[0] for a, b in zip(histogram[:-1], histogram[1:], strict=True))
+
+
+def test_memory_is_bounded_and_dropped_records_are_counted_and_said():
+    with pytest.warns(UserWarning, match="keeps 2 rejections and drops") as said:
+        bounded = collected(chunk(), chunk(), max_records=2)
+    assert len(said) == 1
+    whole = collected(chunk(), chunk()).summary()
+    assert bounded.records == collected().records[:2]
+    assert bounded.summary() == dataclasses.replace(whole, records=2, dropped=8)
+
+
+def test_a_batch_of_another_size_is_refused():
+    with pytest.raises(ValueError, match="got 2 slots for rejections of 3"):
+        Collector().add(chunk(), SLOTS[:2])
+
+
+def test_an_empty_collector_has_no_shares_but_a_summary():
+    summary = Collector().summary()
+    assert summary.rounds == 0 and summary.acceptance_per_depth == ()
+    assert all(math.isnan(share) for share in summary.causes.values())
+    assert math.isnan(summary.mean_position)
+
+
+def test_active_transforms_are_those_that_change_the_distribution():
+    features = Features(penalties=True, top_logprobs=True, transformed_logprobs=True)
+    assert active_transforms(features) == ("temperature", "penalties")
+    assert active_transforms(Features.none()) == ()
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read_back_infinities_included(tmp_path):
+    masked = np.full((4, 3), -np.inf, np.float32)
+    collector = collected(chunk(draft_token_target_logprob=masked))
+    path = collector.write_jsonl(tmp_path / "deep" / "run.jsonl")
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)  # strict JSON: no Infinity
+    back = read_jsonl(path)
+    assert back.records == collector.records
+    assert back.records[0].draft_token_target_logprob == -math.inf
+    assert back.summary() == collector.summary()
+
+
+def test_writing_again_replaces_and_appending_adds_up(tmp_path):
+    collector = collected()
+    path = collector.write_jsonl(tmp_path / "run.jsonl")
+    assert read_jsonl(collector.write_jsonl(path)).summary() == collector.summary()
+    collector.write_jsonl(path, append=True)
+    both = read_jsonl(path)
+    assert both.summary() == collected(chunk(), chunk()).summary()
+    assert both.records == collector.records * 2
+    collector.clear()
+    assert not collector.records and collector.summary().rounds == 0
+
+
+def test_a_last_line_that_a_kill_cut_short_is_skipped_and_said(tmp_path):
+    path = collected().write_jsonl(tmp_path / "run.jsonl")
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.warns(UserWarning, match="skipped its damaged last line, 6"):
+        back = read_jsonl(path)
+    assert back.records == collected().records[:-1]
+    with pytest.warns(UserWarning, match="cut off its unfinished last line"):
+        collected().write_jsonl(path, append=True)
+    assert read_jsonl(path).records == collected().records[:-1] + collected().records
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ("", "empty; expected JSON lines"),
+        ("\n\n", "empty; expected JSON lines"),
+        ("not json\n", "line 1: expected a telemetry record"),
+        ('{"step": 1}\n{"step": 2}\n', "line 1: expected a telemetry record"),
+        ('{"kind": "other"}\n{}\n', "line 1: expected a telemetry record"),
+        ("{tally}\n{broken\n{rejection}\n", "line 2: expected a telemetry record.*'{broken'"),
+        ("{rejection}\n", "no tally among its 1 lines"),
+    ],
+)
+def test_a_file_that_is_no_telemetry_is_refused_by_line(tmp_path, content, said):
+    written = collected().write_jsonl(tmp_path / "good.jsonl").read_text().splitlines()
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(content.replace("{tally}", written[0]).replace("{rejection}", written[1]))
+    with pytest.raises(ValueError, match=said):
+        read_jsonl(bad)
+
+
+# --- command line --------------------------------------------------------------------------------
+
+
+def run_cli(*arguments) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "specjax.telemetry", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "100"},
+        timeout=120,
+    )
+
+
+def is_png(path: Path) -> bool:
+    return path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_the_command_prints_the_figures_and_writes_a_png_beside_the_file(tmp_path):
+    path = collected().write_jsonl(tmp_path / "run.jsonl")
+    done = run_cli(path)
+    assert done.returncode == 0, done.stderr
+    for text in ("Acceptance per depth", "66.7%", "disagreement", "100.0%", "0.5 to 0.75 nats"):
+        assert text in done.stdout
+    assert is_png(tmp_path / "run.png")
+
+
+def test_the_command_says_what_is_wrong_in_one_line(tmp_path):
+    done = run_cli(tmp_path / "absent.jsonl")
+    assert done.returncode == 1
+    assert done.stderr.startswith("specjax.telemetry: ") and "no such file" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_command_draws_a_damaged_and_a_shortened_run_and_says_so(tmp_path, capsys):
+    with pytest.warns(UserWarning):
+        path = collected(max_records=3).write_jsonl(tmp_path / "run.jsonl")
+    path.write_bytes(path.read_bytes()[:-10])
+    main([str(path), "--out", str(tmp_path / "other.png")])
+    printed = capsys.readouterr()
+    assert "skipped its damaged last line" in printed.err
+    assert "2 of 5 records were dropped" in printed.out
+    assert is_png(tmp_path / "other.png")
+
+
+def test_rounds_without_a_rejection_are_drawn_and_no_rounds_are_refused(tmp_path):
+    perfect = collected(chunk(valid=np.zeros((4, 3), bool)))
+    main([str(perfect.write_jsonl(tmp_path / "perfect.jsonl"))])
+    assert is_png(tmp_path / "perfect.png")
+    idle = Collector().write_jsonl(tmp_path / "idle.jsonl")
+    with pytest.raises(SystemExit, match="no speculative round was recorded"):
+        main([str(idle)])
+
+
+def test_an_output_that_is_no_image_is_refused(tmp_path):
+    path = collected().write_jsonl(tmp_path / "run.jsonl")
+    with pytest.raises(SystemExit, match="specjax.telemetry: .*[Ff]ormat"):
+        main([str(path), "--out", str(tmp_path / "figure.txt1")])

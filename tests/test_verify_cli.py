@@ -1,0 +1,188 @@
+"""`python -m specjax.verify`: what it says of an exact and a biased decoder, and of bad input."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from specjax import LLM, ModelConfig, SpecConfig
+from specjax import verify as checker
+from specjax.decode import accept
+from specjax.draft.mtp import init_head_params
+from specjax.models import hf
+from specjax.models.transformer import init_params
+from specjax.verify.__main__ import main
+from specjax.verify.requests import OPTION_SHARE, random_requests
+from specjax.verify.statistics import goodness_of_fit
+
+CFG = ModelConfig(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_position=64,
+    eos_token_ids=(3,),
+    mtp_num_layers=1,
+)
+SMALL = ["--samples", "3000", "--requests", "6", "--strategy", "2_1_3"]
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return init_params(CFG, 0), init_head_params(CFG, 1)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, weights):
+    path = tmp_path_factory.mktemp("verify") / "model"
+    hf.save_checkpoint(path, CFG, *weights)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def headless(tmp_path_factory, weights):
+    path = tmp_path_factory.mktemp("verify") / "headless"
+    hf.save_checkpoint(path, CFG.replace(mtp_num_layers=0), weights[0])
+    return str(path)
+
+
+def test_an_exact_decoder_passes_and_the_table_and_json_say_so(checkpoint, tmp_path, capsys):
+    file = tmp_path / "verdict.json"
+    assert main(["--model", checkpoint, *SMALL, "--tokens", "1, 5 9", "--json", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "verdict: lossless" in said and "FAILED" not in said and "random head" not in said
+    verdict = json.loads(file.read_text())
+    assert verdict["ok"] and verdict["model"] == checkpoint and verdict["strategy"] == "2_1_3"
+    identity, alone, every = verdict["checks"]
+    assert identity["figures"]["unexplained"] == 0 and identity["figures"]["tokens"] > 100
+    for check in (alone, every):
+        assert check["name"] in said
+        assert check["figures"]["samples"] == 3000 and check["figures"]["p_value"] > 1e-6
+        assert check["figures"]["cells"] >= 10
+
+
+def test_a_biased_decoder_fails_both_checks(checkpoint, tmp_path, capsys, monkeypatch):
+    """The token after the last accepted draft is one too high now and then."""
+    exact = accept.accept_coupled
+
+    def biased(tokens, shape, chosen):
+        return exact(tokens, shape, jnp.where(tokens % 3 == 1, (chosen + 1) % 32, chosen))
+
+    monkeypatch.setattr(accept, "accept_coupled", biased)
+    file = tmp_path / "verdict.json"
+    assert main(["--model", checkpoint, *SMALL, "--json", str(file)]) == 1
+    said = capsys.readouterr().out
+    assert "verdict: NOT lossless" in said and "NOT explained" in said
+    verdict = json.loads(file.read_text())
+    assert not verdict["ok"]
+    assert [check["status"] for check in verdict["checks"]] == ["FAILED"] * 3
+
+
+@pytest.mark.slow
+def test_without_a_draft_head_a_random_one_drafts_and_the_verdict_says_so(headless, capsys):
+    assert main(["--model", headless, *SMALL, "--acceptance", "block"]) == 0
+    said = capsys.readouterr().out
+    assert "draft source random head" in said and "note: drafts come from a random head" in said
+    assert "identity with plain decoding, greedy requests" in said
+
+
+@pytest.mark.slow
+def test_n_grams_can_draft(headless):
+    spec = SpecConfig(strategy="3_2_5", source="ngram")
+    verdict = checker.check(headless, spec, samples=3000, requests=6)
+    assert verdict and verdict.source == "ngram"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "/no/such/directory"], "/no/such/directory"),
+        (["--strategy", "4_4"], "strategy '4_4' is not understood"),
+        (["--strategy", "2x2", "--acceptance", "block"], "exact for chains only"),
+        (["--strategy", "off"], "nothing to check"),
+        (["--prompt", "hello"], "no tokenizer"),
+        (["--tokens", "one"], "token ids such as 5,17,3"),
+        (["--tokens", "31,32"], "token id 32"),
+        (["--tokens", " "], "got none"),
+        (["--tokens", ",".join("1" * 63)], "63 tokens"),
+        (["--samples", "0"], "got 0"),
+        (["--draft-model", "/no/such/draft"], "/no/such/draft"),
+    ],
+)
+def test_bad_input_is_refused_with_status_2_before_anything_runs(
+    checkpoint, arguments, said, capsys
+):
+    if "--model" not in arguments:
+        arguments = ["--model", checkpoint, *arguments]
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and not captured.out
+
+
+def test_an_llm_that_decodes_plainly_leaves_nothing_to_check(weights):
+    llm = LLM((CFG, weights[0], None), None, max_batch=2)
+    with pytest.raises(checker.InputError, match="nothing to check"):
+        checker.check(llm)
+
+
+# --- its statistics -------------------------------------------------------------------------------
+
+
+def test_the_p_value_is_that_of_scipy_where_no_cell_is_small():
+    rng = np.random.default_rng(0)
+    probabilities = rng.dirichlet(np.full(10, 5.0))
+    counts = rng.multinomial(10_000, probabilities)
+    expected = stats.chisquare(counts, probabilities * 10_000)
+    fit = goodness_of_fit(counts, probabilities)
+    assert fit.cells == 10 and fit.samples == 10_000
+    np.testing.assert_allclose([fit.statistic, fit.p_value], expected, rtol=1e-9)
+
+
+def test_p_values_of_right_counts_are_uniform_with_small_cells_too():
+    rng = np.random.default_rng(1)
+    probabilities = rng.dirichlet(np.full(60, 0.3))
+    counts = rng.multinomial(3000, probabilities, size=999)
+    fits = [goodness_of_fit(row, probabilities) for row in counts]
+    assert fits[0].cells < 60
+    assert stats.kstest([f.p_value for f in fits], "uniform").pvalue > 1e-3
+
+
+def test_a_single_outcome_of_probability_zero_fails():
+    assert goodness_of_fit([50, 50, 1], [0.5, 0.5, 0.0]).p_value == 0
+    assert goodness_of_fit([50, 51, 0], [0.5, 0.5, 0.0]).p_value > 0.5
+
+
+def test_small_cells_count_together():
+    probabilities = np.array([0.5, 0.49, *[0.001] * 10])
+    fit = goodness_of_fit(np.r_[500, 440, [6] * 10], probabilities)
+    assert fit.cells == 3 and fit.p_value < 1e-6
+    assert goodness_of_fit(np.r_[500, 490, [2] * 5, [0] * 5], probabilities).p_value > 0.99
+
+
+def test_counts_and_probabilities_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="one shape"):
+        goodness_of_fit([1, 2], [1.0])
+    with pytest.raises(ValueError, match="sum to 1"):
+        goodness_of_fit([1, 2], [0.5, 0.4])
+
+
+def test_random_requests_ask_for_every_option():
+    rng = np.random.default_rng(0)
+    _, params = random_requests(rng, CFG, 60)
+    assert {p.temperature > 0 for p in params} == {True, False}
+    asked = {}
+    for p in params:
+        for name, value in vars(p).items():
+            asked.setdefault(name, set()).add(value)
+    for name in (
+        "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+        "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "stop_token_ids",
+        "ignore_eos", "n",
+    ):  # fmt: skip
+        assert len(asked[name]) > 1, name
+    assert OPTION_SHARE < 0.5, "requests must differ"
