@@ -8,7 +8,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import median_ratio_interval
+from bench.common import figure, median_ratio_interval
 from bench.equality import Equality
 
 RATE = "rollout/tokens_per_sec"
@@ -30,10 +30,6 @@ def series(records: Records, arm: str, metric: str, after: int = 0) -> list[floa
     """A metric of one arm over the steps that have it, step `after` and earlier ones left out."""
     mine = sorted((r for r in records if r["arm"] == arm), key=lambda r: r["step"])
     return [r[metric] for r in mine if r["step"] > after and r.get(metric) is not None]
-
-
-def figure(value, unit: str, interval=None) -> dict:
-    return {"value": value, "unit": unit, "interval": interval}
 
 
 def spread(values: Sequence[float], unit: str) -> dict:

@@ -1,4 +1,4 @@
-"""What every bench shares: fair timing, an interval for a ratio, and result files.
+"""What every bench shares: arguments, prompts, fair timing, an interval, and result files.
 
 A result file is JSON: `name`, `date` (UTC), `machine`, `versions`, `command`, `settings`, and
 `figures`, a map from a figure's name to `value`, `unit` and `interval` ([low, high] or null).
@@ -6,6 +6,7 @@ A result file is JSON: `name`, `date` (UTC), `machine`, `versions`, `command`, `
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import importlib.metadata
@@ -22,6 +23,8 @@ from typing import Any
 
 import jax
 import numpy as np
+
+from train import data
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
@@ -59,6 +62,65 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def bench_parser(module: str, doc: str, out: str) -> argparse.ArgumentParser:
+    """The parser of `python -m bench.<module>`, with the arguments that every bench has.
+
+    Args:
+      doc: the module's docstring. out: name of the default result file, without its suffix.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m bench.{module}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of problems and samples")
+    parser.add_argument("--out", help=f"default: bench/results/{out}.json")
+    return parser
+
+
+def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which policy, and which of its held-out problems."""
+    add = parser.add_argument
+    add("--model", default="assets/sums", help="Hugging Face directory of the policy (and head)")
+    add("--task", default="sums", choices=data.TASKS, help="where the prompts come from")
+    add("--data", metavar="JSONL", help="question/answer lines, for --task gsm8k")
+    add("--max_prompt_tokens", type=int, default=64, help="longer prompts are passed over")
+
+
+def add_timing_arguments(parser: argparse.ArgumentParser, batches: Sequence[int]) -> None:
+    """What is repeated, and how often."""
+    add = parser.add_argument
+    add("--batches", type=int, nargs="+", default=list(batches), help="slots that run at once")
+    add("--repeats", type=int, default=7, help="measurements of each, at least 5 for a figure")
+
+
+def heldout_prompts(
+    tokenizer, task: str, path: str | None, count: int, longest: int, seed: int
+) -> list[list[int]]:
+    """Token ids of the first `count` held-out problems whose prompt has at most `longest` tokens.
+
+    Raises:
+      ValueError: there are fewer.
+    """
+    source = data.problems(data.DataConfig(task=task, path=path, seed=seed), "heldout")
+    prompts = []
+    for index in range(len(source)):
+        prompt = data.encode_prompt(tokenizer, source[index].prompt)
+        if len(prompt) <= longest:
+            prompts.append(prompt)
+        if len(prompts) == count:
+            return prompts
+    raise ValueError(
+        f"expected {count} held-out prompts of at most {longest} tokens, got {len(prompts)}; give "
+        "more data, a larger --max_prompt_tokens, or ask for fewer prompts"
+    )
+
+
+def figure(value: Any, unit: str, interval: Sequence[float] | None = None) -> dict[str, Any]:
+    """One entry of a result's `figures`."""
+    return {"value": value, "unit": unit, "interval": interval}
 
 
 def write_result(

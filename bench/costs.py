@@ -29,9 +29,10 @@ import jax
 import numpy as np
 
 from bench.common import alternate, machine, versions
-from specjax.config import ModelConfig, Strategy
+from specjax.config import ModelConfig, SpecConfig
 from specjax.decode import rng
 from specjax.decode.draft import draft_tree
+from specjax.decode.history import context_of
 from specjax.decode.state import RUNNING, put_positions
 from specjax.draft.mtp import init_head_params
 from specjax.engine.runner import Runner
@@ -53,9 +54,9 @@ class Bench:
 
     def runner(self, steps: int, longest: int) -> Runner:
         """A runner with weights; `steps` 0 is plain decoding."""
-        strategy = Strategy.parse(f"{steps}_1_{steps + 1}") if steps else None
+        spec = SpecConfig(f"{steps}_1_{steps + 1}") if steps else None
         room = self.context + self.rounds * (longest + 1) + 1
-        runner = Runner(self.cfg, strategy, "coupled", self.batch, room)
+        runner = Runner(self.cfg, spec, self.batch, room, chunk_rounds=self.rounds)
         runner.set_params(self.params, self.head if steps else None)
         return runner
 
@@ -70,8 +71,6 @@ class Bench:
             "length": np.full(self.batch, self.context, np.int32),
             "limit": np.full(self.batch, runner.max_len, np.int32),
             "finish": np.full(self.batch, RUNNING, np.int32),
-            "temperature": np.ones(self.batch, np.float32),
-            "stop_ids": np.full((self.batch, runner.stop_width), -1, np.int32),
             "keys": np.asarray(rng.request_keys(words)),
         }
         runner.state = runner.state._replace(**jax.device_put(fields))
@@ -80,7 +79,7 @@ class Bench:
         """One measurement: a chunk of rounds from a full batch, which `fill` has prepared."""
 
         def run() -> None:
-            done = runner.chunk(self.rounds, False)
+            done, _ = runner.chunk(self.rounds, False)
             assert done == self.rounds, (done, self.rounds)
 
         return run
@@ -89,17 +88,20 @@ class Bench:
         """One measurement: as many draftings, each starting from what the last one proposed."""
 
         def program(params, head, state):
-            model, head = runner.modules(params, head)
-            vocab = self.cfg.vocab_size
+            model, plan = runner.model(params), runner.plan
+            wanted = np.ones(self.batch, bool)
 
             def body(_, state):
                 root = state.length - 1
-                positions = root[:, None] + 1 + np.arange(runner.steps + 1)
-                noise = rng.target_noise(state.keys, positions, vocab)
-                draft = draft_tree(model, head, runner.tree, "coupled", state, noise)
+                ring = rng.refill(state.noise, state.keys, root, wanted)
+                state = state._replace(noise=ring)
+                context = context_of(state.tokens, state.length, plan.features, None)
+                draft = draft_tree(model, head, plan, state, context)
                 # The next drafting depends on this one, or the compiler would do it only once.
                 tokens = put_positions(state.tokens, draft.tokens[:, 1:2], root, root * 0 + 1)
-                return state._replace(draft=draft.state, tokens=tokens)
+                hidden = state.draft.hidden[:, : plan.steps + 1]
+                memory = plan.source.commit(state.draft, draft.work, hidden, root * 0 + 1)
+                return state._replace(draft=memory, tokens=tokens)
 
             return jax.lax.fori_loop(0, self.rounds, body, state)
 

@@ -17,36 +17,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.common import alternate, median_ratio_interval, write_result
+from bench.common import (
+    add_prompt_arguments,
+    add_timing_arguments,
+    alternate,
+    bench_parser,
+    figure,
+    heldout_prompts,
+    median_ratio_interval,
+    write_result,
+)
 from specjax import LLM, SamplingParams, SpecConfig
-from specjax.engine.tokenizer import load_tokenizer
 from specjax.models import hf
-from train import data
+from specjax.tokenizer import load_tokenizer
 
 # At least so many samples per measurement, so that one long sample does not decide it.
 FEWEST_SAMPLES = 8
-
-
-def heldout_prompts(
-    tokenizer, task: str, path: str | None, count: int, longest: int, seed: int
-) -> list[list[int]]:
-    """Token ids of the first `count` held-out problems whose prompt has at most `longest` tokens.
-
-    Raises:
-      ValueError: there are fewer.
-    """
-    source = data.problems(data.DataConfig(task=task, path=path, seed=seed), "heldout")
-    prompts = []
-    for index in range(len(source)):
-        prompt = data.encode_prompt(tokenizer, source[index].prompt)
-        if len(prompt) <= longest:
-            prompts.append(prompt)
-        if len(prompts) == count:
-            return prompts
-    raise ValueError(
-        f"expected {count} held-out prompts of at most {longest} tokens, got {len(prompts)}; give "
-        "more data, a larger --max_prompt_tokens or a smaller --samples_per_slot"
-    )
 
 
 class Pair:
@@ -95,9 +81,6 @@ class Pair:
         depths = self.spec.totals.per_depth()
         rows = self.spec.engine.runner.tree.rows
         at = f"/batch_{self.batch}"
-
-        def figure(value, unit, interval=None):
-            return {"value": value, "unit": unit, "interval": interval}
 
         result = {
             f"speedup{at}": figure(ratio, "speculative / plain, medians", [low, high]),
@@ -155,27 +138,17 @@ def summary(batch: int, figures: dict[str, dict]) -> str:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.decode",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("decode", __doc__, "decode_<model>")
+    add_prompt_arguments(parser)
+    add_timing_arguments(parser, (1, 4, 32))
     add = parser.add_argument
-    add("--model", default="assets/sums", help="Hugging Face directory of policy and head")
-    add("--task", default="sums", choices=data.TASKS, help="where the prompts come from")
-    add("--data", metavar="JSONL", help="question/answer lines, for --task gsm8k")
-    add("--batches", type=int, nargs="+", default=[1, 4, 32], help="slots that run at once")
     add("--strategy", default="4_1_5", help="what a round drafts")
     add("--head", default="checkpoint", choices=("checkpoint", "random"))
-    add("--repeats", type=int, default=7, help="measurements of each, at least 5 for a figure")
     add("--samples_per_slot", type=int, default=2)
     add("--max_tokens", type=int, default=160, help="response tokens at most")
-    add("--max_prompt_tokens", type=int, default=64, help="longer prompts are passed over")
     add("--temperature", type=float, default=1.0)
     add("--ignore_eos", action="store_true", help="every sample has max_tokens tokens")
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
-    add("--seed", type=int, default=0, help="of problems and samples")
-    add("--out", help="default: bench/results/decode_<model>.json")
     return parser.parse_args(argv)
 
 

@@ -2,10 +2,11 @@
 
     python -m bench.identity [--tokens 100000] [--model DIR] [--out FILE]
 
-Chains and trees, heads of every quality (random ones included), batches of 1 to 32, greedy and
-sampled requests mixed in one batch; speculation is given the prompts in another order than plain
-decoding. A sample counts up to its first difference, which is then explained by floating point (two
-tokens tie within rounding) or is not, and that is a bug: the exit status is 1.
+Chains, static and dynamic trees; heads of every quality (random ones included) and n-grams; batches
+of 1 to 32; greedy and sampled requests mixed in one batch, every third one with all the sampling
+options of `specjax.verify.requests` drawn at random; speculation is given the prompts in another
+order than plain decoding. A sample counts up to its first difference, which is then explained by
+floating point (two tokens tie within rounding) or is not, and that is a bug: the exit status is 1.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.common import write_result
+from bench.common import figure, write_result
 from specjax import LLM, ModelConfig, SamplingParams, SpecConfig
 from specjax.config import DEFAULT_TREE_PATHS
 from specjax.draft.mtp import init_head_params
@@ -27,6 +28,7 @@ from specjax.engine.compare import Difference, first_difference
 from specjax.engine.request import make_jobs
 from specjax.models import hf
 from specjax.models.transformer import Params, init_params
+from specjax.verify.requests import random_params
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 MAX_TOKENS, LONGEST_PROMPT = 192, 48
@@ -35,18 +37,34 @@ MAX_LEN = MAX_TOKENS + LONGEST_PROMPT
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """One arm: what is decoded how. `head` is `random`, `fair` or the checkpoint's `own`."""
+    """One arm: what is decoded how.
+
+    Attributes:
+      head: `random`, `fair`, the checkpoint's `own`, or `ngram` for no head at all.
+      adaptive: see `SpecConfig.adaptive_width`.
+    """
 
     strategy: str | tuple
     batch: int
     head: str
     modules: int = 1
     scan: bool = False
+    adaptive: bool = False
 
     def __str__(self) -> str:
         name = self.strategy if isinstance(self.strategy, str) else "paths"
-        scan = ", scanned" if self.scan else ""
-        return f"{name:8} batch {self.batch:2} {self.head:6} head of {self.modules}{scan}"
+        notes = ", scanned" * self.scan + ", adaptive width" * self.adaptive
+        return f"{name:8} batch {self.batch:2} {self.head:6} modules {self.modules}{notes}"
+
+    def spec(self, loaded: bool, seed: int) -> SpecConfig:
+        """How this arm speculates; `loaded` is with a checkpoint and its own head."""
+        return SpecConfig(
+            strategy=self.strategy,
+            source="ngram" if self.head == "ngram" else "head",
+            head="random" if loaded and self.head == "random" else "checkpoint",
+            head_seed=seed,
+            adaptive_width=self.adaptive,
+        )
 
 
 RANDOM_SETUPS = (
@@ -57,6 +75,9 @@ RANDOM_SETUPS = (
     Setup("4x2x1", 1, "fair"),
     Setup("4x2x1", 16, "random", modules=2),
     Setup("default", 32, "fair", scan=True),
+    Setup("4_4_16", 8, "fair"),
+    Setup("6_3_24", 4, "fair", modules=2, adaptive=True),
+    Setup("3_2_6", 16, "ngram"),
     Setup(DEFAULT_TREE_PATHS[:7] + ((1, 0), (1, 1), (1, 1, 0)), 2, "fair", modules=2),
 )
 CHECKPOINT_SETUPS = (
@@ -65,6 +86,8 @@ CHECKPOINT_SETUPS = (
     Setup("7_1_8", 8, "own"),
     Setup("4x2x1", 4, "own"),
     Setup("default", 32, "own"),
+    Setup("6_4_16", 8, "own"),
+    Setup("4_2_8", 16, "ngram"),
 )
 
 
@@ -109,14 +132,17 @@ def _scaled(params: Params, factor: float) -> Params:
 
 
 def requests(cfg: ModelConfig, samples: int, rng: np.random.Generator):
-    """Prompts of random length and content, temperatures in turn, some with two samples."""
+    """Random prompts; temperatures in turn, two samples of some, all options for every third."""
     prompts, params = [], []
     while sum(p.n for p in params) < samples:
         length = int(rng.integers(1, LONGEST_PROMPT + 1))
         prompts.append(rng.integers(0, cfg.vocab_size, length).tolist())
+        if len(params) % 3 == 2:
+            params.append(random_params(rng, cfg, MAX_TOKENS))
+            continue
         params.append(
             SamplingParams(
-                temperature=TEMPERATURES[len(params) % 3],
+                temperature=TEMPERATURES[len(params) // 3 % 3],
                 max_tokens=int(rng.integers(MAX_TOKENS // 2, MAX_TOKENS + 1)),
                 seed=int(rng.integers(2**62)),
                 n=1 + len(params) % 2,
@@ -155,8 +181,7 @@ def arms(model_dir: str | None, seed: int) -> Iterator[tuple[Setup, LLM, LLM]]:
         loaded = cfg.replace(compute_dtype="float32"), params, head
     for setup in CHECKPOINT_SETUPS if model_dir else RANDOM_SETUPS:
         model = loaded or random_model(setup, seed)
-        head = "random" if loaded and setup.head == "random" else "checkpoint"
-        spec = SpecConfig(strategy=setup.strategy, head=head, head_seed=seed)
+        spec = setup.spec(loaded is not None, seed)
         sizes = {"max_batch": setup.batch, "max_len": MAX_LEN}
         yield setup, LLM(model, spec, **sizes), LLM((*model[:2], None), None, **sizes)
 
@@ -194,15 +219,11 @@ def run(tokens: int, model_dir: str | None, seed: int) -> tuple[dict, list[dict]
         total, everything = total + compared, everything + found
     explained = sum(d.explained for d in everything)
     figures = {
-        "tokens_compared": _figure(total, "tokens"),
-        "differences_explained": _figure(explained, "samples"),
-        "differences_unexplained": _figure(len(everything) - explained, "samples"),
+        "tokens_compared": figure(total, "tokens"),
+        "differences_explained": figure(explained, "samples"),
+        "differences_unexplained": figure(len(everything) - explained, "samples"),
     }
     return figures, records
-
-
-def _figure(value: int, unit: str) -> dict:
-    return {"value": value, "unit": unit, "interval": None}
 
 
 def main(argv: list[str] | None = None) -> int:

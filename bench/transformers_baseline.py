@@ -20,10 +20,17 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.common import alternate, median_ratio_interval, write_result
-from bench.decode import heldout_prompts
+from bench.common import (
+    add_prompt_arguments,
+    add_timing_arguments,
+    alternate,
+    bench_parser,
+    figure,
+    heldout_prompts,
+    median_ratio_interval,
+    write_result,
+)
 from specjax import LLM, SamplingParams
-from train import data
 
 MISSING = (
     "this bench compares with torch, which is not installed (specjax itself does not need it): "
@@ -94,26 +101,19 @@ def measure(args: argparse.Namespace, batch: int, tokenizer) -> dict[str, dict]:
     fastest = min(jobs, key=lambda name: statistics.median(seconds[name]))
     ratio, low, high = median_ratio_interval(seconds[fastest], seconds["specjax"])
     at = f"/batch_{batch}"
-    figures = {
-        f"speedup{at}": {
-            "value": ratio,
-            "unit": f"plain LLM / {fastest}, medians",
-            "interval": [low, high],
-        }
-    }
+    unit = f"plain LLM / {fastest}, medians"
+    figures = {f"speedup{at}": figure(ratio, unit, [low, high])}
     for name, values in seconds.items():
         rates = [batch * args.new_tokens / s for s in values]
-        figures[f"{name}_tokens_per_sec{at}"] = {
-            "value": statistics.median(rates),
-            "unit": "tok/s",
-            "interval": [min(rates), max(rates)],
-        }
+        figures[f"{name}_tokens_per_sec{at}"] = figure(
+            statistics.median(rates), "tok/s", [min(rates), max(rates)]
+        )
     return figures
 
 
 def run(args: argparse.Namespace) -> Path:
     """Measures every batch size and writes the result file."""
-    from specjax.engine.tokenizer import load_tokenizer
+    from specjax.tokenizer import load_tokenizer
 
     tokenizer, figures = load_tokenizer(args.model), {}
     for batch in args.batches:
@@ -141,23 +141,13 @@ def run(args: argparse.Namespace) -> Path:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.transformers_baseline",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("transformers_baseline", __doc__, "transformers_baseline_<model>")
+    add_prompt_arguments(parser)
+    add_timing_arguments(parser, (1, 8, 32))
     add = parser.add_argument
-    add("--model", default="assets/sums", help="Hugging Face directory of the policy")
-    add("--task", default="sums", choices=data.TASKS, help="where the prompts come from")
-    add("--data", metavar="JSONL", help="question/answer lines, for --task gsm8k")
-    add("--batches", type=int, nargs="+", default=[1, 8, 32])
-    add("--repeats", type=int, default=7, help="measurements of each, at least 5 for a figure")
     add("--new_tokens", type=int, default=64, help="of every sample")
-    add("--max_prompt_tokens", type=int, default=64, help="longer prompts are passed over")
     cores = sorted({1, os.cpu_count() or 1})
     add("--threads", type=int, nargs="+", default=cores, help="torch threads; the fastest counts")
-    add("--seed", type=int, default=0, help="of problems and samples")
-    add("--out", help="default: bench/results/transformers_baseline_<model>.json")
     return parser.parse_args(argv)
 
 

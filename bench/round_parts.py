@@ -1,0 +1,186 @@
+"""One round taken apart: every function that `spec_round` is made of, as a program of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.decode import report, rng, sampling
+from specjax.decode.accept import accept
+from specjax.decode.draft import Draft, draft_tree
+from specjax.decode.history import Rows, context_of, count_tokens
+from specjax.decode.options import Features
+from specjax.decode.plan import Plan
+from specjax.decode.round import Side, commit, spec_round
+from specjax.decode.state import RUNNING, DecodeState
+from specjax.decode.verify import verify
+from specjax.engine.runner import Runner
+
+PARTS = ("noise", "draft", "verify", "transform", "accept", "commit")
+EMPTY = ", empty"  # what is appended to the name of a part's empty program
+
+
+class Buffers(NamedTuple):
+    """What a round updates in place, and every program here is given and gives back."""
+
+    cache: Any
+    draft_cache: Any
+    noise: Any
+
+
+class Taken(NamedTuple):
+    """A state without its buffers, and what a round needs beside it."""
+
+    state: DecodeState
+    side: Side
+
+    def whole(self, buffers: Buffers) -> DecodeState:
+        state = self.state
+        return state._replace(
+            cache=buffers.cache,
+            draft=state.draft._replace(cache=buffers.draft_cache),
+            noise=state.noise._replace(rows=buffers.noise),
+        )
+
+
+def split(state: DecodeState) -> tuple[Buffers, DecodeState]:
+    """The buffers, and the state without them."""
+    buffers = Buffers(state.cache, state.draft.cache, state.noise.rows)
+    draft, noise = state.draft._replace(cache=None), state.noise._replace(rows=None)
+    return buffers, state._replace(cache=None, draft=draft, noise=noise)
+
+
+class Parts:
+    """The programs of one plan; calling one runs it once and waits.
+
+    Args:
+      runner: with weights. features, options: what all slots ask for.
+      context: length of every slot. emitted: tokens that the last round is taken to have emitted.
+    """
+
+    def __init__(self, runner: Runner, features: Features, options: dict, context: int, emitted):
+        self.runner = runner
+        self.plan: Plan = dataclasses.replace(runner.plan, features=features)
+        self.buffers, state = split(_filled(runner, options, context, emitted))
+        self.programs: dict[str, Callable[[], None]] = {}
+        self._build(Taken(state, self._side(state)))
+
+    def _side(self, state: DecodeState) -> Side:
+        plan, counts = self.plan, None
+        if plan.features.penalties:
+            vocab = plan.cfg.vocab_size
+            count = jax.jit(count_tokens, static_argnums=3)
+            counts = count(state.tokens, state.length, state.options.prompt_len, vocab)
+        return Side(counts, report.start(plan, state.length.shape[0], 1), state.length)
+
+    def _build(self, taken: Taken) -> None:
+        """Compiles every part on the results of the parts before it."""
+        params, head = self.runner.params, self.runner.head
+        self._add("noise", self._noise, taken)
+        draft = self._add("draft", self._draft, params, head, taken)
+        verified = self._add("verify", self._verify, params, taken, draft)
+        scores = self._add("transform", self._transform, taken, draft, verified.logits)
+        accepted = self._add("accept", self._accept, taken, draft, scores)
+        self._add("commit", self._commit, taken, draft, verified, scores, accepted)
+        self._add("round", self._round, params, head, taken)
+
+    def _add(self, name: str, function, *inputs) -> Any:
+        """Compiles `function(buffers, *inputs) -> (buffers, result)` and returns a result of it."""
+        self._compile(name, function, *inputs)
+        result = self.programs[name]()
+
+        def empty(buffers, *_):
+            return buffers, jax.tree.map(lambda x: jnp.zeros(1, x.dtype), result)
+
+        self._compile(f"{name}{EMPTY}", empty, *inputs)
+        return result
+
+    def _compile(self, name: str, function, *inputs) -> None:
+        jitted = jax.jit(function, donate_argnums=0, keep_unused=True)
+        compiled = jitted.lower(self.buffers, *inputs).compile()
+
+        def run() -> Any:
+            self.buffers, result = compiled(self.buffers, *inputs)
+            jax.block_until_ready((self.buffers, result))
+            return result
+
+        self.programs[name] = run
+
+    # --- the parts of `spec_round`, in its order -------------------------------------------------
+
+    def _context(self, taken: Taken):
+        state = taken.state
+        return context_of(state.tokens, state.length, self.plan.features, taken.side.counts)
+
+    def _noise(self, buffers: Buffers, taken: Taken):
+        state = taken.whole(buffers)
+        wanted = (state.finish == RUNNING) & (state.options.temperature > 0)
+        ring = rng.refill(state.noise, state.keys, state.length - 1, wanted)
+        return buffers._replace(noise=ring.rows), ring.until
+
+    def _draft(self, buffers: Buffers, params, head, taken: Taken):
+        model, state = self.runner.model(params), taken.whole(buffers)
+        draft = draft_tree(model, head, self.plan, state, self._context(taken))
+        buffers = buffers._replace(draft_cache=draft.work.cache)
+        return buffers, draft._replace(shape=None, work=draft.work._replace(cache=None))
+
+    def _verify(self, buffers: Buffers, params, taken: Taken, draft: Draft):
+        model, state = self.runner.model(params), taken.whole(buffers)
+        return buffers, verify(model, self.plan, state, self._again(draft, buffers))
+
+    def _transform(self, buffers: Buffers, taken: Taken, draft: Draft, logits):
+        rows, features = Rows(self.plan.tree.shape.depth, draft.paths), self.plan.features
+        context = self._context(taken)
+        return buffers, sampling.transform(logits, taken.state.options, features, context, rows)
+
+    def _accept(self, buffers: Buffers, taken: Taken, draft: Draft, scores):
+        state = taken.whole(buffers)
+        return buffers, accept(self.plan, state, self._again(draft, buffers), scores)
+
+    def _commit(self, buffers: Buffers, taken: Taken, draft, verified, scores, accepted):
+        state, context = taken.whole(buffers), self._context(taken)
+        draft = self._again(draft, buffers)
+        state, side = commit(
+            self.plan, state, taken.side, 0, context, draft, verified, scores, accepted
+        )
+        buffers, state = split(state)
+        return buffers, (state, side)
+
+    def _round(self, buffers: Buffers, params, head, taken: Taken):
+        model, state = self.runner.model(params), taken.whole(buffers)
+        state, side = spec_round(model, head, self.plan, state, taken.side, 0)
+        buffers, state = split(state)
+        return buffers, (state, side)
+
+    def _again(self, draft: Draft, buffers: Buffers) -> Draft:
+        """A draft as `draft_tree` returned it: with the static shape, and the cache it wrote."""
+        work = draft.work._replace(cache=buffers.draft_cache)
+        return draft._replace(shape=self.plan.tree.shape, work=work)
+
+
+def _filled(runner: Runner, options: Mapping, context: int, emitted: int) -> DecodeState:
+    """Every slot runs, at `context` tokens; the noise of `emitted` positions is missing."""
+    runner.state = None  # the last one's buffers are gone
+    runner.reset()
+    batch, state = runner.batch, runner.state
+    words = np.stack([rng.request_words(0, [0], sample) for sample in range(batch)])
+    tokens = np.random.default_rng(0).integers(runner.cfg.vocab_size, size=state.tokens.shape)
+    wanted = {name: np.full(batch, value, np.float32) for name, value in options.items()}
+    wanted["prompt_len"] = np.full(batch, context // 2, np.int32)
+    until = np.full(batch, context + runner.steps + 1 - emitted, np.int32)
+    return jax.device_put(
+        state._replace(
+            tokens=tokens.astype(np.int32),
+            length=np.full(batch, context, np.int32),
+            limit=np.full(batch, runner.max_len, np.int32),
+            finish=np.full(batch, RUNNING, np.int32),
+            keys=np.asarray(rng.request_keys(words)),
+            options=state.options._replace(**wanted),
+            noise=state.noise._replace(until=until),
+        )
+    )
