@@ -45,8 +45,10 @@ class DraftConfig:
     mtp_loss_scaling_factor: float = option(1.0, "factor on the head's loss")
     epochs: int = option(1, "passes over the step's micro-batches")
     max_microbatches: int = option(0, "micro-batches of each step used at most; 0 is all")
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-3), metadata={
-        "doc": "the head's own optimizer", "choices": None})
+    optim: OptimConfig = field(
+        default_factory=lambda: OptimConfig(lr=1e-3),
+        metadata={"doc": "the head's own optimizer", "choices": None},
+    )
 
     def __post_init__(self):
         if self.unroll_steps < 1 or self.epochs < 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specjax.config import ModelConfig, SamplingParams, SpecConfig
+from specjax.config.spec import DRAFT_SOURCES
 from specjax.sharding import MeshConfig
 from train.config import option
 from train.data import DataConfig
@@ -152,9 +153,7 @@ class SFTConfig:
     data: DataConfig = option(DataConfig, "demonstrations")
     packing: SFTPackingSection = option(SFTPackingSection, "batches")
     optim: OptimConfig = option(OptimConfig, "the policy's optimizer")
-    draft: DraftConfig = option(
-        DraftConfig(loss="soft_ce", unroll_steps=4), "the head's training"
-    )
+    draft: DraftConfig = option(DraftConfig(loss="soft_ce", unroll_steps=4), "the head's training")
     mesh: MeshConfig = option(MeshConfig, "devices per axis")
     remat: bool = option(False, "recompute activations in the backward pass")
     checkpoint: CheckpointSection = option(CheckpointSection, "checkpoints")
@@ -182,11 +181,26 @@ class RolloutSection:
     acceptance: str = option(
         "coupled", "acceptance mode", choices=("coupled", "block", "recursive")
     )
+    source: str = option(
+        "head",
+        "what drafts: the head; model: a smaller one (draft_model); ngram: what followed the last "
+        "tokens earlier",
+        choices=DRAFT_SOURCES,
+    )
     head: str = option(
         "checkpoint", "the head to start from: checkpoint (the policy's own), random, or a path"
     )
+    draft_model: str | None = option(
+        None, "Hugging Face directory of the draft model; implies source=model"
+    )
+    ngram_max: int = option(4, "longest suffix that source=ngram looks up")
+    ngram_min: int = option(1, "shortest suffix that source=ngram looks up")
+    ngram_siblings: bool = option(True, "look it up in the prompt's other samples, too")
     aligned: bool = option(True, "draft candidates come from logits transformed as the policy's")
     tau: float = option(0.6, "a dynamic tree scores paths by log_softmax((log q + noise) / tau)")
+    adaptive_width: bool = option(
+        False, "nodes of a dynamic tree have as many children as the draft's perplexity, rounded"
+    )
     spec_verify_tokens: int = option(48, "tree rows at most; a larger dynamic tree is cut")
     telemetry: bool = option(
         False,
@@ -196,7 +210,7 @@ class RolloutSection:
     def __post_init__(self):
         _at_least("rollout", self, prompts=1, n=2, max_prompt_tokens=1, max_batch=1)
         SamplingParams(self.temperature, self.max_tokens)
-        self.spec()
+        self.source = self.spec().source  # a draft model implies it
 
     def spec(self) -> SpecConfig:
         """How rollouts speculate.
@@ -207,8 +221,14 @@ class RolloutSection:
         return SpecConfig(
             self.strategy,
             self.acceptance,
+            source=self.source,
+            draft_model=self.draft_model,
+            ngram_max=self.ngram_max,
+            ngram_min=self.ngram_min,
+            ngram_siblings=self.ngram_siblings,
             aligned=self.aligned,
             tau=self.tau,
+            adaptive_width=self.adaptive_width,
             spec_verify_tokens=self.spec_verify_tokens,
             telemetry=self.telemetry or None,  # None asks the environment
         )
@@ -271,6 +291,12 @@ class RLConfig:
     def __post_init__(self):
         _at_least("", self, steps=1)
         _rows_divide(self.packing, self.mesh)
+        if self.rollout.source != "head" and self.draft.mode == "online":
+            raise ValueError(
+                "draft.mode=online trains the draft head, and with rollout.source="
+                f"{self.rollout.source} nothing drafts with it; set draft.mode=frozen, or "
+                "rollout.source=head"
+            )
         longest = self.rollout.max_prompt_tokens + self.rollout.max_tokens
         if longest > self.packing.row_length:
             raise ValueError(

@@ -11,9 +11,12 @@ import numpy as np
 
 from specjax import sharding
 from specjax.checkpoint import Checkpointer
-from specjax.config import SamplingParams
+from specjax.config import SamplingParams, SpecConfig
+from specjax.draft.source import DraftSource
 from specjax.engine.engine import Engine
+from specjax.engine.sources import load_source
 from specjax.models import hf
+from specjax.models.transformer import Params
 from specjax.tokenizer import load_tokenizer
 from train import data
 from train import rollout as rollouts
@@ -40,11 +43,16 @@ class Trainer:
                 "rollout.max_prompt_tokens + rollout.max_tokens must be at most "
                 f"{model.max_position}, the longest sequence of {cfg.model}; got {longest}"
             )
-        speculate = cfg.draft.mode != "none" and not cfg.rollout.spec().is_off
-        if speculate:
+        spec = cfg.rollout.spec()
+        speculate = cfg.draft.mode != "none" and not spec.is_off
+        with_head = speculate and spec.source == "head"
+        if with_head:
             model, head = starting_head(cfg.rollout.head, model, head, cfg.seed, self.mesh)
         self.model = model.replace(compute_dtype=cfg.dtype.compute, remat=cfg.remat)
-        self.head = head if speculate else None
+        self.head = head if with_head else None
+        self.source, self.source_params = None, None
+        if speculate and not with_head:
+            self.source, self.source_params = self._load_source(spec)
         self.position = 0
         self.done_steps = 0
         self.last_rollout: rollouts.Rollout | None = None
@@ -64,6 +72,14 @@ class Trainer:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.tokenizer = load_tokenizer(cfg.model)
+
+    def _load_source(self, spec: SpecConfig) -> tuple[DraftSource, Params]:
+        """What drafts in the head's place. It stays as it is: nothing here trains it."""
+        try:
+            _, source, params = load_source(self.model, spec, None, self.tokenizer, self.mesh)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"rollout.draft_model: {error}") from error
+        return source, params
 
     def _build_programs(self, speculate: bool) -> None:
         cfg, roll = self.cfg, self.cfg.rollout
@@ -92,15 +108,16 @@ class Trainer:
             "mesh": self.mesh,
             "prompt_widths": [roll.max_prompt_tokens],  # one width, one set of executables
         }
-        self.engine = Engine(decode, spec, roll.max_batch, **settings)
+        self.engine = Engine(decode, spec, roll.max_batch, **settings, source=self.source)
         self.eval_engine = None
         if cfg.eval.problems:
             self.eval_engine = Engine(decode, None, cfg.eval.max_batch, **settings)
         self.sync_weights()
 
     def sync_weights(self) -> None:
-        """Hands policy and head to the engine; compiles nothing after the first time."""
-        self.engine.set_params(self.params, self.head)
+        """Hands policy and draft to the engine; compiles nothing after the first time."""
+        draft = self.head if self.source is None else self.source_params
+        self.engine.set_params(self.params, draft)
 
     def warm_up(self) -> None:
         """Compiles what rollouts and evaluation will need, before the first timed step."""

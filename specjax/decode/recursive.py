@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.decode.accept import Acceptance
-from specjax.decode.tree import Tree
+from specjax.decode.tree import Acceptance, Tree
 
 
 @functools.lru_cache(maxsize=64)
@@ -69,17 +68,8 @@ def accept_recursive(
         moved = jnp.zeros_like(walking)
         for nth in range(expansion.max_children):
             child = children[:, nth]
-            token = _entry(tokens, child)
-            p_token = _entry(left, jnp.maximum(token, 0))
-            q_token = _entry(rest, jnp.maximum(token, 0))
-            drawn = walking & ~moved & (child > 0) & (token >= 0)
-            # A product instead of p/q, so that nothing is divided by a zero.
-            heads = (_entry(coins, child - 1) * q_token < p_token) & (q_token > 0)
-            heads = drawn & jnp.where(greedy, token == jnp.argmax(left, axis=-1), heads)
-            lost = drawn & ~heads & (q_token > 0)
-            left = jnp.where(lost[:, None], _normalised(jnp.maximum(left - rest, 0.0), left), left)
-            without = jnp.where(jnp.arange(rest.shape[1]) == token[:, None], 0.0, rest)
-            rest = jnp.where(lost[:, None], _normalised(without, without), rest)
+            standing = walking & ~moved & (child > 0)
+            heads, left, rest = _try_child(child, standing, tokens, left, rest, coins, greedy)
             node, moved = jnp.where(heads, child, node), moved | heads
         left = jnp.where(moved[:, None], _rows(p, node), left)
         walking = moved
@@ -91,6 +81,26 @@ def accept_recursive(
     below = jnp.take_along_axis(tokens, jnp.roll(path, -1, axis=1), axis=1)
     is_last = jnp.arange(path.shape[1]) == count[:, None] - 1
     return Acceptance(jnp.where(is_last, final[:, None], below).astype(jnp.int32), path, count)
+
+
+def _try_child(child, standing, tokens, left, rest, coins, greedy):
+    """One child of one node: is it taken, and what is left of p and q if it is rejected.
+
+    Args:
+      child: [B] tree rows. standing: [B] whether the walk stands above them.
+      left, rest: [B V] what is left of p and of q.
+    """
+    token = _entry(tokens, child)
+    p_token = _entry(left, jnp.maximum(token, 0))
+    q_token = _entry(rest, jnp.maximum(token, 0))
+    drawn = standing & (token >= 0)
+    # A product instead of p/q, so that nothing is divided by a zero.
+    heads = (_entry(coins, child - 1) * q_token < p_token) & (q_token > 0)
+    heads = drawn & jnp.where(greedy, token == jnp.argmax(left, axis=-1), heads)
+    lost = drawn & ~heads & (q_token > 0)
+    left = jnp.where(lost[:, None], _normalised(jnp.maximum(left - rest, 0.0), left), left)
+    without = jnp.where(jnp.arange(rest.shape[1]) == token[:, None], 0.0, rest)
+    return heads, left, jnp.where(lost[:, None], _normalised(without, without), rest)
 
 
 def _entry(x: Array, index: Int[Array, " B"]) -> Array:

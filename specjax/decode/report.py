@@ -27,10 +27,10 @@ from specjax.decode.plan import Plan
 from specjax.decode.state import RUNNING, put_positions
 
 if TYPE_CHECKING:
-    from specjax.decode.accept import Acceptance
     from specjax.decode.draft import Draft
     from specjax.decode.history import Context, Rows
     from specjax.decode.state import DecodeState
+    from specjax.decode.tree import Acceptance
 
 
 class TopLogprobs(NamedTuple):

@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import commit_rows, take_path, take_rows
 from specjax.decode import report, rng, sampling
-from specjax.decode.accept import Acceptance, accept
+from specjax.decode.accept import accept
 from specjax.decode.draft import Draft, draft_tree
 from specjax.decode.history import (
     Context,
@@ -50,7 +50,7 @@ from specjax.decode.state import (
     put_positions,
     take_positions,
 )
-from specjax.decode.tree import plain_bits
+from specjax.decode.tree import Acceptance, plain_bits
 from specjax.decode.verify import Verified, verify
 from specjax.models.transformer import Transformer
 

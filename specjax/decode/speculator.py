@@ -11,7 +11,7 @@ what is kept. The tokens that come out have the target's joint distribution, wha
 
 `probs` are probabilities after every transform (temperature, top-p, penalties, ...), p's and q's
 own. Nothing of a model is needed or imported here; the rules are those that the library decodes
-with (accept.py, recursive.py).
+with (block.py, recursive.py).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.config import Strategy
 from specjax.decode import rng
-from specjax.decode.accept import Acceptance, accept_block
+from specjax.decode.block import accept_block
 from specjax.decode.recursive import accept_recursive
-from specjax.decode.tree import build_tree
+from specjax.decode.tree import Acceptance, build_tree
 
 __all__ = [
     "AcceptDecision",

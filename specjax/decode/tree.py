@@ -36,6 +36,20 @@ class TreeShape(NamedTuple):
     path_rows: Int[Array, "*B T E"]
 
 
+class Acceptance(NamedTuple):
+    """What one round keeps of its tree and emits, before stop tokens and limits.
+
+    Attributes:
+      tokens: [B E] emitted tokens, E = steps + 1; entries past `count` are garbage.
+      path: [B E] tree row after which each token was emitted; path[:, 0] is the root.
+      count: [B] tokens emitted, 1 + accepted drafts.
+    """
+
+    tokens: Int[Array, "B E"]
+    path: Int[Array, "B E"]
+    count: Int[Array, " B"]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Expansion:
     """One draft step: the rows of one depth that have children, and those children.
@@ -62,13 +76,11 @@ class Tree:
     Attributes:
       shape: see `TreeShape`.
       expansions: one per draft step.
-      levels: per depth, the (start, stop) slice of its rows.
     """
 
     strategy: Strategy
     shape: TreeShape
     expansions: tuple[Expansion, ...]
-    levels: tuple[tuple[int, int], ...]
 
     is_dynamic = False
 
@@ -160,7 +172,7 @@ def build_tree(strategy: Strategy) -> Tree | DynamicTree:
         ranks = np.array([path[-1] for path in strategy.paths[start - 1 : stop - 1]], np.int32)
         parents = np.searchsorted(rows, parent[start:stop]).astype(np.int32)
         expansions.append(Expansion(rows, int(ranks.max()) + 1, parents, ranks, (start, stop)))
-    return Tree(strategy, _static_shape(parent, depth), tuple(expansions), levels)
+    return Tree(strategy, _static_shape(parent, depth), tuple(expansions))
 
 
 def _static_shape(parent: np.ndarray, depth: np.ndarray) -> TreeShape:

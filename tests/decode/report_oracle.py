@@ -12,13 +12,12 @@ import numpy as np
 
 from specjax.config import ModelConfig, Strategy
 from specjax.decode import report, sampling
-from specjax.decode.accept import Acceptance
 from specjax.decode.draft import Draft
 from specjax.decode.history import Rows, context_of, count_tokens
 from specjax.decode.options import Features, neutral
 from specjax.decode.plan import Plan
 from specjax.decode.state import EMPTY, RUNNING, DecodeState
-from specjax.decode.tree import build_tree
+from specjax.decode.tree import Acceptance, build_tree
 
 V = 12
 CFG = ModelConfig(V, 8, 8, 1, 1, 1, 8)

@@ -57,8 +57,8 @@ def test_arrays_of_any_tree_equal_those_found_by_comparing_paths(paths):
         assert tree.shape.path_rows[row, : len(above)].tolist() == above
         np.testing.assert_array_equal(bits[row], sees)
         np.testing.assert_array_equal(tree.shape.visible[row], sees)
-    for depth, (start, stop) in enumerate(tree.levels):
-        assert [n for n in nodes if len(n) == depth] == nodes[start:stop]
+    for depth, expansion in enumerate(tree.expansions, 1):
+        assert [n for n in nodes if len(n) == depth] == nodes[slice(*expansion.children)]
 
 
 @given(st.lists(path_sets(), min_size=1, max_size=3))

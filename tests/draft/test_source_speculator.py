@@ -13,7 +13,7 @@ from specjax.decode.speculator import speculate
 from specjax.draft.model_source import ModelSource, decode_layout
 from specjax.draft.mtp_source import MTPSource
 from specjax.draft.ngram import NgramSource
-from specjax.draft.speculator import SourceSpeculator
+from specjax.draft.source_speculator import SourceSpeculator
 from specjax.models.transformer import graphdef, init_params
 
 VOCAB, MAX_LEN, STEPS = 8, 48, 3

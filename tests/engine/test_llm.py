@@ -302,6 +302,7 @@ def test_every_way_to_say_off_is_the_plain_program_and_needs_no_head(spec):
 
 # --- compile once ---------------------------------------------------------------------------------
 
+
 def test_nothing_compiles_after_warm_up_whatever_is_asked_for():
     llm = make_llm(SpecConfig(strategy="2_1_3"), max_len=40)
     llm.engine.warm_up()

@@ -15,7 +15,7 @@ from joint import ALPHA, TOKENS, Counted, exact_joint, fit_of
 
 from specjax import SamplingParams
 from specjax.decode import accept, draft, recursive, rng, sampling
-from specjax.decode.accept import Acceptance
+from specjax.decode.tree import Acceptance
 
 SAMPLES = 20_000
 
@@ -48,7 +48,7 @@ def longest_path_wins(monkeypatch):
         path = jnp.asarray(shape.path_rows)[best]
         return _walked(tokens, path, jnp.asarray(shape.depth)[best] + 1, left, residual_noise)
 
-    monkeypatch.setattr(recursive, "accept_recursive", mutated)
+    monkeypatch.setattr(accept, "accept_recursive", mutated)
 
 
 def longest_of_the_best_paths_wins(monkeypatch):
@@ -83,7 +83,7 @@ def global_re_rank(monkeypatch):
         is_kept = (jnp.arange(tree.rows) == kept[..., None]).any(1)
         return exact(tree, jnp.where(is_kept, tokens, -1), p, q, *args)
 
-    monkeypatch.setattr(recursive, "accept_recursive", mutated)
+    monkeypatch.setattr(accept, "accept_recursive", mutated)
 
 
 def accept_coin_used_again_for_the_final_draw(monkeypatch):
@@ -104,7 +104,7 @@ def accept_coin_used_again_for_the_final_draw(monkeypatch):
         left = jnp.where(rejected, again, left)
         return _walked(tokens, path, accepted + 1, left, residual_noise)
 
-    monkeypatch.setattr(recursive, "accept_recursive", mutated)
+    monkeypatch.setattr(accept, "accept_recursive", mutated)
 
 
 def correction_from_the_full_target(monkeypatch):

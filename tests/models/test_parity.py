@@ -357,6 +357,7 @@ def head_from_tensors(tensors, modules):
     norms = {"input_norm": "input_layernorm.weight", "post_norm": "post_attention_layernorm.weight"}
     blocks = {}
     for i in range(modules):
+
         def get(name, i=i):
             tensor = tensors[f"model.mtp_layers.{i}.{name}"].numpy()
             return jnp.asarray(tensor.T if tensor.ndim == 2 else tensor)

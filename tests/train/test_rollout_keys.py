@@ -6,7 +6,7 @@ import tiny_run
 from specjax import SpecConfig
 from specjax.telemetry import read_jsonl
 from train import rl
-from train.config import parse_config
+from train.config import ConfigError, parse_config
 from train.schema import RLConfig, RolloutSection
 
 
@@ -53,3 +53,40 @@ def test_a_run_with_telemetry_writes_its_rejections_and_may_resume_without(
     assert watched.engine.telemetry.records == []
     assert trainer().fingerprint() == watched.fingerprint()
     assert trainer().engine.telemetry is None
+
+
+@pytest.mark.parametrize("source", ["ngram", "model"])
+def test_other_sources_than_the_head_draft_and_sample_the_same_tokens(
+    source, tiny_policy, tmp_path
+):
+    def trainer(**changes):
+        argv = tiny_run.arguments(tiny_policy, tmp_path, draft__mode="frozen", **changes)
+        return rl.Trainer(parse_config(RLConfig, argv)[0])
+
+    settings = {"rollout.source": "ngram", "rollout.strategy": "3_2_6"}
+    if source == "model":  # the policy drafts for itself: nothing is rejected
+        settings = {"rollout.draft_model": tiny_policy, "rollout.temperature": 0.5}
+    drafting, plain = trainer(**settings), trainer(**settings | {"rollout.strategy": "off"})
+    assert drafting.head is None and "draft" not in drafting.trees()
+    spoken, silent = drafting.step(), plain.step()
+    assert spoken["rollout/tokens_sha"] == silent["rollout/tokens_sha"]
+    assert "rollout/spec_accept_length" not in silent
+    least = 1.0 if source == "ngram" else 2.0
+    assert spoken["rollout/spec_accept_length"] > least
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"rollout.source": "ngram"}, "draft.mode=online trains the draft head"),
+        ({"rollout.draft_model": "no/such/dir", "draft.mode": "frozen"}, "rollout.draft_model"),
+        ({"rollout.source": "model", "draft.mode": "frozen"}, "needs draft_model"),
+    ],
+)
+def test_a_source_that_cannot_draft_is_refused_with_the_remedy(
+    settings, said, tiny_policy, tmp_path, capsys
+):
+    argv = tiny_run.arguments(tiny_policy, tmp_path, **settings)
+    with pytest.raises((ConfigError, SystemExit)) as stopped:
+        rl.Trainer(parse_config(RLConfig, argv)[0])
+    assert said in f"{stopped.value} {capsys.readouterr().err}"
