@@ -98,12 +98,13 @@ class Running:
     def _stats(self, histogram: np.ndarray, count: int, cut: Cut | None) -> SpecStats:
         if cut is not None:
             histogram = _histogram_until(self._rounds, count, len(histogram))
-        rounds = int(np.sum(histogram))
+        bins = histogram.tolist()
+        rounds = sum(bins)
         return SpecStats(
             rounds=rounds,
             drafted=rounds * self._drafts,
             accepted=count - rounds,
-            histogram=tuple(int(n) for n in histogram),
+            histogram=tuple(bins),
         )
 
 

@@ -149,7 +149,8 @@ class Engine:
         return outputs, totals
 
     def _features(self, jobs: Sequence[Job]) -> Features:
-        each = {features_of(job, self._vocab) for job in jobs}  # few, of many jobs
+        requests = {id(job.params): job for job in jobs}.values()  # few, of many samples
+        each = (features_of(job, self._vocab) for job in requests)
         return functools.reduce(operator.or_, each, Features.none())
 
     def _chunk(self, slots: Slots, wanted: Features, leave_early: bool):

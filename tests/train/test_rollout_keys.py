@@ -4,6 +4,7 @@ import pytest
 import tiny_run
 
 from specjax import SpecConfig
+from specjax.checkpoint import CheckpointError
 from specjax.telemetry import read_jsonl
 from train import rl
 from train.config import ConfigError, parse_config
@@ -79,7 +80,10 @@ def test_other_sources_than_the_head_draft_and_sample_the_same_tokens(
     ("settings", "said"),
     [
         ({"rollout.source": "ngram"}, "draft.mode=online trains the draft head"),
-        ({"rollout.draft_model": "no/such/dir", "draft.mode": "frozen"}, "rollout.draft_model"),
+        (
+            {"rollout.draft_model": "no/such/dir", "draft.mode": "frozen"},
+            "no/such/dir/config.json does",
+        ),
         ({"rollout.source": "model", "draft.mode": "frozen"}, "needs draft_model"),
     ],
 )
@@ -87,6 +91,6 @@ def test_a_source_that_cannot_draft_is_refused_with_the_remedy(
     settings, said, tiny_policy, tmp_path, capsys
 ):
     argv = tiny_run.arguments(tiny_policy, tmp_path, **settings)
-    with pytest.raises((ConfigError, SystemExit)) as stopped:
+    with pytest.raises((ConfigError, CheckpointError, SystemExit)) as stopped:
         rl.Trainer(parse_config(RLConfig, argv)[0])
     assert said in f"{stopped.value} {capsys.readouterr().err}"

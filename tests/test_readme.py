@@ -1,0 +1,33 @@
+"""What README tells people to type works."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_first_snippet_runs_and_finds_every_token_equal(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)  # where the README is read
+    [snippet] = re.findall(r"```python\n(.*?)```", README, re.S)
+    exec(compile(snippet, "README.md", "exec"), {})
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == "[]" and len(said) == 5  # two samples of two prompts, and no difference
+
+
+def test_commands_name_modules_and_targets_that_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = set(re.findall(r"^make ([a-z-]+)", README, re.M))
+    assert {"rl", "test"} <= named <= targets
+    modules = set(re.findall(r"python -m ([\w.]+)", README))
+    assert {"train.rl", "bench.identity", "specjax.verify"} <= modules
+    for module in modules:
+        assert importlib.util.find_spec(module), module
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([\w./]+)\)", README))))
+def test_links_point_at_files(path):
+    assert (ROOT / path).is_file()
