@@ -99,8 +99,6 @@ def measure(policy: Policy, arm: Arm, settings: Mapping[str, Mapping], args) -> 
     """
     longest = max(map(len, policy.prompts)) + args.max_tokens
     llm = LLM(policy.model, arm.spec(policy.drafts), args.max_batch, longest, scan_layers=args.scan)
-    # Attention over a shorter cache is for speed, and costs one more program to compile.
-    llm.engine.reaches = [llm.max_len]
     groups = [[name] for name in settings] if arm.source == "ngram" else [list(settings)]
     counts = {}
     for group in groups:

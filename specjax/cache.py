@@ -92,17 +92,3 @@ def commit_rows(
     if batch == 1:
         return jax.tree.unflatten(tree, write(0, flat_cache))
     return jax.tree.unflatten(tree, jax.lax.fori_loop(0, batch, write, flat_cache))
-
-
-def narrow(cache: KVCache, slots: int) -> KVCache:
-    """The first `slots` slots, for work on sequences that are still short."""
-    return jax.tree.map(lambda x: x[..., :slots, :], cache)
-
-
-def widen(cache: KVCache, narrowed: KVCache) -> KVCache:
-    """Puts what `narrow` took back in place."""
-    return jax.tree.map(
-        lambda full, part: jax.lax.dynamic_update_slice(full, part, (0,) * full.ndim),
-        cache,
-        narrowed,
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import jax
@@ -31,8 +31,6 @@ from specjax.models.transformer import Params
 from specjax.telemetry import Collector, SlotInfo, active_transforms
 
 PREFILL_ROWS = 8
-# Lengths up to which attention reads the cache, one executable each; then the whole of it.
-REACHES = (64, 128, 256, 512, 1024, 2048, 4096)
 
 Slots = list[Running | None]
 
@@ -52,8 +50,6 @@ class Engine:
 
     Attributes:
       telemetry: why drafts were rejected; None unless `spec` turns it on.
-      reaches: lengths up to which attention reads the cache, one set of programs each; ascending,
-        the last one `max_len`.
     """
 
     def __init__(
@@ -80,8 +76,6 @@ class Engine:
         self.prefill_rows = min(batch, PREFILL_ROWS)
         self.telemetry = Collector() if spec and spec.telemetry_on else None
         self._vocab = cfg.vocab_size
-        self.reaches = [n for n in REACHES if n < max_len] + [max_len]
-        self._compiled: defaultdict[int, set[Features]] = defaultdict(set)
 
     def set_params(self, params: Params, head: Params | None = None) -> None:
         """Takes new weights; compiles nothing after the first time."""
@@ -102,11 +96,9 @@ class Engine:
             for count in self._place_sizes():
                 prefilled, row = prompts.get(0)
                 self.runner.place(prefilled, self._admission([(0, row, job)], count, width))
-        for reach in self.reaches:
-            # Smallest first: what a larger program covers already would not be compiled.
-            for wanted in sorted(features, key=lambda f: f.size):
-                self._compiled[reach].add(wanted)
-                self.runner.chunk(1, False, reach, wanted)
+        # Smallest first: what a larger program covers already would not be compiled.
+        for wanted in sorted(features, key=lambda f: f.size):
+            self.runner.chunk(1, False, wanted)
         self.runner.stop(np.zeros(self.batch, bool))
         self._read()
         self.runner.reset()
@@ -156,9 +148,8 @@ class Engine:
     def _chunk(self, slots: Slots, wanted: Features, leave_early: bool):
         """Runs a chunk and collects: (slot, output) of every sample that ended in it."""
         running = [s for s in slots if s is not None]
-        reach = self._reach(running)
-        features = self._program(reach, running, wanted)
-        _, report = self.runner.chunk(self.chunk_rounds, leave_early, reach, features)
+        features = self._program(running, wanted)
+        _, report = self.runner.chunk(self.chunk_rounds, leave_early, features)
         report = jax.device_get(report)
         results = self._collect(slots, report)
         if self.telemetry is not None:
@@ -173,26 +164,16 @@ class Engine:
         transforms = active_transforms(features_of(job, self._vocab))
         return SlotInfo(job.request, job.sample, len(job.prompt), transforms)
 
-    def _program(self, reach: int, running: list[Running], wanted: Features) -> Features:
-        """What to ask the runner for, so that a call compiles once per reach at most.
+    def _program(self, running: list[Running], wanted: Features) -> Features:
+        """What to ask the runner for, so that a call compiles once at most.
 
         A chunk takes the cheapest program that covers the samples in it. Where none of the
         programs covers all that this call will ask for, the next wider of a few fixed sets is
         compiled, and serves.
         """
-        compiled = self._compiled[reach]
-        if not any(f.covers(wanted) for f in compiled):
-            wider = wanted.widened()
-            compiled.add(wider)
-            return wider
+        if not self.runner.covers(wanted):
+            return wanted.widened()
         return self._features([s.job for s in running])
-
-    def _reach(self, running: list[Running]) -> int:
-        """The shortest reach that no running slot can outgrow in the next chunk."""
-        longest = max(s.length for s in running)
-        ahead = self.chunk_rounds * (self.runner.steps + 1)
-        limit = max(s.job.limit for s in running)
-        return next(n for n in self.reaches if n >= min(longest + ahead, limit, self.max_len))
 
     def _fill(self, jobs, waiting: deque[int], slots: Slots, prompts: Prompts) -> None:
         """Places waiting jobs into free slots, those of one prefill at a time."""

@@ -15,14 +15,13 @@ import numpy as np
 from flax import nnx
 
 from specjax import sharding
-from specjax.cache import narrow, widen
 from specjax.config import ModelConfig, SpecConfig
 from specjax.decode.admit import Admission, Prefilled, place, prefill
 from specjax.decode.options import Features
 from specjax.decode.plan import Plan
 from specjax.decode.report import Report
 from specjax.decode.round import plain_round, run_chunk, spec_round
-from specjax.decode.state import EMPTY, STOPPED, DecodeState, cache_slots, empty_state
+from specjax.decode.state import EMPTY, STOPPED, DecodeState, empty_state
 from specjax.decode.tree import build_tree
 from specjax.draft.mtp_source import MTPSource
 from specjax.draft.source import DraftSource
@@ -60,7 +59,7 @@ class Runner:
         self.head: Params | None = None
         self.state: DecodeState | None = None
         self.compilations = 0
-        self._chunk: dict[tuple[int, Features], object] = {}
+        self._chunk: dict[Features, object] = {}
         self._prefill: dict[tuple[int, int], object] = {}
         self._place: dict[tuple, object] = {}
         self._stop = None
@@ -152,41 +151,40 @@ class Runner:
         self,
         max_rounds: int,
         leave_early: bool,
-        reach: int | None = None,
         features: Features = Features(),  # noqa: B008
     ) -> tuple[int, Report]:
         """Runs up to `max_rounds` rounds.
 
         Args:
-          reach: no running slot gets longer than this; attention then reads that much of the cache
-            and no more. One executable per value: take few.
           features: what the running slots ask for. Of the programs that were compiled and cover
             it, the smallest runs; if there is none, one is compiled.
 
         Returns:
           how many rounds ran, and what they report (on the device).
         """
-        # In `invariant` mode a row's arithmetic may not depend on how long its neighbours are.
-        reach = self.max_len if reach is None or self.plan.invariant else reach
-        key = (reach, self._covering(reach, features))
+        program = self._covering(features)
         inputs = (
             self.params, self.head, self.state, np.int32(max_rounds), np.bool_(leave_early)
         )  # fmt: skip
-        if key not in self._chunk:
-            self._chunk[key] = self._compile(
-                functools.partial(self._chunk_program, *key),
+        if program not in self._chunk:
+            self._chunk[program] = self._compile(
+                functools.partial(self._chunk_program, program),
                 *inputs,
                 donate=2,
                 out=(self._state_shardings(), None, None),
             )
-        self.state, report, rounds = self._chunk[key](*inputs)
+        self.state, report, rounds = self._chunk[program](*inputs)
         return int(rounds), report
 
-    def _covering(self, reach: int, features: Features) -> Features:
-        compiled = [f for r, f in self._chunk if r == reach and f.covers(features)]
+    def covers(self, features: Features) -> bool:
+        """Whether a program that was compiled serves requests that ask for this."""
+        return any(f.covers(features) for f in self._chunk)
+
+    def _covering(self, features: Features) -> Features:
+        compiled = [f for f in self._chunk if f.covers(features)]
         return min(compiled, key=lambda f: f.size, default=features)
 
-    def _chunk_program(self, reach, features, params, head, state, max_rounds, leave_early):
+    def _chunk_program(self, features, params, head, state, max_rounds, leave_early):
         plan = dataclasses.replace(self.plan, features=features)
         model = self.model(params)
 
@@ -195,10 +193,7 @@ class Runner:
                 return plain_round(model, plan, state, side, index)
             return spec_round(model, head, plan, state, side, index)
 
-        short, report, rounds = run_chunk(
-            one_round, plan, self._narrow(state, reach), self.chunk_rounds, max_rounds, leave_early
-        )
-        return self._widen(state, short), report, rounds
+        return run_chunk(one_round, plan, state, self.chunk_rounds, max_rounds, leave_early)
 
     def stop(self, slots: np.ndarray) -> None:
         """Ends the slots where `slots` [B] is true; they can be refilled."""
@@ -211,20 +206,6 @@ class Runner:
                 program, self.state, slots, donate=0, out=self._state_shardings()
             )
         self.state = self._stop(self.state, slots)
-
-    def _narrow(self, state: DecodeState, reach: int) -> DecodeState:
-        """The state with caches of `reach` slots and the margin that commits may write into."""
-        margin = cache_slots(self.plan, self.max_len) - self.max_len
-        draft = state.draft
-        if hasattr(draft, "cache"):
-            draft = draft._replace(cache=narrow(draft.cache, reach + margin))
-        return state._replace(cache=narrow(state.cache, reach + margin), draft=draft)
-
-    def _widen(self, state: DecodeState, short: DecodeState) -> DecodeState:
-        draft = short.draft
-        if hasattr(draft, "cache"):
-            draft = draft._replace(cache=widen(state.draft.cache, draft.cache))
-        return short._replace(cache=widen(state.cache, short.cache), draft=draft)
 
     def model(self, params: Params):
         """The target as a module, inside a jitted function."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 NEG_INF = -1e30
+BLOCK = 128  # cache slots per step of the loop over a prefix
 
 
 def unpack_bits(words: UInt32[Array, "*B T W"], rows: int) -> jnp.ndarray:
@@ -41,26 +42,44 @@ def tree_attention(
     The prefix part is masked by length only, the tree part by the ancestor bitmask (self
     included), which is one for all slots or one per slot; one softmax spans both, in float32.
     Plain decoding is the case T = 1.
+
+    The cache is read a block at a time, as far as the longest prefix goes and no further, with the
+    running maximum and sum of Milakov and Gimelshein 2018 (arXiv 1805.02867). A block past a
+    slot's own prefix adds exactly nothing to it: what a slot gets does not depend, not even in its
+    last bit, on how long its neighbours are.
     """
     b, n, t, h = q.shape
-    kv_heads = k_cache.shape[1]
-    group = n // kv_heads
+    kv_heads, slots = k_cache.shape[1:3]
     rows = pack_heads(q, kv_heads).astype(jnp.float32) * h**-0.5
-    scores_prefix = jnp.einsum("bkmh,bksh->bkms", rows, k_cache.astype(jnp.float32))
-    in_prefix = jnp.arange(k_cache.shape[2])[None] < prefix_len[:, None]
-    scores_prefix = jnp.where(in_prefix[:, None, None], scores_prefix, NEG_INF)
-    scores_tree = jnp.einsum("bkmh,bkth->bkmt", rows, k_tree.astype(jnp.float32))
     visible = unpack_bits(visible_bits, k_tree.shape[2])
-    visible = jnp.concatenate([visible] * group, axis=-2)
-    if visible.ndim == 3:
-        visible = visible[:, None]
-    scores_tree = jnp.where(visible, scores_tree, NEG_INF)
+    visible = jnp.concatenate([visible] * (n // kv_heads), axis=-2)
+    visible = visible[:, None] if visible.ndim == 3 else visible
+    scores = jnp.einsum("bkmh,bkth->bkmt", rows, k_tree.astype(jnp.float32))
+    scores = jnp.where(visible, scores, NEG_INF)
+    peak = scores.max(-1, keepdims=True)
+    weights = jnp.exp(scores - peak)
+    total = weights.sum(-1, keepdims=True)
+    out = jnp.einsum("bkmt,bkth->bkmh", weights, v_tree.astype(jnp.float32))
+    block = min(BLOCK, slots)
 
-    peak = jnp.maximum(scores_prefix.max(-1, keepdims=True), scores_tree.max(-1, keepdims=True))
-    w_prefix, w_tree = jnp.exp(scores_prefix - peak), jnp.exp(scores_tree - peak)
-    total = w_prefix.sum(-1, keepdims=True) + w_tree.sum(-1, keepdims=True)
-    out = jnp.einsum("bkms,bksh->bkmh", w_prefix, v_cache.astype(jnp.float32))
-    out += jnp.einsum("bkmt,bkth->bkmh", w_tree, v_tree.astype(jnp.float32))
+    def add_block(i, carry):
+        peak, total, out = carry
+        start = jnp.minimum(i * block, slots - block)  # the last one may overlap the one before
+        k, v = (
+            jax.lax.dynamic_slice_in_dim(x, start, block, axis=2).astype(jnp.float32)
+            for x in (k_cache, v_cache)
+        )
+        at = start + jnp.arange(block)
+        counts = (at >= i * block) & (at < prefix_len[:, None])
+        scores = jnp.einsum("bkmh,bksh->bkms", rows, k)
+        scores = jnp.where(counts[:, None, None], scores, NEG_INF)
+        higher = jnp.maximum(peak, scores.max(-1, keepdims=True))
+        shrink, weights = jnp.exp(peak - higher), jnp.exp(scores - higher)
+        total = total * shrink + weights.sum(-1, keepdims=True)
+        return higher, total, out * shrink + jnp.einsum("bkms,bksh->bkmh", weights, v)
+
+    blocks = (prefix_len.max() + block - 1) // block
+    _, total, out = jax.lax.fori_loop(0, blocks, add_block, (peak, total, out))
     return (out / total).reshape(b, n, t, h).astype(q.dtype)
 
 

@@ -76,9 +76,9 @@ def asked(monkeypatch):
     def watch(engine):
         runner, seen, chunk = engine.runner, [], engine.runner.chunk
 
-        def observed(rounds, leave_early, reach, features):
-            result = chunk(rounds, leave_early, reach, features)
-            seen.append((features, runner._covering(reach, features)))
+        def observed(rounds, leave_early, features):
+            result = chunk(rounds, leave_early, features)
+            seen.append((features, runner._covering(features)))
             return result
 
         monkeypatch.setattr(runner, "chunk", observed)
