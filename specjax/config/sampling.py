@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
+import operator
 from collections.abc import Mapping, Sequence
 
 MAX_TOP_LOGPROBS = 20
+
+_INTEGER, _REAL = (numbers.Integral,), (numbers.Real,)
+_TYPES = (
+    *((name, _INTEGER, "an integer") for name in ("n", "min_tokens", "top_k", "top_logprobs")),
+    ("seed", (*_INTEGER, type(None)), "an integer, or None to draw one"),
+    ("max_tokens", (*_INTEGER, type(None)), "an integer, or None for as many as fit"),
+    *((name, _REAL, "a number") for name in ("temperature", "top_p", "min_p")),
+    *((f"{name}_penalty", _REAL, "a number") for name in ("repetition", "presence", "frequency")),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,9 +28,10 @@ class SamplingParams:
 
     Attributes:
       temperature: 0 is greedy, and then top_k, top_p and min_p do nothing.
-      max_tokens: tokens to generate at most. min_tokens: stop tokens are masked, and stop strings
-        ignored, before that many.
-      seed: the request's seed; with the prompt's token ids it keys every random number.
+      max_tokens: tokens to generate at most; None is as many as fit. min_tokens: stop tokens are
+        masked, and stop strings ignored, before that many.
+      seed: the request's seed; with the prompt's token ids it keys every random number, so equal
+        prompts with equal seeds give equal samples. None draws a seed for every request.
       n: samples of this prompt, each with its own noise.
       top_k: keep the k most likely tokens (ties with the last one kept); 0 or -1 keeps all.
       top_p: keep the fewest most likely tokens whose mass is at least top_p.
@@ -29,9 +41,9 @@ class SamplingParams:
       presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, once, and
         once per occurrence.
       logit_bias: token id -> number added to its logit.
-      allowed_token_ids: nothing else can be generated. bad_words: token-id sequences (or strings,
-        when there is a tokenizer) that cannot be completed. Where masks would leave nothing at all,
-        they are lifted for that position.
+      allowed_token_ids: nothing else can be generated; None allows all. bad_words: token-id
+        sequences (or strings, when there is a tokenizer) that cannot be completed. Where bad words
+        or min_tokens would leave nothing at all to generate, they are lifted for that position.
       ignore_eos: do not stop at the model's end-of-sequence tokens.
       stop_token_ids: further tokens that end a sample; kept as its last token.
       stop: strings that end a sample; the text is cut before them.
@@ -44,8 +56,8 @@ class SamplingParams:
     """
 
     temperature: float = 1.0
-    max_tokens: int = 256
-    seed: int = 0
+    max_tokens: int | None = 256
+    seed: int | None = 0
     n: int = 1
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
@@ -59,13 +71,17 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str | tuple[int, ...], ...] = ()
     transformed_logprobs: bool = False
     top_logprobs: int = 0
     speculative: bool = True
 
     def __post_init__(self):
+        for name, kinds, expected in _TYPES:
+            value = getattr(self, name)
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                raise ValueError(f"{name} must be {expected}, got {value!r}")
         self._freeze()
         for name, ok, expected in self._requirements():
             if not ok:
@@ -77,21 +93,27 @@ class SamplingParams:
         def put(name, value):
             object.__setattr__(self, name, value)
 
-        put("stop_token_ids", tuple(self.stop_token_ids))
+        put("stop_token_ids", _token_tuple("stop_token_ids", self.stop_token_ids or ()))
         put("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
         bias = self.logit_bias or ()
         pairs = bias.items() if isinstance(bias, Mapping) else bias
         put("logit_bias", tuple((int(token), float(value)) for token, value in pairs))
-        put("allowed_token_ids", tuple(dict.fromkeys(self.allowed_token_ids or ())))
+        if self.allowed_token_ids is not None:
+            allowed = _token_tuple("allowed_token_ids", self.allowed_token_ids)
+            put("allowed_token_ids", tuple(dict.fromkeys(allowed)))
         words = (self.bad_words,) if isinstance(self.bad_words, str) else self.bad_words or ()
-        put("bad_words", tuple(w if isinstance(w, str) else _token_tuple(w) for w in words))
+        put(
+            "bad_words",
+            tuple(w if isinstance(w, str) else _token_tuple("bad_words", w) for w in words),
+        )
 
     def _requirements(self):
         number = math.isfinite
         yield "temperature", 0 <= self.temperature < math.inf, "a finite number >= 0 (0 is greedy)"
-        yield "max_tokens", self.max_tokens >= 1, "at least 1"
+        most = math.inf if self.max_tokens is None else self.max_tokens
+        yield "max_tokens", most >= 1, "at least 1"
         yield "n", self.n >= 1, "at least 1"
-        fits = 0 <= self.min_tokens <= self.max_tokens
+        fits = 0 <= self.min_tokens <= most
         yield "min_tokens", fits, f"between 0 and max_tokens = {self.max_tokens}"
         yield "top_k", self.top_k >= -1, "at least 1, or 0 or -1 to keep all tokens"
         yield "top_p", 0 < self.top_p <= 1, "greater than 0 and at most 1"
@@ -105,11 +127,16 @@ class SamplingParams:
         yield "logit_bias", finite, "pairs of a token id and a finite number"
         distinct = len({token for token, _ in self.logit_bias}) == len(self.logit_bias)
         yield "logit_bias", distinct, "pairs with distinct token ids"
+        some = self.allowed_token_ids is None or len(self.allowed_token_ids) > 0
+        yield "allowed_token_ids", some, "at least one token id (None allows all)"
         yield "bad_words", all(len(w) > 0 for w in self.bad_words), "words that are not empty"
         yield "stop", all(isinstance(s, str) and s for s in self.stop), "strings that are not empty"
         within = 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS
         yield "top_logprobs", within, f"between 0 and {MAX_TOP_LOGPROBS}"
 
 
-def _token_tuple(word: Sequence[int]) -> tuple[int, ...]:
-    return tuple(int(token) for token in word)
+def _token_tuple(name: str, ids: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(token) for token in ids)
+    except TypeError:
+        raise ValueError(f"{name} must hold token ids, got {ids!r}") from None

@@ -113,6 +113,12 @@ class Strategy:
                 f"strategy {self.name!r} has {self.rows} rows, more than spec_verify_tokens = "
                 f"{rows}; raise spec_verify_tokens, or use a smaller or a dynamic tree"
             )
+        if rows <= self.steps:
+            raise ValueError(
+                f"strategy {self.name!r} needs a row for the root and for each of its {self.steps} "
+                f"steps, and spec_verify_tokens = {rows} cuts it below that; raise it to "
+                f"{self.steps + 1} or more, or take fewer steps"
+            )
         return _parse_steps_topk_rows(*self.dynamic[:2], rows)
 
 

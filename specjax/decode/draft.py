@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from specjax.decode import rng, sampling
 from specjax.decode.history import Context, Rows
@@ -168,13 +168,12 @@ def _grow_static(model, draft_params, plan: Plan, state: DecodeState, context: C
     logprobs = jnp.zeros(tokens.shape) if plan.telemetry else None
     total = len(tree.expanded_rows) - 1  # the root is run by `extend`
     logits, work = plan.source.extend(model, draft_params, state, tree.steps, total)
-    offset, kept_q = 0, []
+    offset, q = 0, None
     for step, expansion in enumerate(tree.expansions):
         paths = _paths(tree.shape, tokens, expansion.rows, step)
         if step:
             level = _static_level(tree, step, offset, tokens, paths)
             logits, work = plan.source.step(model, draft_params, work, level)
-            offset += len(expansion.rows)
         count = expansion.max_children
         found = candidates(plan, state, context, logits, paths, expansion.rows, count)
         first, _ = expansion.children
@@ -182,8 +181,10 @@ def _grow_static(model, draft_params, plan: Plan, state: DecodeState, context: C
         tokens = _fill(tokens, found.tokens[of_parent], first)
         if plan.telemetry:
             logprobs = _fill(logprobs, found.logprobs[of_parent], first)
-        kept_q.append(found.q)
-    q = jnp.concatenate(kept_q, axis=1) if plan.needs_q else None
+        if plan.needs_q:
+            q = jnp.zeros((batch, total + 1, found.q.shape[-1])) if q is None else q
+            q = _fill(q, found.q, offset + 1 if step else 0)  # the root's is the first
+        offset += len(expansion.rows) if step else 0
     paths = _paths(tree.shape, tokens, np.arange(tree.rows), tree.steps)
     return Draft(tokens, tree.shape, paths, q, logprobs, work)
 
@@ -241,37 +242,30 @@ def _grow_dynamic(model, draft_params, plan: Plan, state: DecodeState, context: 
     )
     logits, work = plan.source.extend(model, draft_params, state, tree.steps, total)
     frontier = jnp.full((batch, 1), -1, jnp.int32)  # candidates to expand: first the root
-    score, paths, seen = jnp.zeros((batch, 1)), jnp.zeros((batch, 1, 0), jnp.int32), None
+    score, paths = jnp.zeros((batch, 1)), jnp.full((batch, 1, tree.steps), -1, jnp.int32)
+    seen = jnp.zeros((batch, 1, total), bool)  # the rows expanded so far that each of these sees
     for step in range(tree.steps):
         if step:
             depth = slice(tree.offsets[step - 1], tree.offsets[step])
             score, best = jax.lax.top_k(grown.score[:, depth], topk)
             frontier, parents = best + depth.start, best // topk
-            paths = jnp.take_along_axis(grown.paths, frontier[..., None], axis=1)[..., :step]
-            seen = _inherit(seen, parents)
+            paths = jnp.take_along_axis(grown.paths, frontier[..., None], axis=1)
+            first = topk * (step - 1)  # they see what their parents see, and themselves
+            seen = jnp.take_along_axis(seen, parents[..., None], axis=1)
+            seen |= jnp.arange(total) == first + jnp.arange(topk)[:, None]
             level = Level(
                 step=step,
-                offset=topk * (step - 1),
+                offset=first,
                 total=total,
                 tokens=jnp.take_along_axis(grown.tokens, frontier, axis=1),
                 parents=parents,
-                visible=pack_words(seen),
-                path=paths,
+                visible=pack_words(seen[..., : first + topk]),
+                path=paths[..., :step],
             )
             logits, work = plan.source.step(model, draft_params, work, level)
-        found = candidates(plan, state, context, logits, paths, frontier, topk)
+        found = candidates(plan, state, context, logits, paths[..., :step], frontier, topk)
         grown = _add_level(grown, tree.offsets[step], step, frontier, score, paths, found)
     return _best_rows(plan, state, grown, work)
-
-
-def _inherit(seen: Bool[Array, "B Q X"] | None, parents: Int[Array, "B R"]) -> Array:
-    """Which rows expanded so far R rows see [B R X + R]: their parents' view, and themselves."""
-    batch, rows = parents.shape
-    own = jnp.broadcast_to(jnp.eye(rows, dtype=bool), (batch, rows, rows))
-    if seen is None:  # their parent is the root, which the source keeps elsewhere
-        return own
-    above = jnp.take_along_axis(seen, parents[..., None], axis=1)
-    return jnp.concatenate([above, own], axis=-1)
 
 
 def _add_level(
@@ -283,9 +277,8 @@ def _add_level(
     def flat(x):
         return x.reshape(batch, rows * count, *x.shape[3:])
 
-    path = jnp.broadcast_to(paths[:, :, None], (batch, rows, count, step))
-    path = jnp.concatenate([path, found.tokens[..., None]], axis=-1)
-    path = jnp.pad(path, [(0, 0)] * 3 + [(0, grown.paths.shape[2] - step - 1)], constant_values=-1)
+    at_end = jnp.arange(paths.shape[-1]) == step
+    path = jnp.where(at_end, found.tokens[..., None], paths[:, :, None])
     logprobs = grown.logprobs
     if found.logprobs is not None:
         logprobs = _fill(logprobs, flat(found.logprobs), start)

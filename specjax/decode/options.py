@@ -1,8 +1,9 @@
 """Sampling options on the device: one row per slot, and static flags for what the rows ask for.
 
 The arrays are small and always there, so that a slot's options are data and changing them compiles
-nothing. The flags (`Features`) decide what a compiled program looks at: a batch in which nobody
-asks for an option runs a program that does not contain it.
+nothing. The flags (`Features`) decide what a compiled program contains. Programs are compiled for a
+few sets of flags only; what such a set contains and a batch does not ask for is skipped at run time
+(`sampling.transform`), so that nobody pays for the options of others.
 """
 
 from __future__ import annotations

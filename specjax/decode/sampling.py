@@ -1,10 +1,11 @@
 """From logits to the distribution that is sampled: one implementation for plain decoding, drafting
 and verification alike, at every node of a tree.
 
-`transform` makes scores of raw logits: penalties, logit bias, masks (bad words, allowed ids,
-minimum length), temperature, top-k, top-p, min-p, in that order; each means what it means in vLLM
-and Hugging Face. A token that cannot be sampled has the score -inf. `perturb` adds the noise
-whose argmax is a sample, `probabilities` is the distribution itself.
+`transform` makes scores of raw logits: penalties, logit bias, masks (allowed ids, minimum length,
+bad words), temperature, top-k, top-p, min-p, in that order. Names and definitions are those of vLLM
+and Hugging Face, which differ from each other in the order. A token that cannot be sampled has the
+score -inf. `perturb` adds the noise whose argmax is a sample, `probabilities` is the distribution
+itself.
 
 A temperature of 0 is greedy: such rows are not divided, not filtered and not perturbed.
 
@@ -15,8 +16,12 @@ leaves of that at the edge of top-p, see `filters.top_p_threshold`.)
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specjax.decode import filters
@@ -48,9 +53,12 @@ def transform(
 ) -> Float[Array, "B R V"]:
     """Scores of the tokens that may follow each row: tempered log-weights, -inf where impossible.
 
-    Where masks leave no token at all in a row, they are lifted for that row. Logits that come in as
-    -inf stay impossible. NaN in a target's logits is not repaired, for that would hide a broken
-    policy: no step drops it, and argmax takes the first NaN, in plain decoding and verification.
+    A step that none of the slots asks for at the moment is skipped when the program runs. Where bad
+    words would leave no token at all in a row, they are lifted for that row, and likewise the
+    minimum length; allowed ids are lifted only where the policy itself excludes all of them. Logits
+    that come in as -inf stay impossible. NaN in a target's logits is not repaired, for that would
+    hide a broken policy: no step drops it, and argmax takes the first NaN, in plain decoding and in
+    verification.
 
     Args:
       logits: raw, float32.
@@ -59,9 +67,13 @@ def transform(
     """
     scores = logits
     if features.penalties:
-        scores = _penalised(scores, options, context.counts, rows.path)
+        penalised = functools.partial(
+            _penalised, options=options, counts=context.counts, path=rows.path
+        )
+        scores = _if_any(_asks_for_penalties(options), penalised, scores)
     if features.bias:
-        scores = scores + _bias(options, scores.shape[-1])[:, None]
+        bias = functools.partial(_biased, options=options)
+        scores = _if_any(options.bias_ids >= 0, bias, scores)
     if features.allowed or features.bad_words or features.min_tokens:
         scores = _masked(scores, options, features, context, rows)
     if not features.sampled:
@@ -70,17 +82,32 @@ def transform(
     sampled = options.temperature > 0
     if features.top_k:
         k = jnp.where(sampled, options.top_k, 0)
-        scores = filters.drop_below(scores, filters.top_k_threshold(scores, k))
+        scores = _if_any(
+            k > 0, lambda s: filters.drop_below(s, filters.top_k_threshold(s, k)), scores
+        )
     if features.top_p:
         p = jnp.where(sampled, options.top_p, 1.0)
-        scores = filters.drop_below(scores, filters.top_p_threshold(scores, p))
+        scores = _if_any(
+            p < 1, lambda s: filters.drop_below(s, filters.top_p_threshold(s, p)), scores
+        )
     if features.min_p:
-        p = jnp.where(sampled, options.min_p, 0.0)
-        scores = filters.drop_below(scores, filters.min_p_threshold(scores, p))
+        least = jnp.where(sampled, options.min_p, 0.0)
+        scores = _if_any(
+            least > 0, lambda s: filters.drop_below(s, filters.min_p_threshold(s, least)), scores
+        )
     return scores
 
 
+def _if_any(asked: Bool[Array, "..."], apply: Callable, scores: Float[Array, "B R V"]) -> Array:
+    """`apply(scores)` if any slot asks for it. The program may hold more than its batch needs."""
+    return jax.lax.cond(asked.any(), apply, lambda scores: scores, scores)
+
+
 # --- penalties and bias ---------------------------------------------------------------------------
+
+
+def _asks_for_penalties(options: Options) -> Bool[Array, " B"]:
+    return (options.repetition != 1) | (options.presence != 0) | (options.frequency != 0)
 
 
 def _penalised(
@@ -143,12 +170,13 @@ def _rounded(product: Float[Array, "*R"]) -> Float[Array, "*R"]:
     return jnp.minimum(product, jnp.finfo(jnp.float32).max)
 
 
-def _bias(options: Options, vocab: int) -> Float[Array, "B V"]:
-    """The bias of every token; -0.0 where there is none, for x + 0.0 would not be x at -0.0."""
-    batch = options.bias_ids.shape[0]
+def _biased(scores: Float[Array, "B R V"], options: Options) -> Float[Array, "B R V"]:
+    """Scores plus the bias of every token; -0.0 where there is none, for -0.0 + 0.0 is 0.0."""
+    batch, _, vocab = scores.shape
     column = jnp.where(options.bias_ids < 0, vocab, options.bias_ids)
-    nothing = jnp.full((batch, vocab), -0.0, jnp.float32)
-    return nothing.at[jnp.arange(batch)[:, None], column].set(options.bias_values, mode="drop")
+    bias = jnp.full((batch, vocab), -0.0, jnp.float32)
+    bias = bias.at[jnp.arange(batch)[:, None], column].set(options.bias_values, mode="drop")
+    return scores + bias[:, None]
 
 
 # --- masks ----------------------------------------------------------------------------------------
@@ -161,21 +189,37 @@ def _masked(
     context: Context,
     rows: Rows,
 ) -> Float[Array, "B R V"]:
-    vocab = scores.shape[-1]
-    masked = scores
-    if features.allowed:
-        masked = jnp.where(_allowed(options.allowed, vocab)[:, None], masked, -jnp.inf)
-    if features.min_tokens:
-        early = context.root[:, None] + 1 + rows.depth < options.min_len[:, None]
-        stops = _among(options.stop_ids, vocab)
-        masked = jnp.where(early[..., None] & stops[:, None], -jnp.inf, masked)
-    if features.bad_words:
-        batch, number = scores.shape[:2]
+    """The masks one after the other, each only where it leaves something: what must hold first."""
+    batch, number, vocab = scores.shape
+
+    def allow(scores):
+        allowed = _allowed(options.allowed, vocab)[:, None]
+        return _unless_nothing_is_left(jnp.where(allowed, scores, -jnp.inf), scores)
+
+    def go_on(scores):
+        stops = _among(options.stop_ids, vocab)[:, None]
+        return _unless_nothing_is_left(
+            jnp.where(early[..., None] & stops, -jnp.inf, scores), scores
+        )
+
+    def spare_bad_words(scores):
         column = _completing(options.bad_words, last_tokens(context, rows), vocab)
         slot, row = jnp.ogrid[:batch, :number]
-        masked = masked.at[slot[..., None], row[..., None], column].set(-jnp.inf, mode="drop")
-    something_left = (masked > -jnp.inf).any(axis=-1, keepdims=True)
-    return jnp.where(something_left, masked, scores)
+        spared = scores.at[slot[..., None], row[..., None], column].set(-jnp.inf, mode="drop")
+        return _unless_nothing_is_left(spared, scores)
+
+    if features.allowed:
+        scores = _if_any(options.allowed != np.uint32(0xFFFFFFFF), allow, scores)
+    if features.min_tokens:
+        early = context.root[:, None] + 1 + rows.depth < options.min_len[:, None]
+        scores = _if_any(early, go_on, scores)
+    if features.bad_words:
+        scores = _if_any(options.bad_words >= 0, spare_bad_words, scores)
+    return scores
+
+
+def _unless_nothing_is_left(masked: Float[Array, "B R V"], scores: Float[Array, "B R V"]) -> Array:
+    return jnp.where((masked > -jnp.inf).any(axis=-1, keepdims=True), masked, scores)
 
 
 def _allowed(words: UInt32[Array, "B W"], vocab: int) -> Bool[Array, "B V"]:

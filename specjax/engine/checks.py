@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from specjax.config import ModelConfig, SamplingParams
 from specjax.decode.options import BAD_WORD_LENGTH, BAD_WORDS, BIAS_WIDTH
-from specjax.engine.request import Job
+from specjax.engine.request import NO_LIMIT, Job
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,16 +41,22 @@ def check_prompt(where: str, prompt: Iterable, vocab: int) -> list[int]:
 def check_job(where: str, job: Job, limits: Limits) -> None:
     """Raises ValueError if the job's parameters do not fit the model or the engine."""
     params, cfg = job.params, limits.cfg
-    if job.limit > limits.max_len:
+    if job.limit == NO_LIMIT and len(job.prompt) >= limits.max_len:
+        raise ValueError(
+            f"{where} has {len(job.prompt)} tokens, which leaves no room below max_len "
+            f"{limits.max_len}; shorten it, or raise max_len (the model's own limit is "
+            f"{cfg.max_position})"
+        )
+    if NO_LIMIT > job.limit > limits.max_len:
         raise ValueError(
             f"{where} has {len(job.prompt)} tokens and max_tokens is {params.max_tokens}, together "
-            f"more than max_len {limits.max_len}; shorten one, or raise max_len (the model's own "
-            f"limit is {cfg.max_position})"
+            f"more than max_len {limits.max_len}; shorten one, let max_tokens=None take what fits, "
+            f"or raise max_len (the model's own limit is {cfg.max_position})"
         )
     if len(job.stop_ids) > limits.stop_width:
         raise ValueError(
             f"{where} has {len(job.stop_ids)} stop tokens, the model's own included; at most "
-            f"{limits.stop_width}"
+            f"{limits.stop_width}; raise LLM(max_stop_tokens=...), or stop at strings (stop)"
         )
     for name, ids in _ids_by_option(job).items():
         _check_ids(f"{where}: {name}", ids, cfg.vocab_size)
@@ -69,7 +75,7 @@ def _ids_by_option(job: Job) -> dict[str, Sequence[int]]:
     return {
         "stop_token_ids": params.stop_token_ids,
         "logit_bias": [token for token, _ in params.logit_bias],
-        "allowed_token_ids": params.allowed_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
         "bad_words": [token for word in job.bad_words for token in word],
     }
 
@@ -100,7 +106,7 @@ def _check_widths(where: str, job: Job) -> None:
 
 
 def _check_something_is_left(where: str, job: Job, vocab: int) -> None:
-    """Masks that leave nothing are lifted where they do; those that never leave any are a slip."""
+    """Masks that never leave a token are a slip; that they sometimes leave none is provided for."""
     params = job.params
     banned = {word[0] for word in job.bad_words if len(word) == 1}
     if params.min_tokens:

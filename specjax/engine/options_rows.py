@@ -45,6 +45,7 @@ def option_rows(jobs: Sequence[Job], vocab: int, stop_width: int) -> Options:
     not move their argmax among tokens that tie.
     """
     rows = neutral(len(jobs), vocab, stop_width, np=np)
+    masks: dict[int, np.ndarray] = {}  # one per request, of which there may be many samples
     for r, job in enumerate(jobs):
         p = job.params
         rows.temperature[r] = p.temperature
@@ -56,7 +57,9 @@ def option_rows(jobs: Sequence[Job], vocab: int, stop_width: int) -> Options:
         for i, (token, value) in enumerate(p.logit_bias):
             rows.bias_ids[r, i], rows.bias_values[r, i] = token, value
         if p.allowed_token_ids:
-            rows.allowed[r] = bitmask(p.allowed_token_ids, vocab)
+            mask = masks.get(id(p))
+            mask = bitmask(p.allowed_token_ids, vocab) if mask is None else mask
+            rows.allowed[r] = masks[id(p)] = mask
         for i, word in enumerate(job.bad_words):
             rows.bad_words[r, i, -len(word) :] = word
         rows.stop_ids[r, : len(job.stop_ids)] = job.stop_ids
@@ -68,7 +71,7 @@ def option_rows(jobs: Sequence[Job], vocab: int, stop_width: int) -> Options:
 
 def bitmask(ids: Sequence[int], vocab: int) -> np.ndarray:
     """Words [ceil(vocab / 32)] in which bit v % 32 of word v // 32 is set iff v is among `ids`."""
+    ids = np.asarray(ids, np.uint32)
     words = np.zeros(-(-vocab // 32), np.uint32)
-    for token in ids:
-        words[token // 32] |= np.uint32(1 << (token % 32))
+    np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32))
     return words

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from specjax.config import SamplingParams
 from specjax.decode import rng
+
+NO_LIMIT = (1 << 31) - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Job:
     """One sample to generate.
 
     Attributes:
-      prompt: token ids. limit: prompt and generated tokens at most.
+      prompt: token ids. limit: prompt and generated tokens at most; NO_LIMIT: as many as fit.
       words: the five uint32 words that key its randomness. stop_ids: tokens that end it.
       params: how it is sampled. bad_words: its bad words as token ids.
       decode: token ids to text, for stop strings; None where there are none.
@@ -111,6 +114,8 @@ def make_jobs(
       ValueError: there are strings and no tokenizer.
     """
     stops = tuple(params.stop_token_ids) + (() if params.ignore_eos else tuple(eos_ids))
+    most = NO_LIMIT if params.max_tokens is None else len(prompt) + params.max_tokens
+    seed = secrets.randbits(63) if params.seed is None else params.seed
     try:
         bad_words = bad_word_ids(params.bad_words, tokenizer)
     except ValueError as error:
@@ -130,8 +135,8 @@ def make_jobs(
     return [
         Job(
             prompt=prompt,
-            limit=len(prompt) + params.max_tokens,
-            words=rng.request_words(params.seed, prompt, sample),
+            limit=most,
+            words=rng.request_words(seed, prompt, sample),
             stop_ids=tuple(dict.fromkeys(stops)),
             params=params,
             bad_words=bad_words,

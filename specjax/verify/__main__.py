@@ -41,13 +41,16 @@ def _check(args: argparse.Namespace) -> Verdict:
         llm = load(args.model, spec, args.dtype)
     except (ValueError, OSError, CheckpointError) as error:
         raise InputError(str(error)) from error
-    verdict = check(
-        llm,
-        prompt=_token_ids(args.tokens) if args.tokens else args.prompt,
-        samples=args.samples,
-        requests=args.requests,
-        seed=args.seed,
-    )
+    try:
+        verdict = check(
+            llm,
+            prompt=_token_ids(args.tokens) if args.tokens else args.prompt,
+            samples=args.samples,
+            requests=args.requests,
+            seed=args.seed,
+        )
+    except ValueError as error:  # a request that this model cannot serve
+        raise InputError(str(error)) from error
     return dataclasses.replace(verdict, model=args.model)
 
 

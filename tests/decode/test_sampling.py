@@ -191,19 +191,25 @@ def test_stop_tokens_are_masked_until_the_minimum_length_at_each_depth():
     assert [impossible(row) for row in scores] == [{3, 4}, {3, 4}, set(), set()]
 
 
-def test_masks_that_leave_nothing_are_lifted_for_that_row_and_penalties_stay():
+def test_bad_words_that_leave_nothing_are_lifted_for_that_row_and_allowed_ids_stay():
     logits = np.zeros((1, 2, VOCAB), np.float32)
-    params = SamplingParams(
-        allowed_token_ids=(7,), bad_words=((5, 7),), frequency_penalty=1.0, logit_bias={8: 2.0}
-    )
+    params = SamplingParams(allowed_token_ids=(7, 8), bad_words=((5, 7), (8,)), logit_bias={8: 2.0})
     scores = scores_of(logits, [Slot(params, [1])], [[[], [5]]])[0]
     assert impossible(scores[0]) == set(range(VOCAB)) - {7}
-    expected = np.zeros(VOCAB)
-    expected[5], expected[8] = -1.0, 2.0
-    np.testing.assert_array_equal(scores[1], expected)
+    assert impossible(scores[1]) == set(range(VOCAB)) - {7, 8} and scores[1, 8] == 2.0
 
 
-def test_only_a_token_that_is_impossible_already_counts_as_nothing_left():
+def test_a_minimum_length_gives_way_to_allowed_ids_and_stands_before_bad_words():
+    logits = np.zeros((1, 1, VOCAB), np.float32)
+    only_stops = SamplingParams(min_tokens=9, allowed_token_ids=STOPS)
+    scores = scores_of(logits, [Slot(only_stops, [1], (), STOPS)])[0, 0]
+    assert impossible(scores) == set(range(VOCAB)) - set(STOPS)
+    both = SamplingParams(min_tokens=9, allowed_token_ids=(*STOPS, 7), bad_words=((7,),))
+    scores = scores_of(logits, [Slot(both, [1], (), STOPS)])[0, 0]
+    assert impossible(scores) == set(range(VOCAB)) - {7}
+
+
+def test_allowed_ids_are_lifted_where_the_policy_excludes_all_of_them():
     logits = np.zeros((1, 1, VOCAB), np.float32)
     logits[..., 7] = -np.inf
     scores = scores_of(logits, [Slot(SamplingParams(allowed_token_ids=(7,)), [1])])

@@ -155,7 +155,7 @@ def random_params(generator, tail):
         presence_penalty=maybe(generator.uniform(-2, 2), 0.0),
         frequency_penalty=maybe(generator.uniform(-2, 2), 0.0),
         logit_bias={t: generator.normal(0, 5) for t in maybe(tokens(8), [])},
-        allowed_token_ids=maybe(tokens(20), ()),
+        allowed_token_ids=maybe(tokens(20), None),
         bad_words=[bad_word() for _ in range(maybe(5, 0))],
         min_tokens=maybe(int(generator.integers(0, 12)), 0),
     )

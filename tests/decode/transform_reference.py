@@ -82,18 +82,21 @@ def penalised(scores, options, prompt, generated):
 
 
 def masked(scores, options, prompt, generated, stop_ids):
-    forbidden = set()
-    if options["allowed_token_ids"]:
-        forbidden |= set(range(len(scores))) - set(options["allowed_token_ids"])
-    if len(generated) < options["min_tokens"]:
-        forbidden |= set(stop_ids)
+    """Allowed ids, minimum length, bad words: each only if it leaves something of what is left."""
     history = [*prompt, *generated]
+    endings = set()
     for word in options["bad_words"]:
         beginning = list(word[:-1])
         if history[len(history) - len(beginning) :] == beginning:
-            forbidden.add(word[-1])
-    result = [-math.inf if token in forbidden else x for token, x in enumerate(scores)]
-    return result if max(result) > -math.inf else scores
+            endings.add(word[-1])
+    allowed = options["allowed_token_ids"]
+    early = len(generated) < options["min_tokens"]
+    outside = set() if allowed is None else set(range(len(scores))) - set(allowed)
+    for forbidden in (outside, set(stop_ids) if early else set(), endings):
+        result = [-math.inf if token in forbidden else x for token, x in enumerate(scores)]
+        if max(result) > -math.inf:
+            scores = result
+    return scores
 
 
 def keep_top_k(scores, k):

@@ -1,6 +1,7 @@
 """Options are data: what the running requests ask for chooses a program; none is built twice."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ from pieces import Pieces
 from shared import CFG, EOS, NOTHING, PROMPTS, VOCAB, compilations_of, shared_llm, weights
 
 from specjax import LLM, SamplingParams, SpecConfig
+from specjax.decode import filters
 from specjax.decode.options import Features
 from specjax.engine.engine import Engine
 from specjax.engine.request import make_jobs
@@ -172,6 +174,24 @@ def test_options_asked_for_one_after_the_other_compile_a_few_programs_and_no_mor
     ):
         engine.generate(jobs(SamplingParams(max_tokens=2, **option)))
     assert engine.runner.compilations - built == 3  # filters; all of sampling; everything
+
+
+def test_what_a_program_holds_and_nobody_asks_for_is_skipped_when_it_runs(monkeypatch):
+    ran = set()
+    for name in ("top_k", "top_p", "min_p"):
+        exact = getattr(filters, f"{name}_threshold")
+
+        def watched(scores, option, exact=exact, name=name):
+            jax.debug.callback(functools.partial(ran.add, name))
+            return exact(scores, option)
+
+        monkeypatch.setattr(filters, f"{name}_threshold", watched)
+    engine = small_engine()
+    for option in ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}):
+        ran.clear()
+        engine.generate(jobs(SamplingParams(max_tokens=2, **option)))
+        jax.effects_barrier()
+        assert ran == set(option)
 
 
 def test_a_set_of_features_is_widened_to_one_that_covers_it():

@@ -81,7 +81,7 @@ NAMES = ("repetition", "presence", "frequency", "bias", "allowed", "bad_words", 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*NAMES, *FILTERS])
-def test_an_option_alone_has_a_program_of_its_own_with_the_same_tokens(name):
+def test_an_option_alone_gives_the_tokens_of_a_loop_by_hand(name):
     llm = LLM((CFG, *weights()), SpecConfig("4x2x1"), max_batch=BATCH, max_len=MAX_LEN)
     cases = [c for t in (0.0, 0.7) for c in requests(t) if c[0] == name]
     outs = llm.generate([c[1] for c in cases], [c[2] for c in cases])
@@ -164,7 +164,51 @@ def test_a_request_that_opts_out_drafts_nothing_and_gives_the_same_tokens():
     assert spec.stats.accepted > 0 and spec.stats.drafted > 0
 
 
+def test_a_seed_of_none_is_drawn_for_every_request():
+    llm = shared_llm("speculative")
+    drawn = SamplingParams(max_tokens=12, seed=None)
+    outs = llm.generate([PROMPTS[0]] * 3, drawn) + llm.generate([PROMPTS[0]], drawn)
+    assert len({tuple(out.samples[0].token_ids) for out in outs}) == 4
+    assert llm.compare_with_plain([PROMPTS[0]], drawn) == []
+
+
+def test_max_tokens_of_none_goes_on_to_the_end_of_the_room():
+    llm = shared_llm("speculative")
+    endless = SamplingParams(max_tokens=None, ignore_eos=True)
+    [out] = llm.generate([PROMPTS[0]], endless)
+    assert len(PROMPTS[0]) + len(out.samples[0].token_ids) == llm.max_len
+    with pytest.raises(ValueError, match="leaves no room below max_len"):
+        llm.generate([[1] * llm.max_len], endless)
+
+
+def test_more_stop_tokens_than_usual_are_taken_where_there_is_room_for_them():
+    llm = LLM((CFG, *weights()), None, max_batch=1, max_len=16, max_stop_tokens=VOCAB)
+    params = SamplingParams(max_tokens=9, stop_token_ids=range(VOCAB))
+    [sample] = llm.generate([1, 2], params)[0].samples
+    assert len(sample.token_ids) == 1 and sample.finish_reason == "stop"
+
+
 # --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"seed": 1.5}, "seed must be an integer, or None to draw one, got 1.5"),
+        ({"n": 2.0}, "n must be an integer, got 2.0"),
+        ({"n": True}, "n must be an integer, got True"),
+        ({"top_k": 2.5}, "top_k must be an integer, got 2.5"),
+        ({"max_tokens": "9"}, "max_tokens must be an integer, or None for as many as fit"),
+        ({"temperature": None}, "temperature must be a number, got None"),
+        ({"stop_token_ids": 5}, "stop_token_ids must hold token ids, got 5"),
+        ({"bad_words": [5]}, "bad_words must hold token ids, got 5"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must be at least one token id"),
+        ({"allowed_token_ids": "ab"}, "allowed_token_ids must hold token ids, got 'ab'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(settings, said):
+    with pytest.raises(ValueError, match=said):
+        SamplingParams(**settings)
 
 
 @pytest.mark.parametrize(
