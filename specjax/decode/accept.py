@@ -10,7 +10,7 @@ walk goes on while that token is a child. The tokens do not depend on the tree (
 
 `block`: a whole chain at once, see block.py. `recursive`: rejection among the children of each node
 of a static tree, see recursive.py. For people who bring their own models, these two are here on
-plain arrays as well, see speculator.py.
+plain arrays as well (`speculative_accept`), see plain_arrays.py.
 """
 
 from __future__ import annotations
@@ -23,17 +23,13 @@ from jaxtyping import Array, Float, Int
 
 from specjax.decode import rng, sampling
 from specjax.decode.block import accept_block
-from specjax.decode.recursive import accept_recursive
-from specjax.decode.speculator import (
+from specjax.decode.plain_arrays import (
     AcceptDecision,
     DraftProposal,
-    Speculation,
-    Speculator,
     VerifyResult,
-    accept_chains,
-    speculate,
     speculative_accept,
 )
+from specjax.decode.recursive import accept_recursive
 from specjax.decode.tree import Acceptance, TreeShape
 
 if TYPE_CHECKING:  # people who bring their own models use the rules without ours
@@ -43,17 +39,10 @@ if TYPE_CHECKING:  # people who bring their own models use the rules without our
 
 __all__ = [
     "AcceptDecision",
-    "Acceptance",
     "DraftProposal",
-    "Speculation",
-    "Speculator",
     "VerifyResult",
     "accept",
-    "accept_block",
-    "accept_chains",
     "accept_coupled",
-    "accept_recursive",
-    "speculate",
     "speculative_accept",
 ]
 

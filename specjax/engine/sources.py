@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 
+from specjax import sharding
 from specjax.config import ModelConfig, SpecConfig
+from specjax.draft.model_source import ModelSource, decode_layout
 from specjax.draft.mtp import init_head_params
 from specjax.draft.mtp_source import MTPSource
+from specjax.draft.ngram import NgramSource
 from specjax.draft.source import DraftSource
+from specjax.models import hf
 from specjax.models.transformer import Params
+from specjax.tokenizer import load_tokenizer
 
 
 def source_of(cfg: ModelConfig, spec: SpecConfig) -> DraftSource:
@@ -20,8 +27,6 @@ def source_of(cfg: ModelConfig, spec: SpecConfig) -> DraftSource:
     if spec.source == "head":
         return MTPSource(cfg)
     if spec.source == "ngram":
-        from specjax.draft.ngram import NgramSource
-
         return NgramSource(
             vocab=cfg.vocab_size,
             longest=spec.ngram_max,
@@ -30,7 +35,7 @@ def source_of(cfg: ModelConfig, spec: SpecConfig) -> DraftSource:
         )
     raise ValueError(
         f"the draft model {spec.draft_model!r} has weights of its own; load it with "
-        "specjax.draft.model_source.load_draft_model and give the engine its source, or use LLM"
+        "specjax.engine.sources.load_draft_model and give the engine its source, or use LLM"
     )
 
 
@@ -52,8 +57,6 @@ def load_source(
         `load_draft_model`.
     """
     if spec.source == "model":
-        from specjax.draft.model_source import load_draft_model
-
         source, params = load_draft_model(spec.draft_model, cfg, tokenizer, cfg.compute_dtype, mesh)
         return cfg, source, params
     if spec.source == "ngram":
@@ -69,3 +72,74 @@ def load_source(
             "no head: SpecConfig(source='ngram') or SpecConfig(draft_model=...)"
         )
     return cfg, source_of(cfg, spec), head
+
+
+def check_vocabulary(
+    draft_cfg: ModelConfig,
+    target_cfg: ModelConfig,
+    draft_ids: dict[str, int] | None,
+    target_ids: dict[str, int] | None,
+) -> None:
+    """Refuses a draft model whose token ids mean something else than the target's.
+
+    Args:
+      draft_ids, target_ids: id of each token as the tokenizers say, None without a tokenizer. The
+        tables of models of one family are often padded to several sizes; only tokenizers can tell
+        padding from tokens.
+
+    Raises:
+      ValueError: an id stands for two different tokens, or the sizes differ and a tokenizer is
+        missing.
+    """
+    sizes = draft_cfg.vocab_size, target_cfg.vocab_size
+    if draft_ids is None or target_ids is None:
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"the draft model has a vocabulary of {sizes[0]}, the target of {sizes[1]}; "
+                "expected the same, or a tokenizer beside each to show that the ids they share "
+                "mean the same; use a draft model of the target's family"
+            )
+        return
+    theirs = {index: token for token, index in draft_ids.items()}
+    clashes = sorted(
+        (index, token) for token, index in target_ids.items() if theirs.get(index, token) != token
+    )
+    if clashes:
+        index, token = clashes[0]
+        raise ValueError(
+            f"the draft model's tokenizer differs from the target's in {len(clashes)} ids: id "
+            f"{index} is {theirs[index]!r}, expected {token!r}; use a draft model of the target's "
+            "family"
+        )
+
+
+def load_draft_model(
+    path: str | Path,
+    target_cfg: ModelConfig,
+    target_tokenizer=None,
+    dtype: str = "float32",
+    mesh: jax.sharding.Mesh | None = None,
+) -> tuple[ModelSource, Params]:
+    """Reads a Hugging Face directory as a draft model; a draft head in it is ignored.
+
+    Args:
+      target_tokenizer: compared with the directory's; None compares the vocabulary sizes only.
+      dtype: of parameters and arithmetic. mesh: shard over it, as the target.
+
+    Returns:
+      the source, and its parameters in their decode layout.
+
+    Raises:
+      ValueError: see `check_vocabulary`. CheckpointError and others: see `hf.load_checkpoint`.
+    """
+    draft_cfg = hf.read_config(Path(path))
+    tokenizer = load_tokenizer(path, required=False)
+    ids = [None if t is None else t.get_vocab() for t in (tokenizer, target_tokenizer)]
+    check_vocabulary(draft_cfg, target_cfg, *ids)
+    cfg, params, _ = hf.load_checkpoint(path, dtype, mesh)
+    # Fused weights, as unrolled layers have them, cannot be split over a mesh.
+    cfg = cfg.replace(scan_layers=cfg.scan_layers or mesh is not None)
+    params = jax.jit(decode_layout, static_argnums=1)(params, cfg)
+    if mesh is not None:
+        params = jax.device_put(params, sharding.param_shardings(mesh, params))
+    return ModelSource(cfg, target_cfg.vocab_size), params

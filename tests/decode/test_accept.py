@@ -19,7 +19,8 @@ from scipy import stats
 
 from specjax.config import Strategy
 from specjax.decode import rng
-from specjax.decode.accept import accept, accept_block, accept_coupled
+from specjax.decode.accept import accept, accept_coupled
+from specjax.decode.block import accept_block
 from specjax.decode.plan import Plan
 from specjax.decode.sampling import perturb, probabilities, sanitise, tempered
 from specjax.decode.tree import build_tree, grown_shape

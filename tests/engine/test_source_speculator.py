@@ -9,11 +9,11 @@ import pytest
 from flax import nnx
 from tiny import apt, sharpened, tiny_config, tiny_model
 
-from specjax.decode.speculator import speculate
 from specjax.draft.model_source import ModelSource, decode_layout
 from specjax.draft.mtp_source import MTPSource
 from specjax.draft.ngram import NgramSource
-from specjax.draft.source_speculator import SourceSpeculator
+from specjax.engine.source_speculator import SourceSpeculator
+from specjax.engine.speculate import speculate
 from specjax.models.transformer import graphdef, init_params
 
 VOCAB, MAX_LEN, STEPS = 8, 48, 3

@@ -1,4 +1,4 @@
-"""The library's own models behind `specjax.decode.speculator`: `propose`, `verify`, `commit`.
+"""The library's own models as `Speculator`s (see speculate.py): `propose`, `verify`, `commit`.
 
 One sequence at a time, driven from the host: to learn from, to test with, and to put a draft or
 target of this library beside one of your own. Generation in bulk is `specjax.LLM`'s.
@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from specjax.cache import KVCache, commit_rows, empty_cache
 from specjax.config import ModelConfig
 from specjax.decode import sampling
-from specjax.decode.speculator import DraftProposal, VerifyResult
+from specjax.decode.plain_arrays import DraftProposal, VerifyResult
 from specjax.decode.state import put_positions, take_positions
 from specjax.decode.tree import chain_bits
 from specjax.draft.model_source import decode_layout

@@ -1,4 +1,4 @@
-"""Speculative decoding for people who bring their own models: plain arrays in, tokens out.
+"""The rules on plain arrays, for people who bring their own models: probabilities in, tokens out.
 
 One round: a draft proposes a chain of tokens and says what it drew them from, the target says what
 it would have drawn at each of these places and after the last one, and `speculative_accept` decides
@@ -11,15 +11,15 @@ what is kept. The tokens that come out have the target's joint distribution, wha
 
 `probs` are probabilities after every transform (temperature, top-p, penalties, ...), p's and q's
 own. Nothing of a model is needed or imported here; the rules are those that the library decodes
-with (block.py, recursive.py).
+with (block.py, recursive.py). For whole sequences see `specjax.engine.speculate`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +35,8 @@ from specjax.decode.tree import Acceptance, build_tree
 __all__ = [
     "AcceptDecision",
     "DraftProposal",
-    "Speculation",
-    "Speculator",
     "VerifyResult",
     "accept_chains",
-    "speculate",
     "speculative_accept",
 ]
 
@@ -158,34 +155,6 @@ class AcceptDecision(NamedTuple):
         return len(self.accepted) + 1
 
 
-class Speculator(Protocol):
-    """A model. One that drafts needs `propose`, one that verifies `verify`, and both `commit`."""
-
-    def propose(self, context: Sequence[int], n: int) -> DraftProposal:
-        """At most `n` tokens to follow the context; their randomness must be the draft's own."""
-
-    def verify(self, context: Sequence[int], tokens: Sequence[int]) -> VerifyResult:
-        """The target's distributions at each drafted token and after the last.
-
-        Rows after a token of -1 decide nothing; they must be distributions all the same.
-        """
-
-    def commit(self, context: Sequence[int], tokens: Sequence[int]) -> None:
-        """Is told what was emitted after the context; models with a state advance it here."""
-
-
-class Speculation(NamedTuple):
-    """Tokens emitted after the context, and the decision of each round (the last may be cut)."""
-
-    tokens: tuple[int, ...]
-    decisions: tuple[AcceptDecision, ...]
-
-    @property
-    def accept_length(self) -> float:
-        """Tokens per round, bonus included; 0 without a round."""
-        return sum(d.total_tokens for d in self.decisions) / max(len(self.decisions), 1)
-
-
 def speculative_accept(
     proposal: DraftProposal,
     verified: VerifyResult,
@@ -258,45 +227,6 @@ def accept_chains(
         return accept_block(tokens, p, q, coins, noise)
     chain = build_tree(Strategy.parse(f"{steps}_1_{steps + 1}"))
     return accept_recursive(chain, tokens, p, q, coins, noise, greedy)
-
-
-def speculate(
-    draft: Speculator,
-    target: Speculator,
-    context: Sequence[int],
-    n: int,
-    seed: int,
-    max_tokens: int,
-    acceptance: str = "block",
-    stop_ids: Collection[int] = (),
-) -> Speculation:
-    """Rounds of propose, verify, accept and commit, until `max_tokens` or a stop token.
-
-    Args:
-      context: at least one token. n: drafted tokens per round; the draft may propose fewer.
-      stop_ids: generation ends after one of these, which is emitted.
-
-    Raises:
-      ValueError: an empty context, or what `speculative_accept` refuses.
-    """
-    if not len(context):
-        raise ValueError("expected a context of at least one token, got none; pass the BOS token")
-    context, decisions = list(context), []
-    start = len(context)
-    while len(context) - start < max_tokens:
-        proposal = draft.propose(tuple(context), n)
-        verified = target.verify(tuple(context), tuple(proposal.tokens.tolist()))
-        decision = speculative_accept(proposal, verified, seed, len(context) - 1, acceptance)
-        emitted = decision.tokens[: max_tokens - (len(context) - start)]
-        stops = [i for i, token in enumerate(emitted) if token in stop_ids]
-        emitted = emitted[: stops[0] + 1] if stops else emitted
-        draft.commit(tuple(context), emitted)
-        target.commit(tuple(context), emitted)
-        context += emitted
-        decisions.append(decision)
-        if stops:
-            break
-    return Speculation(tuple(context[start:]), tuple(decisions))
 
 
 def _table(name: str, probs: Any, expected: str, count: int | None) -> Float[np.ndarray, "n V"]:
