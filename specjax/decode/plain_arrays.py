@@ -49,8 +49,8 @@ class DraftProposal:
     """What a draft proposes.
 
     Attributes:
-      tokens: [n] token ids; n may be 0. -1 is no draft: it is never accepted, and exact as long as
-        nothing that was drawn decided that there is none.
+      tokens: [n] token ids; n may be 0. -1 is no draft and never accepted. Whether there is a draft
+        at a place may depend on everything before that place, but on nothing drawn at that place.
       probs: [n V] the distribution that each token was drawn from (not the target's, and not a
         softmax that the token is merely the argmax of: see `deterministic`). Rows of -1 are unused.
 
