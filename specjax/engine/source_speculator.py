@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.cache import KVCache, commit_rows, empty_cache
 from specjax.config import ModelConfig
-from specjax.decode import sampling
+from specjax.decode import rng, sampling
 from specjax.decode.plain_arrays import DraftProposal, VerifyResult
 from specjax.decode.state import put_positions, take_positions
 from specjax.decode.tree import chain_bits
@@ -107,10 +107,9 @@ class SourceSpeculator:
         if not temperature >= 0:
             raise ValueError(f"temperature must be at least 0, got {temperature}")
         self._setup = _Setup(cfg, source, steps, max_len)
-        self._temperature = np.float32(temperature)
+        self._temperature = np.array([temperature], np.float32)
         self._params = jax.jit(decode_layout, static_argnums=1)(params, cfg), source_params
-        self._key = jax.random.key(seed, impl="threefry2x32")
-        self._proposals = 0
+        self._seed, self._proposals = seed, 0
         self._forget()
 
     def propose(self, context: Sequence[int], n: int) -> DraftProposal:
@@ -121,9 +120,9 @@ class SourceSpeculator:
         """
         self._follow(context)
         self._proposals += 1  # no two proposals share randomness, whatever their contexts
-        key = jax.random.fold_in(self._key, self._proposals)
+        words = rng.request_words(self._seed, (), self._proposals)[None]
         self._proposed = _propose(
-            self._setup, *self._params, self._sequence, self._temperature, key
+            self._setup, *self._params, self._sequence, self._temperature, words
         )
         count = min(max(n, 0), int(self._proposed.count))
         tokens, q = np.asarray(self._proposed.tokens), np.asarray(self._proposed.q)
@@ -245,17 +244,13 @@ def _widened(empty: Any, filled: Any) -> Any:
     )
 
 
-def _distribution(logits: Float[Array, "... V"], temperature: Array) -> Float[Array, "... V"]:
-    greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
-    tempered = logits / jnp.where(temperature > 0, temperature, 1.0)
-    return jnp.where(temperature > 0, jax.nn.softmax(tempered, axis=-1), greedy)
-
-
 @functools.partial(jax.jit, static_argnums=0)
-def _propose(setup: _Setup, params, source_params, sequence, temperature, key) -> _Proposed:
+def _propose(setup: _Setup, params, source_params, sequence, temperature, words) -> _Proposed:
     """Draws a chain; it ends where the source has no finite logit."""
     model, source = setup.model(params), setup.source
-    total = setup.steps - 1
+    keys, nodes, total = rng.request_keys(words), np.arange(setup.steps), setup.steps - 1
+    vocab, root = setup.cfg.vocab_size, sequence.length - 1
+    noise = rng.round_noise(keys, rng.DRAFT, root, nodes, vocab)[:, :, None]
     tokens = jnp.full((1, setup.steps), -1, jnp.int32)
     drawn, going = [], jnp.bool_(True)
     count = jnp.int32(0)
@@ -274,10 +269,10 @@ def _propose(setup: _Setup, params, source_params, sequence, temperature, key) -
             )
             logits, work = source.step(model, source_params, work, level)
         going &= ~jnp.isneginf(logits).all()
-        q = _distribution(sampling.sanitise(logits)[0, 0], temperature)
-        token = jax.random.categorical(jax.random.fold_in(key, step), jnp.log(q))
+        scores = sampling.tempered(sampling.sanitise(logits), temperature)
+        token = jnp.argmax(sampling.perturb(scores, temperature, noise[:, step])[0, 0])
         tokens = tokens.at[0, step].set(jnp.where(going, token, -1).astype(jnp.int32))
-        drawn.append(q)
+        drawn.append(sampling.probabilities(scores, temperature)[0, 0])
         count += going
     return _Proposed(tokens[0], jnp.stack(drawn), count, work)
 
@@ -289,8 +284,8 @@ def _verify(setup: _Setup, params, sequence: _Sequence, temperature, drafted) ->
     positions = root[:, None] + np.arange(setup.steps + 1)
     bits = chain_bits(setup.steps + 1)
     x, rows = model.decode(tokens, positions, sequence.cache, root, bits)
-    p = _distribution(model.logits(x)[0], temperature)
-    return _Verified(p, model.draft_hidden(x), rows)
+    scores = sampling.tempered(model.logits(x), temperature)
+    return _Verified(sampling.probabilities(scores, temperature)[0], model.draft_hidden(x), rows)
 
 
 @functools.partial(jax.jit, static_argnums=0)
