@@ -74,5 +74,10 @@ class ModelConfig:
         choice("mtp_target_hidden", self.mtp_target_hidden, ("post_norm", "pre_norm"))
         choice("mtp_recycle", self.mtp_recycle, ("post_norm", "pre_norm"))
 
+    @property
+    def decode_layout(self) -> str:
+        """Of the parameters that decode: `stacked` or `unrolled`, see `models.transformer`."""
+        return "stacked" if self.scan_layers else "unrolled"
+
     def replace(self, **changes) -> ModelConfig:
         return dataclasses.replace(self, **changes)

@@ -21,7 +21,7 @@ from specjax.config import ModelConfig
 from specjax.decode.state import take_positions
 from specjax.decode.tree import chain_bits
 from specjax.draft.source import Level
-from specjax.models.transformer import Params, Transformer, graphdef, unroll_layers
+from specjax.models.transformer import Params, Transformer, graphdef
 
 
 class ModelMemory(NamedTuple):
@@ -55,7 +55,7 @@ class ModelSource:
     """See `specjax.draft.source.DraftSource`; parameters are in the model's decode layout.
 
     Attributes:
-      cfg: of the draft model; `scan_layers` says which layout (`decode_layout`).
+      cfg: of the draft model; `scan_layers` says which layout (`to_decode_layout`).
       vocab: the target's vocabulary size. Ids past it are padding of the draft's tables and are
         cut off; ids that the draft does not have are never proposed.
     """
@@ -111,8 +111,7 @@ class ModelSource:
         return ModelMemory(work.cache, jnp.where(count > 0, count, memory.pending))
 
     def _draft(self, params: Params) -> Transformer:
-        layout = "stacked" if self.cfg.scan_layers else "unrolled"
-        return nnx.merge(graphdef(self.cfg, layout), params)
+        return nnx.merge(graphdef(self.cfg, self.cfg.decode_layout), params)
 
     def _fit(self, logits: Float[Array, "B R U"]) -> Float[Array, "B R V"]:
         """The draft's logits over the target's ids; -inf where the draft has none."""
@@ -120,9 +119,3 @@ class ModelSource:
         if missing <= 0:
             return logits[..., : self.vocab]
         return jnp.pad(logits, [(0, 0)] * 2 + [(0, missing)], constant_values=-jnp.inf)
-
-
-def decode_layout(params: Params, cfg: ModelConfig) -> Params:
-    """Stacked parameters in the dtype and layout that decoding with `cfg` takes."""
-    params = jax.tree.map(lambda a: a.astype(jnp.dtype(cfg.compute_dtype)), params)
-    return params if cfg.scan_layers else unroll_layers(params, cfg)

@@ -179,7 +179,7 @@ def _padded(runner, context: np.ndarray) -> np.ndarray:
 
 
 def _model(cfg: ModelConfig, params):
-    return nnx.merge(graphdef(cfg, "stacked" if cfg.scan_layers else "unrolled"), params)
+    return nnx.merge(graphdef(cfg, cfg.decode_layout), params)
 
 
 @functools.partial(jax.jit, static_argnums=0)

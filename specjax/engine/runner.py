@@ -25,7 +25,7 @@ from specjax.decode.state import EMPTY, STOPPED, DecodeState, empty_state
 from specjax.decode.tree import build_tree
 from specjax.draft.mtp_source import MTPSource
 from specjax.draft.source import DraftSource
-from specjax.models.transformer import Params, graphdef, unroll_layers
+from specjax.models.transformer import Params, graphdef, to_decode_layout
 
 
 class Runner:
@@ -95,14 +95,10 @@ class Runner:
             self.head = self._place_params(head)
 
     def _build_layout(self):
-        def convert(params):
-            dtype = jnp.dtype(self.cfg.compute_dtype)
-            params = jax.tree.map(lambda a: a.astype(dtype), params)
-            return params if self.cfg.scan_layers else unroll_layers(params, self.cfg)
-
+        convert = jax.jit(functools.partial(to_decode_layout, cfg=self.cfg))
         if self.mesh is None:
-            return jax.jit(convert)
-        return lambda params: self._place_params(jax.jit(convert)(params))
+            return convert
+        return lambda params: self._place_params(convert(params))
 
     def _place_params(self, params: Params) -> Params:
         if self.mesh is None:
@@ -209,8 +205,7 @@ class Runner:
 
     def model(self, params: Params):
         """The target as a module, inside a jitted function."""
-        layout = "stacked" if self.cfg.scan_layers else "unrolled"
-        return nnx.merge(graphdef(self.cfg, layout), params)
+        return nnx.merge(graphdef(self.cfg, self.cfg.decode_layout), params)
 
     def _state_shardings(self):
         """Where the state must come back to, so that executables accept it again."""

@@ -25,9 +25,8 @@ from specjax.decode import rng, sampling
 from specjax.decode.plain_arrays import DraftProposal, VerifyResult
 from specjax.decode.state import put_positions, take_positions
 from specjax.decode.tree import chain_bits
-from specjax.draft.model_source import decode_layout
 from specjax.draft.source import DraftSource, Level, Memory, Work
-from specjax.models.transformer import Params, graphdef
+from specjax.models.transformer import Params, graphdef, to_decode_layout
 
 SHORTEST_PREFILL = 16  # contexts are padded to powers of two from here on
 
@@ -41,8 +40,7 @@ class _Setup(NamedTuple):
     max_len: int
 
     def model(self, params: Params):
-        layout = "stacked" if self.cfg.scan_layers else "unrolled"
-        return nnx.merge(graphdef(self.cfg, layout), params)
+        return nnx.merge(graphdef(self.cfg, self.cfg.decode_layout), params)
 
 
 class _Sequence(NamedTuple):
@@ -108,7 +106,7 @@ class SourceSpeculator:
             raise ValueError(f"temperature must be at least 0, got {temperature}")
         self._setup = _Setup(cfg, source, steps, max_len)
         self._temperature = np.array([temperature], np.float32)
-        self._params = jax.jit(decode_layout, static_argnums=1)(params, cfg), source_params
+        self._params = jax.jit(to_decode_layout, static_argnums=1)(params, cfg), source_params
         self._seed, self._proposals = seed, 0
         self._forget()
 

@@ -8,13 +8,13 @@ import jax
 
 from specjax import sharding
 from specjax.config import ModelConfig, SpecConfig
-from specjax.draft.model_source import ModelSource, decode_layout
+from specjax.draft.model_source import ModelSource
 from specjax.draft.mtp import init_head_params
 from specjax.draft.mtp_source import MTPSource
 from specjax.draft.ngram import NgramSource
 from specjax.draft.source import DraftSource
 from specjax.models import hf
-from specjax.models.transformer import Params
+from specjax.models.transformer import Params, to_decode_layout
 from specjax.tokenizer import load_tokenizer
 
 
@@ -139,7 +139,7 @@ def load_draft_model(
     cfg, params, _ = hf.load_checkpoint(path, dtype, mesh)
     # Fused weights, as unrolled layers have them, cannot be split over a mesh.
     cfg = cfg.replace(scan_layers=cfg.scan_layers or mesh is not None)
-    params = jax.jit(decode_layout, static_argnums=1)(params, cfg)
+    params = jax.jit(to_decode_layout, static_argnums=1)(params, cfg)
     if mesh is not None:
         params = jax.device_put(params, sharding.param_shardings(mesh, params))
     return ModelSource(cfg, target_cfg.vocab_size), params

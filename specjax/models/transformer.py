@@ -223,6 +223,12 @@ def graphdef(cfg: ModelConfig, layout: str = "stacked"):
     return nnx.split(nnx.eval_shape(lambda: Transformer(cfg, nnx.Rngs(0), layout)))[0]
 
 
+def to_decode_layout(params: Params, cfg: ModelConfig) -> Params:
+    """Stacked parameters in the dtype and layout that decoding with `cfg` takes."""
+    params = jax.tree.map(lambda a: a.astype(jnp.dtype(cfg.compute_dtype)), params)
+    return params if cfg.scan_layers else unroll_layers(params, cfg)
+
+
 def unroll_layers(params: Params, cfg: ModelConfig) -> Params:
     """Stacked parameters to the `unrolled` layout: projections fused, the head never tied."""
     fused = fuse_block(params["layers"], cfg)

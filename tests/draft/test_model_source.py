@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 from tiny import sharpened, tiny_config
 
-from specjax.draft.model_source import ModelSource, decode_layout
-from specjax.models.transformer import graphdef, init_params
+from specjax.draft.model_source import ModelSource
+from specjax.models.transformer import graphdef, init_params, to_decode_layout
 
 VOCAB, MAX_LEN = 32, 40
 DRAFT = tiny_config(VOCAB, mtp=0, layers=2)
@@ -58,7 +58,7 @@ def test_logits_at_every_node_are_the_models_own_over_rounds(widths, shared, sca
     rng = np.random.default_rng(0)
     params = draft_params()
     source = ModelSource(DRAFT.replace(scan_layers=scan), VOCAB)
-    layout = decode_layout(params, source.cfg)
+    layout = to_decode_layout(params, source.cfg)
     steps = len(widths) + 1
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 5, 8)]
     state = drive.empty_state(source, 3, MAX_LEN, steps)
@@ -77,7 +77,7 @@ def test_a_slot_that_does_not_run_keeps_its_pending_tokens():
     source = ModelSource(DRAFT, VOCAB)
     memory = source.empty(2, 16, 3)._replace(pending=jnp.array([3, 2]))
     state = drive.empty_state(source, 2, 8, 3)._replace(draft=memory, length=jnp.array([5, 6]))
-    params = decode_layout(draft_params(), DRAFT)
+    params = to_decode_layout(draft_params(), DRAFT)
     work = jax.eval_shape(lambda: source.extend(None, params, state, 3, 2)[1])
     after = source.commit(memory, work, None, jnp.array([0, 4]))
     assert after.pending.tolist() == [3, 4]
@@ -88,7 +88,7 @@ def test_a_table_of_another_size_gives_the_targets_ids(vocab):
     """Padding is cut off; ids that the draft lacks are never proposed."""
     params = draft_params()
     own, other = ModelSource(DRAFT, VOCAB), ModelSource(DRAFT, vocab)
-    layout = decode_layout(params, DRAFT)
+    layout = to_decode_layout(params, DRAFT)
     state = drive.place(drive.empty_state(own, 1, 16, 2), own, layout, 2, [[3, 1, 4]], 4)
     (want, _), (got, _) = (drive.extend(s, layout, state, 2, 1) for s in (own, other))
     common = min(vocab, VOCAB)

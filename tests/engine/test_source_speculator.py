@@ -9,12 +9,12 @@ import pytest
 from flax import nnx
 from tiny import apt, sharpened, tiny_config, tiny_model
 
-from specjax.draft.model_source import ModelSource, decode_layout
+from specjax.draft.model_source import ModelSource
 from specjax.draft.mtp_source import MTPSource
 from specjax.draft.ngram import NgramSource
 from specjax.engine.source_speculator import SourceSpeculator
 from specjax.engine.speculate import speculate
-from specjax.models.transformer import graphdef, init_params
+from specjax.models.transformer import graphdef, init_params, to_decode_layout
 
 VOCAB, MAX_LEN, STEPS = 8, 48, 3
 CFG, PARAMS, HEAD = tiny_model(tiny_config(VOCAB))
@@ -31,8 +31,8 @@ def source_of(name):
     if name == "ngram":
         return NgramSource(VOCAB), {}
     if name == "target":
-        return ModelSource(TARGET, VOCAB), decode_layout(PARAMS, TARGET)
-    return ModelSource(SMALL, VOCAB), decode_layout(
+        return ModelSource(TARGET, VOCAB), to_decode_layout(PARAMS, TARGET)
+    return ModelSource(SMALL, VOCAB), to_decode_layout(
         sharpened(init_params(SMALL, 3), 10.0, 0.7), SMALL
     )
 

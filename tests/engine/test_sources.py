@@ -6,9 +6,9 @@ import pytest
 from tiny import tiny_config, tiny_model
 
 from specjax import sharding
-from specjax.draft.model_source import decode_layout
 from specjax.engine.sources import check_vocabulary, load_draft_model
 from specjax.models import hf
+from specjax.models.transformer import to_decode_layout
 from specjax.tokenizer import load_tokenizer
 
 VOCAB = 32
@@ -34,7 +34,7 @@ def test_a_directory_becomes_a_source_whose_vocabulary_was_checked(tmp_path):
     hf.save_checkpoint(tmp_path / "draft", cfg, params, head)
     source, layout = load_draft_model(tmp_path / "draft", DRAFT)
     assert source.vocab == VOCAB and source.cfg.num_layers == cfg.num_layers
-    jax.tree.map(np.testing.assert_array_equal, layout, decode_layout(params, cfg))
+    jax.tree.map(np.testing.assert_array_equal, layout, to_decode_layout(params, cfg))
     with pytest.raises(ValueError, match="vocabulary of 32, the target of 64"):
         load_draft_model(tmp_path / "draft", tiny_config(64))
 
