@@ -26,7 +26,6 @@ from specjax.engine.options_rows import features_of, option_rows
 from specjax.engine.prompts import Prompts, pad_prompts, padded_widths
 from specjax.engine.request import Job, SampleOutput, Totals, make_jobs
 from specjax.engine.runner import Runner
-from specjax.engine.sources import source_of
 from specjax.models.transformer import Params
 from specjax.telemetry import Collector, SlotInfo, active_transforms
 
@@ -46,7 +45,7 @@ class Engine:
       mesh: see `Runner`.
       prompt_widths: lengths that prompts are padded to, one set of executables each; none: powers
         of two.
-      source: what drafts; none: as `spec` says, see `source_of`.
+      source: what drafts, see `Runner`.
 
     Attributes:
       telemetry: why drafts were rejected; None unless `spec` turns it on.
@@ -67,8 +66,6 @@ class Engine:
         spec = None if spec is None or spec.is_off else spec
         steps = spec.resolve().steps if spec else 0
         self.chunk_rounds = max(1, chunk_tokens // (steps + 1))
-        if spec is not None and source is None:
-            source = source_of(cfg, spec)
         self.runner = Runner(cfg, spec, batch, max_len, stop_width, mesh, source, self.chunk_rounds)
         self.limits = Limits(cfg, max_len, stop_width, spec.acceptance if spec else None)
         self.batch, self.max_len = batch, max_len

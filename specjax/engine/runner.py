@@ -23,8 +23,8 @@ from specjax.decode.report import Report
 from specjax.decode.round import plain_round, run_chunk, spec_round
 from specjax.decode.state import EMPTY, STOPPED, DecodeState, empty_state
 from specjax.decode.tree import build_tree
-from specjax.draft.mtp_source import MTPSource
 from specjax.draft.source import DraftSource
+from specjax.engine.sources import source_of
 from specjax.models.transformer import Params, graphdef, to_decode_layout
 
 
@@ -37,7 +37,7 @@ class Runner:
       batch: slots. max_len: prompt and generated tokens of a slot at most.
       stop_width: stop tokens per request at most.
       mesh: shard parameters and state over it; None is the default device.
-      source: what drafts; None is the MTP head.
+      source: what drafts; none: as `spec` says, see `source_of`.
       chunk_rounds: rounds that one dispatch runs at most.
     """
 
@@ -236,7 +236,7 @@ def _plan(cfg: ModelConfig, spec: SpecConfig | None, source: DraftSource | None)
     return Plan(
         cfg,
         build_tree(strategy),
-        source or MTPSource(cfg),
+        source or source_of(cfg, spec),
         spec.acceptance,
         aligned=spec.aligned,
         tau=spec.tau,

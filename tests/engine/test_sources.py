@@ -5,7 +5,10 @@ import numpy as np
 import pytest
 from tiny import tiny_config, tiny_model
 
-from specjax import sharding
+from specjax import SpecConfig, sharding
+from specjax.draft.mtp_source import MTPSource
+from specjax.draft.ngram import NgramSource
+from specjax.engine.runner import Runner
 from specjax.engine.sources import check_vocabulary, load_draft_model
 from specjax.models import hf
 from specjax.models.transformer import to_decode_layout
@@ -13,6 +16,16 @@ from specjax.tokenizer import load_tokenizer
 
 VOCAB = 32
 DRAFT = tiny_config(VOCAB, mtp=0, layers=2)
+
+
+def test_a_runner_drafts_with_what_the_settings_name():
+    def source(**settings):
+        return Runner(tiny_config(VOCAB), SpecConfig("2_1_3", **settings), 1, 8).plan.source
+
+    assert source() == MTPSource(tiny_config(VOCAB))
+    assert source(source="ngram", ngram_max=3) == NgramSource(vocab=VOCAB, longest=3)
+    with pytest.raises(ValueError, match="weights of its own; load it with"):
+        source(draft_model="somewhere")
 
 
 def test_vocabularies_are_compared_by_what_ids_mean():
