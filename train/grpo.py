@@ -262,24 +262,8 @@ def grpo_loss(
             "with the reference policy or set kl_loss_coef=0"
         )
     mask = batch["loss_mask"]
-    advantages = batch["advantages"]
-    old, behaviour = jax.lax.stop_gradient((batch["old_logprobs"], batch["behaviour_logprobs"]))
     weights = loss_weights(mask, batch["segment_ids"], cfg.loss_aggregation, denominators)
-
-    ratio = _bounded_exp(logprobs - old)
-    clipped = jnp.clip(ratio, 1.0 - cfg.clip_ratio, 1.0 + cfg.clip_ratio_high)
-    policy = -jnp.minimum(ratio * advantages, clipped * advantages)
-    per_token = {
-        "ratio": ratio,
-        "clip_fraction": clipped * advantages < ratio * advantages,
-        "ppo_kl": old - logprobs,
-        "train_rollout_logprob_abs_diff": jnp.abs(old - behaviour),
-    }
-    if cfg.tis:
-        uncapped = _bounded_exp(old - behaviour)
-        tis = jnp.minimum(uncapped, cfg.tis_cap)
-        policy = tis * policy
-        per_token |= {"tis": tis, "tis_truncated_fraction": uncapped > cfg.tis_cap}
+    policy, per_token = _policy_terms(logprobs, batch, cfg)
     policy_loss = _masked_sum(policy, weights)
     loss, kl_loss = policy_loss, jnp.zeros_like(policy_loss)
     if ref_logprobs is not None:
@@ -293,6 +277,27 @@ def grpo_loss(
     sums = {name: _masked_sum(value, mask) for name, value in per_token.items()}
     sums |= {"loss": loss, "policy_loss": policy_loss, "kl_loss": kl_loss, "tokens": mask.sum()}
     return loss, jax.lax.stop_gradient(sums)
+
+
+def _policy_terms(logprobs: Array, batch: Mapping[str, Array], cfg: GRPOConfig):
+    """tis_t * policy_t of every token [R S], and what is logged of it by name."""
+    advantages = batch["advantages"]
+    old, behaviour = jax.lax.stop_gradient((batch["old_logprobs"], batch["behaviour_logprobs"]))
+    ratio = _bounded_exp(logprobs - old)
+    clipped = jnp.clip(ratio, 1.0 - cfg.clip_ratio, 1.0 + cfg.clip_ratio_high)
+    policy = -jnp.minimum(ratio * advantages, clipped * advantages)
+    logged = {
+        "ratio": ratio,
+        "clip_fraction": clipped * advantages < ratio * advantages,
+        "ppo_kl": old - logprobs,
+        "train_rollout_logprob_abs_diff": jnp.abs(old - behaviour),
+    }
+    if cfg.tis:
+        uncapped = _bounded_exp(old - behaviour)
+        tis = jnp.minimum(uncapped, cfg.tis_cap)
+        policy = tis * policy
+        logged |= {"tis": tis, "tis_truncated_fraction": uncapped > cfg.tis_cap}
+    return policy, logged
 
 
 def k3(logprobs: Float[Array, "R S"], ref_logprobs: Float[Array, "R S"]) -> Float[Array, "R S"]:
