@@ -164,11 +164,6 @@ class Checkpointer:
         """Committed steps, oldest first, whether damaged or not."""
         return sorted(info.step for info in self._manager.checkpoints)
 
-    def latest_step(self) -> int | None:
-        """The newest committed step, or None; partial saves do not count."""
-        steps = self.all_steps()
-        return steps[-1] if steps else None
-
     def restore(
         self, step: int | None, abstract_trees: Mapping[str, PyTree]
     ) -> tuple[dict[str, PyTree], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Packing of variable-length samples into fixed rows, and back.
+"""Packing of variable-length samples into fixed rows.
 
 A micro-batch is a dict of numpy arrays [R S] of one fixed shape, so that nothing is compiled twice:
 
@@ -130,43 +130,6 @@ def empty_batch(rows: int, row_length: int) -> PackedBatch:
     batch = {name: np.zeros((rows, row_length), dtype) for name, dtype in _FIELDS.items()}
     batch["sample_ids"] -= 1
     return batch
-
-
-def unpack(
-    batches: Sequence[PackedBatch], values: Sequence[np.ndarray], loss_only: bool = True
-) -> dict[int, np.ndarray]:
-    """Gives per-token values back to their samples.
-
-    Args:
-      batches: what `pack` returned.
-      values: one array [R S] or [R S ...] per micro-batch.
-      loss_only: the values of tokens in the loss (the response), or of all tokens.
-
-    Returns:
-      `sample_id` -> values in token order, ascending in `sample_id`.
-
-    Raises:
-      ValueError: arrays that do not fit the micro-batches.
-    """
-    if len(batches) != len(values):
-        raise ValueError(f"expected values for {len(batches)} micro-batches, got {len(values)}")
-    found = {}
-    for batch, array in zip(batches, values, strict=True):
-        array, ids = np.asarray(array), batch["sample_ids"]
-        if array.shape[:2] != ids.shape:
-            raise ValueError(f"expected values of shape {ids.shape}, got {array.shape}")
-        wanted = batch["loss_mask"] > 0 if loss_only else np.ones_like(ids, bool)
-        for row, row_ids in enumerate(ids):
-            for sample_id in np.unique(row_ids[row_ids >= 0]):
-                found[int(sample_id)] = array[row][(row_ids == sample_id) & wanted[row]]
-    return dict(sorted(found.items()))
-
-
-def packing_efficiency(batches: Iterable[PackedBatch]) -> float:
-    """Share of positions that hold a token."""
-    segments = [batch["segment_ids"] for batch in batches]
-    size = sum(ids.size for ids in segments)
-    return sum(int((ids > 0).sum()) for ids in segments) / size if size else 0.0
 
 
 def _in_order(samples: Iterable[Sample], row_length: int) -> list[Sample]:

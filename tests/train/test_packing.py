@@ -1,18 +1,11 @@
-"""Packing loses nothing, keeps order, never splits or joins samples, and can be undone."""
+"""Packing loses nothing, keeps order and never splits or joins samples."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.packing import (
-    Sample,
-    empty_batch,
-    pack,
-    pack_demonstrations,
-    packing_efficiency,
-    unpack,
-)
+from train.packing import Sample, empty_batch, pack, pack_demonstrations
 
 ROW_LENGTH = 16
 
@@ -101,30 +94,12 @@ def test_first_fit_leaves_no_row_that_an_earlier_one_had_room_for(sizes, num_row
             assert all(free[earlier] < size for earlier in range(later))
 
 
-@settings(max_examples=40, deadline=None)
-@given(lengths, rows)
-def test_unpack_undoes_pack(sizes, num_rows):
-    samples = make_samples(sizes)
-    batches = pack(samples, ROW_LENGTH, num_rows)
-    tokens = [batch["tokens"] for batch in batches]
-    assert {k: v.tolist() for k, v in unpack(batches, tokens).items()} == {
-        s.sample_id: list(s.response_ids) for s in samples
-    }
-    whole = unpack(batches, tokens, loss_only=False)
-    assert list(whole) == sorted(whole)
-    assert all(whole[s.sample_id].tolist() == [*s.prompt_ids, *s.response_ids] for s in samples)
-    vectors = unpack(batches, [np.stack([t, -t], axis=-1) for t in tokens])
-    assert all(v.shape == (len(s.response_ids), 2) for s, v in
-               zip(samples, vectors.values(), strict=True))  # fmt: skip
-
-
 def test_the_example_of_the_docstring():
     batch = pack([Sample(0, [5, 6], [7, 2]), Sample(1, [8], [9, 2])], 8, 1)[0]
     assert batch["tokens"].tolist() == [[5, 6, 7, 2, 8, 9, 2, 0]]
     assert batch["positions"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
     assert batch["segment_ids"].tolist() == [[1, 1, 1, 1, 2, 2, 2, 0]]
     assert batch["loss_mask"].tolist() == [[0, 0, 1, 1, 0, 1, 1, 0]]
-    assert packing_efficiency([batch]) == 7 / 8
 
 
 def test_the_number_of_micro_batches_can_be_fixed():
@@ -159,11 +134,3 @@ def test_demonstrations_can_be_learnt_from_the_response_or_from_all_tokens():
 def test_samples_that_cannot_be_packed_are_named(samples, message):
     with pytest.raises(ValueError, match=message):
         pack(samples, ROW_LENGTH, 1)
-
-
-def test_values_of_another_shape_are_refused():
-    batches = pack(make_samples([(2, 2)]), ROW_LENGTH, 1)
-    with pytest.raises(ValueError, match="1 micro-batches, got 0"):
-        unpack(batches, [])
-    with pytest.raises(ValueError, match="shape"):
-        unpack(batches, [np.zeros((1, 3))])
