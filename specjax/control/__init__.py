@@ -1,0 +1,30 @@
+"""Which strategy next: controllers that watch chunks and choose between them."""
+
+from specjax.control.bandit import Bandit, BanditConfig
+from specjax.control.base import OFF, Controller, Observation
+from specjax.control.config import ControlConfig, make_controller
+from specjax.control.costs import CostTable, parts_to_seconds
+from specjax.control.ema import EmaConfig, EmaTiers
+from specjax.control.fastrl import FastRLSettings, read_fastrl
+from specjax.control.goodput import Goodput, GoodputConfig
+from specjax.control.static import Gate, Static
+
+__all__ = [
+    "OFF",
+    "Bandit",
+    "BanditConfig",
+    "ControlConfig",
+    "Controller",
+    "CostTable",
+    "EmaConfig",
+    "EmaTiers",
+    "FastRLSettings",
+    "Gate",
+    "Goodput",
+    "GoodputConfig",
+    "Observation",
+    "Static",
+    "make_controller",
+    "parts_to_seconds",
+    "read_fastrl",
+]

@@ -1,0 +1,152 @@
+"""Epsilon-greedy choice per batch-size group, after FastRL's `eagle_mab` ("BEG").
+
+Every group of batch sizes has a bandit of its own. An arm's score is the median (or mean) of its
+last rewards; a reward is the throughput of a chunk, or its accept length.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from specjax.config.checks import choice
+from specjax.config.strategy import Strategy
+from specjax.control.base import Controller, Observation, log
+
+REWARDS = ("throughput", "accept_length")
+SCORES = ("median", "mean")
+
+
+@dataclasses.dataclass(frozen=True)
+class BanditConfig:
+    """Settings of the bandit.
+
+    Attributes:
+      thresholds: smallest batch size of each group; [1, 2, 5, 21] means 1, 2-4, 5-20, 21 and more.
+      epsilon: share of choices that are made at random.
+      window: rewards that an arm remembers.
+      reward: `throughput` (accept length x batch size / seconds per round) or `accept_length`.
+        The latter never prefers plain decoding, whose accept length is 1.
+      score: `median` or `mean` of the window.
+      seed: of the random choices.
+    """
+
+    thresholds: tuple[int, ...] = (1, 2, 5, 21)
+    epsilon: float = 0.1
+    window: int = 1000
+    reward: str = "throughput"
+    score: str = "median"
+    seed: int = 0
+
+    def __post_init__(self):
+        object.__setattr__(self, "thresholds", tuple(self.thresholds))
+        edges = self.thresholds
+        if not edges or edges[0] < 1 or any(a >= b for a, b in zip(edges, edges[1:], strict=False)):
+            raise ValueError(
+                "thresholds must be increasing batch sizes from 1 on, such as [1, 2, 5, 21]; got "
+                f"{list(edges)}"
+            )
+        if not 0 <= self.epsilon <= 1:
+            raise ValueError(f"epsilon must be between 0 and 1, got {self.epsilon}")
+        if self.window < 1:
+            raise ValueError(f"window must be at least 1 reward, got {self.window}")
+        choice("reward", self.reward, REWARDS)
+        choice("score", self.score, SCORES)
+
+
+class Bandit(Controller):
+    """Bucketed epsilon-greedy.
+
+    Untried arms score +infinity, so each is tried before any is preferred; of several, the one
+    that was chosen least often comes first, for the reward of a choice arrives a chunk later.
+    """
+
+    kind = "bandit"
+
+    def __init__(self, strategies: Sequence[str | Strategy], config: BanditConfig | None = None):
+        super().__init__(strategies)
+        self.config = config or BanditConfig()
+        if len(self.arms) == 1:
+            log.warning("The bandit has one arm, %s: there is nothing to explore", self.arms[0])
+        groups = range(len(self.config.thresholds))
+        self._rewards = [{a: deque(maxlen=self.config.window) for a in self.arms} for _ in groups]
+        self._scores = [dict.fromkeys(self.arms, math.inf) for _ in groups]
+        self._chosen = [dict.fromkeys(self.arms, 0) for _ in groups]
+        self._random = np.random.Generator(np.random.PCG64(self.config.seed))
+        self._group = 0
+
+    def group(self, batch_size: int) -> int:
+        """Index of the batch size's group; sizes below the first threshold belong to the first."""
+        return max(0, bisect.bisect_right(self.config.thresholds, batch_size) - 1)
+
+    def scores(self, group: int) -> dict[str, float]:
+        """Score per arm; +infinity where it was never tried."""
+        return dict(self._scores[group])
+
+    def _choose(self, batch_size: int) -> str:
+        self._group = group = self.group(batch_size)
+        scores, chosen = self._scores[group], self._chosen[group]
+        if self._random.random() < self.config.epsilon:
+            name = self.arms[int(self._random.integers(len(self.arms)))]
+        else:
+            # Only untried arms tie in practice; a tie of measured ones may go either way.
+            name = max(self.arms, key=lambda arm: (scores[arm], -chosen[arm]))
+        chosen[name] += 1
+        log.debug("MAB selected: %s, group %d, scores: %s", name, group, scores)
+        return name
+
+    def _learn(self, seen: Observation) -> None:
+        reward = self._reward(seen)
+        if reward is None:  # nothing was measured; a zero would bury the arm
+            return
+        group = self.group(seen.batch_size)
+        rewards = self._rewards[group][seen.strategy]
+        rewards.append(reward)
+        self._scores[group][seen.strategy] = self._score(rewards)
+
+    def _reward(self, seen: Observation) -> float | None:
+        if self.config.reward == "accept_length":
+            return seen.accept_length
+        seconds = seen.seconds_per_round
+        return seen.accept_length * seen.batch_size / seconds if seconds else None
+
+    def _score(self, rewards: deque[float]) -> float:
+        return float(np.median(rewards) if self.config.score == "median" else np.mean(rewards))
+
+    def log_fields(self) -> dict[str, float | str]:
+        scores = self._scores[self._group]
+        return {
+            **super().log_fields(),
+            "bandit_group": float(self._group),
+            **{f"arm_score/{arm}": s for arm, s in scores.items() if math.isfinite(s)},
+        }
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "thresholds": list(self.config.thresholds),
+            "rewards": [{a: list(r) for a, r in group.items()} for group in self._rewards],
+            "chosen": [dict(group) for group in self._chosen],
+            "group": self._group,
+            "random": self._random.bit_generator.state,
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        if tuple(state["thresholds"]) != self.config.thresholds:
+            raise ValueError(
+                f"expected a state with the groups {list(self.config.thresholds)}, got "
+                f"{state['thresholds']}; restore with the thresholds it was saved under"
+            )
+        for group, rewards in enumerate(state["rewards"]):
+            for arm, values in rewards.items():
+                kept = deque(values, maxlen=self.config.window)
+                self._rewards[group][arm] = kept
+                self._scores[group][arm] = self._score(kept) if kept else math.inf
+        self._chosen = [dict(group) for group in state["chosen"]]
+        self._group = state["group"]
+        self._random.bit_generator.state = state["random"]

@@ -1,0 +1,200 @@
+"""Which controller, over which strategies, with which settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specjax.config.checks import choice
+from specjax.config.strategy import Strategy
+from specjax.control.bandit import Bandit, BanditConfig
+from specjax.control.base import OFF, Controller, canonical, log, parse_arms
+from specjax.control.costs import CostTable
+from specjax.control.ema import EmaConfig, EmaTiers, tier_name
+from specjax.control.fastrl import FastRLSettings, read_fastrl
+from specjax.control.goodput import Goodput, GoodputConfig
+from specjax.control.static import Gate, Static
+
+CONTROLLERS = ("goodput", "static", "ema", "bandit")
+DEFAULT_STRATEGIES = (OFF, "1_1_2", "2_1_3", "4_1_5", "7_1_8")
+
+
+@dataclasses.dataclass(frozen=True)
+class ControlConfig:
+    """How the strategy is chosen while running.
+
+    Attributes:
+      controller: `goodput`, `static`, `ema` or `bandit`.
+      strategies: to choose from. `ema` has those of its tiers instead.
+      initial: `static`: the strategy, by default the first; `ema`: where it starts, by default
+        three steps. A tree there makes `ema` static, for its tiers are chains.
+      bs_threshold: speculate only while at most so many slots run; None: no gate.
+      ema_file: JSON or YAML with the settings of `ema`, in place of `ema`.
+      ema, bandit, goodput: settings of the three.
+    """
+
+    controller: str = "goodput"
+    strategies: tuple[str, ...] = DEFAULT_STRATEGIES
+    initial: str | None = None
+    bs_threshold: int | None = None
+    ema_file: str | None = None
+    ema: EmaConfig = dataclasses.field(default_factory=EmaConfig)
+    bandit: BanditConfig = dataclasses.field(default_factory=BanditConfig)
+    goodput: GoodputConfig = dataclasses.field(default_factory=GoodputConfig)
+
+    def __post_init__(self):
+        choice("controller", self.controller, CONTROLLERS)
+        if isinstance(self.strategies, str):
+            raise ValueError(
+                f"strategies must be a list such as ['off', '4_1_5'], got {self.strategies!r}"
+            )
+        object.__setattr__(self, "strategies", tuple(parse_arms(tuple(self.strategies))))
+        if self.initial is not None:
+            object.__setattr__(self, "initial", next(iter(parse_arms([self.initial]))))
+        if self.bs_threshold is not None and self.bs_threshold < 0:
+            raise ValueError(
+                f"bs_threshold must be at least 0, or null for no gate; got {self.bs_threshold}"
+            )
+        if self.ema_file is not None:
+            object.__setattr__(self, "ema", EmaConfig.from_file(Path(self.ema_file)))
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> ControlConfig:
+        """From nested maps, such as YAML gives.
+
+        Raises:
+          ValueError: a key is not known, or a value is not valid.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(set(settings) - set(known))
+        if unknown:
+            raise ValueError(
+                f"unknown control setting {', '.join(map(repr, unknown))}; the keys are "
+                f"{', '.join(known)}"
+            )
+        values = dict(settings)
+        for name, section in (("bandit", BanditConfig), ("goodput", GoodputConfig)):
+            if isinstance(values.get(name), Mapping):
+                values[name] = _section(name, section, values[name])
+        if isinstance(values.get("ema"), Mapping):
+            values["ema"] = EmaConfig.from_dict(values["ema"])
+        return cls(**values)
+
+    @classmethod
+    def from_fastrl(cls, section: Mapping[str, Any], seed: int = 0) -> ControlConfig:
+        """From FastRL's `speculative:` section.
+
+        What it says of the draft and of the rows is not the controller's: see `read_fastrl`.
+        """
+        return cls.of_fastrl(read_fastrl(section, seed))
+
+    @classmethod
+    def of_fastrl(cls, settings: FastRLSettings) -> ControlConfig:
+        return cls(
+            controller=settings.controller,
+            strategies=settings.strategies,
+            bs_threshold=settings.bs_threshold,
+            bandit=settings.bandit,
+        )
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """Every strategy that may be selected: what has to be compiled."""
+        if self.controller == "ema" and self._ema_falls_back() is None:
+            names = [tier_name(steps) for steps in self.ema.candidate_steps]
+        elif self.controller in ("static", "ema"):
+            names = [self.initial or self.strategies[0]]
+        else:
+            names = list(self.strategies)
+        return tuple(dict.fromkeys(names if self.bs_threshold is None else [*names, OFF]))
+
+    def _ema_falls_back(self) -> str | None:
+        """Why `ema` cannot adapt; None where it can."""
+        initial = self.initial
+        if initial in (None, OFF) or Strategy.parse(initial).is_chain:
+            return None
+        return f"its tiers are chains (topk 1), and {initial!r} is a tree"
+
+
+def _section(name: str, section: type, settings: Mapping[str, Any]) -> Any:
+    known = [field.name for field in dataclasses.fields(section)]
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise ValueError(
+            f"unknown setting {', '.join(map(repr, unknown))} of {name}; the keys are "
+            f"{', '.join(known)}"
+        )
+    return section(**settings)
+
+
+def make_controller(
+    config: ControlConfig | Mapping[str, Any] | str = "goodput",
+    strategies: Sequence[str | Strategy] | None = None,
+    *,
+    costs: CostTable | None = None,
+) -> Controller:
+    """Builds a controller.
+
+    Args:
+      config: the configuration, maps with its keys, or the name of a controller.
+      strategies: what is compiled. The controller chooses among these; by default among
+        `config.arms`.
+      costs: seconds per round, calibrated at start (`goodput`).
+
+    Raises:
+      ValueError: the configuration is not valid, or asks for what is not compiled.
+    """
+    if isinstance(config, str):
+        settings: dict[str, Any] = {"controller": config}
+        if strategies is not None:
+            settings["strategies"] = tuple(strategies)
+        config = _with_names(settings)
+    elif isinstance(config, Mapping):
+        config = ControlConfig.from_dict(config)
+    compiled = parse_arms(config.arms if strategies is None else strategies)
+    missing = [name for name in config.arms if name not in compiled]
+    if missing:
+        raise ValueError(
+            f"controller {config.controller!r} may select {', '.join(missing)}, but only "
+            f"{', '.join(compiled)} are compiled; compile ControlConfig.arms, or list fewer"
+        )
+    # Path tuples have no name that parses; the compiled strategies are at hand.
+    chosen = [compiled[name] or OFF for name in config.arms]
+    controller = _build(config, chosen, costs)
+    if config.bs_threshold is not None:
+        controller = Gate(controller, config.bs_threshold)
+    log.info(
+        "Controller %s over %s%s", config.controller, ", ".join(config.arms),
+        "" if config.bs_threshold is None else f", speculating up to batch {config.bs_threshold}",
+    )  # fmt: skip
+    return controller
+
+
+def _with_names(settings: dict[str, Any]) -> ControlConfig:
+    if "strategies" in settings:
+        settings["strategies"] = tuple(parse_arms(settings["strategies"]))
+    return ControlConfig(**settings)
+
+
+def _build(
+    config: ControlConfig, chosen: list[Strategy | str], costs: CostTable | None
+) -> Controller:
+    if config.controller == "static":
+        return Static(chosen[0])
+    if config.controller == "ema":
+        reason = config._ema_falls_back()
+        if reason is not None:
+            log.warning("Adaptive steps fall back to static %s: %s", config.initial, reason)
+            return Static(chosen[0])
+        start = config.initial
+        steps = (
+            3 if start is None else 0 if canonical(start) == OFF else Strategy.parse(start).steps
+        )
+        return EmaTiers(config.ema, steps)
+    if config.bs_threshold is not None and OFF not in config.strategies:
+        chosen = chosen[:-1]  # the gate's `off` is no arm
+    if config.controller == "bandit":
+        return Bandit(chosen, config.bandit)
+    return Goodput(chosen, costs, config.goodput)

@@ -1,0 +1,168 @@
+"""Tiers of draft steps by a moving average of the accepted drafts.
+
+The rules, keys and defaults are those of SGLang's `adaptive_spec_params`. A tier of s steps is the
+chain `s_1_{s+1}`; tier 0 is `off`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specjax.control.base import OFF, Controller, Observation, log
+
+
+@dataclasses.dataclass(frozen=True)
+class EmaConfig:
+    """Keys of SGLang's `--speculative-adaptive-config`.
+
+    Attributes:
+      candidate_steps: the tiers, draft steps each; 0 is plain decoding.
+      ema_alpha: weight of the newest round in the average.
+      warmup_batches: rounds before the first decision.
+      update_interval: rounds between decisions.
+      down_hysteresis, up_hysteresis: added to the thresholds of a smaller and of a larger tier,
+        in drafts.
+    """
+
+    candidate_steps: tuple[int, ...] = (1, 3, 7)
+    ema_alpha: float = 0.2
+    warmup_batches: int = 10
+    update_interval: int = 5
+    down_hysteresis: float = -0.25
+    up_hysteresis: float = 0.0
+
+    def __post_init__(self):
+        steps = self.candidate_steps
+        if not steps or any(isinstance(s, bool) or int(s) != s or s < 0 for s in steps):
+            raise ValueError(
+                f"candidate_steps must be whole numbers >= 0, such as [1, 3, 7]; got {steps!r}"
+            )
+        object.__setattr__(self, "candidate_steps", tuple(sorted({int(s) for s in steps})))
+        if not 0 < self.ema_alpha <= 1:
+            raise ValueError(f"ema_alpha must be above 0 and at most 1, got {self.ema_alpha}")
+        if self.warmup_batches < 0:
+            raise ValueError(f"warmup_batches must be at least 0, got {self.warmup_batches}")
+        if self.update_interval < 1:
+            raise ValueError(f"update_interval must be at least 1, got {self.update_interval}")
+        for name in ("down_hysteresis", "up_hysteresis"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be a finite number, got {getattr(self, name)}")
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> EmaConfig:
+        """Omitted keys keep their defaults.
+
+        Raises:
+          ValueError: a key is not known.
+        """
+        if not isinstance(settings, Mapping):
+            raise ValueError(f"expected a map of adaptive settings, got {settings!r}")
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(set(settings) - set(known))
+        if unknown:
+            raise ValueError(
+                f"unknown adaptive setting {', '.join(map(repr, unknown))}; the keys are "
+                f"{', '.join(known)}"
+            )
+        return cls(**settings)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> EmaConfig:
+        """Reads JSON or YAML."""
+        text = Path(path).read_text()
+        if Path(path).suffix in (".yaml", ".yml"):
+            import yaml  # comes with OmegaConf; only this format needs it
+
+            return cls.from_dict(yaml.safe_load(text) or {})
+        return cls.from_dict(json.loads(text))
+
+
+def tier_name(steps: int) -> str:
+    return f"{steps}_1_{steps + 1}" if steps else OFF
+
+
+class EmaTiers(Controller):
+    """Steps up while nearly all drafts are accepted, and down when they are not.
+
+    A chunk's rounds are replayed in order, and the tier changes at most once per chunk: at the
+    last decision that falls into it. A chunk that ran another tier than the current one is not
+    counted (it was under way when the tier changed; averaging it in would make the tier flap).
+
+    Args:
+      initial: draft steps at the start; snapped to the nearest tier, of two to the larger.
+    """
+
+    kind = "ema"
+
+    def __init__(self, config: EmaConfig | None = None, initial: int = 3):
+        self.config = config or EmaConfig()
+        self.tiers = self.config.candidate_steps
+        super().__init__([tier_name(s) for s in self.tiers])
+        if initial < 0:
+            raise ValueError(f"initial steps must be at least 0, got {initial}")
+        self.steps = min(self.tiers, key=lambda s: (abs(s - initial), -s))
+        self.ema = float(self.steps - 1)
+        self.count = 0
+
+    def _choose(self, batch_size: int) -> str:
+        return tier_name(self.steps)
+
+    def _learn(self, seen: Observation) -> None:
+        if seen.strategy != tier_name(self.steps):
+            return
+        target = None
+        for row in seen.accepted:
+            running = row[row >= 0]
+            if running.size == 0:  # an empty round uses up no warm-up
+                continue
+            if self.steps > 0:
+                alpha = self.config.ema_alpha
+                self.ema = (1 - alpha) * self.ema + alpha * float(running.mean())
+            self.count += 1
+            late = self.count - self.config.warmup_batches
+            if late > 0 and late % self.config.update_interval == 0:
+                target = self._decide()
+        if target is not None and target != self.steps:
+            log.info(
+                "Adaptive steps: %d -> %d (average accepted drafts %.2f)",
+                self.steps, target, self.ema,
+            )  # fmt: skip
+            if self.steps == 0 and self.ema < 0:
+                self.ema = float(target - 1)  # began without speculation: nothing averaged yet
+            self.steps = target
+
+    def _decide(self) -> int:
+        """The tier that the average asks for now."""
+        at = start = self.tiers.index(self.steps)
+        if self.steps == 0:  # no drafts, no evidence: try the smallest tier again
+            return self.tiers[min(1, len(self.tiers) - 1)]
+        while at > 0:
+            below = self.tiers[at - 1]
+            # Tier 0 shares the threshold of tier 1: below - 0.5 would be out of reach.
+            if self.ema > max(below, 1) - 0.5 + self.config.down_hysteresis:
+                break
+            at -= 1
+        if at == start:
+            while at < len(self.tiers) - 1:
+                if self.ema <= self.tiers[at] - 0.5 + self.config.up_hysteresis:
+                    break
+                at += 1
+        return self.tiers[at]
+
+    def log_fields(self) -> dict[str, float | str]:
+        return {
+            **super().log_fields(),
+            "speculative_num_steps": float(self.steps),
+            "ema_accept_len": self.ema,
+        }
+
+    def _state(self) -> dict[str, Any]:
+        return {"steps": self.steps, "ema": self.ema, "count": self.count}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.steps, self.ema, self.count = state["steps"], state["ema"], state["count"]

@@ -1,0 +1,121 @@
+"""FastRL's `speculative:` section, read as it stands."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from specjax.config.strategy import Strategy
+from specjax.control.bandit import BanditConfig
+from specjax.control.base import OFF, canonical, log
+
+_TOP = ("enable", "spec_strategy", "bs_threshold", "eagle")
+_EAGLE = (
+    "spec_model_path", "spec_steps", "spec_topk", "spec_verify_tokens", "tune_algorithm",
+    "mab_configs", "mab_bs_threshold",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class FastRLSettings:
+    """What the section asks for.
+
+    Attributes:
+      controller: `bandit`, or `static` where speculation is off or not tuned.
+      strategies: the arms, or the one strategy.
+      bs_threshold: speculate only in running batches of at most so many; None: always.
+      bandit: settings of the bandit.
+      spec_model_path: the draft head's checkpoint; None: the one that lies with the policy.
+      spec_verify_tokens: rows at most, as in `SpecConfig`.
+    """
+
+    controller: str
+    strategies: tuple[str, ...]
+    bs_threshold: int | None
+    bandit: BanditConfig
+    spec_model_path: str | None
+    spec_verify_tokens: int
+
+
+def read_fastrl(section: Mapping[str, Any], seed: int = 0) -> FastRLSettings:
+    """Reads the section, with or without its name `speculative` around it.
+
+    `bs_threshold` is an upper limit, as in FastRL's code (a comment in its documents says the
+    opposite). The arms are `mab_configs` and `off`, which its strategy space has although its
+    example leaves it out.
+
+    Raises:
+      ValueError: a key is not known, or its value is not supported.
+    """
+    if set(section) == {"speculative"}:
+        section = section["speculative"]
+    eagle = section.get("eagle") or {}
+    _refuse_unknown("speculative", section, _TOP)
+    _refuse_unknown("speculative.eagle", eagle, _EAGLE)
+    if section.get("spec_strategy", "eagle") != "eagle":
+        raise ValueError(
+            f"spec_strategy must be 'eagle', got {section['spec_strategy']!r}; other drafts are "
+            "chosen by SpecConfig.source"
+        )
+    most = int(eagle.get("spec_verify_tokens", 48))
+    tune = eagle.get("tune_algorithm")
+    if tune not in ("BEG", "EG", None):
+        raise ValueError(
+            f"tune_algorithm must be 'BEG' (epsilon-greedy per batch-size group), 'EG' (one group) "
+            f"or null (no tuning), got {tune!r}"
+        )
+    thresholds = eagle.get("mab_bs_threshold", (1, 2, 5, 21)) if tune == "BEG" else (1,)
+    if not section.get("enable", True):
+        controller, strategies = "static", (OFF,)
+    elif tune is None:
+        steps, topk = int(eagle.get("spec_steps", 8)), int(eagle.get("spec_topk", 4))
+        rows = steps + 1 if topk == 1 else most
+        controller, strategies = "static", (_arm(f"{steps}_{topk}_{rows}", most),)
+    else:
+        listed = [_arm(name, most) for name in eagle.get("mab_configs", ())]
+        if not listed:
+            raise ValueError("mab_configs lists no strategy; give some, such as '8_4_32'")
+        controller, strategies = "bandit", tuple(dict.fromkeys([*listed, OFF]))
+    threshold = section.get("bs_threshold")
+    log.info("Speculative decoding enabled: %s", strategies != (OFF,))
+    return FastRLSettings(
+        controller=controller,
+        strategies=strategies,
+        bs_threshold=None if threshold is None else int(threshold),
+        bandit=BanditConfig(thresholds=tuple(thresholds), seed=seed),
+        spec_model_path=eagle.get("spec_model_path"),
+        spec_verify_tokens=most,
+    )
+
+
+def _refuse_unknown(where: str, section: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    unknown = sorted(set(section) - set(known))
+    if unknown:
+        raise ValueError(
+            f"{where} has unknown keys {', '.join(unknown)}; FastRL's keys are {', '.join(known)}"
+        )
+
+
+def _arm(name: str, most: int) -> str:
+    """The strategy's name here.
+
+    FastRL lists trees with fewer rows than steps + 1, such as `8_4_8`: seven drafted rows hold no
+    path deeper than seven, so the deeper steps draft for nothing.
+    """
+    if canonical(name) == OFF:
+        return OFF
+    match = re.fullmatch(r"(\d+)_(\d+)_(\d+)", name)
+    if match:
+        steps, topk, rows = map(int, match.groups())
+        rows = min(rows, most) if topk > 1 else rows
+        if topk > 1 and 1 < rows <= steps:
+            steps = rows - 1
+        if name != f"{steps}_{topk}_{rows}":
+            log.warning(
+                "%s runs as %d_%d_%d: rows are at most %d, and no path is deeper than rows - 1",
+                name, steps, topk, rows, most,
+            )  # fmt: skip
+        name = f"{steps}_{topk}_{rows}"
+    return Strategy.parse(name).name

@@ -1,0 +1,215 @@
+"""The default controller: the strategy with the most expected tokens per second.
+
+    score(strategy, batch) = expected tokens per slot and round / seconds per round
+
+Seconds come from a `CostTable`, tokens from `Acceptance`. Acceptance alone misleads: the same drafts
+that gain a quarter in a batch of one may lose in a batch of 32, because the rows are no longer free.
+
+Plain decoding shows nothing of the head, and a shallow chain nothing of deeper drafts. So strategies
+that would win if what is not known turned out well are tried now and then: a try is paid for from
+an account into which a fixed share of all seconds goes, by the time it may lose. Strategies that
+would lose even with perfect drafts are never tried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from specjax.config.strategy import Strategy
+from specjax.control.acceptance import Acceptance
+from specjax.control.base import Controller, Observation, log
+from specjax.control.costs import CostTable
+
+_FREE_EVERY = 128  # rounds between tries that swapped weights may ask for without paying
+_ARRIVES_WITHIN = 4  # choices after which the result of a try is taken for lost
+_MIN_PROBE = 4  # rounds
+
+
+@dataclasses.dataclass(frozen=True)
+class GoodputConfig:
+    """Settings of the goodput controller.
+
+    Attributes:
+      hysteresis: by what share a score must beat the current strategy's.
+      probe_fraction: share of all seconds that tries may lose.
+      probe_slot_rounds: (slot, round) pairs that a try wants to see.
+      half_life: rounds after which an observed acceptance counts half.
+      prior: acceptance of a first draft before anything was seen.
+    """
+
+    hysteresis: float = 0.01
+    probe_fraction: float = 0.015
+    probe_slot_rounds: int = 16
+    half_life: float = 100.0
+    prior: float = 0.7
+
+    def __post_init__(self):
+        if not 0 <= self.hysteresis < 1:
+            raise ValueError(f"hysteresis must be at least 0 and below 1, got {self.hysteresis}")
+        if not 0 <= self.probe_fraction < 1:
+            raise ValueError(
+                f"probe_fraction must be at least 0 and below 1, got {self.probe_fraction}"
+            )
+        if self.probe_slot_rounds < 1:
+            raise ValueError(f"probe_slot_rounds must be at least 1, got {self.probe_slot_rounds}")
+        if not 0 < self.half_life < float("inf"):
+            raise ValueError(f"half_life must be a finite number above 0, got {self.half_life}")
+        if not 0 <= self.prior <= 1:
+            raise ValueError(f"prior must be between 0 and 1, got {self.prior}")
+
+
+class Goodput(Controller):
+    """Maximises tokens per second.
+
+    Args:
+      costs: seconds per round, best calibrated for every strategy and bucket; without it they are
+        guessed until observed.
+
+    Attributes:
+      regret_seconds: estimated time lost, by tries and late switches, against the strategy that
+        scored best when each chunk arrived.
+      probes: tries so far.
+    """
+
+    kind = "goodput"
+
+    def __init__(
+        self,
+        strategies: Sequence[str | Strategy],
+        costs: CostTable | None = None,
+        config: GoodputConfig | None = None,
+    ):
+        super().__init__(strategies)
+        self.config = config or GoodputConfig()
+        # A copy: two controllers over one calibration must not learn from each other.
+        self.costs = CostTable.from_state((costs or CostTable()).state())
+        self.acceptance = Acceptance(self.drafts, self.config.half_life, self.config.prior)
+        self.regret_seconds = 0.0
+        self.seconds = 0.0
+        self.probes = 0
+        self._best: dict[int, str] = {}
+        self._credit = 0.0
+        self._free_try = True
+        self._free_at = 0
+        self._rounds = 0
+        self._chunk_rounds = 16.0
+        self._probe: dict[str, Any] | None = None
+
+    def scores(self, batch_size: int) -> dict[str, float]:
+        """Expected tokens per slot and second, by strategy."""
+        return {
+            arm: self.acceptance.expected_tokens(arm) / self.costs.seconds(arm, batch_size)
+            for arm in self.arms
+        }
+
+    def weights_changed(self) -> None:
+        """Keeps only a weak opinion of the head, and tries it soon, whatever the account says."""
+        self.acceptance.forget()
+        self._free_try = True
+
+    def _choose(self, batch_size: int) -> str:
+        scores = self.scores(batch_size)
+        at = self.costs.index(batch_size)
+        best = max(self.arms, key=scores.__getitem__)
+        current = self._best.get(at)
+        if current is None or scores[best] > (1 + self.config.hysteresis) * scores[current]:
+            self._best[at] = current = best
+        log.debug("Goodput selected: %s, scores: %s", current, scores)
+        self.rounds_hint = None
+        if self._probe is not None:
+            self._probe["age"] += 1
+            if self._probe["age"] <= _ARRIVES_WITHIN:
+                return current
+            self._probe = None
+        return self._try_another(batch_size, current, scores) or current
+
+    def _try_another(self, batch_size: int, current: str, scores: dict[str, float]) -> str | None:
+        """The strategy to try in this chunk, if one is worth it and can be paid for."""
+        least = (1 + self.config.hysteresis) * scores[current]
+        wanted = max(_MIN_PROBE, -(-self.config.probe_slot_rounds // batch_size))
+        rounds = min(float(wanted), max(self._chunk_rounds, 1.0))
+        losses = {
+            arm: rounds
+            * self.costs.seconds(arm, batch_size)
+            * max(0.0, 1 - score / scores[current])
+            for arm, score in scores.items()
+            if arm != current and self._hope(arm, batch_size) > least
+        }
+        if not losses:
+            return None
+        name = min(losses, key=losses.__getitem__)
+        self._credit = min(self._credit, 2 * losses[name])  # no hoarding for a spree of tries
+        free = self._free_try and (not self._free_at or self._rounds >= self._free_at)
+        if not free and self._credit < losses[name]:
+            return None
+        if free:
+            self._free_try, self._free_at = False, self._rounds + _FREE_EVERY
+        charged = 0.0 if free else losses[name]
+        self._credit -= charged
+        self._probe = {"arm": name, "age": 0, "charged": charged, "free": free}
+        self.rounds_hint = wanted
+        self.probes += 1
+        return name
+
+    def _hope(self, arm: str, batch_size: int) -> float:
+        """The score if what is not known of the strategy turned out well."""
+        seconds = self.costs.seconds(arm, batch_size) * (1 - self.costs.slack(arm, batch_size))
+        return self.acceptance.hoped_tokens(arm) / seconds
+
+    def _learn(self, seen: Observation) -> None:
+        rounds, per_round = seen.rounds, seen.seconds_per_round
+        self._rounds += rounds
+        self.costs.observe(seen.strategy, seen.batch_size, per_round, rounds)
+        self.acceptance.age(rounds)
+        self.acceptance.learn(seen.strategy, seen.accepted, rounds)
+        probed = self._probe is not None and self._probe["arm"] == seen.strategy
+        if not probed:
+            self._chunk_rounds += 0.25 * (rounds - self._chunk_rounds)
+        if per_round is not None:
+            self._account(seen, rounds * per_round, probed)
+        if probed:
+            self._probe = None
+
+    def _account(self, seen: Observation, seconds: float, probed: bool) -> None:
+        scores = self.scores(seen.batch_size)
+        loss = seconds * max(0.0, 1 - scores[seen.strategy] / max(scores.values()))
+        self.seconds += seconds
+        self.regret_seconds += loss
+        self._credit += self.config.probe_fraction * seconds
+        if probed and not self._probe["free"]:
+            self._credit += self._probe["charged"] - loss
+
+    def log_fields(self) -> dict[str, float | str]:
+        fields = {
+            **super().log_fields(),
+            "regret_seconds": self.regret_seconds,
+            "regret_share": self.regret_seconds / self.seconds if self.seconds else 0.0,
+            "probes": float(self.probes),
+        }
+        chains = self.acceptance.first_rate()
+        return fields if chains is None else {**fields, "acceptance_depth_1": chains}
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "costs": self.costs.state(),
+            "acceptance": self.acceptance.state(),
+            "best": {str(at): name for at, name in self._best.items()},
+            "probe": dict(self._probe) if self._probe else None,
+            **{name: getattr(self, name) for name in _NUMBERS},
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.costs = CostTable.from_state(state["costs"])
+        self.acceptance.load(state["acceptance"])
+        self._best = {int(at): name for at, name in state["best"].items()}
+        self._probe = dict(state["probe"]) if state["probe"] else None
+        for name in _NUMBERS:
+            setattr(self, name, state[name])
+
+
+_NUMBERS = (
+    "regret_seconds", "seconds", "probes", "_credit", "_free_try", "_free_at", "_rounds",
+    "_chunk_rounds",
+)  # fmt: skip

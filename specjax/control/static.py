@@ -1,0 +1,66 @@
+"""One strategy for ever, and the gate that keeps any controller from speculating in a crowd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specjax.config.strategy import Strategy
+from specjax.control.base import OFF, Controller, Observation
+
+
+class Static(Controller):
+    """Always the same strategy."""
+
+    kind = "static"
+
+    def __init__(self, strategy: str | Strategy):
+        super().__init__([strategy])
+
+    def _choose(self, batch_size: int) -> str:
+        return self.arms[0]
+
+    def _learn(self, seen: Observation) -> None:
+        pass
+
+
+class Gate(Controller):
+    """Speculates only while the running batch is at most `bs_threshold` (FastRL's setting).
+
+    Above it the choice is `off` and the controller behind the gate is not asked, so it counts no
+    choice that was never made; it does see every chunk, for costs of `off` are worth knowing.
+    """
+
+    kind = "gate"
+
+    def __init__(self, inner: Controller, bs_threshold: int):
+        if bs_threshold < 0:
+            raise ValueError(f"bs_threshold must be at least 0, got {bs_threshold}")
+        super().__init__([*(draft or OFF for draft in inner.drafts.values()), OFF])
+        self.inner = inner
+        self.bs_threshold = bs_threshold
+        self._closed = False
+
+    def _choose(self, batch_size: int) -> str:
+        self._closed = batch_size > self.bs_threshold
+        if self._closed:
+            self.rounds_hint = None
+            return OFF
+        name = self.inner.select(batch_size)
+        self.rounds_hint = self.inner.rounds_hint
+        return name
+
+    def _learn(self, seen: Observation) -> None:
+        self.inner.observe(seen)
+
+    def weights_changed(self) -> None:
+        self.inner.weights_changed()
+
+    def log_fields(self) -> dict[str, float | str]:
+        return {**self.inner.log_fields(), **super().log_fields(), "gated": float(self._closed)}
+
+    def _state(self) -> dict[str, Any]:
+        return {"closed": self._closed, "inner": self.inner.state()}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._closed = state["closed"]
+        self.inner.load_state(state["inner"])
