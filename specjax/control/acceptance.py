@@ -21,9 +21,11 @@ CEILING = 0.95  # a draft as good as one may hope for
 _OWN = 4.0  # rounds of evidence that the prior of a depth is worth
 _CASCADE = 2.0  # weight, in that prior, of the depth above
 _BORROWED = 16.0  # most weight in it of another tree's evidence
-_KEPT = 2.0  # evidence left after a sudden change
+_KEPT = 2.0  # evidence left after a sudden change, which comes with evidence of its own
+_KEPT_BLIND = 12.0  # evidence left when a change is announced: enough to outweigh the prior
 _FRESH = 8.0  # recent rounds that make an estimate as good as the ceiling is optimistic
-_FRESH_HALF_LIFE = 256.0  # rounds
+_FRESH_MOST = 16.0  # counts no higher: in a large batch, too, the head can change unseen
+_FRESH_HALF_LIFE = 64.0  # rounds
 _IDLE_FACTOR = 8.0  # what is not observed ages so much more slowly than what is
 _SUDDEN = 3.5  # standard deviations
 _DRIFT = 0.03  # acceptance wanders by so much from text to text
@@ -66,15 +68,19 @@ class Acceptance:
         )
         self._rates: dict[str, list[float]] = {}
 
+    def family(self, name: str) -> str | None:
+        """Of those that share estimates; None for plain decoding."""
+        return self._family.get(name)
+
     def age(self, rounds: int) -> None:
         """Rounds went by: what was not observed in them grows stale."""
         for fresh in self._fresh.values():
             fresh *= 2 ** (-rounds / _FRESH_HALF_LIFE)
 
-    def forget(self) -> None:
+    def forget(self, kept: float = _KEPT_BLIND) -> None:
         """The head or the text changed: old counts become weak opinions."""
         for family, tries in self._tries.items():
-            keep = np.minimum(1.0, _KEPT / np.maximum(tries, 1e-9))
+            keep = np.minimum(1.0, kept / np.maximum(tries, 1e-9))
             tries *= keep
             self._accepts[family] *= keep
             self._fresh[family] *= 0
@@ -89,11 +95,12 @@ class Acceptance:
         reached = np.cumsum(counts[::-1])[::-1]  # [k]: pairs with at least k accepted
         tries, accepts = reached[:-1].astype(float), reached[1:].astype(float)
         if self._sudden(family, tries, accepts):
-            self.forget()
+            self.forget(_KEPT)
         self._discount(family, tries, rounds)
         self._tries[family][:steps] += tries
         self._accepts[family][:steps] += accepts
         self._fresh[family][:steps] += tries
+        np.minimum(self._fresh[family], _FRESH_MOST, out=self._fresh[family])
         self._rates = {}
 
     def expected_tokens(self, name: str) -> float:

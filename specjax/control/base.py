@@ -146,6 +146,7 @@ class Controller(abc.ABC):
         self.rounds_hint: int | None = None
         self._accept_length: float | None = None
         self._chunks = 0
+        self._log_level = logging.INFO  # a gate lowers that of the controller behind it
 
     def select(self, batch_size: int) -> str:
         """The strategy of the next chunk, for `batch_size` running slots."""
@@ -155,7 +156,13 @@ class Controller(abc.ABC):
         if name not in self.drafts:
             raise AssertionError(f"{self.kind} chose {name!r}, which is none of {self.arms}")
         if name != self.current:
-            log.info("Using strategy: %s (batch size %d, %s)", name, batch_size, self.kind)
+            log.log(
+                self._log_level,
+                "Using strategy: %s (batch size %d, %s)",
+                name,
+                batch_size,
+                self.kind,
+            )
         self.current = name
         return name
 
@@ -172,7 +179,9 @@ class Controller(abc.ABC):
         changed = self._accept_length is None
         self._accept_length = seen.accept_length
         if changed or self._chunks % LOG_EVERY == 0:
-            log.info("Acceptance length: %.2f (%s)", self._accept_length, seen.strategy)
+            log.log(
+                self._log_level, "Acceptance length: %.2f (%s)", self._accept_length, seen.strategy
+            )
 
     def weights_changed(self) -> None:  # noqa: B027  (most controllers need no hint)
         """The draft's or the policy's weights were swapped: what was learned may not hold."""

@@ -50,9 +50,12 @@ class ControlConfig:
             raise ValueError(
                 f"strategies must be a list such as ['off', '4_1_5'], got {self.strategies!r}"
             )
-        object.__setattr__(self, "strategies", tuple(parse_arms(tuple(self.strategies))))
+        names = tuple(dict.fromkeys(map(_name, self.strategies)))
+        if not names:
+            raise ValueError("strategies must list at least one, got none; 'off' is one")
+        object.__setattr__(self, "strategies", names)
         if self.initial is not None:
-            object.__setattr__(self, "initial", next(iter(parse_arms([self.initial]))))
+            object.__setattr__(self, "initial", _name(self.initial))
         if self.bs_threshold is not None and self.bs_threshold < 0:
             raise ValueError(
                 f"bs_threshold must be at least 0, or null for no gate; got {self.bs_threshold}"
@@ -113,9 +116,20 @@ class ControlConfig:
     def _ema_falls_back(self) -> str | None:
         """Why `ema` cannot adapt; None where it can."""
         initial = self.initial
-        if initial in (None, OFF) or Strategy.parse(initial).is_chain:
+        if initial in (None, OFF) or (not _is_paths(initial) and Strategy.parse(initial).is_chain):
             return None
         return f"its tiers are chains (topk 1), and {initial!r} is a tree"
+
+
+def _is_paths(name: str) -> bool:
+    return name.startswith("paths:")
+
+
+def _name(spec: str | Strategy) -> str:
+    """The strategy's name; a name of path tuples cannot be parsed, the compiled strategy has it."""
+    if isinstance(spec, str) and _is_paths(spec):
+        return spec
+    return next(iter(parse_arms([spec])))
 
 
 def _section(name: str, section: type, settings: Mapping[str, Any]) -> Any:
@@ -147,10 +161,8 @@ def make_controller(
       ValueError: the configuration is not valid, or asks for what is not compiled.
     """
     if isinstance(config, str):
-        settings: dict[str, Any] = {"controller": config}
-        if strategies is not None:
-            settings["strategies"] = tuple(strategies)
-        config = _with_names(settings)
+        listed = DEFAULT_STRATEGIES if strategies is None else tuple(strategies)
+        config = ControlConfig(controller=config, strategies=listed)
     elif isinstance(config, Mapping):
         config = ControlConfig.from_dict(config)
     compiled = parse_arms(config.arms if strategies is None else strategies)
@@ -170,12 +182,6 @@ def make_controller(
         "" if config.bs_threshold is None else f", speculating up to batch {config.bs_threshold}",
     )  # fmt: skip
     return controller
-
-
-def _with_names(settings: dict[str, Any]) -> ControlConfig:
-    if "strategies" in settings:
-        settings["strategies"] = tuple(parse_arms(settings["strategies"]))
-    return ControlConfig(**settings)
 
 
 def _build(

@@ -14,13 +14,15 @@ from specjax.control.base import canonical
 
 DEFAULT_BUCKETS = tuple(2**i for i in range(11))
 
-# A residual is shared: what makes one strategy slower (longer contexts, a busy machine) mostly makes
-# all slower, and only the rest is the strategy's own. Both in log space, per chunk.
-_COMMON_RATE = 0.3
-_OWN_RATE = 0.15
+# A residual (in log space, per chunk) is shared: at first the calibration of the one entry is
+# doubted, but once it was seen to hold, what makes one strategy slower (longer contexts, a busy
+# machine) is thought to make all slower.
+_RATE = 0.45
+_COMMON_DOUBT = 0.3  # of the common factor, in units of the doubt of an entry never observed
 _FULL_ROUNDS = 8  # shorter chunks weigh less: their time is partly dispatch
 _LIMIT = 3.0  # residuals beyond so many typical ones are cut
 _TYPICAL = 0.05  # smallest typical residual
+_FIRST_TYPICAL = 0.15
 _STALE_ROUNDS = 2000.0
 
 
@@ -52,7 +54,7 @@ class CostTable:
         self._log: dict[str, list[float | None]] = {}
         self._count: dict[str, list[int]] = {}
         self._seen_at: dict[str, list[int]] = {}
-        self._typical = _TYPICAL
+        self._typical = _FIRST_TYPICAL
         self._common = 0.0
         self._rounds = 0
         for name, row in (seconds or {}).items():
@@ -69,7 +71,7 @@ class CostTable:
         buckets = sorted({bucket for _, bucket in samples})
         rows: dict[str, list[float | None]] = {}
         for (name, bucket), values in samples.items():
-            row = rows.setdefault(name, [None] * len(buckets))
+            row = rows.setdefault(canonical(name), [None] * len(buckets))
             row[buckets.index(bucket)] = float(np.median(values))
         return cls(buckets, rows)
 
@@ -93,7 +95,10 @@ class CostTable:
         """By what share the true cost may well be below the table's: it grows with age."""
         if not self.known(name, batch_size):
             return 0.25
-        age = self._rounds - self._seen_at[name][self.index(batch_size)]
+        at = self.index(batch_size)
+        if not self._count[name][at]:
+            return 0.2
+        age = self._rounds - self._seen_at[name][at]
         return 0.1 * (1 - 2 ** (-age / _STALE_ROUNDS))
 
     def seconds(self, name: str, batch_size: int) -> float:
@@ -118,9 +123,11 @@ class CostTable:
         cut = min(max(residual, -limit), limit)
         # A lasting change raises the limit until it is followed; a single outlier hardly does.
         self._typical = max(_TYPICAL, 0.9 * self._typical + 0.1 * min(abs(residual), 2 * limit))
-        weight = min(1.0, rounds / _FULL_ROUNDS)
-        self._common += _COMMON_RATE * weight * cut
-        row[at] += _OWN_RATE * weight * cut
+        step = _RATE * min(1.0, rounds / _FULL_ROUNDS) * cut
+        doubt = 1 / count[at]
+        own = doubt / (doubt + _COMMON_DOUBT)
+        row[at] += own * step
+        self._common += (1 - own) * step
 
     def _row(self, name: str) -> list[float | None]:
         if name not in self._log:

@@ -2,13 +2,13 @@
 
     score(strategy, batch) = expected tokens per slot and round / seconds per round
 
-Seconds come from a `CostTable`, tokens from `Acceptance`. Acceptance alone misleads: the same drafts
-that gain a quarter in a batch of one may lose in a batch of 32, because the rows are no longer free.
+Seconds come from a `CostTable`, tokens from `Acceptance`. Acceptance alone misleads: the same
+drafts that gain a quarter in a batch of one may lose in a batch of 32, where rows are not free.
 
-Plain decoding shows nothing of the head, and a shallow chain nothing of deeper drafts. So strategies
-that would win if what is not known turned out well are tried now and then: a try is paid for from
-an account into which a fixed share of all seconds goes, by the time it may lose. Strategies that
-would lose even with perfect drafts are never tried.
+Plain decoding shows nothing of the head, and a shallow chain nothing of deeper drafts. So
+strategies that would win if what is not known turned out well are tried now and then: a try is
+paid for from an account into which a fixed share of all seconds goes, by the time it may lose.
+Strategies that would lose even with perfect drafts are never tried.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GoodputConfig:
     """
 
     hysteresis: float = 0.01
-    probe_fraction: float = 0.015
+    probe_fraction: float = 0.01
     probe_slot_rounds: int = 16
     half_life: float = 100.0
     prior: float = 0.7
@@ -96,6 +96,7 @@ class Goodput(Controller):
         self._rounds = 0
         self._chunk_rounds = 16.0
         self._probe: dict[str, Any] | None = None
+        self._tried_at: dict[str, int] = {}
 
     def scores(self, batch_size: int) -> dict[str, float]:
         """Expected tokens per slot and second, by strategy."""
@@ -139,7 +140,9 @@ class Goodput(Controller):
         }
         if not losses:
             return None
-        name = min(losses, key=losses.__getitem__)
+        # One try teaches about a whole family. Families take turns, or the cheapest would starve
+        # the others; within one, the cheapest will do.
+        name = min(losses, key=lambda arm: (self._tried_at.get(self._family(arm), -1), losses[arm]))
         self._credit = min(self._credit, 2 * losses[name])  # no hoarding for a spree of tries
         free = self._free_try and (not self._free_at or self._rounds >= self._free_at)
         if not free and self._credit < losses[name]:
@@ -149,9 +152,13 @@ class Goodput(Controller):
         charged = 0.0 if free else losses[name]
         self._credit -= charged
         self._probe = {"arm": name, "age": 0, "charged": charged, "free": free}
+        self._tried_at[self._family(name)] = self.probes
         self.rounds_hint = wanted
         self.probes += 1
         return name
+
+    def _family(self, arm: str) -> str:
+        return self.acceptance.family(arm) or arm
 
     def _hope(self, arm: str, batch_size: int) -> float:
         """The score if what is not known of the strategy turned out well."""
@@ -179,7 +186,8 @@ class Goodput(Controller):
         self.regret_seconds += loss
         self._credit += self.config.probe_fraction * seconds
         if probed and not self._probe["free"]:
-            self._credit += self._probe["charged"] - loss
+            # A hiccup of the machine during a try is not the try's fault.
+            self._credit += self._probe["charged"] - min(loss, 2 * self._probe["charged"])
 
     def log_fields(self) -> dict[str, float | str]:
         fields = {
@@ -196,6 +204,7 @@ class Goodput(Controller):
             "costs": self.costs.state(),
             "acceptance": self.acceptance.state(),
             "best": {str(at): name for at, name in self._best.items()},
+            "tried_at": dict(self._tried_at),
             "probe": dict(self._probe) if self._probe else None,
             **{name: getattr(self, name) for name in _NUMBERS},
         }
@@ -204,6 +213,7 @@ class Goodput(Controller):
         self.costs = CostTable.from_state(state["costs"])
         self.acceptance.load(state["acceptance"])
         self._best = {int(at): name for at, name in state["best"].items()}
+        self._tried_at = dict(state["tried_at"])
         self._probe = dict(state["probe"]) if state["probe"] else None
         for name in _NUMBERS:
             setattr(self, name, state[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from specjax.config.strategy import Strategy
@@ -37,6 +38,7 @@ class Gate(Controller):
             raise ValueError(f"bs_threshold must be at least 0, got {bs_threshold}")
         super().__init__([*(draft or OFF for draft in inner.drafts.values()), OFF])
         self.inner = inner
+        inner._log_level = logging.DEBUG  # one line per choice is enough
         self.bs_threshold = bs_threshold
         self._closed = False
 

@@ -1,0 +1,94 @@
+"""A world without a device: true costs, true acceptance, chunks, and one chunk of lag."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+
+from specjax.config.strategy import Strategy
+from specjax.control import Controller, CostTable, Observation, parts_to_seconds
+
+ARMS = ("off", "1_1_2", "2_1_3", "4_1_5", "7_1_8")
+GOOD = (0.85, 0.82, 0.8, 0.78, 0.76, 0.75, 0.74)
+BAD = (0.02,) * 7
+_COSTS = Path(__file__).parents[2] / "bench" / "costs"
+
+
+def cost_table(name: str, arms=ARMS) -> CostTable:
+    return parts_to_seconds(json.loads((_COSTS / f"{name}.json").read_text()), arms)
+
+
+@dataclasses.dataclass
+class Run:
+    """Per chunk: rounds so far, batch, strategy, true expected tokens and true seconds."""
+
+    at: list[int]
+    names: list[str]
+    tokens: list[float]
+    seconds: list[float]
+
+    def rate(self, after: int = 0, until: float = float("inf")) -> float:
+        """Tokens per second of the chunks that began in [after, until)."""
+        chosen = [i for i, at in enumerate(self.at) if after <= at < until]
+        return sum(self.tokens[i] for i in chosen) / sum(self.seconds[i] for i in chosen)
+
+
+class World:
+    """Costs and acceptance as they truly are.
+
+    Args:
+      rates: acceptance per depth, given that the parent was accepted; may be swapped at any time.
+      wide: how much a tree's rejections shrink, as a power (1: a chain's).
+    """
+
+    def __init__(self, costs: CostTable, rates=GOOD, noise=0.03, outliers=0.01, wide=1.6, seed=0):
+        self.costs, self.rates, self.noise, self.outliers = costs, rates, noise, outliers
+        self.wide = wide
+        self.random = np.random.default_rng(seed)
+
+    def depth_rates(self, name: str) -> np.ndarray:
+        if name == "off":
+            return np.zeros(0)
+        strategy = Strategy.parse(name)
+        rates = np.array(self.rates)[: strategy.steps]
+        return rates if strategy.is_chain else 1 - (1 - rates) ** self.wide
+
+    def tokens(self, name: str) -> float:
+        return 1 + float(np.cumprod(self.depth_rates(name)).sum())
+
+    def seconds(self, name: str, batch: int) -> float:
+        return self.costs.seconds(name, batch)
+
+    def oracle(self, arms, batch: int) -> float:
+        return max(batch * self.tokens(a) / self.seconds(a, batch) for a in arms)
+
+    def chunk(self, name: str, batch: int, rounds: int) -> Observation:
+        rates = self.depth_rates(name)
+        accepted = self.random.random((rounds, batch, len(rates))) < rates
+        accepted = np.cumprod(accepted, axis=-1).sum(axis=-1).astype(int)
+        seconds = rounds * self.seconds(name, batch) * np.exp(self.random.normal(0, self.noise))
+        if self.random.random() < self.outliers:
+            seconds *= 10
+        return Observation(batch, name, accepted, float(seconds))
+
+
+def drive(
+    controller: Controller, world: World, batch: int, rounds: int, chunk: int = 16, lag: int = 1
+) -> Run:
+    """Runs `rounds` rounds; results arrive `lag` chunks after the choice that they could serve."""
+    run, waiting, at = Run([], [], [], []), [], 0
+    while at < rounds:
+        name = controller.select(batch)
+        count = min(chunk, controller.rounds_hint or chunk)
+        run.at.append(at)
+        run.names.append(name)
+        run.tokens.append(count * batch * world.tokens(name))
+        run.seconds.append(count * world.seconds(name, batch))
+        waiting.append(world.chunk(name, batch, count))
+        at += count
+        if len(waiting) > lag:
+            controller.observe(waiting.pop(0))
+    for seen in waiting:
+        controller.observe(seen)
+    return run

@@ -1,0 +1,219 @@
+"""The bandit: groups, scores, exploration, the faults of its model, and FastRL's section."""
+
+import math
+
+import pytest
+
+from specjax.control import Bandit, BanditConfig, ControlConfig, Observation, make_controller
+from specjax.control import read_fastrl as read
+
+ARMS = ("8_4_32", "8_4_16", "off")
+SECTION = {
+    "enable": True,
+    "spec_strategy": "eagle",
+    "bs_threshold": 32,
+    "eagle": {
+        "spec_model_path": None,
+        "spec_steps": 8,
+        "spec_topk": 4,
+        "spec_verify_tokens": 48,
+        "tune_algorithm": "BEG",
+        "mab_configs": ["8_4_32", "8_4_16", "8_4_8"],
+        "mab_bs_threshold": [1, 2, 5, 21],
+    },
+}
+
+
+def greedy(**settings) -> Bandit:
+    return Bandit(ARMS, BanditConfig(epsilon=0.0, **settings))
+
+
+def chunk(name: str, accepted: int, seconds: float, batch: int = 1, rounds: int = 4):
+    return Observation.of_rounds(batch, name, [[accepted] * batch] * rounds, seconds)
+
+
+def test_groups_of_batch_sizes():
+    bandit = greedy()
+    sizes = {1: 0, 2: 1, 4: 1, 5: 2, 20: 2, 21: 3, 500: 3}
+    assert {size: bandit.group(size) for size in sizes} == sizes
+
+
+def test_groups_learn_apart():
+    bandit = greedy()
+    bandit.observe(chunk("off", 0, 1.0, batch=1))
+    assert bandit.scores(0)["off"] == 4.0
+    assert bandit.scores(1)["off"] == math.inf
+
+
+def test_untried_arms_come_first_and_each_once_although_rewards_come_late():
+    bandit = greedy()
+    assert [bandit.select(1) for _ in range(3)] == list(ARMS)  # nothing observed in between
+
+
+def test_the_first_pull_counts_what_it_earned():
+    """A peer recorded the first pull as reward 0, which buried the arm."""
+    bandit = greedy()
+    for name, seconds in zip(ARMS, (1.0, 2.0, 4.0), strict=True):
+        assert bandit.select(1) == name
+        bandit.observe(chunk(name, 2, seconds))
+    assert bandit.scores(0)["8_4_32"] == 12.0
+    assert bandit.select(1) == "8_4_32"
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_a_chunk_without_a_time_is_no_reward_of_zero(seconds):
+    bandit = greedy()
+    bandit.observe(chunk("off", 0, seconds))
+    assert bandit.scores(0)["off"] == math.inf
+
+
+def test_the_reward_is_throughput_by_default_and_accept_length_when_asked():
+    assert BanditConfig().reward == "throughput"
+    by_rate, by_length = greedy(), greedy(reward="accept_length")
+    for bandit in (by_rate, by_length):
+        bandit.observe(chunk("8_4_32", 3, 8.0, batch=2))
+        bandit.observe(chunk("8_4_16", 2, 4.0, batch=2))
+        bandit.observe(chunk("off", 0, 1.0, batch=2))
+    assert by_rate.scores(1) == {"8_4_32": 4.0, "8_4_16": 6.0, "off": 8.0}
+    assert by_length.scores(1) == {"8_4_32": 4.0, "8_4_16": 3.0, "off": 1.0}
+    assert (by_rate.select(2), by_length.select(2)) == ("off", "8_4_32")
+
+
+def test_off_is_an_arm_that_can_be_left_again():
+    """In a peer, plain decoding was a latch outside of the bandit."""
+    bandit = greedy(window=1)
+    for name in ARMS:
+        bandit.observe(chunk(name, 0, 1.0 if name == "off" else 2.0))
+    assert bandit.select(1) == "off"
+    bandit.observe(chunk("8_4_16", 4, 2.0))
+    assert bandit.select(1) == "8_4_16"
+
+
+def test_the_score_is_the_median_or_the_mean_of_the_window():
+    rewards = (1.0, 1.0, 10.0)
+    median, mean, short = greedy(), greedy(score="mean"), greedy(window=1)
+    for bandit in (median, mean, short):
+        for reward in rewards:
+            bandit.observe(chunk("off", 0, 4 / reward))
+    assert median.scores(0)["off"] == pytest.approx(1.0)
+    assert mean.scores(0)["off"] == pytest.approx(4.0)
+    assert short.scores(0)["off"] == pytest.approx(10.0)
+
+
+def test_scores_compare_alike_in_any_unit_of_time():
+    """In a peer a bonus of order one stood beside rewards in thousands of tokens per second."""
+    choices = []
+    for unit in (1e-6, 1.0, 1e6):
+        bandit, names = Bandit(ARMS, BanditConfig(epsilon=0.2, seed=3)), []
+        for _ in range(60):
+            names.append(bandit.select(1))
+            seconds = unit * (1 + ARMS.index(names[-1]))
+            bandit.observe(chunk(names[-1], 1, seconds))
+        choices.append(names)
+    assert choices[0] == choices[1] == choices[2]
+
+
+def test_it_explores_every_arm_about_epsilon_of_the_time():
+    """A peer's default had one arm per group, so that it never explored."""
+    bandit = Bandit(ARMS, BanditConfig(epsilon=0.3))
+    names = []
+    for _ in range(3000):
+        names.append(bandit.select(1))
+        bandit.observe(chunk(names[-1], 0, 1.0 if names[-1] == "off" else 2.0))
+    assert names.count("off") / 3000 == pytest.approx(0.8, abs=0.03)
+    assert names.count("8_4_32") / 3000 == pytest.approx(0.1, abs=0.03)
+
+
+def test_a_single_arm_is_warned_of(caplog):
+    Bandit(["off"])
+    assert "nothing to explore" in caplog.text
+
+
+def test_log_lines_and_fields_carry_the_scores(caplog):
+    caplog.set_level("DEBUG", "specjax.control")
+    bandit = greedy()
+    name = bandit.select(1)
+    bandit.observe(chunk(name, 1, 1.0))
+    levels = {record.levelname: record.getMessage() for record in caplog.records}
+    assert "MAB selected: 8_4_32" in levels["DEBUG"]
+    messages = [r.getMessage() for r in caplog.records if r.levelname == "INFO"]
+    assert messages[0].startswith("Using strategy: 8_4_32")
+    assert messages[1].startswith("Acceptance length: 2.00")
+    assert bandit.log_fields() == {
+        "strategy": "8_4_32",
+        "controller": "bandit",
+        "accept_length": 2.0,
+        "bandit_group": 0.0,
+        "arm_score/8_4_32": 8.0,
+    }
+
+
+def test_a_state_of_other_groups_is_refused():
+    state = greedy().state()
+    with pytest.raises(ValueError, match="restore with the thresholds"):
+        Bandit(ARMS, BanditConfig(thresholds=(1, 8))).load_state(state)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"thresholds": ()},
+        {"thresholds": (2, 2)},
+        {"thresholds": (0, 2)},
+        {"epsilon": 1.5},
+        {"window": 0},
+        {"reward": "speed"},
+        {"score": "max"},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        BanditConfig(**wrong)
+
+
+def test_fastrls_section_is_read_as_it_stands(caplog):
+    settings = read({"speculative": SECTION})
+    assert settings == read(SECTION)
+    assert settings.controller == "bandit"
+    assert settings.strategies == ("8_4_32", "8_4_16", "7_4_8", "off")
+    assert settings.bandit == BanditConfig((1, 2, 5, 21), 0.1, 1000, "throughput", "median", 0)
+    assert (settings.spec_model_path, settings.spec_verify_tokens) == (None, 48)
+    assert "8_4_8 runs as 7_4_8" in caplog.text
+    controller = make_controller(ControlConfig.from_fastrl(SECTION))
+    assert controller.kind == "gate"
+    assert controller.select(33) == "off"
+    assert controller.select(32) == "8_4_32"
+
+
+def changed(**eagle) -> dict:
+    top = {k: eagle.pop(k) for k in ("enable", "bs_threshold", "spec_strategy") if k in eagle}
+    return {**SECTION, **top, "eagle": {**SECTION["eagle"], **eagle}}
+
+
+def test_every_key_of_the_section_has_an_effect():
+    assert read(changed(enable=False)).strategies == ("off",)
+    assert read(changed(bs_threshold=None)).bs_threshold is None
+    assert read(changed(spec_model_path="/head")).spec_model_path == "/head"
+    assert read(changed(tune_algorithm="EG")).bandit.thresholds == (1,)
+    assert read(changed(mab_bs_threshold=[1, 9])).bandit.thresholds == (1, 9)
+    assert read(changed(mab_configs=["disable", "3_1_4"])).strategies == ("off", "3_1_4")
+    assert read(changed(spec_verify_tokens=20)).strategies == ("8_4_20", "8_4_16", "7_4_8", "off")
+    fixed = read(changed(tune_algorithm=None))
+    assert (fixed.controller, fixed.strategies) == ("static", ("8_4_48",))
+    assert read(changed(tune_algorithm=None, spec_steps=6, spec_topk=1)).strategies == ("6_1_7",)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (changed(spec_strategy="medusa"), "spec_strategy must be 'eagle'"),
+        (changed(tune_algorithm="UCB"), "tune_algorithm must be 'BEG'"),
+        (changed(mab_configs=[]), "mab_configs lists no strategy"),
+        (changed(mab_config=["8_4_32"]), "speculative.eagle has unknown keys mab_config"),
+        ({**SECTION, "bs": 3}, "speculative has unknown keys bs"),
+        (changed(mab_configs=["fast"]), "is not understood"),
+    ],
+)
+def test_what_the_section_cannot_mean_is_refused(section, message):
+    with pytest.raises(ValueError, match=message):
+        read(section)

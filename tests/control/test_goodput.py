@@ -1,0 +1,273 @@
+"""Goodput control in a simulated world: near the oracle, never far below plain decoding."""
+
+import math
+
+import numpy as np
+import pytest
+from control_sim import ARMS, BAD, GOOD, World, cost_table, drive
+
+from specjax.control import CostTable, Goodput, GoodputConfig, Observation, make_controller
+from specjax.control.acceptance import Acceptance, effective_widths
+from specjax.control.base import parse_arms
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+TREES = ("off", "4_1_5", "8_1_9", "8_4_16", "8_4_32")
+
+
+def tree_costs(row: float) -> CostTable:
+    """Rows are free until they fill the machine; a draft step costs 8% of a plain round."""
+
+    def seconds(name, batch):
+        steps, rows = (0, 1) if name == "off" else (int(name.split("_")[i]) for i in (0, 2))
+        return 1e-3 * (max(1.0, rows * batch * row) + 0.08 * steps)
+
+    return CostTable(BATCHES, {n: [seconds(n, b) for b in BATCHES] for n in TREES})
+
+
+def chunk(name: str, per_round, seconds: float = 0.01) -> Observation:
+    return Observation.of_rounds(len(per_round[0]), name, per_round, seconds)
+
+
+@pytest.mark.parametrize("table", ["cpu", "h200_8b"])
+@pytest.mark.parametrize("rates", [GOOD, (0.6,) * 7, (0.9, 0.5, 0.9, 0.5, 0.9, 0.5, 0.9), BAD])
+def test_goodput_is_within_3_percent_of_the_oracle_at_every_batch_size(table, rates):
+    for batch in BATCHES:
+        world = World(cost_table(table), rates, seed=batch)
+        run = drive(Goodput(ARMS, cost_table(table)), world, batch, 3000)
+        assert run.rate(400) >= 0.97 * world.oracle(ARMS, batch), batch
+
+
+@pytest.mark.parametrize("table", ["cpu", "h200_8b", "v5e_4_8b"])
+def test_a_useless_head_costs_at_most_3_percent_of_plain_decoding(table):
+    """From the first chunk on, learning included."""
+    for batch in BATCHES:
+        world = World(cost_table(table), (0.0,) * 7, seed=batch)
+        run = drive(Goodput(ARMS, cost_table(table)), world, batch, 3000)
+        plain = batch * world.tokens("off") / world.seconds("off", batch)
+        assert run.rate() >= 0.97 * plain, batch
+
+
+@pytest.mark.parametrize("table", ["cpu", "h200_8b"])
+@pytest.mark.parametrize("batch", [1, 4, 32])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_swapped_head_is_followed_within_50_rounds(table, batch, seed):
+    world = World(cost_table(table), seed=seed)
+    controller = Goodput(ARMS, cost_table(table))
+    for rates in (GOOD, BAD, GOOD, BAD, GOOD):
+        world.rates = rates
+        controller.weights_changed()
+        run = drive(controller, world, batch, 500)
+        assert run.rate(50) >= 0.95 * world.oracle(ARMS, batch)
+
+
+@pytest.mark.parametrize("table", ["cpu", "h200_8b"])
+def test_a_head_that_changes_unannounced_is_followed_too(table):
+    """A good head that turns bad shows at once; the way back waits for a try that can be paid."""
+    world, controller = World(cost_table(table)), Goodput(ARMS, cost_table(table))
+    drive(controller, world, 4, 600)
+    world.rates = BAD
+    assert drive(controller, world, 4, 600).rate(50) >= 0.93 * world.oracle(ARMS, 4)
+    world.rates = GOOD
+    assert drive(controller, world, 4, 900).rate(400) >= 0.97 * world.oracle(ARMS, 4)
+
+
+@pytest.mark.parametrize("row", [0.002, 0.02])
+@pytest.mark.parametrize("wide", [1.2, 2.2])
+def test_trees_are_told_from_chains_whatever_they_gain(row, wide):
+    for batch in BATCHES:
+        world = World(tree_costs(row), (0.8,) * 8, seed=batch, wide=wide)
+        run = drive(Goodput(TREES, tree_costs(row)), world, batch, 3000)
+        assert run.rate(400) >= 0.96 * world.oracle(TREES, batch), batch
+
+
+def test_tries_lose_no_more_than_their_share_of_the_time():
+    world = World(cost_table("cpu"), BAD, outliers=0.0)
+    controller = Goodput(ARMS, cost_table("cpu"), GoodputConfig(probe_fraction=0.005))
+    drive(controller, world, 4, 1000)
+    before = (controller.seconds, controller.regret_seconds, controller.probes)
+    drive(controller, world, 4, 8000)
+    seconds, regret = controller.seconds - before[0], controller.regret_seconds - before[1]
+    assert controller.probes > before[2]
+    assert 0 < regret / seconds < 0.006
+
+
+def test_no_try_is_made_where_perfect_drafts_would_lose():
+    costs = CostTable([64], {"off": [1.0], "4_1_5": [6.0]})
+    world, controller = World(costs), Goodput(["off", "4_1_5"], costs)
+    assert set(drive(controller, world, 64, 2000).names) == {"off"}
+    assert controller.probes == 0
+
+
+def test_without_probes_it_stays_off_for_ever():
+    """The counter-test: it is the tries that find out that the head became good."""
+    world = World(cost_table("cpu"), BAD)
+    controller = Goodput(ARMS, cost_table("cpu"), GoodputConfig(probe_fraction=0.0))
+    drive(controller, world, 4, 600)
+    world.rates = GOOD
+    assert set(drive(controller, world, 4, 1500).names) == {"off"}
+
+
+def test_a_deep_chain_is_found_from_a_shallow_one():
+    costs = CostTable([1], {"off": [1.0], "1_1_2": [1.05], "7_1_8": [1.2]})
+    world = World(costs, (0.9,) * 7)
+    controller = Goodput(["off", "1_1_2", "7_1_8"], costs, GoodputConfig(prior=0.1))
+    assert drive(controller, world, 1, 400).names[-1] == "7_1_8"
+
+
+def test_miscalibrated_costs_are_corrected():
+    true = cost_table("h200_8b")
+    wrong = true.to_dict()
+    wrong["seconds"]["4_1_5"] = [1.25 * s for s in wrong["seconds"]["4_1_5"]]
+    wrong["seconds"]["7_1_8"] = [0.8 * s for s in wrong["seconds"]["7_1_8"]]
+    for batch in (1, 64):
+        world = World(true, (0.7,) * 7)
+        controller = Goodput(ARMS, CostTable(**wrong))
+        run = drive(controller, world, batch, 5000)
+        assert run.rate(2500) >= 0.95 * world.oracle(ARMS, batch)
+
+
+def test_costs_that_all_grow_change_no_choice():
+    world, controller = World(cost_table("h200_8b"), outliers=0.0), None
+    controller = Goodput(ARMS, cost_table("h200_8b"))
+    before = drive(controller, world, 4, 1000)
+    grown = cost_table("h200_8b").to_dict()
+    world.costs = CostTable(
+        grown["buckets"], {n: [2 * s for s in row] for n, row in grown["seconds"].items()}
+    )
+    after = drive(controller, world, 4, 1000)
+    assert after.rate() >= 0.5 * 0.98 * before.rate()
+
+
+def test_chains_teach_each_other():
+    model = Acceptance(parse_arms(["2_1_3", "4_1_5"]), half_life=100.0, prior=0.7)
+    for _ in range(20):
+        model.learn("4_1_5", np.full((16, 8), 1), 16)  # always one draft, never two
+    assert model.expected_tokens("2_1_3") == pytest.approx(2.0, abs=0.05)
+    assert model.expected_tokens("4_1_5") == pytest.approx(2.0, abs=0.05)
+
+
+def test_depths_beyond_a_chain_are_extrapolated():
+    model = Acceptance(parse_arms(["2_1_3", "4_1_5"]), half_life=100.0, prior=0.7)
+    accepted = np.array([[2] * 8, [2] * 8, [1] * 8, [0] * 8])
+    for _ in range(200):
+        model.learn("2_1_3", accepted, 4)
+    rates = model.rates("chain")
+    assert rates[:2] == pytest.approx([0.75, 2 / 3], abs=0.01)
+    assert rates[2:] == pytest.approx([2 / 3, 2 / 3], abs=0.05)
+
+
+def test_a_tree_is_expected_to_beat_the_chain_that_was_seen():
+    model = Acceptance(parse_arms(["8_1_9", "8_4_9", "8_4_32"]), half_life=100.0, prior=0.7)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        drafted = np.cumprod(rng.random((16, 8, 8)) < 0.7, axis=-1)
+        model.learn("8_1_9", drafted.sum(axis=-1), 16)
+    chain, narrow, wide = map(model.expected_tokens, ("8_1_9", "8_4_9", "8_4_32"))
+    assert chain == pytest.approx(narrow, rel=0.02)
+    assert wide > 1.2 * chain
+
+
+def test_widths_follow_the_children():
+    strategy = parse_arms(["4x2x1"])["4x2x1"]
+    assert effective_widths(strategy) == pytest.approx((2.0, math.sqrt(2), 1.0))
+
+
+def test_a_sudden_change_overrules_what_was_counted():
+    model = Acceptance(parse_arms(["4_1_5"]), half_life=1e6, prior=0.7)
+    for _ in range(100):
+        model.learn("4_1_5", np.full((16, 1), 4), 16)
+    model.learn("4_1_5", np.zeros((16, 1), int), 16)
+    assert model.expected_tokens("4_1_5") < 1.5
+
+
+def test_an_outlier_hardly_moves_the_costs():
+    table = CostTable([1], {"off": [1.0]})
+    table.observe("off", 1, 1000.0, 16)
+    assert table.seconds("off", 1) < 1.25
+    for _ in range(60):
+        table.observe("off", 1, 2.0, 16)
+    assert table.seconds("off", 1) == pytest.approx(2.0, rel=0.05)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf, None])
+def test_costs_ignore_what_is_no_time(seconds):
+    table = CostTable([1], {"off": [1.0]})
+    table.observe("off", 1, seconds, 16)
+    assert table.seconds("off", 1) == 1.0
+
+
+def test_missing_costs_are_guessed_from_what_is_known():
+    table = CostTable([1, 4, 16], {"off": [1.0, None, 4.0], "4_1_5": [None, None, None]})
+    assert table.seconds("off", 2) == pytest.approx(2.0)
+    assert 1.0 < table.seconds("4_1_5", 1) < 2.0
+    assert table.known("off", 1)
+    assert not table.known("4_1_5", 1)
+    assert table.seconds("off", 1000) == pytest.approx(4.0)
+    assert 0 < CostTable().seconds("8_4_32", 3) < 1
+
+
+def test_without_calibration_it_still_finds_its_way():
+    for batch in (1, 8, 64):
+        world = World(cost_table("cpu"), seed=batch)
+        run = drive(Goodput(ARMS), world, batch, 3000)
+        assert run.rate(400) >= 0.95 * world.oracle(ARMS, batch)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "seconds"),
+    [
+        ([], {}),
+        ([4, 2], {}),
+        ([0, 2], {}),
+        ([1, 2], {"off": [1.0]}),
+        ([1], {"off": [0.0]}),
+        ([1], {"off": [math.inf]}),
+    ],
+)
+def test_tables_that_make_no_sense_are_refused(buckets, seconds):
+    with pytest.raises(ValueError):
+        CostTable(buckets, seconds)
+
+
+def test_a_table_survives_its_dictionary():
+    table = CostTable.from_samples({("off", 1): [1.0, 3.0, 2.0], ("disable", 2): [4.0]})
+    assert table.seconds("off", 2) == pytest.approx(4.0)
+    assert CostTable(**table.to_dict()).seconds("off", 1) == pytest.approx(2.0)
+
+
+def test_a_controller_does_not_change_the_table_it_was_given():
+    table = cost_table("cpu")
+    before = table.to_dict()
+    drive(Goodput(ARMS, table), World(cost_table("cpu")), 2, 200)
+    assert table.to_dict() == before
+
+
+def test_regret_and_choices_are_in_the_log_fields():
+    controller = Goodput(["off", "4_1_5"], CostTable([1], {"off": [1.0], "4_1_5": [1.2]}))
+    name = controller.select(1)
+    controller.observe(chunk(name, [[4]] * 8))
+    fields = controller.log_fields()
+    assert fields["strategy"] == name
+    assert fields["accept_length"] == 5.0
+    assert 0 <= fields["regret_share"] < 1
+    assert {"regret_seconds", "probes", "acceptance_depth_1"} <= set(fields)
+
+
+def test_it_is_the_default():
+    assert make_controller().kind == "goodput"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"hysteresis": -0.1},
+        {"probe_fraction": 1.0},
+        {"probe_slot_rounds": 0},
+        {"half_life": 0.0},
+        {"prior": 1.5},
+        {"prior": math.nan},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        GoodputConfig(**wrong)
