@@ -145,6 +145,7 @@ class Controller(abc.ABC):
         self.current: str | None = None
         self.rounds_hint: int | None = None
         self._accept_length: float | None = None
+        self._tokens_per_sec: float | None = None
         self._chunks = 0
         self._log_level = logging.INFO  # a gate lowers that of the controller behind it
 
@@ -178,6 +179,8 @@ class Controller(abc.ABC):
         self._chunks += 1
         changed = self._accept_length is None
         self._accept_length = seen.accept_length
+        if seen.seconds_per_round is not None:
+            self._tokens_per_sec = seen.tokens / float(seen.seconds)
         if changed or self._chunks % LOG_EVERY == 0:
             log.log(
                 self._log_level, "Acceptance length: %.2f (%s)", self._accept_length, seen.strategy
@@ -193,6 +196,7 @@ class Controller(abc.ABC):
             "arms": list(self.arms),
             "current": self.current,
             "accept_length": self._accept_length,
+            "tokens_per_sec": self._tokens_per_sec,
             "chunks": self._chunks,
             **self._state(),
         }
@@ -212,15 +216,18 @@ class Controller(abc.ABC):
             )
         self.current = state["current"]
         self._accept_length = state["accept_length"]
+        self._tokens_per_sec = state["tokens_per_sec"]
         self._chunks = state["chunks"]
         self.rounds_hint = None
         self._load(state)
 
     def log_fields(self) -> dict[str, float | str]:
-        """For the metrics log; numbers are finite."""
+        """For the metrics log, of the last chunk that was observed; numbers are finite."""
         fields: dict[str, float | str] = {"strategy": self.current or "", "controller": self.kind}
         if self._accept_length is not None:
             fields["accept_length"] = self._accept_length
+        if self._tokens_per_sec is not None:
+            fields["tokens_per_sec"] = self._tokens_per_sec
         return fields
 
     @abc.abstractmethod

@@ -24,6 +24,7 @@ _LIMIT = 3.0  # residuals beyond so many typical ones are cut
 _TYPICAL = 0.05  # smallest typical residual
 _FIRST_TYPICAL = 0.15
 _STALE_ROUNDS = 2000.0
+_CONFIRMED = 4  # chunks after which a calibrated entry is believed
 
 
 class CostTable:
@@ -94,10 +95,10 @@ class CostTable:
     def slack(self, name: str, batch_size: int) -> float:
         """By what share the true cost may well be below the table's: it grows with age."""
         if not self.known(name, batch_size):
-            return 0.25
+            return 0.35
         at = self.index(batch_size)
-        if not self._count[name][at]:
-            return 0.2
+        if self._count[name][at] < _CONFIRMED:
+            return 0.25
         age = self._rounds - self._seen_at[name][at]
         return 0.1 * (1 - 2 ** (-age / _STALE_ROUNDS))
 

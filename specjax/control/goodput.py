@@ -25,6 +25,7 @@ from specjax.control.costs import CostTable
 _FREE_EVERY = 128  # rounds between tries that swapped weights may ask for without paying
 _ARRIVES_WITHIN = 4  # choices after which the result of a try is taken for lost
 _MIN_PROBE = 4  # rounds
+_PAUSE = 32  # rounds between tries: short chunks cost the host time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +98,7 @@ class Goodput(Controller):
         self._chunk_rounds = 16.0
         self._probe: dict[str, Any] | None = None
         self._tried_at: dict[str, int] = {}
+        self._tried_round = 0
 
     def scores(self, batch_size: int) -> dict[str, float]:
         """Expected tokens per slot and second, by strategy."""
@@ -131,39 +133,34 @@ class Goodput(Controller):
         least = (1 + self.config.hysteresis) * scores[current]
         wanted = max(_MIN_PROBE, -(-self.config.probe_slot_rounds // batch_size))
         rounds = min(float(wanted), max(self._chunk_rounds, 1.0))
-        losses = {
-            arm: rounds
-            * self.costs.seconds(arm, batch_size)
-            * max(0.0, 1 - score / scores[current])
-            for arm, score in scores.items()
-            if arm != current and self._hope(arm, batch_size) > least
-        }
+        losses, turns = {}, {}
+        for arm, score in scores.items():
+            seconds = self.costs.seconds(arm, batch_size)
+            cheaper = 1 / (1 - self.costs.slack(arm, batch_size))
+            if arm == current or self.acceptance.hoped_tokens(arm) / seconds * cheaper <= least:
+                continue
+            losses[arm] = rounds * seconds * max(0.0, 1 - score / scores[current])
+            # One try teaches the acceptance of a whole family, but the cost of one strategy only.
+            turns[arm] = arm if score * cheaper > least else self.acceptance.family(arm) or arm
         if not losses:
             return None
-        # One try teaches about a whole family. Families take turns, or the cheapest would starve
-        # the others; within one, the cheapest will do.
-        name = min(losses, key=lambda arm: (self._tried_at.get(self._family(arm), -1), losses[arm]))
+        # They take turns, or the cheapest would starve the others.
+        name = min(losses, key=lambda arm: (self._tried_at.get(turns[arm], -1), losses[arm]))
         self._credit = min(self._credit, 2 * losses[name])  # no hoarding for a spree of tries
         free = self._free_try and (not self._free_at or self._rounds >= self._free_at)
-        if not free and self._credit < losses[name]:
+        early = self._rounds < self._tried_round + _PAUSE
+        if not free and (early or self._credit < losses[name]):
             return None
+        self._tried_round = self._rounds
         if free:
             self._free_try, self._free_at = False, self._rounds + _FREE_EVERY
         charged = 0.0 if free else losses[name]
         self._credit -= charged
         self._probe = {"arm": name, "age": 0, "charged": charged, "free": free}
-        self._tried_at[self._family(name)] = self.probes
+        self._tried_at[turns[name]] = self.probes
         self.rounds_hint = wanted
         self.probes += 1
         return name
-
-    def _family(self, arm: str) -> str:
-        return self.acceptance.family(arm) or arm
-
-    def _hope(self, arm: str, batch_size: int) -> float:
-        """The score if what is not known of the strategy turned out well."""
-        seconds = self.costs.seconds(arm, batch_size) * (1 - self.costs.slack(arm, batch_size))
-        return self.acceptance.hoped_tokens(arm) / seconds
 
     def _learn(self, seen: Observation) -> None:
         rounds, per_round = seen.rounds, seen.seconds_per_round
@@ -221,5 +218,5 @@ class Goodput(Controller):
 
 _NUMBERS = (
     "regret_seconds", "seconds", "probes", "_credit", "_free_try", "_free_at", "_rounds",
-    "_chunk_rounds",
+    "_chunk_rounds", "_tried_round",
 )  # fmt: skip

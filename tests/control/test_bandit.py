@@ -143,6 +143,7 @@ def test_log_lines_and_fields_carry_the_scores(caplog):
         "strategy": "8_4_32",
         "controller": "bandit",
         "accept_length": 2.0,
+        "tokens_per_sec": 8.0,
         "bandit_group": 0.0,
         "arm_score/8_4_32": 8.0,
     }

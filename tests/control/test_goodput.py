@@ -92,7 +92,7 @@ def test_tries_lose_no_more_than_their_share_of_the_time():
 
 
 def test_no_try_is_made_where_perfect_drafts_would_lose():
-    costs = CostTable([64], {"off": [1.0], "4_1_5": [6.0]})
+    costs = CostTable([64], {"off": [1.0], "4_1_5": [8.0]})
     world, controller = World(costs), Goodput(["off", "4_1_5"], costs)
     assert set(drive(controller, world, 64, 2000).names) == {"off"}
     assert controller.probes == 0
@@ -127,7 +127,7 @@ def test_miscalibrated_costs_are_corrected():
 
 
 def test_costs_that_all_grow_change_no_choice():
-    world, controller = World(cost_table("h200_8b"), outliers=0.0), None
+    world = World(cost_table("h200_8b"), outliers=0.0)
     controller = Goodput(ARMS, cost_table("h200_8b"))
     before = drive(controller, world, 4, 1000)
     grown = cost_table("h200_8b").to_dict()
