@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -100,27 +101,27 @@ class Observation:
             row[: len(values)] = values
         return cls(batch_size, strategy, accepted, seconds, tokens)
 
-    @property
+    @functools.cached_property
     def rounds(self) -> int:
         """Rounds in which at least one slot ran."""
         return int((self.accepted >= 0).any(axis=1).sum())
 
-    @property
+    @functools.cached_property
     def slot_rounds(self) -> int:
         return int((self.accepted >= 0).sum())
 
-    @property
+    @functools.cached_property
     def histogram(self) -> np.ndarray:
         """[k]: in how many (slot, round) pairs k tokens were emitted (before cuts)."""
         return np.bincount(self.accepted.ravel() + 1) if self.accepted.size else np.zeros(1, int)
 
-    @property
+    @functools.cached_property
     def accept_length(self) -> float | None:
         """Tokens per slot and round, bonus included; None where no slot ran."""
         count = self.slot_rounds
         return float((self.accepted + 1).sum()) / count if count else None
 
-    @property
+    @functools.cached_property
     def seconds_per_round(self) -> float | None:
         """None where no time is known."""
         seconds, rounds = float(self.seconds), self.rounds

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 import re
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -154,7 +156,7 @@ class CostTable:
                 if (x := costs[at_other]) is not None
             ]
             if others:
-                return float(np.median(others)) + math.log(_shape(name))
+                return statistics.median(others) + math.log(_shape(name))
         return math.log(0.01 * _shape(name))
 
     def state(self) -> dict[str, Any]:
@@ -225,6 +227,7 @@ def _size(name: str) -> tuple[int, int] | None:
     return 4, 13  # other static trees: a typical one
 
 
+@functools.cache
 def _shape(name: str) -> float:
     """Cost relative to plain decoding where nothing is known: about a memory-bound chip's."""
     size = _size(name)

@@ -76,9 +76,9 @@ class EmaConfig:
         """Reads JSON or YAML."""
         text = Path(path).read_text()
         if Path(path).suffix in (".yaml", ".yml"):
-            import yaml  # comes with OmegaConf; only this format needs it
+            from omegaconf import OmegaConf  # only this format needs it
 
-            return cls.from_dict(yaml.safe_load(text) or {})
+            return cls.from_dict(OmegaConf.to_container(OmegaConf.create(text)))
         return cls.from_dict(json.loads(text))
 
 
