@@ -39,11 +39,11 @@ def pair(seed: int, sure: float = 1.0, spread: float = 0.2):
 
 
 @functools.cache
-def next_logits(*arguments) -> dict[tuple[int, ...], np.ndarray]:
+def next_logits(*arguments, prompt=tuple(PROMPT)) -> dict[tuple[int, ...], np.ndarray]:
     """Raw logits [V] of a pair's policy after the prompt and every continuation of two tokens."""
     cfg, params, _ = pair(*arguments)
     paths = list(itertools.product(range(VOCAB), repeat=TOKENS - 1))
-    sequences = np.array([[*PROMPT, *path] for path in paths])
+    sequences = np.array([[*prompt, *path] for path in paths])
 
     @jax.jit
     def logits(params):
@@ -53,13 +53,13 @@ def next_logits(*arguments) -> dict[tuple[int, ...], np.ndarray]:
 
     found = np.asarray(logits(params), np.float64)
     return {
-        path[:depth]: found[row, len(PROMPT) - 1 + depth]
+        path[:depth]: found[row, len(prompt) - 1 + depth]
         for row, path in enumerate(paths)
         for depth in range(TOKENS)
     }
 
 
-def exact_joint(logits, params: SamplingParams) -> np.ndarray:
+def exact_joint(logits, params: SamplingParams, prompt=PROMPT) -> np.ndarray:
     """[CELLS] probability of every outcome of up to three tokens."""
     stops = () if params.ignore_eos else (EOS,)
     joint = np.zeros((VOCAB + 1,) * TOKENS)
@@ -68,7 +68,7 @@ def exact_joint(logits, params: SamplingParams) -> np.ndarray:
         if len(path) == TOKENS or (path and path[-1] in stops):
             joint[path + (VOCAB,) * (TOKENS - len(path))] += mass
             return
-        scores = transform(logits[path], params, PROMPT, list(path), [], stops, VOCAB)
+        scores = transform(logits[path], params, list(prompt), list(path), [], stops, VOCAB)
         weights = np.exp(scores - scores.max())
         for token in np.flatnonzero(weights):
             walk((*path, int(token)), mass * weights[token] / weights.sum())
@@ -85,8 +85,15 @@ class Counted:
       counts: per request, [CELLS]. lengths: rounds by tokens emitted. rounds: of a sample, at most.
     """
 
-    def __init__(self, llm: LLM, params: list[SamplingParams], samples: int, first_seed: int = 0):
-        each = BATCH // len(params)
+    def __init__(
+        self,
+        llm: LLM,
+        params: list[SamplingParams],
+        samples: int,
+        first_seed: int = 0,
+        prompt=PROMPT,
+    ):
+        each = llm.max_batch // len(params)
         self.counts = np.zeros((len(params), CELLS), np.int64)
         self.lengths, self.rounds = 0, 0
         for batch in range(-(-samples // each)):
@@ -94,7 +101,7 @@ class Counted:
                 dataclasses.replace(p, max_tokens=TOKENS, n=each, seed=seed)
                 for seed, p in enumerate(params, first_seed + batch * len(params))
             ]
-            for k, out in enumerate(llm.generate([PROMPT] * len(params), asked)):
+            for k, out in enumerate(llm.generate([list(prompt)] * len(params), asked)):
                 self.counts[k] += count_cells([s.token_ids for s in out.samples])
                 self.rounds = max(self.rounds, max(s.stats.rounds for s in out.samples))
             self.lengths = self.lengths + llm.totals.histogram
@@ -112,6 +119,6 @@ def fit_of(counts: np.ndarray, joint: np.ndarray):
     return fit
 
 
-def spec_llm(model, acceptance: str, strategy: str) -> LLM:
-    spec = SpecConfig(strategy=strategy, acceptance=acceptance)
-    return LLM(model, spec, max_batch=BATCH, max_len=8)
+def spec_llm(model, acceptance: str, strategy: str, batch: int = BATCH, **settings) -> LLM:
+    spec = SpecConfig(strategy=strategy, acceptance=acceptance, **settings)
+    return LLM(model, spec, max_batch=batch, max_len=8)

@@ -1,16 +1,12 @@
 """Standalone models and n-grams through `LLM`: they change the speed and not a token."""
 
-import dataclasses
 import functools
 
-import numpy as np
 import pytest
 from tiny import prompts_of, tiny_config, tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.models import hf
-from specjax.verify.joint import ExactJoint
-from specjax.verify.statistics import goodness_of_fit
 
 VOCAB, STEPS = 48, 3
 CFG, PARAMS, HEAD = tiny_model(tiny_config(VOCAB), seed=2)
@@ -76,29 +72,3 @@ def test_a_draft_model_of_another_vocabulary_is_refused(directory):
     target = tiny_model(tiny_config(VOCAB + 16, mtp=1))
     with pytest.raises(ValueError, match="draft model has a vocabulary of 48, the target of 64"):
         LLM(target, SpecConfig(draft_model=directory), max_len=64)
-
-
-RULES = {"block": "2_1_3", "recursive": "2x2"}
-
-
-@pytest.mark.parametrize("acceptance", RULES)
-def test_ngrams_under_a_rule_that_divides_by_q_keep_the_joint_distribution(acceptance):
-    """Rows with and without a draft, by what was drawn above them and by what siblings hold."""
-    vocab, length, batch, samples = 4, 3, 1024, 8_000
-    cfg, params, _ = tiny_model(tiny_config(vocab, layers=1), factor=15.0, embed_std=0.3)
-    spec = SpecConfig(strategy=RULES[acceptance], acceptance=acceptance, source="ngram")
-    looked_up = LLM((cfg, params, None), spec, max_batch=batch, max_len=12)
-    prompt, counts, rounds = [0, 1, 2, 0, 1, 0, 2], np.zeros(vocab**length), 0
-    request = SamplingParams(
-        max_tokens=length, n=batch, ignore_eos=True, allowed_token_ids=tuple(range(vocab))
-    )
-    for seed in range(-(-samples // batch)):
-        out = looked_up.generate([prompt], dataclasses.replace(request, seed=seed))[0]
-        drawn = np.array([s.token_ids for s in out.samples])
-        cells = np.ravel_multi_index(tuple(drawn.T), (vocab,) * length)
-        counts += np.bincount(cells, minlength=len(counts))
-        rounds = rounds + looked_up.totals.histogram
-    assert (rounds[1:] > 0).all()  # rounds of every length
-    exact = ExactJoint(looked_up.engine.runner, prompt, range(vocab), length)
-    fit = goodness_of_fit(counts, exact.probabilities(request))
-    assert fit.p_value > 1e-6, fit
