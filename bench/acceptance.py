@@ -12,7 +12,9 @@ sampling-aligned drafting, on and off, under top-p and under penalties.
 
 Accept length is 1 + accepted drafts / rounds, both summed over all samples of a setting; intervals
 resample the prompts. A sample's last round is cut by its end, for all arms alike. In `coupled` mode
-all arms of a setting decode the very same tokens; `block` and `recursive` draw their own.
+all arms of a setting decode the very same tokens; `block` and `recursive` draw their own. `greedy`
+has no arms, for it is the coupled walk at temperature 0. Every rule meets every tree that it takes
+with the head and 7 nodes; elsewhere chain, spine and the wide dynamic tree stand for all.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ SHAPES = {
 FEATURES = {
     "temperature": (Features(), {}),
     "top_p_and_penalties": (
-        Features(top_p=True, penalties=True),
+        Features(top_p=True, penalties=True).widened(),  # the program that such requests run
         {"top_p": 0.9, "repetition": 1.1, "frequency": 0.5},
     ),
 }
