@@ -261,7 +261,7 @@ def test_acceptance_is_the_overlap_and_the_residual_holds_what_the_draft_gives_t
     assert stats.chisquare(np.bincount(first, minlength=3), p * trials).pvalue > ALPHA
 
 
-def opposite_first_tokens(draft_domain, trials=200_000, vocab=16):
+def opposite_first_tokens(draft_domain, trials, vocab=16):
     """First emitted tokens when the draft's logits are the target's with the sign changed."""
     logits = 1.5 * np.random.default_rng(4).normal(size=vocab).astype(np.float32)
     root, keys = jnp.full((trials,), 8), many_keys(trials)
@@ -283,12 +283,17 @@ def opposite_first_tokens(draft_domain, trials=200_000, vocab=16):
     return stats.chisquare(counts, expected / expected.sum() * trials).pvalue
 
 
-def test_a_draft_opposed_to_the_target_leaves_the_targets_distribution():
-    assert opposite_first_tokens(rng.DRAFT) > ALPHA
+TRIALS = [30_000, pytest.param(200_000, marks=pytest.mark.slow)]
 
 
-def test_the_drafts_noise_used_again_for_the_residual_is_seen_as_biased():
-    assert opposite_first_tokens(rng.RESIDUAL) < ALPHA
+@pytest.mark.parametrize("trials", TRIALS)
+def test_a_draft_opposed_to_the_target_leaves_the_targets_distribution(trials):
+    assert opposite_first_tokens(rng.DRAFT, trials) > ALPHA
+
+
+@pytest.mark.parametrize("trials", TRIALS)
+def test_the_drafts_noise_used_again_for_the_residual_is_seen_as_biased(trials):
+    assert opposite_first_tokens(rng.RESIDUAL, trials) < ALPHA
 
 
 @pytest.mark.parametrize("vocab", [100, 8193, 151936])

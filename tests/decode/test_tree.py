@@ -62,7 +62,7 @@ def test_arrays_of_any_tree_equal_those_found_by_comparing_paths(paths):
 
 
 @given(st.lists(path_sets(), min_size=1, max_size=3))
-@settings(max_examples=30)
+@settings(max_examples=10)
 def test_a_shape_grown_on_the_device_equals_the_static_one(several):
     """Three trees of one batch, cut to one number of rows."""
     trees = [build_tree(Strategy.from_paths(paths)) for paths in several]

@@ -91,10 +91,47 @@ def check(mode: str, transform: str, samples: int):
     assert fit.p_value > ALPHA, fit
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("mode", MODES)
-def test_20_000_samples_have_the_targets_joint_distribution(mode, transform):
-    check(mode, transform, samples=20_000)
+class EveryTransform:
+    """One class per mode, which workers take as a whole."""
+
+    mode: str
+
+    @pytest.mark.parametrize("transform", TRANSFORMS)
+    def test_20_000_samples_have_the_targets_joint_distribution(self, transform):
+        check(self.mode, transform, samples=20_000)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("transform", TRANSFORMS)
+    def test_200_000_samples_have_the_targets_joint_distribution(self, transform):
+        check(self.mode, transform, samples=200_000)
+
+
+class TestCoupledChain(EveryTransform):
+    mode = "coupled chain"
+
+
+class TestCoupledStaticTree(EveryTransform):
+    mode = "coupled static tree"
+
+
+class TestCoupledDynamicTree(EveryTransform):
+    mode = "coupled dynamic tree"
+
+
+class TestBlockChain(EveryTransform):
+    mode = "block chain"
+
+
+class TestRecursiveChain(EveryTransform):
+    mode = "recursive chain"
+
+
+class TestRecursiveStaticTree(EveryTransform):
+    mode = "recursive static tree"
+
+
+def test_every_mode_has_a_class():
+    assert {c.mode for c in EveryTransform.__subclasses__()} == set(MODES)
 
 
 SAME = sorted(
@@ -115,10 +152,3 @@ def test_exact_rules_pass_where_biased_ones_fail(acceptance, pair, options):
     finally:
         llm.update_weights(*joint.pair(*PAIR)[1:])
     assert found.p_value > ALPHA, f"{mode}: {found}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("mode", MODES)
-def test_200_000_samples_have_the_targets_joint_distribution(mode, transform):
-    check(mode, transform, samples=200_000)
