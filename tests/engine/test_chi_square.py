@@ -92,7 +92,10 @@ def check(mode: str, transform: str, samples: int):
 
 
 class EveryTransform:
-    """One class per mode, which workers take as a whole."""
+    """One class per mode and shape, which workers take as a whole.
+
+    Fast: each rule on the richest shape that it takes. Slow: its other shapes as well.
+    """
 
     mode: str
 
@@ -107,10 +110,12 @@ class EveryTransform:
 
 
 class TestCoupledChain(EveryTransform):
+    pytestmark = pytest.mark.slow
     mode = "coupled chain"
 
 
 class TestCoupledStaticTree(EveryTransform):
+    pytestmark = pytest.mark.slow
     mode = "coupled static tree"
 
 
@@ -123,6 +128,7 @@ class TestBlockChain(EveryTransform):
 
 
 class TestRecursiveChain(EveryTransform):
+    pytestmark = pytest.mark.slow
     mode = "recursive chain"
 
 
