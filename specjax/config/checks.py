@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def from_known_keys(
+    section: type, settings: Mapping[str, Any], kind: str = "setting", where: str = ""
+) -> Any:
+    """The dataclass `section` made of `settings`.
+
+    Args:
+      kind: what a key is called. where: what the keys belong to, " of ..".
+
+    Raises:
+      ValueError: a key is no field of it.
+    """
+    known = [field.name for field in dataclasses.fields(section)]
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise ValueError(
+            f"unknown {kind} {', '.join(map(repr, unknown))}{where}; the keys are "
+            f"{', '.join(known)}"
+        )
+    return section(**settings)

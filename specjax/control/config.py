@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specjax.config.checks import choice
+from specjax.config.checks import choice, from_known_keys
 from specjax.config.strategy import Strategy
 from specjax.control.bandit import Bandit, BanditConfig
 from specjax.control.base import OFF, Controller, canonical, log, parse_arms
@@ -80,7 +80,7 @@ class ControlConfig:
         values = dict(settings)
         for name, section in (("bandit", BanditConfig), ("goodput", GoodputConfig)):
             if isinstance(values.get(name), Mapping):
-                values[name] = _section(name, section, values[name])
+                values[name] = from_known_keys(section, values[name], where=" of " + name)
         if isinstance(values.get("ema"), Mapping):
             values["ema"] = EmaConfig.from_dict(values["ema"])
         return cls(**values)
@@ -130,17 +130,6 @@ def _name(spec: str | Strategy) -> str:
     if isinstance(spec, str) and _is_paths(spec):
         return spec
     return next(iter(parse_arms([spec])))
-
-
-def _section(name: str, section: type, settings: Mapping[str, Any]) -> Any:
-    known = [field.name for field in dataclasses.fields(section)]
-    unknown = sorted(set(settings) - set(known))
-    if unknown:
-        raise ValueError(
-            f"unknown setting {', '.join(map(repr, unknown))} of {name}; the keys are "
-            f"{', '.join(known)}"
-        )
-    return section(**settings)
 
 
 def make_controller(

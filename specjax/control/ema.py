@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specjax.config.checks import from_known_keys
 from specjax.control.base import OFF, Controller, Observation, log
 
 
@@ -62,14 +63,7 @@ class EmaConfig:
         """
         if not isinstance(settings, Mapping):
             raise ValueError(f"expected a map of adaptive settings, got {settings!r}")
-        known = [field.name for field in dataclasses.fields(cls)]
-        unknown = sorted(set(settings) - set(known))
-        if unknown:
-            raise ValueError(
-                f"unknown adaptive setting {', '.join(map(repr, unknown))}; the keys are "
-                f"{', '.join(known)}"
-            )
-        return cls(**settings)
+        return from_known_keys(cls, settings, "adaptive setting")
 
     @classmethod
     def from_file(cls, path: str | Path) -> EmaConfig:

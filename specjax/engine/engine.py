@@ -73,7 +73,6 @@ class Engine:
         self.prefill_rows = min(batch, PREFILL_ROWS)
         self.telemetry = Collector() if spec and spec.telemetry_on else None
         self._vocab = cfg.vocab_size
-        self._invariant = spec is not None and spec.invariant
 
     def set_params(self, params: Params, head: Params | None = None) -> None:
         """Takes new weights; compiles nothing after the first time."""
@@ -170,7 +169,7 @@ class Engine:
         compiled, and serves. In `invariant` mode all chunks run the program of the whole call, for
         only within one program equal inputs are sure to give equal bits.
         """
-        if self._invariant or not self.runner.covers(wanted):
+        if self.runner.plan.invariant or not self.runner.covers(wanted):
             return wanted.widened()
         return self._features([s.job for s in running])
 

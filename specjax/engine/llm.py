@@ -119,7 +119,7 @@ class LLM:
         """
         jobs = [job for p in requests for job in make_jobs([0], p, (), self.tokenizer)]
         wanted = {features_of(job, self.cfg.vocab_size).widened() for job in jobs}
-        self.engine.warm_up(sorted(wanted, key=lambda features: features.size))
+        self.engine.warm_up(list(wanted))
 
     def update_weights(self, params: Params, head: Params | None = None) -> None:
         """Swaps the policy and, if given, the draft's parameters; nothing is compiled again."""
