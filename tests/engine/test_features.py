@@ -103,6 +103,16 @@ def test_what_is_warmed_up_compiles_no_more_and_requests_that_need_less_take_the
     assert seen[-1][1] == Features.all()
 
 
+def test_requests_like_those_that_an_llm_was_warmed_up_for_compile_nothing():
+    llm = LLM((CFG, weights()[0], None), None, max_batch=2, max_len=16)
+    llm.warm_up([SamplingParams(), SamplingParams(top_p=0.5)])
+    for option in ({}, {"top_p": 0.7}, {"top_k": 3, "temperature": 0.4}):
+        params = SamplingParams(max_tokens=4, **option)
+        assert compilations_of(lambda params=params: llm.generate([[1, 2]], params)) == 0
+    biased = SamplingParams(max_tokens=4, logit_bias={3: 1.0})
+    assert compilations_of(lambda: llm.generate([[1, 2]], biased)) > 0
+
+
 def test_a_call_compiles_one_program_for_all_its_requests_before_its_first_chunk(asked):
     engine = small_engine()
     engine.warm_up()
