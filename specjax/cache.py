@@ -1,8 +1,13 @@
-"""Key/value caches: read the prefix, commit the accepted path.
+"""Key/value caches in pages: read the prefix, commit the accepted path.
 
-The slot of a row is its absolute position. A forward pass reads the cache and returns the new rows
-as scratch; `commit_rows` writes them once, to consecutive slots. Rows past the accepted ones may
-be written as well: they lie beyond every prefix length and the next commit covers them.
+A cache is a pool of pages of S positions, and a sequence's *table* says which page holds its first
+S positions, which the next S, and so on. Without a table (None) sequence b has page b to itself:
+the contiguous cache is the case of one page per sequence. Page 0 of a pool that is shared by tables
+is nobody's: what is written for positions without a page lands there and is never read.
+
+A forward pass reads the cache and returns the new rows as scratch; `commit_rows` writes them once,
+to consecutive positions. Rows past the accepted ones may be written as well: they lie beyond every
+prefix length and the next commit covers them.
 """
 
 from __future__ import annotations
@@ -15,29 +20,37 @@ from jaxtyping import Array, Int
 
 from specjax.config import ModelConfig
 
+Table = Int[Array, "B X"] | None  # page of each stretch of positions; None: page b is sequence b's
+
 
 class KVCache(NamedTuple):
-    """Keys and values, head-major.
+    """Keys and values, head-major, in P pages of S positions each.
 
     Attributes:
-      k, v: `[L B K S H]` when layers are scanned, else a tuple of L arrays `[B K S H]`.
+      k, v: `[L P K S H]` when layers are scanned, else a tuple of L arrays `[P K S H]`.
     """
 
     k: Array | tuple[Array, ...]
     v: Array | tuple[Array, ...]
 
     def layer(self, i: int) -> tuple[Array, Array]:
-        """Keys and values of one layer, each [B K S H]."""
+        """Keys and values of one layer, each [P K S H]."""
         return self.k[i], self.v[i]
 
 
-def empty_cache(cfg: ModelConfig, batch: int, slots: int, layers: int, stacked: bool) -> KVCache:
-    """A zeroed cache of `slots` rows per sequence."""
-    shape = (batch, cfg.num_kv_heads, slots, cfg.head_dim)
+def empty_cache(cfg: ModelConfig, pages: int, size: int, layers: int, stacked: bool) -> KVCache:
+    """A zeroed cache of pages with `size` positions each."""
+    shape = (pages, cfg.num_kv_heads, size, cfg.head_dim)
     dtype = jnp.dtype(cfg.compute_dtype)
     if stacked:
         return KVCache(*(jnp.zeros((layers, *shape), dtype) for _ in range(2)))
     return KVCache(*(tuple(jnp.zeros(shape, dtype) for _ in range(layers)) for _ in range(2)))
+
+
+def page_bytes(cfg: ModelConfig, size: int, layers: int) -> int:
+    """Bytes of one page of `empty_cache`, keys and values of all layers."""
+    width = cfg.num_kv_heads * size * cfg.head_dim
+    return 2 * layers * width * jnp.dtype(cfg.compute_dtype).itemsize
 
 
 def take_rows(rows: KVCache, index: Int[Array, "B R"]) -> KVCache:
@@ -58,11 +71,16 @@ def take_path(x: Array, path: Int[Array, "B E"]) -> Array:
 
 
 def commit_rows(
-    cache: KVCache, rows: KVCache, start: Int[Array, " B"], after: Int[Array, " B"] | None = None
+    cache: KVCache,
+    rows: KVCache,
+    start: Int[Array, " B"],
+    after: Int[Array, " B"] | None = None,
+    table: Table = None,
+    run: int = 1,
 ) -> KVCache:
-    """Writes R consecutive rows of each sequence from slot `start[b]` on.
+    """Writes R consecutive rows of each sequence from position `start[b]` on.
 
-    There must be R slots from every start on, or the write is moved back over the prefix. One
+    There must be R positions from every start on, or the write is moved back over the prefix. A few
     `dynamic_update_slice` per sequence and array: XLA's CPU scatter costs several times that.
 
     Args:
@@ -70,25 +88,57 @@ def commit_rows(
         that reads the cache has run. The rows of a layer are known before its attention reads the
         cache; without this dependency XLA may order the write first, and then copies every array
         twice per round to be safe.
+      run: so many consecutive rows are sure to lie in one page (a divisor of R); with no table, all
+        of them do.
     """
     if after is not None:
         start = start + jnp.minimum(after, 0)
     flat_cache, tree = jax.tree.flatten(cache)
     flat_rows = jax.tree.leaves(rows)
-    batch = start.shape[0]
+    size, count = flat_cache[0].shape[-2], flat_rows[0].shape[-2]
+    run = count if table is None else run
+    runs = count // run
 
-    def write(b, arrays):
+    def write(i, arrays):
+        b, first = i // runs, i % runs * run
+        position = start[b] + first
+        page = b if table is None else table[b, position // size]
+        offset = position if table is None else position % size
         out = []
         for array, new in zip(arrays, flat_rows, strict=True):
             lead = (0,) * (array.ndim - 4)
-            piece = jax.lax.dynamic_slice_in_dim(new, b, 1, axis=new.ndim - 4)
-            out.append(
-                jax.lax.dynamic_update_slice(
-                    array, piece.astype(array.dtype), (*lead, b, 0, start[b], 0)
-                )
-            )
+            shape = (*new.shape[: new.ndim - 4], 1, new.shape[-3], run, new.shape[-1])
+            piece = jax.lax.dynamic_slice(new, (*lead, b, 0, first, 0), shape)
+            place = (*lead, page, 0, offset, 0)
+            out.append(jax.lax.dynamic_update_slice(array, piece.astype(array.dtype), place))
         return out
 
-    if batch == 1:
+    total = start.shape[0] * runs
+    if total == 1:
         return jax.tree.unflatten(tree, write(0, flat_cache))
-    return jax.tree.unflatten(tree, jax.lax.fori_loop(0, batch, write, flat_cache))
+    return jax.tree.unflatten(tree, jax.lax.fori_loop(0, total, write, flat_cache))
+
+
+def copy_pages(cache: KVCache, source: Int[Array, " M"], target: Int[Array, " M"]) -> KVCache:
+    """Copies page source[m] to page target[m], one after the other."""
+
+    def copy(m, arrays):
+        out = []
+        for array in arrays:
+            axis = array.ndim - 4
+            page = jax.lax.dynamic_slice_in_dim(array, source[m], 1, axis=axis)
+            out.append(jax.lax.dynamic_update_slice_in_dim(array, page, target[m], axis=axis))
+        return out
+
+    flat, tree = jax.tree.flatten(cache)
+    return jax.tree.unflatten(tree, jax.lax.fori_loop(0, source.shape[0], copy, flat))
+
+
+def contiguous(pages: Array, table: Table) -> Array:
+    """Pages [P K S H] of one layer as `[B K X*S H]`: every sequence's positions in a row."""
+    if table is None:
+        return pages
+    b, stretches = table.shape
+    _, kv_heads, size, width = pages.shape
+    gathered = jnp.moveaxis(pages[table], 1, 2)
+    return gathered.reshape(b, kv_heads, stretches * size, width)

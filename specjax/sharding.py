@@ -137,16 +137,29 @@ def batch_sharding(mesh: jax.sharding.Mesh, array) -> jax.NamedSharding:
     return jax.NamedSharding(mesh, spec_for(mesh, axes, array.shape))
 
 
+def _in_cache(path) -> bool:
+    return any(getattr(p, "name", None) == "cache" for p in path)
+
+
 def state_shardings(mesh: jax.sharding.Mesh, state):
-    """Shardings of a decode state: slots over the data axes, key/value heads over `tp`."""
+    """Shardings of a decode state between chunks: key/value heads over `tp`, all else whole."""
 
     def one(path, leaf):
-        in_cache = any(getattr(p, "name", None) == "cache" for p in path)
-        if in_cache:
-            axes = (None,) * (leaf.ndim - 4) + ("batch", "heads", None, None)
-        else:
-            axes = (("batch",) + (None,) * (leaf.ndim - 1))[: leaf.ndim]
+        axes = (None,) * leaf.ndim
+        if _in_cache(path):
+            axes = (None,) * (leaf.ndim - 3) + ("heads", None, None)
         return jax.NamedSharding(mesh, spec_for(mesh, axes, leaf.shape))
+
+    return jax.tree_util.tree_map_with_path(one, state)
+
+
+def pin_slots(mesh: jax.sharding.Mesh, state):
+    """Inside a jitted function: the slots of a running batch over the data axes."""
+
+    def one(path, leaf):
+        if _in_cache(path):
+            return leaf
+        return jax.lax.with_sharding_constraint(leaf, batch_sharding(mesh, leaf))
 
     return jax.tree_util.tree_map_with_path(one, state)
 

@@ -1,115 +1,138 @@
-"""Before the first round: prefill prompts, and place them into slots of a running batch.
+"""Before the first round: prefill prompts into pages, and start sequences in slots.
 
-Two programs, because one prompt is sampled many times: `prefill` runs the model once per prompt,
-`place` copies its rows into every slot that samples it.
+Two programs, because one prompt is sampled many times: `prefill` runs the model over a prompt,
+piece by piece, `place` starts a slot that samples it. The slot's table refers to the prompt's full
+pages, which nobody writes any more; of the last page, which the slot will fill up, it gets a copy.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
-from specjax.cache import KVCache
+from specjax.cache import commit_rows, copy_pages
 from specjax.decode import rng
 from specjax.decode.options import Options
 from specjax.decode.plan import Plan
-from specjax.decode.state import DecodeState
+from specjax.decode.state import RUNNING, DecodeState, per_slot
+from specjax.decode.tree import chain_bits
 from specjax.draft.source import Memory
 from specjax.models.transformer import Transformer
 
+Tails = Float[Array, "Q tail D"] | None  # per prompt: the target's states that a slot starts from
 
-class Prefilled(NamedTuple):
-    """What slots need of R prompts.
+
+class Piece(NamedTuple):
+    """Up to T positions of R prompts.
 
     Attributes:
-      cache: keys and values of the prompts' P positions. draft: what the draft source knows of
-        them; None in plain decoding.
+      tokens: [R T + tail] from `start` on; what is beyond a prompt is arbitrary.
+      start: [R] a multiple of the page size, or of T if that is less.
+      length: [R] of the whole prompts. prompts: [R] their rows among the tails.
+      table: [R X] their pages; pages of positions that are to be forgotten are 0.
     """
 
-    cache: KVCache
-    draft: Memory
+    tokens: Int[Array, "R N"]
+    start: Int[Array, " R"]
+    length: Int[Array, " R"]
+    prompts: Int[Array, " R"]
+    table: Int[Array, "R X"]
 
 
 class Admission(NamedTuple):
-    """M requests to place; a slot that is listed twice is simply written twice.
+    """M sequences to start; a slot that is listed twice is simply written twice.
 
     Attributes:
-      slots: [M] slot of each. rows: [M] its row among the prefilled prompts.
-      tokens: [M P] prompts, right padded. lengths: [M]. limit: [M] final length at most.
+      slots: [M] slot of each. prompts: [M] row of its prompt among the tails.
+      source, target: [M] the prompt's page that is copied, and to which; 0 and 0 copies nothing.
+      tokens: [M max_len], right padded. lengths: [M]. limit: [M] final length at most.
       words: [M 5] see `rng.request_words`. options: of the M requests.
     """
 
     slots: Int[Array, " M"]
-    rows: Int[Array, " M"]
-    tokens: Int[Array, "M P"]
+    prompts: Int[Array, " M"]
+    source: Int[Array, " M"]
+    target: Int[Array, " M"]
+    tokens: Int[Array, "M max_len"]
     lengths: Int[Array, " M"]
     limit: Int[Array, " M"]
     words: UInt32[Array, "M 5"]
     options: Options
 
 
+def empty_tails(plan: Plan, prompts: int) -> Tails:
+    """Room for the tails of so many prompts; None if the source asks for none."""
+    if plan.source is None or not plan.source.tail:
+        return None
+    shape = (prompts, plan.source.tail, plan.cfg.hidden_size)
+    return jnp.zeros(shape, jnp.dtype(plan.cfg.compute_dtype))
+
+
 def prefill(
-    model: Transformer,
-    draft_params,
-    plan: Plan,
-    tokens: Int[Array, "R P"],
-    lengths: Int[Array, " R"],
-) -> Prefilled:
-    """Runs prompts through target and draft; rows past a prompt's length are never visible."""
-    x, cache = model.prefill(tokens, lengths)
+    model: Transformer, draft_params, plan: Plan, state: DecodeState, tails: Tails, piece: Piece
+) -> tuple[DecodeState, Tails]:
+    """Runs a piece of R prompts through target and draft source, and writes their pages.
+
+    Rows past a prompt's end are written as well, and never visible.
+    """
+    tail = plan.source.tail if plan.source else 0
+    count, start, table = piece.tokens.shape[1] - tail, piece.start, piece.table
+    positions = start[:, None] + jnp.arange(count)
+    x, rows = model.decode(
+        piece.tokens[:, :count], positions, state.cache, start, chain_bits(count), table=table
+    )
+    within = math.gcd(count, jax.tree.leaves(state.cache)[0].shape[-2])
+    after = jnp.argmax(x[:, 0], axis=-1)
+    cache = commit_rows(state.cache, rows, start, after=after, table=table, run=within)
+    state = state._replace(cache=cache)
     if plan.source is None:
-        return Prefilled(cache, None)
+        return state, tails
     hidden = model.draft_hidden(x)
-    memory = plan.source.prefill(model, draft_params, plan.steps, tokens, lengths, hidden)
-    return Prefilled(cache, memory)
+    memory = state.draft._replace(
+        cache=plan.source.prefill(
+            model, draft_params, state.draft.cache, piece.tokens, start, hidden, table
+        )
+    )
+    if tail:
+        # The states of the last positions before the root, as far as they lie in this piece.
+        at = piece.length[:, None] - 1 - tail + jnp.arange(tail) - start[:, None]
+        found = jnp.take_along_axis(hidden, jnp.clip(at, 0, count - 1)[..., None], axis=1)
+        inside = ((at >= 0) & (at < count))[..., None]
+        found = jnp.where(inside, found.astype(tails.dtype), tails[piece.prompts])
+        tails = tails.at[piece.prompts].set(found)
+    return state._replace(draft=memory), tails
 
 
-def place(state: DecodeState, prefilled: Prefilled, new: Admission) -> DecodeState:
-    """Overwrites slots with prefilled prompts; the last prompt token becomes the root."""
-    count, room = new.slots.shape[0], state.tokens.shape[1] - new.tokens.shape[1]
+def place(plan: Plan, state: DecodeState, tails: Tails, new: Admission) -> DecodeState:
+    """Starts sequences in slots; the last token of each becomes its root."""
+    zeros = jnp.zeros_like(new.lengths)
+    draft, noise, cache = None, None, copy_pages(state.cache, new.source, new.target)
+    if state.noise is not None:  # a slot's new request has noise of its own
+        kept = jax.tree.map(lambda x: x[new.slots], state.noise)
+        noise = kept._replace(until=zeros)
+    draft_cache = None
+    if plan.source is not None:
+        draft_cache = state.draft.cache
+        if draft_cache is not None:
+            draft_cache = copy_pages(draft_cache, new.source, new.target)
+        states = None if tails is None else tails[new.prompts]
+        started = plan.source.start(new.tokens, new.options.prompt_len, states)
+        draft = plan.source.leave(Memory(None, started), state.draft.slots)
     fresh = DecodeState(
-        tokens=jnp.pad(new.tokens, ((0, 0), (0, room))),
-        logprobs=jnp.zeros((count, state.tokens.shape[1]), jnp.float32),
+        tokens=new.tokens,
         length=new.lengths,
         limit=new.limit,
-        finish=jnp.zeros((count,), jnp.int32),
+        finish=zeros + RUNNING,
         keys=rng.request_keys(new.words),
         options=new.options,
         cache=None,
-        draft=None,
-        noise=None,
-        rounds=jnp.zeros((count,), jnp.int32),
-        histogram=jnp.zeros((count, state.histogram.shape[1]), jnp.int32),
+        draft=draft,
+        noise=noise,
     )
-    shared, noise = Prefilled(state.cache, state.draft), state.noise
-    if noise is not None:  # a slot's new request has noise of its own
-        noise = noise._replace(until=noise.until.at[new.slots].set(0))
-    state = state._replace(cache=None, draft=None, noise=None)
-    own, tree = jax.tree.flatten(state)
-    cached, cached_tree = jax.tree.flatten(shared)
-
-    def write(m, arrays):
-        own, cached = arrays
-        own = _copy_row(own, jax.tree.leaves(fresh), m, new.slots[m])
-        cached = _copy_row(cached, jax.tree.leaves(prefilled), new.rows[m], new.slots[m])
-        return own, cached
-
-    own, cached = jax.lax.fori_loop(0, count, write, (own, cached))
-    shared = jax.tree.unflatten(cached_tree, cached)
-    state = jax.tree.unflatten(tree, own)
-    return state._replace(cache=shared.cache, draft=shared.draft, noise=noise)
-
-
-def _copy_row(arrays: list, sources: list, row: Array, slot: Array) -> list:
-    """Row `row` of each source to `slot` of each array; shorter caches fill the first positions."""
-    out = []
-    for array, source in zip(arrays, sources, strict=True):
-        axis = 1 if array.ndim == 5 else 0  # a scanned cache has its layers in front
-        piece = jax.lax.dynamic_slice_in_dim(source, row, 1, axis=axis)
-        start = [0] * array.ndim
-        start[axis] = slot
-        out.append(jax.lax.dynamic_update_slice(array, piece.astype(array.dtype), start))
-    return out
+    own = jax.tree.map(lambda x, y: x.at[new.slots].set(y), per_slot(state), fresh)
+    draft = own.draft and own.draft._replace(cache=draft_cache)
+    return own._replace(cache=cache, draft=draft)

@@ -82,7 +82,6 @@ class Features:
     Attributes:
       sampled: a temperature above 0; without it nothing draws noise.
       penalties: repetition, presence or frequency. top_logprobs, transformed_logprobs: results.
-      stop_strings: the host may cut samples between rounds, and must know what each round emitted.
     """
 
     sampled: bool = True
@@ -96,7 +95,6 @@ class Features:
     min_tokens: bool = False
     transformed_logprobs: bool = False
     top_logprobs: bool = False
-    stop_strings: bool = False
 
     def __or__(self, other: Features) -> Features:
         mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)

@@ -92,19 +92,25 @@ class Rejections(NamedTuple):
 class Report(NamedTuple):
     """The buffers of one chunk; None is what the plan does not ask for.
 
-    C is the number of tokens that a slot can emit in a chunk, rounds * (steps + 1).
+    C is the number of tokens that a slot can emit in a chunk, rounds * (steps + 1). Entry k of slot
+    b is about the token at absolute position begin[b] + k.
 
     Attributes:
-      transformed: [B C] log-probability of each emitted token in the transformed distribution;
-        entry k of slot b is the token at absolute position begin[b] + k.
-      counts: [R B] tokens emitted per round; 0 where a slot was not running, and in rounds that did
-        not run.
+      logprobs: [B C] log-probability of each emitted token in the temperature-scaled distribution.
+      counts: [R B] tokens emitted per round, after stop tokens and limits; 0 where a slot was not
+        running, and in rounds that did not run.
+      accepted: [R B] drafts that the walk accepted, before stop tokens and limits cut it; -1 where
+        the slot was not running or does not speculate, and in rounds that did not run. Plain
+        decoding accepts 0.
+      transformed: [B C] as `logprobs`, in the transformed distribution.
     """
 
-    transformed: Float[Array, "B C"] | None
-    top: TopLogprobs | None
-    rejections: Rejections | None
-    counts: Int[Array, "R B"] | None = None
+    logprobs: Float[Array, "B C"]
+    counts: Int[Array, "R B"]
+    accepted: Int[Array, "R B"]
+    transformed: Float[Array, "B C"] | None = None
+    top: TopLogprobs | None = None
+    rejections: Rejections | None = None
 
 
 class RoundView(NamedTuple):
@@ -143,14 +149,14 @@ def start(plan: Plan, batch: int, rounds: int) -> Report:
         logprobs = jnp.full((batch, room, top_n), -jnp.inf, jnp.float32)
         both = features.transformed_logprobs
         top = TopLogprobs(ids, logprobs, ids if both else None, logprobs if both else None)
+    number = jnp.zeros((rounds, batch), jnp.int32)
     if plan.telemetry and plan.tree is not None:
-        number = jnp.zeros((rounds, batch), jnp.int32)
         real, flag = number.astype(jnp.float32), number.astype(bool)
         rejections = Rejections(
             number - 1, flag, flag, *[number] * 4, *[real] * 5, *[flag] * 3
         )  # fmt: skip
-    counts = jnp.zeros((rounds, batch), jnp.int32) if features.stop_strings else None
-    return Report(transformed, top, rejections, counts)
+    logprobs = jnp.zeros((batch, room), jnp.float32)
+    return Report(logprobs, number, number - 1, transformed, top, rejections)
 
 
 def write(
@@ -170,20 +176,34 @@ def write(
     def put(buffer, values):
         return put_positions(buffer, values, step.state.length - begin, step.count)
 
-    transformed, top, rejections, counts = report
+    def put_round(buffer, values):
+        return jax.lax.dynamic_update_index_in_dim(buffer, values, round_index, 0)
+
+    temperature = step.state.options.temperature
+    logprobs = sampling.chosen_logprobs(step.path_logits, temperature, step.tokens)
+    transformed, top, rejections = report.transformed, report.top, report.rejections
     if transformed is not None:
         transformed = put(transformed, _logprob_of(step.path_scores, step.tokens))
     if top is not None:
         top = jax.tree.map(jax.vmap(put, (2, 2), 2), top, _top(step, top))
     if rejections is not None:
-        rejections = jax.tree.map(
-            lambda old, new: jax.lax.dynamic_update_index_in_dim(old, new, round_index, 0),
-            rejections,
-            _rejection(plan, step),
-        )
-    if counts is not None:
-        counts = jax.lax.dynamic_update_index_in_dim(counts, step.count, round_index, 0)
-    return Report(transformed, top, rejections, counts)
+        rejections = jax.tree.map(put_round, rejections, _rejection(plan, step))
+    return Report(
+        put(report.logprobs, logprobs),
+        put_round(report.counts, step.count),
+        put_round(report.accepted, _accepted(step)),
+        transformed,
+        top,
+        rejections,
+    )
+
+
+def _accepted(step: RoundView) -> Int[Array, " B"]:
+    """Drafts accepted before the path was cut, -1 where nothing could be."""
+    running = step.state.finish == RUNNING
+    if step.accepted is None:
+        return jnp.where(running, 0, -1)
+    return jnp.where(running & step.state.options.speculate, step.accepted.count - 1, -1)
 
 
 def _logprob_of(scores: Float[Array, "... V"], tokens: Int[Array, "..."]) -> Array:
@@ -240,7 +260,7 @@ def _rejection(plan: Plan, step: RoundView) -> Rejections:
     scaled = jax.nn.softmax(sampling.tempered(end.logits, options.temperature))
     outside_mask, outside_filter = _outside(plan.features, step, end, drafted)
     return Rejections(
-        accepted=jnp.where(ran, end.index, -1),
+        accepted=_accepted(step),
         valid=ran & has_children,
         emitted=step.count > end.index,
         position=state.length + end.index,

@@ -75,18 +75,18 @@ class NoiseRing(NamedTuple):
 
     Attributes:
       rows: [B E V]. until: [B] positions below it have been generated.
-      drawn: rows generated since the ring was made, for the record.
+      drawn: [B] rows generated since the ring was made, for the record.
     """
 
     rows: Float[Array, "B E V"]
     until: Int[Array, " B"]
-    drawn: Int[Array, ""]
+    drawn: Int[Array, " B"]
 
 
 def empty_ring(batch: int, positions: int, vocab: int) -> NoiseRing:
     """A ring in which nothing has been generated."""
     rows = jnp.zeros((batch, positions, vocab), jnp.float32)
-    return NoiseRing(rows, jnp.zeros((batch,), jnp.int32), jnp.int32(0))
+    return NoiseRing(rows, *jnp.zeros((2, batch), jnp.int32))
 
 
 # Rows are drawn a block at a time. A small vocabulary takes all that a round can need at once.
@@ -98,16 +98,17 @@ def refill(
     keys: UInt32[Array, "B 2"],
     root: Int[Array, " B"],
     wanted: Bool[Array, " B"],
+    count: int,
 ) -> NoiseRing:
-    """Generates what is missing of positions root + 1 .. root + E.
+    """Generates what is missing of positions root + 1 .. root + count, count <= E.
 
     The missing rows of all slots are numbered through and drawn in blocks, so that the work grows
     with the tokens that were emitted and not with the slot that emitted most.
     """
     batch, size, vocab = ring.rows.shape
-    block = min(batch * size, max(batch, BLOCK_NUMBERS // vocab))
+    block = min(batch * count, max(batch, BLOCK_NUMBERS // vocab))
     first = jnp.maximum(ring.until, root + 1)
-    missing = jnp.where(wanted, root + 1 + size - first, 0)
+    missing = jnp.where(wanted, jnp.maximum(root + 1 + count - first, 0), 0)
     ends = jnp.cumsum(missing)
 
     def draw(carry):
@@ -122,8 +123,8 @@ def refill(
 
     total = ends[-1]
     _, rows = jax.lax.while_loop(lambda c: c[0] < total, draw, (jnp.int32(0), ring.rows))
-    until = jnp.where(wanted, root + 1 + size, ring.until)
-    return NoiseRing(rows, until, ring.drawn + total)
+    until = jnp.where(missing > 0, first + missing, ring.until)
+    return NoiseRing(rows, until, ring.drawn + missing)
 
 
 def ring_at(ring: NoiseRing, positions: Int[Array, "B R"]) -> Float[Array, "B R V"]:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from specjax.cache import commit_rows, take_path, take_rows
 from specjax.decode import report, rng, sampling
@@ -47,6 +47,7 @@ from specjax.decode.state import (
     RUNNING,
     STOPPED,
     DecodeState,
+    prefix_lengths,
     put_positions,
     take_positions,
 )
@@ -84,13 +85,30 @@ class Side(NamedTuple):
 
     Attributes:
       counts: token counts for penalties, made anew by each chunk; None if nobody asks for them.
-      report: what the chunk tells the host beside tokens: further logprobs, rejections.
+      report: what the chunk tells the host beside tokens.
       begin: [B] lengths at the start of the chunk.
+      hidden: [B R D] states of the roots of plain rounds, for a draft source that will want them.
     """
 
     counts: Counts | None
     report: Report
     begin: Int[Array, " B"]
+    hidden: Float[Array, "B R D"] | None = None
+
+
+class Result(NamedTuple):
+    """What the host reads of a chunk, apart from the state, which the next chunk takes over.
+
+    Attributes:
+      tokens: [B C] emitted, the first length - begin of each row. length, finish: [B] afterwards.
+      rounds: that ran. report: one entry per token, or per round and slot.
+    """
+
+    tokens: Int[Array, "B C"]
+    length: Int[Array, " B"]
+    finish: Int[Array, " B"]
+    rounds: Int[Array, ""]
+    report: Report
 
 
 def spec_round(
@@ -105,7 +123,8 @@ def spec_round(
     root = state.length - 1
     if plan.draws_noise:
         wanted = (state.finish == RUNNING) & (state.options.temperature > 0)
-        state = state._replace(noise=rng.refill(state.noise, state.keys, root, wanted))
+        noise = rng.refill(state.noise, state.keys, root, wanted, plan.steps + 1)
+        state = state._replace(noise=noise)
     context = context_of(state.tokens, state.length, plan.features, side.counts)
     draft = draft_tree(model, draft_params, plan, state, context)
     verified = verify(model, plan, state, draft)
@@ -141,7 +160,8 @@ def commit(
         return x if plan.tree.is_chain else take_path(x, accepted.path)
 
     logits = along_path(verified.logits)
-    cache = commit_rows(state.cache, new_kv, state.length - 1, after=emitted.count)
+    root = state.length - 1
+    cache = commit_rows(state.cache, new_kv, root, after=emitted.count, table=state.table)
     hidden = along_path(verified.hidden)
     memory = plan.source.commit(state.draft, draft.work, hidden, emitted.count)
     noise = None
@@ -172,8 +192,9 @@ def plain_round(
         take_positions(state.tokens, root, 1),
         root[:, None],
         state.cache,
-        prefix_len=root,
+        prefix_len=prefix_lengths(state),
         visible_bits=plain_bits(),
+        table=state.table,
     )
     logits = model.logits(x)
     context = context_of(state.tokens, state.length, plan.features, side.counts)
@@ -185,7 +206,11 @@ def plain_round(
         perturbed = sampling.perturb(transformed, state.options.temperature, noise)
     tokens = jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
     emitted = truncate(state, tokens, jnp.ones_like(state.length))
-    cache = commit_rows(state.cache, new_kv, root, after=tokens[:, 0])
+    cache = commit_rows(state.cache, new_kv, root, after=tokens[:, 0], table=state.table)
+    if side.hidden is not None:
+        hidden = model.draft_hidden(x).astype(side.hidden.dtype)
+        at = (0, index, 0)
+        side = side._replace(hidden=jax.lax.dynamic_update_slice(side.hidden, hidden, at))
     view = RoundView(
         state=state,
         context=context,
@@ -205,14 +230,11 @@ def plain_round(
 def record(
     plan: Plan, state: DecodeState, side: Side, index: Array, view: RoundView, emitted: Emitted
 ) -> tuple[DecodeState, Side]:
-    """Appends the emitted tokens, counts the round, and reports what was asked for.
+    """Appends the emitted tokens, and reports the round.
 
-    The log-probabilities kept beside the tokens are the target's, scaled by temperature alone: what
-    a trainer recomputes. Those after all transforms are the report's.
+    The log-probabilities reported are the target's, scaled by temperature alone: what a trainer
+    recomputes. Those after all transforms are there when asked for.
     """
-    running = (state.finish == RUNNING).astype(jnp.int32)
-    bins = jnp.arange(state.histogram.shape[1])
-    logprobs = sampling.chosen_logprobs(view.path_logits, state.options.temperature, view.tokens)
     counts = side.counts
     if counts is not None:
         counts = add_tokens(counts, view.tokens, emitted.count)
@@ -221,51 +243,61 @@ def record(
     )
     state = state._replace(
         tokens=put_positions(state.tokens, view.tokens, state.length, emitted.count),
-        logprobs=put_positions(state.logprobs, logprobs, state.length, emitted.count),
         length=state.length + emitted.count,
         finish=emitted.finish,
-        rounds=state.rounds + running,
-        histogram=state.histogram + running[:, None] * (bins == emitted.count[:, None]),
     )
     return state, side
 
 
 def run_chunk(
-    one_round,
+    model: Transformer,
+    draft_params,
     plan: Plan,
     state: DecodeState,
     capacity: int,
     max_rounds: Int[Array, ""],
-    leave_early: Bool[Array, ""],
-) -> tuple[DecodeState, Report, Int[Array, ""]]:
-    """Rounds until all slots are done, `max_rounds` are, or (`leave_early`) any slot finishes.
+    leave_at: Int[Array, ""],
+) -> tuple[DecodeState, Result]:
+    """Rounds until all slots are done, `max_rounds` are, or no more than `leave_at` slots run.
 
     Args:
-      one_round: (state, side, index) -> (state, side).
-      capacity: rounds that the report has room for; `max_rounds` is at most that.
-
-    Returns:
-      the state, the report, and the number of rounds that ran.
+      state: as `take_slots` gives it. capacity: rounds that the report has room for; `max_rounds`
+        is at most that.
     """
-    running_at_start = (state.finish == RUNNING).sum()
-    counts = None
+    batch = state.length.shape[0]
+    counts = hidden = None
     if plan.features.penalties:
         prompt_len, vocab = state.options.prompt_len, plan.cfg.vocab_size
         counts = count_tokens(state.tokens, state.length, prompt_len, vocab)
-    batch = state.length.shape[0]
-    side = Side(counts, report.start(plan, batch, capacity), state.length)
+    between = state.draft and state.draft.slots
+    if plan.tree is not None:
+        memory = plan.source.enter(model, draft_params, state, plan.steps)
+        state = state._replace(draft=memory)
+    elif plan.source is not None and plan.source.tail:
+        shape = (batch, capacity, plan.cfg.hidden_size)
+        hidden = jnp.zeros(shape, jnp.dtype(plan.cfg.compute_dtype))
+    side = Side(counts, report.start(plan, batch, capacity), state.length, hidden)
 
     def go_on(carry):
         state, _, rounds = carry
         running = (state.finish == RUNNING).sum()
-        undisturbed = ~leave_early | (
-            running == running_at_start
-        )  # the host can refill a free slot
-        return (running > 0) & (rounds < max_rounds) & undisturbed
+        return (running > leave_at) & (rounds < max_rounds)
 
     def body(carry):
         state, side, rounds = carry
-        return (*one_round(state, side, rounds), rounds + 1)
+        if plan.tree is None:
+            state, side = plain_round(model, plan, state, side, rounds)
+        else:
+            state, side = spec_round(model, draft_params, plan, state, side, rounds)
+        return state, side, rounds + 1
 
     state, side, rounds = jax.lax.while_loop(go_on, body, (state, side, jnp.int32(0)))
-    return state, side.report, rounds
+    if plan.tree is not None:
+        state = state._replace(draft=plan.source.leave(state.draft, between))
+    elif plan.source is not None:
+        count = state.length - side.begin
+        states = jnp.zeros((batch, 0, 0)) if side.hidden is None else side.hidden
+        state = state._replace(draft=plan.source.follow(state.draft, states, count))
+    room = capacity * (plan.steps + 1)
+    tokens = take_positions(state.tokens, side.begin, room)
+    return state, Result(tokens, state.length, state.finish, rounds, side.report)

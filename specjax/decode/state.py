@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Int, UInt32
 
-from specjax.cache import KVCache, empty_cache
+from specjax.cache import KVCache, Table, empty_cache
 from specjax.decode.options import Options, neutral
 from specjax.decode.plan import Plan
 from specjax.decode.rng import NoiseRing, empty_ring
@@ -17,68 +19,113 @@ RUNNING, STOPPED, LENGTH, EMPTY = 0, 1, 2, 3
 
 
 class DecodeState(NamedTuple):
-    """A batch of B slots in the middle of generation.
+    """B slots in the middle of generation, between chunks or within one.
 
     The root of slot b is `tokens[b, length[b] - 1]`: its row is not in the cache yet.
 
     Attributes:
       tokens: [B M] prompt and generated tokens at their absolute positions.
-      logprobs: [B M] the target's temperature-scaled log-probability of each generated token.
       length: [B] tokens known. limit: [B] the length at which the slot ends.
       finish: [B] RUNNING, STOPPED by a stop token, LENGTH reached, or EMPTY.
       keys: [B 2] request keys. options: how each slot is sampled, and its stop tokens.
       cache: the target's keys and values; rows below length - 1 are valid.
-      draft: the draft source's memory; None in plain decoding.
+      draft: the draft source's memory; None without one.
       noise: the ring that drafting and verification share; None unless the mode is `coupled`.
-      rounds: [B] rounds in which the slot was running.
-      histogram: [B steps+2] rounds by number of tokens emitted.
+      table: [B X] the pages of each slot, while a chunk runs; None: slot b has page b.
     """
 
     tokens: Int[Array, "B M"]
-    logprobs: Float[Array, "B M"]
     length: Int[Array, " B"]
     limit: Int[Array, " B"]
     finish: Int[Array, " B"]
     keys: UInt32[Array, "B 2"]
     options: Options
     cache: KVCache
-    draft: Memory
+    draft: Memory | None
     noise: NoiseRing | None
-    rounds: Int[Array, " B"]
-    histogram: Int[Array, "B X"]
+    table: Table = None
 
 
-def cache_slots(plan: Plan, max_len: int) -> int:
-    """Slots of a cache: a commit may write a whole round or window past the longest sequence."""
-    margin = plan.source.margin(plan.steps) if plan.source else 0
-    return max_len + max(plan.steps + 1, margin)
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """The sizes of a state.
+
+    Attributes:
+      slots: sequences. max_len: prompt and generated tokens of one. stop_width: stop tokens that a
+        request may have, the model's own included.
+      pages, page_size: of the caches.
+    """
+
+    slots: int
+    max_len: int
+    stop_width: int
+    pages: int
+    page_size: int
 
 
-def empty_state(plan: Plan, batch: int, max_len: int, stop_width: int) -> DecodeState:
-    """A batch of empty slots.
+def margin(plan: Plan) -> int:
+    """Positions past the longest sequence that a commit or a draft source may write to."""
+    return max(plan.steps + 1, plan.source.margin(plan.steps) if plan.source else 0)
+
+
+def empty_state(plan: Plan, room: Room) -> DecodeState:
+    """Empty slots.
 
     Args:
-      plan: plain decoding keeps neither draft memory nor noise.
-      stop_width: stop tokens that a request may have, the model's own included.
+      plan: the one with the most steps of those that will be used.
     """
-    cfg, slots = plan.cfg, cache_slots(plan, max_len)
-    noise = None
+    cfg, batch = plan.cfg, room.slots
+    noise = draft = None
     if plan.tree and plan.mode == "coupled":
         noise = empty_ring(batch, plan.steps + 1, cfg.vocab_size)
+    if plan.source:
+        cache = plan.source.empty_cache(room.pages, room.page_size)
+        draft = Memory(cache, plan.source.empty_slots(batch, plan.steps))
     return DecodeState(
-        tokens=jnp.zeros((batch, max_len), jnp.int32),
-        logprobs=jnp.zeros((batch, max_len), jnp.float32),
+        tokens=jnp.zeros((batch, room.max_len), jnp.int32),
         length=jnp.ones((batch,), jnp.int32),
         limit=jnp.ones((batch,), jnp.int32),
         finish=jnp.full((batch,), EMPTY, jnp.int32),
         keys=jnp.zeros((batch, 2), jnp.uint32),
-        options=neutral(batch, cfg.vocab_size, stop_width),
-        cache=empty_cache(cfg, batch, slots, cfg.num_layers, cfg.scan_layers),
-        draft=plan.source.empty(batch, slots, plan.steps) if plan.tree else None,
+        options=neutral(batch, cfg.vocab_size, room.stop_width),
+        cache=empty_cache(cfg, room.pages, room.page_size, cfg.num_layers, cfg.scan_layers),
+        draft=draft,
         noise=noise,
-        rounds=jnp.zeros((batch,), jnp.int32),
-        histogram=jnp.zeros((batch, plan.steps + 2), jnp.int32),
     )
+
+
+def prefix_lengths(state: DecodeState) -> Int[Array, " B"]:
+    """How much of the cache a round reads; a slot that does not run must cost nobody time."""
+    return jnp.where(state.finish == RUNNING, state.length - 1, 0)
+
+
+def per_slot(state: DecodeState) -> DecodeState:
+    """Only what has slots in front: without the caches' pages."""
+    draft = state.draft and state.draft._replace(cache=None)
+    return state._replace(cache=None, draft=draft, table=None)
+
+
+def take_slots(
+    state: DecodeState, slots: Int[Array, " b"], active: Bool[Array, " b"], table: Table
+) -> DecodeState:
+    """Some slots as a batch of their own, with all pages.
+
+    Args:
+      active: False: this one must not run, whatever it was doing.
+      table: of these slots.
+    """
+    here = jax.tree.map(lambda x: x[slots], per_slot(state))
+    finish = jnp.where(active, here.finish, jnp.maximum(here.finish, STOPPED))
+    draft = state.draft and here.draft._replace(cache=state.draft.cache)
+    return here._replace(cache=state.cache, draft=draft, finish=finish, table=table)
+
+
+def put_slots(state: DecodeState, here: DecodeState, slots: Int[Array, " b"]) -> DecodeState:
+    """The whole state after `take_slots` and a chunk; the pages are those of `here`."""
+    both = per_slot(state), per_slot(here)
+    out = jax.tree.map(lambda x, new: x.at[slots].set(new.astype(x.dtype)), *both)
+    draft = here.draft and out.draft._replace(cache=here.draft.cache)
+    return out._replace(cache=here.cache, draft=draft)
 
 
 def take_positions(x: Array, start: Int[Array, " B"], count: int) -> Array:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from specjax.cache import KVCache
 from specjax.decode.draft import Draft
 from specjax.decode.plan import Plan
-from specjax.decode.state import DecodeState
+from specjax.decode.state import DecodeState, prefix_lengths
 from specjax.models.transformer import Transformer
 
 
@@ -39,8 +39,9 @@ def verify(model: Transformer, plan: Plan, state: DecodeState, draft: Draft) -> 
         draft.tokens,
         root[:, None] + shape.depth,
         state.cache,
-        prefix_len=root,
+        prefix_len=prefix_lengths(state),
         visible_bits=shape.bits,
         by_position=(shape.path_rows, shape.depth) if plan.invariant else None,
+        table=state.table,
     )
     return Verified(model.logits(x), model.draft_hidden(x), rows)

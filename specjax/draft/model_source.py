@@ -9,6 +9,7 @@ nodes of the tree then run level by level against that cache and against the lev
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
@@ -16,24 +17,24 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from specjax.cache import KVCache, commit_rows, empty_cache
+from specjax.cache import KVCache, Table, commit_rows, empty_cache, page_bytes
 from specjax.config import ModelConfig
-from specjax.decode.state import take_positions
+from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits
-from specjax.draft.source import Level
+from specjax.draft.source import Level, Memory
 from specjax.models.transformer import Params, Transformer, graphdef
 
+ABSORBED = 32  # rows that the draft model takes in at a time when it catches up
 
-class ModelMemory(NamedTuple):
-    """What the draft model remembers between rounds.
+
+class ModelSlots(NamedTuple):
+    """What the draft model remembers of each slot.
 
     Attributes:
-      cache: its keys and values; rows below length - pending are valid.
       pending: [B] the last tokens, root included, whose rows are not in the cache yet: those that
-        the last round emitted, at least 1 and at most steps + 1.
+        were emitted since it last ran, at least 1. Rows below length - pending are valid.
     """
 
-    cache: KVCache
     pending: Int[Array, " B"]
 
 
@@ -43,11 +44,13 @@ class _Work(NamedTuple):
     Attributes:
       cache: with the rows up to the root committed. root: [B] its position.
       scratch: keys and values [.. B K total H] of the tree rows run so far.
+      table: of the cache's pages.
     """
 
     cache: KVCache
     root: Int[Array, " B"]
     scratch: KVCache
+    table: Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,35 +66,82 @@ class ModelSource:
     cfg: ModelConfig
     vocab: int
 
+    @property
+    def tail(self) -> int:
+        return 0
+
+    @property
+    def looks_around(self) -> bool:
+        return False
+
     def margin(self, steps: int) -> int:
-        return steps + 1
+        return max(steps + 1, ABSORBED)
 
-    def empty(self, batch: int, slots: int, steps: int) -> ModelMemory:
-        cache = empty_cache(self.cfg, batch, slots, self.cfg.num_layers, self.cfg.scan_layers)
-        return ModelMemory(cache, jnp.ones((batch,), jnp.int32))
+    def page_bytes(self, size: int) -> int:
+        return page_bytes(self.cfg, size, self.cfg.num_layers)
 
-    def prefill(self, model, params, steps, tokens, lengths, hidden) -> ModelMemory:
-        """The root's row is computed here as well, and again by the first round."""
-        _, cache = self._draft(params).prefill(tokens, lengths)
-        return ModelMemory(cache, jnp.ones_like(lengths))
+    def empty_cache(self, pages: int, size: int) -> KVCache:
+        return empty_cache(self.cfg, pages, size, self.cfg.num_layers, self.cfg.scan_layers)
+
+    def empty_slots(self, batch: int, steps: int) -> ModelSlots:
+        return ModelSlots(jnp.ones((batch,), jnp.int32))
+
+    def prefill(self, model, params, cache, tokens, start, hidden, table) -> KVCache:
+        x, rows = self._run(params, cache, tokens, start, table)
+        within = math.gcd(tokens.shape[1], jax.tree.leaves(cache)[0].shape[-2])
+        return commit_rows(cache, rows, start, after=_after(x), table=table, run=within)
+
+    def start(self, tokens, prompt_len, states) -> ModelSlots:
+        return ModelSlots(jnp.ones_like(prompt_len))
+
+    def enter(self, model, params, state, steps: int) -> Memory:
+        """Takes in tokens until no slot has more of them than a round emits."""
+        running = state.finish == RUNNING
+
+        def behind(memory):
+            return (running & (memory.slots.pending > steps + 1)).any()
+
+        def absorb(memory):
+            pending = memory.slots.pending
+            start = state.length - pending
+            tokens = take_positions(state.tokens, start, ABSORBED)
+            x, rows = self._run(params, memory.cache, tokens, start, state.table)
+            cache = commit_rows(memory.cache, rows, start, after=_after(x), table=state.table)
+            taken = jnp.where(running, jnp.clip(pending - 1, 0, ABSORBED), 0)
+            return Memory(cache, ModelSlots(pending - taken))
+
+        return jax.lax.while_loop(behind, absorb, state.draft)
+
+    def leave(self, memory: Memory, between: ModelSlots) -> Memory:
+        return memory
+
+    def follow(self, memory: Memory, hidden, count) -> Memory:
+        return memory._replace(slots=ModelSlots(memory.slots.pending + count))
 
     def extend(self, model, params, state, steps: int, total: int):
         """Runs a window of steps + 1 tokens; rows past the pending ones are seen by nobody."""
-        draft, memory = self._draft(params), state.draft
-        window, start = steps + 1, state.length - memory.pending
-        x, rows = draft.decode(
-            take_positions(state.tokens, start, window),
-            start[:, None] + jnp.arange(window),
-            memory.cache,
-            start,
-            chain_bits(window),
-        )
-        x = jnp.take_along_axis(x, (memory.pending - 1)[:, None, None], axis=1)
-        cache = commit_rows(memory.cache, rows, start, after=jnp.argmax(x[:, 0], axis=-1))
+        draft, (cache, (pending,)) = self._draft(params), state.draft
+        window, start = steps + 1, state.length - pending
+        tokens = take_positions(state.tokens, start, window)
+        x, rows = self._run(params, cache, tokens, start, state.table)
+        x = jnp.take_along_axis(x, (pending - 1)[:, None, None], axis=1)
+        cache = commit_rows(cache, rows, start, after=_after(x), table=state.table)
         scratch = jax.tree.map(
             lambda r: jnp.zeros((*r.shape[:-2], total, r.shape[-1]), r.dtype), rows
         )
-        return self._fit(draft.logits(x)), _Work(cache, state.length - 1, scratch)
+        return self._fit(draft.logits(x)), _Work(cache, state.length - 1, scratch, state.table)
+
+    def _run(self, params, cache: KVCache, tokens, start, table):
+        """The draft model over consecutive tokens that begin at `start` [B]."""
+        count = tokens.shape[1]
+        return self._draft(params).decode(
+            tokens,
+            start[:, None] + jnp.arange(count),
+            cache,
+            start,
+            chain_bits(count),
+            table=table,
+        )
 
     def step(self, model, params, work: _Work, level: Level):
         """One level against the cache, the root included, and the levels before."""
@@ -104,11 +154,13 @@ class ModelSource:
             work.root + 1,
             level.visible,
             scratch=(work.scratch, level.offset),
+            table=work.table,
         )
         return self._fit(draft.logits(x)), work._replace(scratch=scratch)
 
-    def commit(self, memory: ModelMemory, work: _Work, hidden, count) -> ModelMemory:
-        return ModelMemory(work.cache, jnp.where(count > 0, count, memory.pending))
+    def commit(self, memory: Memory, work: _Work, hidden, count) -> Memory:
+        pending = jnp.where(count > 0, count, memory.slots.pending)
+        return Memory(work.cache, ModelSlots(pending))
 
     def _draft(self, params: Params) -> Transformer:
         return nnx.merge(graphdef(self.cfg, self.cfg.decode_layout), params)
@@ -119,3 +171,8 @@ class ModelSource:
         if missing <= 0:
             return logits[..., : self.vocab]
         return jnp.pad(logits, [(0, 0)] * 2 + [(0, missing)], constant_values=-jnp.inf)
+
+
+def _after(x: Float[Array, "B T D"]) -> Int[Array, " B"]:
+    """Numbers >= 0 that depend on x, for `commit_rows`."""
+    return jnp.argmax(x[:, 0], axis=-1)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from specjax.cache import KVCache
+from specjax.cache import Table
 from specjax.config import ModelConfig
 from specjax.kernels import dispatch
 from specjax.models.layers import INIT_STD, Block, dense, rms_norm
@@ -78,12 +78,14 @@ class MTPHead(nnx.Module):
         prefix_len: Int[Array, " B"],
         visible_bits: Array,
         scratch: tuple[tuple[Array, Array], int] | None = None,
+        table: Table = None,
     ):
         """Module `index` over T rows against its cache, and the scratch rows that came before.
 
         Args:
           visible_bits: numbers the scratch rows first, then the T rows themselves.
           scratch: buffers of keys and values [B K total H], and how many rows they hold so far.
+          table: the pages of each sequence, see `specjax.cache`.
 
         Returns:
           states for the head [B T D], states to recycle [B T D], keys and values: of the T rows,
@@ -96,32 +98,9 @@ class MTPHead(nnx.Module):
         kv = (k, v)
         if scratch is not None:
             kv, (k, v) = append_rows(*scratch, kv)
-        attended = dispatch.tree_attention(q, k, v, *cache, prefix_len, visible_bits)
+        attended = dispatch.tree_attention(q, k, v, *cache, prefix_len, visible_bits, table)
         normed, recycled = module.outputs(module.layer.finish(x, attended))
         return normed, recycled, kv
-
-    def prefill(
-        self, hidden: Float[Array, "B S D"], embedded: Float[Array, "B S D"], lengths: Array
-    ) -> KVCache:
-        """Keys and values of every module for rows 0..S-1; row j holds (h_j, e(x_{j+1})).
-
-        Args:
-          hidden: the target's states. embedded: embeddings of the prompt, not shifted.
-          lengths: prompt lengths [B]; rows past them are garbage that no query will see.
-        """
-        b, s, _ = hidden.shape
-        positions = jnp.broadcast_to(jnp.arange(s), (b, s))
-        segments = (positions < lengths[:, None]).astype(jnp.int32)
-        keys, values = [], []
-        for step, module in enumerate(self.blocks):
-            shifted = jnp.roll(embedded, -(step + 1), axis=1)
-            x = module.inputs(hidden, shifted)
-            q, k, v = module.layer.qkv(x, *rope_tables(self.cfg, positions + step))
-            attended = dispatch.causal_attention(q, k, v, segments)
-            _, hidden = module.outputs(module.layer.finish(x, attended))
-            keys.append(k)
-            values.append(v)
-        return KVCache(tuple(keys), tuple(values))
 
     def unroll(
         self,

@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from specjax.cache import KVCache, commit_rows, empty_cache
+from specjax.cache import KVCache, Table, commit_rows, empty_cache, page_bytes
 from specjax.config import ModelConfig
-from specjax.decode.state import take_positions
+from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits
 from specjax.draft.mtp import head_graphdef
-from specjax.draft.source import Level, take_parents
+from specjax.draft.source import Level, Memory, take_parents
 from specjax.models.transformer import lm_logits
 
+WINDOW = 128  # target states that a slot remembers while plain decoding runs
+ABSORBED = 32  # rows that the head takes in at a time when it catches up
 
-class HeadMemory(NamedTuple):
-    """What the head remembers between rounds.
+
+class HeadSlots(NamedTuple):
+    """What the head remembers of each slot.
+
+    Slot j of its cache holds the row (h_j, e(x_{j+1})), counted without the positions skipped.
 
     Attributes:
-      cache: one cache layer per MTP module; slot j holds the row (h_j, e(x_{j+1})).
-      hidden: [B W D] target states of the rows not yet in the cache, W = steps + mtp_num_layers.
-        The first mtp_num_layers - 1 repeat rows of earlier rounds: module s lags s tokens behind.
-      pending: [B] how many rows after those are valid: the tokens emitted last round.
+      hidden: [B W D] target states of the rows not yet in the cache. The first mtp_num_layers - 1
+        repeat rows that are: module s lags s tokens behind.
+      pending: [B] how many rows after those are valid.
+      skipped: [B] positions that are missing in the cache: plain decoding ran for longer than W.
     """
 
-    cache: KVCache
     hidden: Float[Array, "B W D"]
     pending: Int[Array, " B"]
+    skipped: Int[Array, " B"]
 
 
 class _Work(NamedTuple):
@@ -39,6 +46,7 @@ class _Work(NamedTuple):
 
     Attributes:
       cache: with the accepted rows committed. slot: [B] last committed row.
+      position: [B] of that row in the sequence. table: of the cache's pages.
       recycled: [B R D] the head's states at the rows last run, which stand for the target's.
       scratch: keys and values [B K total H] of the rows expanded so far; those from `start` on
         (a python integer) are of the module that runs now.
@@ -46,9 +54,20 @@ class _Work(NamedTuple):
 
     cache: KVCache
     slot: Int[Array, " B"]
+    position: Int[Array, " B"]
+    table: Table
     recycled: Float[Array, "B R D"]
     scratch: tuple[Array, Array]
     start: int = 0
+
+
+class _Pass(NamedTuple):
+    """The modules over a run of rows: states for the language-model head and states to recycle of
+    the first module [B T D], and every module's keys and values."""
+
+    normed: Array
+    recycled: Array
+    rows: KVCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,28 +76,95 @@ class MTPSource:
 
     cfg: ModelConfig
 
-    def margin(self, steps: int) -> int:
-        return steps + self.cfg.mtp_num_layers
+    @property
+    def tail(self) -> int:
+        return self.cfg.mtp_num_layers
 
-    def empty(self, batch: int, slots: int, steps: int) -> HeadMemory:
+    @property
+    def looks_around(self) -> bool:
+        return False
+
+    def margin(self, steps: int) -> int:
+        return max(steps, ABSORBED) + self.cfg.mtp_num_layers
+
+    def page_bytes(self, size: int) -> int:
+        return page_bytes(self.cfg, size, self.cfg.mtp_num_layers)
+
+    def empty_cache(self, pages: int, size: int) -> KVCache:
+        return empty_cache(self.cfg, pages, size, self.cfg.mtp_num_layers, stacked=False)
+
+    def empty_slots(self, batch: int, steps: int) -> HeadSlots:
         cfg = self.cfg
-        window = steps + cfg.mtp_num_layers
-        return HeadMemory(
-            cache=empty_cache(cfg, batch, slots, cfg.mtp_num_layers, stacked=False),
+        window = max(steps, WINDOW) + cfg.mtp_num_layers
+        return HeadSlots(
             hidden=jnp.zeros((batch, window, cfg.hidden_size), jnp.dtype(cfg.compute_dtype)),
             pending=jnp.ones((batch,), jnp.int32),
+            skipped=jnp.zeros((batch,), jnp.int32),
         )
 
-    def prefill(self, model, params, steps, tokens, lengths, hidden) -> HeadMemory:
+    def prefill(self, model, params, cache, tokens, start, hidden, table) -> KVCache:
+        """Rows whose tokens are not known yet are garbage, until `extend` comes past them."""
+        count = hidden.shape[1]
+        shifted = [tokens[:, 1 + s : 1 + s + count] for s in range(self.cfg.mtp_num_layers)]
+        run = self._run(model, params, cache, hidden, shifted, start, start, table)
+        within = math.gcd(count, cache.k[0].shape[-2])
+        return commit_rows(
+            cache, run.rows, start, after=_after(run.normed), table=table, run=within
+        )
+
+    def start(self, tokens, prompt_len, states) -> HeadSlots:
         """The first round extends the head over one row, the state before the root; the rows
         before it in the window repeat what the cache holds already."""
-        modules = self.cfg.mtp_num_layers
-        index = lengths[:, None] - 1 - modules + jnp.arange(steps + modules)
-        index = jnp.clip(index, 0, hidden.shape[1] - 1)
-        return HeadMemory(
-            cache=self._head(params).prefill(hidden, model.embed_tokens(tokens), lengths),
-            hidden=jnp.take_along_axis(hidden, index[..., None], axis=1),
-            pending=jnp.ones_like(lengths),
+        ones = jnp.ones_like(prompt_len)
+        return HeadSlots(states, ones, 0 * ones)
+
+    def enter(self, model, params, state, steps: int) -> Memory:
+        """Takes in rows until no slot has more of them than a round emits."""
+        memory, lag = state.draft, self.cfg.mtp_num_layers - 1
+        running, width = state.finish == RUNNING, memory.slots.hidden.shape[1]
+        count = min(ABSORBED + lag, width)
+
+        def behind(memory):
+            return (running & (memory.slots.pending > steps + 1)).any()
+
+        def absorb(memory):
+            slots = memory.slots
+            run, slot = self._over_window(model, params, state, memory, count)
+            cache = commit_rows(
+                memory.cache, run.rows, slot, after=_after(run.normed), table=state.table
+            )
+            taken = jnp.where(running, jnp.clip(slots.pending - 1, 0, count - lag), 0)
+            index = jnp.minimum(taken[:, None] + jnp.arange(width), width - 1)
+            hidden = jnp.take_along_axis(slots.hidden, index[..., None], axis=1)
+            return Memory(cache, HeadSlots(hidden, slots.pending - taken, slots.skipped))
+
+        memory = jax.lax.while_loop(behind, absorb, memory)
+        window = memory.slots.hidden[:, : steps + lag + 1]
+        return memory._replace(slots=memory.slots._replace(hidden=window))
+
+    def leave(self, memory: Memory, between: HeadSlots) -> Memory:
+        slots = memory.slots
+        room = between.hidden.shape[1] - slots.hidden.shape[1]
+        hidden = jnp.pad(slots.hidden, ((0, 0), (0, room), (0, 0)))
+        return memory._replace(slots=slots._replace(hidden=hidden))
+
+    def follow(self, memory: Memory, hidden, count) -> Memory:
+        """Appends the states. Where they do not fit the earliest are dropped: a hole in the
+        head's cache, which is closed up, and costs acceptance but no token."""
+        slots, lag = memory.slots, self.cfg.mtp_num_layers - 1
+        width, known = slots.hidden.shape[1], lag + slots.pending
+        dropped = jnp.maximum(known + count - width, 0)
+        at = dropped[:, None] + jnp.arange(width)
+        behind = width + at - known[:, None]
+        index = jnp.where(at < known[:, None], at, behind)
+        index = jnp.minimum(index, width + hidden.shape[1] - 1)
+        both = jnp.concatenate([slots.hidden, hidden.astype(slots.hidden.dtype)], axis=1)
+        return memory._replace(
+            slots=HeadSlots(
+                hidden=jnp.take_along_axis(both, index[..., None], axis=1),
+                pending=slots.pending + count - dropped,
+                skipped=slots.skipped + jnp.maximum(dropped - lag, 0),
+            )
         )
 
     def extend(self, model, params, state, steps: int, total: int):
@@ -86,35 +172,51 @@ class MTPSource:
 
         The window's last valid row is the prediction at the root.
         """
-        head, memory = self._head(params), state.draft
-        modules, window = self.cfg.mtp_num_layers, memory.hidden.shape[1]
-        lag = modules - 1
-        first = state.length - 1 - memory.pending - lag
-        slot = jnp.maximum(first, 0)
-        hidden, rows, frontier = memory.hidden, [], None
-        last = (lag + memory.pending - 1)[:, None, None]
-        for index in range(modules):
-            positions = first[:, None] + jnp.arange(window)
-            embedded = model.embed_tokens(take_positions(state.tokens, first + 1 + index, window))
+        memory = state.draft
+        slots, lag = memory.slots, self.cfg.mtp_num_layers - 1
+        run, slot = self._over_window(model, params, state, memory, slots.hidden.shape[1])
+        last = (lag + slots.pending - 1)[:, None, None]
+        normed, recycled = (
+            jnp.take_along_axis(x, last, axis=1) for x in (run.normed, run.recycled)
+        )
+        batch, kv_heads, _, width = run.rows.k[0].shape
+        empty = jnp.zeros((batch, kv_heads, total, width), run.rows.k[0].dtype)
+        cache = commit_rows(memory.cache, run.rows, slot, table=state.table)
+        end = state.length - 2
+        work = _Work(cache, end - slots.skipped, end, state.table, recycled, (empty, empty))
+        return lm_logits(normed, model.head_weight()), work
+
+    def _over_window(self, model, params, state, memory: Memory, count: int):
+        """Every module over the first `count` rows of the window, and where they belong."""
+        slots = memory.slots
+        first = state.length - 1 - slots.pending - (self.cfg.mtp_num_layers - 1)
+        tokens = [
+            take_positions(state.tokens, first + 1 + s, count)
+            for s in range(self.cfg.mtp_num_layers)
+        ]
+        slot = jnp.maximum(first, 0) - slots.skipped
+        run = self._run(
+            model, params, memory.cache, slots.hidden[:, :count], tokens, first, slot, state.table
+        )
+        return run, slot
+
+    def _run(self, model, params, cache, hidden, tokens, first, slot, table) -> _Pass:
+        """Every module over T rows whose positions follow `first` [B]; each sees `slot` rows.
+
+        Args:
+          tokens: [B T] per module, those that follow the rows.
+        """
+        head, count = self._head(params), hidden.shape[1]
+        positions = first[:, None] + jnp.arange(count)
+        bits, rows, outputs = chain_bits(count), [], None
+        for s, following in enumerate(tokens):
+            embedded = model.embed_tokens(following)
             normed, hidden, kv = head.decode(
-                index,
-                hidden,
-                embedded,
-                positions + index,
-                memory.cache.layer(index),
-                slot,
-                chain_bits(window),
+                s, hidden, embedded, positions + s, cache.layer(s), slot, bits, table=table
             )
             rows.append(kv)
-            if index == 0:
-                frontier = [jnp.take_along_axis(x, last, axis=1) for x in (normed, hidden)]
-        new = KVCache(tuple(k for k, _ in rows), tuple(v for _, v in rows))
-        normed, recycled = frontier
-        batch, kv_heads, _, width = rows[0][0].shape
-        empty = jnp.zeros((batch, kv_heads, total, width), rows[0][0].dtype)
-        cache = commit_rows(memory.cache, new, slot)
-        work = _Work(cache, state.length - 2, recycled, (empty, empty))
-        return lm_logits(normed, model.head_weight()), work
+            outputs = outputs or (normed, hidden)
+        return _Pass(*outputs, KVCache(tuple(k for k, _ in rows), tuple(v for _, v in rows)))
 
     def step(self, model, params, work: _Work, level: Level):
         """Module min(step, last) over one level; only the last module sees earlier levels."""
@@ -123,7 +225,7 @@ class MTPSource:
         start = level.offset if level.step == index else work.start
         # Module s > 0 has no base row past slot - s: those rows need tokens not yet known.
         prefix = work.slot + 1 if index == 0 else work.slot - (index - 1)
-        positions = jnp.broadcast_to((work.slot + level.step)[:, None], level.tokens.shape)
+        positions = jnp.broadcast_to((work.position + level.step)[:, None], level.tokens.shape)
         normed, recycled, scratch = self._head(params).decode(
             index,
             take_parents(work.recycled, level.parents),
@@ -133,30 +235,39 @@ class MTPSource:
             jnp.maximum(prefix, 0),
             _rows_from(level.visible, start),
             (work.scratch, level.offset),
+            work.table,
         )
         work = work._replace(recycled=recycled, scratch=scratch, start=start)
         return lm_logits(normed, model.head_weight()), work
 
-    def commit(self, memory: HeadMemory, work: _Work, hidden, count) -> HeadMemory:
-        running = count > 0
-        window = _pending_window(memory, hidden)
-        return HeadMemory(
-            cache=work.cache,
-            hidden=jnp.where(running[:, None, None], window, memory.hidden),
-            pending=jnp.where(running, count, memory.pending),
+    def commit(self, memory: Memory, work: _Work, hidden, count) -> Memory:
+        slots, running = memory.slots, count > 0
+        window = _pending_window(slots, hidden)
+        return Memory(
+            work.cache,
+            HeadSlots(
+                hidden=jnp.where(running[:, None, None], window, slots.hidden),
+                pending=jnp.where(running, count, slots.pending),
+                skipped=slots.skipped,
+            ),
         )
 
     def _head(self, params):
         return nnx.merge(head_graphdef(self.cfg), params)
 
 
-def _pending_window(memory: HeadMemory, hidden: Float[Array, "B E D"]) -> Array:
+def _after(x: Array) -> Int[Array, " B"]:
+    """Numbers >= 0 that depend on x [B T D], for `commit_rows`."""
+    return jnp.argmax(x[:, 0], axis=-1)
+
+
+def _pending_window(slots: HeadSlots, hidden: Float[Array, "B E D"]) -> Array:
     """The rows that the head will extend over: the last few valid ones, then the new ones."""
-    lag = memory.hidden.shape[1] - hidden.shape[1]
+    lag = slots.hidden.shape[1] - hidden.shape[1]
     if not lag:
         return hidden
-    old_first = memory.pending[:, None] + jnp.arange(lag)  # last `lag` valid rows of the window
-    carried = jnp.take_along_axis(memory.hidden, old_first[..., None], axis=1)
+    old_first = slots.pending[:, None] + jnp.arange(lag)  # last `lag` valid rows of the window
+    carried = jnp.take_along_axis(slots.hidden, old_first[..., None], axis=1)
     return jnp.concatenate([carried, hidden], axis=1)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specjax.decode.state import EMPTY, take_positions
-from specjax.draft.source import Level, take_parents
+from specjax.draft.source import Level, Memory, take_parents
 
 OCCURRENCES = 32  # earlier places that speak for the continuations of a row at most
 OTHERS = 7  # sibling slots searched at most, the longest first
@@ -30,7 +30,7 @@ PER_TOKEN = 16.0  # how much more a continuation weighs per token of its match
 HALF_FULL = 6.0  # occurrences that count for half of what infinitely many would
 
 
-class NgramMemory(NamedTuple):
+class NgramSlots(NamedTuple):
     """`group`: [B 2] a hash of the slot's prompt; 0 0 before there is one."""
 
     group: UInt32[Array, "B 2"]
@@ -76,14 +76,40 @@ class NgramSource:
                 f"{self.shortest} and {self.longest}"
             )
 
+    @property
+    def tail(self) -> int:
+        return 0
+
+    @property
+    def looks_around(self) -> bool:
+        return self.siblings
+
     def margin(self, steps: int) -> int:
         return 0
 
-    def empty(self, batch: int, slots: int, steps: int) -> NgramMemory:
-        return NgramMemory(jnp.zeros((batch, 2), jnp.uint32))
+    def page_bytes(self, size: int) -> int:
+        return 0
 
-    def prefill(self, model, params, steps, tokens, lengths, hidden) -> NgramMemory:
-        return NgramMemory(prompt_hash(tokens, lengths))
+    def empty_cache(self, pages: int, size: int) -> None:
+        return None
+
+    def empty_slots(self, batch: int, steps: int) -> NgramSlots:
+        return NgramSlots(jnp.zeros((batch, 2), jnp.uint32))
+
+    def prefill(self, model, params, cache, tokens, start, hidden, table) -> None:
+        return None
+
+    def start(self, tokens, prompt_len, states) -> NgramSlots:
+        return NgramSlots(prompt_hash(tokens, prompt_len))
+
+    def enter(self, model, params, state, steps: int) -> Memory:
+        return state.draft
+
+    def leave(self, memory: Memory, between: NgramSlots) -> Memory:
+        return memory
+
+    def follow(self, memory: Memory, hidden, count) -> Memory:
+        return memory
 
     def extend(self, model, params, state, steps: int, total: int):
         tokens, first, length = self._searched(state)
@@ -103,7 +129,7 @@ class NgramSource:
         work = work._replace(match=self._append(match, work.tokens, level.tokens))
         return self._logits(work), work
 
-    def commit(self, memory: NgramMemory, work: _Work, hidden, count) -> NgramMemory:
+    def commit(self, memory: Memory, work: _Work, hidden, count) -> Memory:
         return memory
 
     def _searched(self, state) -> tuple[Array, Array, Array]:
@@ -162,7 +188,7 @@ def may_search(state) -> Bool[Array, "B B"]:
     is everything from before a reset: what was drawn with a request's own noise must not decide
     what it is offered, or p/q acceptance would be biased.
     """
-    group, keys = state.draft.group, state.keys
+    group, keys = state.draft.slots.group, state.keys
     related = (group[:, None] == group).all(-1) & (group != 0).any(-1)
     return related & (keys[:, None] != keys).any(-1) & (state.finish != EMPTY)
 

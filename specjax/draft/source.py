@@ -11,8 +11,22 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-Memory = Any  # what a source keeps per slot between rounds: arrays with the slots in front
+from specjax.cache import KVCache, Table
+
+Slots = Any  # what a source keeps per slot: arrays with the slots in front
 Work = Any  # what it hands from one step of a round to the next
+
+
+class Memory(NamedTuple):
+    """What a source keeps between rounds.
+
+    Attributes:
+      cache: its own keys and values, paged by the tables of the target's; None without any.
+      slots: everything else.
+    """
+
+    cache: KVCache | None
+    slots: Slots
 
 
 class Level(NamedTuple):
@@ -42,26 +56,67 @@ class Level(NamedTuple):
 class DraftSource(Protocol):
     """Proposes tokens. Implementations are frozen dataclasses.
 
-    In a round `extend` is called once, `step` once per further level, `commit` once. Shapes: B
-    slots, R rows of a level, V the target's vocabulary, D its width, E = steps + 1.
+    A sequence comes in by `prefill` (its prompt, piece by piece) and `start` (into a slot). A chunk
+    of rounds begins with `enter` and ends with `leave`, so that the next one may use another
+    strategy; in a round `extend` is called once, `step` once per further level, `commit` once.
+    After a chunk of plain decoding there is `follow` alone. Shapes: B slots, R rows, V the target's
+    vocabulary, D its width, E = steps + 1.
+
+    Attributes:
+      tail: how many of the target's states, up to that of the token before the root, `start` needs.
+      looks_around: drafts for one slot from the tokens of others.
     """
 
-    def margin(self, steps: int) -> int:
-        """Cache slots past the longest sequence that this source may write to."""
+    tail: int
+    looks_around: bool
 
-    def empty(self, batch: int, slots: int, steps: int) -> Memory:
-        """Memory of `batch` empty slots; a cache has `slots` rows per slot."""
+    def margin(self, steps: int) -> int:
+        """Positions past the longest sequence that this source may write to."""
+
+    def page_bytes(self, size: int) -> int:
+        """Bytes of a page of `size` positions."""
+
+    def empty_cache(self, pages: int, size: int) -> KVCache | None:
+        """A cache of pages with `size` positions."""
+
+    def empty_slots(self, batch: int, steps: int) -> Slots:
+        """Empty slots, as they are between chunks of up to `steps` steps."""
 
     def prefill(
         self,
         model,
         params,
-        steps: int,
-        tokens: Int[Array, "R P"],
-        lengths: Int[Array, " R"],
-        hidden: Float[Array, "R P D"],
+        cache: KVCache | None,
+        tokens: Int[Array, "R N"],
+        start: Int[Array, " R"],
+        hidden: Float[Array, "R T D"],
+        table: Table,
+    ) -> KVCache | None:
+        """Takes in positions start .. start + T - 1 of R prompts, of which those before are known.
+
+        Args:
+          tokens: from `start` on, N = T + tail of them; what is not known yet is arbitrary.
+        """
+
+    def start(
+        self, tokens: Int[Array, "R P"], prompt_len: Int[Array, " R"], states: Array
+    ) -> Slots:
+        """Slots of R sequences at their beginning.
+
+        Args:
+          tokens: the first `prompt_len` are the prompt. states: [R tail D].
+        """
+
+    def enter(self, model, params, state, steps: int) -> Memory:
+        """Memory for rounds of `steps` steps: catches up with whatever was emitted."""
+
+    def leave(self, memory: Memory, between: Slots) -> Memory:
+        """Memory as it is between chunks; `between` shows the shapes."""
+
+    def follow(
+        self, memory: Memory, hidden: Float[Array, "B R D"], count: Int[Array, " B"]
     ) -> Memory:
-        """Memory after R prompts; a cache may have fewer slots (P) than that of `empty`."""
+        """Memory after plain decoding has emitted `count` tokens, from these states of roots."""
 
     def extend(self, model, params, state, steps: int, total: int) -> tuple[Array, Work]:
         """Takes in what the last round emitted; raw logits [B 1 V] below the root."""

@@ -1,54 +1,129 @@
-"""The host loop: admit waiting jobs into free slots, run a chunk, collect what finished.
+"""The host loop: schedule, run, postprocess.
 
-Bookkeeping is plain Python; device work is in `Runner`'s executables. Slots are refilled as they
-become free. By the keying of the noise it does not matter to the tokens when or where a job runs.
+    schedule      prompts are read, sequences start, and get pages for what they may emit
+    run           a chunk is enqueued; the one before it may still be running
+    postprocess   the results of the chunk before are read: tokens, and who has finished
+
+Bookkeeping is plain Python; device work is in `Runner`'s executables. A sequence that ends leaves
+after two chunks at most, and another takes its slot. By the keying of the noise it does not matter
+to the tokens when or where a sequence runs, by which strategy, or how often it is interrupted.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import logging
 import operator
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Several
 
 import jax
 import numpy as np
 
-from specjax.config import ModelConfig, SamplingParams, SpecConfig
-from specjax.decode.admit import Admission
+from specjax.config import ModelConfig, SpecConfig, Strategy
+from specjax.control import OFF, ControlConfig, Controller, Observation, make_controller
+from specjax.control.base import parse_arms
 from specjax.decode.options import Features
-from specjax.decode.state import EMPTY, RUNNING
+from specjax.decode.plan import Plan
+from specjax.decode.round import Result
 from specjax.draft.source import DraftSource
 from specjax.engine.checks import Limits, check_job
-from specjax.engine.collect import Finished, Running, rejections_until
-from specjax.engine.options_rows import features_of, option_rows
-from specjax.engine.prompts import Prompts, pad_prompts, padded_widths
-from specjax.engine.request import Job, SampleOutput, Totals, make_jobs
+from specjax.engine.inputs import admission_of, piece_of, place_sizes
+from specjax.engine.options_rows import features_of
+from specjax.engine.pages import PagePool, pages_for
+from specjax.engine.prompts import padded_widths
+from specjax.engine.request import Job, SampleOutput, Totals
 from specjax.engine.runner import Runner
+from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler, Start
+from specjax.engine.sequence import Progress, Sequence, rejections_until
+from specjax.engine.start_up import StartUp, calibrate, compile_ahead
 from specjax.models.transformer import Params
 from specjax.telemetry import Collector, SlotInfo, active_transforms
 
+PREFILL_TOKENS = 512  # of all rows of one prefill, about
 PREFILL_ROWS = 8
+IN_FLIGHT = 2
 
-Slots = list[Running | None]
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """How an engine uses its device; nothing of it changes a token.
+
+    Attributes:
+      chunk_tokens: tokens per slot that one dispatch can emit at most; the host looks in between.
+      page_size: positions per cache page; 0 gives each sequence one page to itself.
+      cache_bytes: for the pages of all caches; None takes what all slots at full length need.
+      prefill_chunk: prompt tokens that are read at a time, a multiple of the page size.
+      order: `fifo`, or `longest_first`: prompts whose samples have been long before start first.
+    """
+
+    chunk_tokens: int = 32
+    page_size: int | None = None
+    cache_bytes: int | None = None
+    prefill_chunk: int = PREFILL_TOKENS
+    order: str = "fifo"
+
+    def __post_init__(self):
+        if self.order not in ("fifo", "longest_first"):
+            raise ValueError(f"order must be 'fifo' or 'longest_first', got {self.order!r}")
+        if self.chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
+        if self.prefill_chunk < 16:
+            raise ValueError(f"prefill_chunk must be at least 16, got {self.prefill_chunk}")
+
+
+@dataclasses.dataclass
+class Chunk:
+    """A chunk that was enqueued.
+
+    Attributes:
+      rows: the sequence of each row of the batch. result: on the device. version: of the weights.
+      enqueued: when. undisturbed: nothing else was enqueued between the chunk before and this one.
+      sure: tokens that each of its sequences emits at least, if it does not end.
+    """
+
+    rows: list[Sequence | None]
+    result: Result
+    strategy: str
+    version: int
+    enqueued: float
+    undisturbed: bool
+    sure: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """A sample that ended, and the ticket that `Engine.add` gave for it."""
+
+    ticket: int
+    job: Job
+    sample: SampleOutput
 
 
 class Engine:
-    """Generates jobs on a fixed number of slots.
+    """Continuous batching over a fixed number of slots.
 
     Args:
       cfg: model config. spec: None is plain decoding. batch: slots.
       max_len: prompt and generated tokens of a sample at most.
-      chunk_tokens: tokens per slot that one dispatch can emit at most; the host looks in between.
       stop_width: stop tokens per request at most, the model's own included.
       mesh: see `Runner`.
-      prompt_widths: lengths that prompts are padded to, one set of executables each; none: powers
-        of two.
+      prompt_widths: lengths that (pieces of) prompts are padded to, one set of executables each;
+        none: powers of two.
       source: what drafts, see `Runner`.
+      config: how the device is used.
+      control: how strategies are chosen; None: always `spec`'s own.
 
     Attributes:
       telemetry: why drafts were rejected; None unless `spec` turns it on.
+      controller: chooses the strategy of each chunk.
+      version: of the weights, 1 after the first `set_params`.
+      lengths: of earlier samples, by prompt.
     """
 
     def __init__(
@@ -57,51 +132,186 @@ class Engine:
         spec: SpecConfig | None,
         batch: int,
         max_len: int,
-        chunk_tokens: int = 32,
         stop_width: int = 8,
         mesh: jax.sharding.Mesh | None = None,
-        prompt_widths: Sequence[int] | None = None,
+        prompt_widths: Several[int] | None = None,
         source: DraftSource | None = None,
+        config: EngineConfig | None = None,
+        control: ControlConfig | None = None,
     ):
+        self.config = config or EngineConfig()
         spec = None if spec is None or spec.is_off else spec
-        steps = spec.resolve().steps if spec else 0
-        self.chunk_rounds = max(1, chunk_tokens // (steps + 1))
-        self.runner = Runner(cfg, spec, batch, max_len, stop_width, mesh, source, self.chunk_rounds)
+        self.spec, self.control = spec, control
+        self.runner = Runner(
+            cfg,
+            spec,
+            batch,
+            max_len,
+            stop_width,
+            mesh,
+            source,
+            self.config.chunk_tokens,
+            _strategies(spec, control),
+            self.config.page_size,
+            self.config.cache_bytes,
+        )
         self.limits = Limits(cfg, max_len, stop_width, spec.acceptance if spec else None)
         self.batch, self.max_len = batch, max_len
-        self.prompt_widths = sorted(prompt_widths or padded_widths(max_len))
-        self.prefill_rows = min(batch, PREFILL_ROWS)
+        self.piece_widths = _piece_widths(self.config, max_len, prompt_widths)
+        self.buckets = _powers(batch, 2)
         self.telemetry = Collector() if spec and spec.telemetry_on else None
+        self.lengths = LengthHistory()
+        self.controller = self._controller(None)
+        self.version = 0
         self._vocab = cfg.vocab_size
+        self._tickets = 0
+        self._is_warm = len(self.runner.plans) == 1  # several strategies are compiled ahead
+        self._clear()
 
-    def set_params(self, params: Params, head: Params | None = None) -> None:
-        """Takes new weights; compiles nothing after the first time."""
-        self.runner.set_params(params, head)
-
-    def warm_up(self, features: Sequence[Features] = (Features(),)) -> None:
-        """Compiles all that generation can need, for every prompt width.
+    def warm_up(self, features: Several[Features] = (Features(),)) -> StartUp:
+        """Compiles all that generation can need, and measures it if the controller asks for that.
 
         Args:
           features: one set of programs each. The default one serves requests that ask for nothing
             but a temperature; `Features.all()` serves all, slower. A request that no set covers
             compiles its own when it comes.
         """
+        self._is_warm = True
+        start_up = compile_ahead(self, features)
+        if self.control is not None and self.control.controller == "goodput":
+            costs, seconds = calibrate(self, features[0])
+            start_up = dataclasses.replace(start_up, calibration_seconds=seconds)
+            self.controller = self._controller(costs)
         self.runner.reset()
-        [job] = make_jobs([0], SamplingParams(temperature=0.0, max_tokens=1), ())
-        for width in self.prompt_widths:
-            prompts = Prompts(self.runner, [job], self.prefill_rows, [width])
-            for count in self._place_sizes():
-                prefilled, row = prompts.get(0)
-                self.runner.place(prefilled, self._admission([(0, row, job)], count, width))
-        # Smallest first: what a larger program covers already would not be compiled.
-        for wanted in sorted(features, key=lambda f: f.size):
-            self.runner.chunk(1, False, wanted)
-        self.runner.stop(np.zeros(self.batch, bool))
-        self._read()
-        self.runner.reset()
+        log.info("%s", start_up)
+        return start_up
+
+    def _controller(self, costs) -> Controller:
+        if self.control is None:
+            own = self.runner.plan.tree
+            return make_controller(
+                ControlConfig(controller="static", strategies=(OFF,)) if own is None
+                else ControlConfig(controller="static", strategies=(own.strategy,))
+            )
+        return make_controller(self.control, _drafts(self.runner.plans), costs=costs)
+
+    def _clear(self) -> None:
+        """Nobody waits and nobody runs."""
+        runner = self.runner
+        expected = self.lengths.expected if self.config.order == "longest_first" else None
+        self.scheduler = Scheduler(
+            runner.batch,
+            runner.prompts - 1,
+            PagePool(runner.pages),
+            runner.page_size,
+            IN_FLIGHT * runner.most_tokens,
+            expected,
+        )
+        self._table = np.zeros((runner.slots, runner.table_width), np.int32)
+        self._sequences: dict[int, Sequence] = {}
+        self._features: dict[int, Features] = {}
+        self._in_flight: deque[Chunk] = deque()
+        self._events: list[Finished] = []
+        self._arrived = 0.0
+        self._disturbed = True
+        self._ended: deque[int] = deque(maxlen=runner.batch)
+
+    # --- weights ---------------------------------------------------------------------------------
+
+    def set_params(self, params: Params, head: Params | None = None, running: str = "recompute"):
+        """Takes new weights; compiles nothing after the first time.
+
+        Args:
+          head: of the draft source; None keeps the one there is.
+          running: what becomes of the caches of sequences that run: `recompute` reads them again
+            with the new weights, `keep` goes on with what the old weights made of them.
+        """
+        if running not in ("recompute", "keep"):
+            raise ValueError(f"running must be 'recompute' or 'keep', got {running!r}")
+        self._drain()
+        if running == "recompute":
+            latest_first = sorted(self.scheduler.running.values(), key=lambda s: -s.admitted)
+            for sequence in latest_first:
+                self._step_back(sequence)
+            self.scheduler.forget_prompts()
+        self.runner.set_params(params, self.runner.head if head is None else head)
+        if not self.scheduler.running and not self.scheduler.has_waiting:
+            self.runner.state = None  # allocated anew, and zeroed, when it is needed
+        self.version += 1
+        self.controller.weights_changed()
+
+    # --- requests --------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences or self._in_flight or self._events)
+
+    def add(self, job: Job, progress: Progress | None = None) -> int:
+        """Queues a sample; returns its ticket.
+
+        Args:
+          progress: of an earlier run, which it continues.
+
+        Raises:
+          ValueError: the job does not fit.
+        """
+        check_job(f"prompt {job.request}", job, self.limits)
+        job = dataclasses.replace(job, limit=min(job.limit, self.max_len))
+        wanted, there = pages_for(job.limit, self.runner.page_size) + 1, self.runner.pages - 1
+        if wanted > there:
+            raise ValueError(
+                f"prompt {job.request} may take {wanted} cache pages of {self.runner.page_size} "
+                f"positions, and there are {there}; raise cache_bytes (a page takes "
+                f"{self.runner.page_bytes} bytes), or lower max_tokens"
+            )
+        if progress is not None and (job.params.transformed_logprobs or job.params.top_logprobs):
+            raise ValueError(
+                f"prompt {job.request} continues an earlier run and asks for transformed or top "
+                "logprobs, which are not kept across runs; leave them out"
+            )
+        self._tickets += 1
+        sequence = Sequence(self._tickets, job, self.runner.steps, progress)
+        self._sequences[sequence.ticket] = sequence
+        self._features[sequence.ticket] = features_of(job, self._vocab)
+        self.scheduler.add(sequence)
+        return sequence.ticket
+
+    def abort(self, ticket: int) -> SampleOutput | None:
+        """Ends a sample where it stands and frees what it holds.
+
+        Returns:
+          what there is of it (finish reason `abort`); None if it has ended already.
+        """
+        sequence = self._sequences.get(ticket)
+        if sequence is None:
+            return None
+        self.scheduler.drop(sequence)
+        self._forget(sequence)
+        return sequence.output("abort")
+
+    def suspend(self) -> list[tuple[int, Job, Progress]]:
+        """Takes out all samples that are not finished: tickets, jobs, and how far they came.
+
+        What ended meanwhile is the next `step`'s result.
+        """
+        self._drain()
+        found = []
+        for sequence in list(self._sequences.values()):
+            self.scheduler.drop(sequence)
+            self._forget(sequence)
+            found.append((sequence.ticket, sequence.job, sequence.progress()))
+        return found
+
+    def progress(self, ticket: int) -> Progress | None:
+        """How far a sample has come; None if it has ended."""
+        sequence = self._sequences.get(ticket)
+        return sequence and sequence.progress()
+
+    def _forget(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.ticket], self._features[sequence.ticket]
 
     def generate(
-        self, jobs: Sequence[Job], on_progress: Callable[[int, Totals], None] | None = None
+        self, jobs: Several[Job], on_progress: Callable[[int, Totals], None] | None = None
     ) -> tuple[list[SampleOutput], Totals]:
         """Runs all jobs to their end.
 
@@ -113,130 +323,265 @@ class Engine:
           totals.
 
         Raises:
-          ValueError: a job does not fit. Nothing has run by then.
+          ValueError: a job does not fit. RuntimeError: samples of `add` are not finished. Nothing
+            has run by then.
         """
-        for job in {(id(job.params), len(job.prompt)): job for job in jobs}.values():
-            check_job(f"prompt {job.request}", job, self.limits)
+        if self.has_work:
+            raise RuntimeError(
+                f"{len(self._sequences)} samples that were added are not finished; step() until "
+                "they are, or abort them, before generate()"
+            )
         start = time.perf_counter()
         totals = Totals(self.runner.steps, np.zeros(self.runner.steps + 2, np.int64))
-        outputs: list[SampleOutput | None] = [None] * len(jobs)
-        waiting, slots = deque(range(len(jobs))), [None] * self.batch
-        prompts = Prompts(self.runner, jobs, self.prefill_rows, self.prompt_widths)
-        wanted = self._features(jobs)
-        self.runner.reset()
-        finished = 0
-        while waiting or any(slots):
-            self._fill(jobs, waiting, slots, prompts)
-            for slot, sample in self._chunk(slots, wanted, bool(waiting)):
-                outputs[slots[slot].index] = sample
-                totals.add(sample)
-                slots[slot] = None
-                finished += 1
-            totals.seconds = time.perf_counter() - start
-            if on_progress:
-                on_progress(finished, totals)
+        try:
+            index = {self.add(job): i for i, job in enumerate(jobs)}
+            outputs: list[SampleOutput | None] = [None] * len(jobs)
+            finished = 0
+            while self.has_work:
+                for event in self.step():
+                    outputs[index[event.ticket]] = event.sample
+                    totals.add(event.sample)
+                    finished += 1
+                totals.seconds = time.perf_counter() - start
+                if on_progress:
+                    on_progress(finished, totals)
+        except BaseException:
+            self._clear()  # an interrupted call leaves nothing behind
+            raise
         return outputs, totals
 
-    def _features(self, jobs: Sequence[Job]) -> Features:
-        requests = {id(job.params): job for job in jobs}.values()  # few, of many samples
-        each = (features_of(job, self._vocab) for job in requests)
-        return functools.reduce(operator.or_, each, Features.none())
+    # --- schedule -> run -> postprocess ----------------------------------------------------------
 
-    def _chunk(self, slots: Slots, wanted: Features, leave_early: bool):
-        """Runs a chunk and collects: (slot, output) of every sample that ended in it."""
-        running = [s for s in slots if s is not None]
-        features = self._program(running, wanted)
-        _, report = self.runner.chunk(self.chunk_rounds, leave_early, features)
-        report = jax.device_get(report)
-        results = self._collect(slots, report)
-        if self.telemetry is not None:
-            ends = np.full(self.batch, self.max_len)
-            for slot, sample in results:
-                ends[slot] = len(slots[slot].job.prompt) + len(sample.token_ids)
-            who = [s and self._slot_info(s.job) for s in slots]
-            self.telemetry.add(rejections_until(report.rejections, ends), who)
-        return results
+    def step(self) -> list[Finished]:
+        """Enqueues a chunk, if there is anything to run, and takes in the one before.
+
+        Returns:
+          the samples that ended.
+        """
+        self._prepare()
+        enqueued = self._schedule()
+        if self._in_flight and (len(self._in_flight) >= IN_FLIGHT or not enqueued):
+            self._postprocess(self._in_flight.popleft())
+        if not self._sequences:
+            self._in_flight.clear()  # nobody is left whom it could bring a token
+        events, self._events = self._events, []
+        return events
+
+    def _prepare(self) -> None:
+        if not self._is_warm:
+            self.warm_up()
+        if self.runner.state is None:
+            self.runner.reset()
+
+    def _schedule(self) -> bool:
+        """Makes room, reads prompts, starts sequences, and enqueues a chunk if any can run."""
+        self._make_room()
+        while self._read_prompts() and not self.scheduler.running:
+            self._start()
+        self._start()
+        return self._enqueue()
+
+    def _make_room(self) -> None:
+        """Pages for what the running sequences may emit; the latest give way if need be."""
+        while latest := self.scheduler.reserve():
+            if self._in_flight:
+                self._drain()  # what they have emitted must be known first
+                continue
+            for sequence in latest:
+                self._step_back(sequence)
+                self.scheduler.preemptions += 1
+        for slot, sequence in self.scheduler.running.items():
+            self._table[slot, : len(sequence.pages)] = sequence.pages
+
+    def _step_back(self, sequence: Sequence) -> None:
+        """A running sequence waits again; it will be read anew, with what it has generated.
+
+        In `invariant` mode it is generated anew instead: tokens that are read and tokens that are
+        generated have keys and values that differ in their last bits.
+        """
+        self._table[sequence.slot] = 0
+        if self.runner.plan.invariant:
+            self.scheduler.finish(sequence)
+            sequence.restart()
+            self.scheduler.add(sequence, first=True)
+        else:
+            self.scheduler.step_back(sequence)
+
+    def _read_prompts(self) -> bool:
+        """Enqueues the reading of one piece of some prompts."""
+        prompts = self.scheduler.next_to_read(self.piece_rows, self._piece_width)
+        if not prompts:
+            return False
+        width = self._piece_width(prompts[0])
+        rows = self.piece_rows(width)
+        if len(prompts) == 1 and self.runner.reads_one(width):
+            rows = 1
+        self.runner.prefill(piece_of(prompts, rows, width, self.runner))
+        for prompt in prompts:
+            prompt.read += min(width, prompt.to_read)
+        self._disturbed = True
+        return True
+
+    def _piece_width(self, prompt: Prompt) -> int:
+        """Positions of the next piece of a prompt, padded."""
+        return next((w for w in self.piece_widths if w >= prompt.to_read), self.piece_widths[-1])
+
+    def piece_rows(self, width: int) -> int:
+        """Prompts of which a piece of that width is read at once."""
+        return max(1, min(self.batch, PREFILL_ROWS, self.config.prefill_chunk // width))
+
+    def _start(self) -> None:
+        """Enqueues the start of all sequences that can start."""
+        starts = self.scheduler.starts()
+        for at in range(0, len(starts), self.batch):
+            self._place(starts[at : at + self.batch])
+
+    def _place(self, starts: list[Start]) -> None:
+        count = next(n for n in place_sizes(self.batch) if n >= len(starts))
+        for start in starts:
+            sequence = start.sequence
+            self._table[sequence.slot] = 0
+            self._table[sequence.slot, : len(sequence.pages)] = sequence.pages
+            if sequence.slot in self._ended:
+                self._ended.remove(sequence.slot)
+        self.runner.place(admission_of(starts, count, self.runner))
+        self._disturbed = True
+
+    def _enqueue(self) -> bool:
+        """Enqueues a chunk of the sequences that may still run."""
+        sure = sum(chunk.sure for chunk in self._in_flight)
+        alive = [
+            s for _, s in sorted(self.scheduler.running.items()) if s.job.limit - s.length > sure
+        ]
+        if not alive:
+            return False
+        strategy = self.controller.select(len(alive))
+        rounds = min(self.runner.rounds(strategy), self.controller.rounds_hint or self.max_len)
+        features, bucket = self._program(strategy, alive)
+        slots, active = self._rows(alive, bucket)
+        leave_at = 0
+        if self.scheduler.has_waiting:  # slots that become free are worth looking after
+            leave_at = len(alive) - max(1, len(alive) // 8)
+        table = np.where(active[:, None], self._table[slots], 0)
+        enqueued = time.perf_counter()
+        result = self.runner.chunk(strategy, features, slots, active, table, rounds, leave_at)
+        jax.tree.map(lambda x: x.copy_to_host_async(), result)
+        rows = alive + [None] * (bucket - len(alive))
+        sure = 0 if leave_at else rounds
+        self._in_flight.append(
+            Chunk(rows, result, strategy, self.version, enqueued, not self._disturbed, sure)
+        )
+        self._disturbed = False
+        return True
+
+    def _rows(self, alive: list[Sequence], bucket: int) -> tuple[np.ndarray, np.ndarray]:
+        """Slots of a batch, and which of them are to run."""
+        spare = bucket - len(alive)
+        slots = [sequence.slot for sequence in alive]
+        if self.runner.looks_around:  # what has ended can be drafted from
+            slots += list(self._ended)[-spare:] if spare else []
+        slots += [self.runner.slots - 1] * (bucket - len(slots))
+        return np.array(slots, np.int32), np.arange(bucket) < len(alive)
+
+    def _program(self, strategy: str, alive: list[Sequence]) -> tuple[Features, int]:
+        """Features and bucket to ask the runner for, so that little is compiled, and once.
+
+        A chunk takes the cheapest program that was compiled and covers the samples in it. Where
+        none covers all that was added, the next wider of a few fixed sets of features is compiled,
+        for as many slots as will be needed. In `invariant` mode all chunks run one program, for
+        only within one program equal inputs are sure to give equal bits.
+        """
+        runner = self.runner
+        wanted = functools.reduce(operator.or_, self._features.values())
+        if runner.plan.invariant:
+            return wanted.widened(), self.batch
+        if not any(b >= len(alive) for b in runner.buckets(strategy, wanted)):
+            most = min(self.batch, len(self._sequences))
+            return wanted.widened(), next(b for b in self.buckets if b >= most)
+        here = functools.reduce(operator.or_, (self._features[s.ticket] for s in alive))
+        return here, min(b for b in runner.buckets(strategy, here) if b >= len(alive))
+
+    def _drain(self) -> None:
+        """Takes in all that was enqueued."""
+        while self._in_flight:
+            self._postprocess(self._in_flight.popleft())
+
+    def _postprocess(self, chunk: Chunk) -> None:
+        """Waits for a chunk, and takes in what it brought."""
+        result = jax.device_get(chunk.result)
+        now = time.perf_counter()
+        seconds = now - max(self._arrived, chunk.enqueued) if chunk.undisturbed else float("nan")
+        self._arrived = now
+        tree = self.runner.plans[chunk.strategy].tree
+        drafts = tree.rows - 1 if tree else 0
+        ran = [s for s in chunk.rows if s is not None and s.slot is not None]
+        ends = np.full(len(chunk.rows), self.max_len)
+        for row, sequence in enumerate(chunk.rows):
+            if sequence is None or sequence.slot is None:
+                continue
+            sample = sequence.look(row, result, drafts, chunk.version)
+            if sample is not None:
+                ends[row] = len(sequence.job.prompt) + len(sample.token_ids)
+                self._finish(sequence, sample)
+        self.controller.observe(
+            Observation(
+                batch_size=sum(s is not None for s in chunk.rows),
+                strategy=chunk.strategy,
+                accepted=result.report.accepted[: int(result.rounds)],
+                seconds=seconds,
+            )
+        )
+        if self.telemetry is not None and result.report.rejections is not None:
+            who = [s and self._slot_info(s.job) if s in ran else None for s in chunk.rows]
+            self.telemetry.add(rejections_until(result.report.rejections, ends), who)
+
+    def _finish(self, sequence: Sequence, sample: SampleOutput) -> None:
+        self._table[sequence.slot] = 0
+        self._ended.append(sequence.slot)
+        self.scheduler.finish(sequence)
+        self._forget(sequence)
+        self.lengths.add(sequence.job.prompt, len(sample.token_ids))
+        self._events.append(Finished(sequence.ticket, sequence.job, sample))
 
     def _slot_info(self, job: Job) -> SlotInfo:
         transforms = active_transforms(features_of(job, self._vocab))
         return SlotInfo(job.request, job.sample, len(job.prompt), transforms)
 
-    def _program(self, running: list[Running], wanted: Features) -> Features:
-        """What to ask the runner for, so that a call compiles once at most.
 
-        A chunk takes the cheapest program that covers the samples in it. Where none of the
-        programs covers all that this call will ask for, the next wider of a few fixed sets is
-        compiled, and serves. In `invariant` mode all chunks run the program of the whole call, for
-        only within one program equal inputs are sure to give equal bits.
-        """
-        if self.runner.plan.invariant or not self.runner.covers(wanted):
-            return wanted.widened()
-        return self._features([s.job for s in running])
+def _powers(batch: int, base: int) -> list[int]:
+    """1, base, base squared, .. and the batch."""
+    sizes = [1]
+    while sizes[-1] < batch:
+        sizes.append(min(sizes[-1] * base, batch))
+    return sizes
 
-    def _fill(self, jobs, waiting: deque[int], slots: Slots, prompts: Prompts) -> None:
-        """Places waiting jobs into free slots, those of one prefill at a time."""
-        drafts = self.runner.tree.rows - 1 if self.runner.tree else 0
-        free = deque(i for i, s in enumerate(slots) if s is None)
-        while free and waiting:
-            prefilled, _ = prompts.get(waiting[0])
-            placed = []
-            while free and waiting:
-                here, row = prompts.get(waiting[0])
-                if here is not prefilled:
-                    break
-                index, slot = waiting.popleft(), free.popleft()
-                slots[slot] = Running(index, jobs[index], drafts)
-                placed.append((slot, row, jobs[index]))
-            count = next(n for n in self._place_sizes() if n >= len(placed))
-            width = jax.tree.leaves(prefilled.cache)[0].shape[-2]
-            self.runner.place(prefilled, self._admission(placed, count, width))
 
-    def _admission(self, placed: list[tuple[int, int, Job]], count: int, width: int) -> Admission:
-        """Padded arrays; spare rows repeat the first request, which is then written twice."""
-        padded = placed + [placed[0]] * (count - len(placed))
-        jobs = [job for _, _, job in padded]
-        tokens, lengths = pad_prompts(jobs, width)
-        return Admission(
-            slots=np.array([slot for slot, _, _ in padded], np.int32),
-            rows=np.array([row for _, row, _ in padded], np.int32),
-            tokens=tokens,
-            lengths=lengths,
-            limit=np.array([min(job.limit, self.max_len) for job in jobs], np.int32),
-            words=np.stack([job.words for job in jobs]).astype(np.uint32),
-            options=option_rows(jobs, self._vocab, self.runner.stop_width),
+def _strategies(
+    spec: SpecConfig | None, control: ControlConfig | None
+) -> dict[str, Strategy | None] | None:
+    """What the controller may choose, cut to the rows that `spec` allows; None: `spec`'s own."""
+    if control is None:
+        return None
+    if spec is None:
+        raise ValueError(
+            "control chooses between ways to speculate, and spec is None; give a SpecConfig, or no "
+            "control"
         )
+    arms = parse_arms(control.arms)
+    if spec.invariant and len(arms) > 1:
+        raise ValueError(
+            f"invariant mode runs one program throughout, and control may choose between "
+            f"{', '.join(arms)}; use controller 'static', or invariant=False"
+        )
+    return {name: arm and arm.capped(spec.spec_verify_tokens) for name, arm in arms.items()}
 
-    def _place_sizes(self) -> list[int]:
-        """1, 4, 16, .. and the batch: how many requests one placement takes."""
-        sizes = [1]
-        while sizes[-1] < self.batch:
-            sizes.append(min(sizes[-1] * 4, self.batch))
-        return sizes
 
-    def _read(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Host copies of tokens, logprobs and histogram; the caches stay on the device."""
-        s = self.runner.state
-        return jax.device_get((s.tokens, s.logprobs, s.histogram))
+def _drafts(plans: Mapping[str, Plan]) -> list[Strategy | str]:
+    return [OFF if plan.tree is None else plan.tree.strategy for plan in plans.values()]
 
-    def _collect(self, slots: Slots, report) -> list[tuple[int, SampleOutput]]:
-        """Outputs of the samples that ended in the last chunk, and an end to their slots."""
-        state = self.runner.state
-        finish, length = jax.device_get((state.finish, state.length))
-        here = [i for i, s in enumerate(slots) if s is not None]
-        ended = {i for i in here if finish[i] not in (RUNNING, EMPTY)}
-        if not ended and not any(slots[i].has_stops for i in here):
-            for i in here:
-                slots[i].look(i, int(length[i]), report, None)
-            return []
-        tokens, logprobs, histogram = self._read()
-        results, stopped = [], np.zeros(self.batch, bool)
-        for i in here:
-            cut = slots[i].look(i, int(length[i]), report, tokens[i])
-            if cut is None and i not in ended:
-                continue
-            stopped[i] = i not in ended
-            last = Finished(tokens[i], logprobs[i], histogram[i], int(length[i]), int(finish[i]))
-            results.append((i, slots[i].output(last, cut)))
-        if stopped.any():
-            self.runner.stop(stopped)
-        return results
+
+def _piece_widths(config: EngineConfig, max_len: int, asked: Several[int] | None) -> list[int]:
+    """Lengths that pieces of prompts are padded to, in order; the last is the longest piece."""
+    longest = min(config.prefill_chunk, -(-max_len // 16) * 16)
+    widths = padded_widths(longest) if asked is None else [-(-w // 16) * 16 for w in asked]
+    return sorted({w for w in widths if w < longest} | {longest})

@@ -12,12 +12,14 @@ import jax
 from tqdm import tqdm
 
 from specjax.config import ModelConfig, SamplingParams, SpecConfig
+from specjax.control import ControlConfig
 from specjax.engine.checks import check_job, check_prompt
 from specjax.engine.compare import Difference, first_difference
-from specjax.engine.engine import Engine
+from specjax.engine.engine import Engine, EngineConfig
 from specjax.engine.options_rows import features_of
 from specjax.engine.request import Job, RequestOutput, SampleOutput, Totals, make_jobs
 from specjax.engine.sources import load_source
+from specjax.engine.start_up import StartUp
 from specjax.models import hf
 from specjax.models.transformer import Params
 from specjax.telemetry import Collector
@@ -43,6 +45,9 @@ class LLM:
       max_stop_tokens: per request at most, the model's own included.
       scan_layers: scan over the layers instead of unrolling them: compiles faster, decodes slower
         on CPU. None: as the config says, which for a directory is unrolled.
+      engine: chunks, cache pages, order of requests.
+      control: how strategies are chosen while running; None: always the one of `spec`. All of them
+        are compiled, and measured, at the first request if not by `warm_up` before.
 
     Attributes:
       totals: sums over the samples of the last call.
@@ -65,6 +70,8 @@ class LLM:
         tokenizer=None,
         scan_layers: bool | None = None,
         max_stop_tokens: int = 8,
+        engine: EngineConfig | None = None,
+        control: ControlConfig | None = None,
     ):
         if isinstance(model, (str, Path)):
             cfg, params, head = hf.load_checkpoint(model, dtype, mesh)
@@ -85,13 +92,14 @@ class LLM:
         self.max_batch, self.max_stop_tokens = max_batch, max_stop_tokens
         self.max_len = min(max_len or 2048, cfg.max_position)
         self.params, self.head = params, head
-        self.engine = self._engine(self.spec, source)
+        self._engine_config = engine
+        self.engine = self._engine(self.spec, source, control)
         self.engine.set_params(params, head if self.spec else None)
         self._plain: Engine | None = None
         self.totals: Totals | None = None
         self.differences: list[Difference] | None = None
 
-    def _engine(self, spec: SpecConfig | None, source=None) -> Engine:
+    def _engine(self, spec: SpecConfig | None, source=None, control=None) -> Engine:
         return Engine(
             self.cfg,
             spec,
@@ -100,6 +108,8 @@ class LLM:
             stop_width=self.max_stop_tokens,
             mesh=self.mesh,
             source=source,
+            config=self._engine_config,
+            control=control,
         )
 
     @property
@@ -110,16 +120,21 @@ class LLM:
     def warm_up(
         self,
         requests: Sequence[SamplingParams] = (SamplingParams(),),  # noqa: B008
-    ) -> None:
-        """Compiles ahead of the first request.
+    ) -> StartUp:
+        """Compiles ahead of the first request: all strategies, for every size of the batch.
+
+        Without it a call compiles what it needs at its beginning, for one size of the batch.
 
         Args:
           requests: such as will come. A request whose options go beyond theirs compiles a program
             when it comes: one of a few, each of which serves all further requests of its kind.
+
+        Returns:
+          what it took.
         """
         jobs = [job for p in requests for job in make_jobs([0], p, (), self.tokenizer)]
         wanted = {features_of(job, self.cfg.vocab_size).widened() for job in jobs}
-        self.engine.warm_up(list(wanted))
+        return self.engine.warm_up(list(wanted))
 
     def update_weights(self, params: Params, head: Params | None = None) -> None:
         """Swaps the policy and, if given, the draft's parameters; nothing is compiled again."""

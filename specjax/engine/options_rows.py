@@ -29,7 +29,6 @@ def features_of(job: Job, vocab: int) -> Features:
         min_tokens=p.min_tokens > 0 and bool(job.stop_ids),
         transformed_logprobs=p.transformed_logprobs,
         top_logprobs=p.top_logprobs > 0,
-        stop_strings=bool(p.stop),
     )
 
 

@@ -43,7 +43,9 @@ class SampleOutput:
     Attributes:
       text: without special tokens; cut at a stop string. None when nothing can decode.
       logprobs: of each token in the temperature-scaled distribution.
-      finish_reason: `stop` (a stop token or stop string) or `length`.
+      finish_reason: `stop` (a stop token or stop string), `length` or `abort`.
+      weight_versions: runs of tokens that were sampled by the same weights, as (index of the first
+        token, version); see `Engine.version`.
       transformed_logprobs: of each token in the transformed distribution, which is the one that
         was sampled; None unless asked for.
       top_logprobs: token id -> logprob of the most likely tokens, best first, in the
@@ -58,6 +60,7 @@ class SampleOutput:
     logprobs: list[float]
     finish_reason: str
     stats: SpecStats
+    weight_versions: tuple[tuple[int, int], ...] = ()
     transformed_logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
     top_transformed_logprobs: list[dict[int, float]] | None = None

@@ -2,30 +2,38 @@
 
 Every program is held as a `.lower().compile()` executable, which refuses other shapes, so that
 nothing compiles behind the caller's back; `compilations` counts what was built.
+
+A chunk's program is made for a strategy, a set of features and a *bucket*, a number of slots. It
+takes those slots out of the state, runs them as a batch of their own, and puts them back. So the
+batch shrinks with what runs, slots keep their places, and strategies may change between chunks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from specjax import sharding
-from specjax.config import ModelConfig, SpecConfig
-from specjax.decode.admit import Admission, Prefilled, place, prefill
+from specjax.cache import page_bytes
+from specjax.config import ModelConfig, SpecConfig, Strategy
+from specjax.decode.admit import Admission, Piece, Tails, empty_tails, place, prefill
 from specjax.decode.options import Features
 from specjax.decode.plan import Plan
-from specjax.decode.report import Report
-from specjax.decode.round import plain_round, run_chunk, spec_round
-from specjax.decode.state import EMPTY, STOPPED, DecodeState, empty_state
+from specjax.decode.round import Result, run_chunk
+from specjax.decode.state import DecodeState, Room, empty_state, put_slots, take_slots
 from specjax.decode.tree import build_tree
 from specjax.draft.source import DraftSource
+from specjax.engine.pages import pages_for
 from specjax.engine.sources import source_of
 from specjax.models.transformer import Params, graphdef, to_decode_layout
+
+OFF = "off"
+PAGE_SIZE = 128
 
 
 class Runner:
@@ -38,7 +46,16 @@ class Runner:
       stop_width: stop tokens per request at most.
       mesh: shard parameters and state over it; None is the default device.
       source: what drafts; none: as `spec` says, see `source_of`.
-      chunk_rounds: rounds that one dispatch runs at most.
+      chunk_tokens: tokens per slot that one chunk can emit at most.
+      strategies: by name, those that chunks can be run with; none: `spec`'s alone.
+      page_size: positions per page; None takes 128, 0 gives each sequence one page to itself.
+      cache_bytes: for the pages of all caches; None takes as many as all slots at full length
+        need.
+
+    Attributes:
+      plans: by strategy. plan: `spec`'s own. slots: slots of the state; the last one is always
+        empty and fills up buckets.
+      table_width: pages of a slot at most, and one entry more that is always `NOBODYS`.
     """
 
     def __init__(
@@ -50,20 +67,39 @@ class Runner:
         stop_width: int = 8,
         mesh: jax.sharding.Mesh | None = None,
         source: DraftSource | None = None,
-        chunk_rounds: int = 32,
+        chunk_tokens: int = 32,
+        strategies: Mapping[str, Strategy | None] | None = None,
+        page_size: int | None = None,
+        cache_bytes: int | None = None,
     ):
-        self.cfg, self.chunk_rounds = cfg, chunk_rounds
+        self.cfg, self.chunk_tokens = cfg, chunk_tokens
         self.batch, self.max_len, self.stop_width, self.mesh = batch, max_len, stop_width, mesh
-        self.plan = _plan(cfg, spec, source)
+        self.plans = make_plans(cfg, spec, source, strategies)
+        self.plan = self.plans[_own_name(spec, self.plans)]
+        self.longest = max(self.plans.values(), key=lambda plan: plan.steps)
+        self.page_size = min(PAGE_SIZE if page_size is None else page_size or max_len, max_len)
+        self.page_size = -(-self.page_size // 16) * 16
+        full = pages_for(max_len, self.page_size)
+        self.table_width = full + 1
+        # A prompt that waits for a slot holds pages beside those of the slots.
+        self.pages = 1 + full * (batch + min(batch, 8))
+        if cache_bytes is not None:
+            self.pages = 1 + cache_bytes // self.page_bytes
+            if self.pages < 2:
+                raise ValueError(
+                    f"cache_bytes {cache_bytes} is less than one page, {self.page_bytes} bytes; "
+                    "raise it, or use a smaller page_size"
+                )
+        self.slots, self.prompts = batch + 1, batch + 1
         self.params: Params | None = None
         self.head: Params | None = None
         self.state: DecodeState | None = None
+        self.tails: Tails = None
         self.compilations = 0
-        self._chunk: dict[Features, object] = {}
-        self._prefill: dict[tuple[int, int], object] = {}
-        self._place: dict[tuple, object] = {}
-        self._stop = None
+        self.executables: dict[tuple, jax.stages.Compiled] = {}
         self._layout = None
+
+    # --- what it is made of ----------------------------------------------------------------------
 
     @property
     def tree(self):
@@ -71,22 +107,45 @@ class Runner:
 
     @property
     def steps(self) -> int:
-        return self.plan.steps
+        """Of the longest strategy."""
+        return self.longest.steps
+
+    @property
+    def tail(self) -> int:
+        source = self.longest.source
+        return source.tail if source else 0
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, target and draft."""
+        source, size = self.longest.source, self.page_size
+        own = page_bytes(self.cfg, size, self.cfg.num_layers)
+        return own + (source.page_bytes(size) if source else 0)
+
+    def rounds(self, strategy: str) -> int:
+        """Rounds of one chunk at most."""
+        return max(1, self.chunk_tokens // (self.plans[strategy].steps + 1))
+
+    def tokens(self, strategy: str) -> int:
+        """Tokens that a slot can emit in one chunk."""
+        return self.rounds(strategy) * (self.plans[strategy].steps + 1)
+
+    @property
+    def most_tokens(self) -> int:
+        return max(map(self.tokens, self.plans))
+
+    # --- weights and state -----------------------------------------------------------------------
 
     def set_params(self, params: Params, head: Params | None) -> None:
         """Takes stacked policy parameters into the decode layout and sharding.
 
         Args:
           head: parameters of the draft source, in its own decode layout.
-
-        The state is dropped: masked rows of an old cache count for nothing as long as they are
-        finite, and those of weights that went to NaN are not.
         """
-        self.state = None
         if self._layout is None:
             self._layout = self._build_layout()
         self.params = self._layout(params)
-        if self.tree is not None:
+        if self.longest.source is not None:
             if head is None:
                 raise ValueError(
                     "speculation needs a draft head, got none; pass the head's parameters or use "
@@ -106,141 +165,199 @@ class Runner:
         return jax.device_put(params, sharding.param_shardings(self.mesh, params))
 
     def reset(self) -> None:
-        """Empties every slot."""
-        if self.state is None:
-            self.state = self._empty_state()
-            return
-        empty = np.full((self.batch,), EMPTY, np.int32)
-        finish = jax.device_put(empty, self.state.finish.sharding)
-        self.state = self.state._replace(finish=finish)
+        """An empty state, zeroed: masked rows of an old cache count for nothing as long as they
+        are finite, and those of weights that went to NaN are not."""
+        self.state = self.tails = None
+        self.state, self.tails = self._empty()
 
     @functools.cached_property
-    def _empty_state(self):
+    def _empty(self):
         """The jitted constructor of the state, kept so that a second call compiles nothing."""
-        make = functools.partial(empty_state, self.plan, self.batch, self.max_len, self.stop_width)
+        room = Room(self.slots, self.max_len, self.stop_width, self.pages, self.page_size)
+
+        def make():
+            return empty_state(self.longest, room), empty_tails(self.longest, self.prompts)
+
         if self.mesh is None:
             return jax.jit(make)
-        shardings = sharding.state_shardings(self.mesh, jax.eval_shape(make))
-        return jax.jit(make, out_shardings=shardings)
+        return jax.jit(make, out_shardings=self._shardings(jax.eval_shape(make)))
 
-    def prefill(self, tokens: np.ndarray, lengths: np.ndarray) -> Prefilled:
-        """Runs prompts [R P]; one executable per shape."""
-        key = tokens.shape
-        if key not in self._prefill:
+    # --- programs --------------------------------------------------------------------------------
 
-            def program(params, head, tokens, lengths):
-                return prefill(self.model(params), head, self.plan, tokens, lengths)
+    def prefill(self, piece: Piece) -> None:
+        """Reads pieces of prompts into pages; one executable per shape."""
 
-            self._prefill[key] = self._compile(program, self.params, self.head, tokens, lengths)
-        return self._prefill[key](self.params, self.head, tokens, lengths)
+        def program(params, head, state, tails, piece):
+            return prefill(self.model(params), head, self.longest, state, tails, piece)
 
-    def place(self, prefilled: Prefilled, new: Admission) -> None:
-        """Puts requests into slots; one executable per number of requests and prompts."""
-        key = (new.tokens.shape, len(jax.tree.leaves(prefilled.cache)[0]))
-        if key not in self._place:
-            self._place[key] = self._compile(
-                place, self.state, prefilled, new, donate=0, out=self._state_shardings()
-            )
-        self.state = self._place[key](self.state, prefilled, new)
+        inputs = (self.params, self.head, self.state, self.tails, piece)
+        compiled = self._compiled(("prefill", piece.tokens.shape), program, inputs, (2, 3), 0)
+        self.state, self.tails = compiled(*inputs)
+
+    def place(self, new: Admission) -> None:
+        """Starts sequences in slots; one executable per number of sequences."""
+        program = functools.partial(place, self.longest)
+        inputs = (self.state, self.tails, new)
+        compiled = self._compiled(("place", len(new.slots)), program, inputs, (0,), 1)
+        self.state = compiled(*inputs)
 
     def chunk(
         self,
-        max_rounds: int,
-        leave_early: bool,
-        features: Features = Features(),  # noqa: B008
-    ) -> tuple[int, Report]:
-        """Runs up to `max_rounds` rounds.
+        strategy: str,
+        features: Features,
+        slots: np.ndarray,
+        active: np.ndarray,
+        table: np.ndarray,
+        rounds: int,
+        leave_at: int = 0,
+    ) -> Result:
+        """Starts a chunk; what it returns is on the device and may not be there yet.
 
         Args:
-          features: what the running slots ask for. Of the programs that were compiled and cover
-            it, the smallest runs; if there is none, one is compiled.
-
-        Returns:
-          how many rounds ran, and what they report (on the device).
+          features: what the running slots ask for. Of the programs that were compiled for this
+            strategy and bucket and cover it, the smallest runs; if there is none, one is compiled.
+          slots: [b] different ones, or the empty one. active: [b] the ones that are to run.
+          table: [b X] their pages; `NOBODYS` throughout for those that are not to run.
+          rounds: at most. leave_at: end when no more slots than that run.
         """
-        program = self._covering(features)
+        bucket = len(slots)
+        features = self._covering(strategy, bucket, features)
         inputs = (
-            self.params, self.head, self.state, np.int32(max_rounds), np.bool_(leave_early)
+            self.params, self.head, self.state, slots, active, table,
+            np.int32(rounds), np.int32(leave_at),
         )  # fmt: skip
-        if program not in self._chunk:
-            self._chunk[program] = self._compile(
-                functools.partial(self._chunk_program, program),
-                *inputs,
-                donate=2,
-                out=(self._state_shardings(), None, None),
-            )
-        self.state, report, rounds = self._chunk[program](*inputs)
-        return int(rounds), report
+        program = functools.partial(self._chunk_program, strategy, features)
+        key = ("chunk", strategy, bucket, features)
+        compiled = self._compiled(key, program, inputs, (2,), 0)
+        self.state, result = compiled(*inputs)
+        return result
 
-    def covers(self, features: Features) -> bool:
+    def _chunk_program(
+        self, strategy, features, params, head, state, slots, active, table, rounds, leave_at
+    ):
+        plan = dataclasses.replace(self.plans[strategy], features=features)
+        here = take_slots(state, slots, active, table)
+        if self.mesh is not None:
+            here = sharding.pin_slots(self.mesh, here)
+        model, capacity = self.model(params), self.rounds(strategy)
+        here, result = run_chunk(model, head, plan, here, capacity, rounds, leave_at)
+        return put_slots(state, here, slots), result
+
+    @property
+    def looks_around(self) -> bool:
+        """Whether what other slots hold is worth something to the draft source, though they have
+        ended. Not with rules that draw by the round, see `may_search` in ngram.py."""
+        source = self.longest.source
+        return bool(source and source.looks_around) and not self.longest.needs_q
+
+    def reads_one(self, width: int) -> bool:
+        """Whether the program that reads one piece alone was compiled."""
+        return ("prefill", (1, width + self.tail)) in self.executables and not self.plan.invariant
+
+    def covers(self, strategy: str, bucket: int, features: Features) -> bool:
         """Whether a program that was compiled serves requests that ask for this."""
-        return any(f.covers(features) for f in self._chunk)
+        return any(f.covers(features) for f in self._features(strategy, bucket))
 
-    def _covering(self, features: Features) -> Features:
-        compiled = [f for f in self._chunk if f.covers(features)]
+    def buckets(self, strategy: str, features: Features) -> list[int]:
+        """Buckets for which a program was compiled that serves this, in order."""
+        found = {
+            key[2]
+            for key in self.executables
+            if key[0] == "chunk" and key[1] == strategy and key[3].covers(features)
+        }
+        return sorted(found)
+
+    def _features(self, strategy: str, bucket: int) -> list[Features]:
+        start = ("chunk", strategy, bucket)
+        return [key[3] for key in self.executables if key[:3] == start]
+
+    def _covering(self, strategy: str, bucket: int, features: Features) -> Features:
+        compiled = [f for f in self._features(strategy, bucket) if f.covers(features)]
         return min(compiled, key=lambda f: f.size, default=features)
-
-    def _chunk_program(self, features, params, head, state, max_rounds, leave_early):
-        plan = dataclasses.replace(self.plan, features=features)
-        model = self.model(params)
-
-        def one_round(state, side, index):
-            if plan.tree is None:
-                return plain_round(model, plan, state, side, index)
-            return spec_round(model, head, plan, state, side, index)
-
-        return run_chunk(one_round, plan, state, self.chunk_rounds, max_rounds, leave_early)
-
-    def stop(self, slots: np.ndarray) -> None:
-        """Ends the slots where `slots` [B] is true; they can be refilled."""
-        if self._stop is None:
-
-            def program(state, slots):
-                return state._replace(finish=jnp.where(slots, STOPPED, state.finish))
-
-            self._stop = self._compile(
-                program, self.state, slots, donate=0, out=self._state_shardings()
-            )
-        self.state = self._stop(self.state, slots)
 
     def model(self, params: Params):
         """The target as a module, inside a jitted function."""
         return nnx.merge(graphdef(self.cfg, self.cfg.decode_layout), params)
 
-    def _state_shardings(self):
-        """Where the state must come back to, so that executables accept it again."""
-        if self.mesh is None:
-            return None
-        return jax.tree.map(lambda a: a.sharding, self.state)
+    # --- compiling -------------------------------------------------------------------------------
 
-    def _compile(self, program, *inputs, donate: int | None = None, out=None):
+    def _shardings(self, tree):
+        return None if self.mesh is None else sharding.state_shardings(self.mesh, tree)
+
+    def _compiled(self, key: tuple, program, inputs: tuple, donate: tuple[int, ...], first: int):
+        """The executable of a program whose output begins with, or is, its donated inputs.
+
+        Args:
+          first: 0: the output is a tuple that begins with the donated inputs, in order; 1: it is
+            the one donated input.
+        """
+        if key in self.executables:
+            return self.executables[key]
         self.compilations += 1
-        if self.mesh is None or out is None:
-            jitted = jax.jit(program, donate_argnums=() if donate is None else donate)
-        else:
-            jitted = jax.jit(program, donate_argnums=donate, out_shardings=out)
-        return jitted.lower(*inputs).compile()
+        out = None
+        if self.mesh is not None:
+            shape = jax.eval_shape(program, *inputs)
+            out = self._shardings(shape) if first else tuple(map(self._shardings, shape))
+        jitted = jax.jit(program, donate_argnums=donate, out_shardings=out)
+        self.executables[key] = jitted.lower(*inputs).compile()
+        return self.executables[key]
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of what was compiled, as far as the platform tells: code, and the temporaries of
+        the program that needs most."""
+        found = [compiled.memory_analysis() for compiled in self.executables.values()]
+        found = [analysis for analysis in found if analysis is not None]
+        return {
+            "code": sum(a.generated_code_size_in_bytes for a in found),
+            "temporaries": max((a.temp_size_in_bytes for a in found), default=0),
+        }
 
 
-def _plan(cfg: ModelConfig, spec: SpecConfig | None, source: DraftSource | None) -> Plan:
-    """The static half of a round, before anybody asked for a feature."""
+def make_plans(
+    cfg: ModelConfig,
+    spec: SpecConfig | None,
+    source: DraftSource | None,
+    strategies: Mapping[str, Strategy | None] | None = None,
+) -> dict[str, Plan]:
+    """The static half of a round, per strategy, before anybody asked for a feature.
+
+    Raises:
+      ValueError: a strategy is wider than the vocabulary, or not exact under `spec`'s rule.
+    """
     if spec is None or spec.is_off:
-        return Plan(cfg)
-    strategy = spec.resolve()
-    widest = strategy.dynamic[1] if strategy.dynamic else 1 + max(map(max, strategy.paths))
-    if widest > cfg.vocab_size:
-        raise ValueError(
-            f"strategy {strategy.name!r} has nodes with {widest} children, more than the "
-            f"vocabulary's {cfg.vocab_size} tokens; use a narrower tree"
-        )
-    return Plan(
-        cfg,
-        build_tree(strategy),
-        source or source_of(cfg, spec),
-        spec.acceptance,
+        return {OFF: Plan(cfg)}
+    source = source or source_of(cfg, spec)
+    if strategies is None:
+        own = spec.resolve()
+        strategies = {own.name: own}
+    return {name: _plan(cfg, spec, source, strategy) for name, strategy in strategies.items()}
+
+
+def _plan(cfg: ModelConfig, spec: SpecConfig, source: DraftSource, strategy: Strategy | None):
+    settings = dict(
+        mode=spec.acceptance,
         aligned=spec.aligned,
         tau=spec.tau,
         adaptive_width=spec.adaptive_width,
         invariant=spec.invariant,
         telemetry=spec.telemetry_on,
     )
+    if strategy is None:
+        return Plan(cfg, None, source, **settings)
+    dataclasses.replace(spec, strategy=strategy)  # refuses what is not exact
+    widest = strategy.dynamic[1] if strategy.dynamic else 1 + max(map(max, strategy.paths))
+    if widest > cfg.vocab_size:
+        raise ValueError(
+            f"strategy {strategy.name!r} has nodes with {widest} children, more than the "
+            f"vocabulary's {cfg.vocab_size} tokens; use a narrower tree"
+        )
+    return Plan(cfg, build_tree(strategy), source, **settings)
+
+
+def _own_name(spec: SpecConfig | None, plans: Mapping[str, Plan]) -> str:
+    """Which of the plans is the one that `spec` itself names; the first if it is not there."""
+    if spec is not None and not spec.is_off:
+        name = spec.resolve().name
+        if name in plans:
+            return name
+    return next(iter(plans))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from specjax.cache import KVCache, commit_rows, empty_cache
 from specjax.config import ModelConfig
 from specjax.decode import rng, sampling
 from specjax.decode.plain_arrays import DraftProposal, VerifyResult
-from specjax.decode.state import put_positions, take_positions
+from specjax.decode.state import RUNNING, put_positions, take_positions
 from specjax.decode.tree import chain_bits
 from specjax.draft.source import DraftSource, Level, Memory, Work
 from specjax.models.transformer import Params, graphdef, to_decode_layout
@@ -47,13 +47,16 @@ class _Sequence(NamedTuple):
     """What sources read of a decode state, for one slot.
 
     Attributes:
-      tokens: [1 M]. length: [1]. cache: the target's. draft: the source's memory.
+      tokens: [1 M]. length: [1]. cache: the target's. draft: the source's memory, within a chunk
+        that never ends.
     """
 
     tokens: Int[Array, "1 M"]
     length: Int[Array, " 1"]
+    finish: Int[Array, " 1"]
     cache: KVCache
     draft: Memory
+    table: None = None
 
 
 class _Proposed(NamedTuple):
@@ -219,27 +222,30 @@ def _prefill(setup: _Setup, params, source_params, tokens, length) -> _Sequence:
     """Caches of full size, filled with a context."""
     model, source, cfg = setup.model(params), setup.source, setup.cfg
     slots = setup.max_len + max(setup.steps + 1, source.margin(setup.steps))
-    x, cache = model.prefill(tokens, length)
+    x, rows = model.prefill(tokens, length)
+    cache = empty_cache(cfg, 1, slots, cfg.num_layers, cfg.scan_layers)
+    start, states = jnp.zeros_like(length), None
     hidden = model.draft_hidden(x)
-    memory = source.prefill(model, source_params, setup.steps, tokens, length, hidden)
+    if source.tail:
+        before = length[:, None] - 1 - source.tail + jnp.arange(source.tail)
+        states = jnp.take_along_axis(hidden, jnp.maximum(before, 0)[..., None], axis=1)
+    known = jnp.pad(tokens, ((0, 0), (0, source.tail)))
+    memory = Memory(
+        source.prefill(
+            model, source_params, source.empty_cache(1, slots), known, start, hidden, None
+        ),
+        source.start(tokens, length, states),
+    )
     room = setup.max_len - tokens.shape[1]
-    return _Sequence(
+    sequence = _Sequence(
         tokens=jnp.pad(tokens, ((0, 0), (0, room))),
         length=length,
-        cache=_widened(empty_cache(cfg, 1, slots, cfg.num_layers, cfg.scan_layers), cache),
-        draft=_widened(source.empty(1, slots, setup.steps), memory),
+        finish=jnp.full_like(length, RUNNING),
+        cache=commit_rows(cache, rows, start),
+        draft=source.leave(memory, source.empty_slots(1, setup.steps)),
     )
-
-
-def _widened(empty: Any, filled: Any) -> Any:
-    """Puts shorter caches into the first slots of empty ones."""
-    return jax.tree.map(
-        lambda full, part: jax.lax.dynamic_update_slice(
-            full, part.astype(full.dtype), (0,) * full.ndim
-        ),
-        empty,
-        filled,
-    )
+    # The shapes of every later round, in which `propose` enters nothing.
+    return sequence._replace(draft=source.enter(model, source_params, sequence, setup.steps))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -288,7 +294,7 @@ def _verify(setup: _Setup, params, sequence: _Sequence, temperature, drafted) ->
 
 @functools.partial(jax.jit, static_argnums=0)
 def _commit(setup: _Setup, sequence: _Sequence, work, verified, emitted, count) -> _Sequence:
-    return _Sequence(
+    return sequence._replace(
         tokens=put_positions(sequence.tokens, emitted, sequence.length, count),
         length=sequence.length + count,
         cache=commit_rows(sequence.cache, verified.rows, sequence.length - 1),

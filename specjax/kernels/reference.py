@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
+from specjax.cache import Table, contiguous
+
 NEG_INF = -1e30
 BLOCK = 128  # cache slots per step of the loop over a prefix
 
@@ -32,16 +34,17 @@ def tree_attention(
     q: Float[Array, "B N T H"],
     k_tree: Float[Array, "B K T2 H"],
     v_tree: Float[Array, "B K T2 H"],
-    k_cache: Float[Array, "B K S H"],
-    v_cache: Float[Array, "B K S H"],
+    k_pages: Float[Array, "P K S H"],
+    v_pages: Float[Array, "P K S H"],
     prefix_len: Int[Array, " B"],
     visible_bits: UInt32[Array, "*B T W"],
+    table: Table = None,
 ) -> Float[Array, "B N T H"]:
     """Attention of T tree rows over the cached prefix and over their own ancestors.
 
     The prefix part is masked by length only, the tree part by the ancestor bitmask (self
     included), which is one for all slots or one per slot; one softmax spans both, in float32.
-    Plain decoding is the case T = 1.
+    Plain decoding is the case T = 1. See `specjax.cache` for pages and tables.
 
     The cache is read a block at a time, as far as the longest prefix goes and no further, with the
     running maximum and sum of Milakov and Gimelshein 2018 (arXiv 1805.02867). A block past a
@@ -49,7 +52,7 @@ def tree_attention(
     last bit, on how long its neighbours are.
     """
     b, n, t, h = q.shape
-    kv_heads, slots = k_cache.shape[1:3]
+    kv_heads, size = k_pages.shape[1:3]
     rows = pack_heads(q, kv_heads).astype(jnp.float32) * h**-0.5
     visible = unpack_bits(visible_bits, k_tree.shape[2])
     visible = jnp.concatenate([visible] * (n // kv_heads), axis=-2)
@@ -60,17 +63,26 @@ def tree_attention(
     weights = jnp.exp(scores - peak)
     total = weights.sum(-1, keepdims=True)
     out = jnp.einsum("bkmt,bkth->bkmh", weights, v_tree.astype(jnp.float32))
-    block = min(BLOCK, slots)
+    block = min(BLOCK, size)
+    per_page = -(-size // block)
+
+    def read(pages, stretch, offset):
+        if table is None:
+            return jax.lax.dynamic_slice_in_dim(pages, offset, block, axis=2)
+        if per_page == 1:
+            return pages[table[:, stretch]]
+        piece = (1, kv_heads, block, h)
+        return jax.vmap(lambda p: jax.lax.dynamic_slice(pages, (p, 0, offset, 0), piece)[0])(
+            table[:, stretch]
+        )
 
     def add_block(i, carry):
         peak, total, out = carry
-        start = jnp.minimum(i * block, slots - block)  # the last one may overlap the one before
-        k, v = (
-            jax.lax.dynamic_slice_in_dim(x, start, block, axis=2).astype(jnp.float32)
-            for x in (k_cache, v_cache)
-        )
-        at = start + jnp.arange(block)
-        counts = (at >= i * block) & (at < prefix_len[:, None])
+        stretch, inside = i // per_page, i % per_page * block
+        offset = jnp.minimum(inside, size - block)  # the last one may overlap the one before
+        k, v = (read(x, stretch, offset).astype(jnp.float32) for x in (k_pages, v_pages))
+        at = offset + jnp.arange(block)
+        counts = (at >= inside) & (stretch * size + at < prefix_len[:, None])
         scores = jnp.einsum("bkmh,bksh->bkms", rows, k)
         scores = jnp.where(counts[:, None, None], scores, NEG_INF)
         higher = jnp.maximum(peak, scores.max(-1, keepdims=True))
@@ -78,7 +90,8 @@ def tree_attention(
         total = total * shrink + weights.sum(-1, keepdims=True)
         return higher, total, out * shrink + jnp.einsum("bkms,bksh->bkmh", weights, v)
 
-    blocks = (prefix_len.max() + block - 1) // block
+    longest = prefix_len.max()
+    blocks = longest // size * per_page + (longest % size + block - 1) // block
     _, total, out = jax.lax.fori_loop(0, blocks, add_block, (peak, total, out))
     return (out / total).reshape(b, n, t, h).astype(q.dtype)
 
@@ -87,11 +100,12 @@ def tree_attention_by_position(
     q: Float[Array, "B N T H"],
     k_tree: Float[Array, "B K T H"],
     v_tree: Float[Array, "B K T H"],
-    k_cache: Float[Array, "B K S H"],
-    v_cache: Float[Array, "B K S H"],
+    k_pages: Float[Array, "P K S H"],
+    v_pages: Float[Array, "P K S H"],
     prefix_len: Int[Array, " B"],
     path_rows: Int[Array, "*B T E"],
     depth: Int[Array, "*B T"],
+    table: Table = None,
 ) -> Float[Array, "B N T H"]:
     """`tree_attention` whose bits depend neither on the tree nor on a row's place in it.
 
@@ -104,7 +118,8 @@ def tree_attention_by_position(
         beyond its own depth. The cache has E slots or more past every prefix.
     """
     b, n, t, h = q.shape
-    kv_heads = k_cache.shape[1]
+    kv_heads = k_pages.shape[1]
+    k_cache, v_cache = contiguous(k_pages, table), contiguous(v_pages, table)
     path_rows = jnp.broadcast_to(path_rows, (b, *path_rows.shape[-2:]))
     depth = jnp.broadcast_to(depth, (b, t))
     insert = jax.vmap(lambda cache, new, at: jax.lax.dynamic_update_slice(cache, new, (0, at, 0)))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from specjax.cache import KVCache
+from specjax.cache import KVCache, Table
 from specjax.config import ModelConfig
 from specjax.kernels import dispatch
 from specjax.models.layers import INIT_STD, Block, fuse_block, rms_norm
@@ -88,6 +88,7 @@ class Transformer(nnx.Module):
         visible_bits: Array,
         by_position: tuple[Array, Array] | None = None,
         scratch: tuple[KVCache, int] | None = None,
+        table: Table = None,
     ) -> tuple[Float[Array, "B T D"], KVCache]:
         """States before the final norm for T tree rows, and their keys and values as scratch.
 
@@ -95,6 +96,7 @@ class Transformer(nnx.Module):
           visible_bits: numbers the scratch rows first, then the T rows themselves.
           by_position: (path_rows, depth) of the tree: attend as `tree_attention_by_position`.
           scratch: buffers of earlier tree rows [.. B K total H], and how many they hold so far.
+          table: the pages of each sequence, see `specjax.cache`.
 
         Returns:
           states, and keys and values: of the T rows, or the buffers with these filled in.
@@ -108,9 +110,12 @@ class Transformer(nnx.Module):
                 kv, (k, v) = append_rows((k_earlier, v_earlier), scratch[1], kv)
             if by_position is not None:
                 return dispatch.tree_attention_by_position(
-                    q, k, v, *layer_cache, prefix_len, *by_position
+                    q, k, v, *layer_cache, prefix_len, *by_position, table
                 ), kv
-            return dispatch.tree_attention(q, k, v, *layer_cache, prefix_len, visible_bits), kv
+            attended = dispatch.tree_attention(
+                q, k, v, *layer_cache, prefix_len, visible_bits, table
+            )
+            return attended, kv
 
         beside = cache if scratch is None else _beside(cache, scratch[0])
         return self._forward(tokens, positions, attend, beside)

@@ -1,0 +1,61 @@
+"""From the scheduler's decisions to the padded arrays that programs take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+
+import numpy as np
+
+from specjax.decode.admit import Admission, Piece
+from specjax.engine.options_rows import option_rows
+from specjax.engine.runner import Runner
+from specjax.engine.scheduler import Prompt, Start
+
+
+def piece_of(prompts: Several[Prompt], rows: int, width: int, runner: Runner) -> Piece:
+    """The next `width` positions of each prompt; spare rows read nothing into nobody's page."""
+    tail = runner.tail
+    piece = Piece(
+        tokens=np.zeros((rows, width + tail), np.int32),
+        start=np.zeros(rows, np.int32),
+        length=np.ones(rows, np.int32),
+        prompts=np.full(rows, runner.prompts - 1, np.int32),
+        table=np.zeros((rows, runner.table_width), np.int32),
+    )
+    for row, prompt in enumerate(prompts):
+        known = prompt.tokens[prompt.read : prompt.read + width + tail]
+        piece.tokens[row, : len(known)] = known
+        piece.start[row], piece.length[row] = prompt.read, len(prompt.tokens)
+        piece.prompts[row] = prompt.row
+        piece.table[row, : len(prompt.pages)] = prompt.pages
+    return piece
+
+
+def admission_of(starts: Several[Start], count: int, runner: Runner) -> Admission:
+    """Sequences to start, padded to `count`: the first one is repeated, and written twice."""
+    padded = [*starts] + [starts[0]] * (count - len(starts))
+    sequences = [start.sequence for start in padded]
+    jobs = [sequence.job for sequence in sequences]
+    tokens = np.zeros((count, runner.max_len), np.int32)
+    for row, sequence in zip(tokens, sequences, strict=True):
+        row[: sequence.length] = sequence.known
+    copies = [start.copy or (0, 0) for start in padded]
+    return Admission(
+        slots=np.array([sequence.slot for sequence in sequences], np.int32),
+        prompts=np.array([start.prompt_row for start in padded], np.int32),
+        source=np.array([source for source, _ in copies], np.int32),
+        target=np.array([target for _, target in copies], np.int32),
+        tokens=tokens,
+        lengths=np.array([sequence.length for sequence in sequences], np.int32),
+        limit=np.array([job.limit for job in jobs], np.int32),
+        words=np.stack([job.words for job in jobs]).astype(np.uint32),
+        options=option_rows(jobs, runner.cfg.vocab_size, runner.stop_width),
+    )
+
+
+def place_sizes(batch: int) -> list[int]:
+    """1, 4, 16, .. and the batch: how many sequences one program starts."""
+    sizes = [1]
+    while sizes[-1] < batch:
+        sizes.append(min(sizes[-1] * 4, batch))
+    return sizes

@@ -1,0 +1,66 @@
+"""Who holds which page of the caches: a free list and reference counts, plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+NOBODYS = 0  # takes what is written for positions without a page
+
+
+class PagePool:
+    """Pages 1 .. count - 1; page 0 is nobody's.
+
+    A page is held by one sequence or more: the full pages of a prompt belong to all its samples.
+    """
+
+    def __init__(self, count: int):
+        if count < 2:
+            raise ValueError(f"a pool needs 2 pages or more, for page 0 is spare; got {count}")
+        self.count = count
+        self._free = list(range(count - 1, 0, -1))
+        self._holders = [0] * count
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        return self.count - 1 - len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """So many pages, held once.
+
+        Raises:
+          ValueError: there are not as many.
+        """
+        if count > len(self._free):
+            raise ValueError(f"{count} pages are wanted, and only {len(self._free)} are free")
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._holders[page] = 1
+        return pages
+
+    def share(self, pages: Iterable[int]) -> list[int]:
+        """The same pages, held once more."""
+        pages = list(pages)
+        for page in pages:
+            if not self._holders[page]:
+                raise ValueError(f"page {page} is free and cannot be shared")
+            self._holders[page] += 1
+        return pages
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Gives pages back; those that nobody else holds become free."""
+        for page in pages:
+            if not self._holders[page]:
+                raise ValueError(f"page {page} is released and nobody holds it")
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
+
+
+def pages_for(positions: int, size: int) -> int:
+    """Pages that hold so many positions."""
+    return -(-positions // size)

@@ -1,0 +1,293 @@
+"""What runs next: which prompts are read, which sequences start, which must make room.
+
+Plain bookkeeping; nothing here touches a device. Sequences wait under their prompts, for a prompt
+is read once for all its samples. Everything is ordered by arrival unless lengths are expected (see
+`LengthHistory`), and a preempted sequence goes to the front, as a prompt that includes what it has
+generated: by the keying of the noise it continues with the same tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+
+from specjax.engine.pages import PagePool, pages_for
+from specjax.engine.sequence import Sequence
+
+Key = tuple[int, ...]
+
+
+@dataclasses.dataclass
+class Prompt:
+    """Tokens to be read, and the sequences that wait for them.
+
+    Attributes:
+      tokens: of which all but the last, which becomes the root, are read into pages.
+      waiting: sequences that start from it. read: positions in the pages so far.
+      pages: held while anybody waits. row: where the device keeps its tail.
+    """
+
+    tokens: Key
+    waiting: deque[Sequence] = dataclasses.field(default_factory=deque)
+    read: int = 0
+    pages: list[int] | None = None
+    row: int | None = None
+
+    @property
+    def to_read(self) -> int:
+        return len(self.tokens) - 1 - self.read
+
+    @property
+    def is_ready(self) -> bool:
+        return self.pages is not None and self.to_read == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """A sequence to start, and the page that it gets a copy of (source, target), or None."""
+
+    sequence: Sequence
+    prompt_row: int
+    copy: tuple[int, int] | None
+
+
+class Scheduler:
+    """Slots, pages and the queue of one engine.
+
+    Args:
+      slots: sequences that run at once. prompts: that are held in pages, waiting, at once.
+      pool: of pages. page_size: positions of a page.
+      ahead: positions that a sequence may need before the host looks again.
+      expected: length that a prompt's samples will have, or None; those expected to be longest
+        start first. Without it the first come starts first.
+
+    Attributes:
+      running: the sequences that run, by slot.
+      preemptions: sequences that had to make room so far.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        prompts: int,
+        pool: PagePool,
+        page_size: int,
+        ahead: int,
+        expected: Callable[[Key], float | None] | None = None,
+    ):
+        self.pool, self.page_size, self.ahead, self._expected = pool, page_size, ahead, expected
+        self.running: dict[int, Sequence] = {}
+        self.preemptions = 0
+        self._slots, self._rows = deque(range(slots)), deque(range(prompts))
+        self._queue: OrderedDict[Key, Prompt] = OrderedDict()
+        self._reading: dict[Key, Prompt] = {}
+        self._admitted = 0
+
+    # --- coming and going ------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that have no slot."""
+        return sum(len(p.waiting) for p in self._prompts())
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._queue or self._reading)
+
+    def _prompts(self) -> Iterator[Prompt]:
+        yield from self._reading.values()
+        yield from self._queue.values()
+
+    def add(self, sequence: Sequence, first: bool = False) -> None:
+        """Queues a sequence.
+
+        Args:
+          first: ahead of all others.
+        """
+        key = tuple(sequence.known)
+        prompt = self._reading.get(key) or self._queue.get(key)
+        if prompt is None:
+            prompt = self._queue[key] = Prompt(key)
+            if first:
+                self._queue.move_to_end(key, last=False)
+        prompt.waiting.append(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Frees the slot and the pages of a running sequence."""
+        del self.running[sequence.slot]
+        self._slots.append(sequence.slot)
+        self.pool.release(sequence.pages)
+        sequence.slot, sequence.pages, sequence.shared = None, [], 0
+
+    def drop(self, sequence: Sequence) -> None:
+        """Takes a sequence out, wherever it is."""
+        if sequence.slot is not None:
+            self.finish(sequence)
+            return
+        for prompt in self._prompts():
+            if sequence in prompt.waiting:
+                prompt.waiting.remove(sequence)
+                if not prompt.waiting:
+                    self._forget(prompt)
+                return
+
+    def step_back(self, sequence: Sequence) -> None:
+        """Back to the front of the queue; its slot and pages become free."""
+        self.finish(sequence)
+        self.add(sequence, first=True)
+
+    def forget_prompts(self) -> None:
+        """What has been read will be read again."""
+        for prompt in reversed(list(self._reading.values())):
+            self._unread(prompt)
+
+    def _unread(self, prompt: Prompt) -> None:
+        self._forget(prompt)
+        self._queue[prompt.tokens] = prompt
+        self._queue.move_to_end(prompt.tokens, last=False)
+
+    def _forget(self, prompt: Prompt) -> None:
+        """Gives up what a prompt holds."""
+        self._reading.pop(prompt.tokens, None)
+        self._queue.pop(prompt.tokens, None)
+        if prompt.pages is not None:
+            self.pool.release(prompt.pages)
+            self._rows.append(prompt.row)
+        prompt.pages, prompt.row, prompt.read = None, None, 0
+
+    # --- room for those that run -----------------------------------------------------------------
+
+    def reserve(self) -> list[Sequence]:
+        """Gives every running sequence the pages that it may need, the earliest first.
+
+        Returns:
+          sequences that must make room (`step_back`), the latest first; then this has to be called
+          again. Prompts that wait in pages give way before them.
+        """
+        for sequence in sorted(self.running.values(), key=lambda s: s.admitted):
+            missing = self._needs(sequence) - len(sequence.pages)
+            if missing <= 0:
+                continue
+            while missing > self.pool.free and self._reading:
+                self._unread(self._reading[next(reversed(self._reading))])
+            if missing > self.pool.free:
+                latest = max(self.running.values(), key=lambda s: s.admitted)
+                return [latest]
+            sequence.pages += self.pool.take(missing)
+        return []
+
+    def _needs(self, sequence: Sequence) -> int:
+        ahead = min(sequence.length + self.ahead, sequence.job.limit)
+        return pages_for(ahead, self.page_size)
+
+    # --- reading prompts, starting sequences -----------------------------------------------------
+
+    def next_to_read(
+        self, count: Callable[[int], int], width: Callable[[Prompt], int]
+    ) -> list[Prompt]:
+        """Prompts of equal width to read on, as many as slots will be free for.
+
+        Args:
+          count: how many prompts of a width are read at once. width: of a prompt's next piece.
+        """
+        chosen = [p for p in self._reading.values() if not p.is_ready]
+        if chosen:
+            same = width(chosen[0])
+            chosen = [p for p in chosen if width(p) == same][: count(same)]
+        wanted = len(self._slots) - sum(len(p.waiting) for p in self._reading.values())
+        while wanted > 0 and self._queue and self._rows:
+            prompt = self._queue[self._next_key()]
+            if chosen and len(chosen) == count(width(chosen[0])):
+                break
+            if prompt.to_read and chosen and width(prompt) != width(chosen[0]):
+                break
+            if not self._open(prompt):
+                break
+            wanted -= len(prompt.waiting)
+            if prompt.to_read:
+                chosen.append(prompt)
+        return chosen
+
+    def _next_key(self) -> Key:
+        if self._expected is None:
+            return next(iter(self._queue))
+        first = next(iter(self._queue))
+        if self._queue[first].waiting[0].tokens:  # preempted
+            return first
+
+        def length(key: Key) -> float:
+            return self._expected(self._queue[key].waiting[0].job.prompt) or 0.0
+
+        return max(self._queue, key=length)
+
+    def _open(self, prompt: Prompt) -> bool:
+        """Gives a prompt pages, if it and one of its sequences fit beside those that run."""
+        wanted = pages_for(len(prompt.tokens) - 1, self.page_size)
+        growth = pages_for(self.ahead, self.page_size) + 1
+        if self.pool.free < wanted + growth * (1 + len(self.running)) and (
+            self.running or self._reading or self.pool.free < wanted
+        ):
+            return False
+        del self._queue[prompt.tokens]
+        self._reading[prompt.tokens] = prompt
+        prompt.pages, prompt.row = self.pool.take(wanted), self._rows.popleft()
+        return True
+
+    def starts(self) -> list[Start]:
+        """Puts sequences whose prompts have been read into free slots."""
+        found = []
+        for prompt in list(self._reading.values()):
+            if not prompt.is_ready:
+                continue
+            while prompt.waiting and self._slots:
+                start = self._start(prompt)
+                if start is None:
+                    return found
+                found.append(start)
+            if not prompt.waiting:
+                self._forget(prompt)
+        return found
+
+    def _start(self, prompt: Prompt) -> Start | None:
+        """Starts the first sequence that waits for a prompt; None if there are too few pages."""
+        sequence = prompt.waiting[0]
+        needs = max(self._needs(sequence), len(prompt.pages))
+        full = (len(prompt.tokens) - 1) // self.page_size
+        last = len(prompt.waiting) == 1
+        shared = len(prompt.pages) if last else full
+        if needs - shared > self.pool.free:
+            return None
+        prompt.waiting.popleft()
+        copy = None
+        sequence.pages = self.pool.share(prompt.pages[:shared]) + self.pool.take(needs - shared)
+        if len(prompt.pages) > shared:
+            copy = prompt.pages[full], sequence.pages[full]
+        sequence.slot = self._slots.popleft()
+        self._admitted += 1
+        sequence.admitted = self._admitted
+        self.running[sequence.slot] = sequence
+        return Start(sequence, prompt.row, copy)
+
+
+class LengthHistory:
+    """How long the samples of a prompt were, to expect how long its next ones will be.
+
+    A prompt that was never seen is expected to be as long as all were on average.
+
+    Args:
+      decay: weight that the past keeps when a new length comes in.
+    """
+
+    def __init__(self, decay: float = 0.7):
+        self._decay = decay
+        self._of: dict[int, float] = {}
+        self._all: float | None = None
+
+    def add(self, prompt, length: int) -> None:
+        key, decay = hash(tuple(prompt)), self._decay
+        self._of[key] = decay * self._of.get(key, length) + (1 - decay) * length
+        self._all = length if self._all is None else 0.99 * self._all + 0.01 * length
+
+    def expected(self, prompt) -> float | None:
+        return self._of.get(hash(tuple(prompt)), self._all)

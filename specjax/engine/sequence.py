@@ -1,0 +1,193 @@
+"""One sample on its way through the engine: what the host knows of it, chunk by chunk."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+from specjax.decode.report import Rejections, TopLogprobs
+from specjax.decode.round import Result
+from specjax.decode.state import LENGTH, RUNNING, STOPPED
+from specjax.engine.request import Job, SampleOutput, SpecStats
+from specjax.engine.stops import Cut, StopStrings
+
+FINISH_REASONS = {STOPPED: "stop", LENGTH: "length"}
+
+
+@dataclasses.dataclass
+class Progress:
+    """What has been generated of a sample that was not finished; it can be taken up again.
+
+    Attributes:
+      tokens, logprobs: one entry per generated token. versions: runs of tokens that were sampled
+        by the same weights, as (index of the first token, version of the weights).
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[tuple[int, int]]
+
+
+class Sequence:
+    """A sample that waits or runs.
+
+    Args:
+      ticket: the engine's number for it. steps: longest path that a round can accept.
+      progress: tokens that were generated earlier, which it continues.
+
+    Attributes:
+      tokens, logprobs: generated so far, as far as the host has looked.
+      slot: where it runs. pages: its pages, in order; the first `shared` belong to its prompt.
+      admitted: when it was started, as a running number; of two, the later is preempted first.
+    """
+
+    def __init__(self, ticket: int, job: Job, steps: int, progress: Progress | None = None):
+        self.ticket, self.job, self._steps = ticket, job, steps
+        self.slot: int | None = None
+        self.pages: list[int] = []
+        self.shared = 0
+        self.admitted = 0
+        self._given = progress
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets what was generated since it came to the engine."""
+        job, given = self.job, self._given or Progress([], [], [])
+        params = job.params
+        self.tokens, self.logprobs = list(given.tokens), list(given.logprobs)
+        self.versions = list(given.versions)
+        self._transformed: list[float] | None = [] if params.transformed_logprobs else None
+        self._top = _Top([], []) if params.top_logprobs else None
+        self._histogram = np.zeros(self._steps + 2, np.int64)
+        self._drafted = 0
+        self._stops = None
+        if params.stop:
+            self._stops = StopStrings(
+                params.stop, job.decode, params.include_stop_str_in_output, params.min_tokens
+            )
+            self._stops.feed(self.tokens)
+
+    @property
+    def length(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.job.prompt) + len(self.tokens)
+
+    @property
+    def known(self) -> list[int]:
+        """The tokens that the model must have read before it can go on."""
+        return [*self.job.prompt, *self.tokens]
+
+    def progress(self) -> Progress:
+        return Progress(list(self.tokens), list(self.logprobs), list(self.versions))
+
+    def look(self, row: int, result: Result, drafts: int, version: int) -> SampleOutput | None:
+        """Takes in a chunk.
+
+        Args:
+          row: where the sequence was in the batch. drafts: proposed per round. version: of the
+            weights that ran.
+
+        Returns:
+          the finished sample, if it ended here.
+        """
+        count = int(result.length[row]) - self.length
+        if count <= 0:
+            return None
+        report, before = result.report, len(self.tokens)
+        if not self.versions or self.versions[-1][1] != version:
+            self.versions.append((before, version))
+        new = result.tokens[row, :count].tolist()
+        cut = None if self._stops is None else self._stops.feed(new)
+        self.tokens += new
+        self.logprobs += report.logprobs[row, :count].tolist()
+        if self._transformed is not None:
+            self._transformed += report.transformed[row, :count].tolist()
+        if self._top is not None:
+            self._top.add(report.top, row, count, self.job.params.top_logprobs)
+        kept = count if cut is None else cut.tokens - before
+        rounds = _rounds_until(report.counts[:, row], kept)
+        self._histogram += np.bincount(rounds, minlength=len(self._histogram))
+        self._drafted += len(rounds) * (drafts if self.job.params.speculative else 0)
+        if cut is not None:
+            return self.output("stop", cut)
+        finish = int(result.finish[row])
+        return None if finish == RUNNING else self.output(FINISH_REASONS[finish])
+
+    def output(self, reason: str, cut: Cut | None = None) -> SampleOutput:
+        """The sample as it stands, or up to where a stop string ends it."""
+        count = len(self.tokens) if cut is None else cut.tokens
+        tokens, logprobs = self.tokens[:count], self.logprobs[:count]
+        transformed = None if self._transformed is None else self._transformed[:count]
+        top = None if self._top is None else self._top.with_chosen(tokens, logprobs, transformed)
+        bins = self._histogram.tolist()
+        return SampleOutput(
+            token_ids=tokens,
+            text=None if cut is None else cut.text,
+            logprobs=logprobs,
+            finish_reason=reason,
+            stats=SpecStats(
+                rounds=sum(bins),
+                drafted=self._drafted,
+                accepted=sum(max(n - 1, 0) * rounds for n, rounds in enumerate(bins)),
+                histogram=tuple(bins),
+            ),
+            weight_versions=tuple(self.versions),
+            transformed_logprobs=transformed,
+            top_logprobs=top and top.scaled,
+            top_transformed_logprobs=top and top.transformed,
+        )
+
+
+def rejections_until(rejections: Rejections, ends: np.ndarray) -> Rejections:
+    """Without what came after the `ends` [B] of samples that a stop string cut within a chunk."""
+    begins = rejections.position - rejections.accepted  # a round's first token
+    return rejections._replace(
+        accepted=np.where(begins >= ends, -1, rejections.accepted),
+        emitted=rejections.emitted & (rejections.position < ends),
+    )
+
+
+def _rounds_until(counts: np.ndarray, kept: int) -> np.ndarray:
+    """Tokens emitted in each round in which the sample ran, up to the first `kept` tokens.
+
+    The round that brought the last of them counts with the tokens that are kept of it, as where a
+    stop token cuts a round.
+    """
+    ends = np.minimum(np.cumsum(counts), kept)
+    emitted = np.diff(ends, prepend=0)
+    return emitted[emitted > 0]
+
+
+class _Top(NamedTuple):
+    """Most likely tokens per position, best first; `transformed` is None unless asked for."""
+
+    scaled: list[dict[int, float]]
+    transformed: list[dict[int, float]] | None
+
+    def add(self, top: TopLogprobs, row: int, count: int, best: int) -> None:
+        _add(self.scaled, top.ids, top.logprobs, row, count, best)
+        if top.transformed_ids is not None:
+            _add(self.transformed, top.transformed_ids, top.transformed_logprobs, row, count, best)
+
+    def with_chosen(self, tokens, logprobs, transformed) -> _Top:
+        """As many entries as there are tokens, each with the token generated there."""
+        scaled = _with_chosen(self.scaled, tokens, logprobs)
+        if transformed is None:  # another request of the batch may have asked for them
+            return _Top(scaled, None)
+        return _Top(scaled, _with_chosen(self.transformed, tokens, transformed))
+
+
+def _add(entries: list, ids, logprobs, row: int, count: int, best: int) -> None:
+    for tokens, values in zip(
+        ids[row, :count, :best].tolist(), logprobs[row, :count, :best].tolist(), strict=True
+    ):
+        entries.append({t: v for t, v in zip(tokens, values, strict=True) if v > -np.inf})
+
+
+def _with_chosen(entries, tokens, logprobs) -> list[dict[int, float]]:
+    return [
+        best | {token: logprob}
+        for best, token, logprob in zip(entries, tokens, logprobs, strict=False)
+    ]
