@@ -4,9 +4,10 @@
     python -m bench.costs model                           roofline of other chips -> bench/costs/
 
 `measure` times the very programs that the engine runs, in turns: a chunk of plain rounds, chunks of
-speculative rounds for each number of rows, and the drafting alone. `draft` is one drafted token,
-averaged over a four-token chain, the extension of the head's cache included; `verify` is a round
-less its drafted tokens, so acceptance and commit are in it.
+speculative rounds for each number of rows, and the drafting alone. The batch is full, every slot in
+pages of its own; what a chunk costs beside its rounds is spread over --rounds of them. `draft` is
+one drafted token, averaged over a four-token chain, the extension of the head's cache included;
+`verify` is a round less its drafted tokens, so acceptance and commit are in it.
 
 `model` is no measurement: a step costs what its bytes take at the chip's bandwidth or its
 operations at its peak, whichever is more. Weights are read once per step, keys and values once per
@@ -26,14 +27,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from bench.common import alternate, machine, versions
+from bench.full_batch import everyone, fill
 from specjax.config import ModelConfig, SpecConfig
 from specjax.decode import rng
 from specjax.decode.draft import draft_tree
 from specjax.decode.history import context_of
-from specjax.decode.state import RUNNING, put_positions
+from specjax.decode.options import Features
+from specjax.decode.state import put_positions, take_slots
 from specjax.draft.mtp import init_head_params
 from specjax.engine.runner import Runner
 from specjax.models import hf
@@ -56,30 +58,19 @@ class Bench:
         """A runner with weights; `steps` 0 is plain decoding."""
         spec = SpecConfig(f"{steps}_1_{steps + 1}") if steps else None
         room = self.context + self.rounds * (longest + 1) + 1
-        runner = Runner(self.cfg, spec, self.batch, room, chunk_rounds=self.rounds)
+        tokens = self.rounds * (steps + 1)  # equally many rounds for all of them
+        runner = Runner(self.cfg, spec, self.batch, room, chunk_tokens=tokens)
         runner.set_params(self.params, self.head if steps else None)
         return runner
 
-    def fill(self, runner: Runner) -> None:
-        """Every slot runs, at `context` tokens, and does not end during a measurement.
-
-        The caches hold zeros, or what the last measurement left: times do not depend on values.
-        """
-        runner.reset()
-        words = np.stack([rng.request_words(0, [0], i) for i in range(self.batch)])
-        fields = {
-            "length": np.full(self.batch, self.context, np.int32),
-            "limit": np.full(self.batch, runner.max_len, np.int32),
-            "finish": np.full(self.batch, RUNNING, np.int32),
-            "keys": np.asarray(rng.request_keys(words)),
-        }
-        runner.state = runner.state._replace(**jax.device_put(fields))
-
     def chunk(self, runner: Runner) -> Callable[[], None]:
         """One measurement: a chunk of rounds from a full batch, which `fill` has prepared."""
+        (strategy,) = runner.plans
+        slots, active, table = everyone(runner)
 
         def run() -> None:
-            done, _ = runner.chunk(self.rounds, False)
+            result = runner.chunk(strategy, Features(), slots, active, table, self.rounds)
+            done = int(jax.block_until_ready(result).rounds)
             assert done == self.rounds, (done, self.rounds)
 
         return run
@@ -87,26 +78,27 @@ class Bench:
     def drafting(self, runner: Runner) -> Callable[[], None]:
         """One measurement: as many draftings, each starting from what the last one proposed."""
 
-        def program(params, head, state):
+        def program(params, head, state, slots, active, table):
             model, plan = runner.model(params), runner.plan
-            wanted = np.ones(self.batch, bool)
+            here = take_slots(state, slots, active, table)
+            here = here._replace(draft=plan.source.enter(model, head, here, plan.steps))
 
             def body(_, state):
-                root = state.length - 1
-                ring = rng.refill(state.noise, state.keys, root, wanted)
+                root, count = state.length - 1, plan.steps + 1
+                ring = rng.refill(state.noise, state.keys, root, active, count)
                 state = state._replace(noise=ring)
                 context = context_of(state.tokens, state.length, plan.features, None)
                 draft = draft_tree(model, head, plan, state, context)
                 # The next drafting depends on this one, or the compiler would do it only once.
                 tokens = put_positions(state.tokens, draft.tokens[:, 1:2], root, root * 0 + 1)
-                hidden = state.draft.hidden[:, : plan.steps + 1]
+                hidden = state.draft.slots.hidden[:, :count]
                 memory = plan.source.commit(state.draft, draft.work, hidden, root * 0 + 1)
                 return state._replace(draft=memory, tokens=tokens)
 
-            return jax.lax.fori_loop(0, self.rounds, body, state)
+            return jax.lax.fori_loop(0, self.rounds, body, here)
 
-        self.fill(runner)
-        inputs = (runner.params, runner.head, runner.state)
+        fill(runner, self.context)
+        inputs = (runner.params, runner.head, runner.state, *everyone(runner))
         compiled = jax.jit(program).lower(*inputs).compile()
         return lambda: jax.block_until_ready(compiled(*inputs).tokens)
 
@@ -119,7 +111,7 @@ class Bench:
         times: dict[str, list[float]] = {name: [] for name in jobs}
         for repeat in range(repeats + 1):
             for runner in runners.values():
-                self.fill(runner)
+                fill(runner, self.context)
             for name, values in alternate(jobs, 1).items():
                 times[name] += values if repeat else []  # the first one compiles
         middle = {name: statistics.median(v) / self.rounds for name, v in times.items()}

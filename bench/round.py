@@ -138,9 +138,10 @@ def noise_figures(args: argparse.Namespace) -> dict[str, dict]:
         llm = LLM(args.model, SpecConfig(strategy), batch, longest)
         llm.generate(prompts, params)
         state = jax.device_get(llm.engine.runner.state)
-        drawn = int(state.noise.drawn)
-        # Positions from the first generated one up to the last whose noise was drawn.
-        positions = int((state.noise.until - state.options.prompt_len).sum())
+        drawn = int(state.noise.drawn.sum())
+        # Positions from the first generated one up to the last whose noise was drawn; the last
+        # slot is the spare one.
+        positions = int((state.noise.until - state.options.prompt_len)[:batch].sum())
         at, tokens = f"{Path(args.model).name}/{strategy}", llm.totals.tokens
         result |= {
             f"noise_rows_per_token/{at}": figure(drawn / tokens, "noise rows / emitted tokens"),

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from bench.full_batch import everyone, fill
 from specjax.decode import report, rng, sampling
 from specjax.decode.accept import accept
 from specjax.decode.draft import Draft, draft_tree
@@ -17,7 +17,7 @@ from specjax.decode.history import Rows, context_of, count_tokens
 from specjax.decode.options import Features
 from specjax.decode.plan import Plan
 from specjax.decode.round import Side, commit, spec_round
-from specjax.decode.state import RUNNING, DecodeState
+from specjax.decode.state import RUNNING, DecodeState, take_slots
 from specjax.decode.verify import verify
 from specjax.engine.runner import Runner
 
@@ -120,7 +120,8 @@ class Parts:
     def _noise(self, buffers: Buffers, taken: Taken):
         state = taken.whole(buffers)
         wanted = (state.finish == RUNNING) & (state.options.temperature > 0)
-        ring = rng.refill(state.noise, state.keys, state.length - 1, wanted)
+        count = self.plan.steps + 1
+        ring = rng.refill(state.noise, state.keys, state.length - 1, wanted, count)
         return buffers._replace(noise=ring.rows), ring.until
 
     def _draft(self, buffers: Buffers, params, head, taken: Taken):
@@ -164,23 +165,18 @@ class Parts:
 
 
 def _filled(runner: Runner, options: Mapping, context: int, emitted: int) -> DecodeState:
-    """Every slot runs, at `context` tokens; the noise of `emitted` positions is missing."""
-    runner.state = None  # the last one's buffers are gone
-    runner.reset()
-    batch, state = runner.batch, runner.state
-    words = np.stack([rng.request_words(0, [0], sample) for sample in range(batch)])
-    tokens = np.random.default_rng(0).integers(runner.cfg.vocab_size, size=state.tokens.shape)
-    wanted = {name: np.full(batch, value, np.float32) for name, value in options.items()}
-    wanted["prompt_len"] = np.full(batch, context // 2, np.int32)
-    until = np.full(batch, context + runner.steps + 1 - emitted, np.int32)
-    return jax.device_put(
-        state._replace(
-            tokens=tokens.astype(np.int32),
-            length=np.full(batch, context, np.int32),
-            limit=np.full(batch, runner.max_len, np.int32),
-            finish=np.full(batch, RUNNING, np.int32),
-            keys=np.asarray(rng.request_keys(words)),
-            options=state.options._replace(**wanted),
-            noise=state.noise._replace(until=until),
-        )
-    )
+    """Every slot runs within a chunk, at `context` tokens; noise of `emitted` positions is missing.
+
+    The runner's own state is given up for it.
+    """
+    fill(runner, context, options)
+
+    def begin(params, head, state, slots, active, table):
+        here, plan = take_slots(state, slots, active, table), runner.plan
+        memory = plan.source.enter(runner.model(params), head, here, plan.steps)
+        until = jnp.full_like(here.length, context + plan.steps + 1 - emitted)
+        return here._replace(draft=memory, noise=here.noise._replace(until=until))
+
+    inputs = (runner.params, runner.head, runner.state, *everyone(runner))
+    runner.state = None
+    return jax.jit(begin)(*inputs)

@@ -129,7 +129,7 @@ class MTPSource:
 
         def absorb(memory):
             slots = memory.slots
-            run, slot = self._over_window(model, params, state, memory, count)
+            run, slot, _ = self._over_window(model, params, state, memory, count)
             cache = commit_rows(
                 memory.cache, run.rows, slot, after=_after(run.normed), table=state.table
             )
@@ -138,6 +138,10 @@ class MTPSource:
             hidden = jnp.take_along_axis(slots.hidden, index[..., None], axis=1)
             return Memory(cache, HeadSlots(hidden, slots.pending - taken, slots.skipped))
 
+        # What `follow` dropped may have begun with rows that never were.
+        first = state.length - 1 - memory.slots.pending - lag
+        skipped = jnp.minimum(memory.slots.skipped, jnp.maximum(first, 0))
+        memory = memory._replace(slots=memory.slots._replace(skipped=skipped))
         memory = jax.lax.while_loop(behind, absorb, memory)
         window = memory.slots.hidden[:, : steps + lag + 1]
         return memory._replace(slots=memory.slots._replace(hidden=window))
@@ -150,7 +154,8 @@ class MTPSource:
 
     def follow(self, memory: Memory, hidden, count) -> Memory:
         """Appends the states. Where they do not fit the earliest are dropped: a hole in the
-        head's cache, which is closed up, and costs acceptance but no token."""
+        head's cache, which is closed up, and costs acceptance but no token. The rows that the
+        window repeats are among them: in the cache the later modules lack theirs."""
         slots, lag = memory.slots, self.cfg.mtp_num_layers - 1
         width, known = slots.hidden.shape[1], lag + slots.pending
         dropped = jnp.maximum(known + count - width, 0)
@@ -163,7 +168,7 @@ class MTPSource:
             slots=HeadSlots(
                 hidden=jnp.take_along_axis(both, index[..., None], axis=1),
                 pending=slots.pending + count - dropped,
-                skipped=slots.skipped + jnp.maximum(dropped - lag, 0),
+                skipped=slots.skipped + dropped,
             )
         )
 
@@ -174,31 +179,36 @@ class MTPSource:
         """
         memory = state.draft
         slots, lag = memory.slots, self.cfg.mtp_num_layers - 1
-        run, slot = self._over_window(model, params, state, memory, slots.hidden.shape[1])
-        last = (lag + slots.pending - 1)[:, None, None]
+        window = slots.hidden.shape[1]
+        run, slot, missing = self._over_window(model, params, state, memory, window)
+        last = jnp.maximum(lag + slots.pending - 1 - missing, 0)[:, None, None]
         normed, recycled = (
             jnp.take_along_axis(x, last, axis=1) for x in (run.normed, run.recycled)
         )
         batch, kv_heads, _, width = run.rows.k[0].shape
         empty = jnp.zeros((batch, kv_heads, total, width), run.rows.k[0].dtype)
-        cache = commit_rows(memory.cache, run.rows, slot, table=state.table)
+        cache = commit_rows(
+            memory.cache, run.rows, slot, after=_after(run.normed), table=state.table
+        )
         end = state.length - 2
         work = _Work(cache, end - slots.skipped, end, state.table, recycled, (empty, empty))
         return lm_logits(normed, model.head_weight()), work
 
     def _over_window(self, model, params, state, memory: Memory, count: int):
-        """Every module over the first `count` rows of the window, and where they belong."""
-        slots = memory.slots
+        """Every module over `count` rows of the window, the slot of the first of them, and [B] how
+        many were passed over: in a short sequence the window begins before its first token."""
+        slots, width = memory.slots, memory.slots.hidden.shape[1]
         first = state.length - 1 - slots.pending - (self.cfg.mtp_num_layers - 1)
+        missing, first = jnp.maximum(-first, 0), jnp.maximum(first, 0)
+        index = jnp.minimum(missing[:, None] + jnp.arange(count), width - 1)
+        hidden = jnp.take_along_axis(slots.hidden, index[..., None], axis=1)
         tokens = [
             take_positions(state.tokens, first + 1 + s, count)
             for s in range(self.cfg.mtp_num_layers)
         ]
-        slot = jnp.maximum(first, 0) - slots.skipped
-        run = self._run(
-            model, params, memory.cache, slots.hidden[:, :count], tokens, first, slot, state.table
-        )
-        return run, slot
+        slot = first - slots.skipped
+        run = self._run(model, params, memory.cache, hidden, tokens, first, slot, state.table)
+        return run, slot, missing
 
     def _run(self, model, params, cache, hidden, tokens, first, slot, table) -> _Pass:
         """Every module over T rows whose positions follow `first` [B]; each sees `slot` rows.

@@ -123,6 +123,7 @@ class Engine:
       telemetry: why drafts were rejected; None unless `spec` turns it on.
       controller: chooses the strategy of each chunk.
       version: of the weights, 1 after the first `set_params`.
+      stale_positions: of caches that were kept when the weights changed, so far.
       lengths: of earlier samples, by prompt.
     """
 
@@ -163,6 +164,7 @@ class Engine:
         self.lengths = LengthHistory()
         self.controller = self._controller(None)
         self.version = 0
+        self.stale_positions = 0
         self._vocab = cfg.vocab_size
         self._tickets = 0
         self._is_warm = len(self.runner.plans) == 1  # several strategies are compiled ahead
@@ -190,7 +192,8 @@ class Engine:
         if self.control is None:
             own = self.runner.plan.tree
             return make_controller(
-                ControlConfig(controller="static", strategies=(OFF,)) if own is None
+                ControlConfig(controller="static", strategies=(OFF,))
+                if own is None
                 else ControlConfig(controller="static", strategies=(own.strategy,))
             )
         return make_controller(self.control, _drafts(self.runner.plans), costs=costs)
@@ -234,6 +237,8 @@ class Engine:
             for sequence in latest_first:
                 self._step_back(sequence)
             self.scheduler.forget_prompts()
+        else:
+            self.stale_positions += sum(s.length for s in self.scheduler.running.values())
         self.runner.set_params(params, self.runner.head if head is None else head)
         if not self.scheduler.running and not self.scheduler.has_waiting:
             self.runner.state = None  # allocated anew, and zeroed, when it is needed
@@ -374,9 +379,14 @@ class Engine:
             self.runner.reset()
 
     def _schedule(self) -> bool:
-        """Makes room, reads prompts, starts sequences, and enqueues a chunk if any can run."""
+        """Makes room, reads prompts, starts sequences, and enqueues a chunk if any can run.
+
+        Those that run wait for one piece of prompts at most; when nobody runs, all slots are filled
+        first.
+        """
         self._make_room()
-        while self._read_prompts() and not self.scheduler.running:
+        idle = not self.scheduler.running
+        while self._read_prompts() and idle:
             self._start()
         self._start()
         return self._enqueue()

@@ -60,7 +60,7 @@ class SampleOutput:
     logprobs: list[float]
     finish_reason: str
     stats: SpecStats
-    weight_versions: tuple[tuple[int, int], ...] = ()
+    weight_versions: tuple[tuple[int, int], ...] = dataclasses.field(default=(), compare=False)
     transformed_logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
     top_transformed_logprobs: list[dict[int, float]] | None = None

@@ -55,7 +55,8 @@ class Runner:
     Attributes:
       plans: by strategy. plan: `spec`'s own. slots: slots of the state; the last one is always
         empty and fills up buckets.
-      table_width: pages of a slot at most, and one entry more that is always `NOBODYS`.
+      table_width: pages of a slot at most, and entries that are always `NOBODYS` for a round's
+        path past its end: one, unless a path is longer than a page.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Runner:
         self.page_size = min(PAGE_SIZE if page_size is None else page_size or max_len, max_len)
         self.page_size = -(-self.page_size // 16) * 16
         full = pages_for(max_len, self.page_size)
-        self.table_width = full + 1
+        self.table_width = full + pages_for(self.longest.steps + 1, self.page_size)
         # A prompt that waits for a slot holds pages beside those of the slots.
         self.pages = 1 + full * (batch + min(batch, 8))
         if cache_bytes is not None:

@@ -38,7 +38,7 @@ class SlotInfo:
 def active_transforms(features) -> tuple[str, ...]:
     """The sampling transforms among a request's `Features`, by name."""
     names = {"sampled": "temperature"}
-    names |= dict.fromkeys(("top_logprobs", "transformed_logprobs", "stop_strings"))
+    names |= dict.fromkeys(("top_logprobs", "transformed_logprobs"))
     found = (names.get(name, name) for name in features.names)
     return tuple(name for name in found if name is not None)
 

@@ -6,11 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from bench import acceptance, acceptance_plot, invariant, round_parts
+from bench import acceptance, acceptance_plot, full_batch, invariant, round_parts
 from bench import round as bench_round
 from bench.acceptance_arms import ALIGNED_SETTINGS, SETTINGS, TREES, Arm, aligned_arms, arms
 from specjax import ModelConfig, SpecConfig
+from specjax.decode.options import Features
 from specjax.draft.mtp import init_head_params
+from specjax.engine.pages import NOBODYS
 from specjax.engine.runner import Runner
 from specjax.models import hf
 from specjax.models.transformer import init_params
@@ -145,17 +147,36 @@ def test_the_truncated_draft_model_is_the_policys_first_layers(tiny_policy, tmp_
 # --- the parts of a round --------------------------------------------------------------------
 
 
+def test_a_full_batch_runs_every_slot_in_pages_of_its_own_and_can_be_filled_again():
+    runner = Runner(SMALL.replace(max_position=48), None, 3, 48, chunk_tokens=4, page_size=16)
+    runner.set_params(init_params(runner.cfg, 0), None)
+    slots, active, table = full_batch.everyone(runner)
+    pages = table[:, :3].ravel().tolist()
+    assert len(set(pages)) == 9 and min(pages) > NOBODYS and max(pages) < runner.pages
+    assert (table[:, 3] == NOBODYS).all()
+    found = []
+    for _ in range(2):
+        full_batch.fill(runner, 20, {"temperature": 0.5})
+        result = jax.device_get(runner.chunk("off", Features(), slots, active, table, 4))
+        assert result.rounds == 4 and result.length.tolist() == [24] * 3
+        found.append(result.tokens)
+    np.testing.assert_array_equal(*found)
+
+
 def test_the_parts_in_order_do_what_a_round_does():
     cfg = SMALL.replace(max_position=48)
     runner = Runner(cfg, SpecConfig("2x1"), 2, cfg.max_position)
     runner.set_params(init_params(cfg, 0), init_head_params(cfg, 1))
     wanted = bench_round.FEATURES["temperature"]
     parts = round_parts.Parts(runner, *wanted, context=12, emitted=2)
-    by_parts, _ = parts.programs["commit"]()
-    whole, _ = parts.programs["round"]()
+    by_parts, side = parts.programs["commit"]()
+    whole, whole_side = parts.programs["round"]()
     assert (by_parts.length > 12).all()
-    for name in ("tokens", "length", "finish", "histogram"):
+    for name in ("tokens", "length", "finish"):
         np.testing.assert_array_equal(getattr(by_parts, name), getattr(whole, name))
+    for name in ("counts", "accepted"):
+        found, expected = (getattr(s.report, name) for s in (side, whole_side))
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_bench_round_reports_shares_and_that_noise_is_drawn_once(

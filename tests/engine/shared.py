@@ -45,12 +45,13 @@ def weights(seed=3):
 
 @functools.cache
 def shared_llm(name: str) -> LLM:
-    """`speculative` or `plain`, with a program that covers every feature."""
+    """`speculative` or `plain`, with a program that covers every feature for the whole batch."""
     llm = LLM((CFG, *weights()), ENGINES[name], max_batch=BATCH, max_len=MAX_LEN)
     [job] = make_jobs([1], EVERYTHING, (EOS,), Pieces())
     assert features_of(job, VOCAB) == Features.all()
     llm.tokenizer = Pieces()
-    llm.generate([[1, 2]], EVERYTHING)
+    llm.generate([[1, 2]] * BATCH, EVERYTHING)
+    llm.generate([[1, 2]], EVERYTHING)  # starts one alone
     llm.tokenizer = None
     return llm
 

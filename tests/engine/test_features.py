@@ -78,9 +78,9 @@ def asked(monkeypatch):
     def watch(engine):
         runner, seen, chunk = engine.runner, [], engine.runner.chunk
 
-        def observed(rounds, leave_early, features):
-            result = chunk(rounds, leave_early, features)
-            seen.append((features, runner._covering(features)))
+        def observed(strategy, features, slots, *args):
+            result = chunk(strategy, features, slots, *args)
+            seen.append((features, runner._covering(strategy, len(slots), features)))
             return result
 
         monkeypatch.setattr(runner, "chunk", observed)

@@ -258,7 +258,10 @@ def verify_with(depth=None, bits=None):
         root, shape = state.length - 1, draft.shape
         depths = shape.depth if depth is None else depth(shape)
         visible = shape.bits if bits is None else bits(shape)
-        x, rows = model.decode(draft.tokens, root[:, None] + depths, state.cache, root, visible)
+        positions = root[:, None] + depths
+        x, rows = model.decode(
+            draft.tokens, positions, state.cache, root, visible, table=state.table
+        )
         return Verified(model.logits(x), model.draft_hidden(x), rows)
 
     return broken

@@ -1,0 +1,52 @@
+"""A runner whose slots all run, at one length: what the benches of single rounds time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from specjax.decode import rng
+from specjax.decode.state import EMPTY, RUNNING
+from specjax.engine.pages import NOBODYS
+from specjax.engine.runner import Runner
+
+
+def fill(runner: Runner, context: int, options: Mapping[str, float] | None = None) -> None:
+    """Every slot runs, at `context` tokens, and does not end before the runner's `max_len`.
+
+    The caches hold zeros and the tokens are random: times do not depend on values. No noise has
+    been drawn yet, so that each position's noise is part of what is timed.
+
+    Args:
+      options: what all slots ask for, by the names of `Options`.
+    """
+    runner.state = None  # its buffers may be gone
+    runner.reset()
+    slots, state = runner.slots, runner.state
+    words = np.stack([rng.request_words(0, [0], sample) for sample in range(slots)])
+    tokens = np.random.default_rng(0).integers(runner.cfg.vocab_size, size=state.tokens.shape)
+    wanted = {name: np.full(slots, value, np.float32) for name, value in (options or {}).items()}
+    wanted["prompt_len"] = np.full(slots, context // 2, np.int32)
+    state = state._replace(
+        tokens=tokens.astype(np.int32),
+        length=np.full(slots, context, np.int32),
+        limit=np.full(slots, runner.max_len, np.int32),
+        finish=np.where(np.arange(slots) < runner.batch, RUNNING, EMPTY).astype(np.int32),
+        keys=np.asarray(rng.request_keys(words)),
+        options=state.options._replace(**wanted),
+    )
+    runner.state = jax.block_until_ready(jax.device_put(state))
+
+
+def everyone(runner: Runner) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What `Runner.chunk` wants to know of a full bucket: slots, that they run, and their pages.
+
+    No two slots share a page, for what all of them read would be read from memory only once.
+    """
+    full = runner.table_width - 1
+    table = np.full((runner.batch, runner.table_width), NOBODYS, np.int32)
+    pages = NOBODYS + 1 + np.arange(runner.batch * full)
+    table[:, :full] = pages.reshape(runner.batch, full)
+    return np.arange(runner.batch, dtype=np.int32), np.ones(runner.batch, bool), table

@@ -1,0 +1,159 @@
+"""Pages, slots and the queue: whatever comes and goes, nothing is lost and nothing held twice."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specjax import SamplingParams
+from specjax.engine.pages import PagePool, pages_for
+from specjax.engine.request import make_jobs
+from specjax.engine.scheduler import LengthHistory, Scheduler
+from specjax.engine.sequence import Sequence
+
+PAGE = 4
+
+
+def test_a_page_is_free_again_when_all_who_share_it_have_given_it_back():
+    pool = PagePool(4)
+    pages = pool.take(2)
+    assert 0 not in pages and pool.free == 1
+    shared = pool.share(pages[:1])
+    pool.release(pages)
+    assert pool.free == 2 and pool.used == 1
+    pool.release(shared)
+    assert pool.free == 3
+
+
+def test_wrong_use_of_pages_is_refused():
+    pool = PagePool(3)
+    with pytest.raises(ValueError, match="2 pages or more"):
+        PagePool(1)
+    with pytest.raises(ValueError, match="3 pages are wanted, and only 2 are free"):
+        pool.take(3)
+    pages = pool.take(1)
+    pool.release(pages)
+    with pytest.raises(ValueError, match="nobody holds it"):
+        pool.release(pages)
+    with pytest.raises(ValueError, match="is free and cannot be shared"):
+        pool.share(pages)
+
+
+class Device:
+    """Stands in for the device: reads prompts at once, emits a few tokens per chunk."""
+
+    def __init__(self, slots, pages, ahead, expected=None):
+        self.pool = PagePool(pages)
+        self.scheduler = Scheduler(slots, slots, self.pool, PAGE, ahead, expected)
+        self.ahead, self.finished, self.started = ahead, [], []
+
+    def add(self, ticket, prompt, count, n=1):
+        params = SamplingParams(max_tokens=count, n=n)
+        found = []
+        for job in make_jobs(prompt, params, ()):
+            found.append(Sequence(ticket + job.sample, job, 3))
+            self.scheduler.add(found[-1])
+        return found
+
+    def turn(self, rng):
+        """One schedule -> run -> postprocess, as the engine does it."""
+        scheduler = self.scheduler
+        while latest := scheduler.reserve():
+            for sequence in latest:
+                scheduler.step_back(sequence)
+        for prompt in scheduler.next_to_read(lambda width: 2, lambda p: min(p.to_read, 8)):
+            prompt.read += min(prompt.to_read, 8)
+        for start in scheduler.starts():
+            self.check_start(start)
+        self.check()
+        for sequence in list(scheduler.running.values()):
+            most = min(self.ahead // 2, sequence.job.limit - sequence.length)
+            sequence.tokens += [1] * int(rng.integers(0, most + 1))
+            assert pages_for(sequence.length, PAGE) <= len(sequence.pages)
+            if sequence.length == sequence.job.limit:
+                scheduler.finish(sequence)
+                self.finished.append(sequence)
+
+    def check_start(self, start):
+        sequence, full = start.sequence, (start.sequence.length - 1) // PAGE
+        self.started.append(sequence.ticket)
+        if start.copy is not None:
+            assert start.copy[1] == sequence.pages[full] != start.copy[0]
+
+    def check(self):
+        """Whoever writes to a page holds it alone; the pool counts what is held."""
+        scheduler, held = self.scheduler, set()
+        written = []
+        for sequence in scheduler.running.values():
+            held.update(sequence.pages)
+            written += sequence.pages[(sequence.length - 1) // PAGE :]
+        for prompt in scheduler._reading.values():
+            held.update(prompt.pages)
+        assert len(written) == len(set(written)) and 0 not in held
+        assert len(held) == self.pool.used
+        assert len({s.slot for s in scheduler.running.values()}) == len(scheduler.running)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_every_sequence_ends_and_every_page_comes_back(seed):
+    rng = np.random.default_rng(seed)
+    longest, ahead = 24, int(rng.integers(2, 9))
+    slots = int(rng.integers(1, 6))
+    least = pages_for(longest, PAGE) + 1
+    device = Device(slots, 1 + least + int(rng.integers(0, 12)), ahead)
+    added, dropped, ticket = [], 0, 0
+    for _ in range(3000):
+        if ticket < 40 and rng.random() < 0.4:
+            prompt = rng.integers(0, 3, int(rng.integers(1, 12))).tolist()
+            n = int(rng.integers(1, 5))
+            added += device.add(ticket, prompt, int(rng.integers(1, 13)), n)
+            ticket += n
+        if added and rng.random() < 0.05:
+            victim = added[int(rng.integers(len(added)))]
+            if victim not in device.finished:
+                device.scheduler.drop(victim)
+                added.remove(victim)
+                dropped += 1
+        device.turn(rng)
+        if ticket >= 40 and len(device.finished) == len(added):
+            break
+    assert len(device.finished) == len(added), "stuck"
+    assert device.pool.used == 0 and not device.scheduler.has_waiting
+    assert len(set(device.started)) >= len(added)
+
+
+def test_the_samples_of_a_prompt_share_its_full_pages_and_get_copies_of_the_last_one():
+    device = Device(4, 40, 4)
+    a, b, c = device.add(0, list(range(1, 12)), 4, n=3)  # 10 positions to read: 2 pages and a half
+    device.turn(np.random.default_rng(0))
+    device.turn(np.random.default_rng(0))
+    assert a.pages[:2] == b.pages[:2] == c.pages[:2]
+    assert len({a.pages[2], b.pages[2], c.pages[2]}) == 3
+
+
+def test_the_longest_expected_start_first_and_unknown_prompts_are_taken_for_average():
+    history = LengthHistory()
+    assert history.expected([1]) is None
+    for prompt, length in (([1], 4), ([2], 20), ([3], 9), ([2], 30)):
+        history.add(prompt, length)
+    assert history.expected([1]) < history.expected([9]) < history.expected([2])
+    device = Device(1, 40, 4, history.expected)
+    for ticket, prompt in enumerate(([1], [3], [2], [9])):
+        device.add(ticket, prompt, 4)
+    rng = np.random.default_rng(0)
+    while len(device.finished) < 4:
+        device.turn(rng)
+    lengths = [history.expected(s.job.prompt) for s in device.finished]
+    assert lengths == sorted(lengths, reverse=True) and device.started != [0, 1, 2, 3]
+
+
+def test_a_sequence_that_stepped_back_goes_first_and_is_read_with_what_it_has_generated():
+    device = Device(1, 40, 4)
+    [first] = device.add(0, [1, 2, 3], 8)
+    rng = np.random.default_rng(1)
+    while not first.tokens:
+        device.turn(rng)
+    device.add(1, [4, 5], 8)
+    device.scheduler.step_back(first)
+    assert next(iter(device.scheduler._queue)) == (1, 2, 3, *first.tokens)
