@@ -87,6 +87,25 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh | None:
     return jax.sharding.Mesh(grid, MESH_AXES)
 
 
+def replica_meshes(replicas: int, tp: int = 1) -> list[jax.sharding.Mesh]:
+    """One mesh of `tp` devices per replica, over the first replicas * tp devices.
+
+    Raises:
+      ValueError: there are fewer devices than that.
+    """
+    if replicas < 1 or tp < 1:
+        raise ValueError(f"replicas and tp must be at least 1, got {replicas} and {tp}")
+    _offer_cpu_devices(replicas * tp)
+    devices = jax.devices()
+    if len(devices) < replicas * tp:
+        raise ValueError(
+            f"{replicas} replicas of {tp} devices need {replicas * tp}, got {len(devices)}; use "
+            "fewer replicas, or JAX_PLATFORMS=cpu to try it on simulated devices"
+        )
+    groups = np.array(devices[: replicas * tp]).reshape(replicas, 1, 1, tp)
+    return [jax.sharding.Mesh(group, MESH_AXES) for group in groups]
+
+
 def _offer_cpu_devices(count: int) -> None:
     """Lets the CPU act as `count` devices, unless backends are up or the user said otherwise."""
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):

@@ -168,7 +168,7 @@ class Engine:
         self._vocab = cfg.vocab_size
         self._tickets = 0
         self._is_warm = len(self.runner.plans) == 1  # several strategies are compiled ahead
-        self._clear()
+        self.clear()
 
     def warm_up(self, features: Several[Features] = (Features(),)) -> StartUp:
         """Compiles all that generation can need, and measures it if the controller asks for that.
@@ -198,7 +198,7 @@ class Engine:
             )
         return make_controller(self.control, _drafts(self.runner.plans), costs=costs)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
         """Nobody waits and nobody runs."""
         runner = self.runner
         expected = self.lengths.expected if self.config.order == "longest_first" else None
@@ -331,41 +331,33 @@ class Engine:
           ValueError: a job does not fit. RuntimeError: samples of `add` are not finished. Nothing
             has run by then.
         """
-        if self.has_work:
-            raise RuntimeError(
-                f"{len(self._sequences)} samples that were added are not finished; step() until "
-                "they are, or abort them, before generate()"
-            )
-        start = time.perf_counter()
-        totals = Totals(self.runner.steps, np.zeros(self.runner.steps + 2, np.int64))
-        try:
-            index = {self.add(job): i for i, job in enumerate(jobs)}
-            outputs: list[SampleOutput | None] = [None] * len(jobs)
-            finished = 0
-            while self.has_work:
-                for event in self.step():
-                    outputs[index[event.ticket]] = event.sample
-                    totals.add(event.sample)
-                    finished += 1
-                totals.seconds = time.perf_counter() - start
-                if on_progress:
-                    on_progress(finished, totals)
-        except BaseException:
-            self._clear()  # an interrupted call leaves nothing behind
-            raise
-        return outputs, totals
+        return run_to_the_end(self, jobs, on_progress)
 
     # --- schedule -> run -> postprocess ----------------------------------------------------------
 
-    def step(self) -> list[Finished]:
+    @property
+    def outstanding(self) -> int:
+        """Samples that were added and are not finished."""
+        return len(self._sequences)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `step` would find something without waiting for the device."""
+        return not self._in_flight or self._in_flight[0].result.length.is_ready()
+
+    def step(self, wait: bool = True) -> list[Finished]:
         """Enqueues a chunk, if there is anything to run, and takes in the one before.
+
+        Args:
+          wait: False: takes it in only if the device is done with it.
 
         Returns:
           the samples that ended.
         """
         self._prepare()
-        enqueued = self._schedule()
-        if self._in_flight and (len(self._in_flight) >= IN_FLIGHT or not enqueued):
+        enqueued = len(self._in_flight) < IN_FLIGHT and self._schedule()
+        full = len(self._in_flight) >= IN_FLIGHT or not enqueued
+        if self._in_flight and full and (wait or self.is_ready):
             self._postprocess(self._in_flight.popleft())
         if not self._sequences:
             self._in_flight.clear()  # nobody is left whom it could bring a token
@@ -556,6 +548,36 @@ class Engine:
     def _slot_info(self, job: Job) -> SlotInfo:
         transforms = active_transforms(features_of(job, self._vocab))
         return SlotInfo(job.request, job.sample, len(job.prompt), transforms)
+
+
+def run_to_the_end(
+    engine, jobs: Several[Job], on_progress: Callable[[int, Totals], None] | None = None
+) -> tuple[list[SampleOutput], Totals]:
+    """`Engine.generate`, for everything that has `add`, `step` and `clear` as an engine has."""
+    if engine.has_work:
+        raise RuntimeError(
+            "samples that were added are not finished; step() until they are, or abort them, "
+            "before generate()"
+        )
+    start = time.perf_counter()
+    steps = engine.runner.steps
+    totals = Totals(steps, np.zeros(steps + 2, np.int64))
+    finished = 0
+    try:
+        index = {engine.add(job): i for i, job in enumerate(jobs)}
+        outputs: list[SampleOutput | None] = [None] * len(jobs)
+        while engine.has_work:
+            for event in engine.step():
+                outputs[index[event.ticket]] = event.sample
+                totals.add(event.sample)
+                finished += 1
+            totals.seconds = time.perf_counter() - start
+            if on_progress:
+                on_progress(finished, totals)
+    except BaseException:
+        engine.clear()  # an interrupted call leaves nothing behind
+        raise
+    return outputs, totals
 
 
 def _powers(batch: int, base: int) -> list[int]:

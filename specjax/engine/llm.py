@@ -11,12 +11,14 @@ from pathlib import Path
 import jax
 from tqdm import tqdm
 
+from specjax import sharding
 from specjax.config import ModelConfig, SamplingParams, SpecConfig
 from specjax.control import ControlConfig
 from specjax.engine.checks import check_job, check_prompt
 from specjax.engine.compare import Difference, first_difference
 from specjax.engine.engine import Engine, EngineConfig
 from specjax.engine.options_rows import features_of
+from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job, RequestOutput, SampleOutput, Totals, make_jobs
 from specjax.engine.sources import load_source
 from specjax.engine.start_up import StartUp
@@ -48,6 +50,8 @@ class LLM:
       engine: chunks, cache pages, order of requests.
       control: how strategies are chosen while running; None: always the one of `spec`. All of them
         are compiled, and measured, at the first request if not by `warm_up` before.
+      replicas: independent engines of `max_batch` slots each, with `tp` devices each, fed from one
+        queue.
 
     Attributes:
       totals: sums over the samples of the last call.
@@ -72,6 +76,8 @@ class LLM:
         max_stop_tokens: int = 8,
         engine: EngineConfig | None = None,
         control: ControlConfig | None = None,
+        replicas: int = 1,
+        tp: int = 1,
     ):
         if isinstance(model, (str, Path)):
             cfg, params, head = hf.load_checkpoint(model, dtype, mesh)
@@ -93,20 +99,31 @@ class LLM:
         self.max_len = min(max_len or 2048, cfg.max_position)
         self.params, self.head = params, head
         self._engine_config = engine
-        self.engine = self._engine(self.spec, source, control)
+        if replicas > 1 or tp > 1:
+            if mesh is not None:
+                raise ValueError(
+                    "got a mesh and replicas or tp; replicas make meshes of their own: give one of "
+                    "the two"
+                )
+            meshes = sharding.replica_meshes(replicas, tp)
+            self.cfg = cfg.replace(scan_layers=True)
+            engines = [self._engine(self.spec, source, control, place) for place in meshes]
+            self.engine = Replicas(engines)
+        else:
+            self.engine = self._engine(self.spec, source, control, mesh)
         self.engine.set_params(params, head if self.spec else None)
         self._plain: Engine | None = None
         self.totals: Totals | None = None
         self.differences: list[Difference] | None = None
 
-    def _engine(self, spec: SpecConfig | None, source=None, control=None) -> Engine:
+    def _engine(self, spec: SpecConfig | None, source=None, control=None, mesh=None) -> Engine:
         return Engine(
             self.cfg,
             spec,
             self.max_batch,
             self.max_len,
             stop_width=self.max_stop_tokens,
-            mesh=self.mesh,
+            mesh=mesh,
             source=source,
             config=self._engine_config,
             control=control,
@@ -228,7 +245,7 @@ class LLM:
             plain, _ = self.engine.generate([job.without_speculation() for job in jobs])
         else:
             if self._plain is None:
-                self._plain = self._engine(None)
+                self._plain = self._engine(None, mesh=self.mesh)
                 self._plain.set_params(self.params)
             plain, _ = self._plain.generate(jobs)
         return [

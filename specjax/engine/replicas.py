@@ -1,0 +1,180 @@
+"""Several engines that know nothing of each other, fed from one queue.
+
+Rollouts scale out by replicas: each engine has its own devices, weights and caches, and chooses its
+own strategies. By the keying of the noise it does not matter to the tokens which replica a sample
+runs on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+
+from specjax.decode.options import Features
+from specjax.engine.checks import check_job
+from specjax.engine.engine import Engine, Finished, run_to_the_end
+from specjax.engine.request import Job, SampleOutput, Totals
+from specjax.engine.sequence import Progress
+from specjax.engine.start_up import StartUp
+from specjax.models.transformer import Params
+
+POLL = 2e-4  # seconds between looks when no replica has anything new
+
+
+class Replicas:
+    """Engines of one kind behind the interface of one.
+
+    A sample goes to the replica with the most free slots at the moment when a slot is free, and the
+    samples of a prompt, which are read once per replica, stay together while there is room.
+
+    Args:
+      engines: one per group of devices, with equal settings.
+
+    Attributes:
+      engines: the replicas. drained_at: when each of them last had nothing left to do.
+    """
+
+    def __init__(self, engines: Several[Engine]):
+        if not engines:
+            raise ValueError("expected at least one engine, got none")
+        self.engines = tuple(engines)
+        first = self.engines[0]
+        self.limits, self.batch, self.max_len = first.limits, first.batch, first.max_len
+        for engine in self.engines:  # one collector, as if they were one engine
+            engine.telemetry = first.telemetry
+        self._tickets = 0
+        self._queue: deque[tuple[int, Job, Progress | None]] = deque()
+        self._where: dict[int, tuple[int, int]] = {}  # ticket -> replica and its own ticket
+        self._tickets_of: list[dict[int, int]] = [{} for _ in self.engines]
+        self._events: list[Finished] = []
+        self.drained_at = [0.0] * len(self.engines)
+
+    # --- what an engine has ----------------------------------------------------------------------
+
+    @property
+    def runner(self):
+        return self.engines[0].runner
+
+    @property
+    def controller(self):
+        return self.engines[0].controller
+
+    @property
+    def telemetry(self):
+        return self.engines[0].telemetry
+
+    @property
+    def version(self) -> int:
+        return self.engines[0].version
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._queue or self._events or any(e.has_work for e in self.engines))
+
+    def warm_up(self, features: Several[Features] = (Features(),)) -> StartUp:
+        """Compiles for every replica; returns what the last one took."""
+        return [engine.warm_up(features) for engine in self.engines][-1]
+
+    def set_params(self, params: Params, head: Params | None = None, running: str = "recompute"):
+        """Gives every replica new weights, see `Engine.set_params`."""
+        for engine in self.engines:
+            engine.set_params(params, head, running)
+
+    def add(self, job: Job, progress: Progress | None = None) -> int:
+        """Queues a sample, see `Engine.add`."""
+        check_job(f"prompt {job.request}", job, self.limits)
+        self._tickets += 1
+        self._queue.append((self._tickets, job, progress))
+        return self._tickets
+
+    def abort(self, ticket: int) -> SampleOutput | None:
+        """Ends a sample, see `Engine.abort`."""
+        for entry in self._queue:
+            if entry[0] == ticket:
+                self._queue.remove(entry)
+                engine = self.engines[0]
+                return engine.abort(engine.add(*entry[1:]))
+        if ticket not in self._where:
+            return None
+        replica, own = self._where.pop(ticket)
+        del self._tickets_of[replica][own]
+        return self.engines[replica].abort(own)
+
+    def progress(self, ticket: int) -> Progress | None:
+        """How far a sample has come; None if it has ended."""
+        for waiting, _, progress in self._queue:
+            if waiting == ticket:
+                return progress or Progress([], [], [])
+        if ticket not in self._where:
+            return None
+        replica, own = self._where[ticket]
+        return self.engines[replica].progress(own)
+
+    def suspend(self) -> list[tuple[int, Job, Progress]]:
+        """Takes out all samples that are not finished, see `Engine.suspend`."""
+        found = []
+        for replica, engine in enumerate(self.engines):
+            for own, job, progress in engine.suspend():
+                ticket = self._tickets_of[replica].pop(own)
+                del self._where[ticket]
+                found.append((ticket, job, progress))
+        found += [(t, job, progress or Progress([], [], [])) for t, job, progress in self._queue]
+        self._queue.clear()
+        return found
+
+    def generate(
+        self, jobs: Several[Job], on_progress: Callable[[int, Totals], None] | None = None
+    ) -> tuple[list[SampleOutput], Totals]:
+        """Runs all jobs to their end, see `Engine.generate`."""
+        return run_to_the_end(self, jobs, on_progress)
+
+    def clear(self) -> None:
+        """Drops everything that waits or runs."""
+        self._queue.clear()
+        self._events, self._where = [], {}
+        self._tickets_of = [{} for _ in self.engines]
+        for engine in self.engines:
+            engine.clear()
+
+    def step(self) -> list[Finished]:
+        """Lets every replica enqueue, and takes in what is there; waits if nothing is.
+
+        Returns:
+          the samples that ended.
+        """
+        while True:
+            self._feed()
+            for replica, engine in enumerate(self.engines):
+                if engine.has_work:
+                    self._take(replica, engine.step(wait=False))
+                    if not engine.has_work:
+                        self.drained_at[replica] = time.perf_counter()
+            if self._events or not self.has_work:
+                events, self._events = self._events, []
+                return events
+            if not any(engine.is_ready for engine in self.engines):
+                time.sleep(POLL)
+
+    def _feed(self) -> None:
+        """Hands out waiting samples as slots become free."""
+        while self._queue:
+            free = [engine.batch - engine.outstanding for engine in self.engines]
+            replica = max(range(len(free)), key=free.__getitem__)
+            if free[replica] <= 0:
+                return
+            prompt = self._queue[0][1].prompt
+            for _ in range(free[replica]):
+                if not self._queue or self._queue[0][1].prompt != prompt:
+                    break
+                ticket, job, progress = self._queue.popleft()
+                own = self.engines[replica].add(job, progress)
+                self._where[ticket] = replica, own
+                self._tickets_of[replica][own] = ticket
+
+    def _take(self, replica: int, events: list[Finished]) -> None:
+        for event in events:
+            ticket = self._tickets_of[replica].pop(event.ticket)
+            del self._where[ticket]
+            self._events.append(Finished(ticket, event.job, event.sample))

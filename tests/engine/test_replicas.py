@@ -1,0 +1,115 @@
+"""Independent engines on devices of their own, fed from one queue."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from shared import CFG, weights
+from tiny import prompts_of
+
+from specjax import LLM, SamplingParams, SpecConfig
+from specjax.engine.request import make_jobs
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+
+PARAMS = SamplingParams(max_tokens=20, ignore_eos=True, n=3)
+PROMPTS = prompts_of(6, CFG.vocab_size, seed=4)
+
+
+@functools.cache
+def replicated() -> LLM:
+    return LLM((CFG, *weights()), SpecConfig("2_1_3"), max_batch=2, max_len=64, replicas=2, tp=2)
+
+
+@functools.cache
+def plain() -> LLM:
+    return LLM((CFG, weights()[0], None), None, max_batch=4, max_len=64)
+
+
+def tokens(outputs):
+    return [[s.token_ids for s in o.samples] for o in outputs]
+
+
+def test_replicas_share_the_work_and_emit_the_tokens_of_one_engine():
+    llm = replicated()
+    placed = [jax.tree.leaves(engine.runner.params)[0].devices() for engine in llm.engine.engines]
+    assert [len(devices) for devices in placed] == [2, 2] and not placed[0] & placed[1]
+    shares = []
+    for engine in llm.engine.engines:
+        finish = engine._finish
+        shares.append([])
+
+        def count(sequence, sample, finish=finish, share=shares[-1]):
+            share.append(len(sample.token_ids))
+            finish(sequence, sample)
+
+        engine._finish = count
+    try:
+        outputs = llm.generate(PROMPTS, PARAMS)
+    finally:
+        for engine in llm.engine.engines:
+            del engine._finish
+    assert tokens(outputs) == tokens(plain().generate(PROMPTS, PARAMS))
+    assert sum(map(sum, shares)) == llm.totals.tokens == 6 * 3 * 20
+    assert min(map(sum, shares)) > 0.2 * llm.totals.tokens
+
+
+def test_samples_may_be_added_aborted_suspended_and_continued_anywhere():
+    engine = replicated().engine
+    params = dataclasses.replace(PARAMS, max_tokens=50)
+    jobs = [j for i, p in enumerate(PROMPTS[:3]) for j in make_jobs(p, params, (), request=i)]
+    tickets = {engine.add(job): job for job in jobs}
+    samples = [(e.ticket, e.sample) for e in engine.step()]
+    last = list(tickets)[-1]
+    assert engine.progress(last).tokens == []
+    cut = engine.abort(last)
+    assert cut.finish_reason == "abort" and cut.token_ids == [] and engine.abort(last) is None
+    suspended = engine.suspend()
+    again = {engine.add(job, progress): ticket for ticket, job, progress in suspended}
+    while engine.has_work:
+        samples += [(again.get(e.ticket, e.ticket), e.sample) for e in engine.step()]
+    expected = plain().engine.generate([tickets[t] for t, _ in samples])[0]
+    assert [s.token_ids for _, s in samples] == [s.token_ids for s in expected]
+    assert sorted(dict(samples)) == sorted(set(tickets) - {last})
+
+
+def test_an_interrupted_call_leaves_nothing_behind_on_any_replica():
+    engine = replicated().engine
+    jobs = make_jobs(PROMPTS[0], PARAMS, ())
+
+    def interrupt(finished, totals):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(jobs, interrupt)
+    assert not engine.has_work and not any(e.outstanding for e in engine.engines)
+    samples, _ = engine.generate(jobs)
+    assert len(samples) == 3
+
+
+def test_new_weights_reach_every_replica():
+    llm = replicated()
+    old, new = weights(), weights(seed=5)
+    llm.update_weights(*new)
+    try:
+        got = tokens(llm.generate(PROMPTS, PARAMS))
+    finally:
+        llm.update_weights(*old)
+    plain().update_weights(new[0])
+    try:
+        assert got == tokens(plain().generate(PROMPTS, PARAMS))
+    finally:
+        plain().update_weights(old[0])
+    assert {engine.version for engine in llm.engine.engines} == {llm.engine.version}
+
+
+def test_too_many_replicas_and_a_mesh_beside_them_are_refused():
+    with pytest.raises(ValueError, match="need 64, got 8"):
+        LLM((CFG, *weights()), SpecConfig("2_1_3"), max_len=64, replicas=64)
+    with pytest.raises(ValueError, match="give one of the two"):
+        mesh = jax.sharding.Mesh(
+            np.array(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "tp")
+        )
+        LLM((CFG, *weights()), SpecConfig("2_1_3"), max_len=64, replicas=2, mesh=mesh)
