@@ -8,6 +8,11 @@ import tiny_run
 
 from specjax import LLM, SamplingParams, SpecConfig, sharding
 from specjax.checkpoint import Checkpointer
+from specjax.config import Strategy
+from specjax.decode.plan import Plan
+from specjax.decode.state import Room, empty_state, per_slot, take_slots
+from specjax.decode.tree import build_tree
+from specjax.draft.mtp_source import MTPSource
 from specjax.models import hf
 from specjax.sharding import MeshConfig, make_mesh, replicated_dims
 from train import rl
@@ -117,6 +122,31 @@ def test_losses_and_gradient_norms_equal_those_of_one_device(tiny_policy, mesh, 
 # --- decoding -------------------------------------------------------------------------------------
 
 
+def split_heads(shape) -> tuple[int, ...]:
+    """Pages are on every device, each with its share of the key/value heads."""
+    return (*shape[:-3], shape[-3] // 2, *shape[-2:])
+
+
+def test_the_slots_of_a_chunk_are_split_over_the_data_axes_and_pages_by_heads(tiny_policy, mesh):
+    cfg = hf.load_checkpoint(tiny_policy, "float32")[0]
+    plan = Plan(cfg, build_tree(Strategy.parse("2_1_3")), MTPSource(cfg))
+    empty = empty_state(plan, Room(slots=9, max_len=32, stop_width=2, pages=5, page_size=16))
+    placed = jax.device_put(empty, sharding.state_shardings(mesh, empty))
+    assert shard(placed.tokens) == (9, 32), "between chunks slots are whole: 9 do not divide"
+
+    @jax.jit
+    def chunk(state):
+        table = jnp.zeros((8, 3), jnp.int32)
+        here = take_slots(state, jnp.arange(8), jnp.ones(8, bool), table)
+        return sharding.pin_slots(mesh, here)
+
+    here = chunk(placed)
+    for leaf in jax.tree.leaves((per_slot(here), here.table)):
+        assert shard(leaf) == (2, *leaf.shape[1:])
+    for leaf in jax.tree.leaves((placed.cache, here.cache, here.draft.cache)):
+        assert shard(leaf) == split_heads(leaf.shape)
+
+
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("off", "4x2x1", "6_1_7")]
 
 
@@ -132,8 +162,10 @@ def test_sharded_decoding_emits_the_same_tokens(tiny_policy, mesh, strategy):
         if place is not None:
             runner = llm.engine.runner
             assert shard(runner.params["layers"]["q"]) == (2, 8, 16)
-            caches = [x for x in jax.tree.leaves(runner.state.cache) if x.ndim >= 4]
-            assert caches and all(np.prod(shard(x)) == x.size // 8 for x in caches)
+            caches = jax.tree.leaves((runner.state.cache, runner.state.draft))
+            caches = [x for x in caches if x.ndim >= 4]
+            assert len(caches) == (2 if strategy == "off" else 4)  # the head's, too
+            assert all(shard(x) == split_heads(x.shape) for x in caches)
     # No rounding is near a decision here: equality, not merely explained differences.
     assert [s.token_ids for s in outputs[0]] == [s.token_ids for s in outputs[1]]
     for one, eight in zip(*outputs, strict=True):

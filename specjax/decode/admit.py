@@ -48,15 +48,15 @@ class Admission(NamedTuple):
 
     Attributes:
       slots: [M] slot of each. prompts: [M] row of its prompt among the tails.
-      source, target: [M] the prompt's page that is copied, and to which; 0 and 0 copies nothing.
+      source, target: [C] the prompts' pages that are copied, and to which; 0 to 0 is nothing.
       tokens: [M max_len], right padded. lengths: [M]. limit: [M] final length at most.
       words: [M 5] see `rng.request_words`. options: of the M requests.
     """
 
     slots: Int[Array, " M"]
     prompts: Int[Array, " M"]
-    source: Int[Array, " M"]
-    target: Int[Array, " M"]
+    source: Int[Array, " C"]
+    target: Int[Array, " C"]
     tokens: Int[Array, "M max_len"]
     lengths: Int[Array, " M"]
     limit: Int[Array, " M"]

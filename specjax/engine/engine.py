@@ -208,6 +208,7 @@ class Engine:
             PagePool(runner.pages),
             runner.page_size,
             IN_FLIGHT * runner.most_tokens,
+            runner.rewritten,
             expected,
         )
         self._table = np.zeros((runner.slots, runner.table_width), np.int32)
@@ -262,7 +263,8 @@ class Engine:
         """
         check_job(f"prompt {job.request}", job, self.limits)
         job = dataclasses.replace(job, limit=min(job.limit, self.max_len))
-        wanted, there = pages_for(job.limit, self.runner.page_size) + 1, self.runner.pages - 1
+        copied = 1 + pages_for(self.runner.rewritten, self.runner.page_size)
+        wanted, there = pages_for(job.limit, self.runner.page_size) + copied, self.runner.pages - 1
         if wanted > there:
             raise ValueError(
                 f"prompt {job.request} may take {wanted} cache pages of {self.runner.page_size} "

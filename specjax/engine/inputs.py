@@ -8,6 +8,7 @@ import numpy as np
 
 from specjax.decode.admit import Admission, Piece
 from specjax.engine.options_rows import option_rows
+from specjax.engine.pages import NOBODYS, pages_for
 from specjax.engine.runner import Runner
 from specjax.engine.scheduler import Prompt, Start
 
@@ -39,12 +40,15 @@ def admission_of(starts: Several[Start], count: int, runner: Runner) -> Admissio
     tokens = np.zeros((count, runner.max_len), np.int32)
     for row, sequence in zip(tokens, sequences, strict=True):
         row[: sequence.length] = sequence.known
-    copies = [start.copy or (0, 0) for start in padded]
+    most = 1 + pages_for(runner.rewritten, runner.page_size)
+    copies = np.full((count, most, 2), NOBODYS, np.int32)
+    for row, start in zip(copies, padded, strict=True):
+        row[: len(start.copies)] = np.array(start.copies, np.int32).reshape(-1, 2)
     return Admission(
         slots=np.array([sequence.slot for sequence in sequences], np.int32),
         prompts=np.array([start.prompt_row for start in padded], np.int32),
-        source=np.array([source for source, _ in copies], np.int32),
-        target=np.array([target for _, target in copies], np.int32),
+        source=copies[..., 0].ravel(),
+        target=copies[..., 1].ravel(),
         tokens=tokens,
         lengths=np.array([sequence.length for sequence in sequences], np.int32),
         limit=np.array([job.limit for job in jobs], np.int32),

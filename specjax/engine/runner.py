@@ -117,6 +117,11 @@ class Runner:
         return source.tail if source else 0
 
     @property
+    def rewritten(self) -> int:
+        """Positions before a root that the draft source writes anew when it starts."""
+        return max(self.tail - 1, 0)
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page, target and draft."""
         source, size = self.longest.source, self.page_size

@@ -45,11 +45,11 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """A sequence to start, and the page that it gets a copy of (source, target), or None."""
+    """A sequence to start, and the pages that it gets copies of, as (source, target)."""
 
     sequence: Sequence
     prompt_row: int
-    copy: tuple[int, int] | None
+    copies: tuple[tuple[int, int], ...] = ()
 
 
 class Scheduler:
@@ -59,6 +59,7 @@ class Scheduler:
       slots: sequences that run at once. prompts: that are held in pages, waiting, at once.
       pool: of pages. page_size: positions of a page.
       ahead: positions that a sequence may need before the host looks again.
+      rewritten: positions at the end of a prompt that each of its samples writes anew.
       expected: length that a prompt's samples will have, or None; those expected to be longest
         start first. Without it the first come starts first.
 
@@ -74,9 +75,11 @@ class Scheduler:
         pool: PagePool,
         page_size: int,
         ahead: int,
+        rewritten: int = 0,
         expected: Callable[[Key], float | None] | None = None,
     ):
         self.pool, self.page_size, self.ahead, self._expected = pool, page_size, ahead, expected
+        self._rewritten = rewritten
         self.running: dict[int, Sequence] = {}
         self.preemptions = 0
         self._slots, self._rows = deque(range(slots)), deque(range(prompts))
@@ -253,21 +256,19 @@ class Scheduler:
         """Starts the first sequence that waits for a prompt; None if there are too few pages."""
         sequence = prompt.waiting[0]
         needs = max(self._needs(sequence), len(prompt.pages))
-        full = (len(prompt.tokens) - 1) // self.page_size
+        full = max(len(prompt.tokens) - 1 - self._rewritten, 0) // self.page_size
         last = len(prompt.waiting) == 1
         shared = len(prompt.pages) if last else full
         if needs - shared > self.pool.free:
             return None
         prompt.waiting.popleft()
-        copy = None
         sequence.pages = self.pool.share(prompt.pages[:shared]) + self.pool.take(needs - shared)
-        if len(prompt.pages) > shared:
-            copy = prompt.pages[full], sequence.pages[full]
+        copies = tuple(zip(prompt.pages[shared:], sequence.pages[shared:], strict=False))
         sequence.slot = self._slots.popleft()
         self._admitted += 1
         sequence.admitted = self._admitted
         self.running[sequence.slot] = sequence
-        return Start(sequence, prompt.row, copy)
+        return Start(sequence, prompt.row, copies)
 
 
 class LengthHistory:

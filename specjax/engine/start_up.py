@@ -122,7 +122,7 @@ def _starts(engine: Engine, count: int, length: int) -> list[Start]:
         job = dataclasses.replace(job, limit=engine.max_len)
         sequence = Sequence(0, job, engine.runner.steps)
         sequence.slot = slot
-        starts.append(Start(sequence, 0, None))
+        starts.append(Start(sequence, 0))
     return starts
 
 

@@ -38,7 +38,7 @@ def accept_logits(mode, tree, tokens, logits, temperature, draft_logits, keys, r
     ring = None
     if mode == "coupled":
         ring = rng.empty_ring(len(tokens), tree.steps + 1, logits.shape[-1])
-        ring = rng.refill(ring, keys, root, jnp.ones(len(tokens), bool))
+        ring = rng.refill(ring, keys, root, jnp.ones(len(tokens), bool), tree.steps + 1)
     options = SimpleNamespace(temperature=temperature)
     state = SimpleNamespace(keys=keys, options=options, length=root + 1, noise=ring)
     q = probabilities(tempered(draft_logits, temperature), temperature)

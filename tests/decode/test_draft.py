@@ -93,7 +93,7 @@ def draft_of(plan, state):
     @jax.jit
     def program(tokens, length, keys, options):
         ring = rng.empty_ring(BATCH, 8, VOCAB)
-        ring = rng.refill(ring, keys, length - 1, jnp.ones(BATCH, bool))
+        ring = rng.refill(ring, keys, length - 1, jnp.ones(BATCH, bool), 8)
         arrays = SimpleNamespace(
             tokens=tokens, length=length, keys=keys, options=options, noise=ring
         )

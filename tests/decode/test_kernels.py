@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.config import ModelConfig, SpecConfig
 from specjax.decode.tree import ancestors, pack_bits
+from specjax.engine.runner import Runner
 from specjax.kernels import dispatch
 
 HEAD = 4
@@ -98,6 +100,76 @@ def test_attention_by_position_equals_decoding_the_path_one_row_at_a_time_bit_by
         alone = [np.repeat(x[:, :, t : t + 1], rows, axis=2) for x in (q, k, v)]
         plain = attend(*alone, cached_k, cached_v, prefix + depth[:, t], 0 * path_rows, root)
         np.testing.assert_array_equal(plain[:, :, 0], out[:, :, t])
+
+
+def paged_case(rng, size, stretches, rows, room):
+    """(q, k, v, bits, parents), pages with their table and what they hold in a row, and prefixes.
+
+    Sequences share their first page, pages lie in no order, and what no prefix covers is far from
+    all that is covered. `room`: positions that the longest prefix leaves free.
+    """
+    batch, heads, kv_heads = 4, 4, 2
+    prefix = rng.integers(0, size * stretches - room + 1, batch)
+    prefix[:2] = size * stretches - room, 0
+    table = rng.permutation(batch * stretches).reshape(batch, stretches) + 1
+    table[:3, 0] = table[0, 0]
+    pages = rng.normal(size=(2, 1 + batch * stretches, kv_heads, size, HEAD)).astype(np.float32)
+    covered = np.zeros((len(pages[0]), size), bool)
+    for row, length in zip(table, prefix, strict=True):
+        for at in range(length):
+            covered[row[at // size], at % size] = True
+    pages = np.where(covered[:, None, :, None], pages, 1e4)
+    in_a_row = np.moveaxis(pages[:, table], 2, 3).reshape(2, batch, kv_heads, -1, HEAD)
+    q = rng.normal(size=(batch, heads, rows, HEAD)).astype(np.float32)
+    k, v = rng.normal(size=(2, batch, kv_heads, rows, HEAD)).astype(np.float32)
+    return (q, k, v), random_parents(rng, rows), pages, table, in_a_row, prefix
+
+
+@pytest.mark.parametrize(
+    ("size", "stretches"), [(16, 5), (40, 4), (128, 3), (200, 3), (256, 2), (300, 1)]
+)
+def test_attention_over_pages_is_attention_over_the_positions_in_a_row(size, stretches):
+    """Pages below, as large as and above the blocks in which they are read, multiples or not."""
+    rng = np.random.default_rng(size)
+    attend = jax.jit(dispatch.tree_attention)
+    for _ in range(3):
+        new, parents, pages, table, in_a_row, prefix = paged_case(rng, size, stretches, 5, 0)
+        bits = pack_bits(ancestors(parents))
+        out = attend(*new, *pages, prefix, bits, table)
+        expected = attend(*new, *in_a_row, prefix, bits)
+        np.testing.assert_allclose(out, expected, atol=2e-6)
+        wrong = attend(*new, *pages, prefix, bits, np.roll(table, 1, axis=0))
+        assert np.abs(wrong - expected).max() > 0.1
+
+
+@pytest.mark.parametrize(("size", "stretches"), [(16, 3), (128, 2), (200, 1)])
+def test_attention_by_position_over_pages_is_bit_by_bit_that_over_the_positions_in_a_row(
+    size, stretches
+):
+    rng, rows = np.random.default_rng(size), 6
+    attend = jax.jit(dispatch.tree_attention_by_position)
+    for _ in range(3):
+        new, parents, pages, table, in_a_row, prefix = paged_case(rng, size, stretches, rows, rows)
+        seen = ancestors(parents)
+        depth, path_rows = seen.sum(-1) - 1, np.zeros((rows, rows), np.int32)
+        for row, above in enumerate(seen):
+            path_rows[row, : depth[row] + 1] = np.flatnonzero(above)
+        out = attend(*new, *pages, prefix, path_rows, depth, table)
+        np.testing.assert_array_equal(out, attend(*new, *in_a_row, prefix, path_rows, depth))
+        usual = jax.jit(dispatch.tree_attention)(*new, *pages, prefix, pack_bits(seen), table)
+        np.testing.assert_allclose(out, usual, atol=2e-6)
+
+
+@pytest.mark.parametrize("max_len", [40, 64])
+@pytest.mark.parametrize("strategy", ["4_1_5", "16_1_17", "30_1_31"])
+@pytest.mark.parametrize("page_size", [16, 32, 0, None])
+def test_every_table_has_room_for_a_path_behind_the_longest_prefix(max_len, strategy, page_size):
+    """Or attention by position would put the path over the end of the prefix."""
+    cfg = ModelConfig(32, 16, 24, 1, 2, 1, 8, mtp_num_layers=1)
+    spec = SpecConfig(strategy, invariant=True)
+    runner = Runner(cfg, spec, batch=2, max_len=max_len, page_size=page_size)
+    longest = max_len - 2  # one token below the limit, and the root is not in the cache
+    assert longest + runner.steps + 1 <= runner.table_width * runner.page_size
 
 
 def test_tree_attention_takes_scratch_rows_that_come_before_its_own():

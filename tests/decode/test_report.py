@@ -177,10 +177,29 @@ def test_a_tree_whose_shape_differs_by_slot_is_read_by_slot():
     assert rejections.valid[0].tolist() == expected
 
 
+# --- counts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("telemetry", [True, False])
+def test_every_round_says_what_was_emitted_and_what_was_accepted_before_the_cut(telemetry):
+    plan, differ = make_plan(telemetry=telemetry), 0
+    for seed in range(10):
+        case = random_case(seed)
+        got = written(case, plan, rounds=3, at=1)
+        for b, slot in enumerate(case.slots):
+            length = len(case.walk(b)[0])
+            assert got.counts[1, b] == (min(length, case.cut) if slot.running else 0)
+            drafts = length - 1 if slot.running and slot.speculate else -1
+            assert got.accepted[1, b] == drafts
+            differ += got.counts[1, b] not in (0, drafts + 1)
+        assert (got.counts[::2] == 0).all() and (got.accepted[::2] == -1).all()
+    assert differ > 5
+
+
 # --- logprobs ------------------------------------------------------------------------------------
 
 
-def test_transformed_and_top_logprobs_lie_at_the_positions_of_their_tokens():
+def test_logprobs_of_every_kind_lie_at_the_positions_of_their_tokens():
     plan = make_plan()
     case = random_case(11)
     view = case.view(plan)
@@ -195,10 +214,12 @@ def test_transformed_and_top_logprobs_lie_at_the_positions_of_their_tokens():
         filled = [int(ahead[b]) + i for i in range(count)]
         empty = np.setdiff1d(np.arange(9), filled)
         assert (got.transformed[b, empty] == 0).all() and (got.top.ids[b, empty] == -1).all()
+        assert (got.logprobs[b, empty] == 0).all()
         for row, token, k in zip(rows, emitted, filled, strict=False):
             logp = slot.log_softmax(slot.scores(case.logits[b, row], case.path(b, row)))
             scaled = slot.log_softmax(slot.tempered(case.logits[b, row]))
             np.testing.assert_allclose(got.transformed[b, k], logp[token], rtol=2e-4, atol=2e-5)
+            np.testing.assert_allclose(got.logprobs[b, k], scaled[token], rtol=2e-4, atol=2e-5)
             for expected, ids, values in (
                 (scaled, got.top.ids, got.top.logprobs),
                 (logp, got.top.transformed_ids, got.top.transformed_logprobs),
@@ -223,42 +244,62 @@ def test_plain_decoding_reports_logprobs_and_has_no_rejections():
     assert buffers.rejections is None and buffers.transformed.shape == (len(case.slots), 2)
     got = write_one(buffers, plan, 0, view.state.length, first)
     for b, slot in enumerate(case.slots):
-        logp = slot.log_softmax(slot.scores(case.logits[b, 0], []))
-        expected = logp[case.walk(b)[1][0]] if slot.running else 0.0
-        np.testing.assert_allclose(got.transformed[b, 0], expected, rtol=2e-4, atol=2e-5)
-        assert got.transformed[b, 1] == 0
+        token = case.walk(b)[1][0]
+        for values, scores in (
+            (got.transformed, slot.scores(case.logits[b, 0], [])),
+            (got.logprobs, slot.tempered(case.logits[b, 0])),
+        ):
+            expected = slot.log_softmax(scores)[token] if slot.running else 0.0
+            np.testing.assert_allclose(values[b, 0], expected, rtol=2e-4, atol=2e-5)
+            assert values[b, 1] == 0
+    running = [slot.running for slot in case.slots]
+    assert True in running and False in running
+    assert got.counts.tolist() == [[int(r) for r in running], [0] * len(running)]
+    assert got.accepted.tolist() == [[int(r) - 1 for r in running], [-1] * len(running)]
 
 
 # --- free when off -------------------------------------------------------------------------------
 
 
 def jaxpr_of(plan: Plan):
+    """What `write` does, and which fields of a round it reads for that."""
     case = random_case(0)
     view = case.view(make_plan())
-    buffers = report.start(plan, len(case.slots), 2)
-    closed = jax.make_jaxpr(functools.partial(report.write, plan=plan))(
-        buffers, round_index=0, begin=view.state.length, step=view
-    )
-    return closed.jaxpr
+    inputs = {"round_index": 0, "begin": view.state.length, "step": view}
+    inputs["report"] = report.start(plan, len(case.slots), 2)
+    jaxpr = jax.make_jaxpr(functools.partial(report.write, plan=plan))(**inputs).jaxpr
+    names = [path for path, _ in jax.tree_util.tree_leaves_with_path(inputs)]
+    used = {id(var) for equation in jaxpr.eqns for var in equation.invars}
+    pairs = zip(names, jaxpr.invars, strict=True)
+    read = [path for path, var in pairs if id(var) in used and path[0].key == "step"]
+    return jaxpr, {path[1].name for path in read}
+
+
+ALWAYS = ["logprobs", "counts", "accepted"]
 
 
 def test_what_is_off_has_no_buffers_no_outputs_and_no_operations():
     off = make_plan(features=Features(penalties=True, top_p=True), telemetry=False)
-    assert report.start(off, 4, 2) == report.Report(None, None, None)
-    jaxpr = jaxpr_of(off)
-    assert not jaxpr.outvars and not jaxpr.eqns
+    buffers = report.start(off, 4, 2)
+    assert [name for name, x in buffers._asdict().items() if x is not None] == ALWAYS
+    jaxpr, read = jaxpr_of(off)
+    assert len(jaxpr.outvars) == len(ALWAYS)
+    assert read == {"state", "accepted", "count", "tokens", "path_logits"}
+    nothing, _ = jaxpr_of(make_plan(features=Features.none(), telemetry=False))
+    assert str(jaxpr) == str(nothing)
 
 
 def test_each_part_costs_only_where_it_is_asked_for():
     def primitives(**changes):
         features = Features(**{k: v for k, v in changes.items() if k != "telemetry"})
-        jaxpr = jaxpr_of(make_plan(features=features, telemetry=changes.get("telemetry", False)))
-        return len(jaxpr.outvars), str(jaxpr)
+        plan = make_plan(features=features, telemetry=changes.get("telemetry", False))
+        jaxpr, read = jaxpr_of(plan)
+        return len(jaxpr.outvars) - len(ALWAYS), str(jaxpr), read
 
-    outputs, text = primitives(transformed_logprobs=True)
-    assert outputs == 1 and "top_k" not in text
-    outputs, text = primitives(top_logprobs=True)
-    assert outputs == 2 and "top_k" in text
+    outputs, text, read = primitives(transformed_logprobs=True)
+    assert outputs == 1 and "top_k" not in text and "path_scores" in read
+    outputs, text, read = primitives(top_logprobs=True)
+    assert outputs == 2 and "top_k" in text and "path_scores" not in read
     assert primitives(top_logprobs=True, transformed_logprobs=True)[0] == 5
-    outputs, text = primitives(telemetry=True)
-    assert outputs == len(report.Rejections._fields) and "top_k" not in text
+    outputs, text, read = primitives(telemetry=True)
+    assert outputs == len(report.Rejections._fields) and "top_k" not in text and "draft" in read

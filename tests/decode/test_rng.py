@@ -130,37 +130,41 @@ def test_domains_are_distinct():
     assert len({rng.TARGET, rng.DRAFT, rng.ACCEPT, rng.RESIDUAL}) == 4
 
 
-def ring_of(keys, roots, wanted, ring=None, positions=5):
+def ring_of(keys, roots, wanted, ring=None, positions=5, count=None):
     if ring is None:
         ring = rng.empty_ring(len(keys), positions, VOCAB)
-    return rng.refill(ring, keys, jnp.array(roots), jnp.array(wanted))
+    return rng.refill(ring, keys, jnp.array(roots), jnp.array(wanted), count or positions)
 
 
 @pytest.mark.parametrize("block_numbers", [1, 1 << 16])
+@pytest.mark.parametrize("counts", [[5] * 6, [2, 5, 1, 3, 1, 4]], ids=["full", "of shorter trees"])
 def test_a_ring_holds_the_noise_of_the_next_positions_and_draws_each_once(
-    monkeypatch, block_numbers
+    monkeypatch, block_numbers, counts
 ):
-    """Slots advance by 1 to 5 positions, rest, and are handed to other requests."""
+    """Slots advance by 1 to 5 positions, rest, are decoded plainly for a while; strategies of
+    fewer steps ask for fewer positions of the same ring."""
     monkeypatch.setattr(rng, "BLOCK_NUMBERS", block_numbers)
     generator = np.random.default_rng(0)
     keys = jnp.concatenate([keys_of((seed, PROMPT, 0)) for seed in range(3)])
-    roots, ring, drawn = np.array([3, 0, 17]), None, 0
+    roots, ring, drawn = np.array([3, 0, 17]), None, np.zeros(3, int)
     known = [set(), set(), set()]
-    for _ in range(6):
+    for count in counts:
         wanted = generator.random(3) < 0.8
-        ring = ring_of(keys, roots, wanted, ring)
+        ring = ring_of(keys, roots, wanted, ring, count=count)
         for slot in np.flatnonzero(wanted):
-            ahead = set(range(roots[slot] + 1, roots[slot] + 6))
-            drawn += len(ahead - known[slot])
+            ahead = set(range(roots[slot] + 1, roots[slot] + 1 + count))
+            drawn[slot] += len(ahead - known[slot])
             known[slot] |= ahead
-        positions = jnp.array(roots)[:, None] + 1 + jnp.arange(5)
+        positions = jnp.array(roots)[:, None] + 1 + jnp.arange(count)
         expected = rng.target_noise(keys, positions, VOCAB)
         got = rng.ring_at(ring, positions)
         np.testing.assert_array_equal(got[wanted], expected[wanted])
-        assert int(ring.drawn) == drawn
-        roots = roots + np.where(wanted, generator.integers(1, 6, 3), 0)
+        np.testing.assert_array_equal(ring.drawn, drawn)
+        plainly = np.where(generator.random(3) < 0.5, generator.integers(0, 9, 3), 0)
+        roots = roots + np.where(wanted, generator.integers(1, count + 1, 3), plainly)
 
 
 def test_a_ring_draws_nothing_for_slots_that_want_nothing():
-    keys = keys_of((0, PROMPT, 0))
-    assert int(ring_of(keys, [3], [False]).drawn) == 0
+    keys = keys_of((0, PROMPT, 0), (1, PROMPT, 0))
+    assert ring_of(keys, [3, 8], [False, False]).drawn.tolist() == [0, 0]
+    assert ring_of(keys, [3, 8], [False, True]).drawn.tolist() == [0, 5]

@@ -9,7 +9,9 @@ import numpy as np
 
 from specjax.decode.state import EMPTY, RUNNING
 from specjax.decode.tree import ancestors, pack_bits, pack_words
-from specjax.draft.source import Level
+from specjax.draft.source import Level, Memory
+
+GARBAGE = 1e3  # states of what was not accepted or does not exist: far from any real one
 
 
 class Options(NamedTuple):
@@ -26,42 +28,108 @@ class State(NamedTuple):
     finish: jax.Array
     keys: jax.Array
     options: Options
-    draft: object
+    draft: Memory
+    table: jax.Array | None
 
 
-def empty_state(source, batch, max_len, steps) -> State:
-    """Every slot empty."""
-    slots = max_len + max(source.margin(steps), steps + 1)
+def empty_state(source, batch, max_len, steps, page_size=None) -> State:
+    """Every slot empty, as between chunks of up to `steps` steps.
+
+    Args:
+      page_size: of pages in no order, the last entry of the table nobody's; None: a page each.
+    """
+    pages, size, table = batch, max_len + max(source.margin(steps), steps + 1), None
+    if page_size is not None:
+        width = -(-max_len // page_size)
+        pages, size = 1 + batch * width, page_size
+        order = np.random.default_rng(batch).permutation(batch * width) + 1
+        table = jnp.asarray(np.pad(order.reshape(batch, width), [(0, 0), (0, 1)]), jnp.int32)
     return State(
         tokens=jnp.zeros((batch, max_len), jnp.int32),
         length=jnp.ones((batch,), jnp.int32),
         finish=jnp.full((batch,), EMPTY, jnp.int32),
         keys=jnp.zeros((batch, 2), jnp.uint32),
         options=Options(jnp.ones((batch,), jnp.int32)),
-        draft=source.empty(batch, slots, steps),
+        draft=Memory(source.empty_cache(pages, size), source.empty_slots(batch, steps)),
+        table=table,
     )
 
 
-def place(state: State, source, params, steps, prompts, width) -> State:
-    """Prefills one prompt per slot; caches of `width` slots go to the front of the state's."""
-    tokens = np.zeros((len(prompts), width), np.int32)
+def place(state: State, source, params, prompts, width, model=None, hidden=None) -> State:
+    """Reads one prompt per slot, in pieces of `width` positions, and starts the slots.
+
+    Args:
+      hidden: [B max_len D] the target's states, for sources that look at them.
+    """
+    batch, max_len = state.tokens.shape
+    tokens = np.zeros((batch, max_len), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     lengths = jnp.array([len(p) for p in prompts], jnp.int32)
-    memory = source.prefill(None, params, steps, jnp.asarray(tokens), lengths, None)
-
-    def write(full, part):
-        assert full.dtype == part.dtype
-        return jax.lax.dynamic_update_slice(full, part, (0,) * full.ndim)
-
+    if hidden is None:
+        hidden = jnp.zeros((batch, max_len, 1))
+    cache, known = state.draft.cache, np.pad(tokens, [(0, 0), (0, width + source.tail)])
+    for start in range(0, max(map(len, prompts)), width):
+        piece = known[:, start : start + width + source.tail]
+        states = jnp.pad(hidden, [(0, 0), (0, width), (0, 0)])[:, start : start + width]
+        begin = jnp.full((batch,), start, jnp.int32)
+        cache = _prefill(source, model, params, cache, piece, begin, states, state.table)
+    tail = None
+    if source.tail:
+        tail = states_at(hidden, lengths - 1 - source.tail, source.tail)
+    started = source.start(jnp.asarray(tokens), lengths, tail)
     return state._replace(
-        tokens=state.tokens.at[:, :width].set(tokens),
+        tokens=jnp.asarray(tokens),
         length=lengths,
         finish=jnp.full_like(lengths, RUNNING),
-        keys=jnp.arange(2 * len(prompts), dtype=jnp.uint32).reshape(-1, 2),
+        keys=jnp.arange(2 * batch, dtype=jnp.uint32).reshape(-1, 2),
         options=Options(lengths),
-        draft=jax.tree.map(write, state.draft, memory),
+        draft=source.leave(Memory(cache, started), state.draft.slots),
     )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _prefill(source, model, params, cache, tokens, start, hidden, table):
+    return source.prefill(model, params, cache, tokens, start, hidden, table)
+
+
+def states_at(hidden, start, count):
+    """hidden[b, start[b] : start[b] + count]; far too large where there is no such position."""
+    at = start[:, None] + np.arange(count)
+    inside = (at >= 0) & (at < hidden.shape[1])
+    found = jnp.take_along_axis(hidden, jnp.where(inside, at, 0)[..., None], axis=1)
+    return jnp.where(inside[..., None], found, GARBAGE)
+
+
+def enter(state: State, source, params, steps, model=None) -> State:
+    """Begins a chunk of rounds of `steps` steps."""
+    return state._replace(draft=_enter(source, steps, model, params, state))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _enter(source, steps, model, params, state):
+    return source.enter(model, params, state, steps)
+
+
+def leave(state: State, source, between) -> State:
+    """Ends a chunk of rounds; `between`: slots of a memory as it is between chunks."""
+    return state._replace(draft=source.leave(state.draft, between))
+
+
+def plain(state: State, source, emitted: np.ndarray, count: np.ndarray, hidden=None) -> State:
+    """A chunk of plain decoding that emits the first count[b] of the tokens [B R].
+
+    Args:
+      hidden: as for `place`.
+    """
+    states = _states_of(state, emitted, count, hidden)
+    memory = _follow(source, state.draft, states, jnp.asarray(count))
+    return _append(state, emitted, count)._replace(draft=memory)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _follow(source, memory, hidden, count):
+    return source.follow(memory, hidden, count)
 
 
 class Grown(NamedTuple):
@@ -130,44 +198,62 @@ def _seen(grown: Grown, slot: int, rows: np.ndarray, last: int) -> np.ndarray:
     return ancestors(np.concatenate(parent))
 
 
-def propose(source, params, state: State, grown: Grown, shared: bool):
+def propose(source, params, state: State, grown: Grown, shared: bool, model=None):
     """Runs one round's extend and steps: logits per level, the root's first, and the work."""
-    levels = levels_of(grown, shared)
-    logits, work = extend(source, params, state, len(levels) + 1, levels[0].total if levels else 0)
-    found = [logits]
-    for level in levels:
-        fixed = (level.step, level.offset, level.total)
+    static, arrays = [], []
+    for level in levels_of(grown, shared):
         shape = (level.parents, level.visible)
         constants = None
         if shared:  # enter the program as the numpy constants that they are in the core
             constants, shape = tuple((x.tobytes(), x.dtype.str, x.shape) for x in shape), None
-        logits, work = _step(
-            source, params, work, fixed, constants, level.tokens, shape, level.path
-        )
-        found.append(logits)
+        static.append((level.step, level.offset, level.total, constants))
+        arrays.append((level.tokens, shape, level.path))
+    found, work = _propose(source, tuple(static), params, state, arrays, model)
     return [np.asarray(x) for x in found], work
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def extend(source, params, state, steps, total):
-    return source.extend(None, params, state, steps, total)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _propose(source, static, params, state, arrays, model):
+    total = static[0][2] if static else 0
+    logits, work = source.extend(model, params, state, len(static) + 1, total)
+    found = [logits]
+    for (*fixed, constants), (tokens, shape, path) in zip(static, arrays, strict=True):
+        if constants is not None:
+            shape = [np.frombuffer(x, dtype).reshape(size) for x, dtype, size in constants]
+        logits, work = source.step(model, params, work, Level(*fixed, tokens, *shape, path))
+        found.append(logits)
+    return found, work
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def _step(source, params, work, fixed, constants, tokens, shape, path):
-    if constants is not None:
-        shape = [np.frombuffer(x, dtype).reshape(size) for x, dtype, size in constants]
-    return source.step(None, params, work, Level(*fixed, tokens, *shape, path))
+def extend(source, params, state, steps, total, model=None):
+    return source.extend(model, params, state, steps, total)
 
 
-def accept(state: State, source, work, emitted: np.ndarray, count: np.ndarray) -> State:
-    """Appends the first count[b] of the emitted tokens [B E]; 0 where a slot does not run."""
+def accept(
+    state: State, source, work, emitted: np.ndarray, count: np.ndarray, hidden=None
+) -> State:
+    """Appends the first count[b] of the emitted tokens [B E]; 0 where a slot does not run.
+
+    Args:
+      hidden: as for `place`.
+    """
+    states = _states_of(state, emitted, count, hidden)
+    memory = source.commit(state.draft, work, states, jnp.asarray(count))
+    return _append(state, emitted, count)._replace(draft=memory)
+
+
+def _append(state: State, emitted: np.ndarray, count: np.ndarray) -> State:
     tokens, length = np.array(state.tokens), np.asarray(state.length)
     for b, n in enumerate(count):
         tokens[b, length[b] : length[b] + n] = emitted[b, :n]
-    hidden = jnp.zeros((*emitted.shape, 1))
-    return state._replace(
-        tokens=jnp.asarray(tokens),
-        length=jnp.asarray(length + count),
-        draft=source.commit(state.draft, work, hidden, jnp.asarray(count)),
-    )
+    return state._replace(tokens=jnp.asarray(tokens), length=jnp.asarray(length + count))
+
+
+def _states_of(state: State, emitted: np.ndarray, count: np.ndarray, hidden):
+    """The states after which tokens were emitted, the root's first, and garbage past `count`."""
+    if hidden is None:
+        return jnp.zeros((*emitted.shape, 1))
+    states = states_at(hidden, state.length - 1, emitted.shape[1])
+    kept = np.arange(emitted.shape[1]) < count[:, None]
+    return jnp.where(kept[..., None], states, GARBAGE)

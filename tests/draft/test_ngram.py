@@ -16,7 +16,7 @@ MAX_LEN = 24
 def searched(source, state, b):
     """(tokens, where continuations begin) of slot b and of the other samples of its prompt."""
     tokens, length = np.asarray(state.tokens), np.asarray(state.length)
-    group, keys = np.asarray(state.draft.group), np.asarray(state.keys)
+    group, keys = np.asarray(state.draft.slots.group), np.asarray(state.keys)
     finish, prompt = np.asarray(state.finish), int(state.options.prompt_len[b])
     sequences = [(tokens[b, : length[b]].tolist(), 0)]
     others = [
@@ -85,7 +85,7 @@ def test_every_row_is_looked_up_as_a_plain_search_does(siblings, vocab, longest,
     prompts = [same, same, rng.integers(0, vocab, 5).tolist(), same, same, [1]]
     batch, steps = len(prompts), 3
     state = drive.empty_state(source, batch, MAX_LEN, steps)
-    state = drive.place(state, source, {}, steps, prompts, width=8)
+    state = drive.place(state, source, {}, prompts, width=8)
     state = state._replace(
         finish=state.finish.at[1].set(STOPPED).at[4].set(EMPTY),
         keys=state.keys.at[3].set(state.keys[0]),
@@ -103,7 +103,7 @@ def test_every_row_is_looked_up_as_a_plain_search_does(siblings, vocab, longest,
 def drafted(source, tokens):
     """Logits below the last of some tokens, all of them the prompt."""
     state = drive.empty_state(source, 1, MAX_LEN, 2)
-    state = drive.place(state, source, {}, 2, [tokens], len(tokens))
+    state = drive.place(state, source, {}, [tokens], len(tokens))
     return np.asarray(drive.extend(source, {}, state, 2, 0)[0])[0, 0]
 
 
@@ -131,7 +131,7 @@ def test_nothing_found_is_no_draft():
 def test_a_row_without_a_token_has_no_draft():
     source = NgramSource(5)
     state = drive.empty_state(source, 1, MAX_LEN, 2)
-    state = drive.place(state, source, {}, 2, [[1, 2, 1, 2]], 4)
+    state = drive.place(state, source, {}, [[1, 2, 1, 2]], 4)
     rng = np.random.default_rng(0)
     grown = drive.random_tree(rng, 1, (2,), 5, True)._replace(tokens=[np.array([[1, -1]])])
     below = drive.propose(source, {}, state, grown, True)[0][1][0]

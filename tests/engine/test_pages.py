@@ -42,10 +42,11 @@ def test_wrong_use_of_pages_is_refused():
 class Device:
     """Stands in for the device: reads prompts at once, emits a few tokens per chunk."""
 
-    def __init__(self, slots, pages, ahead, expected=None):
+    def __init__(self, slots, pages, ahead, rewritten=0, expected=None):
         self.pool = PagePool(pages)
-        self.scheduler = Scheduler(slots, slots, self.pool, PAGE, ahead, expected)
-        self.ahead, self.finished, self.started = ahead, [], []
+        self.scheduler = Scheduler(slots, slots, self.pool, PAGE, ahead, rewritten, expected)
+        self.ahead, self.rewritten = ahead, rewritten
+        self.finished, self.started = [], []
 
     def add(self, ticket, prompt, count, n=1):
         params = SamplingParams(max_tokens=count, n=n)
@@ -75,10 +76,13 @@ class Device:
                 self.finished.append(sequence)
 
     def check_start(self, start):
-        sequence, full = start.sequence, (start.sequence.length - 1) // PAGE
+        sequence, read = start.sequence, start.sequence.length - 1
         self.started.append(sequence.ticket)
-        if start.copy is not None:
-            assert start.copy[1] == sequence.pages[full] != start.copy[0]
+        if start.copies:
+            first = max(read - self.rewritten, 0) // PAGE
+            targets = sequence.pages[first : pages_for(read, PAGE)]
+            assert [target for _, target in start.copies] == targets
+            assert all(source != target for source, target in start.copies)
 
     def check(self):
         """Whoever writes to a page holds it alone; the pool counts what is held."""
@@ -86,7 +90,7 @@ class Device:
         written = []
         for sequence in scheduler.running.values():
             held.update(sequence.pages)
-            written += sequence.pages[(sequence.length - 1) // PAGE :]
+            written += sequence.pages[max(sequence.length - 1 - self.rewritten, 0) // PAGE :]
         for prompt in scheduler._reading.values():
             held.update(prompt.pages)
         assert len(written) == len(set(written)) and 0 not in held
@@ -100,8 +104,9 @@ def test_every_sequence_ends_and_every_page_comes_back(seed):
     rng = np.random.default_rng(seed)
     longest, ahead = 24, int(rng.integers(2, 9))
     slots = int(rng.integers(1, 6))
-    least = pages_for(longest, PAGE) + 1
-    device = Device(slots, 1 + least + int(rng.integers(0, 12)), ahead)
+    least = pages_for(longest, PAGE) + 2
+    rewritten = int(rng.integers(0, 3))
+    device = Device(slots, 1 + least + int(rng.integers(0, 12)), ahead, rewritten)
     added, dropped, ticket = [], 0, 0
     for _ in range(3000):
         if ticket < 40 and rng.random() < 0.4:
@@ -138,7 +143,7 @@ def test_the_longest_expected_start_first_and_unknown_prompts_are_taken_for_aver
     for prompt, length in (([1], 4), ([2], 20), ([3], 9), ([2], 30)):
         history.add(prompt, length)
     assert history.expected([1]) < history.expected([9]) < history.expected([2])
-    device = Device(1, 40, 4, history.expected)
+    device = Device(1, 40, 4, 0, history.expected)
     for ticket, prompt in enumerate(([1], [3], [2], [9])):
         device.add(ticket, prompt, 4)
     rng = np.random.default_rng(0)

@@ -153,7 +153,7 @@ def scaled_head(cfg, seed=0):
 
 
 @pytest.mark.parametrize(("modules", "recycle"), ((1, "pre_norm"), (2, "post_norm")))
-def test_drafting_with_prefill_and_decode_equals_unroll(modules, recycle):
+def test_drafting_with_a_prompt_in_pieces_and_decode_equals_unroll(modules, recycle):
     cfg = SMALL.replace(mtp_num_layers=modules, mtp_recycle=recycle)
     head = scaled_head(cfg)
     rng = np.random.default_rng(0)
@@ -163,28 +163,33 @@ def test_drafting_with_prefill_and_decode_equals_unroll(modules, recycle):
     expected = unrolled(cfg, head, hidden[0], steps)
     first, window = prompt - modules, modules + 2  # the window repeats rows that modules lag
     slot = first + window - 1
+    unknown = embedded.copy()
+    unknown[:, prompt:] = 100.0  # what follows the prompt is not known while it is read
+
+    def run_over(module, cache, begin, count, embedded):
+        """Every module over `count` rows: the cache with them, and per module (normed, state)."""
+        h, rows, outputs, prefix = hidden[:, begin : begin + count], [], [], jnp.array([begin])
+        for index in range(modules):
+            e = embedded[:, begin + 1 + index : begin + 1 + index + count]
+            positions = begin + index + jnp.arange(count)[None]
+            normed, h, kv = module.decode(
+                index, h, e, positions, cache.layer(index), prefix, chain_bits(count)
+            )
+            rows.append(kv)
+            outputs.append((normed, h[:, -1:]))
+        new = KVCache(tuple(k for k, _ in rows), tuple(v for _, v in rows))
+        return commit_rows(cache, new, prefix), outputs
 
     @jax.jit
     def draft(head):
         module = nnx.merge(head_graphdef(cfg), head)
-        length = jnp.array([prompt])
         cache = empty_cache(cfg, 1, size, modules, stacked=False)
-        rows = module.prefill(hidden[:, :prompt], embedded[:, :prompt], length)
-        cache = commit_rows(cache, rows, jnp.array([0]))
-        h, base, frontier = hidden[:, first : slot + 1], [], []
-        for index in range(modules):
-            e = embedded[:, first + 1 + index : first + 1 + index + window]
-            positions = first + index + jnp.arange(window)[None]
-            normed, h, kv = module.decode(
-                index, h, e, positions, cache.layer(index), jnp.array([first]),
-                chain_bits(window),
-            )  # fmt: skip
-            base.append(kv)
-            frontier.append((normed, h[:, -1:]))
-        new = KVCache(tuple(k for k, _ in base), tuple(v for _, v in base))
-        cache = commit_rows(cache, new, jnp.array([first]))
+        for begin, count in ((0, 4), (4, prompt - 4)):
+            cache, _ = run_over(module, cache, begin, count, unknown)
+        cache, frontier = run_over(module, cache, first, window, embedded)
         h, held, drafted = frontier[0][1], 0, []
-        scratch = tuple(jnp.zeros((*x.shape[:2], depth, x.shape[3])) for x in base[0])
+        rows = (1, cfg.num_kv_heads, depth, cfg.head_dim)
+        scratch = jnp.zeros(rows), jnp.zeros(rows)
         for step in range(1, depth):
             index = min(step, modules - 1)
             held = 0 if step == index else held

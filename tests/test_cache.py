@@ -1,0 +1,157 @@
+"""What is written to pages is what would be written to a row of positions, and nothing else is."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.cache import (
+    KVCache,
+    commit_rows,
+    contiguous,
+    copy_pages,
+    empty_cache,
+    page_bytes,
+    take_rows,
+)
+from specjax.config import ModelConfig
+
+CFG = ModelConfig(32, 16, 24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
+BATCH, STRETCHES = 3, 3
+
+
+def random_cache(rng, pages, size, stacked) -> KVCache:
+    """Keys and values that are all different."""
+    cache = empty_cache(CFG, pages, size, CFG.num_layers, stacked)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), cache)
+
+
+def in_a_row(cache: KVCache, table, spare: int) -> KVCache:
+    """The positions of every sequence one after the other, and `spare` more."""
+    if isinstance(cache.k, tuple):
+        return jax.tree.map(lambda x: _in_a_row(x, table, spare), cache)
+    return jax.tree.map(lambda x: jax.vmap(lambda y: _in_a_row(y, table, spare))(x), cache)
+
+
+def _in_a_row(pages, table, spare):
+    return jnp.pad(contiguous(pages, table), [(0, 0)] * 2 + [(0, spare), (0, 0)])
+
+
+def page_of(x, page) -> np.ndarray:
+    """One page, or several, of an array in either layout."""
+    return np.take(np.asarray(x), page, axis=x.ndim - 4)
+
+
+def own_table(rng, last=()):
+    """Pages of each sequence in no order, then `last`."""
+    pages = rng.permutation(BATCH * STRETCHES).reshape(BATCH, STRETCHES) + 1
+    return np.concatenate([pages, np.tile(last, (BATCH, 1)).astype(int)], axis=1)
+
+
+commit = functools.partial(jax.jit, static_argnames="run")(commit_rows)
+
+
+def check_commit(before, rows, start, table, run, spare):
+    """What the pages of `table` hold is what a cache of one page per sequence does."""
+    after = np.arange(BATCH)
+    got = commit(before, rows, start, after=after, table=table, run=run)
+    own = table[:, :STRETCHES]
+    want = commit(in_a_row(before, own, spare), rows, start, after=after)
+    room = STRETCHES * jax.tree.leaves(before)[0].shape[-2]
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, b[..., :room, :]), in_a_row(got, own, 0), want
+    )
+    return got
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize(
+    ("size", "count", "run"), [(8, 1, 1), (8, 5, 1), (8, 11, 1), (8, 8, 8), (8, 12, 4), (6, 9, 3)]
+)
+def test_rows_are_written_to_pages_as_to_positions_in_a_row(size, count, run, stacked):
+    """From every offset: within a page, up to its end, across one boundary or two."""
+    rng = np.random.default_rng(size)
+    before = random_cache(rng, 1 + BATCH * STRETCHES, size, stacked)
+    rows = random_cache(rng, BATCH, count, stacked)
+    starts = np.arange(0, STRETCHES * size - count + 1, run)
+    for first in starts:
+        table = own_table(rng)
+        start = np.array([first, *rng.choice(starts, BATCH - 1)])
+        got = check_commit(before, rows, start, table, run, 0)
+        for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(got), strict=True):
+            np.testing.assert_array_equal(page_of(new, 0), page_of(old, 0))
+
+
+def test_a_single_row_of_a_single_sequence_is_written_to_its_page():
+    rng = np.random.default_rng(4)
+    before, row = random_cache(rng, 4, 8, True), random_cache(rng, 1, 1, True)
+    got = commit(before, row, np.array([13]), table=np.array([[3, 2]]))
+    want = before._replace(
+        k=before.k.at[:, 2, :, 5].set(row.k[:, 0, :, 0]),
+        v=before.v.at[:, 2, :, 5].set(row.v[:, 0, :, 0]),
+    )
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize(("count", "run"), [(7, 1), (8, 4)])
+def test_positions_without_a_page_are_written_to_nobodys_and_no_others(count, run):
+    """Past the end of the table, whose last entry is 0, and where entries before it are 0."""
+    rng, size = np.random.default_rng(count), 8
+    before = random_cache(rng, 1 + BATCH * STRETCHES, size, False)
+    rows = random_cache(rng, BATCH, count, False)
+    table = own_table(rng, last=[0])
+    end = STRETCHES * size
+    for first in range(end - size, end + 3 * size, run):
+        check_commit(before, rows, np.array([first, end - run, end + size]), table, run, 5 * size)
+    table[0] = 0
+    got = commit(before, rows, np.array([0, 8, 16]), table=table, run=run)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(got), strict=True):
+        changed = (np.asarray(old) != np.asarray(new)).any((1, 2, 3))
+        assert np.flatnonzero(changed).tolist() == sorted([0, table[1, 1], table[2, 2]])
+
+
+def test_what_after_holds_does_not_matter():
+    rng = np.random.default_rng(0)
+    before, rows = random_cache(rng, BATCH, 12, True), random_cache(rng, BATCH, 3, True)
+    start = np.array([0, 4, 9])
+    plain = commit(before, rows, start)
+    for after in ([0, 0, 0], [7, 0, 100]):
+        got = commit(before, rows, start, after=np.array(after))
+        jax.tree.map(np.testing.assert_array_equal, got, plain)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_pages_are_copied_one_after_the_other(stacked):
+    rng = np.random.default_rng(1)
+    before = random_cache(rng, 6, 4, stacked)
+    source, target = np.array([3, 1, 0, 2, 3]), np.array([2, 4, 0, 5, 2])
+    got = jax.jit(copy_pages)(before, source, target)
+    expected = [0, 1, 3, 3, 1, 3]  # 5 gets 2 as it is by then
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(got), strict=True):
+        np.testing.assert_array_equal(new, page_of(old, expected))
+
+
+def test_copying_nobodys_page_to_itself_copies_nothing():
+    before = random_cache(np.random.default_rng(2), 3, 4, True)
+    got = copy_pages(before, jnp.zeros(2, int), jnp.zeros(2, int))
+    jax.tree.map(np.testing.assert_array_equal, got, before)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_page_bytes_are_those_of_a_page_of_all_layers(stacked, dtype):
+    cfg = CFG.replace(compute_dtype=dtype)
+    cache = empty_cache(cfg, 5, 8, 3, stacked)
+    assert sum(x.nbytes for x in jax.tree.leaves(cache)) == 5 * page_bytes(cfg, 8, 3)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_rows_are_taken_in_the_order_of_a_path(stacked):
+    rows = random_cache(np.random.default_rng(3), 2, 5, stacked)
+    path = np.array([[0, 2, 4], [1, 1, 3]])
+    taken = take_rows(rows, jnp.asarray(path))
+    for x, y in zip(jax.tree.leaves(rows), jax.tree.leaves(taken), strict=True):
+        for b in range(2):
+            np.testing.assert_array_equal(page_of(y, b), page_of(x, b)[..., path[b], :])
