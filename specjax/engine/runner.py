@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Mapping
 
 import jax
@@ -28,12 +29,15 @@ from specjax.decode.round import Result, run_chunk
 from specjax.decode.state import DecodeState, Room, empty_state, put_slots, take_slots
 from specjax.decode.tree import build_tree
 from specjax.draft.source import DraftSource
+from specjax.engine.checksum import Checksum, checksum
 from specjax.engine.pages import pages_for
 from specjax.engine.sources import source_of
 from specjax.models.transformer import Params, graphdef, to_decode_layout
 
 OFF = "off"
 PAGE_SIZE = 128
+
+log = logging.getLogger(__name__)
 
 
 class Runner:
@@ -55,6 +59,7 @@ class Runner:
     Attributes:
       plans: by strategy. plan: `spec`'s own. slots: slots of the state; the last one is always
         empty and fills up buckets.
+      checksums: of the weights held, `policy` and `draft`.
       table_width: pages of a slot at most, and entries that are always `NOBODYS` for a round's
         path past its end: one, unless a path is longer than a page.
     """
@@ -96,6 +101,7 @@ class Runner:
         self.head: Params | None = None
         self.state: DecodeState | None = None
         self.tails: Tails = None
+        self.checksums: dict[str, Checksum] = {}
         self.compilations = 0
         self.executables: dict[tuple, jax.stages.Compiled] = {}
         self._layout = None
@@ -147,10 +153,15 @@ class Runner:
 
         Args:
           head: parameters of the draft source, in its own decode layout.
+
+        Raises:
+          ValueError: there is no head and the source needs one. RuntimeError: what arrived is not
+            what was sent.
         """
         if self._layout is None:
             self._layout = self._build_layout()
         self.params = self._layout(params)
+        self._check("policy", params, self.params, self.cfg.tie_embeddings)
         if self.longest.source is not None:
             if head is None:
                 raise ValueError(
@@ -158,6 +169,23 @@ class Runner:
                     "spec=None"
                 )
             self.head = self._place_params(head)
+            self._check("draft", head, self.head, False)
+
+    def _check(self, name: str, sent: Params, arrived: Params, tied: bool) -> None:
+        """Compares checksums, and keeps them; weights that are not finite are named loudly."""
+        if not jax.tree.leaves(sent):
+            return
+        dtype = self.cfg.compute_dtype
+        was, now = checksum(sent, dtype, tied), checksum(arrived, dtype, tied)
+        if was != now:
+            raise RuntimeError(
+                f"the {name}'s weights have checksum {was:08x} where they come from, and "
+                f"{now:08x} where they arrived; expected the same. The copy between layouts or "
+                "devices is broken: do not trust what is generated"
+            )
+        if not now.finite:
+            log.warning("the %s's weights are not finite: its output means nothing", name)
+        self.checksums[name] = now
 
     def _build_layout(self):
         convert = jax.jit(functools.partial(to_decode_layout, cfg=self.cfg))

@@ -411,6 +411,29 @@ def test_caches_of_old_weights_may_be_kept_and_are_counted():
         engine.set_params(*new, running="drop")
 
 
+def test_weights_that_do_not_arrive_as_they_were_sent_stop_everything(monkeypatch, caplog):
+    engine = engine_of()
+    before = dict(engine.runner.checksums)
+    assert set(before) == {"policy", "draft"}
+    params, head = weights(seed=5)
+    engine.set_params(params, head)
+    assert not set(before.items()) & set(engine.runner.checksums.items())
+    engine.set_params(*weights())
+    assert engine.runner.checksums == before
+    layout = engine.runner._layout
+
+    def lossy(params):
+        arrived = layout(params)
+        return dict(arrived, embed=arrived["embed"].at[3, 3].add(1e-3))
+
+    monkeypatch.setattr(engine.runner, "_layout", lossy)
+    with pytest.raises(RuntimeError, match="policy's weights have checksum .* do not trust"):
+        engine.set_params(*weights())
+    monkeypatch.undo()
+    engine.set_params(params, jax.tree.map(lambda x: x * np.nan, head))
+    assert "draft's weights are not finite" in caplog.text
+
+
 # --- controllers ----------------------------------------------------------------------------------
 
 

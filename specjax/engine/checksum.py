@@ -1,0 +1,59 @@
+"""Did the weights that were sent arrive? One number per set, the same in every layout."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from specjax.models.transformer import Params
+
+# Decoding keeps these once per head, or once more than training does.
+_REPEATED = ("q_norm", "k_norm", "qk_norm")
+_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+
+
+class Checksum(int):
+    """Sum of all bit patterns modulo 2^32.
+
+    Attributes:
+      finite: no weight is infinite or NaN.
+    """
+
+    finite: bool
+
+    def __new__(cls, value: int, finite: bool):
+        self = super().__new__(cls, value)
+        self.finite = finite
+        return self
+
+
+def checksum(params: Params, dtype: str, tied: bool = False) -> Checksum:
+    """The checksum of weights, in the stacked layout or a decode layout, on any devices.
+
+    A sum does not depend on the order, so stacking, fusing and transposing do not change it.
+
+    Args:
+      dtype: that decoding casts them to. tied: the language-model head is the embedding, which
+        some layouts hold twice.
+    """
+    leaves = [
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if not (names := {getattr(p, "key", None) for p in path}) & set(_REPEATED)
+        and not (tied and "lm_head" in names)
+    ]
+    total, finite = jax.device_get(_sums(leaves, dtype))
+    return Checksum(int(total), bool(finite))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _sums(leaves: list, dtype: str):
+    total, finite = jnp.uint32(0), jnp.bool_(True)
+    for leaf in leaves:
+        cast = leaf.astype(jnp.dtype(dtype))
+        bits = jax.lax.bitcast_convert_type(cast, _WORDS[cast.dtype.itemsize])
+        total += bits.astype(jnp.uint32).sum(dtype=jnp.uint32)
+        finite &= jnp.isfinite(cast).all()
+    return total, finite
