@@ -17,7 +17,7 @@ import logging
 import operator
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
 
 import jax
@@ -218,7 +218,7 @@ class Engine:
         self._events: list[Finished] = []
         self._arrived = 0.0
         self._disturbed = True
-        self._ended: deque[int] = deque(maxlen=runner.batch)
+        self._ended: dict[int, None] = {}  # slots, the latest last
 
     # --- weights ---------------------------------------------------------------------------------
 
@@ -446,8 +446,7 @@ class Engine:
             sequence = start.sequence
             self._table[sequence.slot] = 0
             self._table[sequence.slot, : len(sequence.pages)] = sequence.pages
-            if sequence.slot in self._ended:
-                self._ended.remove(sequence.slot)
+            self._ended.pop(sequence.slot, None)
         self.runner.place(admission_of(starts, count, self.runner))
         self._disturbed = True
 
@@ -496,13 +495,13 @@ class Engine:
         only within one program equal inputs are sure to give equal bits.
         """
         runner = self.runner
-        wanted = functools.reduce(operator.or_, self._features.values())
+        wanted = _all_of(self._features.values())
         if runner.plan.invariant:
             return wanted.widened(), self.batch
         if not any(b >= len(alive) for b in runner.buckets(strategy, wanted)):
             most = min(self.batch, len(self._sequences))
             return wanted.widened(), next(b for b in self.buckets if b >= most)
-        here = functools.reduce(operator.or_, (self._features[s.ticket] for s in alive))
+        here = _all_of(self._features[s.ticket] for s in alive)
         return here, min(b for b in runner.buckets(strategy, here) if b >= len(alive))
 
     def _drain(self) -> None:
@@ -541,7 +540,7 @@ class Engine:
 
     def _finish(self, sequence: Sequence, sample: SampleOutput) -> None:
         self._table[sequence.slot] = 0
-        self._ended.append(sequence.slot)
+        self._ended[sequence.slot] = None
         self.scheduler.finish(sequence)
         self._forget(sequence)
         self.lengths.add(sequence.job.prompt, len(sample.token_ids))
@@ -580,6 +579,11 @@ def run_to_the_end(
         engine.clear()  # an interrupted call leaves nothing behind
         raise
     return outputs, totals
+
+
+def _all_of(features: Iterable[Features]) -> Features:
+    """What any of them asks for; most of many samples ask for the same."""
+    return functools.reduce(operator.or_, set(features))
 
 
 def _powers(batch: int, base: int) -> list[int]:
