@@ -163,13 +163,15 @@ class _Key:
 def _keys(schema_cls: type, prefix: str = "", section_default: Any = None) -> Iterator[_Key]:
     """Every key of the schema, depth first, sections before what they hold.
 
-    The default of a section (`option(Optimizer(lr=1e-3), ...)`) decides those of its keys.
+    The default of a section (`option(Optimizer(lr=1e-3), ...)`) decides those of its keys. A
+    section of type `Section | None` may be null; it exists once one of its keys is set.
     """
     hints = typing.get_type_hints(schema_cls)
     docs = _attribute_docs(schema_cls)
     for field in dataclasses.fields(schema_cls):
         kind = hints[field.name]
-        section = isinstance(kind, type) and dataclasses.is_dataclass(kind)
+        inner = _section_of(kind)
+        section = inner is not None
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
@@ -181,8 +183,15 @@ def _keys(schema_cls: type, prefix: str = "", section_default: Any = None) -> It
         name = prefix + field.name
         doc = meta.get("doc") or docs.get(field.name, "")
         yield _Key(name, kind, default, doc, meta.get("choices"), section)
-        if section:
-            yield from _keys(kind, f"{name}.", default if isinstance(default, kind) else None)
+        if inner is not None:
+            yield from _keys(inner, f"{name}.", default if isinstance(default, inner) else None)
+
+
+def _section_of(kind: Any) -> type | None:
+    """The dataclass of a section, also of one that may be null; None: it is a plain key."""
+    options = [k for k in typing.get_args(kind) if k is not type(None)] or [kind]
+    found = options[0]
+    return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
 
 
 def _attribute_docs(schema_cls: type) -> dict[str, str]:
@@ -316,10 +325,11 @@ _Yaml.yaml_implicit_resolvers = {
 def _apply(schema_cls: type, merged: DictConfig, layer: DictConfig, source: str) -> DictConfig:
     raw = OmegaConf.to_container(layer, resolve=False)
     sections = {key.name: key.section for key in _keys(schema_cls)}
+    nullable = {key.name for key in _keys(schema_cls) if key.section and key.default is None}
     for name, value in _flatten(raw, sections):
         if name not in sections:
             raise ConfigError(f"{source}: unknown key {name!r}{_suggest(schema_cls, name)}")
-        if sections[name] and not isinstance(value, dict):
+        if sections[name] and not isinstance(value, dict) and (value or name not in nullable):
             raise ConfigError(f"{source}: {name} is a section: set {name}.KEY=value instead")
     try:
         return typing.cast(DictConfig, OmegaConf.merge(merged, layer))
@@ -360,6 +370,8 @@ def _finish(schema_cls: type[T], merged: DictConfig) -> T:
             raise ConfigError(f"no value for the required keys {missing}; set them as key=value")
         for key in _keys(schema_cls):
             value = OmegaConf.select(merged, key.name)
+            if OmegaConf.select(merged, key.name.rpartition(".")[0] or key.name) is None:
+                continue  # a section that is null
             if key.choices is not None and value not in key.choices:
                 choices = ", ".join(_show(choice) for choice in key.choices)
                 raise ConfigError(f"{key.name}: expected one of {choices}, got {_show(value)}")

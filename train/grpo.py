@@ -19,6 +19,13 @@ Differences from the paper (DeepSeekMath, arXiv 2402.03300): the upper clip boun
 its own and token-level aggregation is the default (both DAPO, arXiv 2503.14476); dropping the
 standard deviation is Dr. GRPO's (arXiv 2503.20783); k3 is http://joschu.net/blog/kl-approx.html.
 Entropy is logged, never part of the loss.
+
+Partial rollouts bring tokens that older weights sampled. Their `old_logprobs` are what the same
+program computed under *those* weights, in the step that sampled them. So the ratio of every token
+is the one to the policy that it came from, and the clip bounds how far a stale token can push.
+`tis` compares, as ever, two programs under one set of weights. (The engine's `behaviour_logprobs`
+would do for the ratio, too, but for their last bits: these depend on the program that decoded the
+token, and where a controller chooses it, on the clock.)
 """
 
 from collections.abc import Iterable, Mapping

@@ -7,7 +7,9 @@ A micro-batch is a dict of numpy arrays [R S] of one fixed shape, so that nothin
     segment_ids          int32    1, 2, ... along a row; 0 is padding
     loss_mask            float32  1 where the token was generated (stop token included)
     advantages           float32  the sample's advantage on its loss tokens, 0 elsewhere
-    old_logprobs         float32  of the trainer before the update, 0 until it fills them in
+    old_logprobs         float32  of the trainer before the update, 0 until it fills them in; of
+                                  stale tokens the trainer's under the weights that sampled them
+    staleness            int32    versions of the weights since the token was sampled; 0: none
     behaviour_logprobs   float32  of the engine that sampled the token
     sample_ids           int32    index of the sample in the rollout batch; -1 is padding
 
@@ -34,9 +36,12 @@ _FIELDS = {
     "loss_mask": np.float32,
     "advantages": np.float32,
     "old_logprobs": np.float32,
+    "staleness": np.int32,
     "behaviour_logprobs": np.float32,
     "sample_ids": np.int32,
 }
+
+_PER_TOKEN = ("behaviour_logprobs", "old_logprobs", "staleness")
 
 PackedBatch = dict[str, np.ndarray]
 
@@ -52,6 +57,7 @@ class Sample:
       behaviour_logprobs: of each response token under the engine; None for demonstrations.
       old_logprobs: of each response token under the trainer, where known already.
       advantage: of the whole response.
+      staleness: of each response token, in versions of the weights; None: none is stale.
     """
 
     sample_id: int
@@ -60,6 +66,7 @@ class Sample:
     behaviour_logprobs: Sequence[float] | None = None
     old_logprobs: Sequence[float] | None = None
     advantage: float = 0.0
+    staleness: Sequence[int] | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
@@ -148,7 +155,7 @@ def _in_order(samples: Iterable[Sample], row_length: int) -> list[Sample]:
                 f"{name} has {len(sample.prompt_ids)} + {len(sample.response_ids)} tokens, more "
                 f"than a row of {row_length}; raise the row length or lower the response limit"
             )
-        for field in ("behaviour_logprobs", "old_logprobs"):
+        for field in _PER_TOKEN:
             values = getattr(sample, field)
             if values is not None and len(values) != len(sample.response_ids):
                 raise ValueError(
@@ -185,6 +192,6 @@ def _write(
     first = prompt if loss_on == "response" else start + 1
     batch["loss_mask"][row, first:end] = 1.0
     batch["advantages"][row, first:end] = sample.advantage
-    for field in ("behaviour_logprobs", "old_logprobs"):
+    for field in _PER_TOKEN:
         if getattr(sample, field) is not None:
             batch[field][row, prompt:end] = getattr(sample, field)

@@ -33,17 +33,24 @@ def sft_loss(logprobs, entropy, batch: Batch, denominators: Denominators):
     return loss, jax.lax.stop_gradient(sums)
 
 
-def rl_loss(cfg: GRPOConfig, on_policy: bool = False) -> LossFn:
+def rl_loss(cfg: GRPOConfig, on_policy: bool = False, stale: bool = False) -> LossFn:
     """The GRPO loss; the reference's log-probabilities are used when the batch has them.
 
     Args:
       on_policy: one update per rollout, so the policy that is differentiated is the old one too and
         need not be scored beforehand; the batch's `old_logprobs` are ignored.
+      stale: the batch may hold tokens that older weights sampled (`staleness` > 0). Their
+        `old_logprobs` are those of these weights, so that the ratio is the one to the policy that
+        sampled the token. Of all other tokens they are the batch's `fresh_logprobs` or, on policy,
+        the policy's own.
     """
 
     def loss(logprobs, entropy, batch, denominators):
-        if on_policy:
-            batch = {**batch, "old_logprobs": jax.lax.stop_gradient(logprobs)}
+        if on_policy or stale:
+            old = jax.lax.stop_gradient(logprobs) if on_policy else batch["fresh_logprobs"]
+            if stale:
+                old = jnp.where(batch["staleness"] > 0, batch["old_logprobs"], old)
+            batch = {**batch, "old_logprobs": old}
         return grpo_loss(logprobs, batch, cfg, denominators, batch.get("ref_logprobs"), entropy)
 
     return loss

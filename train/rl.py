@@ -2,7 +2,8 @@
 
 One step, and nothing more:
 
-    problems  -> rollout (specjax.engine, speculative, same tokens as plain decoding)
+    problems  -> rollout (specjax.engine, speculative, same tokens as plain decoding), which ends as
+                 soon as it is certain which groups to learn from (train.groups)
               -> rewards, group-relative advantages, groups without variance dropped
               -> packed micro-batches -> policy update(s), which hand out the policy's states
               -> draft update on those states (its own program, optimizer and clip norm)
@@ -75,7 +76,7 @@ def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> 
             resume = False
         if resume:
             trainer.restore(checkpoints, resume_step)
-        trainer.warm_up()
+        print(f"rollouts: {trainer.warm_up()}")
         first = trainer.done_steps + 1
         for line in sharding.replicated_dims(trainer.mesh, trainer.params):
             print(f"kept whole on every device: {line}")

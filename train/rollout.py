@@ -1,14 +1,19 @@
-"""Rollouts: problems in, scored samples out. Which tokens come out is decided by seeds alone.
+"""Rollouts: scored samples, what training takes of them, and what is reported.
 
-The seed of a group folds run seed, step and the group's place in the data; the request key folds
-the prompt and the sample index on top. Neither slots, nor batch size, nor speculation enter.
+Which tokens come out is decided by seeds alone: the seed of a group folds run seed, step and the
+group's place in the data; the request key folds the prompt and the sample index on top. Neither
+slots, nor batch size, nor speculation enter. Which groups a step takes is decided in
+`train.groups`. Taking those that are complete first prefers short ones; `rollout/length_bias` says
+by how many tokens: the mean length in selected groups less the mean over all groups started, where
+unfinished samples count as far as they came. They would have become longer yet, so the real bias is
+larger.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -16,8 +21,9 @@ from specjax.config import SamplingParams
 from specjax.engine.engine import Engine
 from specjax.engine.request import SampleOutput, Totals, make_jobs
 from train.data import Problem
+from train.groups import Group, Settled, token_versions
 from train.grpo import group_advantages, zero_variance_groups
-from train.packing import Sample
+from train.packing import PackedBatch, Sample, pack
 
 Reward = Callable[[str, str], float]
 
@@ -28,18 +34,26 @@ class Rollout:
 
     Attributes:
       problems: [P]. prompts: their token ids. groups: [P][G]. rewards: [P G].
+      old: [P][G], the trainer's log-probabilities of a sample's first tokens, which earlier steps
+        sampled, each under the weights of its step.
     """
 
     problems: list[Problem]
     prompts: list[list[int]]
     groups: list[list[SampleOutput]]
     rewards: np.ndarray
+    old: list[list[list[float]]] | None = None
 
-    def extend(self, other: Rollout) -> None:
-        self.problems += other.problems
-        self.prompts += other.prompts
-        self.groups += other.groups
-        self.rewards = np.concatenate([self.rewards, other.rewards])
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> Rollout:
+        """Of groups that are complete; there versions are steps."""
+        return cls(
+            [group.problem for group in groups],
+            [group.prompt for group in groups],
+            [[r.output() for r in group.responses] for group in groups],
+            np.array([group.rewards for group in groups]),
+            [[r.old for r in group.responses] for group in groups],
+        )
 
     def select(self, keep: Sequence[int]) -> Rollout:
         """The groups with these indices."""
@@ -48,6 +62,7 @@ class Rollout:
             [self.prompts[i] for i in keep],
             [self.groups[i] for i in keep],
             self.rewards[list(keep)],
+            None if self.old is None else [self.old[i] for i in keep],
         )
 
 
@@ -88,35 +103,125 @@ def generate(
     return Rollout(list(problems), [list(p) for p in prompts], groups, np.array(rewards)), totals
 
 
-def to_samples(rollout: Rollout, normalize_std: bool, eps: float) -> list[Sample]:
-    """Training samples in (prompt, sample) order, with group-relative advantages."""
+def to_samples(
+    rollout: Rollout, normalize_std: bool, eps: float, step: int | None = None
+) -> list[Sample]:
+    """Training samples in (prompt, sample) order, with group-relative advantages.
+
+    Args:
+      step: that trains on them; versions older than that are stale. None: nothing is.
+    """
     advantages = group_advantages(rollout.rewards, normalize_std, eps)
     per_group = rollout.rewards.shape[1]
-    return [
-        Sample(
-            sample_id=p * per_group + g,
-            prompt_ids=rollout.prompts[p],
-            response_ids=sample.token_ids,
-            behaviour_logprobs=sample.logprobs,
-            advantage=float(advantages[p, g]),
-        )
-        for p, group in enumerate(rollout.groups)
-        for g, sample in enumerate(group)
+    samples = []
+    for p, group in enumerate(rollout.groups):
+        for g, sample in enumerate(group):
+            old, staleness = None, None
+            if step is not None and rollout.old is not None:
+                staleness = token_staleness(sample, step)
+                old = np.zeros(len(sample.token_ids), np.float32)
+                old[: len(rollout.old[p][g])] = rollout.old[p][g]
+            samples.append(
+                Sample(
+                    sample_id=p * per_group + g,
+                    prompt_ids=rollout.prompts[p],
+                    response_ids=sample.token_ids,
+                    behaviour_logprobs=sample.logprobs,
+                    old_logprobs=old,
+                    staleness=staleness,
+                    advantage=float(advantages[p, g]),
+                )
+            )
+    return samples
+
+
+def token_staleness(sample: SampleOutput, step: int) -> np.ndarray:
+    """[tokens]: how many versions of the weights lie between sampling and `step`'s update."""
+    return step - token_versions(sample.weight_versions, len(sample.token_ids))
+
+
+def score_new_tokens(
+    groups: Sequence[Group],
+    logprobs: Callable[[PackedBatch], np.ndarray],
+    row_length: int,
+    rows: int,
+) -> None:
+    """Notes the trainer's log-probabilities of a step's tokens in the groups that are carried.
+
+    It has to be done before the update. The engine's own would do but for their last bits, which
+    depend on the program that decoded them, and so on the clock where a controller chooses it; the
+    trainer's depend on tokens and weights alone.
+
+    Args:
+      logprobs: scores a packed micro-batch [R S] with the weights of the step.
+    """
+    responses = [r for group in groups for r in group.responses]
+    prompts = [group.prompt for group in groups for _ in group.responses]
+    samples = [
+        Sample(i, prompt, response.tokens)
+        for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
+        if response.new
     ]
-
-
-def informative_groups(rollout: Rollout) -> list[int]:
-    """Groups whose rewards differ; the others have no advantage and teach nothing."""
-    return np.flatnonzero(~zero_variance_groups(rollout.rewards)).tolist()
+    if not samples:
+        return
+    for batch in pack(samples, row_length, rows):
+        scored, generated = logprobs(batch), batch["loss_mask"] > 0
+        for index in np.unique(batch["sample_ids"][generated]).tolist():
+            response = responses[index]
+            own = scored[generated & (batch["sample_ids"] == index)]
+            response.old = response.old[: response.given] + own[response.given :].tolist()
 
 
 def tokens_digest(rollout: Rollout) -> str:
     """A digest of every sampled token in order: equal digests, equal rollouts."""
-    digest = hashlib.blake2b(digest_size=8)
-    for group in rollout.groups:
-        for sample in group:
-            digest.update(np.asarray([len(sample.token_ids), *sample.token_ids], "<i4").tobytes())
-    return digest.hexdigest()
+    return digest(sample.token_ids for group in rollout.groups for sample in group)
+
+
+def digest(samples: Iterable[Sequence[int]]) -> str:
+    """Of token ids, and of where one sample ends and the next begins."""
+    found = hashlib.blake2b(digest_size=8)
+    for ids in samples:
+        found.update(np.asarray([len(ids), *ids], "<i4").tobytes())
+    return found.hexdigest()
+
+
+def selection_metrics(
+    settled: Settled, stale: Sequence[Group], budget: int | None, step: int
+) -> dict[str, float | str]:
+    """What became of the groups of a step, and whom its early end preferred.
+
+    Args:
+      stale: groups that were dropped before it began. budget: of the step, if it had one.
+    """
+    selected = [settled.complete[i] for i in settled.selected]
+    rest = [g for i, g in enumerate(settled.complete) if i not in settled.selected]
+    rest += [*settled.carried, *settled.dropped]
+    metrics: dict[str, float | str] = {
+        "rollout/groups_started": float(settled.fresh),
+        "rollout/groups_selected": float(len(selected)),
+        "rollout/groups_carried": float(len(settled.carried)),
+        "rollout/groups_dropped": float(len(settled.dropped)),
+        "rollout/groups_dropped_stale": float(len(stale)),
+        "rollout/tokens_cut": float(settled.cut),
+    }
+    if budget is not None:
+        metrics["rollout/budget"] = float(budget)
+    lengths = [_lengths(selected), _lengths(rest)]
+    if len(lengths[1]):
+        metrics["rollout/unselected_emitted_mean"] = float(lengths[1].mean())
+    if not len(lengths[0]):
+        return metrics
+    metrics["rollout/selected_length_mean"] = mean = float(lengths[0].mean())
+    metrics["rollout/length_bias"] = mean - float(np.concatenate(lengths).mean())
+    ages = [token_staleness(r.output(), step) for group in selected for r in group.responses]
+    ages = np.concatenate(ages)
+    metrics["rollout/stale_token_share"] = float((ages > 0).mean())
+    metrics["rollout/staleness_mean"] = float(ages.mean())
+    return metrics
+
+
+def _lengths(groups: Sequence[Group]) -> np.ndarray:
+    return np.array([len(r.tokens) for group in groups for r in group.responses])
 
 
 def rollout_metrics(rollout: Rollout, totals: Totals, devices: int) -> dict[str, float | str]:
@@ -137,7 +242,7 @@ def rollout_metrics(rollout: Rollout, totals: Totals, devices: int) -> dict[str,
         "rollout/longest_sample_tokens_per_sec": totals.longest / max(totals.seconds, 1e-9),
         "rollout/logprob_mean": float(np.mean(np.concatenate([s.logprobs for s in samples]))),
     }
-    if totals.steps:
+    if totals.steps and totals.rounds:  # a step may live on what was carried alone
         metrics["rollout/spec_accept_length"] = totals.accept_length
         metrics["rollout/spec_accept_rate"] = totals.accept_rate
         for depth, rate in enumerate(totals.per_depth(), start=1):

@@ -15,19 +15,21 @@ from specjax.config import SamplingParams, SpecConfig
 from specjax.draft.source import DraftSource
 from specjax.engine.engine import Engine
 from specjax.engine.sources import load_source
+from specjax.engine.start_up import StartUp
 from specjax.models import hf
 from specjax.models.transformer import Params
 from specjax.tokenizer import load_tokenizer
 from train import data
 from train import rollout as rollouts
+from train.collect import Rollouts
 from train.config import ConfigError, find_shipped, fingerprint, require_same_settings
 from train.draft import DraftTrainer, draft_metrics
 from train.grpo import count_denominators, finalize_metrics
 from train.heads import HeadCheckpoints, starting_head
-from train.packing import pack
+from train.packing import empty_batch, pack
 from train.policy import PolicyTrainer, rl_loss
 from train.rewards import get_reward
-from train.schema import RLConfig
+from train.schema import ENGINE_SETTINGS, RLConfig
 
 
 class Trainer:
@@ -53,8 +55,11 @@ class Trainer:
         self.source, self.source_params = None, None
         if speculate and not with_head:
             self.source, self.source_params = self._load_source(spec)
-        self.position = 0
+        self.rollouts = Rollouts(
+            cfg, self.order, self.tokenizer, self.model.eos_token_ids, self.reward
+        )
         self.done_steps = 0
+        self._start_up: StartUp | None = None
         self.last_rollout: rollouts.Rollout | None = None
         self._build_programs(speculate)
 
@@ -86,7 +91,7 @@ class Trainer:
         self.on_policy = cfg.algo.updates_per_rollout == 1
         self.policy = PolicyTrainer(
             self.model,
-            rl_loss(cfg.algo, self.on_policy),
+            rl_loss(cfg.algo, self.on_policy, stale=roll.partial),
             cfg.optim.build(),
             self.mesh,
             roll.temperature,
@@ -107,11 +112,18 @@ class Trainer:
             "stop_width": max(1, len(self.model.eos_token_ids)),
             "mesh": self.mesh,
             "prompt_widths": [roll.max_prompt_tokens],  # one width, one set of executables
+            "config": roll.engine_config(),
         }
-        self.engine = Engine(decode, spec, roll.max_batch, **settings, source=self.source)
+        control = roll.control_config() if speculate else None
         self.eval_engine = None
-        if cfg.eval.problems:
-            self.eval_engine = Engine(decode, None, cfg.eval.max_batch, **settings)
+        try:
+            self.engine = Engine(
+                decode, spec, roll.max_batch, **settings, source=self.source, control=control
+            )
+            if cfg.eval.problems:
+                self.eval_engine = Engine(decode, None, cfg.eval.max_batch, **settings)
+        except ValueError as error:
+            raise ConfigError(f"rollout: {error}") from error
         self.sync_weights()
 
     def sync_weights(self) -> None:
@@ -119,25 +131,37 @@ class Trainer:
         draft = self.head if self.source is None else self.source_params
         self.engine.set_params(self.params, draft)
 
-    def warm_up(self) -> None:
-        """Compiles what rollouts and evaluation will need, before the first timed step."""
-        self.engine.warm_up()
+    def warm_up(self) -> StartUp:
+        """Compiles what rollouts and evaluation will need, before the first timed step.
+
+        Once: another call only returns again what the engine says of it.
+        """
+        if self._start_up is not None:
+            return self._start_up
+        self._start_up = self.engine.warm_up()
         if self.eval_engine is not None:
             self.eval_engine.set_params(self.params)
             self.eval_engine.warm_up()
+        if self.cfg.rollout.partial:
+            rows, length = self.cfg.packing.rows, self.cfg.packing.row_length
+            self.policy.logprobs(self.params, self.policy.place(empty_batch(rows, length)))
+        return self._start_up
 
     # --- one step ----------------------------------------------------------------------------
 
     def step(self) -> dict[str, float]:
         """One RL step; returns its metrics."""
         step = self.done_steps + 1
-        metrics: dict[str, float] = {}
         started = time.perf_counter()
-        self.last_rollout, kept = self._rollout(step, metrics)
+        self.last_rollout, kept, metrics = self.rollouts.collect(self.engine, step)
         metrics["time/rollout"] = time.perf_counter() - started
+        if self.engine.spec is not None:
+            fields = self.engine.controller.log_fields()
+            metrics |= {f"control/{name}": value for name, value in fields.items()}
         self._write_telemetry()
         started = time.perf_counter()
-        batches, states = self._update_policy(kept, metrics) if kept.groups else ([], [])
+        self._score_carried()
+        batches, states = self._update_policy(kept, metrics, step) if kept.groups else ([], [])
         jax.block_until_ready(self.params)
         metrics["time/train"] = time.perf_counter() - started
         if self.draft is not None:
@@ -151,25 +175,6 @@ class Trainer:
         self.done_steps = step
         return metrics
 
-    def _rollout(self, step: int, metrics: dict) -> tuple[rollouts.Rollout, rollouts.Rollout]:
-        """All groups that were sampled, and those that are trained on."""
-        algo, wanted = self.cfg.algo, self.cfg.rollout.prompts
-        everything, totals = self._sample_groups(step, wanted)
-        if algo.dynamic_sampling:
-            for _ in range(algo.max_resample - 1):
-                missing = wanted - len(rollouts.informative_groups(everything))
-                if missing <= 0:
-                    break
-                more, more_totals = self._sample_groups(step, missing)
-                everything.extend(more)
-                totals.merge(more_totals)
-            keep = rollouts.informative_groups(everything)[:wanted]
-        else:
-            keep = list(range(len(everything.groups)))
-        metrics |= rollouts.rollout_metrics(everything, totals, self.cfg.mesh.size)
-        metrics["rollout/groups_kept"] = float(len(keep))
-        return everything, everything.select(keep)
-
     def _write_telemetry(self) -> None:
         """Appends this step's rejections to their file, and forgets them."""
         collector = self.engine.telemetry
@@ -177,55 +182,26 @@ class Trainer:
             collector.write_jsonl(Path(self.cfg.out) / "telemetry.jsonl", append=True)
             collector.clear()
 
-    def _sample_groups(self, step: int, count: int):
-        problems, prompts, places = self._next_problems(count)
-        roll = self.cfg.rollout
-        params = [
-            SamplingParams(
-                temperature=roll.temperature,
-                max_tokens=roll.max_tokens,
-                seed=rollouts.group_seed(self.cfg.seed, step, place),
-                n=roll.n,
-            )
-            for place in places
-        ]
-        return rollouts.generate(
-            self.engine,
-            self.tokenizer,
-            problems,
-            prompts,
-            params,
-            self.model.eos_token_ids,
-            self.reward,
+    def _score_carried(self) -> None:
+        """What will be stale in later steps is scored now, with the weights that sampled it."""
+        rollouts.score_new_tokens(
+            self.rollouts.carried,
+            lambda batch: jax.device_get(
+                self.policy.logprobs(self.params, self.policy.place(batch))
+            ),
+            self.cfg.packing.row_length,
+            self.cfg.packing.rows,
         )
 
-    def _next_problems(self, count: int):
-        """The next problems in order, with their prompts and places in the order of draws.
-
-        Problems whose prompt is too long are passed over.
-        """
-        problems, prompts, places, passed = [], [], [], 0
-        while len(problems) < count:
-            problem, place = self.order[self.position], self.position
-            self.position += 1
-            prompt = data.encode_prompt(self.tokenizer, problem.prompt)
-            if len(prompt) > self.cfg.rollout.max_prompt_tokens:
-                passed += 1
-                if passed > 100 * count:
-                    raise ConfigError(
-                        f"{passed} prompts in a row are longer than rollout.max_prompt_tokens = "
-                        f"{self.cfg.rollout.max_prompt_tokens}; raise it"
-                    )
-                continue
-            problems.append(problem)
-            prompts.append(prompt)
-            places.append(place)
-        return problems, prompts, places
-
-    def _update_policy(self, kept: rollouts.Rollout, metrics: dict):
+    def _update_policy(self, kept: rollouts.Rollout, metrics: dict, step: int):
         """Packs the kept groups and runs the policy's updates; returns batches and states."""
         cfg = self.cfg
-        samples = rollouts.to_samples(kept, cfg.algo.normalize_std, cfg.algo.advantage_eps)
+        samples = rollouts.to_samples(
+            kept,
+            cfg.algo.normalize_std,
+            cfg.algo.advantage_eps,
+            step if cfg.rollout.partial else None,
+        )
         shards = np.array_split(np.arange(len(samples)), cfg.algo.updates_per_rollout)
         updates = [
             pack([samples[i] for i in shard], cfg.packing.row_length, cfg.packing.rows)
@@ -255,7 +231,8 @@ class Trainer:
         """A micro-batch on the devices, with old and reference log-probabilities as needed."""
         placed = self.policy.place(batch)
         if not self.on_policy:
-            placed["old_logprobs"] = self.policy.logprobs(self.params, placed)
+            name = "fresh_logprobs" if self.cfg.rollout.partial else "old_logprobs"
+            placed[name] = self.policy.logprobs(self.params, placed)
         if self.reference is not None:
             placed["ref_logprobs"] = self.policy.logprobs(self.reference, placed)
         return placed
@@ -320,7 +297,8 @@ class Trainer:
     def fingerprint(self) -> dict:
         """The settings that decide what is learned; a resumed run must have the same."""
         settings = fingerprint(self.cfg, ("out", "steps", "log", "checkpoint", "eval", "mesh"))
-        settings["rollout"].pop("telemetry")  # looks on
+        for name in ("telemetry", *ENGINE_SETTINGS):  # change no token
+            settings["rollout"].pop(name)
         return settings
 
     def save(
@@ -329,8 +307,9 @@ class Trainer:
         """Starts saving the whole state, and the head alone to `heads`; `block` waits for both."""
         meta = {
             "step": self.done_steps,
-            "position": self.position,
             "seed": self.cfg.seed,
+            "rollouts": self.rollouts.state(),
+            "controller": self.engine.controller.state(),
             "settings": self.fingerprint(),
         }
         checkpoints.save(self.done_steps, self.trees(), meta)
@@ -357,5 +336,8 @@ class Trainer:
         self.head = trees.get("draft")
         self.draft_opt = trees.get("draft_opt")
         self.reference = trees.get("reference")
-        self.done_steps, self.position = meta["step"], meta["position"]
+        self.done_steps = meta["step"]
+        self.rollouts.load_state(meta["rollouts"])
         self.sync_weights()
+        self.warm_up()  # gives the engine a controller that has just been calibrated
+        self.engine.controller.load_state(meta["controller"])

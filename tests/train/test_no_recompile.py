@@ -57,6 +57,25 @@ def steps_seen(monkeypatch):
                 "checkpoint.every": 1,
             },
         ),
+        (
+            6,
+            {
+                "seed": 14,
+                "rollout.prompts": 2,
+                "rollout.n": 2,
+                "rollout.over_sample": 2,
+                "rollout.partial": "true",
+                "rollout.chunk_tokens": 4,
+                "rollout.max_batch": 3,
+                "rollout.control.controller": "bandit",
+                "rollout.control.strategies": "[off,1_1_2]",
+                "algo.max_resample": 2,
+                "algo.updates_per_rollout": 2,
+                "draft.mode": "frozen",
+                "packing.row_length": 48,
+                "packing.rows": 1,
+            },
+        ),
         pytest.param(
             20,
             {

@@ -242,10 +242,10 @@ def test_dynamic_sampling_drops_and_replaces_groups_that_teach_nothing(tiny_poli
     on = train(tiny_policy, tmp_path, 1, **changes)[1][0]
     more = train(tiny_policy, tmp_path, 1, **changes, **{"algo.max_resample": 8})[1][0]
     informative = round(4 * (1 - off["rollout/zero_std"]))
-    assert off["rollout/groups_kept"] == 4 and 0 < informative < 4
-    assert on["rollout/groups_kept"] == informative
+    assert off["rollout/groups_selected"] == 4 and 0 < informative < 4
+    assert on["rollout/groups_selected"] == informative
     assert on["rollout/tokens"] == off["rollout/tokens"]
-    assert more["rollout/groups_kept"] == 4
+    assert more["rollout/groups_selected"] == 4
     assert more["rollout/tokens"] > on["rollout/tokens"]
     assert off["train/tokens"] == off["rollout/tokens"]
     assert on["train/tokens"] < on["rollout/tokens"]
@@ -256,7 +256,7 @@ def test_a_step_in_which_every_group_is_dropped_moves_nothing(tiny_policy, tmp_p
     before = leaves(trainer.params) + leaves(trainer.head)
     metrics = trainer.step()
     after = leaves(trainer.params) + leaves(trainer.head)
-    assert metrics["rollout/groups_kept"] == 0 and metrics["rollout/zero_std"] == 1
+    assert metrics["rollout/groups_selected"] == 0 and metrics["rollout/zero_std"] == 1
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
     assert all(math.isfinite(v) for v in metrics.values() if not isinstance(v, str))
 

@@ -5,6 +5,7 @@ import tiny_run
 
 from specjax import SpecConfig
 from specjax.checkpoint import CheckpointError
+from specjax.control import ControlConfig
 from specjax.telemetry import read_jsonl
 from train import rl
 from train.config import ConfigError, parse_config
@@ -94,3 +95,78 @@ def test_a_source_that_cannot_draft_is_refused_with_the_remedy(
     with pytest.raises((ConfigError, CheckpointError, SystemExit)) as stopped:
         rl.Trainer(parse_config(RLConfig, argv)[0])
     assert said in f"{stopped.value} {capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"over_sample": 0.5}, "rollout.over_sample: expected a finite number of at least 1"),
+        ({"over_sample": "inf"}, "rollout.over_sample: expected a finite number of at least 1"),
+        ({"partial": "true"}, "raise over_sample, or set partial=false"),
+        ({"max_staleness": 0}, "rollout.max_staleness: expected at least 1, got 0"),
+        ({"order": "lifo"}, "rollout.order: expected one of fifo, longest_first"),
+        ({"chunk_tokens": 0}, "rollout.chunk_tokens must be at least 1"),
+        ({"prefill_chunk": 8}, "rollout.prefill_chunk must be at least 16"),
+        ({"cache_bytes": 1}, "cache_bytes"),
+        ({"control": "bandit"}, "rollout.control is a section"),
+        ({"control.controler": "bandit"}, "did you mean 'rollout.control.controller'?"),
+        ({"control.controller": "best"}, "rollout.control.controller: expected one of goodput"),
+        ({"control.strategies": "[wide]"}, "rollout.control: strategy 'wide' is not understood"),
+        ({"control.bandit": "{eps: 1}"}, "unknown setting 'eps' of bandit"),
+        ({"control": "{}", "strategy": "off"}, "rollout.strategy=off says that there is no"),
+        ({"control": "{}", "acceptance": "block"}, "rollout.acceptance=coupled, or"),
+        (
+            {"control.controller": "static", "control.bs_threshold": 4, "acceptance": "block"},
+            "what is learned would depend on the clock",
+        ),
+        ({"control.fastrl": "{enable: true, mode: 1}"}, "speculative has unknown keys mode"),
+        (
+            {"control.fastrl": "{enable: true}", "control.controller": "bandit"},
+            "fastrl stands in place of all other keys",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_keys_of_a_rollout_say_what_to_do(settings, said, tiny_policy, tmp_path, capsys):
+    settings = {f"rollout.{name}": value for name, value in settings.items()}
+    argv = tiny_run.arguments(tiny_policy, tmp_path, **settings)
+    with pytest.raises((ConfigError, SystemExit)) as stopped:
+        rl.Trainer(parse_config(RLConfig, argv)[0])
+    assert said in f"{stopped.value} {capsys.readouterr().err}"
+
+
+def section(**settings):
+    return parse_config(RLConfig, [f"rollout.{k}={v}" for k, v in settings.items()])[0].rollout
+
+
+def test_a_control_section_is_goodput_unless_it_says_otherwise():
+    assert section().control_config() is None
+    assert section(control="{}").control_config() == ControlConfig()
+    static = {"control.controller": "static", "strategy": "3_1_4"}
+    assert section(**static).control_config().arms == ("3_1_4",)
+    assert section(**static, **{"acceptance": "block"}).control_config().arms == ("3_1_4",)
+    listed = {**static, "control.strategies": "[off,4_1_5]"}
+    assert section(**listed).control_config().arms == ("off",)
+
+
+def test_fastrls_section_is_read_as_it_stands():
+    fastrl = (
+        "{enable: true, bs_threshold: 32, eagle: {tune_algorithm: BEG, mab_configs: [8_4_32], "
+        "spec_verify_tokens: 40, spec_model_path: some/head}}"
+    )
+    roll = section(**{"control.fastrl": fastrl})
+    control = roll.control_config()
+    assert (control.controller, control.arms) == ("bandit", ("8_4_32", "off"))
+    assert control.bs_threshold == 32 and roll.spec_verify_tokens == 40
+    assert roll.head == "some/head" and section(**{"control.fastrl": fastrl}) == roll
+
+
+def test_how_the_engine_uses_its_device_may_change_between_runs(tiny_policy, tmp_path):
+    def trainer(**changes):
+        argv = tiny_run.arguments(tiny_policy, tmp_path, **changes)
+        return rl.Trainer(parse_config(RLConfig, argv)[0])
+
+    changes = {"rollout.chunk_tokens": 8, "rollout.page_size": 16, "rollout.order": "longest_first"}
+    changed = trainer(**changes)
+    assert changed.fingerprint() == trainer().fingerprint()
+    config = changed.engine.config
+    assert (config.chunk_tokens, config.page_size, config.order) == (8, 16, "longest_first")

@@ -1,0 +1,276 @@
+"""Which groups a step takes depends on lengths and rewards, and on no speed, slot or order."""
+
+import dataclasses
+import json
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specjax.engine.request import SampleOutput, SpecStats
+from specjax.engine.sequence import Progress
+from train.collect import Collection
+from train.data import Problem
+from train.groups import (
+    Group,
+    Response,
+    Rule,
+    Seen,
+    decide,
+    reopen,
+    settle,
+    token_versions,
+)
+
+MOST = 12  # tokens of a sample
+
+
+class FakeEngine:
+    """Samples of known lengths, at speeds that change from step to step, in any order.
+
+    A token tells which sample, position and step it came from, so that a token of the wrong step
+    is seen.
+    """
+
+    def __init__(self, speeds: random.Random, slots: int):
+        self.runner, self.version = SimpleNamespace(steps=1), 0
+        self._dice, self._slots = speeds, slots
+        self._samples, self._tickets = {}, 0
+        self.emitted = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._samples)
+
+    def add(self, job, progress=None) -> int:
+        self._tickets += 1
+        tokens = list(progress.tokens) if progress else []
+        self._samples[self._tickets] = (job, tokens, [-float(t) for t in tokens])
+        return self._tickets
+
+    def progress(self, ticket):
+        if ticket in self._samples:
+            _, tokens, logprobs = self._samples[ticket]
+            return Progress(list(tokens), list(logprobs), [])
+        return None
+
+    def abort(self, ticket):
+        return self._output(self._samples.pop(ticket), "abort")
+
+    def step(self):
+        waiting = list(self._samples)
+        self._dice.shuffle(waiting)
+        events = []
+        for ticket in waiting[: self._slots]:
+            job, tokens, logprobs = self._samples[ticket]
+            for _ in range(self._dice.randint(0, 4)):
+                if len(tokens) < job.length:
+                    tokens.append(token(job.place, job.sample, len(tokens), self.version))
+                    logprobs.append(-float(tokens[-1]))
+                    self.emitted += 1
+            if len(tokens) == job.length:
+                sample = self._output(self._samples.pop(ticket), "stop")
+                events.append(SimpleNamespace(ticket=ticket, job=job, sample=sample))
+        return events
+
+    def _output(self, sample, reason):
+        _, tokens, logprobs = sample
+        versions = ((0, self.version),) if tokens else ()
+        stats = SpecStats(rounds=0, drafted=0, accepted=0, histogram=(0, 0, 0))
+        return SampleOutput(list(tokens), None, list(logprobs), reason, stats, versions)
+
+
+def token(place: int, sample: int, position: int, version: int) -> int:
+    return ((place * 4 + sample) * 64 + position) * 64 + version
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Lengths [place][sample] under any weights, and whether a group's rewards differ, for ever."""
+
+    lengths: tuple[tuple[int, ...], ...]
+    informative: tuple[bool, ...]
+
+    def length(self, place: int, sample: int) -> int:
+        return self.lengths[place % len(self.lengths)][sample]
+
+    def rewards(self, place: int) -> list[float]:
+        return [1.0, float(not self.informative[place % len(self.informative)])]
+
+
+def worlds():
+    lengths = st.lists(st.tuples(*[st.integers(1, MOST)] * 2), min_size=1, max_size=9)
+    return st.builds(
+        Data, lengths.map(tuple), st.lists(st.booleans(), min_size=1, max_size=5).map(tuple)
+    )
+
+
+def rules():
+    return st.builds(
+        lambda prompts, more, dynamic, resample: Rule(prompts, prompts + more, dynamic, resample),
+        st.integers(1, 4),
+        st.integers(0, 4),
+        st.booleans(),
+        st.integers(1, 4),
+    )
+
+
+def run_steps(world: Data, rule: Rule, partial: bool, speeds: int, slots: int, steps: int = 4):
+    """What every step learned from and carried, and how many tokens all of them emitted."""
+    engine = FakeEngine(random.Random(speeds), slots)
+    position, carried, seen = 0, [], []
+    for step in range(1, steps + 1):
+        engine.version = step
+        carried, stale = reopen(carried, step, max_staleness=2)
+        at = position
+
+        def draw(step=step):
+            nonlocal at
+            at += 1
+            problem = Problem("", "", at - 1)
+            return Group(at - 1, at, step, problem, [1], [Response(), Response()])
+
+        def jobs(index, group):
+            return [
+                SimpleNamespace(place=group.place, sample=i, length=world.length(group.place, i))
+                for i in range(2)
+            ]
+
+        run = Collection(
+            engine, rule, partial, carried, draw, jobs, lambda g: world.rewards(g.place)
+        )
+        choice = run.run()
+        assert not engine.has_work
+        settled = settle(rule, run.groups, choice, step, partial)
+        drawn = run.groups[len(carried) : choice.places]
+        position = drawn[-1].after if drawn else position
+        carried = settled.carried
+        seen.append(
+            (
+                choice.budget,
+                position,
+                [g.place for g in stale],
+                [g.place for g in settled.complete],
+                [settled.complete[i].place for i in settled.selected],
+                [contents(settled.complete[i]) for i in settled.selected],
+                [contents(g) for g in settled.carried],
+                [g.place for g in settled.dropped],
+            )
+        )
+    return seen, engine.emitted
+
+
+def contents(group: Group):
+    return group.place, [
+        (list(r.tokens), list(r.logprobs), list(r.versions), r.finish) for r in group.responses
+    ]
+
+
+@given(worlds(), rules(), st.booleans(), st.integers(1, 3), st.integers(1, 9))
+def test_neither_speed_nor_order_nor_slots_change_what_is_selected_or_carried(
+    world, rule, partial, seed, slots
+):
+    expected, _ = run_steps(world, rule, partial, 0, 50)
+    assert run_steps(world, rule, partial, seed, slots)[0] == expected
+
+
+@given(worlds(), rules(), st.integers(1, 9))
+def test_the_choice_is_the_one_of_the_rule_applied_to_everything(world, rule, slots):
+    """The rule of the module's docstring, word by word, to groups whose ends are all known."""
+    budgets = [max(world.length(p, 0), world.length(p, 1)) for p in range(200)]
+    teaches = [not rule.dynamic or len(set(world.rewards(p))) > 1 for p in range(200)]
+
+    def places(budget):
+        count = rule.in_air
+        for _ in range(rule.resample - 1):
+            count = rule.in_air + sum(budgets[p] <= budget and not teaches[p] for p in range(count))
+        return count
+
+    def fit(budget):
+        return [p for p in range(places(budget)) if budgets[p] <= budget and teaches[p]]
+
+    least = next((b for b in range(MOST + 1) if len(fit(b)) >= rule.prompts), None)
+    wanted = fit(MOST if least is None else least)
+    wanted = sorted(wanted, key=lambda p: (budgets[p], p))[: rule.prompts]
+    (budget, position, _, _, selected, *_), *_ = run_steps(world, rule, False, 1, slots)[0]
+    assert budget == least and sorted(selected) == sorted(wanted)
+    assert position == places(MOST if least is None else least)
+
+
+@given(worlds(), rules(), st.integers(1, 9))
+def test_what_is_carried_was_cut_to_the_budget_and_knows_which_step_sampled_it(world, rule, slots):
+    for step, (budget, *_, carried, _) in enumerate(
+        run_steps(world, rule, True, 2, slots)[0], start=1
+    ):
+        assert budget is not None or not carried
+        for place, responses in carried:
+            for sample, (tokens, logprobs, versions, finish) in enumerate(responses):
+                length = world.length(place, sample)
+                sampled = token_versions(versions, len(tokens)).tolist()
+                assert tokens == [token(place, sample, i, v) for i, v in enumerate(sampled)]
+                assert logprobs == [-float(t) for t in tokens]
+                assert (finish is not None) == (len(tokens) == length)
+                assert finish or sampled.count(step) == budget
+
+
+def test_early_stopping_saves_tokens():
+    world = Data(tuple((n, 1) for n in (2, 50, 3, 50)), (True,))
+    early = run_steps(world, Rule(2, 4), False, 0, 4, steps=1)
+    assert early[0][0][4] == [0, 2]
+    assert early[1] < 40 < 100 < run_steps(world, Rule(4, 4), False, 0, 4, steps=1)[1]
+
+
+def test_a_group_that_teaches_nothing_is_replaced_at_once():
+    rule = Rule(prompts=2, in_air=2, dynamic=True, resample=3)
+    running = [Seen(1), Seen(5, 5, informative=False)]
+    assert decide(rule, running).places == 3
+    assert decide(dataclasses.replace(rule, resample=1), running).places == 2
+    assert decide(dataclasses.replace(rule, dynamic=False), running).places == 2
+
+
+def test_a_choice_waits_for_what_may_still_be_shorter():
+    rule = Rule(prompts=1, in_air=2)
+    assert decide(rule, [Seen(4, 4), Seen(4)]) == (4, 2, [0], False)
+    assert decide(rule, [Seen(4, 4), Seen(5)]) == (4, 2, [0], True)
+    assert decide(rule, [Seen(4, 4), Seen(4, 4)]) == (4, 2, [0], True)
+    assert decide(rule, [Seen(4, 4), Seen(3, 3)]) == (3, 2, [1], True)
+
+
+def test_groups_drawn_beyond_the_places_that_count_are_drawn_again():
+    # Place 1 ends late and teaches nothing; by the time this is known place 2 was drawn for it.
+    rule = Rule(prompts=1, in_air=2, dynamic=True, resample=2)
+    choice = decide(rule, [Seen(3, 3), Seen(9, 9, informative=False), Seen(1)])
+    assert choice == (3, 2, [0], True)
+
+
+def test_groups_of_which_a_token_is_too_old_are_dropped_whole():
+    def group(*versions):
+        responses = [Response(tokens=[1] * 4, versions=[(0, v)]) for v in versions]
+        return Group(0, 1, min(versions), Problem("", "", 0), [1], responses)
+
+    groups = [group(3, 5), group(2, 5), Group(0, 1, 1, None, [1], [Response()])]
+    kept, stale = reopen(groups, step=6, max_staleness=3)
+    assert kept == [groups[0], groups[2]] and stale == [groups[1]]
+    assert all(r.given == len(r.tokens) for g in kept for r in g.responses)
+
+
+def test_a_group_survives_json_bit_by_bit():
+
+    response = Response(
+        tokens=[5, 7], logprobs=[-0.1, -1e-30], old=[-0.125], versions=[(0, 3), (1, 4)]
+    )
+    response.logprobs = np.float32(response.logprobs).tolist()
+    group = Group(8, 9, 3, Problem("a", "b", 2), [1, 2], [response, Response([3], [-1.0])])
+    group.responses[1].finish = "stop"
+    again = Group.from_json(json.loads(json.dumps(group.to_json())), group.problem, group.prompt)
+    assert again == group
+
+
+@pytest.mark.parametrize("runs", [[(0, 4)], [(0, 2), (3, 5)], []])
+def test_versions_of_tokens(runs):
+    count = 5 if runs else 0
+    expected = [v for i in range(count) for v in [max(r for r in runs if r[0] <= i)[1]]]
+    assert token_versions(runs, count).tolist() == expected

@@ -1,0 +1,256 @@
+"""Over-sampling, partial rollouts and dynamic sampling with the real engine and the tiny policy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_run
+
+from specjax.checkpoint import Checkpointer
+from train import rl
+from train.config import parse_config
+from train.groups import token_versions
+from train.grpo import Denominators, GRPOConfig
+from train.packing import Sample, pack
+from train.policy import rl_loss
+from train.schema import RLConfig
+
+OVER = {
+    "algo.dynamic_sampling": "false",
+    "draft.mode": "frozen",
+    "seed": 14,
+    "rollout.prompts": 2,
+    "rollout.over_sample": 2,
+    "rollout.n": 2,
+    "rollout.max_batch": 4,
+    "rollout.chunk_tokens": 4,
+    "rollout.strategy": "1_1_2",
+}
+CONTROL = {
+    "rollout.control.controller": "bandit",
+    "rollout.control.strategies": "[off,1_1_2]",
+    "rollout.control.bandit": "{epsilon: 0.5}",
+}
+STEPS = 6
+PARTIAL = {**OVER, "rollout.partial": "true", "rollout.max_staleness": 2}
+
+
+def make(model, out, /, **changes):
+    return rl.Trainer(parse_config(RLConfig, tiny_run.arguments(model, out, **changes))[0])
+
+
+def leaves(tree) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def same(a, b) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(leaves(a), leaves(b), strict=True))
+
+
+def learned(metrics: dict) -> dict:
+    """Of a step's metrics those that must not depend on how the rollout was run."""
+    names = [
+        "tokens", "tokens_sha", "carried_sha", "reward", "budget", "groups_started",
+        "groups_selected", "groups_carried", "groups_dropped_stale", "stale_token_share",
+        "staleness_mean", "length_bias",
+    ]  # fmt: skip
+    trained = [f"train/{name}" for name in ("loss", "grad_norm", "entropy", "ratio", "tokens")]
+    found = {name: metrics.get(name) for name in [f"rollout/{n}" for n in names] + trained}
+    # The engine's log-probabilities are the same up to their last bits only.
+    difference = metrics.get("train/train_rollout_logprob_abs_diff", 0.0)
+    return found | {"engine and trainer agree": difference < 1e-4}
+
+
+# --- over-sampling --------------------------------------------------------------------------------
+
+
+def test_over_sampling_takes_the_shortest_groups_and_stops_early(tiny_policy, tmp_path):
+    plain = {**OVER, "rollout.strategy": "off", "rollout.max_batch": 10, "rollout.chunk_tokens": 2}
+    early = make(tiny_policy, tmp_path, **plain)
+    whole = make(tiny_policy, tmp_path, **plain | {"rollout.over_sample": 1, "rollout.prompts": 4})
+    stopped, full = early.step(), whole.step()
+    samples = whole.last_rollout.groups
+    needed = [max(len(s.token_ids) for s in group) for group in samples]
+    shortest = sorted(range(4), key=lambda i: (needed[i], i))[:2]
+    budget = needed[shortest[-1]]
+    assert stopped["rollout/budget"] == budget < max(needed) == 20
+    complete = [i for i in range(4) if needed[i] <= budget]
+    assert [p.index for p in early.last_rollout.problems] == [
+        whole.last_rollout.problems[i].index for i in complete
+    ]
+    for mine, i in zip(early.last_rollout.groups, complete, strict=True):
+        assert [s.token_ids for s in mine] == [s.token_ids for s in samples[i]]
+    assert stopped["rollout/tokens"] + stopped["rollout/tokens_cut"] < full["rollout/tokens"]
+    assert stopped["rollout/groups_started"] == 4 and stopped["rollout/groups_selected"] == 2
+    assert stopped["rollout/groups_dropped"] == 4 - len(complete)
+    lengths = [len(s.token_ids) for i in shortest for s in samples[i]]
+    assert stopped["rollout/selected_length_mean"] == pytest.approx(np.mean(lengths))
+    assert stopped["rollout/length_bias"] < 0 == full["rollout/length_bias"]
+    assert early.rollouts.position == whole.rollouts.position and not early.rollouts.carried
+
+
+# --- partial rollouts -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def partial(tiny_policy, tmp_path_factory):
+    """(trainer, metrics of six steps, weights that sampled each, rollouts, saved at the third).
+
+    Its strategy is chosen by the clock.
+    """
+    out = tmp_path_factory.mktemp("partial")
+    trainer, steps, weights = make(tiny_policy, out, **PARTIAL, **CONTROL), [], {}
+    trainer.warm_up()
+    taken = []
+    for step in range(1, STEPS + 1):
+        weights[step] = jax.tree.map(jnp.copy, trainer.params)
+        steps.append(trainer.step())
+        taken.append(trainer.last_rollout)
+        if step == 3:
+            with Checkpointer(out / "checkpoints") as checkpoints:
+                trainer.save(checkpoints, block=True)
+    return trainer, steps, weights, taken, out / "checkpoints"
+
+
+def test_unfinished_groups_are_carried_and_finished_later(partial):
+    _, steps, _, taken, _ = partial
+    assert all(s["rollout/groups_selected"] == 2 for s in steps)
+    assert steps[0]["rollout/groups_carried"] >= 2 and steps[0]["rollout/stale_token_share"] == 0
+    assert any(s["rollout/stale_token_share"] > 0 for s in steps)
+    for before, after in zip(steps, steps[1:], strict=False):
+        kept = before["rollout/groups_carried"] - after["rollout/groups_dropped_stale"]
+        assert after["rollout/groups_started"] == 4 - kept
+    ages = [
+        token_versions(s.weight_versions, len(s.token_ids))
+        for rollout in taken for group in rollout.groups for s in group
+    ]  # fmt: skip
+    assert any(len(set(a)) > 1 for a in ages) and all((np.diff(a) >= 0).all() for a in ages)
+    assert all(s["train/train_rollout_logprob_abs_diff"] < 1e-4 for s in steps)
+
+
+def test_every_tokens_logprobs_are_those_of_the_weights_that_sampled_it(partial):
+    trainer, _, weights, taken, _ = partial
+    mixed = 0
+    for rollout in taken:
+        for prompt, group, olds in zip(rollout.prompts, rollout.groups, rollout.old, strict=True):
+            for sample, old in zip(group, olds, strict=True):
+                versions = token_versions(sample.weight_versions, len(sample.token_ids))
+                if len(set(versions.tolist())) < 2:
+                    continue
+                mixed += 1
+                batch = pack([Sample(0, prompt, sample.token_ids)], 64, 2)[0]
+                for version in set(versions.tolist()):
+                    scored = trainer.policy.logprobs(weights[version], trainer.policy.place(batch))
+                    scored = np.asarray(scored)[batch["loss_mask"] > 0]
+                    mine = versions == version
+                    engine = np.array(sample.logprobs)
+                    np.testing.assert_allclose(engine[mine], scored[mine], atol=1e-4)
+                    assert abs(engine[mine].sum() - scored[mine].sum()) < 1e-4
+                    assert not np.allclose(engine[~mine], scored[~mine], atol=1e-4)
+                    stale = np.flatnonzero(mine[: len(old)])
+                    np.testing.assert_allclose(np.array(old)[stale], scored[stale], atol=1e-5)
+    assert mixed > 0
+
+
+def test_a_run_with_carried_groups_resumes_with_the_same_tokens_and_parameters(
+    partial, tiny_policy, tmp_path
+):
+    trainer, steps, _, _, directory = partial
+    resumed = make(tiny_policy, tmp_path, **PARTIAL, **CONTROL)
+    with Checkpointer(directory) as checkpoints:
+        resumed.restore(checkpoints, 3)
+        saved = checkpoints.restore(3, {})[1]
+    assert resumed.engine.controller.state() == saved["controller"]
+    assert resumed.rollouts.state() == saved["rollouts"]
+    assert resumed.done_steps == 3 and any(r.tokens for r in responses(resumed))
+    for expected in steps[3:]:
+        assert learned(resumed.step()) == learned(expected)
+    assert same(resumed.params, trainer.params) and same(resumed.opt_state, trainer.opt_state)
+    for a, b in zip(responses(resumed), responses(trainer), strict=True):
+        assert (a.tokens, a.old, a.versions, a.finish) == (b.tokens, b.old, b.versions, b.finish)
+
+
+def responses(trainer):
+    return [r for group in trainer.rollouts.carried for r in group.responses]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout.strategy": "off", "rollout.chunk_tokens": 7, "rollout.order": "longest_first"},
+        {"rollout.max_batch": 3, "rollout.page_size": 16, "draft.mode": "online"},
+    ],
+    ids=["plain", "slots"],
+)
+def test_chunks_slots_speculation_and_controllers_change_nothing_that_is_learned(
+    partial, tiny_policy, tmp_path, changes
+):
+    trainer, steps, *_ = partial
+    other = make(tiny_policy, tmp_path, **{**PARTIAL, **changes})
+    found = [other.step() for _ in range(STEPS)]
+    assert [learned(m) for m in found] == [learned(m) for m in steps]
+    assert same(other.params, trainer.params) and same(other.opt_state, trainer.opt_state)
+
+
+def test_the_controllers_choices_are_in_the_logs(partial):
+    trainer, steps, *_ = partial
+    assert {s["control/strategy"] for s in steps} <= {"off", "1_1_2"}
+    assert all(s["control/controller"] == "bandit" for s in steps)
+    assert any("control/arm_score/1_1_2" in s for s in steps)
+    assert all(s["control/accept_length"] >= 1 for s in steps)
+
+
+def test_stale_tokens_are_weighed_against_the_policy_that_sampled_them():
+    rng = np.random.default_rng(0)
+    samples = [
+        Sample(i, [1], [2, 3, 4], [-1.0] * 3, [-0.5, -0.25, 0.0], advantage=a, staleness=[2, 1, 0])
+        for i, a in enumerate((1.0, -1.0))
+    ]
+    batch = {k: jnp.asarray(v) for k, v in pack(samples, 16, 1)[0].items()}
+    logprobs = jnp.asarray(-rng.uniform(0, 1, (1, 16)), jnp.float32)
+    cfg, counts = GRPOConfig(clip_ratio=0.99, clip_ratio_high=99.0), Denominators(6, 2)
+
+    def ratio(on_policy, stale, **more):
+        loss = rl_loss(cfg, on_policy, stale)
+        return float(loss(logprobs, logprobs, {**batch, **more}, counts)[1]["ratio"])
+
+    at = np.asarray(batch["loss_mask"]) > 0
+    old = np.asarray(batch["old_logprobs"])
+    is_stale = np.asarray(batch["staleness"]) > 0
+    ratios = np.exp(np.asarray(logprobs) - old)
+    assert is_stale.sum() == 4
+    expected = np.where(is_stale, ratios, 1.0)[at].sum()
+    assert ratio(True, True) == pytest.approx(expected, rel=1e-5)
+    assert ratio(True, False) == 6
+    fresh = np.exp(np.asarray(logprobs) + 0.125)
+    expected = np.where(is_stale, ratios, fresh)[at].sum()
+    scored = jnp.full((1, 16), -0.125)
+    assert ratio(False, True, fresh_logprobs=scored) == pytest.approx(expected, rel=1e-5)
+
+
+# --- dynamic sampling -----------------------------------------------------------------------------
+
+
+def test_dynamic_sampling_keeps_the_batch_full_and_takes_the_first_informative_groups(
+    tiny_policy, tmp_path
+):
+    changes = {
+        "reward": "tiny_run:rare", "algo.max_resample": 8, "rollout.max_batch": 6,
+        "rollout.chunk_tokens": 2, "rollout.strategy": "off", "rollout.cache_bytes": 1 << 20,
+    }  # fmt: skip
+    trainer = make(tiny_policy, tmp_path, **changes)
+    engine, enqueue, seen = trainer.engine, trainer.engine._enqueue, []
+
+    def watched():
+        seen.append((len(engine.scheduler.running), engine.scheduler.waiting))
+        return enqueue()
+
+    engine._enqueue = watched
+    metrics = trainer.step()
+    drawn = int(metrics["rollout/groups_started"])
+    assert drawn > 4 and metrics["rollout/groups_selected"] == 4
+    rewards = trainer.last_rollout.rewards
+    assert len(rewards) == drawn
+    informative = np.flatnonzero(rewards.max(1) != rewards.min(1))
+    assert len(informative) == 4 and informative[-1] < drawn
+    assert all(running == 6 or not waiting for running, waiting in seen)
