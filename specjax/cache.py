@@ -96,11 +96,10 @@ def commit_rows(
     flat_cache, tree = jax.tree.flatten(cache)
     flat_rows = jax.tree.leaves(rows)
     size, count = flat_cache[0].shape[-2], flat_rows[0].shape[-2]
-    run = count if table is None else run
-    runs = count // run
+    batch = start.shape[0]
 
-    def write(i, arrays):
-        b, first = i // runs, i % runs * run
+    def write(arrays, b, first, run):
+        """Rows first .. first + run - 1 of sequence b, which lie in one page."""
         position = start[b] + first
         page = b if table is None else table[b, position // size]
         offset = position if table is None else position % size
@@ -113,10 +112,27 @@ def commit_rows(
             out.append(jax.lax.dynamic_update_slice(array, piece.astype(array.dtype), place))
         return out
 
-    total = start.shape[0] * runs
-    if total == 1:
-        return jax.tree.unflatten(tree, write(0, flat_cache))
-    return jax.tree.unflatten(tree, jax.lax.fori_loop(0, total, write, flat_cache))
+    def write_all(arrays, order, number, run):
+        """The first `number` sequences of `order`, run by run."""
+        runs = count // run
+
+        def one(i, arrays):
+            return write(arrays, order[i // runs], i % runs * run, run)
+
+        return jax.lax.fori_loop(0, number * runs, one, arrays)
+
+    everyone = jnp.arange(batch)
+    if batch == 1 and (table is None or run == count):
+        flat_cache = write(flat_cache, 0, 0, count)
+    elif table is None or run > 1 or count == 1 or count > size:
+        run = count if table is None else run
+        flat_cache = write_all(flat_cache, everyone, batch, run)
+    else:  # few paths cross from one page into the next: these go row by row
+        crosses = start % size > size - count
+        order, within = jnp.argsort(crosses), batch - crosses.sum()
+        flat_cache = write_all(flat_cache, order, within, count)
+        flat_cache = write_all(flat_cache, order[::-1], batch - within, 1)
+    return jax.tree.unflatten(tree, flat_cache)
 
 
 def copy_pages(cache: KVCache, source: Int[Array, " M"], target: Int[Array, " M"]) -> KVCache:

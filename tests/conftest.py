@@ -1,5 +1,6 @@
 """Set-up that must come before jax is imported, and what "torch required" means."""
 
+import gc
 import importlib.util
 import os
 from pathlib import Path
@@ -14,12 +15,16 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 
 import hypothesis  # noqa: E402
+import jax  # noqa: E402
 import pytest  # noqa: E402
 
 hypothesis.settings.register_profile(
     "specjax", deadline=None, max_examples=20, derandomize=True, database=None
 )
 hypothesis.settings.load_profile("specjax")
+
+# pytest and jax keep millions of objects; looking through them again and again is a waste.
+gc.set_threshold(50_000, 20, 100)
 
 _EXPECT_TORCH = os.environ.get("SPECJAX_EXPECT_TORCH") == "1"
 
@@ -50,6 +55,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
 def pytest_make_collect_report(collector: pytest.Collector):
     report = yield  # a whole module skips at collection by pytest.importorskip
     return _fail_if_torch_was_wanted(report, collector.nodeid, marked=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_dropped():
+    """Forgets compiled programs after each module: a process has room for some 65,000 memory maps,
+    each program on CPU takes dozens, and the compiler crashes where there are none left."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -40,5 +40,5 @@ class Plan:
 
     @property
     def draws_noise(self) -> bool:
-        """Whether a ring of position-keyed noise is kept."""
-        return self.mode == "coupled" and self.features.sampled
+        """Whether rounds need the ring of position-keyed noise."""
+        return self.tree is not None and self.mode == "coupled" and self.features.sampled

@@ -121,11 +121,24 @@ def take_slots(
 
 
 def put_slots(state: DecodeState, here: DecodeState, slots: Int[Array, " b"]) -> DecodeState:
-    """The whole state after `take_slots` and a chunk; the pages are those of `here`."""
-    both = per_slot(state), per_slot(here)
-    out = jax.tree.map(lambda x, new: x.at[slots].set(new.astype(x.dtype)), *both)
-    draft = here.draft and out.draft._replace(cache=here.draft.cache)
-    return out._replace(cache=here.cache, draft=draft)
+    """The whole state after `take_slots` and a chunk; the pages are those of `here`.
+
+    What a chunk does not change (limits, keys, options), or has left out (None), is not written.
+    """
+
+    def put(x, new):
+        return x.at[slots].set(new.astype(x.dtype))
+
+    changed = ("tokens", "length", "finish", "noise")
+    fields = {
+        name: jax.tree.map(put, getattr(state, name), new)
+        for name in changed
+        if (new := getattr(here, name)) is not None
+    }
+    if here.draft is not None:
+        memory = jax.tree.map(put, state.draft.slots, here.draft.slots)
+        fields["draft"] = Memory(here.draft.cache, memory)
+    return state._replace(**fields, cache=here.cache)
 
 
 def take_positions(x: Array, start: Int[Array, " B"], count: int) -> Array:

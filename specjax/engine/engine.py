@@ -16,7 +16,7 @@ import functools
 import logging
 import operator
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
 
@@ -38,7 +38,7 @@ from specjax.engine.prompts import padded_widths
 from specjax.engine.request import Job, SampleOutput, Totals
 from specjax.engine.runner import Runner
 from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler, Start
-from specjax.engine.sequence import Progress, Sequence, rejections_until
+from specjax.engine.sequence import Brought, Progress, Sequence, rejections_until
 from specjax.engine.start_up import StartUp, calibrate, compile_ahead
 from specjax.models.transformer import Params
 from specjax.telemetry import Collector, SlotInfo, active_transforms
@@ -213,7 +213,7 @@ class Engine:
         )
         self._table = np.zeros((runner.slots, runner.table_width), np.int32)
         self._sequences: dict[int, Sequence] = {}
-        self._features: dict[int, Features] = {}
+        self._features: Counter[Features] = Counter()  # how many samples ask for them
         self._in_flight: deque[Chunk] = deque()
         self._events: list[Finished] = []
         self._arrived = 0.0
@@ -277,9 +277,10 @@ class Engine:
                 "logprobs, which are not kept across runs; leave them out"
             )
         self._tickets += 1
-        sequence = Sequence(self._tickets, job, self.runner.steps, progress)
+        features = features_of(job, self._vocab)
+        sequence = Sequence(self._tickets, job, self.runner.steps, features, progress)
         self._sequences[sequence.ticket] = sequence
-        self._features[sequence.ticket] = features_of(job, self._vocab)
+        self._features[features] += 1
         self.scheduler.add(sequence)
         return sequence.ticket
 
@@ -315,7 +316,10 @@ class Engine:
         return sequence and sequence.progress()
 
     def _forget(self, sequence: Sequence) -> None:
-        del self._sequences[sequence.ticket], self._features[sequence.ticket]
+        del self._sequences[sequence.ticket]
+        self._features[sequence.features] -= 1
+        if not self._features[sequence.features]:
+            del self._features[sequence.features]
 
     def generate(
         self, jobs: Several[Job], on_progress: Callable[[int, Totals], None] | None = None
@@ -495,13 +499,13 @@ class Engine:
         only within one program equal inputs are sure to give equal bits.
         """
         runner = self.runner
-        wanted = _all_of(self._features.values())
+        wanted = _all_of(self._features)
         if runner.plan.invariant:
             return wanted.widened(), self.batch
         if not any(b >= len(alive) for b in runner.buckets(strategy, wanted)):
             most = min(self.batch, len(self._sequences))
             return wanted.widened(), next(b for b in self.buckets if b >= most)
-        here = _all_of(self._features[s.ticket] for s in alive)
+        here = wanted if len(self._features) == 1 else _all_of({s.features for s in alive})
         return here, min(b for b in runner.buckets(strategy, here) if b >= len(alive))
 
     def _drain(self) -> None:
@@ -512,17 +516,20 @@ class Engine:
     def _postprocess(self, chunk: Chunk) -> None:
         """Waits for a chunk, and takes in what it brought."""
         result = jax.device_get(chunk.result)
+        brought = Brought.of(result)
         now = time.perf_counter()
         seconds = now - max(self._arrived, chunk.enqueued) if chunk.undisturbed else float("nan")
         self._arrived = now
         tree = self.runner.plans[chunk.strategy].tree
         drafts = tree.rows - 1 if tree else 0
-        ran = [s for s in chunk.rows if s is not None and s.slot is not None]
+        who = []
+        if self.telemetry is not None:
+            who = [s and s.slot is not None and self._slot_info(s) or None for s in chunk.rows]
         ends = np.full(len(chunk.rows), self.max_len)
         for row, sequence in enumerate(chunk.rows):
             if sequence is None or sequence.slot is None:
                 continue
-            sample = sequence.look(row, result, drafts, chunk.version)
+            sample = sequence.look(row, brought, drafts, chunk.version)
             if sample is not None:
                 ends[row] = len(sequence.job.prompt) + len(sample.token_ids)
                 self._finish(sequence, sample)
@@ -535,7 +542,6 @@ class Engine:
             )
         )
         if self.telemetry is not None and result.report.rejections is not None:
-            who = [s and self._slot_info(s.job) if s in ran else None for s in chunk.rows]
             self.telemetry.add(rejections_until(result.report.rejections, ends), who)
 
     def _finish(self, sequence: Sequence, sample: SampleOutput) -> None:
@@ -546,8 +552,8 @@ class Engine:
         self.lengths.add(sequence.job.prompt, len(sample.token_ids))
         self._events.append(Finished(sequence.ticket, sequence.job, sample))
 
-    def _slot_info(self, job: Job) -> SlotInfo:
-        transforms = active_transforms(features_of(job, self._vocab))
+    def _slot_info(self, sequence: Sequence) -> SlotInfo:
+        job, transforms = sequence.job, active_transforms(sequence.features)
         return SlotInfo(job.request, job.sample, len(job.prompt), transforms)
 
 
@@ -582,8 +588,8 @@ def run_to_the_end(
 
 
 def _all_of(features: Iterable[Features]) -> Features:
-    """What any of them asks for; most of many samples ask for the same."""
-    return functools.reduce(operator.or_, set(features))
+    """What any of them asks for."""
+    return functools.reduce(operator.or_, features)
 
 
 def _powers(batch: int, base: int) -> list[int]:

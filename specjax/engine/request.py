@@ -195,7 +195,8 @@ class Totals:
     seconds: float = 0.0
 
     def add(self, sample: SampleOutput) -> None:
-        self.histogram = self.histogram + np.array(sample.stats.histogram)
+        for emitted, rounds in enumerate(sample.stats.histogram):
+            self.histogram[emitted] += rounds
         self.tokens += len(sample.token_ids)
         self.longest = max(self.longest, len(sample.token_ids))
 

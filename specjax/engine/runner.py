@@ -270,7 +270,8 @@ class Runner:
         self, strategy, features, params, head, state, slots, active, table, rounds, leave_at
     ):
         plan = dataclasses.replace(self.plans[strategy], features=features)
-        here = take_slots(state, slots, active, table)
+        needed = state if plan.draws_noise else state._replace(noise=None)
+        here = take_slots(needed, slots, active, table)
         if self.mesh is not None:
             here = sharding.pin_slots(self.mesh, here)
         model, capacity = self.model(params), self.rounds(strategy)

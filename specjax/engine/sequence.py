@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specjax.decode.report import Rejections, TopLogprobs
+from specjax.decode.options import Features
+from specjax.decode.report import Rejections, Report, TopLogprobs
 from specjax.decode.round import Result
 from specjax.decode.state import LENGTH, RUNNING, STOPPED
 from specjax.engine.request import Job, SampleOutput, SpecStats
@@ -30,21 +31,60 @@ class Progress:
     versions: list[tuple[int, int]]
 
 
+class Brought(NamedTuple):
+    """A chunk's result for plain Python: lists are many times as quick to pick from as arrays.
+
+    Attributes:
+      tokens, logprobs: [B][C]. length, finish: [B]. counts: [B][R] tokens emitted per round.
+      report: as arrays, for what is seldom asked for.
+    """
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    length: list[int]
+    finish: list[int]
+    counts: list[list[int]]
+    report: Report
+
+    @classmethod
+    def of(cls, result: Result) -> Brought:
+        """Args: result: on the host."""
+        report = result.report
+        counts = report.counts[: int(result.rounds)]
+        used = int(counts.sum(axis=0).max(initial=0))
+        return cls(
+            result.tokens[:, :used].tolist(),
+            report.logprobs[:, :used].tolist(),
+            result.length.tolist(),
+            result.finish.tolist(),
+            counts.T.tolist(),
+            report,
+        )
+
+
 class Sequence:
     """A sample that waits or runs.
 
     Args:
       ticket: the engine's number for it. steps: longest path that a round can accept.
-      progress: tokens that were generated earlier, which it continues.
+      features: see below. progress: tokens that were generated earlier, which it continues.
 
     Attributes:
       tokens, logprobs: generated so far, as far as the host has looked.
+      features: what it asks of the programs it runs in.
       slot: where it runs. pages: its pages, in order; the first `shared` belong to its prompt.
       admitted: when it was started, as a running number; of two, the later is preempted first.
     """
 
-    def __init__(self, ticket: int, job: Job, steps: int, progress: Progress | None = None):
-        self.ticket, self.job, self._steps = ticket, job, steps
+    def __init__(
+        self,
+        ticket: int,
+        job: Job,
+        steps: int,
+        features: Features = Features(),  # noqa: B008
+        progress: Progress | None = None,
+    ):
+        self.ticket, self.job, self._steps, self.features = ticket, job, steps, features
         self.slot: int | None = None
         self.pages: list[int] = []
         self.shared = 0
@@ -60,7 +100,7 @@ class Sequence:
         self.versions = list(given.versions)
         self._transformed: list[float] | None = [] if params.transformed_logprobs else None
         self._top = _Top([], []) if params.top_logprobs else None
-        self._histogram = np.zeros(self._steps + 2, np.int64)
+        self._histogram = [0] * (self._steps + 2)
         self._drafted = 0
         self._stops = None
         if params.stop:
@@ -82,7 +122,7 @@ class Sequence:
     def progress(self) -> Progress:
         return Progress(list(self.tokens), list(self.logprobs), list(self.versions))
 
-    def look(self, row: int, result: Result, drafts: int, version: int) -> SampleOutput | None:
+    def look(self, row: int, brought: Brought, drafts: int, version: int) -> SampleOutput | None:
         """Takes in a chunk.
 
         Args:
@@ -92,28 +132,41 @@ class Sequence:
         Returns:
           the finished sample, if it ended here.
         """
-        count = int(result.length[row]) - self.length
+        count = brought.length[row] - self.length
         if count <= 0:
             return None
-        report, before = result.report, len(self.tokens)
+        report, before = brought.report, len(self.tokens)
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((before, version))
-        new = result.tokens[row, :count].tolist()
+        new = brought.tokens[row][:count]
         cut = None if self._stops is None else self._stops.feed(new)
         self.tokens += new
-        self.logprobs += report.logprobs[row, :count].tolist()
+        self.logprobs += brought.logprobs[row][:count]
         if self._transformed is not None:
             self._transformed += report.transformed[row, :count].tolist()
         if self._top is not None:
             self._top.add(report.top, row, count, self.job.params.top_logprobs)
         kept = count if cut is None else cut.tokens - before
-        rounds = _rounds_until(report.counts[:, row], kept)
-        self._histogram += np.bincount(rounds, minlength=len(self._histogram))
-        self._drafted += len(rounds) * (drafts if self.job.params.speculative else 0)
+        rounds = self._count_rounds(brought.counts[row], kept)
+        self._drafted += rounds * (drafts if self.job.params.speculative else 0)
         if cut is not None:
             return self.output("stop", cut)
-        finish = int(result.finish[row])
+        finish = brought.finish[row]
         return None if finish == RUNNING else self.output(FINISH_REASONS[finish])
+
+    def _count_rounds(self, counts: list[int], kept: int) -> int:
+        """Takes in the rounds that brought the first `kept` tokens; returns how many.
+
+        The round that brought the last of them counts with the tokens that are kept of it, as where
+        a stop token cuts a round.
+        """
+        rounds = 0
+        for count in counts:
+            if count and kept:
+                self._histogram[min(count, kept)] += 1
+                kept -= min(count, kept)
+                rounds += 1
+        return rounds
 
     def output(self, reason: str, cut: Cut | None = None) -> SampleOutput:
         """The sample as it stands, or up to where a stop string ends it."""
@@ -121,7 +174,7 @@ class Sequence:
         tokens, logprobs = self.tokens[:count], self.logprobs[:count]
         transformed = None if self._transformed is None else self._transformed[:count]
         top = None if self._top is None else self._top.with_chosen(tokens, logprobs, transformed)
-        bins = self._histogram.tolist()
+        bins = self._histogram
         return SampleOutput(
             token_ids=tokens,
             text=None if cut is None else cut.text,
@@ -147,17 +200,6 @@ def rejections_until(rejections: Rejections, ends: np.ndarray) -> Rejections:
         accepted=np.where(begins >= ends, -1, rejections.accepted),
         emitted=rejections.emitted & (rejections.position < ends),
     )
-
-
-def _rounds_until(counts: np.ndarray, kept: int) -> np.ndarray:
-    """Tokens emitted in each round in which the sample ran, up to the first `kept` tokens.
-
-    The round that brought the last of them counts with the tokens that are kept of it, as where a
-    stop token cuts a round.
-    """
-    ends = np.minimum(np.cumsum(counts), kept)
-    emitted = np.diff(ends, prepend=0)
-    return emitted[emitted > 0]
 
 
 class _Top(NamedTuple):

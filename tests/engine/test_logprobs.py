@@ -110,7 +110,7 @@ def test_a_request_gets_what_it_asked_for_whatever_its_neighbours_ask_for(engine
 @pytest.mark.parametrize("engine", ["speculative", "plain"])
 def test_logprobs_of_a_long_sample_are_in_place_over_many_chunks_and_slots(engine):
     """More samples than slots, several chunks each: no entry is lost, repeated or a neighbour's."""
-    llm, before = shared_llm(engine), shared_llm(engine).engine.chunk_rounds
+    llm = shared_llm(engine)
     params = [
         SamplingParams(
             max_tokens=30 - 3 * i,
@@ -123,11 +123,11 @@ def test_logprobs_of_a_long_sample_are_in_place_over_many_chunks_and_slots(engin
     ]
     prompts = [PROMPTS[i % 4] for i in range(7)]
     whole = llm.generate(prompts, params)
-    llm.engine.chunk_rounds = 2
+    llm.engine.controller.rounds_hint = 2
     try:
         pieces = llm.generate(prompts, params)
     finally:
-        llm.engine.chunk_rounds = before
+        llm.engine.controller.rounds_hint = None
     for a, b, sampling in zip(whole, pieces, params, strict=True):
         a, b = a.samples[0], b.samples[0]
         assert len(a.transformed_logprobs) == len(a.top_logprobs) == sampling.max_tokens

@@ -285,7 +285,7 @@ def job_of(**settings):
         ({"min_tokens": 3, "ignore_eos": True}, {"sampled"}),
         ({"transformed_logprobs": True}, {"sampled", "transformed_logprobs"}),
         ({"top_logprobs": 1}, {"sampled", "top_logprobs"}),
-        ({"stop": "x"}, {"sampled", "stop_strings"}),
+        ({"stop": "x"}, {"sampled"}),
     ],
     ids=lambda value: str(sorted(value)) if isinstance(value, set) else str(value),
 )
