@@ -60,6 +60,8 @@ class EngineConfig:
       cache_bytes: for the pages of all caches; None takes what all slots at full length need.
       prefill_chunk: prompt tokens that are read at a time, a multiple of the page size.
       order: `fifo`, or `longest_first`: prompts whose samples have been long before start first.
+      follow_ups: whoever gets a sample adds another one at once, as the next turn of a
+        conversation: chunks end early when slots become free, as they do while requests wait.
     """
 
     chunk_tokens: int = 32
@@ -67,6 +69,7 @@ class EngineConfig:
     cache_bytes: int | None = None
     prefill_chunk: int = PREFILL_TOKENS
     order: str = "fifo"
+    follow_ups: bool = False
 
     def __post_init__(self):
         if self.order not in ("fifo", "longest_first"):
@@ -467,7 +470,8 @@ class Engine:
         features, bucket = self._program(strategy, alive)
         slots, active = self._rows(alive, bucket)
         leave_at = 0
-        if self.scheduler.has_waiting:  # slots that become free are worth looking after
+        if self.scheduler.has_waiting or self.config.follow_ups:
+            # Slots that become free are worth looking after.
             leave_at = len(alive) - max(1, len(alive) // 8)
         table = np.where(active[:, None], self._table[slots], 0)
         enqueued = time.perf_counter()
