@@ -1,0 +1,143 @@
+"""`bench.replay` through its command line and by hand, on traces that are made up."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from bench import chains, predict, replay
+from bench.trace import SUFFIX, Trace
+
+DEEP = "2_1_3"
+
+
+def trace_of(lengths, histograms, chunk_tokens=1, strategy=DEEP):
+    settings = {
+        "model": "made/up",
+        "task": "sums",
+        "slots": 2,
+        "chunk_tokens": chunk_tokens,
+        "samples": 1,
+        "strategies": ["off", strategy],
+        "lengths": lengths,
+    }
+    off = np.array([[0, n, 0, 0] for n in lengths])
+    spans = {"plain": [chains.Span(1.5, 2, "off", 3, 6, 0)]}
+    return Trace(settings, {"off": off, strategy: np.array(histograms)}, spans)
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """1 or 2 running samples; a chain of two drafts costs 1.4 and 2.4, a plain step 1.0 and 1.5."""
+    content = {
+        "name": "toy",
+        "source": "modelled: by hand",
+        "batches": [1, 2],
+        "plain": [1.0, 1.5],
+        "draft": [0.1, 0.2],
+        "verify": {"3": [1.2, 2.0]},
+    }
+    path = tmp_path_factory.mktemp("costs") / "toy.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+ALL_ACCEPTED = [[0, 0, 0, 2], [0, 0, 0, 1]]
+
+
+def seconds(trace, table, arm, slots=2):
+    run = replay.Replay(trace, predict.CostTable.load(table), slots)
+    return run.run(run.controller(arm)).seconds
+
+
+def test_the_batch_shrinks_one_chunk_after_a_sample_ended(table):
+    trace = trace_of([6, 2], ALL_ACCEPTED)
+    assert seconds(trace, table, "plain") == pytest.approx(3 * 1.5 + 3 * 1.0)
+    assert seconds(trace, table, DEEP) == pytest.approx(2 * 2.4)
+
+
+def test_samples_beyond_the_slots_wait_and_take_the_same_time_as_in_predict(table):
+    trace = trace_of([2, 3], ALL_ACCEPTED)
+    costs = predict.CostTable.load(table)
+    expected = predict.replay([2, 3], 1, costs.plain_step)
+    assert seconds(trace, table, "plain", slots=1) == pytest.approx(expected) == pytest.approx(5.0)
+
+
+def test_rates_are_those_of_the_rounds_that_came_so_deep_and_lean_on_all_samples():
+    found = replay.rates(np.array([[0, 40, 40, 20], [0, 0, 0, 0]]), 2)
+    assert found[1] == pytest.approx([0.6, 1 / 3])  # nothing of its own
+    assert found[0] == pytest.approx([0.6, 1 / 3])
+    leaning = replay.rates(np.array([[0, 0, 0, 8], [0, 8, 0, 0]]), 2)
+    assert leaning[:, 0] == pytest.approx([0.75, 0.25])
+
+
+def long_trace(accepted):
+    """32 long-tailed samples in which a round of 4_1_5 accepts so many of four drafts."""
+    histogram = [0] * 6
+    histogram[accepted + 1] = 10
+    return trace_of(
+        chains.long_tailed(32, 64, 20, 0), [histogram] * 32, chunk_tokens=32, strategy="4_1_5"
+    )
+
+
+@pytest.mark.parametrize(("accepted", "low", "high"), [(4, 0.2, 0.45), (0, 0.95, 1.05)])
+def test_the_real_controller_gains_by_good_drafts_and_loses_nothing_by_useless_ones(
+    accepted, low, high, tmp_path
+):
+    path = tmp_path / f"x{SUFFIX}"
+    long_trace(accepted).write(path)
+    out = tmp_path / "out.json"
+    chip = next(p for p in predict.default_tables() if p.stem == "h200_8b")
+    replay.main([str(path), "--costs", str(chip), "--repeats", "2", "--out", str(out)])
+    figures = json.loads(out.read_text())["figures"]
+    ratio = figures["predicted_wall_ratio_calibration_apart/h200_8b/goodput/plain"]
+    assert low < ratio["value"] < high
+    assert "roofline" in ratio["unit"] and "predicted" in ratio["unit"]
+    charged = figures["predicted_wall_ratio/h200_8b/goodput/plain"]["value"]
+    assert charged > ratio["value"]
+    best = figures["predicted_wall_ratio_calibration_apart/h200_8b/goodput/best_static"]["value"]
+    assert best < 1.05
+    assert figures["predicted_accept_length/h200_8b/4_1_5"]["value"] == pytest.approx(
+        accepted + 1, rel=0.02
+    )
+
+
+def test_costs_that_were_measured_are_called_so(table, tmp_path):
+    measured = tmp_path / "mine.json"
+    content = json.loads(table.read_text()) | {"name": "mine", "source": "measured: by hand"}
+    measured.write_text(json.dumps(content))
+    found = replay.predict(
+        trace_of([6, 2], ALL_ACCEPTED), predict.CostTable.load(measured), None, 1.0, 1, 0
+    )
+    assert found.label == "measured"
+    assert all("roofline" not in f["unit"] for f in replay.figures_of(found).values())
+
+
+def test_a_stretched_rollout_takes_that_much_longer(table):
+    trace = trace_of([6, 2], ALL_ACCEPTED)
+    run = replay.Replay(trace, predict.CostTable.load(table), 1, stretch=3.0)
+    assert run.run(run.controller("plain")).seconds == pytest.approx(24.0)
+
+
+def test_trees_too_many_slots_and_files_that_are_no_trace_are_refused(table, tmp_path):
+    costs = predict.CostTable.load(table)
+    with pytest.raises(ValueError, match="chains only"):
+        replay.Replay(trace_of([6, 2], ALL_ACCEPTED, strategy="4x2"), costs, 2)
+    with pytest.raises(ValueError, match="expected 1 to 2 slots"):
+        replay.Replay(trace_of([6, 2], ALL_ACCEPTED), costs, 3)
+    spoilt = tmp_path / f"spoilt{SUFFIX}"
+    spoilt.write_text(json.dumps({"settings": {"lengths": [1]}}) + "\n")
+    with pytest.raises(ValueError, match=re.escape(str(spoilt))):
+        Trace.read(spoilt)
+    with pytest.raises(SystemExit, match=r"bench\.longtail"):
+        replay.main([str(tmp_path / "nothing.json")])
+
+
+def test_a_trace_is_read_as_it_was_written_and_found_beside_its_result(tmp_path):
+    trace = trace_of([6, 2], ALL_ACCEPTED)
+    trace.write(tmp_path / f"run{SUFFIX}")
+    again = Trace.read(tmp_path / "run.json")
+    assert again.settings == trace.settings and again.spans == trace.spans
+    for name, values in trace.histograms.items():
+        np.testing.assert_array_equal(again.histograms[name], values)

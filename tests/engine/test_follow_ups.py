@@ -1,0 +1,20 @@
+"""A sample that ends makes room at once where another turn is going to follow it."""
+
+import pytest
+
+from bench.chains import Watch
+from specjax import LLM, SamplingParams
+from specjax.engine.engine import EngineConfig
+
+
+@pytest.mark.parametrize(("follow_ups", "first"), [(True, 3), (False, 16)])
+def test_a_chunk_ends_with_its_first_sample_only_if_others_will_follow(
+    tiny_policy, follow_ups, first
+):
+    how = EngineConfig(chunk_tokens=16, follow_ups=follow_ups)
+    llm = LLM(tiny_policy, None, max_batch=2, max_len=64, engine=how)
+    llm.engine.controller = watch = Watch(llm.engine.controller)
+    params = [SamplingParams(max_tokens=n, seed=n, ignore_eos=True) for n in (3, 20)]
+    outputs = llm.generate([[5, 6, 7], [8, 9]], params)
+    assert [len(output.samples[0].token_ids) for output in outputs] == [3, 20]
+    assert watch.spans[0].rounds == first
