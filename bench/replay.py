@@ -33,12 +33,11 @@ import numpy as np
 
 from bench.common import figure, median_ratio_interval, write_result
 from bench.predict import CostTable, default_tables
-from bench.trace import Trace
+from bench.trace import GOODPUT, PLAIN, Trace
 from specjax.control import OFF, ControlConfig, Controller, Observation, make_controller
 from specjax.control import CostTable as SecondsTable
 from specjax.engine.start_up import REPEATS
 
-PLAIN, GOODPUT = "plain", "goodput"
 _OWN_ROUNDS = 8.0  # rounds of a sample's own evidence that count as much as all samples'
 
 

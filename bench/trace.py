@@ -19,12 +19,15 @@ import numpy as np
 from bench.chains import Span
 
 SUFFIX = ".trace.jsonl"
+PLAIN, GOODPUT = "plain", "goodput"  # arms beside the static strategies
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """Attributes:
-    settings: of the rollouts. histograms: by strategy, [chains, steps + 2]. spans: by arm.
+    """What was recorded.
+
+    Attributes:
+      settings: of the rollouts. histograms: by strategy, [chains, steps + 2]. spans: by arm.
     """
 
     settings: Mapping[str, Any]
