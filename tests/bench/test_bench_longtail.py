@@ -11,10 +11,11 @@ from bench import chains, longtail, longtail_figures
 from bench.trace import SUFFIX, Trace
 from specjax.engine.request import SampleOutput, SpecStats
 
+# No turn has more than 16 positions: the fewest programs to compile.
 ARGV = (
-    "--prompts 3 --samples 2 --slots 2 --median 8 --ratio 4 --repeats 2 --tasks 4 --turn_limit 12 "
+    "--prompts 3 --samples 2 --slots 2 --median 8 --ratio 4 --repeats 2 --tasks 4 --turn_limit 10 "
     "--strategies off 2_1_3 --judge 2_1_3 --tail 1 --chunk_tokens 8 --min_terms 2 "
-    "--max_prompt_tokens 12"
+    "--max_prompt_tokens 6"
 ).split()
 
 
@@ -174,6 +175,6 @@ def test_chained_text_that_is_not_natural_is_called_so():
 def test_turns_that_do_not_fit_the_policy_and_tasks_that_are_too_few_are_refused(policy):
     model = ["--model", str(policy)]
     with pytest.raises(SystemExit, match="positions and the policy has 256"):
-        longtail.main([*ARGV, *model, "--turn_limit", "250"])
+        longtail.main([*ARGV, *model, "--turn_limit", "260"])
     with pytest.raises(SystemExit, match="expected 4 held-out tasks of at most 1 tokens"):
         longtail.main([*ARGV, *model, "--max_prompt_tokens", "1"])
