@@ -4,9 +4,9 @@ A response of many tokens is a chain of turns. A turn answers one task and ends 
 ends it, or at the chain's length; then the next task is asked and the same chain goes on. Only
 generated tokens count. A turn reads its own task, by default nothing of the turns before it: the
 policies were trained on one task at a time, and with earlier turns before its eyes the embedded
-one writes other text (accept length 2.5 in the second turn and 1.6 in the tenth, 3.7 alone). Tasks
-that are read alone also keep the cost of a chain linear in its length; a prompt that holds all
-earlier turns would be read again for each of them.
+one writes other text, and its accept length falls far below that of single tasks (--keep_turns of
+`bench.longtail` shows it). Tasks that are read alone also keep the cost of a chain linear in its
+length; a prompt that holds all earlier turns would be read again for each of them.
 
 A chain keeps its slot: no more chains are in the engine than it has slots. Tasks, seeds and lengths
 are fixed before the first token, so every arm generates the same tokens.
