@@ -201,12 +201,20 @@ class Engine:
             )
         return make_controller(self.control, _drafts(self.runner.plans), costs=costs)
 
-    def clear(self) -> None:
-        """Nobody waits and nobody runs."""
+    def clear(self, slots: int | None = None) -> None:
+        """Nobody waits and nobody runs.
+
+        Args:
+          slots: that are used from now on, at most `batch`; None: all. Fewer run in the smaller
+            buckets, as the tail of a rollout does, and compile nothing.
+        """
         runner = self.runner
+        slots = runner.batch if slots is None else slots
+        if not 1 <= slots <= runner.batch:
+            raise ValueError(f"slots must be between 1 and {runner.batch}, got {slots}")
         expected = self.lengths.expected if self.config.order == "longest_first" else None
         self.scheduler = Scheduler(
-            runner.batch,
+            slots,
             runner.prompts - 1,
             PagePool(runner.pages),
             runner.page_size,

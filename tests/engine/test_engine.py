@@ -335,6 +335,23 @@ def test_an_interrupted_call_leaves_nothing_behind():
     assert [s.token_ids for s in samples] == tokens_of(jobs)
 
 
+def test_an_engine_may_be_told_to_use_fewer_slots_and_then_all_again(chunks):
+    engine = warm()
+    compiled, seen = engine.runner.compilations, chunks(engine)
+    jobs = jobs_of([1, 2, 3], dataclasses.replace(ONE, n=8))
+    engine.clear(slots=3)
+    samples, _ = engine.generate(jobs)
+    assert [s.token_ids for s in samples] == tokens_of(jobs)
+    assert max(detail[1:] for kind, detail in seen if kind == "chunk") == (4, 3)
+    engine.clear()
+    engine.generate(jobs)
+    assert max(detail[1:] for kind, detail in seen if kind == "chunk") == (8, 8)
+    assert engine.runner.compilations == compiled
+    for slots in (0, 9):
+        with pytest.raises(ValueError, match="between 1 and 8"):
+            engine.clear(slots)
+
+
 def test_generate_is_refused_while_added_samples_run():
     engine = warm()
     engine.add(jobs_of([1], ONE)[0])
