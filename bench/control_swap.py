@@ -1,0 +1,264 @@
+"""A head that turns bad in mid-run and good again: what controllers choose, and what it costs."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.common import figure, median_ratio_interval, write_result
+from bench.control_run import ADAPTIVE, Bench, Choice, Measured, Recorder, Stream, in_turns, measure
+from specjax.models.transformer import Params
+
+CONTROLLERS = (*ADAPTIVE, "static")
+VARIANTS = ("announced", "unannounced")
+PHASES = ("good", "bad", "good")
+EVENTS = ("start", "swapped_for_a_bad_one", "swapped_back")  # that begin the phases
+TOLERANCE = 0.05  # below the oracle that counts as being there
+WINDOW = 50  # rounds over which a recovery must hold
+ROUNDS_WANTED = 50
+
+
+class Speed(NamedTuple):
+    """A strategy with one head, as measured: tokens per round of all slots, seconds per round."""
+
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+class Span(NamedTuple):
+    """Consecutive rounds of one strategy."""
+
+    strategy: str
+    rounds: int
+
+
+Speeds = Mapping[str, Speed]  # by strategy
+
+
+# --- arithmetic ------------------------------------------------------------------------------
+
+
+def speed_of(measured: Sequence[Measured]) -> Speed:
+    """Medians over repeats."""
+    return Speed(
+        statistics.median(m.tokens / m.rounds for m in measured),
+        statistics.median(m.seconds / m.rounds for m in measured),
+    )
+
+
+def best_rate(speeds: Speeds) -> float:
+    return max(speed.rate for speed in speeds.values())
+
+
+def expected_rate(spans: Sequence[Span], speeds: Speeds) -> float:
+    """Tokens per second of these choices, by what their strategies do on average."""
+    tokens = sum(s.rounds * speeds[s.strategy].tokens for s in spans)
+    return tokens / sum(s.rounds * speeds[s.strategy].seconds for s in spans)
+
+
+def regrets(spans: Sequence[Span], speeds: Speeds) -> list[float]:
+    """Per span, seconds that the best strategy would have saved for as many tokens."""
+    best = best_rate(speeds)
+    return [
+        s.rounds * speeds[s.strategy].seconds * (1 - speeds[s.strategy].rate / best) for s in spans
+    ]
+
+
+def recovery(spans: Sequence[Span], speeds: Speeds) -> int | None:
+    """Rounds until the choices are within `TOLERANCE` of the best strategy's goodput again.
+
+    That is the beginning of the first choice that is, from which the next `WINDOW` rounds are, and
+    all rounds to the end: one lucky try is no recovery, and a single later try no relapse. None
+    if there is no such choice.
+    """
+    least = (1 - TOLERANCE) * best_rate(speeds)
+    begin = 0
+    for at, span in enumerate(spans):
+        rest = spans[at:]
+        near = (speeds[span.strategy].rate, expected_rate(first_rounds(rest, WINDOW), speeds))
+        if min(*near, expected_rate(rest, speeds)) >= least:
+            return begin
+        begin += span.rounds
+    return None
+
+
+def first_rounds(spans: Sequence[Span], rounds: int) -> list[Span]:
+    """The spans cut after so many rounds."""
+    found = []
+    for span in spans:
+        if rounds <= 0:
+            break
+        found.append(span._replace(rounds=min(span.rounds, rounds)))
+        rounds -= span.rounds
+    return found
+
+
+def spans_of(choices: Sequence[Choice]) -> list[Span]:
+    """The chunks of a run, neighbours of one strategy not joined."""
+    return [Span(c.strategy, c.rounds) for c in choices if c.rounds]
+
+
+def to_text(spans: Sequence[Span]) -> str:
+    """As in a result file: `4_1_5*36 off*32`; joins neighbours."""
+    joined = itertools.groupby(spans, key=lambda span: span.strategy)
+    return " ".join(f"{name}*{sum(s.rounds for s in group)}" for name, group in joined)
+
+
+def from_text(text: str) -> list[Span]:
+    """What `to_text` wrote."""
+    parts = (part.rpartition("*") for part in text.split())
+    return [Span(name, int(rounds)) for name, _, rounds in parts]
+
+
+# --- running ---------------------------------------------------------------------------------
+
+
+def swap(args: argparse.Namespace) -> Path:
+    """Measures the strategies with either head, then runs every controller through the swaps."""
+    bench = Bench(args, args.batch)
+    heads = {"good": bench.llm.head, "bad": bench.random_head()}
+    measured = speeds_of(bench, heads)
+    speeds = {head: {n: speed_of(m) for n, m in by.items()} for head, by in measured.items()}
+    figures = speed_figures(measured, speeds)
+    for head, by_name in speeds.items():
+        rates = ", ".join(f"{name} {speed.rate:.0f}" for name, speed in by_name.items())
+        print(f"{head} head: {rates} tok/s", flush=True)
+    runs: dict[tuple[str, str], list[list[Measured]]] = {}
+    for number in range(args.runs):
+        for variant, kind in itertools.product(args.variants, args.controllers):
+            recorder = Recorder(bench.controller(kind), announce=variant == "announced")
+            phases = one_run(bench, recorder, heads, number)
+            runs.setdefault((variant, kind), []).append(phases)
+            print(line(variant, kind, phases, speeds), flush=True)
+    for (variant, kind), found in runs.items():
+        figures |= run_figures(f"{variant}/{kind}", found, speeds)
+    figures["compilations"] = figure(bench.engine.runner.compilations - bench.start_up.programs,
+                                     "programs compiled after the start")  # fmt: skip
+    return write_result(f"control_swap_{Path(args.model).name}", settings_of(args), figures,
+                        args.out)  # fmt: skip
+
+
+def settings_of(args: argparse.Namespace) -> dict:
+    """The arguments, and what a reader must know of how they were used."""
+    given = {name: value for name, value in vars(args).items() if name != "run"}
+    return given | {
+        "heads": "good: the checkpoint's; bad: drawn at random",
+        "oracle": "the strategy with the most tokens per second with the same head",
+        "recovery": f"rounds after a swap until choices are within {TOLERANCE:.0%} of the oracle's "
+        f"goodput, and stay there over the next {WINDOW} rounds and the rest of the phase; by the "
+        "measured means of the strategies, not by the noise of single chunks",
+        "unannounced": "the controller is not told of new weights",
+    }
+
+
+def speeds_of(bench: Bench, heads: Mapping[str, Params]) -> dict[str, dict[str, list[Measured]]]:
+    """Every strategy with every head, in turns."""
+    args, found = bench.args, {}
+    arms = {name: Recorder(bench.static(name)) for name in bench.strategies}
+    for head, params in heads.items():
+        bench.engine.set_params(bench.llm.params, params)
+        tokens = bench.budget(args.batch, args.seconds, args.tokens_per_slot)
+
+        def arm(recorder, tokens=tokens):
+            return lambda: measure(bench.engine, recorder, bench.jobs(), args.batch, tokens)
+
+        found[head] = in_turns({name: arm(r) for name, r in arms.items()}, args.repeats)
+    return found
+
+
+def one_run(
+    bench: Bench, recorder: Recorder, heads: Mapping[str, Params], number: int
+) -> list[Measured]:
+    """Rounds with the good head, the bad one, and the good one again, the samples going on."""
+    engine, args = bench.engine, bench.args
+    engine.set_params(bench.llm.params, heads[PHASES[0]])
+    stream = Stream(engine, recorder, bench.jobs(number), args.batch)
+    stream.fill()
+    phases = [stream.run(lambda _, rounds: rounds < args.rounds)]
+    for head in PHASES[1:]:
+        engine.set_params(bench.llm.params, heads[head], running="keep")
+        phases.append(stream.run(lambda _, rounds: rounds < args.rounds))
+    stream.close()
+    return phases
+
+
+# --- figures ---------------------------------------------------------------------------------
+
+
+def speed_figures(
+    measured: Mapping[str, Mapping[str, Sequence[Measured]]], speeds: Mapping[str, Speeds]
+) -> dict[str, dict]:
+    """Every strategy with either head, and which is best."""
+    figures = {}
+    for head, by_name in speeds.items():
+        for name, speed in by_name.items():
+            rate, *interval = median_ratio_interval([m.rate for m in measured[head][name]], [1.0])
+            at = f"{head}_head/{name}"
+            figures[f"tokens_per_sec/{at}"] = figure(rate, "tok/s", interval)
+            figures[f"tokens_per_round/{at}"] = figure(speed.tokens, "tokens of all slots")
+            figures[f"seconds_per_round/{at}"] = figure(speed.seconds, "s")
+        best = max(by_name, key=lambda name, by=by_name: by[name].rate)
+        figures[f"oracle/{head}_head"] = figure(best, "strategy with the most tokens per second")
+    return figures
+
+
+def run_figures(
+    name: str, runs: Sequence[Sequence[Measured]], speeds: Mapping[str, Speeds]
+) -> dict[str, dict]:
+    """Of one controller: its choices in the first run, and recovery and regret of all runs.
+
+    Args:
+      name: of variant and controller. runs: each with its phases.
+    """
+    figures, totals = {}, [0.0] * len(runs)
+    for at, (event, head) in enumerate(zip(EVENTS, PHASES, strict=True)):
+        spans = [spans_of(phases[at].choices) for phases in runs]
+        lost = [sum(regrets(s, speeds[head])) for s in spans]
+        totals = [a + b for a, b in zip(totals, lost, strict=True)]
+        key = f"{name}/{event}"
+        found = [recovery(s, speeds[head]) for s in spans]
+        figures[f"recovery_rounds/{key}"] = _recovered(found)
+        middle, ends = statistics.median(lost), [min(lost), max(lost)]
+        figures[f"regret_seconds/{key}"] = figure(middle, f"s, median of {len(runs)} runs", ends)
+        best = best_rate(speeds[head])
+        rates = [phases[at].rate / best for phases in runs]
+        unit = "measured tok/s of the phase / oracle, with what learning cost"
+        figures[f"measured_over_oracle/{key}"] = figure(
+            statistics.median(rates), unit, [min(rates), max(rates)]
+        )
+        figures[f"choices/{key}"] = figure(to_text(spans[0]), "strategy*rounds, first run")
+    ends = [min(totals), max(totals)]
+    unit = f"s of the whole run, median of {len(runs)} runs"
+    figures[f"regret_seconds/{name}"] = figure(statistics.median(totals), unit, ends)
+    return figures
+
+
+def _recovered(found: Sequence[int | None]) -> dict:
+    """Rounds in the middle and at worst; null where a run did not recover."""
+    ordered = sorted(math.inf if rounds is None else rounds for rounds in found)
+    within = sum(rounds <= ROUNDS_WANTED for rounds in ordered)
+    unit = f"rounds, median of {len(found)} runs; {within} within {ROUNDS_WANTED}"
+    middle = ordered[len(ordered) // 2]
+    ends = [None if math.isinf(x) else x for x in (ordered[0], ordered[-1])]
+    return figure(None if math.isinf(middle) else middle, unit, ends)
+
+
+def line(variant: str, kind: str, phases: Sequence[Measured], speeds: Mapping[str, Speeds]) -> str:
+    """One run for people."""
+    parts = [f"{variant:>11} {kind:>8}:"]
+    for event, head, phase in zip(EVENTS, PHASES, phases, strict=True):
+        spans = spans_of(phase.choices)
+        rounds = recovery(spans, speeds[head])
+        said = "never" if rounds is None else f"after {rounds}"
+        parts.append(f"{event} {said}, regret {sum(regrets(spans, speeds[head])):.2f} s;")
+    return " ".join(parts)
