@@ -75,7 +75,7 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh | None:
     """
     if config.size == 1:
         return None
-    _offer_cpu_devices(config.size)
+    offer_cpu_devices(config.size)
     devices = jax.devices()
     if len(devices) < config.size:
         raise ValueError(
@@ -95,7 +95,7 @@ def replica_meshes(replicas: int, tp: int = 1) -> list[jax.sharding.Mesh]:
     """
     if replicas < 1 or tp < 1:
         raise ValueError(f"replicas and tp must be at least 1, got {replicas} and {tp}")
-    _offer_cpu_devices(replicas * tp)
+    offer_cpu_devices(replicas * tp)
     devices = jax.devices()
     if len(devices) < replicas * tp:
         raise ValueError(
@@ -106,7 +106,7 @@ def replica_meshes(replicas: int, tp: int = 1) -> list[jax.sharding.Mesh]:
     return [jax.sharding.Mesh(group, MESH_AXES) for group in groups]
 
 
-def _offer_cpu_devices(count: int) -> None:
+def offer_cpu_devices(count: int) -> None:
     """Lets the CPU act as `count` devices, unless backends are up or the user said otherwise."""
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return

@@ -34,6 +34,8 @@ class Replicas:
 
     Attributes:
       engines: the replicas. drained_at: when each of them last had nothing left to do.
+      on_look: called whenever `step` has looked at all replicas, every fraction of a millisecond.
+        It must not wait for a device: meanwhile nobody feeds the replicas.
     """
 
     def __init__(self, engines: Several[Engine]):
@@ -50,6 +52,7 @@ class Replicas:
         self._tickets_of: list[dict[int, int]] = [{} for _ in self.engines]
         self._events: list[Finished] = []
         self.drained_at = [0.0] * len(self.engines)
+        self.on_look: Callable[[], None] | None = None
 
     # --- what an engine has ----------------------------------------------------------------------
 
@@ -58,7 +61,12 @@ class Replicas:
         return self.engines[0].runner
 
     @property
+    def spec(self):
+        return self.engines[0].spec
+
+    @property
     def controller(self):
+        """Of the first replica; each has its own."""
         return self.engines[0].controller
 
     @property
@@ -72,6 +80,13 @@ class Replicas:
     @property
     def has_work(self) -> bool:
         return bool(self._queue or self._events or any(e.has_work for e in self.engines))
+
+    @property
+    def drained(self) -> list[int]:
+        """Replicas that have nothing to do while nobody waits, by index."""
+        if self._queue:
+            return []
+        return [i for i, engine in enumerate(self.engines) if not engine.has_work]
 
     def warm_up(self, features: Several[Features] = (Features(),)) -> StartUp:
         """Compiles for every replica; returns what the last one took."""
@@ -142,19 +157,23 @@ class Replicas:
         """Lets every replica enqueue, and takes in what is there; waits if nothing is.
 
         Returns:
-          the samples that ended.
+          the samples that ended; none if a chunk came in that ended nobody.
         """
         while True:
             self._feed()
+            came = False
             for replica, engine in enumerate(self.engines):
                 if engine.has_work:
+                    came |= engine.is_ready
                     self._take(replica, engine.step(wait=False))
                     if not engine.has_work:
                         self.drained_at[replica] = time.perf_counter()
-            if self._events or not self.has_work:
+            if self.on_look is not None:
+                self.on_look()
+            if self._events or came or not self.has_work:
                 events, self._events = self._events, []
                 return events
-            if not any(engine.is_ready for engine in self.engines):
+            if not any(engine.has_work and engine.is_ready for engine in self.engines):
                 time.sleep(POLL)
 
     def _feed(self) -> None:

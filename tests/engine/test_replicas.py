@@ -113,3 +113,20 @@ def test_too_many_replicas_and_a_mesh_beside_them_are_refused():
             np.array(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "tp")
         )
         LLM((CFG, *weights()), SpecConfig("2_1_3"), max_len=64, replicas=2, mesh=mesh)
+
+
+def test_a_step_returns_with_every_chunk_and_tells_who_has_nothing_to_do():
+    engine = replicated().engine
+    looks, chunks = [], 0
+    engine.on_look = lambda: looks.append(engine.drained)
+    try:
+        for job in make_jobs(PROMPTS[0], dataclasses.replace(PARAMS, n=1), ()):
+            engine.add(job)
+        assert engine.drained == []
+        while engine.has_work:
+            engine.step()
+            chunks += 1
+    finally:
+        engine.on_look = None
+    assert len(looks) >= chunks > 1
+    assert [1] in looks and looks[-1] == [0, 1] and [0] not in looks
