@@ -211,7 +211,7 @@ class Rollouts:
         done = Rollout.of(settled.complete)
         kept = (*settled.complete, *settled.carried)
         run.totals.tokens = sum(r.new for group in kept for r in group.responses)
-        metrics = rollout_metrics(done, run.totals, self.cfg.mesh.size)
+        metrics = rollout_metrics(done, run.totals, self.cfg.rollout_devices)
         metrics |= selection_metrics(settled, stale, choice.budget, step)
         if roll.partial:
             metrics["rollout/carried_sha"] = digest(

@@ -28,6 +28,33 @@ from train.optim import OptimConfig
 from train.policy import init_opt_state
 
 MODES = ("none", "frozen", "online")
+FIELDS = ("tokens", "positions", "segment_ids", "loss_mask")  # of a micro-batch, that it needs
+
+
+@dataclass
+class SpotConfig:
+    """Training of the head while replicas have nothing to do, see `train.spot`."""
+
+    enabled: bool = option(
+        False,
+        "the head learns one step later, from a replay buffer, so that replicas which have nothing "
+        "left to do can train it while the others finish (needs rollout.replicas > 1)",
+    )
+    gaps: bool = option(
+        True, "false: the same updates, all after the rollout (one replica will do); to compare"
+    )
+    updates: int = option(
+        0,
+        "of the head per step, over all steps in the buffer, the latest first; 0: draft.epochs "
+        "passes over the step before",
+    )
+    buffer_tokens: int = option(
+        65536, "positions of packed rows kept with the policy's states, padding included"
+    )
+
+    def __post_init__(self):
+        if self.updates < 0:
+            raise ValueError(f"draft.spot.updates: expected at least 0, got {self.updates}")
 
 
 @dataclass
@@ -49,6 +76,7 @@ class DraftConfig:
         default_factory=lambda: OptimConfig(lr=1e-3),
         metadata={"doc": "the head's own optimizer", "choices": None},
     )
+    spot: SpotConfig = option(SpotConfig, "training in the gaps of rollouts on several replicas")
 
     def __post_init__(self):
         if self.unroll_steps < 1 or self.epochs < 1:
@@ -144,11 +172,23 @@ class DraftTrainer:
         policy, total = frozen_policy_parts(policy), None
         for _ in range(self.draft.epochs):
             for batch, here in list(zip(batches, states, strict=True))[:limit]:
-                batch = {k: batch[k] for k in ("tokens", "positions", "segment_ids", "loss_mask")}
-                head, opt_state, sums = self._update(head, opt_state, policy, batch, here)
-                sums = jax.device_get(sums)
-                total = sums if total is None else {k: total[k] + v for k, v in sums.items()}
+                head, opt_state, sums = self.piece(head, opt_state, policy, batch, here)
+                total = add_sums(total, jax.device_get(sums))
         return head, opt_state, total
+
+    def piece(self, head: Params, opt_state, policy: Params, batch: Mapping, states: Array):
+        """Starts one update, on one micro-batch; does not wait for it.
+
+        `head` and `opt_state` are donated.
+
+        Args:
+          policy: see `frozen_policy_parts`.
+
+        Returns:
+          head, opt_state, metric sums, all on the device.
+        """
+        batch = {name: batch[name] for name in FIELDS}
+        return self._update(head, opt_state, policy, batch, states)
 
     def _update_program(self, head, opt_state, policy, batch, states):
         (_, sums), gradients = jax.value_and_grad(
@@ -165,6 +205,11 @@ class DraftTrainer:
         head = optax.apply_updates(head, updates)
         head, opt_state = sharding.pin(self.mesh, head), sharding.pin(self.mesh, opt_state)
         return head, opt_state, {**sums, "draft_update_norm": optax.tree.norm(updates)}
+
+
+def add_sums(total: dict | None, sums: Mapping[str, np.ndarray]) -> dict:
+    """The sums of one more update."""
+    return dict(sums) if total is None else {key: total[key] + v for key, v in sums.items()}
 
 
 def draft_metrics(sums: Mapping[str, np.ndarray]) -> dict[str, float]:

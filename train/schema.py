@@ -17,6 +17,7 @@ from train.data import DataConfig
 from train.draft import DraftConfig
 from train.grpo import GRPOConfig
 from train.optim import OptimConfig
+from train.spot import check_spot
 
 
 @dataclass
@@ -228,6 +229,8 @@ class ControlSection:
 
 
 _NO_CONTROL = ControlSection()
+# What decides where and when rollouts run, and no token.
+PLACEMENT = ("replicas", "tp")
 ENGINE_SETTINGS = ("page_size", "cache_bytes", "chunk_tokens", "prefill_chunk", "order")
 
 
@@ -253,7 +256,14 @@ class RolloutSection:
     temperature: float = option(1.0, "sampling temperature")
     max_tokens: int = option(160, "response tokens at most")
     max_prompt_tokens: int = option(64, "prompts that are longer are passed over")
-    max_batch: int = option(32, "slots that run at once")
+    max_batch: int = option(32, "slots that run at once, on each replica")
+    replicas: int = option(
+        1, "engines that share the samples, each with devices, weights and caches of its own"
+    )
+    tp: int = option(
+        1,
+        "devices of each replica; with 1 replica of 1 device rollouts run on the devices of `mesh`",
+    )
     order: str = option(
         "fifo",
         "which samples start first; longest_first: those whose problem had long ones before",
@@ -305,7 +315,7 @@ class RolloutSection:
 
     def __post_init__(self):
         _at_least("rollout", self, prompts=1, n=2, max_prompt_tokens=1, max_batch=1)
-        _at_least("rollout", self, max_staleness=1)
+        _at_least("rollout", self, max_staleness=1, replicas=1, tp=1)
         if not 1 <= self.over_sample < math.inf:
             raise ValueError(
                 f"rollout.over_sample: expected a finite number of at least 1, got "
@@ -349,6 +359,11 @@ class RolloutSection:
     def in_air(self) -> int:
         """Groups that a step starts with, those that are carried included."""
         return round(self.prompts * self.over_sample)
+
+    @property
+    def own_devices(self) -> bool:
+        """Whether rollouts do not simply run on the devices of `mesh`."""
+        return self.replicas * self.tp > 1
 
     def engine_config(self) -> EngineConfig:
         """How the engine uses its device.
@@ -456,6 +471,13 @@ class RLConfig:
                 "a sample of rollout.max_prompt_tokens + rollout.max_tokens = "
                 f"{longest} tokens must fit a row, got packing.row_length={self.packing.row_length}"
             )
+        check_spot(self)
+
+    @property
+    def rollout_devices(self) -> int:
+        """Devices that a rollout runs on."""
+        roll = self.rollout
+        return roll.replicas * roll.tp if roll.own_devices else self.mesh.size
 
 
 def _at_least(section: str, values, **smallest: int) -> None:

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import sharding
 from specjax.checkpoint import Checkpointer
 from specjax.config import SamplingParams, SpecConfig
 from specjax.draft.source import DraftSource
-from specjax.engine.engine import Engine
+from specjax.engine.replicas import Replicas
 from specjax.engine.sources import load_source
 from specjax.engine.start_up import StartUp
 from specjax.models import hf
@@ -24,12 +23,15 @@ from train import rollout as rollouts
 from train.collect import Rollouts
 from train.config import ConfigError, find_shipped, fingerprint, require_same_settings
 from train.draft import DraftTrainer, draft_metrics
+from train.engines import build_engines, make_meshes
 from train.grpo import count_denominators, finalize_metrics
 from train.heads import HeadCheckpoints, starting_head
 from train.packing import empty_batch, pack
 from train.policy import PolicyTrainer, rl_loss
 from train.rewards import get_reward
-from train.schema import ENGINE_SETTINGS, RLConfig
+from train.schema import ENGINE_SETTINGS, PLACEMENT, RLConfig
+from train.spot import ReplayBuffer, SpotTraining
+from train.trace import TRACE_FILE, Trace
 
 
 class Trainer:
@@ -70,7 +72,7 @@ class Trainer:
         if not Path(cfg.model).is_dir():
             raise ConfigError(f"model: expected a checkpoint directory, got {cfg.model!r}")
         try:
-            self.mesh = sharding.make_mesh(cfg.mesh)
+            self.mesh, self.places = make_meshes(cfg)
             self.reward = get_reward(cfg.reward)
             self.order = data.endless(data.problems(cfg.data, "train"), cfg.data.seed)
             self.heldout = data.problems(cfg.data, "heldout") if cfg.eval.problems else []
@@ -102,29 +104,34 @@ class Trainer:
         if speculate and cfg.draft.mode == "online":
             self.draft = DraftTrainer(self.model, cfg.draft, roll.temperature, self.mesh)
             self.draft_opt = self.draft.init_opt_state(self.head)
-        # On a mesh the decode layout keeps layers stacked: fused weights cannot be split over tp.
-        scan = roll.scan_layers or self.mesh is not None
-        decode = self.model.replace(scan_layers=scan, remat=False)
-        spec = roll.spec() if speculate else None
-        max_len = roll.max_prompt_tokens + roll.max_tokens
-        settings = {
-            "max_len": max_len,
-            "stop_width": max(1, len(self.model.eos_token_ids)),
-            "mesh": self.mesh,
-            "prompt_widths": [roll.max_prompt_tokens],  # one width, one set of executables
-            "config": roll.engine_config(),
-        }
-        control = roll.control_config() if speculate else None
-        self.eval_engine = None
         try:
-            self.engine = Engine(
-                decode, spec, roll.max_batch, **settings, source=self.source, control=control
+            self.engines, self.eval_engine = build_engines(
+                cfg, self.model, speculate, self.source, self.mesh, self.places
             )
-            if cfg.eval.problems:
-                self.eval_engine = Engine(decode, None, cfg.eval.max_batch, **settings)
         except ValueError as error:
             raise ConfigError(f"rollout: {error}") from error
+        several = len(self.engines) > 1
+        self.engine = Replicas(self.engines) if several else self.engines[0]
+        self._build_spot()
         self.sync_weights()
+
+    def _build_spot(self) -> None:
+        """The trace of replicas, and what trains the head in their gaps; None without."""
+        cfg, self.trace, self.spot = self.cfg, None, None
+        if len(self.engines) > 1 or cfg.draft.spot.enabled:
+            self.trace = Trace(len(self.engines))
+        if self.draft is not None and cfg.draft.spot.enabled:
+            first = [mesh.devices.flat[0] if mesh else jax.devices()[0] for mesh in self.places]
+            self.spot = SpotTraining(self.draft, cfg.draft, first, self.trace)
+        if len(self.engines) > 1:
+            self.engine.on_look = self._look
+
+    def _look(self) -> None:
+        """Called all the time while replicas run."""
+        drained = self.engine.drained
+        self.trace.look(drained)
+        if self.spot is not None:
+            self.spot.look(drained)
 
     def sync_weights(self) -> None:
         """Hands policy and draft to the engine; compiles nothing after the first time."""
@@ -145,6 +152,9 @@ class Trainer:
         if self.cfg.rollout.partial:
             rows, length = self.cfg.packing.rows, self.cfg.packing.row_length
             self.policy.logprobs(self.params, self.policy.place(empty_batch(rows, length)))
+        if self.spot is not None:
+            shape = self.cfg.packing.rows, self.cfg.packing.row_length
+            self.spot.warm_up(self.head, self.draft_opt, self.params, *shape)
         return self._start_up
 
     # --- one step ----------------------------------------------------------------------------
@@ -152,28 +162,48 @@ class Trainer:
     def step(self) -> dict[str, float]:
         """One RL step; returns its metrics."""
         step = self.done_steps + 1
-        started = time.perf_counter()
-        self.last_rollout, kept, metrics = self.rollouts.collect(self.engine, step)
-        metrics["time/rollout"] = time.perf_counter() - started
-        if self.engine.spec is not None:
-            fields = self.engine.controller.log_fields()
-            metrics |= {f"control/{name}": value for name, value in fields.items()}
+        kept, metrics = self._roll_out(step)
         self._write_telemetry()
         started = time.perf_counter()
         self._score_carried()
         batches, states = self._update_policy(kept, metrics, step) if kept.groups else ([], [])
         jax.block_until_ready(self.params)
         metrics["time/train"] = time.perf_counter() - started
-        if self.draft is not None:
+        if self.spot is not None:
+            self.spot.keep(step, batches, states)
+        elif self.draft is not None:
             started = time.perf_counter()
             self._update_draft(batches, states, metrics)
             metrics["time/draft"] = time.perf_counter() - started
         started = time.perf_counter()
         self.sync_weights()
-        jax.block_until_ready(self.engine.runner.params)
+        jax.block_until_ready([engine.runner.params for engine in self.engines])
         metrics["time/sync"] = time.perf_counter() - started
         self.done_steps = step
         return metrics
+
+    def _roll_out(self, step: int) -> tuple[rollouts.Rollout, dict]:
+        """The groups to train on and the metrics so far; with spot training the head is trained."""
+        if self.spot is not None:
+            self.spot.begin(step, self.head, self.draft_opt, self.params)
+        if self.trace is not None:
+            self.trace.begin(step)
+        started = time.perf_counter()
+        self.last_rollout, kept, metrics = self.rollouts.collect(self.engine, step)
+        metrics["time/rollout"] = time.perf_counter() - started
+        if self.engine.spec is not None:
+            fields = self.engine.controller.log_fields()
+            metrics |= {f"control/{name}": value for name, value in fields.items()}
+        if self.trace is not None:
+            self.trace.end()
+        if self.spot is not None:
+            started = time.perf_counter()
+            self.head, self.draft_opt, sums = self.spot.finish()
+            metrics["time/draft"] = time.perf_counter() - started
+            metrics |= self.spot.metrics() | (draft_metrics(sums) if sums else {})
+        if self.trace is not None:
+            self.trace.write(Path(self.cfg.out) / TRACE_FILE)
+        return kept, metrics
 
     def _write_telemetry(self) -> None:
         """Appends this step's rejections to their file, and forgets them."""
@@ -292,13 +322,16 @@ class Trainer:
             trees["draft_opt"] = self.draft_opt
         if self.reference is not None:
             trees["reference"] = self.reference
+        if self.spot is not None and self.spot.buffer.entries:
+            trees["replay"] = self.spot.buffer.tree()
         return trees
 
     def fingerprint(self) -> dict:
         """The settings that decide what is learned; a resumed run must have the same."""
         settings = fingerprint(self.cfg, ("out", "steps", "log", "checkpoint", "eval", "mesh"))
-        for name in ("telemetry", *ENGINE_SETTINGS):  # change no token
+        for name in ("telemetry", *PLACEMENT, *ENGINE_SETTINGS):  # change no token
             settings["rollout"].pop(name)
+        settings["draft"]["spot"].pop("gaps")  # changes only when the head is trained
         return settings
 
     def save(
@@ -310,6 +343,8 @@ class Trainer:
             "seed": self.cfg.seed,
             "rollouts": self.rollouts.state(),
             "controller": self.engine.controller.state(),
+            "more_controllers": [e.controller.state() for e in self.engines[1:]],
+            "replay": None if self.spot is None else self.spot.buffer.state(),
             "settings": self.fingerprint(),
         }
         checkpoints.save(self.done_steps, self.trees(), meta)
@@ -328,16 +363,25 @@ class Trainer:
         """
         _, meta = checkpoints.restore(step, {})
         require_same_settings(meta["settings"], self.fingerprint())
+        found = self.trees()
+        found.pop("replay", None)
         abstract = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), self.trees()
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), found
         )
+        replay = meta["replay"]
+        if replay is not None and replay["steps"]:
+            abstract["replay"] = ReplayBuffer.abstract(replay)
         trees, meta = checkpoints.restore(meta["step"], abstract)
         self.params, self.opt_state = trees["policy"], trees["policy_opt"]
         self.head = trees.get("draft")
         self.draft_opt = trees.get("draft_opt")
         self.reference = trees.get("reference")
+        if self.spot is not None:
+            self.spot.buffer.load(replay, trees.get("replay", {}))
         self.done_steps = meta["step"]
         self.rollouts.load_state(meta["rollouts"])
         self.sync_weights()
-        self.warm_up()  # gives the engine a controller that has just been calibrated
-        self.engine.controller.load_state(meta["controller"])
+        self.warm_up()  # gives the engines controllers that have just been calibrated
+        states = [meta["controller"], *meta["more_controllers"]]
+        for replica, engine in enumerate(self.engines):  # there may be more of them than before
+            engine.controller.load_state(states[replica] if replica < len(states) else states[0])

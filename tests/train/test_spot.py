@@ -1,0 +1,261 @@
+"""Rollouts on several replicas, the head trained in their gaps: what is learned stays the same."""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specjax.checkpoint import Checkpointer
+from train import rl
+from train.config import ConfigError, parse_config
+from train.draft import DraftConfig, SpotConfig
+from train.schema import RLConfig
+from train.spot import ReplayBuffer, SpotTraining
+from train.trace import TRACE_FILE, Trace, read_trace
+
+# Groups are carried, steps end early, the head is trained: all that could depend on the clock does.
+CHANGES = {
+    "algo.dynamic_sampling": "false",
+    "seed": 14,
+    "rollout.prompts": 2,
+    "rollout.over_sample": 2,
+    "rollout.partial": "true",
+    "rollout.n": 2,
+    "rollout.max_batch": 4,
+    "rollout.chunk_tokens": 4,
+    "rollout.strategy": "1_1_2",
+    "rollout.max_tokens": 20,
+    "packing.rows": 1,
+    "draft.spot.enabled": "true",
+    "draft.spot.updates": 5,
+}
+GAPS = {"rollout.replicas": 2}
+ONE = {"draft.spot.gaps": "false"}
+STEPS = 4
+
+
+def config(model, out, /, **changes) -> RLConfig:
+    return parse_config(RLConfig, tiny_run.arguments(model, out, **CHANGES | changes))[0]
+
+
+def same(a, b) -> bool:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
+
+
+def learned(metrics: dict) -> dict:
+    """What must not depend on where and when things ran."""
+    names = ("tokens", "tokens_sha", "carried_sha", "reward", "budget", "groups_carried")
+    names = [f"rollout/{name}" for name in names]
+    names += ["train/loss", "train/grad_norm", "train/mtp_loss", "train/mtp_update_norm"]
+    return {name: metrics.get(name) for name in [*names, "draft/updates", "draft/buffer_tokens"]}
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_policy, tmp_path_factory):
+    """((trainer, metrics of four steps) with two replicas and gaps, the same with one engine).
+
+    The first one was saved at its second step.
+    """
+    if jax.device_count() < 2:
+        pytest.skip("needs 2 devices")
+    out, found = tmp_path_factory.mktemp("spot"), []
+    for name, changes in (("gaps", GAPS), ("one", ONE)):
+        trainer, steps = rl.Trainer(config(tiny_policy, out / name, **changes)), []
+        trainer.warm_up()
+        for _ in range(STEPS):
+            steps.append(trainer.step())
+            if name == "gaps" and trainer.done_steps == 2:
+                with Checkpointer(out / "checkpoints") as checkpoints:
+                    trainer.save(checkpoints, block=True)
+        found.append((trainer, steps))
+    return *found, out
+
+
+def test_replicas_and_gaps_change_nothing_that_is_learned(pair):
+    (gaps, some), (one, others), _ = pair
+    assert [learned(m) for m in some] == [learned(m) for m in others]
+    for name, tree in gaps.trees().items():
+        assert same(tree, one.trees()[name]), name
+    assert len({m["rollout/tokens_sha"] for m in some}) == STEPS
+    assert all(m["train/mtp_update_norm"] > 0 for m in some[1:])
+
+
+def test_the_head_learns_in_gaps_while_other_replicas_run(pair):
+    (gaps, some), (_, others), out = pair
+    assert sum(m["draft/updates_in_gaps"] for m in some) > 0
+    assert [m["draft/updates"] for m in some] == [0, 5, 5, 5]  # nothing to learn from, at first
+    assert not any(m["draft/updates_in_gaps"] for m in others)
+    events = read_trace(out / "gaps" / TRACE_FILE)
+    assert {e["step"] for e in events} == set(range(1, STEPS + 1))
+    pieces = [e for e in events if e["event"] == "draft_gap"]
+    assert len(pieces) == sum(m["draft/updates_in_gaps"] for m in some)
+    for piece in pieces:
+        here = [e for e in events if e["step"] == piece["step"]]
+        within = [
+            (e["replica"], e["event"]) for e in here if e["start"] <= piece["start"] <= e["end"]
+        ]
+        assert (piece["replica"], "idle") in within
+        assert any(event == "busy" for replica, event in within if replica != piece["replica"])
+
+
+def test_nothing_is_compiled_in_a_gap(pair):
+    (gaps, _), _, _ = pair
+    assert gaps.draft._update._cache_size() == len(gaps.engines)
+
+
+def test_a_resumed_run_has_the_replay_buffer_and_ends_with_the_same_bits(pair):
+    (gaps, some), (one, _), out = pair
+    with Checkpointer(out / "checkpoints") as checkpoints:
+        one.restore(checkpoints, 2)  # another number of replicas, and no gaps
+    assert one.done_steps == 2 and {e.step for e in one.spot.buffer.entries} == {1, 2}
+    assert [learned(one.step()) for _ in range(2)] == [learned(m) for m in some[2:]]
+    for name, tree in gaps.trees().items():
+        assert same(tree, one.trees()[name]), name
+
+
+def test_without_spot_training_no_replica_trains(tiny_policy, tmp_path):
+    cfg = config(tiny_policy, tmp_path, **GAPS, **{"draft.spot.enabled": "false"})
+    trainer = rl.Trainer(cfg)
+    assert len(trainer.engines) == 2 and trainer.spot is None and trainer.draft is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "rollout.replicas=1"),
+        ({**GAPS, "draft.mode": "frozen"}, "there is none to train"),
+        ({**GAPS, "rollout.strategy": "off"}, "there is none to train"),
+        ({**GAPS, "mesh.data": 2, "packing.rows": 2}, "set mesh.data, mesh.fsdp and mesh.tp to 1"),
+        ({**GAPS, "draft.spot.buffer_tokens": 63}, "row_length = 64 positions, got 63"),
+        ({**GAPS, "draft.spot.updates": -1}, "draft.spot.updates: expected at least 0"),
+        ({"rollout.replicas": 0}, "rollout.replicas: expected at least 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(capsys, tmp_path, changes, expected):
+    with pytest.raises(SystemExit):
+        config(tmp_path, tmp_path, **changes)
+    assert expected in capsys.readouterr().err
+
+
+def test_more_replicas_than_devices_are_refused(tiny_policy, tmp_path):
+    with pytest.raises(ConfigError, match="64 replicas of 1 devices need 64"):
+        rl.Trainer(config(tiny_policy, tmp_path, **{"rollout.replicas": 64}))
+
+
+# --- the replay buffer ----------------------------------------------------------------------------
+
+
+def microbatches(step: int, count: int):
+    """(batches, states) of 8 positions each, that can be told apart."""
+    names = ("tokens", "positions", "segment_ids", "loss_mask")
+    batches = [{n: np.full((2, 4), 100 * step + i) for n in names} for i in range(count)]
+    return batches, [np.full((2, 4, 3), 100.0 * step + i) for i in range(count)]
+
+
+def marks(entries) -> list[int]:
+    return [int(e.batch["tokens"][0, 0]) for e in entries]
+
+
+@given(st.lists(st.integers(0, 5), max_size=6), st.integers(8, 100), st.integers(0, 9))
+def test_a_plan_never_holds_the_step_itself_and_the_buffer_is_bounded(counts, tokens, updates):
+    buffer = ReplayBuffer(tokens)
+    for step, count in enumerate(counts, start=1):
+        known = marks(buffer.entries)
+        plan = marks(buffer.plan(step, updates, 2))
+        assert set(plan) <= set(known) and all(mark < 100 * step for mark in plan)
+        if updates:
+            assert len(plan) == (updates if known else 0)
+            once = plan[: len(known)]
+            assert [m // 100 for m in once] == sorted((m // 100 for m in once), reverse=True)
+        else:
+            assert plan == [m for m in known if m // 100 == step - 1] * 2
+        buffer.add(step, *microbatches(step, count))
+        assert buffer.size == 8 * len(buffer.entries) <= tokens
+        assert marks(buffer.plan(step, updates, 2)) == marks(
+            e for e in buffer.plan(step, updates, 2) if e.step < step
+        )
+    everything = [100 * s + i for s, count in enumerate(counts, start=1) for i in range(count)]
+    assert marks(buffer.entries) == everything[max(0, len(everything) - tokens // 8) :]
+
+
+def test_a_buffer_comes_back_from_its_state_and_arrays():
+    buffer, other = ReplayBuffer(100), ReplayBuffer(100)
+    buffer.add(3, *microbatches(3, 2))
+    buffer.add(4, *microbatches(4, 1))
+    shapes = jax.tree.map(lambda a: (a.shape, a.dtype), buffer.tree())
+    abstract = jax.tree.map(lambda a: (a.shape, a.dtype), ReplayBuffer.abstract(buffer.state()))
+    assert shapes == abstract
+    other.add(9, *microbatches(9, 1))
+    other.load(buffer.state(), buffer.tree())
+    assert [e.step for e in other.entries] == [3, 3, 4]
+    assert same([tuple(e) for e in other.entries], [tuple(e) for e in buffer.entries])
+
+
+# --- pieces ---------------------------------------------------------------------------------------
+
+
+class Later:
+    """A result that is there when the test says so."""
+
+    def __init__(self):
+        self.ready = False
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+    def __array__(self, *unused, **more):
+        return np.float32(1)
+
+    def block_until_ready(self):
+        self.ready = True
+        return self
+
+
+def spot_of(gaps: bool = True):
+    """(spot training of three micro-batches for three replicas, the pieces it sent off)."""
+    sent = []
+
+    def piece(head, opt_state, policy, batch, states):
+        sent.append((int(batch["tokens"][0, 0]), list(head.devices())[0].id, Later()))
+        return head + 1, opt_state, {"count": sent[-1][2]}
+
+    devices = [jax.devices()[i % jax.device_count()] for i in range(3)]
+    cfg = DraftConfig(spot=SpotConfig(enabled=True, gaps=gaps), max_microbatches=3)
+    spot = SpotTraining(types.SimpleNamespace(piece=piece), cfg, devices, Trace(3))
+    spot.keep(1, *microbatches(1, 5))
+    head = jax.numpy.zeros(())
+    spot.begin(2, head, jax.numpy.zeros(()), {"embed": head, "norm": head})
+    return spot, sent
+
+
+def test_one_piece_at_a_time_is_sent_off_and_only_to_a_drained_replica():
+    spot, sent = spot_of()
+    spot.look([])
+    assert not sent
+    spot.look([0, 1, 2])  # the rollout is over: no gap
+    assert not sent
+    spot.look([2])
+    spot.look([1, 2])
+    assert [s[:2] for s in sent] == [(100, jax.devices()[2].id)]
+    sent[0][2].ready = True
+    spot.look([])  # everybody has got work again
+    assert len(sent) == 1 and spot.in_gaps == 1
+    spot.look([1, 2])  # the head stays where it is
+    assert [s[:2] for s in sent[1:]] == [(101, jax.devices()[2].id)]
+    head, _, sums = spot.finish()
+    assert [s[0] for s in sent] == [100, 101, 102] and float(head) == 3
+    assert (spot.in_gaps, spot.after, float(sums["count"])) == (2, 1, 3)
+    assert head.devices() == {jax.devices()[0]}
+
+
+def test_switched_off_all_pieces_come_after_the_rollout():
+    spot, sent = spot_of(gaps=False)
+    spot.look([1])
+    assert not sent
+    spot.finish()
+    assert [s[0] for s in sent] == [100, 101, 102] and (spot.in_gaps, spot.after) == (0, 3)

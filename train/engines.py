@@ -1,0 +1,62 @@
+"""The engines of a run: those that roll out, and the one that evaluates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from specjax import sharding
+from specjax.config import ModelConfig
+from specjax.draft.source import DraftSource
+from specjax.engine.engine import Engine
+from train.schema import RLConfig
+
+Mesh = jax.sharding.Mesh | None  # None is one device, the first
+
+
+def make_meshes(cfg: RLConfig) -> tuple[Mesh, list[Mesh]]:
+    """Where the run trains, and where each of its replicas rolls out.
+
+    Raises:
+      ValueError: there are not so many devices.
+    """
+    roll = cfg.rollout
+    sharding.offer_cpu_devices(max(cfg.mesh.size, cfg.rollout_devices))
+    mesh = sharding.make_mesh(cfg.mesh)
+    return mesh, sharding.replica_meshes(roll.replicas, roll.tp) if roll.own_devices else [mesh]
+
+
+def build_engines(
+    cfg: RLConfig,
+    model: ModelConfig,
+    speculate: bool,
+    source: DraftSource | None,
+    mesh: Mesh,
+    places: Sequence[Mesh],
+) -> tuple[list[Engine], Engine | None]:
+    """One engine for each place, and one for evaluation on `mesh` if the run evaluates.
+
+    Raises:
+      ValueError: the settings do not fit together.
+    """
+    roll = cfg.rollout
+    settings = {
+        "max_len": roll.max_prompt_tokens + roll.max_tokens,
+        "stop_width": max(1, len(model.eos_token_ids)),
+        "prompt_widths": [roll.max_prompt_tokens],  # one width, one set of executables
+        "config": roll.engine_config(),
+    }
+    spec = roll.spec() if speculate else None
+    control = roll.control_config() if speculate else None
+
+    def build(spec, batch: int, place: Mesh, **more) -> Engine:
+        # Fused weights, as unrolled layers have them, cannot be split.
+        scan = roll.scan_layers or (place is not None and place.size > 1)
+        decoder = model.replace(scan_layers=scan, remat=False)
+        return Engine(decoder, spec, batch, mesh=place, **settings, **more)
+
+    engines = [
+        build(spec, roll.max_batch, place, source=source, control=control) for place in places
+    ]
+    return engines, build(None, cfg.eval.max_batch, mesh) if cfg.eval.problems else None
