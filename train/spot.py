@@ -178,7 +178,7 @@ class SpotTraining:
     def __init__(
         self, draft: DraftTrainer, cfg: DraftConfig, devices: Sequence[jax.Device], trace: Trace
     ):
-        self._draft, self._cfg, self._devices, self._trace = draft, cfg, list(devices), trace
+        self.draft, self._cfg, self._devices, self._trace = draft, cfg, list(devices), trace
         self.buffer = ReplayBuffer(cfg.spot.buffer_tokens)
         self._left: deque[Entry] = deque()
         self._running: tuple[dict, float, bool] | None = None
@@ -187,7 +187,7 @@ class SpotTraining:
     def warm_up(self, head: Params, opt_state, policy: Params, rows: int, length: int) -> None:
         """Compiles an update for every replica, on padding, so that no gap has to."""
         batch = empty_batch(rows, length)
-        model = self._draft.cfg
+        model = self.draft.cfg
         states = np.zeros((rows, length, model.hidden_size), jnp.dtype(model.compute_dtype))
         entry = Entry(0, {name: batch[name] for name in FIELDS}, states)
         for replica in range(len(self._devices) if self._cfg.spot.gaps else 1):
@@ -268,7 +268,7 @@ class SpotTraining:
             self._place = replica
         entry = self._left.popleft()
         batch, states = jax.device_put((entry.batch, entry.states), device)
-        head, opt_state, sums = self._draft.piece(*self._trees, self._here, batch, states)
+        head, opt_state, sums = self.draft.piece(*self._trees, self._here, batch, states)
         self._trees = head, opt_state
         self._running = sums, started, in_gap
 

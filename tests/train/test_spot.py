@@ -25,7 +25,8 @@ CHANGES = {
     "rollout.over_sample": 2,
     "rollout.partial": "true",
     "rollout.n": 2,
-    "rollout.max_batch": 4,
+    "rollout.max_batch": 1,  # one slot, one set of programs
+    "rollout.scan_layers": "true",
     "rollout.chunk_tokens": 4,
     "rollout.strategy": "1_1_2",
     "rollout.max_tokens": 20,
@@ -66,6 +67,8 @@ def pair(tiny_policy, tmp_path_factory):
     out, found = tmp_path_factory.mktemp("spot"), []
     for name, changes in (("gaps", GAPS), ("one", ONE)):
         trainer, steps = rl.Trainer(config(tiny_policy, out / name, **changes)), []
+        if found:  # both may as well use the same executables
+            trainer.policy, trainer.spot.draft = found[0][0].policy, found[0][0].draft
         trainer.warm_up()
         for _ in range(STEPS):
             steps.append(trainer.step())
