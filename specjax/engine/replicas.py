@@ -20,7 +20,7 @@ from specjax.engine.sequence import Progress
 from specjax.engine.start_up import StartUp
 from specjax.models.transformer import Params
 
-POLL = 2e-4  # seconds between looks when no replica has anything new
+POLL = 1e-3  # seconds between looks when no replica has anything new; its next chunk is enqueued
 
 
 class Replicas:
@@ -34,7 +34,7 @@ class Replicas:
 
     Attributes:
       engines: the replicas. drained_at: when each of them last had nothing left to do.
-      on_look: called whenever `step` has looked at all replicas, every fraction of a millisecond.
+      on_look: called whenever `step` has looked at all replicas, every millisecond or so.
         It must not wait for a device: meanwhile nobody feeds the replicas.
     """
 
