@@ -56,11 +56,11 @@ def test_rollouts_without_a_tail_are_said_to_show_nothing():
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
-    [({"draft.spot.gaps": "false"}, "the bench itself"), ({"untimed_steps": 0}, "untimed_steps")],
+    [({"draft.spot.gaps": "false"}, "the bench itself"), ({"untimed_steps": 4}, "untimed_steps")],
 )
 def test_settings_that_show_nothing_are_refused(capsys, tmp_path, changes, expected):
     with pytest.raises(SystemExit):
-        spot.main(tiny_run.arguments(tmp_path, tmp_path, **changes))
+        spot.main(tiny_run.arguments(tmp_path, tmp_path, steps=4, **changes))
     assert expected in capsys.readouterr().err
 
 

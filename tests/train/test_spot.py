@@ -25,7 +25,8 @@ CHANGES = {
     "rollout.over_sample": 2,
     "rollout.partial": "true",
     "rollout.n": 2,
-    "rollout.max_batch": 1,  # one slot, one set of programs
+    "rollout.max_batch": 1,  # one slot, one width of prompts: few programs to compile
+    "rollout.prefill_chunk": 16,
     "rollout.scan_layers": "true",
     "rollout.chunk_tokens": 4,
     "rollout.strategy": "1_1_2",
@@ -57,7 +58,13 @@ def learned(metrics: dict) -> dict:
 
 
 @pytest.fixture(scope="module")
-def pair(tiny_policy, tmp_path_factory):
+def policy(tmp_path_factory):
+    """One layer, for the replicas compile their programs one by one."""
+    return tiny_run.write_policy(tmp_path_factory.mktemp("policy") / "tiny", num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def pair(policy, tmp_path_factory):
     """((trainer, metrics of four steps) with two replicas and gaps, the same with one engine).
 
     The first one was saved at its second step.
@@ -66,9 +73,12 @@ def pair(tiny_policy, tmp_path_factory):
         pytest.skip("needs 2 devices")
     out, found = tmp_path_factory.mktemp("spot"), []
     for name, changes in (("gaps", GAPS), ("one", ONE)):
-        trainer, steps = rl.Trainer(config(tiny_policy, out / name, **changes)), []
-        if found:  # both may as well use the same executables
-            trainer.policy, trainer.spot.draft = found[0][0].policy, found[0][0].draft
+        trainer, steps = rl.Trainer(config(policy, out / name, **changes)), []
+        if found:  # the first of the two replicas alone; and nothing is compiled a second time
+            first = found[0][0]
+            trainer.policy, trainer.spot.draft = first.policy, first.draft
+            trainer.engine, trainer.engines = first.engines[0], first.engines[:1]
+            trainer.sync_weights()
         trainer.warm_up()
         for _ in range(STEPS):
             steps.append(trainer.step())
@@ -121,8 +131,8 @@ def test_a_resumed_run_has_the_replay_buffer_and_ends_with_the_same_bits(pair):
         assert same(tree, one.trees()[name]), name
 
 
-def test_without_spot_training_no_replica_trains(tiny_policy, tmp_path):
-    cfg = config(tiny_policy, tmp_path, **GAPS, **{"draft.spot.enabled": "false"})
+def test_without_spot_training_no_replica_trains(policy, tmp_path):
+    cfg = config(policy, tmp_path, **GAPS, **{"draft.spot.enabled": "false"})
     trainer = rl.Trainer(cfg)
     assert len(trainer.engines) == 2 and trainer.spot is None and trainer.draft is not None
 
@@ -145,9 +155,9 @@ def test_settings_that_cannot_work_are_refused(capsys, tmp_path, changes, expect
     assert expected in capsys.readouterr().err
 
 
-def test_more_replicas_than_devices_are_refused(tiny_policy, tmp_path):
+def test_more_replicas_than_devices_are_refused(policy, tmp_path):
     with pytest.raises(ConfigError, match="64 replicas of 1 devices need 64"):
-        rl.Trainer(config(tiny_policy, tmp_path, **{"rollout.replicas": 64}))
+        rl.Trainer(config(policy, tmp_path, **{"rollout.replicas": 64}))
 
 
 # --- the replay buffer ----------------------------------------------------------------------------
@@ -262,3 +272,25 @@ def test_switched_off_all_pieces_come_after_the_rollout():
     assert not sent
     spot.finish()
     assert [s[0] for s in sent] == [100, 101, 102] and (spot.in_gaps, spot.after) == (0, 3)
+
+
+# --- the trace ------------------------------------------------------------------------------------
+
+
+def test_a_run_that_goes_back_drops_the_events_of_steps_that_it_runs_again(tmp_path):
+    path = tmp_path / TRACE_FILE
+    for steps in ((1, 2, 3), (2, 3)):
+        trace = Trace(2)
+        for step in steps:
+            trace.begin(step)
+            trace.look([1])
+            trace.look([])
+            trace.end()
+            trace.write(path)
+        with path.open("a") as stream:
+            stream.write('{"step": 3, "repl')  # killed while it wrote
+    events = read_trace(path)
+    assert [e["step"] for e in events if e["event"] == "rollout"] == [1, 2, 3]
+    mine = [e for e in events if e["step"] == 2 and e["replica"] == 1]
+    assert [e["event"] for e in mine] == ["busy", "idle", "busy"]
+    assert all(a["end"] == b["start"] for a, b in zip(mine, mine[1:], strict=False))
