@@ -31,9 +31,9 @@ test: $(STAMP) ## ruff and the tests, those marked slow left out
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope -m "not slow" $(ARGS)
 
-test-full: $(STAMP) ## ruff and every test
+test-full: $(STAMP) ## ruff and every test, with machine code as users get it
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope $(ARGS)
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope $(ARGS)
 
 lint: $(STAMP) ## ruff alone
 	$(BIN)/ruff check .

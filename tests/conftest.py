@@ -13,6 +13,9 @@ if _FAKE_DEVICES not in os.environ.get("XLA_FLAGS", ""):
 _CACHE = Path(__file__).resolve().parent.parent / ".cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+# Compiling is most of what tests spend. Graphs are rewritten and fused as for users; only machine
+# code is made with less care. `make test-full` makes it as users get it.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -22,9 +25,6 @@ hypothesis.settings.register_profile(
     "specjax", deadline=None, max_examples=20, derandomize=True, database=None
 )
 hypothesis.settings.load_profile("specjax")
-
-# pytest and jax keep millions of objects; looking through them again and again is a waste.
-gc.set_threshold(50_000, 20, 100)
 
 _EXPECT_TORCH = os.environ.get("SPECJAX_EXPECT_TORCH") == "1"
 

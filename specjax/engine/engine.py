@@ -86,7 +86,8 @@ class Chunk:
 
     Attributes:
       rows: the sequence of each row of the batch. result: on the device. version: of the weights.
-      enqueued: when. undisturbed: nothing else was enqueued between the chunk before and this one.
+      enqueued: when. mark: is ready when the chunk begins to run; None: as soon as the chunk before
+        it is done.
       sure: tokens that each of its sequences emits at least, if it does not end.
     """
 
@@ -95,7 +96,7 @@ class Chunk:
     strategy: str
     version: int
     enqueued: float
-    undisturbed: bool
+    mark: jax.Array | None
     sure: int
 
 
@@ -228,7 +229,6 @@ class Engine:
         self._in_flight: deque[Chunk] = deque()
         self._events: list[Finished] = []
         self._arrived = 0.0
-        self._disturbed = True
         self._ended: dict[int, None] = {}  # slots, the latest last
 
     # --- weights ---------------------------------------------------------------------------------
@@ -438,7 +438,6 @@ class Engine:
         self.runner.prefill(piece_of(prompts, rows, width, self.runner))
         for prompt in prompts:
             prompt.read += min(width, prompt.to_read)
-        self._disturbed = True
         return True
 
     def _piece_width(self, prompt: Prompt) -> int:
@@ -463,7 +462,6 @@ class Engine:
             self._table[sequence.slot, : len(sequence.pages)] = sequence.pages
             self._ended.pop(sequence.slot, None)
         self.runner.place(admission_of(starts, count, self.runner))
-        self._disturbed = True
 
     def _enqueue(self) -> bool:
         """Enqueues a chunk of the sequences that may still run."""
@@ -474,23 +472,21 @@ class Engine:
         if not alive:
             return False
         strategy = self.controller.select(len(alive))
-        rounds = min(self.runner.rounds(strategy), self.controller.rounds_hint or self.max_len)
+        hint = self.controller.rounds_hint
+        rounds = min(self.runner.rounds(strategy), hint or self.max_len)
         features, bucket = self._program(strategy, alive)
         slots, active = self._rows(alive, bucket)
         leave_at = 0
-        if self.scheduler.has_waiting or self.config.follow_ups:
+        if hint is None and (self.scheduler.has_waiting or self.config.follow_ups):
             # Slots that become free are worth looking after.
             leave_at = len(alive) - max(1, len(alive) // 8)
         table = np.where(active[:, None], self._table[slots], 0)
-        enqueued = time.perf_counter()
+        enqueued, mark = time.perf_counter(), self.runner.mark
         result = self.runner.chunk(strategy, features, slots, active, table, rounds, leave_at)
         jax.tree.map(lambda x: x.copy_to_host_async(), result)
         rows = alive + [None] * (bucket - len(alive))
         sure = 0 if leave_at else rounds
-        self._in_flight.append(
-            Chunk(rows, result, strategy, self.version, enqueued, not self._disturbed, sure)
-        )
-        self._disturbed = False
+        self._in_flight.append(Chunk(rows, result, strategy, self.version, enqueued, mark, sure))
         return True
 
     def _rows(self, alive: list[Sequence], bucket: int) -> tuple[np.ndarray, np.ndarray]:
@@ -527,11 +523,8 @@ class Engine:
 
     def _postprocess(self, chunk: Chunk) -> None:
         """Waits for a chunk, and takes in what it brought."""
-        result = jax.device_get(chunk.result)
+        result, seconds = self._wait_for(chunk)
         brought = Brought.of(result)
-        now = time.perf_counter()
-        seconds = now - max(self._arrived, chunk.enqueued) if chunk.undisturbed else float("nan")
-        self._arrived = now
         tree = self.runner.plans[chunk.strategy].tree
         drafts = tree.rows - 1 if tree else 0
         who = []
@@ -555,6 +548,21 @@ class Engine:
         )
         if self.telemetry is not None and result.report.rejections is not None:
             self.telemetry.add(rejections_until(result.report.rejections, ends), who)
+
+    def _wait_for(self, chunk: Chunk) -> tuple[Result, float]:
+        """The result on the host, and the seconds that it took to run, prompts before it left out.
+
+        They are nan where the host came too late to see when the prompts were done.
+        """
+        earliest, late = max(self._arrived, chunk.enqueued), False
+        if chunk.mark is not None:
+            late = chunk.mark.is_ready()
+            jax.block_until_ready(chunk.mark)
+        begun = earliest if chunk.mark is None else time.perf_counter()
+        result = jax.device_get(chunk.result)
+        self._arrived = time.perf_counter()
+        most, least = self._arrived - earliest, self._arrived - begun
+        return result, float("nan") if late and least < 0.8 * most else least
 
     def _finish(self, sequence: Sequence, sample: SampleOutput) -> None:
         self._table[sequence.slot] = 0

@@ -59,6 +59,7 @@ class Runner:
     Attributes:
       plans: by strategy. plan: `spec`'s own. slots: slots of the state; the last one is always
         empty and fills up buckets.
+      mark: is ready when what was enqueued last is done; None if that was a chunk.
       checksums: of the weights held, `policy` and `draft`.
       table_width: pages of a slot at most, and entries that are always `NOBODYS` for a round's
         path past its end: one, unless a path is longer than a page.
@@ -101,6 +102,7 @@ class Runner:
         self.head: Params | None = None
         self.state: DecodeState | None = None
         self.tails: Tails = None
+        self.mark: jax.Array | None = None
         self.checksums: dict[str, Checksum] = {}
         self.compilations = 0
         self.executables: dict[tuple, jax.stages.Compiled] = {}
@@ -222,18 +224,23 @@ class Runner:
         """Reads pieces of prompts into pages; one executable per shape."""
 
         def program(params, head, state, tails, piece):
-            return prefill(self.model(params), head, self.longest, state, tails, piece)
+            state, tails = prefill(self.model(params), head, self.longest, state, tails, piece)
+            return state, tails, state.length[0]
 
         inputs = (self.params, self.head, self.state, self.tails, piece)
-        compiled = self._compiled(("prefill", piece.tokens.shape), program, inputs, (2, 3), 0)
-        self.state, self.tails = compiled(*inputs)
+        compiled = self._compiled(("prefill", piece.tokens.shape), program, inputs, (2, 3))
+        self.state, self.tails, self.mark = compiled(*inputs)
 
     def place(self, new: Admission) -> None:
         """Starts sequences in slots; one executable per number of sequences."""
-        program = functools.partial(place, self.longest)
+
+        def program(state, tails, new):
+            state = place(self.longest, state, tails, new)
+            return state, state.length[0]
+
         inputs = (self.state, self.tails, new)
-        compiled = self._compiled(("place", len(new.slots)), program, inputs, (0,), 1)
-        self.state = compiled(*inputs)
+        compiled = self._compiled(("place", len(new.slots)), program, inputs, (0,))
+        self.state, self.mark = compiled(*inputs)
 
     def chunk(
         self,
@@ -262,8 +269,9 @@ class Runner:
         )  # fmt: skip
         program = functools.partial(self._chunk_program, strategy, features)
         key = ("chunk", strategy, bucket, features)
-        compiled = self._compiled(key, program, inputs, (2,), 0)
+        compiled = self._compiled(key, program, inputs, (2,))
         self.state, result = compiled(*inputs)
+        self.mark = None
         return result
 
     def _chunk_program(
@@ -319,20 +327,14 @@ class Runner:
     def _shardings(self, tree):
         return None if self.mesh is None else sharding.state_shardings(self.mesh, tree)
 
-    def _compiled(self, key: tuple, program, inputs: tuple, donate: tuple[int, ...], first: int):
-        """The executable of a program whose output begins with, or is, its donated inputs.
-
-        Args:
-          first: 0: the output is a tuple that begins with the donated inputs, in order; 1: it is
-            the one donated input.
-        """
+    def _compiled(self, key: tuple, program, inputs: tuple, donate: tuple[int, ...]):
+        """The executable of a program whose output begins with its donated inputs, in order."""
         if key in self.executables:
             return self.executables[key]
         self.compilations += 1
         out = None
         if self.mesh is not None:
-            shape = jax.eval_shape(program, *inputs)
-            out = self._shardings(shape) if first else tuple(map(self._shardings, shape))
+            out = tuple(map(self._shardings, jax.eval_shape(program, *inputs)))
         jitted = jax.jit(program, donate_argnums=donate, out_shardings=out)
         self.executables[key] = jitted.lower(*inputs).compile()
         return self.executables[key]

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from specjax.engine.engine import Engine
 
 CONTEXT = 256  # tokens of a sequence while costs are measured, at most
-REPEATS = 3
+REPEATS = 2
+SAMPLE_SECONDS = 0.02  # of one measurement, about; where a round takes longer it is one round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,23 +90,28 @@ def compile_ahead(engine: Engine, features: Several[Features]) -> StartUp:
 def calibrate(engine: Engine, features: Features) -> tuple[CostTable, float]:
     """Seconds per round of every strategy at every bucket, measured in turns.
 
+    It is meant to be short: what it gets wrong is put right while the controller observes.
+
     Returns:
       the table, and the seconds that measuring took.
     """
     runner, started = engine.runner, time.perf_counter()
     samples: dict[tuple[str, int], list[float]] = {}
     for bucket in engine.buckets:
+        rounds = dict.fromkeys(runner.plans, 1)
         for repeat in range(REPEATS + 1):
             for strategy in runner.plans:
-                rounds = max(2, runner.rounds(strategy) // 2)
                 starts = _starts(engine, bucket, min(CONTEXT, engine.max_len // 2))
                 runner.place(admission_of(starts, _size(engine, bucket), runner))
                 jax.block_until_ready(runner.state)
                 begin = time.perf_counter()
-                ran = _chunk(engine, strategy, features, bucket, running=True, rounds=rounds)
+                count = rounds[strategy]
+                ran = _chunk(engine, strategy, features, bucket, running=True, rounds=count)
                 seconds = (time.perf_counter() - begin) / max(ran, 1)
                 if repeat:  # the first one warms caches
                     samples.setdefault((strategy, bucket), []).append(seconds)
+                enough = round(SAMPLE_SECONDS / seconds)
+                rounds[strategy] = min(max(enough, 1), runner.rounds(strategy))
     return CostTable.from_samples(samples), time.perf_counter() - started
 
 
