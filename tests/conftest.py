@@ -66,6 +66,15 @@ def programs_are_dropped():
     gc.collect()
 
 
+@pytest.fixture(scope="module")
+def machine_code_as_users_get_it():
+    """For modules that run for longer than they compile, and those that show what users rely on."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(scope="session")
 def tiny_policy(tmp_path_factory) -> Path:
     """A tiny random policy with tokenizer and head, as a Hugging Face directory (see tiny_run)."""

@@ -214,6 +214,7 @@ def test_differences_are_counted_up_to_the_first_and_in_all():
     assert (found.samples, found.tokens, found.compared) == (2, 3, 3 + 2 + 3)
 
 
+@pytest.mark.slow
 def test_bench_invariant_finds_no_difference_in_invariant_mode(tiny_policy, tmp_path):
     out = tmp_path / "invariant.json"
     argv = "--batches 2 --dtypes bfloat16 --prompts 2 --samples 1 --max_tokens 8 --repeats 1"

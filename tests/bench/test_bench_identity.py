@@ -26,6 +26,7 @@ def run(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_the_bench_compares_as_many_tokens_as_asked_and_finds_no_difference(run):
     status, result = run(500)
     assert status == 0

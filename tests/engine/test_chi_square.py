@@ -17,6 +17,8 @@ from joint import ALPHA, BATCH, PROMPT, TOKENS, Counted, exact_joint, fit_of
 
 from specjax import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("machine_code_as_users_get_it")
+
 TRANSFORMS = {
     "none": {},
     "temperature 0.7": dict(temperature=0.7),

@@ -33,6 +33,11 @@ REQUESTS = {
 }
 
 
+def rules(fast: str) -> list:
+    """One rule, and the others when there is time."""
+    return [a if a == fast else pytest.param(a, marks=pytest.mark.slow) for a in STRATEGIES]
+
+
 def requests(**options) -> list[SamplingParams]:
     usual = {"max_tokens": TOKENS, "ignore_eos": True, **options}
     return [SamplingParams(**{**usual, **request}) for request in REQUESTS.values()]
@@ -62,14 +67,14 @@ def draft_model(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("acceptance", STRATEGIES)
+@pytest.mark.parametrize("acceptance", rules(fast="recursive"))
 def test_with_a_draft_model(acceptance, draft_model):
     settings = {"draft_model": draft_model}
     llm = joint.spec_llm(joint.pair(*PAIR), acceptance, STRATEGIES[acceptance], **settings)
     assert (check(llm, requests())[1:] > 0).all()
 
 
-@pytest.mark.parametrize("acceptance", STRATEGIES)
+@pytest.mark.parametrize("acceptance", rules(fast="block"))
 def test_with_ngrams(acceptance):
     """Rows with and without a draft, by what was drawn above them and by what siblings hold."""
     settings = {"source": "ngram", "batch": 512}  # every slot is compared with every other
@@ -83,7 +88,7 @@ def test_with_drafts_that_are_not_transformed_as_the_target_is():
     assert (check(llm, requests())[1:] > 0).all()
 
 
-@pytest.mark.parametrize("acceptance", STRATEGIES)
+@pytest.mark.parametrize("acceptance", rules(fast="block"))
 def test_with_a_head_that_went_to_nan(acceptance):
     llm, (_, params, head) = with_head(acceptance), joint.pair(*PAIR)
     llm.update_weights(params, jax.tree.map(lambda x: np.full_like(x, np.nan), head))

@@ -37,7 +37,9 @@ def directory(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("strategy", [f"{STEPS}_1_{STEPS + 1}", "2x2x1"])
+@pytest.mark.parametrize(
+    "strategy", [f"{STEPS}_1_{STEPS + 1}", pytest.param("2x2x1", marks=pytest.mark.slow)]
+)
 def test_a_draft_model_that_is_the_target_is_always_accepted(directory, strategy):
     """Greedy and sampled, for both draw with the same noise; so its cache is right everywhere."""
     both = llm(SpecConfig(strategy=strategy, draft_model=directory))

@@ -48,7 +48,7 @@ def steps_seen(monkeypatch):
 @pytest.mark.parametrize(
     ("steps", "changes"),
     [
-        (
+        pytest.param(
             4,
             {
                 "reward": "tiny_run:rare",
@@ -56,6 +56,7 @@ def steps_seen(monkeypatch):
                 "eval.every": 2,
                 "checkpoint.every": 1,
             },
+            marks=pytest.mark.slow,
         ),
         (
             6,
