@@ -1,13 +1,12 @@
 """The benches through their command lines, on a policy so small that nothing is worth measuring."""
 
 import json
-import sys
 
 import jax
 import pytest
 import tiny_run
 
-from bench import arms, arms_figures, costs, decode, predict, transformers_baseline
+from bench import arms, arms_figures, costs, decode, predict
 from bench.common import alternate, median_ratio_interval, write_result
 from train.config import ConfigError
 from train.draft import frozen_policy_parts, head_loss
@@ -255,20 +254,6 @@ def test_bench_decode_writes_ratios_and_finds_the_same_tokens(policy, tmp_path):
     assert found["accept_length/batch_2"]["value"] >= 1
     low, high = found["speedup/batch_2"]["interval"]
     assert low <= found["speedup/batch_2"]["value"] <= high
-
-
-@pytest.mark.torch
-def test_the_transformers_baseline_compares_as_many_tokens_of_both(policy, tmp_path):
-    out = tmp_path / "baseline.json"
-    argv = "--batches 2 --repeats 1 --new_tokens 4".split()
-    transformers_baseline.main([*argv, "--model", str(policy), "--out", str(out)])
-    assert figures(tmp_path, "baseline.json")["speedup/batch_2"]["value"] > 0
-
-
-def test_without_torch_the_baseline_says_what_to_install(policy, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(SystemExit, match="pip install torch"):
-        transformers_baseline.main(["--model", str(policy), "--batches", "1"])
 
 
 # --- what all share --------------------------------------------------------------------------
