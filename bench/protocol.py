@@ -21,7 +21,8 @@ Plain and speculative decoding take turns. The figures of each workload:
     draft_share          of a round's parts, timed as in bench/round.py, and draft_over_forward:
                          the same, over the verification alone
     bandwidth_share      bytes that a round touches (bench/traffic.py) per second, over those of a
-                         copy that takes turns with it
+                         copy that takes turns with it; the rounds are a chunk of the engine's, and
+                         what that costs beside them is in their seconds
     kernels_per_round    in the compiled program (bench/hlo.py)
 """
 
@@ -75,10 +76,13 @@ class Calls:
         self.totals[tokens] = self.llm.totals
 
     def costs(self, whole: Sequence[float], first: Sequence[float]) -> list[float]:
-        """Seconds per decoded token of each repeat: what lies between the two kinds of call."""
+        """Seconds per decoded token of each repeat: what lies between the two kinds of call.
+
+        0 where nothing lies between them: the whole output came in the first rounds.
+        """
         most, least = self.totals[max(self.totals)], self.totals[min(self.totals)]
         tokens = most.tokens * (1 - least.rounds / most.rounds)
-        return [(w - f) / tokens for w, f in zip(whole, first, strict=True)]
+        return [(w - f) / tokens if tokens else 0.0 for w, f in zip(whole, first, strict=True)]
 
 
 def call_figures(point: Point, llms: Mapping[str, LLM], prompts, args) -> dict[str, dict]:
@@ -133,6 +137,9 @@ class Chunk:
 
     Attributes:
       rounds: of each run. name: of the strategy.
+
+    Raises:
+      ValueError: from `run`, where samples ended before the rounds were done.
     """
 
     def __init__(self, runner: Runner, point: Point):
@@ -147,7 +154,12 @@ class Chunk:
 
     def run(self) -> None:
         inputs = self.name, self.features, *everyone(self.runner), self.rounds
-        jax.block_until_ready(self.runner.chunk(*inputs))
+        ran = int(jax.block_until_ready(self.runner.chunk(*inputs)).rounds)
+        if ran != self.rounds:
+            raise ValueError(
+                f"expected {self.rounds} rounds of {self.name}, got {ran}: the samples ended "
+                "before; use a larger --scale"
+            )
 
     def text(self) -> str:
         """Of the compiled program."""

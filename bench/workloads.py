@@ -81,10 +81,8 @@ def long_prompts(source: Sequence, tokenizer, length: int, count: int) -> list[l
     """
     encoded = []
     for index in range(min(len(source), 4096)):
-        demonstration = source[index]
-        problem = data.encode_prompt(tokenizer, demonstration.prompt)
-        answer = tokenizer.encode(demonstration.response, add_special_tokens=False)
-        encoded.append((problem, problem + answer + [tokenizer.eos_token_id]))
+        problem, answer = data.encode_demonstration(tokenizer, source[index])
+        encoded.append((problem, problem + answer))
         if sum(len(whole) for _, whole in encoded) > length * count:
             break
     prompts = []

@@ -206,4 +206,4 @@ def test_bench_host_writes_shares_and_a_profile_of_the_host(tiny_policy, tmp_pat
         assert low <= found[f"host_share/{arm}/batch_1"]["value"] <= high < 1
         assert 0 <= found[f"host_busy/{arm}/batch_1"]["value"] <= 1
     profile = out.with_suffix(".txt").read_text()
-    assert "--- speculative, batch 1 ---" in profile and "(_enqueue)" in profile
+    assert "--- speculative, batch 1 ---" in profile and "engine.py" in profile
