@@ -197,13 +197,12 @@ def test_a_replay_runs_the_programs_of_generate_and_ends_where_it_did(tiny_polic
 
 def test_bench_host_writes_shares_and_a_profile_of_the_host(tiny_policy, tmp_path):
     out = tmp_path / "host.json"
-    argv = "--arms plain speculative --samples_per_slot 2 --max_tokens 8 --repeats 2".split()
+    argv = "--arms speculative --samples_per_slot 2 --max_tokens 8 --repeats 2".split()
     argv += ["--max_prompt_tokens", "24", "--strategy", "2_1_3"]
     host.main([*argv, "--model", str(tiny_policy), "--out", str(out)])
     found = json.loads(out.read_text())["figures"]
-    for arm in ("plain", "speculative"):
-        low, high = found[f"host_share/{arm}/batch_1"]["interval"]
-        assert low <= found[f"host_share/{arm}/batch_1"]["value"] <= high < 1
-        assert 0 <= found[f"host_busy/{arm}/batch_1"]["value"] <= 1
+    low, high = found["host_share/speculative/batch_1"]["interval"]
+    assert low <= found["host_share/speculative/batch_1"]["value"] <= high < 1
+    assert 0 <= found["host_busy/speculative/batch_1"]["value"] <= 1
     profile = out.with_suffix(".txt").read_text()
     assert "--- speculative, batch 1 ---" in profile and "engine.py" in profile
