@@ -69,10 +69,10 @@ def programs_are_dropped():
 @pytest.fixture(scope="module")
 def machine_code_as_users_get_it():
     """For modules that run for longer than they compile, and those that show what users rely on."""
-    before = jax.config.jax_disable_most_optimizations
     jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    usual = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] not in ("0", "false")
+    jax.config.update("jax_disable_most_optimizations", usual)
 
 
 @pytest.fixture(scope="session")
