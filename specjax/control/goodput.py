@@ -25,7 +25,6 @@ from specjax.control.costs import CostTable
 _FREE_EVERY = 128  # rounds between tries that swapped weights may ask for without paying
 _ARRIVES_WITHIN = 4  # choices after which the result of a try is taken for lost
 _MIN_PROBE = 4  # rounds
-_LAG = 8  # rounds of a chunk that runs while the result of a free try is awaited
 _PAUSE = 32  # rounds between tries: short chunks cost the host time
 
 
@@ -125,8 +124,6 @@ class Goodput(Controller):
         if self._probe is not None:
             self._probe["age"] += 1
             if self._probe["age"] <= _ARRIVES_WITHIN:
-                if self._probe["free"]:  # what it tells will be news
-                    self.rounds_hint = _LAG
                 return current
             self._probe = None
         return self._try_another(batch_size, current, scores) or current
