@@ -121,12 +121,11 @@ def commit_rows(
 
         return jax.lax.fori_loop(0, number * runs, one, arrays)
 
-    everyone = jnp.arange(batch)
-    if batch == 1 and (table is None or run == count):
+    run = count if table is None else run
+    if batch == 1 and run == count:
         flat_cache = write(flat_cache, 0, 0, count)
-    elif table is None or run > 1 or count == 1 or count > size:
-        run = count if table is None else run
-        flat_cache = write_all(flat_cache, everyone, batch, run)
+    elif run > 1 or run == count or count > size:
+        flat_cache = write_all(flat_cache, jnp.arange(batch), batch, run)
     else:  # few paths cross from one page into the next: these go row by row
         crosses = start % size > size - count
         order, within = jnp.argsort(crosses), batch - crosses.sum()

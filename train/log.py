@@ -170,8 +170,16 @@ def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     path = path / METRICS_FILE if path.is_dir() else path
     if not path.is_file():
         raise FileNotFoundError(f"no metrics at {path}: expected the directory of a run")
-    records = []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    return sorted(read_lines(path), key=lambda record: record["step"])
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a .jsonl file; an unfinished last line, left by a killed run, is ignored.
+
+    Raises:
+        ValueError: a line before the last one is not JSON; the message has its number.
+    """
+    records, lines = [], path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             records.append(json.loads(line))
@@ -179,7 +187,7 @@ def read_metrics(run: str | Path) -> list[dict[str, Any]]:
             if number == len(lines):
                 break
             raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
-    return sorted(records, key=lambda record: record["step"])
+    return records
 
 
 def _plain(value: Any) -> tuple[Any, bool]:

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from train.log import read_lines
+
 TRACE_FILE = "replicas.jsonl"
 
 
@@ -65,7 +67,7 @@ class Trace:
     def write(self, path: Path) -> None:
         """Appends the step; of a run that is gone back, later steps are dropped first."""
         if not self._truncated:
-            kept = [e for e in read_trace(path) if e["step"] < self._step] if path.exists() else []
+            kept = [e for e in read_lines(path) if e["step"] < self._step] if path.exists() else []
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(json.dumps(e) + "\n" for e in kept), encoding="utf-8")
             self._truncated = True
@@ -88,20 +90,3 @@ class Trace:
                 "end": round(end, 6),
             }
         )
-
-
-def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of a file; an unfinished last line, left by a killed run, is ignored.
-
-    Raises:
-      ValueError: a line before the last one is not JSON.
-    """
-    events, lines = [], path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
-    return events

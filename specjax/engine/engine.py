@@ -527,13 +527,14 @@ class Engine:
         brought = Brought.of(result)
         tree = self.runner.plans[chunk.strategy].tree
         drafts = tree.rows - 1 if tree else 0
-        who = []
-        if self.telemetry is not None:
-            who = [s and s.slot is not None and self._slot_info(s) or None for s in chunk.rows]
+        rejections = None if self.telemetry is None else result.report.rejections
+        who: list[SlotInfo | None] = [None] * len(chunk.rows)
         ends = np.full(len(chunk.rows), self.max_len)
         for row, sequence in enumerate(chunk.rows):
             if sequence is None or sequence.slot is None:
                 continue
+            if rejections is not None:
+                who[row] = self._slot_info(sequence)
             sample = sequence.look(row, brought, drafts, chunk.version)
             if sample is not None:
                 ends[row] = len(sequence.job.prompt) + len(sample.token_ids)
@@ -546,8 +547,8 @@ class Engine:
                 seconds=seconds,
             )
         )
-        if self.telemetry is not None and result.report.rejections is not None:
-            self.telemetry.add(rejections_until(result.report.rejections, ends), who)
+        if rejections is not None:
+            self.telemetry.add(rejections_until(rejections, ends), who)
 
     def _wait_for(self, chunk: Chunk) -> tuple[Result, float]:
         """The result on the host, and the seconds that it took to run, prompts before it left out.

@@ -18,22 +18,6 @@ def policy(tmp_path_factory):
     return tiny_run.write_policy(tmp_path_factory.mktemp("policy") / "tiny")
 
 
-@pytest.fixture(scope="module")
-def table(tmp_path_factory):
-    """A cost table that can be computed with by hand: 1 or 2 running samples, 3 rows."""
-    content = {
-        "name": "toy",
-        "source": "modelled: by hand",
-        "batches": [1, 2],
-        "plain": [1.0, 1.5],
-        "draft": [0.1, 0.2],
-        "verify": {"3": [1.2, 2.0]},
-    }
-    path = tmp_path_factory.mktemp("costs") / "toy.json"
-    path.write_text(json.dumps(content))
-    return path
-
-
 def settings(policy, out, **changes):
     small = {"steps": 1, "untimed_steps": 0, "costs": "null", "rollout.max_batch": 2}
     small |= {"rollout.strategy": "2_1_3", "algo.dynamic_sampling": False}

@@ -27,22 +27,6 @@ def trace_of(lengths, histograms, chunk_tokens=1, strategy=DEEP):
     return Trace(settings, {"off": off, strategy: np.array(histograms)}, spans)
 
 
-@pytest.fixture(scope="module")
-def table(tmp_path_factory):
-    """1 or 2 running samples; a chain of two drafts costs 1.4 and 2.4, a plain step 1.0 and 1.5."""
-    content = {
-        "name": "toy",
-        "source": "modelled: by hand",
-        "batches": [1, 2],
-        "plain": [1.0, 1.5],
-        "draft": [0.1, 0.2],
-        "verify": {"3": [1.2, 2.0]},
-    }
-    path = tmp_path_factory.mktemp("costs") / "toy.json"
-    path.write_text(json.dumps(content))
-    return path
-
-
 ALL_ACCEPTED = [[0, 0, 0, 2], [0, 0, 0, 1]]
 
 

@@ -13,9 +13,10 @@ from specjax.checkpoint import Checkpointer
 from train import rl
 from train.config import ConfigError, parse_config
 from train.draft import DraftConfig, SpotConfig
+from train.log import read_lines
 from train.schema import RLConfig
 from train.spot import ReplayBuffer, SpotTraining
-from train.trace import TRACE_FILE, Trace, read_trace
+from train.trace import TRACE_FILE, Trace
 
 # Groups are carried, steps end early, the head is trained: all that could depend on the clock does.
 CHANGES = {
@@ -103,7 +104,7 @@ def test_the_head_learns_in_gaps_while_other_replicas_run(pair):
     assert sum(m["draft/updates_in_gaps"] for m in some) > 0
     assert [m["draft/updates"] for m in some] == [0, 5, 5, 5]  # nothing to learn from, at first
     assert not any(m["draft/updates_in_gaps"] for m in others)
-    events = read_trace(out / "gaps" / TRACE_FILE)
+    events = read_lines(out / "gaps" / TRACE_FILE)
     assert {e["step"] for e in events} == set(range(1, STEPS + 1))
     pieces = [e for e in events if e["event"] == "draft_gap"]
     assert len(pieces) == sum(m["draft/updates_in_gaps"] for m in some)
@@ -289,7 +290,7 @@ def test_a_run_that_goes_back_drops_the_events_of_steps_that_it_runs_again(tmp_p
             trace.write(path)
         with path.open("a") as stream:
             stream.write('{"step": 3, "repl')  # killed while it wrote
-    events = read_trace(path)
+    events = read_lines(path)
     assert [e["step"] for e in events if e["event"] == "rollout"] == [1, 2, 3]
     mine = [e for e in events if e["step"] == 2 and e["replica"] == 1]
     assert [e["event"] for e in mine] == ["busy", "idle", "busy"]
