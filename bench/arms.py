@@ -30,7 +30,9 @@ from bench import arms_figures, arms_plot, predict
 from bench.common import write_result
 from bench.equality import Equality, Fingerprint, snapshot
 from train.config import ConfigError, load_config, option
-from train.schema import DraftConfig, EvalSection, RLConfig, RolloutSection
+from train.draft import DraftConfig
+from train.rollout_schema import RolloutSection
+from train.schema import EvalSection, RLConfig
 from train.trainer import Trainer
 
 # Arm: (draft.mode, rollout.head).

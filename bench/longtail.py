@@ -47,7 +47,8 @@ from specjax import LLM, SamplingParams, SpecConfig
 from specjax.control import OFF, ControlConfig, make_controller
 from specjax.control.config import DEFAULT_STRATEGIES
 from specjax.engine.compare import Difference, first_difference
-from specjax.engine.engine import Engine, EngineConfig
+from specjax.engine.engine import Engine
+from specjax.engine.settings import EngineConfig
 from specjax.models import hf
 from specjax.tokenizer import load_tokenizer
 from train import data

@@ -22,7 +22,7 @@ def __getattr__(name: str):
 
         return LLM
     if name == "EngineConfig":
-        from specjax.engine.engine import EngineConfig
+        from specjax.engine.settings import EngineConfig
 
         return EngineConfig
     raise AttributeError(f"module 'specjax' has no attribute {name!r}")

@@ -60,6 +60,18 @@ def option(default: Any, doc: str, choices: Sequence[Any] | None = None) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def at_least(section: str, values, **smallest: int) -> None:
+    """Checks fields of a section against the smallest values that make sense.
+
+    Raises:
+      ValueError: one of them is smaller.
+    """
+    for name, least in smallest.items():
+        if getattr(values, name) < least:
+            key = f"{section}.{name}" if section else name
+            raise ValueError(f"{key}: expected at least {least}, got {getattr(values, name)}")
+
+
 def load_config(
     schema_cls: type[T],
     argv: Sequence[str] | None = None,

@@ -29,7 +29,8 @@ from train.heads import HeadCheckpoints, starting_head
 from train.packing import empty_batch, pack
 from train.policy import PolicyTrainer, rl_loss
 from train.rewards import get_reward
-from train.schema import ENGINE_SETTINGS, PLACEMENT, RLConfig
+from train.rollout_schema import ENGINE_SETTINGS, PLACEMENT
+from train.schema import RLConfig
 from train.spot import ReplayBuffer, SpotTraining
 from train.trace import TRACE_FILE, Trace
 

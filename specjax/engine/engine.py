@@ -12,12 +12,10 @@ to the tokens when or where a sequence runs, by which strategy, or how often it 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
-import operator
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
 
 import jax
@@ -25,7 +23,6 @@ import numpy as np
 
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.control import OFF, ControlConfig, Controller, Observation, make_controller
-from specjax.control.base import parse_arms
 from specjax.decode.options import Features
 from specjax.decode.plan import Plan
 from specjax.decode.round import Result
@@ -34,50 +31,21 @@ from specjax.engine.checks import Limits, check_job
 from specjax.engine.inputs import admission_of, piece_of, place_sizes
 from specjax.engine.options_rows import features_of
 from specjax.engine.pages import PagePool, pages_for
-from specjax.engine.prompts import padded_widths
+from specjax.engine.programs import choose_program
 from specjax.engine.request import Job, SampleOutput, Totals
+from specjax.engine.run import run_to_the_end
 from specjax.engine.runner import Runner
 from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler, Start
 from specjax.engine.sequence import Brought, Progress, Sequence, rejections_until
+from specjax.engine.settings import EngineConfig, piece_widths, powers, strategies_of
 from specjax.engine.start_up import StartUp, calibrate, compile_ahead
 from specjax.models.transformer import Params
 from specjax.telemetry import Collector, SlotInfo, active_transforms
 
-PREFILL_TOKENS = 512  # of all rows of one prefill, about
 PREFILL_ROWS = 8
 IN_FLIGHT = 2
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineConfig:
-    """How an engine uses its device; nothing of it changes a token.
-
-    Attributes:
-      chunk_tokens: tokens per slot that one dispatch can emit at most; the host looks in between.
-      page_size: positions per cache page; 0 gives each sequence one page to itself.
-      cache_bytes: for the pages of all caches; None takes what all slots at full length need.
-      prefill_chunk: prompt tokens that are read at a time, a multiple of the page size.
-      order: `fifo`, or `longest_first`: prompts whose samples have been long before start first.
-      follow_ups: whoever gets a sample adds another one at once, as the next turn of a
-        conversation: chunks end early when slots become free, as they do while requests wait.
-    """
-
-    chunk_tokens: int = 32
-    page_size: int | None = None
-    cache_bytes: int | None = None
-    prefill_chunk: int = PREFILL_TOKENS
-    order: str = "fifo"
-    follow_ups: bool = False
-
-    def __post_init__(self):
-        if self.order not in ("fifo", "longest_first"):
-            raise ValueError(f"order must be 'fifo' or 'longest_first', got {self.order!r}")
-        if self.chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
-        if self.prefill_chunk < 16:
-            raise ValueError(f"prefill_chunk must be at least 16, got {self.prefill_chunk}")
 
 
 @dataclasses.dataclass
@@ -129,6 +97,7 @@ class Engine:
       version: of the weights, 1 after the first `set_params`.
       stale_positions: of caches that were kept when the weights changed, so far.
       lengths: of earlier samples, by prompt.
+      asked: features, and how many of the samples that were added and have not ended ask for them.
     """
 
     def __init__(
@@ -156,14 +125,14 @@ class Engine:
             mesh,
             source,
             self.config.chunk_tokens,
-            _strategies(spec, control),
+            strategies_of(spec, control),
             self.config.page_size,
             self.config.cache_bytes,
         )
         self.limits = Limits(cfg, max_len, stop_width, spec.acceptance if spec else None)
         self.batch, self.max_len = batch, max_len
-        self.piece_widths = _piece_widths(self.config, max_len, prompt_widths)
-        self.buckets = _powers(batch, 2)
+        self.piece_widths = piece_widths(self.config, max_len, prompt_widths)
+        self.buckets = powers(batch, 2)
         self.telemetry = Collector() if spec and spec.telemetry_on else None
         self.lengths = LengthHistory()
         self.controller = self._controller(None)
@@ -225,7 +194,7 @@ class Engine:
         )
         self._table = np.zeros((runner.slots, runner.table_width), np.int32)
         self._sequences: dict[int, Sequence] = {}
-        self._features: Counter[Features] = Counter()  # how many samples ask for them
+        self.asked: Counter[Features] = Counter()
         self._in_flight: deque[Chunk] = deque()
         self._events: list[Finished] = []
         self._arrived = 0.0
@@ -291,7 +260,7 @@ class Engine:
         features = features_of(job, self._vocab)
         sequence = Sequence(self._tickets, job, self.runner.steps, features, progress)
         self._sequences[sequence.ticket] = sequence
-        self._features[features] += 1
+        self.asked[features] += 1
         self.scheduler.add(sequence)
         return sequence.ticket
 
@@ -328,9 +297,9 @@ class Engine:
 
     def _forget(self, sequence: Sequence) -> None:
         del self._sequences[sequence.ticket]
-        self._features[sequence.features] -= 1
-        if not self._features[sequence.features]:
-            del self._features[sequence.features]
+        self.asked[sequence.features] -= 1
+        if not self.asked[sequence.features]:
+            del self.asked[sequence.features]
 
     def generate(
         self, jobs: Several[Job], on_progress: Callable[[int, Totals], None] | None = None
@@ -474,7 +443,7 @@ class Engine:
         strategy = self.controller.select(len(alive))
         hint = self.controller.rounds_hint
         rounds = min(self.runner.rounds(strategy), hint or self.max_len)
-        features, bucket = self._program(strategy, alive)
+        features, bucket = choose_program(self, strategy, alive)
         slots, active = self._rows(alive, bucket)
         leave_at = 0
         if hint is None and (self.scheduler.has_waiting or self.config.follow_ups):
@@ -497,24 +466,6 @@ class Engine:
             slots += list(self._ended)[-spare:] if spare else []
         slots += [self.runner.slots - 1] * (bucket - len(slots))
         return np.array(slots, np.int32), np.arange(bucket) < len(alive)
-
-    def _program(self, strategy: str, alive: list[Sequence]) -> tuple[Features, int]:
-        """Features and bucket to ask the runner for, so that little is compiled, and once.
-
-        A chunk takes the cheapest program that was compiled and covers the samples in it. Where
-        none covers all that was added, the next wider of a few fixed sets of features is compiled,
-        for as many slots as will be needed. In `invariant` mode all chunks run one program, for
-        only within one program equal inputs are sure to give equal bits.
-        """
-        runner = self.runner
-        wanted = _all_of(self._features)
-        if runner.plan.invariant:
-            return wanted.widened(), self.batch
-        if not any(b >= len(alive) for b in runner.buckets(strategy, wanted)):
-            most = min(self.batch, len(self._sequences))
-            return wanted.widened(), next(b for b in self.buckets if b >= most)
-        here = wanted if len(self._features) == 1 else _all_of({s.features for s in alive})
-        return here, min(b for b in runner.buckets(strategy, here) if b >= len(alive))
 
     def _drain(self) -> None:
         """Takes in all that was enqueued."""
@@ -578,75 +529,5 @@ class Engine:
         return SlotInfo(job.request, job.sample, len(job.prompt), transforms)
 
 
-def run_to_the_end(
-    engine, jobs: Several[Job], on_progress: Callable[[int, Totals], None] | None = None
-) -> tuple[list[SampleOutput], Totals]:
-    """`Engine.generate`, for everything that has `add`, `step` and `clear` as an engine has."""
-    if engine.has_work:
-        raise RuntimeError(
-            "samples that were added are not finished; step() until they are, or abort them, "
-            "before generate()"
-        )
-    start = time.perf_counter()
-    steps = engine.runner.steps
-    totals = Totals(steps, np.zeros(steps + 2, np.int64))
-    finished = 0
-    try:
-        index = {engine.add(job): i for i, job in enumerate(jobs)}
-        outputs: list[SampleOutput | None] = [None] * len(jobs)
-        while engine.has_work:
-            for event in engine.step():
-                outputs[index[event.ticket]] = event.sample
-                totals.add(event.sample)
-                finished += 1
-            totals.seconds = time.perf_counter() - start
-            if on_progress:
-                on_progress(finished, totals)
-    except BaseException:
-        engine.clear()  # an interrupted call leaves nothing behind
-        raise
-    return outputs, totals
-
-
-def _all_of(features: Iterable[Features]) -> Features:
-    """What any of them asks for."""
-    return functools.reduce(operator.or_, features)
-
-
-def _powers(batch: int, base: int) -> list[int]:
-    """1, base, base squared, .. and the batch."""
-    sizes = [1]
-    while sizes[-1] < batch:
-        sizes.append(min(sizes[-1] * base, batch))
-    return sizes
-
-
-def _strategies(
-    spec: SpecConfig | None, control: ControlConfig | None
-) -> dict[str, Strategy | None] | None:
-    """What the controller may choose, cut to the rows that `spec` allows; None: `spec`'s own."""
-    if control is None:
-        return None
-    if spec is None:
-        raise ValueError(
-            "control chooses between ways to speculate, and spec is None; give a SpecConfig, or no "
-            "control"
-        )
-    arms = parse_arms(control.arms)
-    if spec.invariant and len(arms) > 1:
-        raise ValueError(
-            f"invariant mode runs one program throughout, and control may choose between "
-            f"{', '.join(arms)}; use controller 'static', or invariant=False"
-        )
-    return {name: arm and arm.capped(spec.spec_verify_tokens) for name, arm in arms.items()}
-
-
 def _drafts(plans: Mapping[str, Plan]) -> list[Strategy | str]:
     return [OFF if plan.tree is None else plan.tree.strategy for plan in plans.values()]
-
-
-def _piece_widths(config: EngineConfig, max_len: int, asked: Several[int] | None) -> list[int]:
-    """Lengths that pieces of prompts are padded to, in order; the last is the longest piece."""
-    longest = min(config.prefill_chunk, -(-max_len // 16) * 16)
-    widths = padded_widths(longest) if asked is None else [-(-w // 16) * 16 for w in asked]
-    return sorted({w for w in widths if w < longest} | {longest})

@@ -16,10 +16,11 @@ from specjax.config import ModelConfig, SamplingParams, SpecConfig
 from specjax.control import ControlConfig
 from specjax.engine.checks import check_job, check_prompt
 from specjax.engine.compare import Difference, first_difference
-from specjax.engine.engine import Engine, EngineConfig
+from specjax.engine.engine import Engine
 from specjax.engine.options_rows import features_of
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job, RequestOutput, SampleOutput, Totals, make_jobs
+from specjax.engine.settings import EngineConfig
 from specjax.engine.sources import load_source
 from specjax.engine.start_up import StartUp
 from specjax.models import hf

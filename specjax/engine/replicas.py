@@ -14,8 +14,9 @@ from collections.abc import Sequence as Several
 
 from specjax.decode.options import Features
 from specjax.engine.checks import check_job
-from specjax.engine.engine import Engine, Finished, run_to_the_end
+from specjax.engine.engine import Engine, Finished
 from specjax.engine.request import Job, SampleOutput, Totals
+from specjax.engine.run import run_to_the_end
 from specjax.engine.sequence import Progress
 from specjax.engine.start_up import StartUp
 from specjax.models.transformer import Params

@@ -13,8 +13,9 @@ from specjax import LLM, SamplingParams, SpecConfig
 from specjax.control import ControlConfig, EmaConfig
 from specjax.control.base import Controller
 from specjax.engine.compare import first_difference
-from specjax.engine.engine import Engine, EngineConfig
+from specjax.engine.engine import Engine
 from specjax.engine.request import make_jobs
+from specjax.engine.settings import EngineConfig
 
 VOCAB, MAX_LEN = CFG.vocab_size, 96
 ARMS = ("off", "1_1_2", "3_1_4")
@@ -276,7 +277,7 @@ def test_memory_and_pages_are_what_they_were_after_many_requests():
     before = live()
     work(10)
     assert live() == before and engine.scheduler.pool.used == 0
-    assert not engine._sequences and not engine._features and not engine._in_flight
+    assert not engine._sequences and not engine.asked and not engine._in_flight
 
 
 # --- preemption, abort, interruption --------------------------------------------------------------

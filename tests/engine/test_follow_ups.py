@@ -4,7 +4,7 @@ import pytest
 
 from bench.chains import Watch
 from specjax import LLM, SamplingParams
-from specjax.engine.engine import EngineConfig
+from specjax.engine.settings import EngineConfig
 
 
 @pytest.mark.parametrize(("follow_ups", "first"), [(True, 3), (False, 16)])

@@ -9,7 +9,8 @@ from specjax.control import ControlConfig
 from specjax.telemetry import read_jsonl
 from train import rl
 from train.config import ConfigError, parse_config
-from train.schema import RLConfig, RolloutSection
+from train.rollout_schema import RolloutSection
+from train.schema import RLConfig
 
 
 def test_the_keys_of_a_rollout_are_those_of_spec_config():

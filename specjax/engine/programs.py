@@ -1,0 +1,41 @@
+"""Which of the compiled programs a chunk runs."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from specjax.decode.options import Features
+from specjax.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from specjax.engine.engine import Engine
+
+
+def choose_program(engine: Engine, strategy: str, alive: list[Sequence]) -> tuple[Features, int]:
+    """Features and bucket to ask the runner for, so that little is compiled, and once.
+
+    A chunk takes the cheapest program that was compiled and covers the samples in it. Where none
+    covers all that was added, the next wider of a few fixed sets of features is compiled, for as
+    many slots as will be needed. In `invariant` mode all chunks run one program, for only within
+    one program equal inputs are sure to give equal bits.
+
+    Args:
+      alive: what the chunk is to run.
+    """
+    runner = engine.runner
+    wanted = _all_of(engine.asked)
+    if runner.plan.invariant:
+        return wanted.widened(), engine.batch
+    if not any(b >= len(alive) for b in runner.buckets(strategy, wanted)):
+        most = min(engine.batch, engine.outstanding)
+        return wanted.widened(), next(b for b in engine.buckets if b >= most)
+    here = wanted if len(engine.asked) == 1 else _all_of({s.features for s in alive})
+    return here, min(b for b in runner.buckets(strategy, here) if b >= len(alive))
+
+
+def _all_of(features: Iterable[Features]) -> Features:
+    """What any of them asks for."""
+    return functools.reduce(operator.or_, features)

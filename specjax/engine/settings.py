@@ -1,0 +1,78 @@
+"""How an engine is set up: its settings, and the sizes and strategies that follow from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Several
+
+from specjax.config import SpecConfig, Strategy
+from specjax.control import ControlConfig
+from specjax.control.base import parse_arms
+from specjax.engine.prompts import padded_widths
+
+PREFILL_TOKENS = 512  # of all rows of one prefill, about
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """How an engine uses its device; nothing of it changes a token.
+
+    Attributes:
+      chunk_tokens: tokens per slot that one dispatch can emit at most; the host looks in between.
+      page_size: positions per cache page; 0 gives each sequence one page to itself.
+      cache_bytes: for the pages of all caches; None takes what all slots at full length need.
+      prefill_chunk: prompt tokens that are read at a time, a multiple of the page size.
+      order: `fifo`, or `longest_first`: prompts whose samples have been long before start first.
+      follow_ups: whoever gets a sample adds another one at once, as the next turn of a
+        conversation: chunks end early when slots become free, as they do while requests wait.
+    """
+
+    chunk_tokens: int = 32
+    page_size: int | None = None
+    cache_bytes: int | None = None
+    prefill_chunk: int = PREFILL_TOKENS
+    order: str = "fifo"
+    follow_ups: bool = False
+
+    def __post_init__(self):
+        if self.order not in ("fifo", "longest_first"):
+            raise ValueError(f"order must be 'fifo' or 'longest_first', got {self.order!r}")
+        if self.chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
+        if self.prefill_chunk < 16:
+            raise ValueError(f"prefill_chunk must be at least 16, got {self.prefill_chunk}")
+
+
+def powers(batch: int, base: int) -> list[int]:
+    """1, base, base squared, .. and the batch."""
+    sizes = [1]
+    while sizes[-1] < batch:
+        sizes.append(min(sizes[-1] * base, batch))
+    return sizes
+
+
+def strategies_of(
+    spec: SpecConfig | None, control: ControlConfig | None
+) -> dict[str, Strategy | None] | None:
+    """What the controller may choose, cut to the rows that `spec` allows; None: `spec`'s own."""
+    if control is None:
+        return None
+    if spec is None:
+        raise ValueError(
+            "control chooses between ways to speculate, and spec is None; give a SpecConfig, or no "
+            "control"
+        )
+    arms = parse_arms(control.arms)
+    if spec.invariant and len(arms) > 1:
+        raise ValueError(
+            f"invariant mode runs one program throughout, and control may choose between "
+            f"{', '.join(arms)}; use controller 'static', or invariant=False"
+        )
+    return {name: arm and arm.capped(spec.spec_verify_tokens) for name, arm in arms.items()}
+
+
+def piece_widths(config: EngineConfig, max_len: int, asked: Several[int] | None) -> list[int]:
+    """Lengths that pieces of prompts are padded to, in order; the last is the longest piece."""
+    longest = min(config.prefill_chunk, -(-max_len // 16) * 16)
+    widths = padded_widths(longest) if asked is None else [-(-w // 16) * 16 for w in asked]
+    return sorted({w for w in widths if w < longest} | {longest})
