@@ -192,6 +192,32 @@ def alternate(functions: Mapping[str, Callable[[], Any]], repeats: int) -> dict[
     return seconds
 
 
+def paired_ratio_interval(
+    numerator: Sequence[float], denominator: Sequence[float], level: float = 0.95
+) -> tuple[float, float, float]:
+    """Median of numerator[i] / denominator[i], with a bootstrap interval over the pairs.
+
+    For functions that took turns (`alternate`): what slows a machine down for longer than a turn
+    hits both sides of a pair, and drops out.
+
+    Returns:
+      (ratio, low, high); with one pair the interval has no width.
+
+    Raises:
+      ValueError: there are no pairs, or the sides have different lengths.
+    """
+    if not len(numerator) or len(numerator) != len(denominator):
+        raise ValueError(
+            "pairs need as many measurements of one side as of the other, and at least one; got "
+            f"{len(numerator)} and {len(denominator)}"
+        )
+    ratios = np.asarray(numerator, float) / np.asarray(denominator, float)
+    draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+    tail = (1 - level) / 2
+    low, high = np.quantile(np.median(draws, axis=1), [tail, 1 - tail])
+    return float(np.median(ratios)), float(low), float(high)
+
+
 def median_ratio_interval(
     numerator: Sequence[float], denominator: Sequence[float], level: float = 0.95
 ) -> tuple[float, float, float]:

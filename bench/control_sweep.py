@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from bench.common import figure, median_ratio_interval, write_result
+from bench.common import figure, median_ratio_interval, paired_ratio_interval, write_result
 from bench.control_run import (
     ADAPTIVE,
     Bench,
@@ -118,8 +118,8 @@ def rate_figures(slots: int, rates: Rates) -> dict[str, dict]:
         if not name.startswith("controller/"):
             continue
         for over, other in (("best", best), ("off", f"strategy/{OFF}")):
-            value, *interval = median_ratio_interval(rates[name], rates[other])
-            unit = f"tok/s / that of {_last(other)}, ratio of medians"
+            value, *interval = paired_ratio_interval(rates[name], rates[other])
+            unit = f"tok/s / that of {_last(other)}, median over turns"
             figures[f"over_{over}/batch_{slots}/{_last(name)}"] = figure(value, unit, interval)
     return figures
 
@@ -149,8 +149,8 @@ def useless_figures(slots: int, measured: Mapping[str, Sequence[Measured]]) -> d
     rates = {name: [m.rate for m in values] for name, values in measured.items()}
     figures = {f"{at}/{name}": _rate(values) for name, values in rates.items()}
     for name in ("goodput", "off"):
-        value, *interval = median_ratio_interval(rates[name], rates["plain"])
-        unit = "tok/s / that of an engine that cannot speculate, ratio of medians"
+        value, *interval = paired_ratio_interval(rates[name], rates["plain"])
+        unit = "tok/s / that of an engine that cannot speculate, median over turns"
         figures[f"{at}/{name}_over_plain"] = figure(value, unit, interval)
     shares = _percent(share_of_rounds(measured["goodput"]))
     return figures | {f"{at}/choices": figure(shares, "share of rounds")}

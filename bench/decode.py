@@ -24,7 +24,7 @@ from bench.common import (
     bench_parser,
     figure,
     heldout_prompts,
-    median_ratio_interval,
+    paired_ratio_interval,
     write_result,
 )
 from specjax import LLM, SamplingParams, SpecConfig
@@ -73,7 +73,7 @@ class Pair:
     def figures(self, seconds: dict[str, list[float]]) -> dict[str, dict]:
         """What this batch size contributes to the result file."""
         tokens = self.plain.totals.tokens
-        ratio, low, high = median_ratio_interval(seconds["plain"], seconds["spec"])
+        ratio, low, high = paired_ratio_interval(seconds["plain"], seconds["spec"])
         rates = {
             name: [getattr(self, name).totals.tokens / s for s in values]
             for name, values in seconds.items()
@@ -83,7 +83,7 @@ class Pair:
         at = f"/batch_{self.batch}"
 
         result = {
-            f"speedup{at}": figure(ratio, "speculative / plain, medians", [low, high]),
+            f"speedup{at}": figure(ratio, "speculative / plain, median over turns", [low, high]),
             f"accept_length{at}": figure(self.spec.totals.accept_length, "tokens per round"),
             f"rows_per_round{at}": figure(self.batch * rows, f"rows ({self.batch} x {rows})"),
             f"tokens{at}": figure(tokens, "tokens per measurement"),

@@ -37,7 +37,7 @@ from bench.common import (
     bench_parser,
     figure,
     heldout_prompts,
-    median_ratio_interval,
+    paired_ratio_interval,
     write_result,
 )
 from specjax import LLM, SamplingParams, SpecConfig
@@ -120,7 +120,7 @@ def measure(device: Device, prompts, params, repeats: int) -> dict[str, list[flo
 
 def figures_of(name: str, batch: int, seconds: dict[str, list[float]], tokens: int) -> dict:
     at = f"/{name}/batch_{batch}"
-    ratio, low, high = median_ratio_interval(seconds["device"], seconds["engine"])
+    ratio, low, high = paired_ratio_interval(seconds["device"], seconds["engine"])
     busy = [1 - w / e for w, e in zip(seconds["waited"], seconds["engine"], strict=True)]
     enqueuing = [q / d for q, d in zip(seconds["enqueuing"], seconds["device"], strict=True)]
     middle = statistics.median

@@ -33,7 +33,7 @@ from bench.common import (
     bench_parser,
     figure,
     heldout_prompts,
-    median_ratio_interval,
+    paired_ratio_interval,
     write_result,
 )
 from specjax import LLM, SamplingParams, SpecConfig
@@ -112,8 +112,8 @@ def setting_figures(at: str, found: Decodings, seconds: Mapping[str, list[float]
             statistics.median(rates), "tok/s", [min(rates), max(rates)]
         )
     for ours, theirs in zip(PAIRS["invariant"], PAIRS["normal"], strict=True):
-        value, low, high = median_ratio_interval(seconds[theirs], seconds[ours])
-        unit = f"tok/s, {ours} / {theirs}, medians"
+        value, low, high = paired_ratio_interval(seconds[theirs], seconds[ours])
+        unit = f"tok/s, {ours} / {theirs}, median over turns"
         result[f"cost/{at}/{ours}"] = figure(value, unit, [low, high])
     for kind, (ours, theirs) in PAIRS.items():
         counted = differences(found.tokens[ours], found.tokens[theirs])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bench import chains
-from bench.common import figure, median_ratio_interval
+from bench.common import figure, paired_ratio_interval
 from bench.trace import GOODPUT, PLAIN
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def _column(bench: Bench, name: str) -> dict[str, list[float]]:
 
 
 def _ratio(a: Sequence[float], b: Sequence[float], unit: str) -> dict:
-    value, low, high = median_ratio_interval(a, b)
+    value, low, high = paired_ratio_interval(a, b)
     return figure(value, unit, [low, high])
 
 
@@ -74,7 +74,7 @@ def _wall_ratios(bench: Bench, seconds: Mapping[str, list[float]], best: str) ->
         mine = [value + charge for value in seconds[GOODPUT]]
         for name, other in ((PLAIN, PLAIN), ("best_static", best)):
             result[f"wall_ratio/goodput/{name}{suffix}"] = _ratio(
-                mine, seconds[other], f"wall time, goodput / {other}, medians, {how}"
+                mine, seconds[other], f"wall time, goodput / {other}, median over turns, {how}"
             )
     return result
 

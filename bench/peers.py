@@ -41,7 +41,7 @@ from bench.common import (
     bench_parser,
     figure,
     heldout_prompts,
-    median_ratio_interval,
+    paired_ratio_interval,
     write_result,
 )
 from bench.jax_sampler import JaxSampler
@@ -176,13 +176,15 @@ def figures_of(work: Work, arms: Mapping[str, Arm], seconds: Mapping[str, list[f
     result[f"best_peer{at}"] = figure(best, "peer with the least time per token")
     for ours in OURS:
         for peer in (n for n in costs if n in PEERS):
-            ratio, *ends = median_ratio_interval(costs[peer], costs[ours])
-            result[f"{ours}_over_{peer}{at}"] = figure(ratio, "times as fast, medians", ends)
+            ratio, *ends = paired_ratio_interval(costs[peer], costs[ours])
+            result[f"{ours}_over_{peer}{at}"] = figure(
+                ratio, "times as fast, median over turns", ends
+            )
         result[f"{ours}_over_best{at}"] = result[f"{ours}_over_{best}{at}"]
     ours = arms["specjax"]
     share = ours.extra / len(seconds["specjax"])
     charged = [(s + share) / t for s, t in zip(seconds["specjax"], ours.tokens, strict=True)]
-    ratio, *ends = median_ratio_interval(costs[best], charged)
+    ratio, *ends = paired_ratio_interval(costs[best], charged)
     result[f"specjax_over_best_charged{at}"] = figure(ratio, "measuring at start charged", ends)
     result[f"calibration_seconds{at}"] = figure(ours.extra, "s, once, before the clock starts")
     accepted = ours.generate.totals.accept_length

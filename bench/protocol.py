@@ -45,7 +45,7 @@ from bench.common import (
     alternate,
     bench_parser,
     figure,
-    median_ratio_interval,
+    paired_ratio_interval,
     write_result,
 )
 from bench.full_batch import everyone, fill
@@ -104,7 +104,7 @@ def call_figures(point: Point, llms: Mapping[str, LLM], prompts, args) -> dict[s
         rate, ends = _rate([s / one.totals[point.output].tokens for s in wholes[name]])
         result[f"{name}_tokens_per_sec_call{at}"] = figure(rate, "tok/s, prompts included", ends)
     ratio, ends = _ratio(costs["plain"], costs["spec"])
-    result[f"speedup{at}"] = figure(ratio, "speculative / plain decoding, medians", ends)
+    result[f"speedup{at}"] = figure(ratio, "speculative / plain decoding, median over turns", ends)
     ratio, ends = _ratio(wholes["plain"], wholes["spec"])
     result[f"speedup_call{at}"] = figure(ratio, "the same, of whole calls", ends)
     totals = calls["spec"].totals[point.output]
@@ -125,7 +125,7 @@ def _rate(costs: Sequence[float]) -> tuple[float | None, list[float] | None]:
 def _ratio(numerator, denominator) -> tuple[float | None, list[float] | None]:
     if min(*numerator, *denominator) <= 0:
         return None, None
-    ratio, *ends = median_ratio_interval(numerator, denominator)
+    ratio, *ends = paired_ratio_interval(numerator, denominator)
     return ratio, ends
 
 
@@ -204,7 +204,7 @@ def round_figures(point: Point, llms: Mapping[str, LLM], args) -> dict[str, dict
             1e3 * statistics.median(spent), "ms", [1e3 * min(spent), 1e3 * max(spent)]
         )
         result[f"{name}_bandwidth{at}"] = _bandwidth(size, spent)
-        ratio, *ends = median_ratio_interval(per_copied, [s / size for s in spent])
+        ratio, *ends = paired_ratio_interval(per_copied, [s / size for s in spent])
         result[f"{name}_bandwidth_share{at}"] = figure(ratio, "of the copy's bytes/s", ends)
         counted = hlo.round_kernels(chunk.text())
         kinds = ", ".join(f"{n} {opcode}" for opcode, n in counted.most_common())

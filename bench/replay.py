@@ -31,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.common import figure, median_ratio_interval, write_result
+from bench.common import figure, paired_ratio_interval, write_result
 from bench.predict import CostTable, default_tables
 from bench.trace import GOODPUT, PLAIN, Trace
 from specjax.control import OFF, ControlConfig, Controller, Observation, make_controller
@@ -253,7 +253,7 @@ def figures_of(found: Predicted) -> dict[str, dict]:
     ):
         mine = [value + charge for value in found.seconds[GOODPUT]]
         for name, other in ((PLAIN, PLAIN), ("best_static", best)):
-            value, low, high = median_ratio_interval(mine, found.seconds[other])
+            value, low, high = paired_ratio_interval(mine, found.seconds[other])
             unit = f"wall time, goodput / {other}, predicted, costs {label}, {how}"
             key = f"predicted_wall_ratio{suffix}/{at}/goodput/{name}"
             result[key] = figure(value, unit, [low, high])

@@ -41,10 +41,11 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 from bench import spot_plot  # noqa: E402
-from bench.common import figure, median_ratio_interval, write_result  # noqa: E402
+from bench.common import figure, paired_ratio_interval, write_result  # noqa: E402
 from train.config import ConfigError, load_config, option  # noqa: E402
 from train.draft import DraftConfig, SpotConfig  # noqa: E402
-from train.schema import EvalSection, RLConfig, RolloutSection  # noqa: E402
+from train.rollout_schema import RolloutSection  # noqa: E402
+from train.schema import EvalSection, RLConfig  # noqa: E402
 from train.trainer import Trainer  # noqa: E402
 
 ARMS = ("after", "gaps")
@@ -229,7 +230,7 @@ def _median(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _ratio(steps: Mapping[str, Sequence[Step]], of: Callable[[Step], float]):
-    return median_ratio_interval(
+    return paired_ratio_interval(
         [of(step) for step in steps["gaps"]], [of(step) for step in steps["after"]]
     )
 

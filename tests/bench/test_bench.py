@@ -3,11 +3,17 @@
 import json
 
 import jax
+import numpy as np
 import pytest
 import tiny_run
 
 from bench import arms, arms_figures, costs, decode, predict
-from bench.common import alternate, median_ratio_interval, write_result
+from bench.common import (
+    alternate,
+    median_ratio_interval,
+    paired_ratio_interval,
+    write_result,
+)
 from train.config import ConfigError
 from train.draft import frozen_policy_parts, head_loss
 from train.trainer import Trainer
@@ -248,6 +254,18 @@ def test_the_ratio_of_medians_lies_in_its_interval_and_needs_measurements():
     assert value == pytest.approx(2.0) and low <= value <= high
     with pytest.raises(ValueError, match="at least one measurement"):
         median_ratio_interval([], [1.0])
+
+
+def test_pairs_that_were_slowed_down_together_leave_no_trace_in_their_ratio():
+    slow = np.linspace(1.0, 3.0, 9)
+    value, low, high = paired_ratio_interval(2.0 * slow, slow)
+    assert value == low == high == 2.0
+    _, low, high = median_ratio_interval(2.0 * slow, slow)
+    assert high - low > 0.5, "the other way does not see it"
+    value, low, high = paired_ratio_interval([2.0, 4.2, 6.0], [1.0, 2.0, 3.0])
+    assert value == pytest.approx(2.0) and low <= value <= high
+    with pytest.raises(ValueError, match="got 2 and 1"):
+        paired_ratio_interval([1.0, 2.0], [1.0])
 
 
 def test_functions_take_turns_in_alternating_order():
