@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +35,14 @@ from rich.table import Table
 
 from bench import acceptance_plot
 from bench.acceptance_arms import ALIGNED_SETTINGS, SETTINGS, TREES, Arm, aligned_arms, arms
-from bench.common import add_prompt_arguments, bench_parser, figure, heldout_prompts, write_result
+from bench.common import (
+    add_prompt_arguments,
+    bench_parser,
+    figure,
+    heldout_prompts,
+    user_errors,
+    write_result,
+)
 from specjax import LLM, ModelConfig, SamplingParams, Strategy
 from specjax.models import hf
 from specjax.tokenizer import load_tokenizer
@@ -301,10 +307,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    try:
+    with user_errors("acceptance"):
         run(parse(argv))
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"bench.acceptance: error: {error}")
 
 
 if __name__ == "__main__":

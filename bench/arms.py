@@ -16,7 +16,6 @@ the recorded acceptance is replayed through every cost table in `costs`: see `be
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import math
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import arms_figures, arms_plot, predict
-from bench.common import write_result
+from bench.common import own_settings, user_errors, write_result
 from bench.equality import Equality, Fingerprint, snapshot
 from train.config import ConfigError, load_config, option
 from train.draft import DraftConfig
@@ -92,11 +91,8 @@ class ArmsConfig(RLConfig):
 
     def of_arm(self, arm: str) -> RLConfig:
         """The settings of one arm's run."""
-        common = copy.deepcopy(
-            {field.name: getattr(self, field.name) for field in dataclasses.fields(RLConfig)}
-        )
         mode, head = ARMS[arm]
-        cfg = RLConfig(**common)
+        cfg = own_settings(RLConfig, self)
         cfg.draft = dataclasses.replace(cfg.draft, mode=mode)
         cfg.rollout = dataclasses.replace(cfg.rollout, head=head)
         if arm == "online_random":
@@ -252,10 +248,8 @@ def settings_of(cfg: ArmsConfig) -> dict:
 
 def main(argv: Sequence[str] | None = None) -> None:
     cfg = load_config(ArmsConfig, argv, "bench.arms", "Four RL runs from one start, compared.")
-    try:
+    with user_errors("arms"):
         equality = run(cfg)
-    except (ConfigError, FileNotFoundError) as error:
-        sys.exit(f"bench.arms: error: {error}")
     if equality.unexplained:
         sys.exit(
             f"bench.arms: {', '.join(equality.unexplained)}: not the same run as "

@@ -7,6 +7,8 @@ A result file is JSON: `name`, `date` (UTC), `machine`, `versions`, `command`, `
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
 import dataclasses
 import datetime
 import importlib.metadata
@@ -17,15 +19,16 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from train import data
 
+T = TypeVar("T")
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 
@@ -94,6 +97,21 @@ def add_timing_arguments(parser: argparse.ArgumentParser, batches: Sequence[int]
     add = parser.add_argument
     add("--batches", type=int, nargs="+", default=list(batches), help="slots that run at once")
     add("--repeats", type=int, default=7, help="measurements of each, at least 5 for a figure")
+
+
+@contextlib.contextmanager
+def user_errors(module: str) -> Iterator[None]:
+    """Ends the program with one message where the user, or what was found, is at fault."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
+        sys.exit(f"bench.{module}: error: {error}")
+
+
+def own_settings(schema: type[T], cfg: T) -> T:
+    """A copy of a configuration that knows more than `schema`, with the fields of `schema` only."""
+    values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(schema)}
+    return schema(**copy.deepcopy(values))
 
 
 def heldout_prompts(

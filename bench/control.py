@@ -18,11 +18,10 @@ policy ends them, and others take their slots: the number that run stays near th
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from bench import control_plot, control_swap, control_sweep
-from bench.common import add_prompt_arguments, add_timing_arguments, bench_parser
+from bench.common import add_prompt_arguments, add_timing_arguments, bench_parser, user_errors
 from bench.control_run import add_run_arguments
 from specjax.control.base import canonical
 
@@ -89,12 +88,10 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
-    try:
+    with user_errors("control"):
         path = args.run(args)
         print(path)
         print(control_plot.draw(path))
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"bench.control: error: {error}")
 
 
 if __name__ == "__main__":

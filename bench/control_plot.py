@@ -88,7 +88,7 @@ def draw_sweep(figures: Mapping[str, Mapping], settings: Mapping):
         _room(axes[2], useless)
     note = (
         f"Medians of {settings['repeats']} alternating measurements; bars: 95% bootstrap intervals "
-        "of the medians (left) and of ratios turn by turn. The clock covers decoding and the reading of "
+        "of the medians (left) and of ratios turn by turn. The clock covers decoding and reading "
         "prompts,\nnot compiling and calibrating. Oracle: the strategy with the best median at "
         "each batch size."
     )

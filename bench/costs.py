@@ -22,13 +22,12 @@ import dataclasses
 import json
 import platform
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 
-from bench.common import alternate, machine, versions
+from bench.common import alternate, machine, user_errors, versions
 from bench.full_batch import everyone, fill
 from specjax.config import ModelConfig, SpecConfig
 from specjax.decode import rng
@@ -295,14 +294,12 @@ def _rounded(value):
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
-    try:
+    with user_errors("costs"):
         if args.command == "measure":
             write(Path(args.out), measure(args))
         else:
             for name in args.chips:
                 write(Path(args.out) / f"{name}_8b.json", modelled(name, args))
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"bench.costs: error: {error}")
 
 
 if __name__ == "__main__":

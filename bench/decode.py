@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from bench.common import (
     figure,
     heldout_prompts,
     paired_ratio_interval,
+    user_errors,
     write_result,
 )
 from specjax import LLM, SamplingParams, SpecConfig
@@ -153,10 +153,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    try:
+    with user_errors("decode"):
         run(parse(argv))
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"bench.decode: error: {error}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ import functools
 import io
 import pstats
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +37,7 @@ from bench.common import (
     figure,
     heldout_prompts,
     paired_ratio_interval,
+    user_errors,
     write_result,
 )
 from specjax import LLM, SamplingParams, SpecConfig
@@ -211,10 +211,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    try:
+    with user_errors("host"):
         run(parse(argv))
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"bench.host: error: {error}")
 
 
 if __name__ == "__main__":

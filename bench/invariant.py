@@ -34,6 +34,7 @@ from bench.common import (
     figure,
     heldout_prompts,
     paired_ratio_interval,
+    user_errors,
     write_result,
 )
 from specjax import LLM, SamplingParams, SpecConfig
@@ -187,10 +188,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    try:
+    with user_errors("invariant"):
         _, wrong = run(parse(argv))
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"bench.invariant: error: {error}")
     if wrong:
         sys.exit(f"bench.invariant: {wrong} samples differ in invariant mode, expected none: a bug")
 

@@ -40,6 +40,7 @@ from bench.common import (
     alternate,
     bench_parser,
     figure,
+    user_errors,
     write_result,
 )
 from bench.trace import GOODPUT, PLAIN, SUFFIX, Trace
@@ -289,10 +290,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    try:
+    with user_errors("longtail"):
         unexplained = run(parse(argv))
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"bench.longtail: error: {error}")
     if unexplained:
         sys.exit("bench.longtail: tokens differ, and floating point does not explain it: a bug")
 

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +41,7 @@ from bench.common import (
     figure,
     heldout_prompts,
     paired_ratio_interval,
+    user_errors,
     write_result,
 )
 from bench.jax_sampler import JaxSampler
@@ -309,10 +309,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    try:
+    with user_errors("peers"):
         run(parse(argv))
-    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
-        sys.exit(f"bench.peers: error: {error}")
 
 
 if __name__ == "__main__":

@@ -24,13 +24,12 @@ import argparse
 import dataclasses
 import heapq
 import json
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from bench.common import write_result
+from bench.common import user_errors, write_result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,10 +255,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", help="result file; default: bench/results/predict.json")
     args = parser.parse_args(argv)
     tables = args.costs or sorted(map(str, default_tables()))
-    try:
+    with user_errors("predict"):
         predictions = predict_all(read_rollouts(args.acceptance), tables, args.slots)
-    except (FileNotFoundError, ValueError) as error:
-        sys.exit(f"bench.predict: error: {error}")
     for p in predictions:
         print(
             f"{p.table:>24}  {p.arm:>14}: plain {p.plain_rate:9.0f} tok/s, speculative "

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -46,6 +45,7 @@ from bench.common import (
     bench_parser,
     figure,
     paired_ratio_interval,
+    user_errors,
     write_result,
 )
 from bench.full_batch import everyone, fill
@@ -319,10 +319,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    try:
+    with user_errors("protocol"):
         run(parse(argv))
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"bench.protocol: error: {error}")
 
 
 if __name__ == "__main__":

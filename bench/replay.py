@@ -24,14 +24,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from bench.common import figure, paired_ratio_interval, write_result
+from bench.common import figure, paired_ratio_interval, user_errors, write_result
 from bench.predict import CostTable, default_tables
 from bench.trace import GOODPUT, PLAIN, Trace
 from specjax.control import OFF, ControlConfig, Controller, Observation, make_controller
@@ -325,15 +324,13 @@ def tables_of(paths: Sequence[str] | None) -> list[CostTable]:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     figures: dict[str, dict] = {}
-    try:
+    with user_errors("replay"):
         trace = Trace.read(args.trace)
         for table in tables_of(args.costs):
             slots = args.slots and min(args.slots, table.largest_batch)
             found = predict(trace, table, slots, args.stretch, args.repeats, args.seed)
             figures |= figures_of(found)
             print(report(found), flush=True)
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"bench.replay: error: {error}")
     name = f"replay_{Path(trace.settings['model']).name}"
     settings = {**vars(args), "longtail": dict(trace.settings)}
     print(write_result(name, settings, figures, args.out))

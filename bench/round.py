@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -32,7 +31,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import alternate, bench_parser, figure, heldout_prompts, write_result
+from bench.common import alternate, bench_parser, figure, heldout_prompts, user_errors, write_result
 from bench.round_parts import EMPTY, PARTS, Parts
 from specjax import LLM, ModelConfig, SamplingParams, SpecConfig
 from specjax.decode.options import Features
@@ -234,10 +233,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    try:
+    with user_errors("round"):
         run(parse(argv))
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"bench.round: error: {error}")
 
 
 if __name__ == "__main__":

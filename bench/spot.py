@@ -26,7 +26,6 @@ if __name__ == "__main__" and _DEVICES not in os.environ.get("XLA_FLAGS", ""):
     own = f"{_DEVICES}=2 --xla_cpu_multi_thread_eigen=false"  # read when jax is imported
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {own}".strip()
 
-import copy  # noqa: E402
 import dataclasses  # noqa: E402
 import json  # noqa: E402
 import statistics  # noqa: E402
@@ -41,7 +40,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 from bench import spot_plot  # noqa: E402
-from bench.common import figure, paired_ratio_interval, write_result  # noqa: E402
+from bench.common import figure, own_settings, paired_ratio_interval, user_errors, write_result  # noqa: E402
 from train.config import ConfigError, load_config, option  # noqa: E402
 from train.draft import DraftConfig, SpotConfig  # noqa: E402
 from train.rollout_schema import RolloutSection  # noqa: E402
@@ -78,8 +77,7 @@ class SpotBenchConfig(RLConfig):
 
     def of_arm(self, arm: str, out: Path) -> RLConfig:
         """The settings of one arm's run, which writes to a directory of its own in `out`."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(RLConfig)}
-        cfg = RLConfig(**copy.deepcopy(values))
+        cfg = own_settings(RLConfig, self)
         cfg.draft.spot.gaps = arm == "gaps"
         cfg.out = str(out / arm)
         return cfg
@@ -288,10 +286,8 @@ def summary(figures: Mapping[str, Mapping]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     cfg = load_config(SpotBenchConfig, argv, "bench.spot", "Draft training in gaps, compared.")
-    try:
+    with user_errors("spot"):
         figures = run(cfg)
-    except (ConfigError, ValueError, FileNotFoundError) as error:
-        sys.exit(f"bench.spot: error: {error}")
     if figures["steps_identical"]["value"] != cfg.steps:
         sys.exit("bench.spot: the arms are not the same run: a bug, trust none of the times")
 
