@@ -133,21 +133,25 @@ class Goodput(Controller):
         least = (1 + self.config.hysteresis) * scores[current]
         wanted = max(_MIN_PROBE, -(-self.config.probe_slot_rounds // batch_size))
         rounds = min(float(wanted), max(self._chunk_rounds, 1.0))
-        losses, turns = {}, {}
+        losses, turns, hopes = {}, {}, {}
         for arm, score in scores.items():
             seconds = self.costs.seconds(arm, batch_size)
             cheaper = 1 / (1 - self.costs.slack(arm, batch_size))
-            if arm == current or self.acceptance.hoped_tokens(arm) / seconds * cheaper <= least:
+            hope = self.acceptance.hoped_tokens(arm) / seconds * cheaper
+            if arm == current or hope <= least:
                 continue
+            hopes[arm] = hope
             losses[arm] = rounds * seconds * max(0.0, 1 - score / scores[current])
             # One try teaches the acceptance of a whole family, but the cost of one strategy only.
             turns[arm] = arm if score * cheaper > least else self.acceptance.family(arm) or arm
         if not losses:
             return None
-        # They take turns, or the cheapest would starve the others.
-        name = min(losses, key=lambda arm: (self._tried_at.get(turns[arm], -1), losses[arm]))
-        self._credit = min(self._credit, 2 * losses[name])  # no hoarding for a spree of tries
         free = self._free_try and (not self._free_at or self._rounds >= self._free_at)
+        if free:  # what may win most is drafted deepest, and tells of all shallower ones
+            name = max(hopes, key=hopes.__getitem__)
+        else:  # they take turns, or the cheapest would starve the others
+            name = min(losses, key=lambda arm: (self._tried_at.get(turns[arm], -1), losses[arm]))
+        self._credit = min(self._credit, 2 * losses[name])  # no hoarding for a spree of tries
         early = self._rounds < self._tried_round + _PAUSE
         if not free and (early or self._credit < losses[name]):
             return None

@@ -448,7 +448,7 @@ class Engine:
         leave_at = 0
         if hint is None and (self.scheduler.has_waiting or self.config.follow_ups):
             # Slots that become free are worth looking after.
-            leave_at = len(alive) - max(1, len(alive) // 8)
+            leave_at = len(alive) - max(1, len(alive) // 32)
         table = np.where(active[:, None], self._table[slots], 0)
         enqueued, mark = time.perf_counter(), self.runner.mark
         result = self.runner.chunk(strategy, features, slots, active, table, rounds, leave_at)

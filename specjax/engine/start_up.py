@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 CONTEXT = 256  # tokens of a sequence while costs are measured, at most
 REPEATS = 2
-SAMPLE_SECONDS = 0.02  # of one measurement, about; where a round takes longer it is one round
+SAMPLE_SECONDS = 0.01  # of one measurement, about; where a round takes longer it is one round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,10 @@ def _mib(count: int) -> str:
 
 
 def compile_ahead(engine: Engine, features: Several[Features]) -> StartUp:
-    """Builds every program: prefill by width, placement by size, chunks by strategy and bucket."""
+    """Builds every program: prefill by width, placement by size, chunks by strategy and bucket.
+
+    Each runs once, for the first run of a program takes longer than those that follow.
+    """
     runner, started = engine.runner, time.perf_counter()
     built = runner.compilations
     runner.reset()
@@ -74,7 +77,8 @@ def compile_ahead(engine: Engine, features: Several[Features]) -> StartUp:
         for bucket in buckets:
             # Smallest first: what a larger program covers already would not be compiled.
             for wanted in sorted(features, key=lambda f: f.size):
-                _chunk(engine, strategy, wanted, bucket, running=False, rounds=0)
+                runner.place(admission_of(_starts(engine, 1, 1), 1, runner))
+                _chunk(engine, strategy, wanted, bucket, rounds=1)
     jax.block_until_ready(runner.state)
     memory = runner.memory()
     return StartUp(
@@ -99,19 +103,22 @@ def calibrate(engine: Engine, features: Features) -> tuple[CostTable, float]:
     samples: dict[tuple[str, int], list[float]] = {}
     for bucket in engine.buckets:
         rounds = dict.fromkeys(runner.plans, 1)
-        for repeat in range(REPEATS + 1):
+        for turn in range(REPEATS + 1):
             for strategy in runner.plans:
+                mine = samples.setdefault((strategy, bucket), [])
+                if len(mine) == REPEATS:
+                    continue
                 starts = _starts(engine, bucket, min(CONTEXT, engine.max_len // 2))
                 runner.place(admission_of(starts, _size(engine, bucket), runner))
                 jax.block_until_ready(runner.state)
-                begin = time.perf_counter()
-                count = rounds[strategy]
-                ran = _chunk(engine, strategy, features, bucket, running=True, rounds=count)
+                begin, count = time.perf_counter(), rounds[strategy]
+                ran = _chunk(engine, strategy, features, bucket, rounds=count)
                 seconds = (time.perf_counter() - begin) / max(ran, 1)
-                if repeat:  # the first one warms caches
-                    samples.setdefault((strategy, bucket), []).append(seconds)
-                enough = round(SAMPLE_SECONDS / seconds)
-                rounds[strategy] = min(max(enough, 1), runner.rounds(strategy))
+                enough = min(max(round(SAMPLE_SECONDS / seconds), 1), runner.rounds(strategy))
+                # The first, of one round, may be mostly dispatch.
+                if count >= enough // 2 or turn == REPEATS:
+                    mine.append(seconds)
+                rounds[strategy] = enough
     return CostTable.from_samples(samples), time.perf_counter() - started
 
 
@@ -132,7 +139,7 @@ def _starts(engine: Engine, count: int, length: int) -> list[Start]:
     return starts
 
 
-def _chunk(engine: Engine, strategy, features, bucket, running: bool, rounds: int) -> int:
+def _chunk(engine: Engine, strategy, features, bucket, rounds: int) -> int:
     """Runs a chunk of the first slots, all of whose positions lie in nobody's page.
 
     Returns:
@@ -140,7 +147,7 @@ def _chunk(engine: Engine, strategy, features, bucket, running: bool, rounds: in
     """
     runner = engine.runner
     table = np.zeros((bucket, runner.table_width), np.int32)
-    active = np.full(bucket, running)
+    active = np.ones(bucket, bool)
     slots = np.arange(bucket, dtype=np.int32)
     result = runner.chunk(strategy, features, slots, active, table, rounds)
     return int(jax.block_until_ready(result).rounds)
