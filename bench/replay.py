@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,8 @@ from bench.predict import CostTable, default_tables
 from bench.trace import GOODPUT, PLAIN, Trace
 from specjax.control import OFF, ControlConfig, Controller, Observation, make_controller
 from specjax.control import CostTable as SecondsTable
-from specjax.engine.start_up import REPEATS
+from specjax.engine.engine import REFILL_SHARE
+from specjax.engine.start_up import REPEATS, enough_rounds
 
 _OWN_ROUNDS = 8.0  # rounds of a sample's own evidence that count as much as all samples'
 
@@ -140,11 +142,13 @@ class Replay:
     @property
     def calibration_seconds(self) -> float:
         """What the engine's calibration takes on this chip."""
-        return (REPEATS + 1) * sum(
-            max(2, self.rounds(name) // 2) * self.costs.seconds(name, bucket)
-            for name in self.strategies
-            for bucket in self.buckets
-        )
+        total = 0.0
+        for name, bucket in itertools.product(self.strategies, self.buckets):
+            seconds = self.costs.seconds(name, bucket)
+            rounds = enough_rounds(seconds, self.rounds(name))
+            first = rounds // 2 > 1  # a first round that does not count
+            total += (first + REPEATS * rounds) * seconds
+        return total
 
     def controller(self, arm: str) -> Controller:
         if arm != GOODPUT:
@@ -176,7 +180,7 @@ class Replay:
         strategy = controller.select(len(slots))
         steps = self.steps.get(strategy, 0)
         most = min(self.rounds(strategy), controller.rounds_hint or self.chunk_tokens)
-        leave_at = len(slots) - max(1, len(slots) // 8) if waiting else 0
+        leave_at = len(slots) - max(1, len(slots) // REFILL_SHARE) if waiting else 0
         here, report = np.array(slots), []
         while len(report) < most and (left[here] > 0).sum() > leave_at:
             runs = left[here] > 0

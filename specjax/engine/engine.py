@@ -44,6 +44,7 @@ from specjax.telemetry import Collector, SlotInfo, active_transforms
 
 PREFILL_ROWS = 8
 IN_FLIGHT = 2
+REFILL_SHARE = 32  # while others wait a chunk ends when one slot in so many is free
 
 log = logging.getLogger(__name__)
 
@@ -401,9 +402,7 @@ class Engine:
         if not prompts:
             return False
         width = self._piece_width(prompts[0])
-        rows = self.piece_rows(width)
-        if len(prompts) == 1 and self.runner.reads_one(width):
-            rows = 1
+        rows = self.runner.rows_to_read(len(prompts), width, self.piece_rows(width))
         self.runner.prefill(piece_of(prompts, rows, width, self.runner))
         for prompt in prompts:
             prompt.read += min(width, prompt.to_read)
@@ -445,10 +444,8 @@ class Engine:
         rounds = min(self.runner.rounds(strategy), hint or self.max_len)
         features, bucket = choose_program(self, strategy, alive)
         slots, active = self._rows(alive, bucket)
-        leave_at = 0
-        if hint is None and (self.scheduler.has_waiting or self.config.follow_ups):
-            # Slots that become free are worth looking after.
-            leave_at = len(alive) - max(1, len(alive) // 32)
+        smaller = max((b for b in self.runner.buckets(strategy, features) if b < bucket), default=0)
+        leave_at = 0 if hint else self._leave_at(len(alive), smaller)
         table = np.where(active[:, None], self._table[slots], 0)
         enqueued, mark = time.perf_counter(), self.runner.mark
         result = self.runner.chunk(strategy, features, slots, active, table, rounds, leave_at)
@@ -457,6 +454,16 @@ class Engine:
         sure = 0 if leave_at else rounds
         self._in_flight.append(Chunk(rows, result, strategy, self.version, enqueued, mark, sure))
         return True
+
+    def _leave_at(self, alive: int, smaller: int) -> int:
+        """So few running slots end a chunk: others take the free ones, or the batch shrinks.
+
+        Args:
+          smaller: the next smaller bucket for which there is a program.
+        """
+        if self.scheduler.has_waiting or self.config.follow_ups:
+            return alive - max(1, alive // REFILL_SHARE)
+        return smaller
 
     def _rows(self, alive: list[Sequence], bucket: int) -> tuple[np.ndarray, np.ndarray]:
         """Slots of a batch, and which of them are to run."""

@@ -293,9 +293,16 @@ class Runner:
         source = self.longest.source
         return bool(source and source.looks_around) and not self.longest.needs_q
 
-    def reads_one(self, width: int) -> bool:
-        """Whether the program that reads one piece alone was compiled."""
-        return ("prefill", (1, width + self.tail)) in self.executables and not self.plan.invariant
+    def rows_to_read(self, count: int, width: int, most: int) -> int:
+        """Rows of the smallest program that was compiled for so many pieces of a width.
+
+        Args:
+          most: the answer where there is none, and in `invariant` mode, where one program reads
+            all.
+        """
+        sizes = [key[1] for key in self.executables if key[0] == "prefill"]
+        fits = [rows for rows, read in sizes if rows >= count and read == width + self.tail]
+        return most if self.plan.invariant else min(fits, default=most)
 
     def covers(self, strategy: str, bucket: int, features: Features) -> bool:
         """Whether a program that was compiled serves requests that ask for this."""

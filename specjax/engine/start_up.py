@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 CONTEXT = 256  # tokens of a sequence while costs are measured, at most
 REPEATS = 2
+FEW = 4  # prompts: a program of their own, as slots become free a few at a time
 SAMPLE_SECONDS = 0.01  # of one measurement, about; where a round takes longer it is one round
 
 
@@ -67,8 +68,8 @@ def compile_ahead(engine: Engine, features: Several[Features]) -> StartUp:
     built = runner.compilations
     runner.reset()
     for width in engine.piece_widths:
-        sizes = {engine.piece_rows(width)} | (set() if runner.plan.invariant else {1})
-        for rows in sorted(sizes):
+        most = engine.piece_rows(width)
+        for rows in [most] if runner.plan.invariant else sorted({1, min(FEW, most), most}):
             runner.prefill(piece_of([], rows, width, runner))
     for count in place_sizes(engine.batch):
         runner.place(admission_of(_starts(engine, 1, 1), count, runner))
@@ -114,12 +115,17 @@ def calibrate(engine: Engine, features: Features) -> tuple[CostTable, float]:
                 begin, count = time.perf_counter(), rounds[strategy]
                 ran = _chunk(engine, strategy, features, bucket, rounds=count)
                 seconds = (time.perf_counter() - begin) / max(ran, 1)
-                enough = min(max(round(SAMPLE_SECONDS / seconds), 1), runner.rounds(strategy))
+                enough = enough_rounds(seconds, runner.rounds(strategy))
                 # The first, of one round, may be mostly dispatch.
                 if count >= enough // 2 or turn == REPEATS:
                     mine.append(seconds)
                 rounds[strategy] = enough
     return CostTable.from_samples(samples), time.perf_counter() - started
+
+
+def enough_rounds(seconds: float, most: int) -> int:
+    """Rounds of one measurement, given the seconds of one and how many a chunk can have."""
+    return min(max(round(SAMPLE_SECONDS / seconds), 1), most)
 
 
 def _size(engine: Engine, count: int) -> int:

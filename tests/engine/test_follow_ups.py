@@ -1,4 +1,5 @@
-"""A sample that ends makes room at once where another turn is going to follow it."""
+"""A sample that ends makes room at once where another turn is to follow it, or where the batch can
+shrink."""
 
 import pytest
 
@@ -7,12 +8,16 @@ from specjax import LLM, SamplingParams
 from specjax.engine.settings import EngineConfig
 
 
-@pytest.mark.parametrize(("follow_ups", "first"), [(True, 3), (False, 16)])
-def test_a_chunk_ends_with_its_first_sample_only_if_others_will_follow(
-    tiny_policy, follow_ups, first
+@pytest.mark.parametrize(
+    ("follow_ups", "warm", "first"), [(True, False, 3), (False, True, 3), (False, False, 16)]
+)
+def test_a_chunk_ends_with_its_first_sample_only_if_that_is_worth_something(
+    tiny_policy, follow_ups, warm, first
 ):
     how = EngineConfig(chunk_tokens=16, follow_ups=follow_ups)
     llm = LLM(tiny_policy, None, max_batch=2, max_len=64, engine=how)
+    if warm:  # there is a program for one slot as well
+        llm.warm_up()
     llm.engine.controller = watch = Watch(llm.engine.controller)
     params = [SamplingParams(max_tokens=n, seed=n, ignore_eos=True) for n in (3, 20)]
     outputs = llm.generate([[5, 6, 7], [8, 9]], params)
