@@ -41,6 +41,7 @@ def settings(policy, out, **changes):
     return tiny_run.arguments(policy, out, **{**few, **changes})
 
 
+@pytest.mark.slow
 def test_both_schedules_run_and_are_written(tiny_policy, tmp_path, monkeypatch):
     monkeypatch.setattr(schedule, "WITHIN", 1.0)  # four problems decide nothing
     schedule.main(settings(tiny_policy, tmp_path))
