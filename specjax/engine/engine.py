@@ -360,13 +360,15 @@ class Engine:
     def _schedule(self) -> bool:
         """Makes room, reads prompts, starts sequences, and enqueues a chunk if any can run.
 
-        Those that run wait for one piece of prompts at most; when nobody runs, all slots are filled
-        first.
+        Those that run wait while `prefill_chunk` tokens of prompts are read, or one piece if that
+        is more; when nobody runs, all slots are filled first.
         """
         self._make_room()
-        idle = not self.scheduler.running
-        while self._read_prompts() and idle:
-            self._start()
+        idle, room = not self.scheduler.running, self.config.prefill_chunk
+        while (idle or room > 0) and (read := self._read_prompts()):
+            room -= read
+            if idle:
+                self._start()
         self._start()
         return self._enqueue()
 
@@ -396,17 +398,20 @@ class Engine:
         else:
             self.scheduler.step_back(sequence)
 
-    def _read_prompts(self) -> bool:
-        """Enqueues the reading of one piece of some prompts."""
+    def _read_prompts(self) -> int:
+        """Enqueues the reading of one piece of some prompts; returns its tokens, padding included.
+
+        0: there is none to read.
+        """
         prompts = self.scheduler.next_to_read(self.piece_rows, self._piece_width)
         if not prompts:
-            return False
+            return 0
         width = self._piece_width(prompts[0])
         rows = self.runner.rows_to_read(len(prompts), width, self.piece_rows(width))
         self.runner.prefill(piece_of(prompts, rows, width, self.runner))
         for prompt in prompts:
             prompt.read += min(width, prompt.to_read)
-        return True
+        return rows * width
 
     def _piece_width(self, prompt: Prompt) -> int:
         """Positions of the next piece of a prompt, padded."""
