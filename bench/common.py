@@ -229,11 +229,15 @@ def paired_ratio_interval(
             "pairs need as many measurements of one side as of the other, and at least one; got "
             f"{len(numerator)} and {len(denominator)}"
         )
-    ratios = np.asarray(numerator, float) / np.asarray(denominator, float)
-    draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+    return median_interval(np.asarray(numerator, float) / np.asarray(denominator, float), level)
+
+
+def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
+    """(median, low, high) by bootstrap, with a fixed seed."""
+    draws = np.random.default_rng(0).choice(np.asarray(values, float), (2000, len(values)))
     tail = (1 - level) / 2
     low, high = np.quantile(np.median(draws, axis=1), [tail, 1 - tail])
-    return float(np.median(ratios)), float(low), float(high)
+    return float(np.median(values)), float(low), float(high)
 
 
 def median_ratio_interval(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.common import figure, median_ratio_interval, write_result
+from bench.common import figure, median_interval, write_result
 from bench.control_run import ADAPTIVE, Bench, Choice, Measured, Recorder, Stream, in_turns, measure
 from specjax.models.transformer import Params
 
@@ -202,7 +202,7 @@ def speed_figures(
     figures = {}
     for head, by_name in speeds.items():
         for name, speed in by_name.items():
-            rate, *interval = median_ratio_interval([m.rate for m in measured[head][name]], [1.0])
+            rate, *interval = median_interval([m.rate for m in measured[head][name]])
             at = f"{head}_head/{name}"
             figures[f"tokens_per_sec/{at}"] = figure(rate, "tok/s", interval)
             figures[f"tokens_per_round/{at}"] = figure(speed.tokens, "tokens of all slots")

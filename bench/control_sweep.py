@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from bench.common import figure, median_ratio_interval, paired_ratio_interval, write_result
+from bench.common import figure, median_interval, paired_ratio_interval, write_result
 from bench.control_run import (
     ADAPTIVE,
     Bench,
@@ -213,7 +213,7 @@ def summary(figures: Mapping[str, Mapping], kind: str, name: str) -> dict[str, d
 
 
 def _rate(values: Sequence[float], unit: str = "tok/s") -> dict:
-    value, *interval = median_ratio_interval(values, [1.0])
+    value, *interval = median_interval(values)
     return figure(value, unit, interval)
 
 

@@ -37,6 +37,7 @@ from bench.trace import GOODPUT, PLAIN, Trace
 from specjax.control import OFF, ControlConfig, Controller, Observation, make_controller
 from specjax.control import CostTable as SecondsTable
 from specjax.engine.engine import REFILL_SHARE
+from specjax.engine.settings import powers
 from specjax.engine.start_up import REPEATS, enough_rounds
 
 _OWN_ROUNDS = 8.0  # rounds of a sample's own evidence that count as much as all samples'
@@ -70,11 +71,6 @@ def rates(histograms: np.ndarray, steps: int) -> np.ndarray:
     tries, accepts = reached[:, 1 : steps + 1], reached[:, 2 : steps + 2]
     everyone = accepts.sum(axis=0) / np.maximum(tries.sum(axis=0), 1)
     return (accepts + _OWN_ROUNDS * everyone) / (tries + _OWN_ROUNDS)
-
-
-def buckets_of(slots: int) -> list[int]:
-    """1, 2, 4, .. and the number of slots."""
-    return sorted({min(2**i, slots) for i in range(slots.bit_length() + 1)})
 
 
 @dataclasses.dataclass
@@ -123,7 +119,7 @@ class Replay:
             for name, steps in self.steps.items()
             if steps
         }
-        self.buckets = buckets_of(slots)
+        self.buckets = powers(slots, 2)
         self.costs = SecondsTable(
             self.buckets,
             {

@@ -102,9 +102,7 @@ def figures_of(records: Sequence[Mapping], steps: int) -> dict[str, dict]:
 
     def of(arm: str, name: str, step: int | None = None) -> list[float]:
         return [
-            r[name]
-            for r in records
-            if r["arm"] == arm and name in r and (r["step"] == step if step is not None else True)
+            r[name] for r in records if r["arm"] == arm and name in r and step in (None, r["step"])
         ]
 
     ends = {arm: of(arm, "eval/reward", steps) for arm in ARMS}

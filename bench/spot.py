@@ -40,7 +40,14 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 from bench import spot_plot  # noqa: E402
-from bench.common import figure, own_settings, paired_ratio_interval, user_errors, write_result  # noqa: E402
+from bench.common import (  # noqa: E402
+    figure,
+    median_interval,
+    own_settings,
+    paired_ratio_interval,
+    user_errors,
+    write_result,
+)
 from train.config import ConfigError, load_config, option  # noqa: E402
 from train.draft import DraftConfig, SpotConfig  # noqa: E402
 from train.rollout_schema import RolloutSection  # noqa: E402
@@ -187,8 +194,8 @@ def figures_of(steps: Mapping[str, Sequence[Step]]) -> dict[str, dict]:
         )
     tail = statistics.median(s.tail for s in after)
     paired = list(zip(after, gaps, strict=True))
-    gained, *gained_at = _median([a.both - g.both for a, g in paired])
-    delay, *delay_at = _median([(g.rollout - a.rollout) / tail for a, g in paired])
+    gained, *gained_at = median_interval([a.both - g.both for a, g in paired])
+    delay, *delay_at = median_interval([(g.rollout - a.rollout) / tail for a, g in paired])
     both, *both_at = _ratio(steps, lambda s: s.both)
     rollout, *rollout_at = _ratio(steps, lambda s: s.rollout)
     updates = sum(s.updates for s in gaps)
@@ -218,13 +225,6 @@ def figures_of(steps: Mapping[str, Sequence[Step]]) -> dict[str, dict]:
             ends = [min(values), max(values)]
             result[f"{name}_seconds/{arm}"] = figure(statistics.median(values), "s", ends)
     return result
-
-
-def _median(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, with a bootstrap interval of 95%."""
-    draws = np.random.default_rng(0).choice(np.asarray(values), (2000, len(values)))
-    low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
-    return float(np.median(values)), float(low), float(high)
 
 
 def _ratio(steps: Mapping[str, Sequence[Step]], of: Callable[[Step], float]):

@@ -449,8 +449,7 @@ class Engine:
         rounds = min(self.runner.rounds(strategy), hint or self.max_len)
         features, bucket = choose_program(self, strategy, alive)
         slots, active = self._rows(alive, bucket)
-        smaller = max((b for b in self.runner.buckets(strategy, features) if b < bucket), default=0)
-        leave_at = 0 if hint else self._leave_at(len(alive), smaller)
+        leave_at = 0 if hint else self._leave_at(len(alive), strategy, features, bucket)
         table = np.where(active[:, None], self._table[slots], 0)
         enqueued, mark = time.perf_counter(), self.runner.mark
         result = self.runner.chunk(strategy, features, slots, active, table, rounds, leave_at)
@@ -460,15 +459,12 @@ class Engine:
         self._in_flight.append(Chunk(rows, result, strategy, self.version, enqueued, mark, sure))
         return True
 
-    def _leave_at(self, alive: int, smaller: int) -> int:
-        """So few running slots end a chunk: others take the free ones, or the batch shrinks.
-
-        Args:
-          smaller: the next smaller bucket for which there is a program.
-        """
+    def _leave_at(self, alive: int, strategy: str, features: Features, bucket: int) -> int:
+        """So few running slots end a chunk: others take the free ones, or the batch shrinks."""
         if self.scheduler.has_waiting or self.config.follow_ups:
             return alive - max(1, alive // REFILL_SHARE)
-        return smaller
+        smaller = (b for b in self.runner.buckets(strategy, features) if b < bucket)
+        return max(smaller, default=0)
 
     def _rows(self, alive: list[Sequence], bucket: int) -> tuple[np.ndarray, np.ndarray]:
         """Slots of a batch, and which of them are to run."""

@@ -11,6 +11,7 @@ from specjax.engine.options_rows import option_rows
 from specjax.engine.pages import NOBODYS, pages_for
 from specjax.engine.runner import Runner
 from specjax.engine.scheduler import Prompt, Start
+from specjax.engine.settings import powers
 
 
 def piece_of(prompts: Several[Prompt], rows: int, width: int, runner: Runner) -> Piece:
@@ -59,7 +60,4 @@ def admission_of(starts: Several[Start], count: int, runner: Runner) -> Admissio
 
 def place_sizes(batch: int) -> list[int]:
     """1, 4, 16, .. and the batch: how many sequences one program starts."""
-    sizes = [1]
-    while sizes[-1] < batch:
-        sizes.append(min(sizes[-1] * 4, batch))
-    return sizes
+    return powers(batch, 4)
