@@ -9,6 +9,7 @@ few sets of flags only; what such a set contains and a batch does not ask for is
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -96,12 +97,18 @@ class Features:
     transformed_logprobs: bool = False
     top_logprobs: bool = False
 
+    @functools.cached_property
+    def _bits(self) -> int:
+        """The flags as bits, in order: the host asks for each chunk which program covers which."""
+        flags = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return sum(flag << i for i, flag in enumerate(flags))
+
     def __or__(self, other: Features) -> Features:
-        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
-        return Features(*(a or b for a, b in zip(mine, theirs, strict=True)))
+        bits = self._bits | other._bits
+        return Features(*(bool(bits >> i & 1) for i in range(len(dataclasses.fields(self)))))
 
     def covers(self, other: Features) -> bool:
-        return self | other == self
+        return not other._bits & ~self._bits
 
     def widened(self) -> Features:
         """The smallest of a few fixed sets that covers this one.
@@ -118,7 +125,7 @@ class Features:
     @property
     def size(self) -> int:
         """How many flags are set: of two programs that cover a batch, fewer is cheaper."""
-        return sum(dataclasses.astuple(self))
+        return self._bits.bit_count()
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """The host loop: schedule, run, postprocess.
 
     schedule      prompts are read, sequences start, and get pages for what they may emit
-    run           a chunk is enqueued; the one before it may still be running
+    run           a chunk is enqueued; the one before it may still be running, unless chunks end
+                  early: what comes after those depends on who has ended
     postprocess   the results of the chunk before are read: tokens, and who has finished
 
 Bookkeeping is plain Python; device work is in `Runner`'s executables. A sequence that ends leaves
@@ -26,6 +27,7 @@ from specjax.control import OFF, ControlConfig, Controller, Observation, make_co
 from specjax.decode.options import Features
 from specjax.decode.plan import Plan
 from specjax.decode.round import Result
+from specjax.decode.state import RUNNING
 from specjax.draft.source import DraftSource
 from specjax.engine.checks import Limits, check_job
 from specjax.engine.inputs import admission_of, piece_of, place_sizes
@@ -58,6 +60,7 @@ class Chunk:
       enqueued: when. mark: is ready when the chunk begins to run; None: as soon as the chunk before
         it is done.
       sure: tokens that each of its sequences emits at least, if it does not end.
+      rounds: at most.
     """
 
     rows: list[Sequence | None]
@@ -67,6 +70,7 @@ class Chunk:
     enqueued: float
     mark: jax.Array | None
     sure: int
+    rounds: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +203,7 @@ class Engine:
         self._in_flight: deque[Chunk] = deque()
         self._events: list[Finished] = []
         self._arrived = 0.0
+        self._cut_short = False  # whether the last chunk ended early, and others still ran
         self._ended: dict[int, None] = {}  # slots, the latest last
 
     # --- weights ---------------------------------------------------------------------------------
@@ -342,8 +347,9 @@ class Engine:
           the samples that ended.
         """
         self._prepare()
-        enqueued = len(self._in_flight) < IN_FLIGHT and self._schedule()
-        full = len(self._in_flight) >= IN_FLIGHT or not enqueued
+        ahead = 1 if self._cut_short else IN_FLIGHT
+        enqueued = len(self._in_flight) < ahead and self._schedule()
+        full = len(self._in_flight) >= ahead or not enqueued
         if self._in_flight and full and (wait or self.is_ready):
             self._postprocess(self._in_flight.popleft())
         if not self._sequences:
@@ -456,7 +462,9 @@ class Engine:
         jax.tree.map(lambda x: x.copy_to_host_async(), result)
         rows = alive + [None] * (bucket - len(alive))
         sure = 0 if leave_at else rounds
-        self._in_flight.append(Chunk(rows, result, strategy, self.version, enqueued, mark, sure))
+        self._in_flight.append(
+            Chunk(rows, result, strategy, self.version, enqueued, mark, sure, rounds)
+        )
         return True
 
     def _leave_at(self, alive: int, strategy: str, features: Features, bucket: int) -> int:
@@ -484,6 +492,7 @@ class Engine:
         """Waits for a chunk, and takes in what it brought."""
         result, seconds = self._wait_for(chunk)
         brought = Brought.of(result)
+        self._cut_short = int(result.rounds) < chunk.rounds and RUNNING in brought.finish
         tree = self.runner.plans[chunk.strategy].tree
         drafts = tree.rows - 1 if tree else 0
         rejections = None if self.telemetry is None else result.report.rejections

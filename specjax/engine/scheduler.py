@@ -184,6 +184,12 @@ class Scheduler:
         ahead = min(sequence.length + self.ahead, sequence.job.limit)
         return pages_for(ahead, self.page_size)
 
+    def _soon(self, sequence: Sequence) -> int:
+        """Pages that it will lack when the host has looked once more, and a copy of one."""
+        ahead = min(sequence.length + 2 * self.ahead, sequence.job.limit)
+        copied = sequence.slot is None
+        return max(0, pages_for(ahead, self.page_size) + copied - len(sequence.pages))
+
     # --- reading prompts, starting sequences -----------------------------------------------------
 
     def next_to_read(
@@ -227,8 +233,8 @@ class Scheduler:
     def _open(self, prompt: Prompt) -> bool:
         """Gives a prompt pages, if it and one of its sequences fit beside those that run."""
         wanted = pages_for(len(prompt.tokens) - 1, self.page_size)
-        growth = pages_for(self.ahead, self.page_size) + 1
-        if self.pool.free < wanted + growth * (1 + len(self.running)) and (
+        soon = self._soon(prompt.waiting[0]) + sum(map(self._soon, self.running.values()))
+        if self.pool.free < wanted + soon and (
             self.running or self._reading or self.pool.free < wanted
         ):
             return False

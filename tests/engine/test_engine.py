@@ -223,6 +223,33 @@ def test_the_next_chunk_is_enqueued_before_the_last_one_is_read(chunks):
     assert in_flight.max() == 2
 
 
+def test_after_a_chunk_that_ended_early_the_next_one_waits_for_what_it_brought(chunks):
+    """It would be enqueued for those that ran before, too few of whom still run, and do nothing."""
+    engine = warm()
+    seen = chunks(engine)
+    lengths = [3, 40, 40, 40, 40, 40, 40, 40, 6]
+    jobs = [
+        jobs_of([i + 1, 2], dataclasses.replace(ONE, max_tokens=count), i)[0]
+        for i, count in enumerate(lengths)
+    ]
+    engine.generate(jobs)
+    kinds = [kind for kind, _ in seen if kind != "prefill"]
+    assert kinds[:6] == ["chunk", "chunk", "read", "read", "chunk", "read"]
+
+
+def test_slots_are_refilled_though_those_that_run_hold_most_pages(chunks):
+    """They have them already: what each may still need is little, and nothing past its end."""
+    engine = engine_of(None, batch=16, page_size=64)
+    seen = chunks(engine)
+    jobs = [
+        jobs_of([i + 1, 2], dataclasses.replace(ONE, max_tokens=66 + 3 * (i % 8)), i)[0]
+        for i in range(48)
+    ]
+    engine.generate(jobs)
+    running = [detail[2] for kind, detail in seen if kind == "chunk"]
+    assert min(running[: len(running) // 2]) == 16, running
+
+
 def test_a_prompt_is_read_once_for_all_its_samples(chunks):
     engine = warm()
     seen = chunks(engine)
