@@ -46,7 +46,7 @@ from specjax.telemetry import Collector, SlotInfo, active_transforms
 
 PREFILL_ROWS = 8
 IN_FLIGHT = 2
-REFILL_SHARE = 32  # while others wait a chunk ends when one slot in so many is free
+REFILL_SHARE = 6  # while others wait a chunk ends when one slot in so many is free
 
 log = logging.getLogger(__name__)
 
