@@ -70,12 +70,15 @@ class CostTable:
 
     @classmethod
     def from_samples(cls, samples: Mapping[tuple[str, int], Sequence[float]]) -> CostTable:
-        """From measured seconds per round, by (strategy, bucket); the median of each counts."""
+        """From measured seconds per round, by (strategy, bucket); the least of each counts.
+
+        Whatever else the machine does adds to a time, and never takes from it.
+        """
         buckets = sorted({bucket for _, bucket in samples})
         rows: dict[str, list[float | None]] = {}
         for (name, bucket), values in samples.items():
             row = rows.setdefault(canonical(name), [None] * len(buckets))
-            row[buckets.index(bucket)] = float(np.median(values))
+            row[buckets.index(bucket)] = float(min(values))
         return cls(buckets, rows)
 
     def to_dict(self) -> dict[str, Any]:

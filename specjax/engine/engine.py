@@ -145,6 +145,7 @@ class Engine:
         self.stale_positions = 0
         self._vocab = cfg.vocab_size
         self._tickets = 0
+        self._last_asked: tuple[tuple, Features] = ((), Features())
         self._is_warm = len(self.runner.plans) == 1  # several strategies are compiled ahead
         self.clear()
 
@@ -227,7 +228,7 @@ class Engine:
         else:
             self.stale_positions += sum(s.length for s in self.scheduler.running.values())
         self.runner.set_params(params, self.runner.head if head is None else head)
-        if not self.scheduler.running and not self.scheduler.has_waiting:
+        if not self.scheduler.pool.used:
             self.runner.state = None  # allocated anew, and zeroed, when it is needed
         self.version += 1
         self.controller.weights_changed()
@@ -247,8 +248,9 @@ class Engine:
         Raises:
           ValueError: the job does not fit.
         """
-        check_job(f"prompt {job.request}", job, self.limits)
-        job = dataclasses.replace(job, limit=min(job.limit, self.max_len))
+        features = self._features_of(job)
+        if job.limit > self.max_len:
+            job = dataclasses.replace(job, limit=self.max_len)
         copied = 1 + pages_for(self.runner.rewritten, self.runner.page_size)
         wanted, there = pages_for(job.limit, self.runner.page_size) + copied, self.runner.pages - 1
         if wanted > there:
@@ -262,13 +264,32 @@ class Engine:
                 f"prompt {job.request} continues an earlier run and asks for transformed or top "
                 "logprobs, which are not kept across runs; leave them out"
             )
+        if progress is not None and len(job.prompt) + len(progress.tokens) >= job.limit:
+            raise ValueError(
+                f"prompt {job.request} continues an earlier run that has {len(progress.tokens)} "
+                f"tokens already, and max_tokens leaves room for "
+                f"{job.limit - len(job.prompt)}; it has ended, or raise max_tokens"
+            )
         self._tickets += 1
-        features = features_of(job, self._vocab)
         sequence = Sequence(self._tickets, job, self.runner.steps, features, progress)
         self._sequences[sequence.ticket] = sequence
         self.asked[features] += 1
         self.scheduler.add(sequence)
         return sequence.ticket
+
+    def _features_of(self, job: Job) -> Features:
+        """What a job asks for; raises ValueError if it does not fit.
+
+        Samples of one request differ in nothing that matters here, so that the last answer serves
+        them all.
+        """
+        asks = (job.params, job.prompt, job.stop_ids, job.bad_words, job.limit)
+        known, features = self._last_asked
+        if len(known) != len(asks) or any(a is not b for a, b in zip(known, asks, strict=True)):
+            check_job(f"prompt {job.request}", job, self.limits)
+            features = features_of(job, self._vocab)
+            self._last_asked = asks, features
+        return features
 
     def abort(self, ticket: int) -> SampleOutput | None:
         """Ends a sample where it stands and frees what it holds.
@@ -354,6 +375,12 @@ class Engine:
             self._postprocess(self._in_flight.popleft())
         if not self._sequences:
             self._in_flight.clear()  # nobody is left whom it could bring a token
+        elif not self._in_flight and not self.scheduler.running and not self._events:
+            raise RuntimeError(
+                f"{self.scheduler.waiting} samples wait and none can start in "
+                f"{self.scheduler.pool.free} free cache pages of {self.scheduler.pool.count - 1}: "
+                "a bug of the scheduler; raise cache_bytes to go on without it"
+            )
         events, self._events = self._events, []
         return events
 
@@ -444,9 +471,13 @@ class Engine:
 
     def _enqueue(self) -> bool:
         """Enqueues a chunk of the sequences that may still run."""
-        sure = sum(chunk.sure for chunk in self._in_flight)
+        sure = Counter()  # tokens that each will have emitted when this chunk begins
+        for chunk in self._in_flight:
+            sure.update({s.ticket: chunk.sure for s in chunk.rows if s is not None})
         alive = [
-            s for _, s in sorted(self.scheduler.running.items()) if s.job.limit - s.length > sure
+            s
+            for _, s in sorted(self.scheduler.running.items())
+            if s.job.limit - s.length > sure[s.ticket]
         ]
         if not alive:
             return False
@@ -538,7 +569,8 @@ class Engine:
         self._ended[sequence.slot] = None
         self.scheduler.finish(sequence)
         self._forget(sequence)
-        self.lengths.add(sequence.job.prompt, len(sample.token_ids))
+        if self.config.order == "longest_first":
+            self.lengths.add(sequence.job.prompt, len(sample.token_ids))
         self._events.append(Finished(sequence.ticket, sequence.job, sample))
 
     def _slot_info(self, sequence: Sequence) -> SlotInfo:

@@ -162,16 +162,18 @@ class Runner:
         """
         if self._layout is None:
             self._layout = self._build_layout()
-        self.params = self._layout(params)
-        self._check("policy", params, self.params, self.cfg.tie_embeddings)
+        arrived = self._layout(params)
+        self._check("policy", params, arrived, self.cfg.tie_embeddings)
         if self.longest.source is not None:
             if head is None:
                 raise ValueError(
                     "speculation needs a draft head, got none; pass the head's parameters or use "
                     "spec=None"
                 )
-            self.head = self._place_params(head)
-            self._check("draft", head, self.head, False)
+            placed = self._place_params(head)
+            self._check("draft", head, placed, False)
+            self.head = placed
+        self.params = arrived
 
     def _check(self, name: str, sent: Params, arrived: Params, tied: bool) -> None:
         """Compares checksums, and keeps them; weights that are not finite are named loudly."""

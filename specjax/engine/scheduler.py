@@ -121,7 +121,7 @@ class Scheduler:
         del self.running[sequence.slot]
         self._slots.append(sequence.slot)
         self.pool.release(sequence.pages)
-        sequence.slot, sequence.pages, sequence.shared = None, [], 0
+        sequence.slot, sequence.pages = None, []
 
     def drop(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it is."""
@@ -247,16 +247,22 @@ class Scheduler:
         """Puts sequences whose prompts have been read into free slots."""
         found = []
         for prompt in list(self._reading.values()):
-            if not prompt.is_ready:
-                continue
-            while prompt.waiting and self._slots:
+            while prompt.is_ready and prompt.waiting and self._slots:
                 start = self._start(prompt)
+                if start is None and not self.running:  # nobody's end would bring pages
+                    self._unread_all_but(prompt)
+                    start = self._start(prompt)
                 if start is None:
                     return found
                 found.append(start)
-            if not prompt.waiting:
+            if prompt.is_ready and not prompt.waiting:
                 self._forget(prompt)
         return found
+
+    def _unread_all_but(self, prompt: Prompt) -> None:
+        for other in reversed(list(self._reading.values())):
+            if other is not prompt:
+                self._unread(other)
 
     def _start(self, prompt: Prompt) -> Start | None:
         """Starts the first sequence that waits for a prompt; None if there are too few pages."""
@@ -284,16 +290,19 @@ class LengthHistory:
 
     Args:
       decay: weight that the past keeps when a new length comes in.
+      most: prompts to remember, those that were sampled last.
     """
 
-    def __init__(self, decay: float = 0.7):
-        self._decay = decay
+    def __init__(self, decay: float = 0.7, most: int = 1 << 16):
+        self._decay, self._most = decay, most
         self._of: dict[int, float] = {}
         self._all: float | None = None
 
     def add(self, prompt, length: int) -> None:
         key, decay = hash(tuple(prompt)), self._decay
-        self._of[key] = decay * self._of.get(key, length) + (1 - decay) * length
+        self._of[key] = decay * self._of.pop(key, length) + (1 - decay) * length
+        if len(self._of) > self._most:
+            del self._of[next(iter(self._of))]
         self._all = length if self._all is None else 0.99 * self._all + 0.01 * length
 
     def expected(self, prompt) -> float | None:

@@ -72,7 +72,7 @@ class Sequence:
     Attributes:
       tokens, logprobs: generated so far, as far as the host has looked.
       features: what it asks of the programs it runs in.
-      slot: where it runs. pages: its pages, in order; the first `shared` belong to its prompt.
+      slot: where it runs. pages: its pages, in order; full pages of its prompt are shared.
       admitted: when it was started, as a running number; of two, the later is preempted first.
     """
 
@@ -87,7 +87,6 @@ class Sequence:
         self.ticket, self.job, self._steps, self.features = ticket, job, steps, features
         self.slot: int | None = None
         self.pages: list[int] = []
-        self.shared = 0
         self.admitted = 0
         self._given = progress
         self.restart()

@@ -62,7 +62,8 @@ def _mib(count: int) -> str:
 def compile_ahead(engine: Engine, features: Several[Features]) -> StartUp:
     """Builds every program: prefill by width, placement by size, chunks by strategy and bucket.
 
-    Each runs once, for the first run of a program takes longer than those that follow.
+    Each runs once, over a prefix: the first run of a program takes many times as long as those that
+    follow, and what it skips then is as slow when it comes.
     """
     runner, started = engine.runner, time.perf_counter()
     built = runner.compilations
@@ -78,7 +79,7 @@ def compile_ahead(engine: Engine, features: Several[Features]) -> StartUp:
         for bucket in buckets:
             # Smallest first: what a larger program covers already would not be compiled.
             for wanted in sorted(features, key=lambda f: f.size):
-                runner.place(admission_of(_starts(engine, 1, 1), 1, runner))
+                runner.place(admission_of(_starts(engine, 1, _context(engine)), 1, runner))
                 _chunk(engine, strategy, wanted, bucket, rounds=1)
     jax.block_until_ready(runner.state)
     memory = runner.memory()
@@ -95,32 +96,44 @@ def compile_ahead(engine: Engine, features: Several[Features]) -> StartUp:
 def calibrate(engine: Engine, features: Features) -> tuple[CostTable, float]:
     """Seconds per round of every strategy at every bucket, measured in turns.
 
-    It is meant to be short: what it gets wrong is put right while the controller observes.
+    What a chunk costs beside its rounds is measured with none, and charged as a full chunk has it:
+    else what is measured in few rounds would look dear. It is meant to be short: what it gets wrong
+    is put right while the controller observes.
 
     Returns:
       the table, and the seconds that measuring took.
     """
     runner, started = engine.runner, time.perf_counter()
     samples: dict[tuple[str, int], list[float]] = {}
+
+    def measured(strategy: str, rounds: int) -> float:
+        starts = _starts(engine, bucket, _context(engine))
+        runner.place(admission_of(starts, _size(engine, bucket), runner))
+        jax.block_until_ready(runner.state)
+        begin = time.perf_counter()
+        _chunk(engine, strategy, features, bucket, rounds)
+        return time.perf_counter() - begin
+
     for bucket in engine.buckets:
         rounds = dict.fromkeys(runner.plans, 1)
+        beside = {strategy: measured(strategy, 0) for strategy in runner.plans}
         for turn in range(REPEATS + 1):
             for strategy in runner.plans:
                 mine = samples.setdefault((strategy, bucket), [])
                 if len(mine) == REPEATS:
                     continue
-                starts = _starts(engine, bucket, min(CONTEXT, engine.max_len // 2))
-                runner.place(admission_of(starts, _size(engine, bucket), runner))
-                jax.block_until_ready(runner.state)
-                begin, count = time.perf_counter(), rounds[strategy]
-                ran = _chunk(engine, strategy, features, bucket, rounds=count)
-                seconds = (time.perf_counter() - begin) / max(ran, 1)
-                enough = enough_rounds(seconds, runner.rounds(strategy))
-                # The first, of one round, may be mostly dispatch.
-                if count >= enough // 2 or turn == REPEATS:
-                    mine.append(seconds)
-                rounds[strategy] = enough
+                count, most = rounds[strategy], runner.rounds(strategy)
+                seconds = measured(strategy, count)
+                each = max(seconds - beside[strategy], 0.1 * seconds) / count
+                rounds[strategy] = enough_rounds(each, most)
+                if count >= rounds[strategy] // 2 or turn == REPEATS:
+                    mine.append(each + beside[strategy] / most)
     return CostTable.from_samples(samples), time.perf_counter() - started
+
+
+def _context(engine: Engine) -> int:
+    """Tokens of a sequence while programs are tried and measured."""
+    return min(CONTEXT, engine.max_len // 2)
 
 
 def enough_rounds(seconds: float, most: int) -> int:

@@ -15,6 +15,7 @@ from specjax.control.base import Controller
 from specjax.engine.compare import first_difference
 from specjax.engine.engine import Engine
 from specjax.engine.request import make_jobs
+from specjax.engine.sequence import Progress
 from specjax.engine.settings import EngineConfig
 
 VOCAB, MAX_LEN = CFG.vocab_size, 96
@@ -273,6 +274,25 @@ def test_a_long_prompt_is_read_in_pieces_between_the_chunks_of_those_that_run(ch
     assert kinds.count("prefill") == 4
     assert "prefill prefill" not in " ".join(kinds), "nobody waits for more than one piece"
     assert found[ticket].token_ids == tokens_of([job])[0]
+
+
+def test_a_short_sample_ends_before_the_long_one_that_ran_when_it_came():
+    """What a chunk in flight emits for others says nothing of who was not in it."""
+    engine = warm()
+    long = engine.add(jobs_of([5, 6], dataclasses.replace(ONE, max_tokens=90))[0])
+    engine.step()
+    short = engine.add(jobs_of([7, 8], dataclasses.replace(ONE, max_tokens=2), 1)[0])
+    ended = []
+    while engine.has_work:
+        ended += [event.ticket for event in engine.step()]
+    assert ended == [short, long]
+
+
+def test_a_sample_that_has_ended_already_is_refused():
+    progress = Progress([1] * 4, [-1.0] * 4, [(0, 1)])
+    [job] = jobs_of([5, 6], dataclasses.replace(ONE, max_tokens=4))
+    with pytest.raises(ValueError, match="4 tokens already, and max_tokens leaves room for 4"):
+        warm().add(job, progress)
 
 
 def test_what_was_warmed_up_compiles_nothing_whatever_comes():

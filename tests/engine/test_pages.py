@@ -102,10 +102,10 @@ class Device:
 @given(st.integers(0, 2**32 - 1))
 def test_every_sequence_ends_and_every_page_comes_back(seed):
     rng = np.random.default_rng(seed)
-    longest, ahead = 24, int(rng.integers(2, 9))
+    longest, ahead = 24, int(rng.integers(2, 33))
     slots = int(rng.integers(1, 6))
-    least = pages_for(longest, PAGE) + 2
     rewritten = int(rng.integers(0, 3))
+    least = pages_for(longest, PAGE) + 1 + pages_for(rewritten, PAGE)  # as `Engine.add` wants
     device = Device(slots, 1 + least + int(rng.integers(0, 12)), ahead, rewritten)
     added, dropped, ticket = [], 0, 0
     for _ in range(3000):
@@ -126,6 +126,17 @@ def test_every_sequence_ends_and_every_page_comes_back(seed):
     assert len(device.finished) == len(added), "stuck"
     assert device.pool.used == 0 and not device.scheduler.has_waiting
     assert len(set(device.started)) >= len(added)
+
+
+def test_prompts_that_wait_give_way_where_nobody_could_start():
+    """The second was read while the first could not know that its sample needs all but one page."""
+    device = Device(4, 9, ahead=16)
+    device.add(0, list(range(8)), 16, n=2)
+    device.add(2, list(range(1, 9)), 1)
+    for _ in range(100):
+        device.turn(np.random.default_rng(0))
+    assert len(device.finished) == 3, "stuck"
+    assert device.pool.used == 0
 
 
 def test_the_samples_of_a_prompt_share_its_full_pages_and_get_copies_of_the_last_one():
