@@ -36,7 +36,7 @@ from bench.predict import CostTable, default_tables
 from bench.trace import GOODPUT, PLAIN, Trace
 from specjax.control import OFF, ControlConfig, Controller, Observation, make_controller
 from specjax.control import CostTable as SecondsTable
-from specjax.engine.engine import REFILL_SHARE
+from specjax.engine.programs import leave_at
 from specjax.engine.settings import powers
 from specjax.engine.start_up import REPEATS, enough_rounds
 
@@ -164,21 +164,31 @@ class Replay:
                 slots.append(queue.popleft())
             if not (left[slots] > 0).any() and not queue:
                 return result
-            seen = self._chunk(controller, slots, bool(queue), left, rng, result)
+            seen, early = self._chunk(controller, slots, bool(queue), left, rng, result)
             # The chunk before arrives while this one runs.
             if unread is not None:
                 controller.observe(unread)
             slots = [i for i in slots if i not in gone]
             unread, gone = seen, {i for i in slots if left[i] == 0}
+            if early:  # the host waits for it before it enqueues another
+                controller.observe(seen)
+                slots = [i for i in slots if i not in gone]
+                unread, gone = None, set()
 
-    def _chunk(self, controller, slots, waiting, left, rng, result: Simulated) -> Observation:
-        """Runs the chunk that the host would enqueue, and takes its tokens from `left`."""
+    def _chunk(self, controller, slots, waiting, left, rng, result: Simulated):
+        """Runs the chunk that the host would enqueue, and takes its tokens from `left`.
+
+        Returns:
+          what the controller will see of it, and whether it ended early while others still ran.
+        """
         strategy = controller.select(len(slots))
         steps = self.steps.get(strategy, 0)
         most = min(self.rounds(strategy), controller.rounds_hint or self.chunk_tokens)
-        leave_at = len(slots) - max(1, len(slots) // REFILL_SHARE) if waiting else 0
+        bucket = next(b for b in self.buckets if b >= len(slots))
+        smaller = max((b for b in self.buckets if b < bucket), default=0)
+        least = 0 if controller.rounds_hint else leave_at(len(slots), waiting, smaller)
         here, report = np.array(slots), []
-        while len(report) < most and (left[here] > 0).sum() > leave_at:
+        while len(report) < most and (left[here] > 0).sum() > least:
             runs = left[here] > 0
             accepted = np.zeros(len(here), int)
             if steps:
@@ -193,7 +203,8 @@ class Replay:
         result.seconds += seconds
         result.choices[strategy] = result.choices.get(strategy, 0.0) + seconds
         rounds = np.array(report, int).reshape(len(report), len(here))
-        return Observation(len(slots), strategy, rounds, seconds)
+        early = len(report) < most and bool((left[here] > 0).any())
+        return Observation(len(slots), strategy, rounds, seconds), early
 
 
 @dataclasses.dataclass(frozen=True)

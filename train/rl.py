@@ -41,7 +41,7 @@ class Watch:
     def look(self, step: int, metrics: dict[str, float]) -> list[str]:
         """Warnings for this step."""
         warnings = []
-        length = metrics.get("rollout/spec_accept_length")
+        length = metrics.get("rollout/drafted_accept_length")  # `off` is nobody's fault
         if length is not None:
             self.flat = self.flat + 1 if length < 1.02 else 0
             if self.flat == self.patience:

@@ -195,7 +195,7 @@ def selection_metrics(
     """
     selected = [settled.complete[i] for i in settled.selected]
     rest = [g for i, g in enumerate(settled.complete) if i not in settled.selected]
-    rest += [*settled.carried, *settled.dropped]
+    rest += [*settled.carried, *settled.dropped, *stale]
     metrics: dict[str, float | str] = {
         "rollout/groups_started": float(settled.fresh),
         "rollout/groups_selected": float(len(selected)),
@@ -245,6 +245,9 @@ def rollout_metrics(rollout: Rollout, totals: Totals, devices: int) -> dict[str,
     if totals.steps and totals.rounds:  # a step may live on what was carried alone
         metrics["rollout/spec_accept_length"] = totals.accept_length
         metrics["rollout/spec_accept_rate"] = totals.accept_rate
+        metrics["rollout/drafted_share"] = totals.drafted_rounds / totals.rounds
+        if totals.drafted_rounds:
+            metrics["rollout/drafted_accept_length"] = totals.drafted_accept_length
         for depth, rate in enumerate(totals.per_depth(), start=1):
             metrics[f"rollout/accept_rate_depth_{depth}"] = rate
     return metrics

@@ -33,7 +33,7 @@ from specjax.engine.checks import Limits, check_job
 from specjax.engine.inputs import admission_of, piece_of, place_sizes
 from specjax.engine.options_rows import features_of
 from specjax.engine.pages import PagePool, pages_for
-from specjax.engine.programs import choose_program
+from specjax.engine.programs import choose_program, leave_at
 from specjax.engine.request import Job, SampleOutput, Totals
 from specjax.engine.run import run_to_the_end
 from specjax.engine.runner import Runner
@@ -46,7 +46,6 @@ from specjax.telemetry import Collector, SlotInfo, active_transforms
 
 PREFILL_ROWS = 8
 IN_FLIGHT = 2
-REFILL_SHARE = 6  # while others wait a chunk ends when one slot in so many is free
 
 log = logging.getLogger(__name__)
 
@@ -248,34 +247,42 @@ class Engine:
         Raises:
           ValueError: the job does not fit.
         """
-        features = self._features_of(job)
+        self.check(job, progress)
         if job.limit > self.max_len:
             job = dataclasses.replace(job, limit=self.max_len)
+        self._tickets += 1
+        features = self._features_of(job)
+        sequence = Sequence(self._tickets, job, self.runner.steps, features, progress)
+        self._sequences[sequence.ticket] = sequence
+        self.asked[features] += 1
+        self.scheduler.add(sequence)
+        return sequence.ticket
+
+    def check(self, job: Job, progress: Progress | None = None) -> None:
+        """Raises ValueError if `add` cannot take the job."""
+        self._features_of(job)
+        limit = min(job.limit, self.max_len)
         copied = 1 + pages_for(self.runner.rewritten, self.runner.page_size)
-        wanted, there = pages_for(job.limit, self.runner.page_size) + copied, self.runner.pages - 1
+        wanted, there = pages_for(limit, self.runner.page_size) + copied, self.runner.pages - 1
         if wanted > there:
             raise ValueError(
                 f"prompt {job.request} may take {wanted} cache pages of {self.runner.page_size} "
                 f"positions, and there are {there}; raise cache_bytes (a page takes "
                 f"{self.runner.page_bytes} bytes), or lower max_tokens"
             )
-        if progress is not None and (job.params.transformed_logprobs or job.params.top_logprobs):
+        if progress is None:
+            return
+        if job.params.transformed_logprobs or job.params.top_logprobs:
             raise ValueError(
                 f"prompt {job.request} continues an earlier run and asks for transformed or top "
                 "logprobs, which are not kept across runs; leave them out"
             )
-        if progress is not None and len(job.prompt) + len(progress.tokens) >= job.limit:
+        room = limit - len(job.prompt)
+        if len(progress.tokens) >= room:
             raise ValueError(
                 f"prompt {job.request} continues an earlier run that has {len(progress.tokens)} "
-                f"tokens already, and max_tokens leaves room for "
-                f"{job.limit - len(job.prompt)}; it has ended, or raise max_tokens"
+                f"tokens already, and there is room for {room}; it has ended, or raise max_tokens"
             )
-        self._tickets += 1
-        sequence = Sequence(self._tickets, job, self.runner.steps, features, progress)
-        self._sequences[sequence.ticket] = sequence
-        self.asked[features] += 1
-        self.scheduler.add(sequence)
-        return sequence.ticket
 
     def _features_of(self, job: Job) -> Features:
         """What a job asks for; raises ValueError if it does not fit.
@@ -499,11 +506,9 @@ class Engine:
         return True
 
     def _leave_at(self, alive: int, strategy: str, features: Features, bucket: int) -> int:
-        """So few running slots end a chunk: others take the free ones, or the batch shrinks."""
-        if self.scheduler.has_waiting or self.config.follow_ups:
-            return alive - max(1, alive // REFILL_SHARE)
+        others_wait = self.scheduler.has_waiting or self.config.follow_ups
         smaller = (b for b in self.runner.buckets(strategy, features) if b < bucket)
-        return max(smaller, default=0)
+        return leave_at(alive, others_wait, max(smaller, default=0))
 
     def _rows(self, alive: list[Sequence], bucket: int) -> tuple[np.ndarray, np.ndarray]:
         """Slots of a batch, and which of them are to run."""

@@ -1,4 +1,4 @@
-"""Which of the compiled programs a chunk runs."""
+"""Which of the compiled programs a chunk runs, and when it ends early."""
 
 from __future__ import annotations
 
@@ -12,6 +12,18 @@ from specjax.engine.sequence import Sequence
 
 if TYPE_CHECKING:
     from specjax.engine.engine import Engine
+
+
+REFILL_SHARE = 6  # while others wait a chunk ends when one slot in so many is free
+
+
+def leave_at(alive: int, others_wait: bool, smaller: int) -> int:
+    """So few running slots end a chunk: others take the free ones, or the batch shrinks.
+
+    Args:
+      alive: slots that run when it begins. smaller: the next smaller size of a batch, or 0.
+    """
+    return alive - max(1, alive // REFILL_SHARE) if others_wait else smaller
 
 
 def choose_program(engine: Engine, strategy: str, alive: list[Sequence]) -> tuple[Features, int]:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Several
 
 from specjax.decode.options import Features
-from specjax.engine.checks import check_job
 from specjax.engine.engine import Engine, Finished
 from specjax.engine.request import Job, SampleOutput, Totals
 from specjax.engine.run import run_to_the_end
@@ -90,8 +89,8 @@ class Replicas:
         return [i for i, engine in enumerate(self.engines) if not engine.has_work]
 
     def warm_up(self, features: Several[Features] = (Features(),)) -> StartUp:
-        """Compiles for every replica; returns what the last one took."""
-        return [engine.warm_up(features) for engine in self.engines][-1]
+        """Compiles for every replica; returns what all of them took."""
+        return StartUp.sum([engine.warm_up(features) for engine in self.engines])
 
     def set_params(self, params: Params, head: Params | None = None, running: str = "recompute"):
         """Gives every replica new weights, see `Engine.set_params`."""
@@ -100,7 +99,7 @@ class Replicas:
 
     def add(self, job: Job, progress: Progress | None = None) -> int:
         """Queues a sample, see `Engine.add`."""
-        check_job(f"prompt {job.request}", job, self.limits)
+        self.engines[0].check(job, progress)  # all have the same room
         self._tickets += 1
         self._queue.append((self._tickets, job, progress))
         return self._tickets

@@ -23,12 +23,14 @@ class SpecStats:
       drafted: drafted rows that were verified, those that no candidate was found for included.
       accepted: how many of them were emitted.
       histogram: rounds by tokens emitted (index 0..steps+1); its sum is `rounds`.
+      plain_rounds: rounds that drafted nothing: the strategy was `off`, or the request wants none.
     """
 
     rounds: int
     drafted: int
     accepted: int
     histogram: tuple[int, ...]
+    plain_rounds: int = 0
 
     @property
     def accept_length(self) -> float:
@@ -185,7 +187,7 @@ class Totals:
 
     Attributes:
       histogram: rounds by tokens emitted. tokens: generated tokens. seconds: of the whole run.
-      longest: tokens of the longest sample.
+      longest: tokens of the longest sample. plain_rounds: rounds that drafted nothing.
     """
 
     steps: int
@@ -193,12 +195,14 @@ class Totals:
     tokens: int = 0
     longest: int = 0
     seconds: float = 0.0
+    plain_rounds: int = 0
 
     def add(self, sample: SampleOutput) -> None:
         for emitted, rounds in enumerate(sample.stats.histogram):
             self.histogram[emitted] += rounds
         self.tokens += len(sample.token_ids)
         self.longest = max(self.longest, len(sample.token_ids))
+        self.plain_rounds += sample.stats.plain_rounds
 
     def merge(self, other: Totals) -> None:
         """Adds a run that came after this one."""
@@ -206,6 +210,7 @@ class Totals:
         self.tokens += other.tokens
         self.longest = max(self.longest, other.longest)
         self.seconds += other.seconds
+        self.plain_rounds += other.plain_rounds
 
     @property
     def rounds(self) -> int:
@@ -218,6 +223,15 @@ class Totals:
     @property
     def accept_length(self) -> float:
         return 1.0 + self.accepted / self.rounds if self.rounds else float("nan")
+
+    @property
+    def drafted_rounds(self) -> int:
+        return self.rounds - self.plain_rounds
+
+    @property
+    def drafted_accept_length(self) -> float:
+        """Accept length of the rounds that drafted: what the head is worth where it is used."""
+        return 1.0 + self.accepted / self.drafted_rounds if self.drafted_rounds else float("nan")
 
     @property
     def accept_rate(self) -> float:

@@ -100,7 +100,7 @@ class Sequence:
         self._transformed: list[float] | None = [] if params.transformed_logprobs else None
         self._top = _Top([], []) if params.top_logprobs else None
         self._histogram = [0] * (self._steps + 2)
-        self._drafted = 0
+        self._drafted = self._plain_rounds = 0
         self._stops = None
         if params.stop:
             self._stops = StopStrings(
@@ -147,7 +147,9 @@ class Sequence:
             self._top.add(report.top, row, count, self.job.params.top_logprobs)
         kept = count if cut is None else cut.tokens - before
         rounds = self._count_rounds(brought.counts[row], kept)
-        self._drafted += rounds * (drafts if self.job.params.speculative else 0)
+        drafts *= self.job.params.speculative
+        self._drafted += rounds * drafts
+        self._plain_rounds += 0 if drafts else rounds
         if cut is not None:
             return self.output("stop", cut)
         finish = brought.finish[row]
@@ -184,6 +186,7 @@ class Sequence:
                 drafted=self._drafted,
                 accepted=sum(max(n - 1, 0) * rounds for n, rounds in enumerate(bins)),
                 histogram=tuple(bins),
+                plain_rounds=self._plain_rounds,
             ),
             weight_versions=tuple(self.versions),
             transformed_logprobs=transformed,

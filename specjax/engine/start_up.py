@@ -44,6 +44,12 @@ class StartUp:
     temporary_bytes: int
     cache_bytes: int
 
+    @classmethod
+    def sum(cls, several: Several[StartUp]) -> StartUp:
+        """What several engines took, one after the other."""
+        rows = map(dataclasses.astuple, several)
+        return cls(*map(sum, zip(*rows, strict=True)))
+
     def __str__(self) -> str:
         text = (
             f"compiled {self.programs} programs in {self.seconds:.1f} s "

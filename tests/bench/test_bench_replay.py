@@ -35,10 +35,10 @@ def seconds(trace, table, arm, slots=2):
     return run.run(run.controller(arm)).seconds
 
 
-def test_the_batch_shrinks_one_chunk_after_a_sample_ended(table):
+def test_the_batch_shrinks_as_soon_as_a_smaller_one_will_do(table):
     trace = trace_of([6, 2], ALL_ACCEPTED)
-    assert seconds(trace, table, "plain") == pytest.approx(3 * 1.5 + 3 * 1.0)
-    assert seconds(trace, table, DEEP) == pytest.approx(2 * 2.4)
+    assert seconds(trace, table, "plain") == pytest.approx(2 * 1.5 + 4 * 1.0)
+    assert seconds(trace, table, DEEP) == pytest.approx(2.4 + 1.4)
 
 
 def test_samples_beyond_the_slots_wait_and_take_the_same_time_as_in_predict(table):

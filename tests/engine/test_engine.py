@@ -10,7 +10,7 @@ from shared import CFG, compilations_of, weights
 from tiny import prompts_of
 
 from specjax import LLM, SamplingParams, SpecConfig
-from specjax.control import ControlConfig, EmaConfig
+from specjax.control import ControlConfig, EmaConfig, make_controller
 from specjax.control.base import Controller
 from specjax.engine.compare import first_difference
 from specjax.engine.engine import Engine
@@ -288,10 +288,21 @@ def test_a_short_sample_ends_before_the_long_one_that_ran_when_it_came():
     assert ended == [short, long]
 
 
+@pytest.mark.parametrize(("strategy", "plain"), [("off", 1.0), ("3_1_4", 0.0)])
+def test_rounds_that_drafted_nothing_are_counted_apart(strategy, plain):
+    """The head is not to blame for rounds in which it was not asked."""
+    engine = restless()
+    before, engine.controller = engine.controller, make_controller("static", (strategy,))
+    _, totals = engine.generate(jobs_of([3, 4], dataclasses.replace(ONE, n=2)))
+    engine.controller = before
+    assert totals.plain_rounds == plain * totals.rounds
+    assert np.isnan(totals.drafted_accept_length) == (strategy == "off")
+
+
 def test_a_sample_that_has_ended_already_is_refused():
     progress = Progress([1] * 4, [-1.0] * 4, [(0, 1)])
     [job] = jobs_of([5, 6], dataclasses.replace(ONE, max_tokens=4))
-    with pytest.raises(ValueError, match="4 tokens already, and max_tokens leaves room for 4"):
+    with pytest.raises(ValueError, match="4 tokens already, and there is room for 4"):
         warm().add(job, progress)
 
 
