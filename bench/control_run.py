@@ -204,7 +204,8 @@ class Stream:
             late_tokens, tokens = self.tokens - tokens, self.tokens
             late_rounds, rounds = seen - rounds, seen
         recorder.idle = True
-        self.step()
+        if recorder.under_way:
+            self.step()
         seconds = time.perf_counter() - started
         return Measured(self.tokens - before, seconds, tuple(recorder.choices[begun:]))
 

@@ -377,19 +377,24 @@ class Engine:
         self._prepare()
         ahead = 1 if self._cut_short else IN_FLIGHT
         enqueued = len(self._in_flight) < ahead and self._schedule()
+        if not enqueued and not self._in_flight:
+            self._check_that_somebody_runs()
         full = len(self._in_flight) >= ahead or not enqueued
         if self._in_flight and full and (wait or self.is_ready):
             self._postprocess(self._in_flight.popleft())
         if not self._sequences:
             self._in_flight.clear()  # nobody is left whom it could bring a token
-        elif not self._in_flight and not self.scheduler.running and not self._events:
+        events, self._events = self._events, []
+        return events
+
+    def _check_that_somebody_runs(self) -> None:
+        """Raises RuntimeError where `step` would be called for ever."""
+        if self._sequences and not self.scheduler.running:
             raise RuntimeError(
                 f"{self.scheduler.waiting} samples wait and none can start in "
                 f"{self.scheduler.pool.free} free cache pages of {self.scheduler.pool.count - 1}: "
                 "a bug of the scheduler; raise cache_bytes to go on without it"
             )
-        events, self._events = self._events, []
-        return events
 
     def _prepare(self) -> None:
         if not self._is_warm:
