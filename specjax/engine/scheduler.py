@@ -140,10 +140,11 @@ class Scheduler:
         self.finish(sequence)
         self.add(sequence, first=True)
 
-    def forget_prompts(self) -> None:
+    def forget_prompts(self, but: Prompt | None = None) -> None:
         """What has been read will be read again."""
         for prompt in reversed(list(self._reading.values())):
-            self._unread(prompt)
+            if prompt is not but:
+                self._unread(prompt)
 
     def _unread(self, prompt: Prompt) -> None:
         self._forget(prompt)
@@ -250,7 +251,7 @@ class Scheduler:
             while prompt.is_ready and prompt.waiting and self._slots:
                 start = self._start(prompt)
                 if start is None and not self.running:  # nobody's end would bring pages
-                    self._unread_all_but(prompt)
+                    self.forget_prompts(but=prompt)
                     start = self._start(prompt)
                 if start is None:
                     return found
@@ -258,11 +259,6 @@ class Scheduler:
             if prompt.is_ready and not prompt.waiting:
                 self._forget(prompt)
         return found
-
-    def _unread_all_but(self, prompt: Prompt) -> None:
-        for other in reversed(list(self._reading.values())):
-            if other is not prompt:
-                self._unread(other)
 
     def _start(self, prompt: Prompt) -> Start | None:
         """Starts the first sequence that waits for a prompt; None if there are too few pages."""
