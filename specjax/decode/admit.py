@@ -73,11 +73,20 @@ def empty_tails(plan: Plan, prompts: int) -> Tails:
 
 
 def prefill(
-    model: Transformer, draft_params, plan: Plan, state: DecodeState, tails: Tails, piece: Piece
+    model: Transformer,
+    draft_params,
+    plan: Plan,
+    state: DecodeState,
+    tails: Tails,
+    piece: Piece,
+    stride: int = 1,
 ) -> tuple[DecodeState, Tails]:
     """Runs a piece of R prompts through target and draft source, and writes their pages.
 
     Rows past a prompt's end are written as well, and never visible.
+
+    Args:
+      stride: pieces start at multiples of it.
     """
     tail = plan.source.tail if plan.source else 0
     count, start, table = piece.tokens.shape[1] - tail, piece.start, piece.table
@@ -85,16 +94,16 @@ def prefill(
     x, rows = model.decode(
         piece.tokens[:, :count], positions, state.cache, start, chain_bits(count), table=table
     )
-    within = math.gcd(count, jax.tree.leaves(state.cache)[0].shape[-2])
+    run = math.gcd(count, stride, jax.tree.leaves(state.cache)[0].shape[-2])  # within a page
     after = jnp.argmax(x[:, 0], axis=-1)
-    cache = commit_rows(state.cache, rows, start, after=after, table=table, run=within)
+    cache = commit_rows(state.cache, rows, start, after=after, table=table, run=run)
     state = state._replace(cache=cache)
     if plan.source is None:
         return state, tails
     hidden = model.draft_hidden(x)
     memory = state.draft._replace(
         cache=plan.source.prefill(
-            model, draft_params, state.draft.cache, piece.tokens, start, hidden, table
+            model, draft_params, state.draft.cache, piece.tokens, start, hidden, table, run
         )
     )
     if tail:

@@ -9,7 +9,6 @@ nodes of the tree then run level by level against that cache and against the lev
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import NamedTuple
 
 import jax
@@ -86,10 +85,9 @@ class ModelSource:
     def empty_slots(self, batch: int, steps: int) -> ModelSlots:
         return ModelSlots(jnp.ones((batch,), jnp.int32))
 
-    def prefill(self, model, params, cache, tokens, start, hidden, table) -> KVCache:
+    def prefill(self, model, params, cache, tokens, start, hidden, table, run=1) -> KVCache:
         x, rows = self._run(params, cache, tokens, start, table)
-        within = math.gcd(tokens.shape[1], jax.tree.leaves(cache)[0].shape[-2])
-        return commit_rows(cache, rows, start, after=_after(x), table=table, run=within)
+        return commit_rows(cache, rows, start, after=_after(x), table=table, run=run)
 
     def start(self, tokens, prompt_len, states) -> ModelSlots:
         return ModelSlots(jnp.ones_like(prompt_len))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import NamedTuple
 
 import jax
@@ -102,15 +101,12 @@ class MTPSource:
             skipped=jnp.zeros((batch,), jnp.int32),
         )
 
-    def prefill(self, model, params, cache, tokens, start, hidden, table) -> KVCache:
+    def prefill(self, model, params, cache, tokens, start, hidden, table, run=1) -> KVCache:
         """Rows whose tokens are not known yet are garbage, until `extend` comes past them."""
         count = hidden.shape[1]
         shifted = [tokens[:, 1 + s : 1 + s + count] for s in range(self.cfg.mtp_num_layers)]
-        run = self._run(model, params, cache, hidden, shifted, start, start, table)
-        within = math.gcd(count, cache.k[0].shape[-2])
-        return commit_rows(
-            cache, run.rows, start, after=_after(run.normed), table=table, run=within
-        )
+        ran = self._run(model, params, cache, hidden, shifted, start, start, table)
+        return commit_rows(cache, ran.rows, start, after=_after(ran.normed), table=table, run=run)
 
     def start(self, tokens, prompt_len, states) -> HeadSlots:
         """The first round extends the head over one row, the state before the root; the rows

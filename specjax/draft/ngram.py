@@ -96,7 +96,7 @@ class NgramSource:
     def empty_slots(self, batch: int, steps: int) -> NgramSlots:
         return NgramSlots(jnp.zeros((batch, 2), jnp.uint32))
 
-    def prefill(self, model, params, cache, tokens, start, hidden, table) -> None:
+    def prefill(self, model, params, cache, tokens, start, hidden, table, run=1) -> None:
         return None
 
     def start(self, tokens, prompt_len, states) -> NgramSlots:

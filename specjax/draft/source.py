@@ -91,11 +91,13 @@ class DraftSource(Protocol):
         start: Int[Array, " R"],
         hidden: Float[Array, "R T D"],
         table: Table,
+        run: int = 1,
     ) -> KVCache | None:
         """Takes in positions start .. start + T - 1 of R prompts, of which those before are known.
 
         Args:
           tokens: from `start` on, N = T + tail of them; what is not known yet is arbitrary.
+          run: rows that lie in one page, see `commit_rows`; it divides start and T.
         """
 
     def start(

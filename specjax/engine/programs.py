@@ -11,7 +11,7 @@ from specjax.decode.options import Features
 from specjax.engine.sequence import Sequence
 
 if TYPE_CHECKING:
-    from specjax.engine.engine import Engine
+    from specjax.engine.loop import Loop
 
 
 REFILL_SHARE = 6  # while others wait a chunk ends when one slot in so many is free
@@ -26,25 +26,25 @@ def leave_at(alive: int, others_wait: bool, smaller: int) -> int:
     return alive - max(1, alive // REFILL_SHARE) if others_wait else smaller
 
 
-def choose_program(engine: Engine, strategy: str, alive: list[Sequence]) -> tuple[Features, int]:
+def choose_program(loop: Loop, strategy: str, alive: list[Sequence]) -> tuple[Features, int]:
     """Features and bucket to ask the runner for, so that little is compiled, and once.
 
     A chunk takes the cheapest program that was compiled and covers the samples in it. Where none
     covers all that was added, the next wider of a few fixed sets of features is compiled, for as
-    many slots as will be needed. In `invariant` mode all chunks run one program, for only within
-    one program equal inputs are sure to give equal bits.
+    many slots as will be needed. In `invariant` mode all chunks run one program until nobody is
+    left, for only within one program equal inputs are sure to give equal bits.
 
     Args:
       alive: what the chunk is to run.
     """
-    runner = engine.runner
-    wanted = _all_of(engine.asked)
+    runner, asked = loop.runner, loop.intake.asked
+    wanted = _all_of(asked)
     if runner.plan.invariant:
-        return wanted.widened(), engine.batch
+        return loop.intake.seen.widened(), runner.batch
     if not any(b >= len(alive) for b in runner.buckets(strategy, wanted)):
-        most = min(engine.batch, engine.outstanding)
-        return wanted.widened(), next(b for b in engine.buckets if b >= most)
-    here = wanted if len(engine.asked) == 1 else _all_of({s.features for s in alive})
+        most = min(runner.batch, len(loop.intake))
+        return wanted.widened(), next(b for b in loop.buckets if b >= most)
+    here = wanted if len(asked) == 1 else _all_of({s.features for s in alive})
     return here, min(b for b in runner.buckets(strategy, here) if b >= len(alive))
 
 

@@ -24,17 +24,14 @@ from specjax.cache import page_bytes
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.decode.admit import Admission, Piece, Tails, empty_tails, place, prefill
 from specjax.decode.options import Features
-from specjax.decode.plan import Plan
 from specjax.decode.round import Result, run_chunk
 from specjax.decode.state import DecodeState, Room, empty_state, put_slots, take_slots
-from specjax.decode.tree import build_tree
 from specjax.draft.source import DraftSource
 from specjax.engine.checksum import Checksum, checksum
 from specjax.engine.pages import pages_for
-from specjax.engine.sources import source_of
+from specjax.engine.plans import make_plans, own_name
 from specjax.models.transformer import Params, graphdef, to_decode_layout
 
-OFF = "off"
 PAGE_SIZE = 128
 
 log = logging.getLogger(__name__)
@@ -53,8 +50,9 @@ class Runner:
       chunk_tokens: tokens per slot that one chunk can emit at most.
       strategies: by name, those that chunks can be run with; none: `spec`'s alone.
       page_size: positions per page; None takes 128, 0 gives each sequence one page to itself.
-      cache_bytes: for the pages of all caches; None takes as many as all slots at full length
-        need.
+      cache_bytes: for the pages of all caches, at most; None takes as many as all slots at full
+        length need.
+      stride: pieces of prompts start at multiples of it.
 
     Attributes:
       plans: by strategy. plan: `spec`'s own. slots: slots of the state; the last one is always
@@ -78,11 +76,12 @@ class Runner:
         strategies: Mapping[str, Strategy | None] | None = None,
         page_size: int | None = None,
         cache_bytes: int | None = None,
+        stride: int = 1,
     ):
-        self.cfg, self.chunk_tokens = cfg, chunk_tokens
+        self.cfg, self.chunk_tokens, self.stride = cfg, chunk_tokens, stride
         self.batch, self.max_len, self.stop_width, self.mesh = batch, max_len, stop_width, mesh
         self.plans = make_plans(cfg, spec, source, strategies)
-        self.plan = self.plans[_own_name(spec, self.plans)]
+        self.plan = self.plans[own_name(spec, self.plans)]
         self.longest = max(self.plans.values(), key=lambda plan: plan.steps)
         self.page_size = min(PAGE_SIZE if page_size is None else page_size or max_len, max_len)
         self.page_size = -(-self.page_size // 16) * 16
@@ -91,11 +90,11 @@ class Runner:
         # A prompt that waits for a slot holds pages beside those of the slots.
         self.pages = 1 + full * (batch + min(batch, 8))
         if cache_bytes is not None:
-            self.pages = 1 + cache_bytes // self.page_bytes
+            self.pages = cache_bytes // self.page_bytes
             if self.pages < 2:
                 raise ValueError(
-                    f"cache_bytes {cache_bytes} is less than one page, {self.page_bytes} bytes; "
-                    "raise it, or use a smaller page_size"
+                    f"cache_bytes {cache_bytes} is less than two pages of {self.page_bytes} bytes, "
+                    "of which one is spare; raise it, or use a smaller page_size"
                 )
         self.slots, self.prompts = batch + 1, batch + 1
         self.params: Params | None = None
@@ -202,6 +201,11 @@ class Runner:
             return params
         return jax.device_put(params, sharding.param_shardings(self.mesh, params))
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether a program failed after it had taken the state's buffers."""
+        return any(x.is_deleted() for x in jax.tree.leaves((self.state, self.tails)))
+
     def reset(self) -> None:
         """An empty state, zeroed: masked rows of an old cache count for nothing as long as they
         are finite, and those of weights that went to NaN are not."""
@@ -226,7 +230,8 @@ class Runner:
         """Reads pieces of prompts into pages; one executable per shape."""
 
         def program(params, head, state, tails, piece):
-            state, tails = prefill(self.model(params), head, self.longest, state, tails, piece)
+            model = self.model(params)
+            state, tails = prefill(model, head, self.longest, state, tails, piece, self.stride)
             return state, tails, state.length[0]
 
         inputs = (self.params, self.head, self.state, self.tails, piece)
@@ -357,53 +362,3 @@ class Runner:
             "code": sum(a.generated_code_size_in_bytes for a in found),
             "temporaries": max((a.temp_size_in_bytes for a in found), default=0),
         }
-
-
-def make_plans(
-    cfg: ModelConfig,
-    spec: SpecConfig | None,
-    source: DraftSource | None,
-    strategies: Mapping[str, Strategy | None] | None = None,
-) -> dict[str, Plan]:
-    """The static half of a round, per strategy, before anybody asked for a feature.
-
-    Raises:
-      ValueError: a strategy is wider than the vocabulary, or not exact under `spec`'s rule.
-    """
-    if spec is None or spec.is_off:
-        return {OFF: Plan(cfg)}
-    source = source or source_of(cfg, spec)
-    if strategies is None:
-        own = spec.resolve()
-        strategies = {own.name: own}
-    return {name: _plan(cfg, spec, source, strategy) for name, strategy in strategies.items()}
-
-
-def _plan(cfg: ModelConfig, spec: SpecConfig, source: DraftSource, strategy: Strategy | None):
-    settings = dict(
-        mode=spec.acceptance,
-        aligned=spec.aligned,
-        tau=spec.tau,
-        adaptive_width=spec.adaptive_width,
-        invariant=spec.invariant,
-        telemetry=spec.telemetry_on,
-    )
-    if strategy is None:
-        return Plan(cfg, None, source, **settings)
-    dataclasses.replace(spec, strategy=strategy)  # refuses what is not exact
-    widest = strategy.dynamic[1] if strategy.dynamic else 1 + max(map(max, strategy.paths))
-    if widest > cfg.vocab_size:
-        raise ValueError(
-            f"strategy {strategy.name!r} has nodes with {widest} children, more than the "
-            f"vocabulary's {cfg.vocab_size} tokens; use a narrower tree"
-        )
-    return Plan(cfg, build_tree(strategy), source, **settings)
-
-
-def _own_name(spec: SpecConfig | None, plans: Mapping[str, Plan]) -> str:
-    """Which of the plans is the one that `spec` itself names; the first if it is not there."""
-    if spec is not None and not spec.is_off:
-        name = spec.resolve().name
-        if name in plans:
-            return name
-    return next(iter(plans))

@@ -150,17 +150,17 @@ def test_the_samples_of_a_prompt_share_its_full_pages_and_get_copies_of_the_last
 
 def test_the_longest_expected_start_first_and_unknown_prompts_are_taken_for_average():
     history = LengthHistory()
-    assert history.expected([1]) is None
-    for prompt, length in (([1], 4), ([2], 20), ([3], 9), ([2], 30)):
+    assert history.expected(1) is None
+    for prompt, length in ((1, 4), (2, 20), (3, 9), (2, 30)):
         history.add(prompt, length)
-    assert history.expected([1]) < history.expected([9]) < history.expected([2])
-    device = Device(1, 40, 4, 0, history.expected)
+    assert history.expected(1) < history.expected(9) < history.expected(2)
+    device = Device(1, 40, 4, 0, lambda sequence: history.expected(sequence.job.prompt[0]))
     for ticket, prompt in enumerate(([1], [3], [2], [9])):
         device.add(ticket, prompt, 4)
     rng = np.random.default_rng(0)
     while len(device.finished) < 4:
         device.turn(rng)
-    lengths = [history.expected(s.job.prompt) for s in device.finished]
+    lengths = [history.expected(s.job.prompt[0]) for s in device.finished]
     assert lengths == sorted(lengths, reverse=True) and device.started != [0, 1, 2, 3]
 
 
