@@ -56,7 +56,8 @@ class Strategy:
 
     @classmethod
     def parse(cls, spec: str | Sequence[Sequence[int]] | Strategy) -> Strategy:
-        """Reads `"4_1_5"`, `"8_4_32"`, `"4x2x1"`, `"default"` (twelve paths) or path tuples.
+        """Reads `"4_1_5"`, `"8_4_32"`, `"4x2x1"`, `"default"` (twelve paths), path tuples, or their
+        name, such as `"paths:0,1,0.0"`.
 
         Raises:
           ValueError: the text is no strategy, or its numbers disagree.
@@ -74,6 +75,9 @@ class Strategy:
             return dataclasses.replace(cls.from_paths(DEFAULT_TREE_PATHS), name="default")
         if re.fullmatch(r"\d+_\d+_\d+", spec):
             return _parse_steps_topk_rows(*map(int, spec.split("_")))
+        if re.fullmatch(r"paths:\d+([.,]\d+)*", spec):
+            paths = spec.removeprefix("paths:").split(",")
+            return cls.from_paths([tuple(map(int, path.split("."))) for path in paths])
         if re.fullmatch(r"\d+(x\d+)*", spec):
             return _parse_children(spec, [int(c) for c in spec.split("x")])
         raise ValueError(
@@ -98,7 +102,7 @@ class Strategy:
                 raise ValueError(
                     f"tree path {path} skips a better sibling: add {(*path[:-1], path[-1] - 1)}"
                 )
-        return cls("paths:" + ",".join("".join(map(str, p)) for p in tuples), tuple(tuples))
+        return cls("paths:" + ",".join(".".join(map(str, p)) for p in tuples), tuple(tuples))
 
     def capped(self, rows: int) -> Strategy:
         """The strategy with at most `rows` rows.

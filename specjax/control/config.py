@@ -116,19 +116,12 @@ class ControlConfig:
     def _ema_falls_back(self) -> str | None:
         """Why `ema` cannot adapt; None where it can."""
         initial = self.initial
-        if initial in (None, OFF) or (not _is_paths(initial) and Strategy.parse(initial).is_chain):
+        if initial in (None, OFF) or Strategy.parse(initial).is_chain:
             return None
         return f"its tiers are chains (topk 1), and {initial!r} is a tree"
 
 
-def _is_paths(name: str) -> bool:
-    return name.startswith("paths:")
-
-
 def _name(spec: str | Strategy) -> str:
-    """The strategy's name; a name of path tuples cannot be parsed, the compiled strategy has it."""
-    if isinstance(spec, str) and _is_paths(spec):
-        return spec
     return next(iter(parse_arms([spec])))
 
 
@@ -161,7 +154,6 @@ def make_controller(
             f"controller {config.controller!r} may select {', '.join(missing)}, but only "
             f"{', '.join(compiled)} are compiled; compile ControlConfig.arms, or list fewer"
         )
-    # Path tuples have no name that parses; the compiled strategies are at hand.
     chosen = [compiled[name] or OFF for name in config.arms]
     controller = _build(config, chosen, costs)
     if config.bs_threshold is not None:
