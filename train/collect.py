@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from specjax.config import SamplingParams
-from specjax.engine.engine import Engine, Finished
-from specjax.engine.request import Job, SampleOutput, Totals, make_jobs
+from specjax.engine.engine import Engine
+from specjax.engine.request import Finished, Job, SampleOutput, Totals, make_jobs
 from specjax.engine.sequence import Progress
 from train import data
 from train.config import ConfigError
@@ -71,10 +71,12 @@ class Collection:
             while not (choice := self._choose()).certain or self._must_go_on(choice):
                 for event in self.engine.step():
                     self._finish(event)
-        finally:  # an interrupted step leaves nothing behind, either
             self._stop(range(len(self.groups)))
             while self.engine.has_work:
                 self.engine.step()
+        except BaseException:
+            self.engine.clear()  # an interrupted step leaves nothing behind
+            raise
         self.totals.seconds = time.perf_counter() - start
         return choice
 
@@ -122,7 +124,7 @@ class Collection:
                 f"got some of {sorted(versions)}; set_params() belongs between steps"
             )
         response.take(sample, finished)
-        self.totals.histogram = self.totals.histogram + np.array(sample.stats.histogram)
+        self.totals.count_rounds(sample.stats)
         self.totals.longest = max(self.totals.longest, response.new)
 
     def _trim(self, budget: int) -> None:
@@ -130,8 +132,7 @@ class Collection:
         for index, running in enumerate(self._running):
             long_enough = []
             for ticket, response in running.items():
-                progress = self.engine.progress(ticket)
-                new = len(progress.tokens) - response.given if progress else 0
+                new = max(0, self.engine.emitted(ticket) - response.given)
                 response.emitted = max(response.emitted, new)
                 if new >= budget:
                     long_enough.append(ticket)

@@ -249,5 +249,6 @@ def rollout_metrics(rollout: Rollout, totals: Totals, devices: int) -> dict[str,
         if totals.drafted_rounds:
             metrics["rollout/drafted_accept_length"] = totals.drafted_accept_length
         for depth, rate in enumerate(totals.per_depth(), start=1):
-            metrics[f"rollout/accept_rate_depth_{depth}"] = rate
+            if np.isfinite(rate):  # else no tree of this step was so deep
+                metrics[f"rollout/accept_rate_depth_{depth}"] = rate
     return metrics

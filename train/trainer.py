@@ -193,8 +193,7 @@ class Trainer:
         self.last_rollout, kept, metrics = self.rollouts.collect(self.engine, step)
         metrics["time/rollout"] = time.perf_counter() - started
         if self.engine.spec is not None:
-            fields = self.engine.controller.log_fields()
-            metrics |= {f"control/{name}": value for name, value in fields.items()}
+            metrics |= self._control_metrics()
         if self.trace is not None:
             self.trace.end()
         if self.spot is not None:
@@ -205,6 +204,15 @@ class Trainer:
         if self.trace is not None:
             self.trace.write(Path(self.cfg.out) / TRACE_FILE)
         return kept, metrics
+
+    def _control_metrics(self) -> dict[str, float | str]:
+        """What the controllers chose last; those of further replicas under their numbers."""
+        metrics: dict[str, float | str] = {}
+        for replica, engine in enumerate(self.engines):
+            prefix = f"control/replica_{replica}/" if replica else "control/"
+            fields = engine.controller.log_fields()
+            metrics |= {prefix + name: value for name, value in fields.items()}
+        return metrics
 
     def _write_telemetry(self) -> None:
         """Appends this step's rejections to their file, and forgets them."""
@@ -382,7 +390,7 @@ class Trainer:
         self.done_steps = meta["step"]
         self.rollouts.load_state(meta["rollouts"])
         self.sync_weights()
-        self.warm_up()  # gives the engines controllers that have just been calibrated
+        self.warm_up()  # builds the controllers, which go on from what they had measured when saved
         states = [meta["controller"], *meta["more_controllers"]]
         for replica, engine in enumerate(self.engines):  # there may be more of them than before
             engine.controller.load_state(states[replica] if replica < len(states) else states[0])

@@ -49,8 +49,9 @@ class LLM:
       scan_layers: scan over the layers instead of unrolling them: compiles faster, decodes slower
         on CPU. None: as the config says, which for a directory is unrolled.
       engine: chunks, cache pages, order of requests.
-      control: how strategies are chosen while running; None: always the one of `spec`. All of them
-        are compiled, and measured, at the first request if not by `warm_up` before.
+      control: how strategies are chosen while running; None: always the one of `spec`, which else
+        is one of them only if it is listed there. All of them are compiled, and measured, at the
+        first request if not by `warm_up` before.
       replicas: independent engines of `max_batch` slots each, with `tp` devices each, fed from one
         queue.
 
@@ -152,13 +153,20 @@ class LLM:
         """
         jobs = [job for p in requests for job in make_jobs([0], p, (), self.tokenizer)]
         wanted = {features_of(job, self.cfg.vocab_size).widened() for job in jobs}
-        return self.engine.warm_up(list(wanted))
+        return self.engine.warm_up(sorted(wanted, key=lambda features: features.size))
 
-    def update_weights(self, params: Params, head: Params | None = None) -> None:
-        """Swaps the policy and, if given, the draft's parameters; nothing is compiled again."""
+    def update_weights(
+        self, params: Params, head: Params | None = None, running: str = "recompute"
+    ) -> None:
+        """Swaps the policy and, if given, the draft's parameters; nothing is compiled again.
+
+        Args:
+          running: what becomes of the caches of samples that run (`llm.engine` may hold some), see
+            `Engine.set_params`.
+        """
         self.params = params
         self.head = self.head if head is None else head
-        self.engine.set_params(self.params, self.head if self.spec else None)
+        self.engine.set_params(self.params, self.head if self.spec else None, running)
         if self._plain is not None:
             self._plain.set_params(self.params)
 

@@ -8,13 +8,13 @@ runs on.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Several
+from typing import NamedTuple
 
 from specjax.decode.options import Features
-from specjax.engine.engine import Engine, Finished
-from specjax.engine.request import Job, SampleOutput, Totals
+from specjax.engine.engine import Engine
+from specjax.engine.request import Finished, Job, SampleOutput, Totals
 from specjax.engine.run import run_to_the_end
 from specjax.engine.sequence import Progress
 from specjax.engine.start_up import StartUp
@@ -23,17 +23,27 @@ from specjax.models.transformer import Params
 POLL = 1e-3  # seconds between looks when no replica has anything new; its next chunk is enqueued
 
 
+class Waiting(NamedTuple):
+    """A sample that no replica has yet; `key` is a hash of its prompt."""
+
+    ticket: int
+    key: int
+    job: Job
+    progress: Progress | None
+
+
 class Replicas:
     """Engines of one kind behind the interface of one.
 
     A sample goes to the replica with the most free slots at the moment when a slot is free, and the
-    samples of a prompt, which are read once per replica, stay together while there is room.
+    samples of a prompt, which are read once per replica, stay together while there is room. The
+    engines' `order` is that of the one queue.
 
     Args:
       engines: one per group of devices, with equal settings.
 
     Attributes:
-      engines: the replicas. drained_at: when each of them last had nothing left to do.
+      engines: the replicas.
       on_look: called whenever `step` has looked at all replicas, every millisecond or so.
         It must not wait for a device: meanwhile nobody feeds the replicas.
     """
@@ -44,14 +54,15 @@ class Replicas:
         self.engines = tuple(engines)
         first = self.engines[0]
         self.limits, self.batch, self.max_len = first.limits, first.batch, first.max_len
-        for engine in self.engines:  # one collector, as if they were one engine
-            engine.telemetry = first.telemetry
+        for engine in self.engines:  # one collector and one history, as if they were one engine
+            engine.loop.telemetry = first.telemetry
+            engine.loop.lengths = first.loop.lengths
         self._tickets = 0
-        self._queue: deque[tuple[int, Job, Progress | None]] = deque()
+        self._unfed: dict[int, Waiting] = {}  # by ticket
+        self._queue: dict[int, dict[int, Waiting]] = {}  # the same, by prompt and ticket
         self._where: dict[int, tuple[int, int]] = {}  # ticket -> replica and its own ticket
         self._tickets_of: list[dict[int, int]] = [{} for _ in self.engines]
         self._events: list[Finished] = []
-        self.drained_at = [0.0] * len(self.engines)
         self.on_look: Callable[[], None] | None = None
 
     # --- what an engine has ----------------------------------------------------------------------
@@ -82,6 +93,21 @@ class Replicas:
         return bool(self._queue or self._events or any(e.has_work for e in self.engines))
 
     @property
+    def outstanding(self) -> int:
+        """Samples that were added and are not finished."""
+        return len(self._unfed) + sum(engine.outstanding for engine in self.engines)
+
+    @property
+    def stale_positions(self) -> int:
+        """Of caches that were kept when the weights changed, of all replicas."""
+        return sum(engine.stale_positions for engine in self.engines)
+
+    @property
+    def preemptions(self) -> int:
+        """Samples that had to make room so far, on any replica."""
+        return sum(engine.preemptions for engine in self.engines)
+
+    @property
     def drained(self) -> list[int]:
         """Replicas that have nothing to do while nobody waits, by index."""
         if self._queue:
@@ -101,31 +127,45 @@ class Replicas:
         """Queues a sample, see `Engine.add`."""
         self.engines[0].check(job, progress)  # all have the same room
         self._tickets += 1
-        self._queue.append((self._tickets, job, progress))
+        key = hash(tuple(job.prompt))
+        self._unfed[self._tickets] = waiting = Waiting(self._tickets, key, job, progress)
+        self._queue.setdefault(key, {})[self._tickets] = waiting
         return self._tickets
+
+    def _pop(self, waiting: Waiting) -> None:
+        """Takes a sample out of the queue."""
+        del self._unfed[waiting.ticket], self._queue[waiting.key][waiting.ticket]
+        if not self._queue[waiting.key]:
+            del self._queue[waiting.key]
 
     def abort(self, ticket: int) -> SampleOutput | None:
         """Ends a sample, see `Engine.abort`."""
-        for entry in self._queue:
-            if entry[0] == ticket:
-                self._queue.remove(entry)
-                engine = self.engines[0]
-                return engine.abort(engine.add(*entry[1:]))
-        if ticket not in self._where:
-            return None
-        replica, own = self._where.pop(ticket)
-        del self._tickets_of[replica][own]
-        return self.engines[replica].abort(own)
+        if waiting := self._unfed.get(ticket):
+            self._pop(waiting)
+            engine = self.engines[0]
+            return engine.abort(engine.add(waiting.job, waiting.progress))
+        replica, own = self._where.get(ticket, (0, None))
+        sample = None if own is None else self.engines[replica].abort(own)
+        if sample is not None:  # else it has ended, and the next step says so
+            del self._where[ticket], self._tickets_of[replica][own]
+        return sample
 
     def progress(self, ticket: int) -> Progress | None:
         """How far a sample has come; None if it has ended."""
-        for waiting, _, progress in self._queue:
-            if waiting == ticket:
-                return progress or Progress([], [], [])
+        if waiting := self._unfed.get(ticket):
+            return waiting.progress or Progress([], [], [])
         if ticket not in self._where:
             return None
         replica, own = self._where[ticket]
         return self.engines[replica].progress(own)
+
+    def emitted(self, ticket: int) -> int:
+        """Tokens of a sample so far, see `Engine.emitted`."""
+        if ticket in self._where:
+            replica, own = self._where[ticket]
+            return self.engines[replica].emitted(own)
+        waiting = self._unfed.get(ticket)
+        return len(waiting.progress.tokens) if waiting and waiting.progress else 0
 
     def suspend(self) -> list[tuple[int, Job, Progress]]:
         """Takes out all samples that are not finished, see `Engine.suspend`."""
@@ -135,8 +175,10 @@ class Replicas:
                 ticket = self._tickets_of[replica].pop(own)
                 del self._where[ticket]
                 found.append((ticket, job, progress))
-        found += [(t, job, progress or Progress([], [], [])) for t, job, progress in self._queue]
-        self._queue.clear()
+        found += [
+            (w.ticket, w.job, w.progress or Progress([], [], [])) for w in self._unfed.values()
+        ]
+        self._unfed, self._queue = {}, {}
         return found
 
     def generate(
@@ -147,7 +189,7 @@ class Replicas:
 
     def clear(self) -> None:
         """Drops everything that waits or runs."""
-        self._queue.clear()
+        self._unfed, self._queue = {}, {}
         self._events, self._where = [], {}
         self._tickets_of = [{} for _ in self.engines]
         for engine in self.engines:
@@ -166,8 +208,6 @@ class Replicas:
                 if engine.has_work:
                     came |= engine.is_ready
                     self._take(replica, engine.step(wait=False))
-                    if not engine.has_work:
-                        self.drained_at[replica] = time.perf_counter()
             if self.on_look is not None:
                 self.on_look()
             if self._events or came or not self.has_work:
@@ -182,15 +222,22 @@ class Replicas:
             free = [engine.batch - engine.outstanding for engine in self.engines]
             replica = max(range(len(free)), key=free.__getitem__)
             if free[replica] <= 0:
-                return
-            prompt = self._queue[0][1].prompt
-            for _ in range(free[replica]):
-                if not self._queue or self._queue[0][1].prompt != prompt:
-                    break
-                ticket, job, progress = self._queue.popleft()
-                own = self.engines[replica].add(job, progress)
-                self._where[ticket] = replica, own
-                self._tickets_of[replica][own] = ticket
+                break
+            together = self._queue[self._next_prompt()]
+            for waiting in list(together.values())[: free[replica]]:
+                self._pop(waiting)
+                own = self.engines[replica].add(waiting.job, waiting.progress)
+                self._where[waiting.ticket] = replica, own
+                self._tickets_of[replica][own] = waiting.ticket
+        for engine in self.engines:
+            engine.loop.others_wait = bool(self._queue)
+
+    def _next_prompt(self) -> int:
+        """Whose samples start next: the first that came, or those expected to be the longest."""
+        loop = self.engines[0].loop
+        if loop.config.order == "fifo":
+            return next(iter(self._queue))
+        return max(self._queue, key=lambda key: loop.lengths.expected(key) or 0.0)
 
     def _take(self, replica: int, events: list[Finished]) -> None:
         for event in events:

@@ -23,14 +23,20 @@ class SpecStats:
       drafted: drafted rows that were verified, those that no candidate was found for included.
       accepted: how many of them were emitted.
       histogram: rounds by tokens emitted (index 0..steps+1); its sum is `rounds`.
-      plain_rounds: rounds that drafted nothing: the strategy was `off`, or the request wants none.
+      depths: rounds by the depth of their tree; 0: they drafted nothing, for the strategy was
+        `off`, or the request wants none.
     """
 
     rounds: int
     drafted: int
     accepted: int
     histogram: tuple[int, ...]
-    plain_rounds: int = 0
+    depths: tuple[int, ...] = ()
+
+    @property
+    def plain_rounds(self) -> int:
+        """Rounds that drafted nothing."""
+        return self.depths[0] if self.depths else 0
 
     @property
     def accept_length(self) -> float:
@@ -101,6 +107,15 @@ class Job:
     def without_speculation(self) -> Job:
         """The same sample, decoded plainly."""
         return dataclasses.replace(self, params=dataclasses.replace(self.params, speculative=False))
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """A sample that ended, and the ticket that `Engine.add` gave for it."""
+
+    ticket: int
+    job: Job
+    sample: SampleOutput
 
 
 def make_jobs(
@@ -187,7 +202,7 @@ class Totals:
 
     Attributes:
       histogram: rounds by tokens emitted. tokens: generated tokens. seconds: of the whole run.
-      longest: tokens of the longest sample. plain_rounds: rounds that drafted nothing.
+      longest: tokens of the longest sample. depths: rounds by the depth of their tree.
     """
 
     steps: int
@@ -195,14 +210,22 @@ class Totals:
     tokens: int = 0
     longest: int = 0
     seconds: float = 0.0
-    plain_rounds: int = 0
+    depths: np.ndarray = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        self.depths = np.zeros(self.steps + 1, np.int64)
 
     def add(self, sample: SampleOutput) -> None:
-        for emitted, rounds in enumerate(sample.stats.histogram):
-            self.histogram[emitted] += rounds
+        self.count_rounds(sample.stats)
         self.tokens += len(sample.token_ids)
         self.longest = max(self.longest, len(sample.token_ids))
-        self.plain_rounds += sample.stats.plain_rounds
+
+    def count_rounds(self, stats: SpecStats) -> None:
+        """Adds the rounds of a sample whose tokens somebody else counts."""
+        for emitted, rounds in enumerate(stats.histogram):
+            self.histogram[emitted] += rounds
+        for depth, rounds in enumerate(stats.depths):
+            self.depths[depth] += rounds
 
     def merge(self, other: Totals) -> None:
         """Adds a run that came after this one."""
@@ -210,7 +233,7 @@ class Totals:
         self.tokens += other.tokens
         self.longest = max(self.longest, other.longest)
         self.seconds += other.seconds
-        self.plain_rounds += other.plain_rounds
+        self.depths = self.depths + other.depths
 
     @property
     def rounds(self) -> int:
@@ -226,7 +249,8 @@ class Totals:
 
     @property
     def drafted_rounds(self) -> int:
-        return self.rounds - self.plain_rounds
+        """Rounds that drafted something."""
+        return int(self.depths[1:].sum())
 
     @property
     def drafted_accept_length(self) -> float:
@@ -235,12 +259,13 @@ class Totals:
 
     @property
     def accept_rate(self) -> float:
-        """Accepted draft tokens over proposed depth."""
-        return self.accepted / (self.rounds * self.steps) if self.rounds and self.steps else 0.0
+        """Accepted draft tokens over those that could have been: the depth of each round's tree."""
+        offered = int(self.depths @ np.arange(len(self.depths)))
+        return self.accepted / offered if offered else 0.0
 
     def per_depth(self) -> list[float]:
-        """Share of rounds in which the draft of depth 1, 2, .. was accepted."""
-        if not self.rounds:
-            return [float("nan")] * self.steps
-        at_least = np.cumsum(self.histogram[::-1])[::-1]
-        return [float(at_least[d + 1] / self.rounds) for d in range(1, self.steps + 1)]
+        """Of the rounds whose tree was so deep, the share that accepted depth 1, 2, .."""
+        accepted = np.cumsum(self.histogram[::-1])[::-1][2:]
+        offered = np.cumsum(self.depths[::-1])[::-1][1:]
+        with np.errstate(invalid="ignore"):
+            return (accepted / np.where(offered, offered, np.nan)).tolist()

@@ -60,12 +60,11 @@ class Scheduler:
       pool: of pages. page_size: positions of a page.
       ahead: positions that a sequence may need before the host looks again.
       rewritten: positions at the end of a prompt that each of its samples writes anew.
-      expected: length that a prompt's samples will have, or None; those expected to be longest
-        start first. Without it the first come starts first.
+      expected: length that a sample will have, or None; those expected to be longest start first.
+        Without it the first come starts first.
 
     Attributes:
       running: the sequences that run, by slot.
-      preemptions: sequences that had to make room so far.
     """
 
     def __init__(
@@ -76,12 +75,11 @@ class Scheduler:
         page_size: int,
         ahead: int,
         rewritten: int = 0,
-        expected: Callable[[Key], float | None] | None = None,
+        expected: Callable[[Sequence], float | None] | None = None,
     ):
         self.pool, self.page_size, self.ahead, self._expected = pool, page_size, ahead, expected
         self._rewritten = rewritten
         self.running: dict[int, Sequence] = {}
-        self.preemptions = 0
         self._slots, self._rows = deque(range(slots)), deque(range(prompts))
         self._queue: OrderedDict[Key, Prompt] = OrderedDict()
         self._reading: dict[Key, Prompt] = {}
@@ -97,6 +95,12 @@ class Scheduler:
     @property
     def has_waiting(self) -> bool:
         return bool(self._queue or self._reading)
+
+    @property
+    def positions(self) -> int:
+        """In the caches: of those that run, and of prompts that were read and wait."""
+        running = sum(sequence.length for sequence in self.running.values())
+        return running + sum(prompt.read for prompt in self._reading.values())
 
     def _prompts(self) -> Iterator[Prompt]:
         yield from self._reading.values()
@@ -223,13 +227,9 @@ class Scheduler:
         if self._expected is None:
             return next(iter(self._queue))
         first = next(iter(self._queue))
-        if self._queue[first].waiting[0].tokens:  # preempted
+        if self._queue[first].waiting[0].admitted:  # preempted
             return first
-
-        def length(key: Key) -> float:
-            return self._expected(self._queue[key].waiting[0].job.prompt) or 0.0
-
-        return max(self._queue, key=length)
+        return max(self._queue, key=lambda key: self._expected(self._queue[key].waiting[0]) or 0.0)
 
     def _open(self, prompt: Prompt) -> bool:
         """Gives a prompt pages, if it and one of its sequences fit beside those that run."""
@@ -282,7 +282,7 @@ class Scheduler:
 class LengthHistory:
     """How long the samples of a prompt were, to expect how long its next ones will be.
 
-    A prompt that was never seen is expected to be as long as all were on average.
+    A prompt, known by a hash, that was never seen is expected to be as long as all were on average.
 
     Args:
       decay: weight that the past keeps when a new length comes in.
@@ -294,12 +294,12 @@ class LengthHistory:
         self._of: dict[int, float] = {}
         self._all: float | None = None
 
-    def add(self, prompt, length: int) -> None:
-        key, decay = hash(tuple(prompt)), self._decay
+    def add(self, key: int, length: int) -> None:
+        decay = self._decay
         self._of[key] = decay * self._of.pop(key, length) + (1 - decay) * length
         if len(self._of) > self._most:
             del self._of[next(iter(self._of))]
         self._all = length if self._all is None else 0.99 * self._all + 0.01 * length
 
-    def expected(self, prompt) -> float | None:
-        return self._of.get(hash(tuple(prompt)), self._all)
+    def expected(self, key: int) -> float | None:
+        return self._of.get(key, self._all)

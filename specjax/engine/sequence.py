@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from specjax.decode.options import Features
 from specjax.decode.report import Rejections, Report, TopLogprobs
 from specjax.decode.round import Result
 from specjax.decode.state import LENGTH, RUNNING, STOPPED
+from specjax.decode.tree import DynamicTree, Tree
 from specjax.engine.request import Job, SampleOutput, SpecStats
 from specjax.engine.stops import Cut, StopStrings
 
@@ -100,7 +102,8 @@ class Sequence:
         self._transformed: list[float] | None = [] if params.transformed_logprobs else None
         self._top = _Top([], []) if params.top_logprobs else None
         self._histogram = [0] * (self._steps + 2)
-        self._drafted = self._plain_rounds = 0
+        self._drafted = self._accepted = 0
+        self._depths = [0] * (self._steps + 1)
         self._stops = None
         if params.stop:
             self._stops = StopStrings(
@@ -113,6 +116,11 @@ class Sequence:
         """Prompt and generated tokens."""
         return len(self.job.prompt) + len(self.tokens)
 
+    @functools.cached_property
+    def prompt_hash(self) -> int:
+        """By which samples of one prompt are recognised."""
+        return hash(tuple(self.job.prompt))
+
     @property
     def known(self) -> list[int]:
         """The tokens that the model must have read before it can go on."""
@@ -121,12 +129,14 @@ class Sequence:
     def progress(self) -> Progress:
         return Progress(list(self.tokens), list(self.logprobs), list(self.versions))
 
-    def look(self, row: int, brought: Brought, drafts: int, version: int) -> SampleOutput | None:
+    def look(
+        self, row: int, brought: Brought, tree: Tree | DynamicTree | None, version: int
+    ) -> SampleOutput | None:
         """Takes in a chunk.
 
         Args:
-          row: where the sequence was in the batch. drafts: proposed per round. version: of the
-            weights that ran.
+          row: where the sequence was in the batch. tree: of its rounds; None: they drafted nothing.
+          version: of the weights that ran.
 
         Returns:
           the finished sample, if it ended here.
@@ -147,9 +157,9 @@ class Sequence:
             self._top.add(report.top, row, count, self.job.params.top_logprobs)
         kept = count if cut is None else cut.tokens - before
         rounds = self._count_rounds(brought.counts[row], kept)
-        drafts *= self.job.params.speculative
-        self._drafted += rounds * drafts
-        self._plain_rounds += 0 if drafts else rounds
+        drafts = tree is not None and self.job.params.speculative
+        self._drafted += rounds * (tree.rows - 1) if drafts else 0
+        self._depths[tree.steps if drafts else 0] += rounds
         if cut is not None:
             return self.output("stop", cut)
         finish = brought.finish[row]
@@ -164,8 +174,10 @@ class Sequence:
         rounds = 0
         for count in counts:
             if count and kept:
-                self._histogram[min(count, kept)] += 1
-                kept -= min(count, kept)
+                count = min(count, kept)
+                self._histogram[count] += 1
+                self._accepted += count - 1
+                kept -= count
                 rounds += 1
         return rounds
 
@@ -184,9 +196,9 @@ class Sequence:
             stats=SpecStats(
                 rounds=sum(bins),
                 drafted=self._drafted,
-                accepted=sum(max(n - 1, 0) * rounds for n, rounds in enumerate(bins)),
+                accepted=self._accepted,
                 histogram=tuple(bins),
-                plain_rounds=self._plain_rounds,
+                depths=tuple(self._depths),
             ),
             weight_versions=tuple(self.versions),
             transformed_logprobs=transformed,

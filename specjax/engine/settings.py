@@ -20,8 +20,10 @@ class EngineConfig:
     Attributes:
       chunk_tokens: tokens per slot that one dispatch can emit at most; the host looks in between.
       page_size: positions per cache page; 0 gives each sequence one page to itself.
-      cache_bytes: for the pages of all caches; None takes what all slots at full length need.
-      prefill_chunk: prompt tokens that are read at a time, a multiple of the page size.
+      cache_bytes: for the pages of all caches, at most; None takes what all slots at full length
+        need.
+      prefill_chunk: prompt tokens that are read at a time; best a multiple of the page size, for
+        pieces are written by the largest number of rows that divides both.
       order: `fifo`, or `longest_first`: prompts whose samples have been long before start first.
       follow_ups: whoever gets a sample adds another one at once, as the next turn of a
         conversation: chunks end early when slots become free, as they do while requests wait.
@@ -41,6 +43,10 @@ class EngineConfig:
             raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
         if self.prefill_chunk < 16:
             raise ValueError(f"prefill_chunk must be at least 16, got {self.prefill_chunk}")
+        if self.page_size is not None and self.page_size < 0:
+            raise ValueError(
+                f"page_size must be positive, or 0 for one page per sequence; got {self.page_size}"
+            )
 
 
 def powers(batch: int, base: int) -> list[int]:
@@ -68,11 +74,17 @@ def strategies_of(
             f"invariant mode runs one program throughout, and control may choose between "
             f"{', '.join(arms)}; use controller 'static', or invariant=False"
         )
-    return {name: arm and arm.capped(spec.spec_verify_tokens) for name, arm in arms.items()}
+    most = spec.spec_verify_tokens
+    return {
+        name: arm and dataclasses.replace(arm.capped(most), name=name) for name, arm in arms.items()
+    }
 
 
 def piece_widths(config: EngineConfig, max_len: int, asked: Several[int] | None) -> list[int]:
-    """Lengths that pieces of prompts are padded to, in order; the last is the longest piece."""
-    longest = min(config.prefill_chunk, -(-max_len // 16) * 16)
+    """Lengths that pieces of prompts are padded to, in order, all multiples of 16.
+
+    The last is the longest piece, and all pieces of a prompt start at multiples of it.
+    """
+    longest = min(config.prefill_chunk // 16 * 16, -(-max_len // 16) * 16)
     widths = padded_widths(longest) if asked is None else [-(-w // 16) * 16 for w in asked]
     return sorted({w for w in widths if w < longest} | {longest})

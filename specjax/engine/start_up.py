@@ -14,12 +14,14 @@ from specjax.config import SamplingParams
 from specjax.control.costs import CostTable
 from specjax.decode.options import Features
 from specjax.engine.inputs import admission_of, piece_of, place_sizes
+from specjax.engine.pages import pages_for
 from specjax.engine.request import make_jobs
+from specjax.engine.runner import Runner
 from specjax.engine.scheduler import Start
 from specjax.engine.sequence import Sequence
 
 if TYPE_CHECKING:
-    from specjax.engine.engine import Engine
+    from specjax.engine.loop import Loop
 
 CONTEXT = 256  # tokens of a sequence while costs are measured, at most
 REPEATS = 2
@@ -51,11 +53,13 @@ class StartUp:
         return cls(*map(sum, zip(*rows, strict=True)))
 
     def __str__(self) -> str:
-        text = (
-            f"compiled {self.programs} programs in {self.seconds:.1f} s "
-            f"(code {_mib(self.code_bytes)}, temporaries {_mib(self.temporary_bytes)}, caches "
-            f"{_mib(self.cache_bytes)})"
-        )
+        sizes = {
+            "code": self.code_bytes,
+            "temporaries": self.temporary_bytes,
+            "caches": self.cache_bytes,
+        }
+        told = ", ".join(f"{name} {_mib(size)}" for name, size in sizes.items() if size)
+        text = f"compiled {self.programs} programs in {self.seconds:.1f} s ({told})"
         if self.calibration_seconds:
             text += f", measured them in {self.calibration_seconds:.1f} s"
         return text
@@ -65,28 +69,28 @@ def _mib(count: int) -> str:
     return f"{count / 2**20:.1f} MiB"
 
 
-def compile_ahead(engine: Engine, features: Several[Features]) -> StartUp:
+def compile_ahead(loop: Loop, features: Several[Features]) -> StartUp:
     """Builds every program: prefill by width, placement by size, chunks by strategy and bucket.
 
     Each runs once, over a prefix: the first run of a program takes many times as long as those that
     follow, and what it skips then is as slow when it comes.
     """
-    runner, started = engine.runner, time.perf_counter()
+    runner, started = loop.runner, time.perf_counter()
     built = runner.compilations
     runner.reset()
-    for width in engine.piece_widths:
-        most = engine.piece_rows(width)
+    for width in loop.piece_widths:
+        most = loop.piece_rows(width)
         for rows in [most] if runner.plan.invariant else sorted({1, min(FEW, most), most}):
             runner.prefill(piece_of([], rows, width, runner))
-    for count in place_sizes(engine.batch):
-        runner.place(admission_of(_starts(engine, 1, 1), count, runner))
-    buckets = [engine.batch] if runner.plan.invariant else engine.buckets
+    for count in place_sizes(runner.batch):
+        runner.place(admission_of(_starts(runner, 1, 1), count, runner))
+    buckets = [runner.batch] if runner.plan.invariant else loop.buckets
     for strategy in runner.plans:
         for bucket in buckets:
             # Smallest first: what a larger program covers already would not be compiled.
             for wanted in sorted(features, key=lambda f: f.size):
-                runner.place(admission_of(_starts(engine, 1, _context(engine)), 1, runner))
-                _chunk(engine, strategy, wanted, bucket, rounds=1)
+                runner.place(admission_of(_starts(runner, 1, _context(runner)), 1, runner))
+                _chunk(runner, strategy, wanted, bucket, rounds=1)
     jax.block_until_ready(runner.state)
     memory = runner.memory()
     return StartUp(
@@ -99,7 +103,7 @@ def compile_ahead(engine: Engine, features: Several[Features]) -> StartUp:
     )
 
 
-def calibrate(engine: Engine, features: Features) -> tuple[CostTable, float]:
+def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
     """Seconds per round of every strategy at every bucket, measured in turns.
 
     What a chunk costs beside its rounds is measured with none, and charged as a full chunk has it:
@@ -109,27 +113,28 @@ def calibrate(engine: Engine, features: Features) -> tuple[CostTable, float]:
     Returns:
       the table, and the seconds that measuring took.
     """
-    runner, started = engine.runner, time.perf_counter()
+    runner, started = loop.runner, time.perf_counter()
     samples: dict[tuple[str, int], list[float]] = {}
 
-    def measured(strategy: str, rounds: int) -> float:
-        starts = _starts(engine, bucket, _context(engine))
-        runner.place(admission_of(starts, _size(engine, bucket), runner))
+    def measured(strategy: str, rounds: int) -> tuple[float, int]:
+        """Seconds of a chunk, and how many rounds it had."""
+        starts = _starts(runner, bucket, _context(runner))
+        runner.place(admission_of(starts, _size(runner, bucket), runner))
         jax.block_until_ready(runner.state)
         begin = time.perf_counter()
-        _chunk(engine, strategy, features, bucket, rounds)
-        return time.perf_counter() - begin
+        count = _chunk(runner, strategy, features, bucket, rounds)
+        return time.perf_counter() - begin, count
 
-    for bucket in engine.buckets:
+    for bucket in loop.buckets:
         rounds = dict.fromkeys(runner.plans, 1)
-        beside = {strategy: measured(strategy, 0) for strategy in runner.plans}
+        beside = {strategy: measured(strategy, 0)[0] for strategy in runner.plans}
         for turn in range(REPEATS + 1):
             for strategy in runner.plans:
                 mine = samples.setdefault((strategy, bucket), [])
                 if len(mine) == REPEATS:
                     continue
-                count, most = rounds[strategy], runner.rounds(strategy)
-                seconds = measured(strategy, count)
+                most = runner.rounds(strategy)
+                seconds, count = measured(strategy, rounds[strategy])
                 each = max(seconds - beside[strategy], 0.1 * seconds) / count
                 rounds[strategy] = enough_rounds(each, most)
                 if count >= rounds[strategy] // 2 or turn == REPEATS:
@@ -137,9 +142,9 @@ def calibrate(engine: Engine, features: Features) -> tuple[CostTable, float]:
     return CostTable.from_samples(samples), time.perf_counter() - started
 
 
-def _context(engine: Engine) -> int:
+def _context(runner: Runner) -> int:
     """Tokens of a sequence while programs are tried and measured."""
-    return min(CONTEXT, engine.max_len // 2)
+    return min(CONTEXT, runner.max_len // 2)
 
 
 def enough_rounds(seconds: float, most: int) -> int:
@@ -147,31 +152,33 @@ def enough_rounds(seconds: float, most: int) -> int:
     return min(max(round(SAMPLE_SECONDS / seconds), 1), most)
 
 
-def _size(engine: Engine, count: int) -> int:
-    return next(n for n in place_sizes(engine.batch) if n >= count)
+def _size(runner: Runner, count: int) -> int:
+    return next(n for n in place_sizes(runner.batch) if n >= count)
 
 
-def _starts(engine: Engine, count: int, length: int) -> list[Start]:
+def _starts(runner: Runner, count: int, length: int) -> list[Start]:
     """Made-up sequences for the first `count` slots, which will not end soon."""
-    prompt = (np.arange(max(length, 1)) % engine.runner.cfg.vocab_size).tolist()
+    prompt = (np.arange(max(length, 1)) % runner.cfg.vocab_size).tolist()
     params = SamplingParams(temperature=1.0, max_tokens=None, n=count, ignore_eos=True)
     starts = []
     for slot, job in enumerate(make_jobs(prompt, params, ())):
-        job = dataclasses.replace(job, limit=engine.max_len)
-        sequence = Sequence(0, job, engine.runner.steps)
+        job = dataclasses.replace(job, limit=runner.max_len)
+        sequence = Sequence(0, job, runner.steps)
         sequence.slot = slot
         starts.append(Start(sequence, 0))
     return starts
 
 
-def _chunk(engine: Engine, strategy, features, bucket, rounds: int) -> int:
-    """Runs a chunk of the first slots, all of whose positions lie in nobody's page.
+def _chunk(runner: Runner, strategy, features, bucket, rounds: int) -> int:
+    """Runs a chunk of the first slots, each in pages of its own as long as there are enough.
 
     Returns:
       how many rounds it had.
     """
-    runner = engine.runner
+    needed = min(_context(runner) + runner.most_tokens, runner.max_len)
+    each = pages_for(needed, runner.page_size)
     table = np.zeros((bucket, runner.table_width), np.int32)
+    table[:, :each] = (1 + np.arange(bucket * each) % (runner.pages - 1)).reshape(bucket, each)
     active = np.ones(bucket, bool)
     slots = np.arange(bucket, dtype=np.int32)
     result = runner.chunk(strategy, features, slots, active, table, rounds)

@@ -1,0 +1,108 @@
+"""The samples that an engine was given and that have not ended."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+from specjax.decode.options import Features
+from specjax.engine.checks import Limits, check_job
+from specjax.engine.options_rows import features_of
+from specjax.engine.pages import pages_for
+from specjax.engine.request import Job
+from specjax.engine.runner import Runner
+from specjax.engine.sequence import Progress, Sequence
+
+
+class Intake:
+    """Takes jobs that fit, gives each a ticket, and knows what they ask of a program.
+
+    Args:
+      runner: whose pages they must fit into. limits: of a single job.
+
+    Attributes:
+      asked: features, and how many of the samples ask for them.
+      seen: what any sample asked for since there was none.
+    """
+
+    def __init__(self, runner: Runner, limits: Limits):
+        self.limits, self._runner = limits, runner
+        self._tickets = 0
+        self._last_asked: tuple[tuple, Features] = ((), Features())
+        self.clear()
+
+    def clear(self) -> None:
+        """There are none."""
+        self._sequences: dict[int, Sequence] = {}
+        self.asked: Counter[Features] = Counter()
+        self.seen = Features()
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self):
+        return iter(list(self._sequences.values()))
+
+    def find(self, ticket: int) -> Sequence | None:
+        """The sample with a ticket; None if it has ended."""
+        return self._sequences.get(ticket)
+
+    def add(self, job: Job, progress: Progress | None = None) -> Sequence:
+        """Takes a sample in, see `Engine.add`."""
+        self.check(job, progress)
+        features = self._features_of(job)
+        if job.limit > self._runner.max_len:
+            job = dataclasses.replace(job, limit=self._runner.max_len)
+        self._tickets += 1
+        self.seen = features if not self._sequences else self.seen | features
+        sequence = Sequence(self._tickets, job, self._runner.steps, features, progress)
+        self._sequences[sequence.ticket] = sequence
+        self.asked[features] += 1
+        return sequence
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended."""
+        del self._sequences[sequence.ticket]
+        self.asked[sequence.features] -= 1
+        if not self.asked[sequence.features]:
+            del self.asked[sequence.features]
+
+    def check(self, job: Job, progress: Progress | None = None) -> None:
+        """Raises ValueError if `add` cannot take the job."""
+        self._features_of(job)
+        limit, runner = min(job.limit, self._runner.max_len), self._runner
+        copied = 1 + pages_for(runner.rewritten, runner.page_size)
+        wanted, there = pages_for(limit, runner.page_size) + copied, runner.pages - 1
+        if wanted > there:
+            raise ValueError(
+                f"prompt {job.request} may take {wanted} cache pages of {runner.page_size} "
+                f"positions, and there are {there}; raise cache_bytes (a page takes "
+                f"{runner.page_bytes} bytes), or lower max_tokens"
+            )
+        if progress is None:
+            return
+        if job.params.transformed_logprobs or job.params.top_logprobs:
+            raise ValueError(
+                f"prompt {job.request} continues an earlier run and asks for transformed or top "
+                "logprobs, which are not kept across runs; leave them out"
+            )
+        room = limit - len(job.prompt)
+        if len(progress.tokens) >= room:
+            raise ValueError(
+                f"prompt {job.request} continues an earlier run that has {len(progress.tokens)} "
+                f"tokens already, and there is room for {room}; it has ended, or raise max_tokens"
+            )
+
+    def _features_of(self, job: Job) -> Features:
+        """What a job asks for; raises ValueError if it does not fit.
+
+        Samples of one request differ in nothing that matters here, so that the last answer serves
+        them all.
+        """
+        asks = (job.params, job.prompt, job.stop_ids, job.bad_words, job.limit)
+        known, features = self._last_asked
+        if len(known) != len(asks) or any(a is not b for a, b in zip(known, asks, strict=True)):
+            check_job(f"prompt {job.request}", job, self.limits)
+            features = features_of(job, self._runner.cfg.vocab_size)
+            self._last_asked = asks, features
+        return features

@@ -1,0 +1,366 @@
+"""The host loop: schedule, run, postprocess.
+
+    schedule      prompts are read, sequences start, and get pages for what they may emit
+    run           a chunk is enqueued; the one before it may still be running, unless chunks end
+                  early: what comes after those depends on who has ended
+    postprocess   the results of the chunk before are read: tokens, and who has finished
+
+Bookkeeping is plain Python; device work is in `Runner`'s executables. A sequence that ends leaves
+after two chunks at most, and another takes its slot. By the keying of the noise it does not matter
+to the tokens when or where a sequence runs, by which strategy, or how often it is interrupted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter, deque
+
+import jax
+import numpy as np
+
+from specjax.control import Controller, Observation
+from specjax.decode.options import Features
+from specjax.decode.round import Result
+from specjax.decode.state import RUNNING
+from specjax.engine.inputs import admission_of, piece_of, place_sizes
+from specjax.engine.intake import Intake
+from specjax.engine.pages import PagePool
+from specjax.engine.programs import choose_program, leave_at
+from specjax.engine.request import Finished, SampleOutput
+from specjax.engine.runner import Runner
+from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler, Start
+from specjax.engine.sequence import Brought, Sequence, rejections_until
+from specjax.engine.settings import EngineConfig, powers
+from specjax.telemetry import Collector, SlotInfo, active_transforms
+
+PREFILL_ROWS = 8
+IN_FLIGHT = 2
+
+
+@dataclasses.dataclass
+class Chunk:
+    """A chunk that was enqueued.
+
+    Attributes:
+      rows: the sequence of each row of the batch. result: on the device. version: of the weights.
+      mark: is ready when the chunk begins to run; None: as soon as the chunk before it is done.
+      after: it began after that, on the host's clock: when it was enqueued, or last seen waiting.
+      by: it had begun by then; None: it has not been seen running.
+      sure: tokens that each of its sequences emits at least, if it does not end.
+      rounds: at most.
+    """
+
+    rows: list[Sequence | None]
+    result: Result
+    strategy: str
+    version: int
+    mark: jax.Array | None
+    after: float
+    sure: int
+    rounds: int
+    by: float | None = None
+
+
+class Loop:
+    """Runs what is in the intake, chunk by chunk.
+
+    Args:
+      runner: the device side. intake: the samples to run. config: how the device is used.
+      piece_widths: lengths that pieces of prompts are padded to, in order.
+      telemetry: takes why drafts were rejected; None: nobody does.
+
+    Attributes:
+      controller: chooses the strategy of each chunk; to be set before the first.
+      scheduler: slots, pages and the queue. preemptions: samples that had to make room so far.
+      version: of the weights that run now.
+      lengths: of earlier samples, by prompt.
+      others_wait: whether somebody outside holds samples for the slots that become free.
+      buckets: compiled sizes of a batch.
+    """
+
+    controller: Controller
+
+    def __init__(
+        self,
+        runner: Runner,
+        intake: Intake,
+        config: EngineConfig,
+        piece_widths: list[int],
+        telemetry: Collector | None,
+    ):
+        self.runner, self.intake, self.config = runner, intake, config
+        self.piece_widths, self.telemetry = piece_widths, telemetry
+        self.buckets = powers(runner.batch, 2)
+        self.lengths = LengthHistory()
+        self.version, self.preemptions = 0, 0
+        self.clear(runner.batch)
+
+    def clear(self, slots: int) -> None:
+        """Nobody waits and nobody runs.
+
+        Args:
+          slots: that are used from now on.
+        """
+        runner = self.runner
+        self.scheduler = Scheduler(
+            slots,
+            runner.prompts - 1,
+            PagePool(runner.pages),
+            runner.page_size,
+            IN_FLIGHT * runner.most_tokens,
+            runner.rewritten,
+            self.expected if self.config.order == "longest_first" else None,
+        )
+        self._table = np.zeros((runner.slots, runner.table_width), np.int32)
+        self._in_flight: deque[Chunk] = deque()
+        self._events: list[Finished] = []
+        self.others_wait = False
+        self._arrived = 0.0
+        self._cut_short = False  # whether the last chunk ended early, and others still ran
+        self._ended: dict[int, None] = {}  # slots, the latest last
+
+    def expected(self, sequence: Sequence) -> float | None:
+        """Length that a sample is expected to have, by those of its prompt."""
+        return self.lengths.expected(sequence.prompt_hash)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(len(self.intake) or self._in_flight or self._events)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `step` would find something without waiting for the device."""
+        self._look()
+        return not self._in_flight or self._in_flight[0].result.length.is_ready()
+
+    def step(self, wait: bool = True) -> list[Finished]:
+        """Enqueues a chunk, if there is anything to run, and takes in the one before.
+
+        Args:
+          wait: False: takes it in only if the device is done with it.
+
+        Returns:
+          the samples that ended.
+        """
+        self._look()
+        ahead = 1 if self._cut_short else IN_FLIGHT
+        enqueued = len(self._in_flight) < ahead and self._schedule()
+        if not enqueued and not self._in_flight:
+            self._check_that_somebody_runs()
+        full = len(self._in_flight) >= ahead or not enqueued
+        if self._in_flight and full and (wait or self.is_ready):
+            self._postprocess(self._in_flight.popleft())
+        if not len(self.intake):
+            self._in_flight.clear()  # nobody is left whom it could bring a token
+            self._cut_short = False
+        events, self._events = self._events, []
+        return events
+
+    def drain(self) -> None:
+        """Takes in all that was enqueued."""
+        while self._in_flight:
+            self._postprocess(self._in_flight.popleft())
+
+    def drop(self, sequence: Sequence) -> None:
+        """Takes a sample out where it stands."""
+        self.scheduler.drop(sequence)
+        self.intake.forget(sequence)
+
+    def _check_that_somebody_runs(self) -> None:
+        """Raises RuntimeError where `step` would be called for ever."""
+        if len(self.intake) and not self.scheduler.running:
+            raise RuntimeError(
+                f"{self.scheduler.waiting} samples wait and none can start in "
+                f"{self.scheduler.pool.free} free cache pages of {self.scheduler.pool.count - 1}: "
+                "a bug of the scheduler; raise cache_bytes to go on without it"
+            )
+
+    def _schedule(self) -> bool:
+        """Makes room, reads prompts, starts sequences, and enqueues a chunk if any can run.
+
+        Those that run wait while `prefill_chunk` tokens of prompts are read, or one piece if that
+        is more; when nobody runs, all slots are filled first.
+        """
+        self._make_room()
+        idle, room = not self.scheduler.running, self.config.prefill_chunk
+        while (idle or room > 0) and (read := self._read_prompts()):
+            room -= read
+            if idle:
+                self._start()
+        self._start()
+        return self._enqueue()
+
+    def _make_room(self) -> None:
+        """Pages for what the running sequences may emit; the latest give way if need be."""
+        while latest := self.scheduler.reserve():
+            if self._in_flight:
+                self.drain()  # what they have emitted must be known first
+                continue
+            for sequence in latest:
+                self.step_back(sequence)
+                self.preemptions += 1
+        for slot, sequence in self.scheduler.running.items():
+            self._table[slot, : len(sequence.pages)] = sequence.pages
+
+    def step_back(self, sequence: Sequence) -> None:
+        """A running sequence waits again; it will be read anew, with what it has generated.
+
+        In `invariant` mode it is generated anew instead: tokens that are read and tokens that are
+        generated have keys and values that differ in their last bits.
+        """
+        self._table[sequence.slot] = 0
+        if self.runner.plan.invariant:
+            sequence.restart()
+        self.scheduler.step_back(sequence)
+
+    def _read_prompts(self) -> int:
+        """Enqueues the reading of one piece of some prompts; returns its tokens, padding included.
+
+        0: there is none to read.
+        """
+        prompts = self.scheduler.next_to_read(self.piece_rows, self._piece_width)
+        if not prompts:
+            return 0
+        width = self._piece_width(prompts[0])
+        rows = self.runner.rows_to_read(len(prompts), width, self.piece_rows(width))
+        self.runner.prefill(piece_of(prompts, rows, width, self.runner))
+        for prompt in prompts:
+            prompt.read += min(width, prompt.to_read)
+        return rows * width
+
+    def _piece_width(self, prompt: Prompt) -> int:
+        """Positions of the next piece of a prompt, padded."""
+        return next((w for w in self.piece_widths if w >= prompt.to_read), self.piece_widths[-1])
+
+    def piece_rows(self, width: int) -> int:
+        """Prompts of which a piece of that width is read at once."""
+        return max(1, min(self.runner.batch, PREFILL_ROWS, self.config.prefill_chunk // width))
+
+    def _start(self) -> None:
+        """Enqueues the start of all sequences that can start."""
+        starts = self.scheduler.starts()
+        for at in range(0, len(starts), self.runner.batch):
+            self._place(starts[at : at + self.runner.batch])
+
+    def _place(self, starts: list[Start]) -> None:
+        count = next(n for n in place_sizes(self.runner.batch) if n >= len(starts))
+        for start in starts:
+            sequence = start.sequence
+            self._table[sequence.slot] = 0
+            self._table[sequence.slot, : len(sequence.pages)] = sequence.pages
+            self._ended.pop(sequence.slot, None)
+        self.runner.place(admission_of(starts, count, self.runner))
+
+    def _enqueue(self) -> bool:
+        """Enqueues a chunk of the sequences that may still run."""
+        sure = Counter()  # tokens that each will have emitted when this chunk begins
+        for chunk in self._in_flight:
+            sure.update({s.ticket: chunk.sure for s in chunk.rows if s is not None})
+        alive = [
+            s
+            for _, s in sorted(self.scheduler.running.items())
+            if s.job.limit - s.length > sure[s.ticket]
+        ]
+        if not alive:
+            return False
+        strategy = self.controller.select(len(alive))
+        hint = self.controller.rounds_hint
+        rounds = min(self.runner.rounds(strategy), hint or self.runner.max_len)
+        features, bucket = choose_program(self, strategy, alive)
+        slots, active = self._rows(alive, bucket)
+        leave_at = 0 if hint else self._leave_at(len(alive), strategy, features, bucket)
+        table = np.where(active[:, None], self._table[slots], 0)
+        enqueued, mark = time.perf_counter(), self.runner.mark
+        result = self.runner.chunk(strategy, features, slots, active, table, rounds, leave_at)
+        jax.tree.map(lambda x: x.copy_to_host_async(), result)
+        rows = alive + [None] * (bucket - len(alive))
+        sure = 0 if leave_at else rounds
+        self._in_flight.append(
+            Chunk(rows, result, strategy, self.version, mark, enqueued, sure, rounds)
+        )
+        return True
+
+    def _leave_at(self, alive: int, strategy: str, features: Features, bucket: int) -> int:
+        others_wait = self.scheduler.has_waiting or self.others_wait or self.config.follow_ups
+        smaller = (b for b in self.runner.buckets(strategy, features) if b < bucket)
+        return leave_at(alive, others_wait, max(smaller, default=0))
+
+    def _rows(self, alive: list[Sequence], bucket: int) -> tuple[np.ndarray, np.ndarray]:
+        """Slots of a batch, and which of them are to run."""
+        spare = bucket - len(alive)
+        slots = [sequence.slot for sequence in alive]
+        if self.runner.looks_around:  # what has ended can be drafted from
+            slots += list(self._ended)[-spare:] if spare else []
+        slots += [self.runner.slots - 1] * (bucket - len(slots))
+        return np.array(slots, np.int32), np.arange(bucket) < len(alive)
+
+    def _postprocess(self, chunk: Chunk) -> None:
+        """Waits for a chunk, and takes in what it brought."""
+        result, seconds = self._wait_for(chunk)
+        brought = Brought.of(result)
+        self._cut_short = int(result.rounds) < chunk.rounds and RUNNING in brought.finish
+        tree = self.runner.plans[chunk.strategy].tree
+        rejections = None if self.telemetry is None else result.report.rejections
+        who: list[SlotInfo | None] = [None] * len(chunk.rows)
+        ends = np.full(len(chunk.rows), self.runner.max_len)
+        for row, sequence in enumerate(chunk.rows):
+            if sequence is None or sequence.slot is None:
+                continue
+            if rejections is not None:
+                who[row] = self._slot_info(sequence)
+            sample = sequence.look(row, brought, tree, chunk.version)
+            if sample is not None:
+                ends[row] = len(sequence.job.prompt) + len(sample.token_ids)
+                self._finish(sequence, sample)
+        self.controller.observe(
+            Observation(
+                batch_size=sum(s is not None for s in chunk.rows),
+                strategy=chunk.strategy,
+                accepted=result.report.accepted[: int(result.rounds)],
+                seconds=seconds,
+            )
+        )
+        if rejections is not None:
+            self.telemetry.add(rejections_until(rejections, ends), who)
+
+    def _look(self) -> None:
+        """Narrows down when the chunk that is due next began."""
+        if not self._in_flight or self._in_flight[0].by is not None:
+            return
+        chunk = self._in_flight[0]
+        if chunk.mark is None or chunk.mark.is_ready():
+            chunk.by = time.perf_counter()
+        else:
+            chunk.after = time.perf_counter()
+
+    def _wait_for(self, chunk: Chunk) -> tuple[Result, float]:
+        """The result on the host, and the seconds that it took to run, prompts before it left out.
+
+        They are nan where the host did not see well enough when the prompts were done.
+        """
+        after, by = max(self._arrived, chunk.after), chunk.by
+        if chunk.mark is None:
+            by = after
+        elif by is None and chunk.mark.is_ready():
+            by = time.perf_counter()
+        elif by is None:
+            jax.block_until_ready(chunk.mark)
+            after = by = time.perf_counter()
+        result = jax.device_get(chunk.result)
+        self._arrived = time.perf_counter()
+        most, least = self._arrived - after, self._arrived - max(by, after)
+        return result, float("nan") if least < 0.8 * most else least
+
+    def _finish(self, sequence: Sequence, sample: SampleOutput) -> None:
+        self._table[sequence.slot] = 0
+        self._ended[sequence.slot] = None
+        self.scheduler.finish(sequence)
+        self.intake.forget(sequence)
+        if self.config.order == "longest_first":
+            self.lengths.add(sequence.prompt_hash, len(sample.token_ids))
+        self._events.append(Finished(sequence.ticket, sequence.job, sample))
+
+    def _slot_info(self, sequence: Sequence) -> SlotInfo:
+        job, transforms = sequence.job, active_transforms(sequence.features)
+        return SlotInfo(job.request, job.sample, len(job.prompt), transforms)
