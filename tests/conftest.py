@@ -7,15 +7,18 @@ from pathlib import Path
 
 # Tests run on CPU with 8 fake devices unless another platform is asked for by name.
 os.environ["JAX_PLATFORMS"] = os.environ.get("SPECJAX_TEST_PLATFORM", "cpu")
-_FAKE_DEVICES = "--xla_force_host_platform_device_count"
-if _FAKE_DEVICES not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAKE_DEVICES}=8".strip()
 _CACHE = Path(__file__).resolve().parent.parent / ".cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 # Compiling is most of what tests spend. Graphs are rewritten and fused as for users; only machine
 # code is made with less care. `make test-full` makes it as users get it.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+_FLAGS = {"--xla_force_host_platform_device_count": "8"}
+if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] not in ("0", "false"):
+    _FLAGS["--xla_cpu_use_fusion_emitters"] = "false"  # the older emitter takes half the time
+for _name, _value in _FLAGS.items():
+    if _name not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_name}={_value}".strip()
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402

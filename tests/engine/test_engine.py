@@ -1,160 +1,21 @@
-"""The engine under load: whatever happens to a request, its tokens are those of plain decoding."""
+"""Continuous batching: what is enqueued when, and what becomes of samples that do not just end."""
 
 import dataclasses
-import functools
+import gc
+import tracemalloc
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from shared import CFG, compilations_of, weights
-from tiny import prompts_of
+from engines import ONE, VOCAB, engine_of, jobs_of, plain, random_jobs, tokens_of, warm
+from shared import compilations_of, weights
 
-from specjax import LLM, SamplingParams, SpecConfig
-from specjax.control import ControlConfig, EmaConfig, make_controller
-from specjax.control.base import Controller
-from specjax.engine.compare import first_difference
-from specjax.engine.engine import Engine
-from specjax.engine.request import make_jobs
+from specjax.engine.intake import Intake
+from specjax.engine.programs import choose_program
+from specjax.engine.replicas import Replicas
 from specjax.engine.sequence import Progress
 from specjax.engine.settings import EngineConfig
-
-VOCAB, MAX_LEN = CFG.vocab_size, 96
-ARMS = ("off", "1_1_2", "3_1_4")
-ONE = SamplingParams(max_tokens=40, ignore_eos=True)
-LONG = SamplingParams(max_tokens=80, ignore_eos=True)
-
-
-class AtRandom(Controller):
-    """Any strategy, every chunk."""
-
-    kind = "random"
-
-    def __init__(self, seed=0):
-        super().__init__(ARMS)
-        self._random = np.random.default_rng(seed)
-
-    def _choose(self, batch_size):
-        return str(self._random.choice(self.arms))
-
-    def _learn(self, seen):
-        pass
-
-
-def engine_of(spec="3_1_4", batch=4, control=None, **config) -> Engine:
-    spec = None if spec is None else SpecConfig(spec)
-    engine = Engine(CFG, spec, batch, MAX_LEN, config=EngineConfig(**config), control=control)
-    engine.set_params(*weights() if spec else weights()[:1])
-    return engine
-
-
-@functools.cache
-def plain() -> Engine:
-    """One slot: one sample after the other."""
-    return engine_of(None, batch=1)
-
-
-@functools.cache
-def restless() -> Engine:
-    """Small pages, a pool too small for four long samples, another strategy every chunk."""
-    control = ControlConfig(controller="bandit", strategies=ARMS)
-    probe = engine_of(batch=4, page_size=16, control=control)
-    engine = engine_of(
-        batch=4,
-        page_size=16,
-        chunk_tokens=8,
-        prefill_chunk=16,
-        cache_bytes=12 * probe.runner.page_bytes,
-        control=control,
-    )
-    engine.warm_up()
-    engine.controller = AtRandom()
-    return engine
-
-
-def tokens_of(jobs) -> list[list[int]]:
-    samples, _ = plain().generate(jobs)
-    return [sample.token_ids for sample in samples]
-
-
-def random_jobs(rng, count):
-    jobs = []
-    while len(jobs) < count:
-        prompt = rng.integers(0, VOCAB, int(rng.integers(1, 40))).tolist()
-        params = SamplingParams(
-            temperature=float(rng.choice([0.0, 0.7, 1.0])),
-            max_tokens=int(rng.integers(1, MAX_LEN - len(prompt) + 1)),
-            seed=int(rng.integers(1 << 30)),
-            n=int(rng.integers(1, 4)),
-            ignore_eos=bool(rng.integers(2)),
-        )
-        jobs += make_jobs(prompt, params, CFG.eos_token_ids, request=len(jobs))
-    return jobs
-
-
-def chaos(tokens: int, seed=0):
-    """Random arrivals, aborts, preemptions and strategies; differences from plain decoding.
-
-    Returns:
-      tokens compared, unexplained differences, explained ones.
-    """
-    engine, rng = restless(), np.random.default_rng(seed)
-    compared, explained, unexplained, aborted = 0, [], [], 0
-    before = engine.scheduler.preemptions
-    while compared < tokens:
-        waiting, tickets, samples = random_jobs(rng, 60), {}, []
-        while waiting or engine.has_work:
-            for _ in range(int(rng.integers(0, 4))):
-                if waiting:
-                    job = waiting.pop()
-                    tickets[engine.add(job)] = job
-            if tickets and rng.random() < 0.03:
-                ticket = int(rng.choice(list(tickets)))
-                cut = engine.abort(ticket)
-                if cut is not None:
-                    assert cut.finish_reason == "abort"
-                    samples.append((tickets[ticket], cut))
-                    aborted += 1
-            samples += [(event.job, event.sample) for event in engine.step()]
-        assert engine.scheduler.pool.used == 0
-        expected = tokens_of([job for job, _ in samples])
-        for (job, sample), whole in zip(samples, expected, strict=True):
-            compared += len(sample.token_ids)
-            if sample.finish_reason == "abort":
-                whole = whole[: len(sample.token_ids)]
-            if sample.token_ids != whole:
-                where = engine.runner, job.request, job.sample, job, whole, sample.token_ids
-                difference = first_difference(*where)
-                (explained if difference.explained else unexplained).append(difference)
-    assert aborted and engine.scheduler.preemptions > before
-    return compared, unexplained, explained
-
-
-def test_20_000_tokens_under_chaos_are_those_of_plain_decoding():
-    compared, unexplained, _ = chaos(20_000)
-    assert compared >= 20_000 and not unexplained, "\n".join(map(str, unexplained))
-
-
-@pytest.mark.slow
-def test_200_000_tokens_under_chaos_are_those_of_plain_decoding():
-    compared, unexplained, _ = chaos(200_000, seed=1)
-    assert compared >= 200_000 and not unexplained, "\n".join(map(str, unexplained))
-
-
-def test_chaos_would_notice_a_sequence_that_continues_with_another_ones_pages(monkeypatch):
-    """Else the tests above would prove nothing."""
-    from specjax.engine import engine as module
-
-    right = module.admission_of
-
-    def wrong(starts, count, runner):
-        new = right(starts, count, runner)
-        return new._replace(target=new.target * 0)  # the copied page is lost
-
-    monkeypatch.setattr(module, "admission_of", wrong)
-    assert chaos(2_000, seed=2)[1]
-
-
-# --- schedule -> run -> postprocess ---------------------------------------------------------------
 
 
 @pytest.fixture
@@ -163,7 +24,7 @@ def chunks(monkeypatch):
 
     def watch(engine):
         seen, runner = [], engine.runner
-        chunk, prefill, read = runner.chunk, runner.prefill, engine._postprocess
+        chunk, prefill, read = runner.chunk, runner.prefill, engine.loop._postprocess
 
         def enqueue(strategy, features, slots, active, table, rounds, leave_at=0):
             seen.append(("chunk", (strategy, len(slots), int(active.sum()))))
@@ -179,22 +40,10 @@ def chunks(monkeypatch):
 
         monkeypatch.setattr(runner, "chunk", enqueue)
         monkeypatch.setattr(runner, "prefill", reads)
-        monkeypatch.setattr(engine, "_postprocess", postprocess)
+        monkeypatch.setattr(engine.loop, "_postprocess", postprocess)
         return seen
 
     return watch
-
-
-@functools.cache
-def warm() -> Engine:
-    """Everything compiled, batches of up to 8."""
-    engine = engine_of(batch=8, page_size=16, prefill_chunk=16)
-    engine.warm_up()
-    return engine
-
-
-def jobs_of(prompt, params, request=0):
-    return make_jobs(prompt, params, (), request=request)
 
 
 def test_the_batch_shrinks_with_what_runs_and_slots_are_refilled(chunks):
@@ -236,6 +85,10 @@ def test_after_a_chunk_that_ended_early_the_next_one_waits_for_what_it_brought(c
     engine.generate(jobs)
     kinds = [kind for kind, _ in seen if kind != "prefill"]
     assert kinds[:6] == ["chunk", "chunk", "read", "read", "chunk", "read"]
+    seen.clear()
+    engine.generate(jobs[1:2])
+    kinds = [kind for kind, _ in seen if kind not in ("prefill", "place")]
+    assert kinds[:3] == ["chunk", "chunk", "read"], "later work is enqueued ahead again"
 
 
 def test_slots_are_refilled_though_those_that_run_hold_most_pages(chunks):
@@ -288,17 +141,6 @@ def test_a_short_sample_ends_before_the_long_one_that_ran_when_it_came():
     assert ended == [short, long]
 
 
-@pytest.mark.parametrize(("strategy", "plain"), [("off", 1.0), ("3_1_4", 0.0)])
-def test_rounds_that_drafted_nothing_are_counted_apart(strategy, plain):
-    """The head is not to blame for rounds in which it was not asked."""
-    engine = restless()
-    before, engine.controller = engine.controller, make_controller("static", (strategy,))
-    _, totals = engine.generate(jobs_of([3, 4], dataclasses.replace(ONE, n=2)))
-    engine.controller = before
-    assert totals.plain_rounds == plain * totals.rounds
-    assert np.isnan(totals.drafted_accept_length) == (strategy == "off")
-
-
 def test_a_sample_that_has_ended_already_is_refused():
     progress = Progress([1] * 4, [-1.0] * 4, [(0, 1)])
     [job] = jobs_of([5, 6], dataclasses.replace(ONE, max_tokens=4))
@@ -319,44 +161,128 @@ def test_what_was_warmed_up_compiles_nothing_whatever_comes():
     assert compilations_of(work) == 0 and engine.runner.compilations == built
 
 
-def test_memory_and_pages_are_what_they_were_after_many_requests():
+def test_pages_and_host_memory_are_flat_over_2000_requests():
+    """Each of two samples, in calls of 50, some of them aborted."""
     engine = warm()
     rng = np.random.default_rng(4)
+    params = dataclasses.replace(ONE, max_tokens=3, n=2)
 
-    def live():
-        return sum(x.nbytes for x in jax.live_arrays())
+    def requests(count):
+        for i in range(count):
+            for job in jobs_of(rng.integers(0, VOCAB, 3).tolist(), params, i):
+                ticket = engine.add(job)
+            if i % 10 == 0:
+                engine.abort(ticket)
+        while engine.has_work:
+            engine.step()
 
-    def work(count):
-        for _ in range(count):
-            prompt = rng.integers(0, VOCAB, 5).tolist()
-            engine.generate(jobs_of(prompt, dataclasses.replace(ONE, max_tokens=4, n=8)))
+    def held():
+        gc.collect()
+        return len(gc.get_objects()), sum(x.nbytes for x in jax.live_arrays())
 
-    work(2)
-    before = live()
-    work(10)
-    assert live() == before and engine.scheduler.pool.used == 0
-    assert not engine._sequences and not engine.asked and not engine._in_flight
+    requests(50)
+    objects, device = held()
+    tracemalloc.start()
+    for _ in range(10):
+        requests(50)
+    before = tracemalloc.get_traced_memory()[0]
+    for _ in range(40):
+        requests(50)
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    after, device_after = held()
+    assert engine.scheduler.pool.used == 0 and device_after == device
+    assert after - objects < 200, "objects left behind by 4,000 samples"
+    assert grown < 100_000, "bytes left behind by 4,000 samples"
+    assert not engine.outstanding and not engine.intake.asked and not engine.loop._in_flight
 
 
-# --- preemption, abort, interruption --------------------------------------------------------------
-
-
-def test_a_pool_too_small_for_all_preempts_the_latest_and_changes_no_token():
-    engine = restless()
-    before = engine.scheduler.preemptions
-    jobs = [j for i in range(4) for j in jobs_of([i + 1], LONG)]
+def test_one_page_per_sequence_is_the_contiguous_special_case():
+    engine = engine_of("1_1_2", batch=2, page_size=0)
+    assert engine.runner.page_size == engine.max_len
+    prompts = [list(range(1, n)) for n in (3, 30, 7)]
+    jobs = [j for i, p in enumerate(prompts) for j in jobs_of(p, dataclasses.replace(ONE, n=2), i)]
     samples, _ = engine.generate(jobs)
-    assert engine.scheduler.preemptions > before
     assert [s.token_ids for s in samples] == tokens_of(jobs)
+    assert engine.scheduler.pool.used == 0
+
+
+def test_pieces_of_prompts_need_not_fit_the_pages():
+    """Pieces of 48 positions, the last of them 16 or 32 wide, in pages of 32."""
+    engine = engine_of("1_1_2", batch=1, page_size=32, prefill_chunk=48)
+    few = dataclasses.replace(ONE, max_tokens=6)
+    jobs = [jobs_of(list(range(1, 1 + n % 60)) + [5] * (n // 60 * 60), few, n)[0] for n in TO_READ]
+    samples, _ = engine.generate(jobs)
+    assert [s.token_ids for s in samples] == tokens_of(jobs)
+
+
+TO_READ = (47, 49, 58, 66, 80, 90)
+
+
+def order_of_ends(engine) -> list[int]:
+    """Which of three prompts ends first, in an engine that runs one sample at a time and has seen
+    that the samples of the second are long."""
+    jobs = [jobs_of([i], dataclasses.replace(ONE, max_tokens=n), i)[0] for i, n in LENGTHS]
+    engine.generate(jobs)
+    for job in jobs:
+        engine.add(job)
+    ended = []
+    while engine.has_work:
+        ended += [event.job.request for event in engine.step()]
+    return ended
+
+
+LENGTHS = [(1, 3), (2, 20), (3, 6)]
+
+
+def test_prompts_whose_samples_were_long_start_first_if_asked_for():
+    first, longest = (engine_of(None, batch=1, order=o) for o in ("fifo", "longest_first"))
+    longest.runner.executables = first.runner.executables
+    assert order_of_ends(first) == [1, 2, 3]
+    assert order_of_ends(longest) == [2, 3, 1]
+    pair, fed = [engine_of(None, batch=1, order="longest_first") for _ in range(2)], []
+    for engine in pair:
+        engine.runner.executables = first.runner.executables
+
+        def add(job, progress, take=engine.intake.add):
+            fed.append(job.request)
+            return take(job, progress)
+
+        engine.intake.add = add
+    order_of_ends(Replicas(pair))
+    assert fed == [1, 2, 3, 2, 3, 1], "one queue, whose order is the engines'"
+
+
+def test_replicas_of_which_all_slots_run_know_that_others_wait():
+    """As in one engine: a chunk ends when some of its slots are free for them."""
+    engine, seen = engine_of(None, batch=2), []
+    replicas, enqueue = Replicas([engine]), engine.runner.chunk
+
+    def chunk(*args):
+        seen.append(args[-1])
+        return enqueue(*args)
+
+    engine.runner.chunk = chunk
+    for job in jobs_of([1, 2], dataclasses.replace(ONE, n=3)):
+        replicas.add(job)
+    while replicas.has_work:
+        replicas.step()
+    assert seen[0] == 1 and seen[-1] == 0
+
+
+# --- abort, interruption ------------------------------------------------------------------------
 
 
 def test_a_request_that_can_never_fit_is_refused_with_what_to_do():
     probe = engine_of(page_size=16)
     engine = engine_of(page_size=16, cache_bytes=4 * probe.runner.page_bytes)
-    with pytest.raises(ValueError, match="may take 7 cache pages.*there are 4; raise cache_bytes"):
+    with pytest.raises(ValueError, match="may take 7 cache pages.*there are 3; raise cache_bytes"):
         engine.generate(jobs_of([1], dataclasses.replace(ONE, max_tokens=90)))
-    with pytest.raises(ValueError, match="less than one page"):
+    with pytest.raises(ValueError, match="less than two pages"):
         engine_of(page_size=16, cache_bytes=10)
+    assert engine.runner.pages == 4, "the budget holds, spare page and all"
+    with pytest.raises(ValueError, match="page_size must be positive, or 0"):
+        EngineConfig(page_size=-5)
     assert not engine.has_work
 
 
@@ -411,9 +337,59 @@ def test_an_engine_may_be_told_to_use_fewer_slots_and_then_all_again(chunks):
             engine.clear(slots)
 
 
+def test_an_engine_whose_program_failed_starts_anew():
+    """Its buffers were donated, and are gone."""
+    engine = engine_of(None, batch=1)
+    jobs = jobs_of([3, 4], ONE)
+    engine.generate(jobs)
+
+    def fail(*args):
+        jax.tree.leaves(engine.runner.state)[0].delete()
+        raise RuntimeError("the device is lost")
+
+    run, engine.runner.chunk = engine.runner.chunk, fail
+    with pytest.raises(RuntimeError, match="is lost"):
+        engine.generate(jobs)
+    engine.runner.chunk = run
+    samples, _ = engine.generate(jobs)
+    assert [s.token_ids for s in samples] == tokens_of(jobs)
+
+
+def test_what_ended_in_a_swap_of_weights_cannot_be_aborted_any_more():
+    engine = Replicas([engine_of(None, batch=1)])
+    ticket = engine.add(jobs_of([3, 4], dataclasses.replace(ONE, max_tokens=2))[0])
+    engine._feed()
+    engine.engines[0].step(wait=False)
+    engine.set_params(weights()[0])
+    assert engine.abort(ticket) is None and engine.emitted(ticket) == 0
+    [event] = engine.step()
+    assert event.ticket == ticket and len(event.sample.token_ids) == 2
+
+
+def test_in_invariant_mode_one_program_runs_until_nobody_is_left():
+    """Else the bits of a sample would depend on when its neighbours end."""
+    intake = Intake(warm().runner, warm().limits)
+    runner = SimpleNamespace(plan=SimpleNamespace(invariant=True), batch=8)
+    loop = SimpleNamespace(runner=runner, intake=intake)
+
+    def program(*params):
+        found = [intake.add(jobs_of([1, 2], p)[0]) for p in params]
+        return found, choose_program(loop, "off", found)
+
+    [plain, other], both = program(ONE, dataclasses.replace(ONE, top_k=3))
+    assert both[0].covers(other.features) and both[1] == 8
+    intake.forget(other)
+    assert choose_program(loop, "off", [plain]) == both
+    intake.forget(plain)
+    assert program(ONE)[1] == (plain.features.widened(), 8) != both
+
+
 def test_generate_is_refused_while_added_samples_run():
     engine = warm()
     engine.add(jobs_of([1], ONE)[0])
+    engine.step()
+    with pytest.raises(RuntimeError, match="warm_up would overwrite the caches"):
+        engine.warm_up()
     with pytest.raises(RuntimeError, match="samples that were added are not finished"):
         engine.generate(jobs_of([2], ONE))
     assert len(engine.suspend()) == 1 and not engine.has_work
@@ -436,122 +412,6 @@ def test_what_is_suspended_continues_with_the_same_tokens_and_logprobs():
     for ticket, expected in zip(tickets, whole, strict=True):
         assert found[ticket].token_ids == expected.token_ids
         np.testing.assert_allclose(found[ticket].logprobs, expected.logprobs, atol=1e-4)
-
-
-# --- weights --------------------------------------------------------------------------------------
-
-
-def test_new_weights_reach_running_sequences_and_every_token_knows_its_version():
-    """The tokens after the swap are those of the new policy after the tokens so far."""
-    engine = warm()
-    old, new = weights(), weights(seed=5)
-    [job] = jobs_of([7, 8, 9], LONG)
-    ticket, version = engine.add(job), engine.version
-    engine.step()
-    built = engine.runner.compilations
-    engine.set_params(*new)
-    before = engine.progress(ticket)
-    samples = []
-    while engine.has_work:
-        samples += [event.sample for event in engine.step()]
-    assert engine.runner.compilations == built
-    engine.set_params(*old)
-    [sample], count = samples, len(before.tokens)
-    assert sample.weight_versions == ((0, version), (count, version + 1)) and 0 < count < 80
-    whole = tokens_of([job])[0]
-    assert sample.token_ids[:count] == whole[:count] == before.tokens
-    fresh = engine_of(None, batch=1)
-    fresh.set_params(new[0])
-    fresh.add(job, before)
-    [event] = [e for _ in range(99) if fresh.has_work for e in fresh.step()]
-    assert event.sample.token_ids == sample.token_ids != whole
-
-
-def test_caches_of_old_weights_may_be_kept_and_are_counted():
-    engine = warm()
-    old, new = weights(), weights(seed=5)
-    job = jobs_of([7, 8, 9], LONG)[0]
-    outputs = []
-    for running in ("keep", "recompute"):
-        engine.set_params(*old)
-        ticket = engine.add(job)
-        engine.step()
-        stale = engine.stale_positions
-        engine.set_params(*new, running=running)
-        known = 3 + len(engine.progress(ticket).tokens)
-        assert engine.stale_positions - stale == (known if running == "keep" else 0)
-        outputs += [e.sample.token_ids for _ in range(99) if engine.has_work for e in engine.step()]
-    engine.set_params(*old)
-    assert outputs[0] != outputs[1], "what the old weights made of the prompt does matter"
-    with pytest.raises(ValueError, match="'recompute' or 'keep', got 'drop'"):
-        engine.set_params(*new, running="drop")
-
-
-def test_weights_that_do_not_arrive_as_they_were_sent_stop_everything(monkeypatch, caplog):
-    engine = engine_of()
-    before = dict(engine.runner.checksums)
-    assert set(before) == {"policy", "draft"}
-    params, head = weights(seed=5)
-    engine.set_params(params, head)
-    assert not set(before.items()) & set(engine.runner.checksums.items())
-    engine.set_params(*weights())
-    assert engine.runner.checksums == before
-    layout = engine.runner._layout
-
-    def lossy(params):
-        arrived = layout(params)
-        return dict(arrived, embed=arrived["embed"].at[3, 3].add(1e-3))
-
-    monkeypatch.setattr(engine.runner, "_layout", lossy)
-    with pytest.raises(RuntimeError, match="policy's weights have checksum .* do not trust"):
-        engine.set_params(*weights())
-    monkeypatch.undo()
-    engine.set_params(params, jax.tree.map(lambda x: x * np.nan, head))
-    assert "draft's weights are not finite" in caplog.text
-
-
-# --- controllers ----------------------------------------------------------------------------------
-
-
-def test_a_controller_chooses_among_compiled_strategies_through_llm():
-    control = ControlConfig(controller="goodput", strategies=ARMS)
-    llm = LLM((CFG, *weights()), SpecConfig("3_1_4"), max_batch=2, max_len=64, control=control)
-    start_up = llm.warm_up()
-    assert start_up.calibration_seconds > 0 and f"compiled {start_up.programs} programs" in str(
-        start_up
-    )
-    costs = llm.engine.controller.costs
-    assert all(costs.known(arm, batch) for arm in ARMS for batch in (1, 2))
-    prompts = prompts_of(5, VOCAB, seed=8)
-    assert compilations_of(lambda: llm.generate(prompts, ONE)) == 0
-    expected = tokens_of([j for i, p in enumerate(prompts) for j in jobs_of(p, ONE, i)])
-    assert [o.samples[0].token_ids for o in llm.generate(prompts, ONE)] == expected
-    fields = llm.engine.controller.log_fields()
-    assert fields["strategy"] in ARMS and fields["accept_length"] >= 1
-    state = llm.engine.controller.state()
-    llm.engine.controller.load_state(state)
-    assert llm.engine.controller.state() == state
-
-
-def test_several_strategies_are_compiled_at_the_first_request_if_not_before():
-    control = ControlConfig(controller="ema", ema=EmaConfig(candidate_steps=(0, 1)))
-    llm = LLM((CFG, *weights()), SpecConfig("1_1_2"), max_batch=1, max_len=32, control=control)
-    llm.generate([[1, 2]], SamplingParams(max_tokens=4))
-    built = llm.engine.runner.compilations
-    assert llm.engine.runner.buckets("off", llm.engine.runner.plan.features) == [1]
-    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=20))
-    assert llm.engine.runner.compilations == built
-
-
-def test_control_without_speculation_and_in_invariant_mode_is_refused():
-    control = ControlConfig(strategies=ARMS)
-    with pytest.raises(ValueError, match="spec is None; give a SpecConfig"):
-        LLM((CFG, *weights()), None, max_len=32, control=control)
-    with pytest.raises(ValueError, match="invariant mode runs one program throughout"):
-        LLM((CFG, *weights()), SpecConfig("1_1_2", invariant=True), max_len=32, control=control)
-    with pytest.raises(ValueError, match="exact for chains only"):
-        trees = ControlConfig(strategies=("off", "2x2"))
-        LLM((CFG, *weights()), SpecConfig("1_1_2", acceptance="block"), max_len=32, control=trees)
 
 
 def test_engine_settings_are_checked():

@@ -38,19 +38,19 @@ def test_replicas_share_the_work_and_emit_the_tokens_of_one_engine():
     assert [len(devices) for devices in placed] == [2, 2] and not placed[0] & placed[1]
     shares = []
     for engine in llm.engine.engines:
-        finish = engine._finish
+        finish = engine.loop._finish
         shares.append([])
 
         def count(sequence, sample, finish=finish, share=shares[-1]):
             share.append(len(sample.token_ids))
             finish(sequence, sample)
 
-        engine._finish = count
+        engine.loop._finish = count
     try:
         outputs = llm.generate(PROMPTS, PARAMS)
     finally:
         for engine in llm.engine.engines:
-            del engine._finish
+            del engine.loop._finish
     assert tokens(outputs) == tokens(plain().generate(PROMPTS, PARAMS))
     assert sum(map(sum, shares)) == llm.totals.tokens == 6 * 3 * 20
     assert min(map(sum, shares)) > 0.2 * llm.totals.tokens

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specjax.engine.request import SampleOutput, SpecStats
+from specjax.engine.request import SampleOutput, SpecStats, Totals
 from specjax.engine.sequence import Progress
 from train.collect import Collection
 from train.data import Problem
@@ -19,11 +19,13 @@ from train.groups import (
     Response,
     Rule,
     Seen,
+    Settled,
     decide,
     reopen,
     settle,
     token_versions,
 )
+from train.rollout import Rollout, rollout_metrics, selection_metrics
 
 MOST = 12  # tokens of a sample
 
@@ -39,7 +41,7 @@ class FakeEngine:
         self.runner, self.version = SimpleNamespace(steps=1), 0
         self._dice, self._slots = speeds, slots
         self._samples, self._tickets = {}, 0
-        self.emitted = 0
+        self.sampled = 0
 
     @property
     def has_work(self) -> bool:
@@ -57,6 +59,12 @@ class FakeEngine:
             return Progress(list(tokens), list(logprobs), [])
         return None
 
+    def emitted(self, ticket):
+        return len(self._samples[ticket][1]) if ticket in self._samples else 0
+
+    def clear(self):
+        self._samples = {}
+
     def abort(self, ticket):
         return self._output(self._samples.pop(ticket), "abort")
 
@@ -70,7 +78,7 @@ class FakeEngine:
                 if len(tokens) < job.length:
                     tokens.append(token(job.place, job.sample, len(tokens), self.version))
                     logprobs.append(-float(tokens[-1]))
-                    self.emitted += 1
+                    self.sampled += 1
             if len(tokens) == job.length:
                 sample = self._output(self._samples.pop(ticket), "stop")
                 events.append(SimpleNamespace(ticket=ticket, job=job, sample=sample))
@@ -160,7 +168,7 @@ def run_steps(world: Data, rule: Rule, partial: bool, speeds: int, slots: int, s
                 [g.place for g in settled.dropped],
             )
         )
-    return seen, engine.emitted
+    return seen, engine.sampled
 
 
 def contents(group: Group):
@@ -255,6 +263,32 @@ def test_groups_of_which_a_token_is_too_old_are_dropped_whole():
     kept, stale = reopen(groups, step=6, max_staleness=3)
     assert kept == [groups[0], groups[2]] and stale == [groups[1]]
     assert all(r.given == len(r.tokens) for g in kept for r in g.responses)
+
+
+def test_groups_that_were_dropped_as_stale_count_in_the_length_bias():
+    """They are among those that were passed over because they were long."""
+
+    def group(length):
+        response = Response(tokens=[1] * length, versions=[(0, 4)], finish="stop")
+        return Group(0, 1, 4, Problem("", "", 0), [1], [response])
+
+    settled = Settled([group(4), group(6)], [0, 1], [group(9)], [group(11)], fresh=4, cut=0)
+    bias = {n: selection_metrics(settled, [group(20)] * n, 8, 5) for n in (0, 1)}
+    assert bias[0]["rollout/length_bias"] == 5 - np.mean([4, 6, 9, 11])
+    assert bias[1]["rollout/length_bias"] == 5 - np.mean([4, 6, 9, 11, 20])
+    assert bias[1]["rollout/groups_dropped_stale"] == 1
+
+
+def test_depths_that_no_tree_of_a_step_reached_are_no_metrics():
+    """A controller that chose short chains is no reason to warn of numbers that are not finite."""
+    response = Response(tokens=[1, 2], logprobs=[-1.0, -1.0], finish="stop")
+    group = Group(0, 1, 4, Problem("", "", 0), [1], [response], rewards=[1.0])
+    totals = Totals(3, np.zeros(5, np.int64))
+    totals.count_rounds(SpecStats(4, 4, 2, (0, 2, 2, 0, 0), depths=(0, 4, 0, 0)))
+    metrics = rollout_metrics(Rollout.of([group]), totals, 1)
+    assert metrics["rollout/accept_rate_depth_1"] == 0.5
+    assert "rollout/accept_rate_depth_2" not in metrics
+    assert all(np.isfinite(v) for v in metrics.values() if isinstance(v, float))
 
 
 def test_a_group_survives_json_bit_by_bit():

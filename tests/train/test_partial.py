@@ -198,6 +198,10 @@ def test_the_controllers_choices_are_in_the_logs(partial):
     assert all(s["control/controller"] == "bandit" for s in steps)
     assert any("control/arm_score/1_1_2" in s for s in steps)
     assert all(s["control/accept_length"] >= 1 for s in steps)
+    assert any(s["rollout/drafted_share"] < 1 for s in steps), "rounds of off draft nothing"
+    for step in steps:
+        drafted = step["rollout/drafted_share"] * step["rollout/spec_accept_rate"]
+        assert step["rollout/spec_accept_length"] == pytest.approx(1 + drafted), "one draft each"
 
 
 def test_stale_tokens_are_weighed_against_the_policy_that_sampled_them():
@@ -239,13 +243,13 @@ def test_dynamic_sampling_keeps_the_batch_full_and_takes_the_first_informative_g
         "rollout.chunk_tokens": 2, "rollout.strategy": "off", "rollout.cache_bytes": 1 << 20,
     }  # fmt: skip
     trainer = make(tiny_policy, tmp_path, **changes)
-    engine, enqueue, seen = trainer.engine, trainer.engine._enqueue, []
+    engine, enqueue, seen = trainer.engine, trainer.engine.loop._enqueue, []
 
     def watched():
         seen.append((len(engine.scheduler.running), engine.scheduler.waiting))
         return enqueue()
 
-    engine._enqueue = watched
+    engine.loop._enqueue = watched
     metrics = trainer.step()
     drawn = int(metrics["rollout/groups_started"])
     assert drawn > 4 and metrics["rollout/groups_selected"] == 4

@@ -20,10 +20,12 @@ from train.log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 # Everything that a checkpoint must hold matters here: schedules, the reference policy, a data
-# position that depends on rewards, and a head that is trained online.
+# position that depends on rewards, groups that are carried, and a head that is trained online.
 CHANGES = {
     "reward": "tiny_run:rare",
     "algo.max_resample": 2,
+    "rollout.over_sample": 1.5,
+    "rollout.partial": "true",
     "algo.kl_loss_coef": 0.1,
     "optim.warmup_steps": 3,
     "optim.decay_steps": 9,
@@ -93,6 +95,7 @@ def reference(tiny_policy, tmp_path_factory):
     assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
     assert len({r["rollout/tokens_sha"] for r in records}) == 6
     assert any(r["train/loss"] for r in records if "train/loss" in r)
+    assert any(r["rollout/groups_carried"] for r in records[2:5]), "a kill finds carried groups"
     return out
 
 

@@ -104,6 +104,10 @@ def test_the_head_learns_in_gaps_while_other_replicas_run(pair):
     assert sum(m["draft/updates_in_gaps"] for m in some) > 0
     assert [m["draft/updates"] for m in some] == [0, 5, 5, 5]  # nothing to learn from, at first
     assert not any(m["draft/updates_in_gaps"] for m in others)
+    assert {some[0][f"control/{of}strategy"] for of in ("", "replica_1/")} == {
+        gaps.engine.spec.resolve().name
+    }
+    assert "control/replica_1/strategy" not in others[0]
     events = read_lines(out / "gaps" / TRACE_FILE)
     assert {e["step"] for e in events} == set(range(1, STEPS + 1))
     pieces = [e for e in events if e["event"] == "draft_gap"]

@@ -1,0 +1,93 @@
+"""The engine under load: whatever happens to a request, its tokens are those of plain decoding."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from engines import LONG, ONE, jobs_of, random_jobs, restless, tokens_of
+
+from specjax.control import make_controller
+from specjax.engine.compare import first_difference
+
+
+def chaos(tokens: int, seed=0):
+    """Random arrivals, aborts, preemptions and strategies; differences from plain decoding.
+
+    Returns:
+      tokens compared, unexplained differences, explained ones.
+    """
+    engine, rng = restless(), np.random.default_rng(seed)
+    compared, explained, unexplained, aborted = 0, [], [], 0
+    before = engine.preemptions
+    while compared < tokens:
+        waiting, tickets, samples = random_jobs(rng, 60), {}, []
+        while waiting or engine.has_work:
+            for _ in range(int(rng.integers(0, 4))):
+                if waiting:
+                    job = waiting.pop()
+                    tickets[engine.add(job)] = job
+            if tickets and rng.random() < 0.03:
+                ticket = int(rng.choice(list(tickets)))
+                cut = engine.abort(ticket)
+                if cut is not None:
+                    assert cut.finish_reason == "abort"
+                    samples.append((tickets[ticket], cut))
+                    aborted += 1
+            samples += [(event.job, event.sample) for event in engine.step()]
+        assert engine.scheduler.pool.used == 0
+        expected = tokens_of([job for job, _ in samples])
+        for (job, sample), whole in zip(samples, expected, strict=True):
+            compared += len(sample.token_ids)
+            if sample.finish_reason == "abort":
+                whole = whole[: len(sample.token_ids)]
+            if sample.token_ids != whole:
+                where = engine.runner, job.request, job.sample, job, whole, sample.token_ids
+                difference = first_difference(*where)
+                (explained if difference.explained else unexplained).append(difference)
+    assert aborted and engine.preemptions > before
+    return compared, unexplained, explained
+
+
+def test_20_000_tokens_under_chaos_are_those_of_plain_decoding():
+    compared, unexplained, _ = chaos(20_000)
+    assert compared >= 20_000 and not unexplained, "\n".join(map(str, unexplained))
+
+
+@pytest.mark.slow
+def test_200_000_tokens_under_chaos_are_those_of_plain_decoding():
+    compared, unexplained, _ = chaos(200_000, seed=1)
+    assert compared >= 200_000 and not unexplained, "\n".join(map(str, unexplained))
+
+
+def test_chaos_would_notice_a_sequence_that_continues_with_another_ones_pages(monkeypatch):
+    """Else the tests above would prove nothing."""
+    from specjax.engine import loop as module
+
+    right = module.admission_of
+
+    def wrong(starts, count, runner):
+        new = right(starts, count, runner)
+        return new._replace(target=new.target * 0)  # the copied page is lost
+
+    monkeypatch.setattr(module, "admission_of", wrong)
+    assert chaos(2_000, seed=2)[1]
+
+
+def test_a_pool_too_small_for_all_preempts_the_latest_and_changes_no_token():
+    engine = restless()
+    before = engine.preemptions
+    jobs = [j for i in range(4) for j in jobs_of([i + 1], LONG)]
+    samples, _ = engine.generate(jobs)
+    assert engine.preemptions > before
+    assert [s.token_ids for s in samples] == tokens_of(jobs)
+
+
+@pytest.mark.parametrize(("strategy", "plain"), [("off", 1.0), ("3_1_4", 0.0)])
+def test_rounds_that_drafted_nothing_are_counted_apart(strategy, plain):
+    """The head is not to blame for rounds in which it was not asked."""
+    engine = restless()
+    before, engine.controller = engine.controller, make_controller("static", (strategy,))
+    _, totals = engine.generate(jobs_of([3, 4], dataclasses.replace(ONE, n=2)))
+    engine.controller = before
+    assert totals.depths[0] == totals.rounds - totals.drafted_rounds == plain * totals.rounds
+    assert np.isnan(totals.drafted_accept_length) == (strategy == "off")

@@ -1,0 +1,232 @@
+"""Controllers at work in the engine, through `LLM`."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import types
+
+import jax
+import numpy as np
+import pytest
+from engines import ARMS, LONG, ONE, engine_of, jobs_of, tokens_of
+from shared import CFG, compilations_of, weights
+from tiny import prompts_of
+
+from specjax import LLM, SamplingParams, SpecConfig
+from specjax.control import ControlConfig, EmaConfig, make_controller
+from specjax.control.base import Controller
+from specjax.decode.options import Features
+from specjax.engine import loop, start_up
+from specjax.engine.engine import Engine
+from specjax.engine.loop import Loop
+from specjax.engine.request import SpecStats, Totals
+from specjax.engine.settings import EngineConfig
+
+VOCAB = CFG.vocab_size
+
+
+def test_a_controller_chooses_among_compiled_strategies_through_llm():
+    control = ControlConfig(controller="goodput", strategies=ARMS)
+    llm = LLM((CFG, *weights()), SpecConfig("3_1_4"), max_batch=2, max_len=64, control=control)
+    took = llm.warm_up()
+    assert took.calibration_seconds > 0 and took.programs == llm.engine.runner.compilations
+    runner = llm.engine.runner
+    assert took.cache_bytes == runner.pages * runner.page_bytes > 0
+    caches = jax.tree.leaves((runner.state.cache, runner.state.draft.cache))
+    assert took.cache_bytes == sum(x.nbytes for x in caches)
+    assert took.temporary_bytes == runner.memory()["temporaries"] > 0
+    line = str(took)
+    assert line.startswith(f"compiled {took.programs} programs in {took.seconds:.1f} s (")
+    assert f"caches {took.cache_bytes / 2**20:.1f} MiB), measured them in" in line
+    costs = llm.engine.controller.costs
+    assert all(costs.known(arm, batch) for arm in ARMS for batch in (1, 2))
+    prompts = prompts_of(5, VOCAB, seed=8)
+    assert compilations_of(lambda: llm.generate(prompts, ONE)) == 0
+    expected = tokens_of([j for i, p in enumerate(prompts) for j in jobs_of(p, ONE, i)])
+    assert [o.samples[0].token_ids for o in llm.generate(prompts, ONE)] == expected
+    fields = llm.engine.controller.log_fields()
+    assert fields["strategy"] in ARMS and fields["accept_length"] >= 1
+    state = llm.engine.controller.state()
+    llm.engine.controller.load_state(state)
+    assert llm.engine.controller.state() == state
+
+
+def test_several_strategies_are_compiled_at_the_first_request_if_not_before():
+    control = ControlConfig(controller="ema", ema=EmaConfig(candidate_steps=(0, 1)))
+    llm = LLM((CFG, *weights()), SpecConfig("1_1_2"), max_batch=1, max_len=32, control=control)
+    llm.generate([[1, 2]], SamplingParams(max_tokens=4))
+    built = llm.engine.runner.compilations
+    assert llm.engine.runner.buckets("off", llm.engine.runner.plan.features) == [1]
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=20))
+    assert llm.engine.runner.compilations == built
+
+
+def test_control_without_speculation_and_in_invariant_mode_is_refused():
+    control = ControlConfig(strategies=ARMS)
+    with pytest.raises(ValueError, match="spec is None; give a SpecConfig"):
+        LLM((CFG, *weights()), None, max_len=32, control=control)
+    with pytest.raises(ValueError, match="invariant mode runs one program throughout"):
+        LLM((CFG, *weights()), SpecConfig("1_1_2", invariant=True), max_len=32, control=control)
+    with pytest.raises(ValueError, match="exact for chains only"):
+        trees = ControlConfig(strategies=("off", "2x2"))
+        LLM((CFG, *weights()), SpecConfig("1_1_2", acceptance="block"), max_len=32, control=trees)
+
+
+@functools.cache
+def adaptive() -> Engine:
+    """Every strategy of `ARMS` compiled, for up to four samples."""
+    control = ControlConfig(controller="bandit", strategies=ARMS)
+    engine = engine_of(batch=4, control=control)
+    engine.warm_up()
+    return engine
+
+
+class Chosen(Controller):
+    """A list of strategies, one per chunk, over and over."""
+
+    kind = "chosen"
+
+    def __init__(self, names):
+        super().__init__(ARMS)
+        self._names = itertools.cycle(names)
+
+    def _choose(self, batch_size):
+        return next(self._names)
+
+    def _learn(self, seen):
+        pass
+
+
+def test_off_comes_back_to_drafting_without_reading_the_prompt_again(monkeypatch):
+    """A chunk of `off` hands out what the draft head needs of its tokens."""
+    engine, read = adaptive(), []
+    prefill = engine.runner.prefill
+    monkeypatch.setattr(
+        engine.runner, "prefill", lambda piece: (read.append(piece), prefill(piece))
+    )
+    [job] = jobs_of([3, 4, 5], LONG)
+    histograms = {}
+    for name, arms in {"never off": ["3_1_4"], "in turns": ["off", "3_1_4"]}.items():
+        engine.controller = Chosen(arms)
+        read.clear()
+        [sample], _ = engine.generate([job])
+        assert [sample.token_ids] == tokens_of([job]) and len(read) == 1
+        histograms[name] = np.array(sample.stats.histogram), sample.stats.plain_rounds
+    whole, turns = histograms["never off"][0], histograms["in turns"][0]
+    assert histograms["never off"][1] == 0 < histograms["in turns"][1]
+    assert turns[2:].sum() > 0.1 * whole[2:].sum() > 0, "drafts are accepted after off, too"
+
+
+def test_above_bs_threshold_nothing_is_drafted():
+    control = ControlConfig("static", ARMS, initial="3_1_4", bs_threshold=2)
+    engine = adaptive()
+    engine.controller = make_controller(control, ["3_1_4", "off"])
+    jobs = [jobs_of([i], dataclasses.replace(ONE, max_tokens=n), i)[0] for i, n in TAIL]
+    samples, _ = engine.generate(jobs)
+    shares = [s.stats.plain_rounds / s.stats.rounds for s in samples]
+    assert shares[:2] == [1.0, 1.0], "while four run"
+    assert all(0 < share < 1 for share in shares[2:]), "drafted when two were left"
+    assert [s.token_ids for s in samples] == tokens_of(jobs)
+
+
+TAIL = [(1, 8), (2, 8), (3, 80), (4, 80)]
+
+
+def test_ema_steps_down_where_the_head_is_of_no_use_and_up_where_it_is():
+    settings = EmaConfig((1, 3), ema_alpha=0.1, warmup_batches=0, update_interval=1)
+    tiers = ControlConfig("ema", ema=settings, initial="3_1_4")
+    engine = adaptive()
+    params, head = weights()
+    [job] = jobs_of([3, 4, 5], LONG)
+    useless = jax.tree.map(np.zeros_like, head)
+    for given in (useless, head):
+        engine.set_params(params, given)
+        engine.controller = make_controller(tiers, ["1_1_2", "3_1_4"])
+        seen = []
+        for _ in range(3):
+            engine.add(job)
+            while engine.has_work:
+                engine.step()
+                seen.append(engine.controller.current)
+        assert seen[0] == "3_1_4" and (seen[-1] == "1_1_2") == (given is useless), seen
+
+
+def test_calibration_measures_a_round_and_not_the_first_run_of_its_program(monkeypatch):
+    """XLA on CPU builds what it did not need before: the first run of a program is slow."""
+    per_round = {"off": 1e-3, "1_1_2": 2e-3, "3_1_4": 4e-3}
+    overhead, now, ran = 5e-4, [0.0], set()
+
+    def chunk(runner, strategy, features, bucket, rounds):
+        rounds = min(rounds, 6)  # as where sequences come to their limit
+        first = 20 if (strategy, bucket) not in ran else 1
+        ran.add((strategy, bucket))
+        now[0] += first * (overhead + rounds * per_round[strategy])
+        return rounds
+
+    monkeypatch.setattr(start_up, "_chunk", chunk)
+    monkeypatch.setattr(start_up, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    engine = adaptive()
+    start_up.compile_ahead(engine.loop, [Features()])
+    costs, seconds = start_up.calibrate(engine.loop, Features())
+    assert 0 < seconds < 1
+    for strategy, bucket in itertools.product(ARMS, (1, 2, 4)):
+        full = per_round[strategy] + overhead / engine.runner.rounds(strategy)
+        assert costs.seconds(strategy, bucket) == pytest.approx(full, rel=1e-6)
+
+
+def test_strategies_of_path_tuples_and_trees_that_are_cut_can_be_chosen():
+    name = "paths:0,1,0.0"
+    control = ControlConfig("static", ("off", name), initial=name)
+    llm = LLM((CFG, *weights()), SpecConfig(((0,), (1,), (0, 0))), 2, 64, control=control)
+    jobs = jobs_of([3, 4, 5], ONE)
+    samples, totals = llm.engine.generate(jobs)
+    assert [s.token_ids for s in samples] == tokens_of(jobs)
+    assert totals.drafted_rounds == totals.rounds and samples[0].stats.drafted % 3 == 0
+    spec = SpecConfig("3_2_5", spec_verify_tokens=4)
+    control = ControlConfig("bandit", ("off", "3_2_5", "4_2_6"))
+    with pytest.raises(ValueError, match="spec_verify_tokens = 4 cuts it below"):
+        Engine(CFG, spec, 1, 64, control=control)
+    engine = Engine(CFG, spec, 1, 64, control=ControlConfig("bandit", ("off", "3_2_5")))
+    assert engine.controller.arms == ("off", "3_2_5")
+    assert engine.runner.plan is engine.runner.plans["3_2_5"]
+    assert engine.runner.plan.tree.rows == 4
+
+
+class Mark:
+    """What is on the device until prompts have been read."""
+
+    ready = False
+
+    def is_ready(self):
+        return self.ready
+
+
+@pytest.mark.parametrize(("seen_at", "seconds"), [(2.0, 10.0), (7.0, math.nan), (None, math.nan)])
+def test_the_time_of_a_chunk_after_prompts_is_known_if_its_beginning_was_seen(
+    monkeypatch, seen_at, seconds
+):
+    """Those who only poll (replicas) may have seen that it waited, and soon after that it ran."""
+    now, mark = [1.0], Mark()
+    monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    mine = Loop(adaptive().runner, adaptive().intake, EngineConfig(), [64], None)
+    chunk = loop.Chunk([], np.zeros(1), "off", 0, mark, 0.5, 0, 1)
+    mine._in_flight.append(chunk)
+    mine._look()
+    mark.ready = True
+    if seen_at is not None:
+        now[0] = seen_at
+        mine._look()
+    now[0] = 12.0
+    assert mine._wait_for(mine._in_flight.popleft())[1] == pytest.approx(seconds, nan_ok=True)
+
+
+def test_the_accept_rate_of_a_depth_is_that_of_the_trees_that_reach_it():
+    totals = Totals(3, np.zeros(5, np.int64))
+    # two plain rounds, four with chains of one, four with chains of three
+    totals.count_rounds(SpecStats(10, 16, 9, (0, 4, 4, 1, 1), depths=(2, 4, 0, 4)))
+    assert totals.accepted == 9 and totals.accept_rate == 9 / 16
+    assert totals.per_depth() == [6 / 8, 2 / 4, 1 / 4]
+    assert totals.drafted_accept_length == 1 + 9 / 8
+    totals.merge(totals)
+    assert totals.accept_rate == 9 / 16

@@ -1,0 +1,107 @@
+"""New weights while samples run."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from engines import LONG, ONE, engine_of, jobs_of, tokens_of, warm
+from shared import CFG, weights
+
+from specjax import LLM, SpecConfig
+
+
+def test_new_weights_reach_running_sequences_and_every_token_knows_its_version():
+    """The tokens after the swap are those of the new policy after the tokens so far."""
+    engine = warm()
+    old, new = weights(), weights(seed=5)
+    [job] = jobs_of([7, 8, 9], LONG)
+    ticket, version = engine.add(job), engine.version
+    engine.step()
+    built = engine.runner.compilations
+    engine.set_params(*new)
+    before = engine.progress(ticket)
+    samples = []
+    while engine.has_work:
+        samples += [event.sample for event in engine.step()]
+    assert engine.runner.compilations == built
+    engine.set_params(*old)
+    [sample], count = samples, len(before.tokens)
+    assert sample.weight_versions == ((0, version), (count, version + 1)) and 0 < count < 80
+    whole = tokens_of([job])[0]
+    assert sample.token_ids[:count] == whole[:count] == before.tokens
+    fresh = engine_of(None, batch=1)
+    fresh.set_params(new[0])
+    fresh.add(job, before)
+    [event] = [e for _ in range(99) if fresh.has_work for e in fresh.step()]
+    assert event.sample.token_ids == sample.token_ids != whole
+
+
+def test_caches_of_old_weights_may_be_kept_and_are_counted():
+    engine = warm()
+    old, new = weights(), weights(seed=5)
+    job = jobs_of([7, 8, 9], LONG)[0]
+    outputs = []
+    for running in ("keep", "recompute"):
+        engine.set_params(*old)
+        ticket = engine.add(job)
+        engine.step()
+        stale = engine.stale_positions
+        engine.set_params(*new, running=running)
+        known = 3 + len(engine.progress(ticket).tokens)
+        assert engine.stale_positions - stale == (known if running == "keep" else 0)
+        outputs += [e.sample.token_ids for _ in range(99) if engine.has_work for e in engine.step()]
+    engine.set_params(*old)
+    assert outputs[0] != outputs[1], "what the old weights made of the prompt does matter"
+    with pytest.raises(ValueError, match="'recompute' or 'keep', got 'drop'"):
+        engine.set_params(*new, running="drop")
+
+
+def test_weights_that_do_not_arrive_as_they_were_sent_stop_everything(monkeypatch, caplog):
+    engine = engine_of()
+    before = dict(engine.runner.checksums)
+    assert set(before) == {"policy", "draft"}
+    params, head = weights(seed=5)
+    engine.set_params(params, head)
+    assert not set(before.items()) & set(engine.runner.checksums.items())
+    engine.set_params(*weights())
+    assert engine.runner.checksums == before
+    layout = engine.runner._layout
+
+    def lossy(params):
+        arrived = layout(params)
+        return dict(arrived, embed=arrived["embed"].at[3, 3].add(1e-3))
+
+    live, version = engine.runner.params, engine.version
+    monkeypatch.setattr(engine.runner, "_layout", lossy)
+    with pytest.raises(RuntimeError, match="policy's weights have checksum .* do not trust"):
+        engine.set_params(*weights())
+    assert engine.runner.params is live and engine.version == version, "the old ones go on"
+    monkeypatch.undo()
+    engine.set_params(params, jax.tree.map(lambda x: x * np.nan, head))
+    assert "draft's weights are not finite" in caplog.text
+
+
+def test_weights_that_went_to_nan_leave_nothing_behind():
+    """Pages that they wrote are masked for others, and zero times NaN is NaN."""
+    engine = engine_of(batch=2, page_size=16)
+    params, head = weights()
+    jobs = jobs_of([3, 4, 5], dataclasses.replace(ONE, n=2))
+    engine.set_params(jax.tree.map(lambda x: x * np.nan, params), head)
+    broken, _ = engine.generate(jobs)
+    engine.set_params(params, head)
+    samples, _ = engine.generate(jobs)
+    assert [s.token_ids for s in samples] == tokens_of(jobs) != [s.token_ids for s in broken]
+
+
+def test_llm_keeps_the_caches_of_what_runs_if_asked_for():
+    llm = LLM((CFG, *weights()), SpecConfig("1_1_2"), max_batch=1, max_len=64)
+    first, second = jobs_of([7, 8, 9], dataclasses.replace(ONE, n=2))
+    tickets = [llm.engine.add(first), llm.engine.add(second)]
+    llm.engine.step()
+    llm.update_weights(*weights(seed=5), running="keep")
+    runs = 3 + llm.engine.emitted(tickets[0])
+    assert llm.engine.stale_positions == runs + 2, "the other one waits for a prompt that was read"
+    llm.engine.suspend()
+    with pytest.raises(ValueError, match="'recompute' or 'keep', got 'drop'"):
+        llm.update_weights(*weights(), running="drop")
