@@ -5,6 +5,8 @@
     jax_sampler             a plain jitted sampler (bench/jax_sampler.py)
     specjax_plain           `LLM` without speculation
     specjax                 `LLM` with default speculation, the strategy chosen while running
+    specjax_block           the same with `block` acceptance: equal to plain decoding in
+                            distribution, as transformers' rule is, and not in every token
 
 All run in turns in one process, at temperature 1 in float32, with as many threads as there are
 cores. Two kinds of work:
@@ -54,7 +56,8 @@ from specjax.tokenizer import load_tokenizer
 FEWEST_SAMPLES = 8  # per measurement, so that one long sample does not decide it
 TORCH = ("transformers", "transformers_assisted")
 PEERS = (*TORCH, "jax_sampler")
-OURS = ("specjax_plain", "specjax")
+PLAIN = "specjax_plain"
+SPECULATIVE = {"specjax": "coupled", "specjax_block": "block"}  # and how they accept
 LONGEST = 20  # times the median budget; it is also the 99th percentile before it is cut
 
 
@@ -125,17 +128,19 @@ def build(name: str, model, args: argparse.Namespace, work: Work) -> Arm | None:
         stops = () if work.ignore_eos else cfg.eos_token_ids
         peer = JaxSampler(cfg, params, work.batch, work.width, max(work.limits), stops)
     else:
-        return _specjax(name == "specjax", (cfg, params, head), args, work)
+        return _specjax(SPECULATIVE.get(name), (cfg, params, head), args, work)
     arm = Arm(lambda seed: peer(work.prompts, work.limits, seed))
     if name == "transformers_assisted":
         arm.choice = choice
     return arm
 
 
-def _specjax(speculative: bool, model, args: argparse.Namespace, work: Work) -> Arm:
+def _specjax(acceptance: str | None, model, args: argparse.Namespace, work: Work) -> Arm:
     longest = work.width + max(work.limits)
-    spec = SpecConfig(head=args.head) if speculative else None
-    control = ControlConfig(strategies=tuple(args.strategies)) if speculative else None
+    spec = control = None
+    if acceptance is not None:
+        spec = SpecConfig(head=args.head, acceptance=acceptance)
+        control = ControlConfig(strategies=tuple(args.strategies))
     llm = LLM(model, spec, work.batch, longest, control=control)
     start_up = llm.warm_up()
     print(start_up, flush=True)
@@ -174,25 +179,32 @@ def figures_of(work: Work, arms: Mapping[str, Arm], seconds: Mapping[str, list[f
             result[f"{name}_choice{at}"] = figure(arms[name].choice, "fastest way to draft")
     best = min((n for n in costs if n in PEERS), key=lambda n: statistics.median(costs[n]))
     result[f"best_peer{at}"] = figure(best, "peer with the least time per token")
-    for ours in OURS:
+    for ours in (n for n in costs if n not in PEERS):
         for peer in (n for n in costs if n in PEERS):
             ratio, *ends = paired_ratio_interval(costs[peer], costs[ours])
             result[f"{ours}_over_{peer}{at}"] = figure(
                 ratio, "times as fast, median over turns", ends
             )
         result[f"{ours}_over_best{at}"] = result[f"{ours}_over_{best}{at}"]
-    ours = arms["specjax"]
-    share = ours.extra / len(seconds["specjax"])
-    charged = [(s + share) / t for s, t in zip(seconds["specjax"], ours.tokens, strict=True)]
-    ratio, *ends = paired_ratio_interval(costs[best], charged)
-    result[f"specjax_over_best_charged{at}"] = figure(ratio, "measuring at start charged", ends)
-    result[f"calibration_seconds{at}"] = figure(ours.extra, "s, once, before the clock starts")
-    accepted = ours.generate.totals.accept_length
-    result[f"accept_length{at}"] = figure(accepted, "tokens per round, plain rounds included")
+    for name in (n for n in arms if n in SPECULATIVE):
+        result |= _charged(name, arms[name], seconds[name], costs[best], at)
     for name in TORCH:
         if name not in arms:
             result[f"{name}_tokens_per_sec{at}"] = figure(None, "not offered")
     return result
+
+
+def _charged(name: str, arm: Arm, seconds: list[float], best: list[float], at: str) -> dict:
+    """Figures of a speculative arm, what measuring its strategies cost included."""
+    share = arm.extra / len(seconds)
+    charged = [(s + share) / t for s, t in zip(seconds, arm.tokens, strict=True)]
+    ratio, *ends = paired_ratio_interval(best, charged)
+    accepted = arm.generate.totals.accept_length
+    return {
+        f"{name}_over_best_charged{at}": figure(ratio, "measuring at start charged", ends),
+        f"{name}_calibration_seconds{at}": figure(arm.extra, "s, once, before the clock starts"),
+        f"{name}_accept_length{at}": figure(accepted, "tokens per round, plain rounds included"),
+    }
 
 
 def _check_counts(work: Work, arms: Mapping[str, Arm]) -> None:
@@ -262,7 +274,8 @@ def run(args: argparse.Namespace) -> Path:
 
         settings |= {"torch": torch.__version__, "transformers": transformers.__version__}
     for work in works(args, load_tokenizer(args.model), cfg.max_position):
-        arms = {name: build(name, model, args, work) for name in (*args.peers, *OURS)}
+        names = (*args.peers, PLAIN, *(n for n, a in SPECULATIVE.items() if a in args.acceptance))
+        arms = {name: build(name, model, args, work) for name in names}
         arms = {name: arm for name, arm in arms.items() if arm is not None}
         here = figures_of(work, arms, measure(arms, args.repeats))
         figures |= here
@@ -280,13 +293,13 @@ def summary(work: Work, figures: Mapping[str, Mapping]) -> str:
         for name, entry in figures.items()
         if "tokens_per_sec" in name and entry["value"] is not None
     )
-    ratio = figures[f"specjax_over_best/{work.name}"]
-    low, high = ratio["interval"]
+    ratios = []
+    for name in SPECULATIVE:
+        if found := figures.get(f"{name}_over_best/{work.name}"):
+            low, high = found["interval"]
+            ratios.append(f"{name} {found['value']:.2f}x [{low:.2f}, {high:.2f}]")
     best = figures[f"best_peer/{work.name}"]["value"]
-    return (
-        f"{work.name}: {ratio['value']:.2f}x [{low:.2f}, {high:.2f}] of {best}, the best peer  "
-        f"tok/s: {rates}"
-    )
+    return f"{work.name}: {', '.join(ratios)} of {best}, the best peer  tok/s: {rates}"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -304,6 +317,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tail_batch", type=int, default=8, help="samples at a time")
     add("--tail_median", type=int, default=16, help=f"median budget; the longest has {LONGEST}x")
     add("--strategies", nargs="+", default=list(DEFAULT_STRATEGIES), help="to choose from")
+    add("--acceptance", nargs="+", default=list(SPECULATIVE.values()), choices=SPECULATIVE.values())
     add("--head", default="checkpoint", choices=("checkpoint", "random"))
     return parser.parse_args(argv)
 

@@ -119,7 +119,8 @@ def test_bench_peers_compares_with_a_jax_sampler_where_there_is_no_torch(
     ratio, (low, high) = (found["specjax_over_best/long_tail"][k] for k in ("value", "interval"))
     assert low <= ratio <= high
     assert found["specjax_over_best_charged/long_tail"]["value"] < ratio
-    assert found["accept_length/long_tail"]["value"] >= 1
+    assert found["specjax_accept_length/long_tail"]["value"] >= 1
+    assert found["specjax_block_over_best/long_tail"]["value"] > 0
     # All have done the same work: seconds x rate is the number of tokens.
     for name in ("jax_sampler", "specjax_plain"):
         seconds = found[f"{name}_seconds/long_tail"]["interval"]
@@ -135,6 +136,7 @@ def test_bench_peers_takes_the_fastest_way_of_transformers_to_draft(
     monkeypatch.setattr(peer_torch, "MTP_DEPTHS", (1,))
     out = tmp_path / "peers.json"
     argv = [*SMALL, "--tail_prompts", "0", "--batches", "1", "--peers", *peers.TORCH]
+    argv += ["--acceptance", "coupled"]
     peers.main([*argv, "--model", str(tiny_policy), "--out", str(out)])
     found = json.loads(out.read_text())["figures"]
     assert found["transformers_assisted_choice/batch_1"]["value"] in ("prompt lookup 2", "MTP 1")

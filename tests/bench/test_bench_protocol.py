@@ -205,4 +205,4 @@ def test_bench_host_writes_shares_and_a_profile_of_the_host(tiny_policy, tmp_pat
     assert low <= found["host_share/speculative/batch_1"]["value"] <= high < 1
     assert 0 <= found["host_busy/speculative/batch_1"]["value"] <= 1
     profile = out.with_suffix(".txt").read_text()
-    assert "--- speculative, batch 1 ---" in profile and "engine.py" in profile
+    assert "--- speculative, batch 1 ---" in profile and "loop.py" in profile
