@@ -235,7 +235,7 @@ def test_several_updates_per_rollout_are_off_policy_and_clipped_by_two_bounds(va
     counts = [int(x) for x in leaves(trainer.opt_state) if x.ndim == 0]
     assert counts and set(counts) == {4}  # two steps of two updates
     tight = vary(**changes, **{"algo.clip_ratio_high": 0.0})[1]
-    assert tight[0]["train/clip_fraction"] > 0.1 > steps[0]["train/clip_fraction"]
+    assert tight[0]["train/clip_fraction"] > 0 == steps[0]["train/clip_fraction"]
 
 
 def test_dynamic_sampling_drops_and_replaces_groups_that_teach_nothing(tiny_policy, tmp_path):
