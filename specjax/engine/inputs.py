@@ -61,3 +61,8 @@ def admission_of(starts: Several[Start], count: int, runner: Runner) -> Admissio
 def place_sizes(batch: int) -> list[int]:
     """1, 4, 16, .. and the batch: how many sequences one program starts."""
     return powers(batch, 4)
+
+
+def place_size(batch: int, count: int) -> int:
+    """Of the program that starts `count` sequences, at most `batch`."""
+    return next(size for size in place_sizes(batch) if size >= count)

@@ -23,7 +23,7 @@ from specjax.control import Controller, Observation
 from specjax.decode.options import Features
 from specjax.decode.round import Result
 from specjax.decode.state import RUNNING
-from specjax.engine.inputs import admission_of, piece_of, place_sizes
+from specjax.engine.inputs import admission_of, piece_of, place_size
 from specjax.engine.intake import Intake
 from specjax.engine.pages import PagePool
 from specjax.engine.programs import choose_program, leave_at
@@ -122,7 +122,7 @@ class Loop:
 
     def expected(self, sequence: Sequence) -> float | None:
         """Length that a sample is expected to have, by those of its prompt."""
-        return self.lengths.expected(sequence.prompt_hash)
+        return self.lengths.expected(sequence.job.prompt_hash)
 
     @property
     def has_work(self) -> bool:
@@ -244,7 +244,7 @@ class Loop:
             self._place(starts[at : at + self.runner.batch])
 
     def _place(self, starts: list[Start]) -> None:
-        count = next(n for n in place_sizes(self.runner.batch) if n >= len(starts))
+        count = place_size(self.runner.batch, len(starts))
         for start in starts:
             sequence = start.sequence
             self._table[sequence.slot] = 0
@@ -358,7 +358,7 @@ class Loop:
         self.scheduler.finish(sequence)
         self.intake.forget(sequence)
         if self.config.order == "longest_first":
-            self.lengths.add(sequence.prompt_hash, len(sample.token_ids))
+            self.lengths.add(sequence.job.prompt_hash, len(sample.token_ids))
         self._events.append(Finished(sequence.ticket, sequence.job, sample))
 
     def _slot_info(self, sequence: Sequence) -> SlotInfo:

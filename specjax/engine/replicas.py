@@ -24,10 +24,9 @@ POLL = 1e-3  # seconds between looks when no replica has anything new; its next 
 
 
 class Waiting(NamedTuple):
-    """A sample that no replica has yet; `key` is a hash of its prompt."""
+    """A sample that no replica has yet."""
 
     ticket: int
-    key: int
     job: Job
     progress: Progress | None
 
@@ -127,16 +126,16 @@ class Replicas:
         """Queues a sample, see `Engine.add`."""
         self.engines[0].check(job, progress)  # all have the same room
         self._tickets += 1
-        key = hash(tuple(job.prompt))
-        self._unfed[self._tickets] = waiting = Waiting(self._tickets, key, job, progress)
-        self._queue.setdefault(key, {})[self._tickets] = waiting
+        self._unfed[self._tickets] = waiting = Waiting(self._tickets, job, progress)
+        self._queue.setdefault(job.prompt_hash, {})[self._tickets] = waiting
         return self._tickets
 
     def _pop(self, waiting: Waiting) -> None:
         """Takes a sample out of the queue."""
-        del self._unfed[waiting.ticket], self._queue[waiting.key][waiting.ticket]
-        if not self._queue[waiting.key]:
-            del self._queue[waiting.key]
+        together = self._queue[waiting.job.prompt_hash]
+        del self._unfed[waiting.ticket], together[waiting.ticket]
+        if not together:
+            del self._queue[waiting.job.prompt_hash]
 
     def abort(self, ticket: int) -> SampleOutput | None:
         """Ends a sample, see `Engine.abort`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import secrets
 from collections.abc import Callable, Sequence
 
@@ -103,6 +104,11 @@ class Job:
     decode: Callable[[Sequence[int]], str] | None = None
     request: int = 0
     sample: int = 0
+
+    @functools.cached_property
+    def prompt_hash(self) -> int:
+        """By which samples of one prompt are recognised."""
+        return hash(tuple(self.prompt))
 
     def without_speculation(self) -> Job:
         """The same sample, decoded plainly."""

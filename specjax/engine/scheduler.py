@@ -224,10 +224,8 @@ class Scheduler:
         return chosen
 
     def _next_key(self) -> Key:
-        if self._expected is None:
-            return next(iter(self._queue))
         first = next(iter(self._queue))
-        if self._queue[first].waiting[0].admitted:  # preempted
+        if self._expected is None or self._queue[first].waiting[0].admitted:  # preempted
             return first
         return max(self._queue, key=lambda key: self._expected(self._queue[key].waiting[0]) or 0.0)
 

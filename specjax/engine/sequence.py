@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -115,11 +114,6 @@ class Sequence:
     def length(self) -> int:
         """Prompt and generated tokens."""
         return len(self.job.prompt) + len(self.tokens)
-
-    @functools.cached_property
-    def prompt_hash(self) -> int:
-        """By which samples of one prompt are recognised."""
-        return hash(tuple(self.job.prompt))
 
     @property
     def known(self) -> list[int]:

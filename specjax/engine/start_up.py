@@ -13,7 +13,7 @@ import numpy as np
 from specjax.config import SamplingParams
 from specjax.control.costs import CostTable
 from specjax.decode.options import Features
-from specjax.engine.inputs import admission_of, piece_of, place_sizes
+from specjax.engine.inputs import admission_of, piece_of, place_size, place_sizes
 from specjax.engine.pages import pages_for
 from specjax.engine.request import make_jobs
 from specjax.engine.runner import Runner
@@ -85,10 +85,11 @@ def compile_ahead(loop: Loop, features: Several[Features]) -> StartUp:
     for count in place_sizes(runner.batch):
         runner.place(admission_of(_starts(runner, 1, 1), count, runner))
     buckets = [runner.batch] if runner.plan.invariant else loop.buckets
+    # Smallest first: what a larger program covers already would not be compiled.
+    features = sorted(features, key=lambda f: f.size)
     for strategy in runner.plans:
         for bucket in buckets:
-            # Smallest first: what a larger program covers already would not be compiled.
-            for wanted in sorted(features, key=lambda f: f.size):
+            for wanted in features:
                 runner.place(admission_of(_starts(runner, 1, _context(runner)), 1, runner))
                 _chunk(runner, strategy, wanted, bucket, rounds=1)
     jax.block_until_ready(runner.state)
@@ -119,7 +120,7 @@ def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
     def measured(strategy: str, rounds: int) -> tuple[float, int]:
         """Seconds of a chunk, and how many rounds it had."""
         starts = _starts(runner, bucket, _context(runner))
-        runner.place(admission_of(starts, _size(runner, bucket), runner))
+        runner.place(admission_of(starts, place_size(runner.batch, bucket), runner))
         jax.block_until_ready(runner.state)
         begin = time.perf_counter()
         count = _chunk(runner, strategy, features, bucket, rounds)
@@ -150,10 +151,6 @@ def _context(runner: Runner) -> int:
 def enough_rounds(seconds: float, most: int) -> int:
     """Rounds of one measurement, given the seconds of one and how many a chunk can have."""
     return min(max(round(SAMPLE_SECONDS / seconds), 1), most)
-
-
-def _size(runner: Runner, count: int) -> int:
-    return next(n for n in place_sizes(runner.batch) if n >= count)
 
 
 def _starts(runner: Runner, count: int, length: int) -> list[Start]:
