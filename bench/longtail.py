@@ -63,8 +63,8 @@ class Bench:
 
     Attributes:
       arms: names. rollouts: the last one of each. records: figures of each rollout, by arm.
-      different: per arm, the first chains that differ from plain decoding's.
-      calibration_seconds: of goodput.
+      spans: of each rollout, by arm. different: per arm, the first chains that differ from plain
+        decoding's. calibration_seconds: of goodput.
     """
 
     def __init__(self, model, work: chains.Work, args: argparse.Namespace):
@@ -90,6 +90,7 @@ class Bench:
         self.arms = (PLAIN, *names, GOODPUT)
         self.rollouts: dict[str, chains.Rollout] = {}
         self.records: dict[str, list[dict[str, float]]] = {arm: [] for arm in self.arms}
+        self.spans: dict[str, list[list[chains.Span]]] = {arm: [] for arm in self.arms}
         self.different: dict[str, list] = {arm: [] for arm in self.arms}
         self._reference: chains.Rollout | None = None
 
@@ -109,6 +110,7 @@ class Bench:
         """One rollout, kept and compared with plain decoding's first."""
         rollout = chains.roll_out(self.engine(arm), self.work)
         self.rollouts[arm] = rollout
+        self.spans[arm].append(rollout.spans)
         self.records[arm].append(
             {
                 "seconds": rollout.seconds,

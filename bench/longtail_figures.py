@@ -26,6 +26,13 @@ def figures_of(bench: Bench) -> dict[str, dict]:
     best = min(names, key=lambda name: statistics.median(seconds[name]))
     result = {"best_static": figure(best, "strategy with the smallest median wall time")}
     result |= _wall_ratios(bench, seconds, best)
+    spans = {name: bench.spans[name] for name in names}
+    ideal, picks = ideal_seconds(spans, best, bench.spec.loop.buckets)
+    result["ideal/best_static"] = figure(
+        ideal / sum(seconds[best]),
+        f"wall time of a controller that never errs, estimated, / {best}, over all turns: with the "
+        f"strategy that was fastest at each size of the batch ({picks})",
+    )
     for name, unit in (
         ("longest_rate", "tok/s of the longest sample since it got its slot, goodput / plain"),
         ("longest_rate_from_start", "the same since the rollout began, goodput / plain"),
@@ -47,6 +54,48 @@ def figures_of(bench: Bench) -> dict[str, dict]:
     result["calibration_seconds"] = figure(bench.calibration_seconds, "s, once per engine")
     result["compilations"] = figure(bench.compiled_meanwhile, "programs built while measuring")
     return result
+
+
+def ideal_seconds(
+    spans: Mapping[str, Sequence[Sequence[chains.Span]]], best: str, buckets: Sequence[int]
+) -> tuple[float, str]:
+    """Seconds of the rollouts of `best` if each bucket had run as fast as in the fastest arm.
+
+    A little too few: what is fastest by chance counts as well.
+
+    Args:
+      spans: of each rollout, by static strategy. buckets: sizes of the batch, increasing.
+
+    Returns:
+      the seconds, and the strategy of each bucket for people.
+    """
+    work = {arm: _work_by_bucket(rollouts, buckets) for arm, rollouts in spans.items()}
+    total, picks = 0.0, []
+    for bucket, (tokens, _) in sorted(work[best].items()):
+        each = {arm: found[bucket][1] / found[bucket][0] for arm, found in work.items()
+                if bucket in found}  # fmt: skip
+        fastest = min(each, key=each.__getitem__)
+        total += tokens * each[fastest]
+        picks.append(f"{bucket}: {fastest}")
+    return total, ", ".join(picks)
+
+
+def _work_by_bucket(
+    rollouts: Sequence[Sequence[chains.Span]], buckets: Sequence[int]
+) -> dict[int, tuple[int, float]]:
+    """Tokens and seconds of all rollouts together, by bucket."""
+    work: dict[int, tuple[int, float]] = {}
+    for spans in rollouts:
+        begin = 0.0
+        for span in spans:
+            bucket = next(b for b in buckets if b >= span.running)
+            tokens, seconds = work.get(bucket, (0, 0.0))
+            work[bucket] = (
+                tokens + span.slot_rounds + span.accepted,
+                seconds + span.until - begin,
+            )
+            begin = span.until
+    return work
 
 
 def _column(bench: Bench, name: str) -> dict[str, list[float]]:
@@ -156,6 +205,7 @@ def report(figures: Mapping[str, Mapping], arms: Sequence[str]) -> str:
             f"{100 * value(f'prompt_reading_share/{arm}'):.0f}%  "
             f"{value(f'samples_different/{arm}')} samples differ"
         )
+    lines.append(f"{'ideal/best_static':>52}: {value('ideal/best_static'):.3f}")
     for name, entry in figures.items():
         if "_ratio/" in name:
             low, high = entry["interval"]

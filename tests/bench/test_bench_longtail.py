@@ -67,6 +67,7 @@ def test_the_result_has_ratios_with_intervals_and_charges_the_calibration(measur
     assert figures["best_static"]["value"] in ("off", "2_1_3")
     assert figures["accept_length/plain"]["value"] == 1
     assert figures["accept_length_ratio"]["value"] > 0
+    assert 0 < figures["ideal/best_static"]["value"] < 1.2
     for arm in ("plain", "off", "2_1_3", "goodput"):
         assert figures[f"prompt_reading_share/{arm}"]["value"] > 0
 
@@ -83,6 +84,17 @@ def test_the_trace_accounts_for_every_token_and_the_figure_is_there(measured):
         assert sum(s.slot_rounds + s.accepted for s in spans) >= sum(bench.work.lengths), arm
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert out.with_suffix(SUFFIX).stat().st_size < 300_000
+
+
+def test_the_ideal_takes_the_fastest_strategy_at_each_size_of_the_batch():
+    def span(until, running, tokens):
+        return chains.Span(until, running, "", tokens, tokens, 0)
+
+    off = [[span(1.0, 4, 100), span(3.0, 1, 100)], [span(1.0, 3, 100), span(3.0, 1, 100)]]
+    spans = {"off": off, "2_1_3": [[span(2.0, 4, 100), span(2.5, 1, 50)]]}
+    seconds, picks = longtail_figures.ideal_seconds(spans, "off", (1, 2, 4))
+    assert seconds == pytest.approx(200 / 100 + 200 / 100)
+    assert picks == "1: 2_1_3, 4: off"
 
 
 def test_a_changed_token_is_found_and_not_explained_away(measured):
