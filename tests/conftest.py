@@ -13,7 +13,12 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 # Compiling is most of what tests spend. Graphs are rewritten and fused as for users; only machine
 # code is made with less care. `make test-full` makes it as users get it.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-_FLAGS = {"--xla_force_host_platform_device_count": "8"}
+_FLAGS = {
+    "--xla_force_host_platform_device_count": "8",
+    # Programs are built side by side by the workers already: one that is cut into 32 modules to be
+    # built by as many threads takes a third more.
+    "--xla_cpu_parallel_codegen_split_count": "1",
+}
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] not in ("0", "false"):
     _FLAGS["--xla_cpu_use_fusion_emitters"] = "false"  # the older emitter takes half the time
 for _name, _value in _FLAGS.items():

@@ -103,6 +103,12 @@ class Features:
         flags = (getattr(self, field.name) for field in dataclasses.fields(self))
         return sum(flag << i for i, flag in enumerate(flags))
 
+    def __hash__(self) -> int:
+        return self._bits
+
+    def __eq__(self, other: object) -> bool:
+        return self._bits == other._bits if isinstance(other, Features) else NotImplemented
+
     def __or__(self, other: Features) -> Features:
         if self.covers(other):  # as a rule: the host asks for every sample that comes in
             return self

@@ -28,7 +28,7 @@ class Intake:
     def __init__(self, runner: Runner, limits: Limits):
         self.limits, self._runner = limits, runner
         self._tickets = 0
-        self._last_asked: tuple[tuple, Features] = ((), Features())
+        self._last_asked: tuple[Job | None, Features] = (None, Features())
         self.clear()
 
     def clear(self) -> None:
@@ -49,8 +49,7 @@ class Intake:
 
     def add(self, job: Job, progress: Progress | None = None) -> Sequence:
         """Takes a sample in, see `Engine.add`."""
-        self.check(job, progress)
-        features = self._features_of(job)
+        features = self.check(job, progress)
         if job.limit > self._runner.max_len:
             job = dataclasses.replace(job, limit=self._runner.max_len)
         self._tickets += 1
@@ -67,9 +66,9 @@ class Intake:
         if not self.asked[sequence.features]:
             del self.asked[sequence.features]
 
-    def check(self, job: Job, progress: Progress | None = None) -> None:
-        """Raises ValueError if `add` cannot take the job."""
-        self._features_of(job)
+    def check(self, job: Job, progress: Progress | None = None) -> Features:
+        """What a job asks for; raises ValueError if `add` cannot take it."""
+        features = self._features_of(job)
         limit, runner = min(job.limit, self._runner.max_len), self._runner
         copied = 1 + pages_for(runner.rewritten, runner.page_size)
         wanted, there = pages_for(limit, runner.page_size) + copied, runner.pages - 1
@@ -80,7 +79,7 @@ class Intake:
                 f"{runner.page_bytes} bytes), or lower max_tokens"
             )
         if progress is None:
-            return
+            return features
         if job.params.transformed_logprobs or job.params.top_logprobs:
             raise ValueError(
                 f"prompt {job.request} continues an earlier run and asks for transformed or top "
@@ -92,6 +91,7 @@ class Intake:
                 f"prompt {job.request} continues an earlier run that has {len(progress.tokens)} "
                 f"tokens already, and there is room for {room}; it has ended, or raise max_tokens"
             )
+        return features
 
     def _features_of(self, job: Job) -> Features:
         """What a job asks for; raises ValueError if it does not fit.
@@ -99,10 +99,15 @@ class Intake:
         Samples of one request differ in nothing that matters here, so that the last answer serves
         them all.
         """
-        asks = (job.params, job.prompt, job.stop_ids, job.bad_words, job.limit)
-        known, features = self._last_asked
-        if len(known) != len(asks) or any(a is not b for a, b in zip(known, asks, strict=True)):
+        last, features = self._last_asked
+        if last is None or not (
+            job.params is last.params
+            and job.prompt is last.prompt
+            and job.stop_ids == last.stop_ids
+            and job.bad_words is last.bad_words
+            and job.limit == last.limit
+        ):
             check_job(f"prompt {job.request}", job, self.limits)
             features = features_of(job, self._runner.cfg.vocab_size)
-            self._last_asked = asks, features
+            self._last_asked = job, features
         return features

@@ -158,12 +158,13 @@ def make_jobs(
         def decode(ids):
             return tokenizer.decode(ids, skip_special_tokens=True)
 
+    stop_ids = tuple(dict.fromkeys(stops))
     return [
         Job(
             prompt=prompt,
             limit=most,
             words=rng.request_words(seed, prompt, sample),
-            stop_ids=tuple(dict.fromkeys(stops)),
+            stop_ids=stop_ids,
             params=params,
             bad_words=bad_words,
             decode=decode,

@@ -82,6 +82,7 @@ def test_with_ngrams(acceptance):
     assert (check(llm, requests(), REPETITIVE)[1:] > 0).all()
 
 
+@pytest.mark.slow
 def test_with_drafts_that_are_not_transformed_as_the_target_is():
     """q has tokens that the target cannot emit."""
     llm = joint.spec_llm(joint.pair(*PAIR), "block", STRATEGIES["block"], aligned=False)

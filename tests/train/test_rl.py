@@ -17,8 +17,6 @@ from train.log import read_metrics
 from train.policy import PolicyTrainer, sft_loss
 from train.schema import RLConfig
 
-pytestmark = pytest.mark.usefixtures("machine_code_as_users_get_it")
-
 
 def train(model, out, steps=2, /, **changes):
     """(trainer, metrics of each step) of the program's own `Trainer`, without its files."""

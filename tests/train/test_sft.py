@@ -321,7 +321,8 @@ def gsm8k(model, out, path, **changes) -> list[dict]:
 def test_gsm8k_lines_go_through_sft_and_rl_with_numbers_as_rewards(tmp_path):
     path = tiny_run.write_gsm8k(tmp_path / "train.jsonl")
     common = {"data.task": "gsm8k", "data.path": path, "loss_on": "all"}
-    sft.main(arguments(tmp_path / "sft", **common))
+    few = {"steps": 10, "draft_steps": 5, "checkpoint.every": 0}
+    sft.main(arguments(tmp_path / "sft", **common, **few))
     assert len(gsm8k(tmp_path / "sft" / "hf", tmp_path / "rl", path)) == 2
 
 
