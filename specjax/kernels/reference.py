@@ -24,6 +24,23 @@ def unpack_bits(words: UInt32[Array, "*B T W"], rows: int) -> jnp.ndarray:
     return ((words[..., index // 32] >> (index % 32).astype(jnp.uint32)) & 1).astype(bool)
 
 
+def tree_depth(words: UInt32[Array, "*B T W"]) -> Int[Array, "*B T"]:
+    """Depth of each row: how many ancestors it sees beside itself."""
+    return jax.lax.population_count(words).astype(jnp.int32).sum(-1) - 1
+
+
+def within_window(words: UInt32[Array, "*B T W"], window: int) -> UInt32[Array, "*B T W"]:
+    """Ancestor words without the ancestors that are `window` positions above their row, or more.
+
+    A row's ancestors are numbered along its path: how far one lies above it is how many follow.
+    """
+    bits = unpack_bits(words, 32 * words.shape[-1])
+    nearer = jnp.cumsum(bits[..., ::-1], axis=-1)[..., ::-1]  # itself included
+    kept = bits & (nearer <= window)
+    weights = jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32)
+    return (kept.reshape(*words.shape, 32) * weights).sum(-1, dtype=jnp.uint32)
+
+
 def pack_heads(q: Float[Array, "B N T H"], num_kv_heads: int) -> Float[Array, "B K M H"]:
     """Queries that share a key/value head side by side, M = N/K * T rows, row = group * T + t."""
     b, n, t, h = q.shape
@@ -39,7 +56,11 @@ def tree_attention(
     prefix_len: Int[Array, " B"],
     visible_bits: UInt32[Array, "*B T W"],
     table: Table = None,
-) -> Float[Array, "B N T H"]:
+    *,
+    window: int | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    with_lse: bool = False,
+) -> Float[Array, "B N T H"] | tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
     """Attention of T tree rows over the cached prefix and over their own ancestors.
 
     The prefix part is masked by length only, the tree part by the ancestor bitmask (self
@@ -50,9 +71,17 @@ def tree_attention(
     running maximum and sum of Milakov and Gimelshein 2018 (arXiv 1805.02867). A block past a
     slot's own prefix adds exactly nothing to it: what a slot gets does not depend, not even in its
     last bit, on how long its neighbours are.
+
+    Args:
+      window: a row sees so many positions, its own included; None: all.
+      sinks: per head, a logit that takes part in the softmax and brings no value.
+      with_lse: also return the log of each softmax's sum [B N T], float32, sinks included.
     """
     b, n, t, h = q.shape
     kv_heads, size = k_pages.shape[1:3]
+    depth = None if window is None else jnp.tile(tree_depth(visible_bits), n // kv_heads)
+    if window is not None:
+        visible_bits = within_window(jnp.asarray(visible_bits), window)
     rows = pack_heads(q, kv_heads).astype(jnp.float32) * h**-0.5
     visible = unpack_bits(visible_bits, k_tree.shape[2])
     visible = jnp.concatenate([visible] * (n // kv_heads), axis=-2)
@@ -83,8 +112,12 @@ def tree_attention(
         k, v = (read(x, stretch, offset).astype(jnp.float32) for x in (k_pages, v_pages))
         at = offset + jnp.arange(block)
         counts = (at >= inside) & (stretch * size + at < prefix_len[:, None])
+        counts = counts[:, None, None]
+        if window is not None:
+            last = prefix_len[:, None] + jnp.broadcast_to(depth, (b, depth.shape[-1])) - window
+            counts = counts & (stretch * size + at > last[:, None, :, None])
         scores = jnp.einsum("bkmh,bksh->bkms", rows, k)
-        scores = jnp.where(counts[:, None, None], scores, NEG_INF)
+        scores = jnp.where(counts, scores, NEG_INF)
         higher = jnp.maximum(peak, scores.max(-1, keepdims=True))
         shrink, weights = jnp.exp(peak - higher), jnp.exp(scores - higher)
         total = total * shrink + weights.sum(-1, keepdims=True)
@@ -92,8 +125,14 @@ def tree_attention(
 
     longest = prefix_len.max()
     blocks = longest // size * per_page + (longest % size + block - 1) // block
-    _, total, out = jax.lax.fori_loop(0, blocks, add_block, (peak, total, out))
-    return (out / total).reshape(b, n, t, h).astype(q.dtype)
+    peak, total, out = jax.lax.fori_loop(0, blocks, add_block, (peak, total, out))
+    if sinks is not None:
+        sink = jnp.repeat(sinks.astype(jnp.float32).reshape(kv_heads, -1), t, axis=1)[..., None]
+        higher = jnp.maximum(peak, sink)
+        shrink = jnp.exp(peak - higher)
+        peak, total, out = higher, total * shrink + jnp.exp(sink - higher), out * shrink
+    attended = (out / total).reshape(b, n, t, h).astype(q.dtype)
+    return (attended, (peak + jnp.log(total)).reshape(b, n, t)) if with_lse else attended
 
 
 def tree_attention_by_position(

@@ -1,0 +1,113 @@
+"""The TPU kernel against the reference, in interpret mode: its copies and semaphores included."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from specjax.decode.tree import ancestors, pack_bits
+from specjax.kernels import reference, tpu
+
+HEAD = 128
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+
+
+def random_case(seed, batch, kv_heads, group, rows, size, stretches, dtype, prefix=None):
+    """Arguments of `tree_attention`: trees that differ, pages in no order, the rest of them NaN."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return rng.normal(size=shape)
+
+    parents = [[0, *(rng.integers(0, r) for r in range(1, rows))] for _ in range(batch)]
+    bits = np.stack([pack_bits(ancestors(np.array(p))) for p in parents])
+    table = rng.permutation(batch * stretches).reshape(batch, stretches) + 1
+    if prefix is None:
+        prefix = rng.integers(0, size * stretches + 1, batch)
+        prefix[rng.integers(batch)] = rng.choice([0, size, size * stretches])
+    pages = normal(2, 1 + batch * stretches, kv_heads, size, HEAD)
+    for row, length in zip(table, prefix, strict=True):
+        for at, page in enumerate(row):
+            pages[:, page, :, max(length - at * size, 0) :] = np.nan
+    q = normal(batch, kv_heads * group, rows, HEAD)
+    k, v = normal(2, batch, kv_heads, rows, HEAD)
+    arrays = [jnp.asarray(x, dtype) for x in (q, k, v, *pages)]
+    return *arrays, np.asarray(prefix, np.int32), bits, table.astype(np.int32)
+
+
+@functools.partial(jax.jit, static_argnames="window")
+def expected(q, k, v, k_pages, v_pages, *rest, window, sinks):
+    # The reference multiplies what lies past a prefix by zero.
+    clean = (jnp.nan_to_num(x) for x in (k_pages, v_pages))
+    return reference.tree_attention(
+        q, k, v, *clean, *rest, window=window, sinks=sinks, with_lse=True
+    )
+
+
+def check(case, dtype, window=None, sinks=None, positions=32):
+    out, lse = tpu.tree_attention(
+        *case, window=window, sinks=sinks, with_lse=True, positions=positions, interpret=True
+    )
+    wanted, wanted_lse = expected(*case, window=window, sinks=sinks)
+    assert out.dtype == dtype and lse.dtype == jnp.float32
+    close = TOLERANCE[dtype]
+    np.testing.assert_allclose(np.float32(out), np.float32(wanted), atol=close, rtol=close)
+    np.testing.assert_allclose(lse, wanted_lse, atol=1e-5, rtol=1e-5)
+
+
+CASES = dict(
+    seed=st.integers(0, 2**16),
+    batch=st.integers(1, 4),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    rows=st.integers(1, 64),
+    size=st.sampled_from([16, 48, 64]),
+    stretches=st.integers(1, 3),
+    window=st.none() | st.integers(1, 80),
+    sinks=st.booleans(),
+    dtype=st.sampled_from(sorted(TOLERANCE)),
+)
+
+
+def compare(seed, batch, kv_heads, group, rows, size, stretches, window, sinks, dtype):
+    case = random_case(seed, batch, kv_heads, group, rows, size, stretches, dtype)
+    rng = np.random.default_rng(seed + 1)
+    sinks = jnp.asarray(rng.normal(size=kv_heads * group), jnp.float32) if sinks else None
+    check(case, dtype, window, sinks)
+
+
+@settings(max_examples=4)
+@given(**CASES)
+def test_it_equals_the_reference(**case):
+    compare(**case)
+
+
+@pytest.mark.slow
+@settings(max_examples=150)
+@given(**CASES)
+@example(0, 4, 1, 1, 1, 16, 1, None, False, "float32")
+def test_it_equals_the_reference_on_many_shapes(**case):
+    compare(**case)
+
+
+@pytest.mark.parametrize("prefix", [(0, 0, 0), (0, 64, 0), (32, 33, 31), (0, 1, 64)])
+def test_slots_without_a_prefix_and_full_pages(prefix):
+    """Copies for the next slot are sent over those that have nothing to copy."""
+    check(random_case(0, 3, 1, 2, 3, 32, 2, "float32", prefix), "float32")
+
+
+def test_a_contiguous_cache_is_one_page_each():
+    q, k, v, k_pages, v_pages, prefix, bits, table = random_case(3, 3, 2, 2, 5, 96, 1, "float32")
+    k_rows, v_rows = (pages[table[:, 0]] for pages in (k_pages, v_pages))
+    found = tpu.tree_attention(q, k, v, k_rows, v_rows, prefix, bits, positions=32, interpret=True)
+    wanted, _ = expected(q, k, v, k_pages, v_pages, prefix, bits, table, window=None, sinks=None)
+    np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_pages_that_cannot_be_cut_into_registers_are_refused():
+    with pytest.raises(ValueError, match="multiple of 16 positions on a TPU, got 24"):
+        check(random_case(0, 1, 1, 1, 1, 24, 1, "float32"), "float32")
