@@ -1,10 +1,7 @@
 """Step 1 of a round: the draft source takes in what was accepted, then proposes a tree.
 
-The source gives logits below each row that is expanded. They pass through the very transforms that
-the target's logits will pass through, along each branch (unless `plan.aligned` is off: then only
-through the temperature). In `coupled` mode candidates are ranked with the very noise that will
-decide the position, which makes the draft guess the sample and not merely the distribution. `block`
-and `recursive` draw with noise of their own and keep q, the distribution that was drawn from.
+The source gives logits below each row that is expanded, and `candidates.py` says which tokens they
+make likely.
 
 Static trees are filled depth by depth. Dynamic trees (EAGLE-2, arXiv 2406.16858) expand the `topk`
 best nodes of each depth into `topk` children each, and keep the best rows of all depths. Scores
@@ -20,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specjax.decode import rng, sampling
-from specjax.decode.history import Context, Rows
+from specjax.decode.candidates import Candidates, candidates
+from specjax.decode.history import Context
 from specjax.decode.plan import Plan
 from specjax.decode.state import DecodeState, take_positions
 from specjax.decode.tree import Tree, TreeShape, grown_shape, pack_bits, pack_words
@@ -49,22 +46,6 @@ class Draft(NamedTuple):
     work: Work
 
 
-class Candidates(NamedTuple):
-    """The best `count` continuations of each of R rows.
-
-    Attributes:
-      tokens: [B R count], -1 where there are fewer.
-      gain: [B R count] what each adds to its path's score, at most 0 (dynamic trees).
-      q: [B R V] what they were drawn from, 0 in a row without any (`block`, `recursive`).
-      logprobs: [B R count] log q of each (telemetry).
-    """
-
-    tokens: Int[Array, "B R C"]
-    gain: Float[Array, "B R C"] | None
-    q: Float[Array, "B R V"] | None
-    logprobs: Float[Array, "B R C"] | None
-
-
 def draft_tree(
     model: Transformer, draft_params, plan: Plan, state: DecodeState, context: Context
 ) -> Draft:
@@ -80,81 +61,6 @@ def draft_tree(
     tokens = jnp.where(drafting | (np.arange(plan.tree.rows) == 0), draft.tokens, -1)
     q = None if draft.q is None else jnp.where(drafting[..., None], draft.q, 0.0)
     return draft._replace(tokens=tokens, q=q)
-
-
-def candidates(
-    plan: Plan,
-    state: DecodeState,
-    context: Context,
-    logits: Float[Array, "B R V"],
-    paths: Int[Array, "B R P"],
-    nodes: np.ndarray,
-    count: int,
-) -> Candidates:
-    """The best continuations of R rows of one depth.
-
-    Args:
-      paths: tokens from below the root down to each row; its length is the rows' depth.
-      nodes: [R] numbers of the rows in the tree; they key noise that is private to a node.
-    """
-    options, root, depth = state.options, state.length - 1, paths.shape[-1]
-    logits = sampling.sanitise(logits)
-    log_q = sampling.tempered(logits, options.temperature)
-    if plan.aligned:
-        rows = Rows(np.full(paths.shape[1], depth), paths)
-        log_q = sampling.transform(logits, options, plan.features, context, rows)
-    perturbed = log_q
-    if plan.draws_noise:  # a row of that depth decides the position after it
-        noise = rng.ring_at(state.noise, root[:, None] + depth + 1)
-        perturbed = sampling.perturb(log_q, options.temperature, noise)
-    elif plan.needs_q and plan.features.sampled:
-        noise = rng.round_noise(state.keys, rng.DRAFT, root, nodes, logits.shape[-1])
-        perturbed = sampling.perturb(log_q, options.temperature, noise)
-    tokens, best = top_candidates(perturbed, count)
-    gain = q = logprobs = None
-    if plan.tree.is_dynamic:
-        gain = _gain(plan, options.temperature, perturbed, best)
-        if plan.adaptive_width:
-            gain = jnp.where(np.arange(count) < _width(log_q)[..., None], gain, -jnp.inf)
-    if plan.needs_q:
-        q = sampling.probabilities(log_q, options.temperature)
-        q = jnp.where(jnp.isfinite(best[..., :1]), q, 0.0)
-    if plan.telemetry:
-        picked = jnp.take_along_axis(log_q, tokens, axis=-1)
-        logprobs = picked - jax.nn.logsumexp(log_q, axis=-1, keepdims=True)
-    return Candidates(jnp.where(jnp.isfinite(best), tokens, -1), gain, q, logprobs)
-
-
-def top_candidates(scores: Float[Array, "B R V"], count: int) -> tuple[Array, Array]:
-    """Ids and values [B R count] of the `count` best scores, ties to the lowest id."""
-    if count > 8:
-        best, ids = jax.lax.top_k(scores, count)
-        return ids.astype(jnp.int32), best
-    ids, best = [], []  # a few argmaxes: XLA's CPU top_k sorts the whole vocabulary
-    for _ in range(count):
-        pick = jnp.argmax(scores, axis=-1)
-        ids.append(pick)
-        best.append(jnp.take_along_axis(scores, pick[..., None], axis=-1)[..., 0])
-        scores = jnp.where(jnp.arange(scores.shape[-1]) == pick[..., None], -jnp.inf, scores)
-    return jnp.stack(ids, axis=-1).astype(jnp.int32), jnp.stack(best, axis=-1)
-
-
-def _gain(plan: Plan, temperature: Array, perturbed: Array, best: Array) -> Array:
-    """log_softmax(perturbed / tau) at the best ones, where tau says how far to trust the ranking.
-
-    Without noise the perturbed scores are log q itself, and tau is 1.
-    """
-    tau = plan.tau if plan.mode == "coupled" else 1.0
-    tau = jnp.where(temperature > 0, tau, 1.0)[:, None, None]
-    total = jax.nn.logsumexp(perturbed / tau, axis=-1, keepdims=True)
-    return jnp.where(jnp.isfinite(best), jnp.minimum(best / tau - total, 0.0), -jnp.inf)
-
-
-def _width(log_q: Float[Array, "B R V"]) -> Float[Array, "B R"]:
-    """How many children a row is worth: the perplexity of its q, an effective nucleus size."""
-    log_p = jax.nn.log_softmax(log_q, axis=-1)
-    entropy = -jnp.where(jnp.isfinite(log_p), jnp.exp(log_p) * log_p, 0.0).sum(-1)
-    return jnp.round(jnp.exp(entropy))
 
 
 def _root_tokens(state: DecodeState) -> Int[Array, "B 1"]:

@@ -1,4 +1,4 @@
-"""One round of speculative decoding, and the chunks of rounds that make up a compiled program.
+"""One round of speculative decoding; `chunk.py` makes a compiled program of many.
 
     draft (draft.py) -> verify (verify.py) -> accept (accept.py) -> commit (here, and cache.py)
 
@@ -12,8 +12,7 @@ position root + d and decides the token at root + d + 1.
     block       noise of this round   coins of this round, p and q       in distribution
     recursive   noise of this round   coins of this round, p and q       in distribution
 
-A chunk is one `lax.while_loop`: the host is asked once per chunk, not once per token. Plain
-decoding (`off`) is a program of its own without any of the speculation's plumbing.
+Plain decoding (`off`) is a round of its own without any of the speculation's plumbing.
 
 Shapes: B slots, T tree rows, E = steps + 1 tokens that a round can emit, P path tokens, V, D.
 """
@@ -37,7 +36,6 @@ from specjax.decode.history import (
     Rows,
     add_tokens,
     context_of,
-    count_tokens,
     root_rows,
 )
 from specjax.decode.plan import Plan
@@ -94,21 +92,6 @@ class Side(NamedTuple):
     report: Report
     begin: Int[Array, " B"]
     hidden: Float[Array, "B R D"] | None = None
-
-
-class Result(NamedTuple):
-    """What the host reads of a chunk, apart from the state, which the next chunk takes over.
-
-    Attributes:
-      tokens: [B C] emitted, the first length - begin of each row. length, finish: [B] afterwards.
-      rounds: that ran. report: one entry per token, or per round and slot.
-    """
-
-    tokens: Int[Array, "B C"]
-    length: Int[Array, " B"]
-    finish: Int[Array, " B"]
-    rounds: Int[Array, ""]
-    report: Report
 
 
 def spec_round(
@@ -247,57 +230,3 @@ def record(
         finish=emitted.finish,
     )
     return state, side
-
-
-def run_chunk(
-    model: Transformer,
-    draft_params,
-    plan: Plan,
-    state: DecodeState,
-    capacity: int,
-    max_rounds: Int[Array, ""],
-    leave_at: Int[Array, ""],
-) -> tuple[DecodeState, Result]:
-    """Rounds until all slots are done, `max_rounds` are, or no more than `leave_at` slots run.
-
-    Args:
-      state: as `take_slots` gives it. capacity: rounds that the report has room for; `max_rounds`
-        is at most that.
-    """
-    batch = state.length.shape[0]
-    counts = hidden = None
-    if plan.features.penalties:
-        prompt_len, vocab = state.options.prompt_len, plan.cfg.vocab_size
-        counts = count_tokens(state.tokens, state.length, prompt_len, vocab)
-    between = state.draft and state.draft.slots
-    if plan.tree is not None:
-        memory = plan.source.enter(model, draft_params, state, plan.steps)
-        state = state._replace(draft=memory)
-    elif plan.source is not None and plan.source.tail:
-        shape = (batch, capacity, plan.cfg.hidden_size)
-        hidden = jnp.zeros(shape, jnp.dtype(plan.cfg.compute_dtype))
-    side = Side(counts, report.start(plan, batch, capacity), state.length, hidden)
-
-    def go_on(carry):
-        state, _, rounds = carry
-        running = (state.finish == RUNNING).sum()
-        return (running > leave_at) & (rounds < max_rounds)
-
-    def body(carry):
-        state, side, rounds = carry
-        if plan.tree is None:
-            state, side = plain_round(model, plan, state, side, rounds)
-        else:
-            state, side = spec_round(model, draft_params, plan, state, side, rounds)
-        return state, side, rounds + 1
-
-    state, side, rounds = jax.lax.while_loop(go_on, body, (state, side, jnp.int32(0)))
-    if plan.tree is not None:
-        state = state._replace(draft=plan.source.leave(state.draft, between))
-    elif plan.source is not None:
-        count = state.length - side.begin
-        states = jnp.zeros((batch, 0, 0)) if side.hidden is None else side.hidden
-        state = state._replace(draft=plan.source.follow(state.draft, states, count))
-    room = capacity * (plan.steps + 1)
-    tokens = take_positions(state.tokens, side.begin, room)
-    return state, Result(tokens, state.length, state.finish, rounds, side.report)

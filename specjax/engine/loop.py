@@ -20,8 +20,8 @@ import jax
 import numpy as np
 
 from specjax.control import Controller, Observation
+from specjax.decode.chunk import Result
 from specjax.decode.options import Features
-from specjax.decode.round import Result
 from specjax.decode.state import RUNNING
 from specjax.engine.inputs import admission_of, piece_of, place_size
 from specjax.engine.intake import Intake

@@ -23,8 +23,8 @@ from specjax import sharding
 from specjax.cache import page_bytes
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.decode.admit import Admission, Piece, Tails, empty_tails, place, prefill
+from specjax.decode.chunk import Result, run_chunk
 from specjax.decode.options import Features
-from specjax.decode.round import Result, run_chunk
 from specjax.decode.state import DecodeState, Room, empty_state, put_slots, take_slots
 from specjax.draft.source import DraftSource
 from specjax.engine.checksum import Checksum, checksum

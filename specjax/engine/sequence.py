@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specjax.decode.chunk import Result
 from specjax.decode.options import Features
 from specjax.decode.report import Rejections, Report, TopLogprobs
-from specjax.decode.round import Result
 from specjax.decode.state import LENGTH, RUNNING, STOPPED
 from specjax.decode.tree import DynamicTree, Tree
 from specjax.engine.request import Job, SampleOutput, SpecStats

@@ -11,7 +11,8 @@ import pytest
 
 from specjax.config import Strategy
 from specjax.decode import rng
-from specjax.decode.draft import draft_tree, top_candidates
+from specjax.decode.candidates import top_candidates
+from specjax.decode.draft import draft_tree
 from specjax.decode.history import context_of, count_tokens
 from specjax.decode.options import Features, neutral
 from specjax.decode.plan import Plan
