@@ -47,6 +47,19 @@ def pack_heads(q: Float[Array, "B N T H"], num_kv_heads: int) -> Float[Array, "B
     return q.reshape(b, num_kv_heads, n // num_kv_heads * t, h)
 
 
+def sink_of_rows(sinks: Float[Array, " N"], kv_heads: int, rows: int) -> Float[Array, "K M 1"]:
+    """Each head's sink for its rows, in the order of `pack_heads`."""
+    per_head = sinks.astype(jnp.float32).reshape(kv_heads, -1)
+    return jnp.repeat(per_head, rows, axis=1)[..., None]
+
+
+def add_sink(peak: Array, total: Array, out: Array, sink: Array) -> tuple[Array, Array, Array]:
+    """A running softmax (maximum, sum, weighted values) with one more logit that has no value."""
+    higher = jnp.maximum(peak, sink)
+    shrink = jnp.exp(peak - higher)
+    return higher, total * shrink + jnp.exp(sink - higher), out * shrink
+
+
 def tree_attention(
     q: Float[Array, "B N T H"],
     k_tree: Float[Array, "B K T2 H"],
@@ -127,10 +140,7 @@ def tree_attention(
     blocks = longest // size * per_page + (longest % size + block - 1) // block
     peak, total, out = jax.lax.fori_loop(0, blocks, add_block, (peak, total, out))
     if sinks is not None:
-        sink = jnp.repeat(sinks.astype(jnp.float32).reshape(kv_heads, -1), t, axis=1)[..., None]
-        higher = jnp.maximum(peak, sink)
-        shrink = jnp.exp(peak - higher)
-        peak, total, out = higher, total * shrink + jnp.exp(sink - higher), out * shrink
+        peak, total, out = add_sink(peak, total, out, sink_of_rows(sinks, kv_heads, t))
     attended = (out / total).reshape(b, n, t, h).astype(q.dtype)
     return (attended, (peak + jnp.log(total)).reshape(b, n, t)) if with_lse else attended
 

@@ -21,7 +21,14 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.cache import Table
-from specjax.kernels.reference import NEG_INF, pack_heads, tree_depth, within_window
+from specjax.kernels.reference import (
+    NEG_INF,
+    add_sink,
+    pack_heads,
+    sink_of_rows,
+    tree_depth,
+    within_window,
+)
 
 LANES, SUBLANES = 128, 16  # of a register of bfloat16; float32 needs 8
 # Positions of a prefix that are copied at once: a copy should take longer than what surrounds it,
@@ -62,15 +69,6 @@ class Blocks:
                 "set page_size to 64 or 128"
             )
         return cls(piece, max(wanted // piece, 1), page_size // piece)
-
-
-def why_not(q: Array, k_pages: Array) -> str | None:
-    """Why the kernel does not take these shapes on a TPU; None: it does."""
-    if q.shape[-1] % LANES:
-        return f"heads must have a multiple of {LANES} elements, got {q.shape[-1]}"
-    if k_pages.shape[2] % SUBLANES:
-        return f"pages must have a multiple of {SUBLANES} positions, got {k_pages.shape[2]}"
-    return None
 
 
 @functools.partial(
@@ -115,8 +113,7 @@ def tree_attention(
     words = _pad(jnp.tile(words, (1, n // kv_heads, 1)), SUBLANES)
     inputs = [rows, _pad(k_tree, SUBLANES), _pad(v_tree, SUBLANES), words]
     if sinks is not None:
-        per_row = jnp.repeat(sinks.astype(jnp.float32).reshape(kv_heads, -1), t, axis=1)
-        per_row = _pad(per_row[..., None], SUBLANES)
+        per_row = _pad(sink_of_rows(sinks, kv_heads, t), SUBLANES)
         inputs.append(jnp.broadcast_to(per_row, (*rows.shape[1:3], LANES)))
     found = _call(
         inputs, (k_pages, v_pages), prefix_len.astype(jnp.int32), table.astype(jnp.int32),
@@ -296,10 +293,7 @@ def _kernel(
     for head in range(kv_heads):
         high, sums, sizes = peak[head][:, :1], total[head][:, :1], acc[head]
         if has_sinks:
-            sink = sinks[head][:, :1]
-            higher = jnp.maximum(high, sink)
-            shrink = jnp.exp(high - higher)
-            high, sums, sizes = higher, sums * shrink + jnp.exp(sink - higher), sizes * shrink
+            high, sums, sizes = add_sink(high, sums, sizes, sinks[head][:, :1])
         out[0, head] = (sizes / sums).astype(out.dtype)
         if with_lse:
             lse[0, head] = jnp.broadcast_to(high + jnp.log(sums), lse.shape[2:])
