@@ -3,18 +3,18 @@
     python -m bench.acceptance                                   the embedded policy
     python -m bench.acceptance --model DIR --data test.jsonl     and a GSM8K policy
 
-Trees are compared at equal drafted nodes (7 and 15), for every draft token costs the policy one row
-to verify; the steps that a tree takes to draft are in its name. Sources: the policy's own head;
-n-grams of the sample and of its siblings (other samples of its prompt); and, for the embedded
-policy, two standalone models made on the spot: its own first layers, untrained as such, and the
-policy itself, which shows what a perfect draft would reach (8, but for the samples' ends). Then
+Trees are compared at equal drafted nodes (4, 7 and 15), for every draft token costs the policy one
+row to verify; the steps that a tree takes to draft are in its name. Sources: the policy's own head;
+n-grams of the sample and of its siblings (other samples of its prompt); and two standalone models
+made on the spot: the policy's first layers, untrained as such, and the policy itself, which shows
+what a perfect draft would reach (as many as the rows, but for the samples' ends). Then
 sampling-aligned drafting, on and off, under top-p and under penalties.
 
 Accept length is 1 + accepted drafts / rounds, both summed over all samples of a setting; intervals
 resample the prompts. A sample's last round is cut by its end, for all arms alike. In `coupled` mode
 all arms of a setting decode the very same tokens; `block` and `recursive` draw their own. `greedy`
-has no arms, for it is the coupled walk at temperature 0. Every rule meets every tree that it takes
-with the head and 7 nodes; elsewhere chain, spine and the wide dynamic tree stand for all.
+has no arms, for it is the coupled walk at temperature 0. Every rule meets every tree that it takes;
+chain, spine and the wide dynamic tree stand for all where the head does not draft.
 """
 
 from __future__ import annotations
@@ -144,10 +144,10 @@ def policies(args, directory: Path) -> Iterator[Policy]:
         )
         prompts = [p + tokenizer.encode(begin, add_special_tokens=False) for p in prompts]
         drafts = {}
-        if path == args.embedded and not args.quick:
-            layers = max(1, cfg.num_layers // 2)
-            drafts = {f"first_{layers}_layers": str(directory / "truncated"), "itself": str(path)}
-            truncated(cfg, params, layers, path, directory / "truncated")
+        if not args.quick:
+            layers, small = max(1, cfg.num_layers // 2), directory / task
+            drafts = {f"first_{layers}_layers": str(small), "itself": str(path)}
+            truncated(cfg, params, layers, path, small)
         yield Policy(task, (cfg, params, head), prompts, drafts)
 
 

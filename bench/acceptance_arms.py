@@ -15,6 +15,11 @@ DEFAULT_TAU = SpecConfig().tau
 # Trees with as many drafted nodes as the key says. `bushy` is wide at the root, `spine` is a long
 # chain of best children with a second choice beside its first nodes.
 TREES: dict[int, dict[str, Any]] = {
+    4: {
+        "chain": "4_1_5",
+        "spine": ((0,), (1,), (0, 0), (0, 0, 0)),
+        "dynamic_wide": "3_2_5",
+    },
     7: {
         "chain": "7_1_8",
         "bushy": ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)),
@@ -32,6 +37,7 @@ TREES: dict[int, dict[str, Any]] = {
         "dynamic_wide": "6_4_16",
     },
 }  # fmt: skip
+MAIN_TREES = ("chain", "spine", "dynamic_wide")
 
 # What is asked of the policy; the keys name figures.
 SETTINGS = {
@@ -83,21 +89,19 @@ class Arm:
 
 
 def arms(sources: Sequence[str]) -> Iterator[Arm]:
-    """Every rule with every tree for 7 nodes of the head; elsewhere the main ones."""
+    """Every rule with every tree that it takes; of trees and tau the head sees more than others."""
     for source, nodes in itertools.product(sources, TREES):
-        if source != "head" and nodes != 7:
-            continue
-        if source == "itself":
+        head = source == "head"
+        if source == "itself":  # what a perfect draft would reach
             yield Arm(source, "coupled", nodes, "chain")
             continue
-        everything = source == "head" and nodes == 7
-        for tree in TREES[nodes] if everything else ("chain", "spine", "dynamic_wide"):
+        for tree in TREES[nodes] if head else MAIN_TREES:
             dynamic = tree.startswith("dynamic")
-            for tau in TAUS if tree == "dynamic_wide" and source == "head" else (DEFAULT_TAU,):
+            for tau in TAUS if head and tree == "dynamic_wide" else (DEFAULT_TAU,):
                 yield Arm(source, "coupled", nodes, tree, tau)
             if tree == "chain":
                 yield Arm(source, "block", nodes, tree)
-            if everything and not dynamic or tree == "spine":
+            if not dynamic:
                 yield Arm(source, "recursive", nodes, tree)
 
 

@@ -22,9 +22,10 @@ OPTIONS = {
     "T_0.7_top_p_0.9": "T 0.7, top-p 0.9",
     "T_1_repetition_1.1_frequency_0.5": "T 1, penalties 1.1, 0.5",
 }
+HOLLOW = {"markerfacecoloralt": "white"}  # the empty half of a half-filled mark
 FOOTNOTE = (
     "Accept length: tokens per verification, 1 + accepted drafts / rounds; bars: 95% over prompts. "
-    "Numbers: the best with 7 and with 15 drafted tokens. Vertical lines: the coupled chain of the "
+    "Numbers: the best with as many drafted tokens. Vertical lines: the coupled chain of the "
     "draft head.\nbushy, spine: static trees, wide at the root or with one long branch. dynamic "
     "(coupled): 2 or 4 children per step, re-ranked with temperature tau. All rules are lossless; "
     "the coupled rule alone also gives the tokens of plain decoding."
@@ -114,7 +115,7 @@ def draw(path: str | Path) -> Path:
 
 
 def ordered_rows(found: Sequence[Point]) -> list[Row]:
-    """Rows by source, then as measured; trees of 7 and 15 nodes share a row if named alike."""
+    """Rows by source, then as measured; trees of all sizes share a row if named alike."""
     return sorted(dict.fromkeys(p.row for p in found), key=lambda row: _place(row, found))
 
 
@@ -134,14 +135,13 @@ def panel(axis: Axes, found, rows: Sequence[Row], title: str, labels: bool) -> N
             headings.append((y - 0.75, row.source))
         places[row] = y
         y += 1.0
-    most = max(p.nodes for p in found)
+    looks = looks_of(found)
     for p in found:
         at, color = places[p.row], COLORS[p.row.mode]
         axis.plot([p.low, p.high], [at, at], color=color, linewidth=1.2, alpha=0.6)
-        fill = color if p.nodes == most else "white"
-        axis.plot(p.value, at, "o", color=color, markerfacecolor=fill, markersize=6.5)
+        fill, style = looks[p.nodes]
+        axis.plot(p.value, at, "o", color=color, markersize=6.5, fillstyle=fill, **HOLLOW)
         if p.row == Row("head", "coupled", "chain"):
-            style = "-" if p.nodes == most else "--"
             axis.axvline(p.value, color=color, linewidth=0.8, alpha=0.5, linestyle=style)
     for at, source in headings:
         text = SOURCES.get(source, source.replace("_", " "))
@@ -154,6 +154,12 @@ def panel(axis: Axes, found, rows: Sequence[Row], title: str, labels: bool) -> N
         )  # fmt: skip
     finish(axis, title, [row.label for row in rows] if labels else [], list(places.values()))
     axis.set_xlim(1.0, 1.06 * max(p.high for p in found))
+
+
+def looks_of(found: Sequence[Point]) -> dict[int, tuple[str, str]]:
+    """How full a mark is and how a line is drawn, by the number of drafted nodes."""
+    looks = (("full", "-"), ("left", "--"), ("none", ":"))
+    return dict(zip(sorted({p.nodes for p in found}, reverse=True), looks, strict=False))
 
 
 def _value(point: Point) -> float:
@@ -195,11 +201,11 @@ def finish(axis: Axes, title: str, labels: Sequence[str], places: Sequence[float
 
 def legend_marks(found: Sequence[Point]) -> list[Line2D]:
     """Colours are rules, filling is the number of drafted nodes."""
-    sizes = sorted({p.nodes for p in found})
-    marks = [(mode, color, color) for mode, color in COLORS.items()]
-    marks += [(f"{n} nodes", "black", "black" if n == sizes[-1] else "white") for n in sizes]
+    marks = [(mode, color, "full") for mode, color in COLORS.items()]
+    looks = sorted(looks_of(found).items())
+    marks += [(f"{nodes} nodes", "black", fill) for nodes, (fill, _) in looks]
     return [
-        Line2D([], [], color=color, marker="o", markerfacecolor=fill, linestyle="", label=label)
+        Line2D([], [], color=color, marker="o", fillstyle=fill, linestyle="", label=label, **HOLLOW)
         for label, color, fill in marks
     ]
 

@@ -9,11 +9,11 @@ A round is taken apart into the functions that it is made of, each compiled as a
     accept     the rule                                          decode/accept.py
     commit     the accepted path goes to the caches              decode/round.py
 
-They take turns with the whole round in one run. The least of many windows counts, less that of an
-empty program with as many arguments and results: a round in a chunk is called by nobody. Caches are
-donated, as in a chunk. Shares are of the sum of the parts; how near that is to the whole round is
-reported beside them. Weights are random: times do not depend on them. Drafting holds the transforms
-of the draft's own logits and, in `coupled` mode, no noise.
+They take turns with the whole round in one run. The least of many windows counts, less the least of
+an empty program with as many arguments and results: a round in a chunk is called by nobody. Caches
+are donated, as in a chunk. Shares are of the sum of the parts; how near that is to the whole round
+is reported beside them. Weights are random: times do not depend on them. Drafting holds the
+transforms of the draft's own logits and, in `coupled` mode, no noise.
 
 Noise is drawn for as many positions as `--emitted` tokens used up, for each position's noise is
 generated once: plain decoding draws as much per token. How many rows per emitted token that is in a
@@ -97,7 +97,7 @@ def milliseconds(parts: Parts, window: float, repeats: int) -> dict[str, tuple[f
     found = {name: [1e3 * s / calls[name] for s in values] for name, values in seconds.items()}
     return {
         name: tuple(
-            max(of(found[name]) - of(found[f"{name}{EMPTY}"]), 0.0)
+            max(of(found[name]) - min(found[f"{name}{EMPTY}"]), 0.0)
             for of in (min, statistics.median)
         )
         for name in (*PARTS, "round")

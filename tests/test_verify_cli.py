@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -89,6 +90,20 @@ def test_without_a_draft_head_a_random_one_drafts_and_the_verdict_says_so(headle
     said = capsys.readouterr().out
     assert "draft source random head" in said and "note: drafts come from a random head" in said
     assert "identity with plain decoding, greedy requests" in said
+
+
+def test_a_head_whose_drafts_are_never_accepted_makes_the_verdict_inconclusive(
+    weights, tmp_path, capsys
+):
+    nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), weights[1])
+    hf.save_checkpoint(tmp_path / "model", CFG, weights[0], nan)
+    few = ["--samples", "600", "--requests", "2", "--strategy", "2_1_3"]
+    file = tmp_path / "verdict.json"
+    assert main(["--model", str(tmp_path / "model"), *few, "--json", str(file)]) == 3
+    said = capsys.readouterr().out
+    assert "verdict: INCONCLUSIVE" in said and "lossless" not in said and "FAILED" not in said
+    verdict = json.loads(file.read_text())
+    assert verdict["ok"] and not verdict["conclusive"]
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Mapping, Sequence
 
 MAX_TOP_LOGPROBS = 20
+SMALLEST_TEMPERATURE = 1e-6
 
 _INTEGER, _REAL = (numbers.Integral,), (numbers.Real,)
 _TYPES = (
@@ -27,7 +28,8 @@ class SamplingParams:
     The order is: penalties, bias and masks, temperature, top-k, top-p, min-p.
 
     Attributes:
-      temperature: 0 is greedy, and then top_k, top_p and min_p do nothing.
+      temperature: 0 is greedy, and then top_k, top_p and min_p do nothing. So is anything below
+        1e-6, where logits divided by it would leave the range of float32 and tie.
       max_tokens: tokens to generate at most; None is as many as fit. min_tokens: stop tokens are
         masked, and stop strings ignored, before that many.
       seed: the request's seed; with the prompt's token ids it keys every random number, so equal
@@ -86,6 +88,8 @@ class SamplingParams:
         for name, ok, expected in self._requirements():
             if not ok:
                 raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+        if self.temperature < SMALLEST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
 
     def _freeze(self) -> None:
         """Lists and mappings become tuples; a bare string is one stop string or bad word."""

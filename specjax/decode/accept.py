@@ -8,9 +8,23 @@ walk goes on while that token is a child. The tokens do not depend on the tree (
 
 `greedy` is that walk without noise.
 
-`block`: a whole chain at once, see block.py. `recursive`: rejection among the children of each node
-of a static tree, see recursive.py. For people who bring their own models, these two are here on
-plain arrays as well (`speculative_accept`), see plain_arrays.py.
+`block` (block.py): a whole chain x_1 .. x_K at once (Sun et al. 2024). The prefix of i drafts has
+the weight P_i = min(P_{i-1} p(x_i) / q(x_i), 1), P_0 = 1; with S_i = sum over V of (P_i p - q)+ at
+the next position it is kept with probability S_i / (S_i + 1 - P_i), the whole chain with P_K. The
+longest prefix that was kept counts, and the token after it is drawn from (P_i p - q)+, normalised,
+or from p where all of the chain was kept.
+
+`recursive` (recursive.py): at each node of a static tree its children are tried in the order in
+which they were drawn, without replacement, from q. Child x is taken with probability min(1, p(x) /
+q(x)); if it is not, p becomes (p - q)+ and q loses x, both normalised, before the next child is
+tried. Where no child is left, the token is drawn from what p has become.
+
+For people who bring their own models, these two are here on plain arrays as well
+(`speculative_accept`), see plain_arrays.py.
+
+What a rule returns (`tree.Acceptance`): count, 1 + accepted drafts; the tokens emitted, of which
+the first `count` mean something; and path[i], the tree row after which token i was emitted (path[0]
+is the root; past `count` it is any row).
 """
 
 from __future__ import annotations
@@ -82,6 +96,7 @@ def accept(
     """
     keys, temperature, root = state.keys, state.options.temperature, state.length - 1
     tokens, shape = draft.tokens, draft.shape
+    drafted = np.arange(1, tokens.shape[1])  # all rows but the root
     if plan.mode in ("coupled", "greedy"):
         perturbed = transformed
         if plan.draws_noise:
@@ -89,8 +104,9 @@ def accept(
             perturbed = sampling.perturb(transformed, temperature, noise)
         return accept_coupled(tokens, shape, jnp.argmax(perturbed, axis=-1).astype(jnp.int32))
     p = sampling.probabilities(transformed, temperature)
-    coins = rng.round_coins(keys, root, np.arange(1, tokens.shape[1]))
-    final = rng.round_noise(keys, rng.RESIDUAL, root, np.zeros(1, int), p.shape[-1])[:, 0]
+    coins = rng.round_coins(keys, root, drafted)
+    once = np.zeros(1, int)  # a round draws one token that is not a draft, wherever its walk ends
+    final = rng.round_noise(keys, rng.RESIDUAL, root, once, p.shape[-1])[:, 0]
     if plan.mode == "block":
         return accept_block(tokens, p, draft.q, coins, final)
     greedy = temperature == 0

@@ -55,10 +55,11 @@ def candidates(
     """
     options, root, depth = state.options, state.length - 1, paths.shape[-1]
     logits = sampling.sanitise(logits)
-    log_q = sampling.tempered(logits, options.temperature)
     if plan.aligned:
         rows = Rows(np.full(paths.shape[1], depth), paths)
         log_q = sampling.transform(logits, options, plan.features, context, rows)
+    else:
+        log_q = sampling.tempered(logits, options.temperature)
     perturbed = log_q
     if plan.draws_noise:  # a row of that depth decides the position after it
         noise = rng.ring_at(state.noise, root[:, None] + depth + 1)

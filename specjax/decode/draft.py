@@ -1,11 +1,19 @@
 """Step 1 of a round: the draft source takes in what was accepted, then proposes a tree.
 
-The source gives logits below each row that is expanded, and `candidates.py` says which tokens they
-make likely.
+The source gives logits below each row that is expanded (`extend` below the root, then one `step`
+per level). They pass through the target's own sampling transforms, noise is added where the mode
+has any, and the best tokens become the row's children (`candidates.py`).
 
 Static trees are filled depth by depth. Dynamic trees (EAGLE-2, arXiv 2406.16858) expand the `topk`
-best nodes of each depth into `topk` children each, and keep the best rows of all depths. Scores
-never rise along a path and ties go to the earlier depth, so whoever is kept has its parent kept.
+best nodes of each depth into `topk` children each, and keep the best rows of all depths. A node's
+score is the sum of its path's gains: log q without noise; in `coupled` mode the log-softmax of
+(log q + noise) / tau, for there the noise says which token the position will get, as far as the
+draft's log q can be trusted (tau). Scores never rise along a path and ties go to the earlier depth,
+so whoever is kept has its parent kept.
+
+A level's *work* is what the source hands from step to step of one round, its *memory* what it keeps
+between rounds. Expanded rows are numbered in the order in which they are expanded: `total` of them
+in all, `offset` before this level.
 """
 
 from __future__ import annotations
@@ -57,6 +65,7 @@ def draft_tree(
     """
     grow = _grow_dynamic if plan.tree.is_dynamic else _grow_static
     draft = grow(model, draft_params, plan, state, context)
+    # Who opted out keeps its paths: nothing below a token of -1 is ever accepted.
     drafting = state.options.speculate[:, None]
     tokens = jnp.where(drafting | (np.arange(plan.tree.rows) == 0), draft.tokens, -1)
     q = None if draft.q is None else jnp.where(drafting[..., None], draft.q, 0.0)
@@ -206,6 +215,7 @@ def _best_rows(plan: Plan, state: DecodeState, grown: _Grown, work: Work) -> Dra
     tree = plan.tree
     _, kept = jax.lax.top_k(grown.score, tree.rows - 1)
     kept = jnp.sort(kept, axis=1)
+    # Row of each candidate that is kept: how many were kept up to it (row 0 is the root).
     row_of = jnp.cumsum((jnp.arange(grown.score.shape[1]) == kept[..., None]).any(1), axis=1)
 
     def pick(x, fill):

@@ -153,8 +153,22 @@ def start(plan: Plan, batch: int, rounds: int) -> Report:
     if plan.telemetry and plan.tree is not None:
         real, flag = number.astype(jnp.float32), number.astype(bool)
         rejections = Rejections(
-            number - 1, flag, flag, *[number] * 4, *[real] * 5, *[flag] * 3
-        )  # fmt: skip
+            accepted=number - 1,
+            valid=flag,
+            emitted=flag,
+            position=number,
+            depth=number,
+            draft_token=number,
+            target_token=number,
+            draft_logprob=real,
+            target_logprob=real,
+            draft_token_target_logprob=real,
+            entropy=real,
+            top_p_mass=real,
+            outside_mask=flag,
+            outside_filter=flag,
+            penalty_changed=flag,
+        )
     logprobs = jnp.zeros((batch, room), jnp.float32)
     return Report(logprobs, number, number - 1, transformed, top, rejections)
 

@@ -21,6 +21,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 TARGET, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 3
+# Rows are drawn a block at a time. A small vocabulary takes all that a round can need at once.
+BLOCK_NUMBERS = 1 << 16
 WORDS = 5  # seed low, seed high, prompt low, prompt high, sample index
 
 
@@ -67,6 +69,20 @@ def target_noise(
     return jax.vmap(jax.vmap(one, (None, 0)), (0, 0))(keys, positions)
 
 
+def next_noise(
+    keys: UInt32[Array, "B 2"], root: Int[Array, " B"], wanted: Bool[Array, " B"], vocab: int
+) -> Float[Array, "B 1 V"]:
+    """Gumbel noise for the one position after each root, of the slots that want it.
+
+    A large vocabulary is drawn for these slots only, a block of rows at a time; a small one for all
+    at once, which costs less than sorting out whom it is for.
+    """
+    batch = root.shape[0]
+    if batch * vocab <= BLOCK_NUMBERS:
+        return target_noise(keys, root[:, None] + 1, vocab)
+    return refill(empty_ring(batch, 1, vocab), keys, root, wanted, 1).rows
+
+
 class NoiseRing(NamedTuple):
     """Target noise of the next E positions of each slot, shared by drafting and verification.
 
@@ -87,10 +103,6 @@ def empty_ring(batch: int, positions: int, vocab: int) -> NoiseRing:
     """A ring in which nothing has been generated."""
     rows = jnp.zeros((batch, positions, vocab), jnp.float32)
     return NoiseRing(rows, *jnp.zeros((2, batch), jnp.int32))
-
-
-# Rows are drawn a block at a time. A small vocabulary takes all that a round can need at once.
-BLOCK_NUMBERS = 1 << 16
 
 
 def refill(

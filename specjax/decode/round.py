@@ -14,7 +14,8 @@ position root + d and decides the token at root + d + 1.
 
 Plain decoding (`off`) is a round of its own without any of the speculation's plumbing.
 
-Shapes: B slots, T tree rows, E = steps + 1 tokens that a round can emit, P path tokens, V, D.
+Shapes: B slots, T tree rows, E = steps + 1 tokens that a round can emit, P path tokens (at most
+steps), V, D.
 """
 
 from __future__ import annotations
@@ -144,6 +145,7 @@ def commit(
 
     logits = along_path(verified.logits)
     root = state.length - 1
+    # `after` moves nothing: it has the write wait for everything that reads the cache.
     cache = commit_rows(state.cache, new_kv, root, after=emitted.count, table=state.table)
     hidden = along_path(verified.hidden)
     memory = plan.source.commit(state.draft, draft.work, hidden, emitted.count)
@@ -185,7 +187,8 @@ def plain_round(
     transformed = sampling.transform(logits, state.options, plan.features, context, here)
     perturbed = transformed
     if plan.features.sampled:
-        noise = rng.target_noise(state.keys, root[:, None] + 1, logits.shape[-1])
+        wanted = (state.finish == RUNNING) & (state.options.temperature > 0)
+        noise = rng.next_noise(state.keys, root, wanted, logits.shape[-1])
         perturbed = sampling.perturb(transformed, state.options.temperature, noise)
     tokens = jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
     emitted = truncate(state, tokens, jnp.ones_like(state.length))

@@ -28,6 +28,11 @@ _FIELDS = tuple(
 )
 
 
+def _fields_of(slot: SlotInfo) -> dict[str, Any]:
+    """`dataclasses.asdict` without its deep copies."""
+    return {field.name: getattr(slot, field.name) for field in dataclasses.fields(slot)}
+
+
 @dataclasses.dataclass(frozen=True)
 class Summary:
     """The figures of a run. Shares and means are NaN where there is nothing to divide by.
@@ -101,9 +106,9 @@ class Collector:
             self._tally.add_round(int(depth), bool(rejected), int(number))
         where = np.nonzero(ran & valid)
         columns = [np.asarray(getattr(rejections, name))[where].tolist() for name in _FIELDS]
-        for slot, *values in zip(where[1], *columns, strict=True):
-            info = dataclasses.asdict(slots[slot])
-            self._keep(Rejection(**info, **dict(zip(_FIELDS, values, strict=True))))
+        who = {slot: _fields_of(slots[slot]) for slot in set(where[1].tolist())}
+        for slot, *values in zip(where[1].tolist(), *columns, strict=True):
+            self._keep(Rejection(**who[slot], **dict(zip(_FIELDS, values, strict=True))))
 
     def _keep(self, rejection: Rejection) -> None:
         self._tally.add_rejection(rejection)

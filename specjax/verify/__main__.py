@@ -2,7 +2,8 @@
 
     python -m specjax.verify --model DIR [--strategy 4_1_5] [--acceptance coupled] [--json FILE]
 
-The exit status is 0 if every check passed, 1 if one failed, 2 if the input cannot be checked.
+The exit status is 0 if every check passed, 1 if one failed, 2 if the input cannot be checked, 3 if
+nothing failed but hardly any draft was accepted, so that little was seen of the rule.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     print(verdict)
     if args.json:
         verdict.write(args.json)
+    if not verdict.conclusive:
+        return 3
     return 0 if verdict else 1
 
 

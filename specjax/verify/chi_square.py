@@ -12,7 +12,7 @@ from specjax.config import SamplingParams
 from specjax.engine.llm import LLM
 from specjax.verify.joint import ExactJoint, likeliest
 from specjax.verify.statistics import SMALLEST_EXPECTED, Fit, goodness_of_fit
-from specjax.verify.verdict import FAILED, PASSED, Check, InputError
+from specjax.verify.verdict import FAILED, PASSED, Check, Drafts, InputError
 
 ALPHA = 1e-6
 WIDTH, LENGTH = 4, 3  # tokens that are allowed, positions: 64 outcomes
@@ -31,9 +31,9 @@ def chi_square_checks(llm: LLM, prompt: Sequence[int], samples: int, seed: int) 
     checks = []
     for name, options in option_sets(tokens).items():
         params, probabilities = _hot_enough(joint, options, samples)
-        counts, outside = count_outcomes(llm, joint, params, samples, seed)
+        counts, outside, drafts = count_outcomes(llm, joint, params, samples, seed)
         fit = goodness_of_fit(counts, probabilities)
-        checks.append(_judged(name, params, fit, outside, llm))
+        checks.append(_judged(name, params, fit, outside, drafts))
     return checks
 
 
@@ -76,13 +76,14 @@ def _hot_enough(
 
 def count_outcomes(
     llm: LLM, joint: ExactJoint, params: SamplingParams, samples: int, seed: int
-) -> tuple[np.ndarray, int]:
-    """How often each outcome was generated, and how many samples were none of them.
+) -> tuple[np.ndarray, int, Drafts]:
+    """How often each outcome was generated, how many samples were none of them, what was accepted.
 
     All slots start together and with seeds of their own, so that no choice depends on how long
     another sample took.
     """
     counts, outside, done = np.zeros(joint.outcomes, np.int64), 0, 0
+    drafts = Drafts(0, 0)
     while done < samples:
         n = min(llm.max_batch, samples - done)
         sampling = dataclasses.replace(params, n=n, seed=seed + done)
@@ -90,14 +91,16 @@ def count_outcomes(
         cells = joint.index(np.array([s.token_ids for s in output.samples]))
         counts += np.bincount(cells[cells >= 0], minlength=joint.outcomes)
         outside += int((cells < 0).sum())
+        drafts = Drafts(drafts.accepted + llm.totals.accepted, drafts.rounds + llm.totals.rounds)
         done += n
-    return counts, outside
+    return counts, outside, drafts
 
 
-def _judged(name: str, params: SamplingParams, fit: Fit, outside: int, llm: LLM) -> Check:
+def _judged(name: str, params: SamplingParams, fit: Fit, outside: int, drafts: Drafts) -> Check:
     passed = fit.p_value > ALPHA and not outside
     figures = {
         "outside": outside,
+        **drafts.figures(),
         "alpha": ALPHA,
         "temperature": params.temperature,
         "visible_bias": visible_bias(fit),
@@ -112,7 +115,7 @@ def _judged(name: str, params: SamplingParams, fit: Fit, outside: int, llm: LLM)
         details.append(f"such counts have a probability below {ALPHA:g} if the rule is exact")
     summary = (
         f"{fit.samples} samples of {LENGTH} tokens at temperature {params.temperature:g}, accept "
-        f"length {llm.totals.accept_length:.2f}: chi-square {fit.statistic:.1f} over {fit.cells} "
+        f"length {drafts.accept_length:.2f}: chi-square {fit.statistic:.1f} over {fit.cells} "
         f"cells, p = {fit.p_value:.2g} (a bias of {figures['visible_bias']:.3f} would show)"
     )
     return Check(name, PASSED if passed else FAILED, summary, tuple(details), figures)

@@ -6,7 +6,7 @@ import numpy as np
 
 from specjax.engine.llm import LLM
 from specjax.verify.requests import random_requests
-from specjax.verify.verdict import FAILED, PASSED, Check
+from specjax.verify.verdict import FAILED, PASSED, Check, Drafts
 
 MOST_DETAILS = 5
 
@@ -27,7 +27,7 @@ def identity_check(llm: LLM, requests: int, max_tokens: int, seed: int) -> Check
     figures = {
         "requests": requests,
         "tokens": totals.tokens,
-        "accept_length": totals.accept_length,
+        **Drafts(totals.accepted, totals.rounds).figures(),
         "explained": len(found) - len(unexplained),
         "unexplained": len(unexplained),
     }

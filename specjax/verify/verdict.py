@@ -6,12 +6,30 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 PASSED, FAILED = "passed", "FAILED"
 
 
+ENOUGH_ACCEPTED = 100  # drafts, without which a check has hardly seen the rule at work
+
+
 class InputError(ValueError):
     """The input cannot be checked; nothing was found out about the model."""
+
+
+class Drafts(NamedTuple):
+    """How often drafts were put to the test: drafts accepted, and rounds run."""
+
+    accepted: int
+    rounds: int
+
+    @property
+    def accept_length(self) -> float:
+        return 1 + self.accepted / max(self.rounds, 1)
+
+    def figures(self) -> dict:
+        return {"accepted": self.accepted, "accept_length": self.accept_length}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +75,16 @@ class Verdict:
     def __bool__(self) -> bool:
         return self.ok
 
+    @property
+    def accepted(self) -> int:
+        """Drafts that were accepted in all checks."""
+        return sum(check.figures.get("accepted", 0) for check in self.checks)
+
+    @property
+    def conclusive(self) -> bool:
+        """Whether a wrong rule would have had the chance to show."""
+        return not self.ok or self.accepted >= ENOUGH_ACCEPTED
+
     def __str__(self) -> str:
         """A table, one line per check, and the verdict."""
         width = max(len(check.name) for check in self.checks)
@@ -69,11 +97,17 @@ class Verdict:
             lines.append(f"  {check.status:6}  {check.name:{width}}  {check.summary}")
             lines += [f"          {line}" for line in check.details]
         verdict = "lossless as far as these checks can see" if self.ok else "NOT lossless"
+        if not self.conclusive:
+            verdict = (
+                f"INCONCLUSIVE: nothing wrong was found, but with {self.accepted} accepted drafts "
+                f"(expected {ENOUGH_ACCEPTED} or more) the rule was hardly at work; look at the "
+                "draft's weights, ask for more samples, or try --source ngram"
+            )
         return "\n".join([*lines, f"verdict: {verdict}"])
 
     def write(self, path: str | Path) -> None:
         """As JSON; a statistic that is infinite is null there."""
-        record = {"ok": self.ok, **dataclasses.asdict(self)}
+        record = {"ok": self.ok, "conclusive": self.conclusive, **dataclasses.asdict(self)}
         for check in record["checks"]:
             for name, value in check["figures"].items():
                 if isinstance(value, float) and not math.isfinite(value):

@@ -90,8 +90,7 @@ def state_of(temperature, **options):
     return SimpleNamespace(tokens=tokens, length=length, keys=keys, options=row)
 
 
-def draft_of(plan, state):
-    @jax.jit
+def program_of(plan):
     def program(tokens, length, keys, options):
         ring = rng.empty_ring(BATCH, 8, VOCAB)
         ring = rng.refill(ring, keys, length - 1, jnp.ones(BATCH, bool), 8)
@@ -104,7 +103,11 @@ def draft_of(plan, state):
         context = context_of(tokens, length, plan.features, counts)
         return draft_tree(None, None, plan, arrays, context)
 
-    draft = program(state.tokens, state.length, state.keys, state.options)
+    return program
+
+
+def draft_of(plan, state):
+    draft = jax.jit(program_of(plan))(state.tokens, state.length, state.keys, state.options)
     check_levels(draft.work[1])
     return draft
 
@@ -284,6 +287,34 @@ def test_drafts_are_aligned_with_the_options_along_each_branch_unless_switched_o
     for aligned, distinct in ((True, 4), (False, 1)):
         draft = draft_of(dataclasses.replace(plan, aligned=aligned), state)
         assert all(len(set(path)) == distinct for path in draft.tokens[:, 1:].tolist())
+
+
+class FlatSource(TableSource):
+    """The same logits everywhere: what is left of a program is the tree's own work."""
+
+    def extend(self, model, params, state, steps, total):
+        return jnp.zeros((BATCH, 1, VOCAB)), ()
+
+    def step(self, model, params, work, level):
+        return jnp.zeros((*level.tokens.shape, VOCAB)), ()
+
+
+@pytest.mark.parametrize("strategies", [("3_2_6", "6_2_6"), ("2x1x1", "2x1x1x1x1")])
+def test_levels_fill_buffers_and_nothing_is_concatenated_level_by_level(strategies):
+    counts = []
+    for strategy in strategies:
+        plan = Plan(None, build_tree(Strategy.parse(strategy)), FlatSource())
+        state = state_of((0.0, 0.7, 1.0))
+        program = jax.make_jaxpr(lambda *args, plan=plan: program_of(plan)(*args).tokens)
+        text = str(program(state.tokens, state.length, state.keys, state.options))
+        counts.append(text.count("concatenate["))
+        assert text.count("dynamic_update_slice") >= plan.tree.steps
+    assert counts[0] == counts[1]
+
+
+def test_what_is_static_in_a_tree_is_computed_once():
+    for strategy in ("4x2x1", "4_2_8"):
+        assert build_tree(Strategy.parse(strategy)) is build_tree(Strategy.parse(strategy))
 
 
 @pytest.mark.parametrize("count", [1, 3, 9])

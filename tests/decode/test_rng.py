@@ -164,6 +164,17 @@ def test_a_ring_holds_the_noise_of_the_next_positions_and_draws_each_once(
         roots = roots + np.where(wanted, generator.integers(1, count + 1, 3), plainly)
 
 
+def test_the_next_noise_of_a_large_vocabulary_is_drawn_for_those_who_want_it_only(monkeypatch):
+    keys = jnp.concatenate([keys_of((seed, PROMPT, 0)) for seed in range(5)])
+    root = jnp.array([3, 9, 0, 4, 7])
+    wanted = jnp.array([True, False, True, False, False])
+    everyone = rng.target_noise(keys, root[:, None] + 1, 40)
+    np.testing.assert_array_equal(rng.next_noise(keys, root, wanted, 40), everyone)
+    monkeypatch.setattr(rng, "BLOCK_NUMBERS", 64)
+    some = rng.next_noise(keys, root, wanted, 40)
+    np.testing.assert_array_equal(some, jnp.where(wanted[:, None, None], everyone, 0.0))
+
+
 def test_a_ring_draws_nothing_for_slots_that_want_nothing():
     keys = keys_of((0, PROMPT, 0), (1, PROMPT, 0))
     assert ring_of(keys, [3, 8], [False, False]).drawn.tolist() == [0, 0]

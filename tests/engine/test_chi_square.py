@@ -144,19 +144,19 @@ def test_every_mode_has_a_class():
 
 SAME = sorted(
     {
-        (acceptance, pair, tuple(options.items()))
-        for _, acceptance, _, pair, options in test_mutations.CASES.values()
+        (acceptance, strategy, pair, tuple(options.items()))
+        for _, acceptance, strategy, pair, options in test_mutations.CASES.values()
     }
 )
 
 
-@pytest.mark.parametrize(("acceptance", "pair", "options"), SAME)
-def test_exact_rules_pass_where_biased_ones_fail(acceptance, pair, options):
-    """The pairs of `test_mutations`: it is the rules that fail there, not the pairs."""
-    mode = [name for name, of in MODES.items() if of[0] == acceptance][-1]
-    llm = llm_of(mode)
-    try:
-        found = test_mutations.fit(llm, pair, dict(options))
-    finally:
-        llm.update_weights(*joint.pair(*PAIR)[1:])
-    assert found.p_value > ALPHA, f"{mode}: {found}"
+@functools.cache
+def exact_llm(acceptance: str, strategy: str):
+    return joint.spec_llm(joint.pair(*PAIR), acceptance, strategy)
+
+
+@pytest.mark.parametrize(("acceptance", "strategy", "pair", "options"), SAME)
+def test_exact_rules_pass_where_biased_ones_fail(acceptance, strategy, pair, options):
+    """The pairs and trees of `test_mutations`: what fails there is the rule, and nothing else."""
+    found = test_mutations.fit(exact_llm(acceptance, strategy), pair, dict(options))
+    assert found.p_value > ALPHA, found

@@ -10,7 +10,7 @@ from pieces import Pieces
 from shared import CFG, EOS, NOTHING, PROMPTS, VOCAB, compilations_of, shared_llm, weights
 
 from specjax import LLM, SamplingParams, SpecConfig
-from specjax.decode import filters
+from specjax.decode import filters, sampling
 from specjax.decode.options import Features
 from specjax.engine.engine import Engine
 from specjax.engine.request import make_jobs
@@ -188,16 +188,27 @@ def test_options_asked_for_one_after_the_other_compile_a_few_programs_and_no_mor
 
 def test_what_a_program_holds_and_nobody_asks_for_is_skipped_when_it_runs(monkeypatch):
     ran = set()
-    for name in ("top_k", "top_p", "min_p"):
-        exact = getattr(filters, f"{name}_threshold")
+    for module, function, name in (
+        *((filters, f"{name}_threshold", name) for name in ("top_k", "top_p", "min_p")),
+        (sampling, "_penalised", "frequency_penalty"),
+        (sampling, "_biased", "logit_bias"),
+        (sampling, "_allowed", "allowed_token_ids"),
+        (sampling, "_among", "min_tokens"),
+        (sampling, "_completing", "bad_words"),
+    ):
+        exact = getattr(module, function)
 
-        def watched(scores, option, exact=exact, name=name):
+        def watched(*args, exact=exact, name=name, **settings):
             jax.debug.callback(functools.partial(ran.add, name))
-            return exact(scores, option)
+            return exact(*args, **settings)
 
-        monkeypatch.setattr(filters, f"{name}_threshold", watched)
+        monkeypatch.setattr(module, function, watched)
     engine = small_engine()
-    for option in ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}):
+    for option in (
+        {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"frequency_penalty": 0.3},
+        {"logit_bias": {3: 1.0}}, {"allowed_token_ids": [3, 4]}, {"min_tokens": 2},
+        {"bad_words": [[3]]},
+    ):  # fmt: skip
         ran.clear()
         engine.generate(jobs(SamplingParams(max_tokens=2, **option)))
         jax.effects_barrier()

@@ -237,6 +237,11 @@ def test_what_does_not_fit_is_refused_before_anything_runs(monkeypatch, settings
         assert words in str(error.value)
 
 
+def test_a_temperature_too_small_for_float32_is_greedy():
+    assert SamplingParams(temperature=1e-7).temperature == 0
+    assert SamplingParams(temperature=1e-5).temperature == 1e-5
+
+
 def test_as_many_biases_as_fit_are_taken_and_one_more_is_refused():
     limits = Limits(CFG.replace(vocab_size=512), 2048, 8, None)
 

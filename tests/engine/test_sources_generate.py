@@ -17,13 +17,14 @@ def llm(spec, batch=4):
 
 
 @functools.cache
-def plain(temperature):
+def plain(temperature, penalty=0.0):
     prompts = prompts_of(6, VOCAB)
-    return tokens_of(llm(None).generate(prompts, sampling(temperature)))
+    return tokens_of(llm(None).generate(prompts, sampling(temperature, penalty)))
 
 
-def sampling(temperature):
-    return SamplingParams(temperature=temperature, max_tokens=8 * (STEPS + 1), n=2)
+def sampling(temperature, penalty=0.0):
+    most = 8 * (STEPS + 1)
+    return SamplingParams(temperature=temperature, frequency_penalty=penalty, max_tokens=most, n=2)
 
 
 def tokens_of(outputs):
@@ -47,6 +48,14 @@ def test_a_draft_model_that_is_the_target_is_always_accepted(directory, strategy
         outputs = both.generate(prompts_of(6, VOCAB), sampling(temperature))
         assert tokens_of(outputs) == plain(temperature)
         assert both.totals.accept_length == STEPS + 1
+
+
+def test_drafts_are_penalised_along_their_branch_as_the_target_is(directory):
+    """Or a draft would propose again what the drafts above it have used up."""
+    both = llm(SpecConfig(strategy=f"{STEPS}_1_{STEPS + 1}", draft_model=directory))
+    outputs = both.generate(prompts_of(6, VOCAB), sampling(0.0, penalty=2.0))
+    assert tokens_of(outputs) == plain(0.0, 2.0) != plain(0.0)
+    assert both.totals.accept_length == STEPS + 1
 
 
 def test_ngrams_speed_up_repetitive_text_and_change_no_token():
