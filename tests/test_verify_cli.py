@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from scipy import stats
 from specjax import LLM, ModelConfig, SpecConfig
 from specjax import verify as checker
 from specjax.decode import accept
+from specjax.draft import ngram
 from specjax.draft.mtp import init_head_params
 from specjax.models import hf
 from specjax.models.transformer import init_params
@@ -92,18 +92,28 @@ def test_without_a_draft_head_a_random_one_drafts_and_the_verdict_says_so(headle
     assert "identity with plain decoding, greedy requests" in said
 
 
-def test_a_head_whose_drafts_are_never_accepted_makes_the_verdict_inconclusive(
-    weights, tmp_path, capsys
+def test_where_hardly_any_draft_is_accepted_the_verdict_is_inconclusive(
+    weights, tmp_path, capsys, monkeypatch
 ):
-    nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), weights[1])
-    hf.save_checkpoint(tmp_path / "model", CFG, weights[0], nan)
-    few = ["--samples", "600", "--requests", "2", "--strategy", "2_1_3"]
+    """A drafter that never has a draft: nothing can go wrong, and nothing is proven."""
+    monkeypatch.setattr(ngram.NgramSource, "extend", no_drafts(ngram.NgramSource.extend))
+    monkeypatch.setattr(ngram.NgramSource, "step", no_drafts(ngram.NgramSource.step))
+    hf.save_checkpoint(tmp_path / "model", CFG, *weights)
+    few = ["--samples", "600", "--requests", "2", "--strategy", "2_1_3", "--source", "ngram"]
     file = tmp_path / "verdict.json"
     assert main(["--model", str(tmp_path / "model"), *few, "--json", str(file)]) == 3
     said = capsys.readouterr().out
     assert "verdict: INCONCLUSIVE" in said and "lossless" not in said and "FAILED" not in said
     verdict = json.loads(file.read_text())
     assert verdict["ok"] and not verdict["conclusive"]
+
+
+def no_drafts(propose):
+    def silent(*args):
+        logits, work = propose(*args)
+        return jnp.full_like(logits, -jnp.inf), work
+
+    return silent
 
 
 @pytest.mark.slow
