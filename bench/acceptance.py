@@ -268,7 +268,7 @@ def print_tables(result: Mapping[str, Mapping], found: Found, names: Sequence[st
 
 def run(args: argparse.Namespace) -> Path:
     """Measures, writes the result file and its figure, prints the tables."""
-    # Drafts are counted here and nothing is timed, so programs need not be quick, but quickly built.
+    # Drafts are counted and nothing is timed: programs should be quickly built, and may be slow.
     jax.config.update("jax_disable_most_optimizations", True)
     start = time.perf_counter()
     found, aligned, names = measure_all(args)

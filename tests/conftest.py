@@ -29,9 +29,8 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-# Tracing makes much garbage that is in no cycle; looking for cycles in the heap that jax keeps took a
-# tenth of the time, and a third of what large batches of short samples take. Modules end with a
-# collection, see below.
+# Looking for cyclic garbage in the heap that jax keeps took a twentieth of the time, and a third of
+# what large batches of short samples take. Modules end with a collection, see below.
 gc.set_threshold(20_000, 50, 100)
 
 hypothesis.settings.register_profile(
