@@ -200,6 +200,12 @@ class RolloutSection:
             )
 
     @property
+    def by_the_clock(self) -> bool:
+        """Whether it depends on time in which batch and by which strategy a token is sampled."""
+        arms = self.control.build(self.strategy).arms if self.control is not None else ()
+        return self.replicas > 1 or len(arms) > 1
+
+    @property
     def in_air(self) -> int:
         """Groups that a step starts with, those that are carried included."""
         return round(self.prompts * self.over_sample)

@@ -228,6 +228,13 @@ class RLConfig:
                 f"{self.rollout.source} nothing drafts with it; set draft.mode=frozen, or "
                 "rollout.source=head"
             )
+        if self.algo.tis and self.rollout.by_the_clock:
+            raise ValueError(
+                "algo.tis weighs the loss by the engine's log-probabilities, whose last bits "
+                "depend on strategy and size of the batch. rollout.control and rollout.replicas "
+                "choose these by time or load: what is learned would depend on the clock. Set "
+                "algo.tis=false, or rollout.control.controller=static and rollout.replicas=1"
+            )
         longest = self.rollout.max_prompt_tokens + self.rollout.max_tokens
         if longest > self.packing.row_length:
             raise ValueError(

@@ -21,6 +21,7 @@ from specjax.draft.source import DraftSource
 from specjax.engine.checks import Limits
 from specjax.engine.intake import Intake
 from specjax.engine.loop import Loop
+from specjax.engine.programs import all_of
 from specjax.engine.request import Finished, Job, SampleOutput, Totals
 from specjax.engine.run import run_to_the_end
 from specjax.engine.runner import Runner
@@ -241,8 +242,8 @@ class Engine:
         Returns:
           the samples that ended.
         """
-        if not self._is_warm:
-            self.warm_up()
+        if not self._is_warm:  # for what has been added: nothing should compile while it runs
+            self.warm_up([all_of(self.intake.asked or [Features()]).widened()])
         if self.runner.state is None:
             self.runner.reset()
         return self.loop.step(wait)

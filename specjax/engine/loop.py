@@ -116,7 +116,7 @@ class Loop:
         self._in_flight: deque[Chunk] = deque()
         self._events: list[Finished] = []
         self.others_wait = False
-        self._arrived = 0.0
+        self._arrived, self._built = 0.0, runner.compilations
         self._cut_short = False  # whether the last chunk ended early, and others still ran
         self._ended: dict[int, None] = {}  # slots, the latest last
 
@@ -337,7 +337,8 @@ class Loop:
     def _wait_for(self, chunk: Chunk) -> tuple[Result, float]:
         """The result on the host, and the seconds that it took to run, prompts before it left out.
 
-        They are nan where the host did not see well enough when the prompts were done.
+        They are nan where the host did not see well enough when the prompts were done, and where it
+        compiled a program meanwhile.
         """
         after, by = max(self._arrived, chunk.after), chunk.by
         if chunk.mark is None:
@@ -350,7 +351,8 @@ class Loop:
         result = jax.device_get(chunk.result)
         self._arrived = time.perf_counter()
         most, least = self._arrived - after, self._arrived - max(by, after)
-        return result, float("nan") if least < 0.8 * most else least
+        compiled, self._built = self._built != self.runner.compilations, self.runner.compilations
+        return result, float("nan") if compiled or least < 0.8 * most else least
 
     def _finish(self, sequence: Sequence, sample: SampleOutput) -> None:
         self._table[sequence.slot] = 0

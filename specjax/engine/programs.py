@@ -38,16 +38,16 @@ def choose_program(loop: Loop, strategy: str, alive: list[Sequence]) -> tuple[Fe
       alive: what the chunk is to run.
     """
     runner, asked = loop.runner, loop.intake.asked
-    wanted = _all_of(asked)
+    wanted = all_of(asked)
     if runner.plan.invariant:
         return loop.intake.seen.widened(), runner.batch
     if not any(b >= len(alive) for b in runner.buckets(strategy, wanted)):
         most = min(runner.batch, len(loop.intake))
         return wanted.widened(), next(b for b in loop.buckets if b >= most)
-    here = wanted if len(asked) == 1 else _all_of({s.features for s in alive})
+    here = wanted if len(asked) == 1 else all_of({s.features for s in alive})
     return here, min(b for b in runner.buckets(strategy, here) if b >= len(alive))
 
 
-def _all_of(features: Iterable[Features]) -> Features:
+def all_of(features: Iterable[Features]) -> Features:
     """What any of them asks for."""
     return functools.reduce(operator.or_, features)

@@ -50,8 +50,7 @@ class Runner:
       chunk_tokens: tokens per slot that one chunk can emit at most.
       strategies: by name, those that chunks can be run with; none: `spec`'s alone.
       page_size: positions per page; None takes 128, 0 gives each sequence one page to itself.
-      cache_bytes: for the pages of all caches, at most; None takes as many as all slots at full
-        length need.
+      cache_bytes: for the pages of all caches, see `EngineConfig`.
       stride: pieces of prompts start at multiples of it.
 
     Attributes:
@@ -87,7 +86,7 @@ class Runner:
         self.page_size = -(-self.page_size // 16) * 16
         full = pages_for(max_len, self.page_size)
         self.table_width = full + pages_for(self.longest.steps + 1, self.page_size)
-        # A prompt that waits for a slot holds pages beside those of the slots.
+        # Prompts that wait for a slot hold pages beside those of the slots; one page is nobody's.
         self.pages = 1 + full * (batch + min(batch, 8))
         if cache_bytes is not None:
             self.pages = cache_bytes // self.page_bytes
@@ -179,7 +178,8 @@ class Runner:
         if not jax.tree.leaves(sent):
             return
         dtype = self.cfg.compute_dtype
-        was, now = checksum(sent, dtype, tied), checksum(arrived, dtype, tied)
+        was = checksum(sent, dtype, tied)
+        now = was if arrived is sent else checksum(arrived, dtype, tied)  # or nothing was copied
         if was != now:
             raise RuntimeError(
                 f"the {name}'s weights have checksum {was:08x} where they come from, and "

@@ -116,9 +116,12 @@ class Scheduler:
         prompt = self._reading.get(key) or self._queue.get(key)
         if prompt is None:
             prompt = self._queue[key] = Prompt(key)
-            if first:
+        if first:
+            prompt.waiting.appendleft(sequence)
+            if key in self._queue:
                 self._queue.move_to_end(key, last=False)
-        prompt.waiting.append(sequence)
+        else:
+            prompt.waiting.append(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Frees the slot and the pages of a running sequence."""

@@ -14,8 +14,9 @@ from shared import CFG, compilations_of, weights
 from tiny import prompts_of
 
 from specjax import LLM, SamplingParams, SpecConfig
-from specjax.control import ControlConfig, EmaConfig, make_controller
+from specjax.control import BanditConfig, ControlConfig, EmaConfig, make_controller
 from specjax.control.base import Controller
+from specjax.control.costs import CostTable
 from specjax.decode.options import Features
 from specjax.engine import loop, start_up
 from specjax.engine.engine import Engine
@@ -96,6 +97,78 @@ class Chosen(Controller):
 
     def _learn(self, seen):
         pass
+
+
+@pytest.mark.parametrize(
+    ("controller", "best"), [("goodput", "3_1_4"), ("bandit", "off"), ("bandit", "3_1_4")]
+)
+def test_what_gives_most_tokens_per_second_is_chosen(controller, best, monkeypatch):
+    """On a clock of our own, on which every strategy but one takes ten times as long."""
+    engine, ran = adaptive(), []
+    exact = Loop._wait_for
+
+    def wait_for(self, chunk):
+        result, _ = exact(self, chunk)
+        ran.append(chunk.strategy)
+        return result, (0.001 if chunk.strategy == best else 0.01) * int(result.rounds)
+
+    monkeypatch.setattr(Loop, "_wait_for", wait_for)
+    settings = {"bandit": BanditConfig(epsilon=0.1)}
+    wanted = {name: value for name, value in settings.items() if name == controller}
+    calibrated = itertools.product(ARMS, (1, 2, 4))  # goodput's: all alike, which is wrong
+    costs = CostTable.from_samples({key: [0.005] for key in calibrated})
+    control = ControlConfig(controller, ARMS, **wanted)
+    engine.controller = make_controller(control, ARMS, costs=costs)
+    engine.generate([jobs_of([i, 2], LONG, i)[0] for i in range(24)])
+    late = ran[len(ran) // 2 :]
+    assert len(late) > 10 and late.count(best) > 0.7 * len(late), ran
+
+
+def test_no_controller_is_told_the_seconds_of_a_chunk_beside_which_a_program_was_compiled():
+    engine = engine_of(batch=2, control=ControlConfig("bandit", strategies=ARMS))
+    engine.controller = told = Told(ARMS)
+    engine.add(jobs_of([1, 2], LONG)[0])
+    while engine.has_work:  # what was added is compiled for ahead
+        engine.step()
+    built, first = engine.runner.compilations, len(told.seconds)
+    top_p = dataclasses.replace(LONG, top_p=0.9)
+    engine.add(jobs_of([1, 2], top_p)[0])
+    while engine.has_work:
+        engine.step()
+    assert engine.runner.compilations > built
+    assert math.isnan(told.seconds[first]) and np.isfinite(told.seconds[first + 2 :]).all()
+
+
+class Told(Controller):
+    """The first strategy, always; keeps the seconds it is told of."""
+
+    kind = "told"
+
+    def __init__(self, arms):
+        super().__init__(arms)
+        self.seconds = []
+
+    def observe(self, observation):
+        self.seconds.append(observation.seconds)
+
+    def _choose(self, batch_size):
+        return self.arms[0]
+
+    def _learn(self, seen):
+        pass
+
+
+def test_the_first_requests_decide_what_is_compiled_ahead_for_all_strategies():
+    engine = engine_of(batch=2, control=ControlConfig("bandit", strategies=ARMS))
+    top_p = dataclasses.replace(ONE, top_p=0.9)
+    engine.add(jobs_of([1, 2], top_p)[0])
+    engine.step()
+    built = engine.runner.compilations
+    engine.controller = Chosen(ARMS)
+    while engine.has_work:
+        engine.step()
+    assert engine.runner.compilations == built
+    assert all(engine.runner.buckets(arm, Features(top_p=True)) == [1, 2] for arm in ARMS)
 
 
 def test_off_comes_back_to_drafting_without_reading_the_prompt_again(monkeypatch):

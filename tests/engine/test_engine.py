@@ -114,6 +114,31 @@ def test_a_prompt_is_read_once_for_all_its_samples(chunks):
     assert [rows for rows, _ in pieces] == [1] * 3, "39 positions in pieces of 16"
 
 
+def test_samples_that_run_share_the_full_pages_of_their_prompt():
+    engine = warm()
+    for job in jobs_of(list(range(40)), dataclasses.replace(ONE, n=3)):
+        engine.add(job)
+    while len(engine.scheduler.running) < 3:
+        engine.step()
+    a, b, c = (s.pages for s in engine.scheduler.running.values())
+    shared = 39 // engine.runner.page_size  # the last token is read as the root
+    assert shared == 2 and a[:shared] == b[:shared] == c[:shared]
+    assert not set(a[shared:]) & set(b[shared:]) and not set(b[shared:]) & set(c[shared:])
+    assert engine.scheduler.pool.used == shared + sum(len(s[shared:]) for s in (a, b, c))
+    engine.clear()
+
+
+def test_prompts_are_padded_to_the_next_of_a_few_widths(chunks):
+    engine = engine_of(batch=2, prefill_chunk=64)
+    seen, sizes = chunks(engine), engine.loop.piece_widths
+    for length in (5, 20, 60):
+        engine.generate(jobs_of(list(range(1, 1 + length)), dataclasses.replace(ONE, max_tokens=2)))
+        [width] = [shape[1] for kind, shape in seen if kind == "prefill"]
+        assert width - engine.runner.tail == min(w for w in sizes if w >= length - 1)
+        seen.clear()
+    assert len(sizes) >= 3
+
+
 def test_a_long_prompt_is_read_in_pieces_between_the_chunks_of_those_that_run(chunks):
     engine = warm()
     engine.add(jobs_of([5, 6], dataclasses.replace(ONE, max_tokens=60))[0])

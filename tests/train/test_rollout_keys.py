@@ -135,6 +135,14 @@ def test_wrong_keys_of_a_rollout_say_what_to_do(settings, said, tiny_policy, tmp
     assert said in f"{stopped.value} {capsys.readouterr().err}"
 
 
+@pytest.mark.parametrize("changed", ["rollout.control={}", "rollout.replicas=2"])
+def test_weights_by_the_engines_logprobs_need_batches_that_no_clock_decides(changed, capsys):
+    parse_config(RLConfig, ["algo.tis=true", "rollout.control.controller=static"])
+    with pytest.raises(SystemExit):
+        parse_config(RLConfig, ["algo.tis=true", changed])
+    assert "what is learned would depend on the clock" in capsys.readouterr().err
+
+
 def section(**settings):
     return parse_config(RLConfig, [f"rollout.{k}={v}" for k, v in settings.items()])[0].rollout
 
