@@ -33,9 +33,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from bench import peer_torch
+from bench.chains import long_tailed
 from bench.common import (
     add_prompt_arguments,
     alternate,
@@ -222,17 +221,8 @@ def _check_counts(work: Work, arms: Mapping[str, Arm]) -> None:
 
 
 def budgets(count: int, median: int, seed: int) -> list[int]:
-    """Tokens per prompt: log-normal, the 99th percentile `LONGEST` times the median, and cut there.
-
-    They are drawn at even quantiles and then shuffled, so that a few prompts have the same tail as
-    many.
-    """
-    normal = statistics.NormalDist()
-    spread = np.log(LONGEST) / normal.inv_cdf(0.99)
-    quantiles = [normal.inv_cdf((i + 0.5) / count) for i in range(count)]
-    wanted = [min(LONGEST, float(np.exp(spread * q))) * median for q in quantiles]
-    order = np.random.default_rng(seed).permutation(count)
-    return [max(1, round(wanted[i])) for i in order]
+    """Tokens per prompt: log-normal, 99th percentile and longest at `LONGEST` medians."""
+    return [min(n, LONGEST * median) for n in long_tailed(count, median, LONGEST, seed)]
 
 
 def works(args: argparse.Namespace, tokenizer, most: int) -> list[Work]:
