@@ -7,6 +7,9 @@ heads cost no repeated keys.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
@@ -53,11 +56,34 @@ def sink_of_rows(sinks: Float[Array, " N"], kv_heads: int, rows: int) -> Float[A
     return jnp.repeat(per_head, rows, axis=1)[..., None]
 
 
-def add_sink(peak: Array, total: Array, out: Array, sink: Array) -> tuple[Array, Array, Array]:
-    """A running softmax (maximum, sum, weighted values) with one more logit that has no value."""
-    higher = jnp.maximum(peak, sink)
-    shrink = jnp.exp(peak - higher)
-    return higher, total * shrink + jnp.exp(sink - higher), out * shrink
+class Running(NamedTuple):
+    """A softmax that keys join a few at a time (Milakov and Gimelshein 2018, arXiv 1805.02867).
+
+    Attributes:
+      peak: [.. M 1] highest score so far. total: [.. M 1] sum of exp(score - peak).
+      out: [.. M H] values weighted by that.
+    """
+
+    peak: Array
+    total: Array
+    out: Array
+
+    def add(self, scores: Float[Array, "*B M S"], weigh: Callable[[Array], Array]) -> Running:
+        """With S more keys, masked ones at NEG_INF; `weigh` sums their values by weights [M S]."""
+        higher = jnp.maximum(self.peak, scores.max(-1, keepdims=True))
+        shrink, weights = jnp.exp(self.peak - higher), jnp.exp(scores - higher)
+        total = self.total * shrink + weights.sum(-1, keepdims=True)
+        return Running(higher, total, self.out * shrink + weigh(weights))
+
+    def add_sink(self, sink: Array) -> Running:
+        """With one more logit that has no value."""
+        higher = jnp.maximum(self.peak, sink)
+        shrink = jnp.exp(self.peak - higher)
+        return Running(higher, self.total * shrink + jnp.exp(sink - higher), self.out * shrink)
+
+    @property
+    def lse(self) -> Array:
+        return self.peak + jnp.log(self.total)
 
 
 def tree_attention(
@@ -96,53 +122,59 @@ def tree_attention(
     if window is not None:
         visible_bits = within_window(jnp.asarray(visible_bits), window)
     rows = pack_heads(q, kv_heads).astype(jnp.float32) * h**-0.5
-    visible = unpack_bits(visible_bits, k_tree.shape[2])
-    visible = jnp.concatenate([visible] * (n // kv_heads), axis=-2)
-    visible = visible[:, None] if visible.ndim == 3 else visible
-    scores = jnp.einsum("bkmh,bkth->bkmt", rows, k_tree.astype(jnp.float32))
-    scores = jnp.where(visible, scores, NEG_INF)
-    peak = scores.max(-1, keepdims=True)
-    weights = jnp.exp(scores - peak)
-    total = weights.sum(-1, keepdims=True)
-    out = jnp.einsum("bkmt,bkth->bkmh", weights, v_tree.astype(jnp.float32))
+    running = _attend_tree(rows, k_tree, v_tree, visible_bits, n // kv_heads)
     block = min(BLOCK, size)
     per_page = -(-size // block)
 
-    def read(pages, stretch, offset):
-        if table is None:
-            return jax.lax.dynamic_slice_in_dim(pages, offset, block, axis=2)
-        if per_page == 1:
-            return pages[table[:, stretch]]
-        piece = (1, kv_heads, block, h)
-        return jax.vmap(lambda p: jax.lax.dynamic_slice(pages, (p, 0, offset, 0), piece)[0])(
-            table[:, stretch]
-        )
-
-    def add_block(i, carry):
-        peak, total, out = carry
+    def add_block(i, running):
         stretch, inside = i // per_page, i % per_page * block
         offset = jnp.minimum(inside, size - block)  # the last one may overlap the one before
-        k, v = (read(x, stretch, offset).astype(jnp.float32) for x in (k_pages, v_pages))
+        k, v = (
+            _read_block(pages, table, stretch, offset, block).astype(jnp.float32)
+            for pages in (k_pages, v_pages)
+        )
         at = offset + jnp.arange(block)
         counts = (at >= inside) & (stretch * size + at < prefix_len[:, None])
         counts = counts[:, None, None]
         if window is not None:
             last = prefix_len[:, None] + jnp.broadcast_to(depth, (b, depth.shape[-1])) - window
             counts = counts & (stretch * size + at > last[:, None, :, None])
-        scores = jnp.einsum("bkmh,bksh->bkms", rows, k)
-        scores = jnp.where(counts, scores, NEG_INF)
-        higher = jnp.maximum(peak, scores.max(-1, keepdims=True))
-        shrink, weights = jnp.exp(peak - higher), jnp.exp(scores - higher)
-        total = total * shrink + weights.sum(-1, keepdims=True)
-        return higher, total, out * shrink + jnp.einsum("bkms,bksh->bkmh", weights, v)
+        scores = jnp.where(counts, jnp.einsum("bkmh,bksh->bkms", rows, k), NEG_INF)
+        return running.add(scores, lambda weights: jnp.einsum("bkms,bksh->bkmh", weights, v))
 
     longest = prefix_len.max()
     blocks = longest // size * per_page + (longest % size + block - 1) // block
-    peak, total, out = jax.lax.fori_loop(0, blocks, add_block, (peak, total, out))
+    running = jax.lax.fori_loop(0, blocks, add_block, running)
     if sinks is not None:
-        peak, total, out = add_sink(peak, total, out, sink_of_rows(sinks, kv_heads, t))
-    attended = (out / total).reshape(b, n, t, h).astype(q.dtype)
-    return (attended, (peak + jnp.log(total)).reshape(b, n, t)) if with_lse else attended
+        running = running.add_sink(sink_of_rows(sinks, kv_heads, t))
+    attended = (running.out / running.total).reshape(b, n, t, h).astype(q.dtype)
+    return (attended, running.lse.reshape(b, n, t)) if with_lse else attended
+
+
+def _attend_tree(rows, k_tree, v_tree, visible_bits, group: int) -> Running:
+    """The softmax of packed rows [B K M H] over the tree's own keys."""
+    visible = unpack_bits(visible_bits, k_tree.shape[2])
+    visible = jnp.concatenate([visible] * group, axis=-2)
+    visible = visible[:, None] if visible.ndim == 3 else visible
+    scores = jnp.einsum("bkmh,bkth->bkmt", rows, k_tree.astype(jnp.float32))
+    scores = jnp.where(visible, scores, NEG_INF)
+    peak = scores.max(-1, keepdims=True)
+    weights = jnp.exp(scores - peak)
+    out = jnp.einsum("bkmt,bkth->bkmh", weights, v_tree.astype(jnp.float32))
+    return Running(peak, weights.sum(-1, keepdims=True), out)
+
+
+def _read_block(pages, table: Table, stretch, offset, block: int) -> Float[Array, "B K block H"]:
+    """Positions `offset` and on of every sequence's page number `stretch`."""
+    size, (kv_heads, h) = pages.shape[2], (pages.shape[1], pages.shape[3])
+    if table is None:
+        return jax.lax.dynamic_slice_in_dim(pages, offset, block, axis=2)
+    if block == size:
+        return pages[table[:, stretch]]
+    piece = (1, kv_heads, block, h)
+    return jax.vmap(lambda p: jax.lax.dynamic_slice(pages, (p, 0, offset, 0), piece)[0])(
+        table[:, stretch]
+    )
 
 
 def tree_attention_by_position(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
 
 from specjax.decode.tree import ancestors, pack_bits
 from specjax.kernels import reference, tpu
@@ -48,10 +49,13 @@ def expected(q, k, v, k_pages, v_pages, *rest, window, sinks):
     )
 
 
-def check(case, dtype, window=None, sinks=None, positions=32):
-    out, lse = tpu.tree_attention(
-        *case, window=window, sinks=sinks, with_lse=True, positions=positions, interpret=True
-    )
+attend = functools.partial(
+    tpu.tree_attention, tuning=tpu.INTERPRETED, interpret=pltpu.InterpretParams()
+)
+
+
+def check(case, dtype, window=None, sinks=None):
+    out, lse = attend(*case, window=window, sinks=sinks, with_lse=True)
     wanted, wanted_lse = expected(*case, window=window, sinks=sinks)
     assert out.dtype == dtype and lse.dtype == jnp.float32
     close = TOLERANCE[dtype]
@@ -89,7 +93,10 @@ def test_it_equals_the_reference(**case):
 @pytest.mark.slow
 @settings(max_examples=150)
 @given(**CASES)
-@example(0, 4, 1, 1, 1, 16, 1, None, False, "float32")
+@example(
+    seed=0, batch=4, kv_heads=1, group=1, rows=1, size=16, stretches=1, window=None, sinks=False,
+    dtype="float32",
+)  # fmt: skip
 def test_it_equals_the_reference_on_many_shapes(**case):
     compare(**case)
 
@@ -103,7 +110,7 @@ def test_slots_without_a_prefix_and_full_pages(prefix):
 def test_a_contiguous_cache_is_one_page_each():
     q, k, v, k_pages, v_pages, prefix, bits, table = random_case(3, 3, 2, 2, 5, 96, 1, "float32")
     k_rows, v_rows = (pages[table[:, 0]] for pages in (k_pages, v_pages))
-    found = tpu.tree_attention(q, k, v, k_rows, v_rows, prefix, bits, positions=32, interpret=True)
+    found = attend(q, k, v, k_rows, v_rows, prefix, bits)
     wanted, _ = expected(q, k, v, k_pages, v_pages, prefix, bits, table, window=None, sinks=None)
     np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=1e-5)
 
@@ -111,3 +118,21 @@ def test_a_contiguous_cache_is_one_page_each():
 def test_pages_that_cannot_be_cut_into_registers_are_refused():
     with pytest.raises(ValueError, match="multiple of 16 positions on a TPU, got 24"):
         check(random_case(0, 1, 1, 1, 1, 24, 1, "float32"), "float32")
+
+
+@pytest.mark.parametrize("generation", sorted(tpu.TUNING))
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("rows", [1, 16, 64, 512])
+def test_what_a_program_holds_fits_in_vmem(generation, kv_heads, rows):
+    """Qwen3-8B has 8 key/value heads with 4 query heads each, of which tp leaves some."""
+    tuning = tpu.TUNING[generation]
+    tile = tpu.tile_size(tuning, rows, 4, max(rows, 16), kv_heads, HEAD, 2)
+    assert tile == min(rows, 64), "a verified tree is one program, a piece of a prompt a few"
+    positions = tuning.positions(kv_heads, HEAD, 2)
+    needed = tpu.vmem_bytes(tile * 4, max(rows, 16), kv_heads, HEAD, 2, positions)
+    assert needed <= tuning.vmem_bytes
+
+
+def test_heads_that_do_not_fit_in_vmem_are_refused():
+    with pytest.raises(ValueError, match=r"64 key/value heads of 256.*\(tp\)"):
+        tpu.tile_size(tpu.TUNING["v5p"], 1, 1, 512, 64, 256, 4)
