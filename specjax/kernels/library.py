@@ -1,0 +1,175 @@
+"""Attention that jax ships: splash attention on TPUs, cuDNN's on GPUs, behind our signatures.
+
+All of it sees keys side by side, so a paged prefix is first gathered, and a tree's own keys are
+put behind it; what a row may see becomes a mask.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from specjax.cache import Table, contiguous
+from specjax.kernels.reference import (
+    causal_segment_mask,
+    tree_depth,
+    unpack_bits,
+    within_window,
+)
+
+SPLASH_BLOCKS = (512, 256, 128)  # queries and keys at a time; the scores of 512 x 512 are 1 MiB
+
+# --- GPU: jax.nn.dot_product_attention ---------------------------------------------------------
+
+
+def cudnn_takes(head_dim: int, dtype: str) -> bool:
+    """Whether cuDNN's attention, forward and backward, has such heads on Hopper and before."""
+    return head_dim % 8 == 0 and head_dim <= 128 and dtype in ("bfloat16", "float16")
+
+
+def tree_attention(
+    q: Float[Array, "B N T H"],
+    k_tree: Float[Array, "B K T2 H"],
+    v_tree: Float[Array, "B K T2 H"],
+    k_pages: Float[Array, "P K S H"],
+    v_pages: Float[Array, "P K S H"],
+    prefix_len: Int[Array, " B"],
+    visible_bits: UInt32[Array, "*B T W"],
+    table: Table = None,
+    *,
+    window: int | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    with_lse: bool = False,
+    implementation: str = "cudnn",
+):
+    """`specjax.kernels.reference.tree_attention` by `jax.nn.dot_product_attention`.
+
+    It reads every slot's pages to the end of the table, however short the prefix. jax rounds the
+    log-sum-exp to the keys' dtype, so where it is needed all is done in float32, by XLA.
+
+    Args:
+      implementation: `cudnn` or `xla`.
+    """
+    b, _, t, _ = q.shape
+    k, v = contiguous(k_pages, table), contiguous(v_pages, table)
+    visible_bits, at = jnp.asarray(visible_bits), jnp.arange(k.shape[2])
+    depth = jnp.broadcast_to(tree_depth(visible_bits), (b, t))
+    known = (at < prefix_len[:, None])[:, None]
+    if window is not None:
+        known = known & (at > (prefix_len[:, None] + depth - window)[..., None])
+        visible_bits = within_window(visible_bits, window)
+    own = unpack_bits(visible_bits, k_tree.shape[2])
+    parts = [(b, t, k.shape[2]), (b, t, k_tree.shape[2])]
+    mask = [jnp.broadcast_to(x, shape) for x, shape in zip((known, own), parts, strict=True)]
+    # Masked values are multiplied by zero: what lies past a prefix must be finite, and it is.
+    mask = jnp.concatenate(mask, axis=-1)
+    arrays = q, jnp.concatenate([k, k_tree], axis=2), jnp.concatenate([v, v_tree], axis=2)
+    if not with_lse and sinks is None:
+        return _dot_product(*arrays, mask, implementation)
+    arrays = (x.astype(jnp.float32) for x in arrays)
+    out, lse = _dot_product(*arrays, mask, "xla", with_lse=True)
+    if sinks is not None:  # a sink only adds to the sum that everything was divided by
+        with_sink = jnp.logaddexp(lse, sinks[:, None].astype(jnp.float32))
+        out, lse = out * jnp.exp(lse - with_sink)[..., None], with_sink
+    out = out.astype(q.dtype)
+    return (out, lse) if with_lse else out
+
+
+def causal_attention(
+    q: Float[Array, "B N S H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    own: list[tuple[Array, Array]],
+    segment_ids: Int[Array, "B S"],
+    implementation: str = "cudnn",
+) -> Float[Array, "B N S H"]:
+    """`reference.causal_attention_with_own`; without own rows, plain causal attention.
+
+    The mask of a packed row takes S^2 booleans: jax's public interface has none by segments.
+    """
+    s = q.shape[2]
+    q, k, v, own, segment_ids = _padded(2, q, k, v, own, segment_ids)  # cuDNN takes no odd lengths
+    causal = causal_segment_mask(segment_ids)
+    same = jnp.broadcast_to(jnp.eye(causal.shape[-1], dtype=bool), causal.shape)
+    mask = jnp.concatenate([causal] + [same] * len(own), axis=-1)
+    return _dot_product(q, *_with_own(k, v, own), mask, implementation)[:, :, :s]
+
+
+def _dot_product(q, k, v, mask: Bool[Array, "B T S"], implementation: str, with_lse=False):
+    """Head-major attention under a mask: [B N T H], and the log-sum-exp [B N T] if asked for."""
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+    found = jax.nn.dot_product_attention(
+        q, k, v, mask=mask[:, None], implementation=implementation, return_residual=with_lse
+    )
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), found)
+
+
+def _padded(multiple: int, q, k, v, own, segment_ids):
+    """Everything with padding up to a multiple of positions, behind all who could see it."""
+    missing = -q.shape[2] % multiple
+    pad = functools.partial(jnp.pad, pad_width=[(0, 0), (0, 0), (0, missing), (0, 0)])
+    q, k, v, own = jax.tree.map(pad, (q, k, v, list(own)))
+    return q, k, v, own, jnp.pad(segment_ids, [(0, 0), (0, missing)])
+
+
+def _with_own(k, v, own) -> tuple[Array, Array]:
+    """Keys and values with those of later steps behind them: [B K S * (1 + steps) H]."""
+    keys, values = [k, *(key for key, _ in own)], [v, *(value for _, value in own)]
+    return jnp.concatenate(keys, axis=2), jnp.concatenate(values, axis=2)
+
+
+# --- TPU: splash attention -----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _CausalWithOwn(splash.Mask):
+    """Base keys up to a query's own position, then of each later step the one at its position."""
+
+    length: int
+    steps: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.length, self.length * (1 + self.steps)
+
+    def __getitem__(self, index) -> np.ndarray:
+        queries = np.arange(self.shape[0])[index[0]][:, None]
+        keys = np.arange(self.shape[1])[index[1]][None]
+        return np.where(keys < self.length, keys <= queries, keys % self.length == queries)
+
+
+def splash_attention(
+    q: Float[Array, "B N S H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    own: list[tuple[Array, Array]],
+    segment_ids: Int[Array, "B S"],
+    interpret: bool = False,
+) -> Float[Array, "B N S H"]:
+    """`reference.causal_attention_with_own` by splash attention; `own` may be empty.
+
+    Args:
+      interpret: run on CPU, for tests.
+    """
+    _, n, s, h = q.shape
+    q, k, v, own, segment_ids = _padded(SPLASH_BLOCKS[-1], q, k, v, own, segment_ids)
+    length = q.shape[2]
+    mask = _CausalWithOwn(length, len(own)) if own else splash.CausalMask((length, length))
+    block = next(size for size in SPLASH_BLOCKS if length % size == 0)
+    attend = splash.make_splash_mha_single_device(
+        splash.MultiHeadMask([mask] * n),
+        block_sizes=splash.BlockSizes(
+            block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block,
+            block_q_dq=block, block_kv_dq=block,
+        ),
+        interpret=interpret,
+    )  # fmt: skip
+    keys, values = _with_own(k, v, own)
+    ids = splash.SegmentIds(segment_ids, jnp.tile(segment_ids, (1, 1 + len(own))))
+    return jax.vmap(attend)(q * h**-0.5, keys, values, ids)[:, :, :s].astype(q.dtype)
