@@ -7,9 +7,12 @@ and reported by `replicated_dims`, never silently cut differently.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
 import os
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -114,6 +117,24 @@ def offer_cpu_devices(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # backends are up: the devices are what they are
         pass
+
+
+def ambient(mesh: jax.sharding.Mesh | None):
+    """A context for tracing a program that will run on the mesh: kernels ask which it is."""
+    if mesh is None:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+
+
+def traced_on(mesh: jax.sharding.Mesh | None, program: Callable) -> Callable:
+    """The program, so that it is traced with the mesh as its `ambient` one."""
+
+    @functools.wraps(program)
+    def within(*args, **kwargs):
+        with ambient(mesh):
+            return program(*args, **kwargs)
+
+    return within
 
 
 def pin(mesh: jax.sharding.Mesh | None, tree):

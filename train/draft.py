@@ -25,7 +25,7 @@ from specjax.models.transformer import Params, embed_tokens, lm_logits
 from train.config import option
 from train.draft_loss import DRAFT_LOSSES, draft_step_loss, draft_target_logits, draft_targets
 from train.optim import OptimConfig
-from train.policy import init_opt_state
+from train.policy import init_opt_state, settled
 
 MODES = ("none", "frozen", "online")
 FIELDS = ("tokens", "positions", "segment_ids", "loss_mask")  # of a micro-batch, that it needs
@@ -149,10 +149,13 @@ class DraftTrainer:
         draft: DraftConfig,
         temperature: float = 1.0,
         mesh: jax.sharding.Mesh | None = None,
+        attention: str = "auto",
     ):
+        cfg = settled(cfg, mesh, attention, "the head's training attention")
         self.cfg, self.draft, self.mesh, self.temperature = cfg, draft, mesh, temperature
         self.optimizer = draft.optim.build()
-        self._update = jax.jit(self._update_program, donate_argnums=(0, 1))
+        program = sharding.traced_on(mesh, self._update_program)
+        self._update = jax.jit(program, donate_argnums=(0, 1))
 
     def init_opt_state(self, head: Params):
         return init_opt_state(self.optimizer, head, self.mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -45,7 +46,7 @@ def build_engines(
         "max_len": roll.max_prompt_tokens + roll.max_tokens,
         "stop_width": max(1, len(model.eos_token_ids)),
         "prompt_widths": [roll.max_prompt_tokens],  # one width, one set of executables
-        "config": roll.engine_config(),
+        "config": dataclasses.replace(roll.engine_config(), attention=cfg.attention),
     }
     spec = roll.spec() if speculate else None
     control = roll.control_config() if speculate else None

@@ -18,7 +18,9 @@ from jaxtyping import Array, Float
 
 from specjax import sharding
 from specjax.config import ModelConfig
+from specjax.kernels import dispatch
 from specjax.models.transformer import Params, Transformer, graphdef
+from train.config import ConfigError
 from train.grpo import Denominators, GRPOConfig, grpo_loss, token_logprobs
 
 Batch = Mapping[str, Array]
@@ -68,6 +70,18 @@ def init_opt_state(optimizer: optax.GradientTransformation, params: Params, mesh
     return jax.jit(init, out_shardings=shardings)(params)
 
 
+def settled(cfg: ModelConfig, mesh, attention: str, whose: str) -> ModelConfig:
+    """See `specjax.kernels.dispatch.settle`.
+
+    Raises:
+      ConfigError: the kernel that is asked for cannot be used.
+    """
+    try:
+        return dispatch.settle(cfg, mesh, attention, whose=whose)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 class PolicyTrainer:
     """Holds the jitted programs; parameters and optimizer state are passed in and out.
 
@@ -76,6 +90,7 @@ class PolicyTrainer:
       loss: see `sft_loss`, `rl_loss`.
       optimizer: from `OptimConfig.build`. mesh: None is one device.
       temperature: at which tokens are scored; the rollout's.
+      attention: the kernel, see `specjax.kernels.dispatch.settle`.
     """
 
     def __init__(
@@ -85,7 +100,9 @@ class PolicyTrainer:
         optimizer: optax.GradientTransformation,
         mesh: jax.sharding.Mesh | None = None,
         temperature: float = 1.0,
+        attention: str = "auto",
     ):
+        cfg = settled(cfg, mesh, attention, "training attention")
         self.cfg = cfg.replace(scan_layers=True)
         self.loss, self.optimizer, self.mesh = loss, optimizer, mesh
         self.temperature = temperature
@@ -141,7 +158,8 @@ class PolicyTrainer:
 
     def _forward(self, params: Params, batch: Batch):
         model: Transformer = nnx.merge(graphdef(self.cfg), params)
-        states = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
+        with sharding.ambient(self.mesh):
+            states = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
         return model, states
 
     def _token_logprobs(self, params: Params, batch: Batch):

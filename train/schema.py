@@ -157,6 +157,11 @@ class SFTConfig:
     draft: DraftConfig = option(DraftConfig(loss="soft_ce", unroll_steps=4), "the head's training")
     mesh: MeshConfig = option(MeshConfig, "devices per axis")
     remat: bool = option(False, "recompute activations in the backward pass")
+    attention: str = option(
+        "auto",
+        "the kernel: auto, the platform's own, with a line at start that says which; or by name: "
+        "reference, tpu, library",
+    )
     checkpoint: CheckpointSection = option(CheckpointSection, "checkpoints")
     log: LogSection = option(LogSection, "further sinks")
 
@@ -216,6 +221,11 @@ class RLConfig:
     dtype: DtypeSection = option(DtypeSection, "dtypes")
     mesh: MeshConfig = option(MeshConfig, "devices per axis")
     remat: bool = option(False, "recompute activations in the backward pass")
+    attention: str = option(
+        "auto",
+        "the kernel: auto, the platform's own, with a line at start that says which; or by name: "
+        "reference, tpu, library",
+    )
     checkpoint: RLCheckpointSection = option(RLCheckpointSection, "checkpoints")
     log: LogSection = option(LogSection, "further sinks")
 

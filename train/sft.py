@@ -145,7 +145,9 @@ class Run:
             params = jax.device_put(params, sharding.param_shardings(self.mesh, params))
             head = jax.device_put(head, sharding.param_shardings(self.mesh, head))
         self.model, self.params, self.head = model, params, head
-        self.policy = PolicyTrainer(model, sft_loss, cfg.optim.build(), self.mesh)
+        self.policy = PolicyTrainer(
+            model, sft_loss, cfg.optim.build(), self.mesh, attention=cfg.attention
+        )
         self.opt_state = self.policy.init_opt_state(params)
         self.stream = PackedDemonstrations(cfg, tokenizer)
         self.step, self.stage = 0, "policy"
@@ -166,7 +168,7 @@ class Run:
     def fingerprint(self) -> dict:
         """The settings that decide what is learned; a resumed run must have the same."""
         ignored = ("out", "steps", "draft_steps", "log_every", "export_dtype")
-        return fingerprint(self.cfg, (*ignored, "log", "checkpoint", "mesh"))
+        return fingerprint(self.cfg, (*ignored, "log", "checkpoint", "mesh", "attention"))
 
     def save(self, checkpoints: Checkpointer, block: bool = False) -> None:
         """Starts saving the state; `block` waits until it is on disk."""
@@ -248,7 +250,7 @@ class Run:
         if self.stage == "head" or cfg.draft_steps == 0:
             return
         self.stage, self.opt_state = "head", None
-        trainer = DraftTrainer(self.model, cfg.draft, mesh=self.mesh)
+        trainer = DraftTrainer(self.model, cfg.draft, mesh=self.mesh, attention=cfg.attention)
         opt_state = trainer.init_opt_state(self.head)
         while self.step < cfg.steps + cfg.draft_steps:
             batches = [self.policy.place(b) for b in self.stream.next_update()]

@@ -98,12 +98,15 @@ class Trainer:
             cfg.optim.build(),
             self.mesh,
             roll.temperature,
+            cfg.attention,
         )
         self.opt_state = self.policy.init_opt_state(self.params)
         self.reference = jax.tree.map(jnp.copy, self.params) if cfg.algo.kl_loss_coef else None
         self.draft, self.draft_opt = None, None
         if speculate and cfg.draft.mode == "online":
-            self.draft = DraftTrainer(self.model, cfg.draft, roll.temperature, self.mesh)
+            self.draft = DraftTrainer(
+                self.model, cfg.draft, roll.temperature, self.mesh, cfg.attention
+            )
             self.draft_opt = self.draft.init_opt_state(self.head)
         try:
             self.engines, self.eval_engine = build_engines(
@@ -337,7 +340,8 @@ class Trainer:
 
     def fingerprint(self) -> dict:
         """The settings that decide what is learned; a resumed run must have the same."""
-        settings = fingerprint(self.cfg, ("out", "steps", "log", "checkpoint", "eval", "mesh"))
+        ignored = ("out", "steps", "log", "checkpoint", "eval", "mesh", "attention")
+        settings = fingerprint(self.cfg, ignored)
         for name in ("telemetry", *PLACEMENT, *ENGINE_SETTINGS):  # change no token
             settings["rollout"].pop(name)
         settings["draft"]["spot"].pop("gaps")  # changes only when the head is trained

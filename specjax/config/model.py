@@ -33,6 +33,8 @@ class ModelConfig:
       param_dtype, compute_dtype: storage and arithmetic; softmax, norms and logits are float32.
       scan_layers: `lax.scan` over stacked layers (short compile) or an unrolled loop (fast on CPU).
       remat: recompute each layer in the backward pass instead of keeping its activations.
+      attention: the kernel, see `specjax.kernels.dispatch`. Of a program, not of a checkpoint:
+        engines and trainers fill it in for their devices.
     """
 
     vocab_size: int
@@ -61,6 +63,7 @@ class ModelConfig:
     compute_dtype: str = "float32"
     scan_layers: bool = False
     remat: bool = False
+    attention: str = "reference"
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:

@@ -98,7 +98,8 @@ class MTPHead(nnx.Module):
         kv = (k, v)
         if scratch is not None:
             kv, (k, v) = append_rows(*scratch, kv)
-        attended = dispatch.tree_attention(q, k, v, *cache, prefix_len, visible_bits, table)
+        arrays = q, k, v, *cache, prefix_len, visible_bits, table
+        attended = dispatch.tree_attention(*arrays, kernel=self.cfg.attention)
         normed, recycled = module.outputs(module.layer.finish(x, attended))
         return normed, recycled, kv
 
@@ -118,17 +119,19 @@ class MTPHead(nnx.Module):
         Returns:
           per step, states for the language-model head; index t of step s predicts x_{t+2+s}.
         """
-        outputs, base, own = [], None, []
+        outputs, base, own, kernel = [], None, [], self.cfg.attention
         for step, embedded in enumerate(step_embeddings):
             index, module = self.module_for(step)
             x = module.inputs(hidden, embedded)
             q, k, v = module.layer.qkv(x, *rope_tables(self.cfg, positions + step))
             if step == index:  # the module's first use: its rows are the base rows
                 base, own = (k, v), []
-                attended = dispatch.causal_attention(q, k, v, segment_ids)
+                attended = dispatch.causal_attention(q, k, v, segment_ids, kernel=kernel)
             else:
                 own.append((k, v))
-                attended = dispatch.causal_attention_with_own(q, *base, own, segment_ids)
+                attended = dispatch.causal_attention_with_own(
+                    q, *base, own, segment_ids, kernel=kernel
+                )
             normed, hidden = module.outputs(module.layer.finish(x, attended))
             outputs.append(normed)
         return outputs

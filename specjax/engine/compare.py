@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from specjax import sharding
 from specjax.config import ModelConfig
 from specjax.decode import history, rng, sampling
 from specjax.decode.options import Features, Options
@@ -160,13 +161,14 @@ def _logits_by_program(runner, context: np.ndarray) -> np.ndarray:
     rows = runner.tree.rows if runner.tree else 2
     tokens = np.broadcast_to(_padded(runner, context), (runner.batch, _width(runner, context)))
     inputs = runner.params, tokens, np.int32(len(context))
-    return np.stack(
-        [
-            np.asarray(_full(runner.cfg, *inputs)),
-            np.asarray(_by_rows(runner.cfg, 1, *inputs)),
-            np.asarray(_by_rows(runner.cfg, rows, *inputs)),
-        ]
-    )
+    with sharding.ambient(runner.mesh):
+        return np.stack(
+            [
+                np.asarray(_full(runner.cfg, *inputs)),
+                np.asarray(_by_rows(runner.cfg, 1, *inputs)),
+                np.asarray(_by_rows(runner.cfg, rows, *inputs)),
+            ]
+        )
 
 
 def _width(runner, context: np.ndarray) -> int:

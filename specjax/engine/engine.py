@@ -84,6 +84,7 @@ class Engine:
             self.config.page_size,
             self.config.cache_bytes,
             stride=widths[-1],
+            attention=self.config.attention,
         )
         self.limits = Limits(cfg, max_len, stop_width, spec.acceptance if spec else None)
         self.batch, self.max_len = batch, max_len

@@ -30,6 +30,8 @@ from specjax.draft.source import DraftSource
 from specjax.engine.checksum import Checksum, checksum
 from specjax.engine.pages import pages_for
 from specjax.engine.plans import make_plans, own_name
+from specjax.engine.sources import with_attention
+from specjax.kernels import dispatch
 from specjax.models.transformer import Params, graphdef, to_decode_layout
 
 PAGE_SIZE = 128
@@ -52,8 +54,10 @@ class Runner:
       page_size: positions per page; None takes 128, 0 gives each sequence one page to itself.
       cache_bytes: for the pages of all caches, see `EngineConfig`.
       stride: pieces of prompts start at multiples of it.
+      attention: the kernel, see `specjax.kernels.dispatch.settle`.
 
     Attributes:
+      cfg: with the kernel that runs.
       plans: by strategy. plan: `spec`'s own. slots: slots of the state; the last one is always
         empty and fills up buckets.
       mark: is ready when what was enqueued last is done; None if that was a chunk.
@@ -76,7 +80,11 @@ class Runner:
         page_size: int | None = None,
         cache_bytes: int | None = None,
         stride: int = 1,
+        attention: str = "auto",
     ):
+        invariant = spec is not None and spec.invariant
+        settle = functools.partial(dispatch.settle, mesh=mesh, asked=attention, invariant=invariant)
+        cfg, source = settle(cfg, whose="attention"), with_attention(source, settle)
         self.cfg, self.chunk_tokens, self.stride = cfg, chunk_tokens, stride
         self.batch, self.max_len, self.stop_width, self.mesh = batch, max_len, stop_width, mesh
         self.plans = make_plans(cfg, spec, source, strategies)
@@ -346,6 +354,7 @@ class Runner:
         if key in self.executables:
             return self.executables[key]
         self.compilations += 1
+        program = sharding.traced_on(self.mesh, program)
         out = None
         if self.mesh is not None:
             out = tuple(map(self._shardings, jax.eval_shape(program, *inputs)))

@@ -15,7 +15,7 @@ PREFILL_TOKENS = 512  # of all rows of one prefill, about
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """How an engine uses its device; nothing of it changes a token.
+    """How an engine uses its device; nothing of it changes a token but by rounding.
 
     Attributes:
       chunk_tokens: tokens per slot that one dispatch can emit at most; the host looks in between.
@@ -25,6 +25,7 @@ class EngineConfig:
       prefill_chunk: prompt tokens that are read at a time; best a multiple of the page size, for
         pieces are written by the largest number of rows that divides both.
       order: `fifo`, or `longest_first`: prompts whose samples have been long before start first.
+      attention: the kernel; `auto` is the platform's own, see `specjax.kernels.dispatch`.
       follow_ups: whoever gets a sample adds another one at once, as the next turn of a
         conversation: chunks end early when slots become free, as they do while requests wait.
     """
@@ -35,6 +36,7 @@ class EngineConfig:
     prefill_chunk: int = PREFILL_TOKENS
     order: str = "fifo"
     follow_ups: bool = False
+    attention: str = "auto"
 
     def __post_init__(self):
         if self.order not in ("fifo", "longest_first"):

@@ -26,6 +26,8 @@ from specjax.decode.plain_arrays import DraftProposal, VerifyResult
 from specjax.decode.state import RUNNING, put_positions, take_positions
 from specjax.decode.tree import chain_bits
 from specjax.draft.source import DraftSource, Level, Memory, Work
+from specjax.engine.sources import with_attention
+from specjax.kernels import dispatch
 from specjax.models.transformer import Params, graphdef, to_decode_layout
 
 SHORTEST_PREFILL = 16  # contexts are padded to powers of two from here on
@@ -107,6 +109,8 @@ class SourceSpeculator:
             raise ValueError(f"steps must be at least 1, got {steps}; without drafts use plain LLM")
         if not temperature >= 0:
             raise ValueError(f"temperature must be at least 0, got {temperature}")
+        settle = functools.partial(dispatch.settle, mesh=None)
+        cfg, source = settle(cfg), with_attention(source, settle)
         self._setup = _Setup(cfg, source, steps, max_len)
         self._temperature = np.array([temperature], np.float32)
         self._params = jax.jit(to_decode_layout, static_argnums=1)(params, cfg), source_params

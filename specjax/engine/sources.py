@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -37,6 +39,16 @@ def source_of(cfg: ModelConfig, spec: SpecConfig) -> DraftSource:
         f"the draft model {spec.draft_model!r} has weights of its own; load it with "
         "specjax.engine.sources.load_draft_model and give the engine its source, or use LLM"
     )
+
+
+def with_attention(
+    source: DraftSource | None, settle: Callable[..., ModelConfig]
+) -> DraftSource | None:
+    """The source with the kernel that its model, if it is one, will run; see `dispatch.settle`."""
+    cfg = getattr(source, "cfg", None)
+    if not isinstance(cfg, ModelConfig):
+        return source
+    return dataclasses.replace(source, cfg=settle(cfg, whose="the draft's attention"))
 
 
 def load_source(

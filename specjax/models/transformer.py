@@ -62,7 +62,7 @@ class Transformer(nnx.Module):
         x, _ = self._forward(
             tokens,
             positions,
-            lambda q, k, v, _: (dispatch.causal_attention(q, k, v, segment_ids), None),
+            lambda q, k, v, _: (self._causal(q, k, v, segment_ids), None),
             keep_kv=False,
         )
         return x
@@ -76,7 +76,7 @@ class Transformer(nnx.Module):
         return self._forward(
             tokens,
             index,
-            lambda q, k, v, _: (dispatch.causal_attention(q, k, v, segment_ids), (k, v)),
+            lambda q, k, v, _: (self._causal(q, k, v, segment_ids), (k, v)),
         )
 
     def decode(
@@ -112,13 +112,14 @@ class Transformer(nnx.Module):
                 return dispatch.tree_attention_by_position(
                     q, k, v, *layer_cache, prefix_len, *by_position, table
                 ), kv
-            attended = dispatch.tree_attention(
-                q, k, v, *layer_cache, prefix_len, visible_bits, table
-            )
-            return attended, kv
+            arrays = q, k, v, *layer_cache, prefix_len, visible_bits, table
+            return dispatch.tree_attention(*arrays, kernel=self.cfg.attention), kv
 
         beside = cache if scratch is None else _beside(cache, scratch[0])
         return self._forward(tokens, positions, attend, beside)
+
+    def _causal(self, q, k, v, segment_ids) -> Array:
+        return dispatch.causal_attention(q, k, v, segment_ids, kernel=self.cfg.attention)
 
     # --- between tokens, states and logits -----------------------------------------------------
 

@@ -1,0 +1,126 @@
+"""Which kernel a platform runs, and the line that says so."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from specjax.config import ModelConfig
+from specjax.kernels import gpu, library, tpu
+
+# What users may ask for, beside a full name such as `tpu:v5e`.
+ASKED = ("auto", "reference", "tpu", "tpu:interpret", "library", "gpu")
+# As `jax.Device.device_kind` says it.
+GENERATIONS = {
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+}
+
+
+class Choice(NamedTuple):
+    """name: see `dispatch`. line: to log. loud: the platform's own kernel is not what runs."""
+
+    name: str
+    line: str
+    loud: bool = False
+
+
+def choose(
+    platform: str, kind: str, cfg: ModelConfig, asked: str = "auto", invariant: bool = False
+) -> Choice:
+    """The kernel for a model on a device.
+
+    Args:
+      platform, kind: of the device, as jax names them. asked: one of `ASKED`, or a full name.
+      invariant: rounds attend by position, which only the reference does.
+
+    Raises:
+      ValueError: what is asked for is unknown, or cannot be used there.
+    """
+    if asked == "auto":
+        choice = _default(platform, kind, cfg)
+    else:
+        choice = _asked(platform, kind, cfg, asked)
+    if invariant and choice.name != "reference":
+        line = f"{choice.line}; rounds in invariant mode attend by position in XLA, without it"
+        choice = choice._replace(line=line, loud=True)
+    return choice
+
+
+def _default(platform: str, kind: str, cfg: ModelConfig) -> Choice:
+    if platform == "tpu":
+        reason = _no_tpu_kernel(kind, cfg)
+        if reason is None:
+            return _tpu(GENERATIONS[kind])
+        return Choice("reference", f"no kernel for this TPU: {reason}; running in XLA", True)
+    if platform in ("gpu", "cuda", "rocm"):
+        choice = _library(platform, cfg)
+        line = f"specjax's own kernel for GPUs is experimental and not the default: {choice.line}"
+        return choice._replace(line=line, loud=True)
+    line = "XLA reference"
+    if platform == "cpu":
+        return Choice("reference", line)
+    return Choice("reference", f"no kernel for platform {platform!r}: {line}", True)
+
+
+def _asked(platform: str, kind: str, cfg: ModelConfig, asked: str) -> Choice:
+    def refuse(reason: str):
+        raise ValueError(
+            f"attention {asked!r} cannot be used: {reason}; take another, or 'auto', which runs "
+            f"what there is for {kind}"
+        )
+
+    family, _, variant = asked.partition(":")
+    if asked == "reference":
+        return Choice(asked, "XLA reference, as asked for")
+    if asked == "tpu:interpret":
+        if platform != "cpu":
+            refuse("it interprets the TPU kernel, for tests on CPU")
+        return Choice(asked, "the TPU kernel in interpret mode: slow, for tests", True)
+    if family == "tpu":
+        if platform != "tpu":
+            refuse(f"it is compiled for TPUs, and the device is {platform!r}")
+        reason = _no_tpu_kernel(kind if not variant else None, cfg)
+        if reason or variant and variant not in tpu.TUNING:
+            refuse(reason or f"there are block sizes for {', '.join(tpu.TUNING)}")
+        return _tpu(variant or GENERATIONS[kind])
+    if asked in ("library", "library:xla", "library:cudnn"):
+        choice = _library(platform, cfg)
+        if variant and choice.name != asked:
+            if variant == "cudnn":
+                refuse(f"here it would be {choice.name}")
+            choice = Choice(asked, "jax.nn.dot_product_attention in XLA")
+        return choice
+    if asked == "gpu":
+        reason = gpu.no_kernel(platform, cfg)
+        if reason:
+            refuse(reason)
+        line = "the Mosaic GPU kernel, experimental: it has not run on a GPU yet; prompts by cuDNN"
+        return Choice(asked, line, True)
+    raise ValueError(f"attention must be one of {', '.join(ASKED)}; got {asked!r}")
+
+
+def _tpu(generation: str) -> Choice:
+    line = f"Pallas tree attention for {generation}, splash attention in training"
+    return Choice(f"tpu:{generation}", line)
+
+
+def _no_tpu_kernel(kind: str | None, cfg: ModelConfig) -> str | None:
+    """Why the TPU kernel cannot be used; `kind` None is not looked at."""
+    if kind is not None and kind not in GENERATIONS:
+        return f"there are block sizes for {', '.join(tpu.TUNING)}, and this is {kind!r}"
+    if cfg.head_dim % tpu.LANES:
+        return f"head_dim must be a multiple of {tpu.LANES}, got {cfg.head_dim}"
+    return None
+
+
+def _library(platform: str, cfg: ModelConfig) -> Choice:
+    if platform in ("gpu", "cuda") and library.cudnn_takes(cfg.head_dim, cfg.compute_dtype):
+        return Choice("library:cudnn", "jax.nn.dot_product_attention by cuDNN")
+    line = "jax.nn.dot_product_attention in XLA"
+    if platform in ("gpu", "cuda"):
+        line += f" (cuDNN has none for {cfg.compute_dtype} heads of {cfg.head_dim})"
+    return Choice("library:xla", line)

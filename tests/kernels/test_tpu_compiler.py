@@ -1,0 +1,52 @@
+"""The TPU compiler itself takes the kernel, and the programs that train.rl runs on a chip.
+
+Slow, and skipped without libtpu: its compiler takes some twenty seconds for each program, and it
+lives in an environment of its own, which `make plan` sets up.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PYTHON = Path(os.environ.get("SPECJAX_TPU_PYTHON", ROOT / ".venv-plan" / "bin" / "python"))
+TRAINING = ("policy update", "draft update")
+ROLLOUT = ("kernel", "tree of 64", "piece", "prefill", "chunk")
+
+
+def compiled(topology: str) -> dict[str, dict]:
+    """What `tpu_programs.py` says of each program."""
+    script = Path(__file__).with_name("tpu_programs.py")
+    wanted = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [PYTHON, script, topology, *ROLLOUT, *TRAINING],
+        env={**os.environ, **wanted, "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    lines = map(json.loads, filter(lambda line: line.startswith("{"), run.stdout.splitlines()))
+    return {line["program"]: line for line in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not PYTHON.exists(),
+    reason="no environment with libtpu: `make plan` makes one, or SPECJAX_TPU_PYTHON names one",
+)
+@pytest.mark.parametrize(
+    "topology, kind",
+    [("v5e:2x2", "TPU v5 lite"), ("v5p:2x2x1", "TPU v5"), ("v6e:2x2", "TPU v6 lite")],
+)
+def test_the_tpu_compiler_takes_the_kernel_and_the_programs_around_it(topology, kind):
+    found = compiled(topology)
+    assert set(found) == {*ROLLOUT, *TRAINING}
+    assert {program["device"] for program in found.values()} == {kind}
+    for name in ROLLOUT:
+        assert found[name]["tree_attention"] > 0, f"{name} runs without the kernel"
+    for name in TRAINING:
+        assert found[name]["splash"] > 0, f"{name} runs without splash attention"

@@ -1,0 +1,202 @@
+"""Compiles the TPU kernel and programs around it for TPUs that are not there; prints JSON lines.
+
+    JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python tests/kernels/tpu_programs.py v5e:2x2 kernel chunk
+
+Needs libtpu, whose compiler serves chips by name. `test_tpu_compiler.py` runs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+
+from specjax import sharding
+from specjax.config import ModelConfig, SpecConfig
+from specjax.decode import admit
+from specjax.decode.options import Features
+from specjax.draft.mtp import init_head_params
+from specjax.engine.inputs import piece_of
+from specjax.engine.runner import Runner
+from specjax.kernels import dispatch
+from specjax.models.transformer import init_params, to_decode_layout
+from specjax.sharding import MESH_AXES
+from train.draft import DraftConfig, DraftTrainer, frozen_policy_parts
+from train.grpo import count_denominators
+from train.optim import OptimConfig
+from train.policy import PolicyTrainer, sft_loss
+
+# As Qwen3-8B, but for layers and vocabulary; in bfloat16, with heads of 128.
+MODEL = ModelConfig(
+    vocab_size=1024,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_layers=2,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    mtp_num_layers=1,
+    tie_embeddings=False,
+    scan_layers=True,
+    param_dtype="bfloat16",
+    compute_dtype="bfloat16",
+)
+STRATEGY = "4_1_5"
+
+
+def on_mesh(mesh, tree, shardings):
+    """Shapes where the arrays would lie."""
+    return jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings(mesh, tree)
+    )
+
+
+def optimised(compiled) -> tuple[jax.stages.Compiled, str]:
+    """A compiled program, and what the compiler made of it."""
+    return compiled, compiled.as_text()
+
+
+def accepted(lowered) -> tuple[jax.stages.Compiled, str]:
+    """A compiled program, and what it was made of.
+
+    jax 0.10.2 cannot print what libtpu 0.0.52 makes of these: its asynchronous collectives have
+    more operands than jaxlib knows.
+    """
+    return lowered.compile(), lowered.as_text()
+
+
+def kernel(mesh, rows: int, batch: int = 8, size: int = 128, stretches: int = 8):
+    """Tree attention alone, with everything it can do."""
+    cfg = dispatch.settle(MODEL, mesh)
+    heads, kv_heads, head = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+    pages = 1 + batch * stretches
+
+    def shape(*dims, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=jax.NamedSharding(mesh, jax.P()))
+
+    arrays = [
+        shape(batch, heads, rows, head),
+        *[shape(batch, kv_heads, rows, head)] * 2,
+        *[shape(pages, kv_heads, size, head)] * 2,
+        shape(batch, dtype=jnp.int32),
+        shape(batch, rows, -(-rows // 32), dtype=jnp.uint32),
+        shape(batch, stretches, dtype=jnp.int32),
+    ]
+
+    def attend(sinks, *arrays):
+        return dispatch.tree_attention(
+            *arrays, sinks=sinks, window=512, with_lse=True, kernel=cfg.attention
+        )
+
+    sinks = shape(heads, dtype=jnp.float32)
+    return optimised(jax.jit(sharding.traced_on(mesh, attend)).lower(sinks, *arrays).compile())
+
+
+def runner_of(mesh) -> Runner:
+    """The device side of an engine that holds shapes."""
+    runner = Runner(MODEL, SpecConfig(STRATEGY), batch=8, max_len=1024, mesh=mesh)
+    params = jax.eval_shape(
+        functools.partial(to_decode_layout, cfg=MODEL), jax.eval_shape(lambda: init_params(MODEL))
+    )
+    head = jax.eval_shape(lambda: init_head_params(MODEL))
+    runner.params = on_mesh(mesh, params, sharding.param_shardings)
+    runner.head = on_mesh(mesh, head, sharding.param_shardings)
+    runner.state, runner.tails = on_mesh(
+        mesh, jax.eval_shape(runner._empty), sharding.state_shardings
+    )
+    return runner
+
+
+def chunk(mesh):
+    """A whole rollout chunk, by the code that the engine runs it with."""
+    runner, bucket = runner_of(mesh), 8
+    features = Features(sampled=True)
+    inputs = (
+        runner.params, runner.head, runner.state,
+        np.arange(bucket, dtype=np.int32), np.ones(bucket, bool),
+        np.zeros((bucket, runner.table_width), np.int32), np.int32(4), np.int32(0),
+    )  # fmt: skip
+    program = functools.partial(runner._chunk_program, STRATEGY, features)
+    key = ("chunk", STRATEGY, bucket, features)
+    return optimised(runner._compiled(key, program, inputs, (2,)))
+
+
+def prefill(mesh):
+    """Reads pieces of prompts, by the code that the engine runs it with."""
+    runner = runner_of(mesh)
+    piece = piece_of([], 4, 512, runner)
+
+    def program(params, head, state, tails, piece):
+        model = runner.model(params)
+        return admit.prefill(model, head, runner.longest, state, tails, piece, runner.stride)
+
+    inputs = runner.params, runner.head, runner.state, runner.tails, piece
+    key = ("prefill", piece.tokens.shape)
+    return optimised(runner._compiled(key, program, inputs, (2, 3)))
+
+
+def training(mesh, head: bool):
+    """The policy's update, or the head's over two recursive steps, on rows that are packed."""
+    rows = 4, 1024
+    batch = {
+        name: jax.ShapeDtypeStruct(rows, jnp.int32)
+        for name in ("tokens", "positions", "segment_ids")
+    }
+    batch["loss_mask"] = jax.ShapeDtypeStruct(rows, jnp.float32)
+    batch = {k: on_mesh(mesh, a, sharding.batch_sharding) for k, a in batch.items()}
+    params = jax.eval_shape(lambda: init_params(MODEL))
+    params = on_mesh(mesh, params, sharding.param_shardings)
+    optimizer = OptimConfig().build()
+    if not head:
+        trainer = PolicyTrainer(MODEL, sft_loss, optimizer, mesh)
+        gradients = jax.eval_shape(trainer._zeros_program, params)
+        gradients = on_mesh(mesh, gradients, sharding.param_shardings)
+        counts = count_denominators([{k: np.ones(rows, np.int32) for k in batch}])
+        return accepted(trainer._accumulate.lower(params, gradients, batch, counts))
+    trainer = DraftTrainer(MODEL, DraftConfig(unroll_steps=2), mesh=mesh)
+    head_params = jax.eval_shape(lambda: init_head_params(MODEL))
+    opt_state = on_mesh(
+        mesh, jax.eval_shape(trainer.optimizer.init, head_params), sharding.param_shardings
+    )
+    head_params = on_mesh(mesh, head_params, sharding.param_shardings)
+    states = jax.ShapeDtypeStruct((*rows, MODEL.hidden_size), jnp.bfloat16)
+    states = on_mesh(mesh, states, sharding.batch_sharding)
+    policy = frozen_policy_parts(params)
+    return accepted(trainer._update.lower(head_params, opt_state, policy, batch, states))
+
+
+PROGRAMS = {
+    "kernel": lambda mesh: kernel(mesh, rows=5),
+    "tree of 64": lambda mesh: kernel(mesh, rows=64),
+    "piece": lambda mesh: kernel(mesh, rows=512),
+    "prefill": prefill,
+    "chunk": chunk,
+    "policy update": lambda mesh: training(mesh, head=False),
+    "draft update": lambda mesh: training(mesh, head=True),
+}
+
+
+def main(topology: str, *wanted: str) -> None:
+    devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(1, 1, -1), MESH_AXES)
+    for name in wanted:
+        compiled, text = PROGRAMS[name](mesh)
+        calls = [line for line in text.splitlines() if "tpu_custom_call" in line]
+        found = {
+            "topology": topology,
+            "program": name,
+            "device": devices[0].device_kind,
+            "tree_attention": sum("tree_attention" in line for line in calls),
+            "splash": sum("splash" in line for line in calls),
+            "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+        }
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
