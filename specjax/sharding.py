@@ -181,13 +181,21 @@ def _in_cache(path) -> bool:
     return any(getattr(p, "name", None) == "cache" for p in path)
 
 
+def _is_noise(path) -> bool:
+    """The noise ring's rows [B E V]: a device holds those of its own part of the vocabulary."""
+    return [getattr(p, "name", None) for p in path[-2:]] == ["noise", "rows"]
+
+
 def state_shardings(mesh: jax.sharding.Mesh, state):
-    """Shardings of a decode state between chunks: key/value heads over `tp`, all else whole."""
+    """Shardings of a decode state between chunks: key/value heads and noise over `tp`, all else
+    whole."""
 
     def one(path, leaf):
         axes = (None,) * leaf.ndim
         if _in_cache(path):
             axes = (None,) * (leaf.ndim - 3) + ("heads", None, None)
+        elif _is_noise(path):
+            axes = (None, None, "vocab")
         return jax.NamedSharding(mesh, spec_for(mesh, axes, leaf.shape))
 
     return jax.tree_util.tree_map_with_path(one, state)
@@ -199,7 +207,9 @@ def pin_slots(mesh: jax.sharding.Mesh, state):
     def one(path, leaf):
         if _in_cache(path):
             return leaf
-        return jax.lax.with_sharding_constraint(leaf, batch_sharding(mesh, leaf))
+        inside = (None, "vocab") if _is_noise(path) else (None,) * (leaf.ndim - 1)
+        spec = spec_for(mesh, ("batch", *inside), leaf.shape)
+        return jax.lax.with_sharding_constraint(leaf, jax.NamedSharding(mesh, spec))
 
     return jax.tree_util.tree_map_with_path(one, state)
 

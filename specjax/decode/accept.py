@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specjax.decode import rng, sampling
+from specjax.decode import rng, sampling, shards
 from specjax.decode.block import accept_block
 from specjax.decode.plain_arrays import (
     AcceptDecision,
@@ -102,7 +102,7 @@ def accept(
         if plan.draws_noise:
             noise = rng.ring_at(state.noise, root[:, None] + 1 + shape.depth)
             perturbed = sampling.perturb(transformed, temperature, noise)
-        return accept_coupled(tokens, shape, jnp.argmax(perturbed, axis=-1).astype(jnp.int32))
+        return accept_coupled(tokens, shape, shards.argmax(perturbed).astype(jnp.int32))
     p = sampling.probabilities(transformed, temperature)
     coins = rng.round_coins(keys, root, drafted)
     once = np.zeros(1, int)  # a round draws one token that is not a draft, wherever its walk ends

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from specjax.decode import shards
 from specjax.decode.tree import Acceptance
 
 
@@ -73,7 +74,7 @@ def accept_block(
     residual = jnp.maximum(weight * p_next - q_next, 0.0)
     # Rounding can leave an empty residual where p = q; the target itself is then the limit.
     residual = jnp.where(residual.sum(-1, keepdims=True) > 0, residual, p_next)
-    final = jnp.argmax(jnp.log(residual) + residual_noise, axis=-1)
+    final = shards.argmax(jnp.log(residual) + residual_noise)
     index = jnp.arange(steps + 1)
     shifted = jnp.concatenate([drafted, drafted[:, :1]], axis=1)
     emitted = jnp.where(index == accepted[:, None], final[:, None], shifted)

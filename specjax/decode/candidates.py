@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specjax.decode import rng, sampling
+from specjax.decode import rng, sampling, shards
 from specjax.decode.history import Context, Rows
 from specjax.decode.plan import Plan
 from specjax.decode.state import DecodeState
@@ -84,16 +84,21 @@ def candidates(
 
 def top_candidates(scores: Float[Array, "B R V"], count: int) -> tuple[Array, Array]:
     """Ids and values [B R count] of the `count` best scores, ties to the lowest id."""
+    best, ids = shards.top_k(scores, count, _top_k)
+    return ids.astype(jnp.int32), best
+
+
+def _top_k(scores: Float[Array, "B R V"], count: int) -> tuple[Array, Array]:
+    """As `jax.lax.top_k`; the first few by argmaxes, for on CPU it sorts the whole vocabulary."""
     if count > 8:
-        best, ids = jax.lax.top_k(scores, count)
-        return ids.astype(jnp.int32), best
-    ids, best = [], []  # a few argmaxes: XLA's CPU top_k sorts the whole vocabulary
+        return jax.lax.top_k(scores, count)
+    ids, best = [], []
     for _ in range(count):
         pick = jnp.argmax(scores, axis=-1)
         ids.append(pick)
         best.append(jnp.take_along_axis(scores, pick[..., None], axis=-1)[..., 0])
         scores = jnp.where(jnp.arange(scores.shape[-1]) == pick[..., None], -jnp.inf, scores)
-    return jnp.stack(ids, axis=-1).astype(jnp.int32), jnp.stack(best, axis=-1)
+    return jnp.stack(best, axis=-1), jnp.stack(ids, axis=-1)
 
 
 def _gain(plan: Plan, temperature: Array, perturbed: Array, best: Array) -> Array:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from specjax.decode import shards
 from specjax.decode.options import BAD_WORD_LENGTH, Features
 
 
@@ -90,7 +91,7 @@ def _add(output: Int[Array, "B V"], tokens: Int[Array, "B E"], take: Bool[Array,
     batch, vocab = output.shape
     # A negative index would wrap around, so what does not count goes past the end and is dropped.
     target = jnp.where(take & (tokens >= 0), tokens, vocab)
-    return output.at[jnp.arange(batch)[:, None], target].add(1, mode="drop")
+    return shards.pin(output.at[jnp.arange(batch)[:, None], target].add(1, mode="drop"))
 
 
 def context_of(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax.decode import shards
 from specjax.decode.tree import Acceptance, Tree
 
 
@@ -76,7 +77,7 @@ def accept_recursive(
         path.append(node)
     pairs = zip(path[:-1], path[1:], strict=True)
     count = 1 + sum((row > before).astype(jnp.int32) for before, row in pairs)
-    final = jnp.argmax(jnp.log(left) + residual_noise, axis=-1)
+    final = shards.argmax(jnp.log(left) + residual_noise)
     path = jnp.stack(path, axis=1)
     below = jnp.take_along_axis(tokens, jnp.roll(path, -1, axis=1), axis=1)
     is_last = jnp.arange(path.shape[1]) == count[:, None] - 1
@@ -96,7 +97,7 @@ def _try_child(child, standing, tokens, left, rest, coins, greedy):
     drawn = standing & (token >= 0)
     # A product instead of p/q, so that nothing is divided by a zero.
     heads = (_entry(coins, child - 1) * q_token < p_token) & (q_token > 0)
-    heads = drawn & jnp.where(greedy, token == jnp.argmax(left, axis=-1), heads)
+    heads = drawn & jnp.where(greedy, token == shards.argmax(left), heads)
     lost = drawn & ~heads & (q_token > 0)
     left = jnp.where(lost[:, None], _normalised(jnp.maximum(left - rest, 0.0), left), left)
     without = jnp.where(jnp.arange(rest.shape[1]) == token[:, None], 0.0, rest)

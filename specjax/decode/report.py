@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.config.sampling import MAX_TOP_LOGPROBS
-from specjax.decode import sampling
+from specjax.decode import sampling, shards
 from specjax.decode.options import Features
 from specjax.decode.plan import Plan
 from specjax.decode.state import RUNNING, put_positions
@@ -229,10 +229,10 @@ def _top(step: RoundView, like: TopLogprobs) -> TopLogprobs:
     """The best tokens after each row of the path, in the distributions that `like` has."""
     number = like.ids.shape[-1]
     scaled = sampling.tempered(step.path_logits, step.state.options.temperature)
-    logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(scaled), number)
+    logprobs, ids = shards.top_k(jax.nn.log_softmax(scaled), number)
     new = TopLogprobs(ids, logprobs, None, None)
     if like.transformed_ids is not None:
-        logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(step.path_scores), number)
+        logprobs, ids = shards.top_k(jax.nn.log_softmax(step.path_scores), number)
         new = new._replace(transformed_ids=ids, transformed_logprobs=logprobs)
     return new
 
@@ -332,7 +332,7 @@ def _penalty_changed(plan: Plan, step: RoundView, end: _End) -> Bool[Array, " B"
     def choice(scores):
         if plan.draws_noise:
             scores = sampling.perturb(scores, step.state.options.temperature, end.noise)
-        return jnp.argmax(scores, axis=-1)
+        return shards.argmax(scores)
 
     without = _scores(dataclasses.replace(plan.features, penalties=False), step, end)
     return choice(without) != choice(end.scores)

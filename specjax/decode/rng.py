@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from specjax.decode import shards
+
 TARGET, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 3
 # Rows are drawn a block at a time. A small vocabulary takes all that a round can need at once.
 BLOCK_NUMBERS = 1 << 16
@@ -66,7 +68,7 @@ def target_noise(
     def one(key, position):
         return jax.random.gumbel(_fold(key, TARGET, position), (vocab,), jnp.float32, mode="high")
 
-    return jax.vmap(jax.vmap(one, (None, 0)), (0, 0))(keys, positions)
+    return shards.pin(jax.vmap(jax.vmap(one, (None, 0)), (0, 0))(keys, positions))
 
 
 def next_noise(
@@ -158,7 +160,8 @@ def round_noise(
         key = _fold(key, domain, position, node)
         return jax.random.gumbel(key, (vocab,), jnp.float32, mode="high")
 
-    return jax.vmap(jax.vmap(one, (None, None, 0)), (0, 0, None))(keys, root, jnp.asarray(nodes))
+    noise = jax.vmap(jax.vmap(one, (None, None, 0)), (0, 0, None))(keys, root, jnp.asarray(nodes))
+    return shards.pin(noise)
 
 
 def round_coins(

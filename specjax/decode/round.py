@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specjax.cache import commit_rows, take_path, take_rows
-from specjax.decode import report, rng, sampling
+from specjax.decode import report, rng, sampling, shards
 from specjax.decode.accept import accept
 from specjax.decode.draft import Draft, draft_tree
 from specjax.decode.history import (
@@ -190,7 +190,7 @@ def plain_round(
         wanted = (state.finish == RUNNING) & (state.options.temperature > 0)
         noise = rng.next_noise(state.keys, root, wanted, logits.shape[-1])
         perturbed = sampling.perturb(transformed, state.options.temperature, noise)
-    tokens = jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
+    tokens = shards.argmax(perturbed).astype(jnp.int32)
     emitted = truncate(state, tokens, jnp.ones_like(state.length))
     cache = commit_rows(state.cache, new_kv, root, after=tokens[:, 0], table=state.table)
     if side.hidden is not None:

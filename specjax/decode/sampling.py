@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from specjax.decode import filters
+from specjax.decode import filters, shards
 from specjax.decode.history import Context, Counts, Rows, last_tokens
 from specjax.decode.options import Features, Options
 
@@ -37,6 +37,7 @@ def sanitise(logits: Float[Array, "... V"]) -> Float[Array, "... V"]:
     to 1e30 the noise would be lost, and the token drawn would no longer follow the q that `block`
     divides by. Logits of a sane draft keep their sign, which the repetition penalty looks at.
     """
+    logits = shards.pin(logits)
     number = jnp.where(
         jnp.isneginf(logits), -jnp.inf, jnp.nan_to_num(logits, nan=-1e30, posinf=1e30)
     )
@@ -65,7 +66,7 @@ def transform(
       features: static. What is not set is not in the program, and its options do nothing.
       context, rows: the history of the slot, and of the row below its root.
     """
-    scores = logits
+    logits = scores = shards.pin(logits)
     if features.penalties:
         penalised = functools.partial(
             _penalised, options=options, counts=context.counts, path=rows.path
@@ -275,7 +276,7 @@ def perturb(
 def probabilities(scores: Float[Array, "B ... V"], temperature: Float[Array, " B"]) -> Array:
     """The distribution that is sampled: softmax; one-hot on the first argmax at T = 0."""
     t = _broadcast(temperature, scores.ndim)
-    greedy = jax.nn.one_hot(jnp.argmax(scores, -1), scores.shape[-1], dtype=jnp.float32)
+    greedy = jax.nn.one_hot(shards.argmax(scores), scores.shape[-1], dtype=jnp.float32)
     return jnp.where(t > 0, jax.nn.softmax(scores, axis=-1), greedy)
 
 

@@ -10,6 +10,7 @@ batch shrinks with what runs, slots keep their places, and strategies may change
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -356,10 +357,12 @@ class Runner:
         self.compilations += 1
         program = sharding.traced_on(self.mesh, program)
         out = None
-        if self.mesh is not None:
-            out = tuple(map(self._shardings, jax.eval_shape(program, *inputs)))
-        jitted = jax.jit(program, donate_argnums=donate, out_shardings=out)
-        self.executables[key] = jitted.lower(*inputs).compile()
+        # Some operations ask for the ambient mesh, see decode/shards.py.
+        with contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
+            if self.mesh is not None:
+                out = tuple(map(self._shardings, jax.eval_shape(program, *inputs)))
+            jitted = jax.jit(program, donate_argnums=donate, out_shardings=out)
+            self.executables[key] = jitted.lower(*inputs).compile()
         return self.executables[key]
 
     def memory(self) -> dict[str, int]:

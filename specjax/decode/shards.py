@@ -1,0 +1,86 @@
+"""The vocabulary split over a mesh's `tp` axis: what a row of V numbers needs of its other shards.
+
+The language-model head leaves each device with V / tp logits of every row. They stay there, and so
+do the noise, the counts and whatever else has a number per token: elementwise work needs nobody
+else, sums are all-reduced by the partitioner, and a shard's noise is generated on the shard (the
+generator counts, so a token's bits at a position are the same whoever asks). What crosses devices
+is a few numbers per row: `argmax` and `top_k` take each shard's own best and look among those.
+
+The mesh is the ambient one at lowering (`jax.set_mesh`). Where there is none, or its `tp` is 1 or
+does not divide V (then the head is kept whole as well, see `specjax.sharding`), every function here
+is the plain operation and adds nothing to the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from specjax.sharding import PHYSICAL, spec_for
+
+[AXIS] = PHYSICAL["vocab"]
+
+
+def ways(vocab: int) -> int:
+    """Over how many devices a vocabulary is split in the program that is being traced."""
+    mesh = jax.sharding.get_abstract_mesh()
+    number = 1 if mesh.empty else mesh.shape.get(AXIS, 1)
+    return 1 if vocab % number else number
+
+
+def pin(x: Array) -> Array:
+    """`x` [.. V] with every device keeping its own part of the vocabulary; the same numbers."""
+    if ways(x.shape[-1]) == 1:
+        return x
+    anyhow = (jax.P.UNCONSTRAINED,) * (x.ndim - 1)
+    return jax.lax.with_sharding_constraint(x, jax.P(*anyhow, AXIS))
+
+
+def argmax(x: Float[Array, "B *R V"]) -> Int[Array, "B *R"]:
+    """As `jnp.argmax` over the vocabulary: ties go to the lowest id, and the first NaN wins."""
+    number = ways(x.shape[-1])
+    if number == 1:
+        return jnp.argmax(x, axis=-1)
+
+    def local(x):
+        ids = jnp.argmax(x, axis=-1, keepdims=True)
+        return jnp.take_along_axis(x, ids, axis=-1), ids
+
+    best, ids = _of_each_shard(local, x)
+    shard = jnp.argmax(best, axis=-1, keepdims=True)
+    ids = jnp.take_along_axis(ids, shard, axis=-1) + shard * (x.shape[-1] // number)
+    return ids[..., 0]
+
+
+def top_k(
+    x: Float[Array, "B *R V"], count: int, plain: Callable = jax.lax.top_k
+) -> tuple[Float[Array, "B *R C"], Int[Array, "B *R C"]]:
+    """Values and ids of the `count` best, best first, ties to the lowest id.
+
+    A shard's own best come in that order, and shards stand in the order of their ids: a stable
+    choice among all of these is the choice among all tokens. Where fewer than `count` tokens are
+    above -inf, the ids of the rest are of some tokens at -inf.
+
+    Args:
+      plain: what finds values and ids in a vocabulary that is whole.
+    """
+    number, vocab = ways(x.shape[-1]), x.shape[-1]
+    if number == 1:
+        return plain(x, count)
+    most = min(count, vocab // number)  # a shard may have fewer tokens than are asked for
+    best, ids = _of_each_shard(lambda part: plain(part, most), x)
+    ids = ids + jnp.repeat(jnp.arange(number) * (vocab // number), most)
+    best, at = jax.lax.top_k(best, count)
+    return best, jnp.take_along_axis(ids, at, axis=-1)
+
+
+def _of_each_shard(function: Callable, x: Float[Array, "B *R V"]):
+    """`function` of each shard's own part of x: results [B .. n], side by side on every device."""
+    mesh, inside = jax.sharding.get_abstract_mesh(), (None,) * (x.ndim - 2)
+    split = spec_for(mesh, ("batch", *inside, "vocab"), x.shape)
+    parts = jax.shard_map(function, in_specs=split, out_specs=split)(x)
+    together = jax.P(*split[:-1], None)
+    return jax.tree.map(lambda y: jax.lax.with_sharding_constraint(y, together), parts)

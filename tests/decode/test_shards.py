@@ -1,0 +1,186 @@
+"""Operations over a vocabulary that is split over devices give what the whole one gives."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transform_cases import (
+    ROWS,
+    SLOTS,
+    VOCAB,
+    random_logits,
+    random_slot,
+    random_tree,
+    rows_of,
+    scores_of,
+)
+
+from specjax.decode import block, rng, sampling, shards
+from specjax.decode.candidates import top_candidates
+from specjax.sharding import MeshConfig, make_mesh
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+
+WAYS = (2, 8)
+SHAPE = (2, 3, 64)
+
+
+@functools.cache
+def mesh(tp: int):
+    return make_mesh(MeshConfig(data=8 // tp, tp=tp))
+
+
+def split(x, tp: int):
+    """x [.. V] as the language-model head leaves logits: a part on each device."""
+    return jax.device_put(x, jax.NamedSharding(mesh(tp), jax.P(*(None,) * (x.ndim - 1), "tp")))
+
+
+def both(function, tp: int, *arrays):
+    """What a function makes of whole arrays and, under the mesh, of split ones."""
+    whole = jax.jit(function)(*arrays)
+    with jax.set_mesh(mesh(tp)):
+        parts = jax.jit(function)(*(split(x, tp) for x in arrays))
+    return jax.device_get((whole, parts))
+
+
+def same(trees):
+    whole, parts = map(jax.tree.leaves, trees)
+    for a, b in zip(whole, parts, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@st.composite
+def rows(draw):
+    """Scores with ties, within shards and across them; some rows have NaN or next to no tokens."""
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    scores = generator.integers(0, draw(st.integers(1, 40)), SHAPE).astype(np.float32)
+    scores[generator.random(SHAPE) < draw(st.sampled_from([0.0, 0.3, 0.97]))] = -np.inf
+    return scores, generator
+
+
+# --- picks ----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def picks(tp: int | None):
+    def function(x):
+        found = {count: top_candidates(x, count) for count in (1, 3, 12, 40)}
+        return shards.argmax(x), found
+
+    return jax.jit(function)
+
+
+@pytest.mark.parametrize("tp", WAYS)
+@given(rows())
+def test_the_best_tokens_are_those_of_the_whole_row_ties_to_the_lowest_id(tp, drawn):
+    scores, generator = drawn
+    with jax.set_mesh(mesh(tp)):
+        chosen, best = jax.device_get(picks(tp)(split(scores, tp)))
+    np.testing.assert_array_equal(chosen, np.argmax(scores, axis=-1))
+    order = np.argsort(-scores, axis=-1, kind="stable")
+    for count, (ids, values) in best.items():
+        expected = np.take_along_axis(scores, order[..., :count], axis=-1)
+        np.testing.assert_array_equal(values, expected)
+        possible = np.isfinite(expected)
+        np.testing.assert_array_equal(ids[possible], order[..., :count][possible])
+
+
+@pytest.mark.parametrize("tp", WAYS)
+def test_the_first_nan_is_the_argmax_as_it_is_of_a_whole_row(tp):
+    scores = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
+    scores[0, 0, [40, 17, 63]] = np.nan
+    scores[1, 2, 5] = np.nan
+    whole, parts = both(shards.argmax, tp, scores)
+    np.testing.assert_array_equal(whole, parts)
+    assert parts[0, 0] == 17 and parts[1, 2] == 5
+
+
+def test_a_vocabulary_that_does_not_divide_stays_whole():
+    with jax.set_mesh(mesh(8)):
+        assert shards.ways(64) == 8 and shards.ways(63) == 1
+        x = jnp.arange(63.0)
+        assert shards.pin(x) is x
+    assert shards.ways(64) == 1, "no ambient mesh"
+
+
+# --- noise ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tp", WAYS)
+def test_a_shard_generates_its_own_slice_of_the_noise_and_no_more(tp):
+    keys = np.random.default_rng(1).integers(0, 2**32, (2, 2), dtype=np.uint32)
+    vocab = 1096
+
+    def noise(keys):
+        ring = rng.empty_ring(2, 3, vocab)
+        wanted, root = jnp.ones(2, bool), jnp.array([4, 9])
+        ring = rng.refill(ring, keys, root, wanted, 3)
+        private = rng.round_noise(keys, rng.DRAFT, root, np.arange(2), vocab)
+        return rng.ring_at(ring, root[:, None] + 1 + np.arange(3)), private
+
+    whole = jax.jit(noise)(keys)
+    with jax.set_mesh(mesh(tp)):
+        compiled = jax.jit(noise).lower(keys).compile()
+        parts = compiled(keys)
+    same((jax.device_get(whole), jax.device_get(parts)))
+    assert f",{vocab // tp}]" in compiled.as_text()
+    assert f",{vocab}]" not in compiled.as_text(), "somebody generates a whole row, or gathers it"
+
+
+# --- scores ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tp", WAYS)
+@pytest.mark.parametrize("seed", range(6))
+def test_all_transforms_at_every_node_of_a_tree_keep_and_score_the_same_tokens(tp, seed):
+    """The same bits: no score here has its mass end within rounding of top-p."""
+    generator = np.random.default_rng(seed)
+    slots = [random_slot(generator) for _ in range(SLOTS)]
+    tree = rows_of([random_tree(generator) for _ in range(SLOTS)], depth=4)
+    logits = random_logits(generator, (SLOTS, ROWS, VOCAB))
+    whole = scores_of(logits, slots, rows=tree)
+    with jax.set_mesh(mesh(tp)):
+        parts = scores_of(split(logits, tp), slots, rows=tree)
+    np.testing.assert_array_equal(whole, parts)
+
+
+@pytest.mark.parametrize("tp", WAYS)
+def test_probabilities_and_logprobs_are_the_same_but_for_the_order_of_a_sum(tp):
+    generator = np.random.default_rng(2)
+    logits = generator.normal(0, 4, SHAPE).astype(np.float32)
+    tokens = generator.integers(0, SHAPE[-1], SHAPE[:2])
+    temperature = np.array([0.7, 0.0], np.float32)
+
+    def numbers(x):
+        p = sampling.probabilities(x, temperature)
+        return p, sampling.chosen_logprobs(x, temperature, tokens), sampling.sanitise(x)
+
+    for a, b in zip(*both(numbers, tp, logits), strict=True):
+        np.testing.assert_allclose(b, a, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("tp", WAYS)
+def test_block_acceptance_of_split_distributions(tp):
+    generator = np.random.default_rng(3)
+
+    def distribution(*shape):
+        weights = generator.integers(0, 4, shape).astype(np.float32)  # sums are exact
+        return weights / 128
+
+    batch, steps, vocab = 32, 3, 64
+    p, q = distribution(batch, steps + 1, vocab), distribution(batch, steps, vocab)
+    noise = generator.gumbel(size=(batch, vocab)).astype(np.float32)
+    drafted = np.argmax(q + 1e-3 * generator.random(q.shape), axis=-1).astype(np.int32)
+    tokens = np.concatenate([np.zeros((batch, 1), np.int32), drafted], axis=1)
+    coins = generator.random((batch, steps)).astype(np.float32)
+
+    def accepted(p, q, noise):
+        return block.accept_block(tokens, p, q, coins, noise)
+
+    whole, parts = both(accepted, tp, p, q, noise)
+    same((whole, parts))
+    assert len(set(whole.count.tolist())) > 2, "too few outcomes to prove anything"
