@@ -29,6 +29,7 @@ from typing import Any
 import jax
 import orbax.checkpoint.experimental.v1 as ocp
 
+from specjax import distributed
 from specjax.checkpoint_format import (
     CheckpointError,
     PyTree,
@@ -190,7 +191,7 @@ class Checkpointer:
         if chosen not in steps:
             raise CheckpointError(f"{self.directory} holds no step {chosen}, only {steps}")
         path = self.directory / str(chosen)
-        record, problem = _inspect(path)
+        record, problem = distributed.of_first(lambda: _inspect(path), "inspect checkpoint")
         if record is None:
             raise CheckpointError(self._damaged(chosen, problem))
         abstract = match(abstract_trees, record["trees"], path)

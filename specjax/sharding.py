@@ -16,6 +16,9 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
+
+GATHER_BYTES = 256 << 20  # of an array that is gathered in one piece
 
 MESH_AXES = ("data", "fsdp", "tp")
 
@@ -79,7 +82,7 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh | None:
     if config.size == 1:
         return None
     offer_cpu_devices(config.size)
-    devices = jax.devices()
+    devices = all_devices()
     if len(devices) < config.size:
         raise ValueError(
             f"mesh data={config.data} fsdp={config.fsdp} tp={config.tp} needs {config.size} "
@@ -99,7 +102,7 @@ def replica_meshes(replicas: int, tp: int = 1) -> list[jax.sharding.Mesh]:
     if replicas < 1 or tp < 1:
         raise ValueError(f"replicas and tp must be at least 1, got {replicas} and {tp}")
     offer_cpu_devices(replicas * tp)
-    devices = jax.devices()
+    devices = all_devices()
     if len(devices) < replicas * tp:
         raise ValueError(
             f"{replicas} replicas of {tp} devices need {replicas * tp}, got {len(devices)}; use "
@@ -109,9 +112,16 @@ def replica_meshes(replicas: int, tp: int = 1) -> list[jax.sharding.Mesh]:
     return [jax.sharding.Mesh(group, MESH_AXES) for group in groups]
 
 
+def all_devices() -> list[jax.Device]:
+    """Of all processes; those of one process, and so of one host, follow each other."""
+    return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+
+
 def offer_cpu_devices(count: int) -> None:
     """Lets the CPU act as `count` devices, unless backends are up or the user said otherwise."""
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    if jax.distributed.is_initialized():  # `specjax.distributed` gave each process its share
         return
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -175,6 +185,44 @@ def batch_sharding(mesh: jax.sharding.Mesh, array) -> jax.NamedSharding:
     """Rows over the data axes, everything else whole."""
     axes = ("batch",) + (None,) * (array.ndim - 1)
     return jax.NamedSharding(mesh, spec_for(mesh, axes, array.shape))
+
+
+def put(tree, shardings):
+    """Arrays that every process has whole, to devices: each sends what its own are to hold."""
+    if not jax.distributed.is_initialized():
+        return jax.device_put(tree, shardings)
+
+    def one(leaf, where):
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            return jax.device_put(leaf, where)  # moves between layouts of the same devices
+        whole = np.asarray(leaf)
+        return jax.make_array_from_callback(whole.shape, where, lambda index: whole[index])
+
+    return jax.tree.map(one, tree, shardings)
+
+
+def fetch(tree):
+    """`jax.device_get`, also of what lies on devices of other processes; then all must call it."""
+    if not jax.distributed.is_initialized():
+        return jax.device_get(tree)
+
+    def one(leaf):
+        if isinstance(leaf, jax.Array) and not (
+            leaf.is_fully_addressable or leaf.is_fully_replicated
+        ):
+            return _gathered(leaf)
+        return jax.device_get(leaf)
+
+    return jax.tree.map(one, tree)
+
+
+def _gathered(array: jax.Array) -> np.ndarray:
+    """The whole array, piece by piece: each is for a moment on every device."""
+    if not array.ndim or array.nbytes <= GATHER_BYTES:
+        return multihost_utils.process_allgather(array, tiled=True)
+    step = max(1, len(array) * GATHER_BYTES // array.nbytes)
+    pieces = [array[i : i + step] for i in range(0, len(array), step)]
+    return np.concatenate([multihost_utils.process_allgather(p, tiled=True) for p in pieces])
 
 
 def _in_cache(path) -> bool:

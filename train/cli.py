@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from specjax.checkpoint import CheckpointError
+from specjax.distributed import DistributedError
 from specjax.models.hf import UnsupportedModelError
 from train.config import ConfigError, parse_config
 
@@ -16,6 +17,7 @@ USER_ERRORS = (
     ConfigError,
     CheckpointError,
     UnsupportedModelError,
+    DistributedError,
     FileNotFoundError,
     ModuleNotFoundError,
 )

@@ -112,6 +112,7 @@ class Collection:
         index = self._group_of[event.ticket]
         response = self._running[index].pop(event.ticket)
         self._take(response, event.sample, finished=True)
+        response.reward = event.verdict
         group = self.groups[index]
         if group.is_complete:
             group.rewards = self._score(group)
@@ -185,6 +186,7 @@ class Rollouts:
         self.rule = Rule(roll.prompts, roll.in_air, algo.dynamic_sampling, algo.max_resample)
         self.position = 0
         self.carried: list[Group] = []
+        self._answers: dict[int, str] = {}  # of the groups of a step, by index
 
     def collect(self, engine: Engine, step: int) -> tuple[Rollout, Rollout, dict[str, float | str]]:
         """Runs a step's rollout.
@@ -257,6 +259,7 @@ class Rollouts:
 
     def _jobs(self, index: int, group: Group) -> list[Job]:
         roll = self.cfg.rollout
+        self._answers[index] = group.problem.answer
         params = SamplingParams(
             temperature=roll.temperature,
             max_tokens=roll.max_tokens,
@@ -265,10 +268,16 @@ class Rollouts:
         )
         return make_jobs(group.prompt, params, self._eos_ids, request=index)
 
+    def judge(self, job: Job, sample: SampleOutput) -> float:
+        """The reward of a sample of this step, for engines that ask where it ran."""
+        return float(self._reward(self._text(sample.token_ids), self._answers[job.request]))
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
     def _score(self, group: Group) -> list[float]:
-        rewards = []
         for response in group.responses:
-            text = self._tokenizer.decode(response.tokens, skip_special_tokens=True)
-            response.text = text
-            rewards.append(float(self._reward(text, group.problem.answer)))
-        return rewards
+            response.text = self._text(response.tokens)
+            if response.reward is None:
+                response.reward = float(self._reward(response.text, group.problem.answer))
+        return [response.reward for response in group.responses]

@@ -176,7 +176,7 @@ class DraftTrainer:
         for _ in range(self.draft.epochs):
             for batch, here in list(zip(batches, states, strict=True))[:limit]:
                 head, opt_state, sums = self.piece(head, opt_state, policy, batch, here)
-                total = add_sums(total, jax.device_get(sums))
+                total = add_sums(total, sharding.fetch(sums))
         return head, opt_state, total
 
     def piece(self, head: Params, opt_state, policy: Params, batch: Mapping, states: Array):

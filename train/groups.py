@@ -149,7 +149,7 @@ class Response:
       given: how many of the tokens earlier steps brought.
       old: the trainer's log-probabilities of these, each under the weights that sampled it.
       versions: runs of these that the same weights sampled, as (index of the first, step).
-      finish: why it ended; None: it has not.
+      finish: why it ended; None: it has not. reward: once that is known.
       emitted: tokens of this step, at least. stats, text: of this step, once it ended.
     """
 
@@ -159,6 +159,7 @@ class Response:
     old: list[float] = dataclasses.field(default_factory=list)
     versions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     finish: str | None = None
+    reward: float | None = None
     emitted: int = 0
     stats: SpecStats | None = None
     text: str | None = None
@@ -182,7 +183,7 @@ class Response:
         over = 0 if budget is None else max(0, self.new - budget)
         if over:
             del self.tokens[-over:], self.logprobs[-over:]
-            self.finish = None
+            self.finish = self.reward = None
         if self.new:
             self.versions.append((self.given, step))
         return over
@@ -251,6 +252,7 @@ class Group:
                     "old": _encode(r.old, "<f4"),
                     "versions": [list(run) for run in r.versions],
                     "finish": r.finish,
+                    "reward": r.reward,
                 }
                 for r in self.responses
             ],
@@ -265,6 +267,7 @@ class Group:
                 old=_decode(r["old"], "<f4"),
                 versions=[tuple(run) for run in r["versions"]],
                 finish=r["finish"],
+                reward=r.get("reward"),  # checkpoints of old have none: it is found again
             )
             for r in saved["responses"]
         ]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from specjax import sharding
+from specjax import distributed, sharding
 from specjax.checkpoint import PendingSave, load_draft, save_draft
 from specjax.config import ModelConfig
 from specjax.draft.mtp import init_head_params
@@ -65,7 +65,7 @@ def starting_head(
 
 
 def _place(tree: Params, mesh: jax.sharding.Mesh | None) -> Params:
-    return tree if mesh is None else jax.device_put(tree, sharding.param_shardings(mesh, tree))
+    return tree if mesh is None else sharding.put(tree, sharding.param_shardings(mesh, tree))
 
 
 class HeadCheckpoints:
@@ -85,6 +85,7 @@ class HeadCheckpoints:
         self.wait()
         # The same step, later ones and partial saves were left by a run killed or gone back.
         self._remove(lambda name: not name.isdigit() or int(name) >= step)
+        distributed.gather(None, "head checkpoint")  # nobody looks before it is removed
         self._pending = save_draft(self.directory / str(step), head, {"step": step, **self._meta})
 
     def wait(self) -> None:

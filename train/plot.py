@@ -23,6 +23,8 @@ from matplotlib.axes import Axes  # noqa: E402
 
 from train.log import read_metrics  # noqa: E402
 
+PICTURE = "metrics.png"  # in the directory of the run
+
 Records = Sequence[dict[str, Any]]
 Series = tuple[list[int], list[float]]
 
@@ -165,7 +167,7 @@ def draw(run: str | Path, out: str | Path | None = None) -> Path:
     figure.suptitle(_headline(run, records), fontsize=13, x=0.01, ha="left", weight="bold")
     figure.text(0.01, 0.005, _FOOTNOTE, fontsize=9, color=_GRAY)
     figure.tight_layout(rect=(0, 0.02, 1, 0.985), h_pad=2.0, w_pad=2.0)
-    out = Path(out) if out is not None else run / "metrics.png"
+    out = Path(out) if out is not None else run / PICTURE
     figure.savefig(out, dpi=110)
     plt.close(figure)
     return out

@@ -120,10 +120,9 @@ class PolicyTrainer:
         """Host arrays [R S] to devices, rows over the data axes."""
         if self.mesh is None:
             return jax.device_put(dict(batch))
-        return {
-            key: jax.device_put(value, sharding.batch_sharding(self.mesh, value))
-            for key, value in batch.items()
-        }
+        batch = dict(batch)
+        where = {key: sharding.batch_sharding(self.mesh, value) for key, value in batch.items()}
+        return sharding.put(batch, where)
 
     def update(
         self, params: Params, opt_state, batches: Sequence[Batch], denominators: Denominators
@@ -142,9 +141,9 @@ class PolicyTrainer:
             states.append(here)
             sums.append(new)
         params, opt_state, norm = self._apply(params, opt_state, gradients)
-        sums = jax.device_get(sums)  # once, when all micro-batches are on their way
+        sums = sharding.fetch(sums)  # once, when all micro-batches are on their way
         total = {key: sum(s[key] for s in sums) for key in sums[0]}
-        return params, opt_state, states, {**total, "grad_norm": jax.device_get(norm)}
+        return params, opt_state, states, {**total, "grad_norm": sharding.fetch(norm)}
 
     def logprobs(self, params: Params, batch: Batch) -> Float[Array, "R S"]:
         """Log-probabilities of all tokens, by the same arithmetic as the update's."""

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-from specjax import sharding
+from specjax import distributed, sharding
 from specjax.checkpoint import Checkpointer
 from specjax.models import hf
-from train import plot
-from train.cli import run_program
+from train import plot, processes
+from train.cli import USER_ERRORS, run_program
 from train.config import ConfigError
 from train.heads import HeadCheckpoints
 from train.log import MetricsLogger, read_metrics
@@ -62,53 +62,80 @@ class Watch:
 
 
 def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> Path:
-    """Trains for `cfg.steps` steps in all and returns the path of the plot."""
-    out = Path(cfg.out) if resume else _fresh(Path(cfg.out))
+    """Trains for `cfg.steps` steps in all and returns the path of the plot.
+
+    In a job of several processes each calls it; the first writes what is not written together.
+    """
+    distributed.start(cfg.distributed, max(cfg.mesh.size, cfg.rollout_devices))
+    out = Path(cfg.out)
+    if not resume:
+        out = distributed.of_first(lambda: _fresh(out), "run directory")
     if resume and not (out / "checkpoints").is_dir():
         raise ConfigError(f"nothing to resume: {out} holds no checkpoints; run without --resume")
+    with processes.watched(cfg, out, USER_ERRORS):
+        return _train(cfg, out, resume, resume_step)
+
+
+def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None) -> Path:
     started = time.perf_counter()
     trainer = Trainer(cfg)
     keep = cfg.checkpoint.keep_last
     heads = HeadCheckpoints(out / "draft", trainer.model, keep)
     with Checkpointer(out / "checkpoints", keep) as checkpoints, heads:
         if resume and not checkpoints.all_steps():  # killed before the first one was complete
-            print(f"{out} holds no complete checkpoint: starting again at step 1")
+            _say(f"{out} holds no complete checkpoint: starting again at step 1")
             resume = False
         if resume:
             trainer.restore(checkpoints, resume_step)
-        print(f"rollouts: {trainer.warm_up()}")
+        _say(f"rollouts: {trainer.warm_up()}")
         first = trainer.done_steps + 1
         for line in sharding.replicated_dims(trainer.mesh, trainer.params):
-            print(f"kept whole on every device: {line}")
-        print(f"run {out}: steps {first} to {cfg.steps}, set-up {_since(started)}")
+            _say(f"kept whole on every device: {line}")
+        _say(f"run {out}: steps {first} to {cfg.steps}, set-up {_since(started)}")
         with MetricsLogger(
             out, cfg.log.tensorboard, cfg.log.wandb, resume_step=first if resume else None
         ) as log:
-            watch = Watch()
-            if not resume and trainer.eval_engine is not None:
-                log.log(0, trainer.evaluate())
-            while trainer.done_steps < cfg.steps:
-                metrics = trainer.step()
-                step = trainer.done_steps
-                last = step == cfg.steps
-                due = cfg.eval.every and step % cfg.eval.every == 0
-                if trainer.eval_engine is not None and (last or due):
-                    metrics |= trainer.evaluate()
-                log.log(step, metrics)
-                for warning in watch.look(step, metrics):
-                    print(f"WARNING: step {step}: {warning}", flush=True)
-                if last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
-                    trainer.save(
-                        checkpoints, heads if cfg.checkpoint.draft_only else None, block=last
-                    )
-            log.summary_table(summary(read_metrics(out)), title=f"{out}")
+            _steps(cfg, trainer, log, checkpoints, heads, evaluate_first=not resume)
+            if distributed.is_first():
+                log.summary_table(summary(read_metrics(out)), title=f"{out}")
     if cfg.checkpoint.export:
-        hf.save_checkpoint(
-            out / "hf", trainer.model, trainer.params, trainer.head, tokenizer_dir=cfg.model
-        )
-    picture = plot.draw(out)
-    print(f"total {_since(started)}\nplot: {picture}")
+        _export(cfg, trainer, out / "hf")
+    picture = plot.draw(out) if distributed.is_first() else out / plot.PICTURE
+    _say(f"total {_since(started)}\nplot: {picture}")
     return picture
+
+
+def _steps(cfg: RLConfig, trainer: Trainer, log, checkpoints, heads, evaluate_first: bool) -> None:
+    """All steps that are left, with what is evaluated, logged and saved in between."""
+    watch = Watch()
+    if evaluate_first and trainer.eval_engine is not None:
+        log.log(0, trainer.evaluate())
+    while trainer.done_steps < cfg.steps:
+        metrics = trainer.step()
+        step = trainer.done_steps
+        last = step == cfg.steps
+        due = cfg.eval.every and step % cfg.eval.every == 0
+        if trainer.eval_engine is not None and (last or due):
+            metrics |= trainer.evaluate()
+        log.log(step, metrics)
+        for warning in watch.look(step, metrics):
+            _say(f"WARNING: step {step}: {warning}")
+        if last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
+            trainer.save(checkpoints, heads if cfg.checkpoint.draft_only else None, block=last)
+
+
+def _export(cfg: RLConfig, trainer: Trainer, path: Path) -> None:
+    weights = trainer.params, trainer.head
+    if distributed.is_several():  # what lies elsewhere comes here first
+        weights = sharding.fetch(weights)
+    if distributed.is_first():
+        hf.save_checkpoint(path, trainer.model, *weights, tokenizer_dir=cfg.model)
+
+
+def _say(text: str) -> None:
+    """Prints it once for all processes."""
+    if distributed.is_first():
+        print(text, flush=True)
 
 
 def summary(records: list[dict]) -> list[dict]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specjax.config import ModelConfig
+from specjax.distributed import DistributedConfig
 from specjax.sharding import MeshConfig
 from train.config import at_least, option
 from train.data import DataConfig
@@ -228,6 +229,7 @@ class RLConfig:
     )
     checkpoint: RLCheckpointSection = option(RLCheckpointSection, "checkpoints")
     log: LogSection = option(LogSection, "further sinks")
+    distributed: DistributedConfig = option(DistributedConfig, "the processes of the job")
 
     def __post_init__(self):
         at_least("", self, steps=1)

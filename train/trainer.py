@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import sharding
 from specjax.checkpoint import Checkpointer
 from specjax.config import SamplingParams, SpecConfig
 from specjax.draft.source import DraftSource
-from specjax.engine.replicas import Replicas
 from specjax.engine.sources import load_source
 from specjax.engine.start_up import StartUp
 from specjax.models import hf
@@ -23,7 +23,7 @@ from train import rollout as rollouts
 from train.collect import Rollouts
 from train.config import ConfigError, find_shipped, fingerprint, require_same_settings
 from train.draft import DraftTrainer, draft_metrics
-from train.engines import build_engines, make_meshes
+from train.engines import build_engines, control_metrics, everywhere, make_meshes
 from train.grpo import count_denominators, finalize_metrics
 from train.heads import HeadCheckpoints, starting_head
 from train.packing import empty_batch, pack
@@ -73,7 +73,7 @@ class Trainer:
         if not Path(cfg.model).is_dir():
             raise ConfigError(f"model: expected a checkpoint directory, got {cfg.model!r}")
         try:
-            self.mesh, self.places = make_meshes(cfg)
+            self.mesh, self.places, self.copies = make_meshes(cfg)
             self.reward = get_reward(cfg.reward)
             self.order = data.endless(data.problems(cfg.data, "train"), cfg.data.seed)
             self.heldout = data.problems(cfg.data, "heldout") if cfg.eval.problems else []
@@ -109,19 +109,26 @@ class Trainer:
             )
             self.draft_opt = self.draft.init_opt_state(self.head)
         try:
-            self.engines, self.eval_engine = build_engines(
-                cfg, self.model, speculate, self.source, self.mesh, self.places
+            self.engines, self.engine, self.eval_engine = build_engines(
+                cfg,
+                self.model,
+                speculate,
+                self.source,
+                self.mesh,
+                self.places,
+                self.copies,
+                self.rollouts.judge,
             )
         except ValueError as error:
             raise ConfigError(f"rollout: {error}") from error
-        several = len(self.engines) > 1
-        self.engine = Replicas(self.engines) if several else self.engines[0]
         self._build_spot()
         self.sync_weights()
 
     def _build_spot(self) -> None:
         """The trace of replicas, and what trains the head in their gaps; None without."""
         cfg, self.trace, self.spot = self.cfg, None, None
+        if self.copies is not None:
+            return  # a trace has the replicas of one process, and the mesh of several has no spot
         if len(self.engines) > 1 or cfg.draft.spot.enabled:
             self.trace = Trace(len(self.engines))
         if self.draft is not None and cfg.draft.spot.enabled:
@@ -196,7 +203,7 @@ class Trainer:
         self.last_rollout, kept, metrics = self.rollouts.collect(self.engine, step)
         metrics["time/rollout"] = time.perf_counter() - started
         if self.engine.spec is not None:
-            metrics |= self._control_metrics()
+            metrics |= control_metrics(self.engines)
         if self.trace is not None:
             self.trace.end()
         if self.spot is not None:
@@ -207,15 +214,6 @@ class Trainer:
         if self.trace is not None:
             self.trace.write(Path(self.cfg.out) / TRACE_FILE)
         return kept, metrics
-
-    def _control_metrics(self) -> dict[str, float | str]:
-        """What the controllers chose last; those of further replicas under their numbers."""
-        metrics: dict[str, float | str] = {}
-        for replica, engine in enumerate(self.engines):
-            prefix = f"control/replica_{replica}/" if replica else "control/"
-            fields = engine.controller.log_fields()
-            metrics |= {prefix + name: value for name, value in fields.items()}
-        return metrics
 
     def _write_telemetry(self) -> None:
         """Appends this step's rejections to their file, and forgets them."""
@@ -228,7 +226,7 @@ class Trainer:
         """What will be stale in later steps is scored now, with the weights that sampled it."""
         rollouts.score_new_tokens(
             self.rollouts.carried,
-            lambda batch: jax.device_get(
+            lambda batch: sharding.fetch(
                 self.policy.logprobs(self.params, self.policy.place(batch))
             ),
             self.cfg.packing.row_length,
@@ -340,7 +338,7 @@ class Trainer:
 
     def fingerprint(self) -> dict:
         """The settings that decide what is learned; a resumed run must have the same."""
-        ignored = ("out", "steps", "log", "checkpoint", "eval", "mesh", "attention")
+        ignored = ("out", "steps", "log", "checkpoint", "eval", "mesh", "distributed", "attention")
         settings = fingerprint(self.cfg, ignored)
         for name in ("telemetry", *PLACEMENT, *ENGINE_SETTINGS):  # change no token
             settings["rollout"].pop(name)
@@ -351,12 +349,13 @@ class Trainer:
         self, checkpoints: Checkpointer, heads: HeadCheckpoints | None = None, block: bool = False
     ) -> None:
         """Starts saving the whole state, and the head alone to `heads`; `block` waits for both."""
+        controllers = everywhere([e.controller.state() for e in self.engines])
         meta = {
             "step": self.done_steps,
             "seed": self.cfg.seed,
             "rollouts": self.rollouts.state(),
-            "controller": self.engine.controller.state(),
-            "more_controllers": [e.controller.state() for e in self.engines[1:]],
+            "controller": controllers[0],
+            "more_controllers": controllers[1:],
             "replay": None if self.spot is None else self.spot.buffer.state(),
             "settings": self.fingerprint(),
         }
@@ -396,5 +395,6 @@ class Trainer:
         self.sync_weights()
         self.warm_up()  # builds the controllers, which go on from what they had measured when saved
         states = [meta["controller"], *meta["more_controllers"]]
-        for replica, engine in enumerate(self.engines):  # there may be more of them than before
+        before = self.copies.before if self.copies else 0
+        for replica, engine in enumerate(self.engines, before):  # there may be more than there were
             engine.controller.load_state(states[replica] if replica < len(states) else states[0])

@@ -278,6 +278,11 @@ class Engine:
         sequence = self.intake.find(ticket)
         return len(sequence.tokens) if sequence else 0
 
+    def peek(self, ticket: int) -> SampleOutput | None:
+        """A sample as it stands, which goes on (finish reason `abort`); None if it has ended."""
+        sequence = self.intake.find(ticket)
+        return sequence and sequence.output("abort")
+
     def progress(self, ticket: int) -> Progress | None:
         """How far a sample has come; None if it has ended."""
         sequence = self.intake.find(ticket)

@@ -66,6 +66,10 @@ class Replicas:
 
     # --- what an engine has ----------------------------------------------------------------------
 
+    def check(self, job: Job, progress: Progress | None = None) -> None:
+        """Raises ValueError if `add` cannot take the job."""
+        self.engines[0].check(job, progress)  # all have the same room
+
     @property
     def runner(self):
         return self.engines[0].runner
@@ -124,7 +128,7 @@ class Replicas:
 
     def add(self, job: Job, progress: Progress | None = None) -> int:
         """Queues a sample, see `Engine.add`."""
-        self.engines[0].check(job, progress)  # all have the same room
+        self.check(job, progress)
         self._tickets += 1
         self._unfed[self._tickets] = waiting = Waiting(self._tickets, job, progress)
         self._queue.setdefault(job.prompt_hash, {})[self._tickets] = waiting
@@ -148,6 +152,11 @@ class Replicas:
         if sample is not None:  # else it has ended, and the next step says so
             del self._where[ticket], self._tickets_of[replica][own]
         return sample
+
+    def peek(self, ticket: int) -> SampleOutput | None:
+        """A sample as it stands, see `Engine.peek`; None also if no replica has it yet."""
+        replica, own = self._where.get(ticket, (0, None))
+        return None if own is None else self.engines[replica].peek(own)
 
     def progress(self, ticket: int) -> Progress | None:
         """How far a sample has come; None if it has ended."""

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import secrets
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -117,11 +118,16 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """A sample that ended, and the ticket that `Engine.add` gave for it."""
+    """A sample that ended, and the ticket that `Engine.add` gave for it.
+
+    Attributes:
+      verdict: of the `judge` of an engine that has one (`specjax.engine.hosts`).
+    """
 
     ticket: int
     job: Job
     sample: SampleOutput
+    verdict: Any = None
 
 
 def make_jobs(

@@ -1,0 +1,208 @@
+"""Several processes as one job: how it starts, and what its processes tell each other.
+
+On a pod every host runs the same program on its own chips. All processes read the same settings and
+data, take the same decisions, and call what is collective (`gather`, programs over a global mesh,
+checkpoints) in the same order. With one process nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from specjax import sharding
+
+MODES = ("auto", "on", "off")
+_BLOCKS = (1 << 14, 1 << 20)  # bytes of what is gathered first, and of each further piece
+
+
+class DistributedError(RuntimeError):
+    """The processes of a job cannot work together."""
+
+
+@dataclasses.dataclass
+class DistributedConfig:
+    """The processes of a job.
+
+    Attributes:
+      mode: auto: several if the environment says so (SLURM, Open MPI, TPU pods on GKE, or
+        JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID); on: jax finds them out
+        (pods of Cloud TPU VMs); off: one.
+      coordinator: host:port of process 0, where all processes meet; null: from the environment.
+      process_id: which one this is, from 0; null: from the environment.
+      num_processes: of the job; null: from the environment.
+      start_timeout: seconds to wait for all processes at the start.
+      lost_after: seconds without a sign of life after which a process counts as lost.
+    """
+
+    mode: str = "auto"
+    coordinator: str | None = None
+    process_id: int | None = None
+    num_processes: int | None = None
+    start_timeout: int = 300
+    lost_after: float = 60.0
+
+    def __post_init__(self):
+        if self.mode not in MODES:
+            raise ValueError(
+                f"distributed.mode: expected one of {', '.join(MODES)}, got {self.mode!r}"
+            )
+        if self.start_timeout < 1 or self.lost_after <= 0:
+            raise ValueError(
+                "distributed: expected start_timeout >= 1 and lost_after > 0, got "
+                f"{self.start_timeout} and {self.lost_after}"
+            )
+
+
+class Job(NamedTuple):
+    """What is known of a job before it starts; None: jax finds it out."""
+
+    coordinator: str | None
+    num_processes: int | None
+    process_id: int | None
+
+    def __str__(self) -> str:
+        count = "an unknown number" if self.num_processes is None else self.num_processes
+        me = "this process" if self.process_id is None else f"process {self.process_id}"
+        where = "where its launcher says" if self.coordinator is None else f"at {self.coordinator}"
+        return f"{me} of {count}, which meet {where}"
+
+
+def find_job(cfg: DistributedConfig, environment: Mapping[str, str]) -> Job | None:
+    """The job that this process belongs to; None: it is alone.
+
+    Raises:
+      DistributedError: some of the three explicit settings are missing, or do not fit together.
+    """
+    if cfg.mode == "off":
+        return None
+    names = {
+        "coordinator": "JAX_COORDINATOR_ADDRESS",
+        "num_processes": "JAX_NUM_PROCESSES",
+        "process_id": "JAX_PROCESS_ID",
+    }
+    given = {key: getattr(cfg, key) for key in names}
+    given = {k: environment.get(names[k]) if v is None else v for k, v in given.items()}
+    launched = cfg.mode == "on" or _launched_several(environment)
+    if all(value is None for value in given.values()):
+        return Job(None, None, None) if launched else None
+    missing = [key for key, value in given.items() if value is None]
+    if missing and not launched:
+        raise DistributedError(
+            f"distributed: no value for {', '.join(missing)}; set distributed.coordinator=HOST:PORT"
+            ", distributed.num_processes and distributed.process_id, or none of them"
+        )
+    address, count, index = given.values()
+    count, index = (None if x is None else int(x) for x in (count, index))
+    if address is not None and not address.rpartition(":")[2].isdigit():
+        raise DistributedError(f"distributed.coordinator: expected HOST:PORT, got {address!r}")
+    if count is not None and index is not None and not 0 <= index < count:
+        raise DistributedError(
+            f"distributed.process_id: expected 0 to {count - 1}, for distributed.num_processes is "
+            f"{count}; got {index}"
+        )
+    return None if count == 1 else Job(address, count, index)
+
+
+def _launched_several(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher that jax knows says that it started several processes."""
+
+    def number(name: str) -> int:
+        return int(environment.get(name) or 1)
+
+    slurm = number("SLURM_NTASKS") if "SLURM_STEP_NODELIST" in environment else 1
+    hosts = environment.get("TPU_WORKER_HOSTNAMES", "").count(",") + 1
+    counts = (slurm, number("OMPI_COMM_WORLD_SIZE"), hosts, number("MEGASCALE_NUM_SLICES"))
+    return max(counts) > 1
+
+
+def start(cfg: DistributedConfig, devices: int) -> None:
+    """Joins the job, if there is one; nothing may have asked jax for a device before.
+
+    Args:
+      devices: that the job needs; where the CPU plays them, each process gets its share.
+
+    Raises:
+      DistributedError: the settings do not fit together, or not all processes came.
+    """
+    job = find_job(cfg, os.environ)
+    if job is None or jax.distributed.is_initialized():
+        return
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if job.num_processes is not None:
+        sharding.offer_cpu_devices(max(1, devices // job.num_processes))
+    explicit = None not in job
+    try:
+        jax.distributed.initialize(
+            *job,
+            # Else all devices of a host that a launcher runs in would be looked for, too.
+            cluster_detection_method="deactivate" if explicit else None,
+            initialization_timeout=cfg.start_timeout,
+            # `specjax.lifeline` knows sooner, and says what to do.
+            heartbeat_timeout_seconds=int(max(100, 3 * cfg.lost_after)),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise DistributedError(
+            f"{job}: they did not all come within {cfg.start_timeout} s "
+            f"({str(error).splitlines()[0]}). Start as many processes as num_processes says, each "
+            "with a process_id of its own, all with the same coordinator, which must be process "
+            "0's address and a free port that the others can reach"
+        ) from error
+
+
+def is_several() -> bool:
+    """Whether the job has more than one process."""
+    # Asking jax for the number alone would start its backends, with the devices there are by then.
+    return jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes logs and plots."""
+    return not is_several() or jax.process_index() == 0
+
+
+def gather(value: Any, place: str) -> list[Any]:
+    """What each process has, in the order of processes; all must call it, as a barrier.
+
+    Args:
+      value: anything that pickle takes. place: where in the program this is, in a word or two.
+
+    Raises:
+      DistributedError: another process is elsewhere.
+    """
+    if not is_several():
+        return [value]
+    data = pickle.dumps((place, value))
+    data = len(data).to_bytes(8, "little") + data
+    rows = _gather_block(data[: _BLOCKS[0]], _BLOCKS[0])
+    lengths = [8 + int.from_bytes(row[:8], "little") for row in rows]
+    for begin in range(_BLOCKS[0], max(lengths), _BLOCKS[1]):
+        more = _gather_block(data[begin : begin + _BLOCKS[1]], _BLOCKS[1])
+        rows = [row + piece for row, piece in zip(rows, more, strict=True)]
+    found = [pickle.loads(row[8:length]) for row, length in zip(rows, lengths, strict=True)]
+    places = [name for name, _ in found]
+    if set(places) != {place}:
+        raise DistributedError(
+            f"the processes are not at the same place of the program: {places}. They must run the "
+            "same version of specjax with the same settings and data"
+        )
+    return [value for _, value in found]
+
+
+def _gather_block(data: bytes, size: int) -> list[bytes]:
+    """One piece of every process; of few fixed sizes, so that few programs are compiled."""
+    block = np.zeros(size, np.uint8)
+    block[: len(data)] = np.frombuffer(data, np.uint8)
+    return [row.tobytes() for row in np.asarray(multihost_utils.process_allgather(block))]
+
+
+def of_first(make: Callable[[], Any], place: str) -> Any:
+    """What process 0 makes, for what only one may decide or do; all must call it."""
+    return gather(make() if is_first() else None, place)[0]

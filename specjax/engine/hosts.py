@@ -1,0 +1,302 @@
+"""The engines of several processes behind the interface of one.
+
+Every process runs replicas on its own devices and knows nothing of how the others run theirs. All
+of them make the same calls in the same order (a sample is added everywhere, and runs where it has
+its home), and now and then they tell each other how far their samples came. What `step`, `abort`
+and `emitted` answer is what was told last, so that it is the same everywhere, and whoever decides
+by it decides the same everywhere; the clock has a say in *when* something is told, in nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import sharding
+from specjax.decode.options import Features
+from specjax.distributed import gather
+from specjax.engine.checksum import checksum
+from specjax.engine.engine import Engine
+from specjax.engine.replicas import Replicas
+from specjax.engine.request import Finished, Job, SampleOutput, SpecStats, Totals
+from specjax.engine.run import run_to_the_end
+from specjax.engine.sequence import Progress
+from specjax.engine.start_up import StartUp
+from specjax.models.transformer import Params
+
+# Seconds of running between two exchanges, unless a process has nothing left to run: telling costs
+# all of them a moment, and what stops samples early need not be quicker than this.
+EXCHANGE = 1.0
+
+
+class Copies:
+    """Brings weights from the devices that train to the replicas of all processes.
+
+    Args:
+      places: a mesh for every replica of the job, in the order of processes; together they have
+        the devices of the training mesh.
+
+    Attributes:
+      own: those of this process. before: how many there are of the processes before it.
+    """
+
+    def __init__(self, places: Several[jax.sharding.Mesh]):
+        grid = np.concatenate([place.devices for place in places])
+        self.mesh = jax.sharding.Mesh(grid, places[0].axis_names)
+        process = jax.process_index()
+        homes = [place.devices.flat[0].process_index for place in places]
+        self.own = [p for p, home in zip(places, homes, strict=True) if home == process]
+        self.before = sum(home < process for home in homes)
+        self._programs: dict[Any, Callable] = {}
+
+    def __call__(self, tree: Params) -> list[Params]:
+        """Weights anywhere on the job's devices -> the same on each replica of this process."""
+        leaves, structure = jax.tree.flatten(tree)
+        key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        if key not in self._programs:
+            # A copy, for training overwrites its own.
+            self._programs[key] = jax.jit(
+                lambda t: jax.tree.map(jnp.copy, t),
+                out_shardings=sharding.param_shardings(self.mesh, tree),
+            )
+        everywhere = self._programs[key](tree)
+        return [jax.tree.map(lambda a, p=place: _part(a, p), everywhere) for place in self.own]
+
+
+def _part(array: jax.Array, place: jax.sharding.Mesh) -> jax.Array:
+    """What a replica has of an array, as an array of its own; nothing is copied."""
+    here = {shard.device: shard.data for shard in array.addressable_shards}
+    return jax.make_array_from_single_device_arrays(
+        array.shape,
+        jax.NamedSharding(place, array.sharding.spec),
+        [here[device] for device in place.devices.flat],
+    )
+
+
+@dataclasses.dataclass
+class _Known:
+    """A sample that has not ended.
+
+    Attributes:
+      home: the process that it runs in. sample: as far as all processes know it.
+      own: its ticket in the own engine; None: it runs elsewhere.
+    """
+
+    job: Job
+    home: int
+    sample: SampleOutput
+    own: int | None = None
+
+
+_NOTHING = SpecStats(rounds=0, drafted=0, accepted=0, histogram=())
+
+
+class Hosts:
+    """One engine, made of those of all processes.
+
+    The samples of a prompt have one home: the process with the least to do when the first is added.
+
+    Args:
+      own: of this process; all have such a one, with equal settings.
+      copies: brings the weights there.
+      judge: asked about a sample that ended, where it ran; what it says comes with the event.
+      process, processes: which one this is, and of how many.
+      tell: gives what each process has, see `distributed.gather`.
+    """
+
+    def __init__(
+        self,
+        own: Engine | Replicas,
+        copies: Copies,
+        judge: Callable[[Job, SampleOutput], Any] | None = None,
+        process: int | None = None,
+        processes: int | None = None,
+        tell: Callable[[Any, str], list] = gather,
+    ):
+        self.own, self.copies, self._judge, self._tell = own, copies, judge, tell
+        self._process = jax.process_index() if process is None else process
+        self._processes = jax.process_count() if processes is None else processes
+        self.engines = own.engines if isinstance(own, Replicas) else (own,)
+        self.limits, self.max_len = own.limits, own.max_len
+        self._tickets = 0
+        self.clear()
+
+    # --- what an engine has ----------------------------------------------------------------------
+
+    @property
+    def runner(self):
+        return self.own.runner
+
+    @property
+    def spec(self):
+        return self.own.spec
+
+    @property
+    def controller(self):
+        """Of the first replica of this process; each replica has its own."""
+        return self.own.controller
+
+    @property
+    def telemetry(self):
+        """Of the samples that ran in this process."""
+        return self.own.telemetry
+
+    @property
+    def version(self) -> int:
+        return self.own.version
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    @property
+    def outstanding(self) -> int:
+        """Samples that were added and are not known to have ended."""
+        return len(self._running)
+
+    def warm_up(self, features: Several[Features] = (Features(),)) -> StartUp:
+        """Compiles for the replicas of this process; returns what these took."""
+        return self.own.warm_up(features)
+
+    def set_params(self, params: Params, head: Params | None = None, running: str = "recompute"):
+        """Gives every replica new weights, see `Engine.set_params`.
+
+        Args:
+          params, head: on the devices of all processes.
+
+        Raises:
+          RuntimeError: what arrived is not what was sent.
+        """
+        placed = self._copied("policy", params, self.runner.cfg.tie_embeddings)
+        heads = [None] * len(placed) if head is None else self._copied("draft", head, False)
+        for engine, here, draft in zip(self.engines, placed, heads, strict=False):
+            engine.set_params(here, draft, running)
+
+    def _copied(self, name: str, tree: Params, tied: bool) -> list[Params]:
+        placed = self.copies(tree)
+        if jax.tree.leaves(tree):
+            dtype = self.runner.cfg.compute_dtype
+            sent, arrived = checksum(tree, dtype, tied), checksum(placed[0], dtype, tied)
+            if sent != arrived:
+                raise RuntimeError(
+                    f"the {name}'s weights have checksum {sent:08x} where they are trained, and "
+                    f"{arrived:08x} on process {self._process}; expected the same. The copy "
+                    "between hosts is broken: do not trust what is generated"
+                )
+        return placed
+
+    # --- samples ---------------------------------------------------------------------------------
+
+    def add(self, job: Job, progress: Progress | None = None) -> int:
+        """Queues a sample, see `Engine.add`."""
+        self.own.check(job, progress)  # all have the same room
+        self._tickets += 1
+        begun = progress or Progress([], [], [])
+        sample = SampleOutput(begun.tokens, None, begun.logprobs, "abort", _NOTHING)
+        together = self._prompts.setdefault(job.prompt_hash, {})
+        if together:
+            home = self._running[next(iter(together))].home
+        else:
+            home = self._load.index(min(self._load))
+        together[self._tickets] = None
+        self._load[home] += 1
+        self._running[self._tickets] = known = _Known(job, home, sample)
+        if home == self._process:
+            known.own = self.own.add(job, progress)
+            self._own_tickets[known.own] = self._tickets
+        return self._tickets
+
+    def _forget(self, ticket: int) -> _Known:
+        """Takes out a sample that has ended."""
+        known = self._running.pop(ticket)
+        together = self._prompts[known.job.prompt_hash]
+        del together[ticket]
+        if not together:
+            del self._prompts[known.job.prompt_hash]
+        self._load[known.home] -= 1
+        if known.own is not None:
+            del self._own_tickets[known.own]
+        return known
+
+    def abort(self, ticket: int) -> SampleOutput | None:
+        """Ends a sample: what was told of it, wherever it is by now; None if it has ended."""
+        if ticket not in self._running:
+            return None
+        known = self._forget(ticket)
+        if known.own is not None:
+            self.own.abort(known.own)
+        return known.sample
+
+    def emitted(self, ticket: int) -> int:
+        """Tokens of a sample as far as they were told, those of earlier runs included."""
+        known = self._running.get(ticket)
+        return len(known.sample.token_ids) if known else 0
+
+    def generate(
+        self, jobs: Several[Job], on_progress: Callable[[int, Totals], None] | None = None
+    ) -> tuple[list[SampleOutput], Totals]:
+        """Runs all jobs to their end, see `Engine.generate`."""
+        return run_to_the_end(self, jobs, on_progress)
+
+    def clear(self) -> None:
+        """Drops everything that waits or runs; all processes do, or none."""
+        self._running: dict[int, _Known] = {}  # by ticket
+        self._prompts: dict[int, dict[int, None]] = {}  # prompt -> its tickets
+        self._load = [0] * self._processes  # samples by home
+        self._own_tickets: dict[int, int] = {}  # of the own engine -> the ticket here
+        self.own.clear()
+
+    def step(self) -> list[Finished]:
+        """Runs the own samples for a while, then learns how far all came.
+
+        Returns:
+          the samples that ended, on any process: the same list everywhere.
+        """
+        until, ended = time.perf_counter() + EXCHANGE, []
+        while self.own.has_work and time.perf_counter() < until:
+            # Who was aborted may have ended before; then nobody asks any more.
+            ended += [e for e in self.own.step() if e.ticket in self._own_tickets]
+        news = [self._ended(event) for event in ended]
+        news += self._came_further({event.ticket for event in ended})
+        events = []
+        for told in self._tell(news, "rollout"):
+            for ticket, begin, sample, has_ended, verdict in told:
+                known = self._running[ticket]
+                known.sample = _joined(known.sample, begin, sample)
+                if has_ended:
+                    events.append(Finished(ticket, known.job, known.sample, verdict))
+                    self._forget(ticket)
+        return events
+
+    def _ended(self, event: Finished) -> tuple:
+        verdict = self._judge and self._judge(event.job, event.sample)
+        return *self._news(self._own_tickets[event.ticket], event.sample), True, verdict
+
+    def _came_further(self, ended: set[int]) -> list[tuple]:
+        """News of the own samples that run, and have tokens which nobody was told of."""
+        news = []
+        for own, ticket in self._own_tickets.items():
+            if own not in ended and self.own.emitted(own) > self.emitted(ticket):
+                news.append((*self._news(ticket, self.own.peek(own)), False, None))
+        return news
+
+    def _news(self, ticket: int, sample: SampleOutput) -> tuple[int, int, SampleOutput]:
+        """A sample without what was told already, and where that ends."""
+        begin = min(self.emitted(ticket), len(sample.token_ids))
+        rest = {"token_ids": sample.token_ids[begin:], "logprobs": sample.logprobs[begin:]}
+        return ticket, begin, dataclasses.replace(sample, **rest)
+
+
+def _joined(before: SampleOutput, begin: int, news: SampleOutput) -> SampleOutput:
+    return dataclasses.replace(
+        news,
+        token_ids=before.token_ids[:begin] + news.token_ids,
+        logprobs=before.logprobs[:begin] + news.logprobs,
+    )

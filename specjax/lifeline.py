@@ -1,0 +1,191 @@
+"""Who is still there? Ends a job of several processes when one of them is gone, and says which.
+
+A process that waits in a collective for one that was killed would wait for minutes, and end with a
+message of the transport or none at all. So each writes a sign of life into a file of its own in a
+directory that all share (that of the run, where checkpoints go, too). Process 0 looks at all files,
+the others look at that of process 0. A process whose file does not change for `lost_after` seconds
+is lost, and so is one that wrote that it failed; then all others say so and end, with status 70.
+
+What ends a process before it can say anything (SIGKILL, or jax itself: it aborts within a moment
+where process 0, which holds its coordination service, is gone) is told by a shell that waits for
+that: it holds the other end of a pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+STATUS = 70  # EX_SOFTWARE
+_LOOKS = 10  # in `lost_after` seconds
+_REPORTER = 'read -r word; [ "$word" = bye ] || printf "%s\\n" "$0" >&2'
+
+
+class Lifeline:
+    """Watches from construction to `close`.
+
+    Args:
+      directory: that all processes see. process, processes: which one this is, and of how many.
+      token: of this start of the job; files of another one count for nothing.
+      lost_after: seconds. advice: what to do when somebody is lost, as a sentence.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        process: int,
+        processes: int,
+        token: str,
+        lost_after: float,
+        advice: str,
+    ):
+        self.directory, self.process, self.processes = directory, process, processes
+        self._token, self._lost_after, self._advice = token, lost_after, advice
+        self._state, self._message, self._beats = "running", "", 0
+        self._seen = {  # process -> what it wrote last, and when that was new
+            other: ({}, time.monotonic())
+            for other in (range(1, processes) if process == 0 else [0])
+        }
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        directory.mkdir(parents=True, exist_ok=True)
+        self._write()
+        self._reporter = self._start_reporter()
+        self._thread = threading.Thread(target=self._watch, name="lifeline", daemon=True)
+        self._thread.start()
+
+    # --- what the process says of itself ------------------------------------------------------
+
+    def close(self) -> None:
+        """The process is done: nobody need miss it."""
+        self._closed.set()
+        self._thread.join()
+        self._state = "done"
+        self._write()
+        self._say_bye()
+
+    def fail(self, error: BaseException) -> None:
+        """The process has an error of its own: the others are told."""
+        self._closed.set()
+        text = str(error).strip().splitlines()
+        self._message = f"{type(error).__name__}: {text[0] if text else ''}"
+        self._state = "failed"
+        self._write()
+        self._say_bye()
+        self._linger()
+
+    def unseen(self) -> list[int]:
+        """Processes whose files of this start are not to be seen from here."""
+        known = [self._read(other).get("token") for other in range(self.processes)]
+        return [other for other, token in enumerate(known) if token != self._token]
+
+    def await_verdict(self) -> None:
+        """After an error that the loss of another process may have caused: ends if it did."""
+        self._closed.wait(self._lost_after * (1 + 4 / _LOOKS))
+
+    # --- what it sees of others ---------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self._lost_after / _LOOKS):
+            self._write()
+            lost = self._look()
+            if lost:
+                self._end(lost)
+
+    def _look(self) -> str:
+        """Who is lost, in a sentence; empty: nobody."""
+        now = time.monotonic()
+        for other, (before, since) in self._seen.items():
+            told = self._read(other)
+            if told.get("token") == self._token and told != before:
+                self._seen[other] = told, now
+                if told["state"] == "lost":
+                    return told["message"]
+                if told["state"] == "failed":
+                    return f"{_name(told)} ended with an error ({told['message']}); see its output"
+            elif before.get("state") != "done" and now - since > self._lost_after:
+                who = _name(before) if before else f"process {other}"
+                return f"{who} is lost: no sign of life for {now - since:.0f} s"
+        return ""
+
+    def _end(self, lost: str) -> None:
+        """Tells it to all and ends the process, whose main thread waits for who will not come."""
+        self._state, self._message = "lost", lost
+        self._write()
+        print(f"error: {lost}. {self._advice}", file=sys.stderr, flush=True)
+        self._say_bye()
+        self._linger()
+        leave(STATUS)
+
+    def _linger(self) -> None:
+        if self.process == 0:  # jax ends the others when this one is gone, and they want to speak
+            time.sleep(3 * self._lost_after / _LOOKS)
+
+    def _read(self, other: int) -> dict[str, Any]:
+        try:
+            return json.loads((self.directory / f"{other}.json").read_text())
+        except (OSError, ValueError):  # not there yet, or storage has a weak moment
+            return {}
+
+    def _write(self) -> None:
+        with self._lock:
+            self._beats += 1
+            told = {
+                "token": self._token,
+                "process": self.process,
+                "processes": self.processes,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "state": self._state,
+                "message": self._message,
+                "beats": self._beats,
+            }
+            partial = self.directory / f"{self.process}.tmp"
+            with contextlib.suppress(OSError):  # a full disk shall not end the run here
+                partial.write_text(json.dumps(told))
+                partial.replace(self.directory / f"{self.process}.json")
+
+    # --- the reporter -------------------------------------------------------------------------
+
+    def _start_reporter(self) -> subprocess.Popen | None:
+        me = {"process": self.process, "host": socket.gethostname(), "pid": os.getpid()}
+        text = (
+            f"error: {_name(me)} of {self.processes} was ended from outside: killed, or by jax, "
+            f"whose lines above tell then that process 0 is lost. {self._advice}"
+        )
+        try:
+            return subprocess.Popen(
+                ["sh", "-c", _REPORTER, text],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # signals to the process are not for it
+            )
+        except OSError:  # no shell here: only the message is lost
+            return None
+
+    def _say_bye(self) -> None:
+        reporter, self._reporter = self._reporter, None
+        if reporter is not None:
+            with contextlib.suppress(OSError):
+                reporter.stdin.write(b"bye\n")
+                reporter.stdin.close()
+            reporter.wait()
+
+
+def _name(told: dict[str, Any]) -> str:
+    return f"process {told['process']} (pid {told['pid']} on {told['host']})"
+
+
+def leave(status: int) -> None:
+    """Ends the process at once: the usual way out waits for the others, and some may be gone."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(status)
