@@ -38,6 +38,8 @@ class DistributedConfig:
       coordinator: host:port of process 0, where all processes meet; null: from the environment.
       process_id: which one this is, from 0; null: from the environment.
       num_processes: of the job; null: from the environment.
+      local_devices: that this process uses, from the first; 0: all, but one where SLURM or Open MPI
+        started it.
       start_timeout: seconds to wait for all processes at the start.
       lost_after: seconds without a sign of life after which a process counts as lost.
     """
@@ -46,6 +48,7 @@ class DistributedConfig:
     coordinator: str | None = None
     process_id: int | None = None
     num_processes: int | None = None
+    local_devices: int = 0
     start_timeout: int = 300
     lost_after: float = 60.0
 
@@ -54,10 +57,10 @@ class DistributedConfig:
             raise ValueError(
                 f"distributed.mode: expected one of {', '.join(MODES)}, got {self.mode!r}"
             )
-        if self.start_timeout < 1 or self.lost_after <= 0:
+        if self.start_timeout < 1 or self.lost_after <= 0 or self.local_devices < 0:
             raise ValueError(
-                "distributed: expected start_timeout >= 1 and lost_after > 0, got "
-                f"{self.start_timeout} and {self.lost_after}"
+                "distributed: expected start_timeout >= 1, lost_after > 0 and local_devices >= 0, "
+                f"got {self.start_timeout}, {self.lost_after} and {self.local_devices}"
             )
 
 
@@ -141,7 +144,10 @@ def start(cfg: DistributedConfig, devices: int) -> None:
     explicit = None not in job
     try:
         jax.distributed.initialize(
-            *job,
+            coordinator_address=job.coordinator,
+            num_processes=job.num_processes,
+            process_id=job.process_id,
+            local_device_ids=list(range(cfg.local_devices)) or None,
             # Else all devices of a host that a launcher runs in would be looked for, too.
             cluster_detection_method="deactivate" if explicit else None,
             initialization_timeout=cfg.start_timeout,
@@ -206,3 +212,14 @@ def _gather_block(data: bytes, size: int) -> list[bytes]:
 def of_first(make: Callable[[], Any], place: str) -> Any:
     """What process 0 makes, for what only one may decide or do; all must call it."""
     return gather(make() if is_first() else None, place)[0]
+
+
+def told_to_end(step: int) -> bool:
+    """Whether a process of several was sent SIGTERM, as before preemption; the same answer in all.
+
+    jax catches that signal in jobs of several processes, so that all can end together.
+
+    Args:
+      step: that is done; each process must ask once after each.
+    """
+    return is_several() and multihost_utils.reached_preemption_sync_point(step)

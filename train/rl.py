@@ -32,6 +32,10 @@ from train.schema import RLConfig
 from train.trainer import Trainer
 
 
+class Terminated(RuntimeError):
+    """Somebody asked the job to end, and it has saved what it had."""
+
+
 class Watch:
     """Says loudly when speculation or draft training is doing nothing useful."""
 
@@ -72,7 +76,7 @@ def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> 
         out = distributed.of_first(lambda: _fresh(out), "run directory")
     if resume and not (out / "checkpoints").is_dir():
         raise ConfigError(f"nothing to resume: {out} holds no checkpoints; run without --resume")
-    with processes.watched(cfg, out, USER_ERRORS):
+    with processes.watched(cfg, out, (*USER_ERRORS, Terminated)):
         return _train(cfg, out, resume, resume_step)
 
 
@@ -120,8 +124,15 @@ def _steps(cfg: RLConfig, trainer: Trainer, log, checkpoints, heads, evaluate_fi
         log.log(step, metrics)
         for warning in watch.look(step, metrics):
             _say(f"WARNING: step {step}: {warning}")
-        if last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
-            trainer.save(checkpoints, heads if cfg.checkpoint.draft_only else None, block=last)
+        end = distributed.told_to_end(step) and not last
+        if last or end or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
+            only = heads if cfg.checkpoint.draft_only else None
+            trainer.save(checkpoints, only, block=last or end)
+        if end:
+            raise Terminated(
+                f"ended by SIGTERM after step {step}, which is saved in {checkpoints.directory}; "
+                "start again with --resume to go on"
+            )
 
 
 def _export(cfg: RLConfig, trainer: Trainer, path: Path) -> None:

@@ -56,14 +56,18 @@ class Copies:
         self.before = sum(home < process for home in homes)
         self._programs: dict[Any, Callable] = {}
 
-    def __call__(self, tree: Params) -> list[Params]:
-        """Weights anywhere on the job's devices -> the same on each replica of this process."""
+    def __call__(self, tree: Params, dtype: str | None = None) -> list[Params]:
+        """Weights anywhere on the job's devices -> the same on each replica of this process.
+
+        Args:
+          dtype: that they are sent in; None: their own.
+        """
         leaves, structure = jax.tree.flatten(tree)
-        key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        key = structure, dtype, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         if key not in self._programs:
             # A copy, for training overwrites its own.
             self._programs[key] = jax.jit(
-                lambda t: jax.tree.map(jnp.copy, t),
+                lambda t: jax.tree.map(lambda a: jnp.array(a, dtype or a.dtype, copy=True), t),
                 out_shardings=sharding.param_shardings(self.mesh, tree),
             )
         everywhere = self._programs[key](tree)
@@ -124,7 +128,6 @@ class Hosts:
         self._process = jax.process_index() if process is None else process
         self._processes = jax.process_count() if processes is None else processes
         self.engines = own.engines if isinstance(own, Replicas) else (own,)
-        self.limits, self.max_len = own.limits, own.max_len
         self._tickets = 0
         self.clear()
 
@@ -174,13 +177,14 @@ class Hosts:
         Raises:
           RuntimeError: what arrived is not what was sent.
         """
-        placed = self._copied("policy", params, self.runner.cfg.tie_embeddings)
+        cfg = self.runner.cfg
+        placed = self._copied("policy", params, cfg.tie_embeddings, cfg.compute_dtype)
         heads = [None] * len(placed) if head is None else self._copied("draft", head, False)
         for engine, here, draft in zip(self.engines, placed, heads, strict=False):
             engine.set_params(here, draft, running)
 
-    def _copied(self, name: str, tree: Params, tied: bool) -> list[Params]:
-        placed = self.copies(tree)
+    def _copied(self, name: str, tree: Params, tied: bool, cast: str | None = None):
+        placed = self.copies(tree, cast)
         if jax.tree.leaves(tree):
             dtype = self.runner.cfg.compute_dtype
             sent, arrived = checksum(tree, dtype, tied), checksum(placed[0], dtype, tied)
@@ -260,9 +264,11 @@ class Hosts:
           the samples that ended, on any process: the same list everywhere.
         """
         until, ended = time.perf_counter() + EXCHANGE, []
-        while self.own.has_work and time.perf_counter() < until:
+        while self.own.has_work:
             # Who was aborted may have ended before; then nobody asks any more.
             ended += [e for e in self.own.step() if e.ticket in self._own_tickets]
+            if time.perf_counter() >= until:
+                break
         news = [self._ended(event) for event in ended]
         news += self._came_further({event.ticket for event in ended})
         events = []

@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import pickle
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specjax.engine.request import SampleOutput, SpecStats, Totals
+from specjax.engine import hosts
+from specjax.engine.request import Finished, SampleOutput, SpecStats, Totals
 from specjax.engine.sequence import Progress
 from train.collect import Collection
 from train.data import Problem
@@ -59,6 +63,12 @@ class FakeEngine:
             return Progress(list(tokens), list(logprobs), [])
         return None
 
+    def check(self, job, progress=None):
+        """Everything fits."""
+
+    def peek(self, ticket):
+        return self._output(self._samples[ticket], "abort")
+
     def emitted(self, ticket):
         return len(self._samples[ticket][1]) if ticket in self._samples else 0
 
@@ -81,7 +91,7 @@ class FakeEngine:
                     self.sampled += 1
             if len(tokens) == job.length:
                 sample = self._output(self._samples.pop(ticket), "stop")
-                events.append(SimpleNamespace(ticket=ticket, job=job, sample=sample))
+                events.append(Finished(ticket, job, sample))
         return events
 
     def _output(self, sample, reason):
@@ -126,12 +136,15 @@ def rules():
     )
 
 
-def run_steps(world: Data, rule: Rule, partial: bool, speeds: int, slots: int, steps: int = 4):
+def run_steps(
+    world: Data, rule: Rule, partial: bool, speeds: int, slots: int, steps: int = 4, wrap=None
+):
     """What every step learned from and carried, and how many tokens all of them emitted."""
-    engine = FakeEngine(random.Random(speeds), slots)
+    fake = FakeEngine(random.Random(speeds), slots)
+    engine = wrap(fake) if wrap else fake
     position, carried, seen = 0, [], []
     for step in range(1, steps + 1):
-        engine.version = step
+        fake.version = step
         carried, stale = reopen(carried, step, max_staleness=2)
         at = position
 
@@ -142,8 +155,9 @@ def run_steps(world: Data, rule: Rule, partial: bool, speeds: int, slots: int, s
             return Group(at - 1, at, step, problem, [1], [Response(), Response()])
 
         def jobs(index, group):
+            place = {"place": group.place, "prompt_hash": group.place % 5}
             return [
-                SimpleNamespace(place=group.place, sample=i, length=world.length(group.place, i))
+                SimpleNamespace(**place, sample=i, length=world.length(group.place, i))
                 for i in range(2)
             ]
 
@@ -168,7 +182,7 @@ def run_steps(world: Data, rule: Rule, partial: bool, speeds: int, slots: int, s
                 [g.place for g in settled.dropped],
             )
         )
-    return seen, engine.sampled
+    return seen, fake.sampled
 
 
 def contents(group: Group):
@@ -183,6 +197,68 @@ def test_neither_speed_nor_order_nor_slots_change_what_is_selected_or_carried(
 ):
     expected, _ = run_steps(world, rule, partial, 0, 50)
     assert run_steps(world, rule, partial, seed, slots)[0] == expected
+
+
+class Meeting:
+    """What the threads of a test tell each other, in the place of `distributed.gather`."""
+
+    def __init__(self, processes: int):
+        self._told, self._all = [None] * processes, threading.Barrier(processes, timeout=60)
+
+    def tell(self, process: int, news) -> list:
+        self._told[process] = pickle.dumps(news)
+        self._all.wait()
+        told = [pickle.loads(data) for data in self._told]
+        self._all.wait()
+        return told
+
+    def end(self) -> None:
+        """Nobody waits for who failed."""
+        self._all.abort()
+
+
+def run_on_hosts(world, rule, partial, seeds, slots):
+    """`run_steps` in as many processes as there are seeds; what each saw, judged and sampled."""
+    meeting, judged = Meeting(len(seeds)), []
+
+    def one(process):
+        def wrap(fake):
+            return hosts.Hosts(
+                fake,
+                copies=None,
+                judge=lambda job, sample: judged.append((process, job.place, job.sample)),
+                process=process,
+                processes=len(seeds),
+                tell=lambda news, place: meeting.tell(process, news),
+            )
+
+        try:
+            return run_steps(world, rule, partial, seeds[process], slots, wrap=wrap)
+        except BaseException:
+            meeting.end()
+            raise
+
+    with ThreadPoolExecutor(len(seeds)) as pool:
+        seen = list(pool.map(one, range(len(seeds))))
+    return [what for what, _ in seen], judged, [sampled for _, sampled in seen]
+
+
+@given(worlds(), rules(), st.booleans(), st.lists(st.integers(1, 99), min_size=2, max_size=4))
+def test_every_host_selects_and_carries_what_one_engine_would(world, rule, partial, seeds):
+    expected, _ = run_steps(world, rule, partial, 0, 50)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hosts, "EXCHANGE", 0.0)  # else a test would be over before anything is told
+        seen, judged, _ = run_on_hosts(world, rule, partial, seeds, slots=2)
+    assert seen == [expected] * len(seeds)
+    complete = {place for step in expected for place in step[3]}
+    assert complete <= {place for _, place, _ in judged}, "rewards are found where samples ran"
+
+
+def test_hosts_share_the_work():
+    world = Data(tuple((8, 8) for _ in range(12)), (True,))
+    _, judged, sampled = run_on_hosts(world, Rule(12, 12), False, [1, 2, 3], slots=4)
+    assert max(sampled) <= 1.5 * min(sampled)
+    assert len({who for who, *_ in judged}) == 3 and len(set(judged)) == len(judged)
 
 
 @given(worlds(), rules(), st.integers(1, 9))

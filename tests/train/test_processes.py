@@ -1,0 +1,291 @@
+"""`train.rl` on several real processes, which meet over loopback, is the run of one process."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+
+from specjax import distributed
+from specjax.checkpoint import Checkpointer
+from specjax.distributed import DistributedConfig, DistributedError, Job, find_job
+from train import engines, rl
+from train.config import parse_config
+from train.log import read_metrics
+from train.schema import RLConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+# Groups that are carried and drawn again, in two updates per step: a decision that two processes
+# take differently would be seen.
+CHANGES = {
+    "steps": 5,
+    "reward": "tiny_run:rare",
+    "algo.max_resample": 2,
+    "rollout.over_sample": 1.5,
+    "rollout.partial": "true",
+    "rollout.strategy": "2_1_3",
+    "optim.lr": 1e-3,
+    "draft.optim.lr": 1e-3,
+    "checkpoint.export": "false",
+}
+
+
+def start(
+    model, out, processes, *flags, devices=1, slow=0.0, last=(), **changes
+) -> list[subprocess.Popen]:
+    """`python -m train.rl` in each process of a job.
+
+    Args:
+      last: arguments of the last process alone.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "TINY_RUN_REWARD_SECONDS": str(slow)}
+    forced = "--xla_force_host_platform_device_count"
+    environment["XLA_FLAGS"] = re.sub(rf"{forced}=\d+", "", environment.get("XLA_FLAGS", ""))
+    job = {"mesh.data": processes * devices, "rollout.replicas": processes * devices}
+    argv = tiny_run.arguments(model, out, **{**CHANGES, **job, **changes})
+    argv += [f"distributed.coordinator=127.0.0.1:{port}", f"distributed.num_processes={processes}"]
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "train.rl", *argv, f"distributed.process_id={i}", *flags]
+            + (list(last) if i == processes - 1 else []),
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+        )
+        for i in range(processes)
+    ]
+
+
+def outputs(processes: list[subprocess.Popen], seconds: float = 600) -> list[str]:
+    """What each printed; none of them goes on after the test, whatever happens."""
+    try:
+        return [process.communicate(timeout=seconds)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def finish(processes: list[subprocess.Popen]) -> list[str]:
+    printed = outputs(processes)
+    assert [process.returncode for process in processes] == [0] * len(processes), printed
+    return printed
+
+
+def trainer_of(model, out, **changes) -> rl.Trainer:
+    argv = tiny_run.arguments(model, out, **{**CHANGES, **changes})
+    return rl.Trainer(parse_config(RLConfig, argv)[0])
+
+
+def learned(metrics: dict) -> dict:
+    """What must be equal to the last bit."""
+    names = ["tokens_sha", "carried_sha", "reward", "budget", "groups_selected", "groups_carried"]
+    return {name: metrics.get(f"rollout/{name}") for name in names}
+
+
+@pytest.fixture(scope="module")
+def two(tiny_policy, tmp_path_factory):
+    """A run of five steps in two processes, and what they printed."""
+    out = tmp_path_factory.mktemp("two") / "run"
+    return out, finish(start(tiny_policy, out, 2))
+
+
+@pytest.fixture(scope="module")
+def one(tiny_policy, tmp_path_factory):
+    """The same run and one more step in one process: its trainer after five steps' metrics.
+
+    Returns:
+      (metrics of each step, leaves of policy and head after step 5)
+    """
+    trainer = trainer_of(tiny_policy, tmp_path_factory.mktemp("one"))
+    metrics = [trainer.step() for _ in range(5)]
+    weights = leaves((trainer.params, trainer.head))
+    return [*metrics, trainer.step()], weights
+
+
+def leaves(tree) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def test_two_processes_sample_and_learn_what_one_does(two, one):
+    records = read_metrics(two[0])
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5]
+    for mine, theirs in zip(records, one[0], strict=False):
+        assert learned(mine) == learned(theirs)
+        for name in ("train/loss", "train/grad_norm", "train/mtp_loss", "train/entropy"):
+            assert mine.get(name) == pytest.approx(theirs.get(name), rel=1e-4, abs=1e-5), name
+    assert any(r["rollout/groups_carried"] for r in records), "decisions were taken"
+    assert any("train/loss" in r for r in records)
+
+
+def test_one_process_goes_on_from_the_checkpoint_of_two(tiny_policy, tmp_path, two, one):
+    trainer = trainer_of(tiny_policy, tmp_path)
+    with Checkpointer(two[0] / "checkpoints") as checkpoints:
+        trainer.restore(checkpoints, None)
+    assert trainer.done_steps == 5
+    for mine, theirs in zip(leaves((trainer.params, trainer.head)), one[1], strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
+    assert learned(trainer.step()) == learned(one[0][5])
+
+
+def test_only_the_first_process_writes_and_prints(two):
+    out, (first, second) = two
+    assert "step    5" in first and "plot:" in first
+    assert not [line for line in second.splitlines() if "Gloo" not in line], second
+    assert (out / "metrics.png").exists() and not list(out.parent.glob("run-*"))
+
+
+# --- how a job starts -----------------------------------------------------------------------------
+
+SLURM = {"SLURM_STEP_NODELIST": "node[1-2]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
+EXPLICIT = {"coordinator": "a:1", "num_processes": 4, "process_id": 3}
+VARIABLES = {
+    "JAX_COORDINATOR_ADDRESS": "a:1",
+    "JAX_NUM_PROCESSES": "4",
+    "JAX_PROCESS_ID": "3",
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "job"),
+    [
+        ({}, {}, None),
+        ({}, {"SLURM_NTASKS": "2"}, None),  # in a batch script, outside of srun
+        ({}, SLURM, Job(None, None, None)),
+        ({}, {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0"}, Job(None, None, None)),
+        ({}, {"TPU_WORKER_HOSTNAMES": "a"}, None),
+        ({}, {"OMPI_COMM_WORLD_SIZE": "8"}, Job(None, None, None)),
+        ({"mode": "off"}, SLURM, None),
+        ({"mode": "on"}, {}, Job(None, None, None)),
+        (EXPLICIT, {}, Job("a:1", 4, 3)),
+        ({}, VARIABLES, Job("a:1", 4, 3)),
+        ({"process_id": 0}, VARIABLES, Job("a:1", 4, 0)),
+        ({"coordinator": "b:2"}, SLURM, Job("b:2", None, None)),
+        (EXPLICIT | {"num_processes": 1, "process_id": 0}, {}, None),
+    ],
+)
+def test_a_job_is_found_in_settings_and_environment(settings, environment, job):
+    assert find_job(DistributedConfig(**settings), environment) == job
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"coordinator": "a:1", "process_id": 0}, "no value for num_processes"),
+        (EXPLICIT | {"process_id": 4}, "expected 0 to 3"),
+        (EXPLICIT | {"coordinator": "a"}, "expected HOST:PORT, got 'a'"),
+    ],
+)
+def test_half_a_job_is_refused(settings, expected):
+    with pytest.raises(DistributedError, match=expected):
+        find_job(DistributedConfig(**settings), {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rollout.tp": 8}, "set rollout.tp to a divisor of 4"),
+        ({"mesh.data": 4}, "the product of the axes of mesh must be 8, got 4"),
+        ({"mesh.data": 8}, "set rollout.replicas=8 with rollout.tp=1, got rollout.replicas=1"),
+        (
+            {"mesh.data": 8, "rollout.replicas": 8, "rollout.telemetry": "true"},
+            "rollout.telemetry tells of the samples of one process alone",
+        ),
+    ],
+)
+def test_what_would_leave_processes_without_work_is_refused(monkeypatch, changes, expected):
+    for name, value in {"process_count": 2, "device_count": 8, "local_device_count": 4}.items():
+        monkeypatch.setattr(jax, name, lambda value=value: value)
+    monkeypatch.setattr(distributed, "is_several", lambda: True)
+    argv = tiny_run.arguments("model", "out", **{"packing.rows": 8, **changes})
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        engines.make_meshes(parse_config(RLConfig, argv)[0])
+
+
+# --- how it ends before its time ------------------------------------------------------------------
+
+
+def run_until(processes: list[subprocess.Popen], out: Path, step: int) -> None:
+    """Waits until a step is recorded."""
+    until = time.monotonic() + 300
+    while not (out / "metrics.jsonl").exists() or len(read_metrics(out)) < step:
+        assert all(process.poll() is None for process in processes), outputs(processes)
+        assert time.monotonic() < until, outputs(processes, 1)
+        time.sleep(0.05)
+
+
+LONG = {"steps": 500, "distributed.lost_after": 3, "checkpoint.every": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_lost_process_ends_the_job_with_its_name(tiny_policy, tmp_path, victim):
+    out = tmp_path / "run"
+    processes = start(tiny_policy, out, 2, slow=0.02, **LONG)
+    run_until(processes, out, 4)
+    processes[victim].kill()
+    begun = time.monotonic()
+    printed = outputs(processes, 60)
+    assert time.monotonic() - begun < 30
+    survivor, said = processes[1 - victim], printed[1 - victim]
+    assert survivor.returncode != 0
+    assert "with --resume" in said and "the last checkpoint in" in said, said
+    if victim == 1:
+        assert "error: process 1 (pid " in said and "is lost: no sign of life" in said, said
+    else:  # jax ends whoever loses its coordinator, and the reporter says what that means
+        assert "process 0" in said and ("is lost" in said or "coordination service" in said), said
+    assert "was ended from outside: killed" in printed[victim], printed[victim]
+    # One process goes on where two were.
+    with Checkpointer(out / "checkpoints") as checkpoints:
+        saved = checkpoints.all_steps()[-1]
+    changes = {**CHANGES, "steps": saved + 1}
+    rl.main([*tiny_run.arguments(tiny_policy, out, **changes), "--resume"])
+    assert [r["step"] for r in read_metrics(out)] == list(range(1, saved + 2))
+
+
+def test_processes_with_other_settings_do_not_begin(tiny_policy, tmp_path):
+    processes = start(tiny_policy, tmp_path / "run", 2, last=["seed=4"])
+    printed = outputs(processes, 120)
+    assert all(process.returncode == 1 for process in processes), printed
+    assert any("was started with another value of seed" in said for said in printed), printed
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_ends_all_processes_together(tiny_policy, tmp_path):
+    out = tmp_path / "run"
+    processes = start(tiny_policy, out, 2, slow=0.02, **{**LONG, "checkpoint.every": 0})
+    run_until(processes, out, 2)
+    processes[1].send_signal(signal.SIGTERM)
+    printed = outputs(processes, 60)
+    assert [process.returncode for process in processes] == [1, 1]
+    assert all("error: ended by SIGTERM after step" in said for said in printed), printed
+    last = read_metrics(out)[-1]["step"]
+    assert [p.name for p in (out / "checkpoints").iterdir() if p.name.isdigit()] == [str(last)]
+
+
+@pytest.mark.slow
+def test_replicas_of_several_devices_on_hosts_of_several(tiny_policy, tmp_path, one):
+    """2 x 2 devices: tensor parallel training and rollouts, and evaluation, exported at the end;
+    then the other way round, one process to two."""
+    out = tmp_path / "run"
+    changes = {"mesh.data": 2, "mesh.tp": 2, "rollout.replicas": 2, "rollout.tp": 2}
+    more = {"eval.problems": 3, "checkpoint.export": "true", "rollout.strategy": "2_1_3"}
+    finish(start(tiny_policy, out, 2, devices=2, **changes, **more, steps=2))
+    for mine, theirs in zip(read_metrics(out)[1:], one[0], strict=False):
+        assert learned(mine) == learned(theirs)
+    assert (out / "hf" / "config.json").exists()
+    finish(start(tiny_policy, out, 2, "--resume", **more, steps=3))
+    assert learned(read_metrics(out)[-1]) == learned(one[0][2])
