@@ -19,28 +19,20 @@ from specjax.engine.request import Job, SampleOutput
 from train.schema import RLConfig
 
 Mesh = jax.sharding.Mesh | None  # None is one device, the first
-AnyEngine = Engine | Replicas | Hosts
 
 
-def make_meshes(cfg: RLConfig) -> tuple[Mesh, list[Mesh], Copies | None]:
-    """Where the run trains, and where each replica of this process rolls out.
-
-    Returns:
-      mesh, places, and what brings weights to the replicas of all processes if there are several.
+def make_meshes(cfg: RLConfig) -> tuple[Mesh, list[Mesh]]:
+    """Where the run trains, and where each of its replicas rolls out, on all processes.
 
     Raises:
-      ValueError: there are not so many devices, or not all processes would have something to do.
+      ValueError: there are not so many devices, or some processes would have nothing to do.
     """
     roll = cfg.rollout
     sharding.offer_cpu_devices(max(cfg.mesh.size, cfg.rollout_devices))
     if distributed.is_several():
         _check_processes(cfg)
     mesh = sharding.make_mesh(cfg.mesh)
-    if not roll.own_devices:
-        return mesh, [mesh], None
-    places = sharding.replica_meshes(roll.replicas, roll.tp)
-    copies = Copies(places) if distributed.is_several() else None
-    return mesh, copies.own if copies else places, copies
+    return mesh, sharding.replica_meshes(roll.replicas, roll.tp) if roll.own_devices else [mesh]
 
 
 def _check_processes(cfg: RLConfig) -> None:
@@ -83,23 +75,18 @@ def build_engines(
     source: DraftSource | None,
     mesh: Mesh,
     places: Sequence[Mesh],
-    copies: Copies | None = None,
-    judge: Callable[[Job, SampleOutput], float] | None = None,
-) -> tuple[list[Engine], AnyEngine, AnyEngine | None]:
-    """The engines of this process.
+) -> tuple[list[Engine], Engine | None]:
+    """One engine for each place, and one for evaluation on `mesh` if the run evaluates.
 
     Args:
-      mesh, places, copies: see `make_meshes`; with `copies` evaluation runs on `places`, too.
-      judge: see `Hosts`.
-
-    Returns:
-      one engine for each place, all of them (of all processes) as one, and what evaluates if the
-      run does.
+      places: of this process. Evaluation, too, stays in one of them where there are several
+        processes.
 
     Raises:
       ValueError: the settings do not fit together.
     """
     roll = cfg.rollout
+    mesh = places[0] if distributed.is_several() else mesh
     settings = {
         "max_len": roll.max_prompt_tokens + roll.max_tokens,
         "stop_width": max(1, len(model.eos_token_ids)),
@@ -118,14 +105,21 @@ def build_engines(
     engines = [
         build(spec, roll.max_batch, place, source=source, control=control) for place in places
     ]
-    together = Replicas(engines) if len(engines) > 1 else engines[0]
-    evaluates = None
-    if cfg.eval.problems:
-        evaluates = build(None, cfg.eval.max_batch, mesh if copies is None else places[0])
-    if copies is not None:
-        together = Hosts(together, copies, judge)
-        evaluates = evaluates and Hosts(evaluates, copies)
-    return engines, together, evaluates
+    return engines, build(None, cfg.eval.max_batch, mesh) if cfg.eval.problems else None
+
+
+def as_one(
+    engines: Sequence[Engine],
+    copies: Copies | None,
+    judge: Callable[[Job, SampleOutput], float] | None = None,
+) -> Engine | Replicas | Hosts:
+    """Engines of this process, and those like them of all others, behind the interface of one.
+
+    Args:
+      copies: brings weights to all processes; None: there is one. judge: see `Hosts`.
+    """
+    own = Replicas(engines) if len(engines) > 1 else engines[0]
+    return own if copies is None else Hosts(own, copies, judge)
 
 
 def everywhere(own: Sequence[Any]) -> list:

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import sharding
+from specjax import distributed, sharding
 from specjax.checkpoint import Checkpointer
 from specjax.config import SamplingParams, SpecConfig
 from specjax.draft.source import DraftSource
+from specjax.engine.hosts import Copies
 from specjax.engine.sources import load_source
 from specjax.engine.start_up import StartUp
 from specjax.models import hf
@@ -23,7 +24,7 @@ from train import rollout as rollouts
 from train.collect import Rollouts
 from train.config import ConfigError, find_shipped, fingerprint, require_same_settings
 from train.draft import DraftTrainer, draft_metrics
-from train.engines import build_engines, control_metrics, everywhere, make_meshes
+from train.engines import as_one, build_engines, control_metrics, everywhere, make_meshes
 from train.grpo import count_denominators, finalize_metrics
 from train.heads import HeadCheckpoints, starting_head
 from train.packing import empty_batch, pack
@@ -73,7 +74,9 @@ class Trainer:
         if not Path(cfg.model).is_dir():
             raise ConfigError(f"model: expected a checkpoint directory, got {cfg.model!r}")
         try:
-            self.mesh, self.places, self.copies = make_meshes(cfg)
+            self.mesh, self.places = make_meshes(cfg)
+            self.copies = Copies(self.places) if distributed.is_several() else None
+            self.places = self.copies.own if self.copies else self.places
             self.reward = get_reward(cfg.reward)
             self.order = data.endless(data.problems(cfg.data, "train"), cfg.data.seed)
             self.heldout = data.problems(cfg.data, "heldout") if cfg.eval.problems else []
@@ -109,18 +112,14 @@ class Trainer:
             )
             self.draft_opt = self.draft.init_opt_state(self.head)
         try:
-            self.engines, self.engine, self.eval_engine = build_engines(
-                cfg,
-                self.model,
-                speculate,
-                self.source,
-                self.mesh,
-                self.places,
-                self.copies,
-                self.rollouts.judge,
+            self.engines, self.eval_engine = build_engines(
+                cfg, self.model, speculate, self.source, self.mesh, self.places
             )
         except ValueError as error:
             raise ConfigError(f"rollout: {error}") from error
+        self.engine = as_one(self.engines, self.copies, self.rollouts.judge)
+        if self.eval_engine is not None:
+            self.eval_engine = as_one([self.eval_engine], self.copies)
         self._build_spot()
         self.sync_weights()
 

@@ -45,13 +45,24 @@ class Copies:
 
     Attributes:
       own: those of this process. before: how many there are of the processes before it.
+
+    Raises:
+      ValueError: a replica has devices in more than one process.
     """
 
     def __init__(self, places: Several[jax.sharding.Mesh]):
         grid = np.concatenate([place.devices for place in places])
         self.mesh = jax.sharding.Mesh(grid, places[0].axis_names)
-        process = jax.process_index()
-        homes = [place.devices.flat[0].process_index for place in places]
+        process, homes = jax.process_index(), []
+        for replica, place in enumerate(places):
+            hosts = sorted({device.process_index for device in place.devices.flat})
+            if len(hosts) > 1:
+                raise ValueError(
+                    f"replica {replica} has devices in processes {hosts}, and who chooses its "
+                    "strategy must see all of them; use a smaller rollout.tp, or a mesh whose tp "
+                    "stays within a process"
+                )
+            homes += hosts
         self.own = [p for p, home in zip(places, homes, strict=True) if home == process]
         self.before = sum(home < process for home in homes)
         self._programs: dict[Any, Callable] = {}
