@@ -97,7 +97,7 @@ class Lifeline:
             self._write()
             lost = self._look()
             if lost:
-                self._end(lost)
+                return self._end(lost)
 
     def _look(self) -> str:
         """Who is lost, in a sentence; empty: nobody."""

@@ -17,14 +17,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def left(monkeypatch):
-    """Instead of ending, a lifeline notes the status that it would have ended with."""
+    """Instead of ending the process, a lifeline notes the status that it would have ended with."""
     statuses = []
-
-    def leave(status):
-        statuses.append(status)
-        raise SystemExit  # ends the thread
-
-    monkeypatch.setattr(lifeline, "leave", leave)
+    monkeypatch.setattr(lifeline, "leave", statuses.append)
     return statuses
 
 
@@ -34,9 +29,8 @@ def sign(directory: Path, process: int, state="running", message="", token="now"
     (directory / f"{process}.json").write_text(json.dumps(told | {"message": message}))
 
 
-def watch(directory: Path, process: int) -> Lifeline:
-    directory.mkdir(exist_ok=True)
-    return Lifeline(directory, process, 3, "now", lost_after=0.4, advice="Start again.")
+def watch(directory: Path, process: int, lost_after: float = 0.4) -> Lifeline:
+    return Lifeline(directory, process, 3, "now", lost_after, advice="Start again.")
 
 
 def wait(statuses: list, seconds: float = 5.0) -> None:
@@ -78,11 +72,11 @@ def test_who_failed_says_why(tmp_path, left, capfd):
 
 
 def test_who_is_done_is_not_missed(tmp_path, left, capfd):
-    lines = [watch(tmp_path, process) for process in range(3)]
+    lines = [watch(tmp_path, process, lost_after=1.0) for process in range(3)]
     assert not any(line.unseen() for line in lines)
     for line in (lines[2], lines[1]):
         line.close()
-    time.sleep(1)
+    time.sleep(1.5)
     lines[0].close()
     assert not left and capfd.readouterr().err == ""
 

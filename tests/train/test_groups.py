@@ -155,7 +155,7 @@ def run_steps(
             return Group(at - 1, at, step, problem, [1], [Response(), Response()])
 
         def jobs(index, group):
-            place = {"place": group.place, "prompt_hash": group.place % 5}
+            place = {"place": group.place, "prompt_hash": group.place % 12}
             return [
                 SimpleNamespace(**place, sample=i, length=world.length(group.place, i))
                 for i in range(2)
