@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from specjax import distributed, lifeline
 from specjax.checkpoint_format import CheckpointError
+from specjax.engine.engine import Engine
+from specjax.engine.hosts import Copies, Hosts
+from specjax.engine.replicas import Replicas
+from specjax.engine.request import Job, SampleOutput
 from specjax.lifeline import Lifeline
 from train.config import ConfigError, fingerprint
 from train.schema import RLConfig
@@ -86,3 +92,82 @@ def _agree(cfg: RLConfig, out: Path, line: Lifeline) -> None:
             )
         time.sleep(0.1)
     distributed.gather(None, "storage")
+
+
+# --- engines --------------------------------------------------------------------------------------
+
+
+def copies_for(cfg: RLConfig, places: Sequence[jax.sharding.Mesh | None]) -> Copies | None:
+    """What brings weights to all replicas of the job; None: there is one process.
+
+    Args:
+      places: see `train.engines.make_meshes`.
+
+    Raises:
+      ValueError: some processes would have nothing to do, or a replica would lie in two.
+    """
+    if not distributed.is_several():
+        return None
+    _check_devices(cfg)
+    return Copies(places)
+
+
+def _check_devices(cfg: RLConfig) -> None:
+    """Refuses settings that leave devices of a job of several processes without work.
+
+    Raises:
+      ValueError: says what to change.
+    """
+    roll, all_of_them, here = cfg.rollout, jax.device_count(), jax.local_device_count()
+    job = f"{jax.process_count()} processes with {all_of_them} devices, {here} in each,"
+    if here * jax.process_count() != all_of_them:
+        raise ValueError(f"expected the same number of devices in each process, got {job} of them")
+    if here % roll.tp:
+        raise ValueError(
+            f"rollout.tp={roll.tp}: a replica must have its devices in one process, and of {job} "
+            f"none has so many, or some would be left over; set rollout.tp to a divisor of {here}"
+        )
+    if cfg.mesh.size != all_of_them:
+        raise ValueError(
+            f"{job} all train: the product of the axes of mesh must be {all_of_them}, got "
+            f"{cfg.mesh.size}"
+        )
+    if roll.replicas * roll.tp != all_of_them:
+        raise ValueError(
+            f"{job} all roll out, as replicas that each lie in one process: set "
+            f"rollout.replicas={all_of_them // roll.tp} with rollout.tp={roll.tp}, got "
+            f"rollout.replicas={roll.replicas}"
+        )
+    if roll.spec().telemetry_on:
+        raise ValueError(
+            "rollout.telemetry tells of the samples of one process alone; turn it off (and unset "
+            "SPECJAX_TELEMETRY), or look at it in a run of one process"
+        )
+
+
+def as_one(
+    engines: Sequence[Engine],
+    copies: Copies | None,
+    judge: Callable[[Job, SampleOutput], float] | None = None,
+) -> Engine | Replicas | Hosts:
+    """Engines of this process, and those like them of all others, behind the interface of one.
+
+    Args:
+      copies: brings weights to all processes; None: there is one. judge: see `Hosts`.
+    """
+    own = Replicas(engines) if len(engines) > 1 else engines[0]
+    return own if copies is None else Hosts(own, copies, judge)
+
+
+def everywhere(own: Sequence[Any]) -> list:
+    """What each replica of the job has, from what those of this process have."""
+    return [*itertools.chain(*distributed.gather(list(own), "replicas"))]
+
+
+def control_metrics(engines: Sequence[Engine]) -> dict[str, float | str]:
+    """What the controllers chose last; those of further replicas under their numbers."""
+    metrics: dict[str, float | str] = {}
+    for replica, fields in enumerate(everywhere([e.controller.log_fields() for e in engines])):
+        prefix = f"control/replica_{replica}/" if replica else "control/"
+        metrics |= {prefix + name: value for name, value in fields.items()}
+    return metrics

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import distributed, sharding
+from specjax import sharding
 from specjax.checkpoint import Checkpointer
 from specjax.config import SamplingParams, SpecConfig
 from specjax.draft.source import DraftSource
-from specjax.engine.hosts import Copies
 from specjax.engine.sources import load_source
 from specjax.engine.start_up import StartUp
 from specjax.models import hf
@@ -24,11 +23,12 @@ from train import rollout as rollouts
 from train.collect import Rollouts
 from train.config import ConfigError, find_shipped, fingerprint, require_same_settings
 from train.draft import DraftTrainer, draft_metrics
-from train.engines import as_one, build_engines, control_metrics, everywhere, make_meshes
+from train.engines import build_engines, make_meshes
 from train.grpo import count_denominators, finalize_metrics
 from train.heads import HeadCheckpoints, starting_head
 from train.packing import empty_batch, pack
 from train.policy import PolicyTrainer, rl_loss
+from train.processes import as_one, control_metrics, copies_for, everywhere
 from train.rewards import get_reward
 from train.rollout_schema import ENGINE_SETTINGS, PLACEMENT
 from train.schema import RLConfig
@@ -75,7 +75,7 @@ class Trainer:
             raise ConfigError(f"model: expected a checkpoint directory, got {cfg.model!r}")
         try:
             self.mesh, self.places = make_meshes(cfg)
-            self.copies = Copies(self.places) if distributed.is_several() else None
+            self.copies = copies_for(cfg, self.places)
             self.places = self.copies.own if self.copies else self.places
             self.reward = get_reward(cfg.reward)
             self.order = data.endless(data.problems(cfg.data, "train"), cfg.data.seed)

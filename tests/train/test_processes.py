@@ -17,7 +17,7 @@ import tiny_run
 from specjax import distributed
 from specjax.checkpoint import Checkpointer
 from specjax.distributed import DistributedConfig, DistributedError, Job, find_job
-from train import engines, rl
+from train import processes, rl
 from train.config import parse_config
 from train.log import read_metrics
 from train.schema import RLConfig
@@ -39,7 +39,7 @@ CHANGES = {
 
 
 def start(
-    model, out, processes, *flags, devices=1, slow=0.0, last=(), **changes
+    model, out, count, *flags, devices=1, slow=0.0, last=(), **changes
 ) -> list[subprocess.Popen]:
     """`python -m train.rl` in each process of a job.
 
@@ -53,35 +53,35 @@ def start(
     environment = {**os.environ, "PYTHONPATH": paths, "TINY_RUN_REWARD_SECONDS": str(slow)}
     forced = "--xla_force_host_platform_device_count"
     environment["XLA_FLAGS"] = re.sub(rf"{forced}=\d+", "", environment.get("XLA_FLAGS", ""))
-    job = {"mesh.data": processes * devices, "rollout.replicas": processes * devices}
-    argv = tiny_run.arguments(model, out, **{**CHANGES, **job, **changes})
-    argv += [f"distributed.coordinator=127.0.0.1:{port}", f"distributed.num_processes={processes}"]
+    layout = {"mesh.data": count * devices, "rollout.replicas": count * devices}
+    argv = tiny_run.arguments(model, out, **{**CHANGES, **layout, **changes})
+    argv += [f"distributed.coordinator=127.0.0.1:{port}", f"distributed.num_processes={count}"]
     return [
         subprocess.Popen(
             [sys.executable, "-m", "train.rl", *argv, f"distributed.process_id={i}", *flags]
-            + (list(last) if i == processes - 1 else []),
+            + (list(last) if i == count - 1 else []),
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
         )
-        for i in range(processes)
+        for i in range(count)
     ]
 
 
-def outputs(processes: list[subprocess.Popen], seconds: float = 600) -> list[str]:
+def outputs(job: list[subprocess.Popen], seconds: float = 600) -> list[str]:
     """What each printed; none of them goes on after the test, whatever happens."""
     try:
-        return [process.communicate(timeout=seconds)[0] for process in processes]
+        return [process.communicate(timeout=seconds)[0] for process in job]
     finally:
-        for process in processes:
+        for process in job:
             process.kill()
 
 
-def finish(processes: list[subprocess.Popen]) -> list[str]:
-    printed = outputs(processes)
-    assert [process.returncode for process in processes] == [0] * len(processes), printed
+def finish(job: list[subprocess.Popen]) -> list[str]:
+    printed = outputs(job)
+    assert [process.returncode for process in job] == [0] * len(job), printed
     return printed
 
 
@@ -212,18 +212,18 @@ def test_what_would_leave_processes_without_work_is_refused(monkeypatch, changes
     monkeypatch.setattr(distributed, "is_several", lambda: True)
     argv = tiny_run.arguments("model", "out", **{"packing.rows": 8, **changes})
     with pytest.raises(ValueError, match=re.escape(expected)):
-        engines.make_meshes(parse_config(RLConfig, argv)[0])
+        processes.copies_for(parse_config(RLConfig, argv)[0], [])
 
 
 # --- how it ends before its time ------------------------------------------------------------------
 
 
-def run_until(processes: list[subprocess.Popen], out: Path, step: int) -> None:
+def run_until(job: list[subprocess.Popen], out: Path, step: int) -> None:
     """Waits until a step is recorded."""
     until = time.monotonic() + 300
     while not (out / "metrics.jsonl").exists() or len(read_metrics(out)) < step:
-        assert all(process.poll() is None for process in processes), outputs(processes)
-        assert time.monotonic() < until, outputs(processes, 1)
+        assert all(process.poll() is None for process in job), outputs(job)
+        assert time.monotonic() < until, outputs(job, 1)
         time.sleep(0.05)
 
 
@@ -239,13 +239,13 @@ LONG = {
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_lost_process_ends_the_job_with_its_name(tiny_policy, tmp_path, victim):
     out = tmp_path / "run"
-    processes = start(tiny_policy, out, 2, slow=0.02, **LONG)
-    run_until(processes, out, 4)
-    processes[victim].kill()
+    job = start(tiny_policy, out, 2, slow=0.02, **LONG)
+    run_until(job, out, 4)
+    job[victim].kill()
     begun = time.monotonic()
-    printed = outputs(processes, 60)
+    printed = outputs(job, 60)
     assert time.monotonic() - begun < 30
-    survivor, said = processes[1 - victim], printed[1 - victim]
+    survivor, said = job[1 - victim], printed[1 - victim]
     assert survivor.returncode != 0
     assert "with --resume" in said and "the last checkpoint in" in said, said
     if victim == 1:
@@ -262,20 +262,20 @@ def test_a_lost_process_ends_the_job_with_its_name(tiny_policy, tmp_path, victim
 
 
 def test_processes_with_other_settings_do_not_begin(tiny_policy, tmp_path):
-    processes = start(tiny_policy, tmp_path / "run", 2, last=["seed=4"])
-    printed = outputs(processes, 120)
-    assert all(process.returncode == 1 for process in processes), printed
+    job = start(tiny_policy, tmp_path / "run", 2, last=["seed=4"])
+    printed = outputs(job, 120)
+    assert all(process.returncode == 1 for process in job), printed
     assert any("was started with another value of seed" in said for said in printed), printed
 
 
 @pytest.mark.slow
 def test_sigterm_saves_and_ends_all_processes_together(tiny_policy, tmp_path):
     out = tmp_path / "run"
-    processes = start(tiny_policy, out, 2, slow=0.02, **{**LONG, "checkpoint.every": 0})
-    run_until(processes, out, 2)
-    processes[1].send_signal(signal.SIGTERM)
-    printed = outputs(processes, 60)
-    assert [process.returncode for process in processes] == [1, 1]
+    job = start(tiny_policy, out, 2, slow=0.02, **{**LONG, "checkpoint.every": 0})
+    run_until(job, out, 2)
+    job[1].send_signal(signal.SIGTERM)
+    printed = outputs(job, 60)
+    assert [process.returncode for process in job] == [1, 1]
     assert all("error: ended by SIGTERM after step" in said for said in printed), printed
     last = read_metrics(out)[-1]["step"]
     assert [p.name for p in (out / "checkpoints").iterdir() if p.name.isdigit()] == [str(last)]
