@@ -18,8 +18,6 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-GATHER_BYTES = 256 << 20  # of an array that is gathered in one piece
-
 MESH_AXES = ("data", "fsdp", "tp")
 
 PHYSICAL = {
@@ -112,11 +110,6 @@ def replica_meshes(replicas: int, tp: int = 1) -> list[jax.sharding.Mesh]:
     return [jax.sharding.Mesh(group, MESH_AXES) for group in groups]
 
 
-def all_devices() -> list[jax.Device]:
-    """Of all processes; those of one process, and so of one host, follow each other."""
-    return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-
-
 def offer_cpu_devices(count: int) -> None:
     """Lets the CPU act as `count` devices, unless backends are up or the user said otherwise."""
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
@@ -187,44 +180,6 @@ def batch_sharding(mesh: jax.sharding.Mesh, array) -> jax.NamedSharding:
     return jax.NamedSharding(mesh, spec_for(mesh, axes, array.shape))
 
 
-def put(tree, shardings):
-    """Arrays that every process has whole, to devices: each sends what its own are to hold."""
-    if not jax.distributed.is_initialized():
-        return jax.device_put(tree, shardings)
-
-    def one(leaf, where):
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            return jax.device_put(leaf, where)  # moves between layouts of the same devices
-        whole = np.asarray(leaf)
-        return jax.make_array_from_callback(whole.shape, where, lambda index: whole[index])
-
-    return jax.tree.map(one, tree, shardings)
-
-
-def fetch(tree):
-    """`jax.device_get`, also of what lies on devices of other processes; then all must call it."""
-    if not jax.distributed.is_initialized():
-        return jax.device_get(tree)
-
-    def one(leaf):
-        if isinstance(leaf, jax.Array) and not (
-            leaf.is_fully_addressable or leaf.is_fully_replicated
-        ):
-            return _gathered(leaf)
-        return jax.device_get(leaf)
-
-    return jax.tree.map(one, tree)
-
-
-def _gathered(array: jax.Array) -> np.ndarray:
-    """The whole array, piece by piece: each is for a moment on every device."""
-    if not array.ndim or array.nbytes <= GATHER_BYTES:
-        return multihost_utils.process_allgather(array, tiled=True)
-    step = max(1, len(array) * GATHER_BYTES // array.nbytes)
-    pieces = [array[i : i + step] for i in range(0, len(array), step)]
-    return np.concatenate([multihost_utils.process_allgather(p, tiled=True) for p in pieces])
-
-
 def _in_cache(path) -> bool:
     return any(getattr(p, "name", None) == "cache" for p in path)
 
@@ -274,3 +229,52 @@ def replicated_dims(mesh: jax.sharding.Mesh | None, tree) -> list[str]:
                 where = jax.tree_util.keystr(path)
                 lines.append(f"{where}: {name} of size {size} does not divide by {ways}")
     return lines
+
+
+# --- several processes ----------------------------------------------------------------------------
+
+
+def all_devices() -> list[jax.Device]:
+    """Of all processes; those of one process, and so of one host, follow each other."""
+    return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+
+
+def put(tree, shardings):
+    """Arrays that every process has whole, to devices: each sends what its own are to hold."""
+    if not jax.distributed.is_initialized():
+        return jax.device_put(tree, shardings)
+
+    def one(leaf, where):
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            return jax.device_put(leaf, where)  # moves between layouts of the same devices
+        whole = np.asarray(leaf)
+        return jax.make_array_from_callback(whole.shape, where, lambda index: whole[index])
+
+    return jax.tree.map(one, tree, shardings)
+
+
+def fetch(tree):
+    """`jax.device_get`, also of what lies on devices of other processes; then all must call it."""
+    if not jax.distributed.is_initialized():
+        return jax.device_get(tree)
+
+    def one(leaf):
+        if isinstance(leaf, jax.Array) and not (
+            leaf.is_fully_addressable or leaf.is_fully_replicated
+        ):
+            return _gathered(leaf)
+        return jax.device_get(leaf)
+
+    return jax.tree.map(one, tree)
+
+
+GATHER_BYTES = 256 << 20  # of an array that is gathered in one piece
+
+
+def _gathered(array: jax.Array) -> np.ndarray:
+    """The whole array, piece by piece: each is for a moment on every device."""
+    if not array.ndim or array.nbytes <= GATHER_BYTES:
+        return multihost_utils.process_allgather(array, tiled=True)
+    step = max(1, len(array) * GATHER_BYTES // array.nbytes)
+    pieces = [array[i : i + step] for i in range(0, len(array), step)]
+    return np.concatenate([multihost_utils.process_allgather(p, tiled=True) for p in pieces])
