@@ -41,7 +41,8 @@ class DistributedConfig:
       local_devices: that this process uses, from the first; 0: all, but one where SLURM or Open MPI
         started it.
       start_timeout: seconds to wait for all processes at the start.
-      lost_after: seconds without a sign of life after which a process counts as lost.
+      lost_after: seconds without a sign of life after which a process counts as lost; more than the
+        storage of the run may keep an old state of a file in its cache.
     """
 
     mode: str = "auto"
@@ -50,7 +51,7 @@ class DistributedConfig:
     num_processes: int | None = None
     local_devices: int = 0
     start_timeout: int = 300
-    lost_after: float = 60.0
+    lost_after: float = 150.0
 
     def __post_init__(self):
         if self.mode not in MODES:
