@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from specjax import sharding
+from specjax.lifeline import Reporter
 
 MODES = ("auto", "on", "off")
 _BLOCKS = (1 << 14, 1 << 20)  # bytes of what is gathered first, and of each further piece
@@ -142,26 +143,28 @@ def start(cfg: DistributedConfig, devices: int) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if job.num_processes is not None:
         sharding.offer_cpu_devices(max(1, devices // job.num_processes))
-    explicit = None not in job
+    advice = (
+        f"{job}: they did not all come within {cfg.start_timeout} s. Start as many processes as "
+        "num_processes says, each with a process_id of its own, all with the same coordinator, "
+        "which must be process 0's address and a free port that the others can reach"
+    )
+    reporter = Reporter(f"error: {advice}")  # jax aborts when nobody comes
     try:
         jax.distributed.initialize(
             coordinator_address=job.coordinator,
             num_processes=job.num_processes,
             process_id=job.process_id,
             local_device_ids=list(range(cfg.local_devices)) or None,
-            # Else all devices of a host that a launcher runs in would be looked for, too.
-            cluster_detection_method="deactivate" if explicit else None,
+            # A launcher that runs here, too, has nothing to say where all is said.
+            cluster_detection_method="deactivate" if None not in job else None,
             initialization_timeout=cfg.start_timeout,
             # `specjax.lifeline` knows sooner, and says what to do.
             heartbeat_timeout_seconds=int(max(100, 3 * cfg.lost_after)),
         )
     except (RuntimeError, ValueError) as error:
-        raise DistributedError(
-            f"{job}: they did not all come within {cfg.start_timeout} s "
-            f"({str(error).splitlines()[0]}). Start as many processes as num_processes says, each "
-            "with a process_id of its own, all with the same coordinator, which must be process "
-            "0's address and a free port that the others can reach"
-        ) from error
+        raise DistributedError(f"{advice} ({str(error).splitlines()[0]})") from error
+    finally:
+        reporter.bye()
 
 
 def is_several() -> bool:

@@ -7,8 +7,7 @@ the others look at that of process 0. A process whose file does not change for `
 is lost, and so is one that wrote that it failed; then all others say so and end, with status 70.
 
 What ends a process before it can say anything (SIGKILL, or jax itself: it aborts within a moment
-where process 0, which holds its coordination service, is gone) is told by a shell that waits for
-that: it holds the other end of a pipe.
+where process 0, which holds its coordination service, is gone) is told by a `Reporter`.
 """
 
 from __future__ import annotations
@@ -27,6 +26,29 @@ from typing import Any
 STATUS = 70  # EX_SOFTWARE
 _LOOKS = 10  # in `lost_after` seconds
 _REPORTER = 'read -r word; [ "$word" = bye ] || printf "%s\\n" "$0" >&2'
+
+
+class Reporter:
+    """Says something if the process ends without a word: a shell at the other end of a pipe."""
+
+    def __init__(self, text: str):
+        self._shell = None
+        with contextlib.suppress(OSError):  # no shell here: only the message is lost
+            self._shell = subprocess.Popen(
+                ["sh", "-c", _REPORTER, text],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # signals to the process are not for it
+            )
+
+    def bye(self) -> None:
+        """The process speaks for itself, from now on."""
+        shell, self._shell = self._shell, None
+        if shell is not None:
+            with contextlib.suppress(OSError):
+                shell.stdin.write(b"bye\n")
+                shell.stdin.close()
+            shell.wait()
 
 
 class Lifeline:
@@ -57,7 +79,11 @@ class Lifeline:
         self._lock, self._closed = threading.Lock(), threading.Event()
         directory.mkdir(parents=True, exist_ok=True)
         self._write()
-        self._reporter = self._start_reporter()
+        me = {"process": process, "host": socket.gethostname(), "pid": os.getpid()}
+        self._reporter = Reporter(
+            f"error: {_name(me)} of {processes} was ended from outside: killed, or by jax, whose "
+            f"lines above tell then that process 0 is lost. {advice}"
+        )
         self._thread = threading.Thread(target=self._watch, name="lifeline", daemon=True)
         self._thread.start()
 
@@ -69,7 +95,7 @@ class Lifeline:
         self._thread.join()
         self._state = "done"
         self._write()
-        self._say_bye()
+        self._reporter.bye()
 
     def fail(self, error: BaseException) -> None:
         """The process has an error of its own: the others are told."""
@@ -78,7 +104,7 @@ class Lifeline:
         self._message = f"{type(error).__name__}: {text[0] if text else ''}"
         self._state = "failed"
         self._write()
-        self._say_bye()
+        self._reporter.bye()
         self._linger()
 
     def unseen(self) -> list[int]:
@@ -120,7 +146,7 @@ class Lifeline:
         self._state, self._message = "lost", lost
         self._write()
         print(f"error: {lost}. {self._advice}", file=sys.stderr, flush=True)
-        self._say_bye()
+        self._reporter.bye()
         self._linger()
         leave(STATUS)
 
@@ -151,32 +177,6 @@ class Lifeline:
             with contextlib.suppress(OSError):  # a full disk shall not end the run here
                 partial.write_text(json.dumps(told))
                 partial.replace(self.directory / f"{self.process}.json")
-
-    # --- the reporter -------------------------------------------------------------------------
-
-    def _start_reporter(self) -> subprocess.Popen | None:
-        me = {"process": self.process, "host": socket.gethostname(), "pid": os.getpid()}
-        text = (
-            f"error: {_name(me)} of {self.processes} was ended from outside: killed, or by jax, "
-            f"whose lines above tell then that process 0 is lost. {self._advice}"
-        )
-        try:
-            return subprocess.Popen(
-                ["sh", "-c", _REPORTER, text],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,  # signals to the process are not for it
-            )
-        except OSError:  # no shell here: only the message is lost
-            return None
-
-    def _say_bye(self) -> None:
-        reporter, self._reporter = self._reporter, None
-        if reporter is not None:
-            with contextlib.suppress(OSError):
-                reporter.stdin.write(b"bye\n")
-                reporter.stdin.close()
-            reporter.wait()
 
 
 def _name(told: dict[str, Any]) -> str:

@@ -16,7 +16,6 @@ import tiny_run
 
 from specjax import distributed
 from specjax.checkpoint import Checkpointer
-from specjax.distributed import DistributedConfig, DistributedError, Job, find_job
 from train import processes, rl
 from train.config import parse_config
 from train.log import read_metrics
@@ -148,50 +147,7 @@ def test_only_the_first_process_writes_and_prints(two):
     assert (out / "metrics.png").exists() and not list(out.parent.glob("run-*"))
 
 
-# --- how a job starts -----------------------------------------------------------------------------
-
-SLURM = {"SLURM_STEP_NODELIST": "node[1-2]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
-EXPLICIT = {"coordinator": "a:1", "num_processes": 4, "process_id": 3}
-VARIABLES = {
-    "JAX_COORDINATOR_ADDRESS": "a:1",
-    "JAX_NUM_PROCESSES": "4",
-    "JAX_PROCESS_ID": "3",
-}
-
-
-@pytest.mark.parametrize(
-    ("settings", "environment", "job"),
-    [
-        ({}, {}, None),
-        ({}, {"SLURM_NTASKS": "2"}, None),  # in a batch script, outside of srun
-        ({}, SLURM, Job(None, None, None)),
-        ({}, {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0"}, Job(None, None, None)),
-        ({}, {"TPU_WORKER_HOSTNAMES": "a"}, None),
-        ({}, {"OMPI_COMM_WORLD_SIZE": "8"}, Job(None, None, None)),
-        ({"mode": "off"}, SLURM, None),
-        ({"mode": "on"}, {}, Job(None, None, None)),
-        (EXPLICIT, {}, Job("a:1", 4, 3)),
-        ({}, VARIABLES, Job("a:1", 4, 3)),
-        ({"process_id": 0}, VARIABLES, Job("a:1", 4, 0)),
-        ({"coordinator": "b:2"}, SLURM, Job("b:2", None, None)),
-        (EXPLICIT | {"num_processes": 1, "process_id": 0}, {}, None),
-    ],
-)
-def test_a_job_is_found_in_settings_and_environment(settings, environment, job):
-    assert find_job(DistributedConfig(**settings), environment) == job
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"coordinator": "a:1", "process_id": 0}, "no value for num_processes"),
-        (EXPLICIT | {"process_id": 4}, "expected 0 to 3"),
-        (EXPLICIT | {"coordinator": "a"}, "expected HOST:PORT, got 'a'"),
-    ],
-)
-def test_half_a_job_is_refused(settings, expected):
-    with pytest.raises(DistributedError, match=expected):
-        find_job(DistributedConfig(**settings), {})
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
