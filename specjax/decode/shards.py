@@ -39,7 +39,7 @@ def pin(x: Array) -> Array:
     return jax.lax.with_sharding_constraint(x, jax.P(*anyhow, AXIS))
 
 
-def argmax(x: Float[Array, "B *R V"]) -> Int[Array, "B *R"]:
+def argmax(x: Float[Array, "*R V"]) -> Int[Array, "*R"]:
     """As `jnp.argmax` over the vocabulary: ties go to the lowest id, and the first NaN wins."""
     number = ways(x.shape[-1])
     if number == 1:
@@ -56,8 +56,8 @@ def argmax(x: Float[Array, "B *R V"]) -> Int[Array, "B *R"]:
 
 
 def top_k(
-    x: Float[Array, "B *R V"], count: int, plain: Callable = jax.lax.top_k
-) -> tuple[Float[Array, "B *R C"], Int[Array, "B *R C"]]:
+    x: Float[Array, "*R V"], count: int, plain: Callable = jax.lax.top_k
+) -> tuple[Float[Array, "*R C"], Int[Array, "*R C"]]:
     """Values and ids of the `count` best, best first, ties to the lowest id.
 
     A shard's own best come in that order, and shards stand in the order of their ids: a stable
@@ -77,7 +77,7 @@ def top_k(
     return best, jnp.take_along_axis(ids, at, axis=-1)
 
 
-def _of_each_shard(function: Callable, x: Float[Array, "B *R V"]):
+def _of_each_shard(function: Callable, x: Float[Array, "*R V"]):
     """`function` of each shard's own part of x: results [B .. n], side by side on every device."""
     mesh, inside = jax.sharding.get_abstract_mesh(), (None,) * (x.ndim - 2)
     split = spec_for(mesh, ("batch", *inside, "vocab"), x.shape)

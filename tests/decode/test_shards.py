@@ -19,7 +19,7 @@ from transform_cases import (
     scores_of,
 )
 
-from specjax.decode import block, rng, sampling, shards
+from specjax.decode import block, filters, rng, sampling, shards
 from specjax.decode.candidates import top_candidates
 from specjax.sharding import MeshConfig, make_mesh
 
@@ -132,6 +132,31 @@ def test_a_shard_generates_its_own_slice_of_the_noise_and_no_more(tp):
 
 
 # --- scores ---------------------------------------------------------------------------------------
+
+
+@functools.cache
+def thresholds(tp: int | None):
+    def function(scores, weights, need, top_k, top_p):
+        exact = filters.largest_threshold(scores, weights, need)
+        return exact, filters.top_k_threshold(scores, top_k), filters.top_p_threshold(scores, top_p)
+
+    return jax.jit(function)
+
+
+@pytest.mark.parametrize("tp", WAYS)
+@given(rows())
+def test_filters_have_the_threshold_of_the_whole_row_to_the_last_bit(tp, drawn):
+    scores, generator = drawn
+    scores = scores * np.float32(10.0) ** generator.integers(-30, 30)
+    scores = scores * generator.choice(np.float32([-1, 1]), SHAPE)
+    weights = generator.integers(0, 9, SHAPE).astype(np.float32)  # sums are exact
+    need = generator.integers(1, 300, SHAPE[:2]).astype(np.float32)
+    top_k = generator.choice([-1, 0, 1, 3, 63, 64, 65, 999], SHAPE[0]).astype(np.int32)
+    top_p = generator.choice([1.0, *generator.random(4)], SHAPE[0]).astype(np.float32)
+    whole = jax.device_get(thresholds(None)(scores, weights, need, top_k, top_p))
+    with jax.set_mesh(mesh(tp)):
+        parts = thresholds(tp)(split(scores, tp), split(weights, tp), need, top_k, top_p)
+    same((whole, jax.device_get(parts)))
 
 
 @pytest.mark.parametrize("tp", WAYS)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny import apt, tiny_config, tiny_model
 
-from specjax import LLM, SamplingParams, SpecConfig
+from specjax import LLM, SamplingParams, SpecConfig, sharding
 from specjax.decode import shards
 from specjax.decode.options import Features
 from specjax.engine.compare import first_difference
@@ -26,9 +26,9 @@ LAYOUTS = [(data, 8 // data) for data in (1, 2, 4, 8)]
 
 
 @functools.cache
-def model(heads=8):
+def model():
     """Eight heads of either kind, so that every layout splits them."""
-    cfg = tiny_config(VOCAB, eos_token_ids=(7,)).replace(num_heads=heads, num_kv_heads=heads)
+    cfg = tiny_config(VOCAB, eos_token_ids=(7,)).replace(num_heads=8, num_kv_heads=8)
     cfg, params, head = tiny_model(cfg, seed=1)
     return cfg, params, apt(head, cfg)
 
@@ -38,63 +38,88 @@ def llm_on(data: int, tp: int, spec: SpecConfig | None) -> LLM:
     return LLM(model(), spec, max_batch=BATCH, max_len=MAX_LEN, mesh=place)
 
 
+@functools.cache
+def chain_on_8() -> LLM:
+    return llm_on(2, 4, SpecConfig("4_1_5"))
+
+
 # --- what the compiled program holds --------------------------------------------------------------
 
 
 def chunk_text(llm: LLM, features: Features) -> str:
     """The optimised program of a chunk, as each device runs it."""
     runner = llm.engine.runner
-    runner.reset() if runner.state is None else None
+    if runner.state is None:
+        runner.reset()
     [strategy] = runner.plans
     slots, table = np.arange(BATCH), np.zeros((BATCH, runner.table_width), np.int32)
     runner.chunk(strategy, features, slots, np.zeros(BATCH, bool), table, rounds=0)
     return runner.executables["chunk", strategy, BATCH, features].as_text()
 
 
-def whole_rows(text: str) -> set[str]:
-    """Arrays of a program whose last axis is the whole vocabulary."""
-    return set(re.findall(rf"\w+\[(?:\d+,)*{VOCAB}\]", text))
+def rows_in(text: str, width: int = VOCAB) -> set[str]:
+    """Arrays of a program with so many numbers along their last axis."""
+    return set(re.findall(rf"\w+\[(?:\d+,)*{width}\]", text))
 
 
-def gathered_rows(text: str) -> list[str]:
-    """The same, as far as they are made by exchanging parts."""
+def gathered(text: str, width: int = VOCAB) -> list[str]:
+    """The same, as far as they are put together from what several devices hold."""
     exchange = re.compile(r"= (.*?) (?:all-gather|all-to-all|collective-permute)(?:-start)?\(")
     made = [match.group(1) for match in map(exchange.search, text.splitlines()) if match]
-    return [shape for shape in made if whole_rows(shape)]
+    return [shape for shape in made if rows_in(shape, width)]
 
 
-@pytest.mark.parametrize(
-    ("tp", "strategy"),
-    [(4, "4_1_5"), pytest.param(2, "6_4_16", marks=pytest.mark.slow)],
-)
-def test_no_device_ever_holds_a_row_of_logits_or_noise(tp, strategy):
-    text = chunk_text(llm_on(1, tp, SpecConfig(strategy)), Features())
-    assert f",{VOCAB // tp}]" in text
-    assert not whole_rows(text)
+def test_no_device_ever_holds_a_row_of_logits_or_of_noise():
+    text = chunk_text(chain_on_8(), Features())
+    assert rows_in(text, VOCAB // 4)
+    assert not rows_in(text)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "mode"), [("off", "coupled"), ("4_1_5", "block"), ("4x2x1", "recursive")]
+    ("strategy", "settings"),
+    [
+        ("off", {}),
+        ("6_4_16", {}),
+        ("3_12_16", {"adaptive_width": True}),
+        ("4_1_5", {"acceptance": "block"}),
+        ("4x2x1", {"acceptance": "recursive"}),
+        ("4x2x1", {"source": "ngram"}),
+    ],
 )
-def test_no_option_and_no_rule_gathers_the_vocabulary(strategy, mode):
-    spec = None if strategy == "off" else SpecConfig(strategy, acceptance=mode, telemetry=True)
-    assert not gathered_rows(chunk_text(llm_on(2, 4, spec), Features.all()))
+def test_no_option_no_rule_and_no_source_does_so_either(strategy, settings):
+    spec = None if strategy == "off" else SpecConfig(strategy, telemetry=True, **settings)
+    text = chunk_text(llm_on(2, 4, spec), Features.all())
+    assert rows_in(text, VOCAB // 4)
+    assert not rows_in(text)
 
 
 @pytest.mark.slow
-def test_without_the_operations_on_shards_rows_are_gathered(monkeypatch):
-    monkeypatch.setattr(shards, "ways", lambda vocab: 1)
-    assert gathered_rows(chunk_text(llm_on(1, 4, SpecConfig("4_1_5")), Features()))
+@pytest.mark.parametrize("broken", ["operations", "noise"])
+def test_without_either_half_of_it_rows_are_gathered(monkeypatch, broken):
+    """The partitioner left alone gathers what it has to sort, and the noise after every chunk."""
+    spec, features = SpecConfig("4_1_5"), Features()
+    if broken == "operations":
+        spec, features = None, Features(top_logprobs=True)
+        monkeypatch.setattr(shards, "ways", lambda vocab: 1)
+    else:
+        monkeypatch.setattr(sharding, "_is_noise", lambda path: False)
+    assert gathered(chunk_text(llm_on(1, 4, spec), features))
 
 
 # --- tokens ---------------------------------------------------------------------------------------
 
 
 @functools.cache
-def requests():
-    """Every sampling option, greedy and sampled; some end at a stop token."""
-    prompts, params = random_requests(np.random.default_rng(5), model()[0], 16, 24)
+def requests(everything: bool):
+    """Greedy and sampled; with `everything`, every option, and some end at a stop token."""
+    rng = np.random.default_rng(5)
+    prompts, params = random_requests(rng, model()[0], 16, 24)
+    if not everything:
+        params = [
+            SamplingParams(temperature=p.temperature, seed=p.seed, max_tokens=24, ignore_eos=True)
+            for p in params
+        ]
     return [
         job
         for i, (prompt, sampling) in enumerate(zip(prompts, params, strict=True))
@@ -103,35 +128,48 @@ def requests():
 
 
 @functools.cache
-def expected():
+def expected(everything: bool):
     """By plain decoding on one device."""
     llm = LLM((*model()[:2], None), None, max_batch=BATCH, max_len=MAX_LEN)
-    return [sample.token_ids for sample in llm.engine.generate(requests())[0]]
+    return [sample.token_ids for sample in llm.engine.generate(requests(everything))[0]]
 
 
-@pytest.mark.parametrize(
-    ("data", "tp", "strategy"),
-    [
-        (2, 4, "4_1_5"),
-        pytest.param(1, 8, "6_4_16", marks=pytest.mark.slow),
-        *(
-            pytest.param(data, tp, strategy, marks=pytest.mark.slow)
-            for data, tp in LAYOUTS
-            for strategy in ("off", "4_1_5", "4x2x1", "6_4_16")
-            if (data, tp, strategy) not in [(2, 4, "4_1_5"), (1, 8, "6_4_16")]
-        ),
-    ],
-)
-def test_every_layout_emits_the_tokens_of_one_device(data, tp, strategy):
-    llm = llm_on(data, tp, None if strategy == "off" else SpecConfig(strategy))
-    samples, totals = llm.engine.generate(requests())
+def check(llm: LLM, everything: bool):
+    """All samples, against one device; what they took."""
+    samples, totals = llm.engine.generate(requests(everything))
+    pairs = zip(requests(everything), expected(everything), samples, strict=True)
     found = [
         first_difference(llm.engine.runner, job.request, job.sample, job, one, several.token_ids)
-        for job, one, several in zip(requests(), expected(), samples, strict=True)
+        for job, one, several in pairs
         if one != several.token_ids
     ]
     assert all(d.explained for d in found), "\n".join(map(str, found))
     assert len(found) < 3, "so many ties are no accident"
-    assert totals.tokens > 300 and (strategy == "off" or totals.accepted > 20)
+    assert totals.tokens > 300
+    return totals
+
+
+def test_a_chain_on_8_devices_emits_the_tokens_of_one():
+    llm = chain_on_8()
+    totals = check(llm, everything=False)
+    assert totals.accepted > 20
     held = llm.engine.runner.params["lm_head"].addressable_shards[0].data.shape
-    assert held == (16, VOCAB // tp)
+    assert held == (16, VOCAB // 4)
+    noise = llm.engine.runner.state.noise.rows
+    assert noise.addressable_shards[0].data.shape == (*noise.shape[:-1], VOCAB // 4)
+
+
+def test_plain_decoding_by_tp_8_emits_the_tokens_of_one_device():
+    llm = LLM(model(), None, max_batch=BATCH, max_len=MAX_LEN, tp=8)
+    check(llm, everything=False)
+    text = chunk_text(llm, Features())
+    assert rows_in(text, VOCAB // 8) and not rows_in(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["off", "4_1_5", "4x2x1", "6_4_16"])
+@pytest.mark.parametrize(("data", "tp"), LAYOUTS)
+def test_every_layout_emits_the_tokens_of_one_device(data, tp, strategy):
+    spec = None if strategy == "off" else SpecConfig(strategy)
+    totals = check(llm_on(data, tp, spec), everything=True)
+    assert spec is None or totals.accepted > 20
