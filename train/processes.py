@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import secrets
 import sys
 import time
@@ -24,8 +25,8 @@ from specjax.lifeline import Lifeline
 from train.config import ConfigError, fingerprint
 from train.schema import RLConfig
 
-# What the loss of another process looks like from here: a collective breaks, or so does a save.
-_MAY_BE_LOSS = (jax.errors.JaxRuntimeError, CheckpointError)
+# How messages of XLA and of its transports begin; some come as ValueError (seen with jax 0.10.2).
+_STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|CANCELLED|DEADLINE_EXCEEDED): ")
 
 
 @contextlib.contextmanager
@@ -57,7 +58,7 @@ def watched(cfg: RLConfig, out: Path, user_errors: tuple[type[Exception], ...]) 
         yield
         distributed.gather(None, "end")  # the first one may have plots and exports to write
     except BaseException as error:
-        if isinstance(error, _MAY_BE_LOSS):
+        if _may_be_loss(error):
             line.await_verdict()
         if isinstance(error, user_errors):
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -66,6 +67,12 @@ def watched(cfg: RLConfig, out: Path, user_errors: tuple[type[Exception], ...]) 
         line.fail(error)
         lifeline.leave(1)
     line.close()
+
+
+def _may_be_loss(error: BaseException) -> bool:
+    """Whether the loss of another process may look like this: a collective breaks, or a save."""
+    broken = isinstance(error, (jax.errors.JaxRuntimeError, CheckpointError))
+    return broken or _STATUS.match(str(error)) is not None
 
 
 def _agree(cfg: RLConfig, out: Path, line: Lifeline) -> None:
