@@ -374,7 +374,7 @@ def test_a_group_survives_json_bit_by_bit():
     )
     response.logprobs = np.float32(response.logprobs).tolist()
     group = Group(8, 9, 3, Problem("a", "b", 2), [1, 2], [response, Response([3], [-1.0])])
-    group.responses[1].finish = "stop"
+    group.responses[1].finish, group.responses[1].reward = "stop", 0.25
     again = Group.from_json(json.loads(json.dumps(group.to_json())), group.problem, group.prompt)
     assert again == group
 
