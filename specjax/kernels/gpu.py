@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.experimental.pallas as pl
@@ -25,20 +24,16 @@ from jaxtyping import Array, Float, Int, UInt32
 from specjax.cache import Table
 from specjax.config import ModelConfig
 from specjax.kernels import library
+from specjax.kernels.gpu_body import KEYS, ROWS, WORDS, Shape, program
 from specjax.kernels.reference import (
-    NEG_INF,
     pack_heads,
     sink_of_rows,
     tree_depth,
     within_window,
 )
 
-ROWS = 64  # of a WGMMA tile
-KEYS = 64  # of a tree, at most
-WORDS = KEYS // 32
 MULTIPROCESSORS = 132  # of an H100 or H200
 SHARED_BYTES = 227 * 1024  # that one program may have
-LOG2E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,58 +49,35 @@ class Tuning:
 TUNING = {64: Tuning(64, 6), 128: Tuning(64, 4)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """What is static about a call.
+def shape_of(
+    batch: int, kv_heads: int, rows: int, head: int, page_size: int, longest: int, window=None
+) -> Shape:
+    """The shape for so many packed rows per key/value head and prefixes up to `longest`.
 
-    Attributes:
-      tiles: of 64 rows per key/value head. warpgroups: that compute, a tile each.
-      head: size. block, stages: see `Tuning`. per_page: blocks of a page.
-      splits: programs that share a prefix. window: see `reference.tree_attention`.
+    Raises:
+      ValueError: there is no entry for it in the table.
     """
-
-    tiles: int
-    warpgroups: int
-    head: int
-    block: int
-    stages: int
-    per_page: int
-    splits: int
-    window: int | None
-
-    @property
-    def programs(self) -> int:
-        """Per key/value head."""
-        return self.tiles // self.warpgroups
-
-    @classmethod
-    def of(cls, batch, kv_heads, rows, head, page_size, longest, window=None) -> Shape:
-        """The shape for so many packed rows per key/value head and prefixes up to `longest`.
-
-        Raises:
-          ValueError: there is no entry for it in the table.
-        """
-        if head not in TUNING:
-            raise ValueError(
-                f"the GPU kernel has tunings for heads of {', '.join(map(str, TUNING))}, got {head}"
-            )
-        tuning = TUNING[head]
-        if page_size % tuning.block:
-            raise ValueError(
-                f"pages must have a multiple of {tuning.block} positions on a GPU, got {page_size}"
-            )
-        tiles = -(-rows // ROWS)
-        warpgroups = 1 if tiles == 1 else 2
-        tiles += tiles % warpgroups
-        work = batch * kv_heads * tiles // warpgroups
-        most = max(longest // tuning.block // 4, 1)  # a split should be worth its tree block
-        splits = min(max(-(-2 * MULTIPROCESSORS // work), 1), most)
-        each = 2 * 2 * tuning.block * head
-        fixed = 2 * 2 * KEYS * head + warpgroups * ROWS * (2 * head + 4 * head + 4) + 4096
-        stages = min(tuning.stages, (SHARED_BYTES - fixed) // each)
-        return cls(
-            tiles, warpgroups, head, tuning.block, stages, page_size // tuning.block, splits, window
+    if head not in TUNING:
+        raise ValueError(
+            f"the GPU kernel has tunings for heads of {', '.join(map(str, TUNING))}, got {head}"
         )
+    tuning = TUNING[head]
+    if page_size % tuning.block:
+        raise ValueError(
+            f"pages must have a multiple of {tuning.block} positions on a GPU, got {page_size}"
+        )
+    tiles = -(-rows // ROWS)
+    warpgroups = 1 if tiles == 1 else 2
+    tiles += tiles % warpgroups
+    work = batch * kv_heads * tiles // warpgroups
+    most = max(longest // tuning.block // 4, 1)  # a split should be worth its tree block
+    splits = min(max(-(-2 * MULTIPROCESSORS // work), 1), most)
+    each = 2 * 2 * tuning.block * head
+    fixed = 2 * 2 * KEYS * head + warpgroups * ROWS * (2 * head + 4 * head + 4) + 4096
+    stages = min(tuning.stages, (SHARED_BYTES - fixed) // each)
+    return Shape(
+        tiles, warpgroups, head, tuning.block, stages, page_size // tuning.block, splits, window
+    )
 
 
 def no_kernel(platform: str, cfg: ModelConfig) -> str | None:
@@ -149,7 +121,7 @@ def tree_attention(
     if table is None:
         table = jnp.arange(b, dtype=jnp.int32)[:, None]
     group = n // kv_heads
-    shape = Shape.of(b, kv_heads, group * t, h, size, size * table.shape[1], window)
+    shape = shape_of(b, kv_heads, group * t, h, size, size * table.shape[1], window)
     rows = _pad(pack_heads(q, kv_heads), shape.tiles * ROWS)
     words = _words(visible_bits, b, window, group, shape.tiles * ROWS)
     out, lse = _call(
@@ -192,53 +164,6 @@ def merge(
     return (out * weights[..., None]).sum(0) / total[..., None], peak + jnp.log(total)
 
 
-# --- arithmetic that the kernel and its emulation in tests share ----------------------------------
-
-
-def share(shape: Shape, length, split):
-    """(first block, how many) of a prefix that a split attends to."""
-    count = jax.lax.div(length + (shape.block - 1), shape.block)
-    first = 0
-    if shape.window is not None:  # what the root does not see, no row sees
-        first = jax.lax.div(jnp.maximum(length - shape.window + 1, 0), shape.block)
-    each = jax.lax.div(count - first + (shape.splits - 1), shape.splits)
-    begin = first + split * each
-    return begin, jnp.maximum(jnp.minimum(each, count - begin), 0)
-
-
-def tree_seen(low, high, column, split):
-    """Which tree keys rows see, from their two words; nobody's but the first split's."""
-    word = jnp.where(column < 32, low, high)
-    bit = jax.lax.shift_right_logical(word, column & 31)
-    return (bit & jnp.where(split == 0, 1, 0)) != 0
-
-
-def prefix_seen(shape: Shape, at, length, depth):
-    """Which positions rows see; `depth` is not looked at without a window."""
-    seen = at < length
-    if shape.window is not None:
-        seen = seen & (at > depth + (length - shape.window))
-    return seen
-
-
-def absorb(running, scores, seen, spread, weigh):
-    """A running softmax (peak in units of log 2, sum, weighted values) with more keys.
-
-    Args:
-      spread: a number per row to all of a row's. weigh: adds the values by their weights.
-    """
-    peak, total, acc = running
-    scores = jnp.where(seen, scores, NEG_INF)
-    higher = jnp.maximum(peak, scores.max(axis=1))
-    shrink = jnp.exp2(peak - higher)
-    weights = jnp.exp2(scores - spread(higher, scores.shape))
-    total = total * shrink + weights.sum(axis=1)
-    return higher, total, weigh(acc * spread(shrink, acc.shape), weights)
-
-
-# --- the kernel -----------------------------------------------------------------------------------
-
-
 def _call(shape: Shape, rows, k_tree, v_tree, words, lens, table, k_pages, v_pages):
     """Per split, slot and packed row: what it attended to [Z B K M H], and log-sum-exp."""
     b, kv_heads, m, h = rows.shape
@@ -265,7 +190,7 @@ def _call(shape: Shape, rows, k_tree, v_tree, words, lens, table, k_pages, v_pag
 
     def kernel(*refs):
         pl.run_scoped(
-            functools.partial(_program, shape, *refs), **scratch, collective_axes="warpgroup"
+            functools.partial(program, shape, *refs), **scratch, collective_axes="warpgroup"
         )
 
     return plgpu.kernel(
@@ -277,127 +202,3 @@ def _call(shape: Shape, rows, k_tree, v_tree, words, lens, table, k_pages, v_pag
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(rows, k_tree, v_tree, words, lens, table, k_pages, v_pages)
-
-
-def _program(
-    shape, rows, k_tree, v_tree, words, lens, table, k_pages, v_pages, out_ref, lse_ref, **scratch
-):
-    """One split of one slot, for one or two tiles of a key/value head."""
-    warpgroup, work = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("work")
-    split, slot = jax.lax.axis_index("split"), jax.lax.axis_index("slot")
-    head = jax.lax.div(work, shape.programs)
-    tile = jax.lax.rem(work, shape.programs) * shape.warpgroups + warpgroup
-    here = pl.ds(tile * ROWS, ROWS)
-    length = lens[slot]
-    begin, steps = share(shape, length, split)
-
-    @pl.when(warpgroup == shape.warpgroups)
-    def _():
-        trees = k_tree.at[slot, head], v_tree.at[slot, head]
-        pages = [(table, slot, head, ref) for ref in (k_pages, v_pages)]
-        _copy(shape, trees, pages, begin, steps, scratch)
-
-    @pl.when(warpgroup < shape.warpgroups)
-    def _():
-        q, out, lse = (scratch[name].at[warpgroup] for name in ("q", "out", "lse"))
-        arrived = scratch["q_here"].at[warpgroup]
-        plgpu.copy_gmem_to_smem(rows.at[slot, head, here], q, arrived)
-        of_rows = [words.at[i, slot, here] for i in range(WORDS + 1)]
-        plgpu.barrier_wait(arrived)
-        _attend(shape, q, of_rows, length, split, begin, steps, scratch, out, lse)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out, out_ref.at[split, slot, head, here])
-        plgpu.copy_smem_to_gmem(lse, lse_ref.at[split, slot, head, here])
-        plgpu.wait_smem_to_gmem(0)
-
-
-def _copy(shape: Shape, trees, pages, begin, steps, scratch) -> None:
-    """The warpgroup that copies: the tree, then the blocks, each as a stage becomes free."""
-    for which in range(2):
-        plgpu.copy_gmem_to_smem(
-            trees[which], scratch["tree"][which], scratch["tree_here"].at[which]
-        )
-
-    def load(step, stage, which):
-        table, slot, head, ref = pages[which]
-        page = table[slot, jax.lax.div(begin + step, shape.per_page)]
-        start = jax.lax.rem(begin + step, shape.per_page) * shape.block
-        plgpu.copy_gmem_to_smem(
-            ref.at[page, head, pl.ds(start, shape.block)],
-            scratch["blocks"][which].at[stage],
-            scratch["here"][which].at[stage],
-        )
-
-    for stage in range(shape.stages):
-
-        @pl.when(stage < steps)
-        def _(stage=stage):
-            for which in range(2):
-                load(stage, stage, which)
-
-    @pl.loop(0, jnp.maximum(steps - shape.stages, 0))
-    def _(step):
-        stage = jax.lax.rem(step, shape.stages)
-        for which in range(2):
-            plgpu.barrier_wait(scratch["done"][which].at[stage])
-            load(step + shape.stages, stage, which)
-
-
-def _attend(shape, q, of_rows, length, split, begin, steps, scratch, out, lse) -> None:
-    """A warpgroup that computes: its tile against the tree and the split's blocks."""
-    layout, per_row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
-    scale = shape.head**-0.5 * LOG2E
-
-    def spread(x, dims):
-        return jax.lax.broadcast_in_dim(x, dims, [0])
-
-    def full(value, dims, layout):
-        return plgpu.layout_cast(jnp.full(dims, value, jnp.float32), layout)
-
-    def columns(count):
-        return plgpu.broadcasted_iota(jnp.int32, (ROWS, count), 1, layout=layout)
-
-    def of_row(ref):
-        return spread(plgpu.load(ref, (), layout=per_row, optimized=False), (ROWS, KEYS))
-
-    def add(running, keys, values, seen, when_scored=lambda: None):
-        def product(ref):
-            plgpu.wgmma(ref, q, plgpu.transpose_ref(keys, (1, 0)))
-            return ref[...]
-
-        scores = pl.run_scoped(product, plgpu.ACC((ROWS, keys.shape[0]), jnp.float32)) * scale
-        when_scored()
-
-        def weigh(acc, weights):
-            weights = weights.astype(jnp.bfloat16)
-            return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(plgpu.ACC.init(acc))
-
-        return absorb(running, scores, seen, spread, weigh)
-
-    running = (
-        full(NEG_INF, (ROWS,), per_row),
-        full(0, (ROWS,), per_row),
-        full(0, (ROWS, shape.head), layout),
-    )
-    for which in range(2):
-        plgpu.barrier_wait(scratch["tree_here"].at[which])
-    seen = tree_seen(of_row(of_rows[0]), of_row(of_rows[1]), columns(KEYS), split)
-    running = add(running, *scratch["tree"], seen)
-    depth = None if shape.window is None else of_row(of_rows[WORDS])
-
-    def one_block(step, running):
-        stage = jax.lax.rem(step, shape.stages)
-        for which in range(2):
-            plgpu.barrier_wait(scratch["here"][which].at[stage])
-        at = columns(shape.block) + (begin + step) * shape.block
-        keys, values = (blocks.at[stage] for blocks in scratch["blocks"])
-        running = add(
-            running, keys, values, prefix_seen(shape, at, length, depth),
-            lambda: plgpu.barrier_arrive(scratch["done"][0].at[stage]),
-        )  # fmt: skip
-        plgpu.barrier_arrive(scratch["done"][1].at[stage])
-        return running
-
-    peak, total, acc = jax.lax.fori_loop(0, steps, one_block, running)
-    out[...] = acc / spread(total, acc.shape)
-    lse[...] = peak * (1 / LOG2E) + jnp.log(total)

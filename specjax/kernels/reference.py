@@ -106,10 +106,9 @@ def tree_attention(
     included), which is one for all slots or one per slot; one softmax spans both, in float32.
     Plain decoding is the case T = 1. See `specjax.cache` for pages and tables.
 
-    The cache is read a block at a time, as far as the longest prefix goes and no further, with the
-    running maximum and sum of Milakov and Gimelshein 2018 (arXiv 1805.02867). A block past a
-    slot's own prefix adds exactly nothing to it: what a slot gets does not depend, not even in its
-    last bit, on how long its neighbours are.
+    The cache is read a block at a time, as far as the longest prefix goes and no further. A block
+    past a slot's own prefix adds exactly nothing to it: what a slot gets does not depend, not even
+    in its last bit, on how long its neighbours are.
 
     Args:
       window: a row sees so many positions, its own included; None: all.

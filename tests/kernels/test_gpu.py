@@ -12,26 +12,27 @@ from test_dispatch import finite
 from test_tpu import HEAD, TOLERANCE, expected, random_case
 from tiny import tiny_config
 
-from specjax.kernels import dispatch, gpu
+from specjax.kernels import dispatch, gpu, gpu_body
 from specjax.kernels.choice import choose
+from specjax.kernels.reference import NEG_INF
 
 ON_GPU = jax.default_backend() == "gpu"
 
 
 def emulated(shape, rows, k_tree, v_tree, words, lens, table, k_pages, v_pages):
     """`gpu._call` with arrays in place of copies and of the tensor cores' products."""
-    scale = shape.head**-0.5 * gpu.LOG2E
+    scale = shape.head**-0.5 * gpu_body.LOG2E
 
     def spread(x, dims):
         return jax.lax.broadcast_in_dim(x, dims, [0])
 
     def program(split, slot, head, tile):
         def mine(x):
-            return jax.lax.dynamic_slice_in_dim(x, tile * gpu.ROWS, gpu.ROWS)
+            return jax.lax.dynamic_slice_in_dim(x, tile * gpu_body.ROWS, gpu_body.ROWS)
 
         q = mine(rows[slot, head])
-        low, high, depth = (mine(words[i, slot])[:, None] for i in range(gpu.WORDS + 1))
-        begin, steps = gpu.share(shape, lens[slot], split)
+        low, high, depth = (mine(words[i, slot])[:, None] for i in range(gpu_body.WORDS + 1))
+        begin, steps = gpu_body.share(shape, lens[slot], split)
 
         def add(running, keys, values, seen):
             def dot(a, b):
@@ -40,7 +41,7 @@ def emulated(shape, rows, k_tree, v_tree, words, lens, table, k_pages, v_pages):
             def weigh(acc, weights):
                 return acc + dot(weights.astype(values.dtype), values)
 
-            return gpu.absorb(running, dot(q, keys.T) * scale, seen, spread, weigh)
+            return gpu_body.absorb(running, dot(q, keys.T) * scale, seen, spread, weigh)
 
         def one_block(step, running):
             page = table[slot, (begin + step) // shape.per_page]
@@ -50,15 +51,15 @@ def emulated(shape, rows, k_tree, v_tree, words, lens, table, k_pages, v_pages):
                 for x in (k_pages, v_pages)
             )
             at = (begin + step) * shape.block + jnp.arange(shape.block)[None]
-            seen = gpu.prefix_seen(shape, at, lens[slot], depth)
+            seen = gpu_body.prefix_seen(shape, at, lens[slot], depth)
             return add(running, keys[0, 0], values[0, 0], seen)
 
-        none = jnp.zeros(gpu.ROWS)
-        running = none + gpu.NEG_INF, none, jnp.zeros((gpu.ROWS, shape.head))
-        seen = gpu.tree_seen(low, high, jnp.arange(gpu.KEYS)[None], split)
+        none = jnp.zeros(gpu_body.ROWS)
+        running = none + NEG_INF, none, jnp.zeros((gpu_body.ROWS, shape.head))
+        seen = gpu_body.tree_seen(low, high, jnp.arange(gpu_body.KEYS)[None], split)
         running = add(running, k_tree[slot, head], v_tree[slot, head], seen)
         peak, total, acc = jax.lax.fori_loop(0, steps, one_block, running)
-        return acc / total[:, None], peak / gpu.LOG2E + jnp.log(total)
+        return acc / total[:, None], peak / gpu_body.LOG2E + jnp.log(total)
 
     batch, kv_heads = rows.shape[:2]
     every = program
@@ -166,14 +167,14 @@ def test_it_lowers_for_cuda_at_many_trees(rows, group, head):
 
 def test_a_few_slots_are_split_over_the_whole_gpu_and_many_are_not():
     long = 32 * 1024
-    assert gpu.Shape.of(1, 8, 64, HEAD, 128, long).splits == 33
-    assert gpu.Shape.of(64, 8, 64, HEAD, 128, long).splits == 1
-    assert gpu.Shape.of(1, 8, 64, HEAD, 128, 256).splits == 1
+    assert gpu.shape_of(1, 8, 64, HEAD, 128, long).splits == 33
+    assert gpu.shape_of(64, 8, 64, HEAD, 128, long).splits == 1
+    assert gpu.shape_of(1, 8, 64, HEAD, 128, 256).splits == 1
 
 
 def test_what_it_cannot_do_is_refused():
     with pytest.raises(ValueError, match="multiple of 64 positions on a GPU, got 48"):
-        gpu.Shape.of(1, 1, 1, HEAD, 48, 96)
+        gpu.shape_of(1, 1, 1, HEAD, 48, 96)
     half = tiny_config().replace(head_dim=128, compute_dtype="bfloat16")
     chosen = choose("gpu", "NVIDIA H200", half, "gpu")
     assert chosen.name == "gpu" and chosen.loud and "experimental" in chosen.line
