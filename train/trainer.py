@@ -392,8 +392,8 @@ class Trainer:
         self.done_steps = meta["step"]
         self.rollouts.load_state(meta["rollouts"])
         self.sync_weights()
-        self.warm_up()  # builds the controllers, which go on from what they had measured when saved
         states = [meta["controller"], *meta["more_controllers"]]
         before = self.copies.before if self.copies else 0
         for replica, engine in enumerate(self.engines, before):  # there may be more than there were
             engine.controller.load_state(states[replica] if replica < len(states) else states[0])
+        self.warm_up()  # after that: costs are those of the machine it now runs on

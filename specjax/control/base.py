@@ -13,11 +13,14 @@ import functools
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from specjax.config.strategy import OFF_NAMES, Strategy
+
+if TYPE_CHECKING:
+    from specjax.control.costs import CostTable
 
 log = logging.getLogger("specjax.control")
 
@@ -189,6 +192,9 @@ class Controller(abc.ABC):
 
     def weights_changed(self) -> None:  # noqa: B027  (most controllers need no hint)
         """The draft's or the policy's weights were swapped: what was learned may not hold."""
+
+    def calibrated(self, costs: CostTable) -> None:  # noqa: B027  (most ask for no costs)
+        """Costs were measured, while nothing ran; what else was learned still holds."""
 
     def state(self) -> dict[str, Any]:
         """Everything that a restored controller needs to continue identically; JSON-able."""

@@ -1,9 +1,37 @@
-"""Seconds per round by strategy and batch bucket: calibrated at start, refreshed while running."""
+"""Seconds per round by strategy and batch bucket: calibrated at start, refreshed while running.
+
+Of every entry (strategy, bucket) the table keeps the log of its seconds `x` as they were when it
+last ran. What an entry that does not run costs meanwhile has to be inferred from those that run:
+
+    log seconds = x + (c - m)
+
+`c` is a common factor that follows what runs (a busy machine, longer contexts), and `m` is what it
+was when the entry last ran; the entry's drift is d = c - m. A part of each residual is followed, in
+log space and per chunk:
+
+*   of a strategy that keeps running, by its x wholly, and by c but for the share of doubt in the
+    entry, which falls as chunks confirm it: what makes one strategy slower is presumed to make all
+    slower;
+*   of one that runs after another in the same bucket, by its x alone, for what ran before has just
+    been seen to agree with c.
+
+One strategy alone cannot tell its own change from everybody's, so the presumption may be wrong by
+all of d: the true cost of an entry that does not run lies between exp(x) and exp(x + d), and
+`slack` says so. When such an entry runs at last and its residual takes back a share s of its drift
+(e = -s d, with d large beside the noise), that share of the drift since m was not common: c and the
+marks of all that ran since are scaled towards m by 1 - s. Whatever ran last costs what it was seen
+to cost as before, and all others are put right at once.
+
+Residuals are cut at a few typical ones: chunks with a hiccup of the machine are common. Where one
+asks to go further down than that, `slack` grows by the excess, and a second one is believed.
+"""
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import functools
+import itertools
 import math
 import re
 import statistics
@@ -16,17 +44,37 @@ from specjax.control.base import canonical
 
 DEFAULT_BUCKETS = tuple(2**i for i in range(11))
 
-# A residual (in log space, per chunk) is shared: at first the calibration of the one entry is
-# doubted, but once it was seen to hold, what makes one strategy slower (longer contexts, a busy
-# machine) is thought to make all slower.
-_RATE = 0.45
-_COMMON_DOUBT = 0.3  # of the common factor, in units of the doubt of an entry never observed
+_RATE = 0.45  # of a residual that is followed per chunk
+_NOTABLE = 2.0  # typical residuals: a drift that one chunk says more of than its noise
+_COMMON_DOUBT = 0.3  # of the common factor, in units of the doubt of an entry in its first chunk
+_LEAST_OWN = 0.5  # share of a residual that is followed where another strategy ran before
 _FULL_ROUNDS = 8  # shorter chunks weigh less: their time is partly dispatch
 _LIMIT = 3.0  # residuals beyond so many typical ones are cut
 _TYPICAL = 0.05  # smallest typical residual
 _FIRST_TYPICAL = 0.15
 _STALE_ROUNDS = 2000.0
+_STALE_SLACK = 0.1
 _CONFIRMED = 4  # chunks after which a calibrated entry is believed
+_UNCONFIRMED_SLACK = 0.25
+_GUESSED_SLACK = 0.35
+_MOST_SLACK = 0.9
+
+
+@dataclasses.dataclass
+class _Entry:
+    """What is known of one strategy in one bucket.
+
+    Attributes:
+      log: of the seconds per round when it last ran. mark: the common factor then.
+      count: of chunks that confirm it. seen_at: rounds of all entries when it last ran.
+      excess: what the last chunk asked for beyond the limit, if it was that much cheaper.
+    """
+
+    log: float
+    mark: float = 0.0
+    count: float = 0.0
+    seen_at: int = 0
+    excess: float = 0.0
 
 
 class CostTable:
@@ -54,19 +102,19 @@ class CostTable:
             a >= b for a, b in zip((0, *self.buckets), self.buckets, strict=False)
         ):
             raise ValueError(f"buckets must be increasing batch sizes, got {list(buckets)}")
-        self._log: dict[str, list[float | None]] = {}
-        self._count: dict[str, list[int]] = {}
-        self._seen_at: dict[str, list[int]] = {}
+        self._entries: dict[str, list[_Entry | None]] = {}
         self._typical = _FIRST_TYPICAL
         self._common = 0.0
         self._rounds = 0
+        self._last: list[Any] = [None, 0]  # strategy and bucket of the chunk before
         for name, row in (seconds or {}).items():
             if len(row) != len(self.buckets):
                 raise ValueError(
                     f"strategy {name!r} has {len(row)} costs for {len(self.buckets)} buckets; give "
                     "one per bucket, None where not calibrated"
                 )
-            self._row(canonical(name))[:] = [_log_seconds(name, s) for s in row]
+            logs = [_log_seconds(name, s) for s in row]
+            self._entries[canonical(name)] = [None if x is None else _Entry(x) for x in logs]
 
     @classmethod
     def from_samples(cls, samples: Mapping[tuple[str, int], Sequence[float]]) -> CostTable:
@@ -84,8 +132,8 @@ class CostTable:
     def to_dict(self) -> dict[str, Any]:
         """`buckets` and `seconds`, as the constructor takes them, with what was learned so far."""
         seconds = {
-            name: [None if x is None else math.exp(x + self._common) for x in row]
-            for name, row in self._log.items()
+            name: [None if x is None else math.exp(x) for x in self._logs(name)]
+            for name in self._entries
         }
         return {"buckets": list(self.buckets), "seconds": seconds}
 
@@ -95,57 +143,93 @@ class CostTable:
 
     def known(self, name: str, batch_size: int) -> bool:
         """Whether the cost was calibrated or observed, not guessed."""
-        return name in self._log and self._log[name][self.index(batch_size)] is not None
+        return self._entry(name, self.index(batch_size)) is not None
+
+    def age(self, name: str, batch_size: int) -> int:
+        """Rounds of all strategies since this one was seen in the batch's bucket."""
+        entry = self._entry(name, self.index(batch_size))
+        return self._rounds - (entry.seen_at if entry else 0)
 
     def slack(self, name: str, batch_size: int) -> float:
-        """By what share the true cost may well be below the table's: it grows with age."""
-        if not self.known(name, batch_size):
-            return 0.35
-        at = self.index(batch_size)
-        if self._count[name][at] < _CONFIRMED:
-            return 0.25
-        age = self._rounds - self._seen_at[name][at]
-        return 0.1 * (1 - 2 ** (-age / _STALE_ROUNDS))
+        """By what share the true cost may well be below the table's: drift and age add to it."""
+        entry = self._entry(name, self.index(batch_size))
+        if entry is None:
+            return _GUESSED_SLACK
+        slack = _UNCONFIRMED_SLACK
+        if entry.count >= _CONFIRMED:
+            age = self._rounds - entry.seen_at
+            slack = _STALE_SLACK * (1 - 2 ** (-age / _STALE_ROUNDS))
+        below = min(0.0, entry.mark - self._common) + entry.excess
+        return min(1 - (1 - slack) * math.exp(below), _MOST_SLACK)
 
     def seconds(self, name: str, batch_size: int) -> float:
         """Seconds per round; finite and above zero."""
-        return math.exp(self._guess(name, self.index(batch_size)) + self._common)
+        return math.exp(self._guess(name, self.index(batch_size)))
 
     def observe(self, name: str, batch_size: int, seconds: float | None, rounds: int) -> None:
-        """Takes in `seconds` per round, averaged over a chunk of `rounds`."""
+        """Takes in `seconds` per round, averaged over a chunk of `rounds`; see the module."""
         self._rounds += rounds
         if not rounds or seconds is None or not math.isfinite(seconds) or seconds <= 0:
             return
         at = self.index(batch_size)
-        row, count = self._row(name), self._count[name]
-        self._seen_at[name][at] = self._rounds
-        count[at] += 1
-        measured = math.log(seconds) - self._common
-        if row[at] is None:
-            row[at] = measured
+        row = self._entries.setdefault(name, [None] * len(self.buckets))
+        before, self._last = self._last, [name, at]
+        beside_another = before[1] == at and before[0] not in (name, None)
+        entry, measured = row[at], math.log(seconds)
+        if entry is None:
+            row[at] = _Entry(measured, self._common, 1.0, self._rounds)
             return
-        residual = measured - row[at]
-        limit = _LIMIT * self._typical
-        cut = min(max(residual, -limit), limit)
-        # A lasting change raises the limit until it is followed; a single outlier hardly does.
-        self._typical = max(_TYPICAL, 0.9 * self._typical + 0.1 * min(abs(residual), 2 * limit))
-        step = _RATE * min(1.0, rounds / _FULL_ROUNDS) * cut
-        doubt = 1 / count[at]
-        own = doubt / (doubt + _COMMON_DOUBT)
-        row[at] += own * step
-        self._common += (1 - own) * step
+        weight = min(1.0, rounds / _FULL_ROUNDS)
+        drift = self._common - entry.mark
+        residual = measured - entry.log - drift
+        size = weight * (drift / self._typical) ** 2
+        not_shared = min(max(-residual / drift, 0.0), 1.0) if drift else 0.0
+        not_shared *= _trust(size / _NOTABLE**2)
+        surprise = residual + not_shared * drift
+        cut = self._cut(surprise)
+        if much_cheaper := cut > surprise:
+            cut = min(cut, max(surprise, entry.excess))
+        step = _RATE * weight * cut
+        self._common = self._take_back(entry, 1 - not_shared)
+        entry.count = 1 + (1 - _trust(size)) * entry.count
+        own = 1 / (1 + _COMMON_DOUBT * entry.count)
+        if beside_another:
+            step *= max(own, _LEAST_OWN)
+        else:
+            self._common += (1 - own) * step
+        entry.excess = surprise - step if much_cheaper else 0.0
+        entry.log += (1 - not_shared) * drift + step
+        entry.mark, entry.seen_at = self._common, self._rounds
 
-    def _row(self, name: str) -> list[float | None]:
-        if name not in self._log:
-            width = len(self.buckets)
-            self._log[name] = [None] * width
-            self._count[name] = [0] * width
-            self._seen_at[name] = [0] * width
-        return self._log[name]
+    def _cut(self, residual: float) -> float:
+        """A residual no larger than a few typical ones.
+
+        A lasting change raises the limit until it is followed; a single outlier hardly does.
+        """
+        limit = _LIMIT * self._typical
+        surprise = min(abs(residual), 2 * limit)
+        self._typical = max(_TYPICAL, 0.9 * self._typical + 0.1 * surprise)
+        return min(max(residual, -limit), limit)
+
+    def _take_back(self, since: _Entry, share: float) -> float:
+        """The common factor if only a share of its drift since an entry was seen was common."""
+        for entry in filter(None, itertools.chain.from_iterable(self._entries.values())):
+            if entry.seen_at > since.seen_at:
+                entry.mark = since.mark + share * (entry.mark - since.mark)
+        return since.mark + share * (self._common - since.mark)
+
+    def _entry(self, name: str, at: int) -> _Entry | None:
+        row = self._entries.get(name)
+        return row[at] if row else None
+
+    def _logs(self, name: str) -> list[float | None]:
+        """Log seconds by bucket; None where they are not known."""
+        row = self._entries.get(name, ())
+        return [None if e is None else e.log + self._common - e.mark for e in row]
 
     def _guess(self, name: str, at: int) -> float:
-        """Log seconds, without the common factor."""
-        row = self._log.get(name, ())
+        """Log seconds, known or not."""
+        row = self._logs(name)
         if row and row[at] is not None:
             return row[at]
         known = [i for i, x in enumerate(row) if x is not None]
@@ -155,8 +239,8 @@ class CostTable:
         for at_other in sorted(range(len(self.buckets)), key=lambda i: abs(i - at)):
             others = [
                 x - math.log(_shape(other))
-                for other, costs in self._log.items()
-                if (x := costs[at_other]) is not None
+                for other in self._entries
+                if (x := self._logs(other)[at_other]) is not None
             ]
             if others:
                 return statistics.median(others) + math.log(_shape(name))
@@ -165,22 +249,25 @@ class CostTable:
     def state(self) -> dict[str, Any]:
         return {
             "buckets": list(self.buckets),
-            "log": {name: list(row) for name, row in self._log.items()},
-            "count": {name: list(row) for name, row in self._count.items()},
-            "seen_at": {name: list(row) for name, row in self._seen_at.items()},
+            "entries": {
+                name: [None if e is None else dataclasses.asdict(e) for e in row]
+                for name, row in self._entries.items()
+            },
             "typical": self._typical,
             "common": self._common,
             "rounds": self._rounds,
+            "last": list(self._last),
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> CostTable:
         table = cls(state["buckets"])
-        table._log = {name: list(row) for name, row in state["log"].items()}
-        table._count = {name: list(row) for name, row in state["count"].items()}
-        table._seen_at = {name: list(row) for name, row in state["seen_at"].items()}
+        table._entries = {
+            name: [None if e is None else _Entry(**e) for e in row]
+            for name, row in state["entries"].items()
+        }
         table._typical, table._common = state["typical"], state["common"]
-        table._rounds = state["rounds"]
+        table._rounds, table._last = state["rounds"], list(state["last"])
         return table
 
 
@@ -208,6 +295,11 @@ def parts_to_seconds(parts: Mapping[str, Any], strategies: Iterable[str]) -> Cos
         at_rows = [float(np.interp(size[1], rows, column)) for column in verify.T]
         seconds[name] = [size[0] * d + v for d, v in zip(parts["draft"], at_rows, strict=True)]
     return CostTable(parts["batches"], seconds)
+
+
+def _trust(size: float) -> float:
+    """In what is large, given the ratio of its square to that of noise."""
+    return size**2 / (1 + size**2)
 
 
 def _log_seconds(name: str, seconds: float | None) -> float | None:

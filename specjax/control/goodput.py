@@ -9,6 +9,11 @@ Plain decoding shows nothing of the head, and a shallow chain nothing of deeper 
 strategies that would win if what is not known turned out well are tried now and then: a try is
 paid for from an account into which a fixed share of all seconds goes, by the time it may lose.
 Strategies that would lose even with perfect drafts are never tried.
+
+What runs alone shows nothing of the others' costs either. Where it grows dearer, the table presumes
+that all do, and its `slack` (see `costs`) says by how much that may be wrong, so the others come to
+be worth a try as the presumption grows. Plain decoding is measured now and then even where it seems
+hopeless: it is what no choice must lose against.
 """
 
 from __future__ import annotations
@@ -19,13 +24,14 @@ from typing import Any
 
 from specjax.config.strategy import Strategy
 from specjax.control.acceptance import Acceptance
-from specjax.control.base import Controller, Observation, log
+from specjax.control.base import OFF, Controller, Observation, log
 from specjax.control.costs import CostTable
 
 _FREE_EVERY = 128  # rounds between tries that swapped weights may ask for without paying
 _ARRIVES_WITHIN = 4  # choices after which the result of a try is taken for lost
 _MIN_PROBE = 4  # rounds
 _PAUSE = 32  # rounds between tries: short chunks cost the host time
+_OVERDUE = 4000  # rounds after which plain decoding is measured again, however dear it seems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +118,11 @@ class Goodput(Controller):
         self.acceptance.forget()
         self._free_try = True
 
+    def calibrated(self, costs: CostTable) -> None:
+        """Takes freshly measured costs for what was learned of them; acceptance is kept."""
+        self.costs = CostTable.from_state(costs.state())
+        self._best, self._probe = {}, None
+
     def _choose(self, batch_size: int) -> str:
         scores = self.scores(batch_size)
         at = self.costs.index(batch_size)
@@ -138,7 +149,8 @@ class Goodput(Controller):
             seconds = self.costs.seconds(arm, batch_size)
             cheaper = 1 / (1 - self.costs.slack(arm, batch_size))
             hope = self.acceptance.hoped_tokens(arm) / seconds * cheaper
-            if arm == current or hope <= least:
+            overdue = arm == OFF and self.costs.age(arm, batch_size) > _OVERDUE
+            if arm == current or (hope <= least and not overdue):
                 continue
             hopes[arm] = hope
             losses[arm] = rounds * seconds * max(0.0, 1 - score / scores[current])

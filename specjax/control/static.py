@@ -7,6 +7,7 @@ from typing import Any
 
 from specjax.config.strategy import Strategy
 from specjax.control.base import OFF, Controller, Observation
+from specjax.control.costs import CostTable
 
 
 class Static(Controller):
@@ -56,6 +57,9 @@ class Gate(Controller):
 
     def weights_changed(self) -> None:
         self.inner.weights_changed()
+
+    def calibrated(self, costs: CostTable) -> None:
+        self.inner.calibrated(costs)
 
     def log_fields(self) -> dict[str, float | str]:
         return {**self.inner.log_fields(), **super().log_fields(), "gated": float(self._closed)}

@@ -91,7 +91,7 @@ class Engine:
         telemetry = Collector() if spec and spec.telemetry_on else None
         self.intake = Intake(self.runner, self.limits)
         self.loop = Loop(self.runner, self.intake, self.config, widths, telemetry)
-        self.controller = self._controller(None)
+        self.controller = self._controller()
         self.stale_positions = 0
         self._is_warm = len(self.runner.plans) == 1  # several strategies are compiled ahead
 
@@ -127,6 +127,8 @@ class Engine:
     def warm_up(self, features: Several[Features] = (Features(),)) -> StartUp:
         """Compiles all that generation can need, and measures it if the controller asks for that.
 
+        The controller takes the measured costs and keeps whatever else it has learned or loaded.
+
         Args:
           features: one set of programs each. The default one serves requests that ask for nothing
             but a temperature; `Features.all()` serves all, slower. A request that no set covers
@@ -145,12 +147,12 @@ class Engine:
         if self.control is not None and self.control.controller == "goodput":
             costs, seconds = calibrate(self.loop, features[0])
             start_up = dataclasses.replace(start_up, calibration_seconds=seconds)
-            self.controller = self._controller(costs)
+            self.controller.calibrated(costs)
         self.runner.reset()
         log.info("%s", start_up)
         return start_up
 
-    def _controller(self, costs) -> Controller:
+    def _controller(self) -> Controller:
         if self.control is None:
             own = self.runner.plan.tree
             return make_controller(
@@ -158,7 +160,7 @@ class Engine:
                 if own is None
                 else ControlConfig(controller="static", strategies=(own.strategy,))
             )
-        return make_controller(self.control, _drafts(self.runner.plans), costs=costs)
+        return make_controller(self.control, _drafts(self.runner.plans))
 
     def clear(self, slots: int | None = None) -> None:
         """Nobody waits and nobody runs.

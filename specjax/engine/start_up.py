@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 CONTEXT = 256  # tokens of a sequence while costs are measured, at most
 REPEATS = 2
+REPEATS_BESIDE = 3  # it is subtracted: were it too long by a hiccup, rounds would look cheap
 FEW = 4  # prompts: a program of their own, as slots become free a few at a time
 SAMPLE_SECONDS = 0.01  # of one measurement, about; where a round takes longer it is one round
 
@@ -128,7 +129,10 @@ def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
 
     for bucket in loop.buckets:
         rounds = dict.fromkeys(runner.plans, 1)
-        beside = {strategy: measured(strategy, 0)[0] for strategy in runner.plans}
+        beside = {
+            strategy: min(measured(strategy, 0)[0] for _ in range(REPEATS_BESIDE))
+            for strategy in runner.plans
+        }
         for turn in range(REPEATS + 1):
             for strategy in runner.plans:
                 mine = samples.setdefault((strategy, bucket), [])

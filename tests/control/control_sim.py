@@ -21,12 +21,21 @@ def cost_table(name: str, arms=ARMS) -> CostTable:
 
 @dataclasses.dataclass
 class Run:
-    """Per chunk: rounds so far, batch, strategy, true expected tokens and true seconds."""
+    """Per chunk: rounds so far, strategy, true expected tokens, true seconds, and the least.
 
-    at: list[int]
-    names: list[str]
-    tokens: list[float]
-    seconds: list[float]
+    The least is what the best strategy would have taken at that time for as many tokens.
+    """
+
+    at: list[int] = dataclasses.field(default_factory=list)
+    names: list[str] = dataclasses.field(default_factory=list)
+    tokens: list[float] = dataclasses.field(default_factory=list)
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    least: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def share(self) -> float:
+        """Of the rate that the best strategy of each moment would have had."""
+        return sum(self.least) / sum(self.seconds)
 
     def rate(self, after: int = 0, until: float = float("inf")) -> float:
         """Tokens per second of the chunks that began in [after, until)."""
@@ -40,9 +49,13 @@ class World:
     Args:
       rates: acceptance per depth, given that the parent was accepted; may be swapped at any time.
       wide: how much a tree's rejections shrink, as a power (1: a chain's).
+      slower: by what factor a strategy's rounds take longer than `costs` says, given its name and
+        how many rounds have run; None: 1.
     """
 
-    def __init__(self, costs: CostTable, rates=GOOD, noise=0.03, outliers=0.01, wide=1.6, seed=0):
+    def __init__(self, costs: CostTable, rates=GOOD, noise=0.03, outliers=0.01, wide=1.6, seed=0,
+                 slower=None):  # fmt: skip
+        self.slower, self.at = slower, 0
         self.costs, self.rates, self.noise, self.outliers = costs, rates, noise, outliers
         self.wide = wide
         self.random = np.random.default_rng(seed)
@@ -58,7 +71,8 @@ class World:
         return 1 + float(np.cumprod(self.depth_rates(name)).sum())
 
     def seconds(self, name: str, batch: int) -> float:
-        return self.costs.seconds(name, batch)
+        seconds = self.costs.seconds(name, batch)
+        return seconds * self.slower(name, self.at) if self.slower else seconds
 
     def oracle(self, arms, batch: int) -> float:
         return max(batch * self.tokens(a) / self.seconds(a, batch) for a in arms)
@@ -70,6 +84,7 @@ class World:
         seconds = rounds * self.seconds(name, batch) * np.exp(self.random.normal(0, self.noise))
         if self.random.random() < self.outliers:
             seconds *= 10
+        self.at += rounds
         return Observation(batch, name, accepted, float(seconds))
 
 
@@ -77,7 +92,7 @@ def drive(
     controller: Controller, world: World, batch: int, rounds: int, chunk: int = 16, lag: int = 1
 ) -> Run:
     """Runs `rounds` rounds; results arrive `lag` chunks after the choice that they could serve."""
-    run, waiting, at = Run([], [], [], []), [], 0
+    run, waiting, at = Run(), [], 0
     while at < rounds:
         name = controller.select(batch)
         count = min(chunk, controller.rounds_hint or chunk)
@@ -85,6 +100,7 @@ def drive(
         run.names.append(name)
         run.tokens.append(count * batch * world.tokens(name))
         run.seconds.append(count * world.seconds(name, batch))
+        run.least.append(run.tokens[-1] / world.oracle(controller.arms, batch))
         waiting.append(world.chunk(name, batch, count))
         at += count
         if len(waiting) > lag:

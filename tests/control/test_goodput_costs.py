@@ -1,0 +1,169 @@
+"""Goodput control where costs change while it runs: of one strategy, of all, or of none."""
+
+import math
+
+import pytest
+from control_sim import ARMS, BAD, GOOD, World, cost_table, drive
+
+from specjax.control import CostTable, Goodput
+
+PAIR = ("off", "4_1_5")  # well apart: nothing but a try tells that `off` has become the better one
+NOISES = (0.0, 0.03, 0.1)
+VERY_NOISY = 0.3
+
+
+def pair_costs() -> CostTable:
+    return CostTable([1], {"off": [1e-3], "4_1_5": [1.4e-3]})
+
+
+def growth(factor: float, over: int, only: str | None = None, begin: int = 4000):
+    """Costs that grow by a factor, at once or linearly."""
+
+    def slower(name: str, at: int) -> float:
+        if only not in (None, name) or at < begin:
+            return 1.0
+        return 1 + (factor - 1) * (min(1.0, (at - begin) / over) if over else 1.0)
+
+    return slower
+
+
+def both(costs, arms, batch, noise, slower, rates=GOOD, seed=0):
+    """A world and its controller, after 4,000 rounds in which nothing changed."""
+    world = World(costs, rates, noise=noise, slower=slower, seed=seed)
+    controller = Goodput(arms, costs)
+    drive(controller, world, batch, 4000)
+    return world, controller
+
+
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize(("factor", "over"), [(3.0, 0), (2.5, 4000), (4.0, 6000), (4.0, 10_000)])
+def test_a_running_strategy_that_alone_grows_dearer_is_left(factor, over, noise):
+    world, controller = both(pair_costs(), PAIR, 1, noise, growth(factor, over, "4_1_5"))
+    assert controller.current == "4_1_5"
+    assert drive(controller, world, 1, 10_000).share >= 0.93
+    believed = controller.costs.seconds("off", 1)
+    assert believed == pytest.approx(1e-3, rel=0.1 + noise), "it is known by having been seen"
+
+
+@pytest.mark.parametrize(("table", "batch"), [("h200_8b", 4), ("cpu", 1)])
+def test_it_is_left_for_the_best_of_several(table, batch):
+    world, controller = both(cost_table(table), ARMS, batch, 0.03, None)
+    world.slower = growth(3.0, 0, controller.current)
+    assert drive(controller, world, batch, 10_000).share >= 0.95
+
+
+def test_without_doubt_in_what_does_not_run_nobody_would_know(monkeypatch):
+    """The counter-test: what ran is presumed to have grown dearer together with all others."""
+    monkeypatch.setattr(CostTable, "slack", lambda *_: 0.1)
+    world, controller = both(pair_costs(), PAIR, 1, 0.03, growth(3.0, 0, "4_1_5", begin=100))
+    assert controller.current == "4_1_5" and controller.probes == 0
+    assert controller.costs.seconds("off", 1) > 2e-3
+
+
+@pytest.mark.parametrize(("noise", "least"), [(0.0, 0.98), (0.03, 0.98), (0.1, 0.96)])
+@pytest.mark.parametrize("factor", [1.0, 2.0, 4.0])
+def test_keeping_watch_costs_little_where_all_grow_alike_or_nothing_changes(factor, noise, least):
+    for costs, arms in ((pair_costs(), PAIR), (cost_table("h200_8b"), ARMS)):
+        for rates in (GOOD, BAD):
+            world, controller = both(costs, arms, 1, noise, growth(factor, 3000), rates)
+            run = drive(controller, world, 1, 4000)
+            assert run.share >= least, (arms, rates)
+
+
+@pytest.mark.parametrize(("factor", "only"), [(1.0, None), (3.0, None), (3.0, "4_1_5")])
+def test_where_times_are_very_noisy_it_still_does_so_on_average(factor, only):
+    shares = []
+    for seed in range(4):
+        slower = growth(factor, 0, only)
+        world, controller = both(pair_costs(), PAIR, 1, VERY_NOISY, slower, seed=seed)
+        shares.append(drive(controller, world, 1, 8000).share)
+    assert sum(shares) / len(shares) >= 0.93
+
+
+@pytest.mark.parametrize(("noise", "least"), [(0.1, 0.95), (VERY_NOISY, 0.9)])
+def test_a_useless_head_costs_little_where_times_are_noisy(noise, least):
+    shares = []
+    for batch in (1, 8, 64):
+        world = World(cost_table("h200_8b"), (0.0,) * 7, noise=noise, seed=batch)
+        shares.append(drive(Goodput(ARMS, world.costs), world, batch, 5000).share)
+    assert sum(shares) / len(shares) >= least
+
+
+@pytest.mark.parametrize("noise", [0.1, VERY_NOISY])
+def test_a_swapped_head_is_followed_within_50_rounds_where_times_are_noisy(noise):
+    world = World(cost_table("h200_8b"), noise=noise)
+    controller = Goodput(ARMS, world.costs)
+    shares = []
+    for rates in (GOOD, BAD) * 3:
+        world.rates = rates
+        controller.weights_changed()
+        run = drive(controller, world, 4, 500)
+        shares.append(run.rate(50) / world.oracle(ARMS, 4))
+    assert sum(shares) / len(shares) >= 0.95
+
+
+def test_plain_decoding_is_measured_now_and_then_however_dear_it_seems():
+    """It was measured while the machine did something else."""
+    seconds = {"off": [1e-3], "4_1_5": [3e-3]}
+    controller = Goodput(PAIR, CostTable([1], seconds | {"off": [6e-3]}))
+    run = drive(controller, World(CostTable([1], seconds), (0.5,) * 7), 1, 30_000)
+    assert run.names[0] == "4_1_5" and run.names[-1] == "off"
+
+
+def seen(table: CostTable, name: str, seconds: float, times: int = 1, batch: int = 1) -> None:
+    for _ in range(times):
+        table.observe(name, batch, seconds, 16)
+
+
+def table_in_use() -> CostTable:
+    """Three strategies, each seen to cost what was calibrated; `4_1_5` runs."""
+    table = CostTable([1], {"off": [1.0], "2_1_3": [1.2], "4_1_5": [1.5]})
+    for name, seconds in (("off", 1.0), ("2_1_3", 1.2), ("4_1_5", 1.5)):
+        seen(table, name, seconds, 200)
+    return table
+
+
+def test_the_others_may_cost_what_they_did_before_one_grew_dearer():
+    table = table_in_use()
+    seen(table, "4_1_5", 4.5, 60)
+    assert table.seconds("4_1_5", 1) == pytest.approx(4.5, rel=0.02)
+    assert table.seconds("off", 1) > 2.0, "all are presumed to have grown"
+    for name, before in (("off", 1.0), ("2_1_3", 1.2)):
+        assert table.seconds(name, 1) * (1 - table.slack(name, 1)) <= before
+
+
+def test_one_that_was_not_slowed_down_acquits_the_others_too():
+    table = table_in_use()
+    seen(table, "4_1_5", 4.5, 60)
+    seen(table, "off", 1.0)
+    assert table.seconds("off", 1) == pytest.approx(1.0, rel=0.05)
+    assert table.seconds("2_1_3", 1) == pytest.approx(1.2, rel=0.05)
+    assert table.seconds("4_1_5", 1) == pytest.approx(4.5, rel=0.05), "it was seen to cost that"
+
+
+def test_one_that_was_slowed_down_as_well_changes_nothing():
+    table = table_in_use()
+    seen(table, "4_1_5", 4.5, 100)
+    before = table.seconds("2_1_3", 1)
+    seen(table, "off", table.seconds("off", 1))
+    assert table.seconds("2_1_3", 1) == pytest.approx(before, rel=1e-6)
+    assert table.slack("2_1_3", 1) > 0.5 > table.slack("off", 1)
+
+
+def test_one_that_grew_dearer_unseen_says_nothing_of_the_others():
+    table = table_in_use()
+    seen(table, "off", 3.0)
+    assert table.seconds("off", 1) > 1.02
+    assert table.seconds("4_1_5", 1) == pytest.approx(1.5, rel=1e-6)
+
+
+def test_fresh_costs_replace_learned_ones_and_acceptance_is_kept():
+    world, controller = both(pair_costs(), PAIR, 1, 0.03, growth(3.0, 0, begin=0))
+    accepted = controller.acceptance.state()
+    assert controller.costs.seconds("off", 1) > 2e-3
+    fresh = CostTable([1, 2], {"off": [1e-3, 1e-3], "4_1_5": [9e-3, 9e-3]})
+    controller.calibrated(fresh)
+    assert controller.acceptance.state() == accepted
+    assert controller.costs.state() == fresh.state() and controller.costs is not fresh
+    assert controller.select(2) == "off"
+    assert all(math.isfinite(score) for score in controller.scores(2).values())
