@@ -5,8 +5,9 @@ last ran. What an entry that does not run costs meanwhile has to be inferred fro
 
     log seconds = x + (c - m)
 
-`c` is a common factor that follows what runs (a busy machine, longer contexts), and `m` is what it
-was when the entry last ran; the entry's drift is d = c - m. A part of each residual is followed, in
+`c` is a factor common to the bucket that follows what runs (a busy machine, longer contexts), and
+`m` is what it was when the entry last ran; the entry's drift is d = c - m. Every bucket has its own
+because small ones run in the tail, where contexts are long. A part of each residual is followed, in
 log space and per chunk:
 
 *   of a strategy that keeps running, by its x wholly, and by c but for the share of doubt in the
@@ -31,7 +32,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import itertools
 import math
 import re
 import statistics
@@ -104,9 +104,9 @@ class CostTable:
             raise ValueError(f"buckets must be increasing batch sizes, got {list(buckets)}")
         self._entries: dict[str, list[_Entry | None]] = {}
         self._typical = _FIRST_TYPICAL
-        self._common = 0.0
         self._rounds = 0
-        self._last: list[Any] = [None, 0]  # strategy and bucket of the chunk before
+        self._common = [0.0] * len(self.buckets)
+        self._last: list[str | None] = [None] * len(self.buckets)  # strategies that ran last
         for name, row in (seconds or {}).items():
             if len(row) != len(self.buckets):
                 raise ValueError(
@@ -159,7 +159,8 @@ class CostTable:
         if entry.count >= _CONFIRMED:
             age = self._rounds - entry.seen_at
             slack = _STALE_SLACK * (1 - 2 ** (-age / _STALE_ROUNDS))
-        below = min(0.0, entry.mark - self._common) + entry.excess
+        common = self._common[self.index(batch_size)]
+        below = min(0.0, entry.mark - common) + entry.excess
         return min(1 - (1 - slack) * math.exp(below), _MOST_SLACK)
 
     def seconds(self, name: str, batch_size: int) -> float:
@@ -173,14 +174,14 @@ class CostTable:
             return
         at = self.index(batch_size)
         row = self._entries.setdefault(name, [None] * len(self.buckets))
-        before, self._last = self._last, [name, at]
-        beside_another = before[1] == at and before[0] not in (name, None)
+        beside_another = self._last[at] not in (name, None)
+        self._last[at] = name
         entry, measured = row[at], math.log(seconds)
         if entry is None:
-            row[at] = _Entry(measured, self._common, 1.0, self._rounds)
+            row[at] = _Entry(measured, self._common[at], 1.0, self._rounds)
             return
         weight = min(1.0, rounds / _FULL_ROUNDS)
-        drift = self._common - entry.mark
+        drift = self._common[at] - entry.mark
         residual = measured - entry.log - drift
         size = weight * (drift / self._typical) ** 2
         not_shared = min(max(-residual / drift, 0.0), 1.0) if drift else 0.0
@@ -190,16 +191,16 @@ class CostTable:
         if much_cheaper := cut > surprise:
             cut = min(cut, max(surprise, entry.excess))
         step = _RATE * weight * cut
-        self._common = self._take_back(entry, 1 - not_shared)
+        self._keep_drift(at, entry, 1 - not_shared)
         entry.count = 1 + (1 - _trust(size)) * entry.count
         own = 1 / (1 + _COMMON_DOUBT * entry.count)
         if beside_another:
             step *= max(own, _LEAST_OWN)
         else:
-            self._common += (1 - own) * step
+            self._common[at] += (1 - own) * step
         entry.excess = surprise - step if much_cheaper else 0.0
         entry.log += (1 - not_shared) * drift + step
-        entry.mark, entry.seen_at = self._common, self._rounds
+        entry.mark, entry.seen_at = self._common[at], self._rounds
 
     def _cut(self, residual: float) -> float:
         """A residual no larger than a few typical ones.
@@ -211,12 +212,12 @@ class CostTable:
         self._typical = max(_TYPICAL, 0.9 * self._typical + 0.1 * surprise)
         return min(max(residual, -limit), limit)
 
-    def _take_back(self, since: _Entry, share: float) -> float:
-        """The common factor if only a share of its drift since an entry was seen was common."""
-        for entry in filter(None, itertools.chain.from_iterable(self._entries.values())):
-            if entry.seen_at > since.seen_at:
+    def _keep_drift(self, at: int, since: _Entry, share: float) -> None:
+        """Of a bucket's drift since an entry was seen only a share was common."""
+        for row in self._entries.values():
+            if (entry := row[at]) and entry.seen_at > since.seen_at:
                 entry.mark = since.mark + share * (entry.mark - since.mark)
-        return since.mark + share * (self._common - since.mark)
+        self._common[at] = since.mark + share * (self._common[at] - since.mark)
 
     def _entry(self, name: str, at: int) -> _Entry | None:
         row = self._entries.get(name)
@@ -224,8 +225,8 @@ class CostTable:
 
     def _logs(self, name: str) -> list[float | None]:
         """Log seconds by bucket; None where they are not known."""
-        row = self._entries.get(name, ())
-        return [None if e is None else e.log + self._common - e.mark for e in row]
+        row = zip(self._entries.get(name, ()), self._common, strict=False)
+        return [None if e is None else e.log + common - e.mark for e, common in row]
 
     def _guess(self, name: str, at: int) -> float:
         """Log seconds, known or not."""
@@ -254,7 +255,7 @@ class CostTable:
                 for name, row in self._entries.items()
             },
             "typical": self._typical,
-            "common": self._common,
+            "common": list(self._common),
             "rounds": self._rounds,
             "last": list(self._last),
         }
@@ -266,8 +267,8 @@ class CostTable:
             name: [None if e is None else _Entry(**e) for e in row]
             for name, row in state["entries"].items()
         }
-        table._typical, table._common = state["typical"], state["common"]
-        table._rounds, table._last = state["rounds"], list(state["last"])
+        table._typical, table._rounds = state["typical"], state["rounds"]
+        table._common, table._last = list(state["common"]), list(state["last"])
         return table
 
 

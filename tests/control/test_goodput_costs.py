@@ -110,6 +110,41 @@ def test_plain_decoding_is_measured_now_and_then_however_dear_it_seems():
     assert run.names[0] == "4_1_5" and run.names[-1] == "off"
 
 
+class Tail(World):
+    """Rollouts whose batch shrinks while the contexts of those that still run grow."""
+
+    PLAN = ((64, 320), (32, 192), (16, 192), (8, 288), (4, 384), (2, 480), (1, 800))  # rounds
+
+    def __init__(self, *args, per_token: float, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.per_token, self.context = per_token, 0
+
+    def seconds(self, name, batch):
+        """What attention reads is added, to a plain round much as to one that verifies."""
+        drafted = 0 if name == "off" else int(name.split("_")[0])
+        read = self.per_token * batch * self.context * (1 + 0.02 * drafted)
+        return super().seconds(name, batch) + read
+
+    def roll_out(self, controller) -> float:
+        """Share of the best strategy's rate at each moment."""
+        self.context, runs = 0, []
+        for batch, rounds in self.PLAN:
+            for _ in range(rounds // 16):
+                runs.append(drive(controller, self, batch, 16, lag=0))
+                self.context += 48
+        return sum(sum(r.least) for r in runs) / sum(sum(r.seconds) for r in runs)
+
+
+@pytest.mark.parametrize(("growth", "least"), [(0.5, 0.97), (2.5, 0.93)])
+def test_contexts_that_grow_while_the_batch_shrinks_lose_little(growth, least):
+    """`growth`: what 1,000 tokens of context add to a plain round of 64, in units of it."""
+    costs = cost_table("h200_8b")
+    per_token = growth * costs.seconds("off", 64) / (64 * 1000)
+    world = Tail(costs, (0.75, 0.7, 0.65, 0.6, 0.6, 0.6, 0.6), per_token=per_token)
+    controller = Goodput(ARMS, costs)
+    assert min(world.roll_out(controller) for _ in range(3)) >= least
+
+
 def seen(table: CostTable, name: str, seconds: float, times: int = 1, batch: int = 1) -> None:
     for _ in range(times):
         table.observe(name, batch, seconds, 16)
