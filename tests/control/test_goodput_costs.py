@@ -135,11 +135,11 @@ class Tail(World):
         return sum(sum(r.least) for r in runs) / sum(sum(r.seconds) for r in runs)
 
 
-@pytest.mark.parametrize(("growth", "least"), [(0.5, 0.97), (2.5, 0.93)])
-def test_contexts_that_grow_while_the_batch_shrinks_lose_little(growth, least):
-    """`growth`: what 1,000 tokens of context add to a plain round of 64, in units of it."""
+@pytest.mark.parametrize(("read", "least"), [(0.5, 0.97), (2.5, 0.93)])
+def test_contexts_that_grow_while_the_batch_shrinks_lose_little(read, least):
+    """`read`: what 1,000 tokens of context add to a plain round of 64, in units of it."""
     costs = cost_table("h200_8b")
-    per_token = growth * costs.seconds("off", 64) / (64 * 1000)
+    per_token = read * costs.seconds("off", 64) / (64 * 1000)
     world = Tail(costs, (0.75, 0.7, 0.65, 0.6, 0.6, 0.6, 0.6), per_token=per_token)
     controller = Goodput(ARMS, costs)
     assert min(world.roll_out(controller) for _ in range(3)) >= least
