@@ -8,7 +8,6 @@ from collections import Counter
 from specjax.decode.options import Features
 from specjax.engine.checks import Limits, check_job
 from specjax.engine.options_rows import features_of
-from specjax.engine.pages import pages_for
 from specjax.engine.request import Job
 from specjax.engine.runner import Runner
 from specjax.engine.sequence import Progress, Sequence
@@ -70,8 +69,7 @@ class Intake:
         """What a job asks for; raises ValueError if `add` cannot take it."""
         features = self._features_of(job)
         limit, runner = min(job.limit, self._runner.max_len), self._runner
-        copied = 1 + pages_for(runner.rewritten, runner.page_size)
-        wanted, there = pages_for(limit, runner.page_size) + copied, runner.pages - 1
+        wanted, there = runner.pages_of(limit), runner.pages - 1
         if wanted > there:
             raise ValueError(
                 f"prompt {job.request} may take {wanted} cache pages of {runner.page_size} "

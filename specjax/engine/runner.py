@@ -96,7 +96,7 @@ class Runner:
         full = pages_for(max_len, self.page_size)
         self.table_width = full + pages_for(self.longest.steps + 1, self.page_size)
         # Prompts that wait for a slot hold pages beside those of the slots; one page is nobody's.
-        self.pages = 1 + full * (batch + min(batch, 8))
+        self.pages = 1 + max(full * (batch + min(batch, 8)), self.pages_of(max_len))
         if cache_bytes is not None:
             self.pages = cache_bytes // self.page_bytes
             if self.pages < 2:
@@ -130,6 +130,11 @@ class Runner:
     def tail(self) -> int:
         source = self.longest.source
         return source.tail if source else 0
+
+    def pages_of(self, positions: int) -> int:
+        """Pages that a sample may take: its own, and copies of those that it writes anew."""
+        copied = 1 + pages_for(self.rewritten, self.page_size)
+        return pages_for(positions, self.page_size) + copied
 
     @property
     def rewritten(self) -> int:

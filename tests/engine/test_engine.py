@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 from engines import ONE, VOCAB, engine_of, jobs_of, plain, random_jobs, tokens_of, warm
 from shared import compilations_of, weights
+from tiny import tiny_config
 
+from specjax import SpecConfig
+from specjax.engine.engine import Engine
 from specjax.engine.intake import Intake
 from specjax.engine.programs import choose_program
 from specjax.engine.replicas import Replicas
@@ -441,6 +444,13 @@ def test_what_is_suspended_continues_with_the_same_tokens_and_logprobs():
     for ticket, expected in zip(tickets, whole, strict=True):
         assert found[ticket].token_ids == expected.token_ids
         np.testing.assert_allclose(found[ticket].logprobs, expected.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("modules", [1, 3])
+def test_one_slot_has_room_for_a_sample_of_full_length(modules):
+    """Heads of several modules write positions before the root anew, in pages of their own."""
+    engine = Engine(tiny_config(VOCAB, mtp=modules), SpecConfig("4_1_5"), 1, 64)
+    engine.check(jobs_of([1, 2, 3], dataclasses.replace(ONE, max_tokens=None))[0])
 
 
 def test_engine_settings_are_checked():
