@@ -10,7 +10,6 @@ batch shrinks with what runs, slots keep their places, and strategies may change
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -360,14 +359,13 @@ class Runner:
         if key in self.executables:
             return self.executables[key]
         self.compilations += 1
+        # Kernels and what works on parts of the vocabulary ask for the ambient mesh.
         program = sharding.traced_on(self.mesh, program)
         out = None
-        # Some operations ask for the ambient mesh, see decode/shards.py.
-        with contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
-            if self.mesh is not None:
-                out = tuple(map(self._shardings, jax.eval_shape(program, *inputs)))
-            jitted = jax.jit(program, donate_argnums=donate, out_shardings=out)
-            self.executables[key] = jitted.lower(*inputs).compile()
+        if self.mesh is not None:
+            out = tuple(map(self._shardings, jax.eval_shape(program, *inputs)))
+        jitted = jax.jit(program, donate_argnums=donate, out_shardings=out)
+        self.executables[key] = jitted.lower(*inputs).compile()
         return self.executables[key]
 
     def memory(self) -> dict[str, int]:
