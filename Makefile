@@ -1,13 +1,17 @@
 # Everything runs in .venv, which the first target that needs it creates. `make help` lists targets.
 #   make rl ARGS="steps=5"        settings are passed on to the program
+#   make plan ARGS="--config configs/pods/mimo_7b_v5e_8x8.yaml --topology v5e:8x8"
 #   make test PYTHON=/path/to/python3.12 VENV=.venv312
 VENV ?= .venv
 PYTHON ?=
 CONFIG ?= configs/sums.yaml
 ARGS ?=
+# Its own environment: libtpu prints at start and is probed by every program beside it.
+PLAN_VENV ?= .venv-plan
 JOBS ?= 2
 
 STAMP := $(VENV)/.installed
+PLAN_STAMP := $(PLAN_VENV)/.installed
 BIN := $(VENV)/bin
 # Compiled programs are kept between runs; JAX_PLATFORMS is left alone so that a GPU is used.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
@@ -16,7 +20,7 @@ export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 .DEFAULT_GOAL := help
-.PHONY: help install rl test test-full lint clean
+.PHONY: help install rl plan test test-full lint clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1@\2/' | column -t -s @ 2>/dev/null \
@@ -26,6 +30,9 @@ install: $(STAMP) ## create .venv and install specjax with its development tools
 
 rl: $(STAMP) ## train the embedded policy with GRPO and speculative rollouts
 	$(BIN)/python -m train.rl --config $(CONFIG) $(ARGS)
+
+plan: $(PLAN_STAMP) ## what a run needs of TPUs that nobody has to have, by their own compiler
+	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 $(PLAN_VENV)/bin/python -m train.plan $(ARGS)
 
 test: $(STAMP) ## ruff and the tests, those marked slow left out
 	$(BIN)/ruff check .
@@ -39,15 +46,17 @@ lint: $(STAMP) ## ruff alone
 	$(BIN)/ruff check .
 
 clean: ## remove .venv, caches and build products (runs/ is kept)
-	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PLAN_VENV) .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A name on the PATH proves nothing (pyenv's shims exist for versions that are not active), so each
 # candidate is run. The stamp makes the install happen once per change of what is installed.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): EXTRA := dev
+$(PLAN_STAMP): EXTRA := tpu
+$(STAMP) $(PLAN_STAMP): pyproject.toml constraints.txt
 	@set -e; \
 	works() { "$$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }; \
-	if ! works $(BIN)/python; then \
+	if ! works $(@D)/bin/python; then \
 	  python=; \
 	  for candidate in $(or $(PYTHON),python3.12 python3.11 python3); do \
 	    if works $$candidate; then python=$$candidate; break; fi; \
@@ -56,9 +65,9 @@ $(STAMP): pyproject.toml constraints.txt
 	    echo "make: none of [$(or $(PYTHON),python3.12 python3.11 python3)] is a working Python >= 3.11 with venv; name one: make PYTHON=/path/to/python3" >&2; \
 	    exit 1; \
 	  fi; \
-	  echo "creating $(VENV) with $$($$python --version)"; \
-	  rm -rf $(VENV); \
-	  $$python -m venv $(VENV); \
+	  echo "creating $(@D) with $$($$python --version)"; \
+	  rm -rf $(@D); \
+	  $$python -m venv $(@D); \
 	fi
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[dev]' -c constraints.txt
+	$(@D)/bin/python -m pip install --disable-pip-version-check -q -e '.[$(EXTRA)]' -c constraints.txt
 	@touch $@

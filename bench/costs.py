@@ -29,6 +29,8 @@ import jax
 
 from bench.common import alternate, machine, user_errors, versions
 from bench.full_batch import everyone, fill
+from specjax import chips
+from specjax.chips import BYTES, layer_weights, roofline
 from specjax.config import ModelConfig, SpecConfig
 from specjax.decode import rng
 from specjax.decode.draft import draft_tree
@@ -158,20 +160,10 @@ def measure(args: argparse.Namespace) -> dict:
 # --- modelled --------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """Peak figures of the vendor: bytes/s of memory, bfloat16 operations/s, bytes of memory."""
-
-    title: str
-    bandwidth: float
-    peak: float
-    memory: float
-
-
 CHIPS = {
-    "h200": Chip("one H200 SXM", 4.8e12, 989e12, 141e9),
+    "h200": dataclasses.replace(chips.CHIPS["h200"], title="one H200 SXM"),
     # 8B weights in bfloat16 do not fit one v5e beside a cache.
-    "v5e_4": Chip("four v5e as tp 4", 4 * 819e9, 4 * 197e12, 4 * 16e9),
+    "v5e_4": chips.CHIPS["v5e"].times(4, "four v5e as tp 4"),
 }
 QWEN3_8B = ModelConfig(
     vocab_size=151_936,
@@ -184,29 +176,6 @@ QWEN3_8B = ModelConfig(
     tie_embeddings=False,
     mtp_num_layers=1,
 )
-BYTES = 2  # bfloat16
-
-
-def layer_weights(cfg: ModelConfig) -> int:
-    """Weights of one decoder layer, norms left out."""
-    d, heads = cfg.hidden_size, 2 * cfg.num_heads + 2 * cfg.num_kv_heads
-    return d * cfg.head_dim * heads + 3 * d * cfg.intermediate_size
-
-
-def roofline(
-    chip: Chip, cfg: ModelConfig, layers: int, extra: int, batch: int, rows: int, context: int
-) -> float:
-    """Seconds of one forward pass of `layers` layers over batch x rows tokens.
-
-    Args:
-      extra: further weights that are read and multiplied (language-model head, projections).
-      context: tokens in each sample's cache.
-    """
-    weights = layers * layer_weights(cfg) + extra
-    cache = 2 * layers * cfg.num_kv_heads * cfg.head_dim * context * batch
-    attention = 4 * layers * cfg.num_heads * cfg.head_dim * context * batch * rows
-    operations = 2 * weights * batch * rows + attention
-    return max(BYTES * (weights + cache) / chip.bandwidth, operations / chip.peak)
 
 
 def modelled(name: str, args: argparse.Namespace) -> dict:

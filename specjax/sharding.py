@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -71,16 +71,23 @@ class MeshConfig:
         return self.data * self.fsdp * self.tp
 
 
-def make_mesh(config: MeshConfig) -> jax.sharding.Mesh | None:
+Devices = Sequence[jax.Device] | None  # None: those of this process's platform
+
+
+def make_mesh(config: MeshConfig, devices: Devices = None) -> jax.sharding.Mesh | None:
     """A mesh over the first `config.size` devices; None when the config asks for one device.
+
+    Args:
+      devices: to take them from; they may be such as programs can only be compiled for.
 
     Raises:
       ValueError: there are fewer devices than the axes ask for.
     """
     if config.size == 1:
         return None
-    offer_cpu_devices(config.size)
-    devices = all_devices()
+    if devices is None:
+        offer_cpu_devices(config.size)
+        devices = all_devices()
     if len(devices) < config.size:
         raise ValueError(
             f"mesh data={config.data} fsdp={config.fsdp} tp={config.tp} needs {config.size} "
@@ -91,7 +98,7 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh | None:
     return jax.sharding.Mesh(grid, MESH_AXES)
 
 
-def replica_meshes(replicas: int, tp: int = 1) -> list[jax.sharding.Mesh]:
+def replica_meshes(replicas: int, tp: int = 1, devices: Devices = None) -> list[jax.sharding.Mesh]:
     """One mesh of `tp` devices per replica, over the first replicas * tp devices.
 
     Raises:
@@ -99,8 +106,9 @@ def replica_meshes(replicas: int, tp: int = 1) -> list[jax.sharding.Mesh]:
     """
     if replicas < 1 or tp < 1:
         raise ValueError(f"replicas and tp must be at least 1, got {replicas} and {tp}")
-    offer_cpu_devices(replicas * tp)
-    devices = all_devices()
+    if devices is None:
+        offer_cpu_devices(replicas * tp)
+        devices = all_devices()
     if len(devices) < replicas * tp:
         raise ValueError(
             f"{replicas} replicas of {tp} devices need {replicas * tp}, got {len(devices)}; use "
@@ -180,6 +188,11 @@ def batch_sharding(mesh: jax.sharding.Mesh, array) -> jax.NamedSharding:
     return jax.NamedSharding(mesh, spec_for(mesh, axes, array.shape))
 
 
+def row_sharding(mesh: jax.sharding.Mesh) -> jax.NamedSharding:
+    """`batch_sharding` of any array whose rows divide."""
+    return jax.NamedSharding(mesh, jax.P(PHYSICAL["batch"]))
+
+
 def _in_cache(path) -> bool:
     return any(getattr(p, "name", None) == "cache" for p in path)
 
@@ -215,6 +228,15 @@ def pin_slots(mesh: jax.sharding.Mesh, state):
         return jax.lax.with_sharding_constraint(leaf, jax.NamedSharding(mesh, spec))
 
     return jax.tree_util.tree_map_with_path(one, state)
+
+
+def shapes(tree, mesh: jax.sharding.Mesh | None, shardings: Callable):
+    """The shapes of a tree, with the shardings that `shardings(mesh, tree)` gives it."""
+    if mesh is None:
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
+    return jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings(mesh, tree)
+    )
 
 
 def replicated_dims(mesh: jax.sharding.Mesh | None, tree) -> list[str]:

@@ -157,6 +157,11 @@ class DraftTrainer:
         program = sharding.traced_on(mesh, self._update_program)
         self._update = jax.jit(program, donate_argnums=(0, 1))
 
+    @property
+    def programs(self) -> dict[str, jax.stages.Wrapped]:
+        """The jitted function that `update` calls."""
+        return {"update": self._update}
+
     def init_opt_state(self, head: Params):
         return init_opt_state(self.optimizer, head, self.mesh)
 

@@ -16,16 +16,22 @@ from train.schema import RLConfig
 Mesh = jax.sharding.Mesh | None  # None is one device, the first
 
 
-def make_meshes(cfg: RLConfig) -> tuple[Mesh, list[Mesh]]:
+def make_meshes(cfg: RLConfig, devices: sharding.Devices = None) -> tuple[Mesh, list[Mesh]]:
     """Where the run trains, and where each of its replicas rolls out.
+
+    Args:
+      devices: to take them from, see `sharding.make_mesh`.
 
     Raises:
       ValueError: there are not so many devices.
     """
     roll = cfg.rollout
-    sharding.offer_cpu_devices(max(cfg.mesh.size, cfg.rollout_devices))
-    mesh = sharding.make_mesh(cfg.mesh)
-    return mesh, sharding.replica_meshes(roll.replicas, roll.tp) if roll.own_devices else [mesh]
+    if devices is None:
+        sharding.offer_cpu_devices(max(cfg.mesh.size, cfg.rollout_devices))
+    mesh = sharding.make_mesh(cfg.mesh, devices)
+    if not roll.own_devices:
+        return mesh, [mesh]
+    return mesh, sharding.replica_meshes(roll.replicas, roll.tp, devices)
 
 
 def build_engines(

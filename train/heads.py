@@ -64,6 +64,22 @@ def starting_head(
     return model, load_draft(path, wanted)[0]
 
 
+def head_shapes(source: str, model: ModelConfig) -> tuple[ModelConfig, Params]:
+    """As `starting_head`, but shapes in place of arrays; of the checkpoint only `model` is read.
+
+    Raises:
+      ConfigError: as there.
+    """
+    if source == "checkpoint" and not model.mtp_num_layers:
+        return starting_head(source, model, None, 0, None)  # says what is wrong
+    if source not in ("checkpoint", "random") and Path(source).is_dir():
+        if not any(Path(source).glob("*.safetensors*")):
+            _, meta = load_draft(Path(source))
+            model = model.replace(**{name: meta[name] for name in _SWITCHES})
+    model = model.replace(mtp_num_layers=max(model.mtp_num_layers, 1))
+    return model, jax.eval_shape(lambda: init_head_params(model))
+
+
 def _place(tree: Params, mesh: jax.sharding.Mesh | None) -> Params:
     return tree if mesh is None else sharding.put(tree, sharding.param_shardings(mesh, tree))
 

@@ -106,11 +106,23 @@ class PolicyTrainer:
         self.cfg = cfg.replace(scan_layers=True)
         self.loss, self.optimizer, self.mesh = loss, optimizer, mesh
         self.temperature = temperature
-        self._accumulate = jax.jit(self._accumulate_program, donate_argnums=1)
+        # The states go on to the head's update: rows over the data axes, as in the batch.
+        rows = None if mesh is None else (None, sharding.row_sharding(mesh), None)
+        self._accumulate = jax.jit(self._accumulate_program, donate_argnums=1, out_shardings=rows)
         self._apply = jax.jit(self._apply_program, donate_argnums=(0, 1))
         self._score = jax.jit(lambda params, batch: self._token_logprobs(params, batch)[0])
         self._states = jax.jit(lambda params, batch: self._forward(params, batch)[1])
         self._zeros = jax.jit(self._zeros_program)
+
+    @property
+    def programs(self) -> dict[str, jax.stages.Wrapped]:
+        """The jitted functions that `update` and `logprobs` call."""
+        return {
+            "zeros": self._zeros,
+            "accumulate": self._accumulate,
+            "apply": self._apply,
+            "score": self._score,
+        }
 
     def init_opt_state(self, params: Params):
         """Optimizer state, created in the sharding of the parameters it belongs to."""
@@ -125,20 +137,29 @@ class PolicyTrainer:
         return sharding.put(batch, where)
 
     def update(
-        self, params: Params, opt_state, batches: Sequence[Batch], denominators: Denominators
+        self,
+        params: Params,
+        opt_state,
+        batches: Sequence[Batch],
+        denominators: Denominators,
+        keep: int | None = None,
     ):
         """One optimizer step over micro-batches [R S], of which there may be any number.
 
         `params` and `opt_state` are donated.
 
+        Args:
+          keep: micro-batches whose states somebody needs, the first ones; None: all.
+
         Returns:
-          params, opt_state, per micro-batch the states [R S D] before the final norm (of the old
-          parameters, without gradient), and metric sums with `grad_norm`.
+          params, opt_state, of `keep` micro-batches the states [R S D] before the final norm (of
+          the old parameters, without gradient), and metric sums with `grad_norm`.
         """
         gradients, states, sums = self._zeros(params), [], []
         for batch in batches:
             gradients, here, new = self._accumulate(params, gradients, batch, denominators)
-            states.append(here)
+            if keep is None or len(states) < keep:
+                states.append(here)
             sums.append(new)
         params, opt_state, norm = self._apply(params, opt_state, gradients)
         sums = sharding.fetch(sums)  # once, when all micro-batches are on their way

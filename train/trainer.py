@@ -22,13 +22,20 @@ from train import data
 from train import rollout as rollouts
 from train.collect import Rollouts
 from train.config import ConfigError, find_shipped, fingerprint, require_same_settings
-from train.draft import DraftTrainer, draft_metrics
-from train.engines import build_engines, make_meshes
+from train.draft import draft_metrics
+from train.engines import make_meshes
 from train.grpo import count_denominators, finalize_metrics
 from train.heads import HeadCheckpoints, starting_head
 from train.packing import empty_batch, pack
-from train.policy import PolicyTrainer, rl_loss
 from train.processes import as_one, control_metrics, copies_for, everywhere
+from train.programs import (
+    as_computed,
+    build_programs,
+    drafts,
+    drafts_with_head,
+    require_length,
+    scores_to_add,
+)
 from train.rewards import get_reward
 from train.rollout_schema import ENGINE_SETTINGS, PLACEMENT
 from train.schema import RLConfig
@@ -43,29 +50,22 @@ class Trainer:
         self.cfg = cfg
         self._read_inputs()
         model, self.params, head = hf.load_checkpoint(cfg.model, cfg.dtype.params, self.mesh)
-        longest = cfg.rollout.max_prompt_tokens + cfg.rollout.max_tokens
-        if longest > model.max_position:
-            raise ConfigError(
-                "rollout.max_prompt_tokens + rollout.max_tokens must be at most "
-                f"{model.max_position}, the longest sequence of {cfg.model}; got {longest}"
-            )
-        spec = cfg.rollout.spec()
-        speculate = cfg.draft.mode != "none" and not spec.is_off
-        with_head = speculate and spec.source == "head"
+        require_length(cfg, model)
+        with_head = drafts_with_head(cfg)
         if with_head:
             model, head = starting_head(cfg.rollout.head, model, head, cfg.seed, self.mesh)
-        self.model = model.replace(compute_dtype=cfg.dtype.compute, remat=cfg.remat)
+        self.model = as_computed(cfg, model)
         self.head = head if with_head else None
         self.source, self.source_params = None, None
-        if speculate and not with_head:
-            self.source, self.source_params = self._load_source(spec)
+        if drafts(cfg) and not with_head:
+            self.source, self.source_params = self._load_source(cfg.rollout.spec())
         self.rollouts = Rollouts(
             cfg, self.order, self.tokenizer, self.model.eos_token_ids, self.reward
         )
         self.done_steps = 0
         self._start_up: StartUp | None = None
         self.last_rollout: rollouts.Rollout | None = None
-        self._build_programs(speculate)
+        self._build_programs()
 
     def _read_inputs(self) -> None:
         """What a mistake of the user shows in, before anything is computed."""
@@ -92,31 +92,14 @@ class Trainer:
             raise ConfigError(f"rollout.draft_model: {error}") from error
         return source, params
 
-    def _build_programs(self, speculate: bool) -> None:
-        cfg, roll = self.cfg, self.cfg.rollout
-        self.on_policy = cfg.algo.updates_per_rollout == 1
-        self.policy = PolicyTrainer(
-            self.model,
-            rl_loss(cfg.algo, self.on_policy, stale=roll.partial),
-            cfg.optim.build(),
-            self.mesh,
-            roll.temperature,
-            cfg.attention,
-        )
+    def _build_programs(self) -> None:
+        cfg = self.cfg
+        built = build_programs(cfg, self.model, self.source, self.mesh, self.places)
+        self.policy, self.draft = built.policy, built.draft
+        self.engines, self.eval_engine = built.engines, built.eval_engine
         self.opt_state = self.policy.init_opt_state(self.params)
         self.reference = jax.tree.map(jnp.copy, self.params) if cfg.algo.kl_loss_coef else None
-        self.draft, self.draft_opt = None, None
-        if speculate and cfg.draft.mode == "online":
-            self.draft = DraftTrainer(
-                self.model, cfg.draft, roll.temperature, self.mesh, cfg.attention
-            )
-            self.draft_opt = self.draft.init_opt_state(self.head)
-        try:
-            self.engines, self.eval_engine = build_engines(
-                cfg, self.model, speculate, self.source, self.mesh, self.places
-            )
-        except ValueError as error:
-            raise ConfigError(f"rollout: {error}") from error
+        self.draft_opt = self.draft.init_opt_state(self.head) if self.draft else None
         self.engine = as_one(self.engines, self.copies, self.rollouts.judge)
         if self.eval_engine is not None:
             self.eval_engine = as_one([self.eval_engine], self.copies)
@@ -233,7 +216,8 @@ class Trainer:
         )
 
     def _update_policy(self, kept: rollouts.Rollout, metrics: dict, step: int):
-        """Packs the kept groups and runs the policy's updates; returns batches and states."""
+        """Packs the kept groups and runs the policy's updates; returns the micro-batches that the
+        head can be trained on, and their states."""
         cfg = self.cfg
         samples = rollouts.to_samples(
             kept,
@@ -251,8 +235,9 @@ class Trainer:
         updates = [[self._scored(batch) for batch in batches] for batches in updates]
         all_batches, all_states, total = [], [], {}
         for batches, counts in zip(updates, denominators, strict=True):
+            keep = self._states_to_keep(len(all_states))
             self.params, self.opt_state, states, sums = self.policy.update(
-                self.params, self.opt_state, batches, counts
+                self.params, self.opt_state, batches, counts, keep
             )
             all_batches += batches
             all_states += states
@@ -264,13 +249,20 @@ class Trainer:
             final[name] /= len(updates)
         metrics |= {f"train/{name}": value for name, value in final.items()}
         metrics["train/microbatches"] = float(len(all_batches))
-        return all_batches, all_states
+        return all_batches[: len(all_states)], all_states
+
+    def _states_to_keep(self, kept: int) -> int | None:
+        """Micro-batches whose states the head will be trained on, beside the `kept` ones; None:
+        all that come."""
+        if self.draft is None:
+            return 0
+        most = self.cfg.draft.max_microbatches
+        return max(most - kept, 0) if most else None
 
     def _scored(self, batch: dict) -> dict:
         """A micro-batch on the devices, with old and reference log-probabilities as needed."""
         placed = self.policy.place(batch)
-        if not self.on_policy:
-            name = "fresh_logprobs" if self.cfg.rollout.partial else "old_logprobs"
+        for name in scores_to_add(self.cfg):
             placed[name] = self.policy.logprobs(self.params, placed)
         if self.reference is not None:
             placed["ref_logprobs"] = self.policy.logprobs(self.reference, placed)

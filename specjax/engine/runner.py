@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -62,6 +62,8 @@ class Runner:
         empty and fills up buckets.
       mark: is ready when what was enqueued last is done; None if that was a chunk.
       checksums: of the weights held, `policy` and `draft`.
+      build: makes what runs of a program, given its key, what lowers it, and which inputs it is
+        donated.
       table_width: pages of a slot at most, and entries that are always `NOBODYS` for a round's
         path past its end: one, unless a path is longer than a page.
     """
@@ -112,6 +114,7 @@ class Runner:
         self.checksums: dict[str, Checksum] = {}
         self.compilations = 0
         self.executables: dict[tuple, jax.stages.Compiled] = {}
+        self.build: Callable = lambda key, lower, donate: lower().compile()
         self._layout = None
 
     # --- what it is made of ----------------------------------------------------------------------
@@ -203,16 +206,34 @@ class Runner:
             log.warning("the %s's weights are not finite: its output means nothing", name)
         self.checksums[name] = now
 
+    @functools.cached_property
+    def convert(self):
+        """The jitted change of policy parameters from the stacked to the decode layout."""
+        return jax.jit(functools.partial(to_decode_layout, cfg=self.cfg))
+
     def _build_layout(self):
-        convert = jax.jit(functools.partial(to_decode_layout, cfg=self.cfg))
         if self.mesh is None:
-            return convert
-        return lambda params: self._place_params(convert(params))
+            return self.convert
+        return lambda params: self._place_params(self.convert(params))
 
     def _place_params(self, params: Params) -> Params:
         if self.mesh is None:
             return params
         return jax.device_put(params, sharding.param_shardings(self.mesh, params))
+
+    def hold_shapes(self, params: Params, head: Params | None) -> None:
+        """Holds shapes where `set_params` and `reset` put arrays, for programs that nobody runs:
+        `build` must then make something that gives back the inputs it is donated, and None.
+
+        Args:
+          params, head: as `set_params` takes them, arrays or their shapes.
+        """
+        params = jax.eval_shape(self.convert, params)
+        state, tails = jax.eval_shape(self._empty)
+        self.params = sharding.shapes(params, self.mesh, sharding.param_shardings)
+        self.head = sharding.shapes(head, self.mesh, sharding.param_shardings)
+        self.state = sharding.shapes(state, self.mesh, sharding.state_shardings)
+        self.tails = sharding.shapes(tails, self.mesh, sharding.state_shardings)
 
     @property
     def is_broken(self) -> bool:
@@ -361,11 +382,14 @@ class Runner:
         self.compilations += 1
         # Kernels and what works on parts of the vocabulary ask for the ambient mesh.
         program = sharding.traced_on(self.mesh, program)
-        out = None
-        if self.mesh is not None:
-            out = tuple(map(self._shardings, jax.eval_shape(program, *inputs)))
-        jitted = jax.jit(program, donate_argnums=donate, out_shardings=out)
-        self.executables[key] = jitted.lower(*inputs).compile()
+
+        def lower() -> jax.stages.Lowered:
+            out = None
+            if self.mesh is not None:
+                out = tuple(map(self._shardings, jax.eval_shape(program, *inputs)))
+            return jax.jit(program, donate_argnums=donate, out_shardings=out).lower(*inputs)
+
+        self.executables[key] = self.build(key, lower, donate)
         return self.executables[key]
 
     def memory(self) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from specjax.config import SamplingParams
 from specjax.control.costs import CostTable
+from specjax.decode.chunk import Result
 from specjax.decode.options import Features
 from specjax.engine.inputs import admission_of, piece_of, place_size, place_sizes
 from specjax.engine.pages import pages_for
@@ -71,7 +73,7 @@ def _mib(count: int) -> str:
 
 
 def compile_ahead(loop: Loop, features: Several[Features]) -> StartUp:
-    """Builds every program: prefill by width, placement by size, chunks by strategy and bucket.
+    """Builds every program, see `start_programs`.
 
     Each runs once, over a prefix: the first run of a program takes many times as long as those that
     follow, and what it skips then is as slow when it comes.
@@ -79,20 +81,8 @@ def compile_ahead(loop: Loop, features: Several[Features]) -> StartUp:
     runner, started = loop.runner, time.perf_counter()
     built = runner.compilations
     runner.reset()
-    for width in loop.piece_widths:
-        most = loop.piece_rows(width)
-        for rows in [most] if runner.plan.invariant else sorted({1, min(FEW, most), most}):
-            runner.prefill(piece_of([], rows, width, runner))
-    for count in place_sizes(runner.batch):
-        runner.place(admission_of(_starts(runner, 1, 1), count, runner))
-    buckets = [runner.batch] if runner.plan.invariant else loop.buckets
-    # Smallest first: what a larger program covers already would not be compiled.
-    features = sorted(features, key=lambda f: f.size)
-    for strategy in runner.plans:
-        for bucket in buckets:
-            for wanted in features:
-                runner.place(admission_of(_starts(runner, 1, _context(runner)), 1, runner))
-                _chunk(runner, strategy, wanted, bucket, rounds=1)
+    for result in start_programs(loop, features):
+        jax.block_until_ready(result)
     jax.block_until_ready(runner.state)
     memory = runner.memory()
     return StartUp(
@@ -103,6 +93,29 @@ def compile_ahead(loop: Loop, features: Several[Features]) -> StartUp:
         temporary_bytes=memory["temporaries"],
         cache_bytes=runner.pages * runner.page_bytes,
     )
+
+
+def start_programs(loop: Loop, features: Several[Features]) -> Iterator[Result | None]:
+    """Starts every program: prefill by width, placement by size, chunks by strategy and bucket.
+
+    Yields:
+      what each brings for the host.
+    """
+    runner = loop.runner
+    for width in loop.piece_widths:
+        most = loop.piece_rows(width)
+        for rows in [most] if runner.plan.invariant else sorted({1, min(FEW, most), most}):
+            yield runner.prefill(piece_of([], rows, width, runner))
+    for count in place_sizes(runner.batch):
+        yield runner.place(admission_of(_starts(runner, 1, 1), count, runner))
+    buckets = [runner.batch] if runner.plan.invariant else loop.buckets
+    # Smallest first: what a larger program covers already would not be compiled.
+    features = sorted(features, key=lambda f: f.size)
+    for strategy in runner.plans:
+        for bucket in buckets:
+            for wanted in features:
+                runner.place(admission_of(_starts(runner, 1, _context(runner)), 1, runner))
+                yield _start_chunk(runner, strategy, wanted, bucket, rounds=1)
 
 
 def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
@@ -171,16 +184,17 @@ def _starts(runner: Runner, count: int, length: int) -> list[Start]:
 
 
 def _chunk(runner: Runner, strategy, features, bucket, rounds: int) -> int:
-    """Runs a chunk of the first slots, each in pages of its own as long as there are enough.
+    """Runs a chunk and returns how many rounds it had."""
+    result = _start_chunk(runner, strategy, features, bucket, rounds)
+    return int(jax.block_until_ready(result).rounds)
 
-    Returns:
-      how many rounds it had.
-    """
+
+def _start_chunk(runner: Runner, strategy, features, bucket, rounds: int) -> Result:
+    """Starts a chunk of the first slots, each in pages of its own as long as there are enough."""
     needed = min(_context(runner) + runner.most_tokens, runner.max_len)
     each = pages_for(needed, runner.page_size)
     table = np.zeros((bucket, runner.table_width), np.int32)
     table[:, :each] = (1 + np.arange(bucket * each) % (runner.pages - 1)).reshape(bucket, each)
     active = np.ones(bucket, bool)
     slots = np.arange(bucket, dtype=np.int32)
-    result = runner.chunk(strategy, features, slots, active, table, rounds)
-    return int(jax.block_until_ready(result).rounds)
+    return runner.chunk(strategy, features, slots, active, table, rounds)

@@ -1,0 +1,332 @@
+"""`train.plan`: what it says of a run, and that it says it of the programs the run really has."""
+
+import importlib.util
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_run
+
+from specjax.sharding import MeshConfig, make_mesh
+from train import plan, rl
+from train.config import parse_config
+from train.plan_hlo import Module
+from train.plan_programs import SHAPES, Shapes
+from train.schema import RLConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+PODS = sorted((ROOT / "configs" / "pods").glob("*.yaml"))
+# Sharded over four devices, two of them for the rows of a batch.
+SETTINGS = {
+    "steps": 1,
+    "mesh.fsdp": 2,
+    "mesh.tp": 2,
+    "rollout.strategy": "2_1_3",
+    "rollout.max_batch": 1,
+    "rollout.prefill_chunk": 16,
+}
+
+
+def settings(policy: Path, out: Path, **changes) -> list[str]:
+    return tiny_run.arguments(policy, out, **{**SETTINGS, **changes})
+
+
+def planned(policy: Path, out: Path, *flags: str, **changes) -> dict:
+    """The figures of a plan, made by the command line."""
+    file = out / "plan.json"
+    plan.main([*settings(policy, out, **changes), *flags, "--json", str(file)])
+    return json.loads(file.read_text())
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_policy, tmp_path_factory):
+    """Figures and text of a plan of everything, compiled for eight CPU devices."""
+    import contextlib
+    import io
+
+    out, text = tmp_path_factory.mktemp("plan"), io.StringIO()
+    with contextlib.redirect_stdout(text):
+        figures = planned(tiny_policy, out, "--topology", "cpu:8")
+    return figures, text.getvalue()
+
+
+def named(figures: dict, name: str) -> dict:
+    return next(p for p in figures["programs"] if p["name"] == name)
+
+
+def test_the_table_has_every_program_and_all_its_parts(whole):
+    figures, text = whole
+    names = [p["name"] for p in figures["programs"]]
+    assert names == [
+        "policy, a micro-batch", "policy, optimizer", "draft, a micro-batch",
+        "weights to the engine", "prefill 1 x 17", "place 1", "chunk 2_1_3 x 1",
+    ]  # fmt: skip
+    for part in (
+        "policy parameters", "policy optimizer", "draft optimizer", "cache", "temporaries, at most",
+        "HBM", "compute ms", "predicted tok/s", "largest batch that fits", "FITS",
+        "4 chips of cpu:8 have nothing to do", "compiled for CPU devices",
+    ):  # fmt: skip
+        assert part in text, part
+    assert all(name in text for name in names)
+
+
+def test_figures_are_those_of_one_device(whole, tiny_policy, tmp_path):
+    figures, _ = whole
+    cfg, _ = parse_config(RLConfig, settings(tiny_policy, tmp_path))
+    trainer = rl.Trainer(cfg)
+    held = {"policy parameters": trainer.params, "policy optimizer": trainer.opt_state}
+    for kind, tree in held.items():
+        here = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+        assert figures["resident_bytes"][kind] == here
+    micro = named(figures, "policy, a micro-batch")
+    model, rows, length = trainer.model, cfg.packing.rows, cfg.packing.row_length
+    per_token = (
+        model.num_layers
+        * (
+            4 * model.hidden_size * model.num_heads * model.head_dim // 1
+            - 2 * model.hidden_size * (model.num_heads - model.num_kv_heads) * model.head_dim
+            + 3 * model.hidden_size * model.intermediate_size
+        )
+        + model.vocab_size * model.hidden_size
+    )
+    least = 3 * 2 * per_token * rows * length / 4  # forward and backward, without attention
+    assert least <= micro["flops"] <= 2 * least
+    assert micro["received_bytes"]["all-reduce"] > 0
+    assert named(figures, "chunk 2_1_3 x 1")["received_bytes"]
+
+
+@pytest.fixture(scope="module")
+def run(tiny_policy, tmp_path_factory):
+    """One step of a real run: its configuration, the text of each program that it lowered, its
+    metrics, and how many micro-batches and states the head's update was given."""
+    changes = {"draft.max_microbatches": 1}
+    cfg, _ = parse_config(
+        RLConfig, settings(tiny_policy, tmp_path_factory.mktemp("run"), **changes)
+    )
+    trainer, ran, given = rl.Trainer(cfg), {}, []
+
+    def recorded(key, jitted):
+        def call(*inputs):
+            ran[key] = jitted.lower(*inputs).as_text()
+            return jitted(*inputs)
+
+        return call
+
+    def build(key, lower, donate):
+        program = lower()
+        ran[key] = program.as_text()
+        return program.compile()
+
+    update = trainer.draft.update
+
+    def watched(head, opt_state, policy, batches, states):
+        given.append((len(batches), len(states)))
+        return update(head, opt_state, policy, batches, states)
+
+    trainer.policy._accumulate = recorded(("accumulate",), trainer.policy._accumulate)
+    trainer.policy._apply = recorded(("apply",), trainer.policy._apply)
+    trainer.draft._update = recorded(("draft",), trainer.draft._update)
+    trainer.draft.update = watched
+    trainer.engines[0].runner.build = build
+    trainer.warm_up()
+    return cfg, ran, trainer.step(), given
+
+
+def test_what_is_lowered_is_what_a_run_runs(run):
+    cfg, ran, _, _ = run
+    lowered = {p.key: p.lower().as_text() for p in Shapes(cfg, jax.devices()).programs()}
+    del lowered[("convert",)]  # ran before anybody could look
+    assert set(lowered) == set(ran)
+    different = [key for key in ran if lowered[key] != ran[key]]
+    assert not different
+
+
+def test_states_that_the_head_does_not_learn_from_are_not_kept(run):
+    _, _, metrics, given = run
+    assert metrics["train/microbatches"] > 1
+    assert given == [(1, 1)]
+
+
+def test_twice_the_slots_take_twice_the_cache(tiny_policy, tmp_path):
+    flags = ("--topology", "h200:8")  # arithmetic: nothing is compiled
+    one = planned(tiny_policy, tmp_path, *flags, **{"rollout.max_batch": 16})
+    two = planned(tiny_policy, tmp_path, *flags, **{"rollout.max_batch": 32})
+    sizes = [figures["resident_bytes"]["cache"] for figures in (one, two)]
+    assert 1.5 < sizes[1] / sizes[0] < 2.1
+    assert one["resident_bytes"]["policy optimizer"] == two["resident_bytes"]["policy optimizer"]
+
+
+def test_what_does_not_fit_is_told_what_to_change(tiny_policy, tmp_path, capsys):
+    flags = ("--topology", "h200:8", "--memory")
+    fits = planned(tiny_policy, tmp_path, *flags, "0.001", **{"rollout.max_batch": 16})
+    assert fits["fits"] and not fits["advice"]
+    most = fits["largest_batch"]
+    assert most > 16
+    larger = planned(tiny_policy, tmp_path, *flags, "0.001", **{"rollout.max_batch": 2 * most})
+    assert not larger["fits"]
+    assert "DOES NOT FIT" in capsys.readouterr().out
+    advice = next(line for line in larger["advice"] if " cache: " in line)
+    change = int(advice.partition("rollout.max_batch=")[2].partition(" ")[0])
+    assert abs(change - most) <= 1 + 0.02 * most
+    again = planned(tiny_policy, tmp_path, *flags, "0.001", **{"rollout.max_batch": change})
+    assert again["fits"]
+
+
+def test_every_strategy_and_batch_has_a_speed_by_accept_length(tiny_policy, tmp_path):
+    changes = {"rollout.max_batch": 4, "rollout.control.strategies": '["off",2_1_3]'}
+    figures = planned(tiny_policy, tmp_path, "--topology", "h200:8", **changes)
+    chunks = {p["name"]: p for p in figures["programs"] if "tokens_per_second" in p}
+    names = {f"chunk {strategy} x {n}" for strategy in ("off", "2_1_3") for n in (1, 2, 4)}
+    assert set(chunks) == names
+    four = chunks["chunk 2_1_3 x 4"]
+    assert four["tokens_per_second"]["1"] == pytest.approx(4 / four["round_seconds"])
+    assert four["tokens_per_second"]["3"] == pytest.approx(3 * 4 / four["round_seconds"])
+    assert set(chunks["chunk off x 4"]["tokens_per_second"]) == {"1"}
+    assert four["flops"] == pytest.approx(3 * chunks["chunk off x 4"]["flops"])
+
+
+# --- counting ------------------------------------------------------------------------------------
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+    def program(x, w):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    x, w = jnp.ones((8, 16)), jnp.ones((7, 16, 16))
+    cost = Module(jax.jit(program).lower(x, w).compile().as_text()).cost
+    assert cost.flops == 7 * 2 * 8 * 16 * 16
+    # Of the stacked weights each turn reads its own slice, not all of them.
+    assert cost.bytes < 7 * 4 * (2 * 16 * 16 + 8 * 8 * 16) + 4 * 7 * 16 * 16
+
+
+def test_a_loop_that_data_end_counts_once_and_is_given_by_itself():
+    def program(x, w):
+        y = x @ w @ w
+        return jax.lax.while_loop(lambda y: y.sum() < 100, lambda y: jnp.tanh(y @ w), y)
+
+    module = Module(
+        jax.jit(program).lower(jnp.ones((8, 16)), jnp.ones((16, 16))).compile().as_text()
+    )
+    assert module.cost.flops == 3 * 2 * 8 * 16 * 16
+    assert module.turn.flops == 2 * 8 * 16 * 16
+
+
+def test_collectives_are_counted_by_kind_and_as_rings_move_them():
+    mesh = make_mesh(MeshConfig(tp=4))
+
+    def compiled(x, w, out):
+        spec = jax.NamedSharding(mesh, out)
+        placed = [jax.device_put(a, jax.NamedSharding(mesh, s)) for a, s in (x, w)]
+        jitted = jax.jit(lambda x, w: x @ w, out_shardings=spec)
+        return Module(jitted.lower(*placed).compile().as_text()).cost
+
+    x, w = np.ones((8, 64), np.float32), np.ones((64, 32), np.float32)
+    summed = compiled((x, jax.P(None, "tp")), (w, jax.P("tp", None)), jax.P())
+    assert summed.flops == 2 * 8 * 16 * 32
+    assert summed.received == {"all-reduce": 2 * 4 * 8 * 32 * 3 / 4}
+    gathered = compiled((x, jax.P()), (w, jax.P(None, "tp")), jax.P())
+    assert gathered.received == {"all-gather": 4 * 8 * 32 * 3 / 4}
+
+
+def test_products_that_tpus_write_as_convolutions_are_counted():
+    text = """
+HloModule jit_f, is_scheduled=true
+
+ENTRY %main (a: bf16[4,8,16], b: bf16[4,16,32]) -> bf16[4,8,32] {
+  %a = bf16[4,8,16]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %b = bf16[4,16,32]{2,1,0:T(8,128)(2,1)S(1)} parameter(1)
+  ROOT %c = bf16[4,8,32]{2,1,0:T(8,128)(2,1)} convolution(%a, %b), WINDOW, dim_labels=0bf_0io->0bf
+}
+"""
+    # A batch of products: positions of the window that meet padding multiply nothing.
+    text = text.replace("WINDOW", "window={size=4 stride=3 lhs_dilate=4}")
+    cost = Module(text).cost
+    assert cost.flops == 4 * 2 * 8 * 16 * 32
+    assert cost.bytes == 2 * (4 * 8 * 16 + 4 * 8 * 32)  # %b lies in the chip's own memory, S(1)
+
+
+def test_a_collective_that_tpus_spread_over_fusions_counts_once():
+    part = """
+%part.NUMBER (p: f32[4,8]) -> f32[16,8] {
+  %p = f32[4,8]{1,0} parameter(0)
+  ROOT %g.NUMBER = f32[16,8]{1,0} all-gather(%p), channel_id=7, GROUPS, CHAIN
+}
+"""
+    text = (
+        "HloModule jit_f\n"
+        + part.replace("NUMBER", "1")
+        + part.replace("NUMBER", "2")
+        + """
+ENTRY %main (a: f32[4,8]) -> f32[16,8] {
+  %a = f32[4,8]{1,0} parameter(0)
+  %x = f32[16,8]{1,0} fusion(%a), kind=kCustom, calls=%part.1
+  ROOT %y = f32[16,8]{1,0} fusion(%a), kind=kCustom, calls=%part.2
+}
+"""
+    )
+    text = text.replace("GROUPS", "replica_groups=[1,4]<=[4], dimensions={0}")
+    once = 4 * 4 * 8 * 3
+    chained = text.replace("CHAIN", 'frontend_attributes={chain_id="0"}')
+    assert Module(chained).cost.received == {"all-gather": once}
+    assert Module(text.replace("CHAIN", "x=y")).cost.received == {"all-gather": 2 * once}
+
+
+# --- configurations and topologies ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", PODS, ids=lambda path: path.stem)
+def test_a_pod_config_is_valid_and_uses_its_pod_wholly(config):
+    cfg, _ = parse_config(RLConfig, ["--config", str(config)])
+    chips = {"v5e_8x8": 64, "v5p_4x4x4": 64, "h100_8": 8, "h200_8": 8}
+    count = next(n for name, n in chips.items() if config.stem.endswith(name))
+    assert cfg.mesh.size == cfg.rollout_devices == count
+    assert cfg.rollout.max_tokens == 24 * 1024 and cfg.data.path.endswith("dapo-math-17k.jsonl")
+    assert (ROOT / SHAPES / Path(cfg.model).name / "config.json").is_file()
+    command = f"--config configs/pods/{config.name} --topology "
+    assert command in config.read_text()
+
+
+def test_there_are_pod_configs_for_both_models_and_all_pods():
+    models, pods = ("qwen3_8b", "mimo_7b"), ("v5e_8x8", "v5p_4x4x4", "h100_8", "h200_8")
+    assert {p.stem for p in PODS} == {f"{model}_{pod}" for model in models for pod in pods}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--topology", "v9:8x8"], "--topology: expected one of v5e"),
+        (["--topology", "cpu:2"], "needs 4 devices, got 2"),
+        (["--topology", "cpu:8", "--only", "nonsense"], "--only: no program's name has"),
+        (["--topology", "cpu:8", "model=nowhere/Llama-9"], "no shapes of that name"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(tiny_policy, tmp_path, flags, said):
+    with pytest.raises(SystemExit, match=said):
+        plan.main([*settings(tiny_policy, tmp_path), *flags])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
+def test_without_the_tpu_compiler_it_says_where_to_get_it(tiny_policy, tmp_path):
+    with pytest.raises(SystemExit, match="make plan"):
+        plan.main([*settings(tiny_policy, tmp_path), "--topology", "v5e:2x2"])
+
+
+@pytest.mark.slow
+def test_the_tpu_compiler_takes_every_program_of_a_run(tiny_policy, tmp_path):
+    python = ROOT / os.environ.get("PLAN_VENV", ".venv-plan") / "bin" / "python"
+    if not python.exists():
+        pytest.skip("needs libtpu, in the environment that `make plan` sets up")
+    file = tmp_path / "plan.json"
+    command = [python, "-m", "train.plan", *settings(tiny_policy, tmp_path)]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "XLA_FLAGS": ""}
+    env |= {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+    command += ["--topology", "v5e:2x2", "--json", file]
+    subprocess.run(command, check=True, cwd=ROOT, env=env)
+    figures = json.loads(file.read_text())
+    assert figures["fits"] and all(p["failed"] is None for p in figures["programs"])
+    assert all(p["flops"] > 0 for p in figures["programs"] if "chunk" in p["name"])

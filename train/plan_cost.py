@@ -1,0 +1,213 @@
+"""What programs need of a chip: by the compiler's report, or by counting where there is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Mapping
+
+import jax
+
+from specjax import chips
+from specjax.chips import Chip
+from specjax.config import ModelConfig
+from train.plan_hlo import Cost, Module
+from train.plan_programs import Program, Shapes, caches, device_bytes
+
+_RESIDENT = ("parameters", "optimizer", "cache", "state")  # what is there all the time
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+@dataclasses.dataclass
+class Figures:
+    """What one program needs, per device.
+
+    Attributes:
+      given: bytes of its inputs by kind. extra: bytes that are there only while it runs: inputs
+        that do not stay, results that take nobody's place, temporaries.
+      temporaries: of these. cost: of one run; of a chunk with rounds, of one round.
+      seconds: that compiling took.
+      failed: why the compiler refused it. needs: bytes that it says the program would take.
+    """
+
+    name: str
+    part: str
+    key: tuple
+    given: dict[str, float]
+    extra: float = 0.0
+    temporaries: float = 0.0
+    cost: Cost = dataclasses.field(default_factory=Cost)
+    seconds: float = 0.0
+    failed: str | None = None
+    needs: float | None = None
+
+    @property
+    def is_chunk(self) -> bool:
+        """Whether it is a chunk of rounds of a rollout, whose cost is known."""
+        return self.part == "roll out" and self.key[0] == "chunk" and self.failed is None
+
+
+def compiled(program: Program) -> Figures:
+    """Compiles a program and reads what the compiler says of it."""
+    given = {kind: device_bytes(tree) for kind, tree in program.given.items()}
+    found, started = Figures(program.name, program.part, program.key, given), time.perf_counter()
+    try:
+        executable = program.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        found.failed = _first_line(error)
+        found.needs = _bytes_wanted(str(error))
+        if found.needs is None:
+            raise
+        return found
+    finally:
+        found.seconds = time.perf_counter() - started
+    memory = executable.memory_analysis()
+    if memory is not None:
+        results = max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
+        found.temporaries = float(memory.temp_size_in_bytes)
+        passing = sum(size for kind, size in given.items() if kind not in _RESIDENT)
+        found.extra = found.temporaries + results + passing
+    pages = frozenset(
+        leaf.sharding.shard_shape(leaf.shape)
+        for leaf in jax.tree.leaves(program.given.get("cache"))
+        if leaf.sharding is not None
+    )
+    module = Module(executable.as_text(), pages)
+    found.cost = module.cost
+    if program.key[0] == "chunk" and module.turn.flops:
+        found.cost = module.turn
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:200]
+
+
+def _bytes_wanted(text: str) -> float | None:
+    """Of a compiler that ran out of memory: how much it would have taken."""
+    found = re.search(r"Used ([\d.]+)([KMG]?)i?B? of", text)
+    return float(found[1]) * _UNITS[found[2]] if found else None
+
+
+# --- rooflines -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """Seconds at the chip's peaks; memory and arithmetic overlap, the network does not."""
+
+    compute: float
+    memory: float
+    network: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute, self.memory) + self.network
+
+    @property
+    def bound(self) -> str:
+        return max(("compute", "memory", "network"), key=lambda name: getattr(self, name))
+
+
+def roofline(chip: Chip, cost: Cost) -> Roofline:
+    return Roofline(
+        cost.flops / chip.peak, cost.bytes / chip.bandwidth, cost.network / chip.network
+    )
+
+
+def with_prefix(cost: Cost, shapes: Shapes, slots: int, rows: int, context: int) -> Cost:
+    """A round's cost with what attention to `context` cached positions per slot adds.
+
+    How long prefixes are is not in the program, so this part is always counted by hand.
+    """
+    model = shapes.model
+    layers, ways = model.num_layers, split(shapes)
+    read = chips.cache_values(model, layers, context * slots) / ways
+    width = 2 if model.compute_dtype == "bfloat16" else 4
+    operations = chips.attention_operations(model, layers, context * slots * rows)
+    total = Cost()
+    total.add(cost)
+    total.add(Cost(flops=operations / ways, bytes=width * read))
+    return total
+
+
+def split(shapes: Shapes) -> int:
+    """Devices that a sequence's keys and values are divided among."""
+    pages, _ = caches(shapes.engine.runner.state)
+    leaf = jax.tree.leaves(pages)[0]
+    if getattr(leaf, "sharding", None) is None:
+        return 1
+    return leaf.size // math.prod(leaf.sharding.shard_shape(leaf.shape))
+
+
+# --- without a compiler ---------------------------------------------------------------------------
+
+
+def counted(program: Program, shapes: Shapes) -> Figures:
+    """What the shapes of a program say; of temporaries the largest, of collectives nothing."""
+    given = {kind: device_bytes(tree) for kind, tree in program.given.items()}
+    passing = sum(size for kind, size in given.items() if kind not in _RESIDENT)
+    least = least_temporaries(shapes) if program.key[0] == "accumulate" else 0.0
+    cost = _count(program, given, shapes)
+    return Figures(program.name, program.part, program.key, given, passing + least, least, cost)
+
+
+def least_temporaries(shapes: Shapes) -> float:
+    """Bytes that a micro-batch of the policy needs at least: logits, their gradient, and what
+    every layer was given."""
+    model, batch = shapes.model, shapes.batch()
+    tokens = device_bytes(batch["tokens"]) / batch["tokens"].dtype.itemsize
+    width = 2 if model.compute_dtype == "bfloat16" else 4
+    logits = 2 * 4 * model.vocab_size / shapes.cfg.mesh.tp
+    return tokens * (logits + width * model.num_layers * model.hidden_size)
+
+
+def _count(program: Program, given: Mapping[str, float], shapes: Shapes) -> Cost:
+    """Operations and bytes of a program by its kind; every input is read once."""
+    cfg, model, kind = shapes.cfg, shapes.model, program.key[0]
+    weights = model.num_layers * chips.layer_weights(model) + model.vocab_size * model.hidden_size
+    read = sum(size for name, size in given.items() if name not in ("cache", "state"))
+    devices = shapes.mesh.size if shapes.mesh is not None else 1
+    if kind in ("accumulate", "score"):
+        tokens = cfg.packing.rows * cfg.packing.row_length
+        passes = 1 if kind == "score" else 4 if cfg.remat else 3
+        pairs = attention_pairs(cfg)
+        attention = chips.attention_operations(model, model.num_layers, pairs)
+        return Cost(passes * (2 * weights * tokens + attention) / devices, passes * read)
+    if kind == "draft":
+        head = model.mtp_num_layers * chips.layer_weights(model) + 2 * model.hidden_size**2
+        outputs = model.vocab_size * model.hidden_size * (1 + cfg.draft.unroll_steps)
+        tokens = cfg.packing.rows * cfg.packing.row_length
+        return Cost(3 * 2 * (cfg.draft.unroll_steps * head + outputs) * tokens / devices, read)
+    if kind in ("apply", "convert", "place"):
+        return Cost(0.0, 2 * read)
+    ways = shapes.engine.runner.mesh.size if shapes.engine.runner.mesh is not None else 1
+    if kind == "prefill":
+        rows, width = program.key[1]
+        return Cost(2 * weights * rows * width / ways, read)
+    _, strategy, slots, _ = program.key
+    rows = rows_of(shapes, strategy)
+    return Cost(2 * weights * slots * rows / ways, read)
+
+
+def attention_pairs(cfg) -> int:
+    """Pairs of positions in a micro-batch of rows that are one causal sequence each, at most."""
+    return cfg.packing.rows * cfg.packing.row_length**2 // 2
+
+
+def rows_of(shapes: Shapes, strategy: str) -> int:
+    """Rows per slot that a round of the strategy verifies."""
+    tree = shapes.engine.runner.plans[strategy].tree
+    return tree.rows if tree is not None else 1
+
+
+def model_text(model: ModelConfig) -> str:
+    """A model's size, for the head of the table."""
+    outside = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
+    weights = model.num_layers * chips.layer_weights(model) + outside
+    return (
+        f"{model.model_type}, {weights / 1e9:.2f} G weights: {model.num_layers} layers of width "
+        f"{model.hidden_size}, parameters {model.param_dtype}, arithmetic {model.compute_dtype}"
+    )

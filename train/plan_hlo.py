@@ -1,0 +1,388 @@
+"""What a compiled program does per device, counted in the text of its optimised HLO.
+
+`Compiled.cost_analysis()` counts the body of a loop once, and a scan over layers is a loop. Here a
+loop counts as often as it runs, where the compiler knows how often (`known_trip_count`, or a
+counter that is compared with a constant). Of a loop that ends when the data say so, such as that
+over rounds, one turn is counted; the costliest of these is also given by itself.
+
+Counted are operations of matrix products, bytes that go to and from memory (operands and results of
+what is not fused; of arrays that are only sliced or updated in place the piece), and bytes that
+collectives bring to a device (as rings do it).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+_WIDTHS = {"pred": 1, "s4": 0.5, "u4": 0.5, "c64": 8, "c128": 16, "bf16": 2, "token": 0}
+_SHAPE = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](\{[^}]*\})?")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
+_NAME = re.compile(r"%([\w.\-]+)")
+COLLECTIVES = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
+)  # fmt: skip
+_KERNELS = ("tpu_custom_call", "mosaic_gpu_v2", "__gpu$xla.gpu.triton")
+# They move nothing themselves, or what they hold is counted by itself.
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
+    "replica-id", "iota", "opt-barrier", "while", "conditional", "call", "domain", "async-start",
+    "async-update",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One array: its type's name, dimensions, and whether it lies in HBM."""
+
+    kind: str
+    dims: tuple[int, ...]
+    in_hbm: bool
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> float:
+        width = _WIDTHS.get(self.kind)
+        if width is None:  # f32, s8, f8e4m3fn
+            width = int(re.search(r"\d+", self.kind)[0]) / 8
+        return self.size * width
+
+    @property
+    def traffic(self) -> float:
+        return self.bytes if self.in_hbm else 0.0
+
+
+def _shapes(text: str) -> list[Shape]:
+    found = []
+    for kind, dims, layout in _SHAPE.findall(text):
+        space = re.search(r"S\((\d+)\)", layout or "")
+        sizes = tuple(int(d) for d in dims.split(",") if d)
+        found.append(Shape(kind, sizes, space is None or space[1] == "0"))
+    return found
+
+
+@dataclasses.dataclass
+class Op:
+    """One instruction: `name = shapes opcode(operands), attributes`."""
+
+    name: str
+    shapes: list[Shape]
+    opcode: str
+    operands: list[str]
+    text: str
+    root: bool
+
+    def attribute(self, name: str) -> str | None:
+        found = re.search(rf"{name}=(\{{[^}}]*\}}|%?[\w.\-]+)", self.text)
+        return found[1] if found else None
+
+    def called(self) -> Iterator[str]:
+        """Computations that it runs as they stand."""
+        for name in ("calls", "to_apply", "true_computation", "false_computation"):
+            if found := re.search(rf"\b{name}=%?([\w.\-]+)", self.text):
+                yield found[1]
+        if found := re.search(r"branch_computations=\{([^}]*)\}", self.text):
+            yield from (name.strip().lstrip("%") for name in found[1].split(","))
+
+    @property
+    def is_kernel(self) -> bool:
+        return any(f'custom_call_target="{target}"' in self.text for target in _KERNELS)
+
+    def numbers(self, name: str) -> list[int]:
+        return [int(x) for x in re.findall(r"\d+", self.attribute(name) or "")]
+
+
+@dataclasses.dataclass
+class Cost:
+    """Per device.
+
+    Attributes:
+      flops: of matrix products. bytes: to and from HBM. received: bytes by kind of collective.
+      kernels: Pallas kernels that are called; their operations are not counted.
+      chains: collectives that TPUs spread over several fusions, by name: kind and bytes. Each of
+        these fusions holds the whole collective, which must count once.
+    """
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    received: dict[str, float] = dataclasses.field(default_factory=dict)
+    kernels: float = 0.0
+    chains: dict[tuple, tuple[str, float]] = dataclasses.field(default_factory=dict)
+
+    def receive(self, kind: str, count: float) -> None:
+        self.received[kind] = self.received.get(kind, 0.0) + count
+
+    def close_chains(self) -> None:
+        """Counts the chains: no further fusion is part of them."""
+        for kind, count in self.chains.values():
+            self.receive(kind, count)
+        self.chains = {}
+
+    def add(self, other: Cost, times: float = 1.0) -> None:
+        self.flops += times * other.flops
+        self.bytes += times * other.bytes
+        self.kernels += times * other.kernels
+        self.chains |= other.chains
+        for kind, count in other.received.items():
+            self.receive(kind, times * count)
+
+    @property
+    def network(self) -> float:
+        return sum(self.received.values())
+
+
+class Module:
+    """The computations of an HLO module.
+
+    Args:
+      text: of `Compiled.as_text()`. pages: dimensions of arrays that kernels only read in part,
+        whose bytes are left out when a kernel takes them.
+    """
+
+    def __init__(self, text: str, pages: frozenset[tuple[int, ...]] = frozenset()):
+        self.computations: dict[str, dict[str, Op]] = {}
+        self.entry, self.pages = "", pages
+        self.turn = Cost()  # of the costliest loop of unknown length
+        for line in text.splitlines():
+            if header := _HEADER.match(line):
+                here = self.computations.setdefault(header[2], {})
+                if header[1]:
+                    self.entry = header[2]
+            elif " = " in line and line.startswith(" "):
+                op = _parse(line)
+                here[op.name] = op
+
+    @functools.cached_property
+    def cost(self) -> Cost:
+        """Of the whole program."""
+        return self._cost(self.entry)
+
+    @functools.cache  # noqa: B019 (a module lives as long as its plan)
+    def _cost(self, name: str, fused: bool = False) -> Cost:
+        total, ops = Cost(), self.computations[name]
+        for op in ops.values():
+            if op.opcode == "while":
+                self._add_loop(total, op)
+            elif op.opcode == "conditional":
+                branches = [self._cost(called, fused) for called in op.called()]
+                total.add(max(branches, key=lambda c: (c.flops, c.bytes, c.network)))
+            elif op.opcode in ("fusion", "call", "async-start"):
+                inside = op.opcode == "fusion" or fused
+                for called in op.called():
+                    total.add(self._cost(called, inside))
+            total.flops += self._flops(op, ops)
+            self._add_collective(total, op, ops)
+            if op.is_kernel:
+                total.kernels += 1
+            if not fused:
+                total.bytes += self._bytes(op, ops)
+        if not fused:
+            total.close_chains()
+        elif name.startswith("all-reduce-scatter"):  # how TPUs write it: reduce all, keep a part
+            total.receive("reduce-scatter", total.received.pop("all-reduce", 0.0) / 2)
+        return total
+
+    def _add_loop(self, total: Cost, op: Op) -> None:
+        body = self._cost(op.attribute("body").lstrip("%"))
+        trips = self._trips(op)
+        total.add(body, 1 if trips is None else trips)
+        if trips is None and body.flops >= self.turn.flops:
+            self.turn = body
+
+    def _trips(self, op: Op) -> int | None:
+        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', op.text):
+            return int(known[1])
+        ops = self.computations[op.attribute("condition").lstrip("%")]
+        root = next(o for o in ops.values() if o.root)
+        if root.opcode == "fusion":
+            called = self.computations[next(root.called())]
+            given = [ops[name] for name in root.operands]
+            root = next(o for o in called.values() if o.root)
+            ops = called | {
+                o.name: given[int(re.search(r"parameter\((\d+)\)", o.text)[1])]
+                for o in called.values()
+                if o.opcode == "parameter"
+            }
+        if root.opcode != "compare" or root.attribute("direction") != "LT":
+            return None
+        counter, limit = (ops[name] for name in root.operands)
+        if counter.opcode != "get-tuple-element" or counter.shapes[0].kind not in ("s32", "u32"):
+            return None
+        found = re.search(r"constant\((\d+)\)", limit.text)
+        return int(found[1]) if found else None
+
+    # --- operations ------------------------------------------------------------------------------
+
+    def _flops(self, op: Op, ops: dict[str, Op]) -> float:
+        if op.opcode == "dot":
+            left = ops[op.operands[0]].shapes[0].dims
+            depth = math.prod(left[i] for i in op.numbers("lhs_contracting_dims"))
+            return 2.0 * op.shapes[0].size * depth
+        if op.opcode == "convolution":
+            return _convolution_flops(op, ops)
+        return 0.0
+
+    # --- bytes -----------------------------------------------------------------------------------
+
+    def _bytes(self, op: Op, ops: dict[str, Op]) -> float:
+        code = op.opcode
+        if code in _FREE or code.endswith("-done") or code.startswith(COLLECTIVES):
+            return 0.0
+        given = [ops[name].shapes[0] for name in op.operands if name in ops and ops[name].shapes]
+        out = sum(s.traffic for s in op.shapes)
+        if code == "fusion":
+            return self._fusion_bytes(op, given)
+        if code in ("dynamic-slice", "slice", "gather"):
+            return out + sum(s.bytes for s in op.shapes) * given[0].in_hbm
+        if code == "dynamic-update-slice":
+            return 2.0 * given[1].traffic
+        if code == "scatter":
+            return 2.0 * given[-1].traffic
+        if code in ("copy-start", "slice-start", "dynamic-slice-start"):
+            return sum(s.traffic for s in op.shapes[:1]) + sum(s.traffic for s in given[:1])
+        if code == "custom-call":
+            if not op.is_kernel:
+                return 0.0  # the compiler's own: buffers, indices
+            given = [s for s in given if s.dims not in self.pages]
+            out = sum(s.traffic for s in op.shapes if s.dims not in self.pages)
+        return out + sum(s.traffic for s in given)
+
+    def _fusion_bytes(self, op: Op, given: list[Shape]) -> float:
+        """Operands and results; of those that are only sliced, or updated in place, the pieces."""
+        ops = self.computations[next(op.called())]
+        users: dict[str, list[Op]] = {}
+        for user in ops.values():
+            for name in user.operands:
+                users.setdefault(name, []).append(user)
+        total = 0.0
+        for inner in ops.values():
+            if inner.opcode == "parameter":
+                number = int(re.search(r"parameter\((\d+)\)", inner.text)[1])
+                outer = given[number] if number < len(given) else inner.shapes[0]
+                if outer.in_hbm:
+                    total += min(_read(inner, users, ops), inner.shapes[0].bytes)
+        root = next(o for o in ops.values() if o.root)
+        parts = [ops[n] for n in root.operands] if root.opcode == "tuple" else [root]
+        for part, shape in zip(parts, op.shapes, strict=False):
+            while part.opcode == "bitcast":
+                part = ops[part.operands[0]]
+            update = part.opcode == "dynamic-update-slice"
+            total += (ops[part.operands[1]].shapes[0].bytes if update else shape.bytes) * (
+                shape.in_hbm
+            )
+        return total
+
+    # --- collectives -----------------------------------------------------------------------------
+
+    def _add_collective(self, total: Cost, op: Op, ops: dict[str, Op]) -> None:
+        kind = op.opcode.removesuffix("-start")
+        if kind not in COLLECTIVES:
+            return
+        group = _group_size(op.text)
+        sent = sum(ops[n].shapes[0].bytes for n in op.operands if n in ops and ops[n].shapes)
+        share = (group - 1) / group
+        received = {
+            "all-gather": sent * (group - 1),
+            "all-reduce": 2 * sent * share,
+            "reduce-scatter": sent * share,
+            "all-to-all": sent * share,
+            "collective-permute": sent,
+        }[kind]
+        chain = re.search(r'chain_id="(\d+)"', op.text), re.search(r"channel_id=(\d+)", op.text)
+        if chain[0]:
+            total.chains[chain[0][1], chain[1] and chain[1][1]] = kind, received
+        elif received:
+            total.receive(kind, received)
+
+
+def _parse(line: str) -> Op:
+    left, _, right = line.strip().partition(" = ")
+    if right.startswith("("):
+        end = _closing(right, 0) + 1
+    else:
+        end = right.index(" ")
+    start = right.index("(", end)
+    close = _closing(right, start)
+    return Op(
+        name=left.removeprefix("ROOT ").lstrip("%"),
+        shapes=_shapes(right[:end]),
+        opcode=right[end:start].strip(),
+        operands=_NAME.findall(right[start:close]),
+        text=right,
+        root=left.startswith("ROOT "),
+    )
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the parenthesis that opens at `start` closes."""
+    depth = 0
+    for i in range(start, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if not depth:
+            return i
+    raise ValueError(f"expected balanced parentheses in HLO, got {text[start : start + 80]!r}")
+
+
+def _read(parameter: Op, users: dict[str, list[Op]], ops: dict[str, Op]) -> float:
+    """Bytes of a fused computation's parameter that are read."""
+    total = 0.0
+    for user in users.get(parameter.name, []):
+        if user.opcode in ("dynamic-slice", "slice", "gather") and (
+            user.operands[0] == parameter.name
+        ):
+            total += user.shapes[0].bytes
+        elif user.opcode == "dynamic-update-slice" and user.operands[0] == parameter.name:
+            total += ops[user.operands[1]].shapes[0].bytes
+        elif user.opcode in ("bitcast", "reshape"):
+            total += _read(user, users, ops)
+        else:
+            return parameter.shapes[0].bytes
+    return total
+
+
+def _group_size(text: str) -> int:
+    """Devices that take part in one group of a collective; HLO has three ways to write it."""
+    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", text):
+        return int(found[2])
+    if found := re.search(r"replica_groups=\{\{([\d,]*)\}", text):
+        return len(found[1].split(","))
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", text):
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
+        parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", found[2])
+        return math.prod(int(part) if part else sizes[name] for name, part in parts)
+    return 2  # pairs: the bytes of a permutation do not depend on it
+
+
+def _convolution_flops(op: Op, ops: dict[str, Op]) -> float:
+    """Two per multiplication that does not meet padding; TPUs write matrix products so."""
+    left, right = (ops[name].shapes[0].dims for name in op.operands[:2])
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.text)
+    lhs, rhs, out = labels[1], labels[2], labels[3]
+    result = op.shapes[0].dims
+    window = re.search(r"window=\{([^}]*)\}", op.text)
+    fields = dict(re.findall(r"(\w+)=([\dx_\-]+)", window[1])) if window else {}
+    spatial = sorted(set(re.findall(r"\d", rhs)))
+    products = 1.0
+    for i, label in enumerate(spatial):
+
+        def field(name, default, i=i):
+            return fields[name].split("x")[i] if name in fields else default
+
+        kernel, base = right[rhs.index(label)], left[lhs.index(label)]
+        low = int(field("pad", "0_0").split("_")[0])
+        at = np.arange(result[out.index(label)])[:, None] * int(field("stride", "1")) - low
+        at = at + np.arange(kernel)[None] * int(field("rhs_dilate", "1"))
+        spread = int(field("lhs_dilate", "1"))
+        hits = (at >= 0) & (at % spread == 0) & (at // spread < base)
+        products *= hits.sum()
+    depth = right[rhs.index("i")]  # of one group, if there are several
+    outer = result[out.index("b")] * result[out.index("f")]
+    return 2.0 * outer * depth * products

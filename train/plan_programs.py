@@ -1,0 +1,297 @@
+"""The programs that a run of `train.rl` compiles, to be lowered from shapes.
+
+These are the callables themselves: `train.programs` builds the same trainers and engines as for a
+run, the engine goes through the same start-up, and only what it would compile and run is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax import sharding
+from specjax.config import ModelConfig
+from specjax.decode.options import Features
+from specjax.engine.engine import Engine
+from specjax.engine.sources import source_of
+from specjax.engine.start_up import start_programs
+from specjax.models import hf
+from specjax.models.transformer import Params, init_params
+from train.config import ConfigError, find_shipped
+from train.draft import FIELDS, frozen_policy_parts
+from train.engines import Mesh, make_meshes
+from train.grpo import Denominators
+from train.heads import head_shapes
+from train.packing import empty_batch
+from train.programs import (
+    Programs,
+    as_computed,
+    build_programs,
+    drafts,
+    drafts_with_head,
+    require_length,
+    scores_to_add,
+)
+from train.schema import RLConfig
+
+SHAPES = "assets/shapes"  # config.json of models whose weights nobody ships
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One program.
+
+    Attributes:
+      name: for people. part: `train`, `roll out` or `evaluate`. key: the runner's, or a word.
+      lower: traces it. given: what it is given, by kind.
+    """
+
+    name: str
+    part: str
+    key: tuple
+    lower: Callable[[], jax.stages.Lowered]
+    given: Mapping[str, Any]
+
+
+class Shapes:
+    """A run of `train.rl` that holds shapes in place of arrays.
+
+    Attributes:
+      mesh, places: as `make_meshes` makes them of `devices`; with `for_replica` every replica's
+        place is there. apart: whether that is so.
+      model: the policy. built: its programs. params, head, opt, draft_opt: shapes with shardings.
+    """
+
+    def __init__(
+        self, cfg: RLConfig, devices: sharding.Devices, for_replica: sharding.Devices = None
+    ):
+        self.cfg = cfg
+        try:
+            self.mesh, self.places = make_meshes(cfg, devices)
+            self.apart = for_replica is not None and cfg.rollout.own_devices
+            if self.apart:
+                places = sharding.replica_meshes(1, cfg.rollout.tp, for_replica)
+                self.places = places * cfg.rollout.replicas
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        model = self._read_model()
+        require_length(cfg, model)
+        self.head = None
+        if drafts_with_head(cfg):
+            model, head = head_shapes(cfg.rollout.head, model)
+            self.head = sharding.shapes(head, self.mesh, sharding.param_shardings)
+        self.model = as_computed(cfg, model)
+        self.params = self._params(self.model)
+        self.source = self._source()
+        self.built: Programs = build_programs(cfg, self.model, self.source, self.mesh, self.places)
+        for engine, head in ((self.engine, self.head), (self.built.eval_engine, None)):
+            if engine is not None:
+                engine.runner.hold_shapes(self.params, head)
+        self.opt = self._like_params(self.built.policy.init_opt_state, self.params)
+        self.draft_opt = None
+        if self.built.draft is not None:
+            self.draft_opt = self._like_params(self.built.draft.init_opt_state, self.head)
+
+    def _read_model(self) -> ModelConfig:
+        path = find_shipped(self.cfg.model)
+        if not path.is_dir():
+            path = find_shipped(f"{SHAPES}/{path.name}")
+        if not path.is_dir():
+            raise ConfigError(
+                f"model: no directory {self.cfg.model}, and no shapes of that name in {SHAPES}; a "
+                "plan needs no weights, but the model's config.json"
+            )
+        self.read_from = str(path)
+        dtype = self.cfg.dtype.params
+        return hf.read_config(path).replace(param_dtype=dtype, compute_dtype=dtype)
+
+    def _params(self, model: ModelConfig) -> Params:
+        return self._like_params(lambda: init_params(model))
+
+    def _like_params(self, make: Callable, *inputs):
+        """The shapes of what `make` makes, laid out as parameters are."""
+        made = jax.eval_shape(make, *inputs)
+        return sharding.shapes(made, self.mesh, sharding.param_shardings)
+
+    def _source(self):
+        spec = self.cfg.rollout.spec()
+        if not drafts(self.cfg) or drafts_with_head(self.cfg):
+            return None
+        if spec.source == "model":
+            raise ConfigError(
+                "train.plan does not know the draft model's weights yet; plan with "
+                "rollout.source=head or rollout.source=ngram"
+            )
+        return source_of(self.model, spec)
+
+    # --- programs --------------------------------------------------------------------------------
+
+    def programs(self) -> Iterator[Program]:
+        """All of them."""
+        yield from self.training()
+        yield from self.handing_over()
+        yield from engine_programs(self.engine, "roll out")
+        if self.built.eval_engine is not None:
+            yield from engine_programs(self.built.eval_engine, "evaluate")
+
+    @property
+    def engine(self) -> Engine:
+        """That of the first replica; all are alike."""
+        return self.built.engines[0]
+
+    def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """A micro-batch as the policy's update gets it."""
+        cfg = self.cfg
+        host = empty_batch(cfg.packing.rows, cfg.packing.row_length)
+        scores = scores_to_add(cfg) + ["ref_logprobs"] * bool(cfg.algo.kl_loss_coef)
+        host |= {name: host["old_logprobs"] for name in scores}
+        return {name: self._rows(array) for name, array in host.items()}
+
+    def states(self) -> jax.ShapeDtypeStruct:
+        """The policy's states of a micro-batch."""
+        rows, length = self.cfg.packing.rows, self.cfg.packing.row_length
+        shape = (rows, length, self.model.hidden_size)
+        return self._rows(jax.ShapeDtypeStruct(shape, np.dtype(self.model.compute_dtype)))
+
+    def _rows(self, array) -> jax.ShapeDtypeStruct:
+        return sharding.shapes(array, self.mesh, sharding.batch_sharding)
+
+    def gradients(self) -> Params:
+        return self._like_params(self.built.policy.programs["zeros"], self.params)
+
+    def training(self) -> Iterator[Program]:
+        """One micro-batch of the policy, its optimizer's step, scoring, and the head's update."""
+        programs, batch, gradients = self.built.policy.programs, self.batch(), self.gradients()
+        ones = Denominators(np.float32(1), np.float32(1))
+
+        def lowered(key: str, *inputs):
+            return lambda: programs[key].lower(*inputs)
+
+        lower = lowered("accumulate", self.params, gradients, batch, ones)
+        given = {"parameters": self.params, "gradients": gradients, "batch": batch}
+        yield Program("policy, a micro-batch", "train", ("accumulate",), lower, given)
+        lower = lowered("apply", self.params, self.opt, gradients)
+        given = {"parameters": self.params, "optimizer": self.opt, "gradients": gradients}
+        yield Program("policy, optimizer", "train", ("apply",), lower, given)
+        if scores_to_add(self.cfg) or self.cfg.rollout.partial or self.cfg.algo.kl_loss_coef:
+            lower = lowered("score", self.params, batch)
+            given = {"parameters": self.params, "batch": batch}
+            yield Program("policy, scoring", "train", ("score",), lower, given)
+        if self.built.draft is not None:
+            parts, fields = frozen_policy_parts(self.params), {name: batch[name] for name in FIELDS}
+            inputs = self.head, self.draft_opt, parts, fields, self.states()
+            given = {
+                "parameters": (self.head, parts),
+                "optimizer": self.draft_opt,
+                "batch": fields,
+                "state": inputs[-1],
+            }
+            update = self.built.draft.programs["update"]
+            lower = lambda: update.lower(*inputs)  # noqa: E731
+            yield Program("draft, a micro-batch", "train", ("draft",), lower, given)
+
+    def handing_over(self) -> Iterator[Program]:
+        """From the trainer's layout to the engine's."""
+        runner = self.engine.runner
+        # While new weights arrive the engine still has the old ones.
+        given = {"parameters": self.params, "arriving": runner.params}
+        yield Program(
+            "weights to the engine",
+            "train",
+            ("convert",),
+            lambda: runner.convert.lower(self.params),
+            given,
+        )
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step, if every response is as long as it may be."""
+        roll, packing = self.cfg.rollout, self.cfg.packing
+        each = packing.row_length // (roll.max_prompt_tokens + roll.max_tokens)
+        return math.ceil(roll.prompts * roll.n / (each * packing.rows))
+
+    def resident(self) -> dict[str, float]:
+        """Bytes on a device all the time, by kind."""
+        reference = device_bytes(self.params) * bool(self.cfg.algo.kl_loss_coef)
+        found = {
+            "policy parameters": device_bytes(self.params),
+            "policy optimizer": device_bytes(self.opt),
+            "reference policy": reference,
+            "draft head": device_bytes(self.head),
+            "draft optimizer": device_bytes(self.draft_opt),
+            **self._held_by(self.engine),
+        }
+        if self.built.draft is not None:
+            kept = min(self.cfg.draft.max_microbatches or self.microbatches, self.microbatches)
+            found["states for the head"] = kept * device_bytes(self.states())
+        if self.built.eval_engine is not None:
+            found["evaluation"] = sum(self._held_by(self.built.eval_engine).values())
+        return {kind: size for kind, size in found.items() if size}
+
+    def _held_by(self, engine: Engine) -> dict[str, float]:
+        runner, model = engine.runner, engine.runner.cfg
+        pages, state = caches(runner.state)
+        # Where nothing is cast, fused or moved the engine's arrays are the trainer's.
+        same = model.scan_layers and model.param_dtype == model.compute_dtype
+        shared = same and runner.mesh is self.mesh
+        return {
+            "parameters to roll out": 0.0 if shared else device_bytes((runner.params, runner.head)),
+            "cache": device_bytes(pages),
+            "decode state": device_bytes((state, runner.tails)),
+        }
+
+
+def engine_programs(engine: Engine, part: str) -> Iterator[Program]:
+    """Prefill, placement and chunks, as the engine's start-up asks for them."""
+    runner, found = engine.runner, []
+
+    def build(key, lower, donate):
+        found.append((key, lower))
+        return lambda *inputs: (*(inputs[i] for i in donate), None)
+
+    runner.build = build
+    for _ in start_programs(engine.loop, (Features(),)):
+        while found:
+            key, lower = found.pop(0)
+            pages, state = caches(runner.state)
+            given = {"cache": pages, "state": (state, runner.tails)}
+            if key[0] != "place":
+                given["parameters"] = (runner.params, runner.head)
+            name = _title(key) if part == "roll out" else f"{part}: {_title(key)}"
+            yield Program(name, part, key, lower, given)
+
+
+def _title(key: tuple) -> str:
+    if key[0] == "prefill":
+        return f"prefill {key[1][0]} x {key[1][1]}"
+    return f"place {key[1]}" if key[0] == "place" else f"chunk {key[1]} x {key[2]}"
+
+
+def caches(state) -> tuple[Any, Any]:
+    """A decode state's pages, and all the rest."""
+    memory = state.draft and state.draft._replace(cache=None)
+    pages = (state.cache, state.draft and state.draft.cache)
+    return pages, state._replace(cache=None, draft=memory)
+
+
+def device_bytes(tree) -> float:
+    """Bytes of a tree's shards on one device."""
+    total = 0.0
+    for leaf in jax.tree.leaves(tree):
+        here = getattr(leaf, "sharding", None)
+        shape = leaf.shape if here is None else here.shard_shape(leaf.shape)
+        total += math.prod(shape) * np.dtype(leaf.dtype).itemsize
+    return total
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """The axes of a mesh that are larger than one."""
+    if mesh is None:
+        return "one device"
+    axes = [f"{name} {size}" for name, size in mesh.shape.items() if size > 1]
+    return " x ".join(axes) or "one device"

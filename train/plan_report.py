@@ -1,0 +1,333 @@
+"""The table of a plan: memory, programs, tokens per second, and what to change."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from specjax.engine.pages import pages_for
+from train.plan_cost import Figures, model_text, roofline, rows_of, with_prefix
+from train.plan_hlo import COLLECTIVES
+from train.plan_programs import Shapes, caches, device_bytes, mesh_text
+from train.plan_topology import Topology
+
+GB = 1e9
+
+
+@dataclasses.dataclass
+class Plan:
+    """What was found; every figure is per device unless it says otherwise."""
+
+    config: str
+    topology: Topology
+    shapes: Shapes
+    programs: list[Figures]
+    left_out: int = 0
+
+    # --- memory ----------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def resident(self) -> dict[str, float]:
+        return self.shapes.resident()
+
+    def peak(self, program: Figures) -> float:
+        """Bytes in use while it runs."""
+        if program.needs is not None:  # the compiler counts what the program is given itself
+            rest = sum(self.resident.values()) - sum(
+                size for kind, size in program.given.items() if kind not in ("gradients", "batch")
+            )
+            return program.needs + max(rest, 0.0)
+        return sum(self.resident.values()) + program.extra
+
+    @property
+    def worst(self) -> Figures | None:
+        return max(self.programs, key=self.peak, default=None)
+
+    @property
+    def most(self) -> float:
+        """Bytes at the worst moment."""
+        return self.peak(self.worst) if self.programs else sum(self.resident.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.most <= self.topology.chip.memory
+
+    def largest_batch(self) -> int:
+        """Slots of a replica that fit, if cache, state and temporaries grow with them evenly; in a
+        cache of a given size at the average context."""
+        runner = self.shapes.engine.runner
+        cache, state = caches(runner.state)
+        each = device_bytes(state) / runner.slots
+        if self.shapes.cfg.rollout.cache_bytes is None:  # else its size is what was asked for
+            pages = pages_for(runner.max_len, runner.page_size)
+            each += pages * device_bytes(cache) / runner.pages
+        chunks = [p for p in self.programs if p.is_chunk]
+        widest = max(chunks, key=lambda p: (p.key[2], p.extra), default=None)
+        most = max((self.peak(p) for p in self.programs if not p.is_chunk), default=0.0)
+        most = max(most, sum(self.resident.values()))
+        room = self.topology.chip.memory - most
+        more = room / each
+        if widest is not None:
+            slope = each + widest.extra / widest.key[2]
+            room = self.topology.chip.memory - self.peak(widest)
+            more = min(more, room / slope)
+        most = max(int(runner.batch + more), 0)
+        if self.shapes.cfg.rollout.cache_bytes is None:
+            return most
+        # The cache is as large as was asked for: so many samples find pages in it.
+        return min(most, (runner.pages - 1) // pages_for(self.context, runner.page_size))
+
+    # --- speed -----------------------------------------------------------------------------------
+
+    @property
+    def context(self) -> int:
+        """Positions in a slot's cache, on average: half of the longest sample."""
+        roll = self.shapes.cfg.rollout
+        return (roll.max_prompt_tokens + roll.max_tokens) // 2
+
+    def round_seconds(self, chunk: Figures) -> float:
+        """Of one round at the average context, by the roofline."""
+        _, strategy, slots, _ = chunk.key
+        rows = rows_of(self.shapes, strategy)
+        cost = with_prefix(chunk.cost, self.shapes, slots, rows, self.context)
+        return roofline(self.topology.chip, cost).seconds
+
+    def tokens_per_second(self, chunk: Figures, accept_length: float) -> float:
+        """Of all replicas together."""
+        replicas = len(self.shapes.built.engines)
+        return replicas * chunk.key[2] * accept_length / self.round_seconds(chunk)
+
+    def as_json(self) -> dict:
+        """Every figure, for machines."""
+        chip = self.topology.chip
+        return {
+            "config": self.config,
+            "topology": self.topology.name,
+            "chips": len(self.topology.devices),
+            "source": self.topology.source,
+            "compiler": self.topology.compiler,
+            "hbm_bytes": chip.memory,
+            "resident_bytes": self.resident,
+            "most_bytes": self.most,
+            "worst": self.worst.name if self.worst else None,
+            "fits": self.fits,
+            "largest_batch": self.largest_batch(),
+            "context": self.context,
+            "replicas": len(self.shapes.built.engines),
+            "programs": [self._program_json(p) for p in self.programs],
+            "advice": list(advice(self)),
+        }
+
+    def _program_json(self, program: Figures) -> dict:
+        speed = roofline(self.topology.chip, program.cost)
+        out = {
+            "name": program.name,
+            "failed": program.failed,
+            "given_bytes": program.given,
+            "temporary_bytes": program.temporaries,
+            "peak_bytes": self.peak(program),
+            "flops": program.cost.flops,
+            "bytes": program.cost.bytes,
+            "received_bytes": program.cost.received,
+            "kernels": program.cost.kernels,
+            "roofline_seconds": speed.seconds,
+            "network_seconds": speed.network,
+            "bound": speed.bound,
+            "compile_seconds": program.seconds,
+        }
+        if program.is_chunk:
+            steps = rows_of(self.shapes, program.key[1])
+            out["round_seconds"] = self.round_seconds(program)
+            out["tokens_per_second"] = {
+                f"{a:g}": self.tokens_per_second(program, a) for a in _accept_lengths(steps)
+            }
+        return out
+
+    def write(self, path: str | Path) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+
+
+def _accept_lengths(rows: int) -> list[float]:
+    """Accept lengths to show for a strategy: 1, where it gains nothing, and some above."""
+    return [1.0] if rows == 1 else [a for a in (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0) if a <= rows]
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    """The whole table."""
+    yield from _head(plan)
+    yield from _memory(plan)
+    yield from _programs(plan)
+    yield from _speed(plan)
+    yield from _verdict(plan)
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    shapes, topology = plan.shapes, plan.topology
+    chip, engines = topology.chip, shapes.built.engines
+    yield f"plan of {plan.config} on {topology.name}: {topology.source}"
+    yield f"model   {model_text(shapes.model)}; shapes from {shapes.read_from}"
+    yield (
+        f"chip    {len(topology.devices)} x {chip.title}: {chip.memory / GB:.4g} GB HBM, "
+        f"{chip.bandwidth / GB:.0f} GB/s, {chip.peak / 1e12:.0f} TFLOP/s bfloat16, network "
+        f"{chip.network / GB:.0f} GB/s"
+    )
+    runner = engines[0].runner
+    yield (
+        f"layout  training {mesh_text(shapes.mesh)}; rollouts on {len(engines)} x "
+        f"({mesh_text(runner.mesh)}), {runner.batch} slots of {runner.max_len} positions each"
+    )
+    if shapes.apart:
+        yield (
+            "NOTE    a replica's programs are compiled as if its chips were a slice of their own: "
+            "this compiler takes some slices whole or not at all"
+        )
+    used = max(shapes.cfg.mesh.size, shapes.cfg.rollout_devices)
+    if used < len(topology.devices):
+        yield f"NOTE    {len(topology.devices) - used} chips of {topology.name} have nothing to do"
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    yield ""
+    yield "bytes per device, all the time"
+    for kind, size in plan.resident.items():
+        yield f"  {kind:<24}{_gb(size):>12}"
+    yield f"  {'together':<24}{_gb(sum(plan.resident.values())):>12}"
+    worst = plan.worst
+    if worst is not None:
+        yield f"  {'temporaries, at most':<24}{_gb(max(p.temporaries for p in plan.programs)):>12}"
+        yield f"  {'at the worst moment':<24}{_gb(plan.most):>12}  in {worst.name!r}"
+    yield f"  {'HBM':<24}{_gb(plan.topology.chip.memory):>12}"
+
+
+_COLUMNS = (
+    ("program", 26), ("params", 10), ("optim", 10), ("cache", 10), ("other in", 10),
+    ("tempor.", 10), ("peak", 11), ("TFLOP", 10), ("HBM GB", 10), *((name, 11) for name in (
+        "gather", "reduce", "scatter", "all-to-all", "permute")),
+    ("compute ms", 11), ("memory ms", 11), ("network ms", 11), ("bound", 9),
+)  # fmt: skip
+
+
+def _programs(plan: Plan) -> Iterator[str]:
+    yield ""
+    yield (
+        "programs: bytes in GB per device; operations, HBM traffic and bytes received by "
+        "collectives (MB) of one run, of chunks of one round with empty prefixes; times at the "
+        "chip's peaks"
+    )
+    yield "".join(
+        f"{name:<{width}}" if i == 0 else f"{name:>{width}}"
+        for i, (name, width) in enumerate(_COLUMNS)
+    )
+    for program in plan.programs:
+        yield _row(plan, program)
+        if program.failed:
+            yield f"    REFUSED by the compiler: {program.failed}"
+        if program.cost.kernels:
+            yield f"    calls {program.cost.kernels:.0f} Pallas kernels"
+    if plan.left_out:
+        yield f"{plan.left_out} programs were left out by --only"
+
+
+def _row(plan: Plan, program: Figures) -> str:
+    given, cost = program.given, program.cost
+    speed = roofline(plan.topology.chip, cost)
+    other = sum(v for k, v in given.items() if k not in ("parameters", "optimizer", "cache"))
+    cells = [
+        *(f"{given.get(kind, 0.0) / GB:.3g}" for kind in ("parameters", "optimizer", "cache")),
+        f"{other / GB:.3g}",
+        f"{program.temporaries / GB:.3g}",
+        f"{plan.peak(program) / GB:.4g}",
+        f"{cost.flops / 1e12:.3g}",
+        f"{cost.bytes / GB:.3g}",
+        *(f"{cost.received.get(kind, 0.0) / 1e6:.3g}" for kind in COLLECTIVES),
+        *(f"{1e3 * x:.3g}" for x in (speed.compute, speed.memory, speed.network)),
+        speed.bound,
+    ]
+    widths = [width for _, width in _COLUMNS]
+    return f"{program.name:<{widths[0]}}" + "".join(
+        f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)
+    )
+
+
+def _speed(plan: Plan) -> Iterator[str]:
+    chunks = [p for p in plan.programs if p.is_chunk]
+    if not chunks:
+        return
+    yield ""
+    yield (
+        f"predicted tok/s of {len(plan.shapes.built.engines)} replicas with {plan.context} "
+        "positions per slot, by accept length (rooflines: an upper bound; no host, no launches)"
+    )
+    columns = sorted({a for c in chunks for a in _accept_lengths(rows_of(plan.shapes, c.key[1]))})
+    yield f"{'strategy x slots':<26}{'round ms':>12}" + "".join(f"{a:>12g}" for a in columns)
+    for chunk in chunks:
+        shown = _accept_lengths(rows_of(plan.shapes, chunk.key[1]))
+        cells = (f"{plan.tokens_per_second(chunk, a):.0f}" if a in shown else "" for a in columns)
+        seconds = f"{1e3 * plan.round_seconds(chunk):.3g}"
+        yield f"{chunk.name:<26}{seconds:>12}" + "".join(f"{cell:>12}" for cell in cells)
+
+
+def _verdict(plan: Plan) -> Iterator[str]:
+    chip, runner = plan.topology.chip, plan.shapes.engine.runner
+    yield ""
+    yield f"largest batch that fits: {plan.largest_batch()} slots per replica (now {runner.batch})"
+    if plan.fits:
+        yield f"FITS: {_gb(plan.most)} of {_gb(chip.memory)}"
+        return
+    yield f"DOES NOT FIT: {_gb(plan.most)} of {_gb(chip.memory)}. What to change:"
+    for line in advice(plan):
+        yield f"  - {line}"
+
+
+def advice(plan: Plan) -> Iterator[str]:
+    """What to change, the largest share first; nothing if it fits."""
+    if plan.fits:
+        return
+    over = plan.most - plan.topology.chip.memory
+    worst = plan.worst
+    shares = dict(plan.resident)
+    if worst is not None:
+        shares["temporaries"] = plan.most - sum(shares.values())
+    for kind, size in sorted(shares.items(), key=lambda item: -item[1]):
+        if size < over / 20:
+            continue
+        yield f"{_gb(size)} {kind}: {_remedy(plan, kind)}"
+
+
+def _remedy(plan: Plan, kind: str) -> str:
+    cfg, runner = plan.shapes.cfg, plan.shapes.engine.runner
+    if kind == "cache" or kind == "decode state":
+        fits = plan.largest_batch()
+        change = f"rollout.max_batch={fits} fits" if fits else "fewer slots alone do not suffice"
+        return f"{change}; or a larger rollout.tp, or rollout.cache_bytes below its present size"
+    if kind == "parameters to roll out":
+        return f"a larger rollout.tp (now {cfg.rollout.tp}), or dtype.compute=bfloat16"
+    if kind == "states for the head":
+        return (
+            f"draft.max_microbatches (now {cfg.draft.max_microbatches or 'all'}, up to "
+            f"{plan.shapes.microbatches} of a step)"
+        )
+    if kind == "evaluation":
+        return "eval.problems=0, or a smaller eval.max_batch: its engine has a cache of its own"
+    if kind != "temporaries":
+        return f"a larger mesh.fsdp (now {cfg.mesh.fsdp}) or mesh.tp (now {cfg.mesh.tp})"
+    name = plan.worst.name
+    if plan.worst.key[0] in ("chunk", "prefill", "place"):
+        return f"of {name!r}: a smaller rollout.max_batch (now {runner.batch}), prefill_chunk or tp"
+    remat = "" if cfg.remat else "remat=true, "
+    return (
+        f"of {name!r}: {remat}fewer packing.rows (now {cfg.packing.rows}, at least mesh.data x "
+        f"mesh.fsdp), a shorter packing.row_length (now {cfg.packing.row_length}), or a larger "
+        "mesh.tp"
+    )
+
+
+def _gb(size: float) -> str:
+    return f"{size / GB:.3f} GB" if size >= GB / 1000 else f"{size / 1e6:.3f} MB"

@@ -1,0 +1,111 @@
+"""Chips to plan for: devices that programs can be compiled for though nobody has them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+
+import jax
+
+from specjax import sharding
+from specjax.chips import CHIPS, Chip
+from train.config import ConfigError
+
+# The slices that hosts are or make up, by how many dimensions a topology has.
+_SLICES = {2: ("2x2", "2x4", "4x4", "4x8", "8x8"), 3: ("2x2x1", "2x2x2", "2x2x4", "2x4x4")}
+STANDS_FOR = "v5e"  # what a plan made on CPU is compared with
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Where a run is planned.
+
+    Attributes:
+      devices: in the order in which meshes take them. chip: what one of them can do.
+      compiler: whose programs are looked at; None: there is none here, figures follow from shapes.
+    """
+
+    name: str
+    devices: Sequence[jax.Device]
+    chip: Chip
+    compiler: str | None
+
+    def for_replica(self, tp: int) -> Sequence[jax.Device] | None:
+        """Devices to compile a replica's programs for; None: the first of `devices`.
+
+        For some TPUs (v5e) the compiler takes a multi-host slice whole or not at all, so a replica
+        is compiled as if its host were a slice of its own.
+        """
+        if self.compiler != "tpu" or tp == len(self.devices):
+            return None
+        kind = self.name.partition(":")[0]
+        for shape in _SLICES[self.name.count("x") + 1]:
+            if math.prod(map(int, shape.split("x"))) >= tp:
+                return _tpu_devices(f"{kind}:{shape}")
+        return None
+
+    @property
+    def source(self) -> str:
+        """Where figures come from, for the head of the table."""
+        if self.compiler is None:
+            return "ARITHMETIC from shapes and shardings, no compiler was asked"
+        if self.compiler == "cpu":
+            return f"compiled for CPU devices, compared with a {self.chip.title}: to try it out"
+        return "compiled by the TPU compiler for this topology"
+
+
+def find_topology(
+    name: str, chip: str | None = None, memory: float | None = None, count: bool = False
+) -> Topology:
+    """The topology of a name: `v5e:8x8`, `v5p:4x4x4`, `h200:8`, `cpu:8`.
+
+    Args:
+      chip: whose figures count in place of the topology's own. memory: bytes of HBM in its place.
+      count: ask no compiler.
+
+    Raises:
+      ConfigError: no such topology, or what compiles for it is not installed.
+    """
+    kind, _, size = name.partition(":")
+    if not re.fullmatch(r"\d+(x\d+)*", size) or (kind != "cpu" and kind not in CHIPS):
+        raise ConfigError(
+            f"--topology: expected one of {', '.join(CHIPS)} or cpu, a colon and a size, such as "
+            f"v5e:8x8, v5p:4x4x4, h200:8 or cpu:8; got {name!r}"
+        )
+    chips = math.prod(map(int, size.split("x")))
+    here = CHIPS[chip or (STANDS_FOR if kind == "cpu" else kind)]
+    if memory is not None:
+        here = dataclasses.replace(here, memory=memory)
+    if kind.startswith("v") and not count:
+        return Topology(name, _tpu_devices(name), here, "tpu")
+    compiler = "cpu" if kind == "cpu" and not count else None
+    return Topology(name, _cpu_devices(chips), here, compiler)
+
+
+def _cpu_devices(count: int) -> Sequence[jax.Device]:
+    sharding.offer_cpu_devices(count)
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise ConfigError(
+            f"--topology: {count} CPU devices are needed to stand for as many chips, and there are "
+            f"{len(devices)}; set XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+        )
+    return devices[:count]
+
+
+def _tpu_devices(name: str) -> Sequence[jax.Device]:
+    from jax.experimental import topologies
+
+    try:
+        devices = topologies.get_topology_desc(topology_name=name, platform="tpu").devices
+        # As a run has them: those of a host follow each other.
+        return sorted(devices, key=lambda device: (device.process_index, device.id))
+    except Exception as error:  # noqa: BLE001 (plugins raise what they like)
+        raise ConfigError(
+            f"--topology: cannot compile for {name}: {str(error).splitlines()[0]}. The TPU "
+            "compiler comes with the package libtpu, which needs no TPU: run `make plan "
+            'ARGS="--config ... --topology ..."`, which sets up an environment with it; or try '
+            "--topology cpu:8"
+        ) from error
