@@ -18,16 +18,23 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-MESH_AXES = ("data", "fsdp", "tp")
+# From the slowest links to the fastest: neighbours in the last axis are neighbours in the machine.
+MESH_AXES = ("data", "fsdp", "cp", "tp")
 
 PHYSICAL = {
     "batch": ("data", "fsdp"),
+    "sequence": ("cp",),  # of packed rows in training; rollouts have no such axis
     "vocab": ("tp",),
-    "embed": ("fsdp",),
+    # Devices that share a long row hold no second copy of the weights.
+    "embed": ("fsdp", "cp"),
     "heads": ("tp",),
     "mlp": ("tp",),
+    "expert": ("fsdp", "cp"),  # reserved: in place of `embed`, which then stays whole
     None: (),
 }
+
+CP_ORDERS = ("zigzag", "contiguous")
+CP_ATTENTION = ("ring", "all_gather")
 
 # Leaf name -> logical axes of one layer; stacked weights get a leading axis that is never split.
 LOGICAL = {
@@ -44,31 +51,52 @@ LOGICAL = {
     "up": ("embed", "mlp"),
     "down": ("mlp", "embed"),
     "proj": (None, "embed"),
+    "expert_gate": ("expert", None, "mlp"),
+    "expert_up": ("expert", None, "mlp"),
+    "expert_down": ("expert", "mlp", None),
 }
 
 
 @dataclasses.dataclass
 class MeshConfig:
-    """Devices per mesh axis; the first `size` devices are used, and 1 1 1 is no mesh.
+    """Devices per mesh axis; the first `size` devices are used, and 1 everywhere is no mesh.
 
     Attributes:
       data: devices that the rows of a batch are split over.
       fsdp: devices that rows, weights and optimizer states are split over.
       tp: devices that heads, feed-forward width and vocabulary are split over.
+      cp: devices that the tokens of each packed row are split over in training.
+      cp_order: which tokens a device of `cp` holds: `zigzag` (chunks i and 2 * cp - 1 - i of
+        2 * cp, so that causal attention costs all the same) or `contiguous` (chunk i of cp).
+      cp_attention: `ring` (keys and values go round, work that a mask would throw away is left out)
+        or `all_gather` (every device holds the keys and values of whole rows).
     """
 
     data: int = 1
     fsdp: int = 1
     tp: int = 1
+    cp: int = 1
+    cp_order: str = "zigzag"
+    cp_attention: str = "ring"
 
     def __post_init__(self):
         for name in MESH_AXES:
             if getattr(self, name) < 1:
                 raise ValueError(f"mesh.{name}: expected at least 1, got {getattr(self, name)}")
+        for name, known in (("cp_order", CP_ORDERS), ("cp_attention", CP_ATTENTION)):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"mesh.{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
 
     @property
     def size(self) -> int:
-        return self.data * self.fsdp * self.tp
+        return math.prod(getattr(self, name) for name in MESH_AXES)
+
+    @property
+    def row_multiple(self) -> int:
+        """What the length of a packed row must be a multiple of."""
+        return self.cp * (2 if self.cp > 1 and self.cp_order == "zigzag" else 1)
 
 
 Devices = Sequence[jax.Device] | None  # None: those of this process's platform
@@ -90,16 +118,50 @@ def make_mesh(config: MeshConfig, devices: Devices = None) -> jax.sharding.Mesh 
         devices = all_devices()
     if len(devices) < config.size:
         raise ValueError(
-            f"mesh data={config.data} fsdp={config.fsdp} tp={config.tp} needs {config.size} "
-            f"devices, got {len(devices)}; use smaller axes, or JAX_PLATFORMS=cpu to try it on "
-            "simulated devices"
+            f"mesh data={config.data} fsdp={config.fsdp} tp={config.tp} cp={config.cp} needs "
+            f"{config.size} devices, got {len(devices)}; use smaller axes, or JAX_PLATFORMS=cpu "
+            "to try it on simulated devices"
         )
-    grid = np.array(devices[: config.size]).reshape(config.data, config.fsdp, config.tp)
-    return jax.sharding.Mesh(grid, MESH_AXES)
+    grid = np.array(devices[: config.size])
+    return jax.sharding.Mesh(grid.reshape([getattr(config, a) for a in MESH_AXES]), MESH_AXES)
 
 
-def replica_meshes(replicas: int, tp: int = 1, devices: Devices = None) -> list[jax.sharding.Mesh]:
+def rollout_mesh(mesh: jax.sharding.Mesh, tp: int | None = None) -> jax.sharding.Mesh:
+    """The devices of a training mesh as rollouts use them: `tp` split weights, the rest copy them.
+
+    A device's part under `tp` begins with the one it has in training, so that resharding need only
+    add to it: neighbours in `cp`, `fsdp` and `data`, in this order, share out what it goes beyond.
+
+    Args:
+      tp: None takes that of training.
+
+    Raises:
+      ValueError: the devices cannot be divided like that.
+    """
+    held = mesh.shape["tp"]
+    tp = tp or held
+    more, fewer = max(tp // held, 1), max(held // tp, 1)
+    if mesh.size % tp or tp * fewer != held * more:
+        raise ValueError(
+            f"rollouts over tp={tp} do not fit training over {dict(mesh.shape)}: expected a "
+            f"multiple or a divisor of its tp={held} that divides its {mesh.size} devices"
+        )
+    grid = mesh.devices.reshape(-1, more, held // fewer, fewer)
+    return jax.sharding.Mesh(
+        grid.transpose(0, 3, 2, 1).reshape(mesh.size // tp, 1, 1, tp), MESH_AXES
+    )
+
+
+def replica_meshes(
+    replicas: int,
+    tp: int = 1,
+    devices: Devices = None,
+    training: jax.sharding.Mesh | None = None,
+) -> list[jax.sharding.Mesh]:
     """One mesh of `tp` devices per replica, over the first replicas * tp devices.
+
+    Args:
+      training: if the replicas divide its devices among them they are grouped by `rollout_mesh`.
 
     Raises:
       ValueError: there are fewer devices than that.
@@ -114,12 +176,36 @@ def replica_meshes(replicas: int, tp: int = 1, devices: Devices = None) -> list[
             f"{replicas} replicas of {tp} devices need {replicas * tp}, got {len(devices)}; use "
             "fewer replicas, or JAX_PLATFORMS=cpu to try it on simulated devices"
         )
-    groups = np.array(devices[: replicas * tp]).reshape(replicas, 1, 1, tp)
+    groups = np.array(devices[: replicas * tp])
+    if training is not None and training.size == replicas * tp:
+        with contextlib.suppress(ValueError):  # one tp is no multiple of the other: any grouping
+            groups = rollout_mesh(training, tp).devices
+    groups = groups.reshape(replicas, 1, 1, 1, tp)
     return [jax.sharding.Mesh(group, MESH_AXES) for group in groups]
+
+
+def joined_mesh(meshes: Sequence[jax.sharding.Mesh | None]) -> jax.sharding.Mesh | None:
+    """The meshes of replicas as one, in which each is a place on the data axis.
+
+    None if they are none of `replica_meshes`: some share a device, or have more than a tp axis.
+    """
+    devices = [d for mesh in meshes if mesh is not None for d in mesh.devices.flat]
+    apart = None not in meshes and len(set(devices)) == len(devices)
+    if not apart or any(mesh.size != mesh.shape["tp"] for mesh in meshes):
+        return None
+    return jax.sharding.Mesh(np.array(devices).reshape(len(meshes), 1, 1, -1), MESH_AXES)
+
+
+# Simulated devices wait for each other in threads. With this scheduler of XLA's two collectives of
+# a program may begin in another order on one device than on the next, and all wait for ever.
+_ONE_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 
 def offer_cpu_devices(count: int) -> None:
     """Lets the CPU act as `count` devices, unless backends are up or the user said otherwise."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if count > 1 and _ONE_ORDER.split("=")[0] not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {_ONE_ORDER}".strip()  # read when backends come up
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
     if jax.distributed.is_initialized():  # `specjax.distributed` gave each process its share
@@ -148,18 +234,28 @@ def traced_on(mesh: jax.sharding.Mesh | None, program: Callable) -> Callable:
     return within
 
 
-def pin(mesh: jax.sharding.Mesh | None, tree):
-    """Inside a jitted function: keeps parameters, gradients or moments where the table says."""
+def pin_gathered(mesh: jax.sharding.Mesh | None, params):
+    """Inside a jitted function: weights as they are used, split over `tp` alone.
+
+    Left to itself XLA may split what a weight makes as the weight is split, over the very axes that
+    rows are split over; and to get from the one to the other it puts all rows on every device.
+    """
     if mesh is None:
-        return tree
-    return jax.lax.with_sharding_constraint(tree, param_shardings(mesh, tree))
+        return params
+
+    def one(path, leaf):
+        axes = [None if name == "embed" else name for name in _leaf_axes(path, leaf.shape)]
+        where = jax.NamedSharding(mesh, spec_for(mesh, axes, leaf.shape))
+        return jax.lax.with_sharding_constraint(leaf, where)
+
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 def spec_for(mesh: jax.sharding.Mesh, axes: tuple, shape: tuple[int, ...]) -> jax.P:
     """Physical spec of an array from its logical axes; indivisible dimensions stay whole."""
     entries = []
     for name, size in zip(axes, shape, strict=True):
-        physical = PHYSICAL[name]
+        physical = tuple(a for a in PHYSICAL[name] if a in mesh.shape)
         ways = math.prod(mesh.shape[a] for a in physical)
         entries.append(physical if physical and size % ways == 0 else None)
     return jax.P(*entries)
@@ -182,15 +278,14 @@ def param_shardings(mesh: jax.sharding.Mesh, tree):
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
-def batch_sharding(mesh: jax.sharding.Mesh, array) -> jax.NamedSharding:
-    """Rows over the data axes, everything else whole."""
-    axes = ("batch",) + (None,) * (array.ndim - 1)
-    return jax.NamedSharding(mesh, spec_for(mesh, axes, array.shape))
+def rows_sharding(mesh: jax.sharding.Mesh) -> jax.NamedSharding:
+    """Of packed rows [R S ...]: rows over the data axes, their tokens over `cp`, the rest whole."""
+    return jax.NamedSharding(mesh, jax.P(PHYSICAL["batch"], PHYSICAL["sequence"]))
 
 
-def row_sharding(mesh: jax.sharding.Mesh) -> jax.NamedSharding:
-    """`batch_sharding` of any array whose rows divide."""
-    return jax.NamedSharding(mesh, jax.P(PHYSICAL["batch"]))
+def replicated(mesh: jax.sharding.Mesh) -> jax.NamedSharding:
+    """Everything on every device."""
+    return jax.NamedSharding(mesh, jax.P())
 
 
 def _in_cache(path) -> bool:
@@ -246,7 +341,7 @@ def replicated_dims(mesh: jax.sharding.Mesh | None, tree) -> list[str]:
         return lines
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         for name, size in zip(_leaf_axes(path, leaf.shape), leaf.shape, strict=True):
-            ways = math.prod(mesh.shape[a] for a in PHYSICAL[name])
+            ways = math.prod(mesh.shape.get(a, 1) for a in PHYSICAL[name])
             if size % ways:
                 where = jax.tree_util.keystr(path)
                 lines.append(f"{where}: {name} of size {size} does not divide by {ways}")

@@ -182,7 +182,7 @@ def test_sharded_decoding_emits_the_same_tokens(tiny_policy, mesh, strategy):
 def runs(tiny_policy, tmp_path_factory):
     """The same two steps on one device and on eight."""
     out = tmp_path_factory.mktemp("sharded")
-    axes = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tp": 2}
+    axes = {"mesh.fsdp": 2, "mesh.tp": 2, "mesh.cp": 2}
     common = {"packing.rows": 4, "rollout.max_batch": 4, "rollout.strategy": "2_1_3"}
     for name, extra in (("one", {}), ("eight", axes)):
         rl.main(tiny_run.arguments(tiny_policy, out / name, **common, **extra))
@@ -196,6 +196,7 @@ def test_the_main_job_learns_the_same_on_eight_devices(runs):
         assert a["rollout/tokens_sha"] == b["rollout/tokens_sha"]
         for name in ("rollout/reward", "train/loss", "train/grad_norm", "train/mtp_loss"):
             assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-4), name
+        assert a["sync/bytes_per_device"] == 0 < b["sync/bytes_per_device"]
         assert b["rollout/tokens_per_gpu_per_sec"] * 8 == pytest.approx(b["rollout/tokens_per_sec"])
 
 

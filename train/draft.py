@@ -7,6 +7,7 @@ and language-model head enter as constants, and the gradient of the policy is ze
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,13 +20,14 @@ from jaxtyping import Array, Float
 
 from specjax import sharding
 from specjax.config import ModelConfig
-from specjax.draft.mtp import MTPHead, head_graphdef
+from specjax.context import Context
+from specjax.draft.mtp import MTPHead, head_graphdef, init_head_params
 from specjax.models.layers import rms_norm
 from specjax.models.transformer import Params, embed_tokens, lm_logits
 from train.config import option
 from train.draft_loss import DRAFT_LOSSES, draft_step_loss, draft_target_logits, draft_targets
 from train.optim import OptimConfig
-from train.policy import init_opt_state, settled
+from train.policy import abstract_opt_state, init_opt_state, settled
 
 MODES = ("none", "frozen", "online")
 FIELDS = ("tokens", "positions", "segment_ids", "loss_mask")  # of a micro-batch, that it needs
@@ -99,12 +101,14 @@ def head_loss(
     policy: Params,
     batch: Mapping[str, Array],
     states: Float[Array, "R S D"],
+    context: Context | None = None,
 ) -> tuple[Array, dict[str, Array]]:
     """Mean loss of the head over one packed micro-batch, averaged over its recursive steps.
 
     Args:
       policy: see `frozen_policy_parts`. states: the policy's, before the final norm. Neither
         carries a gradient, whatever the caller differentiates.
+      context: how rows are split over devices; batch and states are in its order.
 
     Returns:
       (loss, sums): per step `mtp_loss_sum`, `mtp_top1`, `mtp_overlap` and `mtp_tokens`, each [K].
@@ -116,10 +120,11 @@ def head_loss(
     weight = policy["embed"].T if cfg.tie_embeddings else policy["lm_head"]
     hidden = states if cfg.mtp_target_hidden == "pre_norm" else normed
     targets = [
-        draft_targets(tokens, batch["loss_mask"], segments, k) for k in range(draft.unroll_steps)
+        draft_targets(tokens, batch["loss_mask"], segments, k, context)
+        for k in range(draft.unroll_steps)
     ]
     embedded = [embed_tokens(policy["embed"], t.inputs, cfg) for t in targets]
-    outputs = head.unroll(hidden, embedded, batch["positions"], segments)
+    outputs = head.unroll(hidden, embedded, batch["positions"], segments, context)
     policy_logits = lm_logits(normed, weight)
     total, weights, sums = 0.0, 0.0, []
     for k, (out, target) in enumerate(zip(outputs, targets, strict=True)):
@@ -128,7 +133,7 @@ def head_loss(
             lm_logits(out, weight),
             target.labels,
             target.mask,
-            draft_target_logits(policy_logits, segments, k),
+            draft_target_logits(policy_logits, segments, k, context),
             temperature,
         )
         step_weight = draft.step_decay**k
@@ -149,18 +154,31 @@ class DraftTrainer:
         draft: DraftConfig,
         temperature: float = 1.0,
         mesh: jax.sharding.Mesh | None = None,
+        context: Context | None = None,
         attention: str = "auto",
     ):
-        cfg = settled(cfg, mesh, attention, "the head's training attention")
+        cfg = settled(cfg, mesh, attention, "the head's training attention", context)
         self.cfg, self.draft, self.mesh, self.temperature = cfg, draft, mesh, temperature
+        self.context = context
         self.optimizer = draft.optim.build()
         program = sharding.traced_on(mesh, self._update_program)
-        self._update = jax.jit(program, donate_argnums=(0, 1))
+        self._update = jax.jit(program, donate_argnums=(0, 1), out_shardings=self._shardings())
 
     @property
     def programs(self) -> dict[str, jax.stages.Wrapped]:
         """The jitted function that `update` calls."""
         return {"update": self._update}
+
+    def _shardings(self):
+        """Of the head, its optimizer state, and metric sums."""
+        if self.mesh is None:
+            return None
+        head = jax.eval_shape(functools.partial(init_head_params, self.cfg))
+        return (
+            sharding.param_shardings(self.mesh, head),
+            sharding.param_shardings(self.mesh, abstract_opt_state(self.optimizer, head)),
+            sharding.replicated(self.mesh),
+        )
 
     def init_opt_state(self, head: Params):
         return init_opt_state(self.optimizer, head, self.mesh)
@@ -199,10 +217,15 @@ class DraftTrainer:
         return self._update(head, opt_state, policy, batch, states)
 
     def _update_program(self, head, opt_state, policy, batch, states):
-        (_, sums), gradients = jax.value_and_grad(
-            lambda h: head_loss(self.cfg, self.draft, self.temperature, h, policy, batch, states),
-            has_aux=True,
-        )(head)
+        policy = sharding.pin_gathered(self.mesh, policy)
+
+        def loss(head):
+            head = sharding.pin_gathered(self.mesh, head)
+            return head_loss(
+                self.cfg, self.draft, self.temperature, head, policy, batch, states, self.context
+            )
+
+        (_, sums), gradients = jax.value_and_grad(loss, has_aux=True)(head)
         gradients, head32 = jax.tree.map(lambda a: a.astype(jnp.float32), (gradients, head))
         updates, new_opt_state = self.optimizer.update(gradients, opt_state, head32)
         has_tokens = sums["mtp_tokens"][0] > 0  # padding alone must not move the moments
@@ -211,7 +234,6 @@ class DraftTrainer:
             lambda new, old: jnp.where(has_tokens, new, old), new_opt_state, opt_state
         )
         head = optax.apply_updates(head, updates)
-        head, opt_state = sharding.pin(self.mesh, head), sharding.pin(self.mesh, opt_state)
         return head, opt_state, {**sums, "draft_update_norm": optax.tree.norm(updates)}
 
 

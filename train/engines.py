@@ -19,6 +19,9 @@ Mesh = jax.sharding.Mesh | None  # None is one device, the first
 def make_meshes(cfg: RLConfig, devices: sharding.Devices = None) -> tuple[Mesh, list[Mesh]]:
     """Where the run trains, and where each of its replicas rolls out.
 
+    Without devices of its own a rollout has those of training: its slots are split over all axes
+    but `tp`, and weights over `tp` alone, so that no step has to gather them.
+
     Args:
       devices: to take them from, see `sharding.make_mesh`.
 
@@ -30,8 +33,9 @@ def make_meshes(cfg: RLConfig, devices: sharding.Devices = None) -> tuple[Mesh, 
         sharding.offer_cpu_devices(max(cfg.mesh.size, cfg.rollout_devices))
     mesh = sharding.make_mesh(cfg.mesh, devices)
     if not roll.own_devices:
-        return mesh, [mesh]
-    return mesh, sharding.replica_meshes(roll.replicas, roll.tp, devices)
+        return mesh, [_rollout_mesh(mesh)]
+    near = None if distributed.is_several() else mesh  # `Copies` keeps the order of the devices
+    return mesh, sharding.replica_meshes(roll.replicas, roll.tp, devices, near)
 
 
 def build_engines(
@@ -70,4 +74,10 @@ def build_engines(
     engines = [
         build(spec, roll.max_batch, place, source=source, control=control) for place in places
     ]
-    return engines, build(None, cfg.eval.max_batch, mesh) if cfg.eval.problems else None
+    if not cfg.eval.problems:
+        return engines, None
+    return engines, build(None, cfg.eval.max_batch, _rollout_mesh(mesh))
+
+
+def _rollout_mesh(mesh: Mesh) -> Mesh:
+    return None if mesh is None else sharding.rollout_mesh(mesh)

@@ -37,6 +37,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from specjax.context import Context, shift
+
 LOSS_AGGREGATIONS = ("token", "sequence")
 
 # exp() of a larger difference would overflow float32 and turn one stray token into a NaN update.
@@ -167,6 +169,7 @@ def token_logprobs(
     tokens: Int[Array, "R S"],
     segment_ids: Int[Array, "R S"],
     temperature: float | Float[Array, ""] = 1.0,
+    context: Context | None = None,
 ) -> tuple[Float[Array, "R S"], Float[Array, "R S"]]:
     """Log-probability of every token given those before it in its segment, and the entropy there.
 
@@ -178,6 +181,8 @@ def token_logprobs(
       segment_ids: 0 is padding.
       temperature: the rollout's. Ratios scored at another temperature compare two different
         policies. 0 (greedy rollouts) is scored at 1.
+      context: how rows are split over devices; what is scored stays where its logits are, and only
+        the ends of chunks change devices.
 
     Returns:
       (logprobs, entropy in nats), float32, both 0 at segment starts and padding. The entropy
@@ -185,11 +190,11 @@ def token_logprobs(
     """
     temperature = jnp.asarray(temperature, jnp.float32)
     temperature = jnp.where(temperature > 0, temperature, 1.0)
-    logprobs, entropy = _score_next(logits[:, :-1], tokens[:, 1:], temperature)
-    predicted = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
+    logprobs, entropy = _score_next(logits, shift(tokens, 1, context), temperature)
+    predicted = (shift(segment_ids, 1, context) == segment_ids) & (segment_ids > 0)
 
     def place(x):
-        return jnp.pad(jnp.where(predicted, x, 0.0), ((0, 0), (1, 0)))
+        return shift(jnp.where(predicted, x, 0.0), -1, context)
 
     return place(logprobs), place(jax.lax.stop_gradient(entropy))
 

@@ -159,7 +159,7 @@ class Shapes:
         return self._rows(jax.ShapeDtypeStruct(shape, np.dtype(self.model.compute_dtype)))
 
     def _rows(self, array) -> jax.ShapeDtypeStruct:
-        return sharding.shapes(array, self.mesh, sharding.batch_sharding)
+        return sharding.shapes(array, self.mesh, lambda mesh, _: sharding.rows_sharding(mesh))
 
     def gradients(self) -> Params:
         return self._like_params(self.built.policy.programs["zeros"], self.params)

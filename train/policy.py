@@ -7,6 +7,8 @@ cannot depend, not even in its last bit, on how its head is trained.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -18,10 +20,13 @@ from jaxtyping import Array, Float
 
 from specjax import sharding
 from specjax.config import ModelConfig
+from specjax.context import Context
 from specjax.kernels import dispatch
-from specjax.models.transformer import Params, Transformer, graphdef
+from specjax.models.transformer import Params, Transformer, graphdef, init_params
 from train.config import ConfigError
 from train.grpo import Denominators, GRPOConfig, grpo_loss, token_logprobs
+
+log = logging.getLogger(__name__)
 
 Batch = Mapping[str, Array]
 LossFn = Callable[[Array, Array, Batch, Denominators], tuple[Array, dict]]
@@ -61,25 +66,40 @@ def rl_loss(cfg: GRPOConfig, on_policy: bool = False, stale: bool = False) -> Lo
 def init_opt_state(optimizer: optax.GradientTransformation, params: Params, mesh):
     """Optimizer state in float32, created in the sharding of the parameters it belongs to."""
 
-    def init(params):  # gradients are float32 whatever the parameters are, and so are the moments
-        return optimizer.init(jax.tree.map(lambda a: a.astype(jnp.float32), params))
-
     if mesh is None:
-        return jax.jit(init)(params)
-    shardings = sharding.param_shardings(mesh, jax.eval_shape(init, params))
-    return jax.jit(init, out_shardings=shardings)(params)
+        return jax.jit(_empty_opt_state, static_argnums=0)(optimizer, params)
+    shardings = sharding.param_shardings(mesh, abstract_opt_state(optimizer, params))
+    return jax.jit(_empty_opt_state, static_argnums=0, out_shardings=shardings)(optimizer, params)
 
 
-def settled(cfg: ModelConfig, mesh, attention: str, whose: str) -> ModelConfig:
-    """See `specjax.kernels.dispatch.settle`.
+def _empty_opt_state(optimizer: optax.GradientTransformation, params: Params):
+    # Gradients are float32 whatever the parameters are, and so are the moments.
+    return optimizer.init(jax.tree.map(lambda a: a.astype(jnp.float32), params))
+
+
+def abstract_opt_state(optimizer: optax.GradientTransformation, params: Params):
+    """Shapes of what `init_opt_state` makes, from parameters or their shapes."""
+    return jax.eval_shape(functools.partial(_empty_opt_state, optimizer), params)
+
+
+def settled(
+    cfg: ModelConfig, mesh, attention: str, whose: str, context: Context | None = None
+) -> ModelConfig:
+    """See `specjax.kernels.dispatch.settle`; with a context it says that no kernel will run.
 
     Raises:
       ConfigError: the kernel that is asked for cannot be used.
     """
     try:
-        return dispatch.settle(cfg, mesh, attention, whose=whose)
+        cfg = dispatch.settle(cfg, mesh, attention, whose=whose)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if context is not None and cfg.attention != "reference":
+        log.warning(
+            "%s: rows are split over %d devices (mesh.cp), which attend in XLA (%s), without %s",
+            whose, context.ways, context.attention, cfg.attention,
+        )  # fmt: skip
+    return cfg
 
 
 class PolicyTrainer:
@@ -90,6 +110,8 @@ class PolicyTrainer:
       loss: see `sft_loss`, `rl_loss`.
       optimizer: from `OptimConfig.build`. mesh: None is one device.
       temperature: at which tokens are scored; the rollout's.
+      context: how the mesh splits rows. What is handed out per token is then in its order, as are
+        the batches that `place` makes; `fetch` undoes it.
       attention: the kernel, see `specjax.kernels.dispatch.settle`.
     """
 
@@ -100,19 +122,40 @@ class PolicyTrainer:
         optimizer: optax.GradientTransformation,
         mesh: jax.sharding.Mesh | None = None,
         temperature: float = 1.0,
+        context: Context | None = None,
         attention: str = "auto",
     ):
-        cfg = settled(cfg, mesh, attention, "training attention")
+        cfg = settled(cfg, mesh, attention, "training attention", context)
         self.cfg = cfg.replace(scan_layers=True)
         self.loss, self.optimizer, self.mesh = loss, optimizer, mesh
-        self.temperature = temperature
-        # The states go on to the head's update: rows over the data axes, as in the batch.
-        rows = None if mesh is None else (None, sharding.row_sharding(mesh), None)
-        self._accumulate = jax.jit(self._accumulate_program, donate_argnums=1, out_shardings=rows)
-        self._apply = jax.jit(self._apply_program, donate_argnums=(0, 1))
-        self._score = jax.jit(lambda params, batch: self._token_logprobs(params, batch)[0])
-        self._states = jax.jit(lambda params, batch: self._forward(params, batch)[1])
-        self._zeros = jax.jit(self._zeros_program)
+        self.temperature, self.context = temperature, context
+        params, opt_state, rows, whole = self._shardings()
+        self._accumulate = jax.jit(
+            self._accumulate_program, donate_argnums=1, out_shardings=(params, rows, whole)
+        )
+        self._apply = jax.jit(
+            self._apply_program, donate_argnums=(0, 1), out_shardings=(params, opt_state, whole)
+        )
+        self._score = jax.jit(
+            lambda params, batch: self._token_logprobs(params, batch)[0], out_shardings=rows
+        )
+        self._states = jax.jit(
+            lambda params, batch: self._forward(params, batch)[1], out_shardings=rows
+        )
+        self._zeros = jax.jit(self._zeros_program, out_shardings=params)
+
+    def _shardings(self) -> tuple:
+        """Of parameters and gradients, optimizer state, packed rows, and what all devices hold."""
+        if self.mesh is None:
+            return None, None, None, None
+        params = jax.eval_shape(functools.partial(init_params, self.cfg))
+        opt_state = abstract_opt_state(self.optimizer, params)
+        return (
+            sharding.param_shardings(self.mesh, params),
+            sharding.param_shardings(self.mesh, opt_state),
+            sharding.rows_sharding(self.mesh),
+            sharding.replicated(self.mesh),
+        )
 
     @property
     def programs(self) -> dict[str, jax.stages.Wrapped]:
@@ -129,12 +172,18 @@ class PolicyTrainer:
         return init_opt_state(self.optimizer, params, self.mesh)
 
     def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, Array]:
-        """Host arrays [R S] to devices, rows over the data axes."""
+        """Host arrays [R S] to devices: rows over the data axes, their tokens over `cp`."""
         if self.mesh is None:
             return jax.device_put(dict(batch))
-        batch = dict(batch)
-        where = {key: sharding.batch_sharding(self.mesh, value) for key, value in batch.items()}
-        return sharding.put(batch, where)
+        if self.context is not None:
+            batch = {key: self.context.permute(value) for key, value in batch.items()}
+        where = dict.fromkeys(batch, sharding.rows_sharding(self.mesh))
+        return sharding.put(dict(batch), where)
+
+    def fetch(self, rows: Array) -> np.ndarray:
+        """Per-token values [R S ..] on the host, in the order that `place` was given."""
+        rows = sharding.fetch(rows)
+        return rows if self.context is None else self.context.restore(rows)
 
     def update(
         self,
@@ -177,15 +226,24 @@ class PolicyTrainer:
     # --- programs ----------------------------------------------------------------------------
 
     def _forward(self, params: Params, batch: Batch):
+        layers = {"layers": params["layers"]}  # gathered one by one, as they are run
+        rest = {name: value for name, value in params.items() if name not in layers}
+        params = layers | sharding.pin_gathered(self.mesh, rest)
         model: Transformer = nnx.merge(graphdef(self.cfg), params)
         with sharding.ambient(self.mesh):
-            states = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
+            states = model.hidden(
+                batch["tokens"], batch["positions"], batch["segment_ids"], self.context
+            )
         return model, states
 
     def _token_logprobs(self, params: Params, batch: Batch):
         model, states = self._forward(params, batch)
         logprobs, entropy = token_logprobs(
-            model.logits(states), batch["tokens"], batch["segment_ids"], self.temperature
+            model.logits(states),
+            batch["tokens"],
+            batch["segment_ids"],
+            self.temperature,
+            self.context,
         )
         return logprobs, entropy, states
 
@@ -196,14 +254,12 @@ class PolicyTrainer:
             return value, (sums, jax.lax.stop_gradient(states))
 
         new, (sums, states) = jax.grad(loss, has_aux=True)(params)
-        return sharding.pin(self.mesh, jax.tree.map(jnp.add, gradients, new)), states, sums
+        return jax.tree.map(jnp.add, gradients, new), states, sums
 
     def _apply_program(self, params, opt_state, gradients):
         params32 = jax.tree.map(lambda a: a.astype(jnp.float32), params)
         updates, opt_state = self.optimizer.update(gradients, opt_state, params32)
-        params = sharding.pin(self.mesh, optax.apply_updates(params, updates))
-        return params, sharding.pin(self.mesh, opt_state), optax.tree.norm(gradients)
+        return optax.apply_updates(params, updates), opt_state, optax.tree.norm(gradients)
 
     def _zeros_program(self, params):
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), params)
-        return sharding.pin(self.mesh, zeros)
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), params)

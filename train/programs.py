@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specjax.config import ModelConfig
+from specjax.context import context_of
 from specjax.draft.source import DraftSource
 from specjax.engine.engine import Engine
 from train.config import ConfigError
@@ -83,12 +84,13 @@ def build_programs(
     """
     roll, speculate = cfg.rollout, drafts(cfg)
     loss = rl_loss(cfg.algo, on_policy(cfg), stale=roll.partial)
+    context, kernel = context_of(cfg.mesh, mesh), cfg.attention
     policy = PolicyTrainer(
-        model, loss, cfg.optim.build(), mesh, roll.temperature, attention=cfg.attention
+        model, loss, cfg.optim.build(), mesh, roll.temperature, context, attention=kernel
     )
     draft = None
     if speculate and cfg.draft.mode == "online":
-        draft = DraftTrainer(model, cfg.draft, roll.temperature, mesh, attention=cfg.attention)
+        draft = DraftTrainer(model, cfg.draft, roll.temperature, mesh, context, attention=kernel)
     try:
         engines = build_engines(cfg, model, speculate, source, mesh, places)
     except ValueError as error:

@@ -268,3 +268,8 @@ def _rows_divide(packing: PackingSection, mesh: MeshConfig) -> None:
         raise ValueError(
             f"packing.rows must be a multiple of mesh.data * mesh.fsdp = {ways}, got {packing.rows}"
         )
+    if packing.row_length % mesh.row_multiple:
+        raise ValueError(
+            f"packing.row_length must be a multiple of {mesh.row_multiple}, for mesh.cp={mesh.cp} "
+            f"cuts rows into chunks in {mesh.cp_order} order, got {packing.row_length}"
+        )

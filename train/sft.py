@@ -17,6 +17,7 @@ import numpy as np
 from specjax import sharding
 from specjax.checkpoint import Checkpointer
 from specjax.config import ModelConfig
+from specjax.context import context_of
 from specjax.draft.mtp import init_head_params
 from specjax.models import hf
 from specjax.models.transformer import Params, init_params
@@ -146,7 +147,12 @@ class Run:
             head = jax.device_put(head, sharding.param_shardings(self.mesh, head))
         self.model, self.params, self.head = model, params, head
         self.policy = PolicyTrainer(
-            model, sft_loss, cfg.optim.build(), self.mesh, attention=cfg.attention
+            model,
+            sft_loss,
+            cfg.optim.build(),
+            self.mesh,
+            context=context_of(cfg.mesh, self.mesh),
+            attention=cfg.attention,
         )
         self.opt_state = self.policy.init_opt_state(params)
         self.stream = PackedDemonstrations(cfg, tokenizer)
@@ -250,7 +256,13 @@ class Run:
         if self.stage == "head" or cfg.draft_steps == 0:
             return
         self.stage, self.opt_state = "head", None
-        trainer = DraftTrainer(self.model, cfg.draft, mesh=self.mesh, attention=cfg.attention)
+        trainer = DraftTrainer(
+            self.model,
+            cfg.draft,
+            mesh=self.mesh,
+            context=self.policy.context,
+            attention=cfg.attention,
+        )
         opt_state = trainer.init_opt_state(self.head)
         while self.step < cfg.steps + cfg.draft_steps:
             batches = [self.policy.place(b) for b in self.stream.next_update()]

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import sharding
 from specjax.checkpoint import Checkpointer
 from specjax.config import SamplingParams, SpecConfig
 from specjax.draft.source import DraftSource
@@ -172,6 +171,7 @@ class Trainer:
         self.sync_weights()
         jax.block_until_ready([engine.runner.params for engine in self.engines])
         metrics["time/sync"] = time.perf_counter() - started
+        metrics["sync/bytes_per_device"] = float(max(e.runner.moved for e in self.engines))
         self.done_steps = step
         return metrics
 
@@ -208,7 +208,7 @@ class Trainer:
         """What will be stale in later steps is scored now, with the weights that sampled it."""
         rollouts.score_new_tokens(
             self.rollouts.carried,
-            lambda batch: sharding.fetch(
+            lambda batch: self.policy.fetch(
                 self.policy.logprobs(self.params, self.policy.place(batch))
             ),
             self.cfg.packing.row_length,

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.cache import Table
 from specjax.config import ModelConfig
+from specjax.context import Context
 from specjax.kernels import dispatch
 from specjax.models.layers import INIT_STD, Block, dense, rms_norm
 from specjax.models.rope import rope_tables
@@ -109,12 +110,14 @@ class MTPHead(nnx.Module):
         step_embeddings: list[Float[Array, "R S D"]],
         positions: Int[Array, "R S"],
         segment_ids: Int[Array, "R S"],
+        context: Context | None = None,
     ) -> list[Float[Array, "R S D"]]:
         """Training forward over `len(step_embeddings)` recursive steps on packed rows.
 
         Args:
           hidden: the target's states, detached.
           step_embeddings: entry s holds e(x_{t+1+s}) at index t, rolled within segments.
+          context: how rows are split over devices; all per-token arrays are in its order.
 
         Returns:
           per step, states for the language-model head; index t of step s predicts x_{t+2+s}.
@@ -126,11 +129,11 @@ class MTPHead(nnx.Module):
             q, k, v = module.layer.qkv(x, *rope_tables(self.cfg, positions + step))
             if step == index:  # the module's first use: its rows are the base rows
                 base, own = (k, v), []
-                attended = dispatch.causal_attention(q, k, v, segment_ids, kernel=kernel)
+                attended = dispatch.causal_attention(q, k, v, segment_ids, context, kernel=kernel)
             else:
                 own.append((k, v))
                 attended = dispatch.causal_attention_with_own(
-                    q, *base, own, segment_ids, kernel=kernel
+                    q, *base, own, segment_ids, context, kernel=kernel
                 )
             normed, hidden = module.outputs(module.layer.finish(x, attended))
             outputs.append(normed)

@@ -48,6 +48,23 @@ def checksum(params: Params, dtype: str, tied: bool = False) -> Checksum:
     return Checksum(int(total), bool(finite))
 
 
+def require_same(name: str, sent: Params, arrived: Params, dtype: str, tied: bool) -> Checksum:
+    """The checksum of weights that were copied, see `checksum`.
+
+    Raises:
+      RuntimeError: what arrived is not what was sent.
+    """
+    was = checksum(sent, dtype, tied)
+    now = was if arrived is sent else checksum(arrived, dtype, tied)  # or nothing was copied
+    if was != now:
+        raise RuntimeError(
+            f"the {name}'s weights have checksum {was:08x} where they come from, and "
+            f"{now:08x} where they arrived; expected the same. The copy between layouts or "
+            "devices is broken: do not trust what is generated"
+        )
+    return now
+
+
 @functools.partial(jax.jit, static_argnums=1)
 def _sums(leaves: list, dtype: str):
     total, finite = jnp.uint32(0), jnp.bool_(True)

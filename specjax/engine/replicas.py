@@ -7,18 +7,25 @@ runs on.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from specjax.decode.options import Features
+from specjax.engine.checksum import require_same
 from specjax.engine.engine import Engine
 from specjax.engine.request import Finished, Job, SampleOutput, Totals
 from specjax.engine.run import run_to_the_end
 from specjax.engine.sequence import Progress
 from specjax.engine.start_up import StartUp
 from specjax.models.transformer import Params
+from specjax.reshard import Mover
+from specjax.sharding import joined_mesh
 
 POLL = 1e-3  # seconds between looks when no replica has anything new; its next chunk is enqueued
 
@@ -29,6 +36,11 @@ class Waiting(NamedTuple):
     ticket: int
     job: Job
     progress: Progress | None
+
+
+@functools.cache
+def _cast(dtype: str) -> Callable[[Params], Params]:
+    return jax.jit(lambda params: jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), params))
 
 
 class Replicas:
@@ -63,6 +75,8 @@ class Replicas:
         self._tickets_of: list[dict[int, int]] = [{} for _ in self.engines]
         self._events: list[Finished] = []
         self.on_look: Callable[[], None] | None = None
+        joined = joined_mesh([engine.runner.mesh for engine in self.engines])
+        self._spread = None if joined is None else Mover(joined)
 
     # --- what an engine has ----------------------------------------------------------------------
 
@@ -122,9 +136,23 @@ class Replicas:
         return StartUp.sum([engine.warm_up(features) for engine in self.engines])
 
     def set_params(self, params: Params, head: Params | None = None, running: str = "recompute"):
-        """Gives every replica new weights, see `Engine.set_params`."""
+        """Gives every replica new weights, see `Engine.set_params`.
+
+        Replicas that divide all devices of training among them get them by one program.
+        """
+        received = 0
+        if self._spread is not None:
+            dtype, tied = self.runner.cfg.compute_dtype, self.runner.cfg.tie_embeddings
+            sent, params = params, self._spread(params, _cast(dtype))
+            received = self._spread.received
+            require_same("policy", sent, params, dtype, tied)
+            if jax.tree.leaves(head):
+                sent, head = head, self._spread(head)
+                received += self._spread.received
+                require_same("draft", sent, head, dtype, False)
         for engine in self.engines:
             engine.set_params(params, head, running)
+            engine.runner.moved += received
 
     def add(self, job: Job, progress: Progress | None = None) -> int:
         """Queues a sample, see `Engine.add`."""

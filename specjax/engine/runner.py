@@ -27,12 +27,13 @@ from specjax.decode.chunk import Result, run_chunk
 from specjax.decode.options import Features
 from specjax.decode.state import DecodeState, Room, empty_state, put_slots, take_slots
 from specjax.draft.source import DraftSource
-from specjax.engine.checksum import Checksum, checksum
+from specjax.engine.checksum import Checksum, require_same
 from specjax.engine.pages import pages_for
 from specjax.engine.plans import make_plans, own_name
 from specjax.engine.sources import with_attention
 from specjax.kernels import dispatch
 from specjax.models.transformer import Params, graphdef, to_decode_layout
+from specjax.reshard import Mover
 
 PAGE_SIZE = 128
 
@@ -64,6 +65,7 @@ class Runner:
       checksums: of the weights held, `policy` and `draft`.
       build: makes what runs of a program, given its key, what lowers it, and which inputs it is
         donated.
+      moved: bytes that a device received for the weights, at most, when they were last set.
       table_width: pages of a slot at most, and entries that are always `NOBODYS` for a round's
         path past its end: one, unless a path is longer than a page.
     """
@@ -115,6 +117,8 @@ class Runner:
         self.compilations = 0
         self.executables: dict[tuple, jax.stages.Compiled] = {}
         self.build: Callable = lambda key, lower, donate: lower().compile()
+        self.moved = 0
+        self._mover = None if mesh is None else Mover(mesh)
         self._layout = None
 
     # --- what it is made of ----------------------------------------------------------------------
@@ -176,6 +180,7 @@ class Runner:
         """
         if self._layout is None:
             self._layout = self._build_layout()
+        self.moved = 0
         arrived = self._layout(params)
         self._check("policy", params, arrived, self.cfg.tie_embeddings)
         if self.longest.source is not None:
@@ -184,7 +189,7 @@ class Runner:
                     "speculation needs a draft head, got none; pass the head's parameters or use "
                     "spec=None"
                 )
-            placed = self._place_params(head)
+            placed = self._move(head)
             self._check("draft", head, placed, False)
             self.head = placed
         self.params = arrived
@@ -193,15 +198,7 @@ class Runner:
         """Compares checksums, and keeps them; weights that are not finite are named loudly."""
         if not jax.tree.leaves(sent):
             return
-        dtype = self.cfg.compute_dtype
-        was = checksum(sent, dtype, tied)
-        now = was if arrived is sent else checksum(arrived, dtype, tied)  # or nothing was copied
-        if was != now:
-            raise RuntimeError(
-                f"the {name}'s weights have checksum {was:08x} where they come from, and "
-                f"{now:08x} where they arrived; expected the same. The copy between layouts or "
-                "devices is broken: do not trust what is generated"
-            )
+        now = require_same(name, sent, arrived, self.cfg.compute_dtype, tied)
         if not now.finite:
             log.warning("the %s's weights are not finite: its output means nothing", name)
         self.checksums[name] = now
@@ -214,12 +211,16 @@ class Runner:
     def _build_layout(self):
         if self.mesh is None:
             return self.convert
-        return lambda params: self._place_params(self.convert(params))
+        # Stacked, each weight has one way to go; unrolled ones are others than those that come.
+        return lambda params: self._move(params, self.convert, self.cfg.scan_layers)
 
-    def _place_params(self, params: Params) -> Params:
+    def _move(self, params: Params, *convert) -> Params:
+        """To the mesh, see `Mover`."""
         if self.mesh is None:
             return params
-        return jax.device_put(params, sharding.param_shardings(self.mesh, params))
+        params = self._mover(params, *convert)
+        self.moved += self._mover.received
+        return params
 
     def hold_shapes(self, params: Params, head: Params | None) -> None:
         """Holds shapes where `set_params` and `reset` put arrays, for programs that nobody runs:

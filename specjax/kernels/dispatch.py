@@ -27,6 +27,8 @@ from jaxtyping import Array, Float, Int, UInt32
 from specjax import sharding
 from specjax.cache import Table
 from specjax.config import ModelConfig
+from specjax.context import Context
+from specjax.kernels import context as over_devices
 from specjax.kernels import gpu, library, reference, tpu
 from specjax.kernels.choice import choose
 from specjax.kernels.reference import tree_attention_by_position
@@ -126,10 +128,18 @@ def causal_attention(
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S H"],
     segment_ids: Int[Array, "B S"],
+    context: Context | None = None,
     *,
     kernel: str = "reference",
 ) -> Float[Array, "B N S H"]:
-    """See `specjax.kernels.reference.causal_attention`; `kernel` is a name of the table above."""
+    """See `specjax.kernels.reference.causal_attention`.
+
+    Args:
+      context: how rows are split over devices; these attend in XLA, whatever the kernel.
+      kernel: a name of the table above.
+    """
+    if context is not None:
+        return over_devices.causal_attention(q, k, v, segment_ids, context)
     if kernel == "reference":
         return reference.causal_attention(q, k, v, segment_ids)
     return causal_attention_with_own(q, k, v, [], segment_ids, kernel=kernel)
@@ -141,10 +151,13 @@ def causal_attention_with_own(
     v: Float[Array, "B K S H"],
     own: list[tuple[Array, Array]],
     segment_ids: Int[Array, "B S"],
+    context: Context | None = None,
     *,
     kernel: str = "reference",
 ) -> Float[Array, "B N S H"]:
-    """See `specjax.kernels.reference.causal_attention_with_own`; `kernel` is a name as above."""
+    """See `specjax.kernels.reference.causal_attention_with_own`; the rest as above."""
+    if context is not None:
+        return over_devices.causal_attention_with_own(q, k, v, own, segment_ids, context)
     if kernel == "reference":
         return reference.causal_attention_with_own(q, k, v, own, segment_ids)
     family, _, variant = kernel.partition(":")

@@ -22,19 +22,26 @@ def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "... D"], eps: float)
 
 @jax.custom_vjp
 def dense(x: Float[Array, "... I"], weight: Float[Array, "I O"]) -> Float[Array, "... O"]:
-    """`x @ weight`, with a backward pass whose products are plain matrix products.
+    """`x @ weight`, with a backward pass whose products are plain matrix products on CPU.
 
-    On CPU XLA contracts the two leading axes of the weight gradient in a slow loop; flattening them
-    first makes a training step of a small model about 1.6 times faster.
+    There XLA contracts the two leading axes of the weight gradient in a slow loop; flattening them
+    first makes a training step of a small model about 1.6 times faster. Elsewhere they stay apart:
+    where both are split over devices, an axis made of the two would have to be gathered.
     """
     return x @ weight
 
 
 def _dense_bwd(residuals, d_out):
     x, weight = residuals
-    flat_out = d_out.reshape(-1, d_out.shape[-1])
-    flat_x = x.reshape(-1, x.shape[-1])
-    return (flat_out @ weight.T).reshape(x.shape), flat_x.T @ flat_out
+
+    def flat(x, d_out):
+        flat_out = d_out.reshape(-1, d_out.shape[-1])
+        return (flat_out @ weight.T).reshape(x.shape), x.reshape(-1, x.shape[-1]).T @ flat_out
+
+    def apart(x, d_out):
+        return d_out @ weight.T, jnp.einsum("...i,...o->io", x, d_out)
+
+    return jax.lax.platform_dependent(x, d_out, cpu=flat, default=apart)
 
 
 dense.defvjp(lambda x, weight: (x @ weight, (x, weight)), _dense_bwd)

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.cache import KVCache, Table
 from specjax.config import ModelConfig
+from specjax.context import Context, pin_rows
 from specjax.kernels import dispatch
 from specjax.models.layers import INIT_STD, Block, fuse_block, rms_norm
 from specjax.models.rope import rope_tables
@@ -57,15 +58,20 @@ class Transformer(nnx.Module):
         tokens: Int[Array, "B S"],
         positions: Int[Array, "B S"],
         segment_ids: Int[Array, "B S"],
+        context: Context | None = None,
     ) -> Float[Array, "B S D"]:
-        """States before the final norm, causal within segments (0 pads)."""
+        """States before the final norm, causal within segments (0 pads).
+
+        Args:
+          context: how rows are split over devices; all per-token arrays are in its order.
+        """
         x, _ = self._forward(
             tokens,
             positions,
-            lambda q, k, v, _: (self._causal(q, k, v, segment_ids), None),
+            lambda q, k, v, _: (self._causal(q, k, v, segment_ids, context), None),
             keep_kv=False,
         )
-        return x
+        return pin_rows(x, context)
 
     def prefill(
         self, tokens: Int[Array, "B S"], lengths: Int[Array, " B"]
@@ -118,8 +124,9 @@ class Transformer(nnx.Module):
         beside = cache if scratch is None else _beside(cache, scratch[0])
         return self._forward(tokens, positions, attend, beside)
 
-    def _causal(self, q, k, v, segment_ids) -> Array:
-        return dispatch.causal_attention(q, k, v, segment_ids, kernel=self.cfg.attention)
+    def _causal(self, q, k, v, segment_ids, context: Context | None = None) -> Array:
+        kernel = self.cfg.attention
+        return dispatch.causal_attention(q, k, v, segment_ids, context, kernel=kernel)
 
     # --- between tokens, states and logits -----------------------------------------------------
 

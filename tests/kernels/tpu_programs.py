@@ -56,6 +56,10 @@ def on_mesh(mesh, tree, shardings):
     )
 
 
+def packed(mesh, _):
+    return sharding.rows_sharding(mesh)
+
+
 def optimised(compiled) -> tuple[jax.stages.Compiled, str]:
     """A compiled program, and what the compiler made of it."""
     return compiled, compiled.as_text()
@@ -148,7 +152,7 @@ def training(mesh, head: bool):
         for name in ("tokens", "positions", "segment_ids")
     }
     batch["loss_mask"] = jax.ShapeDtypeStruct(rows, jnp.float32)
-    batch = {k: on_mesh(mesh, a, sharding.batch_sharding) for k, a in batch.items()}
+    batch = {k: on_mesh(mesh, a, packed) for k, a in batch.items()}
     params = jax.eval_shape(lambda: init_params(MODEL))
     params = on_mesh(mesh, params, sharding.param_shardings)
     optimizer = OptimConfig().build()
@@ -165,7 +169,7 @@ def training(mesh, head: bool):
     )
     head_params = on_mesh(mesh, head_params, sharding.param_shardings)
     states = jax.ShapeDtypeStruct((*rows, MODEL.hidden_size), jnp.bfloat16)
-    states = on_mesh(mesh, states, sharding.batch_sharding)
+    states = on_mesh(mesh, states, packed)
     policy = frozen_policy_parts(params)
     return accepted(trainer._update.lower(head_params, opt_state, policy, batch, states))
 

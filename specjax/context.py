@@ -1,0 +1,148 @@
+"""Context parallelism: the tokens of packed rows [R S] split over the devices of axis `cp`.
+
+A row is cut into chunks, and device i of n holds
+
+    contiguous   of n chunks      chunk i
+    zigzag       of 2n chunks     chunks i and 2n - 1 - i
+
+With a causal mask the work of a token grows with its place in the row: contiguous chunks leave the
+last device with most of it, zigzag gives each the same. Batches are brought into the order of the
+devices on the host (`permute`), and everything per token is in that order from then on. Only two
+things know of it: attention (`specjax.kernels.context`), and shifts along the row (`shift`), in
+which the ends of chunks change devices and nothing else does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Shaped
+
+from specjax.sharding import MeshConfig, rows_sharding
+
+AXIS = "cp"
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """How rows are split; static under jit.
+
+    Attributes:
+      mesh: has more than one device on axis `cp`.
+      order, attention: `mesh.cp_order` and `mesh.cp_attention` of `specjax.sharding.MeshConfig`.
+    """
+
+    mesh: jax.sharding.Mesh
+    order: str = "zigzag"
+    attention: str = "ring"
+
+    @property
+    def ways(self) -> int:
+        return self.mesh.shape[AXIS]
+
+    @property
+    def chunks(self) -> int:
+        """That a device holds of each row."""
+        return 2 if self.order == "zigzag" else 1
+
+    def chunks_of(self, device) -> tuple:
+        """Numbers of the chunks that a device holds, in the order it holds them."""
+        if self.order == "zigzag":
+            return device, 2 * self.ways - 1 - device
+        return (device,)
+
+    def places(self, length: int) -> np.ndarray:
+        """Place in the row of each token [S], in the order of the devices.
+
+        Raises:
+          ValueError: the row cannot be cut into chunks of one size.
+        """
+        count = self.chunks * self.ways
+        if length % count:
+            raise ValueError(
+                f"rows of {length} tokens cannot be cut into the {count} chunks of cp={self.ways} "
+                f"in {self.order} order; make packing.row_length a multiple of {count}"
+            )
+        chunks = np.arange(length).reshape(count, -1)
+        held = [chunk for device in range(self.ways) for chunk in self.chunks_of(device)]
+        return chunks[held].reshape(-1)
+
+    def permute(self, rows: Shaped[np.ndarray, "R S *rest"]) -> np.ndarray:
+        """Host rows in the order of the devices."""
+        return np.asarray(rows)[:, self.places(rows.shape[1])]
+
+    def restore(self, rows: Shaped[np.ndarray, "R S *rest"]) -> np.ndarray:
+        """Host rows in their own order again."""
+        return np.asarray(rows)[:, np.argsort(self.places(rows.shape[1]))]
+
+
+def context_of(config: MeshConfig, mesh: jax.sharding.Mesh | None) -> Context | None:
+    """How the mesh of this configuration splits rows; None when it does not."""
+    if mesh is None or config.cp == 1:
+        return None
+    return Context(mesh, config.cp_order, config.cp_attention)
+
+
+def shift(
+    x: Shaped[Array, "R S *rest"], by: int, context: Context | None = None
+) -> Shaped[Array, "R S *rest"]:
+    """out[t] = x[t + by], and 0 where that is not in the row; `by` is static, of either sign."""
+    length = x.shape[1]
+    by = max(-length, min(by, length))
+    if context is None:
+        before, after = max(-by, 0), max(by, 0)
+        padded = jnp.pad(x, [(0, 0), (before, after)] + [(0, 0)] * (x.ndim - 2))
+        return padded[:, after : after + length]
+    chunk = length // (context.ways * context.chunks)
+    while by:  # the end of a chunk reaches no further than the next one
+        step = max(-chunk, min(by, chunk))
+        x = _shift_chunks(x, step, context)
+        by -= step
+    return x
+
+
+def _shift_chunks(x, by: int, context: Context):
+    """`shift` by a chunk at most: each chunk takes its end from the one beside it in the row.
+
+    In zigzag order the low chunks ascend with their devices and the high ones descend, and the last
+    device holds the two in the middle: the scheme of Megatron's `roll_tensor` under context
+    parallelism.
+    """
+    last = context.ways - 1
+    down = [(i, i - 1) for i in range(1, last + 1)]  # what the device before receives
+    up = [(i - 1, i) for i in range(1, last + 1)]
+
+    def ends(chunk):
+        return chunk[:, :by] if by > 0 else chunk[:, by:]
+
+    def joined(chunk, received):
+        pieces = [chunk[:, by:], received] if by > 0 else [received, chunk[:, :by]]
+        return jnp.concatenate(pieces, axis=1)
+
+    def local(x):
+        if context.chunks == 1:
+            return joined(x, jax.lax.ppermute(ends(x), AXIS, down if by > 0 else up))
+        low, high = jnp.split(x, 2, axis=1)
+        to_low = jax.lax.ppermute(ends(low), AXIS, down if by > 0 else up)
+        to_high = jax.lax.ppermute(ends(high), AXIS, up if by > 0 else down)
+        in_the_middle = jax.lax.axis_index(AXIS) == last
+        if by > 0:
+            to_low = jnp.where(in_the_middle, ends(high), to_low)
+        else:
+            to_high = jnp.where(in_the_middle, ends(low), to_high)
+        return jnp.concatenate([joined(low, to_low), joined(high, to_high)], axis=1)
+
+    spec = jax.P(None, AXIS)  # other axes are split as they are
+    return jax.shard_map(
+        local, mesh=context.mesh, in_specs=spec, out_specs=spec, axis_names={AXIS}
+    )(x)
+
+
+def pin_rows(x: Shaped[Array, "R S *rest"], context: Context | None) -> Array:
+    """Inside a jitted function: keeps rows split, so that no device works on whole ones."""
+    if context is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, rows_sharding(context.mesh))

@@ -1,0 +1,308 @@
+"""Causal attention within segments, of rows whose tokens are split over devices.
+
+Two ways, chosen by `Context.attention`. `all_gather`: every device gets the keys and values of
+whole rows; simple, and the reference for the other. `ring` (Liu et al. 2023, arXiv 2310.01889):
+keys and values go round from device to device, each adds what its queries see of them to a running
+softmax, and chunks of which no query sees anything are passed on without work: later ones, and
+those of other segments. In zigzag order what causality leaves is the same for all devices.
+
+Both are differentiated by hand, as in `reference.py`: the backward pass recomputes weights from
+their log-sum-exp, and in the ring the gradients of keys and values travel with these and are home
+after one round. The log-sum-exp is an output with a gradient of its own, by which more keys can
+join the softmax later.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from specjax.context import AXIS, Context
+from specjax.kernels.reference import NEG_INF
+from specjax.sharding import spec_for
+
+
+def causal_attention(
+    q: Float[Array, "B N S H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    segment_ids: Int[Array, "B S"],
+    context: Context,
+) -> Float[Array, "B N S H"]:
+    """`reference.causal_attention` of rows in the order of `context`."""
+    return _with_lse(q, k, v, segment_ids, context)[0].astype(q.dtype)
+
+
+def causal_attention_with_own(
+    q: Float[Array, "B N S H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    own: list[tuple[Array, Array]],
+    segment_ids: Int[Array, "B S"],
+    context: Context,
+) -> Float[Array, "B N S H"]:
+    """`reference.causal_attention_with_own` of rows in the order of `context`.
+
+    A position's own rows are where its query is, so they join the softmax without communication.
+    """
+    b, n, s, h = q.shape
+    kv_heads = k.shape[1]
+    base, lse = (
+        x.reshape(b, kv_heads, n // kv_heads, s, *x.shape[3:])
+        for x in _with_lse(q, k, v, segment_ids, context)
+    )
+    grouped = q.reshape(base.shape).astype(jnp.float32) * h**-0.5
+    keys = jnp.stack([key for key, _ in own], axis=-2).astype(jnp.float32)
+    values = jnp.stack([value for _, value in own], axis=-2).astype(jnp.float32)
+    scores = jnp.einsum("bkgsh,bksoh->bkgso", grouped, keys)
+    peak = jax.lax.stop_gradient(jnp.maximum(lse, scores.max(-1)))
+    base_weight, weights = jnp.exp(lse - peak), jnp.exp(scores - peak[..., None])
+    total = base_weight + weights.sum(-1)
+    out = base * base_weight[..., None] + jnp.einsum("bkgso,bksoh->bkgsh", weights, values)
+    return (out / total[..., None]).reshape(b, n, s, h).astype(q.dtype)
+
+
+def _with_lse(q, k, v, segment_ids, context: Context):
+    """Float32 attention [B N S H] and log-sum-exp [B N S]."""
+    # The queries of a key/value head stay together: where heads are split into more parts than
+    # there are key/value heads, these are repeated as often as that takes.
+    tp, n, kv_heads = context.mesh.shape.get("tp", 1), q.shape[1], k.shape[1]
+    if n % tp == 0 and kv_heads % tp:
+        repeats = next(r for r in range(2, n + 1) if kv_heads * r % tp == 0 == n % (kv_heads * r))
+        k, v = jnp.repeat(k, repeats, axis=1), jnp.repeat(v, repeats, axis=1)
+    return _attend(context, q.astype(jnp.float32) * q.shape[-1] ** -0.5, k, v, segment_ids)
+
+
+# --- one row over many devices ----------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(context: Context, q, k, v, segment_ids):
+    return _attend_fwd(context, q, k, v, segment_ids)[0]
+
+
+def _attend_fwd(context, q, k, v, segment_ids):
+    program = {"ring": _ring, "all_gather": _gathered}[context.attention]
+    heads = _specs(context, q, k, v, segment_ids)
+    run = _over(context, program, heads, (heads[0], jax.P(*heads[0][:3])))
+    out, lse = run(q, k, v, segment_ids)
+    return (out, lse), (q, k, v, segment_ids, out, lse)
+
+
+def _attend_bwd(context, residuals, gradients):
+    q, k, v, segment_ids, out, lse = residuals
+    d_out, d_lse = gradients
+    # Of a softmax's gradient what is common to all keys; the log-sum-exp moves with every score.
+    delta = (out * d_out).sum(-1) - d_lse
+    program = {"ring": _ring_bwd, "all_gather": _gathered_bwd}[context.attention]
+    heads = _specs(context, q, k, v, segment_ids)
+    per_query = jax.P(*heads[0][:3])
+    run = _over(context, program, (*heads, per_query, heads[0], per_query), heads[:3])
+    return *run(q, k, v, segment_ids, lse, d_out, delta), None
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _specs(context: Context, q, k, v, segment_ids) -> tuple:
+    axes = ("batch", "heads", "sequence", None)
+    specs = [spec_for(context.mesh, axes, x.shape) for x in (q, k, v)]
+    return *specs, spec_for(context.mesh, ("batch", "sequence"), segment_ids.shape)
+
+
+def _over(context: Context, program, in_specs, out_specs):
+    return jax.shard_map(
+        functools.partial(program, context),
+        mesh=context.mesh,
+        in_specs=tuple(in_specs),
+        out_specs=tuple(out_specs),
+        check_vma=False,  # nothing is differentiated through it
+    )
+
+
+# --- pieces of rows -----------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Which tokens of the rows a block of queries or of keys belongs to."""
+
+    segments: Int[Array, "B s"]
+    places: Int[Array, " s"]  # in the row, consecutive
+
+    def sees(self, keys: Piece) -> Array:
+        """Booleans [B 1 1 s u]: causal, within segments."""
+        causal = self.places[:, None] >= keys.places[None]
+        return (causal & (self.segments[:, :, None] == keys.segments[:, None]))[:, None, None]
+
+    def sees_any(self, keys: Piece) -> Array:
+        """False only if `sees` is False throughout; a token always sees itself."""
+        lowest = keys.segments.min(1) <= self.segments.max(1)
+        highest = keys.segments.max(1) >= self.segments.min(1)
+        return (self.places[-1] >= keys.places[0]) & (lowest & highest).any()
+
+
+def _pieces(context: Context, segments, device) -> list[Piece]:
+    """The chunks that a device holds of rows."""
+    size = segments.shape[1] // context.chunks
+    return [
+        Piece(here, chunk * size + jnp.arange(size))
+        for here, chunk in zip(
+            jnp.split(segments, context.chunks, axis=1), context.chunks_of(device), strict=True
+        )
+    ]
+
+
+def _group(x, kv_heads: int):
+    """[B N s ..] to [B K G s ..]."""
+    return x.reshape(x.shape[0], kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
+
+
+def _scores(q, k, mask):
+    scores = jnp.einsum("bkgsh,bkuh->bkgsu", q, k.astype(jnp.float32))
+    return jnp.where(mask, scores, NEG_INF)
+
+
+def _add(running, q, k, v, mask):
+    """A running softmax (maximum, sum, weighted values) of queries with one more block of keys."""
+    peak, total, out = running
+    scores = _scores(q, k, mask)
+    higher = jnp.maximum(peak, scores.max(-1))
+    shrink, weights = jnp.exp(peak - higher), jnp.exp(scores - higher[..., None])
+    out = out * shrink[..., None] + jnp.einsum("bkgsu,bkuh->bkgsh", weights, v.astype(jnp.float32))
+    return higher, total * shrink + weights.sum(-1), out
+
+
+def _add_gradients(running, q, k, v, mask, lse, d_out, delta):
+    """Adds what one block of queries and one of keys bring to (d_q, d_k, d_v)."""
+    d_q, d_k, d_v = running
+    weights = jnp.where(mask, jnp.exp(_scores(q, k, mask) - lse[..., None]), 0.0)
+    d_weights = jnp.einsum("bkgsh,bkuh->bkgsu", d_out, v.astype(jnp.float32))
+    d_scores = weights * (d_weights - delta[..., None])
+    d_q += jnp.einsum("bkgsu,bkuh->bkgsh", d_scores, k.astype(jnp.float32))
+    d_k += jnp.einsum("bkgsu,bkgsh->bkuh", d_scores, q)
+    return d_q, d_k, d_v + jnp.einsum("bkgsu,bkgsh->bkuh", weights, d_out)
+
+
+def _done(running):
+    peak, total, out = running
+    b, kv_heads, group, s, h = out.shape
+    out = (out / total[..., None]).reshape(b, kv_heads * group, s, h)
+    return out, (peak + jnp.log(total)).reshape(b, kv_heads * group, s)
+
+
+# --- the ring -------------------------------------------------------------------------------------
+
+
+def _pass_on(context: Context, tree):
+    """To the next device of the ring."""
+    around = [(i, (i + 1) % context.ways) for i in range(context.ways)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, around), tree)
+
+
+def _halves(context: Context, x, axis: int) -> list:
+    return jnp.split(x, context.chunks, axis=axis)
+
+
+def _ring(context: Context, q, k, v, segments):
+    here = jax.lax.axis_index(AXIS)
+    rows = _group(q, k.shape[1])
+    queries = _halves(context, rows, 3)
+    own = _pieces(context, segments, here)
+    empty = [(jnp.full(x.shape[:-1], NEG_INF), jnp.zeros(x.shape[:-1]), jnp.zeros(x.shape))
+             for x in queries]  # fmt: skip
+
+    def attend(hop, travelling, running):
+        k, v, segments = travelling
+        pieces = _pieces(context, segments, (here - hop) % context.ways)
+        blocks = list(zip(pieces, _halves(context, k, 2), _halves(context, v, 2), strict=True))
+        out = []
+        for piece, rows, state in zip(own, queries, running, strict=True):
+            for keys, k, v in blocks:
+
+                def add(state, piece=piece, rows=rows, keys=keys, k=k, v=v):
+                    return _add(state, rows, k, v, piece.sees(keys))
+
+                state = jax.lax.cond(piece.sees_any(keys), add, lambda state: state, state)
+            out.append(state)
+        return out
+
+    def hop(carry, index):
+        travelling, running = carry
+        following = _pass_on(context, travelling)  # meanwhile the block that is here is worked on
+        return (following, attend(index, travelling, running)), None
+
+    hops = jnp.arange(context.ways - 1)
+    (travelling, running), _ = jax.lax.scan(hop, ((k, v, segments), empty), hops)
+    running = attend(context.ways - 1, travelling, running)
+    return _done([jnp.concatenate(parts, axis=3) for parts in zip(*running, strict=True)])
+
+
+def _ring_bwd(context: Context, q, k, v, segments, lse, d_out, delta):
+    here, kv_heads = jax.lax.axis_index(AXIS), k.shape[1]
+    per_query = [_halves(context, _group(x, kv_heads), 3) for x in (q, lse, d_out, delta)]
+    own = _pieces(context, segments, here)
+
+    def attend(hop, travelling, d_queries):
+        k, v, segments, d_keys, d_values = travelling
+        pieces = _pieces(context, segments, (here - hop) % context.ways)
+        d_keys, d_values = _halves(context, d_keys, 2), _halves(context, d_values, 2)
+        blocks = list(zip(pieces, _halves(context, k, 2), _halves(context, v, 2), strict=True))
+        d_queries = list(d_queries)
+        for i, (piece, *given) in enumerate(zip(own, *per_query, strict=True)):
+            for j, (keys, k_block, v_block) in enumerate(blocks):
+
+                def add(state, piece=piece, given=given, keys=keys, k=k_block, v=v_block):
+                    rows, lse, d_out, delta = given
+                    return _add_gradients(state, rows, k, v, piece.sees(keys), lse, d_out, delta)
+
+                state = d_queries[i], d_keys[j], d_values[j]
+                d_queries[i], d_keys[j], d_values[j] = jax.lax.cond(
+                    piece.sees_any(keys), add, lambda state: state, state
+                )
+        d_keys, d_values = (jnp.concatenate(x, axis=2) for x in (d_keys, d_values))
+        return (k, v, segments, d_keys, d_values), d_queries
+
+    def hop(carry, index):
+        travelling, d_queries = attend(index, *carry)
+        return (_pass_on(context, travelling), d_queries), None
+
+    zeros = (jnp.zeros(k.shape), jnp.zeros(v.shape))
+    carry = (k, v, segments, *zeros), [jnp.zeros(x.shape) for x in per_query[0]]
+    carry, _ = jax.lax.scan(hop, carry, jnp.arange(context.ways - 1))
+    travelling, d_queries = attend(context.ways - 1, *carry)
+    d_k, d_v = _pass_on(context, travelling[3:])
+    d_q = jnp.concatenate(d_queries, axis=3).reshape(q.shape)
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype)
+
+
+# --- whole rows on every device -------------------------------------------------------------------
+
+
+def _mask(context: Context, segments):
+    """What the queries of this device see of whole rows, in the order of the devices."""
+    whole = jax.lax.all_gather(segments, AXIS, axis=1, tiled=True)
+    places = jnp.asarray(context.places(whole.shape[1]))
+    size = segments.shape[1]
+    own = jax.lax.dynamic_slice_in_dim(places, jax.lax.axis_index(AXIS) * size, size)
+    return Piece(segments, own).sees(Piece(whole, places))
+
+
+def _gathered(context: Context, q, k, v, segments):
+    rows = _group(q, k.shape[1])
+    k, v = (jax.lax.all_gather(x, AXIS, axis=2, tiled=True) for x in (k, v))
+    empty = jnp.full(rows.shape[:-1], NEG_INF), jnp.zeros(rows.shape[:-1]), jnp.zeros(rows.shape)
+    return _done(_add(empty, rows, k, v, _mask(context, segments)))
+
+
+def _gathered_bwd(context: Context, q, k, v, segments, lse, d_out, delta):
+    rows, lse, d_out, delta = (_group(x, k.shape[1]) for x in (q, lse, d_out, delta))
+    whole_k, whole_v = (jax.lax.all_gather(x, AXIS, axis=2, tiled=True) for x in (k, v))
+    empty = jnp.zeros(rows.shape), jnp.zeros(whole_k.shape), jnp.zeros(whole_v.shape)
+    mask = _mask(context, segments)
+    d_q, d_k, d_v = _add_gradients(empty, rows, whole_k, whole_v, mask, lse, d_out, delta)
+    d_k, d_v = (jax.lax.psum_scatter(x, AXIS, scatter_dimension=2, tiled=True) for x in (d_k, d_v))
+    return d_q.reshape(q.shape), d_k.astype(k.dtype), d_v.astype(v.dtype)

@@ -1,0 +1,135 @@
+"""Weights go from the training layout to that of rollouts without a byte too many."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from specjax import sharding
+from specjax.config import ModelConfig
+from specjax.engine.engine import Engine
+from specjax.engine.replicas import Replicas
+from specjax.models.transformer import init_params
+from specjax.reshard import Reshard, Unrelated, bytes_missing, received, report
+from specjax.sharding import MeshConfig, make_mesh, rollout_mesh
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+
+TINY = ModelConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=8, tie_embeddings=False, scan_layers=True,
+)  # fmt: skip
+QWEN3_8B = ModelConfig(
+    vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32,
+    num_kv_heads=8, head_dim=128, tie_embeddings=False, scan_layers=True,
+)  # fmt: skip
+
+# Axes of training, and tp of rollouts: the same, more from any other axis, fewer.
+CASES = [
+    ({"fsdp": 8}, 1),
+    ({"fsdp": 8}, 4),
+    ({"fsdp": 4, "cp": 2}, 2),
+    ({"data": 2, "fsdp": 2, "tp": 2}, 8),
+    ({"data": 2, "cp": 2, "tp": 2}, 4),
+    ({"fsdp": 2, "tp": 4}, 2),
+    ({"data": 8}, 4),
+    ({"fsdp": 2, "tp": 4}, 4),
+]
+
+
+def size_of_shard(leaf) -> int:
+    return int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
+
+
+@pytest.mark.parametrize(("axes", "tp"), CASES)
+def test_weights_arrive_whole_and_a_device_receives_no_more_than_it_lacks(axes, tp):
+    mesh = make_mesh(MeshConfig(**axes))
+    target = rollout_mesh(mesh, tp)
+    params = init_params(TINY, 0)
+    placed = jax.device_put(params, sharding.param_shardings(mesh, params))
+    program = Reshard(placed, target)
+    moved = program(placed)
+    expected = sharding.param_shardings(target, params)
+    assert jax.tree.map(lambda x: x.sharding, moved) == expected
+    assert target.shape["tp"] == tp and target.shape["data"] == 8 // tp
+    for new, old in zip(jax.tree.leaves(moved), jax.tree.leaves(params), strict=True):
+        for shard in new.addressable_shards:
+            np.testing.assert_array_equal(shard.data, np.asarray(old)[shard.index])
+    largest = max(map(size_of_shard, jax.tree.leaves(moved)))
+    assert all(c.result <= largest for c in program.collectives), "more than what is kept"
+    assert program.bytes_per_device == bytes_missing(placed, expected)
+
+
+def test_the_report_sees_a_weight_that_is_gathered_whole():
+    mesh = make_mesh(MeshConfig(fsdp=8))
+    x = jax.ShapeDtypeStruct((16, 32), np.float32, sharding=jax.NamedSharding(mesh, jax.P("fsdp")))
+    whole = jax.jit(lambda x: x, out_shardings=sharding.replicated(mesh)).lower(x).compile()
+    [gather] = received(whole.as_text())
+    assert gather == ("all-gather", 8, 16 * 32 * 4, 16 * 32 * 4 * 7 // 8)
+
+
+def test_replicas_get_their_weights_by_one_program_and_hold_them_where_they_arrived():
+    mesh = make_mesh(MeshConfig(fsdp=4, tp=2))
+    params = init_params(TINY, 0)
+    placed = jax.device_put(params, sharding.param_shardings(mesh, params))
+    cfg = TINY.replace(compute_dtype="bfloat16")
+    meshes = sharding.replica_meshes(2, 4, training=mesh)
+    assert sharding.joined_mesh(meshes) == rollout_mesh(mesh, 4)
+    replicas = Replicas([Engine(cfg, None, 1, 32, mesh=place) for place in meshes])
+    replicas.set_params(placed)
+    program = Reshard(placed, rollout_mesh(mesh, 4), to_bfloat16)
+    for place, engine in zip(meshes, replicas.engines, strict=True):
+        runner = engine.runner
+        assert runner.moved == program.bytes_per_device > 0
+        expected = sharding.param_shardings(place, params)
+        assert jax.tree.map(lambda x: x.sharding, runner.params) == expected
+        for new, old in zip(jax.tree.leaves(runner.params), jax.tree.leaves(params), strict=True):
+            np.testing.assert_array_equal(new, old.astype("bfloat16"))
+
+
+def to_bfloat16(tree):
+    return jax.tree.map(lambda x: x.astype("bfloat16"), tree)
+
+
+LINES = [
+    ("%a = f32[2,64]{1,0} all-gather(%x), replica_groups=[2,4]<=[8], dimensions={1}", 384),
+    ("%a = (bf16[4]{0}, bf16[16]{0}) all-gather-start(%x), replica_groups={{0,1,2,3}}", 24),
+    ("%a = (f32[4]{0}, f32[4]{0}) all-to-all(%x, %y), replica_groups={{0,1},{2,3}}", 16),
+    ("%a = f32[8]{0} all-reduce(%x), replica_groups=mesh['a'=2,'b'=4] {'b'}, to_apply=%add", 48),
+    ("%a = f32[8]{0} all-reduce(%x), replica_groups=mesh['a'=2,'b'=4] {'b':(1)2}", 32),
+    ("%a = f32[8]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}", 32),
+    ("%a = f32[8]{0} fusion(%all-gather), kind=kLoop", None),
+]
+
+
+@pytest.mark.parametrize(("line", "moved"), LINES)
+def test_bytes_are_read_from_each_way_that_collectives_are_written(line, moved):
+    assert [c.received for c in received(line)] == ([] if moved is None else [moved])
+
+
+@pytest.mark.parametrize(
+    ("axes", "tp"),
+    [({"fsdp": 4, "tp": 2}, 4), pytest.param({"fsdp": 8}, 4, marks=pytest.mark.slow)],
+)
+def test_no_weight_of_an_8b_policy_is_gathered_whole(axes, tp):
+    shapes = jax.eval_shape(functools.partial(init_params, QWEN3_8B))
+    lines = report(shapes, make_mesh(MeshConfig(**axes)), tp, "bfloat16")
+    assert len(lines) == len(jax.tree.leaves(shapes))
+    for name, (collectives, shard) in lines.items():
+        assert sum(c.received for c in collectives) <= shard, name
+        assert all(c.result <= shard for c in collectives), name
+    total = sum(c.received for collectives, _ in lines.values() for c in collectives)
+    assert 0 < total < 2 * 8.2e9 / tp
+
+
+def test_meshes_that_do_not_belong_together_are_refused():
+    mesh = make_mesh(MeshConfig(fsdp=4, tp=2))
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct((8, 8), np.float32, sharding=s),
+                          {"q": jax.NamedSharding(mesh, jax.P("fsdp", "tp"))})  # fmt: skip
+    with pytest.raises(Unrelated, match="is not the rollout mesh"):
+        Reshard(params, sharding.replica_meshes(1, 4)[0])
+    with pytest.raises(ValueError, match="a multiple or a divisor of its tp=2"):
+        rollout_mesh(mesh, 3)
+    with pytest.raises(Unrelated, match="weights on one mesh"):
+        Reshard({"q": np.zeros(3)}, rollout_mesh(mesh))
