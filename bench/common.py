@@ -139,10 +139,13 @@ def heldout_prompts(
 def figure(value: Any, unit: str, interval: Sequence[float] | None = None) -> dict[str, Any]:
     """One entry of a result's `figures`.
 
+    Args:
+      interval: [low, high]; an end that is None is unknown.
+
     Raises:
       ValueError: the interval's ends are in the wrong order.
     """
-    if interval is not None and interval[0] > interval[1]:
+    if interval is not None and None not in interval and interval[0] > interval[1]:
         raise ValueError(f"expected an interval [low, high], got {list(interval)}")
     return {"value": value, "unit": unit, "interval": interval}
 
