@@ -159,7 +159,7 @@ def test_parameters_land_sharded_and_each_read_is_one_device_s_slice_of_one_laye
         jax.tree.map(
             lambda a, s: a.sharding == s or pytest.fail(f"{a.sharding} {s}"), tree, expected
         )
-    assert params["layers"]["gate"].sharding.spec == jax.P(None, ("fsdp",), ("tp",))
+    assert params["layers"]["gate"].sharding.spec == jax.P(None, ("fsdp", "cp"), ("tp",))
     # [48, 32] in quarters, each read once although two data replicas hold it
     assert reads["model.layers.1.mlp.gate_proj.weight"] == [48 * 32 // 4] * 4
 
