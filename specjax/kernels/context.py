@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax.context import AXIS, Context
-from specjax.kernels.reference import NEG_INF
+from specjax.kernels.reference import NEG_INF, Running
 from specjax.sharding import spec_for
 
 
@@ -166,14 +166,18 @@ def _scores(q, k, mask):
     return jnp.where(mask, scores, NEG_INF)
 
 
-def _add(running, q, k, v, mask):
-    """A running softmax (maximum, sum, weighted values) of queries with one more block of keys."""
-    peak, total, out = running
-    scores = _scores(q, k, mask)
-    higher = jnp.maximum(peak, scores.max(-1))
-    shrink, weights = jnp.exp(peak - higher), jnp.exp(scores - higher[..., None])
-    out = out * shrink[..., None] + jnp.einsum("bkgsu,bkuh->bkgsh", weights, v.astype(jnp.float32))
-    return higher, total * shrink + weights.sum(-1), out
+def _empty(rows) -> Running:
+    """The softmax of queries [B K G s H] that no key has joined yet."""
+    one = (*rows.shape[:-1], 1)
+    return Running(jnp.full(one, NEG_INF), jnp.zeros(one), jnp.zeros(rows.shape))
+
+
+def _add(running: Running, q, k, v, mask) -> Running:
+    """A running softmax of queries with one more block of keys."""
+    v = v.astype(jnp.float32)
+    return running.add(
+        _scores(q, k, mask), lambda weights: jnp.einsum("bkgsu,bkuh->bkgsh", weights, v)
+    )
 
 
 def _add_gradients(running, q, k, v, mask, lse, d_out, delta):
@@ -187,11 +191,10 @@ def _add_gradients(running, q, k, v, mask, lse, d_out, delta):
     return d_q, d_k, d_v + jnp.einsum("bkgsu,bkgsh->bkuh", weights, d_out)
 
 
-def _done(running):
-    peak, total, out = running
-    b, kv_heads, group, s, h = out.shape
-    out = (out / total[..., None]).reshape(b, kv_heads * group, s, h)
-    return out, (peak + jnp.log(total)).reshape(b, kv_heads * group, s)
+def _done(running: Running):
+    b, kv_heads, group, s, h = running.out.shape
+    out = (running.out / running.total).reshape(b, kv_heads * group, s, h)
+    return out, running.lse.reshape(b, kv_heads * group, s)
 
 
 # --- the ring -------------------------------------------------------------------------------------
@@ -212,8 +215,7 @@ def _ring(context: Context, q, k, v, segments):
     rows = _group(q, k.shape[1])
     queries = _halves(context, rows, 3)
     own = _pieces(context, segments, here)
-    empty = [(jnp.full(x.shape[:-1], NEG_INF), jnp.zeros(x.shape[:-1]), jnp.zeros(x.shape))
-             for x in queries]  # fmt: skip
+    empty = [_empty(x) for x in queries]
 
     def attend(hop, travelling, running):
         k, v, segments = travelling
@@ -238,7 +240,7 @@ def _ring(context: Context, q, k, v, segments):
     hops = jnp.arange(context.ways - 1)
     (travelling, running), _ = jax.lax.scan(hop, ((k, v, segments), empty), hops)
     running = attend(context.ways - 1, travelling, running)
-    return _done([jnp.concatenate(parts, axis=3) for parts in zip(*running, strict=True)])
+    return _done(jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=3), *running))
 
 
 def _ring_bwd(context: Context, q, k, v, segments, lse, d_out, delta):
@@ -294,8 +296,7 @@ def _mask(context: Context, segments):
 def _gathered(context: Context, q, k, v, segments):
     rows = _group(q, k.shape[1])
     k, v = (jax.lax.all_gather(x, AXIS, axis=2, tiled=True) for x in (k, v))
-    empty = jnp.full(rows.shape[:-1], NEG_INF), jnp.zeros(rows.shape[:-1]), jnp.zeros(rows.shape)
-    return _done(_add(empty, rows, k, v, _mask(context, segments)))
+    return _done(_add(_empty(rows), rows, k, v, _mask(context, segments)))
 
 
 def _gathered_bwd(context: Context, q, k, v, segments, lse, d_out, delta):
