@@ -29,6 +29,7 @@ from specjax.kernels.reference import (
     pack_heads,
     sink_of_rows,
     tree_depth,
+    with_sink,
     within_window,
 )
 
@@ -130,9 +131,8 @@ def tree_attention(
     )  # fmt: skip
     out, lse = merge(out, lse)
     out, lse = out[:, :, : group * t], lse[:, :, : group * t]
-    if sinks is not None:  # a sink only adds to the sum that everything is divided by
-        with_sink = jnp.logaddexp(lse, sink_of_rows(sinks, kv_heads, t)[..., 0])
-        out, lse = out * jnp.exp(lse - with_sink)[..., None], with_sink
+    if sinks is not None:
+        out, lse = with_sink(out, lse, sink_of_rows(sinks, kv_heads, t)[..., 0])
     out = out.reshape(b, n, t, h).astype(q.dtype)
     return (out, lse.reshape(b, n, t)) if with_lse else out
 

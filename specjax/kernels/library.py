@@ -20,6 +20,7 @@ from specjax.kernels.reference import (
     causal_segment_mask,
     tree_depth,
     unpack_bits,
+    with_sink,
     within_window,
 )
 
@@ -74,9 +75,8 @@ def tree_attention(
         return _dot_product(*arrays, mask, implementation)
     arrays = (x.astype(jnp.float32) for x in arrays)
     out, lse = _dot_product(*arrays, mask, "xla", with_lse=True)
-    if sinks is not None:  # a sink only adds to the sum that everything was divided by
-        with_sink = jnp.logaddexp(lse, sinks[:, None].astype(jnp.float32))
-        out, lse = out * jnp.exp(lse - with_sink)[..., None], with_sink
+    if sinks is not None:
+        out, lse = with_sink(out, lse, sinks[:, None].astype(jnp.float32))
     out = out.astype(q.dtype)
     return (out, lse) if with_lse else out
 

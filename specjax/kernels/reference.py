@@ -56,6 +56,14 @@ def sink_of_rows(sinks: Float[Array, " N"], kv_heads: int, rows: int) -> Float[A
     return jnp.repeat(per_head, rows, axis=1)[..., None]
 
 
+def with_sink(
+    out: Float[Array, "*B M H"], lse: Float[Array, "*B M"], sink: Float[Array, "*B M"]
+) -> tuple[Array, Array]:
+    """Finished attention and its log-sum-exp with a sink: one more part of the sum, no value."""
+    total = jnp.logaddexp(lse, sink)
+    return out * jnp.exp(lse - total)[..., None], total
+
+
 class Running(NamedTuple):
     """A softmax that keys join a few at a time (Milakov and Gimelshein 2018, arXiv 1805.02867).
 
