@@ -21,10 +21,13 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
+import functools
+import multiprocessing
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,31 +164,48 @@ def truncated(cfg: ModelConfig, params, layers: int, tokenizer: str, path: Path)
 def measure_all(args: argparse.Namespace) -> tuple[Found, Found, list[str]]:
     """Counts of all arms, of the aligned pairs, and the policies' names."""
     found, aligned, names = {}, {}, []
-
-    def one(policy: Policy, arm: Arm, settings: Mapping[str, Mapping]) -> dict[str, Counts]:
-        start = time.perf_counter()
-        counts = measure(policy, arm, settings, args)
-        seconds = time.perf_counter() - start
-        lengths = "  ".join(f"{n} {c.accept_length:.2f}" for n, c in counts.items())
-        off = "" if arm.aligned else " (not aligned)"
-        print(f"{policy.name}  {arm.name}{off}: {lengths}  [{seconds:.1f} s]", flush=True)
-        return counts
-
     with tempfile.TemporaryDirectory() as directory:
         for policy in policies(args, Path(directory)):
             names.append(policy.name)
             jobs = [(policy, arm, SETTINGS) for arm in arms(policy.sources)]
             jobs += [(policy, arm, ALIGNED_SETTINGS) for arm in aligned_arms()]
             jobs = [job for job in jobs if _wanted(job[1], args.only)]
-            # Nothing is timed here, and most of the time goes into compiling, on one core each.
-            with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
-                results = list(pool.map(one, *zip(*jobs, strict=True)))
+            with _pool(args.workers) as run_all:
+                results = list(run_all(functools.partial(_job, args), jobs))
             for (_, arm, settings), counts in zip(jobs, results, strict=True):
                 into = found if settings is SETTINGS else aligned
                 into.update({(policy.name, name, arm): c for name, c in counts.items()})
     if not found:
         raise ValueError(f"no arm has any of {args.only} in its name; leave --only out to see all")
     return found, aligned, names
+
+
+def _job(args, job: tuple[Policy, Arm, Mapping[str, Mapping]]) -> dict[str, Counts]:
+    """`measure`, with a line of what it found."""
+    policy, arm, settings = job
+    start = time.perf_counter()
+    counts = measure(policy, arm, settings, args)
+    seconds = time.perf_counter() - start
+    lengths = "  ".join(f"{n} {c.accept_length:.2f}" for n, c in counts.items())
+    off = "" if arm.aligned else " (not aligned)"
+    print(f"{policy.name}  {arm.name}{off}: {lengths}  [{seconds:.1f} s]", flush=True)
+    return counts
+
+
+def _build_quickly() -> None:
+    """Drafts are counted, nothing is timed: programs should be quickly built, and may be slow."""
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@contextlib.contextmanager
+def _pool(workers: int) -> Iterator[Callable]:
+    """A `map` over so many processes: threads can't share tracing, which is most of the work."""
+    if workers == 1:
+        yield map
+        return
+    spawn = multiprocessing.get_context("spawn")  # jax's threads don't survive a fork
+    with concurrent.futures.ProcessPoolExecutor(workers, spawn, _build_quickly) as pool:
+        yield pool.map
 
 
 def _wanted(arm: Arm, only: Sequence[str] | None) -> bool:
@@ -268,8 +288,7 @@ def print_tables(result: Mapping[str, Mapping], found: Found, names: Sequence[st
 
 def run(args: argparse.Namespace) -> Path:
     """Measures, writes the result file and its figure, prints the tables."""
-    # Drafts are counted and nothing is timed: programs should be quickly built, and may be slow.
-    jax.config.update("jax_disable_most_optimizations", True)
+    _build_quickly()
     start = time.perf_counter()
     found, aligned, names = measure_all(args)
     result = figures(found, aligned)
@@ -298,13 +317,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max_tokens", type=int, default=64, help="response tokens at most")
     add("--max_batch", type=int, default=32, help="slots that run at once")
     add("--only", nargs="+", metavar="PART", help="arms with one of these in their name")
-    add("--workers", type=int, default=2, help="arms at a time")
+    add("--workers", type=int, default=2, help="processes that measure, an arm at a time")
     scan = "scan over the layers, which compiles faster and decodes slower"
     add("--scan", action=argparse.BooleanOptionalAction, default=True, help=scan)
-    add("--quick", action="store_true", help="2 prompts of 8 tokens, no standalone models")
+    add(
+        "--quick",
+        action="store_true",
+        help="2 prompts of 8 tokens, no standalone models, 1 process",
+    )
     args = parser.parse_args(argv)
     if args.quick:
         args.prompts, args.samples, args.max_tokens, args.max_batch = 2, 2, 8, 4
+        args.workers = 1
     return args
 
 
