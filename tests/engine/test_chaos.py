@@ -5,20 +5,23 @@ import dataclasses
 import numpy as np
 import pytest
 from engines import LONG, ONE, jobs_of, random_jobs, restless, tokens_of
+from shared import weights
 
 from specjax.control import make_controller
 from specjax.engine.compare import first_difference
 
 
 def chaos(tokens: int, seed=0):
-    """Random arrivals, aborts, preemptions and strategies; differences from plain decoding.
+    """Random arrivals, aborts, preemptions, strategies, suspensions and draft heads.
+
+    A new head comes with the same policy, whose caches are then recomputed in mid-sample.
 
     Returns:
       tokens compared, unexplained differences, explained ones.
     """
     engine, rng = restless(), np.random.default_rng(seed)
     compared, explained, unexplained, aborted = 0, [], [], 0
-    before = engine.preemptions
+    before, suspended, swaps = engine.preemptions, 0, 0
     while compared < tokens:
         waiting, tickets, samples = random_jobs(rng, 60), {}, []
         while waiting or engine.has_work:
@@ -33,6 +36,13 @@ def chaos(tokens: int, seed=0):
                     assert cut.finish_reason == "abort"
                     samples.append((tickets[ticket], cut))
                     aborted += 1
+            if rng.random() < 0.02:
+                for _, job, progress in engine.suspend():
+                    tickets[engine.add(job, progress)] = job
+                    suspended += bool(progress.tokens)
+            if rng.random() < 0.02:
+                swaps += 1
+                engine.set_params(weights()[0], weights(seed=swaps % 2 * 5)[1])
             samples += [(event.job, event.sample) for event in engine.step()]
         assert engine.scheduler.pool.used == 0
         expected = tokens_of([job for job, _ in samples])
@@ -44,7 +54,8 @@ def chaos(tokens: int, seed=0):
                 where = engine.runner, job.request, job.sample, job, whole, sample.token_ids
                 difference = first_difference(*where)
                 (explained if difference.explained else unexplained).append(difference)
-    assert aborted and engine.preemptions > before
+    engine.set_params(*weights())
+    assert aborted and suspended and swaps and engine.preemptions > before
     return compared, unexplained, explained
 
 

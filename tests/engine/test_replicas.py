@@ -10,6 +10,7 @@ from shared import CFG, weights
 from tiny import prompts_of
 
 from specjax import LLM, SamplingParams, SpecConfig
+from specjax.control import ControlConfig
 from specjax.engine.request import make_jobs
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
@@ -103,6 +104,18 @@ def test_new_weights_reach_every_replica():
     finally:
         plain().update_weights(old[0])
     assert {engine.version for engine in llm.engine.engines} == {llm.engine.version}
+
+
+def test_each_replica_has_a_controller_of_its_own_and_tokens_do_not_care():
+    control = ControlConfig(controller="bandit", strategies=("off", "1_1_2"))
+    llm = LLM(
+        (CFG, *weights()), SpecConfig("1_1_2"), max_batch=1, max_len=64, replicas=2, control=control
+    )
+    first, second = (engine.controller for engine in llm.engine.engines)
+    unused = first.state()
+    assert first is not second and unused == second.state()
+    assert tokens(llm.generate(PROMPTS, PARAMS)) == tokens(plain().generate(PROMPTS, PARAMS))
+    assert unused not in (first.state(), second.state()), "both have seen rounds of their own"
 
 
 def test_too_many_replicas_and_a_mesh_beside_them_are_refused():
