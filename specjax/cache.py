@@ -6,8 +6,9 @@ the contiguous cache is the case of one page per sequence. Page 0 of a pool that
 is nobody's: what is written for positions without a page lands there and is never read.
 
 A forward pass reads the cache and returns the new rows as scratch; `commit_rows` writes them once,
-to consecutive positions. Rows past the accepted ones may be written as well: they lie beyond every
-prefix length and the next commit covers them.
+to consecutive positions. Rows past the accepted ones may be written as well: they lie at or behind
+the next root, and later commits write over them before any prefix reaches so far. Sequences may
+share pages as long as nobody writes to them; who has to write gets a copy first (`copy_pages`).
 """
 
 from __future__ import annotations
@@ -80,20 +81,21 @@ def commit_rows(
 ) -> KVCache:
     """Writes R consecutive rows of each sequence from position `start[b]` on.
 
-    There must be R positions from every start on, or the write is moved back over the prefix. A few
-    `dynamic_update_slice` per sequence and array: XLA's CPU scatter costs several times that.
+    There must be R positions from every start on, or the write is moved back over the prefix: the
+    engine's tables are that much longer than the longest sequence, and their last columns may be
+    nobody's page. A few `dynamic_update_slice` per sequence and array: XLA's CPU scatter costs
+    several times that.
 
     Args:
-      after: numbers >= 0 whose values do not matter, but which cannot be known before everything
-        that reads the cache has run. The rows of a layer are known before its attention reads the
-        cache; without this dependency XLA may order the write first, and then copies every array
-        twice per round to be safe.
-      run: so many consecutive rows are sure to lie in one page (a divisor of R); with no table, all
-        of them do.
+      after: makes the write wait until these are known: any numbers >= 0 that follow from all
+        that reads the cache. Their values do not matter. Without it XLA may order the write of a
+        layer's rows before its attention, and then copies every array twice per round to be safe.
+      run: every `run` consecutive rows, counted from `start`, are sure to lie in one page (a
+        divisor of R); with no table, all of them do.
     """
     if after is not None:
         start = start + jnp.minimum(after, 0)
-    flat_cache, tree = jax.tree.flatten(cache)
+    flat_cache, structure = jax.tree.flatten(cache)
     flat_rows = jax.tree.leaves(rows)
     size, count = flat_cache[0].shape[-2], flat_rows[0].shape[-2]
     batch = start.shape[0]
@@ -131,11 +133,14 @@ def commit_rows(
         order, within = jnp.argsort(crosses), batch - crosses.sum()
         flat_cache = write_all(flat_cache, order, within, count)
         flat_cache = write_all(flat_cache, order[::-1], batch - within, 1)
-    return jax.tree.unflatten(tree, flat_cache)
+    return jax.tree.unflatten(structure, flat_cache)
 
 
 def copy_pages(cache: KVCache, source: Int[Array, " M"], target: Int[Array, " M"]) -> KVCache:
-    """Copies page source[m] to page target[m], one after the other."""
+    """Copies page source[m] to page target[m], one after the other.
+
+    For sequences that share a prompt and write to different ends of its last page.
+    """
 
     def copy(m, arrays):
         out = []
@@ -145,8 +150,8 @@ def copy_pages(cache: KVCache, source: Int[Array, " M"], target: Int[Array, " M"
             out.append(jax.lax.dynamic_update_slice_in_dim(array, page, target[m], axis=axis))
         return out
 
-    flat, tree = jax.tree.flatten(cache)
-    return jax.tree.unflatten(tree, jax.lax.fori_loop(0, source.shape[0], copy, flat))
+    flat, structure = jax.tree.flatten(cache)
+    return jax.tree.unflatten(structure, jax.lax.fori_loop(0, source.shape[0], copy, flat))
 
 
 def contiguous(pages: Array, table: Table) -> Array:

@@ -1,7 +1,7 @@
 """Step 3 of a round: which drafts are kept, and what is emitted after them.
 
-The rules are pure functions of the drafted tree, both distributions and injected randomness;
-`accept` picks the plan's rule and draws its randomness.
+The rules are pure functions: what they need of the drafted tree, of both distributions and of
+randomness is given to them. `accept` picks the plan's rule and draws its randomness.
 
 `coupled`: walk down from the root; at each node the target's perturbed argmax is emitted, and the
 walk goes on while that token is a child. The tokens do not depend on the tree (Daliri et al. 2024).
@@ -17,14 +17,19 @@ or from p where all of the chain was kept.
 `recursive` (recursive.py): at each node of a static tree its children are tried in the order in
 which they were drawn, without replacement, from q. Child x is taken with probability min(1, p(x) /
 q(x)); if it is not, p becomes (p - q)+ and q loses x, both normalised, before the next child is
-tried. Where no child is left, the token is drawn from what p has become.
+tried. Where no child is left, the token is drawn from what p has become. Only draws from q in a
+known order will do, so dynamic trees are refused (plan.py).
+
+p and q are probabilities at the request's temperature, at 0 all on the most likely token. A draft
+with q = 0 (there was none) is never accepted; residuals that rounding leaves empty are replaced by
+what they were made from.
 
 For people who bring their own models, these two are here on plain arrays as well
 (`speculative_accept`), see plain_arrays.py.
 
 What a rule returns (`tree.Acceptance`): count, 1 + accepted drafts; the tokens emitted, of which
-the first `count` mean something; and path[i], the tree row after which token i was emitted (path[0]
-is the root; past `count` it is any row).
+the first `count` mean something; and path[i], the tree row that decided token i: path[0] is the
+root, path[i] the row that holds token i - 1; past `count` it is any row.
 """
 
 from __future__ import annotations
@@ -75,7 +80,8 @@ def accept_coupled(
     drafted = tokens == jnp.take_along_axis(chosen, parent, axis=1)
     drafted |= jnp.arange(rows) == 0
     reached = (drafted[:, None] | ~shape.visible).all(-1)
-    # Siblings hold distinct tokens, so at most one row of each depth is reached.
+    # Siblings hold distinct tokens (those without a draft hold -1, which is never chosen), so at
+    # most one row of each depth is reached. A row sees itself and its ancestors.
     depths = jnp.arange(shape.path_rows.shape[-1])
     at_depth = reached[:, None] & (shape.depth[..., None, :] == depths[:, None])
     path = jnp.argmax(at_depth, axis=-1).astype(jnp.int32)
@@ -105,9 +111,10 @@ def accept(
         return accept_coupled(tokens, shape, shards.argmax(perturbed).astype(jnp.int32))
     p = sampling.probabilities(transformed, temperature)
     coins = rng.round_coins(keys, root, drafted)
-    once = np.zeros(1, int)  # a round draws one token that is not a draft, wherever its walk ends
+    # A round draws one token that is not a draft, wherever its walk ends: one key does, node 0's.
+    once = np.zeros(1, int)
     final = rng.round_noise(keys, rng.RESIDUAL, root, once, p.shape[-1])[:, 0]
     if plan.mode == "block":
         return accept_block(tokens, p, draft.q, coins, final)
-    greedy = temperature == 0
+    greedy = temperature == 0  # q holds one token then; a further child may be the argmax as well
     return accept_recursive(plan.tree, tokens, p, draft.q, coins, final, greedy)

@@ -1,19 +1,23 @@
 """Step 1 of a round: the draft source takes in what was accepted, then proposes a tree.
 
-The source gives logits below each row that is expanded (`extend` below the root, then one `step`
-per level). They pass through the target's own sampling transforms, noise is added where the mode
-has any, and the best tokens become the row's children (`candidates.py`).
+The source gives logits below each row that is expanded: `extend` below the root, then one `step`
+for each further level, steps - 1 of them. They pass through the target's own sampling transforms,
+noise is added where the mode has any, and the best tokens become the row's children
+(`candidates.py`).
 
 Static trees are filled depth by depth. Dynamic trees (EAGLE-2, arXiv 2406.16858) expand the `topk`
 best nodes of each depth into `topk` children each, and keep the best rows of all depths. A node's
-score is the sum of its path's gains: log q without noise; in `coupled` mode the log-softmax of
-(log q + noise) / tau, for there the noise says which token the position will get, as far as the
-draft's log q can be trusted (tau). Scores never rise along a path and ties go to the earlier depth,
-so whoever is kept has its parent kept.
+score is the sum of its path's gains, which are never positive. Without noise a gain is log q, the
+draft's log-probability after all transforms. In `coupled` mode the noise of the position, which the
+target will use as well, says more: there a gain is the log-softmax over the vocabulary of (log q +
+noise) / tau, and `SpecConfig.tau` says how far the draft's log q can be trusted. Scores never rise
+along a path and ties go to the earlier depth, so whoever is kept has its parent kept. Such a tree
+was not drawn from q, so it comes without one, and only `coupled` and `greedy` take it.
 
-A level's *work* is what the source hands from step to step of one round, its *memory* what it keeps
-between rounds. Expanded rows are numbered in the order in which they are expanded: `total` of them
-in all, `offset` before this level.
+The source's *work* is what it hands from step to step of one round, its *memory* (`state.draft`)
+what it keeps from round to round: `commit` gives it the states along the accepted path and their
+number, and it takes the tokens from the history. Rows that are expanded below the root are numbered
+in the order in which they are expanded: `total` of them in all, `offset` before this level.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ class Draft(NamedTuple):
       tokens: [B T], row 0 the root; -1 where there is no draft.
       shape: who descends from whom.
       paths: [B T P] tokens from below the root down to the row itself, then -1; P = steps.
-      q: [B X V] what the children of the X expanded rows were drawn from (`block`, `recursive`).
+      q: [B X V] what the children of the X expanded rows, the root first, were drawn from (`block`
+        and `recursive`).
       logprobs: [B T] log q of each drafted token, meaningless at -1 (telemetry).
       work: the source's, for its `commit`.
     """
@@ -65,7 +70,8 @@ def draft_tree(
     """
     grow = _grow_dynamic if plan.tree.is_dynamic else _grow_static
     draft = grow(model, draft_params, plan, state, context)
-    # Who opted out keeps its paths: nothing below a token of -1 is ever accepted.
+    # Who opted out has no drafts: tokens of -1, and q = 0, which no rule accepts. Its paths may
+    # stay as they are, for they only matter below accepted drafts.
     drafting = state.options.speculate[:, None]
     tokens = jnp.where(drafting | (np.arange(plan.tree.rows) == 0), draft.tokens, -1)
     q = None if draft.q is None else jnp.where(drafting[..., None], draft.q, 0.0)

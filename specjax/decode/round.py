@@ -2,9 +2,9 @@
 
     draft (draft.py) -> verify (verify.py) -> accept (accept.py) -> commit (here, and cache.py)
 
-The *root* is the last token known, at position `length - 1`. Its keys and values are not in the
-cache yet, which holds the positions before it; it is row 0 of every tree. A row of depth d lies at
-position root + d and decides the token at root + d + 1.
+The *root* is the last token known and row 0 of every tree; `root` in code is its position, which is
+`length - 1`. Its keys and values are not in the cache yet, which holds the positions before it (the
+*prefix*). A row of depth d lies at position root + d and decides the token at root + d + 1.
 
     mode        drafted with          accepted by                        equal to plain decoding
     coupled     the position's noise  the walk, with the same noise      token by token
@@ -12,10 +12,16 @@ position root + d and decides the token at root + d + 1.
     block       noise of this round   coins of this round, p and q       in distribution
     recursive   noise of this round   coins of this round, p and q       in distribution
 
+"Token by token" holds for equal target logits; several rows at once round differently than one
+(docs/lossless.md). All noise is Gumbel, so that the argmax of transformed logits plus noise is a
+draw; at temperature 0 none is added. A *position's* noise is keyed by request and position alone,
+and a ring keeps that of the next few positions, so that it is generated once. Noise and coins of a
+*round* are keyed by the root and by what they are for as well (rng.py).
+
 Plain decoding (`off`) is a round of its own without any of the speculation's plumbing.
 
-Shapes: B slots, T tree rows, E = steps + 1 tokens that a round can emit, P path tokens (at most
-steps), V, D.
+Shapes: B slots, T tree rows, E = steps + 1 tokens that a round can emit, P tokens of a path (at
+most steps), V vocabulary, D model width.
 """
 
 from __future__ import annotations
@@ -80,13 +86,14 @@ def truncate(state: DecodeState, tokens: Int[Array, "B E"], count: Int[Array, " 
 
 
 class Side(NamedTuple):
-    """What the rounds of one chunk hand on, and the next chunk does without.
+    """What is handed from round to round within a chunk, and dropped at its end.
 
     Attributes:
       counts: token counts for penalties, made anew by each chunk; None if nobody asks for them.
       report: what the chunk tells the host beside tokens.
       begin: [B] lengths at the start of the chunk.
-      hidden: [B R D] states of the roots of plain rounds, for a draft source that will want them.
+      hidden: [B R D] states of the roots of the chunk's R plain rounds, for a draft source that
+        will want them.
     """
 
     counts: Counts | None
@@ -131,9 +138,10 @@ def commit(
 ) -> tuple[DecodeState, Side]:
     """Writes the accepted path to the caches and appends its tokens.
 
-    The path's steps + 1 rows go to consecutive slots from the root's position on. Rows past the
-    emitted ones are never read: the next commit begins with the first of them. So nothing rejected
-    survives, and nothing has to be compacted.
+    The path's steps + 1 rows go to consecutive positions from the root's on. Rows past the emitted
+    ones lie at or behind the next root, and no prefix reaches its root: they are not read before a
+    later commit has written over them. So nothing has to be compacted. The last token emitted is
+    the next root, whose row the next round computes; after a sample's last round nobody does.
     """
     emitted = truncate(state, accepted.tokens, accepted.count)
     new_kv = verified.rows
@@ -171,7 +179,7 @@ def commit(
 def plain_round(
     model: Transformer, plan: Plan, state: DecodeState, side: Side, index: Array
 ) -> tuple[DecodeState, Side]:
-    """One token per slot by plain autoregressive decoding, with the same noise."""
+    """One token per slot by plain autoregressive decoding, with the noise that `coupled` uses."""
     root = state.length - 1
     x, new_kv = model.decode(
         take_positions(state.tokens, root, 1),
