@@ -33,8 +33,8 @@ from bench.common import user_errors, write_result
 
 
 @dataclasses.dataclass(frozen=True)
-class CostTable:
-    """Seconds by running samples and rows per sample.
+class PartCosts:
+    """Seconds of the parts of a round, by running samples and rows per sample.
 
     Attributes:
       batches: [N] increasing. plain, draft: [N]. verify: rows -> [N].
@@ -49,7 +49,7 @@ class CostTable:
     verify: dict[int, np.ndarray]
 
     @classmethod
-    def load(cls, path: str | Path) -> CostTable:
+    def load(cls, path: str | Path) -> PartCosts:
         """Reads a table.
 
         Raises:
@@ -163,7 +163,7 @@ class Prediction:
 
 
 def predict(
-    table: CostTable, arm: str, rollouts: Iterable[dict], slots: int | None = None
+    table: PartCosts, arm: str, rollouts: Iterable[dict], slots: int | None = None
 ) -> Prediction:
     """Replays recorded rollouts one after the other.
 
@@ -223,7 +223,7 @@ def predict_all(
             "the recorded rollouts drafted trees; cost tables have costs of chains only: record "
             "with rollout.strategy such as 4_1_5"
         )
-    loaded = [CostTable.load(path) for path in tables]
+    loaded = [PartCosts.load(path) for path in tables]
     return [
         predict(table, arm, records, slots) for table in loaded for arm, records in arms.items()
     ]

@@ -32,10 +32,9 @@ from pathlib import Path
 import numpy as np
 
 from bench.common import figure, paired_ratio_interval, user_errors, write_result
-from bench.predict import CostTable, default_tables
+from bench.predict import PartCosts, default_tables
 from bench.trace import GOODPUT, PLAIN, Trace
-from specjax.control import OFF, ControlConfig, Controller, Observation, make_controller
-from specjax.control import CostTable as SecondsTable
+from specjax.control import OFF, ControlConfig, Controller, CostTable, Observation, make_controller
 from specjax.engine.programs import leave_at
 from specjax.engine.settings import powers
 from specjax.engine.start_up import REPEATS, enough_rounds
@@ -103,7 +102,7 @@ class Replay:
       costs: seconds per round by strategy and bucket, as a calibration would measure them.
     """
 
-    def __init__(self, trace: Trace, table: CostTable, slots: int, stretch: float = 1.0):
+    def __init__(self, trace: Trace, table: PartCosts, slots: int, stretch: float = 1.0):
         self.strategies = list(trace.settings["strategies"])
         self.steps = {name: draft_steps(name) for name in self.strategies}
         self.chunk_tokens = int(trace.settings["chunk_tokens"])
@@ -120,7 +119,7 @@ class Replay:
             if steps
         }
         self.buckets = powers(slots, 2)
-        self.costs = SecondsTable(
+        self.costs = CostTable(
             self.buckets,
             {
                 name: [
@@ -216,7 +215,7 @@ class Predicted:
       last: the last replay of each arm.
     """
 
-    table: CostTable
+    table: PartCosts
     replay: Replay
     recorded: Mapping[str, float]
     seconds: Mapping[str, list[float]]
@@ -233,7 +232,7 @@ class Predicted:
 
 
 def predict(
-    trace: Trace, table: CostTable, slots: int | None, stretch: float, repeats: int, seed: int
+    trace: Trace, table: PartCosts, slots: int | None, stretch: float, repeats: int, seed: int
 ) -> Predicted:
     """Replays every arm `repeats` times, each time with other luck."""
     most = min(len(trace.lengths), table.largest_batch)
@@ -320,16 +319,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def tables_of(paths: Sequence[str] | None) -> list[CostTable]:
+def tables_of(paths: Sequence[str] | None) -> list[PartCosts]:
     """The tables of files and directories."""
     if not paths:
-        return [CostTable.load(path) for path in sorted(default_tables())]
+        return [PartCosts.load(path) for path in sorted(default_tables())]
     files: list[Path] = []
     for path in map(Path, paths):
         files += sorted(path.glob("*.json")) if path.is_dir() else [path]
     if not files:
         raise FileNotFoundError(f"no cost tables in {', '.join(paths)}; see bench.costs")
-    return [CostTable.load(path) for path in files]
+    return [PartCosts.load(path) for path in files]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -3,7 +3,7 @@
 from specjax.control.bandit import Bandit, BanditConfig
 from specjax.control.base import OFF, Controller, Observation
 from specjax.control.config import ControlConfig, make_controller
-from specjax.control.costs import CostTable, parts_to_seconds
+from specjax.control.costs import CostTable
 from specjax.control.ema import EmaConfig, EmaTiers
 from specjax.control.fastrl import FastRLSettings, read_fastrl
 from specjax.control.goodput import Goodput, GoodputConfig
@@ -25,6 +25,5 @@ __all__ = [
     "Observation",
     "Static",
     "make_controller",
-    "parts_to_seconds",
     "read_fastrl",
 ]

@@ -35,7 +35,7 @@ import functools
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -270,32 +270,6 @@ class CostTable:
         table._typical, table._rounds = state["typical"], state["rounds"]
         table._common, table._last = list(state["common"]), list(state["last"])
         return table
-
-
-def parts_to_seconds(parts: Mapping[str, Any], strategies: Iterable[str]) -> CostTable:
-    """A table from costs of the parts of a round, the layout of the files in bench/costs.
-
-    A chain or tree of s steps and T rows costs s draft steps and one verification of T rows;
-    verifications of rows in between are interpolated.
-
-    Args:
-      parts: `batches`, and per batch `plain` and `draft` seconds, and `verify` by rows.
-    """
-    rows = sorted(map(int, parts["verify"]))
-    verify = np.array([parts["verify"][str(r)] for r in rows])
-    seconds: dict[str, list[float]] = {}
-    for name in map(canonical, strategies):
-        size = _size(name)
-        if size is None:
-            seconds[name] = list(parts["plain"])
-            continue
-        if size[1] > rows[-1]:
-            raise ValueError(
-                f"{name!r} verifies {size[1]} rows, the costs end at {rows[-1]}; measure more rows"
-            )
-        at_rows = [float(np.interp(size[1], rows, column)) for column in verify.T]
-        seconds[name] = [size[0] * d + v for d, v in zip(parts["draft"], at_rows, strict=True)]
-    return CostTable(parts["batches"], seconds)
 
 
 def _trust(size: float) -> float:

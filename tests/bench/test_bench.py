@@ -164,7 +164,7 @@ ROLLOUT = {"rows": 3, "draft_steps": 2, "samples": {"histograms": [[0, 1, 1, 1],
 
 
 def test_a_prediction_is_what_one_computes_by_hand(table):
-    found = predict.predict(predict.CostTable.load(table), "online", [ROLLOUT])
+    found = predict.predict(predict.PartCosts.load(table), "online", [ROLLOUT])
     assert found.tokens == 8
     assert found.plain_seconds == pytest.approx(2 * 1.5 + 4 * 1.0)
     assert found.spec_seconds == pytest.approx((2.0 + 2 * 0.2) + 2 * (1.2 + 2 * 0.1))
@@ -172,7 +172,7 @@ def test_a_prediction_is_what_one_computes_by_hand(table):
 
 
 def test_samples_beyond_the_slots_wait_their_turn(table):
-    found = predict.predict(predict.CostTable.load(table), "online", [ROLLOUT, ROLLOUT], slots=1)
+    found = predict.predict(predict.PartCosts.load(table), "online", [ROLLOUT, ROLLOUT], slots=1)
     assert found.plain_seconds == pytest.approx(2 * 8 * 1.0)
     assert found.spec_seconds == pytest.approx(2 * 4 * 1.4)
     # Jobs of 5, 1 and 2 rounds on two slots: two run until round 3, one until round 5.
@@ -202,20 +202,20 @@ def test_a_table_that_is_none_is_refused_by_name(table, tmp_path, change, messag
     spoilt = tmp_path / "spoilt.json"
     spoilt.write_text(json.dumps(json.loads(table.read_text()) | change))
     with pytest.raises(ValueError, match=message) as error:
-        predict.CostTable.load(spoilt)
+        predict.PartCosts.load(spoilt)
     assert "spoilt.json" in str(error.value)
 
 
 def test_more_rows_than_a_table_has_are_an_error_that_says_how_to_measure_them(table):
     deeper = {"samples": {"histograms": [[0, 0, 0, 0, 0, 1]]}}
     with pytest.raises(ValueError, match="bench.costs"):
-        predict.predict(predict.CostTable.load(table), "online", [deeper])
+        predict.predict(predict.PartCosts.load(table), "online", [deeper])
 
 
 def test_the_shipped_tables_load_and_the_modelled_ones_are_what_costs_writes(tmp_path):
     costs.main(["model", "--out", str(tmp_path)])
     for path in predict.default_tables():
-        table = predict.CostTable.load(path)
+        table = predict.PartCosts.load(path)
         assert (table.plain > 0).all()
         if table.kind == "modelled":
             assert (tmp_path / path.name).read_text() == path.read_text()
@@ -225,7 +225,7 @@ def test_measured_costs_are_a_table_that_predict_takes(policy, tmp_path):
     out = tmp_path / "here.json"
     argv = "measure --batches 2 --rows 3 --context 8 --rounds 2 --repeats 1".split()
     costs.main([*argv, "--model", str(policy), "--out", str(out)])
-    table = predict.CostTable.load(out)
+    table = predict.PartCosts.load(out)
     assert table.kind == "measured" and table.name == "here"
     assert (table.plain > 0).all() and (table.draft > 0).all()
     assert predict.predict(table, "online", [ROLLOUT]).ratio > 0

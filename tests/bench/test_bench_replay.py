@@ -31,7 +31,7 @@ ALL_ACCEPTED = [[0, 0, 0, 2], [0, 0, 0, 1]]
 
 
 def seconds(trace, table, arm, slots=2):
-    run = replay.Replay(trace, predict.CostTable.load(table), slots)
+    run = replay.Replay(trace, predict.PartCosts.load(table), slots)
     return run.run(run.controller(arm)).seconds
 
 
@@ -43,7 +43,7 @@ def test_the_batch_shrinks_as_soon_as_a_smaller_one_will_do(table):
 
 def test_samples_beyond_the_slots_wait_and_take_the_same_time_as_in_predict(table):
     trace = trace_of([2, 3], ALL_ACCEPTED)
-    costs = predict.CostTable.load(table)
+    costs = predict.PartCosts.load(table)
     expected = predict.replay([2, 3], 1, costs.plain_step)
     assert seconds(trace, table, "plain", slots=1) == pytest.approx(expected) == pytest.approx(5.0)
 
@@ -92,7 +92,7 @@ def test_costs_that_were_measured_are_called_so(table, tmp_path):
     content = json.loads(table.read_text()) | {"name": "mine", "source": "measured: by hand"}
     measured.write_text(json.dumps(content))
     found = replay.predict(
-        trace_of([6, 2], ALL_ACCEPTED), predict.CostTable.load(measured), None, 1.0, 1, 0
+        trace_of([6, 2], ALL_ACCEPTED), predict.PartCosts.load(measured), None, 1.0, 1, 0
     )
     assert found.label == "measured"
     assert all("roofline" not in f["unit"] for f in replay.figures_of(found).values())
@@ -100,12 +100,12 @@ def test_costs_that_were_measured_are_called_so(table, tmp_path):
 
 def test_a_stretched_rollout_takes_that_much_longer(table):
     trace = trace_of([6, 2], ALL_ACCEPTED)
-    run = replay.Replay(trace, predict.CostTable.load(table), 1, stretch=3.0)
+    run = replay.Replay(trace, predict.PartCosts.load(table), 1, stretch=3.0)
     assert run.run(run.controller("plain")).seconds == pytest.approx(24.0)
 
 
 def test_trees_too_many_slots_and_files_that_are_no_trace_are_refused(table, tmp_path):
-    costs = predict.CostTable.load(table)
+    costs = predict.PartCosts.load(table)
     with pytest.raises(ValueError, match="chains only"):
         replay.Replay(trace_of([6, 2], ALL_ACCEPTED, strategy="4x2"), costs, 2)
     with pytest.raises(ValueError, match="expected 1 to 2 slots"):

@@ -1,13 +1,13 @@
 """A world without a device: true costs, true acceptance, chunks, and one chunk of lag."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
 
+from bench.predict import PartCosts
 from specjax.config.strategy import Strategy
-from specjax.control import Controller, CostTable, Observation, parts_to_seconds
+from specjax.control import OFF, Controller, CostTable, Observation
 
 ARMS = ("off", "1_1_2", "2_1_3", "4_1_5", "7_1_8")
 GOOD = (0.85, 0.82, 0.8, 0.78, 0.76, 0.75, 0.74)
@@ -16,7 +16,14 @@ _COSTS = Path(__file__).parents[2] / "bench" / "costs"
 
 
 def cost_table(name: str, arms=ARMS) -> CostTable:
-    return parts_to_seconds(json.loads((_COSTS / f"{name}.json").read_text()), arms)
+    parts = PartCosts.load(_COSTS / f"{name}.json")
+    batches = parts.batches.astype(int).tolist()
+
+    def seconds(arm: str, batch: int) -> float:
+        steps = 0 if arm == OFF else Strategy.parse(arm).steps
+        return parts.spec_round(batch, steps) if steps else parts.plain_step(batch)
+
+    return CostTable(batches, {arm: [seconds(arm, b) for b in batches] for arm in arms})
 
 
 @dataclasses.dataclass
