@@ -32,7 +32,8 @@ rl: $(STAMP) ## train the embedded policy with GRPO and speculative rollouts
 	$(BIN)/python -m train.rl --config $(CONFIG) $(ARGS)
 
 plan: $(PLAN_STAMP) ## what a run needs of TPUs that nobody has to have, by their own compiler
-	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 $(PLAN_VENV)/bin/python -m train.plan $(ARGS)
+	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
+	  $(PLAN_VENV)/bin/python -m train.plan $(ARGS)
 
 test: $(STAMP) ## ruff and the tests, those marked slow left out
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ that it does not keep. For a weight [D N] that training splits over D and N, in 
 
 Left to itself XLA often gathers whole weights and cuts them up afterwards ("involuntary full
 rematerialization", seen with jax 0.10.2 wherever `tp` grows and `fsdp` does not vanish in it).
-`received` reads from a compiled program what it really does.
+`specjax.collectives` reads from a compiled program what it really does.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import dataclasses
 import functools
 import logging
 import math
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -29,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import sharding
+from specjax.collectives import Collective, received
 from specjax.models.transformer import Params
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ Axes = tuple[str, ...]
 
 
 class Reshard:
-    """Moves trees of weights to `target`; compiled for the first one, refuses other shapes.
+    """Moves trees of weights to `target`; one compiled program, which refuses other shapes.
 
     Args:
       tree: arrays, or shapes with shardings, split over a mesh of the same devices as `target`.
@@ -44,7 +44,7 @@ class Reshard:
       convert: what happens to the weights before they move, elementwise; for instance a cast.
 
     Attributes:
-      compiled: the program. collectives: what it moves between devices.
+      shards: bytes of each weight that a device keeps, by name. made: shapes of what comes out.
 
     Raises:
       Unrelated: the two meshes are not made for each other.
@@ -61,24 +61,65 @@ class Reshard:
             moved, specs, self._targets,
         )  # fmt: skip
 
-        def program(tree):
-            return jax.tree.map(lambda x, route: route.apply(common.mesh, x), convert(tree), routes)
+        def one(path, x, route):
+            with jax.named_scope(_name(path)):  # whose bytes they are
+                return route.apply(common.mesh, x)
+
+        def reshard(tree):
+            return jax.tree_util.tree_map_with_path(one, convert(tree), routes)
 
         out = jax.tree.map(
             lambda route: jax.NamedSharding(common.mesh, jax.P(*route.new)),
             routes,
             is_leaf=lambda x: isinstance(x, _Route),
         )
-        self.compiled = jax.jit(program, out_shardings=out).lower(tree).compile()
-        self.collectives = received(self.compiled.as_text())
+        self._jitted = jax.jit(reshard, out_shardings=out)
+        self._given = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
+        )
+        self.made = jax.tree.map(
+            lambda x, new: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=new),
+            moved, self._targets,
+        )  # fmt: skip
+        self.shards = {
+            _name(path): math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize
+            for path, x in jax.tree_util.tree_leaves_with_path(self.made)
+        }
 
     def __call__(self, tree: Params) -> Params:
         return jax.tree.map(_named, self.compiled(tree), self._targets)
+
+    def lower(self) -> jax.stages.Lowered:
+        """The program, not compiled yet."""
+        return self._jitted.lower(self._given)
+
+    @functools.cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        return self.lower().compile()
+
+    @functools.cached_property
+    def collectives(self) -> list[Collective]:
+        """What it moves between devices."""
+        return received(self.compiled.as_text())
 
     @property
     def bytes_per_device(self) -> int:
         """That a device receives from others."""
         return sum(c.received for c in self.collectives)
+
+    def excess(self, collectives: Sequence[Collective]) -> list[str]:
+        """Weights of which a device would receive, or hold for a moment, more than it keeps.
+
+        Args:
+          collectives: of the program, compiled for these devices or for such as nobody has.
+        """
+        got: dict[str, int] = {}
+        for c in collectives:
+            got[c.name] = got.get(c.name, 0) + c.received
+        most = {name: 0 for name in got}
+        for c in collectives:
+            most[c.name] = max(most[c.name], c.result)
+        return sorted(n for n in got if max(got[n], most[n]) > self.shards.get(n, 0))
 
 
 class Mover:
@@ -101,10 +142,17 @@ class Mover:
           convert: jitted; done where it costs least. elementwise: it leaves the tree as it is.
         """
         self.received, tree = 0, jax.tree.map(jnp.asarray, tree)
-        if (renamed := self._renamed(tree)) is not None:
-            return self._copied(renamed, convert)
-        if not elementwise:
+        if self.holds(tree):
+            shardings = sharding.param_shardings(self.target, tree)
+            return self._copied(jax.tree.map(_named, tree, shardings), convert)
+        program = self.program(tree, convert) if elementwise else None
+        if program is None:
             return self._copied(tree, convert)
+        self.received = program.bytes_per_device
+        return program(tree)
+
+    def program(self, tree: Params, convert: Callable | None = None) -> Reshard | None:
+        """That moves a tree, of arrays or their shapes; None: it is copied shard by shard."""
         key = jax.tree.structure(tree), tuple(x.sharding for x in jax.tree.leaves(tree))
         if key not in self._programs:
             try:
@@ -112,21 +160,23 @@ class Mover:
             except Unrelated as error:
                 log.info("weights are copied shard by shard: %s", error)
                 self._programs[key] = None
-        if (program := self._programs[key]) is None:
-            return self._copied(tree, convert)
-        self.received = program.bytes_per_device
-        return program(tree)
+        return self._programs[key]
 
-    def _renamed(self, tree: Params) -> Params | None:
-        """The tree under the target's name, if each of its devices holds its shard already."""
+    @property
+    def programs(self) -> list[Reshard]:
+        """All that there are so far."""
+        return [program for program in self._programs.values() if program is not None]
+
+    def holds(self, tree: Params) -> bool:
+        """Whether each of the target's devices has its shard already; arrays, or their shapes."""
         devices = set(self.target.devices.flat)
         shardings = sharding.param_shardings(self.target, tree)
         for leaf, new in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True):
             held = leaf.sharding.devices_indices_map(leaf.shape)
             wanted = new.devices_indices_map(leaf.shape)
             if any(held.get(device) != wanted[device] for device in devices):
-                return None
-        return jax.tree.map(lambda leaf, new: _named(leaf, new), tree, shardings)
+                return False
+        return True
 
     def _copied(self, tree: Params, convert: Callable | None) -> Params:
         tree = tree if convert is None else convert(tree)
@@ -149,6 +199,16 @@ def mesh_of(tree: Params) -> jax.sharding.Mesh:
     if len(found) != 1 or None in found:
         raise Unrelated("expected weights on one mesh, got " + ", ".join(map(str, found)))
     return found.pop()
+
+
+@functools.cache
+def cast(dtype: str) -> Callable[[Params], Params]:
+    """A jitted `convert`: weights in the type that rollouts hold them in."""
+    return jax.jit(lambda params: jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), params))
+
+
+def _name(path) -> str:
+    return "weight." + jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def bytes_missing(tree: Params, shardings) -> int:
@@ -291,104 +351,3 @@ class _Common(NamedTuple):
             if any(a not in new[d] for a in here)
         ]
         return _Route(old, new, tuple(slices), tuple(exchanges), tuple(gathers))
-
-
-# --- what a compiled program does -----------------------------------------------------------------
-
-
-class Collective(NamedTuple):
-    """One collective operation of a compiled program.
-
-    Attributes:
-      kind: `all-gather`, `all-to-all`, ... group: devices that take part together.
-      result: bytes that a device holds of its result. received: bytes that came from others.
-    """
-
-    kind: str
-    group: int
-    result: int
-    received: int
-
-
-_OPERATION = re.compile(
-    r"= (?P<type>.*?) (?P<kind>all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute)"
-    r"(?P<start>-start)?\("
-)
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
-_BITS = {"pred": 8, "bf16": 16}
-
-
-def received(hlo: str) -> list[Collective]:
-    """The collectives of optimised HLO text, as the compiler prints it for one device."""
-    found = []
-    for line in hlo.splitlines():
-        match = _OPERATION.search(line)
-        if match is None:
-            continue
-        kind = match["kind"]
-        group = 2 if kind == "collective-permute" else _group_size(line)
-        sizes = [_bytes(*array) for array in _ARRAY.findall(match["type"])]
-        # A start returns what went in and what comes out (permutations: and two handles).
-        result = sizes[len(sizes) // 2 if kind == "all-gather" else 1] if match["start"] else None
-        result = sum(sizes) if result is None else result
-        share = (group - 1) / group
-        moved = {
-            "all-gather": result * share,
-            "all-to-all": result * share,
-            "all-reduce": 2 * result * share,
-            "reduce-scatter": result * (group - 1),
-            "collective-permute": result,
-        }[kind]
-        found.append(Collective(kind, group, result, round(moved)))
-    return found
-
-
-def _bytes(dtype: str, dims: str) -> int:
-    bits = _BITS.get(dtype) or int(re.search(r"\d+", dtype)[0])
-    return math.prod(int(n) for n in dims.split(",") if n) * bits // 8
-
-
-def _group_size(line: str) -> int:
-    """From any of the ways in which HLO writes groups, see the patterns.
-
-    Raises:
-      ValueError: they are written in yet another way.
-    """
-    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):  # [2,4]<=[8]
-        return int(found[1])
-    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", line):  # {{0,1},{2,3}}
-        return len(found[1].split(","))
-    # mesh['a'=2,'b'=4] {'b'}, with 'b':(1)2 for a part of an axis
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\].*?\{([^}]*)\}", line):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
-        named = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])
-        return math.prod(int(part or sizes[name]) for name, part in named)
-    raise ValueError(f"expected a collective with groups that can be read, got: {line.strip()}")
-
-
-def report(shapes: Params, source: jax.sharding.Mesh, tp: int, dtype: str | None = None) -> dict:
-    """What resharding each weight to the rollout mesh with `tp` would receive; needs no memory.
-
-    Args:
-      shapes: weights or their shapes, for instance `jax.eval_shape(init_params, cfg)`.
-      dtype: that rollouts hold them in; None keeps it.
-
-    Returns:
-      name -> (collectives, bytes of a device's shard in the rollout layout).
-    """
-    target = sharding.rollout_mesh(source, tp)
-    lines = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
-        name = jax.tree_util.keystr(path)
-        tree = functools.reduce(lambda inner, key: {key.key: inner}, reversed(path), leaf)
-        placed = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            tree,
-            sharding.param_shardings(source, tree),
-        )
-        cast = functools.partial(jax.tree.map, lambda x: x if dtype is None else x.astype(dtype))
-        program = Reshard(placed, target, cast)
-        [new] = jax.tree.leaves(program._targets)
-        size = math.prod(new.shard_shape(leaf.shape)) * np.dtype(dtype or leaf.dtype).itemsize
-        lines[name] = program.collectives, size
-    return lines

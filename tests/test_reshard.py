@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from specjax import sharding
+from specjax.collectives import received
 from specjax.config import ModelConfig
 from specjax.engine.engine import Engine
+from specjax.engine.hosts import Copies
 from specjax.engine.replicas import Replicas
 from specjax.models.transformer import init_params
-from specjax.reshard import Reshard, Unrelated, bytes_missing, received, report
+from specjax.reshard import Reshard, Unrelated, bytes_missing, cast
 from specjax.sharding import MeshConfig, make_mesh, rollout_mesh
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
@@ -56,8 +58,8 @@ def test_weights_arrive_whole_and_a_device_receives_no_more_than_it_lacks(axes, 
     for new, old in zip(jax.tree.leaves(moved), jax.tree.leaves(params), strict=True):
         for shard in new.addressable_shards:
             np.testing.assert_array_equal(shard.data, np.asarray(old)[shard.index])
-    largest = max(map(size_of_shard, jax.tree.leaves(moved)))
-    assert all(c.result <= largest for c in program.collectives), "more than what is kept"
+    assert sum(program.shards.values()) == sum(map(size_of_shard, jax.tree.leaves(moved)))
+    assert not program.excess(program.collectives), "more than what is kept"
     assert program.bytes_per_device == bytes_missing(placed, expected)
 
 
@@ -66,7 +68,41 @@ def test_the_report_sees_a_weight_that_is_gathered_whole():
     x = jax.ShapeDtypeStruct((16, 32), np.float32, sharding=jax.NamedSharding(mesh, jax.P("fsdp")))
     whole = jax.jit(lambda x: x, out_shardings=sharding.replicated(mesh)).lower(x).compile()
     [gather] = received(whole.as_text())
-    assert gather == ("all-gather", 8, 16 * 32 * 4, 16 * 32 * 4 * 7 // 8)
+    assert gather == ("all-gather", 8, 16 * 32 * 4, 16 * 32 * 4 * 7 // 8, None)
+
+
+def test_a_weight_of_which_a_device_gets_more_than_its_shard_is_named():
+    mesh = make_mesh(MeshConfig(fsdp=4, tp=2))
+    params = init_params(TINY, 0)
+    placed = jax.device_put(params, sharding.param_shardings(mesh, params))
+    program = Reshard(placed, rollout_mesh(mesh, 4))
+
+    def gathered(tree):  # whole, to be cut up afterwards
+        with jax.named_scope("weight.embed"):
+            whole = jax.lax.with_sharding_constraint(tree["embed"], sharding.replicated(mesh))
+            return whole * 2
+
+    wrong = jax.jit(gathered, out_shardings=sharding.replicated(mesh)).lower(placed).compile()
+    assert program.excess(received(wrong.as_text())) == ["weight.embed"]
+    assert not program.excess(program.collectives)
+
+
+def test_hosts_get_their_weights_by_the_same_program_where_tp_is_the_same():
+    mesh = make_mesh(MeshConfig(fsdp=2, tp=4))
+    params = init_params(TINY, 0)
+    placed = jax.device_put(params, sharding.param_shardings(mesh, params))
+    copies = Copies(sharding.replica_meshes(2, 4))
+    for here, place in zip(copies(placed, "bfloat16"), copies.own, strict=True):
+        assert jax.tree.map(lambda x: x.sharding, here) == sharding.param_shardings(place, params)
+        for new, old in zip(jax.tree.leaves(here), jax.tree.leaves(params), strict=True):
+            np.testing.assert_array_equal(new, old.astype("bfloat16"))
+    [program] = copies._programs.values()
+    assert not program.excess(program.collectives)
+    assert 0 < program.bytes_per_device < sum(program.shards.values())
+    other = Copies(sharding.replica_meshes(4, 2))  # each of 4 devices has a half of what 2 want
+    for here in other(placed):
+        for new, old in zip(jax.tree.leaves(here), jax.tree.leaves(params), strict=True):
+            np.testing.assert_array_equal(new, old)
 
 
 def test_replicas_get_their_weights_by_one_program_and_hold_them_where_they_arrived():
@@ -78,7 +114,7 @@ def test_replicas_get_their_weights_by_one_program_and_hold_them_where_they_arri
     assert sharding.joined_mesh(meshes) == rollout_mesh(mesh, 4)
     replicas = Replicas([Engine(cfg, None, 1, 32, mesh=place) for place in meshes])
     replicas.set_params(placed)
-    program = Reshard(placed, rollout_mesh(mesh, 4), to_bfloat16)
+    program = Reshard(placed, rollout_mesh(mesh, 4), cast("bfloat16"))
     for place, engine in zip(meshes, replicas.engines, strict=True):
         runner = engine.runner
         assert runner.moved == program.bytes_per_device > 0
@@ -86,10 +122,6 @@ def test_replicas_get_their_weights_by_one_program_and_hold_them_where_they_arri
         assert jax.tree.map(lambda x: x.sharding, runner.params) == expected
         for new, old in zip(jax.tree.leaves(runner.params), jax.tree.leaves(params), strict=True):
             np.testing.assert_array_equal(new, old.astype("bfloat16"))
-
-
-def to_bfloat16(tree):
-    return jax.tree.map(lambda x: x.astype("bfloat16"), tree)
 
 
 LINES = [
@@ -113,14 +145,13 @@ def test_bytes_are_read_from_each_way_that_collectives_are_written(line, moved):
     [({"fsdp": 4, "tp": 2}, 4), pytest.param({"fsdp": 8}, 4, marks=pytest.mark.slow)],
 )
 def test_no_weight_of_an_8b_policy_is_gathered_whole(axes, tp):
+    mesh = make_mesh(MeshConfig(**axes))
     shapes = jax.eval_shape(functools.partial(init_params, QWEN3_8B))
-    lines = report(shapes, make_mesh(MeshConfig(**axes)), tp, "bfloat16")
-    assert len(lines) == len(jax.tree.leaves(shapes))
-    for name, (collectives, shard) in lines.items():
-        assert sum(c.received for c in collectives) <= shard, name
-        assert all(c.result <= shard for c in collectives), name
-    total = sum(c.received for collectives, _ in lines.values() for c in collectives)
-    assert 0 < total < 2 * 8.2e9 / tp
+    placed = sharding.shapes(shapes, mesh, sharding.param_shardings)
+    program = Reshard(placed, rollout_mesh(mesh, tp), cast("bfloat16"))
+    assert len(program.shards) == len(jax.tree.leaves(shapes))
+    assert not program.excess(program.collectives)
+    assert 0 < program.bytes_per_device < sum(program.shards.values()) < 2 * 8.2e9 / tp
 
 
 def test_meshes_that_do_not_belong_together_are_refused():

@@ -12,6 +12,7 @@ import jax
 
 from specjax import chips
 from specjax.chips import Chip
+from specjax.collectives import received
 from specjax.config import ModelConfig
 from train.plan_hlo import Cost, Module
 from train.plan_programs import Program, Shapes, caches, device_bytes
@@ -28,6 +29,8 @@ class Figures:
       given: bytes of its inputs by kind. extra: bytes that are there only while it runs: inputs
         that do not stay, results that take nobody's place, temporaries.
       temporaries: of these. cost: of one run; of a chunk with rounds, of one round.
+      kept: bytes of weights that it brings, for devices to keep. excess: those of which devices
+        get more than that, by name; None: not known.
       seconds: that compiling took.
       failed: why the compiler refused it. needs: bytes that it says the program would take.
     """
@@ -39,6 +42,8 @@ class Figures:
     extra: float = 0.0
     temporaries: float = 0.0
     cost: Cost = dataclasses.field(default_factory=Cost)
+    kept: float = 0.0
+    excess: list[str] | None = None
     seconds: float = 0.0
     failed: str | None = None
     needs: float | None = None
@@ -67,18 +72,28 @@ def compiled(program: Program) -> Figures:
     if memory is not None:
         results = max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
         found.temporaries = float(memory.temp_size_in_bytes)
-        passing = sum(size for kind, size in given.items() if kind not in _RESIDENT)
+        passing = (*_RESIDENT, "results")
+        passing = sum(size for kind, size in given.items() if kind not in passing)
         found.extra = found.temporaries + results + passing
-    pages = frozenset(
-        leaf.sharding.shard_shape(leaf.shape)
-        for leaf in jax.tree.leaves(program.given.get("cache"))
-        if leaf.sharding is not None
-    )
-    module = Module(executable.as_text(), pages)
+    text = executable.as_text()
+    if program.moves is not None:
+        found.kept = float(sum(program.moves.shards.values()))
+        found.excess = program.moves.excess(received(text))
+    module = Module(text, _pages(program))
     found.cost = module.cost
     if program.key[0] == "chunk" and module.turn.flops:
         found.cost = module.turn
     return found
+
+
+def _pages(program: Program) -> frozenset[tuple[int, ...]]:
+    """Dimensions in which a program may see its cache: as it is, or all layers' pages in a row."""
+    found = set()
+    for leaf in jax.tree.leaves(program.given.get("cache")):
+        if leaf.sharding is not None:
+            dims = leaf.sharding.shard_shape(leaf.shape)
+            found |= {dims, (math.prod(dims[:-3]), *dims[-3:])}
+    return frozenset(found)
 
 
 def _first_line(error: Exception) -> str:
@@ -181,7 +196,7 @@ def _count(program: Program, given: Mapping[str, float], shapes: Shapes) -> Cost
         outputs = model.vocab_size * model.hidden_size * (1 + cfg.draft.unroll_steps)
         tokens = cfg.packing.rows * cfg.packing.row_length
         return Cost(3 * 2 * (cfg.draft.unroll_steps * head + outputs) * tokens / devices, read)
-    if kind in ("apply", "convert", "place"):
+    if kind in ("apply", "convert", "reshard", "place"):
         return Cost(0.0, 2 * read)
     ways = shapes.engine.runner.mesh.size if shapes.engine.runner.mesh is not None else 1
     if kind == "prefill":

@@ -258,17 +258,13 @@ class Module:
     def _fusion_bytes(self, op: Op, given: list[Shape]) -> float:
         """Operands and results; of those that are only sliced, or updated in place, the pieces."""
         ops = self.computations[next(op.called())]
-        users: dict[str, list[Op]] = {}
-        for user in ops.values():
-            for name in user.operands:
-                users.setdefault(name, []).append(user)
         total = 0.0
         for inner in ops.values():
             if inner.opcode == "parameter":
                 number = int(re.search(r"parameter\((\d+)\)", inner.text)[1])
                 outer = given[number] if number < len(given) else inner.shapes[0]
                 if outer.in_hbm:
-                    total += min(_read(inner, users, ops), inner.shapes[0].bytes)
+                    total += min(self._read(inner, ops), inner.shapes[0].bytes)
         root = next(o for o in ops.values() if o.root)
         parts = [ops[n] for n in root.operands] if root.opcode == "tuple" else [root]
         for part, shape in zip(parts, op.shapes, strict=False):
@@ -278,6 +274,27 @@ class Module:
             total += (ops[part.operands[1]].shapes[0].bytes if update else shape.bytes) * (
                 shape.in_hbm
             )
+        return total
+
+    def _read(self, parameter: Op, ops: dict[str, Op]) -> float:
+        """Bytes of a fused computation's parameter that are read."""
+        total = 0.0
+        for user in ops.values():
+            if parameter.name not in user.operands:
+                continue
+            at = user.operands.index(parameter.name)
+            if user.opcode in ("dynamic-slice", "slice", "gather") and at == 0:
+                total += user.shapes[0].bytes
+            elif user.opcode == "dynamic-update-slice" and at == 0:
+                total += ops[user.operands[1]].shapes[0].bytes
+            elif user.opcode in ("bitcast", "reshape"):
+                total += self._read(user, ops)
+            elif user.opcode == "fusion":
+                inside = self.computations[next(user.called())]
+                given = (o for o in inside.values() if f"parameter({at})" in o.text)
+                total += self._read(next(given), inside)
+            else:
+                return parameter.shapes[0].bytes
         return total
 
     # --- collectives -----------------------------------------------------------------------------
@@ -329,23 +346,6 @@ def _closing(text: str, start: int) -> int:
         if not depth:
             return i
     raise ValueError(f"expected balanced parentheses in HLO, got {text[start : start + 80]!r}")
-
-
-def _read(parameter: Op, users: dict[str, list[Op]], ops: dict[str, Op]) -> float:
-    """Bytes of a fused computation's parameter that are read."""
-    total = 0.0
-    for user in users.get(parameter.name, []):
-        if user.opcode in ("dynamic-slice", "slice", "gather") and (
-            user.operands[0] == parameter.name
-        ):
-            total += user.shapes[0].bytes
-        elif user.opcode == "dynamic-update-slice" and user.operands[0] == parameter.name:
-            total += ops[user.operands[1]].shapes[0].bytes
-        elif user.opcode in ("bitcast", "reshape"):
-            total += _read(user, users, ops)
-        else:
-            return parameter.shapes[0].bytes
-    return total
 
 
 def _group_size(text: str) -> int:

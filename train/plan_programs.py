@@ -22,6 +22,7 @@ from specjax.engine.sources import source_of
 from specjax.engine.start_up import start_programs
 from specjax.models import hf
 from specjax.models.transformer import Params, init_params
+from specjax.reshard import Mover, Reshard, cast
 from train.config import ConfigError, find_shipped
 from train.draft import FIELDS, frozen_policy_parts
 from train.engines import Mesh, make_meshes
@@ -48,7 +49,8 @@ class Program:
 
     Attributes:
       name: for people. part: `train`, `roll out` or `evaluate`. key: the runner's, or a word.
-      lower: traces it. given: what it is given, by kind.
+      lower: traces it. given: what it is given, by kind; `results` are counted where no compiler
+        says how large they are. moves: what it is, if it brings weights to the engines.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Program:
     key: tuple
     lower: Callable[[], jax.stages.Lowered]
     given: Mapping[str, Any]
+    moves: Reshard | None = None
 
 
 class Shapes:
@@ -63,7 +66,7 @@ class Shapes:
 
     Attributes:
       mesh, places: as `make_meshes` makes them of `devices`; with `for_replica` every replica's
-        place is there. apart: whether that is so.
+        place is there. apart: whether that is so. target: where weights go, of `devices`.
       model: the policy. built: its programs. params, head, opt, draft_opt: shapes with shardings.
     """
 
@@ -73,6 +76,8 @@ class Shapes:
         self.cfg = cfg
         try:
             self.mesh, self.places = make_meshes(cfg, devices)
+            several = len(self.places) > 1
+            self.target = sharding.joined_mesh(self.places) if several else self.places[0]
             self.apart = for_replica is not None and cfg.rollout.own_devices
             if self.apart:
                 places = sharding.replica_meshes(1, cfg.rollout.tp, for_replica)
@@ -196,17 +201,24 @@ class Shapes:
             yield Program("draft, a micro-batch", "train", ("draft",), lower, given)
 
     def handing_over(self) -> Iterator[Program]:
-        """From the trainer's layout to the engine's."""
+        """From the trainer's layout to the engines', as `Mover` does it."""
         runner = self.engine.runner
-        # While new weights arrive the engine still has the old ones.
-        given = {"parameters": self.params, "arriving": runner.params}
-        yield Program(
-            "weights to the engine",
-            "train",
-            ("convert",),
-            lambda: runner.convert.lower(self.params),
-            given,
-        )
+        mover = None if self.target is None else Mover(self.target)
+        moves = None
+        if mover and runner.cfg.scan_layers and not mover.holds(self.params):
+            alone = len(self.places) == 1
+            convert = runner.convert if alone else cast(runner.cfg.compute_dtype)
+            moves = mover.program(self.params, convert)
+        if moves is not None:
+            yield _resharding("policy", self.params, moves)
+        else:
+            given = {"parameters": self.params, "results": runner.params}
+            lower = lambda: runner.convert.lower(self.params)  # noqa: E731
+            yield Program("weights to the engine", "train", ("convert",), lower, given)
+        if mover and self.head is not None and not mover.holds(self.head):
+            moves = mover.program(self.head)
+            if moves is not None:
+                yield _resharding("draft", self.head, moves)
 
     @property
     def microbatches(self) -> int:
@@ -244,6 +256,12 @@ class Shapes:
             "cache": device_bytes(pages),
             "decode state": device_bytes((state, runner.tails)),
         }
+
+
+def _resharding(whose: str, weights: Params, moves: Reshard) -> Program:
+    # While new weights arrive the engine still has the old ones.
+    given = {"parameters": weights, "results": moves.made}
+    return Program(f"resharding, {whose}", "train", ("reshard", whose), moves.lower, given, moves)
 
 
 def engine_programs(engine: Engine, part: str) -> Iterator[Program]:

@@ -37,7 +37,9 @@ class Plan:
         """Bytes in use while it runs."""
         if program.needs is not None:  # the compiler counts what the program is given itself
             rest = sum(self.resident.values()) - sum(
-                size for kind, size in program.given.items() if kind not in ("gradients", "batch")
+                size
+                for kind, size in program.given.items()
+                if kind not in ("gradients", "batch", "results")
             )
             return program.needs + max(rest, 0.0)
         return sum(self.resident.values()) + program.extra
@@ -88,11 +90,16 @@ class Plan:
         roll = self.shapes.cfg.rollout
         return (roll.max_prompt_tokens + roll.max_tokens) // 2
 
+    def context_of(self, chunk: Figures) -> int:
+        """The same for a chunk; less where so many slots find no pages for it."""
+        runner = self.shapes.engine.runner
+        return min(self.context, (runner.pages - 1) * runner.page_size // chunk.key[2])
+
     def round_seconds(self, chunk: Figures) -> float:
-        """Of one round at the average context, by the roofline."""
+        """Of one round at this context, by the roofline."""
         _, strategy, slots, _ = chunk.key
         rows = rows_of(self.shapes, strategy)
-        cost = with_prefix(chunk.cost, self.shapes, slots, rows, self.context)
+        cost = with_prefix(chunk.cost, self.shapes, slots, rows, self.context_of(chunk))
         return roofline(self.topology.chip, cost).seconds
 
     def tokens_per_second(self, chunk: Figures, accept_length: float) -> float:
@@ -133,6 +140,8 @@ class Plan:
             "bytes": program.cost.bytes,
             "received_bytes": program.cost.received,
             "kernels": program.cost.kernels,
+            "kept_bytes": program.kept,
+            "excess": program.excess,
             "roofline_seconds": speed.seconds,
             "network_seconds": speed.network,
             "bound": speed.bound,
@@ -140,6 +149,7 @@ class Plan:
         }
         if program.is_chunk:
             steps = rows_of(self.shapes, program.key[1])
+            out["context"] = self.context_of(program)
             out["round_seconds"] = self.round_seconds(program)
             out["tokens_per_second"] = {
                 f"{a:g}": self.tokens_per_second(program, a) for a in _accept_lengths(steps)
@@ -231,6 +241,8 @@ def _programs(plan: Plan) -> Iterator[str]:
             yield f"    REFUSED by the compiler: {program.failed}"
         if program.cost.kernels:
             yield f"    calls {program.cost.kernels:.0f} Pallas kernels"
+        if program.excess is not None:
+            yield _brings(program)
     if plan.left_out:
         yield f"{plan.left_out} programs were left out by --only"
 
@@ -256,6 +268,15 @@ def _row(plan: Plan, program: Figures) -> str:
     )
 
 
+def _brings(program: Figures) -> str:
+    if program.excess:
+        return f"    BRINGS MORE THAN DEVICES KEEP of {', '.join(program.excess)}"
+    return (
+        f"    devices receive {_gb(program.cost.network)} of the {_gb(program.kept)} that they "
+        "keep; of no weight, at no moment, more than their shard of it"
+    )
+
+
 def _speed(plan: Plan) -> Iterator[str]:
     chunks = [p for p in plan.programs if p.is_chunk]
     if not chunks:
@@ -263,7 +284,8 @@ def _speed(plan: Plan) -> Iterator[str]:
     yield ""
     yield (
         f"predicted tok/s of {len(plan.shapes.built.engines)} replicas with {plan.context} "
-        "positions per slot, by accept length (rooflines: an upper bound; no host, no launches)"
+        "positions per slot, or as many as the cache has, by accept length (rooflines: an upper "
+        "bound; no host, no launches)"
     )
     columns = sorted({a for c in chunks for a in _accept_lengths(rows_of(plan.shapes, c.key[1]))})
     yield f"{'strategy x slots':<26}{'round ms':>12}" + "".join(f"{a:>12g}" for a in columns)
@@ -321,6 +343,8 @@ def _remedy(plan: Plan, kind: str) -> str:
     name = plan.worst.name
     if plan.worst.key[0] in ("chunk", "prefill", "place"):
         return f"of {name!r}: a smaller rollout.max_batch (now {runner.batch}), prefill_chunk or tp"
+    if plan.worst.key[0] in ("reshard", "convert"):
+        return f"of {name!r}: a larger rollout.tp (now {cfg.rollout.tp})"
     remat = "" if cfg.remat else "remat=true, "
     return (
         f"of {name!r}: {remat}fewer packing.rows (now {cfg.packing.rows}, at least mesh.data x "

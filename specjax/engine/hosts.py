@@ -30,6 +30,7 @@ from specjax.engine.run import run_to_the_end
 from specjax.engine.sequence import Progress
 from specjax.engine.start_up import StartUp
 from specjax.models.transformer import Params
+from specjax.reshard import Reshard, Unrelated, cast
 
 # Seconds of running between two exchanges, unless a process has nothing left to run: telling costs
 # all of them a moment, and what stops samples early need not be quicker than this.
@@ -74,15 +75,22 @@ class Copies:
           dtype: that they are sent in; None: their own.
         """
         leaves, structure = jax.tree.flatten(tree)
-        key = structure, dtype, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        key = structure, dtype, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
         if key not in self._programs:
-            # A copy, for training overwrites its own.
-            self._programs[key] = jax.jit(
+            self._programs[key] = self._program(tree, dtype)
+        everywhere = self._programs[key](tree)
+        return [jax.tree.map(lambda a, p=place: _part(a, p), everywhere) for place in self.own]
+
+    def _program(self, tree: Params, dtype: str | None) -> Callable:
+        """Makes copies, for training overwrites its own; without a byte too many if it trains with
+        the `tp` that replicas have."""
+        try:
+            return Reshard(tree, self.mesh, dtype and cast(dtype))
+        except Unrelated:
+            return jax.jit(
                 lambda t: jax.tree.map(lambda a: jnp.array(a, dtype or a.dtype, copy=True), t),
                 out_shardings=sharding.param_shardings(self.mesh, tree),
             )
-        everywhere = self._programs[key](tree)
-        return [jax.tree.map(lambda a, p=place: _part(a, p), everywhere) for place in self.own]
 
 
 def _part(array: jax.Array, place: jax.sharding.Mesh) -> jax.Array:

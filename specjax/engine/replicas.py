@@ -7,14 +7,12 @@ runs on.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from specjax.decode.options import Features
 from specjax.engine.checksum import require_same
@@ -24,7 +22,7 @@ from specjax.engine.run import run_to_the_end
 from specjax.engine.sequence import Progress
 from specjax.engine.start_up import StartUp
 from specjax.models.transformer import Params
-from specjax.reshard import Mover
+from specjax.reshard import Mover, cast
 from specjax.sharding import joined_mesh
 
 POLL = 1e-3  # seconds between looks when no replica has anything new; its next chunk is enqueued
@@ -36,11 +34,6 @@ class Waiting(NamedTuple):
     ticket: int
     job: Job
     progress: Progress | None
-
-
-@functools.cache
-def _cast(dtype: str) -> Callable[[Params], Params]:
-    return jax.jit(lambda params: jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), params))
 
 
 class Replicas:
@@ -143,7 +136,7 @@ class Replicas:
         received = 0
         if self._spread is not None:
             dtype, tied = self.runner.cfg.compute_dtype, self.runner.cfg.tie_embeddings
-            sent, params = params, self._spread(params, _cast(dtype))
+            sent, params = params, self._spread(params, cast(dtype))
             received = self._spread.received
             require_same("policy", sent, params, dtype, tied)
             if jax.tree.leaves(head):

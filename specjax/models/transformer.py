@@ -108,17 +108,25 @@ class Transformer(nnx.Module):
           states, and keys and values: of the T rows, or the buffers with these filled in.
         """
 
+        paged = table is not None and not isinstance(cache.k, tuple)
+        if paged:  # The pages are read where they lie: a scan would first copy each layer's out.
+            of_all = [pages.reshape(-1, *pages.shape[2:]) for pages in cache]
+            first = jnp.arange(len(cache.k)) * cache.k.shape[1]
+            cache = KVCache(first, first)
+
         def attend(q, k, v, layer_cache):
-            kv = (k, v)
+            kv, table_here = (k, v), table
             if scratch is not None:
                 (k_cache, k_earlier), (v_cache, v_earlier) = layer_cache
                 layer_cache = k_cache, v_cache
                 kv, (k, v) = append_rows((k_earlier, v_earlier), scratch[1], kv)
+            if paged:
+                table_here, layer_cache = table + layer_cache[0], of_all
             if by_position is not None:
                 return dispatch.tree_attention_by_position(
-                    q, k, v, *layer_cache, prefix_len, *by_position, table
+                    q, k, v, *layer_cache, prefix_len, *by_position, table_here
                 ), kv
-            arrays = q, k, v, *layer_cache, prefix_len, visible_bits, table
+            arrays = q, k, v, *layer_cache, prefix_len, visible_bits, table_here
             return dispatch.tree_attention(*arrays, kernel=self.cfg.attention), kv
 
         beside = cache if scratch is None else _beside(cache, scratch[0])

@@ -64,7 +64,7 @@ def test_the_table_has_every_program_and_all_its_parts(whole):
     names = [p["name"] for p in figures["programs"]]
     assert names == [
         "policy, a micro-batch", "policy, optimizer", "draft, a micro-batch",
-        "weights to the engine", "prefill 1 x 17", "place 1", "chunk 2_1_3 x 1",
+        "resharding, policy", "resharding, draft", "prefill 1 x 17", "place 1", "chunk 2_1_3 x 1",
     ]  # fmt: skip
     for part in (
         "policy parameters", "policy optimizer", "draft optimizer", "cache", "temporaries, at most",
@@ -134,16 +134,29 @@ def run(tiny_policy, tmp_path_factory):
     trainer.draft.update = watched
     trainer.engines[0].runner.build = build
     trainer.warm_up()
+    # These ran before anybody could look.
+    for whose, program in zip(
+        ("policy", "draft"), trainer.engines[0].runner._mover.programs, strict=True
+    ):
+        ran["reshard", whose] = program.lower().as_text()
     return cfg, ran, trainer.step(), given
 
 
 def test_what_is_lowered_is_what_a_run_runs(run):
     cfg, ran, _, _ = run
     lowered = {p.key: p.lower().as_text() for p in Shapes(cfg, jax.devices()).programs()}
-    del lowered[("convert",)]  # ran before anybody could look
     assert set(lowered) == set(ran)
     different = [key for key in ran if lowered[key] != ran[key]]
     assert not different
+
+
+def test_resharding_brings_no_device_more_than_it_keeps(whole):
+    figures, text = whole
+    for whose in ("policy", "draft"):
+        moves = named(figures, f"resharding, {whose}")
+        assert moves["excess"] == []
+        assert 0 < sum(moves["received_bytes"].values()) < moves["kept_bytes"]
+    assert text.count("of no weight, at no moment, more than their shard of it") == 2
 
 
 def test_states_that_the_head_does_not_learn_from_are_not_kept(run):
@@ -316,17 +329,34 @@ def test_without_the_tpu_compiler_it_says_where_to_get_it(tiny_policy, tmp_path)
         plan.main([*settings(tiny_policy, tmp_path), "--topology", "v5e:2x2"])
 
 
-@pytest.mark.slow
-def test_the_tpu_compiler_takes_every_program_of_a_run(tiny_policy, tmp_path):
+def planned_for_tpus(out: Path, *arguments) -> dict:
+    """The figures of a plan by the TPU compiler, which lives in an environment of its own."""
     python = ROOT / os.environ.get("PLAN_VENV", ".venv-plan") / "bin" / "python"
     if not python.exists():
         pytest.skip("needs libtpu, in the environment that `make plan` sets up")
-    file = tmp_path / "plan.json"
-    command = [python, "-m", "train.plan", *settings(tiny_policy, tmp_path)]
+    file = out / "plan.json"
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "XLA_FLAGS": ""}
     env |= {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
-    command += ["--topology", "v5e:2x2", "--json", file]
+    env |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # another test may be compiling
+    command = [python, "-m", "train.plan", *arguments, "--json", file]
     subprocess.run(command, check=True, cwd=ROOT, env=env)
-    figures = json.loads(file.read_text())
+    return json.loads(file.read_text())
+
+
+@pytest.mark.slow
+def test_the_tpu_compiler_takes_every_program_of_a_run(tiny_policy, tmp_path):
+    figures = planned_for_tpus(tmp_path, *settings(tiny_policy, tmp_path), "--topology", "v5e:2x2")
     assert figures["fits"] and all(p["failed"] is None for p in figures["programs"])
     assert all(p["flops"] > 0 for p in figures["programs"] if "chunk" in p["name"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pod", ["v5e:8x8", "v5p:4x4x4"])
+def test_an_8b_policy_reaches_its_engines_without_a_byte_too_many(tmp_path, pod):
+    config = f"configs/pods/qwen3_8b_{pod.replace(':', '_')}.yaml"
+    figures = planned_for_tpus(
+        tmp_path, "--config", config, "--topology", pod, "--only", "resharding"
+    )
+    moves = named(figures, "resharding, policy")
+    assert moves["excess"] == []
+    assert 0 < sum(moves["received_bytes"].values()) < moves["kept_bytes"] < 2 * 8.8e9 / 4

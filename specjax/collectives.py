@@ -1,0 +1,81 @@
+"""What a compiled program moves between devices, read from the text of its optimised HLO."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+
+class Collective(NamedTuple):
+    """One collective operation of a compiled program.
+
+    Attributes:
+      kind: `all-gather`, `all-to-all`, ... group: devices that take part together.
+      result: bytes that a device holds of its result. received: bytes that came from others.
+      name: of the weight, in a program of `specjax.reshard`.
+    """
+
+    kind: str
+    group: int
+    result: int
+    received: int
+    name: str | None = None
+
+
+_OPERATION = re.compile(
+    r"= (?P<type>.*?) (?P<kind>all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute)"
+    r"(?P<start>-start)?\("
+)
+_WHOSE = re.compile(r'op_name="[^"]*?/(weight\.[^/"]+)')
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+_BITS = {"pred": 8, "bf16": 16}
+
+
+def received(hlo: str) -> list[Collective]:
+    """The collectives of optimised HLO text, as the compiler prints it for one device."""
+    found = []
+    for line in hlo.splitlines():
+        match = _OPERATION.search(line)
+        if match is None:
+            continue
+        kind = match["kind"]
+        group = 2 if kind == "collective-permute" else _group_size(line)
+        sizes = [_bytes(*array) for array in _ARRAY.findall(match["type"])]
+        # A start returns what went in and what comes out (permutations: and two handles).
+        result = sizes[len(sizes) // 2 if kind == "all-gather" else 1] if match["start"] else None
+        result = sum(sizes) if result is None else result
+        share = (group - 1) / group
+        moved = {
+            "all-gather": result * share,
+            "all-to-all": result * share,
+            "all-reduce": 2 * result * share,
+            "reduce-scatter": result * (group - 1),
+            "collective-permute": result,
+        }[kind]
+        whose = _WHOSE.search(line)
+        found.append(Collective(kind, group, result, round(moved), whose and whose[1]))
+    return found
+
+
+def _bytes(dtype: str, dims: str) -> int:
+    bits = _BITS.get(dtype) or int(re.search(r"\d+", dtype)[0])
+    return math.prod(int(n) for n in dims.split(",") if n) * bits // 8
+
+
+def _group_size(line: str) -> int:
+    """From any of the ways in which HLO writes groups, see the patterns.
+
+    Raises:
+      ValueError: they are written in yet another way.
+    """
+    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):  # [2,4]<=[8]
+        return int(found[1])
+    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", line):  # {{0,1},{2,3}}
+        return len(found[1].split(","))
+    # mesh['a'=2,'b'=4] {'b'}, with 'b':(1)2 for a part of an axis
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\].*?\{([^}]*)\}", line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
+        named = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])
+        return math.prod(int(part or sizes[name]) for name, part in named)
+    raise ValueError(f"expected a collective with groups that can be read, got: {line.strip()}")
