@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from specjax.cache import (
     KVCache,
@@ -17,6 +18,7 @@ from specjax.cache import (
     take_rows,
 )
 from specjax.config import ModelConfig
+from specjax.models.transformer import graphdef, init_params
 
 CFG = ModelConfig(32, 16, 24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
 BATCH, STRETCHES = 3, 3
@@ -155,3 +157,25 @@ def test_rows_are_taken_in_the_order_of_a_path(stacked):
     for x, y in zip(jax.tree.leaves(rows), jax.tree.leaves(taken), strict=True):
         for b in range(2):
             np.testing.assert_array_equal(page_of(y, b), page_of(x, b)[..., path[b], :])
+
+
+def test_a_scan_over_layers_reads_pages_where_they_lie():
+    """Given stacked pages it would copy a layer out of the stack, to read a few of its pages."""
+    rng, cfg = np.random.default_rng(3), CFG.replace(scan_layers=True)
+    cache = random_cache(rng, 1 + BATCH * STRETCHES, 4, stacked=True)
+    table = own_table(rng)
+    params, tokens = init_params(cfg, 0), jnp.asarray(rng.integers(32, size=(BATCH, 2)))
+    prefix = jnp.asarray([5, 12, 0])
+    bits = jnp.asarray([[1], [3]], jnp.uint32)  # a chain
+
+    def states(cache, table):
+        model = nnx.merge(graphdef(cfg), params)
+        positions = prefix[:, None] + jnp.arange(2)
+        return model.decode(tokens, positions, cache, prefix, bits, table=table)
+
+    [scan] = [e for e in jax.make_jaxpr(states)(cache, table).eqns if e.primitive.name == "scan"]
+    taken = scan.invars[scan.params["num_consts"] + scan.params["num_carry"] :]
+    assert taken and all(x.aval.shape[1:] != cache.k.shape[1:] for x in taken)
+    found, expected = states(cache, table), states(in_a_row(cache, table, 0), None)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)

@@ -129,6 +129,23 @@ def test_attention_over_devices_and_its_gradients_equal_the_reference(attention,
         np.testing.assert_allclose(np.asarray(ours)[:, :, places], theirs, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("attention", ["ring", "all_gather"])
+def test_a_scan_over_layers_keeps_no_masks(attention):
+    """Left alone it computes what depends on segments alone once, and holds it for all layers."""
+    context = make_context(4, attention=attention)
+    x, segments = jnp.ones((1, 1, 512, 4)), jnp.ones((1, 512), jnp.int32)
+
+    def loss(x, segments):
+        def layer(x, _):
+            return dispatch.causal_attention(x, x, x, segments, context), None
+
+        return jax.lax.scan(jax.checkpoint(layer), x, None, length=3)[0].sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(x, segments)
+    assert sum(eqn.primitive.name == "scan" for eqn in jaxpr.eqns) == 2  # forward and backward
+    assert max(v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars) <= 3 * x.size
+
+
 def test_the_ring_leaves_out_chunks_that_nothing_sees():
     """Values that are not a number spoil whatever is multiplied with them, by zero as well."""
     context = make_context(4, "contiguous")

@@ -88,6 +88,9 @@ def _attend(context: Context, q, k, v, segment_ids):
 def _attend_fwd(context, q, k, v, segment_ids):
     program = {"ring": _ring, "all_gather": _gathered}[context.attention]
     heads = _specs(context, q, k, v, segment_ids)
+    # As if segments came from the queries: what depends on them alone a scan over layers would
+    # compute beforehand and keep, and that is the masks of all pairs of tokens.
+    q, segment_ids = jax.lax.optimization_barrier((q, segment_ids))
     run = _over(context, program, heads, (heads[0], jax.P(*heads[0][:3])))
     out, lse = run(q, k, v, segment_ids)
     return (out, lse), (q, k, v, segment_ids, out, lse)
@@ -300,6 +303,7 @@ def _gathered(context: Context, q, k, v, segments):
 
 
 def _gathered_bwd(context: Context, q, k, v, segments, lse, d_out, delta):
+    d_out, segments = jax.lax.optimization_barrier((d_out, segments))  # see `_attend_fwd`
     rows, lse, d_out, delta = (_group(x, k.shape[1]) for x in (q, lse, d_out, delta))
     whole_k, whole_v = (jax.lax.all_gather(x, AXIS, axis=2, tiled=True) for x in (k, v))
     empty = jnp.zeros(rows.shape), jnp.zeros(whole_k.shape), jnp.zeros(whole_v.shape)
