@@ -29,8 +29,8 @@ class Figures:
       given: bytes of its inputs by kind. extra: bytes that are there only while it runs: inputs
         that do not stay, results that take nobody's place, temporaries.
       temporaries: of these. cost: of one run; of a chunk with rounds, of one round.
-      kept: bytes of weights that it brings, for devices to keep. excess: those of which devices
-        get more than that, by name; None: not known.
+      brought, kept: of weights that it moves, bytes that a device receives and that it then has.
+      excess: those of which it gets more than its shard, by name; None: not known.
       seconds: that compiling took.
       failed: why the compiler refused it. needs: bytes that it says the program would take.
     """
@@ -42,6 +42,7 @@ class Figures:
     extra: float = 0.0
     temporaries: float = 0.0
     cost: Cost = dataclasses.field(default_factory=Cost)
+    brought: float = 0.0
     kept: float = 0.0
     excess: list[str] | None = None
     seconds: float = 0.0
@@ -77,8 +78,10 @@ def compiled(program: Program) -> Figures:
         found.extra = found.temporaries + results + passing
     text = executable.as_text()
     if program.moves is not None:
+        collectives = received(text)
+        found.brought = float(sum(c.received for c in collectives))
         found.kept = float(sum(program.moves.shards.values()))
-        found.excess = program.moves.excess(received(text))
+        found.excess = program.moves.excess(collectives)
     module = Module(text, _pages(program))
     found.cost = module.cost
     if program.key[0] == "chunk" and module.turn.flops:

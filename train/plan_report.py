@@ -140,6 +140,7 @@ class Plan:
             "bytes": program.cost.bytes,
             "received_bytes": program.cost.received,
             "kernels": program.cost.kernels,
+            "brought_bytes": program.brought,
             "kept_bytes": program.kept,
             "excess": program.excess,
             "roofline_seconds": speed.seconds,
@@ -272,8 +273,8 @@ def _brings(program: Figures) -> str:
     if program.excess:
         return f"    BRINGS MORE THAN DEVICES KEEP of {', '.join(program.excess)}"
     return (
-        f"    devices receive {_gb(program.cost.network)} of the {_gb(program.kept)} that they "
-        "keep; of no weight, at no moment, more than their shard of it"
+        f"    a device receives {_gb(program.brought)} of the {_gb(program.kept)} that it keeps; "
+        "of no weight, at no moment, more than its shard"
     )
 
 

@@ -1,6 +1,7 @@
 """`python -m train.plan_table FILE ..`: plans that `train.plan --json` wrote, as rows of Markdown.
 
-The tables of docs/pods.md are made by it, so that no figure in them was typed.
+With `--programs` a row for each program. The tables of docs/pods.md are made by it, so that no
+figure in them was typed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 COLUMNS = (
     "plan", "by", "chips", "all the time", "worst moment", "HBM", "fits", "slots that fit", "round",
     "tok/s at 1", "tok/s at 2", "tok/s at 3", "network share of a round", "micro-batch",
+    "resharding brings",
 )  # fmt: skip
 
 
@@ -22,7 +24,7 @@ def row(name: str, plan: dict) -> list[str]:
     micro = next((p for p in plan["programs"] if p["name"] == "policy, a micro-batch"), None)
     cells = [
         name,
-        f"{plan['compiler']} compiler" if plan["compiler"] else "counting",
+        _by(plan),
         f"{plan['chips']} x {plan['topology'].partition(':')[0]}",
         _gb(sum(plan["resident_bytes"].values())),
         f"{_gb(plan['most_bytes'])} ({plan['worst']})",
@@ -40,22 +42,65 @@ def row(name: str, plan: dict) -> list[str]:
     else:
         cells += [""] * 5
     cells.append(f"{micro['roofline_seconds']:.2f} s" if micro and not micro["failed"] else "")
+    moves = next((p for p in plan["programs"] if p["name"] == "resharding, policy"), None)
+    known = moves and moves["excess"] is not None
+    cells.append(f"{_gb(moves['brought_bytes'])} of {_gb(moves['kept_bytes'])}" if known else "")
     return cells
+
+
+PROGRAM_COLUMNS = (
+    "plan", "program", "by", "given", "temporaries", "peak", "TFLOP", "HBM traffic", "received",
+    "roofline", "bound by",
+)  # fmt: skip
+
+
+def program_rows(name: str, plan: dict) -> list[list[str]]:
+    """The figures of each program of a plan, per device."""
+    rows = []
+    for program in plan["programs"]:
+        given = sum(size for kind, size in program["given_bytes"].items() if kind != "results")
+        cells = [
+            name,
+            program["name"],
+            _by(plan),
+            _short(given),
+            _short(program["temporary_bytes"]),
+            _gb(program["peak_bytes"]),
+            f"{program['flops'] / 1e12:.3g}",
+            _short(program["bytes"]),
+            _short(sum(program["received_bytes"].values())) if plan["compiler"] else "unknown",
+            f"{1e3 * program['roofline_seconds']:.3g} ms",
+            program["bound"],
+        ]
+        rows.append([*cells[:3], "REFUSED", *cells[4:]] if program["failed"] else cells)
+    return rows
+
+
+def _by(plan: dict) -> str:
+    return f"{plan['compiler']} compiler" if plan["compiler"] else "counting"
 
 
 def _gb(size: float) -> str:
     return f"{size / 1e9:.2f} GB"
 
 
+def _short(size: float) -> str:
+    return f"{size / 1e9:.3g} GB"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m train.plan_table", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    files = parser.parse_args(argv).files
-    print("| " + " | ".join(COLUMNS) + " |")
-    print("|" + "---|" * len(COLUMNS))
-    for file in files:
+    parser.add_argument("--programs", action="store_true", help="a row for each program")
+    flags = parser.parse_args(argv)
+    columns = PROGRAM_COLUMNS if flags.programs else COLUMNS
+    print("| " + " | ".join(columns) + " |")
+    print("|" + "---|" * len(columns))
+    for file in flags.files:
         plan = json.loads(file.read_text(encoding="utf-8"))
-        print("| " + " | ".join(row(file.stem, plan)) + " |")
+        rows = program_rows(file.stem, plan) if flags.programs else [row(file.stem, plan)]
+        for cells in rows:
+            print("| " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":

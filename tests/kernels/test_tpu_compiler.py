@@ -21,6 +21,7 @@ def compiled(topology: str) -> dict[str, dict]:
     """What `tpu_programs.py` says of each program."""
     script = Path(__file__).with_name("tpu_programs.py")
     wanted = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "PYTHONPATH": str(ROOT)}
+    wanted["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # another test may be compiling
     run = subprocess.run(
         [PYTHON, script, topology, *ROLLOUT, *TRAINING],
         env={**os.environ, **wanted, "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},

@@ -13,7 +13,7 @@ import pytest
 import tiny_run
 
 from specjax.sharding import MeshConfig, make_mesh
-from train import plan, rl
+from train import plan, plan_table, rl
 from train.config import parse_config
 from train.plan_hlo import Module
 from train.plan_programs import SHAPES, Shapes
@@ -155,8 +155,24 @@ def test_resharding_brings_no_device_more_than_it_keeps(whole):
     for whose in ("policy", "draft"):
         moves = named(figures, f"resharding, {whose}")
         assert moves["excess"] == []
-        assert 0 < sum(moves["received_bytes"].values()) < moves["kept_bytes"]
-    assert text.count("of no weight, at no moment, more than their shard of it") == 2
+        assert 0 < moves["brought_bytes"] < moves["kept_bytes"]
+        counted = sum(moves["received_bytes"].values())  # from the same text, by other code
+        assert moves["brought_bytes"] == pytest.approx(counted)
+    assert text.count("of no weight, at no moment, more than its shard") == 2
+
+
+def test_a_plan_is_a_row_of_the_table_in_the_docs(whole):
+    row = plan_table.row("tiny", whole[0])
+    cells = dict(zip(plan_table.COLUMNS, row, strict=True))
+    assert cells["by"] == "cpu compiler" and cells["fits"] == "yes"
+    assert cells["round"].endswith("(chunk 2_1_3 x 1)") and cells["network share of a round"]
+    assert cells["resharding brings"].count(" GB") == 2
+    rows = plan_table.program_rows("tiny", whole[0])
+    assert [cells[1] for cells in rows] == [p["name"] for p in whole[0]["programs"]]
+    assert {len(cells) for cells in rows} == {len(plan_table.PROGRAM_COLUMNS)}
+    counted = whole[0] | {"compiler": None}
+    cells = dict(zip(plan_table.COLUMNS, plan_table.row("tiny", counted), strict=True))
+    assert cells["by"] == "counting" and cells["network share of a round"] == "unknown"
 
 
 def test_states_that_the_head_does_not_learn_from_are_not_kept(run):
@@ -359,4 +375,5 @@ def test_an_8b_policy_reaches_its_engines_without_a_byte_too_many(tmp_path, pod)
     )
     moves = named(figures, "resharding, policy")
     assert moves["excess"] == []
-    assert 0 < sum(moves["received_bytes"].values()) < moves["kept_bytes"] < 2 * 8.8e9 / 4
+    assert 0 < moves["brought_bytes"] < moves["kept_bytes"] < 2 * 8.8e9 / 4
+    assert moves["brought_bytes"] == pytest.approx(sum(moves["received_bytes"].values()), rel=1e-3)
