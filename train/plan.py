@@ -25,12 +25,19 @@ from train.plan_topology import Topology, find_topology
 from train.schema import RLConfig
 
 
-def make_plan(cfg: RLConfig, topology: Topology, only: str = "", config: str = "defaults") -> Plan:
+def make_plan(
+    cfg: RLConfig,
+    topology: Topology,
+    only: str = "",
+    config: str = "defaults",
+    file: str | None = None,
+) -> Plan:
     """Lowers and compiles everything.
 
     Args:
       only: a regular expression; programs whose names it is not found in are left out.
       config: the file's name, for the table.
+      file: gets the figures as JSON, those known so far whenever a program is done.
 
     Raises:
       ConfigError: the settings do not fit together, or ask for more chips than there are.
@@ -48,6 +55,8 @@ def make_plan(cfg: RLConfig, topology: Topology, only: str = "", config: str = "
             plan.left_out += 1
             continue
         plan.programs.append(_figures(program, topology, shapes))
+        if file:  # compilers may take hours
+            plan.write(file)
     if not plan.programs:
         raise ConfigError(f"--only: no program's name has {only!r} in it")
     return plan
@@ -82,12 +91,10 @@ def main(argv: Sequence[str] | None = None) -> Plan:
     try:
         memory = None if flags.memory is None else 1e9 * flags.memory
         topology = find_topology(flags.topology, flags.chip, memory, flags.count)
-        plan = make_plan(cfg, topology, flags.only, flags.config or "the defaults")
+        plan = make_plan(cfg, topology, flags.only, flags.config or "the defaults", flags.json)
     except USER_ERRORS as error:
         sys.exit(f"train.plan: error: {error}")
     print("\n".join(lines(plan)))
-    if flags.json:
-        plan.write(flags.json)
     return plan
 
 
