@@ -129,10 +129,9 @@ def test_attention_over_devices_and_its_gradients_equal_the_reference(attention,
         np.testing.assert_allclose(np.asarray(ours)[:, :, places], theirs, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("attention", ["ring", "all_gather"])
-def test_a_scan_over_layers_keeps_no_masks(attention):
+def test_a_scan_over_layers_keeps_no_masks_of_a_ring():
     """Left alone it computes what depends on segments alone once, and holds it for all layers."""
-    context = make_context(4, attention=attention)
+    context = make_context(4)
     x, segments = jnp.ones((1, 1, 512, 4)), jnp.ones((1, 512), jnp.int32)
 
     def loss(x, segments):

@@ -303,7 +303,6 @@ def _gathered(context: Context, q, k, v, segments):
 
 
 def _gathered_bwd(context: Context, q, k, v, segments, lse, d_out, delta):
-    d_out, segments = jax.lax.optimization_barrier((d_out, segments))  # see `_attend_fwd`
     rows, lse, d_out, delta = (_group(x, k.shape[1]) for x in (q, lse, d_out, delta))
     whole_k, whole_v = (jax.lax.all_gather(x, AXIS, axis=2, tiled=True) for x in (k, v))
     empty = jnp.zeros(rows.shape), jnp.zeros(whole_k.shape), jnp.zeros(whole_v.shape)
