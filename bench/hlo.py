@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 # Instructions that launch nothing.
@@ -98,6 +99,16 @@ def kernels(program: Program, name: str) -> Counter:
     return total
 
 
+def _loops(program: Program, name: str) -> Iterator[Instruction]:
+    """Loops of a computation, and of what it calls: on GPUs what goes into one graph is called."""
+    for instruction in program.computations[name]:
+        if instruction.opcode == "while":
+            yield instruction
+        elif instruction.opcode == "call":
+            for called in instruction.called("to_apply"):
+                yield from _loops(program, called)
+
+
 def round_kernels(text: str) -> Counter:
     """Kernels of one round of a chunk's program, by opcode.
 
@@ -105,7 +116,7 @@ def round_kernels(text: str) -> Counter:
       ValueError: the program has no `while`: it is not a chunk's.
     """
     program = parse(text)
-    loops = [i for i in program.computations[program.entry] if i.opcode == "while"]
+    loops = list(_loops(program, program.entry))
     bodies = [kernels(program, i.called("body")[0]) for i in loops]
     if not bodies:
         raise ValueError(

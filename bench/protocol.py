@@ -260,17 +260,29 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
     source = data.demonstrations(heldout, "heldout")
     figures = {}
     for point in points(args.workloads, args.scale):
-        longest = point.prompt + point.output
-        here = cfg.replace(max_position=max(cfg.max_position, longest))
-        llms = {
-            "plain": LLM((here, weights, None), None, point.batch, longest),
-            "spec": LLM((here, weights, head), SpecConfig(args.strategy), point.batch, longest),
-        }
-        prompts = long_prompts(source, tokenizer, point.prompt, point.batch)
-        found = call_figures(point, llms, prompts, args) | round_figures(point, llms, args)
+        found = point_figures(point, (cfg, weights, head), source, tokenizer, args)
         figures |= found
         print(summary(point, found), flush=True)
     return figures
+
+
+def point_figures(point: Point, model, source, tokenizer, args, engine=None) -> dict[str, dict]:
+    """Everything about one workload and number of samples at once.
+
+    Args:
+      model: config, weights and head. source: demonstrations, for prompts.
+      args: as `parse` returns them. engine: an `EngineConfig`, or None.
+    """
+    cfg, weights, head = model
+    longest = point.prompt + point.output
+    here = cfg.replace(max_position=max(cfg.max_position, longest))
+    spec, size = SpecConfig(args.strategy), (point.batch, longest)
+    llms = {
+        "plain": LLM((here, weights, None), None, *size, engine=engine),
+        "spec": LLM((here, weights, head), spec, *size, engine=engine),
+    }
+    prompts = long_prompts(source, tokenizer, point.prompt, point.batch)
+    return call_figures(point, llms, prompts, args) | round_figures(point, llms, args)
 
 
 def summary(point: Point, figures: Mapping[str, Mapping]) -> str:
