@@ -1,0 +1,180 @@
+"""transformers with `torch.compile` and a static cache beside specjax, for `bench.gpu`.
+
+Both decode plainly and greedily, the same shapes with random weights in the same dtype, and take
+turns in one process on one device. What is compared is decoding: tokens after the first of each
+sample. transformers compiles its steps by itself where the cache is static (in CUDA graphs,
+`reduce-overhead`); what it reads of the prompt is not compiled, and not timed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import statistics
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from bench import protocol
+from bench.common import alternate, figure, paired_ratio_interval
+from bench.gpu_job import Absent, Job
+from bench.gpu_round import plain_model, shape_directory, sizes_of
+from bench.workloads import GREEDY, Point, Workload
+from specjax import LLM
+from specjax.engine.settings import EngineConfig
+
+
+class Shape(NamedTuple):
+    """Tokens of prompt and output, samples at once."""
+
+    prompt: int
+    output: int
+    batches: tuple[int, ...]
+    repeats: int
+
+
+FULL, SMALL = Shape(2048, 128, (1, 8), 5), Shape(32, 8, (2,), 2)
+
+
+def import_torch(small: bool):
+    """The module.
+
+    Raises:
+      Absent: it is not installed, or not with CUDA where that is needed.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise Absent("not installed", "torch is not installed")
+    import torch
+
+    if not small and not torch.cuda.is_available():
+        raise Absent("not installed", f"torch {torch.__version__} has no CUDA device")
+    return torch
+
+
+class StaticCachePeer:
+    """`transformers.generate` with compiled steps.
+
+    Attributes:
+      decoding: seconds from the first token to the last, of each call.
+    """
+
+    def __init__(self, torch, directory, layers: int, dtype: str, small: bool):
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        self.torch, self.device = torch, "cpu" if small else "cuda"
+        config = transformers.AutoConfig.from_pretrained(directory, num_hidden_layers=layers)
+        if small:  # no code is generated for a CPU, but all else is as on a GPU
+            compiling = transformers.CompileConfig(backend="eager", mode="default")
+            compiling._compile_all_devices = True
+        else:
+            compiling = transformers.CompileConfig()
+        with torch.device(self.device):
+            self.policy = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, dtype)
+            ).eval()
+        generation = self.policy.generation_config
+        generation.eos_token_id = None  # nothing but the limit ends a sample
+        generation.cache_implementation, generation.compile_config = "static", compiling
+        self.decoding: list[float] = []
+
+    def run(self, prompts: Sequence[Sequence[int]], output: int) -> None:
+        """Generates `output` tokens after each of several prompts of one length.
+
+        Raises:
+          ValueError: it generated another number.
+        """
+        torch, seen = self.torch, []
+
+        def look(ids, scores, **_):
+            if not seen:
+                if self.device == "cuda":
+                    torch.cuda.synchronize()
+                seen.append(time.perf_counter())
+            return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+
+        ids = torch.tensor(prompts, device=self.device)
+        with torch.inference_mode():
+            out = self.policy.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                min_new_tokens=output,
+                max_new_tokens=output,
+                stopping_criteria=[look],
+                pad_token_id=0,
+            )
+        generated = out[:, ids.shape[1] :].tolist()  # waits for the device
+        self.decoding.append(time.perf_counter() - seen[0])
+        if {len(row) for row in generated} != {output}:
+            raise ValueError(
+                f"expected {output} tokens of each sample, transformers generated "
+                f"{sorted({len(row) for row in generated})}: rates would not be comparable"
+            )
+
+
+def beside(job: Job) -> None:
+    """`torch_tokens_per_sec/..`, `specjax_tokens_per_sec/..` and their ratio."""
+    torch = import_torch(job.small)
+    import transformers
+
+    sizes, shape = sizes_of(job), SMALL if job.small else FULL
+    for name, module in (("torch", torch), ("transformers", transformers)):
+        job.add({f"version/{name}": figure(module.__version__, "version")})
+    peer = StaticCachePeer(torch, shape_directory(sizes), sizes.layers, sizes.dtype, job.small)
+    model = plain_model(sizes, job.seed)
+    job.each(
+        (
+            f"specjax_over_torch/batch_{batch}",
+            functools.partial(_figures, job, shape, batch, peer, model),
+        )
+        for batch in shape.batches
+    )
+
+
+def _figures(job: Job, shape: Shape, batch: int, peer: StaticCachePeer, model) -> dict:
+    cfg, weights, _ = model
+    work = Workload(shape.prompt, shape.output, shape.batches, GREEDY)
+    point = Point("beside", shape.prompt, shape.output, batch, work)
+    longest = shape.prompt + shape.output
+    cfg = cfg.replace(max_position=max(cfg.max_position, longest))
+    engine = EngineConfig(attention=job.attention)
+    llm = LLM((cfg, weights, None), None, batch, longest, engine=engine)
+    rng = np.random.default_rng(job.seed)
+    prompts = rng.integers(2, cfg.vocab_size, (batch, shape.prompt)).tolist()
+    calls = protocol.Calls(llm, point, prompts, job.seed)
+    jobs = {
+        "torch": lambda: peer.run(prompts, shape.output),
+        "whole": lambda: calls.run(shape.output),
+        "first": lambda: calls.run(1),
+    }
+    for run in (*jobs.values(), jobs["torch"]):
+        run()  # compiles; transformers records its graphs in the second call
+    peer.decoding.clear()
+    seconds = alternate(jobs, shape.repeats)
+    tokens = batch * (shape.output - 1)
+    costs = {
+        "torch": [s / tokens for s in peer.decoding],
+        "specjax": calls.costs(seconds["whole"], seconds["first"]),
+    }
+    at, result = f"/batch_{batch}", {}
+    for name, values in costs.items():
+        # On a CPU and a tiny model the clock may not tell the calls apart.
+        rates = [1 / cost for cost in values] if min(values) > 0 else None
+        unit = f"tok/s, decoding behind {shape.prompt} tokens"
+        result[f"{name}_tokens_per_sec{at}"] = (
+            figure(statistics.median(rates), unit, [min(rates), max(rates)])
+            if rates
+            else figure(None, "left out: the clock did not tell")
+        )
+    if min(costs["specjax"]) > 0:
+        ratio, *ends = paired_ratio_interval(costs["torch"], costs["specjax"])
+        result[f"specjax_over_torch{at}"] = figure(ratio, "times as fast, median", ends)
+    else:
+        result[f"specjax_over_torch{at}"] = figure(None, "left out: the clock did not tell")
+    values = [f"{name} {entry['value']}" for name, entry in result.items()]
+    print(f"{jax.default_backend()}: {', '.join(values)}", flush=True)
+    return result
