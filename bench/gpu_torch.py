@@ -68,17 +68,15 @@ class StaticCachePeer:
         self.torch, self.device = torch, "cpu" if small else "cuda"
         config = transformers.AutoConfig.from_pretrained(directory, num_hidden_layers=layers)
         if small:  # no code is generated for a CPU, but all else is as on a GPU
-            compiling = transformers.CompileConfig(backend="eager", mode="default")
-            compiling._compile_all_devices = True
+            self.compiling = transformers.CompileConfig(backend="eager", mode="default")
+            self.compiling._compile_all_devices = True
         else:
-            compiling = transformers.CompileConfig()
+            self.compiling = transformers.CompileConfig()
         with torch.device(self.device):
             self.policy = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, dtype)
             ).eval()
-        generation = self.policy.generation_config
-        generation.eos_token_id = None  # nothing but the limit ends a sample
-        generation.cache_implementation, generation.compile_config = "static", compiling
+        self.policy.generation_config.eos_token_id = None  # nothing but the limit ends a sample
         self.decoding: list[float] = []
 
     def run(self, prompts: Sequence[Sequence[int]], output: int) -> None:
@@ -104,6 +102,8 @@ class StaticCachePeer:
                 do_sample=False,
                 min_new_tokens=output,
                 max_new_tokens=output,
+                cache_implementation="static",
+                compile_config=self.compiling,
                 stopping_criteria=[look],
                 pad_token_id=0,
             )
