@@ -103,10 +103,10 @@ def one_round(job: Job) -> None:
     chunk = protocol.Chunk(runner, Point("round", sizes.context, room, sizes.batch, work))
     job.each(
         [
+            ("ms/round", functools.partial(_part_figures, runner, sizes)),
+            (f"verify_{MANY}_rows_over_{FEW}", functools.partial(_rows_figures, runner, sizes)),
             ("round_ms/chunk", functools.partial(_chunk_figures, chunk, sizes)),
             ("kernels_per_round", functools.partial(_kernel_figures, chunk)),
-            ("verify_16_rows_over_1", functools.partial(_rows_figures, runner, sizes)),
-            ("ms/round", functools.partial(_part_figures, runner, sizes)),  # uses up the state
         ]
     )
 
