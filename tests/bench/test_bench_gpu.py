@@ -125,15 +125,15 @@ def test_without_a_gpu_only_the_small_command_runs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "script, says",
+    "script, seconds, says",
     [
-        ("import os; os.abort()", "exit status -6"),
-        ("import time; time.sleep(99)", "it was ended after its"),
+        ("import os; os.abort()", 60, "exit status -6"),
+        ("import time; time.sleep(99)", 2, "it was ended after its 2 s"),
     ],
     ids=["dies", "hangs"],
 )
 def test_a_process_that_does_not_end_well_fails_its_parts_and_keeps_what_was_measured(
-    tmp_path, monkeypatch, script, says
+    tmp_path, monkeypatch, script, seconds, says
 ):
     start = subprocess.Popen
 
@@ -144,7 +144,7 @@ def test_a_process_that_does_not_end_well_fails_its_parts_and_keeps_what_was_mea
     job.add({"ms/verify": figure(2.0, "ms")})  # before it died
     monkeypatch.setattr(subprocess, "Popen", instead)
     args = gpu.parse(["--small", "--parts", "round", "protocol"])
-    args.minutes = (gpu.LAST + 2) / 60
+    args.minutes = (gpu.LAST + seconds) / 60
     records = gpu.run_parts(tmp_path, args, gpu.environment(True))
     assert [record["outcome"] for record in records.values()] == ["failed", "failed"]
     assert says in records["round"]["failures"][-1]
