@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from train.config import REQUIRED, _keys, load_config, option, parse_config
+from specjax.command_line import REQUIRED, _keys, load_config, option, parse_config
 from train.schema import RLConfig, SFTConfig
 
 
