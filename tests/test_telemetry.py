@@ -143,6 +143,19 @@ def test_memory_is_bounded_and_dropped_records_are_counted_and_said():
     assert bounded.summary() == dataclasses.replace(whole, records=2, dropped=8)
 
 
+def test_what_is_only_counted_adds_up_to_the_same_figures():
+    mask = np.zeros((4, 3), bool)
+    mask[1, 0] = True
+    entropy = np.full((4, 3), 0.25, np.float32)
+    entropy[0, 0], entropy[1, 0] = -1e-7, 11.9
+    chunks = chunk(outside_mask=mask, penalty_changed=mask), chunk(entropy=entropy)
+    counted, kept = collected(*chunks, max_records=0), collected(*chunks)
+    wanted = dataclasses.replace(kept.summary(), records=0, dropped=len(kept.records))
+    assert counted.summary() == wanted and counted.records == []
+    causes = {name: sum(r.cause == name for r in kept.records) for name in CAUSES}
+    assert counted.causes == kept.causes == causes and causes["mask"] == 1
+
+
 def test_a_batch_of_another_size_is_refused():
     with pytest.raises(ValueError, match="got 2 slots for rejections of 3"):
         Collector().add(chunk(), SLOTS[:2])

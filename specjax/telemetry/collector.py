@@ -65,7 +65,8 @@ class Collector:
     """Rejections of a run.
 
     Args:
-      max_records: records to keep at most; later ones are counted, warned of once, and dropped.
+      max_records: records to keep at most; later ones are counted, warned of once, and dropped. 0
+        counts them all, and takes a fraction of the time.
 
     Attributes:
       records: the rejections that were kept, in the order in which they were collected.
@@ -105,10 +106,33 @@ class Collector:
         ):
             self._tally.add_round(int(depth), bool(rejected), int(number))
         where = np.nonzero(ran & valid)
+        if not self.max_records:
+            self._count(rejections, slots, where)
+            return
         columns = [np.asarray(getattr(rejections, name))[where].tolist() for name in _FIELDS]
         who = {slot: _fields_of(slots[slot]) for slot in set(where[1].tolist())}
         for slot, *values in zip(where[1].tolist(), *columns, strict=True):
             self._keep(Rejection(**who[slot], **dict(zip(_FIELDS, values, strict=True))))
+
+    def _count(
+        self, rejections: Any, slots: Sequence[SlotInfo | None], where: tuple[np.ndarray, ...]
+    ) -> None:
+        """Adds up the rejections at `where`, and keeps none."""
+        lengths = np.array([slot.prompt_len if slot else 0 for slot in slots])
+        position = np.asarray(rejections.position)[where]
+        self._tally.add_rejections(
+            position,
+            position - lengths[where[1]],
+            np.asarray(rejections.entropy)[where],
+            np.asarray(rejections.outside_mask)[where],
+            np.asarray(rejections.outside_filter)[where],
+            np.asarray(rejections.penalty_changed)[where],
+        )
+
+    @property
+    def causes(self) -> dict[str, int]:
+        """Rejections so far by cause, see `CAUSES`."""
+        return {name: self._tally.causes[name] for name in CAUSES}
 
     def _keep(self, rejection: Rejection) -> None:
         self._tally.add_rejection(rejection)

@@ -6,8 +6,10 @@ import bisect
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 # Exclusive: a rejection has the first of these that holds.
 CAUSES = {
@@ -151,6 +153,26 @@ class Tally:
         self.offsets[rejection.offset] += 1
         self.entropies[bisect.bisect_right(ENTROPY_EDGES, max(rejection.entropy, 0.0)) - 1] += 1
 
+    def add_rejections(
+        self,
+        position: np.ndarray,
+        offset: np.ndarray,
+        entropy: np.ndarray,
+        outside_mask: np.ndarray,
+        outside_filter: np.ndarray,
+        penalty_changed: np.ndarray,
+    ) -> None:
+        """`add_rejection` for many that nobody keeps: figures [N], see `Rejection`."""
+        self.rejections += len(position)
+        self.dropped += len(position)
+        self.position_sum += int(position.sum())
+        cause = np.select([outside_mask, outside_filter, penalty_changed], [0, 1, 2], 3)
+        bins = np.searchsorted(ENTROPY_EDGES, np.maximum(entropy, 0.0), side="right") - 1
+        names = tuple(CAUSES)
+        self.causes.update({names[i]: n for i, n in _counted(cause)})
+        self.offsets.update(dict(_counted(offset)))
+        self.entropies.update(dict(_counted(bins)))
+
     def merge(self, other: Tally) -> None:
         """Adds what another tally counted."""
         for field in dataclasses.fields(self):
@@ -173,3 +195,9 @@ class Tally:
             values[name] = Counter({int(key): count for key, count in values[name].items()})
         values["causes"] = Counter(values["causes"])
         return cls(**values)
+
+
+def _counted(values: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Each value with its number."""
+    found, numbers = np.unique(values, return_counts=True)
+    return zip(found.tolist(), numbers.tolist(), strict=True)
