@@ -55,6 +55,8 @@ class SamplingParams:
       top_logprobs: return that many most likely tokens per position, of the temperature-scaled
         distribution and, with `transformed_logprobs`, of the transformed one.
       speculative: False drafts nothing for this request.
+      strategy: how it is drafted for, by name, one of those that the engine compiled; None: as the
+        engine's controller chooses. Samples that ask for different ones take turns.
     """
 
     temperature: float = 1.0
@@ -78,6 +80,7 @@ class SamplingParams:
     transformed_logprobs: bool = False
     top_logprobs: int = 0
     speculative: bool = True
+    strategy: str | None = None
 
     def __post_init__(self):
         for name, kinds, expected in _TYPES:

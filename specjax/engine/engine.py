@@ -29,6 +29,7 @@ from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Progress
 from specjax.engine.settings import EngineConfig, piece_widths, strategies_of
 from specjax.engine.start_up import StartUp, calibrate, compile_ahead
+from specjax.engine.watch import Watcher
 from specjax.models.transformer import Params
 from specjax.telemetry import Collector
 
@@ -108,6 +109,15 @@ class Engine:
     def telemetry(self) -> Collector | None:
         """Why drafts were rejected; None unless `spec` turns it on."""
         return self.loop.telemetry
+
+    @property
+    def watcher(self) -> Watcher | None:
+        """Is told what each chunk brings."""
+        return self.loop.watcher
+
+    @watcher.setter
+    def watcher(self, watcher: Watcher | None) -> None:
+        self.loop.watcher = watcher
 
     @property
     def preemptions(self) -> int:
@@ -202,6 +212,22 @@ class Engine:
             self.runner.state = None  # allocated anew, and zeroed, when it is needed
         self.loop.version += 1
         self.controller.weights_changed()
+
+    def release(self) -> None:
+        """Gives back the device memory of weights and caches, until the next `set_params`, which
+        must then have the head as well.
+
+        Raises:
+          RuntimeError: samples are not finished, which need both.
+        """
+        if self.outstanding:
+            raise RuntimeError(
+                f"{self.outstanding} samples are not finished; step() until they are, or suspend() "
+                "them and add them again later"
+            )
+        self.loop.drain()
+        runner = self.runner
+        runner.params = runner.head = runner.state = runner.tails = runner.mark = None
 
     # --- requests --------------------------------------------------------------------------------
 

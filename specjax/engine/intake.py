@@ -68,6 +68,12 @@ class Intake:
     def check(self, job: Job, progress: Progress | None = None) -> Features:
         """What a job asks for; raises ValueError if `add` cannot take it."""
         features = self._features_of(job)
+        asked, there = job.params.strategy, self._runner.plans
+        if asked is not None and asked not in there:
+            raise ValueError(
+                f"prompt {job.request} asks for strategy {asked!r}, and only "
+                f"{', '.join(there)} were compiled; list it among the controller's strategies"
+            )
         limit, runner = min(job.limit, self._runner.max_len), self._runner
         wanted, there = runner.pages_of(limit), runner.pages - 1
         if wanted > there:

@@ -164,9 +164,9 @@ class LLM:
           running: what becomes of the caches of samples that run (`llm.engine` may hold some), see
             `Engine.set_params`.
         """
-        self.params = params
-        self.head = self.head if head is None else head
-        self.engine.set_params(self.params, self.head if self.spec else None, running)
+        head = self.head if head is None else head
+        self.engine.set_params(params, head if self.spec else None, running)
+        self.params, self.head = params, head
         if self._plain is not None:
             self._plain.set_params(self.params)
 

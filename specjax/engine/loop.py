@@ -32,6 +32,7 @@ from specjax.engine.runner import Runner
 from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler, Start
 from specjax.engine.sequence import Brought, Sequence, rejections_until
 from specjax.engine.settings import EngineConfig, powers
+from specjax.engine.watch import Watcher
 from specjax.telemetry import Collector, SlotInfo, active_transforms
 
 PREFILL_ROWS = 8
@@ -76,6 +77,7 @@ class Loop:
       version: of the weights that run now.
       lengths: of earlier samples, by prompt.
       others_wait: whether somebody outside holds samples for the slots that become free.
+      watcher: is told what each chunk brings; None: nobody is.
       buckets: compiled sizes of a batch.
     """
 
@@ -94,6 +96,7 @@ class Loop:
         self.buckets = powers(runner.batch, 2)
         self.lengths = LengthHistory()
         self.version, self.preemptions = 0, 0
+        self.watcher: Watcher | None = None
         self.clear(runner.batch)
 
     def clear(self, slots: int) -> None:
@@ -117,6 +120,7 @@ class Loop:
         self._events: list[Finished] = []
         self.others_wait = False
         self._arrived, self._built = 0.0, runner.compilations
+        self._turns: dict[str | None, int] = {}  # of those that ask for a strategy, their last
         self._cut_short = False  # whether the last chunk ended early, and others still ran
         self._ended: dict[int, None] = {}  # slots, the latest last
 
@@ -264,8 +268,9 @@ class Loop:
         ]
         if not alive:
             return False
-        strategy = self.controller.select(len(alive))
-        hint = self.controller.rounds_hint
+        asked, alive = self._whose_turn(alive)
+        strategy = asked or self.controller.select(len(alive))
+        hint = None if asked else self.controller.rounds_hint
         rounds = min(self.runner.rounds(strategy), hint or self.runner.max_len)
         features, bucket = choose_program(self, strategy, alive)
         slots, active = self._rows(alive, bucket)
@@ -280,6 +285,16 @@ class Loop:
             Chunk(rows, result, strategy, self.version, mark, enqueued, sure, rounds)
         )
         return True
+
+    def _whose_turn(self, alive: list[Sequence]) -> tuple[str | None, list[Sequence]]:
+        """Those that run next, all by one strategy, and its name if it is they who ask for it."""
+        groups: dict[str | None, list[Sequence]] = {}
+        for sequence in alive:
+            groups.setdefault(sequence.job.params.strategy, []).append(sequence)
+        asked = min(groups, key=lambda name: self._turns.get(name, 0))
+        if len(groups) > 1:
+            self._turns[asked] = max(self._turns.values(), default=0) + 1
+        return asked, groups[asked]
 
     def _leave_at(self, alive: int, strategy: str, features: Features, bucket: int) -> int:
         others_wait = self.scheduler.has_waiting or self.others_wait or self.config.follow_ups
@@ -309,10 +324,15 @@ class Loop:
                 continue
             if rejections is not None:
                 who[row] = self._slot_info(sequence)
+            known = sequence.length
             sample = sequence.look(row, brought, tree, chunk.version)
+            if self.watcher is not None and sequence.length > known:
+                self.watcher.news(sequence.ticket, sequence.news())
             if sample is not None:
                 ends[row] = len(sequence.job.prompt) + len(sample.token_ids)
                 self._finish(sequence, sample)
+        if self.watcher is not None:
+            self.watcher.chunk(chunk.strategy, len(chunk.rows), int(result.rounds))
         self.controller.observe(
             Observation(
                 batch_size=sum(s is not None for s in chunk.rows),

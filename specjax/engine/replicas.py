@@ -21,6 +21,7 @@ from specjax.engine.request import Finished, Job, SampleOutput, Totals
 from specjax.engine.run import run_to_the_end
 from specjax.engine.sequence import Progress
 from specjax.engine.start_up import StartUp
+from specjax.engine.watch import News, Watcher
 from specjax.models.transformer import Params
 from specjax.reshard import Mover, cast
 from specjax.sharding import joined_mesh
@@ -34,6 +35,17 @@ class Waiting(NamedTuple):
     ticket: int
     job: Job
     progress: Progress | None
+
+
+class _Watched:
+    """Passes on what one replica tells, with the tickets that `Replicas.add` gave."""
+
+    def __init__(self, watcher: Watcher, tickets: dict[int, int]):
+        self._watcher, self._tickets = watcher, tickets
+        self.chunk = watcher.chunk
+
+    def news(self, ticket: int, news: News) -> None:
+        self._watcher.news(self._tickets[ticket], news)
 
 
 class Replicas:
@@ -68,6 +80,7 @@ class Replicas:
         self._tickets_of: list[dict[int, int]] = [{} for _ in self.engines]
         self._events: list[Finished] = []
         self.on_look: Callable[[], None] | None = None
+        self._watcher: Watcher | None = None
         joined = joined_mesh([engine.runner.mesh for engine in self.engines])
         self._spread = None if joined is None else Mover(joined)
 
@@ -113,6 +126,17 @@ class Replicas:
         return sum(engine.stale_positions for engine in self.engines)
 
     @property
+    def watcher(self) -> Watcher | None:
+        """Is told what each chunk of any replica brings."""
+        return self._watcher
+
+    @watcher.setter
+    def watcher(self, watcher: Watcher | None) -> None:
+        self._watcher = watcher
+        for engine, tickets in zip(self.engines, self._tickets_of, strict=True):
+            engine.watcher = watcher and _Watched(watcher, tickets)
+
+    @property
     def preemptions(self) -> int:
         """Samples that had to make room so far, on any replica."""
         return sum(engine.preemptions for engine in self.engines)
@@ -146,6 +170,15 @@ class Replicas:
         for engine in self.engines:
             engine.set_params(params, head, running)
             engine.runner.moved += received
+
+    def release(self) -> None:
+        """Gives back the memory of weights and caches of all replicas, see `Engine.release`."""
+        if self.outstanding:
+            raise RuntimeError(
+                f"{self.outstanding} samples are not finished; step() until they are"
+            )
+        for engine in self.engines:
+            engine.release()
 
     def add(self, job: Job, progress: Progress | None = None) -> int:
         """Queues a sample, see `Engine.add`."""
@@ -220,8 +253,8 @@ class Replicas:
         """Drops everything that waits or runs."""
         self._unfed, self._queue = {}, {}
         self._events, self._where = [], {}
-        self._tickets_of = [{} for _ in self.engines]
-        for engine in self.engines:
+        for engine, tickets in zip(self.engines, self._tickets_of, strict=True):
+            tickets.clear()
             engine.clear()
 
     def step(self) -> list[Finished]:

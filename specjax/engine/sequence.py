@@ -14,6 +14,7 @@ from specjax.decode.state import LENGTH, RUNNING, STOPPED
 from specjax.decode.tree import DynamicTree, Tree
 from specjax.engine.request import Job, SampleOutput, SpecStats
 from specjax.engine.stops import Cut, StopStrings
+from specjax.engine.watch import News
 
 FINISH_REASONS = {STOPPED: "stop", LENGTH: "length"}
 
@@ -152,27 +153,39 @@ class Sequence:
         kept = count if cut is None else cut.tokens - before
         rounds = self._count_rounds(brought.counts[row], kept)
         drafts = tree is not None and self.job.params.speculative
-        self._drafted += rounds * (tree.rows - 1) if drafts else 0
-        self._depths[tree.steps if drafts else 0] += rounds
+        steps, rows = (tree.steps, tree.rows - 1) if drafts else (0, 0)
+        self._drafted += len(rounds) * rows
+        self._depths[steps] += len(rounds)
+        self._latest = before, rounds, steps, rows
         if cut is not None:
             return self.output("stop", cut)
         finish = brought.finish[row]
         return None if finish == RUNNING else self.output(FINISH_REASONS[finish])
 
-    def _count_rounds(self, counts: list[int], kept: int) -> int:
-        """Takes in the rounds that brought the first `kept` tokens; returns how many.
+    def news(self) -> News:
+        """What the chunk brought that was taken in last."""
+        at, rounds, steps, rows = self._latest
+        end = at + sum(rounds)
+        tokens, logprobs = self.tokens[at:end], self.logprobs[at:end]
+        top = None
+        if self._top is not None:
+            top = _with_chosen(self._top.scaled[at:end], tokens, logprobs)
+        return News(at, tokens, logprobs, top, rounds, steps, rows)
+
+    def _count_rounds(self, counts: list[int], kept: int) -> list[int]:
+        """Takes in the rounds that brought the first `kept` tokens; returns what each brought.
 
         The round that brought the last of them counts with the tokens that are kept of it, as where
         a stop token cuts a round.
         """
-        rounds = 0
+        rounds = []
         for count in counts:
             if count and kept:
                 count = min(count, kept)
                 self._histogram[count] += 1
                 self._accepted += count - 1
                 kept -= count
-                rounds += 1
+                rounds.append(count)
         return rounds
 
     def output(self, reason: str, cut: Cut | None = None) -> SampleOutput:

@@ -44,6 +44,11 @@ class TextStream:
             self._context, self._fresh = self._fresh, len(self._ids)
             self._known = len(self._decode(self._ids[self._context :]))
 
+    @property
+    def rest(self) -> str:
+        """What is held back: the first bytes of a character that has not been completed."""
+        return self._decode(self._ids[self._context :])[self._known :]
+
 
 class Cut(NamedTuple):
     """Where a sample ends: how many of its generated tokens it keeps, and its text."""

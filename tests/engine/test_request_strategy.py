@@ -1,0 +1,28 @@
+"""A request may name the strategy that drafts for it."""
+
+import dataclasses
+
+import pytest
+from engines import ARMS, LONG, jobs_of, restless, tokens_of
+
+from specjax.engine.request import make_jobs
+
+
+def test_each_sample_runs_by_the_strategy_that_it_asks_for_and_no_token_changes():
+    """Four in a batch, of which two groups and a free one take turns."""
+    engine, jobs = restless(), []
+    for i, name in enumerate((*ARMS, None, "1_1_2", "3_1_4")):
+        params = dataclasses.replace(LONG, strategy=name, seed=i, max_tokens=30)
+        jobs += make_jobs([3, 1 + i], params, ())
+    samples, _ = engine.generate(jobs)
+    assert [sample.token_ids for sample in samples] == tokens_of(
+        [dataclasses.replace(j, params=dataclasses.replace(j.params, strategy=None)) for j in jobs]
+    )
+    ran = [[d for d, rounds in enumerate(s.stats.depths) if rounds] for s in samples]
+    assert ran[:3] == [[0], [1], [3]] and ran[4:] == [[1], [3]]
+
+
+def test_a_strategy_that_was_not_compiled_is_refused():
+    params = dataclasses.replace(LONG, strategy="5_1_6")
+    with pytest.raises(ValueError, match="'5_1_6', and only off, 1_1_2, 3_1_4 were compiled"):
+        restless().add(jobs_of([1, 2], params)[0])
