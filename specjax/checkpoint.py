@@ -191,7 +191,7 @@ class Checkpointer:
         if chosen not in steps:
             raise CheckpointError(f"{self.directory} holds no step {chosen}, only {steps}")
         path = self.directory / str(chosen)
-        record, problem = distributed.of_first(lambda: _inspect(path), "inspect checkpoint")
+        record, problem = distributed.of_first(lambda: read_record(path), "inspect checkpoint")
         if record is None:
             raise CheckpointError(self._damaged(chosen, problem))
         abstract = match(abstract_trees, record["trees"], path)
@@ -269,7 +269,7 @@ class Checkpointer:
     def _damaged(self, step: int, problem: str) -> str:
         text = f"checkpoint {self.directory / str(step)} is damaged: {problem}. "
         for older in reversed([saved for saved in self.all_steps() if saved < step]):
-            if _inspect(self.directory / str(older))[0] is not None:
+            if read_record(self.directory / str(older))[0] is not None:
                 text += f"The newest intact older one is step {older}: "
                 return text + f"use --resume_step {older}"
         return text + "No older checkpoint is intact: start afresh in another directory"
@@ -352,7 +352,7 @@ def load_draft(
     path = Path(path).absolute()
     if not path.is_dir():
         raise CheckpointError(f"no draft head at {path}")
-    record, problem = _inspect(path)
+    record, problem = read_record(path)
     if record is None:
         raise CheckpointError(f"draft head {path} is damaged or not a checkpoint: {problem}")
     if set(record["trees"]) != {"draft"}:
@@ -385,7 +385,7 @@ def _quiet_orbax() -> None:
     logging.getLogger("absl").addFilter(_keep)  # adding the same filter twice does nothing
 
 
-def _inspect(path: Path) -> tuple[dict[str, Any] | None, str]:
+def read_record(path: Path) -> tuple[dict[str, Any] | None, str]:
     """(record, "") of an intact checkpoint, else (None, what is wrong with it)."""
     problem = manifest_problem(path)
     if problem:
