@@ -20,7 +20,7 @@ export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 .DEFAULT_GOAL := help
-.PHONY: help install rl plan test test-full lint clean
+.PHONY: help install rl serve plan test test-full lint clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1@\2/' | column -t -s @ 2>/dev/null \
@@ -30,6 +30,9 @@ install: $(STAMP) ## create .venv and install specjax with its development tools
 
 rl: $(STAMP) ## train the embedded policy with GRPO and speculative rollouts
 	$(BIN)/python -m train.rl --config $(CONFIG) $(ARGS)
+
+serve: $(STAMP) ## serve the embedded policy behind OpenAI's API on 127.0.0.1:8000
+	$(BIN)/python -m serve --config configs/serve.yaml $(ARGS)
 
 plan: $(PLAN_STAMP) ## what a run needs of TPUs that nobody has to have, by their own compiler
 	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \

@@ -1,0 +1,191 @@
+"""What an operator does to a running server: other weights, sleep, wake."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import jax
+
+from serve.engine_thread import EngineThread
+from serve.errors import ApiError
+from serve.protocol import WeightsRequest
+from specjax import LLM, ModelConfig
+from specjax.checkpoint import CheckpointError
+from specjax.checkpoint_weights import load_weights
+from specjax.engine.checksum import checksum
+from specjax.models import hf
+from specjax.models.transformer import Params
+
+PATHS = ("/update_weights", "/sleep", "/wake")
+# Of two configs that mean the same model these may differ: they say how it is computed here.
+_OURS = ("scan_layers", "remat", "attention", "param_dtype", "compute_dtype", "mtp_num_layers")
+_HEADS = ("mtp_concat", "mtp_target_hidden", "mtp_recycle")
+
+
+class Admin:
+    """Weights, sleep and wake; one at a time."""
+
+    def __init__(self, thread: EngineThread):
+        self._thread, self._llm = thread, thread.llm
+        self._lock = asyncio.Lock()
+        self._aside: tuple[Params, Params, tuple] | None = None  # while asleep
+
+    async def update(self, asked: WeightsRequest) -> dict:
+        """Loads weights beside those that run, then swaps them in between two chunks.
+
+        Returns:
+          their checksums as they lie on the devices, and their version.
+
+        Raises:
+          ApiError: they cannot be used; the old ones stay.
+        """
+        async with self._lock:
+            if self._thread.asleep:
+                raise ApiError(409, "the server is asleep; POST /wake first")
+            began = time.perf_counter()
+            try:
+                policy, head = await asyncio.to_thread(self._load, asked)
+            except (CheckpointError, hf.UnsupportedModelError, OSError, ValueError) as error:
+                raise ApiError(400, f"{asked.path} cannot be used: {error}", "path") from error
+            return await self._thread.call(lambda: self._swap(asked, policy, head, began))
+
+    def _load(self, asked: WeightsRequest) -> tuple[Params, Params | None]:
+        """Policy and head to serve from now on, checked against those that are served."""
+        llm, alone = self._llm, asked.what == "head"
+        takes_head = llm.spec is not None and llm.spec.source == "head"
+        if alone and not takes_head:
+            raise ValueError("the server drafts with no head of its own; nothing would use it")
+        policy, head = read_weights(Path(asked.path), llm.cfg, alone, asked.step)
+        if alone and head is None:
+            raise ValueError("it holds no draft head; expected one")
+        if not alone and policy is None:
+            raise ValueError("it holds a draft head alone; say what='head'")
+        if not takes_head:
+            head = None
+        dtype = llm.cfg.param_dtype
+        policy = llm.params if alone else _fitted("the policy", policy, llm.params, dtype)
+        if not alone and not checksum(policy, dtype).finite:
+            raise ValueError("the policy's weights are not finite; it could generate nothing")
+        return policy, None if head is None else _fitted("the draft head", head, llm.head, dtype)
+
+    def _swap(
+        self, asked: WeightsRequest, policy: Params, head: Params | None, began: float
+    ) -> dict:
+        llm, running = self._llm, asked.running
+        if running == "finish":
+            self._thread.finish_all()
+            running = "recompute"
+        llm.update_weights(policy, head, running)
+        self._thread.metrics.updates.labels(asked.what).inc()
+        return {
+            **weights_info(llm),
+            "what": asked.what,
+            "head_updated": head is not None,
+            "seconds": time.perf_counter() - began,
+        }
+
+    async def sleep(self) -> dict:
+        """Lets what runs finish, then keeps policy and head in host memory and frees the devices.
+
+        New requests are answered with 503 from then on.
+        """
+        async with self._lock:
+            if not self._thread.asleep:
+                await self._thread.call(self._sleep)
+            return {"status": "asleep"}
+
+    def _sleep(self) -> None:
+        llm = self._llm
+        self._thread.finish_all()
+        self._thread.asleep = True
+        weights = llm.params, llm.head
+        places = jax.tree.map(lambda x: x.sharding, weights)
+        self._aside = (*jax.device_get(weights), places)
+        llm.params = llm.head = None
+        llm.engine.release()
+
+    async def wake(self) -> dict:
+        """Puts the weights back where they were, the head with them."""
+        async with self._lock:
+            if self._thread.asleep:
+                await self._thread.call(self._wake)
+            return {"status": "ok", **weights_info(self._llm)}
+
+    def _wake(self) -> None:
+        policy, head, places = self._aside
+        policy, head = jax.device_put((policy, head), places)
+        self._llm.update_weights(policy, head)
+        self._aside = None
+        self._thread.asleep = False
+
+
+def read_weights(
+    path: Path, cfg: ModelConfig, head_alone: bool, step: int | None
+) -> tuple[Params | None, Params | None]:
+    """Weights of a model like `cfg` in any layout that is written here.
+
+    Returns:
+      (policy, head); None for what is not there, or not asked for.
+
+    Raises:
+      CheckpointError, UnsupportedModelError, ValueError: what is there does not fit `cfg`.
+    """
+    if path.is_file() or any(path.glob("*.safetensors*")):
+        if step is not None:
+            raise ValueError(f"it is no training run and has no step {step}; leave step out")
+        if head_alone:
+            return None, hf.load_head(path, cfg)
+        there, policy, head = hf.load_checkpoint(path, cfg.param_dtype, mtp_concat=cfg.mtp_concat)
+        _require_same(there, cfg, head is not None)
+        return policy, head
+    if not path.exists():
+        raise ValueError("there is no such file or directory on the server")
+    policy, head, meta = load_weights(path, step)
+    for name in _HEADS:
+        if name in meta and meta[name] != getattr(cfg, name):
+            raise ValueError(
+                f"its head was made with {name}={meta[name]}, the model says {getattr(cfg, name)}"
+            )
+    return (None if head_alone else policy), head
+
+
+def weights_info(llm: LLM) -> dict:
+    """What is served, as /update_weights and /server_info say it."""
+    names = {"policy": "policy", "draft": "head"}
+    sums = llm.engine.runner.checksums
+    return {
+        "version": llm.engine.version,
+        "checksums": {names[name]: f"{value:08x}" for name, value in sums.items()},
+        "finite": {names[name]: value.finite for name, value in sums.items()},
+    }
+
+
+def _require_same(there: ModelConfig, cfg: ModelConfig, has_head: bool) -> None:
+    for name in cfg.__dataclass_fields__:
+        if name in _OURS or (name in _HEADS and not has_head):
+            continue
+        ours, theirs = getattr(cfg, name), getattr(there, name)
+        if ours != theirs:
+            raise ValueError(f"its {name} is {theirs!r}, that of the model served is {ours!r}")
+
+
+def _fitted(what: str, new: Params, old: Params, dtype: str) -> Params:
+    """The new weights in the dtype that is served.
+
+    Raises:
+      ValueError: they have other names or shapes.
+    """
+    shapes = [
+        {jax.tree_util.keystr(path): leaf.shape for path, leaf in found}
+        for found in map(jax.tree_util.tree_leaves_with_path, (new, old))
+    ]
+    different = sorted(k for k in shapes[0] | shapes[1] if shapes[0].get(k) != shapes[1].get(k))
+    if different:
+        name = different[0]
+        raise ValueError(
+            f"{what} does not fit: {name} has shape {shapes[0].get(name)}, expected "
+            f"{shapes[1].get(name)}"
+        )
+    return jax.tree.map(lambda x: x.astype(dtype), new)

@@ -1,0 +1,152 @@
+"""The routes. What they do is in `generation` and `admin`."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import jax
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+import specjax
+from serve.admin import PATHS, Admin, weights_info
+from serve.engine_thread import EngineDead, EngineThread
+from serve.errors import ApiError, answer_errors
+from serve.generation import Generation
+from serve.guard import Guard
+from serve.log import AccessLog
+from serve.metrics import Metrics
+from serve.protocol import ChatRequest, CompletionRequest, WeightsRequest
+from serve.settings import ServeConfig, public
+from specjax import LLM
+
+
+def create_app(cfg: ServeConfig, llm: LLM) -> FastAPI:
+    """The application; its `state.thread` runs the engine while the application does.
+
+    Args:
+      llm: of `load_llm`; nobody else may use it from now on.
+    """
+    thread = EngineThread(llm, Metrics(cfg.name))
+    admin = Admin(thread)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI):
+        thread.start()
+        yield
+        await thread.stop()
+
+    version = specjax.__version__
+    app = FastAPI(
+        title="specjax", version=version, lifespan=lifespan, docs_url=None, redoc_url=None
+    )
+    app.state.thread = thread
+    answer_errors(app)
+    _add_generation(app, cfg, thread)
+    _add_views(app, cfg, thread)
+    _add_admin(app, admin)
+    app.add_middleware(
+        Guard,
+        api_key=cfg.api_key,
+        admin_key=cfg.admin_key,
+        admin=PATHS,
+        body_bytes=cfg.limits.body_bytes,
+    )
+    paths = frozenset(route.path for route in app.routes if hasattr(route, "path"))
+    app.add_middleware(AccessLog, metrics=thread.metrics, paths=paths, file=cfg.log_file)
+    return app
+
+
+def _add_generation(app: FastAPI, cfg: ServeConfig, thread: EngineThread) -> None:
+    generation, began = Generation(cfg, thread), int(time.time())
+    model = {
+        "id": cfg.name,
+        "object": "model",
+        "created": began,
+        "owned_by": "specjax",
+        "root": cfg.model,
+        "max_model_len": thread.llm.max_len,
+    }
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request):
+        return await generation.answer(body, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request):
+        return await generation.answer(body, request)
+
+    @app.get("/v1/models")
+    async def models():
+        return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str):
+        generation.require_model(name)
+        return model
+
+
+def _add_views(app: FastAPI, cfg: ServeConfig, thread: EngineThread) -> None:
+    metrics = thread.metrics
+
+    @app.get("/health")
+    async def health():
+        status, state = 200, "asleep" if thread.asleep else "ok"
+        if thread.error is not None:
+            status, state = 503, "dead"
+        said = {"status": state, "alarms": list(metrics.snapshot.alarms)}
+        if thread.error is not None:
+            said["error"] = f"{type(thread.error).__name__}: {thread.error}"
+        return JSONResponse(said, status)
+
+    @app.get("/metrics")
+    async def read_metrics():
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/server_info")
+    async def server_info():
+        now, plans = metrics.snapshot, thread.llm.engine.runner.plans
+        # A list with one entry per replica group, as SGLang has it; there is one engine behind all.
+        current = next((name for name in now.strategies if name), next(iter(plans)))
+        tree = plans[current].tree
+        return {
+            "version": specjax.__version__,
+            "jax": jax.__version__,
+            "model": cfg.name,
+            "max_model_len": thread.llm.max_len,
+            "settings": public(cfg),
+            "strategies": list(plans),
+            "weights": weights_info(thread.llm),
+            "internal_states": [
+                {
+                    "speculative_num_steps": 0 if tree is None else tree.steps,
+                    "avg_spec_accept_length": metrics.accept_length,
+                    "strategy": current,
+                    "num_running_reqs": now.running,
+                    "num_waiting_reqs": now.waiting,
+                    "asleep": thread.asleep,
+                }
+            ],
+        }
+
+
+def _add_admin(app: FastAPI, admin: Admin) -> None:
+    async def answered(work) -> dict:
+        try:
+            return await work
+        except EngineDead as error:
+            raise ApiError(500, str(error)) from error
+
+    @app.post("/update_weights")
+    async def update_weights(body: WeightsRequest):
+        return await answered(admin.update(body))
+
+    @app.post("/sleep")
+    async def sleep():
+        return await answered(admin.sleep())
+
+    @app.post("/wake")
+    async def wake():
+        return await answered(admin.wake())

@@ -1,0 +1,71 @@
+"""The text of a sample that still grows: given out as soon as it is sure, and never taken back.
+
+Two things are held back: the first bytes of a character (`TextStream`), and what could be the
+beginning of a stop string, for the text of a sample ends before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from specjax.engine.stops import TextStream
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Detokenizer:
+    """The text of one sample.
+
+    Args:
+      decode: token ids to text; None: there is no tokenizer, and all text is empty.
+      stop: strings that end the sample.
+
+    Attributes:
+      given: characters that were given out.
+    """
+
+    def __init__(self, decode: Decode | None, stop: Sequence[str] = ()):
+        self._stop, self.given = tuple(stop), 0
+        self._stream = TextStream(decode or _nothing)
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Takes in tokens of a sample that goes on; returns the text that is sure now."""
+        for token in tokens:
+            self._stream.push(token)
+        text = self._stream.text
+        return self._give(text[: len(text) - self._held(text)])
+
+    def finish(self, tokens: Sequence[int], text: str) -> str:
+        """Takes in the last tokens of a sample.
+
+        Args:
+          text: of the whole sample, as the batch API gives it.
+
+        Returns:
+          what is left of it.
+        """
+        begun = self._stream.text[: self.given]
+        if text.startswith(begun):
+            return self._give(text)
+        # A tokenizer whose text depends on what follows: the stream's is as good.
+        for token in tokens:
+            self._stream.push(token)
+        return self._give(self._stream.text + self._stream.rest)
+
+    def _give(self, text: str) -> str:
+        piece = text[self.given :]
+        self.given = max(self.given, len(text))
+        return piece
+
+    def _held(self, text: str) -> int:
+        """Characters at the end of the text that could be the beginning of a stop string."""
+        longest = max(map(len, self._stop), default=1) - 1
+        for count in range(min(longest, len(text)), 0, -1):
+            end = text[len(text) - count :]
+            if any(len(string) > count and string.startswith(end) for string in self._stop):
+                return count
+        return 0
+
+
+def _nothing(ids: Sequence[int]) -> str:
+    return ""

@@ -1,0 +1,337 @@
+"""What completions and chat completions share: jobs go in, answers or events come out."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from jinja2 import TemplateError
+
+from serve.detokenize import Detokenizer
+from serve.engine_thread import Asleep, EngineDead, EngineThread, Request, Update
+from serve.errors import ApiError
+from serve.protocol import ChatRequest, CompletionRequest, Sampling
+from serve.replies import ChatReply, CompletionReply, Pieces, origins, spec_details, usage_of
+from serve.settings import ServeConfig
+from specjax.engine.checks import check_prompt
+from specjax.engine.request import Job, SampleOutput, make_jobs
+
+GONE = 499  # nginx's status for a client that went away; nobody reads it
+DEFAULT_TOKENS = 16  # OpenAI's, of completions
+TOO_LONG = "context_length_exceeded"
+
+
+class Ask(NamedTuple):
+    """A request that was understood.
+
+    Attributes:
+      prompts: token ids. jobs: one per choice, prompt by prompt.
+    """
+
+    body: CompletionRequest | ChatRequest
+    prompts: list[list[int]]
+    jobs: list[Job]
+
+
+class Generation:
+    """Answers requests for text.
+
+    Args:
+      cfg: its limits. thread: runs the samples.
+    """
+
+    def __init__(self, cfg: ServeConfig, thread: EngineThread):
+        self._cfg, self._thread, self._llm = cfg, thread, thread.llm
+        self._tokenizer = thread.llm.tokenizer
+        self._pieces = Pieces(self._tokenizer)
+        # Prompts may be long, and the event loop must not wait; tokenizers take one caller a time.
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
+        method = getattr(self._tokenizer, "apply_chat_template", self._chat_prompt)
+        self._template_options = set(inspect.signature(method).parameters)
+        slots = cfg.engine.max_batch * cfg.engine.replicas
+        self._room = slots + cfg.limits.queue
+
+    async def answer(self, body: CompletionRequest | ChatRequest, http: HttpRequest) -> Response:
+        """The whole of POST /v1/completions and /v1/chat/completions.
+
+        Raises:
+          ApiError: the request cannot be served.
+        """
+        arrived = time.perf_counter()
+        self.require_model(body.model)
+        body.require_supported()
+        self._require(body.n or 1, self._cfg.limits.n, "n")
+        ask = await asyncio.get_running_loop().run_in_executor(self._encoder, self._ask, body)
+        request = await self._submit(ask, arrived)
+        kind = ChatReply if isinstance(body, ChatRequest) else CompletionReply
+        reply = kind(self._cfg.name, self._pieces)
+        if body.stream:
+            events = self._events(ask, request, reply)
+            return EventStream(events, lambda: self._thread.abort(request))
+        return await self._whole(ask, request, reply, http)
+
+    def require_model(self, name: str | None) -> None:
+        if name not in (None, self._cfg.name):
+            raise ApiError(
+                404,
+                f"the model {name!r} does not exist; this server has {self._cfg.name!r}",
+                "model",
+                "model_not_found",
+            )
+
+    # --- in --------------------------------------------------------------------------------------
+
+    async def _submit(self, ask: Ask, arrived: float) -> Request:
+        if self._thread.outstanding + len(ask.jobs) > self._room:
+            raise ApiError(
+                429,
+                f"{self._thread.outstanding} samples run or wait, and {len(ask.jobs)} more would "
+                f"exceed {self._room}; come back later",
+                code="rate_limit_exceeded",
+            )
+        try:
+            request = await self._thread.submit(ask.jobs, arrived)
+        except Asleep as error:
+            raise ApiError(503, str(error)) from error
+        except EngineDead as error:
+            raise ApiError(500, str(error)) from error
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        self._thread.metrics.prompt_tokens.inc(sum(map(len, ask.prompts)))
+        return request
+
+    def _ask(self, body: CompletionRequest | ChatRequest) -> Ask:
+        if isinstance(body, ChatRequest):
+            prompts, default = [self._chat_prompt(body)], None
+        else:
+            prompts, default = body.prompts, DEFAULT_TOKENS
+            self._require(len(prompts), self._cfg.limits.prompts, "prompts", "prompt")
+        ids, jobs = [], []
+        for index, prompt in enumerate(prompts):
+            try:
+                ids.append(self._ids(f"prompt {index}", prompt))
+                params = body.params(self._tokens(body, len(ids[-1]), default), body.top)
+                eos = self._llm.cfg.eos_token_ids
+                jobs += make_jobs(ids[-1], params, eos, self._tokenizer, index)
+            except ValueError as error:
+                raise ApiError(400, str(error)) from error
+        return Ask(body, ids, jobs)
+
+    def _chat_prompt(self, body: ChatRequest) -> list[int]:
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise ApiError(
+                400,
+                "the model has no chat template; use /v1/completions, or start the server with "
+                "chat_template=FILE",
+            )
+        more = body.chat_template_kwargs or {}
+        taken = sorted(set(more) & self._template_options)
+        if taken:
+            raise ApiError(400, f"{taken[0]} is not the template's", "chat_template_kwargs")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [message.for_template() for message in body.messages],
+                tokenize=False,
+                add_generation_prompt=body.add_generation_prompt,
+                **more,
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ApiError(400, f"the chat template refuses: {error}", "messages") from error
+        # The template has written the special tokens; the tokenizer must not add them again.
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, **options) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, **options)
+        except (TypeError, ValueError) as error:
+            raise ApiError(400, f"the tokenizer cannot encode the prompt: {error}") from error
+
+    def _ids(self, where: str, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise ApiError(
+                    400, f"{where} is text and the model has no tokenizer; send token ids", "prompt"
+                )
+            prompt = self._encode(prompt)
+        return check_prompt(where, prompt, self._llm.cfg.vocab_size)
+
+    def _tokens(self, body: Sampling, prompt: int, default: int | None) -> int:
+        """How many may be generated after a prompt of that length."""
+        limits, most = self._cfg.limits, self._llm.max_len
+        wanted = body.wanted_tokens
+        if limits.prompt_tokens is not None and prompt > limits.prompt_tokens:
+            raise ApiError(
+                400,
+                f"the prompt has {prompt} tokens, and this server takes {limits.prompt_tokens}",
+                code=TOO_LONG,
+            )
+        if limits.max_tokens is not None and wanted is not None:
+            self._require(wanted, limits.max_tokens, "max_tokens")
+        if prompt + (wanted or 1) > most:
+            raise ApiError(
+                400,
+                f"the model's context is {most} tokens; the prompt has {prompt}, and "
+                f"{wanted or 'at least 1'} are to be generated; shorten one of them",
+                code=TOO_LONG,
+            )
+        if wanted is not None:
+            return wanted
+        sizes = (most - prompt, limits.max_tokens, default and max(default, body.min_tokens))
+        return min(size for size in sizes if size is not None)
+
+    def _require(self, got: int, most: int, what: str, param: str | None = None) -> None:
+        if got > most:
+            raise ApiError(400, f"{what} is {got}, and this server takes {most}", param or what)
+
+    # --- out -------------------------------------------------------------------------------------
+
+    async def _whole(
+        self, ask: Ask, request: Request, reply: CompletionReply, http: HttpRequest
+    ) -> Response:
+        """Waits for all samples, or until the client has gone."""
+        answer = asyncio.ensure_future(self._collect(ask, request, reply))
+        gone = asyncio.ensure_future(_disconnect(http))
+        try:
+            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            return JSONResponse(answer.result()) if answer.done() else Response(status_code=GONE)
+        finally:
+            answer.cancel()
+            gone.cancel()
+            self._thread.abort(request)  # does nothing if all have ended
+
+    async def _collect(self, ask: Ask, request: Request, reply: CompletionReply) -> dict:
+        choices: list[dict | None] = [None] * len(ask.jobs)
+        came: list[list[str]] = [[] for _ in ask.jobs]
+        written = 0
+        async for update in _updates(request):
+            if update.error is not None:
+                raise ApiError(500, str(update.error))
+            came[update.index] += origins(update.news)
+            sample, index = update.sample, update.index
+            if sample is None:
+                continue
+            written += len(sample.token_ids)
+            logprobs = self._logprobs(
+                ask.body, reply, sample.token_ids, sample.logprobs, sample.top_logprobs, 0
+            )
+            choice = reply.choice(
+                index, self._text(sample), sample.finish_reason, logprobs, streams=False
+            )
+            if ask.body.return_token_ids:
+                choice["token_ids"] = sample.token_ids
+                choice["prompt_token_ids"] = list(ask.jobs[index].prompt)
+            if ask.body.return_spec_details:
+                choice["spec_details"] = {**spec_details(sample), "origins": came[index]}
+            choices[index] = choice
+        return reply.body(choices, usage_of(sum(map(len, ask.prompts)), written), streams=False)
+
+    async def _events(
+        self, ask: Ask, request: Request, reply: CompletionReply
+    ) -> AsyncIterator[str]:
+        """Server-sent events: pieces of choices as they come, then the usage, if wanted."""
+        decode = self._decode if self._tokenizer is not None else None
+        texts = [Detokenizer(decode, job.params.stop) for job in ask.jobs]
+        offsets, written = [0] * len(ask.jobs), 0
+        for index in range(len(ask.jobs)):
+            opening = reply.opening(index)
+            if opening is not None:
+                yield self._event(reply.body([opening], None, streams=True), ask.body)
+        async for update in _updates(request):
+            if update.error is not None:
+                yield f"data: {json.dumps(ApiError(500, str(update.error)).body())}\n\n"
+                return
+            index, sample = update.index, update.sample
+            tokens = [token for news in update.news for token in news.tokens]
+            written += len(tokens)
+            if sample is None:
+                text, reason = texts[index].push(tokens), None
+            else:
+                text = texts[index].finish(tokens, self._text(sample))
+                reason = sample.finish_reason
+            logprobs = self._streamed_logprobs(ask.body, reply, update, offsets[index])
+            if logprobs is not None:
+                offsets[index] += sum(len(self._pieces.text(token)) for token in tokens)
+            more = self._details(ask, update, tokens)
+            if text or reason or logprobs or more:
+                choice = {**reply.choice(index, text, reason, logprobs, streams=True), **more}
+                yield self._event(reply.body([choice], None, streams=True), ask.body)
+        if ask.body.wants_usage:
+            usage = usage_of(sum(map(len, ask.prompts)), written)
+            yield f"data: {json.dumps(reply.body([], usage, streams=True))}\n\n"
+        yield "data: [DONE]\n\n"
+
+    def _event(self, body: dict, asked: Sampling) -> str:
+        # With include_usage all pieces but the last say that their usage is null.
+        body = {**body, "usage": None} if asked.wants_usage else body
+        return f"data: {json.dumps(body)}\n\n"
+
+    def _details(self, ask: Ask, update: Update, tokens: Sequence[int]) -> dict:
+        """What a piece says beside OpenAI's fields."""
+        more = {}
+        if ask.body.return_token_ids and tokens:
+            more["token_ids"] = list(tokens)
+        if ask.body.return_spec_details:
+            whole = {} if update.sample is None else spec_details(update.sample)
+            more["spec_details"] = {**whole, "origins": origins(update.news)}
+        return more
+
+    def _streamed_logprobs(self, body, reply, update: Update, offset: int) -> dict | None:
+        tokens = [token for news in update.news for token in news.tokens]
+        values = [value for news in update.news for value in news.logprobs]
+        top = [entry for news in update.news for entry in news.top or ()]
+        return self._logprobs(body, reply, tokens, values, top or None, offset) if tokens else None
+
+    def _logprobs(self, body, reply, tokens, values, top, offset: int) -> dict | None:
+        if not body.wants_logprobs:
+            return None
+        return reply.logprobs(tokens, values, top, offset, body.top)
+
+    def _text(self, sample: SampleOutput) -> str:
+        """Of a whole sample, as the batch API gives it."""
+        if sample.text is not None:
+            return sample.text
+        return "" if self._tokenizer is None else self._decode(sample.token_ids)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events.
+
+    Args:
+      on_end: is called when the last was sent, or the client went away.
+    """
+
+    def __init__(self, events: AsyncIterator[str], on_end: Callable[[], None]):
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+        self._on_end = on_end
+
+    async def __call__(self, scope, receive, send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+
+
+async def _updates(request: Request) -> AsyncIterator[Update]:
+    """Until all samples have ended, or the engine has."""
+    left = len(request.jobs)
+    while left:
+        update = await request.updates.get()
+        left = 0 if update.error is not None else left - (update.sample is not None)
+        yield update
+
+
+async def _disconnect(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass

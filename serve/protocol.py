@@ -1,0 +1,245 @@
+"""Bodies of requests: OpenAI's names first, vLLM's for what OpenAI does not have.
+
+What is not known is refused, and so is what is known and not supported: an option that is silently
+dropped gives other tokens than were asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from serve.errors import ApiError
+from specjax import SamplingParams
+from specjax.control import OFF
+
+SEED = 1 << 63
+
+
+def _whole(text: str) -> str:
+    """JSON can spell half a surrogate pair, which is no character and which no tokenizer takes."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("expected text, got half a surrogate pair")
+    return text
+
+
+Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+Text = Annotated[str, AfterValidator(_whole)]
+Word = Annotated[Text, Field(min_length=1, max_length=256)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class Sampling(Body):
+    """What completions and chat completions share; null is the default everywhere."""
+
+    model: str | None = Field(None, description="the model's name, see /v1/models")
+    temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy; default 1")
+    top_p: float | None = Field(None, gt=0, le=1)
+    n: int | None = Field(None, ge=1, description="samples of each prompt")
+    seed: int | None = Field(
+        None, ge=-SEED, lt=SEED, description="equal prompts and seeds give equal samples"
+    )
+    stop: Word | list[Word] | None = Field(None, max_length=16)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], float] | None = Field(
+        None, max_length=300
+    )
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="ignored")
+    metadata: dict[str, str] | None = Field(None, description="ignored")
+    # vLLM's
+    top_k: int | None = Field(None, ge=-1, lt=1 << 31, description="0 and -1 keep all tokens")
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    stop_token_ids: list[Token] | None = Field(None, max_length=64)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
+    bad_words: list[Word] | None = Field(None, max_length=64)
+    allowed_token_ids: list[Token] | None = Field(None, min_length=1)
+    return_token_ids: bool = Field(False, description="choices say token_ids, prompts as well")
+    # specjax's
+    speculative: bool | Annotated[str, Field(min_length=1, max_length=64)] = Field(
+        True,
+        description="false or off: nothing is drafted for this request; or one of the strategies "
+        "that /server_info lists",
+    )
+    return_spec_details: bool = Field(False, description="choices say what was drafted")
+
+    def params(self, max_tokens: int, top_logprobs: int) -> SamplingParams:
+        """How it is sampled.
+
+        Raises:
+          ApiError: the values do not fit together.
+        """
+        asked = self.speculative
+        given = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "n": self.n,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "stop": self.stop,
+            "stop_token_ids": self.stop_token_ids,
+            "bad_words": self.bad_words,
+            "allowed_token_ids": self.allowed_token_ids,
+            "logit_bias": self.logit_bias
+            and {int(token): value for token, value in self.logit_bias.items()},
+        }
+        try:
+            return SamplingParams(
+                max_tokens=max_tokens,
+                seed=self.seed,
+                top_logprobs=top_logprobs,
+                include_stop_str_in_output=self.include_stop_str_in_output,
+                ignore_eos=self.ignore_eos,
+                min_tokens=self.min_tokens,
+                speculative=self.speculative not in (False, OFF),
+                strategy=asked if isinstance(asked, str) and asked != OFF else None,
+                **{name: value for name, value in given.items() if value is not None},
+            )
+        except ValueError as error:
+            raise ApiError(400, str(error), _named(str(error))) from error
+
+    @property
+    def wants_usage(self) -> bool:
+        """In a stream, at its end."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions."""
+
+    prompt: Text | list[Text] | list[Token] | list[list[Token]] = Field(
+        description="text or token ids, one prompt or several", min_length=1
+    )
+    max_tokens: int | None = Field(None, ge=1, description="default 16, or what fits")
+    logprobs: int | None = Field(None, ge=0, le=20)
+    best_of: int | None = Field(None, ge=1, description="only n itself is supported")
+    echo: Literal[False] | None = None
+    suffix: Literal[""] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One or several."""
+        bare = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if bare else list(self.prompt)
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    @property
+    def top(self) -> int:
+        """Most likely tokens to say at every position."""
+        return self.logprobs or 0
+
+    def require_supported(self) -> None:
+        if self.best_of not in (None, self.n or 1):
+            raise ApiError(
+                400, f"best_of must be n or left out, got {self.best_of}; ask for more samples (n)",
+                "best_of",
+            )  # fmt: skip
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Body):
+    """One of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[TextPart] | None = None
+    name: Text | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        content = self.content or ""
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content)
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": content, **named}
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class ChatRequest(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, description="default: what fits")
+    max_completion_tokens: int | None = Field(None, ge=1, description="the same")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: TextFormat | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
+    @property
+    def top(self) -> int:
+        """Most likely tokens to say at every position."""
+        return self.top_logprobs or 0
+
+    def require_supported(self) -> None:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise ApiError(
+                400, f"max_tokens and max_completion_tokens are {both[0]} and {both[1]}; give one",
+                "max_completion_tokens",
+            )  # fmt: skip
+
+
+class WeightsRequest(Body):
+    """POST /update_weights."""
+
+    path: str = Field(
+        min_length=1,
+        description="on the server: a Hugging Face directory, a file of a draft head, the "
+        "checkpoints of a training run, or a checkpoint of a head",
+    )
+    what: Literal["all", "head"] = Field(
+        "all", description="policy, with its head where there is one, or the head alone"
+    )
+    step: int | None = Field(None, ge=0, description="of a training run; null: the newest")
+    running: Literal["recompute", "keep", "finish"] = Field(
+        "recompute",
+        description="what becomes of samples that run. recompute: they go on with the new weights, "
+        "which read their tokens anew; keep: they go on with the new weights and the caches of the "
+        "old ones; finish: they end with the old weights, and new requests wait",
+    )
+
+
+def _named(message: str) -> str | None:
+    """The option that a message of `SamplingParams` begins with."""
+    word = message.split(" ", 1)[0]
+    return word if word in SamplingParams.__dataclass_fields__ else None

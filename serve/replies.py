@@ -1,0 +1,175 @@
+"""Bodies of answers, in OpenAI's shapes.
+
+Beside OpenAI's fields, where the request asks for them: `token_ids` of a choice, `prompt_token_ids`
+(vLLM's), and `spec_details`, what speculation did for a choice:
+
+    accept_length           tokens per round, bonus included
+    draft_acceptance_rate   accepted drafts over drafted tokens; null where nothing was drafted
+    acceptance_histogram    rounds that accepted 0, 1, 2, .. drafts
+    rounds, plain_rounds    all, and those that drafted nothing
+    drafted, accepted       tokens
+    origins                 how each token came: "draft" (accepted), "bonus" (the last of a round
+                            that drafted) or "plain". In a stream each piece says its own
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import uuid
+from collections.abc import Sequence
+
+from specjax.engine.request import SampleOutput
+from specjax.engine.watch import News
+
+LEAST = -9999.0  # what OpenAI writes for minus infinity
+
+
+def origins(news: Sequence[News]) -> list[str]:
+    """How each token came."""
+    found = []
+    for chunk in news:
+        for count in chunk.rounds:
+            drafted = ["draft"] * (count - 1) + ["bonus"]
+            found += drafted if chunk.steps else ["plain"] * count
+    return found
+
+
+def spec_details(sample: SampleOutput) -> dict:
+    """What speculation did for a whole sample."""
+    stats = sample.stats
+    return {
+        "accept_length": stats.accept_length if stats.rounds else None,
+        "draft_acceptance_rate": stats.accepted / stats.drafted if stats.drafted else None,
+        "acceptance_histogram": list(stats.histogram[1:]),
+        "rounds": stats.rounds,
+        "plain_rounds": stats.plain_rounds,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+    }
+
+
+class Pieces:
+    """Tokens as text and bytes, for logprobs."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self._byte_of = _bytes_by_character() if _is_byte_level(tokenizer) else None
+        self.bytes_of = functools.lru_cache(maxsize=1 << 16)(self._bytes_of)
+
+    def text(self, token: int) -> str:
+        """As OpenAI: a token that is part of a character is spelt `bytes:\\xe2\\x82`."""
+        raw = self.bytes_of(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def _bytes_of(self, token: int) -> bytes:
+        if self._tokenizer is None:
+            return f"token_id:{token}".encode()
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if piece is None:  # the model's table is longer than the tokenizer's
+            return b""
+        if self._byte_of is not None and all(c in self._byte_of for c in piece):
+            if piece not in self._tokenizer.all_special_tokens:
+                return bytes(self._byte_of[c] for c in piece)
+        return self._tokenizer.decode([token], skip_special_tokens=False).encode(errors="replace")
+
+
+def _is_byte_level(tokenizer) -> bool:
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    return type(decoder).__name__ == "ByteLevel"
+
+
+def _bytes_by_character() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes are themselves, the others follow from U+0100 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    found = {chr(byte): byte for byte in printable}
+    return found | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+class CompletionReply:
+    """Answers of /v1/completions."""
+
+    id_prefix, whole, part = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, model: str, pieces: Pieces):
+        self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
+        self._model, self._pieces = model, pieces
+
+    def body(self, choices: list[dict], usage: dict | None, streams: bool) -> dict:
+        kind = self.part if streams else self.whole
+        reply = {**self._head, "object": kind, "model": self._model, "choices": choices}
+        return reply if usage is None else {**reply, "usage": usage}
+
+    def opening(self, index: int) -> dict | None:
+        """The first piece of a choice in a stream, before any text."""
+        return None
+
+    def choice(
+        self, index: int, text: str, reason: str | None, logprobs: dict | None, streams: bool
+    ) -> dict:
+        return {"index": index, "text": text, "finish_reason": reason, "logprobs": logprobs}
+
+    def logprobs(self, tokens, values, top, offset: int, most: int) -> dict:
+        """Of some tokens.
+
+        Args:
+          top: of each token, see `News`; None without. offset: characters before these.
+          most: likely tokens that were asked for; the one that was generated may come on top.
+        """
+        texts = [self._pieces.text(token) for token in tokens]
+        offsets = [offset + sum(map(len, texts[:i])) for i in range(len(texts))]
+        likely = None
+        if top is not None:
+            likely = [{self._pieces.text(t): _least(v) for t, v in entry.items()} for entry in top]
+        return {
+            "tokens": texts,
+            "token_logprobs": [_least(value) for value in values],
+            "top_logprobs": likely,
+            "text_offset": offsets,
+        }
+
+
+class ChatReply(CompletionReply):
+    """Answers of /v1/chat/completions."""
+
+    id_prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def opening(self, index: int) -> dict | None:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
+
+    def choice(self, index, text, reason, logprobs, streams) -> dict:
+        said = {"index": index, "finish_reason": reason, "logprobs": logprobs}
+        if streams:
+            return {**said, "delta": {"content": text} if text or reason is None else {}}
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {**said, "message": message}
+
+    def logprobs(self, tokens, values, top, offset: int, most: int) -> dict:
+        content = []
+        for i, (token, value) in enumerate(zip(tokens, values, strict=True)):
+            entry = self._entry(token, value)
+            likely = [] if top is None else list(top[i].items())[:most]
+            entry["top_logprobs"] = [self._entry(t, v) for t, v in likely]
+            content.append(entry)
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, value: float) -> dict:
+        raw = self._pieces.bytes_of(token)
+        return {"token": self._pieces.text(token), "logprob": _least(value), "bytes": list(raw)}
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int) -> dict:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def _least(value: float) -> float:
+    return max(float(value), LEAST) if value == value else LEAST

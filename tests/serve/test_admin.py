@@ -1,0 +1,215 @@
+"""Weights, sleep and wake, and what goes wrong, while requests run."""
+
+import threading
+
+import httpx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import openai
+import pytest
+from conftest import KEY, Server, config, served
+
+from serve.admin import weights_info
+from specjax import LLM, SamplingParams, SpecConfig
+from specjax.checkpoint import Checkpointer, save_draft
+from specjax.draft.mtp import init_head_params
+from specjax.models import hf
+
+PROMPT = "17+25+8="
+ASK = {"model": "tiny", "prompt": PROMPT, "seed": 3, "max_tokens": 60}
+MORE = {"ignore_eos": True, "return_token_ids": True, "return_spec_details": True}
+
+
+@pytest.fixture(scope="module")
+def weights(tiny_policy):
+    """(config, policy, head) of the files."""
+    return hf.load_checkpoint(tiny_policy, "float32")
+
+
+@pytest.fixture
+def restored(server: Server, weights):
+    """A server that has its own weights again afterwards."""
+    yield server
+    server.post("/wake")
+    answer = server.post("/update_weights", json={"path": server.llm_path})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.fixture(autouse=True)
+def path_is_known(server, tiny_policy):
+    server.llm_path = str(tiny_policy)
+
+
+def ask(server: Server, **changes):
+    answer = server.client().completions.create(**{**ASK, **changes}, extra_body=MORE)
+    return answer.choices[0]
+
+
+def changed(policy):
+    """The same shapes, other tokens."""
+    return jax.tree.map(lambda x: x[..., ::-1], policy)
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory, weights):
+    """The changed policy and another head: as safetensors, as a training run, the head alone."""
+    cfg, policy, _ = weights
+    policy, head = changed(policy), init_head_params(cfg, 7)
+    where = tmp_path_factory.mktemp("others")
+    hf.save_checkpoint(where / "hf", cfg, policy, head)
+    with Checkpointer(where / "run") as checkpoints:
+        checkpoints.save(4, {"policy": policy, "draft": head}, {}, block=True)
+    switches = {n: getattr(cfg, n) for n in ("mtp_concat", "mtp_target_hidden", "mtp_recycle")}
+    save_draft(where / "draft", head, switches, block=True)
+    return where
+
+
+def test_weights_change_under_load_and_nothing_is_lost(restored: Server, others, weights):
+    """Every sample that starts afterwards is the new policy's; each has all its tokens."""
+    cfg, policy, _ = weights
+    before = ask(restored)
+    answers, errors = [], []
+
+    def client():
+        try:
+            for i in range(3):
+                answers.append(ask(restored, seed=i).token_ids)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=client) for _ in range(6)]
+    with restored.slowly():
+        for thread in threads:
+            thread.start()
+        restored.settles(lambda m: m["num_requests_running"] > 0)
+        said = [
+            restored.post("/update_weights", json={"path": str(others / "hf"), "running": running})
+            for running in ("recompute", "keep", "finish")
+        ]
+        assert any(thread.is_alive() for thread in threads)
+        for thread in threads:
+            thread.join()
+    assert not errors and [len(tokens) for tokens in answers] == [60] * 18
+    assert all(answer.status_code == 200 for answer in said), said[0].text
+    first, *_, last = (answer.json() for answer in said)
+    assert last["version"] == first["version"] + 2 and last["checksums"] == first["checksums"]
+    plain = LLM((cfg, changed(policy), None), None, max_batch=1, max_len=96)
+    params = SamplingParams(max_tokens=60, seed=3, ignore_eos=True)
+    expected = plain.generate([plain_ids(restored)], params)[0].samples[0].token_ids
+    assert ask(restored).token_ids == expected != before.token_ids
+    assert first["checksums"]["policy"] == f"{plain.engine.runner.checksums['policy']:08x}"
+
+
+def plain_ids(server):
+    return server.llm.tokenizer.encode(PROMPT)
+
+
+def test_a_training_run_and_a_head_alone_are_taken(restored: Server, others):
+    own = restored.get("/server_info").json()["weights"]["checksums"]
+    before = ask(restored)
+    head = restored.post("/update_weights", json={"path": str(others / "draft"), "what": "head"})
+    assert head.status_code == 200, head.text
+    sums = head.json()["checksums"]
+    assert sums["policy"] == own["policy"] and sums["head"] != own["head"]
+    after = ask(restored)
+    assert after.token_ids == before.token_ids, "a head changes no token"
+    both = restored.post("/update_weights", json={"path": str(others / "run"), "step": 4})
+    assert both.status_code == 200, both.text
+    assert both.json()["checksums"]["head"] == sums["head"]
+    assert both.json()["checksums"]["policy"] != own["policy"]
+    again = restored.post("/update_weights", json={"path": str(others / "hf")}).json()
+    assert again["checksums"] == both.json()["checksums"], "the same weights in another layout"
+
+
+def test_nan_in_the_head_slows_and_alarms_and_changes_no_token(restored: Server, tmp_path, weights):
+    cfg, _, head = weights
+    before = ask(restored)
+    hf.save_head(tmp_path / "nan.safetensors", cfg, jax.tree.map(lambda x: x * jnp.nan, head))
+    asked = {"path": str(tmp_path / "nan.safetensors"), "what": "head"}
+    answer = restored.post("/update_weights", json=asked).json()
+    assert answer["finite"] == {"policy": True, "head": False}
+    health = restored.get("/health")
+    assert health.status_code == 200
+    assert health.json()["alarms"] == ["the draft's weights are not finite"]
+    assert restored.metrics()["weight_alarms"] == 1
+    after = ask(restored)
+    assert after.token_ids == before.token_ids
+    assert after.spec_details["accepted"] == 0
+
+
+BAD = {
+    "nothing there": ({"path": "/nowhere"}, "no such file"),
+    "no policy in it": ({"path": "draft"}, "what='head'"),
+    "a step that is not there": ({"path": "run", "step": 9}, "9"),
+    "a damaged file": ({"path": "broken"}, "damaged"),
+    "another model": ({"path": "larger"}, "cannot be used"),
+    "a policy of NaN": ({"path": "nan"}, "not finite"),
+}
+
+
+def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(server, others, weights):
+    cfg, policy, head = weights
+    hf.save_checkpoint(others / "larger", cfg.replace(rope_theta=5.0), policy, head)
+    hf.save_checkpoint(others / "nan", cfg, jax.tree.map(lambda x: x * np.nan, policy), head)
+    hf.save_checkpoint(others / "broken", cfg, policy, head)
+    (others / "broken" / "model.safetensors").write_bytes(b"nothing")
+    before = weights_info(server.llm)
+    for what, (body, message) in BAD.items():
+        body = {**body, "path": str(others / body["path"])}
+        answer = server.post("/update_weights", json=body)
+        assert answer.status_code == 400 and message in answer.text, (what, answer.text)
+        assert answer.json()["error"]["param"] == "path"
+    assert weights_info(server.llm) == before
+
+
+def test_only_the_admin_key_may_change_anything(server: Server):
+    for path in ("/update_weights", "/sleep", "/wake"):
+        assert server.post(path, key=KEY, json={"path": "x"}).status_code == 401
+        assert httpx.post(server.url + path).status_code == 401
+
+
+def test_sleep_frees_the_device_and_wake_keeps_the_head(restored: Server):
+    before, info = ask(restored), restored.get("/server_info").json()["weights"]
+    late = []
+    thread = threading.Thread(target=lambda: late.append(ask(restored, max_tokens=80)))
+    with restored.slowly():
+        thread.start()
+        restored.settles(lambda m: m["num_requests_running"] > 0)
+        assert restored.post("/sleep").json() == {"status": "asleep"}
+        thread.join()
+    assert len(late[0].token_ids) == 80, "what runs finishes first"
+    runner, llm = restored.llm.engine.runner, restored.llm
+    held = (runner.params, runner.head, runner.state, llm.params, llm.head)
+    assert not jax.tree.leaves(held)
+    assert restored.get("/health").json()["status"] == "asleep"
+    with pytest.raises(openai.InternalServerError, match="asleep"):
+        ask(restored)
+    assert restored.post("/update_weights", json={"path": "x"}).status_code == 409
+    built = restored.metrics()["compilations_total"]
+    woken = restored.post("/wake").json()
+    assert woken["checksums"] == info["checksums"] and woken["status"] == "ok"
+    after = ask(restored)
+    assert after.token_ids == before.token_ids
+    assert after.spec_details == before.spec_details, "the head drafts what it drafted"
+    assert restored.metrics()["compilations_total"] == built
+
+
+def test_without_an_admin_key_nobody_may(tiny_policy, weights):
+    """And an engine that dies is told of: by every answer, and by /health."""
+    cfg = config(tiny_policy, admin_key=None)
+    llm = LLM(weights, SpecConfig("2_1_3"), max_batch=2, max_len=64)
+
+    def broken(wait=True):
+        raise RuntimeError("the device is gone")
+
+    with served(cfg, llm) as server:
+        assert server.post("/sleep").status_code == 403
+        llm.engine.step = broken
+        client = server.client()
+        for _ in range(2):
+            with pytest.raises(openai.InternalServerError, match="the device is gone"):
+                client.completions.create(model="tiny", prompt=[5, 6], max_tokens=4)
+        health = server.get("/health")
+        assert health.status_code == 503 and "the device is gone" in health.json()["error"]
+        assert server.app.state.thread.outstanding == 0
