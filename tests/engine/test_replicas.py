@@ -1,5 +1,6 @@
 """Independent engines on devices of their own, fed from one queue."""
 
+import collections
 import dataclasses
 import functools
 
@@ -55,6 +56,29 @@ def test_replicas_share_the_work_and_emit_the_tokens_of_one_engine():
     assert tokens(outputs) == tokens(plain().generate(PROMPTS, PARAMS))
     assert sum(map(sum, shares)) == llm.totals.tokens == 6 * 3 * 20
     assert min(map(sum, shares)) > 0.2 * llm.totals.tokens
+
+
+def test_a_watcher_hears_of_every_replica_by_the_tickets_that_were_given():
+    llm, seen, chunks = replicated(), collections.defaultdict(list), []
+
+    class Watcher:
+        def chunk(self, strategy, bucket, rounds):
+            chunks.append(strategy)
+
+        def news(self, ticket, news):
+            seen[ticket] += news.tokens
+
+    engine = llm.engine
+    jobs = [job for p in PROMPTS for job in make_jobs(p, PARAMS, ())]
+    engine.watcher, samples = Watcher(), {}
+    try:
+        tickets = [engine.add(job) for job in jobs]
+        while engine.has_work:
+            samples |= {event.ticket: event.sample.token_ids for event in engine.step()}
+    finally:
+        engine.watcher = None
+    assert [seen[ticket] for ticket in tickets] == [samples[ticket] for ticket in tickets]
+    assert set(chunks) == {"2_1_3"}
 
 
 def test_samples_may_be_added_aborted_suspended_and_continued_anywhere():

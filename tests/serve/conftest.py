@@ -25,7 +25,7 @@ def config(policy, **changes) -> ServeConfig:
         model=str(policy), served_name="tiny", chat_template=TEMPLATE, api_key=KEY, admin_key=ADMIN
     )
     engine = {"max_batch": BATCH, "max_len": MAX_LEN, "chunk_tokens": 8, "prefill_chunk": 16}
-    for name, value in {**engine, "page_size": 16}.items():
+    for name, value in {**engine, "page_size": 16, "max_stop_tokens": 16}.items():
         setattr(cfg.engine, name, value)
     cfg.limits.queue, cfg.limits.n, cfg.limits.body_bytes = QUEUE, 8, 20_000
     cfg.speculation.strategy = "2_1_3"
@@ -119,6 +119,6 @@ def server(tiny_policy):
 @pytest.fixture(scope="session")
 def plain(tiny_policy):
     """The batch API without speculation, of which every answer is known to be right."""
-    llm = LLM(tiny_policy, None, max_batch=BATCH, max_len=MAX_LEN)
+    llm = LLM(tiny_policy, None, max_batch=BATCH, max_len=MAX_LEN, max_stop_tokens=16)
     llm.generate("1+1=", WIDEST)
     return llm

@@ -205,7 +205,7 @@ def test_logprobs_of_chats_have_bytes(server: Server):
 
 OPTIONS = {
     "logit_bias": ({"5": 100}, {"logit_bias": {5: 100.0}}),
-    "stop_token_ids": (list(range(20, 140)), None),
+    "stop_token_ids": (list(range(20, 28)), None),
     "min_tokens": (9, None),
     "bad_words": (["1", "2"], None),
     "allowed_token_ids": ([20, 21, 22, 23], None),
@@ -219,13 +219,13 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_sampling_option_reaches_the_engine(server: Server, plain, name):
     value, theirs = OPTIONS[name]
-    base = {"max_tokens": 16, "seed": 8, "temperature": 1.0}
-    if name == "stop_token_ids":
-        value = value[:6]
+    base = {"max_tokens": 30, "seed": 8}
+    if name not in ("min_tokens", "stop_token_ids"):
+        base["ignore_eos"] = True
     ours = theirs or {name: value}
     [sample] = samples_of(plain, PROMPT, **base, **ours)
     answer = server.client().completions.create(
-        model="tiny", prompt=PROMPT, **base, extra_body={name: value, "return_token_ids": True}
+        model="tiny", prompt=PROMPT, extra_body={**base, name: value, "return_token_ids": True}
     )
     assert answer.choices[0].token_ids == sample.token_ids
     without = samples_of(plain, PROMPT, **base)[0].token_ids
@@ -306,7 +306,7 @@ def test_a_client_that_goes_away_frees_its_pages(server: Server):
             and m["request_aborted_total"] == before["request_aborted_total"] + 16
         )
     tokens = "generation_tokens_total"
-    assert after[tokens] - before[tokens] < 4 * 90, "it stopped long before the end"
+    assert after[tokens] - before[tokens] < 8 * 90, "it stopped long before the end"
     assert after["num_requests_waiting"] == 0
     assert server.app.state.thread.outstanding == 0
     assert client.completions.create(model="tiny", prompt=PROMPT, max_tokens=3).usage
@@ -353,11 +353,13 @@ def test_spec_details_and_metrics_count_the_same(server: Server):
 
 def test_what_is_served_can_be_asked(server: Server):
     client = server.client()
+    client.completions.create(model="tiny", prompt=PROMPT, max_tokens=80, n=4, extra_body=LONG)
     [model] = client.models.list().data
     assert client.models.retrieve("tiny").id == model.id == "tiny"
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok", "alarms": []}
     info = server.get("/server_info").json()
     [state] = info["internal_states"]
+    assert info["strategies"] == ["2_1_3"] and info["weights"]["version"] == 1
     assert state["speculative_num_steps"] == 2 and 1 < state["avg_spec_accept_length"] <= 3
     assert KEY not in json.dumps(info)
     found = server.metrics()

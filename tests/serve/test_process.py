@@ -60,7 +60,7 @@ def test_sigterm_lets_what_runs_finish_and_a_full_disk_stops_nothing(tiny_policy
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--model", "/nowhere"], "no|none at /nowhere"),
+        (["--model", "/nowhere"], "none at /nowhere"),
         ([], "required keys"),
         (["--model", "x", "engine.max_bach=3"], "did you mean 'engine.max_batch'"),
         (["--model", "x", "speculation.strategy=off", "speculation.controller=ema"], "leave one"),
