@@ -199,9 +199,18 @@ def load_llm(cfg: ServeConfig) -> LLM:
     if cfg.chat_template is not None:
         if llm.tokenizer is None:
             raise ConfigError("chat_template: the model has no tokenizer to give it to")
-        file = find_shipped(cfg.chat_template) if len(cfg.chat_template) < 1000 else Path()
-        llm.tokenizer.chat_template = file.read_text() if file.is_file() else cfg.chat_template
+        llm.tokenizer.chat_template = _template(cfg.chat_template)
     return llm
+
+
+def _template(said: str) -> str:
+    """The template itself, or the content of the file."""
+    if "{" in said:
+        return said
+    file = find_shipped(said)
+    if not file.is_file():
+        raise ConfigError(f"chat_template: expected a Jinja template or a file, got {said!r}")
+    return file.read_text(encoding="utf-8")
 
 
 def public(cfg: ServeConfig) -> dict:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import openai
 import pytest
-from conftest import KEY, Server, config, served
+from serving import KEY, Server, config, served
 
 from serve.admin import weights_info
 from specjax import LLM, SamplingParams, SpecConfig

@@ -6,7 +6,7 @@ import json
 import httpx
 import openai
 import pytest
-from conftest import BATCH, KEY, MAX_LEN, QUEUE, Server
+from serving import BATCH, KEY, MAX_LEN, QUEUE, Server
 
 from specjax import SamplingParams
 
