@@ -126,9 +126,10 @@ def test_a_seed_gives_the_same_tokens_alone_in_a_crowd_streamed_or_not_speculati
 
         async def ask(i):
             options = {"temperature": (1.0, 0.0, 0.7)[i % 3], "seed": i % 7, "max_tokens": 5 + i}
-            more = {**LONG, "speculative": i % 4 != 0, "top_k": 50 * (i % 2)}
+            how = (False, True, "2_1_3", "off")[i % 4]
+            more = {**LONG, "speculative": how, "top_k": 50 * (i // 2 % 2)}
             asked = {"model": "tiny", "prompt": prompts[i % 5], **options, "extra_body": more}
-            if i % 2:
+            if i % 3:
                 answer = await client.completions.create(**asked)
                 return answer.choices[0].token_ids
             stream = await client.completions.create(**asked, stream=True)
@@ -140,7 +141,7 @@ def test_a_seed_gives_the_same_tokens_alone_in_a_crowd_streamed_or_not_speculati
     for i, tokens in enumerate(got):
         [sample] = samples_of(
             plain, prompts[i % 5], temperature=(1.0, 0.0, 0.7)[i % 3], seed=i % 7,
-            max_tokens=5 + i, ignore_eos=True, top_k=50 * (i % 2),
+            max_tokens=5 + i, ignore_eos=True, top_k=50 * (i // 2 % 2),
         )  # fmt: skip
         assert tokens == sample.token_ids, i
 
@@ -245,6 +246,7 @@ REFUSED = {
     "an echo": ({"echo": True}, "echo"),
     "min_tokens above max_tokens": ({"min_tokens": 99}, "min_tokens"),
     "an empty stop": ({"stop": [""]}, "stop"),
+    "a strategy that was not compiled": ({"speculative": "5_1_6"}, None),
     "half a character": ({"prompt": "\ud800"}, None),
     "too many stop tokens": ({"stop_token_ids": list(range(40))}, None),
     "a bias on nothing": ({"logit_bias": {"9999": 1}}, None),
