@@ -13,6 +13,7 @@ from serve.errors import ApiError
 from serve.protocol import WeightsRequest
 from specjax import LLM, ModelConfig
 from specjax.checkpoint import CheckpointError
+from specjax.checkpoint_format import named_leaves
 from specjax.checkpoint_weights import load_weights
 from specjax.engine.checksum import checksum
 from specjax.models import hf
@@ -172,15 +173,13 @@ def _require_same(there: ModelConfig, cfg: ModelConfig, has_head: bool) -> None:
 
 
 def _fitted(what: str, new: Params, old: Params, dtype: str) -> Params:
-    """The new weights in the dtype that is served.
+    """The new weights in the dtype that is served, in containers like the old ones.
 
     Raises:
       ValueError: they have other names or shapes.
     """
-    shapes = [
-        {jax.tree_util.keystr(path): leaf.shape for path, leaf in found}
-        for found in map(jax.tree_util.tree_leaves_with_path, (new, old))
-    ]
+    there, wanted = named_leaves(new), named_leaves(old)
+    shapes = [{name: leaf.shape for name, leaf in leaves.items()} for leaves in (there, wanted)]
     different = sorted(k for k in shapes[0] | shapes[1] if shapes[0].get(k) != shapes[1].get(k))
     if different:
         name = different[0]
@@ -188,4 +187,5 @@ def _fitted(what: str, new: Params, old: Params, dtype: str) -> Params:
             f"{what} does not fit: {name} has shape {shapes[0].get(name)}, expected "
             f"{shapes[1].get(name)}"
         )
-    return jax.tree.map(lambda x: x.astype(dtype), new)
+    leaves = [there[name].astype(dtype) for name in wanted]
+    return jax.tree.unflatten(jax.tree.structure(old), leaves)
