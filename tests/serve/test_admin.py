@@ -47,8 +47,8 @@ def ask(server: Server, **changes):
 
 
 def changed(policy):
-    """The same shapes, other tokens."""
-    return jax.tree.map(lambda x: x[..., ::-1], policy)
+    """The same shapes, other tokens, and another checksum, which does not see the order."""
+    return jax.tree.map(lambda x: 1.25 * x[..., ::-1], policy)
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +134,7 @@ def test_nan_in_the_head_slows_and_alarms_and_changes_no_token(restored: Server,
     assert health.status_code == 200
     assert health.json()["alarms"] == ["the draft's weights are not finite"]
     after = ask(restored)
-    assert after.token_ids == before.token_ids
-    assert after.spec_details["accepted"] == 0
+    assert after.token_ids == before.token_ids and after.spec_details["drafted"] > 0
 
 
 BAD = {
