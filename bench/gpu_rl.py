@@ -18,10 +18,10 @@ from pathlib import Path
 
 from bench.common import figure, median_interval
 from bench.gpu_job import Job, random_weights
+from specjax.command_line import find_shipped
 from specjax.draft.mtp import init_head_params
 from specjax.models import hf
 from specjax.models.transformer import init_params
-from train.config import find_shipped
 from train.log import METRICS_FILE, read_metrics
 
 SECONDS = 30.0

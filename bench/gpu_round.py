@@ -28,6 +28,7 @@ from bench.round import milliseconds
 from bench.round_parts import Parts
 from bench.workloads import WORKLOADS, Point, Workload, points
 from specjax import ModelConfig, SpecConfig
+from specjax.command_line import find_shipped
 from specjax.decode.options import Features
 from specjax.decode.state import prefix_lengths, take_positions, take_slots
 from specjax.decode.tree import chain_bits
@@ -38,7 +39,6 @@ from specjax.models.hf_config import read_config
 from specjax.models.transformer import init_params
 from specjax.tokenizer import load_tokenizer
 from train import data
-from train.config import find_shipped
 
 SHAPE, TOKENIZER = "assets/shapes/Qwen3-8B", "assets/sums"
 ROUND = ("draft", "verify", "noise", "accept", "commit")

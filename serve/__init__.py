@@ -1,13 +1,13 @@
 """An OpenAI-compatible server on the engine; `python -m serve --help`.
 
-    api.py             the routes
-    generation.py      what completions and chat completions share: jobs in, answers out
-    protocol.py        bodies of requests
-    replies.py         bodies of answers
-    engine_thread.py   the one thread that owns the engine
-    detokenize.py      text of a sample that still grows
-    metrics.py         what Prometheus reads
-    admin.py           weights, sleep and wake
-    guard.py           API key and size of bodies, before anything is read
-    settings.py        every setting
+api.py             the routes
+generation.py      what completions and chat completions share: jobs in, answers out
+protocol.py        bodies of requests
+replies.py         bodies of answers
+engine_thread.py   the one thread that owns the engine
+detokenize.py      text of a sample that still grows
+metrics.py         what Prometheus reads
+admin.py           weights, sleep and wake
+guard.py           API key and size of bodies, before anything is read
+settings.py        every setting
 """

@@ -32,9 +32,7 @@ class ApiError(Exception):
             kind = "server_error"
         # What a client sent may hold half a surrogate pair, which no answer can.
         message = str(self).encode("utf-8", "replace").decode()
-        return {
-            "error": {"message": message, "type": kind, "param": self.param, "code": self.code}
-        }
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         headers = {"Retry-After": "1"} if self.status in (429, 503) else None

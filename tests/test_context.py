@@ -244,7 +244,7 @@ def test_losses_and_gradients_are_those_of_one_device_in_every_layout(batch, one
 
 
 def test_rows_that_do_not_divide_into_chunks_are_refused():
-    from train.config import parse_config
+    from specjax.command_line import parse_config
     from train.schema import RLConfig
 
     with pytest.raises(SystemExit):

@@ -8,6 +8,7 @@ import tiny_run
 
 from specjax import LLM, SamplingParams, SpecConfig, sharding
 from specjax.checkpoint import Checkpointer
+from specjax.command_line import parse_config
 from specjax.config import Strategy
 from specjax.decode.plan import Plan
 from specjax.decode.state import Room, empty_state, per_slot, take_slots
@@ -16,7 +17,6 @@ from specjax.draft.mtp_source import MTPSource
 from specjax.models import hf
 from specjax.sharding import MeshConfig, make_mesh, replicated_dims
 from train import rl
-from train.config import parse_config
 from train.draft import DraftConfig, DraftTrainer
 from train.grpo import GRPOConfig, count_denominators
 from train.log import read_metrics

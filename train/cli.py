@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from specjax.checkpoint import CheckpointError
+from specjax.command_line import ConfigError, parse_config
 from specjax.distributed import DistributedError
 from specjax.models.hf import UnsupportedModelError
-from train.config import ConfigError, parse_config
 
 # What a mistake of the user, a missing package or a damaged file raises: one message, no traceback.
 USER_ERRORS = (

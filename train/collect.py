@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from specjax.command_line import ConfigError
 from specjax.config import SamplingParams
 from specjax.engine.engine import Engine
 from specjax.engine.request import Finished, Job, SampleOutput, Totals, make_jobs
 from specjax.engine.sequence import Progress
 from train import data
-from train.config import ConfigError
 from train.groups import Choice, Group, Response, Rule, decide, reopen, settle
 from train.rollout import Reward, Rollout, digest, group_seed, rollout_metrics, selection_metrics
 from train.schema import RLConfig

@@ -13,11 +13,11 @@ import jax
 
 from specjax import distributed, sharding
 from specjax.checkpoint import PendingSave, load_draft, save_draft
+from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.draft.mtp import init_head_params
 from specjax.models import hf
 from specjax.models.transformer import Params
-from train.config import ConfigError
 
 _SWITCHES = ("mtp_num_layers", "mtp_concat", "mtp_target_hidden", "mtp_recycle")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 import optax
 
-from train.config import option
+from specjax.command_line import option
 
 
 @dataclass

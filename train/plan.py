@@ -16,8 +16,8 @@ import re
 import sys
 from collections.abc import Sequence
 
+from specjax.command_line import ConfigError, parse_config
 from train.cli import USER_ERRORS
-from train.config import ConfigError, parse_config
 from train.plan_cost import Figures, compiled, counted
 from train.plan_programs import Program, Shapes
 from train.plan_report import Plan, lines

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from specjax import sharding
+from specjax.command_line import ConfigError, find_shipped
 from specjax.config import ModelConfig
 from specjax.decode.options import Features
 from specjax.engine.engine import Engine
@@ -23,7 +24,6 @@ from specjax.engine.start_up import start_programs
 from specjax.models import hf
 from specjax.models.transformer import Params, init_params
 from specjax.reshard import Mover, Reshard, cast
-from train.config import ConfigError, find_shipped
 from train.draft import FIELDS, frozen_policy_parts
 from train.engines import Mesh, make_meshes
 from train.grpo import Denominators

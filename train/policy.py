@@ -19,11 +19,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from specjax import sharding
+from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.context import Context
 from specjax.kernels import dispatch
 from specjax.models.transformer import Params, Transformer, graphdef, init_params
-from train.config import ConfigError
 from train.grpo import Denominators, GRPOConfig, grpo_loss, token_logprobs
 
 log = logging.getLogger(__name__)

@@ -17,12 +17,12 @@ import jax
 
 from specjax import distributed, lifeline
 from specjax.checkpoint_format import CheckpointError
+from specjax.command_line import ConfigError, fingerprint
 from specjax.engine.engine import Engine
 from specjax.engine.hosts import Copies, Hosts
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job, SampleOutput
 from specjax.lifeline import Lifeline
-from train.config import ConfigError, fingerprint
 from train.schema import RLConfig
 
 # How messages of XLA and of its transports begin; some come as ValueError (seen with jax 0.10.2).

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.context import context_of
 from specjax.draft.source import DraftSource
 from specjax.engine.engine import Engine
-from train.config import ConfigError
 from train.draft import DraftTrainer
 from train.engines import Mesh, build_engines
 from train.policy import PolicyTrainer, rl_loss

@@ -22,10 +22,10 @@ import numpy as np
 
 from specjax import distributed, sharding
 from specjax.checkpoint import Checkpointer
+from specjax.command_line import ConfigError
 from specjax.models import hf
 from train import plot, processes
 from train.cli import USER_ERRORS, run_program
-from train.config import ConfigError
 from train.heads import HeadCheckpoints
 from train.log import MetricsLogger, read_metrics
 from train.schema import RLConfig

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specjax.command_line import at_least, option
 from specjax.config import ModelConfig
 from specjax.distributed import DistributedConfig
 from specjax.sharding import MeshConfig
-from train.config import at_least, option
 from train.data import DataConfig
 from train.draft import DraftConfig
 from train.grpo import GRPOConfig

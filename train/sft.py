@@ -16,6 +16,7 @@ import numpy as np
 
 from specjax import sharding
 from specjax.checkpoint import Checkpointer
+from specjax.command_line import ConfigError, fingerprint, require_same_settings
 from specjax.config import ModelConfig
 from specjax.context import context_of
 from specjax.draft.mtp import init_head_params
@@ -24,7 +25,6 @@ from specjax.models.transformer import Params, init_params
 from specjax.tokenizer import load_tokenizer
 from train import data
 from train.cli import run_program
-from train.config import ConfigError, fingerprint, require_same_settings
 from train.draft import DraftTrainer, draft_metrics
 from train.grpo import count_denominators
 from train.log import MetricsLogger

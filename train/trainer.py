@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoint import Checkpointer
+from specjax.command_line import ConfigError, find_shipped, fingerprint, require_same_settings
 from specjax.config import SamplingParams, SpecConfig
 from specjax.draft.source import DraftSource
 from specjax.engine.sources import load_source
@@ -20,7 +21,6 @@ from specjax.tokenizer import load_tokenizer
 from train import data
 from train import rollout as rollouts
 from train.collect import Rollouts
-from train.config import ConfigError, find_shipped, fingerprint, require_same_settings
 from train.draft import draft_metrics
 from train.engines import make_meshes
 from train.grpo import count_denominators, finalize_metrics

@@ -14,7 +14,7 @@ from bench.common import (
     paired_ratio_interval,
     write_result,
 )
-from train.config import ConfigError
+from specjax.command_line import ConfigError
 from train.draft import frozen_policy_parts, head_loss
 from train.trainer import Trainer
 

@@ -304,8 +304,10 @@ def test_a_client_that_goes_away_frees_its_pages(server: Server):
             body = {**slow, "ignore_eos": True}
             httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=0.2)
         after = server.settles(
-            lambda m: m["kv_cache_pages_used"] == m["num_requests_running"] == 0
-            and m["request_aborted_total"] == before["request_aborted_total"] + 16
+            lambda m: (
+                m["kv_cache_pages_used"] == m["num_requests_running"] == 0
+                and m["request_aborted_total"] == before["request_aborted_total"] + 16
+            )
         )
     tokens = "generation_tokens_total"
     assert after[tokens] - before[tokens] < 8 * 90, "it stopped long before the end"

@@ -6,10 +6,10 @@ import pytest
 import tiny_run
 
 from specjax.checkpoint import CheckpointError, load_draft
+from specjax.command_line import ConfigError, parse_config
 from specjax.draft.mtp import init_head_params
 from specjax.models import hf
 from train import rl
-from train.config import ConfigError, parse_config
 from train.heads import HeadCheckpoints, starting_head
 from train.schema import RLConfig
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tiny_run
 
+from specjax.command_line import parse_config
 from specjax.models import hf
-from train.config import parse_config
 from train.draft import DraftTrainer, frozen_policy_parts, head_loss
 from train.packing import Sample, pack
 from train.policy import PolicyTrainer, sft_loss

@@ -6,8 +6,8 @@ import jax
 import pytest
 import tiny_run
 
+from specjax.command_line import parse_config
 from train import rl
-from train.config import parse_config
 from train.log import read_metrics
 
 _COMPILED: list[str] = []

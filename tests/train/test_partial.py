@@ -7,8 +7,8 @@ import pytest
 import tiny_run
 
 from specjax.checkpoint import Checkpointer
+from specjax.command_line import parse_config
 from train import rl
-from train.config import parse_config
 from train.groups import token_versions
 from train.grpo import Denominators, GRPOConfig
 from train.packing import Sample, pack

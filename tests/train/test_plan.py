@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import tiny_run
 
+from specjax.command_line import parse_config
 from specjax.sharding import MeshConfig, make_mesh
 from train import plan, plan_table, rl
-from train.config import parse_config
 from train.plan_hlo import Module
 from train.plan_programs import SHAPES, Shapes
 from train.schema import RLConfig

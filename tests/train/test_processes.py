@@ -16,8 +16,8 @@ import tiny_run
 
 from specjax import distributed
 from specjax.checkpoint import Checkpointer
+from specjax.command_line import parse_config
 from train import processes, rl
-from train.config import parse_config
 from train.log import read_metrics
 from train.schema import RLConfig
 

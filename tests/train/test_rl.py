@@ -10,9 +10,9 @@ import pytest
 import tiny_run
 
 from specjax import LLM, SamplingParams, SpecConfig
+from specjax.command_line import parse_config
 from specjax.models import hf
 from train import grpo, rl
-from train.config import parse_config
 from train.log import read_metrics
 from train.policy import PolicyTrainer, sft_loss
 from train.schema import RLConfig

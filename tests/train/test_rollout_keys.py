@@ -5,10 +5,10 @@ import tiny_run
 
 from specjax import SpecConfig
 from specjax.checkpoint import CheckpointError
+from specjax.command_line import ConfigError, parse_config
 from specjax.control import ControlConfig
 from specjax.telemetry import read_jsonl
 from train import rl
-from train.config import ConfigError, parse_config
 from train.rollout_schema import RolloutSection
 from train.schema import RLConfig
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specjax.checkpoint import Checkpointer
+from specjax.command_line import ConfigError, parse_config
 from train import rl
-from train.config import ConfigError, parse_config
 from train.draft import DraftConfig, SpotConfig
 from train.log import read_lines
 from train.schema import RLConfig
