@@ -200,7 +200,9 @@ def test_the_main_job_learns_the_same_on_eight_devices(runs):
         assert b["rollout/tokens_per_gpu_per_sec"] * 8 == pytest.approx(b["rollout/tokens_per_sec"])
 
 
-@pytest.mark.parametrize(("saved", "axes"), [("eight", 1), ("one", 2)])
+@pytest.mark.parametrize(
+    ("saved", "axes"), [pytest.param("eight", 1, marks=pytest.mark.slow), ("one", 2)]
+)
 def test_checkpoints_move_between_one_device_and_a_mesh(tiny_policy, tmp_path, runs, saved, axes):
     changes = {"mesh.data": axes, "mesh.fsdp": axes, "mesh.tp": axes, "packing.rows": 4}
     changes |= {"rollout.max_batch": 4, "rollout.strategy": "2_1_3"}

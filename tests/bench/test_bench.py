@@ -67,6 +67,7 @@ def test_three_steps_of_four_arms_are_bit_identical_in_tokens_rewards_and_policy
     assert len(moved) == 6 and min(moved) > 0
 
 
+@pytest.mark.slow
 def test_a_draft_program_that_touches_the_policy_breaks_the_equality(policy, tmp_path, monkeypatch):
     honest = Trainer._update_draft
 

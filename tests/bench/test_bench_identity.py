@@ -38,6 +38,7 @@ def test_the_bench_compares_as_many_tokens_as_asked_and_finds_no_difference(run)
     assert result["settings"]["setups"][0]["accept_length"] > 1.3
 
 
+@pytest.mark.slow
 def test_the_bench_fails_when_the_wrong_rows_are_committed(run, monkeypatch, capsys):
     monkeypatch.setattr(
         decode_round,

@@ -147,6 +147,7 @@ def test_nothing_to_resume_is_said_before_any_work(tiny_policy, tmp_path):
     assert "run without --resume" in refusal([*argv, "--resume"])
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_resumes_at_step_one(
     tiny_policy, tmp_path, reference
 ):

@@ -318,6 +318,7 @@ def gsm8k(model, out, path, **changes) -> list[dict]:
     return steps
 
 
+@pytest.mark.slow
 def test_gsm8k_lines_go_through_sft_and_rl_with_numbers_as_rewards(tmp_path):
     path = tiny_run.write_gsm8k(tmp_path / "train.jsonl")
     common = {"data.task": "gsm8k", "data.path": path, "loss_on": "all"}
