@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from rich.console import Console
-from rich.table import Table
 
 from bench import hlo, protocol, traffic
 from bench.common import alternate, figure, median_interval, paired_ratio_interval
 from bench.full_batch import everyone, fill
 from bench.gpu_job import Job, random_weights
-from bench.round import milliseconds
+from bench.round import milliseconds, parts_table
 from bench.round_parts import Parts
 from bench.workloads import WORKLOADS, Point, Workload, points
 from specjax import ModelConfig, SpecConfig
@@ -36,7 +34,7 @@ from specjax.draft.mtp import init_head_params
 from specjax.engine.runner import Runner
 from specjax.engine.settings import EngineConfig
 from specjax.models.hf_config import read_config
-from specjax.models.transformer import init_params
+from specjax.models.transformer import Params, init_params
 from specjax.tokenizer import load_tokenizer
 from train import data
 
@@ -72,15 +70,20 @@ def sizes_of(job: Job) -> Sizes:
     return SMALL if job.small else Sizes()
 
 
-def model_of(sizes: Sizes, seed: int):
-    """Config, stacked policy parameters and head."""
+def plain_model(sizes: Sizes, seed: int) -> tuple[ModelConfig, Params, None]:
+    """Config and stacked policy parameters, without a head."""
     cfg = read_config(find_shipped(sizes.shape)).replace(
         num_layers=sizes.layers,
         mtp_num_layers=1,
         param_dtype=sizes.dtype,
         compute_dtype=sizes.dtype,
     )
-    policy = random_weights(functools.partial(init_params, cfg), seed)
+    return cfg, random_weights(functools.partial(init_params, cfg), seed), None
+
+
+def model_of(sizes: Sizes, seed: int) -> tuple[ModelConfig, Params, Params]:
+    """Likewise, with a head."""
+    cfg, policy, _ = plain_model(sizes, seed)
     return cfg, policy, random_weights(functools.partial(init_head_params, cfg), seed + 1)
 
 
@@ -212,16 +215,7 @@ def _over(value: float, total: float, unit: str) -> dict:
 
 def print_parts(figures: Mapping[str, Mapping], sizes: Sizes) -> None:
     title = f"one round, {sizes.strategy}, {sizes.batch} slots at {sizes.context} tokens"
-    table = Table(title=title, title_justify="left")
-    for column in ("part", "ms, least", "median", "share"):
-        table.add_column(column, justify="left" if column == "part" else "right")
-    for name in (*ROUND, "round"):
-        least, middle = figures[f"ms/{name}"]["interval"]
-        share = figures.get(f"share/{name}", {}).get("value")
-        table.add_row(
-            name, f"{least:.3f}", f"{middle:.3f}", "" if share is None else f"{share:.1%}"
-        )
-    Console(width=100).print(table)
+    Console(width=100).print(parts_table(title, ROUND, figures))
 
 
 # --- the workloads -----------------------------------------------------------------------------
@@ -256,14 +250,3 @@ def ordered(found: list[Point], small: bool) -> list[Point]:
     ranks = {1: 0, largest: 1}
     found = sorted(found, key=lambda point: ranks.get(point.batch, 2))
     return [point for point in found if point.batch == 1] if small else found
-
-
-def shape_directory(sizes: Sizes) -> Path:
-    """Where the config.json of the shapes lies."""
-    return find_shipped(sizes.shape)
-
-
-def plain_model(sizes: Sizes, seed: int) -> tuple[ModelConfig, dict, None]:
-    """The policy alone."""
-    cfg, policy, _ = model_of(sizes, seed)
-    return cfg, policy, None

@@ -21,9 +21,10 @@ import numpy as np
 from bench import protocol
 from bench.common import alternate, figure, paired_ratio_interval
 from bench.gpu_job import Absent, Job
-from bench.gpu_round import plain_model, shape_directory, sizes_of
+from bench.gpu_round import plain_model, sizes_of
 from bench.workloads import GREEDY, Point, Workload
 from specjax import LLM
+from specjax.command_line import find_shipped
 from specjax.engine.settings import EngineConfig
 
 
@@ -124,7 +125,7 @@ def beside(job: Job) -> None:
     sizes, shape = sizes_of(job), SMALL if job.small else FULL
     for name, module in (("torch", torch), ("transformers", transformers)):
         job.add({f"version/{name}": figure(module.__version__, "version")})
-    peer = StaticCachePeer(torch, shape_directory(sizes), sizes.layers, sizes.dtype, job.small)
+    peer = StaticCachePeer(torch, find_shipped(sizes.shape), sizes.layers, sizes.dtype, job.small)
     model = plain_model(sizes, job.seed)
     job.each(
         (

@@ -181,18 +181,27 @@ def _strategy_figures(shape: str, cfg: ModelConfig, weights, strategy: str, args
     return result
 
 
-def print_table(at: str, figures: Mapping[str, Mapping]) -> None:
-    """One setting: milliseconds and shares of the parts."""
-    table = Table(title=at, title_justify="left")
-    for column in ("part", "ms", "median", "share"):
+def parts_table(title: str, parts: Sequence[str], figures: Mapping[str, Mapping], at="") -> Table:
+    """Milliseconds and shares of the parts, and of the whole round.
+
+    Args:
+      at: what stands before a part's name in the figures' names, with its slash.
+    """
+    table = Table(title=title, title_justify="left")
+    for column in ("part", "ms, least", "median", "share"):
         table.add_column(column, justify="left" if column == "part" else "right")
-    for name in (*PARTS, "round"):
-        low, middle = figures[f"ms/{at}/{name}"]["interval"]
-        share = figures.get(f"share/{at}/{name}", {}).get("value")
+    for name in (*parts, "round"):
+        low, middle = figures[f"ms/{at}{name}"]["interval"]
+        share = figures.get(f"share/{at}{name}", {}).get("value")
         cell = "" if share is None else f"{100 * share:.1f}%"
         table.add_row(name, f"{low:.3f}", f"{middle:.3f}", cell)
+    return table
+
+
+def print_table(at: str, figures: Mapping[str, Mapping]) -> None:
+    """One setting: its parts, and how far they can be trusted."""
     console = Console(width=100)
-    console.print(table)
+    console.print(parts_table(at, PARTS, figures, f"{at}/"))
     last = figures[f"share_without_noise/{at}/accept_and_commit"]["value"]
     ratio = figures[f"sum_of_parts/{at}"]["value"]
     odd = "" if 1 / WITHIN <= ratio <= WITHIN else " (NOT near it: do not trust the shares)"
