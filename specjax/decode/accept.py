@@ -20,7 +20,7 @@ q(x)); if it is not, p becomes (p - q)+ and q loses x, both normalised, before t
 tried. Where no child is left, the token is drawn from what p has become. Only draws from q in a
 known order will do, so dynamic trees are refused (plan.py).
 
-p and q are probabilities at the request's temperature, at 0 all on the most likely token. A draft
+p and q are probabilities after all transforms, at temperature 0 all on the best token. A draft
 with q = 0 (there was none) is never accepted; residuals that rounding leaves empty are replaced by
 what they were made from.
 

@@ -139,7 +139,7 @@ def commit(
     """Writes the accepted path to the caches and appends its tokens.
 
     The path's steps + 1 rows go to consecutive positions from the root's on. Rows past the emitted
-    ones lie at or behind the next root, and no prefix reaches its root: they are not read before a
+    ones lie at or after the next root, and no prefix reaches its root: they are not read before a
     later commit has written over them. So nothing has to be compacted. The last token emitted is
     the next root, whose row the next round computes; after a sample's last round nobody does.
     """

@@ -155,13 +155,7 @@ def exact_llm(acceptance: str, strategy: str):
     return joint.spec_llm(joint.pair(*PAIR), acceptance, strategy)
 
 
-@pytest.mark.parametrize(
-    ("acceptance", "strategy", "pair", "options"),
-    [  # one tree of each rule, and all of them
-        pytest.param(*case, marks=() if case[1] in ("1_1_2", "2x1") else pytest.mark.slow)
-        for case in SAME
-    ],
-)
+@pytest.mark.parametrize(("acceptance", "strategy", "pair", "options"), SAME)
 def test_exact_rules_pass_where_biased_ones_fail(acceptance, strategy, pair, options):
     """The pairs and trees of `test_mutations`: what fails there is the rule, and nothing else."""
     found = test_mutations.fit(exact_llm(acceptance, strategy), pair, dict(options))
