@@ -22,6 +22,7 @@ from specjax.verify.statistics import goodness_of_fit
 VOCAB, EOS, TOKENS, BATCH = 5, 4, 3, 4096
 PROMPT = [1, 3]
 ALPHA = 1e-6
+SAMPLES = 10_000  # per request in `make test`: each rule of test_mutations fails on as many
 CELLS = (VOCAB + 1) ** TOKENS  # VOCAB stands for "ended before"
 
 

@@ -13,7 +13,7 @@ import functools
 import joint
 import pytest
 import test_mutations
-from joint import ALPHA, BATCH, PROMPT, TOKENS, Counted, exact_joint, fit_of
+from joint import ALPHA, BATCH, PROMPT, SAMPLES, TOKENS, Counted, exact_joint, fit_of
 
 from specjax import SamplingParams
 
@@ -102,13 +102,13 @@ class EveryTransform:
     mode: str
 
     @pytest.mark.parametrize("transform", TRANSFORMS)
-    def test_20_000_samples_have_the_targets_joint_distribution(self, transform):
-        check(self.mode, transform, samples=20_000)
+    def test_10_000_samples_have_the_targets_joint_distribution(self, transform):
+        check(self.mode, transform, SAMPLES)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("transform", TRANSFORMS)
     def test_200_000_samples_have_the_targets_joint_distribution(self, transform):
-        check(self.mode, transform, samples=200_000)
+        check(self.mode, transform, 200_000)
 
 
 class TestCoupledChain(EveryTransform):

@@ -11,12 +11,12 @@ import jax
 import joint
 import numpy as np
 import pytest
-from joint import ALPHA, PROMPT, TOKENS, Counted, exact_joint, fit_of
+from joint import ALPHA, PROMPT, SAMPLES, TOKENS, Counted, exact_joint, fit_of
 
 from specjax import SamplingParams
 from specjax.models import hf
 
-PAIR, SAMPLES = (0, 4.0), 20_000
+PAIR = (0, 4.0)
 REPETITIVE = (1, 3, 0, 1, 3)  # n-grams find a chain of two in the prompt
 STRATEGIES = {"block": "2_1_3", "recursive": "2x2"}
 REQUESTS = {

@@ -11,13 +11,11 @@ import jax.numpy as jnp
 import joint
 import numpy as np
 import pytest
-from joint import ALPHA, TOKENS, Counted, exact_joint, fit_of
+from joint import ALPHA, SAMPLES, TOKENS, Counted, exact_joint, fit_of
 
 from specjax import SamplingParams
 from specjax.decode import accept, draft, recursive, rng, sampling
 from specjax.decode.tree import Acceptance
-
-SAMPLES = 20_000
 
 
 def without_draft_noise(monkeypatch):
