@@ -182,8 +182,11 @@ class Trainer:
         if self.trace is not None:
             self.trace.begin(step)
         started = time.perf_counter()
+        before = sum(engine.preemptions for engine in self.engines)
         self.last_rollout, kept, metrics = self.rollouts.collect(self.engine, step)
         metrics["time/rollout"] = time.perf_counter() - started
+        preempted = sum(engine.preemptions for engine in self.engines) - before
+        metrics["rollout/preemptions"] = float(sum(everywhere([preempted])))
         if self.engine.spec is not None:
             metrics |= control_metrics(self.engines)
         if self.trace is not None:

@@ -58,6 +58,34 @@ def test_a_run_with_telemetry_writes_its_rejections_and_may_resume_without(
     assert trainer().engine.telemetry is None
 
 
+def test_a_cache_too_small_for_all_slots_is_told_and_changes_no_token(tmp_path):
+    """`rollout.cache_bytes` for one sample and a little more: the second has to step back."""
+    policy = tiny_run.write_policy(tmp_path / "policy", eos_token_ids=(1,))  # long responses
+
+    settings = {
+        "rollout.page_size": 16,
+        "rollout.max_tokens": 60,
+        "rollout.chunk_tokens": 4,
+        "rollout.strategy": "1_1_2",
+        "packing.row_length": 96,
+        "draft.mode": "frozen",
+    }
+
+    def trainer(**changes):
+        argv = tiny_run.arguments(policy, tmp_path / "run", **settings, **changes)
+        return rl.Trainer(parse_config(RLConfig, argv)[0])
+
+    ample = trainer()
+    runner = ample.engine.runner
+    pages = 1 + runner.pages_of(runner.max_len)  # one is spare
+    scarce = trainer(**{"rollout.cache_bytes": pages * runner.page_bytes})
+    assert scarce.engine.runner.pages == pages < runner.pages
+    free, tight = ample.step(), scarce.step()
+    assert free["rollout/preemptions"] == 0 < tight["rollout/preemptions"]
+    for name in ("rollout/tokens_sha", "rollout/reward", "train/grad_norm"):
+        assert tight[name] == free[name]
+
+
 @pytest.mark.parametrize("source", ["ngram", "model"])
 def test_other_sources_than_the_head_draft_and_sample_the_same_tokens(
     source, tiny_policy, tmp_path
