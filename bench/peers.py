@@ -28,10 +28,13 @@ fastest chosen, for nothing.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import jax
 
 from bench import peer_torch
 from bench.chains import long_tailed
@@ -254,7 +257,13 @@ def works(args: argparse.Namespace, tokenizer, most: int) -> list[Work]:
 
 
 def run(args: argparse.Namespace) -> Path:
-    """Does every work with all arms and writes the result file."""
+    """Does every work with all arms and writes the result file, anew after each of them.
+
+    Raises:
+      ValueError: there is nothing to do.
+    """
+    if not args.batches and not args.tail_prompts:
+        raise ValueError("--batches lists no batch size, and --tail_prompts is 0: nothing to do")
     cfg, params, head = hf.load_checkpoint(args.model, "float32")
     model = cfg.replace(compute_dtype="float32"), params, head
     settings, figures = vars(args) | {}, {}
@@ -263,6 +272,7 @@ def run(args: argparse.Namespace) -> Path:
         import transformers
 
         settings |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    settings["budgets"] = budgets(args.tail_prompts, args.tail_median, args.seed)
     for work in works(args, load_tokenizer(args.model), cfg.max_position):
         names = (*args.peers, PLAIN, *(n for n, a in SPECULATIVE.items() if a in args.acceptance))
         arms = {name: build(name, model, args, work) for name in names}
@@ -270,8 +280,11 @@ def run(args: argparse.Namespace) -> Path:
         here = figures_of(work, arms, measure(arms, args.repeats))
         figures |= here
         print(summary(work, here), flush=True)
-    settings["budgets"] = budgets(args.tail_prompts, args.tail_median, args.seed)
-    path = write_result(f"peers_{Path(args.model).name}", settings, figures, args.out)
+        path = write_result(f"peers_{Path(args.model).name}", settings, figures, args.out)
+        # The next work has programs of its own, and a process has room for some 65,000 memory maps.
+        del arms
+        jax.clear_caches()
+        gc.collect()
     print(path)
     return path
 
