@@ -19,6 +19,7 @@ from serve.guard import Guard
 from serve.log import AccessLog
 from serve.metrics import Metrics
 from serve.protocol import ChatRequest, CompletionRequest, WeightsRequest
+from serve.schema import ERRORS, describe
 from serve.settings import ServeConfig, public
 from specjax import LLM
 
@@ -40,10 +41,16 @@ def create_app(cfg: ServeConfig, llm: LLM) -> FastAPI:
 
     version = specjax.__version__
     app = FastAPI(
-        title="specjax", version=version, lifespan=lifespan, docs_url=None, redoc_url=None
+        title="specjax",
+        version=version,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        responses=ERRORS,
     )
     app.state.thread = thread
     answer_errors(app)
+    describe(app, cfg, llm)
     _add_generation(app, cfg, thread)
     _add_views(app, cfg, thread)
     _add_admin(app, admin)

@@ -50,6 +50,10 @@ def answer_errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError):
         first = error.errors()[0]
         where = [str(part) for part in first["loc"] if part != "body"]
+        # Where a value may be of several types, pydantic says which it tried: `list[str]`.
+        where = where[:1] + [part for part in where[1:] if "[" not in part]
+        if first["type"] == "json_invalid":  # it has a place in the text, and no field
+            where = []
         message = f"{'.'.join(where)}: {first['msg']}" if where else _NO_OBJECT
         return ApiError(400, message, where[0] if where else None).response()
 

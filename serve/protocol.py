@@ -6,7 +6,7 @@ dropped gives other tokens than were asked for.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -15,6 +15,7 @@ from specjax import SamplingParams
 from specjax.control import OFF
 
 SEED = 1 << 63
+T = TypeVar("T")
 
 
 def _whole(text: str) -> str:
@@ -24,9 +25,12 @@ def _whole(text: str) -> str:
     return text
 
 
-Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+Token = Annotated[int, Field(ge=0, lt=1 << 31, title="Token")]
 Text = Annotated[str, AfterValidator(_whole)]
 Word = Annotated[Text, Field(min_length=1, max_length=256)]
+Prompt = Annotated[Text, Field(min_length=1)]
+Ids = Annotated[list[Token], Field(min_length=1)]
+Several = Annotated[list[T], Field(min_length=1)]
 
 
 class Body(BaseModel):
@@ -47,7 +51,7 @@ class Sampling(Body):
     seed: int | None = Field(
         None, ge=-SEED, lt=SEED, description="equal prompts and seeds give equal samples"
     )
-    stop: Word | list[Word] | None = Field(None, max_length=16)
+    stop: Word | Annotated[list[Word], Field(max_length=16)] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], float] | None = Field(
@@ -123,8 +127,8 @@ class Sampling(Body):
 class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
-    prompt: Text | list[Text] | list[Token] | list[list[Token]] = Field(
-        description="text or token ids, one prompt or several", min_length=1
+    prompt: Prompt | Several[Prompt] | Ids | Several[Ids] = Field(
+        description="text or token ids, one prompt or several"
     )
     max_tokens: int | None = Field(None, ge=1, description="default 16, or what fits")
     logprobs: int | None = Field(None, ge=0, le=20)

@@ -1,0 +1,132 @@
+"""Bodies that schemathesis makes of the app's own OpenAPI document, fitting and not.
+
+The server has two replicas, and a controller that changes strategies; afterwards it still gives the
+tokens of plain decoding.
+"""
+
+import asyncio
+import json
+from collections import Counter
+
+import openai
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from serving import ADMIN, Server, config, served
+
+from serve.settings import load_llm
+from specjax import SamplingParams
+
+FITS, DOES_NOT = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
+SHARES = {
+    ("/v1/completions", FITS): 0.35,
+    ("/v1/chat/completions", FITS): 0.25,
+    ("/v1/completions", DOES_NOT): 0.15,
+    ("/v1/chat/completions", DOES_NOT): 0.15,
+    ("/update_weights", FITS): 0.05,
+    ("/update_weights", DOES_NOT): 0.05,
+}
+PROMPTS = ("17+25+8=", "93+4=", "1+2=")
+
+
+@pytest.fixture(scope="module")
+def spread(tiny_policy):
+    cfg = config(tiny_policy)
+    cfg.engine.max_batch, cfg.engine.replicas = 1, 2  # the fewest programs to compile
+    cfg.speculation.controller, cfg.speculation.strategies = "bandit", ["off", "2_1_3"]
+    cfg.limits.max_tokens, cfg.limits.n, cfg.limits.prompts = 24, 2, 2
+    llm = load_llm(cfg)
+    llm.warm_up([SamplingParams(top_logprobs=1, presence_penalty=0.1)])
+    with served(cfg, llm) as running:
+        yield running
+
+
+def check(case, answer) -> None:
+    """Raises AssertionError for what no client of OpenAI's would understand."""
+    said = f"{case.as_curl_command()}\n{answer.status_code} {answer.text[:500]}"
+    assert answer.status_code < 500, said
+    if answer.status_code >= 400:
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}, said
+        assert isinstance(error["message"], str) and error["message"] and error["type"], said
+    elif "event-stream" in answer.headers["content-type"][0]:
+        events = answer.text.strip().split("\n\n")
+        assert events[-1] == "data: [DONE]", said
+        assert all("choices" in json.loads(e.removeprefix("data: ")) for e in events[:-1]), said
+    else:
+        assert isinstance(answer.json(), dict), said
+
+
+def fuzz(server: Server, path: str, mode: GenerationMode, count: int) -> Counter:
+    """Status codes of `count` cases."""
+    operation = schemathesis.openapi.from_dict(server.app.openapi())[path]["POST"]
+    headers, seen = {"Authorization": f"Bearer {ADMIN}"}, Counter()
+
+    @settings(
+        max_examples=count,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+        deadline=None,
+        database=None,
+    )
+    @given(operation.as_strategy(generation_mode=mode))
+    def one(case):
+        answer = case.call(base_url=server.url, headers=headers, timeout=60)
+        seen[answer.status_code] += 1
+        check(case, answer)
+
+    one()
+    return seen
+
+
+@pytest.mark.parametrize("cases", [100, pytest.param(2000, marks=pytest.mark.slow)])
+def test_no_body_makes_a_server_error(spread: Server, cases):
+    seen = {key: fuzz(spread, *key, round(cases * share)) for key, share in SHARES.items()}
+    assert sum(sum(codes.values()) for codes in seen.values()) >= cases
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        fits, does_not = seen[path, FITS], seen[path, DOES_NOT]
+        assert fits[200] >= 0.3 * fits.total(), f"the document describes no valid body: {fits}"
+        assert does_not[200] <= 0.3 * does_not.total(), f"it allows more than it says: {does_not}"
+    spread.settles(lambda m: m["num_requests_running"] == m["kv_cache_pages_used"] == 0)
+    assert spread.get("/health").json()["status"] == "ok"
+
+
+def test_replicas_under_a_controller_give_the_tokens_of_plain_decoding(spread: Server, plain):
+    client = spread.client(openai.AsyncOpenAI)
+
+    async def ask(i):
+        named = {} if i % 4 else {"speculative": ("off", "2_1_3")[i // 4 % 2]}
+        answer = await client.completions.create(
+            model="tiny", prompt=PROMPTS[i % 3], seed=i, n=2, max_tokens=24,
+            extra_body={"ignore_eos": True, "return_token_ids": True, **named},
+        )  # fmt: skip
+        return [choice.token_ids for choice in answer.choices]
+
+    async def crowd():
+        return await asyncio.gather(*map(ask, range(12)))
+
+    params = [SamplingParams(seed=i, n=2, max_tokens=24, ignore_eos=True) for i in range(12)]
+    expected = plain.generate([PROMPTS[i % 3] for i in range(12)], params)
+    assert asyncio.run(crowd()) == [[s.token_ids for s in out.samples] for out in expected]
+    engines = spread.llm.engine.engines
+    assert len(engines) == 2 and all(engine.controller.state()["chunks"] for engine in engines)
+    chunks = {n for n, v in spread.metrics().items() if n.startswith("chunks_total") and v}
+    assert {name.split('strategy="')[1].split('"')[0] for name in chunks} == {"off", "2_1_3"}
+
+
+def test_the_document_says_what_this_server_takes(spread: Server):
+    bodies = spread.get("/openapi.json").json()["components"]["schemas"]
+    fields = bodies["CompletionRequest"]["properties"]
+
+    def kind(name, wanted):
+        return next(k for k in fields[name]["anyOf"] if k.get("type") == wanted)
+
+    assert kind("n", "integer")["maximum"] == 2 and kind("max_tokens", "integer")["maximum"] == 24
+    vocab = spread.llm.cfg.vocab_size
+    assert kind("stop_token_ids", "array")["items"]["maximum"] == vocab - 1
+    assert kind("speculative", "string")["enum"] == ["2_1_3", "off"]
+    assert kind("model", "string")["enum"] == ["tiny"]
+    answers = spread.app.openapi()["paths"]["/v1/completions"]["post"]["responses"]
+    assert set(answers) == {"200", "4XX", "5XX"}
