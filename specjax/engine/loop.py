@@ -32,6 +32,7 @@ from specjax.engine.runner import Runner
 from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler, Start
 from specjax.engine.sequence import Brought, Sequence, rejections_until
 from specjax.engine.settings import EngineConfig, powers
+from specjax.engine.turns import Turns
 from specjax.engine.watch import Watcher
 from specjax.telemetry import Collector, SlotInfo, active_transforms
 
@@ -120,7 +121,7 @@ class Loop:
         self._events: list[Finished] = []
         self.others_wait = False
         self._arrived, self._built = 0.0, runner.compilations
-        self._turns: dict[str | None, int] = {}  # of those that ask for a strategy, their last
+        self._turns = Turns(runner)
         self._cut_short = False  # whether the last chunk ended early, and others still ran
         self._ended: dict[int, None] = {}  # slots, the latest last
 
@@ -268,13 +269,10 @@ class Loop:
         ]
         if not alive:
             return False
-        asked, alive = self._whose_turn(alive)
-        strategy = asked or self.controller.select(len(alive))
-        hint = None if asked else self.controller.rounds_hint
-        rounds = min(self.runner.rounds(strategy), hint or self.runner.max_len)
+        strategy, alive, rounds, is_try = self._turns.next(alive, self.controller)
         features, bucket = choose_program(self, strategy, alive)
         slots, active = self._rows(alive, bucket)
-        leave_at = 0 if hint else self._leave_at(len(alive), strategy, features, bucket)
+        leave_at = 0 if is_try else self._leave_at(len(alive), strategy, features, bucket)
         table = np.where(active[:, None], self._table[slots], 0)
         enqueued, mark = time.perf_counter(), self.runner.mark
         result = self.runner.chunk(strategy, features, slots, active, table, rounds, leave_at)
@@ -285,16 +283,6 @@ class Loop:
             Chunk(rows, result, strategy, self.version, mark, enqueued, sure, rounds)
         )
         return True
-
-    def _whose_turn(self, alive: list[Sequence]) -> tuple[str | None, list[Sequence]]:
-        """Those that run next, all by one strategy, and its name if it is they who ask for it."""
-        groups: dict[str | None, list[Sequence]] = {}
-        for sequence in alive:
-            groups.setdefault(sequence.job.params.strategy, []).append(sequence)
-        asked = min(groups, key=lambda name: self._turns.get(name, 0))
-        if len(groups) > 1:
-            self._turns[asked] = max(self._turns.values(), default=0) + 1
-        return asked, groups[asked]
 
     def _leave_at(self, alive: int, strategy: str, features: Features, bucket: int) -> int:
         others_wait = self.scheduler.has_waiting or self.others_wait or self.config.follow_ups

@@ -5,7 +5,39 @@ import dataclasses
 import pytest
 from engines import ARMS, LONG, jobs_of, restless, tokens_of
 
+from specjax.control import make_controller
 from specjax.engine.request import make_jobs
+
+
+class Chunks:
+    """Strategy and batch of every chunk, and its rounds."""
+
+    def __init__(self):
+        self.ran, self.rounds = [], []
+
+    def chunk(self, strategy, bucket, rounds):
+        self.ran.append((strategy, bucket))
+        self.rounds.append(rounds)
+
+    def news(self, ticket, news):
+        pass
+
+
+def plainly(jobs):
+    """Tokens of plain decoding, whatever the jobs name."""
+    return tokens_of(
+        [dataclasses.replace(j, params=dataclasses.replace(j.params, strategy=None)) for j in jobs]
+    )
+
+
+@pytest.fixture
+def watched():
+    """(engine, what its chunks were); its controller always chooses the deepest."""
+    engine, chunks = restless(), Chunks()
+    at_random = engine.controller
+    engine.controller, engine.watcher = make_controller("static", ("3_1_4",)), chunks
+    yield engine, chunks
+    engine.controller, engine.watcher = at_random, None
 
 
 def test_each_sample_runs_by_the_strategy_that_it_asks_for_and_no_token_changes():
@@ -15,9 +47,7 @@ def test_each_sample_runs_by_the_strategy_that_it_asks_for_and_no_token_changes(
         params = dataclasses.replace(LONG, strategy=name, seed=i, max_tokens=30)
         jobs += make_jobs([3, 1 + i], params, ())
     samples, _ = engine.generate(jobs)
-    assert [sample.token_ids for sample in samples] == tokens_of(
-        [dataclasses.replace(j, params=dataclasses.replace(j.params, strategy=None)) for j in jobs]
-    )
+    assert [sample.token_ids for sample in samples] == plainly(jobs)
     ran = [[d for d, rounds in enumerate(s.stats.depths) if rounds] for s in samples]
     assert ran[:3] == [[0], [1], [3]] and ran[4:] == [[1], [3]]
 
@@ -26,3 +56,39 @@ def test_a_strategy_that_was_not_compiled_is_refused():
     params = dataclasses.replace(LONG, strategy="5_1_6")
     with pytest.raises(ValueError, match="'5_1_6', and only off, 1_1_2, 3_1_4 were compiled"):
         restless().add(jobs_of([1, 2], params)[0])
+
+
+def test_those_who_name_what_the_controller_chooses_do_not_wait_for_a_turn(watched):
+    engine, chunks = watched
+    params = [dataclasses.replace(LONG, strategy=n, max_tokens=12) for n in (None, "3_1_4") * 2]
+    jobs = [job for i, each in enumerate(params) for job in jobs_of([3, 1 + i], each)]
+    samples, _ = engine.generate(jobs)
+    assert chunks.ran[:2] == [("3_1_4", 4)] * 2
+    assert [sample.token_ids for sample in samples] == plainly(jobs)
+
+
+def test_where_nobody_speculates_the_plain_program_runs(watched):
+    engine, chunks = watched
+    params = dataclasses.replace(LONG, speculative=False, max_tokens=12)
+    jobs = jobs_of([3, 4], params) + jobs_of([3, 5], params)
+    samples, _ = engine.generate(jobs)
+    assert {strategy for strategy, _ in chunks.ran} == {"off"}
+    assert [sample.token_ids for sample in samples] == plainly(jobs)
+    engine.generate(jobs_of([3, 4], dataclasses.replace(LONG, max_tokens=12)) + jobs)
+    assert {"off", "3_1_4"} == {strategy for strategy, _ in chunks.ran}
+
+
+def test_who_wants_plain_decoding_does_not_keep_the_others_waiting_for_longer(watched):
+    """A chunk has 8 tokens: 8 rounds of plain decoding, 2 of three drafts."""
+    engine, chunks = watched
+    off = dataclasses.replace(LONG, strategy="off", max_tokens=10)
+    engine.controller.select(1)  # what those who name none would run by is known
+    jobs = jobs_of([3, 4], off) + jobs_of([3, 5], dataclasses.replace(LONG, max_tokens=60))
+    samples, _ = engine.generate(jobs)
+    pairs = zip(chunks.ran, chunks.rounds, strict=True)
+    rounds = [count for (name, _), count in pairs if name == "off"]
+    assert len(rounds) >= 5 and max(rounds) == 2
+    assert [sample.token_ids for sample in samples] == plainly(jobs)
+    chunks.rounds.clear()
+    engine.generate(jobs_of([3, 4], off))
+    assert chunks.rounds[0] == 8, "alone it has the whole chunk"
