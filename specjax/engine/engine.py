@@ -195,7 +195,8 @@ class Engine:
         Args:
           head: of the draft source; None keeps the one there is.
           running: what becomes of the caches of sequences that run: `recompute` reads them again
-            with the new weights, `keep` goes on with what the old weights made of them.
+            with the new weights, `keep` goes on with what the old weights made of them. Prompts of
+            sequences that still wait are read again either way.
         """
         if running not in ("recompute", "keep"):
             raise ValueError(f"running must be 'recompute' or 'keep', got {running!r}")
@@ -204,9 +205,8 @@ class Engine:
         if running == "recompute":
             for sequence in sorted(scheduler.running.values(), key=lambda s: -s.admitted):
                 self.loop.step_back(sequence)
-            scheduler.forget_prompts()
-        else:
-            self.stale_positions += scheduler.positions
+        scheduler.forget_prompts()
+        self.stale_positions += scheduler.positions  # of those that run on
         self.runner.set_params(params, self.runner.head if head is None else head)
         if not scheduler.pool.used:
             self.runner.state = None  # allocated anew, and zeroed, when it is needed

@@ -1,5 +1,6 @@
 """Weights, sleep and wake, and what goes wrong, while requests run."""
 
+import contextlib
 import threading
 
 import httpx
@@ -11,7 +12,7 @@ import pytest
 from serving import KEY, Server, config, served
 
 from serve.admin import weights_info
-from specjax import LLM, SamplingParams, SpecConfig
+from specjax import LLM, EngineConfig, SpecConfig
 from specjax.checkpoint import Checkpointer, save_draft
 from specjax.draft.mtp import init_head_params
 from specjax.models import hf
@@ -65,44 +66,93 @@ def others(tmp_path_factory, weights):
     return where
 
 
-def test_weights_change_under_load_and_nothing_is_lost(restored: Server, others, weights):
-    """Every sample that starts afterwards is the new policy's; each has all its tokens."""
-    cfg, policy, _ = weights
-    before = ask(restored)
-    answers, errors = [], []
+@contextlib.contextmanager
+def ended(server: Server):
+    """What the engine's steps bring, as (job, sample) by seed; each takes a while longer."""
+    found = {}
+    with server.slowly():
+        step = server.llm.engine.step
 
-    def client():
+        def kept(wait=True):
+            events = step(wait)
+            found.update({event.job.params.seed: (event.job, event.sample) for event in events})
+            return events
+
+        server.llm.engine.step = kept
+        yield found
+
+
+@pytest.fixture(scope="module")
+def replay(weights):
+    """Decodes one sample plainly, by the weights that a server's sample had, changed where it was.
+
+    A chunk is a token, so that they can be changed after any.
+    """
+    how = EngineConfig(chunk_tokens=1, prefill_chunk=16, page_size=16)
+    engine = LLM((weights[0], weights[1], None), None, max_batch=1, max_len=96, engine=how).engine
+
+    def tokens(job, versions, by_version, running):
+        engine.set_params(by_version[versions[0][1]])
+        ticket = engine.add(job)
+        for at, version in versions[1:]:
+            for _ in range(at):
+                engine.step()
+            engine.set_params(by_version[version], running=running)
+            assert engine.emitted(ticket) == at
+        while engine.has_work:
+            for event in engine.step():
+                sample = event.sample
+        return sample.token_ids
+
+    tokens.engine = engine
+    return tokens
+
+
+@pytest.mark.parametrize("running", ["recompute", "keep", "finish"])
+def test_weights_change_under_load_and_no_token_is_lost_or_wrong(
+    restored: Server, others, weights, replay, running
+):
+    """Each sample is plain decoding's, under the weights that `running` promises, where it says."""
+    old, new = weights[1], changed(weights[1])
+    answers, errors, swapped = {}, [], threading.Event()
+    before, version = ask(restored), restored.llm.engine.version
+
+    def client(number):
         try:
-            for i in range(4):
-                answers.append(ask(restored, seed=i).token_ids)
+            for turn in range(100):
+                last = swapped.is_set()
+                seed = 1000 * number + turn
+                answers[seed] = ask(restored, seed=seed).token_ids
+                if last:
+                    return
         except Exception as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=client) for _ in range(6)]
-    with restored.slowly():
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(6)]
+    with ended(restored) as found:
         for thread in threads:
             thread.start()
-        restored.settles(lambda m: m["num_requests_running"] > 0)
-        said = [
-            restored.post("/update_weights", json={"path": str(others / "hf"), "running": running})
-            for running in ("recompute", "keep", "finish")
-        ]
-        assert any(thread.is_alive() for thread in threads)
+        restored.settles(lambda m: len(answers) > 1 and m["num_requests_running"] > 0)
+        asked = {"path": str(others / "hf"), "running": running}
+        said = restored.post("/update_weights", json=asked)
+        swapped.set()
         for thread in threads:
             thread.join()
-    assert not errors and [len(tokens) for tokens in answers] == [60] * 24
-    assert all(answer.status_code == 200 for answer in said), said[0].text
-    first, *_, last = (answer.json() for answer in said)
-    assert last["version"] == first["version"] + 2 and last["checksums"] == first["checksums"]
-    plain = LLM((cfg, changed(policy), None), None, max_batch=1, max_len=96)
-    params = SamplingParams(max_tokens=60, seed=3, ignore_eos=True)
-    expected = plain.generate([plain_ids(restored)], params)[0].samples[0].token_ids
-    assert ask(restored).token_ids == expected != before.token_ids
-    assert first["checksums"]["policy"] == f"{plain.engine.runner.checksums['policy']:08x}"
-
-
-def plain_ids(server):
-    return server.llm.tokenizer.encode(PROMPT)
+    assert said.status_code == 200 and not errors, (said.text, errors)
+    assert said.json()["version"] == version + 1
+    assert {seed: sample.token_ids for seed, (_, sample) in found.items()} == answers
+    by_version, by_history = {version: old, version + 1: new}, {}
+    for job, sample in found.values():
+        by_history.setdefault(len(sample.weight_versions), []).append((job, sample))
+    assert set(by_history) == ({1} if running == "finish" else {1, 2})
+    whole = sorted(by_history[1], key=lambda pair: pair[1].weight_versions[0][1])
+    assert {pair[1].weight_versions[0][1] for pair in whole} == {version, version + 1}
+    for job, sample in [*whole[:2], *whole[-2:], *by_history.get(2, ())]:
+        expected = replay(job, sample.weight_versions, by_version, running)
+        assert sample.token_ids == expected, sample.weight_versions
+    assert ask(restored).token_ids != before.token_ids
+    sums = replay.engine.runner.checksums
+    assert said.json()["checksums"]["policy"] == f"{sums['policy']:08x}"
 
 
 def test_a_training_run_and_a_head_alone_are_taken(restored: Server, others):
@@ -122,13 +172,16 @@ def test_a_training_run_and_a_head_alone_are_taken(restored: Server, others):
     assert again["checksums"] == both.json()["checksums"], "the same weights in another layout"
 
 
-def test_nan_in_the_head_slows_and_alarms_and_changes_no_token(restored: Server, tmp_path, weights):
+def test_nan_in_the_head_slows_and_alarms_and_changes_no_token(
+    restored: Server, tmp_path, weights, caplog
+):
     cfg, _, head = weights
     before = ask(restored)
     hf.save_head(tmp_path / "nan.safetensors", cfg, jax.tree.map(lambda x: x * jnp.nan, head))
     asked = {"path": str(tmp_path / "nan.safetensors"), "what": "head"}
     answer = restored.post("/update_weights", json=asked).json()
     assert answer["finite"] == {"policy": True, "head": False}
+    assert "the draft's weights are not finite" in caplog.text
     restored.settles(lambda m: m["weight_alarms"] == 1)
     health = restored.get("/health")
     assert health.status_code == 200
