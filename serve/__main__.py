@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
+import socket
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+
+import jax
 
 from serve.settings import WARM_UP, ServeConfig, load_llm
+from specjax import LLM
 from specjax.checkpoint import CheckpointError
 from specjax.command_line import ConfigError, parse_config
 from specjax.models.hf import UnsupportedModelError
 
+log = logging.getLogger(__name__)
 KEYS = {"api_key": "SPECJAX_API_KEY", "admin_key": "SPECJAX_ADMIN_KEY"}
 
 
@@ -37,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def serve(cfg: ServeConfig) -> None:
-    """Loads, compiles, listens."""
+    """Loads, compiles, listens, and says so."""
     try:
         import uvicorn
 
@@ -45,17 +52,17 @@ def serve(cfg: ServeConfig) -> None:
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error}; install the server: pip install 'specjax[serve]'") from error
 
-    llm = load_llm(cfg)
-    requests = WARM_UP[cfg.engine.warm_up]
-    if requests:
-        llm.warm_up(requests)
+    _require_free(cfg)
+    llm = _started(cfg)
     server = uvicorn.Server(
         uvicorn.Config(
-            create_app(cfg, llm),
+            _app(create_app, cfg, llm),
             host=cfg.host,
             port=cfg.port,
             log_level="info",
             access_log=False,
+            # Longer than clients keep a connection, lest it closes while they send (httpx: 5 s).
+            timeout_keep_alive=75,
             timeout_graceful_shutdown=cfg.drain_seconds,
         )
     )
@@ -65,6 +72,56 @@ def serve(cfg: ServeConfig) -> None:
     server.run()
     if not server.started:
         sys.exit(f"python -m serve: error: cannot listen on {cfg.host}:{cfg.port}")
+
+
+def _require_free(cfg: ServeConfig) -> None:
+    """Raises ConfigError if nobody can listen there: compiling takes too long to learn it then."""
+    family = socket.AF_INET6 if ":" in cfg.host else socket.AF_INET
+    try:
+        socket.create_server((cfg.host, cfg.port), family=family).close()
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {cfg.host}:{cfg.port}: {error}") from error
+
+
+def _started(cfg: ServeConfig) -> LLM:
+    """The model, loaded and compiled; the log says how far that is."""
+    began = time.perf_counter()
+    log.info("loading %s", cfg.model)
+    llm = load_llm(cfg)
+    weights = sum(leaf.size for leaf in jax.tree.leaves(llm.params))
+    log.info("loaded %.4g M weights in %.1f s", weights / 1e6, time.perf_counter() - began)
+    requests = WARM_UP[cfg.engine.warm_up]
+    if requests:
+        log.info("compiling for %s", ", ".join(llm.engine.runner.plans))
+        llm.warm_up(requests, Progress())
+    # The collector would walk through all that lives as long as the server, again and again.
+    gc.collect()
+    gc.freeze()
+    # The engine's thread is not to wait 5 ms for the interpreter whenever the event loop is busy.
+    sys.setswitchinterval(0.0005)
+    return llm
+
+
+class Progress:
+    """Says how many programs are ready, every few seconds."""
+
+    def __init__(self, every: float = 5.0):
+        self._every = every
+        self._began = self._said = time.perf_counter()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.perf_counter()
+        if done == total or now - self._said >= self._every:
+            log.info("%d of %d programs are ready, after %.0f s", done, total, now - self._began)
+            self._said = now
+
+
+def _app(create_app: Callable, cfg: ServeConfig, llm: LLM):
+    """The application, unless it cannot be made as it is asked for."""
+    try:
+        return create_app(cfg, llm)
+    except OSError as error:
+        raise ConfigError(f"log_file: cannot write to {cfg.log_file}: {error}") from error
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

@@ -97,7 +97,7 @@ class EngineThread:
         self._running = True
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         if self._engine.telemetry is not None:
-            _count_only(self._engine)
+            count_only(self._engine)
         self._look()
 
     # --- for the event loop ----------------------------------------------------------------------
@@ -160,6 +160,7 @@ class EngineThread:
         """To be `call`ed: steps until nothing runs; notes that come meanwhile wait."""
         while self._engine.has_work and self._running:
             self._step()
+            self._look()
 
     # --- told by the engine ----------------------------------------------------------------------
 
@@ -313,7 +314,7 @@ class EngineThread:
             self.outstanding -= 1
 
 
-def _count_only(engine) -> None:
+def count_only(engine) -> None:
     """Telemetry that counts and keeps no records: a server runs for ever."""
     collector = Collector(max_records=0)
     for one in engine.engines if isinstance(engine, Replicas) else (engine,):

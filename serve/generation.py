@@ -89,6 +89,7 @@ class Generation:
     # --- in --------------------------------------------------------------------------------------
 
     async def _submit(self, ask: Ask, arrived: float) -> Request:
+        self._require(len(ask.jobs), self._room, "prompts times n", "n")
         if self._thread.outstanding + len(ask.jobs) > self._room:
             raise ApiError(
                 429,
@@ -213,7 +214,8 @@ class Generation:
         async for update in _updates(request):
             if update.error is not None:
                 raise ApiError(500, str(update.error))
-            came[update.index] += origins(update.news)
+            if ask.body.return_spec_details:
+                came[update.index] += origins(update.news)
             sample, index = update.sample, update.index
             if sample is None:
                 continue

@@ -1,10 +1,11 @@
 """One line per request: counted always, written where a file was named.
 
-A full disk costs lines, not requests: what cannot be written is counted and said once.
+A full disk costs lines, not requests: what cannot be written is counted, and said when it begins.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -58,8 +59,11 @@ class AccessLog:
             "status": status,
             "seconds": round(seconds, 6),
         }
+        text = (json.dumps(line) + "\n").encode()
         try:
-            os.write(self._file, (json.dumps(line) + "\n").encode())
+            if os.write(self._file, text) < len(text):  # what was left of the disk
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._failed = False  # the next time it fills up is said again
         except OSError as error:
             self._metrics.lost_lines.inc()
             if not self._failed:

@@ -28,7 +28,7 @@ from specjax.engine.runner import Runner
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Progress
 from specjax.engine.settings import EngineConfig, piece_widths, strategies_of
-from specjax.engine.start_up import StartUp, calibrate, compile_ahead
+from specjax.engine.start_up import OnProgram, StartUp, calibrate, compile_ahead
 from specjax.engine.watch import Watcher
 from specjax.models.transformer import Params
 from specjax.telemetry import Collector
@@ -134,7 +134,9 @@ class Engine:
         """Of the weights, 1 after the first `set_params`."""
         return self.loop.version
 
-    def warm_up(self, features: Several[Features] = (Features(),)) -> StartUp:
+    def warm_up(
+        self, features: Several[Features] = (Features(),), on_program: OnProgram | None = None
+    ) -> StartUp:
         """Compiles all that generation can need, and measures it if the controller asks for that.
 
         The controller takes the measured costs and keeps whatever else it has learned or loaded.
@@ -143,6 +145,7 @@ class Engine:
           features: one set of programs each. The default one serves requests that ask for nothing
             but a temperature; `Features.all()` serves all, slower. A request that no set covers
             compiles its own when it comes.
+          on_program: hears of each program that is ready: how many are, and of how many.
 
         Raises:
           RuntimeError: samples run, whose caches would be overwritten.
@@ -153,7 +156,7 @@ class Engine:
                 "suspend() them and add them again"
             )
         self._is_warm = True
-        start_up = compile_ahead(self.loop, features)
+        start_up = compile_ahead(self.loop, features, on_program)
         if self.control is not None and self.control.controller == "goodput":
             costs, seconds = calibrate(self.loop, features[0])
             start_up = dataclasses.replace(start_up, calibration_seconds=seconds)

@@ -22,7 +22,7 @@ from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job, RequestOutput, SampleOutput, Totals, make_jobs
 from specjax.engine.settings import EngineConfig
 from specjax.engine.sources import load_source
-from specjax.engine.start_up import StartUp
+from specjax.engine.start_up import OnProgram, StartUp
 from specjax.models import hf
 from specjax.models.transformer import Params
 from specjax.telemetry import Collector
@@ -139,6 +139,7 @@ class LLM:
     def warm_up(
         self,
         requests: Sequence[SamplingParams] = (SamplingParams(),),  # noqa: B008
+        on_program: OnProgram | None = None,
     ) -> StartUp:
         """Compiles ahead of the first request: all strategies, for every size of the batch.
 
@@ -147,13 +148,15 @@ class LLM:
         Args:
           requests: such as will come. A request whose options go beyond theirs compiles a program
             when it comes: one of a few, each of which serves all further requests of its kind.
+          on_program: called with how many programs are ready, and of how many.
 
         Returns:
           what it took.
         """
         jobs = [job for p in requests for job in make_jobs([0], p, (), self.tokenizer)]
         wanted = {features_of(job, self.cfg.vocab_size).widened() for job in jobs}
-        return self.engine.warm_up(sorted(wanted, key=lambda features: features.size))
+        ordered = sorted(wanted, key=lambda features: features.size)
+        return self.engine.warm_up(ordered, on_program)
 
     def update_weights(
         self, params: Params, head: Params | None = None, running: str = "recompute"

@@ -20,7 +20,7 @@ from specjax.engine.engine import Engine
 from specjax.engine.request import Finished, Job, SampleOutput, Totals
 from specjax.engine.run import run_to_the_end
 from specjax.engine.sequence import Progress
-from specjax.engine.start_up import StartUp
+from specjax.engine.start_up import OnProgram, StartUp
 from specjax.engine.watch import News, Watcher
 from specjax.models.transformer import Params
 from specjax.reshard import Mover, cast
@@ -148,9 +148,18 @@ class Replicas:
             return []
         return [i for i, engine in enumerate(self.engines) if not engine.has_work]
 
-    def warm_up(self, features: Several[Features] = (Features(),)) -> StartUp:
-        """Compiles for every replica; returns what all of them took."""
-        return StartUp.sum([engine.warm_up(features) for engine in self.engines])
+    def warm_up(
+        self, features: Several[Features] = (Features(),), on_program: OnProgram | None = None
+    ) -> StartUp:
+        """Compiles for every replica, see `Engine.warm_up`; returns what all of them took."""
+        count, took = len(self.engines), []
+        for before, engine in enumerate(self.engines):
+
+            def told(done: int, total: int, before: int = before) -> None:
+                on_program(before * total + done, count * total)
+
+            took.append(engine.warm_up(features, on_program and told))
+        return StartUp.sum(took)
 
     def set_params(self, params: Params, head: Params | None = None, running: str = "recompute"):
         """Gives every replica new weights, see `Engine.set_params`.

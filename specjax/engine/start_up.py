@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ CONTEXT = 256  # tokens of a sequence while costs are measured, at most
 REPEATS = 2
 REPEATS_BESIDE = 3  # it is subtracted: were it too long by a hiccup, rounds would look cheap
 FEW = 4  # prompts: a program of their own, as slots become free a few at a time
+OnProgram = Callable[[int, int], None]  # programs that are ready, and all that there will be
 SAMPLE_SECONDS = 0.01  # of one measurement, about; where a round takes longer it is one round
 
 
@@ -72,17 +73,24 @@ def _mib(count: int) -> str:
     return f"{count / 2**20:.1f} MiB"
 
 
-def compile_ahead(loop: Loop, features: Several[Features]) -> StartUp:
+def compile_ahead(
+    loop: Loop, features: Several[Features], on_program: OnProgram | None = None
+) -> StartUp:
     """Builds every program, see `start_programs`.
 
     Each runs once, over a prefix: the first run of a program takes many times as long as those that
     follow, and what it skips then is as slow when it comes.
+
+    Args:
+      on_program: hears of each program that is ready.
     """
     runner, started = loop.runner, time.perf_counter()
-    built = runner.compilations
+    built, total = runner.compilations, count_programs(loop, features)
     runner.reset()
-    for result in start_programs(loop, features):
+    for done, result in enumerate(start_programs(loop, features), 1):
         jax.block_until_ready(result)
+        if on_program is not None:
+            on_program(done, total)
     jax.block_until_ready(runner.state)
     memory = runner.memory()
     return StartUp(
@@ -103,12 +111,11 @@ def start_programs(loop: Loop, features: Several[Features]) -> Iterator[Result |
     """
     runner = loop.runner
     for width in loop.piece_widths:
-        most = loop.piece_rows(width)
-        for rows in [most] if runner.plan.invariant else sorted({1, min(FEW, most), most}):
+        for rows in _rows_at_once(loop, width):
             yield runner.prefill(piece_of([], rows, width, runner))
     for count in place_sizes(runner.batch):
         yield runner.place(admission_of(_starts(runner, 1, 1), count, runner))
-    buckets = [runner.batch] if runner.plan.invariant else loop.buckets
+    buckets = _buckets(loop)
     # Smallest first: what a larger program covers already would not be compiled.
     features = sorted(features, key=lambda f: f.size)
     for strategy in runner.plans:
@@ -116,6 +123,22 @@ def start_programs(loop: Loop, features: Several[Features]) -> Iterator[Result |
             for wanted in features:
                 runner.place(admission_of(_starts(runner, 1, _context(runner)), 1, runner))
                 yield _start_chunk(runner, strategy, wanted, bucket, rounds=1)
+
+
+def count_programs(loop: Loop, features: Several[Features]) -> int:
+    """How many `start_programs` starts."""
+    reads = sum(len(_rows_at_once(loop, width)) for width in loop.piece_widths)
+    chunks = len(loop.runner.plans) * len(_buckets(loop)) * len(features)
+    return reads + len(place_sizes(loop.runner.batch)) + chunks
+
+
+def _rows_at_once(loop: Loop, width: int) -> list[int]:
+    most = loop.piece_rows(width)
+    return [most] if loop.runner.plan.invariant else sorted({1, min(FEW, most), most})
+
+
+def _buckets(loop: Loop) -> list[int]:
+    return [loop.runner.batch] if loop.runner.plan.invariant else loop.buckets
 
 
 def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:

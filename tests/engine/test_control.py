@@ -33,7 +33,9 @@ def test_a_controller_chooses_among_compiled_strategies_through_llm():
     trained = make_controller(control)
     trained.observe(Observation.of_rounds(1, "3_1_4", [[2]] * 20, 1.0))
     llm.engine.controller.load_state(trained.state())
-    took = llm.warm_up()
+    told = []
+    took = llm.warm_up(on_program=lambda done, total: told.append((done, total)))
+    assert told == [(i + 1, took.programs) for i in range(took.programs)]
     learned = llm.engine.controller.acceptance.state()
     assert learned == trained.acceptance.state(), "what was loaded before the first request is kept"
     assert took.calibration_seconds > 0 and took.programs == llm.engine.runner.compilations

@@ -169,6 +169,13 @@ def test_a_stop_string_ends_the_text_before_it_and_never_leaks(server: Server, p
     assert stop not in text and whole.text.startswith(text)
 
 
+def test_a_stop_string_may_be_long(server: Server):
+    ask, stop = server.client().completions.create, "x" * 200
+    assert ask(model="tiny", prompt=PROMPT, max_tokens=3, stop=stop).usage
+    with pytest.raises(openai.BadRequestError):
+        ask(model="tiny", prompt=PROMPT, max_tokens=3, stop=["x"] * 17)
+
+
 def test_logprobs_of_completions_are_the_batch_apis(server: Server, plain):
     asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "seed": 1, "logprobs": 2}
     [sample] = samples_of(
@@ -275,9 +282,15 @@ def test_errors_are_those_that_openais_client_knows(server: Server):
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.AuthenticationError, match="API key"):
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="no", max_retries=0).models.list()
-    with pytest.raises(openai.RateLimitError):
-        client.completions.create(model="tiny", prompt=[PROMPT] * 8, n=8, max_tokens=2)
-    assert 8 * 8 > BATCH + QUEUE
+    assert 3 * 8 < BATCH + QUEUE < 5 * 8
+    with pytest.raises(openai.BadRequestError, match="prompts times n is 40, .* takes 28"):
+        client.completions.create(model="tiny", prompt=[PROMPT] * 5, n=8, max_tokens=2)
+    with server.slowly():
+        many = {"model": "tiny", "prompt": [PROMPT] * 3, "n": 8, "max_tokens": 60}
+        stream = client.completions.create(**many, stream=True, extra_body=LONG)
+        with pytest.raises(openai.RateLimitError):
+            client.completions.create(**many)
+        stream.close()
     big = server.post("/v1/completions", key=KEY, content=b" " * 20_001)
     assert big.status_code == 413 and big.json()["error"]["type"] == "invalid_request_error"
 
@@ -286,7 +299,9 @@ def test_errors_are_those_that_openais_client_knows(server: Server):
             yield b" " * 1000
 
     assert server.post("/v1/completions", key=KEY, content=unannounced()).status_code == 413
-    assert server.post("/v1/completions", key=KEY, content=b"{").status_code == 400
+    for text in (b"{", b"\xff\xfe"):
+        error = server.post("/v1/completions", key=KEY, content=text).json()["error"]
+        assert "expected a JSON object" in error["message"] and error["param"] is None
     assert server.get("/nowhere").json()["error"]["type"] == "not_found_error"
     assert server.get("/v1/completions").status_code == 405
 

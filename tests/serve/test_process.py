@@ -1,74 +1,169 @@
 """`python -m serve` as a process of its own."""
 
+import contextlib
+import functools
+import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
+
+from serve.__main__ import Progress, main
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start(model, *settings):
-    """(process, url) once it listens."""
-    command = [sys.executable, "-m", "serve", "--model", str(model), "port=0", *settings]
-    small = ("engine.max_batch=2", "engine.max_len=96", "engine.prefill_chunk=16")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SPECJAX_API_KEY": "k"}
-    process = subprocess.Popen(
-        [*command, *small, "engine.warm_up=none"],
-        env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    said = []
-    for line in process.stderr:
-        said.append(line)
-        if found := re.search(r"running on (http://127\.0\.0\.1:\d+)", line):
-            break
-    else:
-        raise AssertionError("".join(said))
-    threading.Thread(target=process.stderr.read, daemon=True).start()  # lest the pipe fills
-    return process, found[1]
+SMALL = ("engine.max_batch=2", "engine.max_len=96", "engine.prefill_chunk=16")
+MORE = {"ignore_eos": True, "return_token_ids": True}
 
 
-def test_sigterm_lets_what_runs_finish_and_a_full_disk_stops_nothing(tiny_policy):
-    """2,560 tokens are to come when it is told to end; all of them do."""
-    process, url = start(tiny_policy, "log_file=/dev/full")
+class Process:
+    """A server that listens on a port.
+
+    Args:
+      stderr: where its log goes; None: to `said`.
+    """
+
+    def __init__(self, model, port, *settings, stderr=None):
+        command = [sys.executable, "-m", "serve", "--model", str(model), f"port={port}", *SMALL]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "SPECJAX_API_KEY": "k"}
+        self.url, self.model, self.said = f"http://127.0.0.1:{port}", model.name, []
+        self.process = subprocess.Popen(
+            [*command, "engine.warm_up=none", *settings], env=environment, cwd=ROOT,
+            stdout=stderr, stderr=stderr or subprocess.PIPE, text=True,
+        )  # fmt: skip
+        if stderr is None:
+            threading.Thread(target=self._read, daemon=True).start()
+        while self.health() is None:
+            assert self.process.poll() is None, "".join(self.said)
+            time.sleep(0.1)
+
+    def _read(self):
+        for line in self.process.stderr:
+            self.said.append(line)
+
+    def health(self):
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/health", timeout=60).json()
+
+    def metrics(self):
+        headers = {"Authorization": "Bearer k"}
+        text = httpx.get(f"{self.url}/metrics", headers=headers, timeout=60).text
+        pairs = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
+    def prompt_tokens(self):
+        """Of all requests that were accepted."""
+        return self.metrics()["specjax:prompt_tokens_total"]
+
+    def ask(self, **changes):
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="k", max_retries=0)
+        asked = {"model": self.model, "prompt": "1+2=", "max_tokens": 80, "n": 8, **changes}
+        return client.completions.create(**asked, extra_body=MORE)
+
+
+@pytest.fixture(scope="module")
+def port():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def killed(tiny_policy, port):
+    """(tokens it gave, the error of a client whose stream it cut) of a server that was killed.
+
+    Both its logs are on a disk without room.
+    """
+    with open("/dev/full", "w") as full:
+        server = Process(tiny_policy, port, "log_file=/dev/full", stderr=full)
     try:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
-        asked = {"model": tiny_policy.name, "prompt": "1+2=", "max_tokens": 80, "n": 8}
-        more = {"ignore_eos": True, "return_token_ids": True}
-        streams = [
-            iter(client.completions.create(**asked, stream=True, seed=i, extra_body=more))
-            for i in range(4)
-        ]
-        begun = [next(streams[0])]
-        process.send_signal(signal.SIGTERM)
-        streams[0] = [*begun, *streams[0]]
-        for stream in streams:
-            assert sum(len(event.choices[0].token_ids) for event in stream) == 8 * 80
-        assert process.wait(60) == 0
-        with pytest.raises(openai.APIConnectionError):
-            client.models.list()
+        tokens = server.ask(seed=5, n=1).choices[0].token_ids
+        assert server.metrics()["specjax:log_errors_total"] > 0
+        stream = iter(server.ask(stream=True))
+        next(stream)
+        server.process.kill()
+        with pytest.raises((openai.APIError, httpx.TransportError)) as caught:
+            list(stream)
     finally:
-        process.kill()
+        server.process.kill()
+        server.process.wait()
+    return tokens, caught.value
+
+
+@pytest.fixture(scope="module")
+def restarted(killed, tiny_policy, port):
+    server = Process(tiny_policy, port)
+    yield server
+    server.process.kill()
+    server.process.wait()
+
+
+def test_a_full_disk_under_the_logs_stops_nothing(killed):
+    assert len(killed[0]) == 80
+
+
+def test_after_kill_9_it_serves_again_on_the_same_port(killed, restarted):
+    assert restarted.ask(seed=5, n=1).choices[0].token_ids == killed[0]
+    said = "".join(restarted.said)
+    assert re.search(r"loading .*policy\n(.*\n)*loaded .* weights", said) and restarted.url in said
+
+
+def test_it_says_how_much_is_compiled(caplog):
+    caplog.set_level(logging.INFO)
+    progress = Progress(every=1000)
+    for done in range(1, 4):
+        progress(done, 3)
+    assert caplog.messages == ["3 of 3 programs are ready, after 0 s"]
+    Progress(every=0)(1, 3)
+    assert caplog.messages[1:] == ["1 of 3 programs are ready, after 0 s"]
+
+
+def test_a_port_that_is_taken_is_said_before_anything_is_compiled(restarted, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--model", "x", f"port={restarted.url.rsplit(':')[-1]}"])
+    assert re.search("cannot listen on 127.0.0.1:.*[Aa]ddress already in use", caught.value.code)
+
+
+def test_sigterm_lets_what_runs_finish(restarted):
+    """Nearly all of 3,840 tokens are to come when it is told to end; all do, streamed and not."""
+    whole, before = [], restarted.prompt_tokens()
+    streams = [iter(restarted.ask(stream=True, seed=i)) for i in range(4)]
+    each = (restarted.prompt_tokens() - before) / 4
+    asks = [functools.partial(restarted.ask, seed=9 + i) for i in range(2)]
+    threads = [threading.Thread(target=lambda ask=ask: whole.append(ask())) for ask in asks]
+    for thread in threads:
+        thread.start()
+    while restarted.prompt_tokens() < before + 6 * each:  # until all have come
+        time.sleep(0.02)
+    restarted.process.send_signal(signal.SIGTERM)
+    for stream in streams:
+        assert sum(len(event.choices[0].token_ids) for event in stream) == 8 * 80
+    for thread in threads:
+        thread.join(60)
+    assert [len(c.token_ids) for answer in whole for c in answer.choices] == [80] * 16
+    assert restarted.process.wait(60) == 0
+    assert restarted.health() is None
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--model", "/nowhere"], "none at /nowhere"),
+        (["--model", "/nowhere", "port=0"], "none at /nowhere"),
         ([], "required keys"),
         (["--model", "x", "engine.max_bach=3"], "did you mean 'engine.max_batch'"),
         (["--model", "x", "speculation.strategy=off", "speculation.controller=ema"], "leave one"),
     ],
 )
 def test_mistakes_end_with_one_message(arguments, message, capsys):
-    from serve.__main__ import main
-
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     said = capsys.readouterr().err + str(caught.value.code)
