@@ -1,0 +1,355 @@
+"""`python -m bench.serve load` and `.. throughput`: the server under load, and what HTTP costs.
+
+`load` starts `python -m serve` on loopback with a controller, and 64 clients send it 2,000
+requests: completions and chats, streamed and not, of all lengths, with all kinds of options. Some
+clients go away before the answer is there, and some send what no server may take. Then every answer
+that was waited for is compared with plain decoding of the same request by an `LLM(spec=None)` here:
+tokens, text, finish reasons. A quarter of the requests is the one before, once streamed and once
+not.
+
+    requests_lost, requests_wrong      0, or this program fails
+    malformed_accepted                 malformed and not answered by a 4xx in OpenAI's shape: 0
+    pages_used/before, /after          cache pages that samples hold: equal
+    memory_growth                      resident memory at the end over that after a quarter of the
+                                       requests, less 1; at most --memory_bound
+    first_token_seconds, inter_token_seconds
+                                       seen by the clients of streams, .../p50 and .../p99. Tokens
+                                       that come in one piece share the wait for it
+
+After that requests of the same kind, all of which stay, are sent with and without speculation in
+turns, to the same server: `tokens_per_second/on` and `/off`, and their ratio. Without, all of them
+say `"speculative": false`, and the engine runs its plain programs.
+
+`throughput` measures what of the batch API's speed is left through HTTP: the same requests by
+`LLM.generate` here and, not streamed, by 32 clients of a server, in turns. The clients run on the
+same machine, and are part of the price. `batch` has the server's settings, and like it counts why
+drafts are rejected, which `batch_without_telemetry`, as the batch API is by default, does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import functools
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from bench.common import (
+    alternate,
+    bench_parser,
+    figure,
+    median_interval,
+    paired_ratio_interval,
+    user_errors,
+    write_result,
+)
+from bench.serve_process import ServerProcess
+from bench.serve_traffic import DISCONNECT, Answer, Ask, send_all, traffic
+from bench.serve_verdict import Verdict, judge
+from serve.engine_thread import count_only
+from serve.settings import WARM_UP, ServeConfig, load_llm
+from specjax import LLM, SamplingParams
+from specjax.command_line import load_config
+from train import data
+
+LOAD = (
+    "speculation.controller=goodput",
+    "engine.warm_up=all",  # else programs are compiled while clients wait
+    "chat_template='{{ messages[-1].content }}'",  # the embedded policy has none
+)
+Figures = dict[str, dict]
+
+
+def texts(args: argparse.Namespace) -> list[str]:
+    """The first `--prompts` held-out problems."""
+    cfg = data.DataConfig(task=args.task, path=args.data, seed=args.seed)
+    source = data.problems(cfg, "heldout")
+    if len(source) < args.prompts:
+        raise ValueError(f"expected {args.prompts} held-out problems, got {len(source)}; give more")
+    return [source[index].prompt for index in range(args.prompts)]
+
+
+# --- load ------------------------------------------------------------------------------------
+
+
+def load(args: argparse.Namespace) -> list[str]:
+    """Measures and writes; returns what is not as it must be."""
+    with ServerProcess(args.model, [*LOAD, *args.settings]) as server:
+        info = server.info()
+        asks = traffic(
+            args.requests, texts(args), info["strategies"], args.seed, args.longest,
+            args.disconnects, args.malformed,
+        )  # fmt: skip
+        before, memory = server.idle_metrics(), {}
+
+        def on_answer(done: int) -> None:
+            if done == len(asks) // 4:
+                memory["quarter"] = server.resident_bytes
+
+        begin = time.perf_counter()
+        answers = asyncio.run(send_all(server.url, info["model"], asks, args.clients, on_answer))
+        seconds, after = time.perf_counter() - begin, server.idle_metrics()
+        memory["end"] = server.resident_bytes
+        figures = _turns(server.url, info["model"], asks, args)
+        settings = server.info()["settings"]
+    stops = settings["engine"]["max_stop_tokens"]
+    plain = LLM(args.model, None, max_len=info["max_model_len"], max_stop_tokens=stops)
+    verdict = judge(plain, asks, answers)
+    figures = {
+        **_counts(asks, verdict, answers),
+        **_server(before, after, memory),
+        **_latencies("load", answers),
+        "seconds": figure(seconds, "s"),
+        "tokens_per_second/load": figure(sum(a.written for a in answers) / seconds, "tokens/s"),
+        **figures,
+    }
+    # The path of the model is the only one among the settings of the server that need not be told.
+    told = {**vars(args), "server": {n: v for n, v in settings.items() if n != "model"}}
+    path = write_result("serve_load", told, figures, args.out)
+    for line in verdict.said[:20]:
+        print(line)
+    print(report(figures), path, sep="\n")
+    return failures(figures, args.memory_bound)
+
+
+def _turns(url: str, model: str, asks: Sequence, args: argparse.Namespace) -> Figures:
+    """The requests of clients that stay, with and without speculation, in turns."""
+    staying = [ask for ask in asks if isinstance(ask, Ask) and ask.fate != DISCONNECT]
+    staying = staying[: args.turn_requests]
+    arms = {
+        name: [Ask(a.prompt, a.options, a.chat, a.stream, speculative) for a in staying]
+        for name, speculative in (("on", None), ("off", False))
+    }
+    answers: dict[str, list[list[Answer]]] = {name: [] for name in arms}
+
+    def run(name: str) -> None:
+        answers[name].append(asyncio.run(send_all(url, model, arms[name], args.clients)))
+
+    seconds = alternate({name: lambda name=name: run(name) for name in arms}, args.repeats)
+    figures: Figures = {}
+    for name, runs in answers.items():
+        rates = [
+            sum(a.written for a in run) / took
+            for run, took in zip(runs, seconds[name], strict=True)
+        ]
+        median, *interval = median_interval(rates)
+        figures[f"tokens_per_second/{name}"] = figure(median, "tokens/s", interval)
+        figures |= _latencies(name, [answer for run in runs for answer in run])
+    ratio, *interval = paired_ratio_interval(seconds["off"], seconds["on"])
+    figures["tokens_per_second_ratio/on/off"] = figure(ratio, "x", interval)
+    return figures
+
+
+def _counts(asks: Sequence, verdict: Verdict, answers: Sequence[Answer]) -> Figures:
+    left = sum(isinstance(ask, Ask) and ask.fate == DISCONNECT for ask in asks)
+    counts = {
+        "requests": len(asks),
+        "requests_completed": verdict.completed,
+        "requests_lost": verdict.lost,
+        "requests_wrong": verdict.wrong,
+        "requests_explained_by_rounding": verdict.explained,
+        "requests_left": left,
+        "malformed": verdict.malformed,
+        "malformed_accepted": verdict.accepted,
+        "pairs_streamed_and_not": verdict.pairs,
+        "pairs_unlike": verdict.unlike,
+    }
+    tokens = figure(sum(answer.written for answer in answers), "tokens")
+    return {name: figure(n, "requests") for name, n in counts.items()} | {"tokens": tokens}
+
+
+def _server(before: Mapping, after: Mapping, memory: Mapping[str, int | None]) -> Figures:
+    """What the server says of itself."""
+    figures = {
+        f"pages_used/{when}": figure(int(metrics["kv_cache_pages_used"]), "pages")
+        for when, metrics in (("before", before), ("after", after))
+    }
+    for name, unit in (
+        ("request_aborted_total", "samples"),
+        ("num_preemptions_total", "samples"),
+        ("compilations_total", "programs"),
+    ):
+        moved = after[name] - before.get(name, 0)
+        figures[f"server/{name.removesuffix('_total')}"] = figure(int(moved), unit)
+    quarter, end = memory.get("quarter"), memory["end"]
+    growth = None if not quarter or end is None else end / quarter - 1
+    return figures | {
+        "memory_bytes/quarter": figure(quarter, "bytes"),
+        "memory_bytes/end": figure(end, "bytes"),
+        "memory_growth": figure(growth, "share"),
+    }
+
+
+def _latencies(name: str, answers: Sequence[Answer]) -> Figures:
+    first = [answer.first - answer.sent for answer in answers if answer.first is not None]
+    gaps = [gap for answer in answers for gap in answer.gaps]
+    return {
+        f"{what}/{name}/p{percent}": figure(
+            float(np.percentile(values, percent)) if values else None, "s"
+        )
+        for what, values in (("first_token_seconds", first), ("inter_token_seconds", gaps))
+        for percent in (50, 99)
+    }
+
+
+def failures(figures: Mapping[str, Mapping], memory_bound: float) -> list[str]:
+    """What is not as it must be, in words."""
+    value = {name: entry["value"] for name, entry in figures.items()}
+    nothing = ("requests_lost", "requests_wrong", "malformed_accepted", "pairs_unlike")
+    found = [f"{name} is {value[name]}, expected 0" for name in nothing if value[name]]
+    if value["pages_used/after"] != value["pages_used/before"]:
+        found.append(f"{value['pages_used/after']} cache pages are still held")
+    if value["memory_growth"] is not None and value["memory_growth"] > memory_bound:
+        found.append(f"memory grew by {value['memory_growth']:.1%}, at most {memory_bound:.1%}")
+    return found
+
+
+# --- throughput ------------------------------------------------------------------------------
+
+
+def throughput(args: argparse.Namespace) -> list[str]:
+    """Measures and writes; returns what is not as it must be."""
+    cfg = load_config(ServeConfig, [f"model={args.model}", *args.settings], "bench.serve")
+    prompts, llms = texts(args), {"batch": _warm_llm(cfg)}
+    if cfg.speculation.telemetry:
+        count_only(llms["batch"].engine)
+        uncounted = dataclasses.replace(cfg.speculation, telemetry=False)
+        plain = dataclasses.replace(cfg, speculation=uncounted)
+        llms["batch_without_telemetry"] = _warm_llm(plain)
+    asks = [
+        Ask(prompts[i % len(prompts)], {"seed": i, "max_tokens": args.longest})
+        for i in range(args.requests)
+    ]
+    got: dict[str, list[list[int]]] = {}
+    with ServerProcess(args.model, args.settings) as server:
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        bodies = [ask.body(cfg.name) for ask in asks]
+
+        def http() -> None:
+            replies = asyncio.run(post_all(host, int(port), bodies, args.clients))
+            got["http"] = [reply["choices"][0]["token_ids"] for reply in replies]
+
+        def batch(name: str) -> None:
+            outputs = llms[name].generate([a.prompt for a in asks], [a.params for a in asks])
+            got[name] = [output.samples[0].token_ids for output in outputs]
+
+        arms: dict[str, Callable[[], None]] = {"http": http}
+        arms |= {name: functools.partial(batch, name) for name in llms}
+        for run in arms.values():
+            run()
+        different = sum(x != y for x, y in zip(got["http"], got["batch"], strict=True))
+        gc.collect()
+        gc.freeze()  # as the server does: neither arm is to wait for the collector
+        seconds = alternate(arms, args.repeats)
+    tokens = sum(map(len, got["batch"]))
+    figures: Figures = {
+        "requests": figure(len(asks), "requests"),
+        "tokens": figure(tokens, "tokens"),
+        "requests_different": figure(different, "requests"),
+    }
+    for name in arms:
+        median, *interval = median_interval([tokens / took for took in seconds[name]])
+        figures[f"tokens_per_second/{name}"] = figure(median, "tokens/s", interval)
+    for name in llms:
+        ratio, *interval = paired_ratio_interval(seconds[name], seconds["http"])
+        figures[f"tokens_per_second_ratio/http/{name}"] = figure(ratio, "x", interval)
+    path = write_result("serve_throughput", vars(args), figures, args.out)
+    print(report(figures), path, sep="\n")
+    # Two programs of other shapes may round one token in a million differently.
+    return [f"{different} requests have other tokens"] if different > 1 else []
+
+
+def _warm_llm(cfg: ServeConfig) -> LLM:
+    llm = load_llm(cfg)
+    llm.warm_up(WARM_UP[cfg.engine.warm_up] or [SamplingParams()])
+    return llm
+
+
+async def post_all(host: str, port: int, bodies: Sequence[bytes], clients: int) -> list[dict]:
+    """Answers of POST /v1/completions, `clients` at a time, each on a connection of its own.
+
+    By hand, for a client library would cost more than the server's side of it.
+
+    Raises:
+      ValueError: one was refused.
+    """
+    answers: list[dict] = [{}] * len(bodies)
+    waiting = iter(range(len(bodies)))
+
+    async def client() -> None:
+        reader, writer = await asyncio.open_connection(host, port)
+        for index in waiting:
+            body = bodies[index]
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            writer.write(head.encode() + body)
+            said = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+            length = int(said.split("content-length:")[1].split("\r\n")[0])
+            text = await reader.readexactly(length)
+            if not said.startswith("http/1.1 200"):
+                raise ValueError(f"the server refused {body!r}: {text!r}")
+            answers[index] = json.loads(text)
+        writer.close()
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return answers
+
+
+# --- command line ----------------------------------------------------------------------------
+
+
+def report(figures: Mapping[str, Mapping]) -> str:
+    lines = []
+    for name, entry in figures.items():
+        value, interval = entry["value"], entry["interval"]
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        within = "" if interval is None else f" [{interval[0]:.4g}, {interval[1]:.4g}]"
+        lines.append(f"{name:44} {shown}{within} {entry['unit']}")
+    return "\n".join(lines)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = bench_parser("serve", __doc__, "serve_<what>")
+    add: Callable = parser.add_argument
+    add("what", choices=("load", "throughput"))
+    add("--model", default="assets/sums", help="Hugging Face directory of policy and head")
+    add("--task", default="sums", choices=data.TASKS, help="where the prompts come from")
+    add("--data", metavar="JSONL", help="question/answer lines, for --task gsm8k")
+    add("--prompts", type=int, default=64, help="different ones")
+    add("--requests", type=int, help="default: 2000 for load, 256 for throughput")
+    add("--clients", type=int, help="at once; default: 64 for load, 32 for throughput")
+    add("--longest", type=int, default=160, help="tokens of a sample at most")
+    add("--repeats", type=int, default=7, help="turns of each arm")
+    add("--turn_requests", type=int, default=192, help="of a turn with or without speculation")
+    add("--disconnects", type=float, default=0.1, help="share of clients that go away")
+    add("--malformed", type=float, default=0.05, help="share of malformed requests")
+    add("--memory_bound", type=float, default=0.05, help="growth of resident memory at most")
+    add("--settings", nargs="*", default=[], metavar="KEY=VALUE", help="of the server")
+    args = parser.parse_args(argv)
+    load = args.what == "load"
+    args.requests = args.requests or (2000 if load else 256)
+    args.clients = args.clients or (64 if load else 32)
+    for name in ("prompts", "requests", "clients", "longest", "repeats", "turn_requests"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    with user_errors("serve"):
+        args = parse(argv)
+        failed = (load if args.what == "load" else throughput)(args)
+    if failed:
+        sys.exit("bench.serve: " + "; ".join(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""`bench.serve` through its command line, on a policy with which nothing is worth measuring."""
+
+import copy
+import json
+
+import pytest
+import tiny_run
+
+from bench import serve, serve_verdict
+from bench.serve_traffic import DISCONNECT, NORMAL, Ask, traffic
+
+# A prompt and what follows have few lengths: the fewest programs to compile.
+SETTINGS = (
+    "engine.max_batch=2 engine.max_len=64 engine.prefill_chunk=16 engine.warm_up=none "
+    "engine.chunk_tokens=4 speculation.strategy=2_1_3"
+).split()
+LOAD = (
+    "load --requests 40 --clients 8 --prompts 6 --longest 16 --repeats 2 --turn_requests 12 "
+    "--disconnects 0.2 --malformed 0.2 --memory_bound 10"
+).split()
+THROUGHPUT = "throughput --requests 6 --clients 3 --prompts 6 --longest 16 --repeats 2".split()
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return tiny_run.write_policy(tmp_path_factory.mktemp("policy") / "tiny", num_layers=1)
+
+
+def run(argv, policy, out, more=()):
+    serve.main([*argv, "--model", str(policy), "--out", str(out), "--settings", *SETTINGS, *more])
+    figures = json.loads(out.read_text())["figures"]
+    return {name: figure["value"] for name, figure in figures.items()}
+
+
+@pytest.fixture(scope="module")
+def loaded(policy, tmp_path_factory):
+    """Values of a tiny load test, and what it judged."""
+    kept = []
+    with pytest.MonkeyPatch.context() as patch:
+        honest = serve.judge
+        patch.setattr(serve, "judge", lambda *given: kept.append(given) or honest(*given))
+        out = tmp_path_factory.mktemp("serve") / "load.json"
+        values = run(LOAD, policy, out, ["speculation.controller=bandit"])
+    assert str(policy) not in json.dumps(json.loads(out.read_text())["settings"]["server"])
+    return values, kept[0]
+
+
+def test_a_load_test_loses_nothing_and_finds_every_answer_right(loaded):
+    values, _ = loaded
+    for name in ("requests_lost", "requests_wrong", "malformed_accepted", "pairs_unlike"):
+        assert values[name] == 0, name
+    parts = ("requests_completed", "requests_left", "malformed")
+    assert sum(values[name] for name in parts) == values["requests"] == 40
+    assert min(values[name] for name in (*parts, "pairs_streamed_and_not")) > 0
+    assert values["pages_used/before"] == values["pages_used/after"] == 0
+    for arm in ("load", "on", "off"):
+        assert values[f"tokens_per_second/{arm}"] > 0
+        for what in ("first_token_seconds", "inter_token_seconds"):
+            assert 0 < values[f"{what}/{arm}/p50"] <= values[f"{what}/{arm}/p99"]
+    assert values["tokens_per_second_ratio/on/off"] > 0 and values["memory_bytes/end"] > 1e7
+
+
+def first(asks, wanted):
+    return next(i for i, ask in enumerate(asks) if wanted(ask))
+
+
+def test_what_is_lost_or_wrong_is_found(loaded):
+    plain, asks, answers = loaded[1]
+    stays = [isinstance(ask, Ask) and ask.fate == NORMAL for ask in asks]
+    whole = first(range(40), lambda i: stays[i] and answers[i].texts[0] and not asks[i].stream)
+    broken = first(asks, lambda ask: not isinstance(ask, Ask))
+
+    def judged(index, change):
+        changed = copy.deepcopy(answers)
+        change(changed[index])
+        return serve_verdict.judge(plain, asks, changed)
+
+    def other_token(answer):
+        answer.tokens[0][0] = (answer.tokens[0][0] + 1) % 200
+
+    def no_end(answer):
+        answer.reasons[0] = None
+
+    def other_text(answer):
+        answer.texts[0] += "."
+
+    def no_error(answer):
+        answer.status = 200
+
+    assert judged(whole, lambda answer: None).wrong == 0
+    assert judged(whole, other_token).wrong == 1
+    assert judged(whole, other_text).wrong == 1
+    assert judged(whole, no_end).lost == 1
+    assert judged(broken, no_error).accepted == 1
+    pair = first(range(40), lambda i: i % 4 == 3 and stays[i] and stays[i - 1])
+    assert judged(pair, other_text).unlike == 1
+
+
+def test_a_load_test_that_goes_wrong_fails(loaded):
+    figures = {name: {"value": value} for name, value in loaded[0].items()}
+    assert serve.failures(figures, 10) == []
+    for name, value in {"requests_lost": 1, "pages_used/after": 3, "memory_growth": 11}.items():
+        assert len(serve.failures({**figures, name: {"value": value}}, 10)) == 1
+
+
+def test_throughput_compares_equal_tokens(policy, tmp_path):
+    out = tmp_path / "throughput.json"
+    values = run(THROUGHPUT, policy, out, ["speculation.telemetry=false"])
+    assert values["requests_different"] == 0 and values["tokens"] > 6
+    http, batch = (values[f"tokens_per_second/{arm}"] for arm in ("http", "batch"))
+    assert 0 < values["tokens_per_second_ratio/http/batch"] < 10 * http / batch
+
+
+def test_traffic_is_of_all_kinds_and_the_same_for_a_seed():
+    made = traffic(2000, ["1+1="], ["off", "2_1_3"], 3, 64, 0.1, 0.05)
+    assert made == traffic(2000, ["1+1="], ["off", "2_1_3"], 3, 64, 0.1, 0.05)
+    asks = [ask for ask in made if isinstance(ask, Ask)]
+    assert 70 <= 2000 - len(asks) <= 130
+    assert 160 <= sum(ask.fate == DISCONNECT for ask in asks) <= 240
+    assert {ask.speculative for ask in asks} == {None, True, False, "off", "2_1_3"}
+    options = {name for ask in asks for name in ask.options}
+    assert {"n", "stop", "top_logprobs", "presence_penalty", "top_p", "min_tokens"} <= options
+    assert {(ask.chat, ask.stream) for ask in asks} == {(a, b) for a in (0, 1) for b in (0, 1)}
