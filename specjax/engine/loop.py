@@ -79,6 +79,7 @@ class Loop:
       lengths: of earlier samples, by prompt.
       others_wait: whether somebody outside holds samples for the slots that become free.
       watcher: is told what each chunk brings; None: nobody is.
+      latest: strategy and bucket of the chunk that came in last; None before the first.
       buckets: compiled sizes of a batch.
     """
 
@@ -98,6 +99,7 @@ class Loop:
         self.lengths = LengthHistory()
         self.version, self.preemptions = 0, 0
         self.watcher: Watcher | None = None
+        self.latest: tuple[str, int] | None = None
         self.clear(runner.batch)
 
     def clear(self, slots: int) -> None:
@@ -319,8 +321,9 @@ class Loop:
             if sample is not None:
                 ends[row] = len(sequence.job.prompt) + len(sample.token_ids)
                 self._finish(sequence, sample)
+        self.latest = chunk.strategy, len(chunk.rows)
         if self.watcher is not None:
-            self.watcher.chunk(chunk.strategy, len(chunk.rows), int(result.rounds))
+            self.watcher.chunk(*self.latest, int(result.rounds))
         self.controller.observe(
             Observation(
                 batch_size=sum(s is not None for s in chunk.rows),

@@ -121,6 +121,17 @@ class Sequence:
         """The tokens that the model must have read before it can go on."""
         return [*self.job.prompt, *self.tokens]
 
+    @property
+    def origins(self) -> tuple[int, int, int]:
+        """Tokens that were drafted, that ended a round that drafted, and all others."""
+        bonus = sum(self._depths[1:])
+        return self._accepted, bonus, len(self.tokens) - self._accepted - bonus
+
+    @property
+    def most(self) -> int:
+        """Tokens to generate at most."""
+        return self.job.limit - len(self.job.prompt)
+
     def progress(self) -> Progress:
         return Progress(list(self.tokens), list(self.logprobs), list(self.versions))
 

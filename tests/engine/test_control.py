@@ -135,6 +135,28 @@ def test_what_gives_most_tokens_per_second_is_chosen(controller, best, monkeypat
     assert len(late) > 10 and late.count(best) > 0.7 * len(late), ran
 
 
+def test_those_that_opt_out_run_plain_decoding_where_nobody_else_runs(monkeypatch):
+    """Its rounds cost less than those of a tree whose drafts count for nothing."""
+    engine, ran = adaptive(), []
+    exact = Loop._wait_for
+
+    def wait_for(self, chunk):
+        ran.append((chunk.strategy, sum(s is not None for s in chunk.rows)))
+        return exact(self, chunk)
+
+    monkeypatch.setattr(Loop, "_wait_for", wait_for)
+    engine.controller = Chosen(["3_1_4"])
+    plainly = dataclasses.replace(LONG, speculative=False)
+    alone, _ = engine.generate(jobs_of([1, 2], plainly))
+    assert {strategy for strategy, _ in ran} == {"off"}
+    ran.clear()
+    short = dataclasses.replace(LONG, max_tokens=3)
+    both, _ = engine.generate(jobs_of([1, 2], plainly) + jobs_of([3, 4], short))
+    assert ran[0] == ("3_1_4", 2), "they share a batch with those that are drafted for"
+    assert ran[-1] == ("off", 1)
+    assert both[0].token_ids == alone[0].token_ids
+
+
 def test_no_controller_is_told_the_seconds_of_a_chunk_beside_which_a_program_was_compiled():
     engine = engine_of(batch=2, control=ControlConfig("bandit", strategies=ARMS))
     engine.controller = told = Told(ARMS)
