@@ -120,6 +120,11 @@ class Acceptance:
         hoped = trust * rates + (1 - trust) * np.maximum(rates, CEILING)
         return _tokens(hoped[: self._steps[name]].tolist())
 
+    def is_measured(self, name: str) -> bool:
+        """Whether more drafts of its family were seen than what is kept of them after a change."""
+        family = self._family.get(name)
+        return family is None or self._tries[family][0] > _KEPT_BLIND
+
     def first_rate(self) -> float | None:
         """Acceptance of the first draft, of chains if there are any; None where nothing drafts."""
         families = sorted(self._width, key=lambda f: f != CHAIN)

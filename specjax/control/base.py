@@ -196,6 +196,14 @@ class Controller(abc.ABC):
     def calibrated(self, costs: CostTable) -> None:  # noqa: B027  (most ask for no costs)
         """Costs were measured, while nothing ran; what else was learned still holds."""
 
+    def gains(self, batch_size: int) -> dict[str, float]:
+        """How many times as fast as plain decoding each strategy is, by what was measured.
+
+        A strategy of which the cost or the acceptance is a guess is left out; most controllers
+        measure no costs, and know none.
+        """
+        return {}
+
     def state(self) -> dict[str, Any]:
         """Everything that a restored controller needs to continue identically; JSON-able."""
         return {

@@ -113,6 +113,16 @@ class Goodput(Controller):
             for arm in self.arms
         }
 
+    def gains(self, batch_size: int) -> dict[str, float]:
+        """Scores over plain decoding's, where no guess is in either."""
+        measured = {
+            arm: score
+            for arm, score in self.scores(batch_size).items()
+            if self.costs.known(arm, batch_size) and self.acceptance.is_measured(arm)
+        }
+        plain = measured.get(OFF)
+        return {} if plain is None else {arm: score / plain for arm, score in measured.items()}
+
     def weights_changed(self) -> None:
         """Keeps only a weak opinion of the head, and tries it soon, whatever the account says."""
         self.acceptance.forget()

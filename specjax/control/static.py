@@ -55,6 +55,9 @@ class Gate(Controller):
     def _learn(self, seen: Observation) -> None:
         self.inner.observe(seen)
 
+    def gains(self, batch_size: int) -> dict[str, float]:
+        return self.inner.gains(batch_size)
+
     def weights_changed(self) -> None:
         self.inner.weights_changed()
 

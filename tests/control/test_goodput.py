@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from control_sim import ARMS, BAD, GOOD, World, cost_table, drive
 
-from specjax.control import CostTable, Goodput, GoodputConfig, Observation, make_controller
+from specjax.control import (
+    ControlConfig,
+    CostTable,
+    Goodput,
+    GoodputConfig,
+    Observation,
+    make_controller,
+)
 from specjax.control.acceptance import Acceptance, effective_widths
 from specjax.control.base import parse_arms
 
@@ -211,6 +218,22 @@ def test_without_calibration_it_still_finds_its_way():
         world = World(cost_table("cpu"), seed=batch)
         run = drive(Goodput(ARMS), world, batch, 3000)
         assert run.rate(400) >= 0.95 * world.oracle(ARMS, batch)
+
+
+def test_gains_are_said_of_what_was_measured_alone():
+    controller = Goodput(["off", "4_1_5"], CostTable((1, 8), {"off": (1.0, 1.0)}))
+    assert controller.gains(8) == {"off": 1.0}, "what 4_1_5 costs is a guess"
+    all_accepted = [[4] * 8] * 8
+    controller.observe(Observation.of_rounds(8, "4_1_5", all_accepted, seconds=8 * 2.0))
+    assert 2.2 < controller.gains(8)["4_1_5"] <= 2.5, "5 tokens in twice the time"
+    controller.weights_changed()
+    assert controller.gains(8) == {"off": 1.0}, "of the new weights nothing was seen"
+    gated = make_controller(ControlConfig(strategies=("off", "4_1_5"), bs_threshold=4))
+    assert gated.gains(1) == {}, "what plain decoding costs is a guess"
+    gated.calibrated(CostTable((1, 8), {"off": (1.0, 1.0), "4_1_5": (2.0, 2.0)}))
+    gated.observe(Observation.of_rounds(1, "4_1_5", [[4]] * 64, seconds=64 * 2.0))
+    assert gated.gains(1)["4_1_5"] == pytest.approx(2.4, abs=0.1)
+    assert make_controller("bandit").gains(1) == {}
 
 
 @pytest.mark.parametrize(
