@@ -53,10 +53,10 @@ def serve(cfg: ServeConfig) -> None:
         raise ConfigError(f"{error}; install the server: pip install 'specjax[serve]'") from error
 
     _require_free(cfg)
-    llm = _started(cfg)
+    app = _app(create_app, cfg, _started(cfg))
     server = uvicorn.Server(
         uvicorn.Config(
-            _app(create_app, cfg, llm),
+            app,
             host=cfg.host,
             port=cfg.port,
             log_level="info",
@@ -66,6 +66,7 @@ def serve(cfg: ServeConfig) -> None:
             timeout_graceful_shutdown=cfg.drain_seconds,
         )
     )
+    app.state.live.drains = lambda: server.should_exit
     # uvicorn drains, then raises the signal again for the handler that was there before.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 
@@ -18,6 +19,7 @@ from serve.generation import Generation
 from serve.guard import Guard
 from serve.log import AccessLog
 from serve.metrics import Metrics
+from serve.page import add_page
 from serve.protocol import ChatRequest, CompletionRequest, WeightsRequest
 from serve.schema import ERRORS, describe
 from serve.settings import ServeConfig, public
@@ -36,7 +38,9 @@ def create_app(cfg: ServeConfig, llm: LLM) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI):
         thread.start()
+        ticks = asyncio.create_task(thread.live.run())
         yield
+        ticks.cancel()
         await thread.stop()
 
     version = specjax.__version__
@@ -48,11 +52,12 @@ def create_app(cfg: ServeConfig, llm: LLM) -> FastAPI:
         redoc_url=None,
         responses=ERRORS,
     )
-    app.state.thread = thread
+    app.state.thread, app.state.live = thread, thread.live
     answer_errors(app)
     describe(app, cfg, llm)
     _add_generation(app, cfg, thread)
     _add_views(app, cfg, thread)
+    add_page(app, cfg, thread)
     _add_admin(app, admin)
     app.add_middleware(
         Guard,

@@ -22,8 +22,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
+from serve.live import Live
 from serve.metrics import Metrics, Snapshot
 from specjax import LLM
+from specjax.engine.engine import Engine
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job, SampleOutput
 from specjax.engine.watch import News
@@ -79,7 +81,7 @@ class EngineThread:
 
     Attributes:
       outstanding: samples that were submitted and have not ended. error: what the engine died of.
-      asleep: nothing is taken; to be set in the engine's thread.
+      asleep: nothing is taken; to be set in the engine's thread. live: what the page shows.
     """
 
     def __init__(self, llm: LLM, metrics: Metrics):
@@ -89,6 +91,9 @@ class EngineThread:
         self.asleep = False
         self._engine = llm.engine
         self._engine.watcher = self
+        several = isinstance(llm.engine, Replicas)
+        self._engines = llm.engine.engines if several else (llm.engine,)
+        self.live = Live(llm, self._engines, metrics)
         self._notes: queue.SimpleQueue[tuple[Future, Callable[[], Any]]] = queue.SimpleQueue()
         self._owners: dict[int, tuple[Request, int]] = {}  # by ticket
         self._seen: dict[int, int] = {}  # tokens of a ticket that were handed over
@@ -166,11 +171,13 @@ class EngineThread:
 
     def chunk(self, strategy: str, bucket: int, rounds: int) -> None:
         self.metrics.chunk(strategy, bucket, rounds)
+        self.live.chunk(strategy, rounds)
 
     def news(self, ticket: int, news: News) -> None:
         self.metrics.news(news)
         known = self._seen.get(ticket, 0)
         self._seen[ticket] = max(known, news.at + len(news.tokens))
+        self.live.news(news, self._seen[ticket] - known)
         if news.at + len(news.tokens) > known:
             self._news.setdefault(ticket, []).append(news.since(known))
 
@@ -255,8 +262,7 @@ class EngineThread:
 
     def _look(self) -> None:
         """Leaves numbers for /metrics, which must not ask a running engine for them."""
-        engine = self._engine
-        several = engine.engines if isinstance(engine, Replicas) else (engine,)
+        engine, several = self._engine, self._engines
         schedulers = [one.scheduler for one in several]
         running = sum(len(scheduler.running) for scheduler in schedulers)
         sums = {
@@ -275,8 +281,12 @@ class EngineThread:
             version=engine.version,
             rejections={} if engine.telemetry is None else engine.telemetry.causes,
             strategies=tuple(one.controller.current or "" for one in several),
+            bucket=sum(
+                one.loop.latest[1] for one in several if one.scheduler.running and one.loop.latest
+            ),
             alarms=tuple(f"the {name}'s weights are not finite" for name in sums),
         )
+        self.live.look(several)
 
     # --- back to the event loop ------------------------------------------------------------------
 
@@ -314,7 +324,7 @@ class EngineThread:
             self.outstanding -= 1
 
 
-def count_only(engine) -> None:
+def count_only(engine: Engine | Replicas) -> None:
     """Telemetry that counts and keeps no records: a server runs for ever."""
     collector = Collector(max_records=0)
     for one in engine.engines if isinstance(engine, Replicas) else (engine,):

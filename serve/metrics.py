@@ -32,7 +32,8 @@ class Snapshot:
       running, waiting: samples. pages_used, pages: of the caches, in all.
       preemptions, compilations: so far. version: of the weights.
       rejections: so far, by cause; empty without telemetry.
-      strategies: what the controllers chose last.
+      strategies: what the controllers chose last. bucket: of the last chunk, summed over the
+        replicas that run anything.
       alarms: what is wrong with the weights, in words.
     """
 
@@ -45,6 +46,7 @@ class Snapshot:
     version: int = 0
     rejections: dict[str, int] = dataclasses.field(default_factory=dict)
     strategies: tuple[str, ...] = ()
+    bucket: int = 0
     alarms: tuple[str, ...] = ()
 
 

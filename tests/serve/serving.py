@@ -38,10 +38,11 @@ class Server:
 
     Attributes:
       url, app, llm: where and what it serves; `llm`'s engine belongs to the server.
+      uvicorn: what listens.
     """
 
-    def __init__(self, url, app, llm):
-        self.url, self.app, self.llm = url, app, llm
+    def __init__(self, url, app, llm, uvicorn=None):
+        self.url, self.app, self.llm, self.uvicorn = url, app, llm, uvicorn
 
     def client(self, kind=openai.OpenAI):
         return kind(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=120)
@@ -87,6 +88,7 @@ class Server:
 def run(app, **options):
     """A uvicorn server in a thread of its own, listening."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", **options))
+    app.state.live.drains = lambda: server.should_exit
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
@@ -100,7 +102,7 @@ def served(cfg, llm):
     app = create_app(cfg, llm)
     server, thread, port = run(app)
     try:
-        yield Server(f"http://127.0.0.1:{port}", app, llm)
+        yield Server(f"http://127.0.0.1:{port}", app, llm, server)
     finally:
         server.should_exit = True
         thread.join(60)
