@@ -1,6 +1,6 @@
 """`python -m tests.serve.screenshots`: docs/page*.png, of a server that really runs.
 
-Serves the embedded policy as `make serve` does, with 32 slots, sends it a crowd of sums, and looks
+Serves the embedded policy as `make serve` does, with 16 slots, sends it a crowd of sums, and looks
 at the page while the crowd thins out; then runs one prompt with and without speculation.
 """
 
@@ -20,8 +20,8 @@ import httpx
 from tests.serve.browser import browser, missing
 
 ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = ("port=0", "engine.max_batch=32", "log_file=null")
-CROWD, WIDTH, SECONDS = 110, 1180, 600
+SETTINGS = ("port=0", "engine.max_batch=16", "log_file=null")
+CROWD, WIDTH, SECONDS = 64, 1180, 900
 PROMPT = "17+25+8+61+93+4+55+12="
 
 
@@ -71,8 +71,8 @@ def _crowd(driver, url) -> None:
     threads = [threading.Thread(target=ask, args=(body,)) for body in bodies]
     for thread in threads:
         thread.start()
-    _until(driver, "live.running > 20")
-    _until(driver, "live.waiting === 0 && live.running <= 13 && live.running > 4")
+    _until(driver, "live.running > 12")
+    _until(driver, "live.waiting === 0 && live.running <= 7 && live.running > 2")
     _picture(driver, "page.png", "#try-title")
     for thread in threads:
         thread.join()
