@@ -1,16 +1,100 @@
-"""Weights out of checkpoints of training runs, for those who only decode with them."""
+"""Weights out of checkpoints of training runs, for those who only decode with them.
+
+A checkpoint says in its metadata what it is one of (`describe`): the model's config, in the words
+of Hugging Face's config.json, and where the tokenizer lies. Orbax takes seconds to import, and is
+not when the weights lie in a Hugging Face directory.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from specjax.checkpoint import Checkpointer, load_draft, read_record
-from specjax.checkpoint_format import CheckpointError, nest
-from specjax.models.transformer import Params
+from specjax import distributed, sharding
+from specjax.checkpoint_format import CheckpointError, named_leaves, nest
+from specjax.config import ModelConfig
+from specjax.draft.mtp import init_head_params
+from specjax.models import hf
+from specjax.models.hf_config import MTP_KEY, config_json, config_of, mtp_json
+from specjax.models.hf_export import TOKENIZER_FILES
+from specjax.models.transformer import Params, init_params
+
+CHECKPOINTS, TOKENIZER = "checkpoints", "tokenizer"  # in the directory of a run
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What is decoded with.
+
+    Attributes:
+      cfg: dtypes of parameters and arithmetic are those of `policy`, or else of `head`.
+      policy, head: None for what is not there.
+      tokenizer: directory of its files; None where there are none.
+    """
+
+    cfg: ModelConfig
+    policy: Params | None
+    head: Params | None
+    tokenizer: Path | None
+
+
+def describe(cfg: ModelConfig, tokenizer: str | Path | None, with_head: bool = True) -> dict:
+    """Metadata of a checkpoint that can be read without the run that wrote it.
+
+    Args:
+      tokenizer: directory of its files, relative to that of the run; None: there is none.
+      with_head: the checkpoint holds a draft head, in the order of `cfg.mtp_concat`.
+    """
+    config = config_json(cfg, with_head, cfg.param_dtype)
+    if with_head:
+        config[MTP_KEY] = mtp_json(cfg)  # as it lies in memory
+    return {"config": config, "tokenizer": None if tokenizer is None else str(tokenizer)}
+
+
+def load_model(
+    path: str | Path,
+    dtype: str | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    step: int | None = None,
+) -> Model:
+    """Reads a model in any layout that is written here.
+
+    Args:
+      path: a Hugging Face directory, the directory of a run of `train.rl` or `train.sft`, or the
+        one of its checkpoints.
+      dtype: of the parameters; that of the files by default.
+      mesh: place the parameters by the table in `specjax.sharding`.
+      step: of a run; None is the newest.
+
+    Raises:
+      CheckpointError, UnsupportedModelError: it cannot be read, or does not say what it is.
+    """
+    path = Path(path)
+    if not is_run(path):
+        if step is not None:
+            raise CheckpointError(f"{path} is no training run and has no step {step}")
+        cfg, policy, head = hf.load_checkpoint(path, dtype, mesh)
+        return Model(cfg, policy, head, path if has_tokenizer(path) else None)
+    if distributed.is_several():
+        raise CheckpointError(
+            f"{path} is an Orbax checkpoint; a job of several processes reads its model from a "
+            f"Hugging Face directory, which `specjax convert {path} DIR` makes of it"
+        )
+    policy, head, meta = load_weights(path, step)
+    if policy is None:
+        raise CheckpointError(f"{path} holds a draft head alone; expected a policy")
+    cfg, policy, head = fitted(path, config_in(path, meta), policy, head)
+    if dtype is not None:
+        policy, head = jax.tree.map(lambda x: x.astype(dtype), (policy, head))
+        cfg = cfg.replace(param_dtype=dtype, compute_dtype=dtype)
+    if mesh is not None:
+        trees = policy, head
+        policy, head = sharding.put(trees, sharding.param_shardings(mesh, trees))
+    return Model(cfg, policy, head, tokenizer_in(path, meta))
 
 
 def load_weights(
@@ -19,7 +103,8 @@ def load_weights(
     """Reads the policy and the draft head of a training run, or the head alone.
 
     Args:
-      path: the directory of a run's checkpoints (`<out>/checkpoints`), or of a head (`save_draft`).
+      path: the directory of a run, or of its checkpoints (`<out>/checkpoints`), or of a head
+        (`save_draft`).
       step: of the run; None is the newest.
 
     Returns:
@@ -28,18 +113,19 @@ def load_weights(
     Raises:
       CheckpointError: there is no such checkpoint, it is damaged, or it holds no weights.
     """
+    from specjax.checkpoint import Checkpointer, load_draft
+
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} is no directory; expected an Orbax checkpoint")
-    if not any(child.name.isdigit() for child in path.iterdir()):
+    if not is_run(path):
+        if step is not None:
+            raise CheckpointError(f"{path} holds no checkpoints of a run, and so no step {step}")
         head, meta = load_draft(path)
         return None, head, meta
+    path = _checkpoints(path)
     with Checkpointer(path) as checkpoints:
-        steps = checkpoints.all_steps()
-        chosen = steps[-1] if step is None and steps else step
-        record, problem = read_record(path / str(chosen))
-        if record is None:
-            raise CheckpointError(f"checkpoint {path / str(chosen)} cannot be read: {problem}")
+        chosen, record = _chosen(path, checkpoints.all_steps(), step)
         saved = record["trees"]
         wanted = {name: _shapes(saved[name]) for name in ("policy", "draft") if name in saved}
         if not wanted:
@@ -48,6 +134,121 @@ def load_weights(
             )
         trees, meta = checkpoints.restore(chosen, wanted)
     return trees.get("policy"), trees.get("draft"), meta
+
+
+def _chosen(path: Path, steps: list[int], step: int | None) -> tuple[int, dict[str, Any]]:
+    """The step to read, and the record of its checkpoint."""
+    from specjax.checkpoint import read_record
+
+    if not steps:
+        raise CheckpointError(f"{path} holds no complete checkpoint")
+    chosen = steps[-1] if step is None else step
+    if chosen not in steps:
+        raise CheckpointError(f"{path} holds no step {chosen}, only {steps}")
+    record, problem = read_record(path / str(chosen))
+    if record is None:
+        raise CheckpointError(f"checkpoint {path / str(chosen)} cannot be read: {problem}")
+    return chosen, record
+
+
+def is_run(path: Path) -> bool:
+    """Whether it is the directory of a run, or of the checkpoints of one."""
+    if (path / "config.json").exists():
+        return False
+    return (path / CHECKPOINTS).is_dir() or any(c.name.isdigit() for c in _children(path))
+
+
+def tokenizer_dir(path: str | Path) -> Path:
+    """Where the tokenizer lies of a model that `load_model` takes.
+
+    Raises:
+      CheckpointError: there is none.
+    """
+    path = Path(path)
+    if not is_run(path):
+        return path
+    inside = _checkpoints(path)
+    steps = sorted(int(child.name) for child in _children(inside) if child.name.isdigit())
+    found = tokenizer_in(path, _chosen(inside, steps, None)[1]["meta"])
+    if found is None:
+        raise CheckpointError(f"{path} has no tokenizer; copy its files to {path / TOKENIZER}")
+    return found
+
+
+def config_in(path: Path, meta: Mapping[str, Any]) -> ModelConfig:
+    """What the metadata of the checkpoint at `path` says of its model.
+
+    Raises:
+      CheckpointError: nothing; older versions wrote it so.
+    """
+    if "config" not in meta:
+        raise CheckpointError(
+            f"{path} does not say of which model it is a checkpoint; name a Hugging Face directory "
+            "of that model (specjax convert --like DIR makes one of it)"
+        )
+    return config_of(path, meta["config"], {})
+
+
+def tokenizer_in(path: Path, meta: Mapping[str, Any]) -> Path | None:
+    """The directory of the tokenizer of the checkpoint at `path`.
+
+    Raises:
+      CheckpointError: it is not where it was when the checkpoint was written.
+    """
+    if "tokenizer" in meta and meta["tokenizer"] is None:
+        return None
+    run = _checkpoints(path).absolute().parent
+    places = [run / meta.get("tokenizer", TOKENIZER), run / TOKENIZER, run / "hf"]
+    found = next((place for place in places if has_tokenizer(place)), None)
+    if found is None:
+        raise CheckpointError(
+            f"{path}: no tokenizer in {', '.join(dict.fromkeys(map(str, places)))}; copy its "
+            "files to one of these"
+        )
+    return found
+
+
+def has_tokenizer(path: Path) -> bool:
+    return any((path / name).is_file() for name in TOKENIZER_FILES)
+
+
+def fitted(
+    where: object, cfg: ModelConfig, policy: Params | None, head: Params | None
+) -> tuple[ModelConfig, Params | None, Params | None]:
+    """Weights of a checkpoint in the containers of the model, and its config with their dtype.
+
+    Raises:
+      CheckpointError: names or shapes are not those of `cfg`.
+    """
+    if head is not None:
+        cfg = cfg.replace(mtp_num_layers=len(head["blocks"]))
+        head = _fitted(f"{where}: the draft head", head, lambda: init_head_params(cfg))
+    if policy is not None:
+        policy = _fitted(f"{where}: the policy", policy, lambda: init_params(cfg))
+    dtype = jax.tree.leaves(head if policy is None else policy)[0].dtype.name
+    return cfg.replace(param_dtype=dtype, compute_dtype=dtype), policy, head
+
+
+def _fitted(what: str, tree: Params, make) -> Params:
+    like = jax.eval_shape(make)
+    there, wanted = named_leaves(tree), named_leaves(like)
+    for name in sorted(there.keys() | wanted.keys()):
+        got, expected = (
+            list(leaves[name].shape) if name in leaves else "nothing" for leaves in (there, wanted)
+        )
+        if got != expected:
+            raise CheckpointError(
+                f"{what} is of another model: {name} is {got}, expected {expected}"
+            )
+    return jax.tree.unflatten(jax.tree.structure(like), [there[name] for name in wanted])
+
+
+def _checkpoints(path: Path) -> Path:
+    return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+
+
+def _children(path: Path) -> list[Path]:
+    return list(path.iterdir()) if path.is_dir() else []
 
 
 def _shapes(entries: Mapping[str, Any]) -> Params:

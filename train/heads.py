@@ -13,6 +13,7 @@ import jax
 
 from specjax import distributed, sharding
 from specjax.checkpoint import PendingSave, load_draft, save_draft
+from specjax.checkpoint_weights import describe
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.draft.mtp import init_head_params
@@ -89,7 +90,7 @@ class HeadCheckpoints:
 
     def __init__(self, directory: str | Path, model: ModelConfig, keep_last: int):
         self.directory, self.keep_last = Path(directory), keep_last
-        self._meta = {name: getattr(model, name) for name in _SWITCHES}
+        self._meta = {name: getattr(model, name) for name in _SWITCHES} | describe(model, None)
         self._pending: PendingSave | None = None
 
     def save(self, step: int, head: Params) -> None:

@@ -140,7 +140,7 @@ def _export(cfg: RLConfig, trainer: Trainer, path: Path) -> None:
     if distributed.is_several():  # what lies elsewhere comes here first
         weights = sharding.fetch(weights)
     if distributed.is_first():
-        hf.save_checkpoint(path, trainer.model, *weights, tokenizer_dir=cfg.model)
+        hf.save_checkpoint(path, trainer.model, *weights, tokenizer_dir=trainer.tokenizer_dir)
 
 
 def _say(text: str) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from specjax import sharding
 from specjax.checkpoint import Checkpointer
+from specjax.checkpoint_weights import TOKENIZER, describe
 from specjax.command_line import ConfigError, fingerprint, require_same_settings
 from specjax.config import ModelConfig
 from specjax.context import context_of
@@ -125,7 +126,7 @@ def train_tokenizer(cfg: SFTConfig) -> PreTrainedTokenizerBase:
 
 def tokenizer_dir(cfg: SFTConfig) -> Path:
     """Where the run's tokenizer is: in `init`, or else in the run itself."""
-    return Path(cfg.init) if cfg.init else Path(cfg.out) / "tokenizer"
+    return Path(cfg.init) if cfg.init else Path(cfg.out) / TOKENIZER
 
 
 class Run:
@@ -185,6 +186,8 @@ class Run:
             "position": self.stream.position,
             "passed_over": self.stream.passed_over,
             "settings": self.fingerprint(),
+            # Relative to the run, where it lies in one.
+            **describe(self.model, Path(self.cfg.init).absolute() if self.cfg.init else TOKENIZER),
         }
         checkpoints.save(self.step, self.trees(), meta, block)
 

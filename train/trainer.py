@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoint import Checkpointer
+from specjax.checkpoint_weights import describe, load_model, tokenizer_dir
 from specjax.command_line import ConfigError, find_shipped, fingerprint, require_same_settings
 from specjax.config import SamplingParams, SpecConfig
 from specjax.draft.source import DraftSource
 from specjax.engine.sources import load_source
 from specjax.engine.start_up import StartUp
-from specjax.models import hf
 from specjax.models.transformer import Params
 from specjax.tokenizer import load_tokenizer
 from train import data
@@ -48,7 +48,8 @@ class Trainer:
     def __init__(self, cfg: RLConfig):
         self.cfg = cfg
         self._read_inputs()
-        model, self.params, head = hf.load_checkpoint(cfg.model, cfg.dtype.params, self.mesh)
+        found = load_model(cfg.model, cfg.dtype.params, self.mesh)
+        model, self.params, head = found.cfg, found.policy, found.head
         require_length(cfg, model)
         with_head = drafts_with_head(cfg)
         if with_head:
@@ -81,7 +82,8 @@ class Trainer:
             self.heldout = data.problems(cfg.data, "heldout") if cfg.eval.problems else []
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        self.tokenizer = load_tokenizer(cfg.model)
+        self.tokenizer_dir = tokenizer_dir(cfg.model).absolute()
+        self.tokenizer = load_tokenizer(self.tokenizer_dir)
 
     def _load_source(self, spec: SpecConfig) -> tuple[DraftSource, Params]:
         """What drafts in the head's place. It stays as it is: nothing here trains it."""
@@ -352,6 +354,7 @@ class Trainer:
             "more_controllers": controllers[1:],
             "replay": None if self.spot is None else self.spot.buffer.state(),
             "settings": self.fingerprint(),
+            **describe(self.model, self.tokenizer_dir, self.head is not None),
         }
         checkpoints.save(self.done_steps, self.trees(), meta)
         if heads is not None and self.head is not None:
@@ -368,7 +371,7 @@ class Trainer:
           ConfigError: it was made with other settings. CheckpointError: it cannot be used.
         """
         _, meta = checkpoints.restore(step, {})
-        require_same_settings(meta["settings"], self.fingerprint())
+        require_same_settings(meta.get("settings", {}), self.fingerprint())
         found = self.trees()
         found.pop("replay", None)
         abstract = jax.tree.map(

@@ -12,6 +12,7 @@ import jax
 from tqdm import tqdm
 
 from specjax import sharding
+from specjax.checkpoint_weights import load_model
 from specjax.config import ModelConfig, SamplingParams, SpecConfig
 from specjax.control import ControlConfig
 from specjax.engine.checks import check_job, check_prompt
@@ -23,7 +24,6 @@ from specjax.engine.request import Job, RequestOutput, SampleOutput, Totals, mak
 from specjax.engine.settings import EngineConfig
 from specjax.engine.sources import load_source
 from specjax.engine.start_up import OnProgram, StartUp
-from specjax.models import hf
 from specjax.models.transformer import Params
 from specjax.telemetry import Collector
 from specjax.tokenizer import load_tokenizer
@@ -37,7 +37,8 @@ class LLM:
     """A policy with its draft source, ready to generate.
 
     Args:
-      model: a Hugging Face directory, or (ModelConfig, params, head params or None).
+      model: a Hugging Face directory, the directory of a training run (whose newest checkpoint is
+        taken), or (ModelConfig, params, head params or None).
       spec: how to speculate; None is plain decoding.
       max_batch: samples that run at once; more are queued.
       max_len: prompt and generated tokens of a sample at most; None takes the model's limit,
@@ -82,9 +83,10 @@ class LLM:
         tp: int = 1,
     ):
         if isinstance(model, (str, Path)):
-            cfg, params, head = hf.load_checkpoint(model, dtype, mesh)
-            cfg = cfg.replace(compute_dtype=dtype)
-            tokenizer = tokenizer or load_tokenizer(model, required=False)
+            found = load_model(model, dtype, mesh)
+            cfg, params, head = found.cfg, found.policy, found.head
+            if tokenizer is None and found.tokenizer is not None:
+                tokenizer = load_tokenizer(found.tokenizer, required=False)
         else:
             cfg, params, head = model
         if max_batch < 1:

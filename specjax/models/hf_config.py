@@ -9,6 +9,7 @@ slightly different from what it is.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,6 +87,21 @@ def read_config(path: str | Path) -> ModelConfig:
     """
     path = Path(path)
     raw = read_json(path / "config.json")
+    generation = {}
+    if (path / "generation_config.json").exists():
+        generation = read_json(path / "generation_config.json")
+    return config_of(path, raw, generation)
+
+
+def config_of(path: Path, raw: dict[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    """The `ModelConfig` that the contents of config.json and generation_config.json mean.
+
+    Args:
+      path: where they lie, for messages.
+
+    Raises:
+      CheckpointError, UnsupportedModelError: see `read_config`.
+    """
     family = FAMILIES.get(raw.get("model_type"))
     if family is None:
         raise UnsupportedModelError(
@@ -93,9 +109,6 @@ def read_config(path: str | Path) -> ModelConfig:
             f"{', '.join(FAMILIES)}"
         )
     _refuse_unsupported(path, raw)
-    generation = {}
-    if (path / "generation_config.json").exists():
-        generation = read_json(path / "generation_config.json")
     try:
         return ModelConfig(
             **_sizes(raw),
@@ -164,7 +177,7 @@ def _ids(value: int | list[int] | None) -> list[int]:
     return [int(v) for v in value] if isinstance(value, list) else [int(value)]
 
 
-def _tokens(raw: dict, generation: dict) -> dict:
+def _tokens(raw: dict, generation: Mapping) -> dict:
     eos = _ids(raw.get("eos_token_id")) + _ids(generation.get("eos_token_id"))
 
     def first(key):

@@ -89,14 +89,14 @@ def save_checkpoint(
     if head is not None and not own_file:
         body += _named(head_slots(cfg, style), head, dtype)
     body += _zeros(cfg, None if own_file else style, dtype)
-    with _replacing(path) as partial:
+    with replacing(path) as partial:
         _write_json(partial / "config.json", config)
         _write_json(partial / "generation_config.json", generation_json(cfg))
         _write_weights(partial, body, jnp.dtype(dtype), max_shard_bytes)
         if head is not None and own_file:
             save_head(partial / HEAD_FILE, cfg, head, dtype)
         if tokenizer_dir is not None:
-            _copy_tokenizer(Path(tokenizer_dir), partial)
+            copy_tokenizer(Path(tokenizer_dir), partial)
 
 
 def save_head(path: str | Path, cfg: ModelConfig, head: Params, dtype: str | None = None) -> None:
@@ -185,7 +185,7 @@ def _write_weights(folder: Path, tensors: list[_Tensor], dtype: np.dtype, limit:
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """A directory to fill that takes the place of `path` when the block ends well."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -210,7 +210,8 @@ def _is_empty_dir(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
 
 
-def _copy_tokenizer(source: Path, target: Path) -> None:
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copies tokenizer files and chat template; `CheckpointError` where there are none."""
     found = [name for name in TOKENIZER_FILES if (source / name).is_file()]
     if not found:
         raise CheckpointError(f"{source} holds no tokenizer; expected one of {TOKENIZER_FILES}")

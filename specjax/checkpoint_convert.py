@@ -1,0 +1,281 @@
+"""Checkpoints from one layout to another: Hugging Face directories, and Orbax as runs write it.
+
+    Hugging Face                             Orbax
+    config.json, model.safetensors,    <->   checkpoints/STEP, tokenizer/     a run
+      mtp.safetensors, tokenizer files
+    mtp.safetensors                    <->   what `save_draft` writes         a head alone
+
+Weights keep every bit unless another dtype is asked for. What is written lies under a hidden name
+beside its place until it is complete.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import safetensors
+
+from specjax.checkpoint import Checkpointer, save_draft
+from specjax.checkpoint_format import CheckpointError, first_line
+from specjax.checkpoint_weights import (
+    CHECKPOINTS,
+    TOKENIZER,
+    Model,
+    config_in,
+    describe,
+    fitted,
+    has_tokenizer,
+    is_run,
+    load_weights,
+    tokenizer_in,
+)
+from specjax.config import ModelConfig
+from specjax.models import hf
+from specjax.models.hf_config import dtype_name
+from specjax.models.hf_export import copy_tokenizer, replacing
+from specjax.models.hf_names import HEAD_FILE
+
+WHAT = ("policy", "head", "both")
+LAYOUTS = ("hf", "orbax")
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_SWITCHES = ("mtp_num_layers", "mtp_concat", "mtp_target_hidden", "mtp_recycle")
+_SPARE = 4 << 20  # bytes for metadata, and blocks that are not full
+
+
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """What became of a checkpoint.
+
+    Attributes:
+      layout: `hf` or `orbax`. parameters: how many, of `policy` and `head`. step: of the run.
+      dtype: on disk. tokenizer: whether its files were copied.
+    """
+
+    target: Path
+    layout: str
+    parameters: dict[str, int]
+    dtype: str
+    step: int
+    tokenizer: bool
+
+    def __str__(self) -> str:
+        parts = [f"{name} {count / 1e6:.2f} M" for name, count in self.parameters.items()]
+        if self.tokenizer:
+            parts.append("tokenizer")
+        name = {"hf": "Hugging Face", "orbax": f"Orbax, step {self.step}"}[self.layout]
+        return f"{self.target}: {', '.join(parts)} ({self.dtype}, {name})"
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    to: str | None = None,
+    what: str | None = None,
+    step: int | None = None,
+    dtype: str | None = None,
+    like: str | Path | None = None,
+    force: bool = False,
+) -> Converted:
+    """Writes a checkpoint again in another layout.
+
+    Args:
+      source: a Hugging Face directory, the directory of a run or of its checkpoints, one of
+        `save_draft`, or a draft head's safetensors file.
+      target: the directory to write.
+      to: `hf` or `orbax`; None is the one that the source is not.
+      what: `policy`, `head` or `both`; None is what there is.
+      step: of a run; None is the newest.
+      dtype: on disk; None is the source's.
+      like: a Hugging Face directory with the config and the tokenizer, for sources that do not say.
+      force: replace a checkpoint at `target`; anything else there is never replaced.
+
+    Raises:
+      CheckpointError, UnsupportedModelError: the source cannot be read, the target is taken or the
+        disk too full. Then nothing is left at the target that was not there before.
+    """
+    source, target = Path(source), Path(target).absolute()
+    to = to or ("orbax" if _is_hugging_face(source) else "hf")
+    _require_free(source, target, force)
+    dtype = dtype and dtype_name(dtype)
+    model, found = _read(source, what, step, like, dtype)
+    dtype = dtype or model.cfg.param_dtype
+    trees = {"policy": model.policy, "head": model.head}
+    trees = {name: tree for name, tree in trees.items() if tree is not None}
+    _require_room(target, trees, dtype)
+    try:
+        write = _write_hf if to == "hf" else _write_orbax
+        write(target, model, dtype, found)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(
+            f"writing {target} failed, and nothing was left there: {first_line(error)}"
+        ) from error
+    counts = {n: sum(x.size for x in jax.tree.leaves(tree)) for n, tree in trees.items()}
+    copied = model.tokenizer is not None and model.policy is not None
+    return Converted(target, to, counts, dtype, found, copied)
+
+
+def _is_hugging_face(path: Path) -> bool:
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; expected a checkpoint")
+    return path.is_file() or (path / "config.json").exists() or any(path.glob("*.safetensors*"))
+
+
+# --- in -----------------------------------------------------------------------------------------
+
+
+def _read(source: Path, what: str | None, step: int | None, like, dtype) -> tuple[Model, int]:
+    """The parts that are wanted, and the step they are of."""
+    if _is_hugging_face(source):
+        if step is not None:
+            raise CheckpointError(f"{source} is no training run and has no step {step}")
+        model, step = _read_hf(source, what, like, dtype), 0
+    else:
+        model, step = _read_orbax(source, what, step, like, dtype)
+    for name in ("policy", "head"):
+        if what in (name, "both") and getattr(model, name) is None:
+            raise CheckpointError(f"{source} holds no {name}, and {what} was asked for")
+    return model, step
+
+
+def _read_hf(source: Path, what: str | None, like, dtype: str | None) -> Model:
+    alone = source.is_file() or not (source / "config.json").exists()
+    if alone and like is None:
+        raise CheckpointError(
+            f"{source} holds a draft head alone; expected --like DIR, the Hugging Face directory "
+            "of its policy"
+        )
+    if alone and what in ("policy", "both"):
+        raise CheckpointError(f"{source} holds no policy, and {what} was asked for")
+    cfg = hf.read_config(like if alone else source)
+    dtype = dtype or _only(source, _dtypes_of(source))  # whatever config.json says
+    cfg = cfg.replace(param_dtype=dtype, compute_dtype=dtype)
+    if alone or what == "head":
+        if not alone and not cfg.mtp_num_layers:
+            raise CheckpointError(f"{source} holds no head, and head was asked for")
+        cfg = cfg.replace(mtp_num_layers=max(cfg.mtp_num_layers, 1))
+        return Model(cfg, None, hf.load_head(source, cfg), None)
+    cfg, policy, head = hf.load_checkpoint(source, cfg.param_dtype)
+    place = source if has_tokenizer(source) else None
+    return Model(cfg, policy, None if what == "policy" else head, place)
+
+
+def _dtypes_of(source: Path) -> set[str]:
+    """Of the tensors in the files."""
+    found = set()
+    for file in [source] if source.is_file() else sorted(source.glob("*.safetensors")):
+        try:
+            with safetensors.safe_open(file, framework="numpy") as tensors:
+                names = tensors.keys()
+                found |= {tensors.get_slice(name).get_dtype() for name in names}
+        except (OSError, safetensors.SafetensorError) as error:
+            raise CheckpointError(f"{file} is damaged or no safetensors file ({error})") from error
+    return {_DTYPES.get(name, name) for name in found}
+
+
+def _only(source: Path, names: set[str]) -> str:
+    """The one dtype there is."""
+    if len(names) != 1 or not names <= set(_DTYPES.values()):
+        raise CheckpointError(
+            f"{source} has tensors of {', '.join(sorted(names)) or 'no dtype'}; expected one of "
+            f"{', '.join(_DTYPES.values())}: choose it with --dtype"
+        )
+    return min(names)
+
+
+def _read_orbax(
+    source: Path, what: str | None, step: int | None, like, dtype: str | None
+) -> tuple[Model, int]:
+    policy, head, meta = load_weights(source, step)
+    policy = None if what == "head" else policy
+    head = None if what == "policy" else head
+    if policy is None and head is None:
+        raise CheckpointError(f"{source} holds no {what}, and {what} was asked for")
+    if dtype is None:
+        _only(source, {leaf.dtype.name for leaf in jax.tree.leaves((policy, head))})
+    cfg = config_in(source, meta) if like is None else _like(like, meta)
+    cfg, policy, head = fitted(source, cfg, policy, head)
+    place = None
+    if like is not None and has_tokenizer(Path(like)):
+        place = Path(like)
+    elif policy is not None:
+        place = tokenizer_in(source, meta)
+    return Model(cfg, policy, head, place), int(meta.get("step", 0))
+
+
+def _like(like: str | Path, meta: Mapping[str, Any]) -> ModelConfig:
+    """The config of another checkpoint, with the switches of the head, where they are known."""
+    return hf.read_config(like).replace(**{n: meta[n] for n in _SWITCHES if n in meta})
+
+
+# --- out ----------------------------------------------------------------------------------------
+
+
+def _write_hf(target: Path, model: Model, dtype: str, step: int) -> None:
+    if model.policy is None:
+        with replacing(target) as partial:
+            hf.save_head(partial / HEAD_FILE, model.cfg, model.head, dtype)
+        return
+    hf.save_checkpoint(target, model.cfg, model.policy, model.head, model.tokenizer, dtype)
+
+
+def _write_orbax(target: Path, model: Model, dtype: str, step: int) -> None:
+    cfg = model.cfg.replace(param_dtype=dtype)
+    policy, head = jax.tree.map(lambda x: x.astype(dtype), (model.policy, model.head))
+    switches = {} if head is None else {name: getattr(cfg, name) for name in _SWITCHES}
+    place = TOKENIZER if model.tokenizer is not None and policy is not None else None
+    meta = {"step": step, **switches, **describe(cfg, place, head is not None)}
+    with replacing(target) as partial:
+        if policy is None:
+            partial.rmdir()  # `save_draft` makes it
+            save_draft(partial, head, meta, block=True)
+            return
+        trees = {"policy": policy} | ({} if head is None else {"draft": head})
+        with Checkpointer(partial / CHECKPOINTS) as checkpoints:
+            checkpoints.save(step, trees, meta, block=True)
+        if place is not None:
+            (partial / place).mkdir()
+            copy_tokenizer(model.tokenizer, partial / place)
+
+
+def _require_free(source: Path, target: Path, force: bool) -> None:
+    """Nothing is at the target, or a checkpoint that may be replaced."""
+    if source.absolute().resolve().is_relative_to(target.resolve()):
+        raise CheckpointError(f"{target} is or holds the source; choose another target")
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not force:
+        raise CheckpointError(f"{target} exists; choose another target, or replace it with --force")
+    if not _is_checkpoint(target):
+        raise CheckpointError(
+            f"{target} exists and holds more than a checkpoint; --force replaces nothing else, so "
+            "choose another target"
+        )
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether it is nothing but what is written here; a training run has logs and more."""
+    if not path.is_dir():
+        return False
+    names = {child.name for child in path.iterdir()}
+    if is_run(path):
+        return names <= {CHECKPOINTS, TOKENIZER}
+    return "config.json" in names or names == {HEAD_FILE} or "_CHECKPOINT_METADATA" in names
+
+
+def _require_room(target: Path, trees: Mapping[str, Any], dtype: str) -> None:
+    """Raises `CheckpointError` if the disk cannot take it, before a byte is written."""
+    wanted = sum(x.size for x in jax.tree.leaves(dict(trees))) * jnp.dtype(dtype).itemsize + _SPARE
+    place = next(parent for parent in target.parents if parent.exists())
+    free = shutil.disk_usage(place).free
+    if free < wanted:
+        raise CheckpointError(
+            f"{target} would take about {math.ceil(wanted / 2**20)} MiB and {place} has "
+            f"{free // 2**20} MiB free; make room, or choose another disk"
+        )
