@@ -11,4 +11,5 @@ metrics.py         what Prometheus reads
 admin.py           weights, sleep and wake
 guard.py           API key and size of bodies, before anything is read
 settings.py        every setting
+cli/               the command `specjax`
 """

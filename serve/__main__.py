@@ -24,15 +24,18 @@ log = logging.getLogger(__name__)
 KEYS = {"api_key": "SPECJAX_API_KEY", "admin_key": "SPECJAX_ADMIN_KEY"}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None, prog: str = "python -m serve") -> None:
     """Serves until SIGTERM or SIGINT; requests that run then may finish.
+
+    Args:
+      prog: what was typed, for messages.
 
     Raises:
       SystemExit: a mistake of the user, with one message.
     """
     arguments = _with_model(sys.argv[1:] if argv is None else argv)
     description = "Serves a model behind OpenAI's API, with speculative decoding."
-    cfg, _ = parse_config(ServeConfig, arguments, "serve", description, _add_model)
+    cfg, _ = parse_config(ServeConfig, arguments, prog, description, _add_model)
     for name, variable in KEYS.items():
         if getattr(cfg, name) is None:
             setattr(cfg, name, os.environ.get(variable) or None)
@@ -40,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         serve(cfg)
     except (ConfigError, CheckpointError, UnsupportedModelError, ModuleNotFoundError) as error:
-        sys.exit(f"python -m serve: error: {error}")
+        sys.exit(f"{prog}: error: {error}")
 
 
 def serve(cfg: ServeConfig) -> None:
@@ -72,7 +75,7 @@ def serve(cfg: ServeConfig) -> None:
         signal.signal(number, lambda *_: None)
     server.run()
     if not server.started:
-        sys.exit(f"python -m serve: error: cannot listen on {cfg.host}:{cfg.port}")
+        raise ConfigError(f"cannot listen on {cfg.host}:{cfg.port}")
 
 
 def _require_free(cfg: ServeConfig) -> None:

@@ -94,7 +94,7 @@ def parse_config(
     Args:
         schema_cls: the dataclass that defines every key.
         argv: arguments without the program's name; None takes them from `sys.argv`.
-        prog: the name shown in messages, for example `train.rl`.
+        prog: the name shown in messages: of a module, as `train.rl`, or of a whole command.
         description: one line for `--help`.
         add_arguments: adds the program's own flags (`--resume`); the namespace returned has them.
 
@@ -105,7 +105,7 @@ def parse_config(
         SystemExit: status 0 after `--help` or `--print-config`, 2 after a mistake of the user.
     """
     parser = _Parser(
-        prog=f"python -m {prog}" if prog else None,
+        prog=f"python -m {prog}" if prog and " " not in prog else prog,
         description=description,
         epilog=_describe(schema_cls),
         usage="%(prog)s [--config FILE] [flags] [key=value ...]",

@@ -17,8 +17,8 @@ from specjax.config import ACCEPTANCE_MODES, SpecConfig
 from specjax.verify import InputError, Verdict, check, load
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = _parser()
+def main(argv: list[str] | None = None, prog: str = "python -m specjax.verify") -> int:
+    parser = _parser(prog)
     args = parser.parse_args(argv)
     try:
         verdict = _check(args)
@@ -57,9 +57,9 @@ def _check(args: argparse.Namespace) -> Verdict:
     return dataclasses.replace(verdict, model=args.model)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m specjax.verify",
+        prog=prog,
         description="Checks that speculative decoding of a model is lossless.",
     )
     parser.add_argument("--model", required=True, help="a Hugging Face directory")

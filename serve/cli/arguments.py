@@ -1,0 +1,191 @@
+"""Arguments of `specjax generate`."""
+
+from __future__ import annotations
+
+import argparse
+
+from specjax.config import SamplingParams
+from specjax.config.spec import ACCEPTANCE_MODES, DRAFT_SOURCES
+from specjax.control import ControlConfig
+from specjax.control.config import CONTROLLERS
+
+EPILOG = """Prompts are arguments, or lines of --file: text, or JSON lines (--json-lines, or a name
+that ends in .jsonl) with "prompt" (text or token ids) or "messages" (for the chat template). A JSON
+line may set sampling options of its own by their Python names ("max_tokens": 9), and its "id" is
+handed on; other keys are passed over. A line that cannot be used is named, the others are
+generated, and the exit status is 1.
+
+One sample is printed as it grows, several in the order of their prompts. --output writes a JSON
+line per sample when it ends, in the order in which they end ("index" is the prompt's line minus 1),
+so that a call that is killed has lost nothing that was finished; --resume then generates only what
+is missing, and gives the samples that a call without interruption would have given.
+
+examples:
+  specjax generate --model assets/sums "17+25+8=" -n 4 --stats
+  specjax generate --model DIR --chat "Why is the sky blue?" --temperature 0
+  specjax generate --model DIR --file prompts.jsonl --output samples.jsonl --max-tokens 512
+  cat prompts.txt | specjax generate --model DIR --file - --output - | head"""
+
+# Flag, field of SamplingParams, type, help.
+_SAMPLING = (
+    ("--temperature", "temperature", float, "0 is greedy"),
+    ("--max-tokens", "max_tokens", str, "tokens to generate at most; none: as many as fit"),
+    ("-n", "n", int, "samples of each prompt"),
+    ("--seed", "seed", str, "an integer; equal prompts and seeds, equal samples; none: draw one"),
+    ("--top-p", "top_p", float, "fewest tokens of at least this mass"),
+    ("--top-k", "top_k", int, "most likely tokens; 0: all"),
+    ("--min-p", "min_p", float, "at least so likely, beside the most likely token"),
+    ("--repetition-penalty", "repetition_penalty", float, "divides logits of tokens seen"),
+    ("--presence-penalty", "presence_penalty", float, "subtracted from those of generated tokens"),
+    ("--frequency-penalty", "frequency_penalty", float, "likewise, once per occurrence"),
+    ("--min-tokens", "min_tokens", int, "no stop before so many"),
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `specjax generate`; importing and building it costs no jax."""
+    parser = argparse.ArgumentParser(
+        prog="specjax generate",
+        description="Generates text with speculation: the tokens of plain decoding, sooner.",
+        usage="%(prog)s --model DIR [options] (PROMPT ... | --file FILE)",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="Hugging Face directory, or that of a training run (its newest checkpoint)",
+    )
+    _add_input(parser.add_argument_group("input and output"))
+    _add_sampling(parser.add_argument_group("sampling"))
+    _add_speculation(parser.add_argument_group("speculation"))
+    _add_engine(parser.add_argument_group("engine"))
+    return parser
+
+
+def _add_input(group) -> None:
+    add = group.add_argument
+    add("--file", metavar="FILE", help="prompts, one per line; - is standard input")
+    add("--json-lines", action="store_true", help="--file holds JSON lines, whatever its name")
+    add("--chat", action="store_true", help="a text is a user's message, for the chat template")
+    add("--chat-template", metavar="T", help="Jinja template or file, in place of the model's own")
+    add("--output", metavar="FILE", help="JSON lines, one per sample; - is standard output")
+    add("--resume", action="store_true", help="go on with an --output that was not completed")
+    add("--force", action="store_true", help="replace --output")
+    add("--stats", action="store_true", help="accept length, tok/s and acceptance per depth")
+    add(
+        "--compare",
+        action="store_true",
+        help="then generate twice more, with and without speculation, and say whether every token "
+        "is equal (exit status 1 if not)",
+    )
+    add("--quiet", action="store_true", help="no progress bar")
+
+
+def _add_sampling(group) -> None:
+    defaults = SamplingParams()
+    for flag, field, kind, doc in _SAMPLING:
+        metavar = "N" if kind is int or field in ("max_tokens", "seed") else "X"
+        default = getattr(defaults, field)
+        group.add_argument(
+            flag, dest=field, type=kind, metavar=metavar, help=f"{doc} (default: {default})"
+        )
+    add = group.add_argument
+    add("--stop", action="append", metavar="TEXT", help="ends a sample, before it; repeatable")
+    add("--include-stop", action="store_true", help="keep the stop text")
+    add("--stop-token-ids", metavar="IDS", help="end a sample, and are kept: 5,17")
+    add("--ignore-eos", action="store_true", help="do not stop at the model's own stop tokens")
+    add("--bad-words", action="append", metavar="TEXT", help="never generated; repeatable")
+    add("--allowed-token-ids", metavar="IDS", help="nothing else is generated: 5,17")
+    add("--logit-bias", metavar="ID:X,..", help="added to logits: 5:-100,17:2.5")
+
+
+def _add_speculation(group) -> None:
+    add = group.add_argument
+    add("--strategy", default="4_1_5", help="what a round drafts (default: %(default)s)")
+    add("--acceptance", default="coupled", choices=ACCEPTANCE_MODES, help="(default: coupled)")
+    add("--source", default="head", choices=DRAFT_SOURCES, help="what drafts (default: head)")
+    add("--draft-model", metavar="DIR", help="a smaller model that drafts")
+    add(
+        "--head",
+        default="checkpoint",
+        choices=("checkpoint", "random"),
+        help="the model's own, or a random one (default: checkpoint)",
+    )
+    add("--controller", choices=CONTROLLERS, help="chooses the strategy while running")
+    listed = ",".join(ControlConfig().strategies)
+    add("--strategies", metavar="A,B", help=f"for it to choose from, such as {listed}")
+    add(
+        "--no-speculation",
+        dest="strategy",
+        action="store_const",
+        const="off",
+        default=argparse.SUPPRESS,  # that of --strategy
+        help="decode plainly: --strategy off",
+    )
+
+
+def _add_engine(group) -> None:
+    add = group.add_argument
+    add("--max-batch", type=int, default=32, help="samples that run at once (default: 32)")
+    add("--max-len", type=int, help="tokens of prompt and sample at most (default: the model's)")
+    add("--dtype", default="float32", choices=("float32", "bfloat16"), help="(default: float32)")
+    add("--replicas", type=int, default=1, help="engines with devices of their own (default: 1)")
+    add("--tp", type=int, default=1, help="devices of each (default: 1)")
+    add("--max-stop-tokens", type=int, default=8, help="of a prompt, the model's own included")
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """What was asked of every prompt.
+
+    Raises:
+      ValueError: an option is out of its range.
+    """
+    asked = {field: getattr(args, field) for _, field, _, _ in _SAMPLING}
+    asked = {field: value for field, value in asked.items() if value is not None}
+    for field in ("max_tokens", "seed"):
+        if field in asked:
+            asked[field] = _integer_or_none(field, asked[field])
+    if args.stop_token_ids is not None:
+        asked["stop_token_ids"] = _ids("--stop-token-ids", args.stop_token_ids)
+    if args.allowed_token_ids is not None:
+        asked["allowed_token_ids"] = _ids("--allowed-token-ids", args.allowed_token_ids)
+    if args.logit_bias is not None:
+        asked["logit_bias"] = _biases(args.logit_bias)
+    return SamplingParams(
+        **asked,
+        stop=tuple(args.stop or ()),
+        include_stop_str_in_output=args.include_stop,
+        ignore_eos=args.ignore_eos,
+        bad_words=tuple(args.bad_words or ()),
+    )
+
+
+def _integer_or_none(field: str, text: str) -> int | None:
+    if text.lower() == "none":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        flag = "--" + field.replace("_", "-")
+        raise ValueError(f"{flag}: expected an integer or none, got {text!r}") from None
+
+
+def _ids(flag: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(token) for token in text.replace(",", " ").split())
+    except ValueError:
+        raise ValueError(f"{flag}: expected token ids such as 5,17, got {text!r}") from None
+
+
+def _biases(text: str) -> tuple[tuple[int, float], ...]:
+    try:
+        pairs = [pair.split(":") for pair in text.replace(",", " ").split()]
+        return tuple((int(token), float(value)) for token, value in pairs)
+    except ValueError:
+        raise ValueError(
+            f"--logit-bias: expected pairs such as 5:-100,17:2.5, got {text!r}"
+        ) from None

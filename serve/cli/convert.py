@@ -1,0 +1,76 @@
+"""`specjax convert`: `specjax.checkpoint_convert` with arguments."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+from serve.cli import Failure
+
+EPILOG = """The source may be a Hugging Face directory, the directory of a run of train.rl or
+train.sft, the one of its checkpoints, a draft head that such a run wrote (RUN/draft/STEP), or a
+head's safetensors file. What becomes of it:
+
+  Hugging Face -> Orbax   DIR/checkpoints/0 and DIR/tokenizer, which LLM(DIR), `specjax generate`,
+                          `specjax serve`, train.rl (model=DIR) and POST /update_weights take.
+                          A head alone: for train.rl (rollout.head=DIR) and /update_weights
+  Orbax -> Hugging Face   config.json, safetensors, tokenizer files, for these, transformers, vLLM
+
+Weights keep every bit unless --dtype says otherwise. The target appears when it is complete, and
+not at all if the disk is full or the command is killed.
+
+examples:
+  specjax convert runs/sums exported               the newest step of a run
+  specjax convert runs/sums exported --step 12     an earlier one
+  specjax convert assets/sums started --what head  its draft head, as Orbax"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Its arguments."""
+    made = argparse.ArgumentParser(
+        prog="specjax convert",
+        description="Turns Hugging Face checkpoints into Orbax ones and back.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("source", help="the checkpoint to read")
+    add("target", help="the directory to write; must not exist")
+    add("--to", choices=("hf", "orbax"), help="layout to write (default: the other one)")
+    add("--what", choices=("policy", "head", "both"), help="default: what there is")
+    add("--step", type=int, metavar="N", help="of a run (default: the newest)")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the weights that are written (default: as they are)",
+    )
+    add(
+        "--like",
+        metavar="DIR",
+        help="Hugging Face directory with config and tokenizer, for a source that does not say "
+        "what it is: a head alone, or a run of an older version",
+    )
+    add(
+        "--force",
+        action="store_true",
+        help="replace a checkpoint at the target, once the new one is complete; a directory that "
+        "holds more than a checkpoint is never replaced",
+    )
+    return made
+
+
+def run(argv: Sequence[str]) -> int:
+    """Converts, and says what was written; returns the exit status."""
+    args = parser().parse_args(argv)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed
+
+    from specjax.checkpoint_convert import convert
+    from specjax.checkpoint_format import CheckpointError
+    from specjax.models.hf_config import UnsupportedModelError
+
+    try:
+        print(convert(**vars(args)))
+    except (CheckpointError, UnsupportedModelError) as error:
+        raise Failure(str(error)) from error
+    return 0

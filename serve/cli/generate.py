@@ -1,0 +1,291 @@
+"""`specjax generate`: prompts in, samples out as they end."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from serve.cli import Failure, UsageError, prompts
+from serve.cli.arguments import build_parser, sampling_params
+from serve.cli.outputs import JsonLines, TextAsItComes, TextInOrder, closing, key_of, row_of
+from serve.cli.prompts import Prompt
+from specjax.config import SamplingParams
+from specjax.config.strategy import OFF_NAMES
+
+if TYPE_CHECKING:  # they import jax
+    from specjax import LLM
+    from specjax.engine.request import Job, SampleOutput, Totals
+
+EXACT = ("coupled", "greedy")  # acceptance rules under which tokens are plain decoding's
+
+
+class Asked(NamedTuple):
+    """A prompt that the model can take: its token ids, its options, its samples."""
+
+    prompt: Prompt
+    ids: list[int]
+    params: SamplingParams
+    jobs: list[Job]
+    key: str
+
+
+def run(argv: Sequence[str]) -> int:
+    """Generates; returns the exit status."""
+    parser = build_parser()
+    args = parser.parse_intermixed_args(argv)
+    try:
+        params = sampling_params(args)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    _require_sense(args)
+    if args.file is not None:
+        asked, problems = prompts.of_file(args.file, args.json_lines, args.chat)
+    else:
+        asked, problems = prompts.of_arguments(args.prompts, args.chat), []
+    for problem in problems:
+        _say(problem)
+    if not asked:
+        raise Failure("no prompt is left to generate for" if problems else "there are no prompts")
+    lines = None if args.output is None else JsonLines(args.output, args.resume, args.force)
+    with closing(lines):
+        return _generate(args, params, asked, len(problems), lines)
+
+
+def _require_sense(args: argparse.Namespace) -> None:
+    if args.file is not None and args.prompts:
+        raise UsageError("expected prompts as arguments or --file, got both")
+    if args.file is None and not args.prompts:
+        raise UsageError("expected prompts as arguments, or --file FILE (- is standard input)")
+    if args.json_lines and args.file is None:
+        raise UsageError("--json-lines says how --file is read; give one")
+    if args.output in (None, prompts.STDIN) and (args.resume or args.force):
+        raise UsageError("--resume and --force are for --output FILE")
+    if args.resume and args.force:
+        raise UsageError("--resume goes on with a file and --force replaces it; choose one")
+    off = args.strategy.lower() in OFF_NAMES
+    if args.compare and (off or args.acceptance not in EXACT):
+        why = f"--acceptance {args.acceptance} is equal in distribution only; use `specjax verify`"
+        if off:
+            why = "--strategy off drafts nothing; leave one of them out"
+        raise UsageError(f"--compare holds drafted tokens against plain decoding's, and {why}")
+
+
+def _generate(
+    args: argparse.Namespace,
+    params: SamplingParams,
+    given: list[Prompt],
+    failed: int,
+    lines: JsonLines | None,
+) -> int:
+    counts = [prompt.settings.get("n", params.n) for prompt in given]
+    llm = _load(args, sum(count for count in counts if isinstance(count, int)))
+    asked = []
+    for prompt in given:
+        try:
+            asked.append(_ask(llm, prompt, params, args))
+        except (ValueError, TypeError) as error:
+            failed += 1
+            _say(f"{prompt.where}: {error}")
+    open_ = [
+        (one, job)
+        for one in asked
+        for job in one.jobs
+        if lines is None or not lines.has(one.prompt, job.sample, one.key)
+    ]
+    kept = sum(len(one.jobs) for one in asked) - len(open_)
+    if kept:
+        _say(f"{kept} samples are in {args.output} already")
+    totals, compiling = _run(llm, open_, lines, args)
+    if args.stats:
+        _say(_stats(args, totals, len(open_), compiling))
+    if failed:
+        _say(f"{failed} of {failed + len(asked)} prompts could not be used")
+    if args.compare and asked and not _compare(llm, asked):
+        return 1
+    return 1 if failed else 0
+
+
+def _load(args: argparse.Namespace, samples: int) -> LLM:
+    """The model, with no more slots than there are samples."""
+    from serve.settings import EngineSection, ServeConfig, SpeculationSection, load_llm
+    from specjax.checkpoint_format import CheckpointError
+
+    slots = min(args.max_batch, -(-max(1, samples) // max(1, args.replicas)))
+    try:
+        cfg = ServeConfig(
+            model=args.model,
+            chat_template=args.chat_template,
+            engine=EngineSection(
+                max_batch=slots,
+                max_len=args.max_len,
+                dtype=args.dtype,
+                replicas=args.replicas,
+                tp=args.tp,
+                chunk_tokens=16 if samples == 1 else 32,
+                max_stop_tokens=args.max_stop_tokens,
+            ),
+            speculation=SpeculationSection(
+                strategy=args.strategy,
+                acceptance=args.acceptance,
+                source="model" if args.draft_model else args.source,
+                head=args.head,
+                draft_model=args.draft_model,
+                controller=args.controller,
+                strategies=args.strategies.split(",") if args.strategies else [],
+                telemetry=False,
+            ),
+        )
+        return load_llm(cfg)
+    except ValueError as error:  # a ConfigError among them
+        raise UsageError(str(error)) from error
+    except CheckpointError as error:
+        raise Failure(str(error)) from error
+
+
+def _ask(llm: LLM, prompt: Prompt, params: SamplingParams, args: argparse.Namespace) -> Asked:
+    """Raises ValueError or TypeError where the model cannot take the prompt."""
+    from specjax.engine.checks import check_prompt
+    from specjax.engine.request import make_jobs
+
+    if prompt.settings:
+        params = dataclasses.replace(params, **prompt.settings)
+    ids = check_prompt("the prompt", _ids(llm, prompt), llm.cfg.vocab_size)
+    jobs = make_jobs(ids, params, llm.cfg.eos_token_ids, llm.tokenizer, prompt.index)
+    llm.engine.check(jobs[0])
+    key = key_of(str(Path(args.model).resolve()), ids, params)
+    return Asked(prompt, ids, params, jobs, key)
+
+
+def _ids(llm: LLM, prompt: Prompt) -> Sequence[int]:
+    tokenizer = llm.tokenizer
+    if prompt.text is not None and not isinstance(prompt.text, str):
+        return prompt.text
+    if tokenizer is None:
+        raise ValueError("the model has no tokenizer; expected token ids, in JSON lines")
+    if prompt.messages is None:
+        return tokenizer.encode(prompt.text)
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("the model has no chat template; give one with --chat-template")
+    from jinja2 import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(
+            prompt.messages, tokenize=False, add_generation_prompt=True
+        )
+    except TemplateError as error:
+        raise ValueError(f"the chat template does not take these messages: {error}") from error
+    # The template has written the special tokens; the tokenizer must not add them again.
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _run(
+    llm: LLM, jobs: list[tuple[Asked, Job]], lines: JsonLines | None, args: argparse.Namespace
+) -> tuple[Totals, float]:
+    """All jobs to their end; each sample goes out when it ends.
+
+    Returns:
+      sums, over the time after the first step, and the seconds of that: it compiles, and waits for
+      nothing else.
+    """
+    import numpy as np
+    from tqdm import tqdm
+
+    from specjax.engine.request import Totals
+
+    steps = llm.engine.runner.steps
+    totals = Totals(steps, np.zeros(steps + 2, np.int64))
+    live = ordered = None
+    if lines is None and len(jobs) == 1 and llm.tokenizer is not None:
+        live = TextAsItComes(_decoder(llm), jobs[0][0].params.stop)
+        llm.engine.watcher = live
+    elif lines is None:
+        places = [(one.prompt.index, job.sample) for one, job in jobs]
+        ordered = TextInOrder(places, headings=len(jobs) > 1)
+    start, compiled = time.perf_counter(), None
+    tickets = {llm.engine.add(job): (one, job) for one, job in jobs}
+    hidden = live is not None or args.quiet or not sys.stderr.isatty()
+    try:
+        with tqdm(total=len(jobs), unit="sample", dynamic_ncols=True, disable=hidden) as bar:
+            while llm.engine.has_work:
+                ended = None
+                events = llm.engine.step()
+                compiled = compiled or time.perf_counter()
+                for event in events:
+                    one, job = tickets[event.ticket]
+                    sample = ended = _with_text(llm, event.sample)
+                    totals.add(sample)
+                    if lines is not None:
+                        lines.write(row_of(one.prompt, job.sample, one.key, one.ids, sample))
+                    elif ordered is not None:
+                        ordered.add(one.prompt, job.sample, _shown(sample))
+                    bar.update()
+                if live is not None:
+                    live.step(None if ended is None else ended.text)
+    except BaseException:
+        llm.engine.clear()
+        if lines is not None and args.output != prompts.STDIN:
+            _say(f"what had ended is in {args.output}; --resume goes on from there")
+        raise
+    finally:
+        llm.engine.watcher = None
+    compiled = compiled or start
+    totals.seconds = time.perf_counter() - compiled
+    return totals, compiled - start
+
+
+def _decoder(llm: LLM):
+    return lambda ids: llm.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _with_text(llm: LLM, sample: SampleOutput) -> SampleOutput:
+    if sample.text is not None or llm.tokenizer is None:
+        return sample
+    return dataclasses.replace(sample, text=_decoder(llm)(sample.token_ids))
+
+
+def _shown(sample: SampleOutput) -> str:
+    return " ".join(map(str, sample.token_ids)) if sample.text is None else sample.text
+
+
+def _compare(llm: LLM, asked: list[Asked]) -> bool:
+    """Generates with and without speculation, and says whether every token is equal."""
+    differences = llm.compare_with_plain([a.ids for a in asked], [a.params for a in asked])
+    samples, tokens = sum(len(one.jobs) for one in asked), llm.totals.tokens
+    if not differences:
+        _say(f"compared: all {tokens} tokens of {samples} samples are those of plain decoding")
+        return True
+    _say(f"compared: {len(differences)} of {samples} samples differ from plain decoding")
+    for difference in differences:
+        _say(f"  {asked[difference.request].prompt.where}: {difference}")
+    return False
+
+
+def _stats(args: argparse.Namespace, totals: Totals, samples: int, compiling: float) -> str:
+    rate = totals.tokens / totals.seconds if totals.seconds else 0.0
+    said = (
+        f"{samples} samples, {totals.tokens} tokens in {totals.seconds:.2f} s ({rate:.0f} tok/s), "
+        f"after {compiling:.2f} s of compiling"
+    )
+    if not totals.drafted_rounds:
+        return f"{said}\nnothing was drafted"
+    source = args.draft_model or args.source
+    depths = "  ".join(
+        f"{depth}: {'-' if share != share else f'{share:.0%}'}"
+        for depth, share in enumerate(totals.per_depth(), 1)
+    )
+    return (
+        f"{said}\naccept length {totals.accept_length:.2f} tokens per round over {totals.rounds} "
+        f"rounds, {totals.rounds - totals.drafted_rounds} of them plain ({args.strategy}, "
+        f"{args.acceptance}, {source})\naccepted {totals.accept_rate:.0%} of what was drafted in "
+        f"depth; at depth {depths}"
+    )
+
+
+def _say(text: str) -> None:
+    """To standard error, which is nobody's input."""
+    print(f"specjax generate: {text}", file=sys.stderr)

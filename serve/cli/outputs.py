@@ -1,0 +1,191 @@
+"""Samples as they end: JSON lines, text in order; and the text of one sample while it grows."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from serve.cli import Failure, UsageError
+from serve.cli.prompts import STDIN, Prompt
+from serve.detokenize import Detokenizer
+from specjax.config import SamplingParams
+
+_SPECULATION = ("speculative", "strategy", "n")  # change no token of a sample
+
+
+def key_of(model: str, prompt: Sequence[int], params: SamplingParams) -> str:
+    """Names what a sample follows from: equal keys, and numbers, equal samples."""
+    options = dataclasses.asdict(params)
+    options = {name: value for name, value in options.items() if name not in _SPECULATION}
+    text = json.dumps([model, list(prompt), options], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def row_of(prompt: Prompt, sample: int, key: str, ids: Sequence[int], out) -> dict[str, Any]:
+    """What a JSON line says of a sample (`SampleOutput` with its text)."""
+    stats = out.stats
+    asked = {"messages": prompt.messages} if prompt.text is None else {"prompt": prompt.text}
+    return {
+        "index": prompt.index,
+        "sample": sample,
+        **({} if prompt.id is None else {"id": prompt.id}),
+        **asked,
+        "text": out.text,
+        "finish_reason": out.finish_reason,
+        "prompt_tokens": len(ids),
+        "token_ids": out.token_ids,
+        "logprobs": out.logprobs,
+        "accept_length": stats.accept_length if stats.rounds else None,
+        "rounds": stats.rounds,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "key": key,
+    }
+
+
+class JsonLines:
+    """One line per sample, on disk (or at least the kernel's) as soon as the sample has ended.
+
+    Args:
+      name: of the file; `-` is standard output.
+      resume: go on with the file of a call that was ended. replace: overwrite it.
+
+    Attributes:
+      there: keys of the samples that the file has already, by index and number of the sample.
+
+    Raises:
+      UsageError: the file has something in it, and neither was asked for, or it is no such file.
+    """
+
+    def __init__(self, name: str, resume: bool = False, replace: bool = False):
+        self._name = name
+        self.there: dict[tuple[int, int], str] = {}
+        if name == STDIN:
+            self._file = sys.stdout
+            return
+        path = Path(name)
+        try:
+            if path.exists() and path.stat().st_size and not replace:
+                if not resume:
+                    raise UsageError(
+                        f"--output {name} exists; --resume goes on with it, --force replaces it"
+                    )
+                self._take_up(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w" if replace else "a", encoding="utf-8", newline="\n")
+        except OSError as error:
+            raise UsageError(f"--output {name}: {error.strerror}") from error
+
+    def _take_up(self, path: Path) -> None:
+        """Reads what is there; a last line that was not completed is cut off."""
+        raw = path.read_bytes()
+        whole = raw.rfind(b"\n") + 1
+        for number, line in enumerate(raw[:whole].splitlines(), 1):
+            try:
+                row = json.loads(line)
+                self.there[row["index"], row["sample"]] = row["key"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise UsageError(
+                    f"--resume: {path} line {number} is not of `specjax generate`; choose another "
+                    "--output"
+                ) from error
+        with path.open("r+b") as file:
+            file.truncate(whole)
+
+    def has(self, prompt: Prompt, sample: int, key: str) -> bool:
+        """Whether the file has this sample.
+
+        Raises:
+          UsageError: it has one of another prompt, model or options in its place.
+        """
+        found = self.there.get((prompt.index, sample))
+        if found not in (None, key):
+            raise UsageError(
+                f"--resume: {self._name} has sample {sample} of {prompt.where} from another "
+                "prompt, model or other options; choose another --output"
+            )
+        return found is not None
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Raises `Failure` if the line cannot be written, a full disk for example."""
+        try:
+            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self._file.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            with contextlib.suppress(OSError):  # what is left in the buffer, once more
+                self.close()
+            raise Failure(
+                f"writing {self._name} failed: {error.strerror}; --resume goes on once there is "
+                "room"
+            ) from error
+
+    def close(self) -> None:
+        """Standard output stays open."""
+        if self._file is not sys.stdout:
+            self._file.close()
+
+
+class TextInOrder:
+    """Texts of several samples on standard output, each as soon as all before it are there."""
+
+    def __init__(self, places: Sequence[tuple[int, int]], headings: bool):
+        self._open = list(reversed(places))
+        self._texts: dict[tuple[int, int], str] = {}
+        self._headings, self._first = headings, True
+
+    def add(self, prompt: Prompt, sample: int, text: str) -> None:
+        """Takes a finished sample in."""
+        heading = "" if not self._headings else f"==> {prompt.where}, sample {sample} <==\n"
+        self._texts[prompt.index, sample] = heading + text
+        while self._open and self._open[-1] in self._texts:
+            if self._headings and not self._first:
+                print()
+            print(self._texts.pop(self._open.pop()), flush=True)
+            self._first = False
+
+
+class TextAsItComes:
+    """The text of the one sample there is, while it grows. It watches the engine."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str]):
+        self._stream = Detokenizer(decode, stop)
+        self._news: list[int] = []
+        self._known = 0
+
+    def chunk(self, strategy: str, bucket: int, rounds: int) -> None:
+        """See `specjax.engine.watch.Watcher`."""
+
+    def news(self, ticket: int, news) -> None:
+        self._news += news.since(self._known).tokens
+        self._known = max(self._known, news.at + len(news.tokens))
+
+    def step(self, text: str | None) -> None:
+        """After each step of the engine.
+
+        Args:
+          text: the whole text, once the sample has ended: it may stop before its last tokens.
+        """
+        tokens, self._news = self._news, []
+        if text is None:
+            print(self._stream.push(tokens), end="", flush=True)
+        else:
+            print(self._stream.finish(tokens, text), flush=True)
+
+
+@contextlib.contextmanager
+def closing(lines: JsonLines | None) -> Iterator[IO | None]:
+    """Closes the file, whatever happens."""
+    try:
+        yield
+    finally:
+        if lines is not None:
+            with contextlib.suppress(OSError):
+                lines.close()

@@ -1,0 +1,390 @@
+"""The command `specjax`: what it prints, what it leaves on disk, and how it ends."""
+
+import functools
+import importlib.metadata
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+import types
+from pathlib import Path
+
+import pytest
+
+import serve.settings
+from serve.cli import generate as command
+from serve.cli import prompts
+from serve.cli.bench import find
+from serve.cli.main import COMMANDS, INTERRUPTED, NOBODY_READS, main
+from serve.settings import EngineSection, ServeConfig, SpeculationSection
+from specjax import LLM, SamplingParams
+from specjax.engine.compare import Difference
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}="
+SMALL = ["--max-tokens", "24", "--strategy", "2_1_3", "--ignore-eos", "--max-len", "96"]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """`load_llm`, which loads each model once, with four slots, and gives it the chat template."""
+    real = serve.settings.load_llm
+
+    @functools.cache
+    def once(model, strategy):
+        return real(
+            ServeConfig(
+                model=model,
+                engine=EngineSection(max_batch=4, max_len=96, chunk_tokens=8),
+                speculation=SpeculationSection(strategy=strategy, telemetry=False),
+            )
+        )
+
+    def load(cfg):
+        llm = once(cfg.model, cfg.speculation.strategy)
+        llm.tokenizer.chat_template = cfg.chat_template
+        return llm
+
+    return load
+
+
+@pytest.fixture
+def run(loaded, monkeypatch, capsys, tiny_policy):
+    """Runs `specjax generate` on the tiny policy; (status, output, errors)."""
+    monkeypatch.setattr(serve.settings, "load_llm", loaded)
+
+    def call(*arguments, small=SMALL):
+        status = main(["generate", "--model", str(tiny_policy), *small, *map(str, arguments)])
+        return status, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_policy, loaded):
+    """Texts and tokens of plain decoding, by the batch API."""
+    off = SpeculationSection(strategy="off")
+    llm = loaded(ServeConfig(model=str(tiny_policy), speculation=off))
+
+    @functools.cache
+    def generate(prompt, **options):
+        params = SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **options})
+        return llm.generate(prompt, params)[0].samples
+
+    return generate
+
+
+def python(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, *arguments], env=ENVIRONMENT, cwd=ROOT, text=True,
+        capture_output=True, timeout=600, **options,
+    )  # fmt: skip
+
+
+def rows_of(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def tokens_of(rows) -> dict:
+    return {(row["index"], row["sample"]): row["token_ids"] for row in rows}
+
+
+# --- which command ------------------------------------------------------------------------------
+
+
+def test_help_mistakes_and_lists_do_not_wait_for_jax():
+    program = """
+import sys
+from serve.cli.main import main
+for argv in (["--help"], ["--version"], ["bench", "--help"], ["generate", "--help"],
+             ["convert", "--help"], ["generat"], ["generate", "--model", "x"], ["bench", "x"]):
+    try:
+        print(argv, main(argv))
+    except SystemExit as end:
+        print(argv, end.code)
+print("jax" in sys.modules)
+"""
+    done = python("-c", program)
+    assert done.returncode == 0, done.stderr
+    statuses = re.findall(r"^\[.*\] (\d)$", done.stdout, re.M)
+    assert statuses == ["0", "0", "0", "0", "0", "2", "2", "2"]
+    assert done.stdout.splitlines()[-1] == "False"
+    assert all(f"  {name} " in done.stdout for name in COMMANDS)
+    assert "specjax 0." in done.stdout and "jax 0." in done.stdout
+    assert "no command 'generat'; did you mean 'generate'?" in done.stderr
+
+
+def test_the_module_and_the_installed_script_are_the_same_command():
+    done = python("-m", "specjax", "servr")
+    assert done.returncode == 2 and "did you mean 'serve'" in done.stderr
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    [(name, value)] = project["project"]["scripts"].items()
+    assert importlib.metadata.EntryPoint(name, value, "console_scripts").load() is main
+    assert name == "specjax" and (ROOT / "serve" / "cli" / "__init__.py").exists()
+    assert "serve*" in project["tool"]["setuptools"]["packages"]["find"]["include"]
+
+
+def test_a_reader_that_leaves_is_no_traceback():
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "specjax", "bench", "--help"],
+            env=ENVIRONMENT, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True,
+            timeout=600,
+        )  # fmt: skip
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (NOBODY_READS, "")
+
+
+@pytest.mark.parametrize("name", ["serve", "verify"])
+def test_a_command_that_is_handed_over_calls_itself_by_what_was_typed(name, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: specjax {name} ")
+
+
+def test_verify_keeps_its_exit_statuses(capsys):
+    assert main(["verify", "--model", "/no/such/directory"]) == 2
+    assert "specjax verify: " in capsys.readouterr().err
+
+
+def test_serve_without_its_extra_says_what_to_install(tiny_policy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(SystemExit, match=r"specjax serve: error: .*pip install 'specjax\[serve\]'"):
+        main(["serve", "--model", str(tiny_policy)])
+
+
+def test_bench_lists_every_bench_and_hands_its_arguments_over(monkeypatch, capsys):
+    assert {"decode", "identity", "longtail", "gpu"} <= set(find())
+    assert not {"common", "gpu_child", "__init__"} & set(find())
+    assert all(find().values())
+    assert find()["decode"] == "speculative over plain decoding through `LLM`"
+    got = []
+    bench = types.SimpleNamespace(main=lambda argv: got.append(argv) or 1)
+    monkeypatch.setitem(sys.modules, "bench.identity", bench)
+    assert main(["bench", "identity", "--tokens", "9"]) == 1 and got == [["--tokens", "9"]]
+    assert main(["bench", "identty"]) == 2
+    assert "did you mean 'identity'" in capsys.readouterr().err
+
+
+# --- generate -----------------------------------------------------------------------------------
+
+
+def test_one_sample_is_printed_as_it_grows_and_stops_before_a_stop_string(run, plain, monkeypatch):
+    text = plain("17+25+8=")[0].text
+    pieces = []
+    write = sys.stdout.write
+    monkeypatch.setattr(sys.stdout, "write", lambda text: pieces.append(text) or write(text))
+    status, said, errors = run("17+25+8=")
+    assert (status, said, errors) == (0, text + "\n", "")
+    assert len([piece for piece in pieces if piece.strip()]) > 1
+    stop = re.search(r"(?<=.{3})[0-9A-Za-z]{2}", text, re.S)[0]
+    assert run("17+25+8=", "--stop", stop)[1] == text[: text.index(stop)] + "\n"
+
+
+def test_several_samples_come_in_the_order_of_their_prompts(run, plain):
+    status, said, _ = run("17+25+8=", "1+1=", "-n", "2", "--seed", "5", "--temperature", "0.7")
+    wanted = [
+        f"==> prompt {number}, sample {i} <==\n{sample.text}\n"
+        for number, prompt in ((1, "17+25+8="), (2, "1+1="))
+        for i, sample in enumerate(plain(prompt, n=2, seed=5, temperature=0.7))
+    ]
+    assert (status, said) == (0, "\n".join(wanted))
+
+
+LINES = """{"prompt": "17+25+8=", "id": "a", "answer": 50}
+{"prompt": "1+1=", "seed": 4, "max_tokens": 9}
+
+no JSON
+{"messages": [{"role": "user", "content": "2+3"}], "n": 2}
+{"prompt": [5, 6, 7]}
+{"prompt": [5, 999]}
+{"prompt": "1+1=", "temperature": -1}
+{"messages": "2+3"}
+{"prompt": "1+1=", "messages": []}
+{"prompt": "\\ud800"}
+{"prompt": "1+1=", "max_tokens": 500}
+[1]
+"""
+
+
+def test_bad_lines_of_a_file_are_named_and_the_others_are_generated(run, plain, tmp_path):
+    """Prompts as text, messages and ids; options of a line's own; what they are is handed on."""
+    file, output = tmp_path / "prompts.jsonl", tmp_path / "out" / "samples.jsonl"
+    file.write_bytes(LINES.encode() + b'{"prompt": "\xff"}\n')
+    status, said, errors = run(
+        "--file", file, "--output", output, "--chat-template", TEMPLATE, "--stats"
+    )
+    assert (status, said) == (1, "")
+    for number, words in (
+        (4, "Expecting value"), (7, "token id 999"), (8, "temperature must be"),
+        (9, "messages must be a list"), (10, "expected either"), (11, "surrogates not allowed"),
+        (12, "more than max_len 96"), (13, "expected a JSON object, got list"), (14, "decode"),
+    ):  # fmt: skip
+        assert re.search(f"prompts.jsonl line {number}: .*{re.escape(words)}", errors), number
+    assert "9 of 13 prompts could not be used" in errors
+    rows = rows_of(output)
+    assert tokens_of(rows) == {
+        (0, 0): plain("17+25+8=")[0].token_ids,
+        (1, 0): plain("1+1=", seed=4, max_tokens=9)[0].token_ids,
+        (4, 0): plain("2+3=", n=2)[0].token_ids,
+        (4, 1): plain("2+3=", n=2)[1].token_ids,
+        (5, 0): plain((5, 6, 7))[0].token_ids,
+    }
+    first = next(row for row in rows if row["index"] == 0)
+    assert first["id"] == "a" and first["prompt"] == "17+25+8=" and "answer" not in first
+    assert first["text"] == plain("17+25+8=")[0].text and first["finish_reason"] == "length"
+    assert 1 <= first["accept_length"] <= 3 and len(first["logprobs"]) == 24
+    assert re.search(r"5 samples, 105 tokens in [\d.]+ s \(\d+ tok/s\), after [\d.]+ s", errors)
+    assert re.search(r"accept length [\d.]+ .*2_1_3, coupled, head.*", errors)
+    assert re.search(r"at depth 1: \d+%  2: \d+%", errors)
+
+
+def test_text_lines_come_from_standard_input_and_lines_go_to_standard_output(
+    run, plain, monkeypatch
+):
+    stdin = types.SimpleNamespace(buffer=types.SimpleNamespace(read=lambda: b"17+25+8=\r\n1+1="))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    status, said, _ = run("--file", "-", "--output", "-", "--no-speculation")
+    rows = [json.loads(line) for line in said.splitlines()]
+    assert status == 0 and {row["drafted"] for row in rows} == {0}
+    assert tokens_of(rows) == {
+        (i, 0): plain(prompt)[0].token_ids for i, prompt in enumerate(("17+25+8=", "1+1="))
+    }
+
+
+# A shell's background job, as a test may be one, ignores Ctrl-C.
+SLOWLY = """
+import signal, sys, time
+from serve.cli.main import main
+from serve.cli.outputs import JsonLines
+signal.signal(signal.SIGINT, signal.default_int_handler)
+write = JsonLines.write
+JsonLines.write = lambda self, row: (write(self, row), time.sleep(0.1))
+sys.exit(main())
+"""
+
+
+def test_an_interrupted_call_has_lost_nothing_and_is_resumed(run, tiny_policy, tmp_path):
+    """Ctrl-C while samples run, a line cut in two as by kill -9, then `--resume`."""
+    file, output, whole = (tmp_path / name for name in ("in.txt", "out.jsonl", "whole.jsonl"))
+    file.write_text("".join(f"{i}+{i + 1}=\n" for i in range(10)))
+    asked = ["--file", str(file), "-n", "3", "--seed", "9"]
+    assert run(*asked, "--output", whole)[0] == 0
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOWLY, "generate", "--model", str(tiny_policy), *SMALL, *asked,
+         "--max-batch", "1", "--output", str(output)],
+        env=ENVIRONMENT, cwd=ROOT, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 600
+        while not (output.exists() and output.read_bytes().count(b"\n") >= 2):
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        process.send_signal(signal.SIGINT)
+        errors = process.communicate(timeout=600)[1]
+    finally:
+        process.kill()
+    assert process.returncode == INTERRUPTED, errors
+    assert "interrupted" in errors and "--resume" in errors and "Traceback" not in errors
+    before = rows_of(output)
+    assert 2 <= len(before) < 30
+    with output.open("a") as torn:
+        torn.write(json.dumps(before[0])[:40])
+    assert run(*asked, "--output", output)[0] == 2, "overwritten without being asked"
+    other = run(*asked[:-1], "10", "--output", output, "--resume")
+    assert other[0] == 2 and "from another prompt, model or other options" in other[2]
+    status, _, errors = run(*asked, "--output", output, "--resume")
+    assert status == 0 and f"{len(before)} samples are in" in errors
+    rows = rows_of(output)
+    assert rows[: len(before)] == before and len(rows) == 30
+    assert tokens_of(rows) == tokens_of(rows_of(whole))
+    assert run(*asked, "--output", output, "--force")[0] == 0
+    assert len(rows_of(output)) == 30
+
+
+def test_a_full_disk_under_the_output_is_a_message(run):
+    status, _, errors = run("1+1=", "--output", "/dev/full")
+    assert status == 1 and "writing /dev/full failed: No space left on device" in errors
+
+
+def test_compare_says_whether_every_token_is_plain_decodings(run, monkeypatch):
+    status, _, errors = run("17+25+8=", "1+1=", "-n", "2", "--compare")
+    assert status == 0
+    assert "all 96 tokens of 4 samples are those of plain decoding" in errors
+    difference = Difference(1, 0, 7, 3, 4, 1.0, 1.0, 0.0, False)
+    monkeypatch.setattr(LLM, "compare_with_plain", lambda *unused: [difference])
+    status, _, errors = run("17+25+8=", "1+1=", "--compare")
+    assert status == 1 and "1 of 2 samples differ from plain decoding" in errors
+    assert "prompt 2: request 1 sample 0 position 7" in errors and "NOT explained" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "expected prompts as arguments, or --file"),
+        (["a", "--file", "b"], "got both"),
+        (["--file", "/no/such/file"], "--file /no/such/file: No such file"),
+        (["a", "--top-p", "2"], "top_p must be"),
+        (["a", "--seed", "x"], "--seed: expected an integer or none, got 'x'"),
+        (["a", "--logit-bias", "5"], "pairs such as 5:-100"),
+        (["a", "--stop-token-ids", "x"], "token ids such as 5,17"),
+        (["a", "--resume"], "are for --output FILE"),
+        (["a", "--output", "o", "--resume", "--force"], "choose one"),
+        (["a", "--compare", "--acceptance", "block"], "equal in distribution only"),
+        (["a", "--compare", "--no-speculation"], "--strategy off drafts nothing"),
+        (["a", "--strategy", "4_4"], "strategy '4_4' is not understood"),
+        (["a", "--strategy", "2x2", "--acceptance", "block"], "exact for chains only"),
+        (["a", "--controller", "goodput", "--no-speculation"], "leave one of them out"),
+        (["a", "--max-batch", "0"], "max_batch"),
+    ],
+)
+def test_mistakes_in_the_arguments_end_with_status_2_and_a_message(arguments, said, capsys):
+    assert main(["generate", "--model", "/no/such/model", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and not captured.out
+    assert captured.err.endswith("Try specjax generate --help\n")
+
+
+def test_a_model_that_is_not_there_is_named(capsys):
+    assert main(["generate", "--model", "/no/such/model", "a"]) == 2
+    assert "found none at /no/such/model" in capsys.readouterr().err
+
+
+def test_every_sampling_option_has_a_flag():
+    flags = [
+        "--temperature", "0.5", "--max-tokens", "none", "--seed", "none", "-n", "3",
+        "--top-p", "0.9", "--top-k", "5", "--min-p", "0.1", "--repetition-penalty", "1.1",
+        "--presence-penalty", "-0.5", "--frequency-penalty", "0.25", "--min-tokens", "2",
+        "--stop", "x", "--stop", "y", "--include-stop", "--stop-token-ids", "5,17",
+        "--ignore-eos", "--bad-words", "z", "--allowed-token-ids", "1 2 5",
+        "--logit-bias", "5:-100,17:2.5",
+    ]  # fmt: skip
+    parser = command.build_parser()
+    args = parser.parse_intermixed_args(["--model", "m", "a", *flags, "b"])
+    assert args.prompts == ["a", "b"]
+    assert command.sampling_params(args) == SamplingParams(
+        temperature=0.5, max_tokens=None, seed=None, n=3, top_p=0.9, top_k=5, min_p=0.1,
+        repetition_penalty=1.1, presence_penalty=-0.5, frequency_penalty=0.25, min_tokens=2,
+        stop=("x", "y"), include_stop_str_in_output=True, stop_token_ids=(5, 17), ignore_eos=True,
+        bad_words=("z",), allowed_token_ids=(1, 2, 5), logit_bias=((5, -100.0), (17, 2.5)),
+    )  # fmt: skip
+    args = parser.parse_intermixed_args(["--model", "m", "a"])
+    assert command.sampling_params(args) == SamplingParams() and args.strategy == "4_1_5"
+
+
+def test_a_file_of_text_is_read_line_by_line_whatever_the_lines_look_like(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes('\ufeff{"prompt": 1}\r\n\n  two \n'.encode())
+    found, problems = prompts.of_file(str(file), json_lines=False, chat=True)
+    assert not problems and [prompt.index for prompt in found] == [0, 2]
+    assert [p.messages[0]["content"] for p in found] == ['{"prompt": 1}', "  two "]

@@ -1,0 +1,248 @@
+"""`specjax convert`: no bit is lost, nothing overwritten, nothing half-written looks complete."""
+
+import contextlib
+import json
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import safetensors
+import tiny_run
+
+from serve.admin import read_weights
+from serve.cli.main import main
+from specjax import ModelConfig
+from specjax.checkpoint import Checkpointer
+from specjax.checkpoint_format import named_leaves
+from specjax.checkpoint_weights import load_model, load_weights
+from specjax.command_line import parse_config
+from specjax.draft.mtp import init_head_params
+from specjax.models import hf
+from specjax.models.transformer import init_params
+from train import rl, sft
+from train.heads import starting_head
+from train.schema import RLConfig, SFTConfig
+
+MIMO = ModelConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=8, max_position=64, eos_token_ids=(2, 3), model_type="mimo", qkv_bias=True,
+    qk_norm=False, tie_embeddings=False, mtp_num_layers=1, mtp_concat="hidden_first",
+    param_dtype="bfloat16", compute_dtype="bfloat16",
+)  # fmt: skip
+
+
+@pytest.fixture
+def convert(capsys):
+    """Runs `specjax convert`; (status, output, errors)."""
+
+    def call(*arguments):
+        return main(["convert", *map(str, arguments)]), *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def mimo(tmp_path_factory):
+    """Another family, in bfloat16, with a head among its own weights and no tokenizer."""
+    path = tmp_path_factory.mktemp("convert") / "mimo"
+    trees = init_params(MIMO, 0), init_head_params(MIMO, 1)
+    trees = jax.tree.map(lambda x: (x + 0.1).astype("bfloat16"), trees)
+    hf.save_checkpoint(path, MIMO, *trees)
+    return path
+
+
+def tensors(path: Path) -> dict:
+    """Name -> dtype, shape and bytes, of all safetensors files of a directory."""
+    found = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safetensors.safe_open(file, "numpy") as weights:
+            found[file.name] = weights.metadata()
+            for name in weights.keys():  # noqa: SIM118
+                array = weights.get_tensor(name)
+                found[file.name, name] = str(array.dtype), array.shape, array.tobytes()
+    return found
+
+
+def assert_same_directory(one: Path, other: Path):
+    assert tensors(one) and tensors(one) == tensors(other)
+    rest = {f.name: f.read_bytes() for f in one.iterdir() if f.suffix != ".safetensors"}
+    assert rest == {f.name: f.read_bytes() for f in other.iterdir() if f.suffix != ".safetensors"}
+
+
+def assert_same_trees(one, other):
+    one, other = named_leaves(one), named_leaves(other)
+    assert one.keys() == other.keys() and one
+    for name in one:
+        assert one[name].dtype == other[name].dtype, name
+        np.testing.assert_array_equal(np.asarray(one[name]), np.asarray(other[name]), name)
+
+
+@pytest.mark.parametrize("family", ["tiny", "mimo"])
+def test_hugging_face_to_orbax_and_back_is_the_same_to_the_bit(
+    family, tiny_policy, mimo, convert, tmp_path
+):
+    source = {"tiny": tiny_policy, "mimo": mimo}[family]
+    status, said, _ = convert(source, tmp_path / "run")
+    assert status == 0 and "Orbax, step 0" in said and ("tokenizer" in said) == (family == "tiny")
+    assert convert(tmp_path / "run", tmp_path / "back")[0] == 0
+    assert_same_directory(source, tmp_path / "back")
+
+
+def test_what_is_written_is_what_llm_the_server_and_training_load(tiny_policy, convert, tmp_path):
+    run, head = tmp_path / "run", tmp_path / "head"
+    assert convert(tiny_policy, run)[0] == convert(tiny_policy, head, "--what", "head")[0] == 0
+    there = hf.load_checkpoint(tiny_policy)
+    model = load_model(run)  # what LLM does
+    assert model.cfg == there[0] and model.tokenizer == run / "tokenizer"
+    assert_same_trees((model.policy, model.head), there[1:])
+    served = read_weights(run, there[0], False, None)  # POST /update_weights
+    assert_same_trees(served, there[1:])
+    assert_same_trees(read_weights(head, there[0], True, None)[1], there[2])
+    _, started = starting_head(str(head), there[0], None, 0, None)  # rollout.head=
+    assert_same_trees(started, there[2])
+    turned = there[0].replace(mtp_concat="hidden_first")
+    with pytest.raises(ValueError, match="mtp_concat=embedding_first"):
+        read_weights(head, turned, True, None)
+
+
+def test_a_run_of_training_to_hugging_face_and_back(tiny_policy, convert, tmp_path):
+    """A run that starts from an Orbax checkpoint; its own say what they are."""
+    start, out = tmp_path / "start", tmp_path / "out"
+    assert convert(tiny_policy, start)[0] == 0
+    cfg, _ = parse_config(RLConfig, tiny_run.arguments(start, out))
+    trainer = rl.Trainer(cfg)
+    with Checkpointer(out / "checkpoints") as checkpoints:
+        for step, factor in ((3, 2.0), (5, 4.0)):
+            trainer.done_steps = step
+            trainer.params = jax.tree.map(lambda x, f=factor: x * f, trainer.params)
+            trainer.save(checkpoints, block=True)
+    (out / "metrics.jsonl").write_text("")
+    assert convert(out, tmp_path / "three", "--step", "3")[0] == 0
+    _, policy, head = hf.load_checkpoint(tmp_path / "three")
+    original = hf.load_checkpoint(tiny_policy)
+    assert_same_trees(policy, jax.tree.map(lambda x: x * 2, original[1]))
+    assert_same_trees(head, original[2])
+    assert convert(out / "checkpoints", tmp_path / "newest")[0] == 0
+    assert_same_trees(hf.load_checkpoint(tmp_path / "newest")[1], trainer.params)
+    text = (tiny_policy / "tokenizer.json").read_bytes()
+    assert (tmp_path / "newest" / "tokenizer.json").read_bytes() == text
+    assert convert(tmp_path / "newest", tmp_path / "again")[0] == 0
+    once, again = load_weights(out)[:2], load_weights(tmp_path / "again")[:2]
+    assert_same_trees(again, once)
+    status, _, errors = convert(out, tmp_path / "none", "--step", "4")
+    assert status == 1 and "holds no step 4, only [3, 5]" in errors
+    status, _, errors = convert(tiny_policy, out, "--force")
+    assert status == 1 and "more than a checkpoint" in errors
+    assert (out / "metrics.jsonl").exists()
+
+
+def test_a_run_of_sft_says_what_it_is(tiny_policy, convert, tmp_path):
+    cfg, _ = parse_config(SFTConfig, [f"init={tiny_policy}", f"out={tmp_path}/out", "steps=1"])
+    run = sft.Run(cfg)
+    with Checkpointer(tmp_path / "out" / "checkpoints") as checkpoints:
+        run.save(checkpoints, block=True)
+    assert convert(tmp_path / "out", tmp_path / "hf")[0] == 0
+    assert_same_directory(tiny_policy, tmp_path / "hf")
+
+
+def test_a_head_alone_goes_both_ways(tiny_policy, convert, tmp_path):
+    asked = ["--what", "head"]
+    assert convert(tiny_policy, tmp_path / "orbax", *asked)[0] == 0
+    assert convert(tmp_path / "orbax", tmp_path / "hf")[0] == 0
+    assert [f.name for f in (tmp_path / "hf").iterdir()] == ["mtp.safetensors"]
+    wanted = {k: v for k, v in tensors(tiny_policy).items() if "mtp" in str(k)}
+    assert tensors(tmp_path / "hf") == wanted
+    status, _, errors = convert(tmp_path / "hf", tmp_path / "no")
+    assert status == 1 and "--like DIR" in errors
+    file = tmp_path / "hf" / "mtp.safetensors"
+    assert convert(file, tmp_path / "orbax2", "--like", tiny_policy)[0] == 0
+    assert_same_trees(load_weights(tmp_path / "orbax2")[1], load_weights(tmp_path / "orbax")[1])
+    status, _, errors = convert(tmp_path / "orbax", tmp_path / "no", "--what", "policy")
+    assert status == 1 and "holds no policy" in errors and not (tmp_path / "no").exists()
+
+
+def test_the_policy_alone_and_another_dtype(tiny_policy, convert, tmp_path):
+    status, said, _ = convert(
+        tiny_policy, tmp_path / "half", "--what", "policy", "--dtype", "bfloat16"
+    )
+    assert status == 0 and "bfloat16" in said and "head" not in said
+    policy, head, _ = load_weights(tmp_path / "half")
+    wanted = jax.tree.map(lambda x: x.astype("bfloat16"), hf.load_checkpoint(tiny_policy)[1])
+    assert head is None
+    assert_same_trees(policy, wanted)
+    assert convert(tmp_path / "half", tmp_path / "hf")[0] == 0
+    assert hf.read_config(tmp_path / "hf").mtp_num_layers == 0
+    # Files that are not what config.json says keep their bits all the same.
+    lying = tmp_path / "lying"
+    shutil.copytree(tiny_policy, lying)
+    config = json.loads((lying / "config.json").read_text())
+    config["dtype"] = config["torch_dtype"] = "bfloat16"
+    (lying / "config.json").write_text(json.dumps(config))
+    assert convert(lying, tmp_path / "full", "--to", "hf")[0] == 0
+    assert tensors(tmp_path / "full") == tensors(tiny_policy)
+
+
+def test_nothing_is_overwritten_unless_told_and_never_the_source(tiny_policy, convert, tmp_path):
+    target = tmp_path / "run"
+    assert convert(tiny_policy, target, "--what", "policy")[0] == 0
+    status, _, errors = convert(tiny_policy, target)
+    assert status == 1 and "--force" in errors and load_weights(target)[1] is None
+    assert convert(tiny_policy, target, "--force")[0] == 0
+    assert load_weights(target)[1] is not None
+    for inside in (target, target / "checkpoints"):
+        status, _, errors = convert(inside, target, "--force")
+        assert status == 1 and "is or holds the source" in errors
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    assert convert(tiny_policy, tmp_path / "mine", "--force")[0] == 1
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
+
+
+@contextlib.contextmanager
+def no_file_beyond(size: int):
+    """A limit on the size of a file stands in for a full disk: both fail inside write(2)."""
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, unlimited[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        signal.signal(signal.SIGXFSZ, before)
+
+
+@pytest.mark.parametrize("to", ["hf", "orbax"])
+def test_a_disk_that_fills_up_leaves_nothing_and_what_was_there(
+    to, tiny_policy, convert, tmp_path, monkeypatch
+):
+    here = tmp_path / "here"
+    here.mkdir()
+    target = here / "target"
+    assert convert(tiny_policy, target, "--to", to)[0] == 0
+    before = sorted(str(path) for path in here.rglob("*"))
+    with no_file_beyond(4096):
+        for place, more in ((here / "new", []), (target, ["--force"])):
+            status, _, errors = convert(tiny_policy, place, "--to", to, *more)
+            assert status == 1 and "too large" in errors and "Traceback" not in errors
+    assert sorted(str(path) for path in here.rglob("*")) == before
+    usage = type(shutil.disk_usage(here))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 1 << 40, 3 << 20))
+    status, _, errors = convert(tiny_policy, here / "new", "--to", to)
+    assert status == 1 and "3 MiB free" in errors
+    assert sorted(str(path) for path in here.rglob("*")) == before
+
+
+def test_sources_that_are_none_are_named(convert, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    for source, words in (
+        ("missing", "does not exist"),
+        ("empty", "is damaged or not a checkpoint"),
+        ("run", "holds no complete checkpoint"),
+    ):
+        status, _, errors = convert(tmp_path / source, tmp_path / "out")
+        assert status == 1 and words in errors and not (tmp_path / "out").exists()
