@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m serve") -> No
     for name, variable in KEYS.items():
         if getattr(cfg, name) is None:
             setattr(cfg, name, os.environ.get(variable) or None)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    # By force: what is imported may have set up a log already, and that swallows all but warnings.
+    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
     try:
         serve(cfg)
     except (ConfigError, CheckpointError, UnsupportedModelError, ModuleNotFoundError) as error:

@@ -22,7 +22,8 @@ from tests.serve.browser import browser, missing
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = ("port=0", "engine.max_batch=16", "log_file=null")
 CROWD, WIDTH, SECONDS = 64, 1180, 900
-PROMPT = "17+25+8+61+93+4+55+12="
+BEGIN = "= so"  # then the policy works it out, in place of saying the result at once
+PROMPT = "17+25+8+61+93+4+55+12" + BEGIN
 
 
 def main() -> None:
@@ -58,12 +59,10 @@ def _serve():
 def _crowd(driver, url) -> None:
     """Many samples of different lengths; a picture of their tail."""
     draw = random.Random(4)
-    sums = ["+".join(str(draw.randint(1, 99)) for _ in range(n)) + "=" for n in range(2, 13)]
+    sums = ["+".join(str(draw.randint(1, 99)) for _ in range(n)) + BEGIN for n in range(2, 13)]
     bodies = [
-        {"prompt": sums[i % len(sums)], "max_tokens": 45 + 15 * (i * 7 % 11), "seed": i,
-         "ignore_eos": True}
-        for i in range(CROWD)
-    ]  # fmt: skip
+        {"prompt": sums[i * 7 % len(sums)], "max_tokens": 160, "seed": i} for i in range(CROWD)
+    ]
 
     def ask(body):
         httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS).raise_for_status()
