@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 
@@ -57,7 +57,7 @@ def serve(cfg: ServeConfig) -> None:
         raise ConfigError(f"{error}; install the server: pip install 'specjax[serve]'") from error
 
     _require_free(cfg)
-    app = _app(create_app, cfg, _started(cfg))
+    app = create_app(cfg, _started(cfg))
     server = uvicorn.Server(
         uvicorn.Config(
             app,
@@ -80,7 +80,16 @@ def serve(cfg: ServeConfig) -> None:
 
 
 def _require_free(cfg: ServeConfig) -> None:
-    """Raises ConfigError if nobody can listen there: compiling takes too long to learn it then."""
+    """The address and the log are to be had: compiling takes too long to learn it after that.
+
+    Raises:
+      ConfigError: they are not.
+    """
+    if cfg.log_file is not None:
+        try:
+            open(cfg.log_file, "ab").close()
+        except OSError as error:
+            raise ConfigError(f"log_file: cannot write to {cfg.log_file}: {error}") from error
     family = socket.AF_INET6 if ":" in cfg.host else socket.AF_INET
     try:
         socket.create_server((cfg.host, cfg.port), family=family).close()
@@ -119,14 +128,6 @@ class Progress:
         if done == total or now - self._said >= self._every:
             log.info("%d of %d programs are ready, after %.0f s", done, total, now - self._began)
             self._said = now
-
-
-def _app(create_app: Callable, cfg: ServeConfig, llm: LLM):
-    """The application, unless it cannot be made as it is asked for."""
-    try:
-        return create_app(cfg, llm)
-    except OSError as error:
-        raise ConfigError(f"log_file: cannot write to {cfg.log_file}: {error}") from error
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

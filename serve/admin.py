@@ -14,7 +14,7 @@ from serve.protocol import WeightsRequest
 from specjax import LLM, ModelConfig
 from specjax.checkpoint import CheckpointError
 from specjax.checkpoint_format import named_leaves
-from specjax.checkpoint_weights import load_weights
+from specjax.checkpoint_weights import config_in, load_weights
 from specjax.engine.checksum import checksum
 from specjax.models import hf
 from specjax.models.transformer import Params
@@ -144,6 +144,8 @@ def read_weights(
     if not path.exists():
         raise ValueError("there is no such file or directory on the server")
     policy, head, meta = load_weights(path, step)
+    if "config" in meta:  # of runs that were made before it was kept, shapes have to do
+        _require_same(config_in(path, meta), cfg, head is not None)
     for name in _HEADS:
         if name in meta and meta[name] != getattr(cfg, name):
             raise ValueError(

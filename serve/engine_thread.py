@@ -71,6 +71,7 @@ class Request:
         self.open = len(jobs)
         self.last = [0.0] * len(jobs)  # when each sample got its last token
         self.tickets: list[int] = []  # the engine thread's
+        self.gone = False  # so is this
 
 
 class EngineThread:
@@ -95,6 +96,7 @@ class EngineThread:
         self._engines = llm.engine.engines if several else (llm.engine,)
         self.live = Live(llm, self._engines, metrics)
         self._notes: queue.SimpleQueue[tuple[Future, Callable[[], Any]]] = queue.SimpleQueue()
+        self._gone: queue.SimpleQueue[Request] = queue.SimpleQueue()  # whose clients have left
         self._owners: dict[int, tuple[Request, int]] = {}  # by ticket
         self._seen: dict[int, int] = {}  # tokens of a ticket that were handed over
         self._news: dict[int, list[News]] = {}  # by ticket, since the last step
@@ -142,7 +144,8 @@ class EngineThread:
             return
         self.metrics.aborted.inc(request.open)
         self._close(request)
-        self._notes.put((Future(), lambda: self._drop(request)))
+        self._gone.put(request)
+        self._notes.put((Future(), self._drop_gone))
 
     def _close(self, request: Request) -> None:
         """Nothing more comes of it."""
@@ -162,9 +165,10 @@ class EngineThread:
         return await asyncio.wrap_future(future)
 
     def finish_all(self) -> None:
-        """To be `call`ed: steps until nothing runs; notes that come meanwhile wait."""
+        """To be `call`ed: steps until nothing runs. Of what is asked meanwhile only aborts are done."""
         while self._engine.has_work and self._running:
             self._step()
+            self._drop_gone()
             self._look()
 
     # --- told by the engine ----------------------------------------------------------------------
@@ -218,6 +222,8 @@ class EngineThread:
     def _add(self, request: Request) -> None:
         if self.asleep:
             raise Asleep("the server is asleep; POST /wake")
+        if request.gone:
+            return
         for job in request.jobs:
             self._engine.check(job)
         for index, job in enumerate(request.jobs):
@@ -225,11 +231,18 @@ class EngineThread:
             request.tickets.append(ticket)
             self._owners[ticket] = request, index
 
-    def _drop(self, request: Request) -> None:
-        for ticket in request.tickets:
-            if self._owners.pop(ticket, None) is not None:
-                self._engine.abort(ticket)
-                self._seen.pop(ticket, None)
+    def _drop_gone(self) -> None:
+        """Aborts what clients have left; one that waits to be added will not be."""
+        while True:
+            try:
+                request = self._gone.get_nowait()
+            except queue.Empty:
+                return
+            request.gone = True
+            for ticket in request.tickets:
+                if self._owners.pop(ticket, None) is not None:
+                    self._engine.abort(ticket)
+                    self._seen.pop(ticket, None)
 
     def _step(self) -> None:
         finished = {event.ticket: event.sample for event in self._engine.step()}

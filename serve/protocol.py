@@ -30,6 +30,7 @@ Text = Annotated[str, AfterValidator(_whole)]
 Word = Annotated[Text, Field(min_length=1, max_length=256)]
 Prompt = Annotated[Text, Field(min_length=1)]
 Ids = Annotated[list[Token], Field(min_length=1)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Several = Annotated[list[T], Field(min_length=1)]
 
 
@@ -54,7 +55,7 @@ class Sampling(Body):
     stop: Word | Annotated[list[Word], Field(max_length=16)] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], float] | None = Field(
+    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias] | None = Field(
         None, max_length=300
     )
     stream: bool | None = None

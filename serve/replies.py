@@ -15,6 +15,7 @@ Beside OpenAI's fields, where the request asks for them: `token_ids` of a choice
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 import uuid
 from collections.abc import Sequence
@@ -121,7 +122,7 @@ class CompletionReply:
           most: likely tokens that were asked for; the one that was generated may come on top.
         """
         texts = [self._pieces.text(token) for token in tokens]
-        offsets = [offset + sum(map(len, texts[:i])) for i in range(len(texts))]
+        offsets = list(itertools.accumulate(map(len, texts), initial=offset))[:-1]
         likely = None
         if top is not None:
             likely = [{self._pieces.text(t): _least(v) for t, v in entry.items()} for entry in top]

@@ -152,6 +152,15 @@ class ServeConfig:
         at_least("limits", self.limits, body_bytes=1, prompts=1, n=1, queue=0)
         at_least("engine", self.engine, max_batch=1, replicas=1, tp=1, max_stop_tokens=1)
         at_least("", self, drain_seconds=0, port=0)
+        if self.port > 65535:
+            raise ValueError(f"port: expected at most 65535, got {self.port}")
+        for name in ("api_key", "admin_key"):
+            key = getattr(self, name)
+            if key is not None and not key.strip():
+                raise ValueError(
+                    f"{name}: expected a key, got an empty text, which everybody would know; leave "
+                    "it out (null) if there is to be none"
+                )
         for name in ("prompt_tokens", "max_tokens"):
             if getattr(self.limits, name) is not None:
                 at_least("limits", self.limits, **{name: 1})

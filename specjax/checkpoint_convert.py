@@ -39,10 +39,18 @@ from specjax.checkpoint_weights import (
 from specjax.config import ModelConfig
 from specjax.models import hf
 from specjax.models.hf_config import dtype_name
-from specjax.models.hf_export import copy_tokenizer, replacing
-from specjax.models.hf_names import HEAD_FILE
+from specjax.models.hf_export import TOKENIZER_FILES, copy_tokenizer, replacing
+from specjax.models.hf_names import HEAD_FILE, INDEX
 
 WHAT = ("policy", "head", "both")
+# What `save_draft` writes.
+_HEAD_NAMES = {
+    "_CHECKPOINT_METADATA",
+    "commit_success.txt",
+    "draft",
+    "orbax.checkpoint",
+    "specjax_manifest.json",
+}
 LAYOUTS = ("hf", "orbax")
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _SWITCHES = ("mtp_num_layers", "mtp_concat", "mtp_target_hidden", "mtp_recycle")
@@ -266,7 +274,10 @@ def _is_checkpoint(path: Path) -> bool:
     names = {child.name for child in path.iterdir()}
     if is_run(path):
         return names <= {CHECKPOINTS, TOKENIZER}
-    return "config.json" in names or names == {HEAD_FILE} or "_CHECKPOINT_METADATA" in names
+    if "_CHECKPOINT_METADATA" in names:
+        return names <= _HEAD_NAMES
+    known = {"config.json", "generation_config.json", INDEX, *TOKENIZER_FILES}
+    return all(name in known or name.endswith(".safetensors") for name in names)
 
 
 def _require_room(target: Path, trees: Mapping[str, Any], dtype: str) -> None:

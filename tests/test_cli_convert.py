@@ -105,7 +105,7 @@ def test_what_is_written_is_what_llm_the_server_and_training_load(tiny_policy, c
     _, started = starting_head(str(head), there[0], None, 0, None)  # rollout.head=
     assert_same_trees(started, there[2])
     turned = there[0].replace(mtp_concat="hidden_first")
-    with pytest.raises(ValueError, match="mtp_concat=embedding_first"):
+    with pytest.raises(ValueError, match="mtp_concat"):
         read_weights(head, turned, True, None)
 
 
@@ -198,6 +198,8 @@ def test_nothing_is_overwritten_unless_told_and_never_the_source(tiny_policy, co
         assert status == 1 and "is or holds the source" in errors
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    assert convert(tiny_policy, tmp_path / "mine", "--force")[0] == 1
+    (tmp_path / "mine" / "config.json").write_text("{}")  # many projects have one
     assert convert(tiny_policy, tmp_path / "mine", "--force")[0] == 1
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
 

@@ -187,7 +187,7 @@ function showRatio(views, drafted, plain) {
     say($("ratio"), `${took}. That says nothing about speculation, for ${doubt}.`);
     return;
   }
-  live.compared.push({ratio, tokens: plain.ids.length});
+  live.compared.push({ratio, tokens: plain.ids.length, version: live.version});
   say($("ratio"), `${took}: ${times(ratio)} as fast, measured in this browser, one after the `
     + "other.");
 }

@@ -42,7 +42,7 @@ function measured(live, name) {
         + `${count(gains.batch, "sample")} in the batch`,
     };
   }
-  const runs = live.compared;
+  const runs = live.compared.filter((run) => run.version === live.version);  // of these weights
   if (!runs.length) return null;
   const ratios = runs.map((run) => run.ratio).sort((a, b) => a - b);
   const middle = ratios.length >> 1;

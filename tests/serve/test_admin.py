@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 
 import httpx
 import jax
@@ -14,6 +15,7 @@ from serving import KEY, Server, config, served
 from serve.admin import weights_info
 from specjax import LLM, EngineConfig, SpecConfig
 from specjax.checkpoint import Checkpointer, save_draft
+from specjax.checkpoint_convert import convert
 from specjax.draft.mtp import init_head_params
 from specjax.models import hf
 
@@ -195,7 +197,8 @@ BAD = {
     "no policy in it": ({"path": "draft"}, "what='head'"),
     "a step that is not there": ({"path": "run", "step": 9}, "9"),
     "a damaged file": ({"path": "broken"}, "damaged"),
-    "another model": ({"path": "larger"}, "cannot be used"),
+    "another model": ({"path": "larger"}, "rope_theta"),
+    "a run of another model": ({"path": "run of larger"}, "rope_theta"),
     "a policy of NaN": ({"path": "nan"}, "not finite"),
 }
 
@@ -203,6 +206,7 @@ BAD = {
 def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(server, others, weights):
     cfg, policy, head = weights
     hf.save_checkpoint(others / "larger", cfg.replace(rope_theta=5.0), policy, head)
+    convert(others / "larger", others / "run of larger", "orbax", "both")
     hf.save_checkpoint(others / "nan", cfg, jax.tree.map(lambda x: x * np.nan, policy), head)
     hf.save_checkpoint(others / "broken", cfg, policy, head)
     (others / "broken" / "model.safetensors").write_bytes(b"nothing")
@@ -245,6 +249,23 @@ def test_sleep_frees_the_device_and_wake_keeps_the_head(restored: Server):
     assert after.token_ids == before.token_ids
     assert after.spec_details == before.spec_details, "the head drafts what it drafted"
     assert restored.metrics()["compilations_total"] == built
+
+
+def test_sleep_waits_for_nobody_whose_client_has_left(restored: Server):
+    said, before = [], restored.metrics()["generation_tokens_total"]
+    with restored.slowly(0.1):
+        stream = restored.client().completions.create(
+            model="tiny", prompt="1+2=", max_tokens=80, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        thread = threading.Thread(target=lambda: said.append(restored.post("/sleep").json()))
+        thread.start()
+        time.sleep(0.3)
+        stream.close()
+        thread.join(60)
+    assert said == [{"status": "asleep"}]
+    assert restored.metrics()["generation_tokens_total"] - before < 80
+    assert restored.post("/wake").status_code == 200
 
 
 def test_without_an_admin_key_nobody_may(tiny_policy, weights):

@@ -257,6 +257,7 @@ REFUSED = {
     "half a character": ({"prompt": "\ud800"}, None),
     "too many stop tokens": ({"stop_token_ids": list(range(40))}, None),
     "a bias on nothing": ({"logit_bias": {"9999": 1}}, None),
+    "a bias beyond all numbers": ({"logit_bias": {"5": 1e300}}, None),
 }
 
 

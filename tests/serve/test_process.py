@@ -161,6 +161,10 @@ def test_sigterm_lets_what_runs_finish(restarted):
         ([], "required keys"),
         (["--model", "x", "engine.max_bach=3"], "did you mean 'engine.max_batch'"),
         (["--model", "x", "speculation.strategy=off", "speculation.controller=ema"], "leave one"),
+        (["--model", "x", "port=70000"], "at most 65535"),
+        (["--model", "x", "admin_key=''"], "admin_key: expected a key"),
+        (["--model", "x", "api_key=' '"], "api_key: expected a key"),
+        (["--model", "x", "port=0", "log_file=/nowhere/x"], "log_file: cannot write"),
     ],
 )
 def test_mistakes_end_with_one_message(arguments, message, capsys):
