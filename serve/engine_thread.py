@@ -165,7 +165,7 @@ class EngineThread:
         return await asyncio.wrap_future(future)
 
     def finish_all(self) -> None:
-        """To be `call`ed: steps until nothing runs. Of what is asked meanwhile only aborts are done."""
+        """To be `call`ed: steps until nothing runs. What is asked meanwhile waits, save aborts."""
         while self._engine.has_work and self._running:
             self._step()
             self._drop_gone()
