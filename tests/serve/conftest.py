@@ -1,5 +1,7 @@
 """One server; all its requests run one compiled chunk."""
 
+import logging
+
 import pytest
 from serving import BATCH, MAX_LEN, WIDEST, config, served
 
@@ -22,3 +24,13 @@ def plain(tiny_policy):
     llm = LLM(tiny_policy, None, max_batch=BATCH, max_len=MAX_LEN, max_stop_tokens=16)
     llm.generate("1+1=", WIDEST)
     return llm
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was():
+    """`python -m serve` sets up the log of its process, which here is that of all tests."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)

@@ -203,8 +203,8 @@ def test_lanes_shrink_with_the_batch(page: Page, server: Server):
         body = {"prompt": PROMPT, "max_tokens": tokens, "seed": tokens, "ignore_eos": True}
         assert server.post("/v1/completions", key=KEY, json=body).status_code == 200
 
-    threads = [threading.Thread(target=ask, args=(tokens,)) for tokens in (26, 50, 70, 84)]
-    with server.slowly(0.12):
+    threads = [threading.Thread(target=ask, args=(tokens,)) for tokens in (20, 38, 56, 84)]
+    with server.slowly(0.25):  # the page is told four times a second
         for thread in threads:
             thread.start()
         for thread in threads:
