@@ -26,6 +26,7 @@ from specjax.checkpoint import Checkpointer, save_draft
 from specjax.checkpoint_format import CheckpointError, first_line
 from specjax.checkpoint_weights import (
     CHECKPOINTS,
+    HEAD_SWITCHES,
     TOKENIZER,
     Model,
     config_in,
@@ -53,7 +54,6 @@ _HEAD_NAMES = {
 }
 LAYOUTS = ("hf", "orbax")
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_SWITCHES = ("mtp_num_layers", "mtp_concat", "mtp_target_hidden", "mtp_recycle")
 _SPARE = 4 << 20  # bytes for metadata, and blocks that are not full
 
 
@@ -219,7 +219,7 @@ def _read_orbax(
 
 def _like(like: str | Path, meta: Mapping[str, Any]) -> ModelConfig:
     """The config of another checkpoint, with the switches of the head, where they are known."""
-    return hf.read_config(like).replace(**{n: meta[n] for n in _SWITCHES if n in meta})
+    return hf.read_config(like).replace(**{n: meta[n] for n in HEAD_SWITCHES if n in meta})
 
 
 # --- out ----------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def _write_hf(target: Path, model: Model, dtype: str, step: int) -> None:
 def _write_orbax(target: Path, model: Model, dtype: str, step: int) -> None:
     cfg = model.cfg.replace(param_dtype=dtype)
     policy, head = jax.tree.map(lambda x: x.astype(dtype), (model.policy, model.head))
-    switches = {} if head is None else {name: getattr(cfg, name) for name in _SWITCHES}
+    switches = {} if head is None else {name: getattr(cfg, name) for name in HEAD_SWITCHES}
     place = TOKENIZER if model.tokenizer is not None and policy is not None else None
     meta = {"step": step, **switches, **describe(cfg, place, head is not None)}
     with replacing(target) as partial:

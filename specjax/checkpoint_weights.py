@@ -23,6 +23,8 @@ from specjax.models.hf_config import MTP_KEY, config_json, config_of, mtp_json
 from specjax.models.hf_export import TOKENIZER_FILES
 from specjax.models.transformer import Params, init_params
 
+# What the metadata of a head says of the model that it drafts for.
+HEAD_SWITCHES = ("mtp_num_layers", "mtp_concat", "mtp_target_hidden", "mtp_recycle")
 CHECKPOINTS, TOKENIZER = "checkpoints", "tokenizer"  # in the directory of a run
 
 

@@ -13,14 +13,12 @@ import jax
 
 from specjax import distributed, sharding
 from specjax.checkpoint import PendingSave, load_draft, save_draft
-from specjax.checkpoint_weights import describe
+from specjax.checkpoint_weights import HEAD_SWITCHES, describe
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.draft.mtp import init_head_params
 from specjax.models import hf
 from specjax.models.transformer import Params
-
-_SWITCHES = ("mtp_num_layers", "mtp_concat", "mtp_target_hidden", "mtp_recycle")
 
 
 def starting_head(
@@ -54,7 +52,7 @@ def starting_head(
         model = model.replace(mtp_num_layers=max(model.mtp_num_layers, 1))
         return model, hf.load_head(path, model, mesh)
     _, meta = load_draft(path)
-    model = model.replace(**{name: meta[name] for name in _SWITCHES})
+    model = model.replace(**{name: meta[name] for name in HEAD_SWITCHES})
     wanted = jax.eval_shape(lambda: init_head_params(model))
     if mesh is not None:
         wanted = jax.tree.map(
@@ -76,7 +74,7 @@ def head_shapes(source: str, model: ModelConfig) -> tuple[ModelConfig, Params]:
     if source not in ("checkpoint", "random") and Path(source).is_dir():
         if not any(Path(source).glob("*.safetensors*")):
             _, meta = load_draft(Path(source))
-            model = model.replace(**{name: meta[name] for name in _SWITCHES})
+            model = model.replace(**{name: meta[name] for name in HEAD_SWITCHES})
     model = model.replace(mtp_num_layers=max(model.mtp_num_layers, 1))
     return model, jax.eval_shape(lambda: init_head_params(model))
 
@@ -90,7 +88,7 @@ class HeadCheckpoints:
 
     def __init__(self, directory: str | Path, model: ModelConfig, keep_last: int):
         self.directory, self.keep_last = Path(directory), keep_last
-        self._meta = {name: getattr(model, name) for name in _SWITCHES} | describe(model, None)
+        self._meta = {name: getattr(model, name) for name in HEAD_SWITCHES} | describe(model, None)
         self._pending: PendingSave | None = None
 
     def save(self, step: int, head: Params) -> None:

@@ -1,5 +1,6 @@
 """The page at `/`, in a real browser; and what it and the dashboard read."""
 
+import itertools
 import json
 import os
 import re
@@ -374,12 +375,13 @@ def test_replicas_have_lanes_of_their_own(tiny_policy):
         thread = threading.Thread(target=server.post, args=("/v1/completions",), kwargs=ask)
         with server.slowly(), httpx.stream("GET", f"{server.url}/live", headers=HEADERS) as live:
             thread.start()
-            lines = (line for line in live.iter_lines() if line)
-            for line in lines:
-                event = json.loads(line.removeprefix("data: "))
-                lanes = [len(replica["lanes"]) for replica in event["replicas"]]
-                if lanes == [2, 2] and event["ticks"][-1]["bucket"] == 4:
-                    break
+            lines = itertools.islice((line for line in live.iter_lines() if line), 400)
+            events = (json.loads(line.removeprefix("data: ")) for line in lines)
+            assert any(
+                [len(replica["lanes"]) for replica in event["replicas"]] == [2, 2]
+                and event["ticks"][-1]["bucket"] == 4
+                for event in events
+            ), "in a hundred seconds both replicas never ran two samples each"
         thread.join()
 
 
