@@ -92,6 +92,8 @@ def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None) -> P
         if resume:
             trainer.restore(checkpoints, resume_step)
         _say(f"rollouts: {trainer.warm_up()}")
+        if doubt := about_precision(cfg, trainer.model.compute_dtype):
+            _say(f"WARNING: {doubt}")
         first = trainer.done_steps + 1
         for line in sharding.replicated_dims(trainer.mesh, trainer.params):
             _say(f"kept whole on every device: {line}")
@@ -107,6 +109,19 @@ def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None) -> P
     picture = plot.draw(out) if distributed.is_first() else out / plot.PICTURE
     _say(f"total {_since(started)}\nplot: {picture}")
     return picture
+
+
+def about_precision(cfg: RLConfig, dtype: str) -> str | None:
+    """What to say of tokens that may depend on the clock, if any may."""
+    if dtype == "float32" or not cfg.rollout.by_the_clock:
+        return None
+    return (
+        f"in {dtype} about one token in 500 depends on the strategy and the batch that it is "
+        "sampled in, and rollout.control or rollout.replicas choose these by time or load. What is "
+        "learned is as good, but --resume will not repeat the tokens of a run that was killed. "
+        "For that set dtype.compute=float32, or rollout.control.controller=static and "
+        "rollout.replicas=1"
+    )
 
 
 def _steps(cfg: RLConfig, trainer: Trainer, log, checkpoints, heads, evaluate_first: bool) -> None:

@@ -114,7 +114,9 @@ class Bandit(Controller):
         if self.config.reward == "accept_length":
             return seen.accept_length
         seconds = seen.seconds_per_round
-        return seen.accept_length * seen.batch_size / seconds if seconds else None
+        drafting = seen.batch_size - seen.opted_out
+        per_round = seen.accept_length * drafting + seen.opted_out
+        return per_round / seconds if seconds else None
 
     def _score(self, rewards: deque[float]) -> float:
         return float(np.median(rewards) if self.config.score == "median" else np.mean(rewards))

@@ -65,6 +65,11 @@ class Observation:
         no rejection. Plain decoding accepts 0 in every round.
       seconds: of the whole chunk. Zero, negative or not finite: not known.
       tokens: emitted by the chunk, after cuts; by default accepted + 1 per slot and round.
+      rounds: that ran; by default those in which a slot of `accepted` did.
+      bucket: slots that the program had that ran; by default as many as the batch.
+      catch_up: rows that the draft had to read before it could draft: tokens of plain decoding
+        since it last did, of the slot that had most.
+      opted_out: slots that ran without drafting in a chunk that drafts; -1 in `accepted`.
     """
 
     batch_size: int
@@ -72,6 +77,10 @@ class Observation:
     accepted: np.ndarray
     seconds: float
     tokens: int | None = None
+    rounds: int | None = None
+    bucket: int | None = None
+    catch_up: int = 0
+    opted_out: int = 0
 
     def __post_init__(self):
         accepted = np.asarray(self.accepted)
@@ -87,6 +96,10 @@ class Observation:
         object.__setattr__(self, "strategy", canonical(self.strategy))
         if self.tokens is None:
             object.__setattr__(self, "tokens", int((accepted + 1).sum()))
+        if self.rounds is None:
+            object.__setattr__(self, "rounds", int((accepted >= 0).any(axis=1).sum()))
+        if self.bucket is None:
+            object.__setattr__(self, "bucket", self.batch_size)
 
     @classmethod
     def of_rounds(
@@ -103,11 +116,6 @@ class Observation:
         for row, values in zip(accepted, per_round, strict=True):
             row[: len(values)] = values
         return cls(batch_size, strategy, accepted, seconds, tokens)
-
-    @functools.cached_property
-    def rounds(self) -> int:
-        """Rounds in which at least one slot ran."""
-        return int((self.accepted >= 0).any(axis=1).sum())
 
     @functools.cached_property
     def slot_rounds(self) -> int:
@@ -177,7 +185,7 @@ class Controller(abc.ABC):
         A chunk in which no slot ran, or of a strategy that is not among `arms` (a gate's `off`),
         teaches nothing.
         """
-        if not seen.rounds or seen.strategy not in self.drafts:
+        if not seen.slot_rounds or seen.strategy not in self.drafts:
             return
         self._learn(seen)
         self._chunks += 1

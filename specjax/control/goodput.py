@@ -8,6 +8,10 @@ drafts that gain a quarter in a batch of one may lose in a batch of 32, where ro
 Plain decoding shows nothing of the head, and a shallow chain nothing of deeper drafts. So
 strategies that would win if what is not known turned out well are tried now and then: a try is
 paid for from an account into which a fixed share of all seconds goes, by the time it may lose.
+Part of that time is the draft's catching up: after plain decoding it has to read what was emitted
+meanwhile, which may take as long as many rounds. A try after `off` has a round of its own for that,
+in a chunk from which no costs are learned, or what comes after `off` would be thought to be dear.
+New weights ask for a try whatever the account says; where such tries keep failing they become rare.
 Strategies that would lose even with perfect drafts are never tried.
 
 What runs alone shows nothing of the others' costs either. Where it grows dearer, the table presumes
@@ -19,6 +23,7 @@ hopeless: it is what no choice must lose against.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +33,10 @@ from specjax.control.base import OFF, Controller, Observation, log
 from specjax.control.costs import CostTable
 
 _FREE_EVERY = 128  # rounds between tries that swapped weights may ask for without paying
+_FREE_RARELY = 32 * _FREE_EVERY  # the same after many that failed
+_CATCH_UP_ROWS = 128  # that a draft reads at most: the source remembers no more
+_CATCH_UPS = 5  # the last ones, of which the median counts
+_MOST_CATCH_UP = 64  # plain rounds: more is taken for a hiccup of the machine
 _ARRIVES_WITHIN = 4  # choices after which the result of a try is taken for lost
 _MIN_PROBE = 4  # rounds
 _PAUSE = 32  # rounds between tries: short chunks cost the host time
@@ -99,7 +108,9 @@ class Goodput(Controller):
         self._best: dict[int, str] = {}
         self._credit = 0.0
         self._free_try = True
-        self._free_at = 0
+        self._free_at, self._free_gap = 0, _FREE_EVERY
+        self._behind = 0
+        self._catch_up: dict[int, list[float]] = {}  # seconds per row, by bucket
         self._rounds = 0
         self._chunk_rounds = 16.0
         self._probe: dict[str, Any] | None = None
@@ -143,6 +154,9 @@ class Goodput(Controller):
         log.debug("Goodput selected: %s, scores: %s", current, scores)
         self.rounds_hint = None
         if self._probe is not None:
+            if rounds := self._probe.pop("then", None):
+                self.rounds_hint = rounds
+                return self._probe["arm"]
             self._probe["age"] += 1
             if self._probe["age"] <= _ARRIVES_WITHIN:
                 return current
@@ -163,13 +177,19 @@ class Goodput(Controller):
             if arm == current or (hope <= least and not overdue):
                 continue
             hopes[arm] = hope
-            losses[arm] = rounds * seconds * max(0.0, 1 - score / scores[current])
+            enters = bool(self._behind) and arm != OFF
+            worse = max(0.0, 1 - score / scores[current])
+            losses[arm] = (rounds + enters) * seconds * worse
+            losses[arm] += enters * self.catch_up_seconds(batch_size, self._behind)
             # One try teaches the acceptance of a whole family, but the cost of one strategy only.
             turns[arm] = arm if score * cheaper > least else self.acceptance.family(arm) or arm
         if not losses:
             return None
         free = self._free_try and (not self._free_at or self._rounds >= self._free_at)
-        if free:  # what may win most is drafted deepest, and tells of all shallower ones
+        failed = free and bool(self._free_at) and current == OFF  # as far as the last one told
+        if failed and self._free_gap > _FREE_EVERY:  # and the one before: now at the least cost
+            name = min(losses, key=losses.__getitem__)
+        elif free:  # what may win most is drafted deepest, and tells of all shallower ones
             name = max(hopes, key=hopes.__getitem__)
         else:  # they take turns, or the cheapest would starve the others
             name = min(losses, key=lambda arm: (self._tried_at.get(turns[arm], -1), losses[arm]))
@@ -179,40 +199,70 @@ class Goodput(Controller):
             return None
         self._tried_round = self._rounds
         if free:
-            self._free_try, self._free_at = False, self._rounds + _FREE_EVERY
+            self._free_gap = min(2 * self._free_gap, _FREE_RARELY) if failed else _FREE_EVERY
+            self._free_try, self._free_at = False, self._rounds + self._free_gap
         charged = 0.0 if free else losses[name]
         self._credit -= charged
-        self._probe = {"arm": name, "age": 0, "charged": charged, "free": free}
+        enters = bool(self._behind) and name != OFF
+        self._probe = {
+            "arm": name, "age": 0, "charged": charged, "lost": 0.0, "free": free, "enters": enters,
+        }  # fmt: skip
         self._tried_at[turns[name]] = self.probes
         self.rounds_hint = wanted
+        if enters:
+            self.rounds_hint, self._probe["then"] = 1, wanted
         self.probes += 1
         return name
 
+    def catch_up_seconds(self, batch_size: int, rows: int) -> float:
+        """Expected seconds until a draft has read `rows` tokens of plain decoding; 0 if unknown."""
+        seen = self._catch_up.get(self.costs.index(batch_size))
+        return statistics.median(seen) * min(rows, _CATCH_UP_ROWS) if seen else 0.0
+
     def _learn(self, seen: Observation) -> None:
-        rounds, per_round = seen.rounds, seen.seconds_per_round
+        rounds, known = seen.rounds, seen.seconds_per_round is not None
         self._rounds += rounds
-        self.costs.observe(seen.strategy, seen.batch_size, per_round, rounds)
+        self._behind = self._behind + rounds if seen.strategy == OFF else 0
+        caught_up = self._caught_up(seen) if seen.catch_up and known else 0.0
+        # What a chunk took in which the draft caught up does not say which of the two took it.
+        per_round = None if seen.catch_up else seen.seconds_per_round
+        self.costs.observe(seen.strategy, seen.bucket, per_round, rounds)
         self.acceptance.age(rounds)
         self.acceptance.learn(seen.strategy, seen.accepted, rounds)
         probed = self._probe is not None and self._probe["arm"] == seen.strategy
         if not probed:
             self._chunk_rounds += 0.25 * (rounds - self._chunk_rounds)
-        if per_round is not None:
-            self._account(seen, rounds * per_round, probed)
-        if probed:
+        if known:
+            self._account(seen, caught_up, probed)
+        if probed and self._probe["enters"]:
+            self._probe["enters"] = False  # the try itself comes now
+        elif probed:
             if self._probe["free"] and seen.slot_rounds < self.config.probe_slot_rounds // 2:
                 self._free_try, self._free_at = True, 0  # samples ended: it told too little
             self._probe = None
 
-    def _account(self, seen: Observation, seconds: float, probed: bool) -> None:
-        scores = self.scores(seen.batch_size)
-        loss = seconds * max(0.0, 1 - scores[seen.strategy] / max(scores.values()))
+    def _caught_up(self, seen: Observation) -> float:
+        """Seconds of a chunk in which the draft caught up: those that its rounds did not take."""
+        at, rows = self.costs.index(seen.bucket), min(seen.catch_up, _CATCH_UP_ROWS)
+        rounds = seen.rounds * self.costs.seconds(seen.strategy, seen.bucket)
+        most = _MOST_CATCH_UP * self.costs.seconds(OFF, seen.bucket)
+        spent = min(max(seen.seconds - rounds, 0.0), most)
+        self._catch_up.setdefault(at, []).append(spent / rows)
+        del self._catch_up[at][:-_CATCH_UPS]
+        return spent
+
+    def _account(self, seen: Observation, caught_up: float, probed: bool) -> None:
+        scores, seconds = self.scores(seen.batch_size), float(seen.seconds)
+        worse = max(0.0, 1 - scores[seen.strategy] / max(scores.values()))
+        loss = (seconds - caught_up) * worse + caught_up
         self.seconds += seconds
         self.regret_seconds += loss
         self._credit += self.config.probe_fraction * seconds
         if probed and not self._probe["free"]:
-            # A hiccup of the machine during a try is not the try's fault.
-            self._credit += self._probe["charged"] - min(loss, 2 * self._probe["charged"])
+            charged, self._probe["lost"] = self._probe["charged"], self._probe["lost"] + loss
+            if not self._probe["enters"]:
+                # A hiccup of the machine during a try is not the try's fault.
+                self._credit += charged - min(self._probe["lost"], 2 * charged)
 
     def log_fields(self) -> dict[str, float | str]:
         fields = {
@@ -231,6 +281,7 @@ class Goodput(Controller):
             "best": {str(at): name for at, name in self._best.items()},
             "tried_at": dict(self._tried_at),
             "probe": dict(self._probe) if self._probe else None,
+            "catch_up": {str(at): list(seen) for at, seen in self._catch_up.items()},
             **{name: getattr(self, name) for name in _NUMBERS},
         }
 
@@ -240,11 +291,12 @@ class Goodput(Controller):
         self._best = {int(at): name for at, name in state["best"].items()}
         self._tried_at = dict(state["tried_at"])
         self._probe = dict(state["probe"]) if state["probe"] else None
+        self._catch_up = {int(at): list(seen) for at, seen in state["catch_up"].items()}
         for name in _NUMBERS:
             setattr(self, name, state[name])
 
 
 _NUMBERS = (
-    "regret_seconds", "seconds", "probes", "_credit", "_free_try", "_free_at", "_rounds",
-    "_chunk_rounds", "_tried_round",
+    "regret_seconds", "seconds", "probes", "_credit", "_free_try", "_free_at", "_free_gap",
+    "_rounds", "_behind", "_chunk_rounds", "_tried_round",
 )  # fmt: skip

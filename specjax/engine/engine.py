@@ -207,7 +207,7 @@ class Engine:
         scheduler = self.scheduler
         if running == "recompute":
             for sequence in sorted(scheduler.running.values(), key=lambda s: -s.admitted):
-                self.loop.step_back(sequence)
+                self.loop.step_back(sequence, keep=True)
         scheduler.forget_prompts()
         self.stale_positions += scheduler.positions  # of those that run on
         self.runner.set_params(params, self.runner.head if head is None else head)

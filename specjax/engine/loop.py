@@ -49,6 +49,7 @@ class Chunk:
       mark: is ready when the chunk begins to run; None: as soon as the chunk before it is done.
       after: it began after that, on the host's clock: when it was enqueued, or last seen waiting.
       by: it had begun by then; None: it has not been seen running.
+      unseen: seconds in which nobody looked whether it is done, and it was done at their end.
       sure: tokens that each of its sequences emits at least, if it does not end.
       rounds: at most.
     """
@@ -62,6 +63,7 @@ class Chunk:
     sure: int
     rounds: int
     by: float | None = None
+    unseen: float | None = None
 
 
 class Loop:
@@ -122,7 +124,7 @@ class Loop:
         self._in_flight: deque[Chunk] = deque()
         self._events: list[Finished] = []
         self.others_wait = False
-        self._arrived, self._built = 0.0, runner.compilations
+        self._arrived, self._left, self._built = 0.0, 0.0, runner.compilations
         self._turns = Turns(runner)
         self._cut_short = False  # whether the last chunk ended early, and others still ran
         self._ended: dict[int, None] = {}  # slots, the latest last
@@ -151,6 +153,7 @@ class Loop:
           the samples that ended.
         """
         self._look()
+        self._notice_what_is_done()
         ahead = 1 if self._cut_short else IN_FLIGHT
         enqueued = len(self._in_flight) < ahead and self._schedule()
         if not enqueued and not self._in_flight:
@@ -162,6 +165,7 @@ class Loop:
             self._in_flight.clear()  # nobody is left whom it could bring a token
             self._cut_short = False
         events, self._events = self._events, []
+        self._left = time.perf_counter()
         return events
 
     def drain(self) -> None:
@@ -210,14 +214,19 @@ class Loop:
         for slot, sequence in self.scheduler.running.items():
             self._table[slot, : len(sequence.pages)] = sequence.pages
 
-    def step_back(self, sequence: Sequence) -> None:
+    def step_back(self, sequence: Sequence, keep: bool = False) -> None:
         """A running sequence waits again; it will be read anew, with what it has generated.
 
         In `invariant` mode it is generated anew instead: tokens that are read and tokens that are
-        generated have keys and values that differ in their last bits.
+        generated have keys and values that differ in their last bits. What earlier weights
+        generated cannot come again, and is read.
+
+        Args:
+          keep: its tokens stay in that mode, too: other weights are about to come.
         """
         self._table[sequence.slot] = 0
-        if self.runner.plan.invariant:
+        sequence.unread = 0
+        if self.runner.plan.invariant and not keep and sequence.is_of(self.version):
             sequence.restart()
         self.scheduler.step_back(sequence)
 
@@ -324,16 +333,33 @@ class Loop:
         self.latest = chunk.strategy, len(chunk.rows)
         if self.watcher is not None:
             self.watcher.chunk(*self.latest, int(result.rounds))
-        self.controller.observe(
-            Observation(
-                batch_size=sum(s is not None for s in chunk.rows),
-                strategy=chunk.strategy,
-                accepted=result.report.accepted[: int(result.rounds)],
-                seconds=seconds,
-            )
-        )
+        self._tell_controller(chunk, result, tree is not None, seconds)
         if rejections is not None:
             self.telemetry.add(rejections_until(rejections, ends), who)
+
+    def _tell_controller(self, chunk: Chunk, result: Result, drafts: bool, seconds: float) -> None:
+        rounds, ran = int(result.rounds), [s for s in chunk.rows if s is not None]
+        opted_out = [s for s in ran if not s.job.params.speculative] if drafts else []
+        self.controller.observe(
+            Observation(
+                batch_size=len(ran),
+                strategy=chunk.strategy,
+                accepted=result.report.accepted[:rounds],
+                seconds=seconds,
+                rounds=rounds,
+                bucket=len(chunk.rows),
+                catch_up=max(s.unread for s in ran) if drafts else 0,
+                opted_out=len(opted_out),
+            )
+        )
+        for sequence in ran:
+            sequence.unread = 0 if drafts else sequence.unread + rounds
+
+    def _notice_what_is_done(self) -> None:
+        """Who calls `step` may have been away for longer than the device was busy."""
+        for chunk in self._in_flight:
+            if chunk.unseen is None and chunk.result.length.is_ready():
+                chunk.unseen = time.perf_counter() - self._left
 
     def _look(self) -> None:
         """Narrows down when the chunk that is due next began."""
@@ -348,8 +374,8 @@ class Loop:
     def _wait_for(self, chunk: Chunk) -> tuple[Result, float]:
         """The result on the host, and the seconds that it took to run, prompts before it left out.
 
-        They are nan where the host did not see well enough when the prompts were done, and where it
-        compiled a program meanwhile.
+        They are nan where the host did not see well enough when the prompts or the chunk itself
+        were done, and where it compiled a program meanwhile.
         """
         after, by = max(self._arrived, chunk.after), chunk.by
         if chunk.mark is None:
@@ -361,7 +387,8 @@ class Loop:
             after = by = time.perf_counter()
         result = jax.device_get(chunk.result)
         self._arrived = time.perf_counter()
-        most, least = self._arrived - after, self._arrived - max(by, after)
+        most = self._arrived - after
+        least = self._arrived - max(by, after) - (chunk.unseen or 0.0)
         compiled, self._built = self._built != self.runner.compilations, self.runner.compilations
         return result, float("nan") if compiled or least < 0.8 * most else least
 

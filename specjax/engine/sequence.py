@@ -76,6 +76,7 @@ class Sequence:
       features: what it asks of the programs it runs in.
       slot: where it runs. pages: its pages, in order; full pages of its prompt are shared.
       admitted: when it was started, as a running number; of two, the later is preempted first.
+      unread: rounds of plain decoding, since the draft last read what was emitted.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Sequence:
         self.ticket, self.job, self._steps, self.features = ticket, job, steps, features
         self.slot: int | None = None
         self.pages: list[int] = []
-        self.admitted = 0
+        self.admitted = self.unread = 0
         self._given = progress
         self.restart()
 
@@ -110,6 +111,12 @@ class Sequence:
                 params.stop, job.decode, params.include_stop_str_in_output, params.min_tokens
             )
             self._stops.feed(self.tokens)
+
+    def is_of(self, version: int) -> bool:
+        """Whether all that was generated here is of this version of the weights, the latest."""
+        given = len(self._given.tokens) if self._given else 0
+        first = [of for at, of in self.versions if at <= given][-1:]
+        return len(self.tokens) == given or first == [version]
 
     @property
     def length(self) -> int:

@@ -58,11 +58,12 @@ class World:
       wide: how much a tree's rejections shrink, as a power (1: a chain's).
       slower: by what factor a strategy's rounds take longer than `costs` says, given its name and
         how many rounds have run; None: 1.
+      catch_up: what a draft takes to read 128 tokens of plain decoding, in plain rounds.
     """
 
     def __init__(self, costs: CostTable, rates=GOOD, noise=0.03, outliers=0.01, wide=1.6, seed=0,
-                 slower=None):  # fmt: skip
-        self.slower, self.at = slower, 0
+                 slower=None, catch_up=0.0):  # fmt: skip
+        self.slower, self.at, self.catch_up, self.behind = slower, 0, catch_up, 0
         self.costs, self.rates, self.noise, self.outliers = costs, rates, noise, outliers
         self.wide = wide
         self.random = np.random.default_rng(seed)
@@ -81,6 +82,11 @@ class World:
         seconds = self.costs.seconds(name, batch)
         return seconds * self.slower(name, self.at) if self.slower else seconds
 
+    def catch_up_seconds(self, name: str, batch: int) -> float:
+        """Before the first round of a chunk that comes now."""
+        rows = 0 if name == OFF else min(self.behind, 128)
+        return self.catch_up * rows / 128 * self.seconds(OFF, batch)
+
     def oracle(self, arms, batch: int) -> float:
         return max(batch * self.tokens(a) / self.seconds(a, batch) for a in arms)
 
@@ -88,25 +94,37 @@ class World:
         rates = self.depth_rates(name)
         accepted = self.random.random((rounds, batch, len(rates))) < rates
         accepted = np.cumprod(accepted, axis=-1).sum(axis=-1).astype(int)
-        seconds = rounds * self.seconds(name, batch) * np.exp(self.random.normal(0, self.noise))
+        seconds = rounds * self.seconds(name, batch) + self.catch_up_seconds(name, batch)
+        seconds *= np.exp(self.random.normal(0, self.noise))
+        behind = 0 if name == OFF else self.behind
+        self.behind = self.behind + rounds if name == OFF else 0
         if self.random.random() < self.outliers:
             seconds *= 10
         self.at += rounds
-        return Observation(batch, name, accepted, float(seconds))
+        return Observation(batch, name, accepted, float(seconds), catch_up=behind)
 
 
 def drive(
-    controller: Controller, world: World, batch: int, rounds: int, chunk: int = 16, lag: int = 1
-) -> Run:
-    """Runs `rounds` rounds; results arrive `lag` chunks after the choice that they could serve."""
-    run, waiting, at = Run(), [], 0
+    controller: Controller, world: World, batch: int, rounds: int, chunk: int = 16, lag: int = 1,
+    swap_every: int | None = None,
+) -> Run:  # fmt: skip
+    """Runs `rounds` rounds; results arrive `lag` chunks after the choice that they could serve.
+
+    Args:
+      swap_every: rounds after which the controller is told of new weights, again and again.
+    """
+    run, waiting, at, told = Run(), [], 0, 0
     while at < rounds:
+        if swap_every and at >= told:
+            controller.weights_changed()
+            told += swap_every
         name = controller.select(batch)
         count = min(chunk, controller.rounds_hint or chunk)
         run.at.append(at)
         run.names.append(name)
         run.tokens.append(count * batch * world.tokens(name))
-        run.seconds.append(count * world.seconds(name, batch))
+        own = world.catch_up_seconds(name, batch)
+        run.seconds.append(count * world.seconds(name, batch) + own)
         run.least.append(run.tokens[-1] / world.oracle(controller.arms, batch))
         waiting.append(world.chunk(name, batch, count))
         at += count

@@ -54,6 +54,55 @@ def test_a_useless_head_costs_at_most_3_percent_of_plain_decoding(table):
         assert run.rate() >= 0.97 * plain, batch
 
 
+@pytest.mark.parametrize("catch_up", [4.0, 12.0])
+def test_new_weights_again_and_again_do_not_make_a_useless_head_dear(catch_up):
+    """Every one of them asks for a try, and before each try the draft reads what it has missed."""
+    for batch in BATCHES:
+        world = World(cost_table("cpu"), (0.0,) * 7, seed=batch, catch_up=catch_up)
+        controller = Goodput(ARMS, cost_table("cpu"))
+        run = drive(controller, world, batch, 4000, swap_every=200)
+        plain = batch * world.tokens("off") / world.seconds("off", batch)
+        assert run.rate() >= 0.93 * plain, batch
+        assert run.rate(1000) >= 0.97 * plain, batch
+
+
+@pytest.mark.parametrize("catch_up", [4.0, 12.0])
+@pytest.mark.parametrize("swap_every", [200, None])
+def test_catching_up_is_not_taken_for_a_cost_of_what_comes_after(catch_up, swap_every):
+    for batch in (1, 8, 64):
+        world = World(cost_table("cpu"), (0.0,) * 7, seed=batch, catch_up=catch_up)
+        controller = Goodput(ARMS, cost_table("cpu"))
+        drive(controller, world, batch, 4000, swap_every=swap_every)
+        at = world.costs.index(batch)
+        truth = catch_up * world.seconds("off", batch)
+        assert controller.catch_up_seconds(batch, 1000) == pytest.approx(truth, rel=0.5), at
+        for arm in ARMS:
+            seconds = controller.costs.seconds(arm, batch)
+            assert seconds == pytest.approx(world.seconds(arm, batch), rel=0.15), (arm, batch)
+        world.rates = GOOD
+        run = drive(controller, world, batch, 6000, swap_every=swap_every)
+        assert run.rate(4500) >= 0.95 * world.oracle(ARMS, batch), batch
+
+
+def test_rounds_of_those_who_draft_nothing_are_rounds_too():
+    """One sample drafts and ends at once, beside seven that opted out."""
+    accepted = np.full((6, 8), -1)
+    accepted[0, 0] = 1
+    seen = Observation(8, "4_1_5", accepted, 0.06, rounds=6, opted_out=7)
+    assert seen.seconds_per_round == pytest.approx(0.01)
+    controller = Goodput(ARMS, CostTable([8], {arm: [0.01] for arm in ARMS}))
+    controller.observe(seen)
+    assert controller.costs.seconds("4_1_5", 8) == pytest.approx(0.01)
+
+
+def test_costs_are_learned_of_the_bucket_that_ran():
+    controller = Goodput(ARMS, CostTable([1, 8], {arm: [0.001, 0.01] for arm in ARMS}))
+    for _ in range(20):
+        controller.observe(Observation(1, "off", np.zeros((8, 1), int), 0.16, bucket=8))
+    assert controller.costs.seconds("off", 1) == pytest.approx(0.001)
+    assert controller.costs.seconds("off", 8) == pytest.approx(0.02, rel=0.05)
+
+
 @pytest.mark.parametrize("table", ["cpu", "h200_8b"])
 @pytest.mark.parametrize("batch", [1, 4, 32])
 @pytest.mark.parametrize("seed", [0, 1])

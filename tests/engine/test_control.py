@@ -94,19 +94,19 @@ def adaptive() -> Engine:
 
 
 class Chosen(Controller):
-    """A list of strategies, one per chunk, over and over."""
+    """A list of strategies, one per chunk, over and over; keeps what it is told."""
 
     kind = "chosen"
 
     def __init__(self, names):
         super().__init__(ARMS)
-        self._names = itertools.cycle(names)
+        self._names, self.seen = itertools.cycle(names), []
 
     def _choose(self, batch_size):
         return next(self._names)
 
     def _learn(self, seen):
-        pass
+        self.seen.append(seen)
 
 
 @pytest.mark.parametrize(
@@ -328,6 +328,50 @@ def test_the_time_of_a_chunk_after_prompts_is_known_if_its_beginning_was_seen(
         mine._look()
     now[0] = 12.0
     assert mine._wait_for(mine._in_flight.popleft())[1] == pytest.approx(seconds, nan_ok=True)
+
+
+@pytest.mark.parametrize(("away", "seconds"), [(0.1, 10.0), (9.0, math.nan)])
+def test_time_in_which_nobody_asked_is_no_time_of_a_chunk(monkeypatch, away, seconds):
+    """Who drives the engine may do other things for longer than the device runs."""
+    now, mark = [1.0], Mark()
+    monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    mine = Loop(adaptive().runner, adaptive().intake, EngineConfig(), [64], None)
+    result = types.SimpleNamespace(length=mark)
+    chunk = loop.Chunk([], result, "off", 0, None, 1.0, 0, 1)
+    mine._arrived, mine._left = 1.0, 11.0 - away
+    monkeypatch.setattr(loop.jax, "device_get", lambda result: result)
+    mine._in_flight.append(chunk)
+    now[0], mark.ready = 11.0, True
+    mine._notice_what_is_done()
+    timed = mine._wait_for(mine._in_flight.popleft())[1]
+    assert timed == pytest.approx(seconds, rel=0.02, nan_ok=True)
+
+
+def test_controllers_are_told_what_the_draft_had_to_read_and_who_drafted():
+    engine, given = adaptive(), adaptive().controller
+    engine.controller = controller = Chosen(["3_1_4", "off", "3_1_4"])
+    jobs = jobs_of([3, 4, 5], dataclasses.replace(LONG, n=2))
+    jobs += jobs_of([4, 4, 5], dataclasses.replace(LONG, speculative=False))
+    engine.generate(jobs)
+    engine.controller = given
+    first, plain, again = controller.seen[:3]
+    assert [seen.catch_up for seen in (first, plain, again)] == [0, 0, plain.rounds]
+    assert plain.rounds > 8
+    assert [seen.opted_out for seen in (first, plain, again)] == [1, 0, 1]
+    assert {(seen.batch_size, seen.bucket) for seen in (first, plain, again)} == {(3, 4)}
+
+
+def test_what_runs_is_in_the_log_of_an_engine_that_generates(caplog):
+    """At the levels of FastRL: strategy and accept length as information, arms' scores to debug."""
+    engine, given = adaptive(), adaptive().controller
+    control = ControlConfig("bandit", ("off", "3_1_4"))
+    engine.controller = make_controller(control)
+    with caplog.at_level("DEBUG", logger="specjax"):
+        engine.generate(jobs_of([3, 4, 5], LONG))
+    engine.controller = given
+    said = {(record.levelname, record.message.split(":")[0]) for record in caplog.records}
+    assert ("INFO", "Using strategy") in said and ("INFO", "Acceptance length") in said
+    assert ("DEBUG", "MAB selected") in said and ("DEBUG", "Using strategy") not in said
 
 
 def test_the_accept_rate_of_a_depth_is_that_of_the_trees_that_reach_it():

@@ -9,6 +9,7 @@ from engines import LONG, ONE, engine_of, jobs_of, tokens_of, warm
 from shared import CFG, weights
 
 from specjax import LLM, SpecConfig
+from specjax.engine.settings import EngineConfig
 
 
 def test_new_weights_reach_running_sequences_and_every_token_knows_its_version():
@@ -108,3 +109,24 @@ def test_llm_keeps_the_caches_of_what_runs_if_asked_for():
     assert ended[1].ticket == tickets[1] and ended[1].sample.token_ids == fresh.token_ids
     with pytest.raises(ValueError, match="'recompute' or 'keep', got 'drop'"):
         llm.update_weights(*weights(), running="drop")
+
+
+def test_what_was_generated_stays_when_weights_change_in_invariant_mode():
+    """A preempted sample is generated anew there; under other weights it would be another one."""
+    spec, often = SpecConfig("1_1_2", invariant=True), EngineConfig(chunk_tokens=8)
+    engine = LLM((CFG, *weights()), spec, max_batch=1, max_len=96, engine=often).engine
+    [job] = jobs_of([7, 8, 9], LONG)
+    ticket = engine.add(job)
+    while not engine.emitted(ticket):
+        engine.step()
+    engine.set_params(*weights(seed=5))
+    before = engine.progress(ticket).tokens
+    assert before
+    engine.step()  # it runs under the new weights, and must make room
+    engine.loop.drain()
+    [sequence] = engine.scheduler.running.values()
+    engine.loop.step_back(sequence)
+    [ended] = [event for _ in range(99) if engine.has_work for event in engine.step()]
+    assert ended.sample.token_ids[: len(before)] == before
+    whole, _ = engine.generate([job])
+    assert ended.sample.token_ids != whole[0].token_ids

@@ -1,10 +1,14 @@
 """The program says so when speculation or draft training does nothing."""
 
+import re
+
 import jax
 import tiny_run
 
+from specjax.command_line import parse_config
 from specjax.models import hf
 from train import rl
+from train.schema import RLConfig
 
 
 def test_the_alarms_are_printed_by_the_program(tiny_policy, tmp_path, capsys):
@@ -33,3 +37,20 @@ def test_a_healthy_head_raises_no_alarm():
         assert watch.look(step, metrics) == []
     assert watch.look(7, {}) == []  # no speculation: nothing to watch
     assert "no token" in watch.look(8, {**fine, "train/mtp_tokens": 0})[0]
+
+
+def test_a_run_whose_tokens_may_depend_on_the_clock_says_so(tiny_policy, tmp_path, capsys):
+    changes = {"steps": 1, "dtype.compute": "bfloat16", "checkpoint.export": "false"}
+    controlled = {"rollout.control.strategies": "[off,1_1_2]", "rollout.strategy": "1_1_2"}
+    rl.main(tiny_run.arguments(tiny_policy, tmp_path / "run", **changes, **controlled))
+    lines = capsys.readouterr().out.splitlines()
+    assert any(x.startswith("WARNING: in bfloat16") and "rollout.control" in x for x in lines)
+    assert any(re.match(r"rollouts: compiled \d+ programs in .* s .*temporaries", x) for x in lines)
+    cfg = settings(tiny_policy, **changes)
+    assert rl.about_precision(cfg, "bfloat16") is None, "one strategy, one replica"
+    cfg = settings(tiny_policy, **controlled)
+    assert rl.about_precision(cfg, "float32") is None
+
+
+def settings(policy, **changes) -> RLConfig:
+    return parse_config(RLConfig, tiny_run.arguments(policy, policy, **changes), "test", "")[0]
