@@ -87,7 +87,7 @@ class Acceptance:
         self._rates = {}
 
     def learn(self, name: str, accepted: np.ndarray, rounds: int) -> None:
-        """Takes in a chunk: accepted drafts [R B], -1 where the slot did not run."""
+        """Takes in accepted drafts [R B] or [RB], -1 where the slot did not run."""
         if name not in self._family:
             return
         family, steps = self._family[name], self._steps[name]

@@ -27,12 +27,15 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from specjax.config.strategy import Strategy
 from specjax.control.acceptance import Acceptance
 from specjax.control.base import OFF, Controller, Observation, log
 from specjax.control.costs import CostTable
 
 _FREE_EVERY = 128  # rounds between tries that swapped weights may ask for without paying
+_FREE_AGAIN = 2  # how often such a try is repeated because it told too little
 _FREE_RARELY = 32 * _FREE_EVERY  # the same after many that failed
 _CATCH_UP_ROWS = 128  # that a draft reads at most: the source remembers no more
 _CATCH_UPS = 5  # the last ones, of which the median counts
@@ -108,7 +111,7 @@ class Goodput(Controller):
         self._best: dict[int, str] = {}
         self._credit = 0.0
         self._free_try = True
-        self._free_at, self._free_gap = 0, _FREE_EVERY
+        self._free_at, self._free_gap, self._again = 0, _FREE_EVERY, 0
         self._behind = 0
         self._catch_up: dict[int, list[float]] = {}  # seconds per row, by bucket
         self._rounds = 0
@@ -137,7 +140,7 @@ class Goodput(Controller):
     def weights_changed(self) -> None:
         """Keeps only a weak opinion of the head, and tries it soon, whatever the account says."""
         self.acceptance.forget()
-        self._free_try = True
+        self._free_try, self._again = True, 0
 
     def calibrated(self, costs: CostTable) -> None:
         """Takes freshly measured costs for what was learned of them; acceptance is kept."""
@@ -206,6 +209,7 @@ class Goodput(Controller):
         enters = bool(self._behind) and name != OFF
         self._probe = {
             "arm": name, "age": 0, "charged": charged, "lost": 0.0, "free": free, "enters": enters,
+            "accepted": [],
         }  # fmt: skip
         self._tried_at[turns[name]] = self.probes
         self.rounds_hint = wanted
@@ -228,8 +232,14 @@ class Goodput(Controller):
         per_round = None if seen.catch_up else seen.seconds_per_round
         self.costs.observe(seen.strategy, seen.bucket, per_round, rounds)
         self.acceptance.age(rounds)
-        self.acceptance.learn(seen.strategy, seen.accepted, rounds)
         probed = self._probe is not None and self._probe["arm"] == seen.strategy
+        accepted = seen.accepted.ravel()
+        if probed and self._probe["enters"]:
+            self._probe["accepted"] = accepted.tolist()
+        else:  # a try is judged as a whole: few slots say little in one round
+            before = self._probe["accepted"] if probed else []
+            accepted = np.concatenate([np.array(before, accepted.dtype), accepted])
+            self.acceptance.learn(seen.strategy, accepted, rounds)
         if not probed:
             self._chunk_rounds += 0.25 * (rounds - self._chunk_rounds)
         if known:
@@ -237,9 +247,15 @@ class Goodput(Controller):
         if probed and self._probe["enters"]:
             self._probe["enters"] = False  # the try itself comes now
         elif probed:
-            if self._probe["free"] and seen.slot_rounds < self.config.probe_slot_rounds // 2:
-                self._free_try, self._free_at = True, 0  # samples ended: it told too little
+            told = int((accepted >= 0).sum())
+            if self._probe["free"] and told < self.config.probe_slot_rounds // 2:
+                self._try_again()  # samples ended, or a chunk has few rounds
             self._probe = None
+
+    def _try_again(self) -> None:
+        """New weights ask for another try, at once, unless they have had several."""
+        if self._again < _FREE_AGAIN:
+            self._free_try, self._free_at, self._again = True, 0, self._again + 1
 
     def _caught_up(self, seen: Observation) -> float:
         """Seconds of a chunk in which the draft caught up: those that its rounds did not take."""
@@ -298,5 +314,5 @@ class Goodput(Controller):
 
 _NUMBERS = (
     "regret_seconds", "seconds", "probes", "_credit", "_free_try", "_free_at", "_free_gap",
-    "_rounds", "_behind", "_chunk_rounds", "_tried_round",
+    "_again", "_rounds", "_behind", "_chunk_rounds", "_tried_round",
 )  # fmt: skip

@@ -68,6 +68,9 @@ class World:
         self.wide = wide
         self.random = np.random.default_rng(seed)
 
+    def steps(self, name: str) -> int:
+        return 0 if name == OFF else Strategy.parse(name).steps
+
     def depth_rates(self, name: str) -> np.ndarray:
         if name == "off":
             return np.zeros(0)
@@ -106,12 +109,13 @@ class World:
 
 def drive(
     controller: Controller, world: World, batch: int, rounds: int, chunk: int = 16, lag: int = 1,
-    swap_every: int | None = None,
+    swap_every: int | None = None, chunk_tokens: int | None = None,
 ) -> Run:  # fmt: skip
     """Runs `rounds` rounds; results arrive `lag` chunks after the choice that they could serve.
 
     Args:
       swap_every: rounds after which the controller is told of new weights, again and again.
+      chunk_tokens: that a chunk has room for, in place of rounds.
     """
     run, waiting, at, told = Run(), [], 0, 0
     while at < rounds:
@@ -119,7 +123,8 @@ def drive(
             controller.weights_changed()
             told += swap_every
         name = controller.select(batch)
-        count = min(chunk, controller.rounds_hint or chunk)
+        most = chunk if chunk_tokens is None else max(1, chunk_tokens // (1 + world.steps(name)))
+        count = min(most, controller.rounds_hint or most)
         run.at.append(at)
         run.names.append(name)
         run.tokens.append(count * batch * world.tokens(name))

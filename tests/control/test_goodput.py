@@ -116,6 +116,21 @@ def test_a_swapped_head_is_followed_within_50_rounds(table, batch, seed):
         assert run.rate(50) >= 0.95 * world.oracle(ARMS, batch)
 
 
+@pytest.mark.parametrize("batch", [1, 4, 32])
+@pytest.mark.parametrize("catch_up", [4.0, 12.0])
+def test_so_it_is_though_plain_chunks_are_long_and_the_head_must_catch_up(batch, catch_up):
+    """As in the engine: two chunks of 32 plain rounds are under way while a try is awaited."""
+    for seed in range(6):
+        world = World(cost_table("cpu"), seed=seed, catch_up=catch_up)
+        controller = Goodput(ARMS, cost_table("cpu"))
+        for rates in (GOOD, BAD, GOOD, BAD, GOOD):
+            world.rates = rates
+            controller.weights_changed()
+            run = drive(controller, world, batch, 500, chunk_tokens=32)
+            share = 0.95 if batch > 1 else 0.9  # a try of one slot tells little
+            assert run.rate(50) >= share * world.oracle(ARMS, batch), (seed, rates, run.names)
+
+
 @pytest.mark.parametrize("table", ["cpu", "h200_8b"])
 def test_a_head_that_changes_unannounced_is_followed_too(table):
     """A good head that turns bad shows at once; the way back waits for a try that can be paid."""

@@ -73,7 +73,7 @@ def test_keeping_watch_costs_little_where_all_grow_alike_or_nothing_changes(fact
 @pytest.mark.parametrize(("factor", "only"), [(1.0, None), (3.0, None), (3.0, "4_1_5")])
 def test_where_times_are_very_noisy_it_still_does_so_on_average(factor, only):
     shares = []
-    for seed in range(4):
+    for seed in range(12):
         slower = growth(factor, 0, only)
         world, controller = both(pair_costs(), PAIR, 1, VERY_NOISY, slower, seed=seed)
         shares.append(drive(controller, world, 1, 8000).share)
