@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 INCOMPLETE = "\ufffd"  # what a tokenizer makes of the first bytes of a character
+BYTES = 4  # of a character, at most; so many tokens can be
+WINDOW = 24  # tokens that are decoded at a time, about
 
 
 class TextStream:
@@ -17,7 +19,9 @@ class TextStream:
 
     A few tokens are decoded at a time, with the ones before them as context, because the text of a
     token may depend on its left neighbour (a space that is dropped at the start) and a character
-    may take several tokens. The last, incomplete one is held back.
+    may take several tokens. The last, incomplete one is held back, as is whatever else ends in
+    `INCOMPLETE`. Tokens that bring no character, however many follow each other, are not decoded
+    again and again: what nothing can change any more leaves the window.
 
     Attributes:
       text: so far.
@@ -25,29 +29,65 @@ class TextStream:
 
     def __init__(self, decode: Callable[[Sequence[int]], str]):
         self._decode = decode
-        self._ids: list[int] = []
-        # Tokens from _context on are decoded; those before _fresh are there for context only.
-        self._context = self._fresh = 0
-        self._known = 0  # characters of the decoded window that `text` has already
+        self._ids: list[int] = []  # the window; those before _fresh are there for context only
+        self._window = ""  # its text
+        self._fresh = 0
+        self._grown = 0  # tokens of the window when `text` grew last
+        self._known = 0  # characters of the window that `text` has already
+        self._held = 0  # INCOMPLETEs that have left the window, and are not in `text` yet
         self.text = ""
 
     def push(self, token: int) -> None:
         """Appends a token."""
-        self._ids.append(token)
-        window = self._decode(self._ids[self._context :])
-        whole = window.rstrip(INCOMPLETE)
-        if len(whole) <= self._known:
+        self.extend((token,))
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Appends tokens, at the cost of one."""
+        if not tokens:
             return
-        self.text += whole[self._known :]
-        self._known = len(whole)
-        if whole == window:
-            self._context, self._fresh = self._fresh, len(self._ids)
-            self._known = len(self._decode(self._ids[self._context :]))
+        self._ids = [*self._ids, *tokens]
+        self._window = self._decode(self._ids)
+        whole = self._window.rstrip(INCOMPLETE)
+        if len(whole) > self._known:
+            self._grow(whole)
+        elif len(self._ids) - self._grown > 2 * BYTES:
+            self._leave_out()
 
     @property
     def rest(self) -> str:
         """What is held back: the first bytes of a character that has not been completed."""
-        return self._decode(self._ids[self._context :])[self._known :]
+        return INCOMPLETE * self._held + self._window[self._known :]
+
+    def _grow(self, whole: str) -> None:
+        """Gives out what the window has in whole characters."""
+        self.text += INCOMPLETE * self._held + whole[self._known :]
+        self._known, self._held = len(whole), 0
+        if whole == self._window:
+            if self._fresh:
+                self._ids = self._ids[self._fresh :]
+                self._window = self._decode(self._ids)
+                self._known = len(self._window)
+            self._fresh = len(self._ids)
+        elif len(self._ids) > WINDOW:  # it has ended in the middle of a character time and again
+            tail = self._ids[-2 * BYTES :]
+            window = self._decode(tail)
+            if known := len(window.rstrip(INCOMPLETE)):
+                self._ids, self._window, self._known, self._fresh = tail, window, known, 0
+        self._grown = len(self._ids)
+
+    def _leave_out(self) -> None:
+        """Drops what brought no character and cannot become a part of one any more."""
+        before, run = self._ids[: self._grown], self._ids[self._grown :]
+        if self._window:  # tokens without any text; at the very start a space may look like one
+            run = [token for token in run if self._decode([token])]
+        for cut in range(BYTES):  # where what is left on both sides makes no character
+            kept = before + run[:cut] + run[max(cut, len(run) - BYTES) :]
+            window = self._decode(kept)
+            gone = len(self._window) - len(window)
+            if gone >= 0 and window + INCOMPLETE * gone == self._window:
+                self._ids, self._window = kept, window
+                self._held += gone
+                return
 
 
 class Cut(NamedTuple):
@@ -76,6 +116,11 @@ class StopStrings:
         self._strings, self._include, self._min_tokens = strings, include, min_tokens
         self._stream = TextStream(decode)
         self._count = 0
+
+    @property
+    def text(self) -> str:
+        """Of the tokens so far, in whole characters; it goes on behind a stop string."""
+        return self._stream.text
 
     def feed(self, tokens: Sequence[int]) -> Cut | None:
         """Takes in the next tokens; where the sample ends, if a stop string is completed.

@@ -6,6 +6,8 @@ import functools
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pieces import PIECES, Pieces
 from shared import PROMPTS, shared_llm
 
@@ -82,6 +84,72 @@ def test_the_stream_decodes_few_tokens_at_a_time_however_long_the_text():
         stream.push(token)
     assert stream.text == "é" * 200
     assert max(seen) <= 4
+
+
+SPECIAL = 300  # a token without any text
+
+
+def some_bytes(ids):
+    return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+
+def runs(tokens):
+    return st.integers(0, 30).map(lambda count: list(tokens) * count)
+
+
+# Tokens that make characters, halves of them, and what never becomes one, in runs of any length.
+pieces_of_bytes = st.one_of(
+    st.text(alphabet="aé日🙂 ", max_size=5).map(lambda text: list(text.encode())),
+    st.lists(st.integers(128, 255), max_size=3),
+    st.integers(1, 3).map(lambda count: list("🙂".encode()[:count])),
+    *map(runs, ([SPECIAL], [0x80], [0xE2], [0xE2, 0x82], [ord("a"), 0xE2], [0xF0, SPECIAL])),
+)
+
+
+@settings(max_examples=200)
+@given(st.lists(pieces_of_bytes, max_size=8).map(lambda parts: sum(parts, [])), st.integers(1, 9))
+def test_the_stream_is_the_text_of_all_tokens_up_to_its_last_whole_character(tokens, size):
+    stream = TextStream(some_bytes)
+    for end in range(size, len(tokens) + size, size):
+        stream.extend(tokens[end - size : end])
+        decoded = some_bytes(tokens[:end])
+        assert stream.text == decoded.rstrip("\ufffd")
+        assert stream.text + stream.rest == decoded
+
+
+@pytest.mark.parametrize("run", [[SPECIAL], [0x80], [0xE2, 0x82], [ord("a"), 0xE2]])
+def test_tokens_that_bring_no_character_are_not_decoded_again_and_again(run):
+    """Up to some tokens a window, whatever the length: without a bound 2,000 of them cost 2,000
+    times as much as one, and the engine waits."""
+    seen = []
+
+    def decode(ids):
+        seen.append(len(ids))
+        return some_bytes(ids)
+
+    stream = TextStream(decode)
+    for token in [*b"text ", *(run * 2000)[:2000]]:
+        stream.push(token)
+    assert max(seen) <= 40 and sum(seen) <= 2005 * 80
+    assert stream.text + stream.rest == some_bytes([*b"text ", *(run * 2000)[:2000]])
+
+
+def test_where_one_bad_byte_spoils_all_that_follow_the_window_stays_small():
+    """As byte fallback: bytes are characters only if all that follow each other are."""
+    seen = []
+
+    def decode(ids):
+        seen.append(len(ids))
+        try:
+            return bytes(ids).decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(ids)
+
+    stream, tokens = TextStream(decode), [0xE2, *b"abcdefgh" * 100]
+    for token in tokens:
+        stream.push(token)
+    assert stream.text == "" and stream.rest == "\ufffd" * len(tokens)
+    assert max(seen) <= 40
 
 
 def random_tokens(seed, length=60):
