@@ -6,10 +6,15 @@ protocol.py        bodies of requests
 schema.py          the OpenAPI document, with the server's limits
 replies.py         bodies of answers
 engine_thread.py   the one thread that owns the engine
+notes.py           what it and the event loop hand each other
+live.py            what the page shows
+page/              the page
 detokenize.py      text of a sample that still grows
 metrics.py         what Prometheus reads
 admin.py           weights, sleep and wake
 guard.py           API key and size of bodies, before anything is read
+errors.py          errors in OpenAI's shape
+log.py             one line per request
 settings.py        every setting
 cli/               the command `specjax`
 """

@@ -112,7 +112,7 @@ def _started(cfg: ServeConfig) -> LLM:
     gc.collect()
     gc.freeze()
     # The engine's thread is not to wait 5 ms for the interpreter whenever the event loop is busy.
-    sys.setswitchinterval(0.0005)
+    sys.setswitchinterval(0.0001)
     return llm
 
 

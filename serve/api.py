@@ -13,12 +13,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 import specjax
 from serve.admin import PATHS, Admin, weights_info
-from serve.engine_thread import EngineDead, EngineThread
+from serve.engine_thread import EngineThread
 from serve.errors import ApiError, answer_errors
 from serve.generation import Generation
 from serve.guard import Guard
 from serve.log import AccessLog
 from serve.metrics import Metrics
+from serve.notes import EngineDead
 from serve.page import add_page
 from serve.protocol import ChatRequest, CompletionRequest, WeightsRequest
 from serve.schema import ERRORS, describe

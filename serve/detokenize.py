@@ -27,30 +27,38 @@ class Detokenizer:
     def __init__(self, decode: Decode | None, stop: Sequence[str] = ()):
         self._stop, self.given = tuple(stop), 0
         self._stream = TextStream(decode or _nothing)
+        self._whole = ""  # all characters so far
 
-    def push(self, tokens: Sequence[int]) -> str:
-        """Takes in tokens of a sample that goes on; returns the text that is sure now."""
-        for token in tokens:
-            self._stream.push(token)
-        text = self._stream.text
+    def push(self, tokens: Sequence[int], text: str | None = None) -> str:
+        """Takes in tokens of a sample that goes on; returns the text that is sure now.
+
+        Args:
+          text: of the sample so far, where somebody has decoded it already (see `News`); either
+            always or never.
+        """
+        text = self._take(tokens, text)
         return self._give(text[: len(text) - self._held(text)])
 
-    def finish(self, tokens: Sequence[int], text: str) -> str:
+    def finish(self, tokens: Sequence[int], text: str, so_far: str | None = None) -> str:
         """Takes in the last tokens of a sample.
 
         Args:
-          text: of the whole sample, as the batch API gives it.
+          text: of the whole sample, as the batch API gives it. so_far: as in `push`.
 
         Returns:
           what is left of it.
         """
-        begun = self._stream.text[: self.given]
-        if text.startswith(begun):
+        if text.startswith(self._whole[: self.given]):
             return self._give(text)
         # A tokenizer whose text depends on what follows: the stream's is as good.
-        for token in tokens:
-            self._stream.push(token)
-        return self._give(self._stream.text + self._stream.rest)
+        return self._give(self._take(tokens, so_far) + self._stream.rest)
+
+    def _take(self, tokens: Sequence[int], text: str | None) -> str:
+        if text is None:
+            self._stream.extend(tokens)
+            text = self._stream.text
+        self._whole = text
+        return text
 
     def _give(self, text: str) -> str:
         piece = text[self.given :]

@@ -1,12 +1,13 @@
 """The one thread that owns the engine.
 
 Everybody else leaves it notes: `submit`, `abort` and `call` are for the event loop, and what the
-engine is asked to do is done between two of its steps. After each step the tokens that came in are
-handed to the event loop at once, and lie in the queues of the requests they belong to.
+engine is asked to do is done between two of its steps. What a step brought is counted and handed to
+the event loop as soon as the device has its next work, all of it by one call: while the host looks
+after clients the device should not wait. Then it lies in the queues of the requests it belongs to.
 
     event loop   submit ---> notes ---> add, abort, set_params
     engine                              step -> chunk -> news of samples
-    event loop   request.updates <----- one call per step
+    event loop   request.updates <----- one call per step, answers to notes with it
 
 An engine that raises is dead: what runs and what comes is answered with `EngineDead`.
 """
@@ -19,59 +20,20 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from serve.live import Live
 from serve.metrics import Metrics, Snapshot
+from serve.notes import Answer, Asleep, Brought, ClientGone, EngineDead, Note, Request, Update
 from specjax import LLM
 from specjax.engine.engine import Engine
 from specjax.engine.replicas import Replicas
-from specjax.engine.request import Job, SampleOutput
+from specjax.engine.request import Job
 from specjax.engine.watch import News
 from specjax.telemetry import Collector
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class EngineDead(RuntimeError):
-    """The engine has raised, and takes nothing any more."""
-
-
-class Asleep(ValueError):
-    """The engine has neither weights nor caches."""
-
-
-class Update(NamedTuple):
-    """What became of a sample since its last update.
-
-    Attributes:
-      index: which sample of the request. news: of its chunks, in order.
-      sample: the whole of it, if it ended. error: nothing more will come.
-    """
-
-    index: int
-    news: Sequence[News] = ()
-    sample: SampleOutput | None = None
-    error: EngineDead | None = None
-
-
-class Request:
-    """Samples in the engine; the event loop's side of them.
-
-    Attributes:
-      updates: of all samples, in the order in which they come. open: samples that have not ended.
-      arrived: on the clock of `time.perf_counter`.
-    """
-
-    def __init__(self, jobs: Sequence[Job], arrived: float):
-        self.jobs, self.arrived = jobs, arrived
-        self.updates: asyncio.Queue[Update] = asyncio.Queue()
-        self.open = len(jobs)
-        self.last = [0.0] * len(jobs)  # when each sample got its last token
-        self.tickets: list[int] = []  # the engine thread's
-        self.gone = False  # so is this
 
 
 class EngineThread:
@@ -91,15 +53,18 @@ class EngineThread:
         self.error: BaseException | None = None
         self.asleep = False
         self._engine = llm.engine
-        self._engine.watcher = self
+        self._engine.watcher, self._engine.on_look = self, self._tell
         several = isinstance(llm.engine, Replicas)
         self._engines = llm.engine.engines if several else (llm.engine,)
         self.live = Live(llm, self._engines, metrics)
-        self._notes: queue.SimpleQueue[tuple[Future, Callable[[], Any]]] = queue.SimpleQueue()
+        self._notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
         self._gone: queue.SimpleQueue[Request] = queue.SimpleQueue()  # whose clients have left
         self._owners: dict[int, tuple[Request, int]] = {}  # by ticket
         self._seen: dict[int, int] = {}  # tokens of a ticket that were handed over
-        self._news: dict[int, list[News]] = {}  # by ticket, since the last step
+        self._coming = Brought([], [], {})  # by the step that is being made
+        self._brought: list[Brought] = []  # and that nobody has been told of
+        self._answers: list[Answer] = []
+        self._changed = False  # whether something else is to be told of
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running = True
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -117,19 +82,25 @@ class EngineThread:
     async def stop(self) -> None:
         """Ends the thread; what still runs is dropped."""
         self._running = False
-        self._notes.put((Future(), lambda: None))  # in case it waits for one
+        self._notes.put(Note(lambda: None))  # in case it waits for one
         await asyncio.to_thread(self._thread.join)
 
-    async def submit(self, jobs: Sequence[Job], arrived: float | None = None) -> Request:
+    async def submit(
+        self, jobs: Sequence[Job], arrived: float | None = None, piecemeal: bool = True
+    ) -> Request:
         """Adds samples; they are in the engine when this returns.
+
+        Args:
+          piecemeal: see `Request`.
 
         Raises:
           ValueError: a job does not fit; none was added. EngineDead.
         """
-        request = Request(jobs, time.perf_counter() if arrived is None else arrived)
+        arrived = time.perf_counter() if arrived is None else arrived
+        request = Request(jobs, arrived, piecemeal)
         self.outstanding += request.open
         try:
-            await self.call(lambda: self._add(request))
+            await self._ask(lambda: self._add(request))
         except asyncio.CancelledError:  # it may have been added all the same
             self.abort(request)
             raise
@@ -139,13 +110,17 @@ class EngineThread:
         return request
 
     def abort(self, request: Request) -> None:
-        """Drops what has not ended of a request; its pages are free when the next step begins."""
+        """Drops what has not ended of a request; its pages are free when the next step begins.
+
+        Whoever waits for its updates hears `ClientGone`.
+        """
         if not request.open:
             return
         self.metrics.aborted.inc(request.open)
         self._close(request)
+        request.updates.put_nowait(Update(0, error=ClientGone()))
         self._gone.put(request)
-        self._notes.put((Future(), self._drop_gone))
+        self._notes.put(Note(self._drop_gone))
 
     def _close(self, request: Request) -> None:
         """Nothing more comes of it."""
@@ -153,47 +128,52 @@ class EngineThread:
         request.open = 0
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Runs something in the engine's thread, between two steps.
+        """Runs something in the engine's thread, between two steps. It may take its time.
 
         Raises:
           ValueError: the function did. EngineDead: it raised anything else, or something had.
         """
+
+        def after_telling() -> T:
+            self._tell()  # what there is does not wait for it
+            return function()
+
+        return await self._ask(after_telling)
+
+    async def _ask(self, function: Callable[[], T]) -> T:
         if self.error is not None:
             raise self._dead()
-        future: Future = Future()
-        self._notes.put((future, function))
-        return await asyncio.wrap_future(future)
+        answer = asyncio.get_running_loop().create_future()
+        self._notes.put(Note(function, answer))
+        return await answer
 
     def finish_all(self) -> None:
         """To be `call`ed: steps until nothing runs. What is asked meanwhile waits, save aborts."""
         while self._engine.has_work and self._running:
             self._step()
             self._drop_gone()
-            self._look()
+        self._changed = True
+        self._tell()
 
     # --- told by the engine ----------------------------------------------------------------------
 
     def chunk(self, strategy: str, bucket: int, rounds: int) -> None:
-        self.metrics.chunk(strategy, bucket, rounds)
-        self.live.chunk(strategy, rounds)
+        self._coming.chunks.append((strategy, bucket, rounds))
 
     def news(self, ticket: int, news: News) -> None:
-        self.metrics.news(news)
-        known = self._seen.get(ticket, 0)
-        self._seen[ticket] = max(known, news.at + len(news.tokens))
-        self.live.news(news, self._seen[ticket] - known)
-        if news.at + len(news.tokens) > known:
-            self._news.setdefault(ticket, []).append(news.since(known))
+        self._coming.news.append((ticket, news))
 
     # --- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while self._running:
             try:
-                self._obey(wait=not self._engine.has_work or self.error is not None)
+                idle = not self._engine.has_work or self.error is not None
+                if idle:
+                    self._tell()
+                self._obey(wait=idle)
                 if self.error is None and self._engine.has_work:
                     self._step()
-                self._look()
             except BaseException as error:
                 log.exception("the engine died")
                 self._die(error)
@@ -202,22 +182,29 @@ class EngineThread:
         """Does what was asked; waits until something is, if told so."""
         while True:
             try:
-                future, function = self._notes.get(block=wait)
+                function, answer = self._notes.get(block=wait)
             except queue.Empty:
                 return
             wait = False
-            if not future.set_running_or_notify_cancel():
+            if answer is not None and answer.cancelled():
                 continue
             if self.error is not None:
-                future.set_exception(self._dead())
+                self._answer(answer, error=self._dead())
                 continue
             try:
-                future.set_result(function())
+                self._answer(answer, function())
             except ValueError as error:
-                future.set_exception(error)
+                self._answer(answer, error=error)
             except BaseException as error:
-                future.set_exception(EngineDead(f"{type(error).__name__}: {error}"))
+                self._answer(answer, error=EngineDead(f"{type(error).__name__}: {error}"))
                 raise
+
+    def _answer(
+        self, answer: asyncio.Future | None, result: Any = None, error: Exception | None = None
+    ) -> None:
+        """To be told, with whatever the note has changed."""
+        self._answers.append(Answer(answer, result, error))
+        self._changed = True
 
     def _add(self, request: Request) -> None:
         if self.asleep:
@@ -245,28 +232,56 @@ class EngineThread:
                     self._seen.pop(ticket, None)
 
     def _step(self) -> None:
-        finished = {event.ticket: event.sample for event in self._engine.step()}
+        """The engine tells of the step before (`_tell`) when it has enqueued what this one is."""
+        ended = {event.ticket: event.sample for event in self._engine.step()}
+        if ended or self._coming.news or self._coming.chunks:
+            self._brought.append(self._coming._replace(ended=ended))
+            self._coming = Brought([], [], {})
+
+    def _tell(self) -> None:
+        """Counts what came since the last time, and hands it over."""
+        if not (self._brought or self._changed):
+            return
+        brought, self._brought, self._changed = self._brought, [], False
+        updates = [update for step in brought for update in self._updates(step)]
+        self._look()
+        answers, self._answers = self._answers, []
+        self._hand_over(answers, updates)
+
+    def _updates(self, step: Brought) -> list[tuple[Request, Update]]:
+        """What a step means to those who wait; it is counted."""
+        for strategy, bucket, rounds in step.chunks:
+            self.metrics.chunk(strategy, bucket, rounds)
+            self.live.chunk(strategy, rounds)
+        fresh: dict[int, list[News]] = {}
+        for ticket, news in step.news:
+            known, end = self._seen.get(ticket, 0), news.at + len(news.tokens)
+            self.metrics.news(news)
+            self.live.news(news, max(end - known, 0))
+            if end > known:  # else they come again, see `News`
+                self._seen[ticket] = end
+                fresh.setdefault(ticket, []).append(news.since(known))
         updates = []
-        for ticket in dict.fromkeys([*self._news, *finished]):
+        for ticket in dict.fromkeys([*fresh, *step.ended]):
             owner = self._owners.get(ticket)
             if owner is None:  # its client has gone
                 continue
             request, index = owner
-            sample = finished.get(ticket)
-            updates.append((request, Update(index, self._news.get(ticket, ()), sample)))
+            sample = step.ended.get(ticket)
+            updates.append((request, Update(index, fresh.get(ticket, ()), sample)))
             if sample is not None:
                 del self._owners[ticket]
-        for ticket in finished:
+        for ticket in step.ended:
             self._seen.pop(ticket, None)
-        self._news.clear()
-        self._hand_over(updates)
+        return updates
 
     def _die(self, error: BaseException) -> None:
         self.error = error
-        dead = self._dead()
+        dead, answers = self._dead(), self._answers
         owners = {id(request): request for request, _ in self._owners.values()}
         self._owners.clear()
-        self._hand_over([(request, Update(0, error=dead)) for request in owners.values()])
+        self._brought, self._answers = [], []
+        self._hand_over(answers, [(request, Update(0, error=dead)) for request in owners.values()])
 
     def _dead(self) -> EngineDead:
         return EngineDead(
@@ -303,14 +318,16 @@ class EngineThread:
 
     # --- back to the event loop ------------------------------------------------------------------
 
-    def _hand_over(self, updates: list[tuple[Request, Update]]) -> None:
-        if updates:
+    def _hand_over(self, answers: list[Answer], updates: list[tuple[Request, Update]]) -> None:
+        if answers or updates:
             try:
-                self._loop.call_soon_threadsafe(self._deliver, updates)
+                self._loop.call_soon_threadsafe(self._deliver, answers, updates)
             except RuntimeError:  # the event loop has ended, and with it everybody who waits
                 self._running = False
 
-    def _deliver(self, updates: list[tuple[Request, Update]]) -> None:
+    def _deliver(self, answers: list[Answer], updates: list[tuple[Request, Update]]) -> None:
+        for answer in answers:
+            answer.give()
         now = time.perf_counter()
         for request, update in updates:
             if not request.open:  # its client has gone meanwhile
@@ -319,16 +336,16 @@ class EngineThread:
                 self._close(request)
             else:
                 self._time(request, update, now)
-            request.updates.put_nowait(update)
+            if request.piecemeal or update.sample is not None or update.error is not None:
+                request.updates.put_nowait(update)
 
     def _time(self, request: Request, update: Update, now: float) -> None:
         metrics, tokens = self.metrics, sum(len(news.tokens) for news in update.news)
         last, request.last[update.index] = request.last[update.index], now
         if not last:
             metrics.first_token.observe(now - request.arrived)
-        else:
-            for _ in range(tokens):
-                metrics.per_token.observe((now - last) / tokens)
+        elif tokens:
+            metrics.per_token.observe((now - last) / tokens, tokens)
         metrics.generation_tokens.inc(tokens)
         if update.sample is not None:
             metrics.ended.labels(update.sample.finish_reason).inc()

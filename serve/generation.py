@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +13,11 @@ from typing import NamedTuple
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from jinja2 import TemplateError
 
 from serve.detokenize import Detokenizer
-from serve.engine_thread import Asleep, EngineDead, EngineThread, Request, Update
+from serve.engine_thread import EngineThread
 from serve.errors import ApiError
+from serve.notes import Asleep, ClientGone, EngineDead, Request, Update
 from serve.protocol import ChatRequest, CompletionRequest, Sampling
 from serve.replies import ChatReply, CompletionReply, Pieces, origins, spec_details, usage_of
 from serve.settings import ServeConfig
@@ -26,6 +27,7 @@ from specjax.engine.request import Job, SampleOutput, make_jobs
 GONE = 499  # nginx's status for a client that went away; nobody reads it
 DEFAULT_TOKENS = 16  # OpenAI's, of completions
 TOO_LONG = "context_length_exceeded"
+SHORT = 4096  # bytes of a body whose prompts are encoded sooner than a thread would wake up
 
 
 class Ask(NamedTuple):
@@ -53,6 +55,7 @@ class Generation:
         self._pieces = Pieces(self._tokenizer)
         # Prompts may be long, and the event loop must not wait; tokenizers take one caller a time.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
+        self._encoding = threading.Lock()
         method = getattr(self._tokenizer, "apply_chat_template", self._chat_prompt)
         self._template_options = set(inspect.signature(method).parameters)
         slots = cfg.engine.max_batch * cfg.engine.replicas
@@ -68,7 +71,8 @@ class Generation:
         self.require_model(body.model)
         body.require_supported()
         self._require(body.n or 1, self._cfg.limits.n, "n")
-        ask = await asyncio.get_running_loop().run_in_executor(self._encoder, self._ask, body)
+        self._require_room(body)
+        ask = await self._understood(body, http)
         request = await self._submit(ask, arrived)
         kind = ChatReply if isinstance(body, ChatRequest) else CompletionReply
         reply = kind(self._cfg.name, self._pieces)
@@ -88,17 +92,42 @@ class Generation:
 
     # --- in --------------------------------------------------------------------------------------
 
-    async def _submit(self, ask: Ask, arrived: float) -> Request:
-        self._require(len(ask.jobs), self._room, "prompts times n", "n")
-        if self._thread.outstanding + len(ask.jobs) > self._room:
+    def _require_room(self, body: CompletionRequest | ChatRequest) -> None:
+        """Raises ApiError if there are too many samples, which can be told before reading them."""
+        prompts = 1
+        if isinstance(body, CompletionRequest):
+            prompts = len(body.prompts)
+            self._require(prompts, self._cfg.limits.prompts, "prompts", "prompt")
+        samples, there = prompts * (body.n or 1), self._thread.outstanding
+        self._require(samples, self._room, "prompts times n", "n")
+        if there + samples > self._room:
             raise ApiError(
                 429,
-                f"{self._thread.outstanding} samples run or wait, and {len(ask.jobs)} more would "
-                f"exceed {self._room}; come back later",
+                f"{there} samples run or wait, and {samples} more would exceed {self._room}; come "
+                "back later",
                 code="rate_limit_exceeded",
             )
+
+    async def _understood(self, body: CompletionRequest | ChatRequest, http: HttpRequest) -> Ask:
+        """Encodes the prompts, here if that is quick and nobody else does at the moment."""
+        short = int(http.headers.get("content-length", SHORT + 1)) <= SHORT
+        if short and self._encoding.acquire(blocking=False):
+            try:
+                return self._ask(body)
+            finally:
+                self._encoding.release()
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._encoder, self._ask_alone, body)
+
+    def _ask_alone(self, body: CompletionRequest | ChatRequest) -> Ask:
+        with self._encoding:
+            return self._ask(body)
+
+    async def _submit(self, ask: Ask, arrived: float) -> Request:
+        self._require_room(ask.body)  # others may have come while prompts were encoded
+        piecemeal = bool(ask.body.stream) or ask.body.return_spec_details
         try:
-            request = await self._thread.submit(ask.jobs, arrived)
+            request = await self._thread.submit(ask.jobs, arrived, piecemeal)
         except Asleep as error:
             raise ApiError(503, str(error)) from error
         except EngineDead as error:
@@ -113,7 +142,6 @@ class Generation:
             prompts, default = [self._chat_prompt(body)], None
         else:
             prompts, default = body.prompts, DEFAULT_TOKENS
-            self._require(len(prompts), self._cfg.limits.prompts, "prompts", "prompt")
         ids, jobs = [], []
         for index, prompt in enumerate(prompts):
             try:
@@ -143,8 +171,12 @@ class Generation:
                 add_generation_prompt=body.add_generation_prompt,
                 **more,
             )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise ApiError(400, f"the chat template refuses: {error}", "messages") from error
+        except Exception as error:  # whatever a template makes of what it was not written for
+            raise ApiError(
+                400,
+                f"the chat template does not take these messages: {type(error).__name__}: {error}",
+                "messages",
+            ) from error
         # The template has written the special tokens; the tokenizer must not add them again.
         return self._encode(text, add_special_tokens=False)
 
@@ -197,23 +229,30 @@ class Generation:
         self, ask: Ask, request: Request, reply: CompletionReply, http: HttpRequest
     ) -> Response:
         """Waits for all samples, or until the client has gone."""
-        answer = asyncio.ensure_future(self._collect(ask, request, reply))
-        gone = asyncio.ensure_future(_disconnect(http))
+        watch = asyncio.ensure_future(self._watch(http, request))
         try:
-            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
-            return JSONResponse(answer.result()) if answer.done() else Response(status_code=GONE)
+            return JSONResponse(await self._collect(ask, request, reply))
+        except ClientGone:
+            return Response(status_code=GONE)
         finally:
-            answer.cancel()
-            gone.cancel()
+            watch.cancel()
             self._thread.abort(request)  # does nothing if all have ended
+
+    async def _watch(self, http: HttpRequest, request: Request) -> None:
+        """Aborts a request whose client goes away."""
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        self._thread.abort(request)
 
     async def _collect(self, ask: Ask, request: Request, reply: CompletionReply) -> dict:
         choices: list[dict | None] = [None] * len(ask.jobs)
         came: list[list[str]] = [[] for _ in ask.jobs]
         written = 0
         async for update in _updates(request):
+            if isinstance(update.error, EngineDead):
+                raise ApiError(500, str(update.error)) from update.error
             if update.error is not None:
-                raise ApiError(500, str(update.error))
+                raise update.error
             if ask.body.return_spec_details:
                 came[update.index] += origins(update.news)
             sample, index = update.sample, update.index
@@ -252,10 +291,11 @@ class Generation:
             index, sample = update.index, update.sample
             tokens = [token for news in update.news for token in news.tokens]
             written += len(tokens)
+            decoded = update.news[-1].text if update.news else None
             if sample is None:
-                text, reason = texts[index].push(tokens), None
+                text, reason = texts[index].push(tokens, decoded), None
             else:
-                text = texts[index].finish(tokens, self._text(sample))
+                text = texts[index].finish(tokens, self._text(sample), decoded)
                 reason = sample.finish_reason
             logprobs = self._streamed_logprobs(ask.body, reply, update, offsets[index])
             if logprobs is not None:
@@ -332,8 +372,3 @@ async def _updates(request: Request) -> AsyncIterator[Update]:
         update = await request.updates.get()
         left = 0 if update.error is not None else left - (update.sample is not None)
         yield update
-
-
-async def _disconnect(http: HttpRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass

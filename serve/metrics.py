@@ -6,17 +6,23 @@ that owns the engine counts chunks and rounds, the event loop requests and times
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
-    Histogram,
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector as PrometheusCollector
 
 from specjax.engine.watch import News
@@ -50,38 +56,47 @@ class Snapshot:
     alarms: tuple[str, ...] = ()
 
 
+class Times:
+    """A histogram of seconds, filled by one thread, that takes many equal values at once."""
+
+    def __init__(self, name: str, text: str):
+        self._name, self._text = name, text
+        self._counts, self._sum = [0] * (len(SECONDS) + 1), 0.0
+
+    def observe(self, seconds: float, times: int = 1) -> None:
+        self._counts[bisect.bisect_left(SECONDS, seconds)] += times
+        self._sum += seconds * times
+
+    def family(self) -> Metric:
+        bounds = [*(str(float(bound)) for bound in SECONDS), "+Inf"]
+        counts = itertools.accumulate(self._counts)
+        family = HistogramMetricFamily(f"specjax:{self._name}", self._text)
+        family.add_metric((), list(zip(bounds, counts, strict=True)), self._sum)
+        return family
+
+
 class Metrics(PrometheusCollector):
     """The counters of one server.
 
     Attributes:
       snapshot: to be replaced after every chunk.
-      registry: what /metrics shows. rounds, accepted: of all samples, those that drafted nothing
-        included.
+      registry: what /metrics shows.
+      drafts, drafted, accepted: rounds that drafted, the tokens that they drafted, and those that
+        were emitted; of all samples.
     """
 
     def __init__(self, model: str):
         disable_created_metrics()  # a second series for each, with the time of its birth
         self.registry = CollectorRegistry(auto_describe=False)
         self.snapshot = Snapshot()
-        self.rounds = self.accepted = 0
+        self.drafts = self.drafted = self.accepted = 0
+        self._by_depth: list[int] = []  # rounds that accepted a draft there
         self._last: dict[int, str] = {}  # bucket -> strategy of its last chunk
         registry = self.registry
 
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"specjax:{name}", text, labels, registry=registry)
 
-        def histogram(name: str, text: str) -> Histogram:
-            return Histogram(f"specjax:{name}", text, registry=registry, buckets=SECONDS)
-
-        spec = "spec_decode_num_"
-        self._drafts = counter(spec + "drafts", "Rounds that drafted.")
-        self._drafted = counter(spec + "draft_tokens", "Drafted tokens that were verified.")
-        self._accepted = counter(spec + "accepted_tokens", "Drafted tokens that were emitted.")
-        self._per_pos = counter(
-            spec + "accepted_tokens_per_pos",
-            "Rounds that accepted a draft at this depth, from 0.",
-            ("position",),
-        )
         self._chunks = counter("chunks", "Chunks that ran.", ("strategy", "bucket"))
         self._chunk_rounds = counter("rounds", "Rounds that ran.", ("strategy", "bucket"))
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests.")
@@ -91,11 +106,11 @@ class Metrics(PrometheusCollector):
         self.answers = counter("http_requests", "Answers.", ("path", "status"))
         self.lost_lines = counter("log_errors", "Lines that could not be written to log_file.")
         self.updates = counter("weight_updates", "Weights that were swapped in.", ("what",))
-        self.first_token = histogram("time_to_first_token_seconds", "From arrival, per sample.")
-        self.per_token = histogram(
+        self.first_token = Times("time_to_first_token_seconds", "From arrival, per sample.")
+        self.per_token = Times(
             "inter_token_latency_seconds", "Between tokens: a chunk's share for each of its tokens."
         )
-        self.latency = histogram("e2e_request_latency_seconds", "From arrival to the last token.")
+        self.latency = Times("e2e_request_latency_seconds", "From arrival to the last token.")
         info = Gauge("specjax:model_info", "The model.", ("model",), registry=registry)
         info.labels(model).set(1)
         registry.register(self)
@@ -109,22 +124,21 @@ class Metrics(PrometheusCollector):
 
     def news(self, news: News) -> None:
         """Counts a sample's rounds."""
-        accepted = sum(news.rounds) - len(news.rounds)
-        self.rounds += len(news.rounds)
-        self.accepted += accepted
+        rounds, by_depth = news.rounds, self._by_depth
         if not news.steps:
             return
-        self._drafts.inc(len(news.rounds))
-        self._drafted.inc(len(news.rounds) * news.rows)
-        self._accepted.inc(accepted)
-        for position in range(max(news.rounds) - 1):
-            hits = sum(count > position + 1 for count in news.rounds)
-            self._per_pos.labels(position).inc(hits)
+        self.drafts += len(rounds)
+        self.drafted += len(rounds) * news.rows
+        self.accepted += sum(rounds) - len(rounds)
+        by_depth += [0] * (max(rounds) - 1 - len(by_depth))
+        for count in rounds:
+            for position in range(count - 1):
+                by_depth[position] += 1
 
     @property
     def accept_length(self) -> float | None:
-        """Tokens per round, bonus included; None before the first."""
-        return 1 + self.accepted / self.rounds if self.rounds else None
+        """Tokens per round that drafted, bonus included (SGLang's); None before the first."""
+        return 1 + self.accepted / self.drafts if self.drafts else None
 
     # --- read by Prometheus ----------------------------------------------------------------------
 
@@ -146,7 +160,9 @@ class Metrics(PrometheusCollector):
             ("compilations", now.compilations, "Programs that were compiled."),
         ):
             yield CounterMetricFamily(f"specjax:{name}", text, value)
+        yield from self._speculation()
         yield self._by_cause(now)
+        yield from (times.family() for times in (self.first_token, self.per_token, self.latency))
         active = GaugeMetricFamily(
             "specjax:active_strategy",
             "1 for the strategy that a batch of this size ran last.",
@@ -155,6 +171,23 @@ class Metrics(PrometheusCollector):
         for bucket, strategy in sorted(self._last.copy().items()):
             active.add_metric((str(bucket), strategy), 1)
         yield active
+
+    def _speculation(self):
+        spec = "specjax:spec_decode_num_"
+        for name, value, text in (
+            ("drafts", self.drafts, "Rounds that drafted."),
+            ("draft_tokens", self.drafted, "Drafted tokens that were verified."),
+            ("accepted_tokens", self.accepted, "Drafted tokens that were emitted."),
+        ):
+            yield CounterMetricFamily(spec + name, text, value)
+        per_position = CounterMetricFamily(
+            spec + "accepted_tokens_per_pos",
+            "Rounds that accepted a draft at this depth, from 0.",
+            labels=("position",),
+        )
+        for position, hits in enumerate(self._by_depth):
+            per_position.add_metric((str(position),), hits)
+        yield per_position
 
     def _by_cause(self, now: Snapshot) -> Metric:
         rejections = CounterMetricFamily(

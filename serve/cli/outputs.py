@@ -158,6 +158,7 @@ class TextAsItComes:
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str]):
         self._stream = Detokenizer(decode, stop)
         self._news: list[int] = []
+        self._text: str | None = None
         self._known = 0
 
     def chunk(self, strategy: str, bucket: int, rounds: int) -> None:
@@ -165,6 +166,7 @@ class TextAsItComes:
 
     def news(self, ticket: int, news) -> None:
         self._news += news.since(self._known).tokens
+        self._text = news.text
         self._known = max(self._known, news.at + len(news.tokens))
 
     def step(self, text: str | None) -> None:
@@ -175,9 +177,9 @@ class TextAsItComes:
         """
         tokens, self._news = self._news, []
         if text is None:
-            print(self._stream.push(tokens), end="", flush=True)
+            print(self._stream.push(tokens, self._text), end="", flush=True)
         else:
-            print(self._stream.finish(tokens, text), flush=True)
+            print(self._stream.finish(tokens, text, self._text), flush=True)
 
 
 @contextlib.contextmanager

@@ -120,6 +120,16 @@ class Engine:
         self.loop.watcher = watcher
 
     @property
+    def on_look(self) -> Callable[[], None] | None:
+        """Is called by `step` once the device has all the work there is: what takes the host a
+        moment costs nobody time then. It must not wait for a device."""
+        return self.loop.on_look
+
+    @on_look.setter
+    def on_look(self, on_look: Callable[[], None] | None) -> None:
+        self.loop.on_look = on_look
+
+    @property
     def preemptions(self) -> int:
         """Samples that had to make room so far."""
         return self.loop.preemptions

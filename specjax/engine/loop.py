@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -81,6 +82,7 @@ class Loop:
       lengths: of earlier samples, by prompt.
       others_wait: whether somebody outside holds samples for the slots that become free.
       watcher: is told what each chunk brings; None: nobody is.
+      on_look: is called by `step` once the device has all the work there is, see `Engine.on_look`.
       latest: strategy and bucket of the chunk that came in last; None before the first.
       buckets: compiled sizes of a batch.
     """
@@ -101,6 +103,7 @@ class Loop:
         self.lengths = LengthHistory()
         self.version, self.preemptions = 0, 0
         self.watcher: Watcher | None = None
+        self.on_look: Callable[[], None] | None = None
         self.latest: tuple[str, int] | None = None
         self.clear(runner.batch)
 
@@ -158,6 +161,8 @@ class Loop:
         enqueued = len(self._in_flight) < ahead and self._schedule()
         if not enqueued and not self._in_flight:
             self._check_that_somebody_runs()
+        if self.on_look is not None:
+            self.on_look()
         full = len(self._in_flight) >= ahead or not enqueued
         if self._in_flight and full and (wait or self.is_ready):
             self._postprocess(self._in_flight.popleft())

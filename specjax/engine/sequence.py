@@ -188,7 +188,8 @@ class Sequence:
         top = None
         if self._top is not None:
             top = _with_chosen(self._top.scaled[at:end], tokens, logprobs)
-        return News(at, tokens, logprobs, top, rounds, steps, rows)
+        text = None if self._stops is None else self._stops.text
+        return News(at, tokens, logprobs, top, rounds, steps, rows, text)
 
     def _count_rounds(self, counts: list[int], kept: int) -> list[int]:
         """Takes in the rounds that brought the first `kept` tokens; returns what each brought.

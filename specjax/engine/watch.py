@@ -15,6 +15,8 @@ class News(NamedTuple):
       top: likewise, see `SampleOutput.top_logprobs`; None unless asked for.
       rounds: tokens that each round brought. steps, rows: depth and drafted rows of their tree; 0
         where they drafted nothing for this sample.
+      text: of the whole sample so far, in whole characters, where it is searched for stop strings;
+        else None. It may hold the string that ends the sample.
     """
 
     at: int
@@ -24,6 +26,7 @@ class News(NamedTuple):
     rounds: list[int]
     steps: int
     rows: int
+    text: str | None = None
 
     def since(self, known: int) -> News:
         """What it says beyond the first `known` tokens of the sample."""

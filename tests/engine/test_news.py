@@ -51,6 +51,27 @@ def test_news_add_up_to_the_sample(watched):
     assert watcher.rounds >= max(sample.stats.rounds for sample in samples.values())
 
 
+def test_a_look_comes_when_the_device_has_work_and_what_came_before_is_known(watched):
+    """Else the device would wait while the host tells others what it has brought."""
+    engine, watcher = watched
+    [job], seen = jobs_of([1, 2], LONG), []
+
+    def look():
+        heard = sum(map(len, watcher.heard.values()))
+        seen.append((len(engine.loop._in_flight), heard))
+
+    engine.on_look = look
+    try:
+        ticket = engine.add(job)
+        while engine.has_work:
+            engine.step()
+    finally:
+        engine.on_look = None
+    chunks = len(watcher.heard[ticket])
+    assert chunks > 2 and {heard for _, heard in seen} >= set(range(chunks))
+    assert all(in_flight for in_flight, heard in seen if heard < chunks - 1)
+
+
 @given(st.lists(st.integers(1, 5), max_size=6), st.integers(0, 40), st.integers(0, 60))
 def test_what_is_known_already_is_left_out(rounds, at, known):
     tokens = list(range(at, at + sum(rounds)))
