@@ -60,9 +60,9 @@ class Server:
         engine = self.llm.engine
         step = engine.step
 
-        def later(wait=True):
+        def later(*options):  # replicas take none
             time.sleep(seconds)
-            return step(wait)
+            return step(*options)
 
         engine.step = later
         try:

@@ -368,20 +368,25 @@ def test_the_dashboard_shows_every_metric_and_no_other(server: Server):
 def test_replicas_have_lanes_of_their_own(tiny_policy):
     cfg = config(tiny_policy)
     cfg.engine.replicas, cfg.engine.max_batch = 2, 2
-    with served(cfg, load_llm(cfg)) as server:
-        body = {"prompt": PROMPT, "max_tokens": 80, "n": 4, "ignore_eos": True}
+    llm = load_llm(cfg)
+    llm.generate(PROMPT, SamplingParams(max_tokens=2, n=4))  # compiles
+    body = {"prompt": PROMPT, "max_tokens": 80, "n": 4, "ignore_eos": True}
+    with served(cfg, llm) as server:
         ask = {"key": KEY, "json": body}
-        server.post("/v1/completions", **ask)
         thread = threading.Thread(target=server.post, args=("/v1/completions",), kwargs=ask)
-        with server.slowly(), httpx.stream("GET", f"{server.url}/live", headers=HEADERS) as live:
-            thread.start()
+        with httpx.stream("GET", f"{server.url}/live", headers=HEADERS, timeout=60) as live:
             lines = itertools.islice((line for line in live.iter_lines() if line), 400)
             events = (json.loads(line.removeprefix("data: ")) for line in lines)
-            assert any(
-                [len(replica["lanes"]) for replica in event["replicas"]] == [2, 2]
-                and event["ticks"][-1]["bucket"] == 4
-                for event in events
-            ), "in a hundred seconds both replicas never ran two samples each"
+            assert next(events)["state"] == "ok"
+            with server.slowly(0.1):
+                thread.start()
+                for event in events:
+                    assert event["state"] == "ok", event["error"]
+                    lanes = [len(replica["lanes"]) for replica in event["replicas"]]
+                    if lanes == [2, 2] and event["ticks"][-1]["bucket"] == 4:
+                        break
+                else:
+                    pytest.fail("in a hundred seconds both replicas never ran two samples each")
         thread.join()
 
 
