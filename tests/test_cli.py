@@ -1,8 +1,10 @@
 """The command `specjax`: what it prints, what it leaves on disk, and how it ends."""
 
+import ast
 import functools
 import importlib.metadata
 import json
+import logging
 import os
 import re
 import signal
@@ -28,6 +30,16 @@ ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}="
 SMALL = ["--max-tokens", "24", "--strategy", "2_1_3", "--ignore-eos", "--max-len", "96"]
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was():
+    """`specjax serve` sets up the log of its process, which here is that of all tests."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +132,7 @@ print("jax" in sys.modules)
 
 
 def test_the_module_and_the_installed_script_are_the_same_command():
-    done = python("-m", "specjax", "servr")
+    done = python("-m", "serve.cli", "servr")
     assert done.returncode == 2 and "did you mean 'serve'" in done.stderr
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     [(name, value)] = project["project"]["scripts"].items()
@@ -129,12 +141,27 @@ def test_the_module_and_the_installed_script_are_the_same_command():
     assert "serve*" in project["tool"]["setuptools"]["packages"]["find"]["include"]
 
 
+def test_the_library_knows_nothing_of_those_who_use_it():
+    def imported(tree):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield node.module or ""
+
+    strangers = {"specjax": "serve train bench", "serve": "train", "train": "serve"}
+    for package, others in strangers.items():
+        for file in (ROOT / package).rglob("*.py"):
+            names = {name.split(".")[0] for name in imported(ast.parse(file.read_text("utf-8")))}
+            assert not names & set(others.split()), file
+
+
 def test_a_reader_that_leaves_is_no_traceback():
     reader, writer = os.pipe()
     os.close(reader)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "specjax", "bench", "--help"],
+            [sys.executable, "-m", "serve.cli", "bench", "--help"],
             env=ENVIRONMENT, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True,
             timeout=600,
         )  # fmt: skip

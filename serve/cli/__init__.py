@@ -1,4 +1,4 @@
-"""The command `specjax`, also `python -m specjax`: thin over the library.
+"""The command `specjax`, also `python -m serve.cli`: thin over the library.
 
 main.py       which command; exit statuses
 generate.py   specjax generate: options, and what becomes of samples

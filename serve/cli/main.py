@@ -115,7 +115,3 @@ def _version() -> str:
 
     jax = importlib.metadata.version("jax")
     return f"specjax {__version__} (jax {jax}, Python {platform.python_version()})"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
