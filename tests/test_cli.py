@@ -330,6 +330,30 @@ def test_an_interrupted_call_has_lost_nothing_and_is_resumed(run, tiny_policy, t
     assert run(*asked, "--output", output)[0] == 2, "overwritten without being asked"
     other = run(*asked[:-1], "10", "--output", output, "--resume")
     assert other[0] == 2 and "from another prompt, model or other options" in other[2]
+    row = before[0]
+    weights = row["origin"]["weights"]
+    assert row["origin"] == {"weights": weights, "dtype": "float32", "acceptance": "exact"}
+    for name, value, options, said in (
+        (
+            "weights",
+            "00000000",
+            [],
+            f"weights 00000000, and this call is of weights {weights} .*newer",
+        ),
+        ("dtype", "bfloat16", [], "dtype bfloat16, and this call is of dtype float32"),
+        ("acceptance", "block, 2_1_3 of head", [], "acceptance block, .* is of acceptance exact"),
+        (
+            "dtype",
+            "float32",
+            ["--acceptance", "block"],
+            "exact, .* block, 2_1_3 of head, head [0-9a-f]{8};",
+        ),
+    ):
+        torn_off = tmp_path / "other.jsonl"
+        torn_off.write_text(json.dumps({**row, "origin": {**row["origin"], name: value}}) + "\n")
+        status, _, errors = run(*asked, *options, "--output", torn_off, "--resume")
+        assert status == 2 and re.search(said, errors) and "--force" in errors, errors
+        assert len(rows_of(torn_off)) == 1
     status, _, errors = run(*asked, "--output", output, "--resume")
     assert status == 0 and f"{len(before)} samples are in" in errors
     rows = rows_of(output)

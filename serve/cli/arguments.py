@@ -18,7 +18,9 @@ generated, and the exit status is 1.
 One sample is printed as it grows, several in the order of their prompts. --output writes a JSON
 line per sample when it ends, in the order in which they end ("index" is the prompt's line minus 1),
 so that a call that is killed has lost nothing that was finished; --resume then generates only what
-is missing, and gives the samples that a call without interruption would have given.
+is missing, and gives the samples that a call without interruption would have given: where the file
+has samples of other weights (the model is a run that has gone on), another --dtype or another
+--acceptance, it refuses.
 
 examples:
   specjax generate --model assets/sums "17+25+8=" -n 4 --stats

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from serve.cli import Failure, UsageError, prompts
 from serve.cli.arguments import build_parser, sampling_params
-from serve.cli.outputs import JsonLines, TextAsItComes, TextInOrder, closing, key_of, row_of
+from serve.cli.outputs import (
+    EXACT,
+    JsonLines,
+    TextAsItComes,
+    TextInOrder,
+    closing,
+    key_of,
+    origin_of,
+    row_of,
+)
 from serve.cli.prompts import Prompt
 from specjax.config import SamplingParams
 from specjax.config.strategy import OFF_NAMES
@@ -20,8 +29,6 @@ from specjax.config.strategy import OFF_NAMES
 if TYPE_CHECKING:  # they import jax
     from specjax import LLM
     from specjax.engine.request import Job, SampleOutput, Totals
-
-EXACT = ("coupled", "greedy")  # acceptance rules under which tokens are plain decoding's
 
 
 class Asked(NamedTuple):
@@ -84,6 +91,8 @@ def _generate(
 ) -> int:
     counts = [prompt.settings.get("n", params.n) for prompt in given]
     llm = _load(args, sum(count for count in counts if isinstance(count, int)))
+    if lines is not None:
+        lines.require_same(_origin(llm, args), args.model)
     asked = []
     for prompt in given:
         try:
@@ -183,6 +192,11 @@ def _ids(llm: LLM, prompt: Prompt) -> Sequence[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
+def _origin(llm: LLM, args: argparse.Namespace) -> dict[str, str]:
+    drafts = f"{args.strategies or args.strategy} of {args.draft_model or args.source}"
+    return origin_of(llm, args.acceptance, drafts)
+
+
 def _run(
     llm: LLM, jobs: list[tuple[Asked, Job]], lines: JsonLines | None, args: argparse.Namespace
 ) -> tuple[Totals, float]:
@@ -200,6 +214,7 @@ def _run(
     steps = llm.engine.runner.steps
     totals = Totals(steps, np.zeros(steps + 2, np.int64))
     live = ordered = None
+    origin = _origin(llm, args)
     if lines is None and len(jobs) == 1 and llm.tokenizer is not None:
         live = TextAsItComes(_decoder(llm), jobs[0][0].params.stop)
         llm.engine.watcher = live
@@ -220,7 +235,8 @@ def _run(
                     sample = ended = _with_text(llm, event.sample)
                     totals.add(sample)
                     if lines is not None:
-                        lines.write(row_of(one.prompt, job.sample, one.key, one.ids, sample))
+                        row = row_of(one.prompt, job.sample, one.key, one.ids, sample, origin)
+                        lines.write(row)
                     elif ordered is not None:
                         ordered.add(one.prompt, job.sample, _shown(sample))
                     bar.update()

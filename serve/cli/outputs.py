@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +17,7 @@ from serve.detokenize import Detokenizer
 from specjax.config import SamplingParams
 
 _SPECULATION = ("speculative", "strategy", "n")  # change no token of a sample
+EXACT = ("coupled", "greedy")  # acceptance rules under which tokens are plain decoding's
 
 
 def key_of(model: str, prompt: Sequence[int], params: SamplingParams) -> str:
@@ -27,7 +28,24 @@ def key_of(model: str, prompt: Sequence[int], params: SamplingParams) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def row_of(prompt: Prompt, sample: int, key: str, ids: Sequence[int], out) -> dict[str, Any]:
+def origin_of(llm, acceptance: str, drafts: str) -> dict[str, str]:
+    """What the samples of a call follow from beside prompts and options.
+
+    Args:
+      acceptance, drafts: the rule, and what drafts by what strategy; samples depend on the latter
+        where the rule is equal in distribution only.
+    """
+    sums = llm.engine.runner.checksums
+    found = {"weights": f"{sums['policy']:08x}", "dtype": llm.cfg.compute_dtype}
+    if llm.spec is None or acceptance in EXACT:
+        return {**found, "acceptance": "exact"}
+    draft = f", head {sums['draft']:08x}" if "draft" in sums else ""
+    return {**found, "acceptance": f"{acceptance}, {drafts}{draft}"}
+
+
+def row_of(
+    prompt: Prompt, sample: int, key: str, ids: Sequence[int], out, origin: Mapping[str, str]
+) -> dict[str, Any]:
     """What a JSON line says of a sample (`SampleOutput` with its text)."""
     stats = out.stats
     asked = {"messages": prompt.messages} if prompt.text is None else {"prompt": prompt.text}
@@ -46,6 +64,7 @@ def row_of(prompt: Prompt, sample: int, key: str, ids: Sequence[int], out) -> di
         "drafted": stats.drafted,
         "accepted": stats.accepted,
         "key": key,
+        "origin": dict(origin),
     }
 
 
@@ -58,6 +77,7 @@ class JsonLines:
 
     Attributes:
       there: keys of the samples that the file has already, by index and number of the sample.
+      origins: what they follow from, see `origin_of`.
 
     Raises:
       UsageError: the file has something in it, and neither was asked for, or it is no such file.
@@ -66,6 +86,7 @@ class JsonLines:
     def __init__(self, name: str, resume: bool = False, replace: bool = False):
         self._name = name
         self.there: dict[tuple[int, int], str] = {}
+        self.origins: list[dict[str, str]] = []
         if name == STDIN:
             self._file = sys.stdout
             return
@@ -90,6 +111,8 @@ class JsonLines:
             try:
                 row = json.loads(line)
                 self.there[row["index"], row["sample"]] = row["key"]
+                if row["origin"] not in self.origins:
+                    self.origins.append(row["origin"])
             except (ValueError, KeyError, TypeError) as error:
                 raise UsageError(
                     f"--resume: {path} line {number} is not of `specjax generate`; choose another "
@@ -97,6 +120,23 @@ class JsonLines:
                 ) from error
         with path.open("r+b") as file:
             file.truncate(whole)
+
+    def require_same(self, origin: Mapping[str, str], model: str) -> None:
+        """Raises UsageError if samples of the file follow from something else.
+
+        Args:
+          model: as it was named.
+        """
+        for other in self.origins:
+            changed = [name for name in origin if other.get(name) != origin[name]]
+            if changed:
+                what = ", ".join(f"{name} {other.get(name)}" for name in changed)
+                now = ", ".join(f"{name} {origin[name]}" for name in changed)
+                newer = f" ({model} may hold a newer checkpoint)" if "weights" in changed else ""
+                raise UsageError(
+                    f"--resume: {self._name} has samples of {what}, and this call is of {now}"
+                    f"{newer}; choose another --output, or --force to generate all anew"
+                )
 
     def has(self, prompt: Prompt, sample: int, key: str) -> bool:
         """Whether the file has this sample.
