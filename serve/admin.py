@@ -14,7 +14,13 @@ from serve.protocol import WeightsRequest
 from specjax import LLM, ModelConfig
 from specjax.checkpoint import CheckpointError
 from specjax.checkpoint_format import named_leaves
-from specjax.checkpoint_weights import config_in, load_weights
+from specjax.checkpoint_weights import (
+    HEAD_SWITCHES,
+    HUGGING_FACE,
+    config_in,
+    layout_of,
+    load_weights,
+)
 from specjax.engine.checksum import checksum
 from specjax.models import hf
 from specjax.models.transformer import Params
@@ -22,7 +28,7 @@ from specjax.models.transformer import Params
 PATHS = ("/update_weights", "/sleep", "/wake")
 # Of two configs that mean the same model these may differ: they say how it is computed here.
 _OURS = ("scan_layers", "remat", "attention", "param_dtype", "compute_dtype", "mtp_num_layers")
-_HEADS = ("mtp_concat", "mtp_target_hidden", "mtp_recycle")
+_HEADS = tuple(name for name in HEAD_SWITCHES if name not in _OURS)
 
 
 class Admin:
@@ -52,8 +58,9 @@ class Admin:
                 raise ApiError(400, f"{asked.path} cannot be used: {error}", "path") from error
             return await self._thread.call(lambda: self._swap(asked, policy, head, began))
 
-    def _load(self, asked: WeightsRequest) -> tuple[Params, Params | None]:
-        """Policy and head to serve from now on, checked against those that are served."""
+    def _load(self, asked: WeightsRequest) -> tuple[Params | None, Params | None]:
+        """Policy and head to serve from now on, checked against those that are served; None: the
+        one there is stays."""
         llm, alone = self._llm, asked.what == "head"
         takes_head = llm.spec is not None and llm.spec.source == "head"
         if alone and not takes_head:
@@ -66,19 +73,27 @@ class Admin:
         if not takes_head:
             head = None
         dtype = llm.cfg.param_dtype
-        policy = llm.params if alone else _fitted("the policy", policy, llm.params, dtype)
-        if not alone and not checksum(policy, dtype).finite:
+        if head is not None:
+            head = _fitted("the draft head", head, llm.head, dtype)
+        if alone:
+            return None, head
+        policy = _fitted("the policy", policy, llm.params, dtype)
+        if not checksum(policy, dtype).finite:
             raise ValueError("the policy's weights are not finite; it could generate nothing")
-        return policy, None if head is None else _fitted("the draft head", head, llm.head, dtype)
+        return policy, head
 
     def _swap(
-        self, asked: WeightsRequest, policy: Params, head: Params | None, began: float
+        self, asked: WeightsRequest, policy: Params | None, head: Params | None, began: float
     ) -> dict:
         llm, running = self._llm, asked.running
-        if running == "finish":
-            self._thread.finish_all()
-            running = "recompute"
-        llm.update_weights(policy, head, running)
+        if policy is None:  # samples that run need not notice
+            llm.update_head(head)
+        else:
+            if running == "finish":
+                self._thread.finish_all()
+                running = "recompute"
+            llm.update_weights(policy, head, running)
+        self._thread.live.weights_changed()
         self._thread.metrics.updates.labels(asked.what).inc()
         return {
             **weights_info(llm),
@@ -133,7 +148,9 @@ def read_weights(
     Raises:
       CheckpointError, UnsupportedModelError, ValueError: what is there does not fit `cfg`.
     """
-    if path.is_file() or any(path.glob("*.safetensors*")):
+    if not path.exists():
+        raise ValueError("there is no such file or directory on the server")
+    if layout_of(path) == HUGGING_FACE:
         if step is not None:
             raise ValueError(f"it is no training run and has no step {step}; leave step out")
         if head_alone:
@@ -141,17 +158,13 @@ def read_weights(
         there, policy, head = hf.load_checkpoint(path, cfg.param_dtype, mtp_concat=cfg.mtp_concat)
         _require_same(there, cfg, head is not None)
         return policy, head
-    if not path.exists():
-        raise ValueError("there is no such file or directory on the server")
-    policy, head, meta = load_weights(path, step)
-    if "config" in meta:  # of runs that were made before it was kept, shapes have to do
+    policy, head, meta = load_weights(path, step, head_alone)
+    if "config" in meta:
         _require_same(config_in(path, meta), cfg, head is not None)
-    for name in _HEADS:
-        if name in meta and meta[name] != getattr(cfg, name):
-            raise ValueError(
-                f"its head was made with {name}={meta[name]}, the model says {getattr(cfg, name)}"
-            )
-    return (None if head_alone else policy), head
+    elif head is not None:  # older, or a head alone: shapes and the head's switches have to do
+        known = {name: meta.get(name, getattr(cfg, name)) for name in _HEADS}
+        _require_same(cfg.replace(**known), cfg, True)
+    return policy, head
 
 
 def weights_info(llm: LLM) -> dict:

@@ -47,7 +47,7 @@ class Live:
         self._by: Counter[str] = Counter()
         self._replicas: list[dict] = []
         self._gains: dict | None = None
-        self._asked, self._version = 0.0, 0
+        self._asked = 0.0
         # The event loop writes these:
         self._ticks: deque[dict] = deque(maxlen=KEPT)
         self._depths: deque[list[tuple[int, int]]] = deque(maxlen=KEPT)
@@ -76,12 +76,14 @@ class Live:
             self._tries[depth] += count
             self._accepts[depth] += sum(tokens > depth + 1 for tokens in news.rounds)
 
+    def weights_changed(self) -> None:
+        """What was measured of the old ones is not shown any more."""
+        self._gains = None
+
     def look(self, engines: Sequence[Engine]) -> None:
         """Takes the picture: what each replica runs, and what its controller makes of it."""
         self._replicas = [_picture(engine) for engine in engines] if self.viewers else []
-        now, version = time.monotonic(), self._metrics.snapshot.version
-        if version != self._version:
-            self._gains, self._version = None, version
+        now = time.monotonic()
         if now < self._asked + GAINS_EVERY:
             return
         self._asked = now

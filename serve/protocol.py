@@ -240,7 +240,8 @@ class WeightsRequest(Body):
         "recompute",
         description="what becomes of samples that run. recompute: they go on with the new weights, "
         "which read their tokens anew; keep: they go on with the new weights and the caches of the "
-        "old ones; finish: they end with the old weights, and new requests wait",
+        "old ones; finish: they end with the old weights, and new requests wait. A head alone "
+        "changes no token, and samples that run go on whatever this says",
     )
 
 

@@ -27,13 +27,15 @@ from specjax.checkpoint_format import CheckpointError, first_line
 from specjax.checkpoint_weights import (
     CHECKPOINTS,
     HEAD_SWITCHES,
+    HUGGING_FACE,
+    RUN,
     TOKENIZER,
     Model,
     config_in,
     describe,
     fitted,
     has_tokenizer,
-    is_run,
+    layout_of,
     load_weights,
     tokenizer_in,
 )
@@ -109,7 +111,9 @@ def convert(
         disk too full. Then nothing is left at the target that was not there before.
     """
     source, target = Path(source), Path(target).absolute()
-    to = to or ("orbax" if _is_hugging_face(source) else "hf")
+    if not source.exists():
+        raise CheckpointError(f"{source} does not exist; expected a checkpoint")
+    to = to or ("orbax" if layout_of(source) == HUGGING_FACE else "hf")
     _require_free(source, target, force)
     dtype = dtype and dtype_name(dtype)
     model, found = _read(source, what, step, like, dtype)
@@ -129,18 +133,12 @@ def convert(
     return Converted(target, to, counts, dtype, found, copied)
 
 
-def _is_hugging_face(path: Path) -> bool:
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist; expected a checkpoint")
-    return path.is_file() or (path / "config.json").exists() or any(path.glob("*.safetensors*"))
-
-
 # --- in -----------------------------------------------------------------------------------------
 
 
 def _read(source: Path, what: str | None, step: int | None, like, dtype) -> tuple[Model, int]:
     """The parts that are wanted, and the step they are of."""
-    if _is_hugging_face(source):
+    if layout_of(source) == HUGGING_FACE:
         if step is not None:
             raise CheckpointError(f"{source} is no training run and has no step {step}")
         model, step = _read_hf(source, what, like, dtype), 0
@@ -200,8 +198,7 @@ def _only(source: Path, names: set[str]) -> str:
 def _read_orbax(
     source: Path, what: str | None, step: int | None, like, dtype: str | None
 ) -> tuple[Model, int]:
-    policy, head, meta = load_weights(source, step)
-    policy = None if what == "head" else policy
+    policy, head, meta = load_weights(source, step, head_alone=what == "head")
     head = None if what == "policy" else head
     if policy is None and head is None:
         raise CheckpointError(f"{source} holds no {what}, and {what} was asked for")
@@ -272,7 +269,7 @@ def _is_checkpoint(path: Path) -> bool:
     if not path.is_dir():
         return False
     names = {child.name for child in path.iterdir()}
-    if is_run(path):
+    if layout_of(path) == RUN:
         return names <= {CHECKPOINTS, TOKENIZER}
     if "_CHECKPOINT_METADATA" in names:
         return names <= _HEAD_NAMES

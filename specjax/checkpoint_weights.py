@@ -26,6 +26,7 @@ from specjax.models.transformer import Params, init_params
 # What the metadata of a head says of the model that it drafts for.
 HEAD_SWITCHES = ("mtp_num_layers", "mtp_concat", "mtp_target_hidden", "mtp_recycle")
 CHECKPOINTS, TOKENIZER = "checkpoints", "tokenizer"  # in the directory of a run
+HUGGING_FACE, RUN, HEAD = "hf", "run", "head"  # layouts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ def load_model(
       CheckpointError, UnsupportedModelError: it cannot be read, or does not say what it is.
     """
     path = Path(path)
-    if not is_run(path):
+    if layout_of(path) != RUN:
         if step is not None:
             raise CheckpointError(f"{path} is no training run and has no step {step}")
         cfg, policy, head = hf.load_checkpoint(path, dtype, mesh)
@@ -100,7 +101,7 @@ def load_model(
 
 
 def load_weights(
-    path: str | Path, step: int | None = None
+    path: str | Path, step: int | None = None, head_alone: bool = False
 ) -> tuple[Params | None, Params | None, dict[str, Any]]:
     """Reads the policy and the draft head of a training run, or the head alone.
 
@@ -108,6 +109,7 @@ def load_weights(
       path: the directory of a run, or of its checkpoints (`<out>/checkpoints`), or of a head
         (`save_draft`).
       step: of the run; None is the newest.
+      head_alone: the policy is not read, and None.
 
     Returns:
       (policy, head, meta), in the dtypes they were saved with; None for what is not there.
@@ -120,7 +122,7 @@ def load_weights(
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} is no directory; expected an Orbax checkpoint")
-    if not is_run(path):
+    if layout_of(path) != RUN:
         if step is not None:
             raise CheckpointError(f"{path} holds no checkpoints of a run, and so no step {step}")
         head, meta = load_draft(path)
@@ -129,10 +131,11 @@ def load_weights(
     with Checkpointer(path) as checkpoints:
         chosen, record = _chosen(path, checkpoints.all_steps(), step)
         saved = record["trees"]
-        wanted = {name: _shapes(saved[name]) for name in ("policy", "draft") if name in saved}
+        names = ("draft",) if head_alone else ("policy", "draft")
+        wanted = {name: _shapes(saved[name]) for name in names if name in saved}
         if not wanted:
             raise CheckpointError(
-                f"{path / str(chosen)} holds {sorted(saved)}; expected policy or draft"
+                f"{path / str(chosen)} holds {sorted(saved)}; expected {' or '.join(names)}"
             )
         trees, meta = checkpoints.restore(chosen, wanted)
     return trees.get("policy"), trees.get("draft"), meta
@@ -153,11 +156,18 @@ def _chosen(path: Path, steps: list[int], step: int | None) -> tuple[int, dict[s
     return chosen, record
 
 
-def is_run(path: Path) -> bool:
-    """Whether it is the directory of a run, or of the checkpoints of one."""
-    if (path / "config.json").exists():
-        return False
-    return (path / CHECKPOINTS).is_dir() or any(c.name.isdigit() for c in _children(path))
+def layout_of(path: Path) -> str:
+    """What a path is expected to hold.
+
+    Returns:
+      `RUN`: the directory of a run, or of its checkpoints. `HEAD`: what `save_draft` writes.
+      `HUGGING_FACE`: a directory with config.json or safetensors, a file of the latter, or nothing.
+    """
+    if not path.is_dir() or (path / "config.json").exists():
+        return HUGGING_FACE
+    if (path / CHECKPOINTS).is_dir() or any(child.name.isdigit() for child in path.iterdir()):
+        return RUN
+    return HUGGING_FACE if any(path.glob("*.safetensors*")) else HEAD
 
 
 def tokenizer_dir(path: str | Path) -> Path:
@@ -167,10 +177,10 @@ def tokenizer_dir(path: str | Path) -> Path:
       CheckpointError: there is none.
     """
     path = Path(path)
-    if not is_run(path):
+    if layout_of(path) != RUN:
         return path
     inside = _checkpoints(path)
-    steps = sorted(int(child.name) for child in _children(inside) if child.name.isdigit())
+    steps = sorted(int(child.name) for child in inside.iterdir() if child.name.isdigit())
     found = tokenizer_in(path, _chosen(inside, steps, None)[1]["meta"])
     if found is None:
         raise CheckpointError(f"{path} has no tokenizer; copy its files to {path / TOKENIZER}")
@@ -247,10 +257,6 @@ def _fitted(what: str, tree: Params, make) -> Params:
 
 def _checkpoints(path: Path) -> Path:
     return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-
-
-def _children(path: Path) -> list[Path]:
-    return list(path.iterdir()) if path.is_dir() else []
 
 
 def _shapes(entries: Mapping[str, Any]) -> Params:

@@ -216,14 +216,42 @@ class Engine:
         self.loop.drain()
         scheduler = self.scheduler
         if running == "recompute":
-            for sequence in sorted(scheduler.running.values(), key=lambda s: -s.admitted):
-                self.loop.step_back(sequence, keep=True)
+            self._step_back(keep=True)
         scheduler.forget_prompts()
         self.stale_positions += scheduler.positions  # of those that run on
         self.runner.set_params(params, self.runner.head if head is None else head)
         if not scheduler.pool.used:
             self.runner.state = None  # allocated anew, and zeroed, when it is needed
         self.loop.version += 1
+        self.controller.weights_changed()
+
+    def _step_back(self, keep: bool = False) -> None:
+        """All that run wait again, in order; `keep`: see `Loop.step_back`."""
+        for sequence in sorted(self.scheduler.running.values(), key=lambda s: -s.admitted):
+            self.loop.step_back(sequence, keep)
+
+    def set_head(self, head: Params) -> None:
+        """Takes new parameters of the draft source alone.
+
+        They change no token, and so neither the version of the weights nor the samples that run:
+        these go on, and are drafted for with what the old head made of their past. Where that was
+        not finite they step back, for such caches would spoil what comes after them in their pages.
+
+        Raises:
+          ValueError: nothing is drafted here.
+        """
+        if self.spec is None:
+            raise ValueError("got a draft head, and this engine drafts nothing; give it a spec")
+        self.loop.drain()
+        runner, scheduler = self.runner, self.scheduler
+        old = runner.checksums.get("draft")
+        if old is not None and not old.finite:
+            self._step_back()
+            scheduler.forget_prompts()
+        runner.moved = 0
+        runner.set_head(head)
+        if not scheduler.pool.used:
+            runner.state = None  # as in `set_params`
         self.controller.weights_changed()
 
     def release(self) -> None:

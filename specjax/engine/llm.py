@@ -175,6 +175,11 @@ class LLM:
         if self._plain is not None:
             self._plain.set_params(self.params)
 
+    def update_head(self, head: Params) -> None:
+        """Swaps the draft's parameters alone; samples that run go on, see `Engine.set_head`."""
+        self.engine.set_head(head)
+        self.head = head
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -172,13 +172,28 @@ class Replicas:
             sent, params = params, self._spread(params, cast(dtype))
             received = self._spread.received
             require_same("policy", sent, params, dtype, tied)
-            if jax.tree.leaves(head):
-                sent, head = head, self._spread(head)
-                received += self._spread.received
-                require_same("draft", sent, head, dtype, False)
+            if head is not None:
+                head, more = self._spread_head(head)
+                received += more
         for engine in self.engines:
             engine.set_params(params, head, running)
             engine.runner.moved += received
+
+    def set_head(self, head: Params) -> None:
+        """Gives every replica a new draft head, see `Engine.set_head`."""
+        head, received = self._spread_head(head)
+        for engine in self.engines:
+            engine.set_head(head)
+            engine.runner.moved += received
+
+    def _spread_head(self, head: Params) -> tuple[Params, int]:
+        """A head on the devices of all replicas, where they divide those of training, and the bytes
+        that a device received."""
+        if self._spread is None or not jax.tree.leaves(head):
+            return head, 0
+        sent, head = head, self._spread(head)
+        require_same("draft", sent, head, self.runner.cfg.compute_dtype, False)
+        return head, self._spread.received
 
     def release(self) -> None:
         """Gives back the memory of weights and caches of all replicas, see `Engine.release`."""

@@ -189,10 +189,14 @@ class Runner:
                     "speculation needs a draft head, got none; pass the head's parameters or use "
                     "spec=None"
                 )
-            placed = self._move(head)
-            self._check("draft", head, placed, False)
-            self.head = placed
+            self.set_head(head)
         self.params = arrived
+
+    def set_head(self, head: Params) -> None:
+        """Takes parameters of the draft source alone; see `set_params`."""
+        placed = self._move(head)
+        self._check("draft", head, placed, False)
+        self.head = placed
 
     def _check(self, name: str, sent: Params, arrived: Params, tied: bool) -> None:
         """Compares checksums, and keeps them; weights that are not finite are named loudly."""

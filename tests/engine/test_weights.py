@@ -95,6 +95,40 @@ def test_weights_that_went_to_nan_leave_nothing_behind():
     assert [s.token_ids for s in samples] == tokens_of(jobs) != [s.token_ids for s in broken]
 
 
+def test_a_head_alone_steps_nobody_back_and_is_no_new_version():
+    engine, [job] = warm(), jobs_of([7, 8, 9], LONG)
+    engine.add(job)
+    engine.step()
+    running, version = dict(engine.scheduler.running), engine.version
+    built, sums = engine.runner.compilations, dict(engine.runner.checksums)
+    engine.set_head(weights(seed=5)[1])
+    assert dict(engine.scheduler.running) == running != {} and engine.version == version
+    assert engine.runner.checksums["policy"] == sums["policy"]
+    assert engine.runner.checksums["draft"] != sums["draft"]
+    [sample] = [e.sample for _ in range(99) if engine.has_work for e in engine.step()]
+    assert [sample.token_ids] == tokens_of([job]) and sample.weight_versions == ((0, version),)
+    assert engine.runner.compilations == built
+    engine.set_head(weights()[1])
+    with pytest.raises(ValueError, match="drafts nothing"):
+        engine_of(None).set_head(weights()[1])
+
+
+def test_a_head_that_went_to_nan_is_forgotten_with_the_next():
+    engine, jobs = warm(), jobs_of([3, 4, 5], dataclasses.replace(ONE, n=2))
+    head = weights()[1]
+    before, _ = engine.generate(jobs)
+    engine.set_head(jax.tree.map(lambda x: x * np.nan, head))
+    for job in jobs:
+        engine.add(job)
+    for _ in range(3):
+        engine.step()
+    engine.set_head(head)
+    during = [e.sample.token_ids for _ in range(99) if engine.has_work for e in engine.step()]
+    assert sorted(during) == sorted(tokens_of(jobs))
+    after, _ = engine.generate(jobs)
+    assert [s.stats for s in after] == [s.stats for s in before], "it drafts as if nothing had been"
+
+
 def test_llm_keeps_the_caches_of_what_runs_if_asked_for():
     llm = LLM((CFG, *weights()), SpecConfig("1_1_2"), max_batch=1, max_len=64)
     first, second = jobs_of([7, 8, 9], dataclasses.replace(ONE, n=2))

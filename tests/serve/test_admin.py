@@ -174,6 +174,34 @@ def test_a_training_run_and_a_head_alone_are_taken(restored: Server, others):
     assert again["checksums"] == both.json()["checksums"], "the same weights in another layout"
 
 
+def test_a_head_alone_touches_no_sample_that_runs_and_no_policy_is_read(
+    restored: Server, others, monkeypatch
+):
+    before, answers, read, stepped = ask(restored), [], [], []
+    restore, loop = Checkpointer.restore, restored.llm.engine.loop
+    monkeypatch.setattr(
+        Checkpointer,
+        "restore",
+        lambda self, step, wanted: read.append(set(wanted)) or restore(self, step, wanted),
+    )
+    step_back = loop.step_back
+    monkeypatch.setattr(loop, "step_back", lambda one: stepped.append(one) or step_back(one))
+    policy = restored.llm.engine.runner.params
+    thread = threading.Thread(target=lambda: answers.append(ask(restored)))
+    with ended(restored) as found:
+        thread.start()
+        restored.settles(lambda m: m["num_requests_running"] > 0)
+        asked = {"path": str(others / "run"), "what": "head"}
+        said = restored.post("/update_weights", json=asked)
+        thread.join()
+    assert said.status_code == 200 and said.json()["head_updated"], said.text
+    [(_, sample)] = found.values()
+    version = said.json()["version"]
+    assert sample.weight_versions == ((0, version),), "those of the policy are what they were"
+    assert answers[0].token_ids == before.token_ids and not stepped
+    assert read == [{"draft"}] and restored.llm.engine.runner.params is policy
+
+
 def test_nan_in_the_head_slows_and_alarms_and_changes_no_token(
     restored: Server, tmp_path, weights, caplog
 ):
