@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 from serve.errors import ApiError
 from specjax import SamplingParams
@@ -29,13 +36,35 @@ Token = Annotated[int, Field(ge=0, lt=1 << 31, title="Token")]
 Text = Annotated[str, AfterValidator(_whole)]
 Word = Annotated[Text, Field(min_length=1, max_length=256)]
 Prompt = Annotated[Text, Field(min_length=1)]
-Ids = Annotated[list[Token], Field(min_length=1)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Several = Annotated[list[T], Field(min_length=1)]
+# One thing that is wrong is enough: a body can hold hundreds of thousands, and to list them all
+# would keep everybody else waiting.
+Ids = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+Several = Annotated[list[T], Field(min_length=1, fail_fast=True)]
 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_name_is_enough(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
+            return data
+        names = [name for name in cls.model_fields if name in data]
+        names.append(next(name for name in data if name not in cls.model_fields))
+        return {name: data[name] for name in names}
+
+
+def _at_most(count: int) -> BeforeValidator:
+    """Of an object's entries; they are counted before they are looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            raise ValueError(f"expected at most {count} entries, got {len(value)}")
+        return value
+
+    return BeforeValidator(check)
 
 
 class StreamOptions(Body):
@@ -52,26 +81,30 @@ class Sampling(Body):
     seed: int | None = Field(
         None, ge=-SEED, lt=SEED, description="equal prompts and seeds give equal samples"
     )
-    stop: Word | Annotated[list[Word], Field(max_length=16)] | None = None
+    stop: Word | Annotated[list[Word], Field(max_length=16, fail_fast=True)] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias] | None = Field(
-        None, max_length=300
-    )
+    logit_bias: Annotated[
+        dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias] | None,
+        Field(max_length=300),
+        _at_most(300),
+    ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="ignored")
-    metadata: dict[str, str] | None = Field(None, description="ignored")
+    metadata: Annotated[dict[str, str] | None, Field(max_length=16), _at_most(16)] = Field(
+        None, description="ignored"
+    )
     # vLLM's
     top_k: int | None = Field(None, ge=-1, lt=1 << 31, description="0 and -1 keep all tokens")
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    stop_token_ids: list[Token] | None = Field(None, max_length=64)
+    stop_token_ids: Annotated[list[Token], Field(max_length=64, fail_fast=True)] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
-    bad_words: list[Word] | None = Field(None, max_length=64)
-    allowed_token_ids: list[Token] | None = Field(None, min_length=1)
+    bad_words: Annotated[list[Word], Field(max_length=64, fail_fast=True)] | None = None
+    allowed_token_ids: Ids | None = None
     return_token_ids: bool = Field(False, description="choices say token_ids, prompts as well")
     # specjax's
     speculative: bool | Annotated[str, Field(min_length=1, max_length=64)] = Field(
@@ -173,7 +206,7 @@ class Message(Body):
     """One of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Text | None = None
 
     def for_template(self) -> dict[str, Any]:
@@ -191,7 +224,7 @@ class TextFormat(Body):
 class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Several[Message]
     max_tokens: int | None = Field(None, ge=1, description="default: what fits")
     max_completion_tokens: int | None = Field(None, ge=1, description="the same")
     logprobs: bool | None = None
