@@ -104,8 +104,9 @@ class Answer:
     """What came of a request.
 
     Attributes:
-      status: 0 if nothing came. texts, tokens, reasons: per sample. refusal: the body, if it was
-        refused. lost: what went wrong on the way, in words.
+      status: 0 if nothing came. texts, tokens, reasons: per sample, as far as they were received
+        before the client left, if it did. refusal: the body, if it was refused. lost: what went
+        wrong on the way, in words.
       sent: on the clock of `time.perf_counter`, and so are the next. first: when the first token
         came, of a stream. gaps: seconds between tokens of a stream, a piece's share for each of its
         tokens. ended: when all had come.
@@ -265,13 +266,12 @@ async def _send(http: httpx.AsyncClient, model: str, ask: Ask, answer: Answer) -
         await _stream(http, model, ask, answer)
         return
     work = _post(http, ask.path, ask.body(model))
-    if ask.fate == DISCONNECT:
-        try:
-            await asyncio.wait_for(work, ask.patience / 100)
-        except TimeoutError:
-            pass  # the connection is closed, as by a client that went away
+    try:
+        # Where time runs out the connection is closed, as by a client that went away.
+        patience = ask.patience / 100 if ask.fate == DISCONNECT else None
+        response = await asyncio.wait_for(work, patience)
+    except TimeoutError:
         return
-    response = await work
     if response.status_code != 200:
         _refused(answer, response)
         return
@@ -290,7 +290,7 @@ async def _stream(http: httpx.AsyncClient, model: str, ask: Ask, answer: Answer)
     reasons: list[str | None] = [None] * count
     last: list[float | None] = [None] * count
     headers = {"Content-Type": "application/json"}
-    pieces, done = 0, False
+    pieces, done, left = 0, False, False
     async with http.stream("POST", ask.path, content=ask.body(model), headers=headers) as response:
         if response.status_code != 200:
             await response.aread()
@@ -300,8 +300,6 @@ async def _stream(http: httpx.AsyncClient, model: str, ask: Ask, answer: Answer)
             if not line:
                 continue
             pieces += 1
-            if ask.fate == DISCONNECT and pieces >= ask.patience:
-                return  # the connection is closed with the response unread
             done = line == "data: [DONE]"
             if done:
                 continue
@@ -317,7 +315,10 @@ async def _stream(http: httpx.AsyncClient, model: str, ask: Ask, answer: Answer)
                 elif new:
                     answer.gaps += [(now - last[at]) / len(new)] * len(new)
                 last[at] = now if new else last[at]
-    if not done:
+            left = ask.fate == DISCONNECT and pieces >= ask.patience
+            if left:
+                break  # the connection is closed with the rest unread
+    if not (done or left):
         raise ValueError("the stream ended without [DONE]")
     answer.status = 200
     answer.texts, answer.tokens, answer.reasons = ["".join(t) for t in texts], tokens, reasons

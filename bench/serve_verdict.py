@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from bench.serve_traffic import MALFORMED, NORMAL, Answer, Ask
+from bench.serve_traffic import DISCONNECT, MALFORMED, NORMAL, Answer, Ask
 from specjax import LLM
 from specjax.engine.compare import first_difference
 from specjax.engine.request import RequestOutput, make_jobs
@@ -21,9 +21,10 @@ class Verdict:
     Attributes:
       completed: compared with plain decoding. lost: not answered to the end. wrong: other tokens,
         text or finish reasons than plain decoding's, which floating point does not explain.
-      explained: other tokens, which it does. accepted: malformed, and not refused with a 4xx in
-        OpenAI's shape. pairs: sent twice, once streamed and once not. unlike: of these, answered
-        differently.
+      explained: other tokens, which it does. left: of clients that went away; what they had
+        received, if anything, was compared with the beginning of plain decoding. accepted:
+        malformed, and not refused with a 4xx in OpenAI's shape. pairs: sent twice, once streamed
+        and once not. unlike: of these, answered differently.
       said: what was lost, wrong, accepted or explained, in words.
     """
 
@@ -31,6 +32,7 @@ class Verdict:
     lost: int = 0
     wrong: int = 0
     explained: int = 0
+    left: int = 0
     malformed: int = 0
     accepted: int = 0
     pairs: int = 0
@@ -48,7 +50,7 @@ def judge(plain: LLM, asks: Sequence[Ask | tuple[str, bytes]], answers: Sequence
       a `Verdict`.
     """
     verdict = Verdict()
-    wanted = {ask.key: ask for ask in asks if isinstance(ask, Ask) and ask.fate == NORMAL}
+    wanted = {ask.key: ask for ask in asks if isinstance(ask, Ask)}
     ids = {key: _ids(plain.tokenizer, ask) for key, ask in wanted.items()}
     outputs = plain.generate(list(ids.values()), [ask.params for ask in wanted.values()])
     expected = dict(zip(wanted, outputs, strict=True))
@@ -56,6 +58,8 @@ def judge(plain: LLM, asks: Sequence[Ask | tuple[str, bytes]], answers: Sequence
     for index, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
         if not isinstance(ask, Ask):
             _judge_refusal(verdict, index, ask, answer)
+        elif ask.fate == DISCONNECT:
+            _judge_beginning(verdict, plain, index, ask, answer, expected[ask.key])
         elif ask.fate == NORMAL:
             if _is_lost(ask, answer):
                 verdict.lost += 1
@@ -95,19 +99,7 @@ def _judge_answer(
     verdict.completed += 1
     tokens = [sample.token_ids for sample in expected.samples]
     if answer.tokens != tokens:
-        jobs = make_jobs(
-            expected.prompt_token_ids, ask.params, plain.cfg.eos_token_ids, plain.tokenizer
-        )
-        differences = [
-            first_difference(plain.engine.runner, index, sample, jobs[sample], right, got)
-            for sample, (right, got) in enumerate(zip(tokens, answer.tokens, strict=True))
-            if right != got
-        ]
-        verdict.said += map(str, differences)
-        if all(difference.explained for difference in differences):
-            verdict.explained += 1
-        else:
-            verdict.wrong += 1
+        _judge_difference(verdict, plain, index, ask, answer, expected, tokens)
         return
     texts = [sample.text for sample in expected.samples]
     reasons = [sample.finish_reason for sample in expected.samples]
@@ -116,6 +108,52 @@ def _judge_answer(
         verdict.said.append(
             f"request {index}: expected {texts} ({reasons}), got {answer.texts} ({answer.reasons})"
         )
+
+
+def _judge_difference(
+    verdict: Verdict,
+    plain: LLM,
+    index: int,
+    ask: Ask,
+    answer: Answer,
+    expected: RequestOutput,
+    tokens: Sequence[Sequence[int]],
+) -> None:
+    """Whether floating point explains tokens other than the expected ones."""
+    jobs = make_jobs(
+        expected.prompt_token_ids, ask.params, plain.cfg.eos_token_ids, plain.tokenizer
+    )
+    differences = [
+        first_difference(plain.engine.runner, index, sample, jobs[sample], right, got)
+        for sample, (right, got) in enumerate(zip(tokens, answer.tokens, strict=True))
+        if right != got
+    ]
+    verdict.said += map(str, differences)
+    if all(difference.explained for difference in differences):
+        verdict.explained += 1
+    else:
+        verdict.wrong += 1
+
+
+def _judge_beginning(
+    verdict: Verdict, plain: LLM, index: int, ask: Ask, answer: Answer, expected: RequestOutput
+) -> None:
+    """What a client received before it left must be how plain decoding begins."""
+    verdict.left += 1
+    if not answer.tokens:  # it left before anything came
+        return
+    tokens = [
+        sample.token_ids[: len(got)]
+        for sample, got in zip(expected.samples, answer.tokens, strict=True)
+    ]
+    if answer.tokens != tokens:
+        _judge_difference(verdict, plain, index, ask, answer, expected, tokens)
+        return
+    for sample, text in zip(expected.samples, answer.texts, strict=True):
+        if not sample.text.startswith(text):
+            verdict.wrong += 1
+            verdict.said.append(f"request {index}: expected {sample.text!r}, got {text!r} first")
+            return
 
 
 def _judge_pair(verdict: Verdict, index: int, ask: Ask, answer: Answer, seen: dict) -> None:

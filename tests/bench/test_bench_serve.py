@@ -1,6 +1,7 @@
 """`bench.serve` through its command line, on a policy with which nothing is worth measuring."""
 
 import copy
+import dataclasses
 import json
 
 import pytest
@@ -87,11 +88,35 @@ def test_what_is_lost_or_wrong_is_found(loaded):
     def no_error(answer):
         answer.status = 200
 
+    def received(tokens, text):
+        def change(answer):
+            answer.tokens, answer.texts = [tokens], [text]
+
+        return change
+
     assert judged(whole, lambda answer: None).wrong == 0
     assert judged(whole, other_token).wrong == 1
     assert judged(whole, other_text).wrong == 1
     assert judged(whole, no_end).lost == 1
     assert judged(broken, no_error).accepted == 1
+    leaves = first(asks, lambda a: isinstance(a, Ask) and a.fate == DISCONNECT and not a.chat)
+    asked = asks[leaves].params
+    [output] = plain.generate([asks[leaves].prompt], [dataclasses.replace(asked, n=1)])
+    tokens, text = output.samples[0].token_ids, output.samples[0].text
+    alone = list(asks)
+    alone[leaves] = dataclasses.replace(asks[leaves], options={**asks[leaves].options, "n": 1})
+
+    def judged_beginning(change):
+        changed = copy.deepcopy(answers)
+        change(changed[leaves])
+        return serve_verdict.judge(plain, alone, changed)
+
+    assert judged_beginning(received(tokens[:2], text[:1])).wrong == 0
+    assert judged_beginning(received([(tokens[0] + 1) % 200], "")).wrong == 1
+    assert judged_beginning(received(tokens[:2], text[:1] + "\x00")).wrong == 1
+    assert judged_beginning(received(tokens[:2], "")).left == sum(
+        isinstance(ask, Ask) and ask.fate == DISCONNECT for ask in asks
+    )
     pair = first(range(40), lambda i: i % 4 == 3 and stays[i] and stays[i - 1])
     assert judged(pair, other_text).unlike == 1
 
@@ -103,9 +128,13 @@ def test_a_load_test_that_goes_wrong_fails(loaded):
         assert len(serve.failures({**figures, name: {"value": value}}, 10)) == 1
 
 
-def test_throughput_compares_equal_tokens(policy, tmp_path):
+def test_throughput_compares_equal_tokens_and_says_whether_enough_is_left(policy, tmp_path, capsys):
     out = tmp_path / "throughput.json"
     values = run(THROUGHPUT, policy, out, ["speculation.telemetry=false"])
+    share = values["tokens_per_second_ratio/http/batch"]
+    assert values["tokens_per_second_ratio/target"] == serve.TARGET == 0.95
+    word = "met" if share >= 0.95 else "missed"
+    assert f"target 0.95x {word}: {share:.3f}x" in capsys.readouterr().out
     assert values["requests_different"] == 0 and values["tokens"] > 6
     http, batch = (values[f"tokens_per_second/{arm}"] for arm in ("http", "batch"))
     assert 0 < values["tokens_per_second_ratio/http/batch"] < 10 * http / batch
