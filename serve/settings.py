@@ -94,9 +94,10 @@ class EngineSection:
     prefill_chunk: int = option(512, "prompt tokens that are read at a time")
     max_stop_tokens: int = option(8, "stop tokens of a request at most, the model's own included")
     warm_up: str = option(
-        "filters",
+        "all",
         "compile ahead for requests with a temperature (sampled), with top-k, top-p and min-p as "
-        "well (filters), with any option (all), or when they come (none)",
+        "well (filters), with any option (all), or nothing (none); a request that asks for more "
+        "compiles when it comes, and others wait",
         choices=tuple(WARM_UP),
     )
 

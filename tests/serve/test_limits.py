@@ -1,0 +1,265 @@
+"""A server without keys and without speculation, with narrow limits; what is refused where, and
+what a token costs the host."""
+
+import collections
+import dataclasses
+import json
+import re
+import threading
+from pathlib import Path
+
+import httpx
+import pydantic
+import pytest
+from serving import BATCH, QUEUE, WIDEST, Server, config, served
+
+from serve import engine_thread
+from serve.notes import Request
+from serve.protocol import ChatRequest, CompletionRequest
+from serve.settings import WARM_UP, EngineSection, LimitSection, ServeConfig, load_llm
+from specjax.command_line import find_shipped, load_config
+from specjax.decode.options import Features
+from specjax.engine.options_rows import features_of
+from specjax.engine.request import make_jobs
+
+PROMPT, TOKENS = 20, 10  # limits
+# As a template may do that nobody wrote for such messages: it divides, looks up, recurses.
+TEMPLATE = """{%- macro again() %}{{ again() }}{% endmacro -%}
+{%- for m in messages %}{{ m.content }}{% endfor %}{{ mark | default("") }}
+{%- if messages[0].content == "divide" %}{{ 1 // 0 }}{% endif %}
+{%- if messages[0].content == "recurse" %}{{ again() }}{% endif %}
+{%- if messages[0].content == "raise" %}{{ raise_exception("no such thing") }}{% endif %}
+{%- if messages[0].content == "index" %}{{ messages["x"].y.z }}{% endif %}
+{%- if messages[0].content == "range" %}{{ range(10 ** 9) | list }}{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def server(tiny_policy):
+    cfg = config(tiny_policy, api_key=None, admin_key=None, chat_template=TEMPLATE)
+    cfg.speculation.strategy = "off"
+    cfg.limits.prompt_tokens, cfg.limits.max_tokens = PROMPT, TOKENS
+    llm = load_llm(cfg)
+    llm.generate("1+1=", WIDEST)
+    with served(cfg, llm) as running:
+        yield running
+
+
+def post(server: Server, body, path="completions"):
+    return httpx.post(f"{server.url}/v1/{path}", json=body, timeout=120)
+
+
+def refusal(answer, status=400):
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+def say(server, content, **options):
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 5, **options}
+    return post(server, body, "chat/completions")
+
+
+def test_without_a_key_everybody_may_ask_and_nobody_may_change_anything(server: Server):
+    assert post(server, {"prompt": "1+1=", "max_tokens": 3}).status_code == 200
+    for path in ("/v1/models", "/server_info", "/metrics"):
+        assert httpx.get(server.url + path).status_code == 200
+    assert "data-key=no" in httpx.get(server.url).text
+    for path in ("/update_weights", "/sleep", "/wake"):
+        error = refusal(httpx.post(server.url + path, json={"path": "x"}), 403)
+        assert "started without one" in error["message"]
+
+
+def test_a_server_without_speculation_says_so_and_takes_every_request(server: Server):
+    asked = {"prompt": "17+25+8=", "max_tokens": 8, "seed": 5, "ignore_eos": True}
+    more = {"return_spec_details": True, "return_token_ids": True}
+    choices = [
+        post(server, {**asked, **more, "speculative": how}).json()["choices"][0]
+        for how in (True, False, "off")
+    ]
+    assert choices[0] == choices[1] == choices[2] and len(choices[0]["token_ids"]) == 8
+    details = choices[0]["spec_details"]
+    assert (details["drafted"], details["rounds"], details["plain_rounds"]) == (0, 8, 8)
+    assert set(details["origins"]) == {"plain"}
+    assert (
+        "off were compiled" in refusal(post(server, {**asked, "speculative": "2_1_3"}))["message"]
+    )
+    info = httpx.get(f"{server.url}/server_info").json()
+    [state] = info["internal_states"]
+    assert info["strategies"] == ["off"] and state["speculative_num_steps"] == 0
+    assert state["avg_spec_accept_length"] is None, "no round has drafted"
+    assert "specjax:spec_decode_num_drafts_total 0.0" in httpx.get(f"{server.url}/metrics").text
+
+
+def test_prompts_and_samples_have_the_lengths_that_were_set(server: Server):
+    fits = post(server, {"prompt": [5] * PROMPT, "max_tokens": TOKENS, "ignore_eos": True})
+    assert fits.json()["usage"] == {
+        "prompt_tokens": PROMPT, "completion_tokens": TOKENS, "total_tokens": PROMPT + TOKENS,
+    }  # fmt: skip
+    error = refusal(post(server, {"prompt": [5] * (PROMPT + 1), "max_tokens": 2}))
+    assert error["code"] == "context_length_exceeded"
+    assert f"has {PROMPT + 1} tokens, and this server takes {PROMPT}" in error["message"]
+    error = refusal(post(server, {"prompt": [5], "max_tokens": TOKENS + 1}))
+    assert error["param"] == "max_tokens" and f"takes {TOKENS}" in error["message"]
+    error = refusal(say(server, "1+1=", max_tokens=None, max_completion_tokens=TOKENS + 1))
+    assert error["param"] == "max_tokens"
+    whole = say(server, "1+1=", max_tokens=None, ignore_eos=True).json()
+    assert whole["usage"]["completion_tokens"] == TOKENS, "without max_tokens it takes what it may"
+
+
+def test_options_of_the_template_are_handed_to_it(server: Server):
+    plain = say(server, "1+1=", seed=1).json()
+    marked = say(server, "1+1=", seed=1, chat_template_kwargs={"mark": "2="}).json()
+    written = say(server, "1+1=2=", seed=1).json()
+    assert marked["usage"] == written["usage"] != plain["usage"]
+    assert marked["choices"] == written["choices"]
+    error = refusal(say(server, "1", chat_template_kwargs={"tokenize": True}))
+    assert error["param"] == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("content", ["divide", "recurse", "raise", "index", "range"])
+def test_whatever_a_template_makes_of_messages_it_cannot_take_is_a_400(server: Server, content):
+    error = refusal(say(server, content))
+    assert error["param"] == "messages" and "chat template" in error["message"]
+    assert say(server, "1+1=").status_code == 200
+
+
+def test_the_queue_is_full_before_any_prompt_is_read(server: Server, monkeypatch):
+    tokenizer, read = server.llm.tokenizer, []
+    encode = type(tokenizer).encode
+    monkeypatch.setattr(
+        type(tokenizer),
+        "encode",
+        lambda self, text, **o: read.append(text) or encode(self, text, **o),
+    )
+    full = {"prompt": [[5]] * 3, "n": 8, "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+    assert 24 < BATCH + QUEUE < 24 + 6
+    with server.slowly(0.3):
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=full, timeout=120) as stream:
+            assert stream.status_code == 200
+            answer = post(server, {"prompt": "1+1=", "n": 6})
+            assert refusal(answer, 429)["code"] == "rate_limit_exceeded" and not read
+            assert answer.headers["retry-after"]
+    server.settles(lambda m: m["num_requests_running"] == 0)
+    assert post(server, {"prompt": "1+1=", "max_tokens": 2}).status_code == 200 and read
+
+
+MANY = 1000
+NAMES = {f"a{i}": 1 for i in range(MANY)}
+PARTS = [{"role": "user", "content": [{}] * MANY}]
+BAD = {
+    "prompts": ("completions", {"prompt": [None] * MANY}, "prompt"),
+    "tokens": ("completions", {"prompt": [5] + ["5"] * MANY}, "prompt"),
+    "lists of tokens": ("completions", {"prompt": [[-1]] * MANY}, "prompt"),
+    "stop": ("completions", {"prompt": "1", "stop": [""] * MANY}, "stop"),
+    "stop_token_ids": ("completions", {"prompt": "1", "stop_token_ids": [-1] * MANY}, None),
+    "bad_words": ("completions", {"prompt": "1", "bad_words": [1] * MANY}, None),
+    "allowed_token_ids": ("completions", {"prompt": "1", "allowed_token_ids": [-1] * MANY}, None),
+    "logit_bias": ("completions", {"prompt": "1", "logit_bias": NAMES}, None),
+    "metadata": ("completions", {"prompt": "1", "metadata": NAMES}, None),
+    "unknown": ("completions", {"prompt": "1", **NAMES}, "a0"),
+    "messages": ("chat/completions", {"messages": [{}] * MANY}, "messages"),
+    "parts": ("chat/completions", {"messages": PARTS}, "messages"),
+    "keys": ("chat/completions", {"messages": [NAMES]}, "messages"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_of_a_thousand_mistakes_one_is_looked_at(server: Server, what):
+    """A body may hold half a million, and to list them all would keep everybody else waiting."""
+    path, body, param = BAD[what]
+    assert refusal(post(server, body, path))["param"] == (param or what)
+    kind = ChatRequest if path.startswith("chat") else CompletionRequest
+    with pytest.raises(pydantic.ValidationError) as caught:
+        kind.model_validate(json.loads(json.dumps(body)))
+    assert caught.value.error_count() < 10
+
+
+# --- what a token costs the host ------------------------------------------------------------------
+
+
+def events_of(server, body):
+    url, asked = f"{server.url}/v1/completions", {**body, "stream": True}
+    with httpx.stream("POST", url, json=asked, timeout=120) as stream:
+        return [line for line in stream.iter_lines() if line]
+
+
+LONG = {"prompt": "1+1=", "max_tokens": TOKENS, "seed": 3, "ignore_eos": True}
+
+
+def test_a_token_is_decoded_once(server: Server, monkeypatch):
+    """In a few calls per piece of a stream; or by the engine, where it looks for stop strings."""
+    kind, calls = type(server.llm.tokenizer), collections.Counter()
+    decode = kind.decode
+
+    def counted(self, *given, **options):
+        calls[threading.current_thread().name == "engine"] += 1
+        return decode(self, *given, **options)
+
+    monkeypatch.setattr(kind, "decode", counted)
+    pieces = len(events_of(server, LONG)) - 1  # [DONE]
+    assert calls[True] == 0 < calls[False] <= 2 * pieces + 1
+    calls.clear()
+    found = events_of(server, {**LONG, "stop": "§§"})
+    assert calls[True] >= TOKENS and calls[False] <= 1
+    texts = [json.loads(line[6:])["choices"][0]["text"] for line in found[:-1]]
+    whole = post(server, LONG).json()["choices"][0]["text"]
+    assert "".join(texts) == whole and len(texts) > 1
+    calls.clear()
+    assert post(server, LONG).json()["choices"][0]["text"] == whole
+    assert dict(calls) == {False: 1}
+
+
+def test_a_whole_answer_wakes_the_event_loop_once_and_a_stream_by_the_chunk(
+    server: Server, monkeypatch
+):
+    made = []
+
+    class Watched(Request):
+        def __init__(self, *given):
+            super().__init__(*given)
+            self.came, put = [], self.updates.put_nowait
+            self.updates.put_nowait = lambda update: self.came.append(update) or put(update)
+            made.append(self)
+
+    monkeypatch.setattr(engine_thread, "Request", Watched)
+    whole = post(server, {**LONG, "n": 2}).json()
+    events_of(server, LONG)
+    at_once, piecemeal = made
+    assert sorted(update.index for update in at_once.came) == [0, 1]
+    assert all(update.sample is not None for update in at_once.came)
+    assert len(piecemeal.came) > 1 and piecemeal.came[-1].sample is not None
+    counted = server.metrics()
+    assert len(whole["choices"]) == 2 and counted["time_to_first_token_seconds_count"] >= 3
+    buckets = [n for n in counted if n.startswith("inter_token_latency_seconds_bucket")]
+    assert counted[buckets[-1]] == counted["inter_token_latency_seconds_count"] > 0
+    assert [counted[n] for n in buckets] == sorted(counted[n] for n in buckets)
+
+
+def test_by_default_no_request_finds_anything_left_to_compile(server: Server):
+    found = {
+        features_of(job, 100).widened()
+        for params in WARM_UP[EngineSection().warm_up]
+        for job in make_jobs([1], params, ())
+    }
+    assert Features.all() in found, "which serves whatever a request asks for"
+    assert {Features(), Features(top_p=True).widened()} <= found, "and the usual ones cost less"
+
+
+def test_the_readme_names_every_limit_and_its_default():
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    [sentence] = re.findall(r"so is what exceeds (.*?)\. All", readme, re.S)
+    named = dict(re.findall(r"`([a-z_.]+)`(?: and\s+`[a-z_.]+`)?\s+\((\w+)", sentence))
+    named["limits.prompt_tokens"] = named["limits.max_tokens"] = "null"
+    defaults = {f"limits.{f.name}": f.default for f in dataclasses.fields(LimitSection)}
+    defaults["engine.max_stop_tokens"] = EngineSection().max_stop_tokens
+    assert named == {name: json.dumps(value) for name, value in defaults.items()}
+    assert all(f"`{name}`" in sentence for name in defaults)
+
+
+def test_the_settings_of_make_serve_can_be_used():
+    cfg = load_config(ServeConfig, ["--config", "configs/serve.yaml"], "serve")
+    assert find_shipped(cfg.model).is_dir() and cfg.name == "sums"
+    assert (cfg.host, cfg.api_key, cfg.admin_key) == ("127.0.0.1", None, None)
+    assert set(cfg.speculation.control().strategies) == {"off", "2_1_3", "4_1_5"}
+    assert not cfg.speculation.spec().is_off and cfg.engine.warm_up in WARM_UP
