@@ -64,6 +64,7 @@ LOAD = (
     "engine.warm_up=all",  # else programs are compiled while clients wait
     "chat_template='{{ messages[-1].content }}'",  # the embedded policy has none
 )
+THROUGHPUT = ("engine.warm_up=sampled",)  # nobody asks for more than a temperature
 TARGET = 0.95  # of the batch API's tokens per second
 Figures = dict[str, dict]
 
@@ -216,7 +217,8 @@ def failures(figures: Mapping[str, Mapping], memory_bound: float) -> list[str]:
 
 def throughput(args: argparse.Namespace) -> list[str]:
     """Measures and writes; returns what is not as it must be."""
-    cfg = load_config(ServeConfig, [f"model={args.model}", *args.settings], "bench.serve")
+    settings = [*THROUGHPUT, *args.settings]
+    cfg = load_config(ServeConfig, [f"model={args.model}", *settings], "bench.serve")
     prompts, llms = texts(args), {"batch": _warm_llm(cfg)}
     if cfg.speculation.telemetry:
         count_only(llms["batch"].engine)
@@ -228,7 +230,7 @@ def throughput(args: argparse.Namespace) -> list[str]:
         for i in range(args.requests)
     ]
     got: dict[str, list[list[int]]] = {}
-    with ServerProcess(args.model, args.settings) as server:
+    with ServerProcess(args.model, settings) as server:
         host, _, port = server.url.removeprefix("http://").partition(":")
         bodies = [ask.body(cfg.name) for ask in asks]
 
