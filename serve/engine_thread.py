@@ -255,24 +255,24 @@ class EngineThread:
             self.live.chunk(strategy, rounds)
         fresh: dict[int, list[News]] = {}
         for ticket, news in step.news:
-            known, end = self._seen.get(ticket, 0), news.at + len(news.tokens)
+            known, end = self._seen.get(ticket, news.at), news.at + len(news.tokens)
             self.metrics.news(news)
             self.live.news(news, max(end - known, 0))
-            if end > known:  # else they come again, see `News`
+            # Else its client has gone, or they come again, see `News`.
+            if ticket in self._owners and end > known:
                 self._seen[ticket] = end
                 fresh.setdefault(ticket, []).append(news.since(known))
         updates = []
         for ticket in dict.fromkeys([*fresh, *step.ended]):
             owner = self._owners.get(ticket)
-            if owner is None:  # its client has gone
+            if owner is None:
                 continue
             request, index = owner
             sample = step.ended.get(ticket)
             updates.append((request, Update(index, fresh.get(ticket, ()), sample)))
             if sample is not None:
                 del self._owners[ticket]
-        for ticket in step.ended:
-            self._seen.pop(ticket, None)
+                self._seen.pop(ticket, None)
         return updates
 
     def _die(self, error: BaseException) -> None:
