@@ -329,7 +329,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", default="assets/sums", help="Hugging Face directory of policy and head")
     add("--task", default="sums", choices=data.TASKS, help="where the prompts come from")
     add("--data", metavar="JSONL", help="question/answer lines, for --task gsm8k")
-    add("--prompts", type=int, default=64, help="different ones")
+    add("--prompts", type=int, help="different ones; default: 64 for load, all for throughput")
     add("--requests", type=int, help="default: 2000 for load, 256 for throughput")
     add("--clients", type=int, help="at once; default: 64 for load, 32 for throughput")
     add("--longest", type=int, default=160, help="tokens of a sample at most")
@@ -343,6 +343,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     load = args.what == "load"
     args.requests = args.requests or (2000 if load else 256)
     args.clients = args.clients or (64 if load else 32)
+    # A prompt that is there twice is read once where both are known at once, and a server does not
+    # know what will come: equal prompts would be a comparison of that.
+    args.prompts = args.prompts or (64 if load else args.requests)
     for name in ("prompts", "requests", "clients", "longest", "repeats", "turn_requests"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
