@@ -140,6 +140,10 @@ def _judge_beginning(
 ) -> None:
     """What a client received before it left must be how plain decoding begins."""
     verdict.left += 1
+    if answer.lost is not None or answer.status not in (0, 200):
+        verdict.lost += 1
+        verdict.said.append(f"request {index} was lost before its client left: {_told(answer)}")
+        return
     if not answer.tokens:  # it left before anything came
         return
     tokens = [

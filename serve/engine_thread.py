@@ -56,6 +56,8 @@ class EngineThread:
         self._engine.watcher, self._engine.on_look = self, self._tell
         several = isinstance(llm.engine, Replicas)
         self._engines = llm.engine.engines if several else (llm.engine,)
+        for engine in self._engines:
+            engine.runner.before_build = self._tell  # who has an answer need not wait for that
         self.live = Live(llm, self._engines, metrics)
         self._notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
         self._gone: queue.SimpleQueue[Request] = queue.SimpleQueue()  # whose clients have left
@@ -242,11 +244,15 @@ class EngineThread:
         """Counts what came since the last time, and hands it over."""
         if not (self._brought or self._changed):
             return
-        brought, self._brought, self._changed = self._brought, [], False
-        updates = [update for step in brought for update in self._updates(step)]
         self._look()
+        updates, self._changed = self._all_updates(), False
         answers, self._answers = self._answers, []
         self._hand_over(answers, updates)
+
+    def _all_updates(self) -> list[tuple[Request, Update]]:
+        """What came since the last time, for those who wait."""
+        brought, self._brought = self._brought, []
+        return [update for step in brought for update in self._updates(step)]
 
     def _updates(self, step: Brought) -> list[tuple[Request, Update]]:
         """What a step means to those who wait; it is counted."""
@@ -277,11 +283,12 @@ class EngineThread:
 
     def _die(self, error: BaseException) -> None:
         self.error = error
-        dead, answers = self._dead(), self._answers
+        updates = self._all_updates()  # what had ended before is whole
+        dead, answers, self._answers = self._dead(), self._answers, []
         owners = {id(request): request for request, _ in self._owners.values()}
         self._owners.clear()
-        self._brought, self._answers = [], []
-        self._hand_over(answers, [(request, Update(0, error=dead)) for request in owners.values()])
+        updates += [(request, Update(0, error=dead)) for request in owners.values()]
+        self._hand_over(answers, updates)
 
     def _dead(self) -> EngineDead:
         return EngineDead(

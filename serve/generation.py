@@ -27,7 +27,7 @@ from specjax.engine.request import Job, SampleOutput, make_jobs
 GONE = 499  # nginx's status for a client that went away; nobody reads it
 DEFAULT_TOKENS = 16  # OpenAI's, of completions
 TOO_LONG = "context_length_exceeded"
-SHORT = 4096  # bytes of a body whose prompts are encoded sooner than a thread would wake up
+SHORT = 4096  # bytes of a body whose prompt is encoded sooner than a thread would wake up
 
 
 class Ask(NamedTuple):
@@ -60,6 +60,7 @@ class Generation:
         self._template_options = set(inspect.signature(method).parameters)
         slots = cfg.engine.max_batch * cfg.engine.replicas
         self._room = slots + cfg.limits.queue
+        self._coming = 0  # samples of prompts that are being encoded
 
     async def answer(self, body: CompletionRequest | ChatRequest, http: HttpRequest) -> Response:
         """The whole of POST /v1/completions and /v1/chat/completions.
@@ -71,8 +72,12 @@ class Generation:
         self.require_model(body.model)
         body.require_supported()
         self._require(body.n or 1, self._cfg.limits.n, "n")
-        self._require_room(body)
-        ask = await self._understood(body, http)
+        samples = self._require_room(body)
+        self._coming += samples
+        try:
+            ask = await self._understood(body, http)
+        finally:
+            self._coming -= samples
         request = await self._submit(ask, arrived)
         kind = ChatReply if isinstance(body, ChatRequest) else CompletionReply
         reply = kind(self._cfg.name, self._pieces)
@@ -92,13 +97,17 @@ class Generation:
 
     # --- in --------------------------------------------------------------------------------------
 
-    def _require_room(self, body: CompletionRequest | ChatRequest) -> None:
-        """Raises ApiError if there are too many samples, which can be told before reading them."""
+    def _require_room(self, body: CompletionRequest | ChatRequest) -> int:
+        """The samples that it asks for, which can be told before it is read.
+
+        Raises:
+          ApiError: they are too many.
+        """
         prompts = 1
         if isinstance(body, CompletionRequest):
             prompts = len(body.prompts)
             self._require(prompts, self._cfg.limits.prompts, "prompts", "prompt")
-        samples, there = prompts * (body.n or 1), self._thread.outstanding
+        samples, there = prompts * (body.n or 1), self._thread.outstanding + self._coming
         self._require(samples, self._room, "prompts times n", "n")
         if there + samples > self._room:
             raise ApiError(
@@ -107,10 +116,12 @@ class Generation:
                 "back later",
                 code="rate_limit_exceeded",
             )
+        return samples
 
     async def _understood(self, body: CompletionRequest | ChatRequest, http: HttpRequest) -> Ask:
         """Encodes the prompts, here if that is quick and nobody else does at the moment."""
-        short = int(http.headers.get("content-length", SHORT + 1)) <= SHORT
+        several = isinstance(body, CompletionRequest) and len(body.prompts) > 1
+        short = int(http.headers.get("content-length", SHORT + 1)) <= SHORT and not several
         if short and self._encoding.acquire(blocking=False):
             try:
                 return self._ask(body)
@@ -124,7 +135,6 @@ class Generation:
             return self._ask(body)
 
     async def _submit(self, ask: Ask, arrived: float) -> Request:
-        self._require_room(ask.body)  # others may have come while prompts were encoded
         piecemeal = bool(ask.body.stream) or ask.body.return_spec_details
         try:
             request = await self._thread.submit(ask.jobs, arrived, piecemeal)

@@ -208,14 +208,15 @@ class Engine:
         Args:
           head: of the draft source; None keeps the one there is.
           running: what becomes of the caches of sequences that run: `recompute` reads them again
-            with the new weights, `keep` goes on with what the old weights made of them. Prompts of
+            with the new weights, `keep` goes on with what the old weights made of them, unless the
+            old head was not finite: such caches would spoil what comes after them. Prompts of
             sequences that still wait are read again either way.
         """
         if running not in ("recompute", "keep"):
             raise ValueError(f"running must be 'recompute' or 'keep', got {running!r}")
         self.loop.drain()
         scheduler = self.scheduler
-        if running == "recompute":
+        if running == "recompute" or self._caches_are_spoilt:
             self._step_back(keep=True)
         scheduler.forget_prompts()
         self.stale_positions += scheduler.positions  # of those that run on
@@ -224,6 +225,12 @@ class Engine:
             self.runner.state = None  # allocated anew, and zeroed, when it is needed
         self.loop.version += 1
         self.controller.weights_changed()
+
+    @property
+    def _caches_are_spoilt(self) -> bool:
+        """Whether the head that made them is not finite, and so neither are they."""
+        head = self.runner.checksums.get("draft")
+        return head is not None and not head.finite
 
     def _step_back(self, keep: bool = False) -> None:
         """All that run wait again, in order; `keep`: see `Loop.step_back`."""
@@ -235,7 +242,7 @@ class Engine:
 
         They change no token, and so neither the version of the weights nor the samples that run:
         these go on, and are drafted for with what the old head made of their past. Where that was
-        not finite they step back, for such caches would spoil what comes after them in their pages.
+        not finite they step back, see `set_params`.
 
         Raises:
           ValueError: nothing is drafted here.
@@ -244,8 +251,7 @@ class Engine:
             raise ValueError("got a draft head, and this engine drafts nothing; give it a spec")
         self.loop.drain()
         runner, scheduler = self.runner, self.scheduler
-        old = runner.checksums.get("draft")
-        if old is not None and not old.finite:
+        if self._caches_are_spoilt:
             self._step_back()
             scheduler.forget_prompts()
         runner.moved = 0

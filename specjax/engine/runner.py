@@ -63,6 +63,7 @@ class Runner:
         empty and fills up buckets.
       mark: is ready when what was enqueued last is done; None if that was a chunk.
       checksums: of the weights held, `policy` and `draft`.
+      before_build: is called before a program is compiled, which takes seconds.
       build: makes what runs of a program, given its key, what lowers it, and which inputs it is
         donated.
       moved: bytes that a device received for the weights, at most, when they were last set.
@@ -117,6 +118,7 @@ class Runner:
         self.compilations = 0
         self.executables: dict[tuple, jax.stages.Compiled] = {}
         self.build: Callable = lambda key, lower, donate: lower().compile()
+        self.before_build: Callable[[], None] = lambda: None
         self.moved = 0
         self._mover = None if mesh is None else Mover(mesh)
         self._layout = None
@@ -384,6 +386,7 @@ class Runner:
         """The executable of a program whose output begins with its donated inputs, in order."""
         if key in self.executables:
             return self.executables[key]
+        self.before_build()
         self.compilations += 1
         # Kernels and what works on parts of the vocabulary ask for the ambient mesh.
         program = sharding.traced_on(self.mesh, program)

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import jax
@@ -185,7 +186,7 @@ def test_a_head_alone_touches_no_sample_that_runs_and_no_policy_is_read(
         lambda self, step, wanted: read.append(set(wanted)) or restore(self, step, wanted),
     )
     step_back = loop.step_back
-    monkeypatch.setattr(loop, "step_back", lambda one: stepped.append(one) or step_back(one))
+    monkeypatch.setattr(loop, "step_back", lambda *one: stepped.append(one) or step_back(*one))
     policy = restored.llm.engine.runner.params
     thread = threading.Thread(target=lambda: answers.append(ask(restored)))
     with ended(restored) as found:
@@ -301,13 +302,26 @@ def test_without_an_admin_key_nobody_may(tiny_policy, weights):
     cfg = config(tiny_policy, admin_key=None)
     llm = LLM(weights, SpecConfig("2_1_3"), max_batch=2, max_len=64)
 
-    def broken(wait=True):
-        raise RuntimeError("the device is gone")
+    step, served_last = llm.engine.step, []
 
-    with served(cfg, llm) as server:
+    def breaks(wait=True):
+        if served_last:
+            raise RuntimeError("the device is gone")
+        served_last.extend(step(wait))
+        return list(served_last)
+
+    def ask_for(tokens: int):
+        return client.completions.create(
+            model="tiny", prompt=[5, 6], max_tokens=tokens, extra_body={"ignore_eos": True}
+        )
+
+    with served(cfg, llm) as server, ThreadPoolExecutor(2) as threads:
         assert server.post("/sleep").status_code == 403
-        llm.engine.step = broken
         client = server.client()
+        llm.engine.step = breaks
+        asked = [threads.submit(ask_for, tokens) for tokens in (60, 1)]
+        ended = [future for future in asked if future.exception() is None]
+        assert len(ended) == len(served_last) > 0, "what had ended before is whole"
         for _ in range(2):
             with pytest.raises(openai.InternalServerError, match="the device is gone"):
                 client.completions.create(model="tiny", prompt=[5, 6], max_tokens=4)

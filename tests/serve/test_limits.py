@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -142,6 +143,27 @@ def test_the_queue_is_full_before_any_prompt_is_read(server: Server, monkeypatch
             assert answer.headers["retry-after"]
     server.settles(lambda m: m["num_requests_running"] == 0)
     assert post(server, {"prompt": "1+1=", "max_tokens": 2}).status_code == 200 and read
+
+
+def test_prompts_that_are_being_encoded_are_in_the_queue(server: Server, monkeypatch):
+    tokenizer, reading, go_on = server.llm.tokenizer, threading.Event(), threading.Event()
+    encode = type(tokenizer).encode
+
+    def slowly(self, text, **options):
+        reading.set()
+        go_on.wait(60)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(type(tokenizer), "encode", slowly)
+    with ThreadPoolExecutor(1) as threads:
+        texts = {"prompt": ["1+1=" * 500] * 3, "n": 8}  # too long, which nobody knows yet
+        waiting = threads.submit(post, server, texts)
+        assert reading.wait(60)
+        answer = post(server, {"prompt": [5], "n": 6})
+        go_on.set()
+        assert refusal(waiting.result())["code"] == "context_length_exceeded"
+    assert refusal(answer, 429)["code"] == "rate_limit_exceeded"
+    assert post(server, {"prompt": [5], "n": 6, "max_tokens": 1}).status_code == 200
 
 
 MANY = 1000
