@@ -187,7 +187,7 @@ PROGRAMS = {
 
 def main(topology: str, *wanted: str) -> None:
     devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
-    mesh = jax.sharding.Mesh(np.array(devices).reshape(1, 1, -1), MESH_AXES)
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(1, 1, 1, -1), MESH_AXES)
     for name in wanted:
         compiled, text = PROGRAMS[name](mesh)
         calls = [line for line in text.splitlines() if "tpu_custom_call" in line]
