@@ -9,7 +9,9 @@ import os
 import subprocess
 from pathlib import Path
 
+import jax
 import pytest
+import tpu_programs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHON = Path(os.environ.get("SPECJAX_TPU_PYTHON", ROOT / ".venv-plan" / "bin" / "python"))
@@ -27,11 +29,19 @@ def compiled(topology: str) -> dict[str, dict]:
         env={**os.environ, **wanted, "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=3600,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     lines = map(json.loads, filter(lambda line: line.startswith("{"), run.stdout.splitlines()))
     return {line["program"]: line for line in lines}
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+@pytest.mark.parametrize("name", [*ROLLOUT[-2:], *TRAINING])
+def test_the_programs_that_it_is_given_can_be_lowered(name):
+    """Here for the CPU, so that the slow test below does not fall behind the code unseen."""
+    mesh = tpu_programs.mesh_over(jax.devices()[:4])
+    assert "sharding" in tpu_programs.PROGRAMS[name](mesh).as_text()
 
 
 @pytest.mark.slow

@@ -60,20 +60,6 @@ def packed(mesh, _):
     return sharding.rows_sharding(mesh)
 
 
-def optimised(compiled) -> tuple[jax.stages.Compiled, str]:
-    """A compiled program, and what the compiler made of it."""
-    return compiled, compiled.as_text()
-
-
-def accepted(lowered) -> tuple[jax.stages.Compiled, str]:
-    """A compiled program, and what it was made of.
-
-    jax 0.10.2 cannot print what libtpu 0.0.52 makes of these: its asynchronous collectives have
-    more operands than jaxlib knows.
-    """
-    return lowered.compile(), lowered.as_text()
-
-
 def kernel(mesh, rows: int, batch: int = 8, size: int = 128, stretches: int = 8):
     """Tree attention alone, with everything it can do."""
     cfg = dispatch.settle(MODEL, mesh)
@@ -98,12 +84,13 @@ def kernel(mesh, rows: int, batch: int = 8, size: int = 128, stretches: int = 8)
         )
 
     sinks = shape(heads, dtype=jnp.float32)
-    return optimised(jax.jit(sharding.traced_on(mesh, attend)).lower(sinks, *arrays).compile())
+    return jax.jit(sharding.traced_on(mesh, attend)).lower(sinks, *arrays)
 
 
 def runner_of(mesh) -> Runner:
     """The device side of an engine that holds shapes."""
     runner = Runner(MODEL, SpecConfig(STRATEGY), batch=8, max_len=1024, mesh=mesh)
+    runner.build = lambda key, lower, donate: lower()
     params = jax.eval_shape(
         functools.partial(to_decode_layout, cfg=MODEL), jax.eval_shape(lambda: init_params(MODEL))
     )
@@ -127,7 +114,7 @@ def chunk(mesh):
     )  # fmt: skip
     program = functools.partial(runner._chunk_program, STRATEGY, features)
     key = ("chunk", STRATEGY, bucket, features)
-    return optimised(runner._compiled(key, program, inputs, (2,)))
+    return runner._compiled(key, program, inputs, (2,))
 
 
 def prefill(mesh):
@@ -141,7 +128,7 @@ def prefill(mesh):
 
     inputs = runner.params, runner.head, runner.state, runner.tails, piece
     key = ("prefill", piece.tokens.shape)
-    return optimised(runner._compiled(key, program, inputs, (2, 3)))
+    return runner._compiled(key, program, inputs, (2, 3))
 
 
 def training(mesh, head: bool):
@@ -161,7 +148,7 @@ def training(mesh, head: bool):
         gradients = jax.eval_shape(trainer._zeros_program, params)
         gradients = on_mesh(mesh, gradients, sharding.param_shardings)
         counts = count_denominators([{k: np.ones(rows, np.int32) for k in batch}])
-        return accepted(trainer._accumulate.lower(params, gradients, batch, counts))
+        return trainer._accumulate.lower(params, gradients, batch, counts)
     trainer = DraftTrainer(MODEL, DraftConfig(unroll_steps=2), mesh=mesh)
     head_params = jax.eval_shape(lambda: init_head_params(MODEL))
     opt_state = on_mesh(
@@ -171,9 +158,10 @@ def training(mesh, head: bool):
     states = jax.ShapeDtypeStruct((*rows, MODEL.hidden_size), jnp.bfloat16)
     states = on_mesh(mesh, states, packed)
     policy = frozen_policy_parts(params)
-    return accepted(trainer._update.lower(head_params, opt_state, policy, batch, states))
+    return trainer._update.lower(head_params, opt_state, policy, batch, states)
 
 
+# Name -> the program for a mesh, lowered.
 PROGRAMS = {
     "kernel": lambda mesh: kernel(mesh, rows=5),
     "tree of 64": lambda mesh: kernel(mesh, rows=64),
@@ -185,11 +173,22 @@ PROGRAMS = {
 }
 
 
+# jax 0.10.2 cannot print what libtpu 0.0.52 makes of these: its asynchronous collectives have more
+# operands than jaxlib knows. What they were made of is read in place of it.
+UNPRINTED = ("policy update", "draft update")
+
+
+def mesh_over(devices) -> jax.sharding.Mesh:
+    """All devices on the axis `tp`."""
+    return jax.sharding.Mesh(np.array(devices).reshape(1, 1, 1, -1), MESH_AXES)
+
+
 def main(topology: str, *wanted: str) -> None:
     devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
-    mesh = jax.sharding.Mesh(np.array(devices).reshape(1, 1, 1, -1), MESH_AXES)
     for name in wanted:
-        compiled, text = PROGRAMS[name](mesh)
+        lowered = PROGRAMS[name](mesh_over(devices))
+        compiled = lowered.compile()
+        text = (lowered if name in UNPRINTED else compiled).as_text()
         calls = [line for line in text.splitlines() if "tpu_custom_call" in line]
         found = {
             "topology": topology,
