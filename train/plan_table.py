@@ -1,7 +1,8 @@
 """`python -m train.plan_table FILE ..`: plans that `train.plan --json` wrote, as rows of Markdown.
 
-With `--programs` a row for each program. The tables of docs/pods.md are made by it, so that no
-figure in them was typed.
+With `--programs` a row for each program. Compilers take minutes for a program, so a plan may lie in
+several files that `--only` made: NAME.json, NAME.micro.json and so on are one plan, NAME. The
+tables of docs/pods.md are made by it, so that no figure in them was typed.
 """
 
 from __future__ import annotations
@@ -12,10 +13,37 @@ from collections.abc import Sequence
 from pathlib import Path
 
 COLUMNS = (
-    "plan", "by", "chips", "all the time", "worst moment", "HBM", "fits", "slots that fit", "round",
-    "tok/s at 1", "tok/s at 2", "tok/s at 3", "network share of a round", "micro-batch",
-    "resharding brings",
+    "plan", "by", "chips", "weights", "optimizers", "cache", "all the time", "worst moment", "HBM",
+    "fits", "slots that fit", "round", "tok/s at 1", "tok/s at 2", "tok/s at 3",
+    "network share of a round", "micro-batch", "resharding brings",
 )  # fmt: skip
+_ALIKE = ("config", "topology", "compiler", "resident_bytes", "hbm_bytes", "replicas", "context")
+
+
+def merged(plans: Sequence[dict]) -> dict:
+    """Plans of one run, of which each has other programs, as one; the first to have one counts.
+
+    Raises:
+      ValueError: they are not plans of one run.
+    """
+    first, programs = plans[0], {}
+    for plan in plans:
+        differing = [key for key in _ALIKE if plan[key] != first[key]]
+        if differing:
+            raise ValueError(
+                f"expected plans of one run, got two values of {', '.join(differing)}; make both "
+                "with the same settings, by the same version"
+            )
+        for program in plan["programs"]:
+            programs.setdefault(program["name"], program)
+    worst = max(programs.values(), key=lambda program: program["peak_bytes"])
+    return first | {
+        "programs": list(programs.values()),
+        "worst": worst["name"],
+        "most_bytes": worst["peak_bytes"],
+        "fits": worst["peak_bytes"] <= first["hbm_bytes"],
+        "largest_batch": min(plan["largest_batch"] for plan in plans),
+    }
 
 
 def row(name: str, plan: dict) -> list[str]:
@@ -26,6 +54,7 @@ def row(name: str, plan: dict) -> list[str]:
         name,
         _by(plan),
         f"{plan['chips']} x {plan['topology'].partition(':')[0]}",
+        *(_gb(_held(plan, kinds)) for kinds in (_WEIGHTS, _OPTIMIZERS, ("cache",))),
         _gb(sum(plan["resident_bytes"].values())),
         f"{_gb(plan['most_bytes'])} ({plan['worst']})",
         _gb(plan["hbm_bytes"]),
@@ -76,6 +105,14 @@ def program_rows(name: str, plan: dict) -> list[list[str]]:
     return rows
 
 
+_WEIGHTS = ("policy parameters", "reference policy", "draft head", "parameters to roll out")
+_OPTIMIZERS = ("policy optimizer", "draft optimizer")
+
+
+def _held(plan: dict, kinds: Sequence[str]) -> float:
+    return sum(plan["resident_bytes"].get(kind, 0.0) for kind in kinds)
+
+
 def _by(plan: dict) -> str:
     return f"{plan['compiler']} compiler" if plan["compiler"] else "counting"
 
@@ -96,10 +133,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     columns = PROGRAM_COLUMNS if flags.programs else COLUMNS
     print("| " + " | ".join(columns) + " |")
     print("|" + "---|" * len(columns))
+    parts: dict[str, list[dict]] = {}
     for file in flags.files:
         plan = json.loads(file.read_text(encoding="utf-8"))
-        rows = program_rows(file.stem, plan) if flags.programs else [row(file.stem, plan)]
-        for cells in rows:
+        parts.setdefault(file.name.partition(".")[0], []).append(plan)
+    for name, plans in parts.items():
+        plan = merged(plans)
+        for cells in program_rows(name, plan) if flags.programs else [row(name, plan)]:
             print("| " + " | ".join(cells) + " |")
 
 

@@ -175,6 +175,26 @@ def test_a_plan_is_a_row_of_the_table_in_the_docs(whole):
     assert cells["by"] == "counting" and cells["network share of a round"] == "unknown"
 
 
+def test_a_plan_in_several_files_is_one_row(whole, tmp_path, capsys):
+    figures, _ = whole
+    plan_table.main([str(_written(tmp_path / "tiny.json", figures))])
+    [*_, row] = capsys.readouterr().out.splitlines()
+    parts = []
+    for i, program in enumerate(figures["programs"]):
+        alone = figures | {"programs": [program], "most_bytes": 0, "worst": program["name"]}
+        parts.append(str(_written(tmp_path / f"tiny.{i}.json", alone)))
+    plan_table.main(parts)
+    assert capsys.readouterr().out.splitlines()[2:] == [row]
+    _written(Path(parts[0]), figures | {"resident_bytes": {"cache": 1.0}})
+    with pytest.raises(ValueError, match="two values of resident_bytes"):
+        plan_table.main(parts)
+
+
+def _written(file: Path, figures: dict) -> Path:
+    file.write_text(json.dumps(figures))
+    return file
+
+
 def test_states_that_the_head_does_not_learn_from_are_not_kept(run):
     _, _, metrics, given = run
     assert metrics["train/microbatches"] > 1
