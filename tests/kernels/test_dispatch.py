@@ -1,6 +1,8 @@
 """Who attends: the choice for a platform, and that what is chosen is what runs."""
 
 import functools
+import logging
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from test_tpu import expected, random_case
 from tiny import prompts_of, tiny_config, tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig, sharding
+from specjax.command_line import parse_config
 from specjax.engine.settings import EngineConfig
 from specjax.kernels import dispatch, library, reference, tpu
 from specjax.kernels.choice import choose
@@ -19,7 +22,9 @@ from train.draft import DraftConfig, DraftTrainer
 from train.grpo import count_denominators
 from train.optim import OptimConfig
 from train.packing import Sample, pack
+from train.plan_programs import Shapes
 from train.policy import PolicyTrainer, sft_loss
+from train.schema import RLConfig
 
 WIDE = tiny_config(layers=1).replace(head_dim=128)
 HALF = WIDE.replace(compute_dtype="bfloat16")
@@ -211,6 +216,21 @@ def test_a_rollout_runs_the_kernel_that_is_asked_for_and_gives_the_same_tokens(c
     assert "the draft's attention" in caplog.text or len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("platform, kind, says", [
+    ("gpu", "NVIDIA H100", "own kernel for GPUs is experimental and not the default"),
+    ("neuron", "trn1", "no kernel for platform 'neuron'"),
+])  # fmt: skip
+def test_engines_and_trainers_start_with_a_loud_line_where_a_kernel_is_missing(
+    platform, kind, says, monkeypatch, caplog
+):
+    monkeypatch.setattr(dispatch, "choose", lambda _, __, *rest: choose(platform, kind, *rest))
+    LLM(tiny_model(WIDE), None, max_batch=1, max_len=64)
+    PolicyTrainer(WIDE, sft_loss, OptimConfig().build())
+    loud = [r for r in caplog.records if r.levelno == logging.WARNING and says in r.getMessage()]
+    whose = {record.getMessage().partition(":")[0] for record in loud}
+    assert whose == {"attention", "training attention"}
+
+
 def test_a_kernel_that_the_devices_do_not_have_is_refused_by_the_engine():
     with pytest.raises(ValueError, match="compiled for TPUs, and the device is 'cpu'"):
         generated("tpu")
@@ -243,6 +263,37 @@ def test_training_runs_the_kernel_that_is_asked_for_and_gives_the_same_losses(me
     assert not calls["causal"]
     np.testing.assert_allclose(losses("tpu:interpret", mesh), wanted, rtol=1e-4)
     assert set(calls["causal"]) == {(1, 2, 128, 128)}
+
+
+POD = Path(__file__).resolve().parents[2] / "configs" / "pods" / "qwen3_8b_v5p_4x4x4.yaml"
+SMALLER = (
+    "rollout.max_tokens=96 rollout.max_prompt_tokens=32 rollout.max_batch=1 rollout.replicas=2 "
+    "rollout.cache_bytes=100000000 packing.row_length=128 packing.rows=2 mesh.fsdp=2"
+)
+
+
+@pytest.fixture(scope="module")
+def of_a_pod(mesh):
+    """What train.rl would run for a pod of eight chips, by name."""
+    argv = ["--config", str(POD), "attention=tpu:interpret", *SMALLER.split()]
+    shapes = Shapes(parse_config(RLConfig, argv)[0], jax.devices())
+    return {program.name: program for program in shapes.programs()}
+
+
+@pytest.mark.parametrize("name, kernel, rows", [
+    ("policy, a micro-batch", "causal", 128),
+    ("draft, a micro-batch", "causal", 128),
+    ("prefill 1 x 33", "tree", 32),
+    ("chunk 3_1_4 x 1", "tree", 4),
+    ("chunk off x 1", "tree", 1),
+])  # fmt: skip
+def test_each_program_of_train_rl_attends_by_the_kernel(of_a_pod, calls, name, kernel, rows):
+    """Plain decoding, too: it is a tree of one row. A device has 8 of 32 heads."""
+    of_a_pod[name].lower()
+    assert rows in {shape[2] for shape in calls[kernel]}
+    assert {shape[1] for shape in calls[kernel]} == {8}
+    other = {"causal": "tree", "tree": "causal"}[kernel]
+    assert not calls[other]
 
 
 def test_a_mistake_in_the_config_ends_train_rl_with_a_message(tiny_policy, tmp_path):
