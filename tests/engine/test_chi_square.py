@@ -12,7 +12,6 @@ import functools
 
 import joint
 import pytest
-import test_mutations
 from joint import ALPHA, BATCH, PROMPT, SAMPLES, TOKENS, Counted, exact_joint, fit_of
 
 from specjax import SamplingParams
@@ -140,23 +139,3 @@ class TestRecursiveStaticTree(EveryTransform):
 
 def test_every_mode_has_a_class():
     assert {c.mode for c in EveryTransform.__subclasses__()} == set(MODES)
-
-
-SAME = sorted(
-    {
-        (acceptance, strategy, pair, tuple(options.items()))
-        for _, acceptance, strategy, pair, options in test_mutations.CASES.values()
-    }
-)
-
-
-@functools.cache
-def exact_llm(acceptance: str, strategy: str):
-    return joint.spec_llm(joint.pair(*PAIR), acceptance, strategy)
-
-
-@pytest.mark.parametrize(("acceptance", "strategy", "pair", "options"), SAME)
-def test_exact_rules_pass_where_biased_ones_fail(acceptance, strategy, pair, options):
-    """The pairs and trees of `test_mutations`: what fails there is the rule, and nothing else."""
-    found = test_mutations.fit(exact_llm(acceptance, strategy), pair, dict(options))
-    assert found.p_value > ALPHA, found

@@ -1,10 +1,11 @@
 """Rules that look right and are biased must fail the chi-square of `test_chi_square`.
 
 Each is put into the public `LLM` path in place of the exact rule, on a target and draft on which
-its bias is large; on the very same pair the exact rule passes, see
-`test_exact_rules_pass_where_biased_ones_fail`. The mutations are those which published engines
-shipped, or which a plausible description of an algorithm leads to.
+its bias is large; on the very same pair the exact rule passes. The mutations are those which
+published engines shipped, or which a plausible description of an algorithm leads to.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -208,3 +209,24 @@ def test_a_biased_rule_fails_the_chi_square(name, monkeypatch):
     mutate(monkeypatch)
     found = fit(joint.spec_llm(joint.pair(*pair), acceptance, strategy), pair, options)
     assert found.p_value < ALPHA, found
+
+
+SAME = sorted(
+    {
+        (acceptance, strategy, pair, tuple(options.items()))
+        for _, acceptance, strategy, pair, options in CASES.values()
+    }
+    - {("block", "2_1_3", (0, 4.0), ())}  # one of `test_chi_square`'s
+)
+
+
+@functools.cache
+def exact_llm(acceptance: str, strategy: str):
+    return joint.spec_llm(joint.pair(0, 4.0), acceptance, strategy)
+
+
+@pytest.mark.parametrize(("acceptance", "strategy", "pair", "options"), SAME)
+def test_exact_rules_pass_where_biased_ones_fail(acceptance, strategy, pair, options):
+    """What fails above is the rule, and nothing else."""
+    found = fit(exact_llm(acceptance, strategy), pair, dict(options))
+    assert found.p_value > ALPHA, found
