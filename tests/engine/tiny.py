@@ -1,7 +1,6 @@
 """Tiny random models whose next token really depends on the context."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax.config import ModelConfig
@@ -26,13 +25,17 @@ def tiny_config(vocab=64, mtp=1, layers=2, tied=False, **changes) -> ModelConfig
 
 
 def sharpened(params, factor, embed_std):
-    """Matrices scaled up: as initialised, every logit is nearly 0 and attention nearly uniform."""
+    """Matrices scaled up: as initialised, every logit is nearly 0 and attention nearly uniform.
+
+    By numpy, which compiles nothing.
+    """
 
     def scale(path, x):
         name = path[-1].key
         if "norm" in name:
             return x
-        return x * (embed_std / 0.02 if name in ("embed", "lm_head") else factor)
+        by = embed_std / 0.02 if name in ("embed", "lm_head") else factor
+        return jax.device_put(np.asarray(x) * np.asarray(by, x.dtype))
 
     return jax.tree_util.tree_map_with_path(scale, params)
 
@@ -50,11 +53,16 @@ def apt(head, cfg: ModelConfig, share=0.3):
     Random heads are rejected nearly always; paths deep into the tree are walked with this one.
     """
     width = cfg.hidden_size
-    keep_embedding = jnp.concatenate([jnp.eye(width), jnp.zeros((width, width))])
+    keep_embedding = np.concatenate([np.eye(width), np.zeros((width, width))])
+
+    def scaled(by, x):
+        return np.asarray(x) * np.asarray(by, x.dtype)
 
     def soften(module):
-        layer = {k: v if "norm" in k else share * v for k, v in module["layer"].items()}
-        return dict(module, layer=layer, proj=keep_embedding + 0.02 * module["proj"])
+        layer = {k: v if "norm" in k else scaled(share, v) for k, v in module["layer"].items()}
+        proj = module["proj"]
+        proj = keep_embedding.astype(proj.dtype) + scaled(0.02, proj)
+        return jax.device_put(dict(module, layer=layer, proj=proj))
 
     return {"blocks": {i: soften(module) for i, module in head["blocks"].items()}}
 
