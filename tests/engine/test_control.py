@@ -25,11 +25,15 @@ from specjax.engine.request import SpecStats, Totals
 from specjax.engine.settings import EngineConfig
 
 VOCAB = CFG.vocab_size
+# Each strategy is compiled for all sizes of a batch, and prompts by width: where it does not matter
+# there are two strategies, and pieces of one width.
+TWO = ("off", "3_1_4")
 
 
 def test_a_controller_chooses_among_compiled_strategies_through_llm():
-    control = ControlConfig(controller="goodput", strategies=ARMS)
-    llm = LLM((CFG, *weights()), SpecConfig("3_1_4"), max_batch=2, max_len=64, control=control)
+    control = ControlConfig(controller="goodput", strategies=TWO)
+    how = EngineConfig(prefill_chunk=16)
+    llm = LLM((CFG, *weights()), SpecConfig("3_1_4"), 2, 64, control=control, engine=how)
     trained = make_controller(control)
     trained.observe(Observation.of_rounds(1, "3_1_4", [[2]] * 20, 1.0))
     llm.engine.controller.load_state(trained.state())
@@ -48,13 +52,13 @@ def test_a_controller_chooses_among_compiled_strategies_through_llm():
     assert line.startswith(f"compiled {took.programs} programs in {took.seconds:.1f} s (")
     assert f"caches {took.cache_bytes / 2**20:.1f} MiB), measured them in" in line
     costs = llm.engine.controller.costs
-    assert all(costs.known(arm, batch) for arm in ARMS for batch in (1, 2))
+    assert all(costs.known(arm, batch) for arm in TWO for batch in (1, 2))
     prompts = prompts_of(5, VOCAB, seed=8)
     assert compilations_of(lambda: llm.generate(prompts, ONE)) == 0
     expected = tokens_of([j for i, p in enumerate(prompts) for j in jobs_of(p, ONE, i)])
     assert [o.samples[0].token_ids for o in llm.generate(prompts, ONE)] == expected
     fields = llm.engine.controller.log_fields()
-    assert fields["strategy"] in ARMS and fields["accept_length"] >= 1
+    assert fields["strategy"] in TWO and fields["accept_length"] >= 1
     state = llm.engine.controller.state()
     llm.engine.controller.load_state(state)
     assert llm.engine.controller.state() == state
@@ -88,7 +92,7 @@ def test_control_without_speculation_and_in_invariant_mode_is_refused():
 def adaptive() -> Engine:
     """Every strategy of `ARMS` compiled, for up to four samples."""
     control = ControlConfig(controller="bandit", strategies=ARMS)
-    engine = engine_of(batch=4, control=control)
+    engine = engine_of(batch=4, control=control, prefill_chunk=16)
     engine.warm_up()
     return engine
 
@@ -158,8 +162,9 @@ def test_those_that_opt_out_run_plain_decoding_where_nobody_else_runs(monkeypatc
 
 
 def test_no_controller_is_told_the_seconds_of_a_chunk_beside_which_a_program_was_compiled():
-    engine = engine_of(batch=2, control=ControlConfig("bandit", strategies=ARMS))
-    engine.controller = told = Told(ARMS)
+    control = ControlConfig("bandit", strategies=TWO)
+    engine = engine_of(batch=1, control=control, prefill_chunk=16)
+    engine.controller = told = Told(TWO)
     engine.add(jobs_of([1, 2], LONG)[0])
     while engine.has_work:  # what was added is compiled for ahead
         engine.step()
@@ -192,16 +197,17 @@ class Told(Controller):
 
 
 def test_the_first_requests_decide_what_is_compiled_ahead_for_all_strategies():
-    engine = engine_of(batch=2, control=ControlConfig("bandit", strategies=ARMS))
+    control = ControlConfig("bandit", strategies=TWO)
+    engine = engine_of(batch=2, control=control, prefill_chunk=16)
     top_p = dataclasses.replace(ONE, top_p=0.9)
     engine.add(jobs_of([1, 2], top_p)[0])
     engine.step()
     built = engine.runner.compilations
-    engine.controller = Chosen(ARMS)
+    engine.controller = Chosen(TWO)
     while engine.has_work:
         engine.step()
     assert engine.runner.compilations == built
-    assert all(engine.runner.buckets(arm, Features(top_p=True)) == [1, 2] for arm in ARMS)
+    assert all(engine.runner.buckets(arm, Features(top_p=True)) == [1, 2] for arm in TWO)
 
 
 def test_off_comes_back_to_drafting_without_reading_the_prompt_again(monkeypatch):

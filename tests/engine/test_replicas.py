@@ -10,7 +10,7 @@ import pytest
 from shared import CFG, weights
 from tiny import prompts_of
 
-from specjax import LLM, SamplingParams, SpecConfig
+from specjax import LLM, EngineConfig, SamplingParams, SpecConfig
 from specjax.control import ControlConfig
 from specjax.engine.request import make_jobs
 
@@ -132,9 +132,8 @@ def test_new_weights_reach_every_replica():
 
 def test_each_replica_has_a_controller_of_its_own_and_tokens_do_not_care():
     control = ControlConfig(controller="bandit", strategies=("off", "1_1_2"))
-    llm = LLM(
-        (CFG, *weights()), SpecConfig("1_1_2"), max_batch=1, max_len=64, replicas=2, control=control
-    )
+    how = {"control": control, "engine": EngineConfig(prefill_chunk=16)}
+    llm = LLM((CFG, *weights()), SpecConfig("1_1_2"), 1, 64, replicas=2, **how)
     first, second = (engine.controller for engine in llm.engine.engines)
     unused = first.state()
     assert first is not second and unused == second.state()
