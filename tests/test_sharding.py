@@ -159,10 +159,10 @@ def test_slots_are_split_over_the_data_axes_pages_by_heads_noise_by_vocabulary(t
         assert shard(leaf) == split_heads(leaf.shape)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("off", "4x2x1", "6_1_7")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("off", "4_1_5", "4x2x1", "6_1_7")]
 
 
-@pytest.mark.parametrize("strategy", ["4_1_5", *SLOW])
+@pytest.mark.parametrize("strategy", ["2_1_3", *SLOW])
 def test_sharded_decoding_emits_the_same_tokens(tiny_policy, mesh, strategy):
     rng = np.random.default_rng(1)
     prompts = [rng.integers(2, 272, n).tolist() for n in (2, 8, 5, 7)]
@@ -192,7 +192,7 @@ def runs(tiny_policy, tmp_path_factory):
     """The same two steps on one device and on eight."""
     out = tmp_path_factory.mktemp("sharded")
     axes = {"mesh.fsdp": 2, "mesh.tp": 2, "mesh.cp": 2}
-    common = {"packing.rows": 4, "rollout.max_batch": 4, "rollout.strategy": "2_1_3"}
+    common = {"packing.rows": 4, "rollout.max_batch": 2, "rollout.strategy": "2_1_3"}
     for name, extra in (("one", {}), ("eight", axes)):
         rl.main(tiny_run.arguments(tiny_policy, out / name, **common, **extra))
     return out
@@ -215,7 +215,7 @@ def test_the_main_job_learns_the_same_on_eight_devices(runs):
 )
 def test_checkpoints_move_between_one_device_and_a_mesh(tiny_policy, tmp_path, runs, saved, axes):
     changes = {"mesh.data": axes, "mesh.fsdp": axes, "mesh.tp": axes, "packing.rows": 4}
-    changes |= {"rollout.max_batch": 4, "rollout.strategy": "2_1_3"}
+    changes |= {"rollout.max_batch": 2, "rollout.strategy": "2_1_3"}
     argv = tiny_run.arguments(tiny_policy, tmp_path, **changes)
     trainer = rl.Trainer(parse_config(RLConfig, argv)[0])
     with Checkpointer(runs / saved / "checkpoints") as checkpoints:
@@ -238,7 +238,7 @@ def test_a_run_on_eight_devices_goes_on_on_one(tiny_policy, tmp_path, runs):
     import shutil
 
     out = shutil.copytree(runs / "eight", tmp_path / "run")
-    changes = {"packing.rows": 4, "rollout.max_batch": 4, "rollout.strategy": "2_1_3", "steps": 3}
+    changes = {"packing.rows": 4, "rollout.max_batch": 2, "rollout.strategy": "2_1_3", "steps": 3}
     rl.main([*tiny_run.arguments(tiny_policy, out, **changes), "--resume"])
     rl.main(tiny_run.arguments(tiny_policy, tmp_path / "whole", **changes))
     moved, whole = read_metrics(out)[-1], read_metrics(tmp_path / "whole")[-1]
