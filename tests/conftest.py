@@ -95,3 +95,11 @@ def tiny_policy(tmp_path_factory) -> Path:
     import tiny_run
 
     return tiny_run.write_policy(tmp_path_factory.mktemp("tiny") / "policy")
+
+
+@pytest.fixture(scope="session")
+def thin_policy(tmp_path_factory) -> Path:
+    """The same with one layer, for tests of what surrounds a policy: half as much to compile."""
+    import tiny_run
+
+    return tiny_run.write_policy(tmp_path_factory.mktemp("thin") / "policy", num_layers=1)

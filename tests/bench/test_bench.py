@@ -19,11 +19,6 @@ from train.draft import frozen_policy_parts, head_loss
 from train.trainer import Trainer
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return tiny_run.write_policy(tmp_path_factory.mktemp("policy") / "tiny")
-
-
 def settings(policy, out, **changes):
     small = {"steps": 1, "untimed_steps": 0, "costs": "null", "rollout.max_batch": 2}
     small |= {"rollout.strategy": "2_1_3", "algo.dynamic_sampling": False}
@@ -31,11 +26,11 @@ def settings(policy, out, **changes):
 
 
 @pytest.fixture(scope="module")
-def four_arms(policy, table, tmp_path_factory):
+def four_arms(thin_policy, table, tmp_path_factory):
     """Three steps of the four arms; the directory of the results."""
     out = tmp_path_factory.mktemp("arms")
     arms.main(
-        settings(policy, out, random__lr=0.02, random__epochs=2)
+        settings(thin_policy, out, random__lr=0.02, random__epochs=2)
         + ["steps=3", f"costs={table.parent}"]
     )
     return out
@@ -68,7 +63,9 @@ def test_three_steps_of_four_arms_are_bit_identical_in_tokens_rewards_and_policy
 
 
 @pytest.mark.slow
-def test_a_draft_program_that_touches_the_policy_breaks_the_equality(policy, tmp_path, monkeypatch):
+def test_a_draft_program_that_touches_the_policy_breaks_the_equality(
+    thin_policy, tmp_path, monkeypatch
+):
     honest = Trainer._update_draft
 
     def leaking(self, batches, states, metrics):
@@ -86,14 +83,14 @@ def test_a_draft_program_that_touches_the_policy_breaks_the_equality(policy, tmp
 
     monkeypatch.setattr(Trainer, "_update_draft", leaking)
     with pytest.raises(SystemExit, match="online: not the same run as none's"):
-        arms.main(settings(policy, tmp_path) + ["arms=[none,frozen,online]"])
+        arms.main(settings(thin_policy, tmp_path) + ["arms=[none,frozen,online]"])
     found = figures(tmp_path)
     assert found["steps_bit_identical"]["value"] == 0
     assert found["steps_bit_identical/frozen"]["value"] == 1
     assert "parameters differ from none's though" in found["first_difference/online"]["value"]
 
 
-def test_a_changed_token_is_found_and_not_explained_away(policy, tmp_path, monkeypatch):
+def test_a_changed_token_is_found_and_not_explained_away(thin_policy, tmp_path, monkeypatch):
     honest = Trainer.step
 
     def changing(self):
@@ -105,7 +102,7 @@ def test_a_changed_token_is_found_and_not_explained_away(policy, tmp_path, monke
 
     monkeypatch.setattr(Trainer, "step", changing)
     with pytest.raises(SystemExit, match="frozen"):
-        arms.main(settings(policy, tmp_path) + ["arms=[none,frozen]", "steps=3"])
+        arms.main(settings(thin_policy, tmp_path) + ["arms=[none,frozen]", "steps=3"])
     found = figures(tmp_path)
     assert found["equality"]["value"] == "steps bit-identical: 1 of 3"
     why = found["first_difference/frozen"]["value"]
@@ -222,10 +219,10 @@ def test_the_shipped_tables_load_and_the_modelled_ones_are_what_costs_writes(tmp
             assert (tmp_path / path.name).read_text() == path.read_text()
 
 
-def test_measured_costs_are_a_table_that_predict_takes(policy, tmp_path):
+def test_measured_costs_are_a_table_that_predict_takes(thin_policy, tmp_path):
     out = tmp_path / "here.json"
     argv = "measure --batches 2 --rows 3 --context 8 --rounds 2 --repeats 1".split()
-    costs.main([*argv, "--model", str(policy), "--out", str(out)])
+    costs.main([*argv, "--model", str(thin_policy), "--out", str(out)])
     table = predict.PartCosts.load(out)
     assert table.kind == "measured" and table.name == "here"
     assert (table.plain > 0).all() and (table.draft > 0).all()
@@ -235,10 +232,10 @@ def test_measured_costs_are_a_table_that_predict_takes(policy, tmp_path):
 # --- decoding --------------------------------------------------------------------------------
 
 
-def test_bench_decode_writes_ratios_and_finds_the_same_tokens(policy, tmp_path):
+def test_bench_decode_writes_ratios_and_finds_the_same_tokens(thin_policy, tmp_path):
     out = tmp_path / "decode.json"
     argv = "--batches 2 --repeats 2 --max_tokens 8 --strategy 2_1_3".split()
-    decode.main([*argv, "--model", str(policy), "--out", str(out)])
+    decode.main([*argv, "--model", str(thin_policy), "--out", str(out)])
     found = figures(tmp_path, "decode.json")
     assert found["samples_different/batch_2"]["value"] == 0
     assert found["rows_per_round/batch_2"]["value"] == 2 * 3

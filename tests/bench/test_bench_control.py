@@ -5,7 +5,6 @@ import json
 
 import numpy as np
 import pytest
-import tiny_run
 
 from bench import control, control_plot, control_run, control_swap, control_sweep
 from bench.control_run import Choice, Measured, Recorder, Stream
@@ -168,13 +167,8 @@ TINY += "--prompts 4 --max_prompt_tokens 12 --samples_per_prompt 2"
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return tiny_run.write_policy(tmp_path_factory.mktemp("policy") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def bench(policy):
-    args = control.parse(["sweep", "--model", str(policy), *TINY.split()])
+def bench(thin_policy):
+    args = control.parse(["sweep", "--model", str(thin_policy), *TINY.split()])
     return control_run.Bench(args, 2)
 
 
@@ -218,9 +212,11 @@ def test_a_stream_emits_the_samples_that_generate_gives(bench):
     assert len(finished) >= 6
 
 
-def test_the_sweep_measures_all_arms_at_all_batch_sizes_and_compiles_nothing_more(policy, tmp_path):
+def test_the_sweep_measures_all_arms_at_all_batch_sizes_and_compiles_nothing_more(
+    thin_policy, tmp_path
+):
     out = tmp_path / "control_tiny.json"
-    control.main(["sweep", "--model", str(policy), "--out", str(out), "--batches", "1", "2",
+    control.main(["sweep", "--model", str(thin_policy), "--out", str(out), "--batches", "1", "2",
                   *TINY.split()])  # fmt: skip
     found = figures(out)
     arms = ["strategy/off", "strategy/1_1_2"]
@@ -237,10 +233,12 @@ def test_the_sweep_measures_all_arms_at_all_batch_sizes_and_compiles_nothing_mor
     assert is_png(out.with_suffix(".png"))
 
 
-def test_the_swap_follows_each_controller_through_both_swaps_and_compiles_nothing(policy, tmp_path):
+def test_the_swap_follows_each_controller_through_both_swaps_and_compiles_nothing(
+    thin_policy, tmp_path
+):
     out = tmp_path / "control_swap_tiny.json"
     argv = "--batch 2 --rounds 30 --runs 1 --static 1_1_2 --controllers goodput static".split()
-    control.main(["swap", "--model", str(policy), "--out", str(out), *argv, *TINY.split()])
+    control.main(["swap", "--model", str(thin_policy), "--out", str(out), *argv, *TINY.split()])
     found = figures(out)
     for variant, kind in itertools.product(control_swap.VARIANTS, ("goodput", "static")):
         for event in control_swap.EVENTS:
@@ -255,9 +253,9 @@ def test_the_swap_follows_each_controller_through_both_swaps_and_compiles_nothin
     assert is_png(again)
 
 
-def test_what_cannot_be_measured_is_refused_at_once(policy, capsys):
+def test_what_cannot_be_measured_is_refused_at_once(thin_policy, capsys):
     with pytest.raises(SystemExit):
         control.parse(["swap", "--static", "9_1_10"])
     assert "none of --strategies" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="at least one that drafts"):
-        control.main(["sweep", "--model", str(policy), "--strategies", "off"])
+        control.main(["sweep", "--model", str(thin_policy), "--strategies", "off"])

@@ -5,7 +5,6 @@ import json
 
 import numpy as np
 import pytest
-import tiny_run
 
 from bench import chains, longtail, longtail_figures
 from bench.trace import SUFFIX, Trace
@@ -20,19 +19,14 @@ ARGV = (
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return tiny_run.write_policy(tmp_path_factory.mktemp("policy") / "tiny", num_layers=1)
-
-
-@pytest.fixture(scope="module")
-def measured(policy, tmp_path_factory):
+def measured(thin_policy, tmp_path_factory):
     """The result file of a tiny run, and the bench that wrote it."""
     out = tmp_path_factory.mktemp("longtail") / "tiny.json"
     kept = []
     honest = longtail.trace_of
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(longtail, "trace_of", lambda b, a: kept.append(b) or honest(b, a))
-        longtail.main([*ARGV, "--model", str(policy), "--out", str(out)])
+        longtail.main([*ARGV, "--model", str(thin_policy), "--out", str(out)])
     return out, kept[0]
 
 
@@ -184,8 +178,8 @@ def test_chained_text_that_is_not_natural_is_called_so():
     assert longtail_figures.judge_naturalness(worse).startswith("WARNING")
 
 
-def test_turns_that_do_not_fit_the_policy_and_tasks_that_are_too_few_are_refused(policy):
-    model = ["--model", str(policy)]
+def test_turns_that_do_not_fit_the_policy_and_tasks_that_are_too_few_are_refused(thin_policy):
+    model = ["--model", str(thin_policy)]
     with pytest.raises(SystemExit, match="positions and the policy has 256"):
         longtail.main([*ARGV, *model, "--turn_limit", "260"])
     with pytest.raises(SystemExit, match="expected 4 held-out tasks of at most 1 tokens"):

@@ -76,9 +76,9 @@ def test_rows_of_a_static_batch_are_cut_at_their_own_end(sums):
 
 
 @pytest.mark.torch
-def test_a_head_that_transformers_cannot_take_is_refused_with_the_reason(tiny_policy, tmp_path):
+def test_a_head_that_transformers_cannot_take_is_refused_with_the_reason(thin_policy, tmp_path):
     other = tmp_path / "other"
-    shutil.copytree(tiny_policy, other)
+    shutil.copytree(thin_policy, other)
     config = json.loads((other / "config.json").read_text())
     config["specjax_mtp"]["recycle"] = "pre_norm"
     (other / "config.json").write_text(json.dumps(config))
@@ -105,11 +105,11 @@ TAIL = "--batches --tail_prompts 3 --tail_batch 1 --tail_median 1".split()
 
 
 def test_bench_peers_compares_with_a_jax_sampler_where_there_is_no_torch(
-    tiny_policy, tmp_path, monkeypatch
+    thin_policy, tmp_path, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "torch", None)
     out = tmp_path / "peers.json"
-    argv = [*SMALL, *TAIL, "--model", str(tiny_policy), "--out", str(out)]
+    argv = [*SMALL, *TAIL, "--model", str(thin_policy), "--out", str(out)]
     with pytest.raises(SystemExit, match="pip install torch"):
         peers.main(argv)
     peers.main([*argv, "--peers", "jax_sampler"])
@@ -130,22 +130,22 @@ def test_bench_peers_compares_with_a_jax_sampler_where_there_is_no_torch(
 
 @pytest.mark.torch
 def test_bench_peers_takes_the_fastest_way_of_transformers_to_draft(
-    tiny_policy, tmp_path, monkeypatch
+    thin_policy, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(peer_torch, "LOOKUPS", (2,))
     monkeypatch.setattr(peer_torch, "MTP_DEPTHS", (1,))
     out = tmp_path / "peers.json"
     argv = [*SMALL, "--tail_prompts", "0", "--batches", "1", "--peers", *peers.TORCH]
     argv += ["--acceptance", "coupled"]
-    peers.main([*argv, "--model", str(tiny_policy), "--out", str(out)])
+    peers.main([*argv, "--model", str(thin_policy), "--out", str(out)])
     found = json.loads(out.read_text())["figures"]
     assert found["transformers_assisted_choice/batch_1"]["value"] in ("prompt lookup 2", "MTP 1")
     assert found["transformers_assisted_tokens_per_sec/batch_1"]["value"] > 0
     assert found["best_peer/batch_1"]["value"] in peers.TORCH
 
 
-def test_assisted_generation_is_not_offered_for_more_than_one_sample(tiny_policy):
-    args = peers.parse(["--model", str(tiny_policy)])
+def test_assisted_generation_is_not_offered_for_more_than_one_sample(thin_policy):
+    args = peers.parse(["--model", str(thin_policy)])
     work = peers.Work("batch_2", [[5], [6]], [4, 4], 2, False)
     assert peers.build("transformers_assisted", (None, None, None), args, work) is None
 

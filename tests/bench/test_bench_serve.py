@@ -5,7 +5,6 @@ import dataclasses
 import json
 
 import pytest
-import tiny_run
 
 from bench import serve, serve_verdict
 from bench.serve_traffic import DISCONNECT, NORMAL, Ask, traffic
@@ -22,11 +21,6 @@ LOAD = (
 THROUGHPUT = "throughput --requests 6 --clients 3 --prompts 6 --longest 16 --repeats 2".split()
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return tiny_run.write_policy(tmp_path_factory.mktemp("policy") / "tiny", num_layers=1)
-
-
 def run(argv, policy, out, more=()):
     serve.main([*argv, "--model", str(policy), "--out", str(out), "--settings", *SETTINGS, *more])
     figures = json.loads(out.read_text())["figures"]
@@ -34,15 +28,15 @@ def run(argv, policy, out, more=()):
 
 
 @pytest.fixture(scope="module")
-def loaded(policy, tmp_path_factory):
+def loaded(thin_policy, tmp_path_factory):
     """Values of a tiny load test, and what it judged."""
     kept = []
     with pytest.MonkeyPatch.context() as patch:
         honest = serve.judge
         patch.setattr(serve, "judge", lambda *given: kept.append(given) or honest(*given))
         out = tmp_path_factory.mktemp("serve") / "load.json"
-        values = run(LOAD, policy, out, ["speculation.controller=bandit"])
-    assert str(policy) not in json.dumps(json.loads(out.read_text())["settings"]["server"])
+        values = run(LOAD, thin_policy, out, ["speculation.controller=bandit"])
+    assert str(thin_policy) not in json.dumps(json.loads(out.read_text())["settings"]["server"])
     return values, kept[0]
 
 
@@ -128,9 +122,11 @@ def test_a_load_test_that_goes_wrong_fails(loaded):
         assert len(serve.failures({**figures, name: {"value": value}}, 10)) == 1
 
 
-def test_throughput_compares_equal_tokens_and_says_whether_enough_is_left(policy, tmp_path, capsys):
+def test_throughput_compares_equal_tokens_and_says_whether_enough_is_left(
+    thin_policy, tmp_path, capsys
+):
     out = tmp_path / "throughput.json"
-    values = run(THROUGHPUT, policy, out, ["speculation.telemetry=false"])
+    values = run(THROUGHPUT, thin_policy, out, ["speculation.telemetry=false"])
     share = values["tokens_per_second_ratio/http/batch"]
     assert values["tokens_per_second_ratio/target"] == serve.TARGET == 0.95
     word = "met" if share >= 0.95 else "missed"

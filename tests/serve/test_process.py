@@ -22,7 +22,8 @@ from serve.__main__ import Progress, main
 ROOT = Path(__file__).resolve().parents[2]
 
 
-SMALL = ("engine.max_batch=2", "engine.max_len=96", "engine.prefill_chunk=16")
+SMALL = ("engine.max_batch=2", "engine.max_len=96", "engine.prefill_chunk=16",
+         "speculation.strategy=1_1_2")  # fmt: skip
 MORE = {"ignore_eos": True, "return_token_ids": True}
 
 
@@ -78,13 +79,13 @@ def port():
 
 
 @pytest.fixture(scope="module")
-def killed(tiny_policy, port):
+def killed(thin_policy, port):
     """(tokens it gave, the error of a client whose stream it cut) of a server that was killed.
 
     Both its logs are on a disk without room.
     """
     with open("/dev/full", "w") as full:
-        server = Process(tiny_policy, port, "log_file=/dev/full", stderr=full)
+        server = Process(thin_policy, port, "log_file=/dev/full", stderr=full)
     try:
         tokens = server.ask(seed=5, n=1).choices[0].token_ids
         assert server.metrics()["specjax:log_errors_total"] > 0
@@ -100,8 +101,8 @@ def killed(tiny_policy, port):
 
 
 @pytest.fixture(scope="module")
-def restarted(killed, tiny_policy, port):
-    server = Process(tiny_policy, port)
+def restarted(killed, thin_policy, port):
+    server = Process(thin_policy, port)
     yield server
     server.process.kill()
     server.process.wait()
