@@ -240,19 +240,21 @@ def many_keys(count):
 def test_acceptance_is_the_overlap_and_the_residual_holds_what_the_draft_gives_too_rarely():
     p, q, trials = np.array([0.7, 0.2, 0.1]), np.array([0.3, 0.4, 0.3]), 100_000
     keys = many_keys(trials)
-    root = jnp.full((trials,), 3)
-    logits = jnp.broadcast_to(jnp.log(p).astype(jnp.float32), (trials, 2, 3))
-    draft_logits = jnp.broadcast_to(jnp.log(q).astype(jnp.float32), (trials, 1, 3))
 
     @jax.jit
-    def run(keys):
+    def run(keys, root, temperature, p, q):
+        """Distributions come in as arguments: XLA would compute with constants as it compiles."""
+        logits, draft_logits = (
+            jnp.broadcast_to(jnp.log(x), (trials, rows, 3)) for x, rows in ((p, 2), (q, 1))
+        )
         noise = rng.round_noise(keys, rng.DRAFT, root, [0], 3)[:, 0]
         drafted = jnp.argmax(draft_logits[:, 0] + noise, -1)
         tokens = jnp.stack([jnp.zeros_like(drafted), drafted], axis=1)
-        args = ("block", chain(1), tokens, logits, jnp.ones(trials), draft_logits, keys, root)
+        args = ("block", chain(1), tokens, logits, temperature, draft_logits, keys, root)
         return drafted, accept_logits(*args)
 
-    drafted, out = run(keys)
+    root, temperature = np.full(trials, 3), np.ones(trials, np.float32)
+    drafted, out = run(keys, root, temperature, np.float32(p), np.float32(q))
     accepted = np.asarray(out.count) == 2
     first = np.asarray(out.tokens)[:, 0]
     assert abs(accepted.mean() - 0.6) < 5 * np.sqrt(0.24 / trials)
@@ -264,21 +266,23 @@ def test_acceptance_is_the_overlap_and_the_residual_holds_what_the_draft_gives_t
 def opposite_first_tokens(draft_domain, trials, vocab=16):
     """First emitted tokens when the draft's logits are the target's with the sign changed."""
     logits = 1.5 * np.random.default_rng(4).normal(size=vocab).astype(np.float32)
-    root, keys = jnp.full((trials,), 8), many_keys(trials)
+    root, keys = np.full(trials, 8), many_keys(trials)
+    temperature = np.ones(trials, np.float32)
 
     @jax.jit  # a program of its own: XLA would draw the same noise once and fuse it everywhere
-    def draw(keys):
+    def draw(keys, root, logits):
         noise = rng.round_noise(keys, draft_domain, root, [0], vocab)[:, 0]
         return jnp.argmax(-logits + noise, -1)
 
     @jax.jit
-    def run(keys, drafted):
+    def run(keys, root, temperature, logits, drafted):
         target = jnp.broadcast_to(logits, (trials, 2, vocab))
         tokens = jnp.stack([jnp.zeros_like(drafted), drafted], axis=1)
-        args = ("block", chain(1), tokens, target, jnp.ones(trials), -target[:, :1])
-        return accept_logits(*args, keys, root).tokens[:, 0]
+        args = ("block", chain(1), tokens, target, temperature, -target[:, :1], keys, root)
+        return accept_logits(*args).tokens[:, 0]
 
-    counts = np.bincount(run(keys, draw(keys)), minlength=vocab)
+    drafted = draw(keys, root, logits)
+    counts = np.bincount(run(keys, root, temperature, logits, drafted), minlength=vocab)
     expected = np.asarray(jax.nn.softmax(logits), np.float64)
     return stats.chisquare(counts, expected / expected.sum() * trials).pvalue
 
