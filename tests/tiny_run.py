@@ -28,10 +28,13 @@ SETTINGS = {
     "rollout.max_tokens": 20,
     "rollout.max_prompt_tokens": 12,
     "rollout.max_batch": 2,
+    "rollout.prefill_chunk": 16,  # one program
+    "rollout.strategy": "2_1_3",  # half as much to compile as the default, as are two steps below
     "packing.row_length": 64,
     "packing.rows": 2,
     "optim.lr": 1e-2,
     "draft.optim.lr": 1e-2,
+    "draft.unroll_steps": 2,
     "eval.problems": 0,
     "checkpoint.every": 0,
 }

@@ -40,7 +40,8 @@ def same(a, b) -> bool:
 def run(tiny_policy, tmp_path_factory):
     out = tmp_path_factory.mktemp("rl") / "run"
     changes = {"steps": 3, "eval.problems": 6, "eval.every": 2, "checkpoint.every": 2}
-    rl.main(tiny_run.arguments(tiny_policy, out, **changes))
+    defaults = {"rollout.strategy": "4_1_5", "draft.unroll_steps": 4}
+    rl.main(tiny_run.arguments(tiny_policy, out, **changes, **defaults))
     return out
 
 
