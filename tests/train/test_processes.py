@@ -96,20 +96,20 @@ def learned(metrics: dict) -> dict:
 
 
 @pytest.fixture(scope="module")
-def two(tiny_policy, tmp_path_factory):
+def two(thin_policy, tmp_path_factory):
     """A run of five steps in two processes, and what they printed."""
     out = tmp_path_factory.mktemp("two") / "run"
-    return out, finish(start(tiny_policy, out, 2))
+    return out, finish(start(thin_policy, out, 2))
 
 
 @pytest.fixture(scope="module")
-def one(tiny_policy, tmp_path_factory):
+def one(thin_policy, tmp_path_factory):
     """The same run, and one more step, in one process.
 
     Returns:
       (its trainer, metrics of each step, leaves of policy and head after step 5)
     """
-    trainer = trainer_of(tiny_policy, tmp_path_factory.mktemp("one"))
+    trainer = trainer_of(thin_policy, tmp_path_factory.mktemp("one"))
     metrics = [trainer.step() for _ in range(5)]
     weights = leaves((trainer.params, trainer.head))
     return trainer, [*metrics, trainer.step()], weights
@@ -193,9 +193,9 @@ LONG = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_lost_process_ends_the_job_with_its_name(tiny_policy, tmp_path, victim):
+def test_a_lost_process_ends_the_job_with_its_name(thin_policy, tmp_path, victim):
     out = tmp_path / "run"
-    job = start(tiny_policy, out, 2, slow=0.02, **LONG)
+    job = start(thin_policy, out, 2, slow=0.02, **LONG)
     run_until(job, out, 4)
     job[victim].kill()
     begun = time.monotonic()
@@ -213,22 +213,22 @@ def test_a_lost_process_ends_the_job_with_its_name(tiny_policy, tmp_path, victim
     with Checkpointer(out / "checkpoints") as checkpoints:
         saved = checkpoints.all_steps()[-1]
     changes = {**CHANGES, "steps": saved + 1}
-    rl.main([*tiny_run.arguments(tiny_policy, out, **changes), "--resume"])
+    rl.main([*tiny_run.arguments(thin_policy, out, **changes), "--resume"])
     assert [r["step"] for r in read_metrics(out)] == list(range(1, saved + 2))
 
 
 @pytest.mark.slow
-def test_processes_with_other_settings_do_not_begin(tiny_policy, tmp_path):
-    job = start(tiny_policy, tmp_path / "run", 2, last=["seed=4"])
+def test_processes_with_other_settings_do_not_begin(thin_policy, tmp_path):
+    job = start(thin_policy, tmp_path / "run", 2, last=["seed=4"])
     printed = outputs(job, 120)
     assert all(process.returncode == 1 for process in job), printed
     assert any("was started with another value of seed" in said for said in printed), printed
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_ends_all_processes_together(tiny_policy, tmp_path):
+def test_sigterm_saves_and_ends_all_processes_together(thin_policy, tmp_path):
     out = tmp_path / "run"
-    job = start(tiny_policy, out, 2, slow=0.02, **{**LONG, "checkpoint.every": 0})
+    job = start(thin_policy, out, 2, slow=0.02, **{**LONG, "checkpoint.every": 0})
     run_until(job, out, 2)
     job[1].send_signal(signal.SIGTERM)
     printed = outputs(job, 60)
@@ -239,15 +239,15 @@ def test_sigterm_saves_and_ends_all_processes_together(tiny_policy, tmp_path):
 
 
 @pytest.mark.slow
-def test_hosts_of_several_devices_in_any_layout(tiny_policy, tmp_path, one):
+def test_hosts_of_several_devices_in_any_layout(thin_policy, tmp_path, one):
     """2 x 2 devices: two replicas of one on each host, then one of two; evaluation, and export."""
     out = tmp_path / "run"
     more = {"eval.problems": 3, "checkpoint.export": "true", "steps": 2}
     layout = {"mesh.data": 2, "mesh.tp": 2, "rollout.replicas": 4}
-    finish(start(tiny_policy, out, 2, devices=2, **layout, **more))
+    finish(start(thin_policy, out, 2, devices=2, **layout, **more))
     layout = {"mesh.data": 1, "mesh.fsdp": 2, "mesh.tp": 2}
     layout |= {"rollout.replicas": 2, "rollout.tp": 2}
-    finish(start(tiny_policy, out, 2, "--resume", devices=2, **layout, **more | {"steps": 3}))
+    finish(start(thin_policy, out, 2, "--resume", devices=2, **layout, **more | {"steps": 3}))
     records = [r for r in read_metrics(out) if r["step"]]
     assert [learned(r) for r in records] == [learned(r) for r in one[1][:3]]
     assert "eval/reward" in records[-1] and (out / "hf" / "config.json").exists()

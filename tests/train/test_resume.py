@@ -87,10 +87,10 @@ def assert_same_run(run: Path, reference: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_policy, tmp_path_factory):
+def reference(thin_policy, tmp_path_factory):
     """A run of six steps that nobody killed."""
     out = tmp_path_factory.mktemp("reference") / "run"
-    rl.main(tiny_run.arguments(tiny_policy, out, **CHANGES, steps=6))
+    rl.main(tiny_run.arguments(thin_policy, out, **CHANGES, steps=6))
     records = learned(out)
     assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
     assert len({r["rollout/tokens_sha"] for r in records}) == 6
@@ -99,26 +99,26 @@ def reference(tiny_policy, tmp_path_factory):
     return out
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_policy, tmp_path, reference):
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(thin_policy, tmp_path, reference):
     out = tmp_path / "run"
-    kill_after(program(tiny_policy, out, steps=6, slow=0.02), out, 3, 0.15)
-    output = finish(program(tiny_policy, out, "--resume", steps=6))
+    kill_after(program(thin_policy, out, steps=6, slow=0.02), out, 3, 0.15)
+    output = finish(program(thin_policy, out, "--resume", steps=6))
     assert any(f"steps {first} to 6" in output for first in (3, 4, 5, 6)), output
     assert_same_run(out, reference)
 
 
 @pytest.mark.slow
-def test_killed_at_five_random_points_a_run_ends_with_the_same_bits(tiny_policy, tmp_path):
+def test_killed_at_five_random_points_a_run_ends_with_the_same_bits(thin_policy, tmp_path):
     dice = random.Random(5)
     whole, out = tmp_path / "whole", tmp_path / "run"
-    finish(program(tiny_policy, whole, steps=14))
+    finish(program(thin_policy, whole, steps=14))
     flags, reached = [], 1
     for _ in range(5):
-        process = program(tiny_policy, out, *flags, steps=14, slow=0.02)
+        process = program(thin_policy, out, *flags, steps=14, slow=0.02)
         kill_after(process, out, reached + 1, dice.uniform(0, 0.8))
         flags = ["--resume"]
         reached = max(record["step"] for record in read_metrics(out))
-    finish(program(tiny_policy, out, *flags, steps=14))
+    finish(program(thin_policy, out, *flags, steps=14))
     assert_same_run(out, whole)
 
 
@@ -129,42 +129,42 @@ def refusal(argv) -> str:
     return exit_info.value.code
 
 
-def test_resuming_with_other_settings_names_them(tiny_policy, reference):
+def test_resuming_with_other_settings_names_them(thin_policy, reference):
     before = (reference / "metrics.jsonl").read_bytes()
     for changes, name in (
         ({"optim.lr": 1e-4}, "optim"),
         ({"draft.mode": "none"}, "draft"),
         ({"rollout.n": 2}, "rollout"),
     ):
-        argv = tiny_run.arguments(tiny_policy, reference, **{**CHANGES, **changes}, steps=7)
+        argv = tiny_run.arguments(thin_policy, reference, **{**CHANGES, **changes}, steps=7)
         message = refusal([*argv, "--resume"])
         assert f"made with other settings of {name};" in message
     assert (reference / "metrics.jsonl").read_bytes() == before
 
 
-def test_nothing_to_resume_is_said_before_any_work(tiny_policy, tmp_path):
-    argv = tiny_run.arguments(tiny_policy, tmp_path / "none")
+def test_nothing_to_resume_is_said_before_any_work(thin_policy, tmp_path):
+    argv = tiny_run.arguments(thin_policy, tmp_path / "none")
     assert "run without --resume" in refusal([*argv, "--resume"])
 
 
 @pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_resumes_at_step_one(
-    tiny_policy, tmp_path, reference
+    thin_policy, tmp_path, reference
 ):
     out = tmp_path / "run"
     (out / "checkpoints").mkdir(parents=True)
-    rl.main([*tiny_run.arguments(tiny_policy, out, **CHANGES, steps=6), "--resume"])
+    rl.main([*tiny_run.arguments(thin_policy, out, **CHANGES, steps=6), "--resume"])
     assert_same_run(out, reference)
 
 
 def test_a_damaged_checkpoint_names_the_one_to_use_and_that_one_works(
-    tiny_policy, tmp_path, reference
+    thin_policy, tmp_path, reference
 ):
     out = Path(shutil.copytree(reference, tmp_path / "run"))
     files = [p for p in (out / "checkpoints" / "6").rglob("*") if p.is_file()]
     victim = max(files, key=lambda p: p.stat().st_size)
     victim.write_bytes(victim.read_bytes()[:-1])
-    argv = tiny_run.arguments(tiny_policy, out, **CHANGES, steps=6)
+    argv = tiny_run.arguments(thin_policy, out, **CHANGES, steps=6)
     message = refusal([*argv, "--resume"])
     assert "is damaged" in message and message.endswith("use --resume_step 5")
     assert "holds no step 2, only [4, 5, 6]" in refusal([*argv, "--resume_step", "2"])

@@ -59,13 +59,7 @@ def learned(metrics: dict) -> dict:
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    """One layer, for the replicas compile their programs one by one."""
-    return tiny_run.write_policy(tmp_path_factory.mktemp("policy") / "tiny", num_layers=1)
-
-
-@pytest.fixture(scope="module")
-def pair(policy, tmp_path_factory):
+def pair(thin_policy, tmp_path_factory):
     """((trainer, metrics of four steps) with two replicas and gaps, the same with one engine).
 
     The first one was saved at its second step.
@@ -74,7 +68,7 @@ def pair(policy, tmp_path_factory):
         pytest.skip("needs 2 devices")
     out, found = tmp_path_factory.mktemp("spot"), []
     for name, changes in (("gaps", GAPS), ("one", ONE)):
-        trainer, steps = rl.Trainer(config(policy, out / name, **changes)), []
+        trainer, steps = rl.Trainer(config(thin_policy, out / name, **changes)), []
         if found:  # the first of the two replicas alone; and nothing is compiled a second time
             first = found[0][0]
             trainer.policy, trainer.spot.draft = first.policy, first.draft
@@ -136,8 +130,8 @@ def test_a_resumed_run_has_the_replay_buffer_and_ends_with_the_same_bits(pair):
         assert same(tree, one.trees()[name]), name
 
 
-def test_without_spot_training_no_replica_trains(policy, tmp_path):
-    cfg = config(policy, tmp_path, **GAPS, **{"draft.spot.enabled": "false"})
+def test_without_spot_training_no_replica_trains(thin_policy, tmp_path):
+    cfg = config(thin_policy, tmp_path, **GAPS, **{"draft.spot.enabled": "false"})
     trainer = rl.Trainer(cfg)
     assert len(trainer.engines) == 2 and trainer.spot is None and trainer.draft is not None
 
@@ -160,9 +154,9 @@ def test_settings_that_cannot_work_are_refused(capsys, tmp_path, changes, expect
     assert expected in capsys.readouterr().err
 
 
-def test_more_replicas_than_devices_are_refused(policy, tmp_path):
+def test_more_replicas_than_devices_are_refused(thin_policy, tmp_path):
     with pytest.raises(ConfigError, match="64 replicas of 1 devices need 64"):
-        rl.Trainer(config(policy, tmp_path, **{"rollout.replicas": 64}))
+        rl.Trainer(config(thin_policy, tmp_path, **{"rollout.replicas": 64}))
 
 
 # --- the replay buffer ----------------------------------------------------------------------------
