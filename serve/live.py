@@ -1,8 +1,8 @@
 """What the page shows: a minute of numbers, and the batch as it stands.
 
 The thread that owns the engine counts what comes in, and leaves a picture of its slots while
-somebody watches. The event loop reads the counters a few times a second and sends each watcher what
-is new. Nobody asks a running engine, or its device, for anything.
+somebody watches. The event loop reads all that a few times a second, at one moment, and sends each
+watcher what is new. Nobody asks a running engine, or its device, for anything.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from serve.metrics import Metrics
+from serve.metrics import Metrics, Snapshot
 from specjax import LLM
+from specjax.control import OFF, Controller, CostTable
 from specjax.engine.engine import Engine
 from specjax.engine.watch import News
 
 TICK = 0.25  # seconds
 KEPT = 240  # ticks
-GAINS_EVERY = 0.5  # seconds between two questions to the controller
+GAINS_EVERY = 0.5  # seconds between two questions to the controller about one size
 
 
 class Live:
@@ -45,14 +46,17 @@ class Live:
         self._sums = dict.fromkeys(("tokens", "rounds", "drafting", "drafting_tokens"), 0)
         self._tries, self._accepts = [0] * deepest, [0] * deepest
         self._by: Counter[str] = Counter()
-        self._replicas: list[dict] = []
-        self._gains: dict | None = None
-        self._asked = 0.0
+        self._seen: tuple[Snapshot, list[dict]] = (metrics.snapshot, [])
+        self._gains: tuple[dict, float, float | None] | None = None  # when, and `_plain`'s when
+        self._asked, self._asked_of = 0.0, 0
+        # (replica, size): the round in which plain decoding was measured last, and when that was.
+        self._plain: dict[tuple[int, int], tuple[int, float]] = {}
         # The event loop writes these:
         self._ticks: deque[dict] = deque(maxlen=KEPT)
         self._depths: deque[list[tuple[int, int]]] = deque(maxlen=KEPT)
         self._number, self._before = 0, self._totals()
-        self._last = time.monotonic()
+        self._last, self._ticked = time.monotonic(), asyncio.Event()
+        self._now: dict[str, Any] = {}
 
     # --- told by the engine's thread --------------------------------------------------------------
 
@@ -82,16 +86,32 @@ class Live:
 
     def look(self, engines: Sequence[Engine]) -> None:
         """Takes the picture: what each replica runs, and what its controller makes of it."""
-        self._replicas = [_picture(engine) for engine in engines] if self.viewers else []
-        now = time.monotonic()
-        if now < self._asked + GAINS_EVERY:
-            return
-        self._asked = now
-        for engine in engines:
-            running = len(engine.scheduler.running)
-            if running and (gains := engine.controller.gains(running)):
-                self._gains = {"batch": running, "ratios": gains}
-                break
+        replicas = [_picture(engine) for engine in engines] if self.viewers else []
+        self._seen = self._metrics.snapshot, replicas
+        now, asked = time.monotonic(), False
+        for index, engine in enumerate(engines):
+            size = engine.loop.latest[1] if engine.loop.latest else 0
+            plain = self._plain_measured(index, size, _costs(engine.controller), now)
+            if asked or not size or not engine.scheduler.running:
+                continue
+            asked = True  # one replica speaks for all
+            if now < self._asked + GAINS_EVERY and size == self._asked_of:
+                continue
+            self._asked, self._asked_of = now, size
+            if found := _estimate(engine, size):
+                self._gains = found, now, plain
+
+    def _plain_measured(
+        self, replica: int, size: int, costs: CostTable | None, now: float
+    ) -> float | None:
+        """When plain decoding last ran at a size; None: not since the start."""
+        at = 0
+        if costs is not None and costs.known(OFF, size):
+            at = costs.rounds - costs.age(OFF, size)
+        seen = self._plain.get((replica, size), (0, None))
+        if at and at != seen[0]:
+            self._plain[replica, size] = seen = at, now
+        return seen[1]
 
     # --- the event loop's -------------------------------------------------------------------------
 
@@ -102,9 +122,9 @@ class Live:
             self.tick()
 
     def tick(self) -> None:
-        """What came since the last."""
+        """What came since the last, and how things stand: all of it of one moment."""
         now, totals, before = time.monotonic(), self._totals(), self._before
-        seen = self._metrics.snapshot
+        seen, replicas = self._seen
         self._number += 1
         self._ticks.append(
             {
@@ -120,6 +140,9 @@ class Live:
         )
         self._depths.append(totals["depths"])
         self._before, self._last = totals, now
+        self._now = self._stand(now, seen, replicas if seen.running else [], totals)
+        self._ticked.set()
+        self._ticked = asyncio.Event()
 
     def _totals(self) -> dict[str, Any]:
         depths = list(zip(self._tries, self._accepts, strict=True))
@@ -132,23 +155,29 @@ class Live:
           state: of the server: `state`, `error`, and `outstanding`, samples that have not ended.
         """
         known, more = -1, {"about": self._about}
+        if not self._now:
+            self.tick()
         while True:
-            said = state()
+            said, ticked = state(), self._ticked
             fresh = [tick for tick in self._ticks if tick["n"] > known]
             known = self._number
-            yield f"data: {json.dumps({**more, **said, **self._now(), 'ticks': fresh})}\n\n"
+            yield f"data: {json.dumps({**more, **said, **self._now, 'ticks': fresh})}\n\n"
             if said["state"] == "draining" and not said["outstanding"]:
                 return  # the server waits for those who watch, too
             more = {}
-            await asyncio.sleep(TICK)
+            await ticked.wait()
 
-    def _now(self) -> dict[str, Any]:
-        seen, totals = self._metrics.snapshot, self._totals()
-        depths = totals.pop("depths")
-        earlier = self._depths[0] if self._depths else [(0, 0)] * len(depths)
-        recent = [(a - c, b - d) for (a, b), (c, d) in zip(depths, earlier, strict=True)]
+    def _stand(
+        self, now: float, seen: Snapshot, replicas: list[dict], totals: dict[str, Any]
+    ) -> dict[str, Any]:
+        depths, gains = totals["depths"], None
+        recent = [(a - c, b - d) for (a, b), (c, d) in zip(depths, self._depths[0], strict=True)]
+        if self._gains is not None:
+            found, asked, plain = self._gains
+            ago = None if plain is None else round(now - plain, 1)
+            gains = {**found, "age": round(now - asked, 1), "plain_age": ago}
         return {
-            "uptime": round(time.monotonic() - self._began, 1),
+            "uptime": round(now - self._began, 1),
             "running": seen.running,
             "waiting": seen.waiting,
             "pages_used": seen.pages_used,
@@ -157,10 +186,10 @@ class Live:
             "preemptions": seen.preemptions,
             "version": seen.version,
             "alarms": list(seen.alarms),
-            "totals": totals,
+            "totals": {name: value for name, value in totals.items() if name != "depths"},
             "depths": {"recent": recent, "all": depths},
-            "gains": self._gains,
-            "replicas": self._replicas if seen.running else [],
+            "gains": gains,
+            "replicas": replicas,
         }
 
 
@@ -192,3 +221,31 @@ def _picture(engine: Engine) -> dict[str, Any]:
         for slot, sequence in sorted(engine.scheduler.running.items())
     ]
     return {"strategy": strategy, "bucket": bucket, "lanes": lanes}
+
+
+def _costs(controller: Controller) -> CostTable | None:
+    """What a controller, or the one behind a gate, knows of costs; None: it measures none."""
+    return getattr(getattr(controller, "inner", controller), "costs", None)
+
+
+def _estimate(engine: Engine, size: int) -> dict[str, Any] | None:
+    """What the controller makes of batches of a compiled size; None: it has not measured them.
+
+    Returns:
+      `size`, and of each strategy that was measured there:
+      ratios: its speed over plain decoding's. costs: seconds of a round over those of a plain one.
+      chunks: that confirm its cost; 0: it was calibrated at the start and has not run since.
+      slack: by what share plain decoding may well be cheaper than it is taken to be.
+    """
+    controller, costs = engine.controller, _costs(engine.controller)
+    ratios = controller.gains(size)
+    if costs is None or not ratios.keys() - {OFF}:
+        return None
+    plain = costs.seconds(OFF, size)
+    return {
+        "size": size,
+        "ratios": ratios,
+        "costs": {name: costs.seconds(name, size) / plain for name in ratios},
+        "chunks": {name: round(costs.chunks(name, size)) for name in ratios},
+        "slack": costs.slack(OFF, size),
+    }

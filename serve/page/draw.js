@@ -12,20 +12,17 @@ function drawAll(live) {
 
 // --- tiles ---------------------------------------------------------------------------------------
 
-/** A line over the last minute; null leaves a gap. */
+/** A line over what is there of the last minute; null leaves a gap. */
 function spark(svg, values, most) {
-  const top = Math.max(most, 1e-9);
-  const points = values.map((v, i) => v === null ? null
-    : `${TICKS - values.length + i} ${(39 - 37 * Math.min(v / top, 1)).toFixed(1)}`);
-  let line = "", under = "", start = null;
-  points.forEach((point, i) => {
-    if (point === null) return;
-    const x = point.split(" ")[0];
-    if (start === null) start = x;
-    line += `${line && points[i - 1] !== null ? "L" : "M"}${point}`;
-    under += `${points[i - 1] == null ? `M${x} 40` : ""}L${point}`;
-    if (points[i + 1] == null) under += `L${x} 40`;
+  const top = Math.max(most, 1e-9), y = (v) => (39 - 37 * Math.min(v / top, 1)).toFixed(1);
+  let line = "", under = "";
+  values.forEach((v, i) => {
+    if (v === null) return;
+    const begins = values[i - 1] == null, point = `${i} ${y(v)}`;
+    line += `${begins ? "M" : "L"}${point}`;
+    under += `${begins ? `M${i} 40` : ""}L${point}${values[i + 1] == null ? `L${i} 40` : ""}`;
   });
+  svg.setAttribute("viewBox", `0 0 ${Math.max(values.length - 1, 1)} 40`);
   draw(svg, [["path", {d: under, class: "under"}], ["path", {d: line}]]);
 }
 
@@ -42,32 +39,28 @@ function moving(ticks, of) {
 }
 
 function drawTiles(live) {
-  const {ticks} = live;
+  const ticks = sinceFirst(live.ticks);
   const of = (some, name) => sum(some.map((tick) => tick[name]));
   const speeds = moving(ticks, (some) => of(some, "tokens") / of(some, "seconds"));
-  const fastest = Math.max(0, ...speeds);
   tile("tile-speed", fixed(speeds.at(-1) ?? 0),
-    `${fixed(live.totals.tokens)} tokens since the start; at most ${fixed(fastest)}/s in the last `
-    + "minute",
-    speeds, fastest);
+    `mean of 2 s; ${fixed(live.totals.tokens)} tokens since the start`,
+    speeds, Math.max(0, ...speeds));
 
   const lengths = moving(ticks, (some) => {
     const rounds = of(some, "drafting");
     return rounds ? of(some, "drafting_tokens") / rounds : null;
   });
-  const {drafting, drafting_tokens: draftingTokens} = live.totals;
   const now = lengths.at(-1) ?? null;
-  const all = drafting ? `${fixed(draftingTokens / drafting, 2)} since the start; ` : "";
   tile("tile-accept", now === null ? "–" : fixed(now, 2),
-    `${all}bonus included, of rounds that draft`
-    + (now === null ? ", of which there are none now" : ""),
+    "mean of 2 s, of rounds that draft, bonus included"
+    + (now === null ? "; there are none now" : ""),
     lengths, 1 + Math.max(...Object.values(live.about.strategies).map((s) => s.steps)));
 
-  const slots = sum(live.about.slots), there = ticks.map((t) => t.running + t.waiting);
+  const slots = sum(live.about.slots);
   tile("tile-queue", fixed(live.running),
     `in ${count(slots, "slot")}; ${live.waiting ? fixed(live.waiting) : "nobody"} `
-    + `${live.waiting > 1 ? "wait" : "waits"} in the queue`,
-    there, Math.max(slots, ...there));
+    + `${live.waiting > 1 ? "wait" : "waits"} in the queue, which the curve leaves out`,
+    ticks.map((t) => t.running), slots);
   tile("tile-pages", fixed(live.pages_used),
     `of ${fixed(live.pages)}; ${count(live.preemptions, "sample")} had to make room so far`,
     ticks.map((t) => t.pages), live.pages);
@@ -96,7 +89,7 @@ function buildLanes(about) {
       const parts = ["draft", "bonus", "plain"].map((name) => make("i", name));
       track.append(...parts);
       lane.append(make("span", "slot", String(slot)), track, make("span", "count"));
-      return {lane, track, parts, number: lane.lastChild, ticket: null};
+      return {lane, track, parts, number: lane.lastChild};
     });
     grid.append(...lanes.map(({lane}) => lane));
     grid.setAttribute("role", "img");
@@ -109,14 +102,9 @@ function buildLanes(about) {
 /** One slot: a lane as long as its sample may become beside the others, or none. */
 function fill(view, lane, longest) {
   view.lane.classList.toggle("idle", lane === undefined);
-  if (lane === undefined) {
-    view.ticket = null;
-    return;
-  }
-  const [, ticket, ...rest] = lane;
-  const came = rest.slice(0, 3), most = rest[3];
-  view.lane.classList.toggle("fresh", ticket !== view.ticket); // another sample: no gliding back
-  view.ticket = ticket;
+  if (lane === undefined) return;
+  view.lane.classList.add("used");
+  const came = lane.slice(2, 5), most = lane[5];
   view.track.style.width = `${100 * most / longest}%`;
   view.parts.forEach((part, i) => { part.style.width = `${100 * came[i] / most}%`; });
   say(view.number, `${sum(came)} / ${most}`);
@@ -137,7 +125,7 @@ function drawLanes(live) {
     view.lanes.forEach((lane, slot) => fill(lane, by.get(slot), longest));
     const slots = view.lanes.length;
     const how = live.about.strategies[strategy]?.drafted
-      ? `drafting by ${strategy}` : "decoding plainly";
+      ? `drafting ${named(live.about, strategy)}` : "decoding plainly";
     const said = lanes.length
       ? `${lanes.length} of ${count(slots, "slot")} busy; the last chunk ran as a batch of `
         + `${bucket}, ${how}.`
@@ -153,8 +141,11 @@ function drawDepths(live) {
   const now = live.depths.recent.some(([tries]) => tries > 0);
   const rows = (now ? live.depths.recent : live.depths.all).filter(([tries]) => tries > 0);
   const when = now ? "in the last minute" : "since the server started";
+  const tried = rows.map(([tries]) => tries);
+  const fewer = tried.some((tries) => tries < tried[0]);
   say($("depths-note"), rows.length
-    ? `Of the rounds that drafted so deep, those whose draft was accepted there, ${when}.`
+    ? "How often all drafts up to this depth were accepted, of the rounds that drafted so deep "
+      + `${when}.${fewer ? " Some drafted less deep." : ""}`
     : "Nothing was drafted yet.");
   $("depths").replaceChildren(...rows.map(([tries, accepts], i) => {
     const row = make("li"), bar = make("span", "bar"), part = make("i");
@@ -164,6 +155,9 @@ function drawDepths(live) {
     text.append(make("b", "", percent(accepts / tries)), " ",
       make("span", "count", `${fixed(accepts)} of ${fixed(tries)}`));
     row.append(make("span", "", `depth ${i + 1}`), bar, text);
+    row.title = `Of ${count(tried[0], "round")} that drafted, ${fixed(tries)} did so at least `
+      + `${i + 1} deep; in ${fixed(accepts)} of those `
+      + `${i ? `the first ${i + 1} drafts were` : "the first draft was"} accepted.`;
     return row;
   }));
 }
@@ -178,11 +172,11 @@ function colour(about, name) {
 }
 
 function drawStrategies(live) {
-  const {about, ticks} = live;
+  const {about} = live, ticks = sinceFirst(live.ticks);
   const slots = sum(about.slots), areas = {}, strips = {};
   let line = "";
-  ticks.forEach((tick, i) => {
-    const x = TICKS - ticks.length + i, rounds = sum(Object.values(tick.by));
+  ticks.forEach((tick, x) => {
+    const rounds = sum(Object.values(tick.by));
     const height = 100 * Math.min(tick.bucket / slots, 1);
     let below = 0;
     for (const name of Object.keys(about.strategies)) {
@@ -195,34 +189,51 @@ function drawStrategies(live) {
       below += share;
     }
     const y = (100 - 100 * Math.min(tick.running / slots, 1)).toFixed(1);
-    line += `${i ? "L" : "M"}${x} ${y}H${x + 1}`;
+    line += `${x ? "L" : "M"}${x} ${y}H${x + 1}`;
   });
   const paths = (found) => Object.entries(found).map(([name, d]) =>
     ["path", {d, class: "area", "data-strategy": name}]);
-  draw($("batch"), [...paths(areas), ["path", {d: line, class: "line"}]]);
+  const wide = Math.max(ticks.length, 1), half = slots > 1 ? Math.ceil(slots / 2) : 0;
+  const level = 100 - 100 * half / slots;
+  draw($("batch"), [
+    ...paths(areas), ["path", {d: `M0 ${level}H${wide}`, class: "grid"}],
+    ["path", {d: line, class: "line halo"}], ["path", {d: line, class: "line"}],
+  ]);
   draw($("strip"), paths(strips));
+  $("batch").setAttribute("viewBox", `0 0 ${wide} 100`);
+  $("strip").setAttribute("viewBox", `0 0 ${wide} 10`);
   for (const node of document.querySelectorAll("path[data-strategy]")) {
     node.style.fill = colour(about, node.dataset.strategy);
   }
-  say($("all-slots"), ` (dashed: all ${slots})`);
-  legend(live);
+  axis([[slots, 0], ...(half ? [[half, level]] : []), [0, 100]]);
+  say($("chart-begin"), `${secondsOf(ticks)} s ago`);
+  legend(live, ticks);
 }
 
-function legend({about, ticks, running}) {
-  const {by} = totals(ticks), all = sum(Object.values(by));
+/** Numbers beside the chart, each [number, per cent from the top]. */
+function axis(marks) {
+  $("batch-axis").replaceChildren(...marks.map(([number, top]) => {
+    const mark = make("span", "", String(number));
+    mark.style.top = `${top}%`;
+    return mark;
+  }));
+}
+
+function legend({about, running}, ticks) {
+  const {by} = totals(ticks), all = sum(Object.values(by)), over = `last ${secondsOf(ticks)} s`;
   const names = Object.keys(about.strategies);
   const shares = names.map((name) => [name, all ? (by[name] ?? 0) / all : 0]);
   $("strategies").replaceChildren(...shares.map(([name, share]) => {
     const entry = make("span"), key = make("i");
     key.style.background = colour(about, name);
-    entry.append(key, ` ${name} ${all ? percent(share) : ""}`);
+    entry.append(key, ` ${named(about, name)} ${all ? percent(share) : ""}`);
     return entry;
-  }));
+  }), make("span", "note", all ? `of the rounds of the ${over}` : "no round yet"));
   const said = all
-    ? `Rounds of the last minute: ${shares.map(([n, s]) => `${n} ${percent(s)}`).join(", ")}.`
+    ? `Rounds of the ${over}: ${shares.map(([n, s]) => `${n} ${percent(s)}`).join(", ")}.`
     : "No round in the last minute.";
   $("strip").setAttribute("aria-label", said);
   const most = Math.max(0, ...ticks.map((tick) => tick.running));
   $("batch").setAttribute("aria-label",
-    `Samples that ran in the last minute: at most ${most}, now ${running}.`);
+    `Samples that ran in the ${over}: at most ${most}, now ${running}.`);
 }

@@ -91,16 +91,18 @@ function show() {
   updateForm();
 }
 
-/** The sentences change at once when the state does, else now and then. */
+/** The sentences change at once when the state or the batch size does, else now and then. */
 function speak() {
   const busy = live.running > 0 ? "busy" : "idle";
-  const state = [live.state, live.about && busy, live.compared.length].join();
+  const sizes = live.about && [busy, ...sizesNow(live), live.gains?.size];
+  const state = [live.state, sizes, live.compared.length].join();
   const now = performance.now();
   if (state === spokenState && now < spoken + SPEAK_EVERY) return;
   if (!live.about && live.state === "ok") return;
   [spoken, spokenState] = [now, state];
-  const [verdict, headline, sentences] = inWords(live);
+  const [verdict, headline, sentences, evidence] = inWords(live);
   say($("verdict"), headline);
   $("verdict").dataset.verdict = verdict;
   say($("words"), sentences);
+  say($("evidence"), evidence ?? "");
 }

@@ -40,14 +40,15 @@ const fresh = () => new TextDecoder("utf-8", {ignoreBOM: true});
 
 /** A column to be filled. */
 function column(title) {
-  const box = make("section", "answer"), track = make("div", "track"), bar = make("i");
+  const box = make("section", "answer"), track = make("div", "track");
+  const bars = [make("i", "wait"), make("i")]; // until the first tokens, and after them
   const time = make("p", "time"), note = make("p", "note"), tokens = make("p", "tokens");
   box.append(make("h3", "", title), time, track, note, tokens);
-  track.append(bar);
+  track.append(...bars);
   tokens.tabIndex = 0;
   tokens.setAttribute("role", "region");
   tokens.setAttribute("aria-label", `Answer ${title.toLowerCase()}`);
-  return {box, bar, time, note, tokens, spans: [], decoder: fresh()};
+  return {box, bars, time, note, tokens, spans: [], decoder: fresh()};
 }
 
 /** What a token adds to the text; some are spelt as bytes, since they are parts of characters. */
@@ -74,7 +75,7 @@ function append(view, texts, origins, ids) {
 /** Runs a request into a column. Returns its token ids, seconds, and what speculation did. */
 async function answer(view, body, signal) {
   const began = performance.now();
-  const found = {ids: [], origins: [], details: null, first: null, seconds: 0};
+  const found = {ids: [], origins: [], details: null, first: null, atOnce: 0, seconds: 0};
   const response = await fetch("v1/completions", {
     method: "POST", headers: headers(), body: JSON.stringify(body), signal,
   });
@@ -86,13 +87,15 @@ async function answer(view, body, signal) {
     const [choice] = event.choices;
     const ids = choice.token_ids ?? [], {origins, ...details} = choice.spec_details;
     found.seconds = (performance.now() - began) / 1000;
-    if (ids.length) found.first ??= found.seconds;
+    if (ids.length && found.first === null) {
+      [found.first, found.atOnce] = [found.seconds, ids.length];
+    }
     found.ids.push(...ids);
     found.origins.push(...origins);
     append(view, choice.logprobs?.tokens ?? [], origins, ids);
     if (choice.finish_reason) found.details = details;
     const speed = fixed(found.ids.length / found.seconds);
-    say(view.time, `${fixed(found.seconds, 2)} s · ${speed} tokens/s`);
+    say(view.time, `${fixed(found.seconds, 2)} s · ${speed} tokens/s in all`);
   }
   if (!found.details) throw new Error("The answer broke off.");
   say(view.note, summary(found));
@@ -107,13 +110,22 @@ async function reason(response) {
   }
 }
 
-function summary({ids, origins, details, first}) {
+/** Tokens per second after those that came first; null where all came at once. */
+function speedAfter({ids, first, atOnce, seconds}) {
+  return ids.length > atOnce && seconds > first ? (ids.length - atOnce) / (seconds - first) : null;
+}
+
+function summary(found) {
+  const {ids, origins, details, first, atOnce, seconds} = found, after = speedAfter(found);
   const of = (name) => origins.filter((origin) => origin === name).length;
   const parts = ["draft", "bonus", "plain"].filter(of).map((name) => `${of(name)} ${name}`);
   const rounds = details.rounds
-    ? `; ${count(details.rounds, "round")}, accept length ${fixed(details.accept_length, 2)}` : "";
-  const all = `${count(ids.length, "token")}: ${parts.join(", ")}`;
-  return `${all}${rounds}; the first after ${fixed(1000 * first)} ms`;
+    ? `; ${count(details.rounds, "round")} of ${fixed(details.accept_length, 2)} tokens` : "";
+  const rest = after === null ? ""
+    : `, the other ${fixed(ids.length - atOnce)} in ${fixed(seconds - first, 2)} s: `
+      + `${fixed(after)} tokens/s`;
+  return `The first ${count(atOnce, "token")} after ${fixed(1000 * first)} ms${rest}. `
+    + `${count(ids.length, "token")}: ${parts.join(", ")}${rounds}.`;
 }
 
 // --- side by side --------------------------------------------------------------------------------
@@ -164,32 +176,57 @@ function showSame(views, drafted, plain) {
     + `differs. ${why}`);
 }
 
-/** Says how the times compare, or why they do not. */
-function showRatio(views, drafted, plain) {
-  const longest = Math.max(drafted.seconds, plain.seconds);
-  [drafted, plain].forEach((found, i) => {
-    views[i].bar.style.width = `${100 * found.seconds / longest}%`;
-  });
-  const [a, b] = [drafted, plain].map((found) => fixed(found.seconds, 2));
-  const took = `With speculation ${a} s, without ${b} s`;
-  const ratio = plain.seconds / drafted.seconds;
+/** Why the times of two answers say nothing of speculation; empty: they do. */
+function doubtOf(drafted, plain) {
+  if (!drafted.clean || !plain.clean) return "the server did not say what else it did meanwhile";
+  if (drafted.built || plain.built) return "programs were compiled meanwhile";
+  if (drafted.others || plain.others) return "other samples ran at the same time";
   const drafts = plain.ran.filter((name) => live.about.strategies[name]?.drafted);
-  let doubt = "";
-  if (!drafted.clean || !plain.clean) doubt = "the server did not say what else it did meanwhile";
-  else if (drafted.built || plain.built) doubt = "programs were compiled meanwhile";
-  else if (drafted.others || plain.others) doubt = "other samples ran at the same time";
-  else if (drafts.length) {
-    doubt = `this server has no program for plain decoding, and the run without speculation went `
+  if (drafts.length) {
+    return "this server has no program for plain decoding, and the run without speculation went "
       + `through that of ${drafts.join(", ")}, which costs more (list off in `
       + "speculation.strategies)";
-  } else if (difference(drafted.ids, plain.ids) !== null) doubt = "the answers differ";
+  }
+  return difference(drafted.ids, plain.ids) === null ? "" : "the answers differ";
+}
+
+/** Says how the times compare, or why they do not.
+ *
+ * what: was asked, for those that ask it again. first: who ran first.
+ */
+function showRatio(views, drafted, plain, what, first) {
+  const longest = Math.max(drafted.seconds, plain.seconds);
+  [drafted, plain].forEach((found, i) => {
+    const waited = found.first ?? found.seconds, [wait, rest] = views[i].bars;
+    wait.style.width = `${100 * waited / longest}%`;
+    rest.style.width = `${100 * (found.seconds - waited) / longest}%`;
+  });
+  const [a, b] = [drafted, plain].map((found) => fixed(found.seconds, 2));
+  const took = `With speculation ${a} s, without ${b} s`, doubt = doubtOf(drafted, plain);
   if (doubt) {
     say($("ratio"), `${took}. That says nothing about speculation, for ${doubt}.`);
     return;
   }
-  live.compared.push({ratio, tokens: plain.ids.length, version: live.version});
-  say($("ratio"), `${took}: ${times(ratio)} as fast, measured in this browser, one after the `
-    + "other.");
+  const ratio = plain.seconds / drafted.seconds;
+  const speeds = [drafted, plain].map(speedAfter);
+  const after = speeds.includes(null) ? null : speeds[0] / speeds[1];
+  const {version} = live;
+  live.compared.push({ratio, after, what, first, tokens: plain.ids.length, version});
+  const then = after === null ? "" : ` After them: ${times(after)} as fast.`;
+  say($("ratio"), `${took}: ${times(ratio)} as fast, with the wait for the first tokens.${then} `
+    + `One run each, ${first} speculation first; the next press turns the order round.`);
+  showSpread(live.compared.filter((run) => run.version === version && run.what === what));
+}
+
+/** What several presses with the same prompt and settings came to. */
+function showSpread(runs) {
+  if (runs.length < 2) return;
+  const range = (values) => `${times(middleOf(values))} (${times(Math.min(...values))} to `
+    + `${times(Math.max(...values))})`;
+  const after = runs.map((run) => run.after).filter((value) => value !== null);
+  const then = after.length ? `; after the first tokens ${range(after)}` : "";
+  say($("spread"), `${fixed(runs.length)} pairs of runs of this prompt so far, median (least to `
+    + `most): in all ${range(runs.map((run) => run.ratio))}${then}.`);
 }
 
 async function sideBySide(body, signal) {
@@ -202,8 +239,9 @@ async function sideBySide(body, signal) {
     say($("try-status"), `Running ${i ? "without" : "with"} speculation, alone`);
     found[i] = await side(views[i], bodies[i], signal);
   }
+  const what = JSON.stringify([body.prompt, body.max_tokens, body.temperature]);
   showSame(views, ...found);
-  showRatio(views, ...found);
+  showRatio(views, ...found, what, order[0] ? "without" : "with");
 }
 
 async function alone(body, signal) {
@@ -216,7 +254,7 @@ async function alone(body, signal) {
 $("try").addEventListener("submit", async (event) => {
   event.preventDefault();
   if (leaving) return;
-  for (const id of ["try-error", "same", "ratio"]) say($(id), "");
+  for (const id of ["try-error", "same", "ratio", "spread"]) say($(id), "");
   leaving = new AbortController();
   updateForm();
   try {

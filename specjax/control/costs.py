@@ -150,6 +150,16 @@ class CostTable:
         entry = self._entry(name, self.index(batch_size))
         return self._rounds - (entry.seen_at if entry else 0)
 
+    @property
+    def rounds(self) -> int:
+        """Of all strategies, so far."""
+        return self._rounds
+
+    def chunks(self, name: str, batch_size: int) -> float:
+        """That confirm the cost; those before a lasting change count for little."""
+        entry = self._entry(name, self.index(batch_size))
+        return entry.count if entry else 0.0
+
     def slack(self, name: str, batch_size: int) -> float:
         """By what share the true cost may well be below the table's: drift and age add to it."""
         entry = self._entry(name, self.index(batch_size))

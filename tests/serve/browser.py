@@ -1,7 +1,9 @@
 """Headless Chromium, driven by selenium; neither is asked to fetch anything."""
 
 import contextlib
+import json
 import shutil
+import time
 
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -43,3 +45,63 @@ def browser(profile, width=900, height=1200, dark=False):
         yield driver
     finally:
         driver.quit()
+
+
+class Page:
+    """What a reader sees and does."""
+
+    def __init__(self, driver, url):
+        self.driver = driver
+        driver.get(url)
+
+    def do(self, script, *arguments):
+        return self.driver.execute_script(script, *arguments)
+
+    def text(self, selector):
+        return self.do("return document.querySelector(arguments[0]).innerText", selector)
+
+    def waits(self, script, seconds=60):
+        """Until a script returns something true; returns it."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if found := self.do(f"return {script}"):
+                return found
+            time.sleep(0.05)
+        seen = self.text("body")
+        raise AssertionError(f"never: {script}; the page says:\n{seen}")
+
+    def says(self, selector, text, seconds=60):
+        script = f"document.querySelector({selector!r}).innerText.includes({text!r})"
+        return self.waits(script, seconds)
+
+    def fill(self, **values):
+        for name, value in values.items():
+            self.do("document.getElementById(arguments[0]).value = arguments[1]", name, value)
+
+    def enter_key(self, key):
+        self.fill(key=key)
+        self.do("document.getElementById('key-form').requestSubmit()")
+
+    def ask(self, compare=False, **values):
+        """Sends a prompt; waits for the end."""
+        self.fill(**values)
+        self.do("document.getElementById('compare').checked = arguments[0]", compare)
+        self.do("document.getElementById('go').click()")
+        self.says("#try-status", "Done")
+
+    def origins(self, answer=0):
+        """How each token of an answer came, by its colour."""
+        script = """return [...document.querySelectorAll('.answer')[arguments[0]]
+            .querySelectorAll('.token')].map((token) => token.dataset.origin)"""
+        return self.do(script, answer)
+
+    def errors(self):
+        return [e["message"] for e in self.driver.get_log("browser") if e["level"] == "SEVERE"]
+
+    def requests(self):
+        """Where the page, or the browser for it, has sent requests."""
+        log = [
+            json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")
+        ]
+        sent = (event for event in log if event["method"] == "Network.requestWillBeSent")
+        return {event["params"]["request"]["url"] for event in sent}

@@ -1,7 +1,9 @@
 """One server; all its requests run one compiled chunk."""
 
 import logging
+import os
 
+import browser
 import pytest
 from serving import BATCH, MAX_LEN, WIDEST, config, served
 
@@ -16,6 +18,17 @@ def server(tiny_policy):
     llm.generate("1+1=", WIDEST)
     with served(cfg, llm) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    lacking = browser.missing()
+    if lacking and os.environ.get("SPECJAX_EXPECT_BROWSER") == "1":
+        pytest.fail(f"SPECJAX_EXPECT_BROWSER=1, and there is no {lacking}: install it")
+    if lacking:
+        pytest.skip(f"no {lacking}")
+    with browser.browser(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
 
 
 @pytest.fixture(scope="session")

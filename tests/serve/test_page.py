@@ -2,26 +2,26 @@
 
 import itertools
 import json
-import os
 import re
 import threading
 import time
 import tomllib
 from pathlib import Path
 
-import browser as chromium
 import httpx
 import pytest
+from browser import Page
 from prometheus_client.parser import text_string_to_metric_families
 from serving import ADMIN, BATCH, KEY, Server, config, served
 
 from serve.page import document
 from serve.settings import load_llm
 from specjax import SamplingParams
-from specjax.control import make_controller
+from specjax.control import CostTable, Goodput, Observation, make_controller
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT, SEED, TOKENS = "17+25+8=", 11, 60
+ASKED = {"prompt": PROMPT, "max-tokens": TOKENS, "seed": SEED}
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 
 
@@ -39,78 +39,6 @@ def server(tiny_policy):
     llm.engine.controller = make_controller("static", ("2_1_3",))
     with served(cfg, llm) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory):
-    lacking = chromium.missing()
-    if lacking and os.environ.get("SPECJAX_EXPECT_BROWSER") == "1":
-        pytest.fail(f"SPECJAX_EXPECT_BROWSER=1, and there is no {lacking}: install it")
-    if lacking:
-        pytest.skip(f"no {lacking}")
-    with chromium.browser(tmp_path_factory.mktemp("profile")) as driver:
-        yield driver
-
-
-class Page:
-    """What a reader sees and does."""
-
-    def __init__(self, driver, url):
-        self.driver = driver
-        driver.get(url)
-
-    def do(self, script, *arguments):
-        return self.driver.execute_script(script, *arguments)
-
-    def text(self, selector):
-        return self.do("return document.querySelector(arguments[0]).innerText", selector)
-
-    def waits(self, script, seconds=60):
-        """Until a script returns something true; returns it."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if found := self.do(f"return {script}"):
-                return found
-            time.sleep(0.05)
-        seen = self.text("body")
-        raise AssertionError(f"never: {script}; the page says:\n{seen}")
-
-    def says(self, selector, text, seconds=60):
-        script = f"document.querySelector({selector!r}).innerText.includes({text!r})"
-        return self.waits(script, seconds)
-
-    def fill(self, **values):
-        for name, value in values.items():
-            self.do("document.getElementById(arguments[0]).value = arguments[1]", name, value)
-
-    def enter_key(self, key):
-        self.fill(key=key)
-        self.do("document.getElementById('key-form').requestSubmit()")
-
-    def ask(self, compare=False):
-        """Sends the prompt; waits for the end."""
-        names = {"prompt": PROMPT, "max-tokens": TOKENS, "seed": SEED}
-        self.fill(**names)
-        self.do("document.getElementById('compare').checked = arguments[0]", compare)
-        self.do("document.getElementById('go').click()")
-        self.says("#try-status", "Done")
-
-    def origins(self, answer=0):
-        """How each token of an answer came, by its colour."""
-        script = """return [...document.querySelectorAll('.answer')[arguments[0]]
-            .querySelectorAll('.token')].map((token) => token.dataset.origin)"""
-        return self.do(script, answer)
-
-    def errors(self):
-        return [e["message"] for e in self.driver.get_log("browser") if e["level"] == "SEVERE"]
-
-    def requests(self):
-        """Where the page, or the browser for it, has sent requests."""
-        log = [
-            json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")
-        ]
-        sent = (event for event in log if event["method"] == "Network.requestWillBeSent")
-        return {event["params"]["request"]["url"] for event in sent}
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +68,7 @@ def test_the_page_loads_without_errors_and_asks_nobody_else(page: Page, server: 
 
 
 def test_a_prompt_is_answered_in_the_colours_of_its_origins(page: Page, server: Server):
-    page.ask()
+    page.ask(**ASKED)
     body = {"prompt": PROMPT, "max_tokens": TOKENS, "seed": SEED, "return_spec_details": True}
     answer = server.post("/v1/completions", key=KEY, json=body).json()
     [choice] = answer["choices"]
@@ -160,9 +88,10 @@ def test_a_prompt_is_answered_in_the_colours_of_its_origins(page: Page, server: 
 
 def test_side_by_side_the_tokens_are_the_same_and_times_are_compared(page: Page, server: Server):
     before = server.metrics()
-    page.do("live.compared = []")
-    page.ask(compare=True)
+    page.do("live.compared = []; turns = 0")
+    page.ask(compare=True, **ASKED)
     count = len(page.origins(0))
+    assert page.text("#spread") == "", "of one pair there is none"
     assert f"all {count} are equal" in page.text("#same")
     assert set(page.origins(0)) == {"draft", "bonus"} and page.origins(1) == ["plain"] * count
     ran = moved(server, before, 'rounds_total{bucket="1",strategy="off"}')
@@ -172,8 +101,32 @@ def test_side_by_side_the_tokens_are_the_same_and_times_are_compared(page: Page,
     assert found, said
     [run] = page.do("return live.compared")
     assert float(found[1]) == pytest.approx(run["ratio"], abs=0.06) and run["tokens"] == count
-    page.says("#words", "in the side-by-side run of this page", 20)
-    assert f"{found[1]}x as fast as plain decoding" in page.text("#words")
+    after = re.search(r"After them: ([\d.]+)x as fast", said)
+    assert float(after[1]) == pytest.approx(run["after"], abs=0.06), "without the wait"
+    assert "One run each, with speculation first" in said
+    waits = page.do(
+        "return [...document.querySelectorAll('.answer .track i.wait')]"
+        ".map((bar) => parseFloat(bar.style.width))"
+    )
+    assert all(0 < wait < 100 for wait in waits), "the wait for the first tokens has its own shade"
+    assert re.search(r"The first \d+ tokens? after \d+ ms, the other", page.text(".answer .note"))
+    page.says("#verdict", f"{found[1]}x as fast, one sample alone", 20)
+    assert f"{found[1]}x as fast as plain decoding, for one sample alone" in page.text("#words")
+    assert "one side-by-side run" in page.text("#evidence")
+
+
+def test_repeated_pairs_turn_their_order_round_and_show_their_spread(page: Page):
+    page.do("live.compared = []; turns = 0")
+    for _ in range(2):
+        page.ask(compare=True, **ASKED)
+    runs = page.do("return live.compared")
+    assert [run["first"] for run in runs] == ["with", "without"]
+    said, ratios = page.text("#spread"), sorted(run["ratio"] for run in runs)
+    assert said.startswith("2 pairs of runs of this prompt")
+    found = re.search(r"in all ([\d.]+)x \(([\d.]+)x to ([\d.]+)x\); after the first", said)
+    expected = [sum(ratios) / 2, *ratios]
+    assert [float(x) for x in found.groups()] == pytest.approx(expected, abs=0.06)
+    page.says("#evidence", "2 side-by-side runs", 20)
 
 
 def test_different_tokens_are_shown_and_no_time_is_claimed(page: Page):
@@ -198,7 +151,14 @@ def test_lanes_shrink_with_the_batch(page: Page, server: Server):
         window.timer = setInterval(() => window.seen.push([
             document.querySelectorAll('.lane:not(.idle)').length,
             Number(document.querySelector('.size.now')?.innerText ?? 0),
-            document.querySelector('.lane:not(.idle) .track i.draft')?.offsetWidth ?? 0]), 40)""")
+            document.querySelector('.lane:not(.idle) .track i.draft')?.offsetWidth ?? 0,
+            Math.max(0, ...[...document.querySelectorAll('.lane:not(.idle)')].map((lane) => {
+                const said = lane.querySelector('.count').innerText;
+                const [came, most] = said.split(' / ').map(Number);
+                const wide = (node) => node.getBoundingClientRect().width;
+                const bars = sum([...lane.querySelectorAll('.track i')].map(wide));
+                return Math.abs(bars / wide(lane.querySelector('.track')) - came / most);
+            }))]), 40)""")
 
     def ask(tokens):
         body = {"prompt": PROMPT, "max_tokens": tokens, "seed": tokens, "ignore_eos": True}
@@ -212,14 +172,17 @@ def test_lanes_shrink_with_the_batch(page: Page, server: Server):
             thread.join()
     page.waits("!document.querySelector('.lane:not(.idle)')")
     seen = page.do("clearInterval(window.timer); return window.seen")
-    assert max(lanes for lanes, _, _ in seen) == BATCH
-    whole = [size for _, size, _ in seen].index(BATCH)  # before that they were coming in
-    lanes, sizes = zip(*[(lanes, size) for lanes, size, _ in seen[whole:] if lanes], strict=True)
+    assert max(row[0] for row in seen) == BATCH
+    whole = [row[1] for row in seen].index(BATCH)  # before that they were coming in
+    lanes, sizes = zip(*[(lanes, size) for lanes, size, *_ in seen[whole:] if lanes], strict=True)
     assert list(lanes) == sorted(lanes, reverse=True) and lanes[-1] == 1
     assert list(dict.fromkeys(sizes)) == [4, 2, 1], "compiled sizes, the smaller the fewer run"
-    assert max(width for _, _, width in seen) > 3, "they fill as tokens come"
+    assert max(row[2] for row in seen) > 3, "they fill as tokens come"
+    assert max(row[3] for row in seen) < 0.01, "and never to another share than is written there"
+    ended = page.do("return document.querySelectorAll('.lane.idle.used').length")
+    assert ended == BATCH and "thin: its sample has ended" in page.text("#lane-legend")
     assert page.do("return document.querySelectorAll('#batch path[data-strategy]').length") >= 1
-    assert "2_1_3" in page.text("#strategies")
+    assert "2 deep, 1 branch (2_1_3)" in page.text("#strategies")
 
 
 def test_bars_are_what_the_counters_say(page: Page, server: Server):
@@ -238,51 +201,42 @@ def test_bars_are_what_the_counters_say(page: Page, server: Server):
     assert length == pytest.approx(1 + accepted / drafts)
 
 
-SENTENCES = {
-    "the controller measured it": (
-        {"gains": {"batch": 8, "ratios": {"4_1_5": 1.4, "off": 1.0}}},
-        "good", "Speculation helps: 1.40x", "controller's own measurements",
-    ),
-    "it is slower": (
-        {"gains": {"batch": 1, "ratios": {"4_1_5": 0.8, "off": 1.0}}},
-        "bad", "does not help: 0.80x", "0.80x as fast as plain decoding",
-    ),
-    "nobody measured": ({}, "unknown", "not known yet", "run a prompt side by side"),
-    "the controller decodes plainly": (
-        {"ticks": [{"by": {"off": 9}, "rounds": 9, "drafting": 0, "drafting_tokens": 0}],
-         "gains": {"batch": 8, "ratios": {"4_1_5": 0.9, "off": 1.0}}},
-        "unknown", "Nothing is drafted", "4_1_5 would make generation 0.90x as fast with 8 samples",
-    ),
-    "everybody opted out": (
-        {"ticks": [{"by": {"off": 9}, "rounds": 9, "drafting": 0, "drafting_tokens": 0}],
-         "replicas": [{"lanes": [[0, 1, 0, 0, 5, 60, False]]}]},
-        "unknown", "Nothing is drafted", "ask for plain decoding",
-    ),
-    "it has died": ({"state": "dead", "error": "no device"}, "bad", "died", "no device"),
-    "it was never on": (
-        {"about": {"strategies": {"off": {"steps": 0, "drafted": 0}}, "controller": None}},
-        "unknown", "Speculation is off", "one token per sample",
-    ),
-}  # fmt: skip
+@pytest.fixture
+def goodput(server: Server):
+    """The server's controller measures costs, and has seen that drafts are worth it."""
+    engine = server.llm.engine
+    before, costs = engine.controller, {"off": (0.1,) * 3, "2_1_3": (0.1,) * 3}
+    engine.controller = Goodput(("off", "2_1_3"), CostTable((1, 2, 4), costs))
+    for _ in range(4):
+        engine.controller.observe(Observation.of_rounds(1, "2_1_3", [[2]] * 16, seconds=1.6))
+    yield engine.controller
+    engine.controller = before
 
 
-@pytest.mark.parametrize("name", SENTENCES)
-def test_the_sentence_says_what_was_measured_and_no_more(page: Page, name):
-    changes, verdict, headline, words = SENTENCES[name]
-    strategies = {"off": {"steps": 0, "drafted": 0}, "4_1_5": {"steps": 4, "drafted": 4}}
-    tick = {"by": {"4_1_5": 9, "off": 1}, "rounds": 10, "drafting": 9, "drafting_tokens": 27}
-    state = {
-        "state": "ok", "running": 8, "replicas": [], "gains": None, "compared": [],
-        "about": {"strategies": strategies, "controller": "goodput"}, "ticks": [tick],
-        "totals": {"by": tick["by"]}, **changes,
-    }  # fmt: skip
-    for one in state["ticks"]:
-        one |= {"tokens": 30, "seconds": 0.25}
-    said = page.do("return inWords(arguments[0])", state)
-    assert said[0] == verdict and headline in said[1] and words in said[2], said
-    if verdict == "good":
-        assert "drafts 4 tokens per round (4_1_5), and each forward pass" in said[2]
-        assert "10% of the rounds drafted nothing" in said[2]
+def test_the_estimate_is_of_the_size_that_runs_and_says_what_it_is_made_of(
+    page: Page, server: Server, goodput: Goodput
+):
+    def ask(n):
+        body = {"prompt": PROMPT, "max_tokens": 84, "n": n, "ignore_eos": True}
+        server.post("/v1/completions", key=KEY, json=body)
+
+    for n, size in ((1, 1), (4, 4)):
+        thread = threading.Thread(target=ask, args=(n,))
+        with server.slowly(0.1):
+            thread.start()
+            page.waits(f"live.gains?.size === {size} && live.gains.age < 2")
+            page.says("#verdict", f"x as fast at size {size}")
+            thread.join()
+    found = page.do("return live.gains")
+    ratio, cost = found["ratios"]["2_1_3"], found["costs"]["2_1_3"]
+    assert ratio * cost == pytest.approx(goodput.acceptance.expected_tokens("2_1_3"), rel=0.2)
+    assert found["chunks"]["2_1_3"] >= 1 and 0 <= found["slack"] < 1
+    if found["chunks"]["off"]:
+        assert found["plain_age"] >= 0
+    else:
+        assert found["plain_age"] is None, "calibrated alone"
+    page.says("#verdict", "Nothing runs. Speculation")
+    assert " ago" in page.text("#verdict") and "as of" in page.text("#words"), "it is dated"
 
 
 def test_it_says_that_the_server_sleeps(page: Page, server: Server):
@@ -291,7 +245,7 @@ def test_it_says_that_the_server_sleeps(page: Page, server: Server):
     assert page.do("return document.getElementById('go').disabled")
     server.post("/wake")
     page.waits("live.state === 'ok'")
-    page.ask()
+    page.ask(**ASKED)
     assert set(page.origins()) == {"draft", "bonus"}
 
 
@@ -327,7 +281,7 @@ def test_the_live_stream_wants_the_key_and_forgets_who_leaves(server: Server):
     assert first["about"]["slots"] == [BATCH] and first["about"]["buckets"] == [1, 2, 4]
     assert first["about"]["strategies"]["2_1_3"] == {"steps": 2, "drafted": 2}
     assert first["about"]["strategies"]["off"] == {"steps": 0, "drafted": 0}
-    assert all("about" not in event and len(event["ticks"]) <= 2 for event in others)
+    assert all("about" not in event and 1 <= len(event["ticks"]) <= 2 for event in others)
     numbers = [tick["n"] for event in events for tick in event["ticks"]]
     assert numbers == sorted(set(numbers))
     for _ in range(200):
@@ -335,6 +289,32 @@ def test_the_live_stream_wants_the_key_and_forgets_who_leaves(server: Server):
             return
         time.sleep(0.05)
     raise AssertionError("it still believes that somebody watches")
+
+
+def test_all_that_an_event_says_is_of_one_moment(server: Server):
+    body = {"prompt": PROMPT, "max_tokens": 80, "n": 3, "ignore_eos": True}
+    ask = {"key": KEY, "json": body}
+    with (
+        server.slowly(0.1),
+        httpx.stream("GET", f"{server.url}/live", headers=HEADERS, timeout=60) as live,
+    ):
+        lines = (line for line in live.iter_lines() if line)
+        tokens = json.loads(next(lines).removeprefix("data: "))["totals"]["tokens"]
+        thread = threading.Thread(target=server.post, args=("/v1/completions",), kwargs=ask)
+        thread.start()
+        ran = 0
+        for line in lines:
+            event = json.loads(line.removeprefix("data: "))
+            tokens += sum(tick["tokens"] for tick in event["ticks"])
+            assert event["totals"]["tokens"] == tokens
+            assert event["running"] == event["ticks"][-1]["running"]
+            lanes = sum(len(replica["lanes"]) for replica in event["replicas"])
+            assert lanes == event["running"]
+            ran = max(ran, lanes)
+            if ran and not lanes:
+                break
+        thread.join()
+    assert ran == 3
 
 
 def test_the_document_is_whole_and_is_shipped():
