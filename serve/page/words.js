@@ -92,6 +92,9 @@ function estimated(live, name) {
     : ` At size ${now.join(", ")}, which runs now, it has not been measured.`;
   const plain = gains.plain_age === null ? "none since the server's calibration"
     : `${gains.chunks.off > 1 ? "the last " : ""}${ago(gains.plain_age)}`;
+  const drafting = gains.chunks[name]
+    ? `${count(gains.chunks[name], "chunk")} of rounds at size ${size} that drafted so`
+    : `its calibration at the start (no chunk at size ${size} drafted so since)`;
   const doubt = ratio - least < 0.02 ? ""
     : ` Should plain decoding have become cheaper meanwhile, it is at least ${times(least)}.`;
   return {
@@ -99,9 +102,8 @@ function estimated(live, name) {
     said: `Such a round takes ${cost}x as long as a plain one and brings ${tokens} tokens per `
       + `sample in place of 1. So it is ${tokens} / ${cost} = ${times(ratio)} as fast as plain `
       + `decoding, ${when}.${others}`,
-    evidence: `Estimated by the controller from ${count(gains.chunks[name], "chunk")} of rounds at `
-      + `size ${size} that drafted so and ${count(gains.chunks.off, "plain one")} (${plain}); the `
-      + `latest count most.${doubt}`,
+    evidence: `Estimated by the controller from ${drafting} and `
+      + `${count(gains.chunks.off, "plain one")} (${plain}); the latest count most.${doubt}`,
   };
 }
 
