@@ -66,6 +66,18 @@ def arguments(model: Path, out: Path, /, **changes) -> list[str]:
     return [f"{key}={value}" for key, value in settings.items()]
 
 
+def share_programs(trainer, known: dict[str, dict]) -> None:
+    """Gives the engine what an earlier one with the same settings has compiled.
+
+    Args:
+      known: programs by settings, those of this trainer from now on among them.
+    """
+    cfg = trainer.cfg
+    settings = str((trainer.model, cfg.rollout, cfg.dtype, cfg.mesh, cfg.draft.mode == "none"))
+    runner = trainer.engine.runner
+    runner.executables = known.setdefault(settings, runner.executables)
+
+
 def write_policy(path: Path, with_head: bool = True, **changes) -> Path:
     """A random policy (D 16, 2 layers) with BPE tokenizer and draft head, Hugging Face layout."""
     demonstrations = data.demonstrations(data.DataConfig(), "train")

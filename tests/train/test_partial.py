@@ -35,8 +35,13 @@ STEPS = 6
 PARTIAL = {**OVER, "rollout.partial": "true", "rollout.max_staleness": 2}
 
 
+PROGRAMS = {}  # of rollouts
+
+
 def make(model, out, /, **changes):
-    return rl.Trainer(parse_config(RLConfig, tiny_run.arguments(model, out, **changes))[0])
+    trainer = rl.Trainer(parse_config(RLConfig, tiny_run.arguments(model, out, **changes))[0])
+    tiny_run.share_programs(trainer, PROGRAMS)
+    return trainer
 
 
 def leaves(tree) -> list[np.ndarray]:

@@ -17,11 +17,14 @@ from train.log import read_metrics
 from train.policy import PolicyTrainer, sft_loss
 from train.schema import RLConfig
 
+PROGRAMS = {}  # of rollouts, which most runs have in common
+
 
 def train(model, out, steps=2, /, **changes):
     """(trainer, metrics of each step) of the program's own `Trainer`, without its files."""
     argv = tiny_run.arguments(model, out, **changes)
     trainer = rl.Trainer(parse_config(RLConfig, argv)[0])
+    tiny_run.share_programs(trainer, PROGRAMS)
     return trainer, [trainer.step() for _ in range(steps)]
 
 
