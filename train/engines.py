@@ -49,7 +49,7 @@ def build_engines(
     """One engine for each place, and one for evaluation on `mesh` if the run evaluates.
 
     Args:
-      places: of this process. With several processes evaluation, too, stays in one of them.
+      places: of this process. With several processes each evaluates on the first of these.
 
     Raises:
       ValueError: the settings do not fit together.

@@ -111,7 +111,7 @@ def copies_for(cfg: RLConfig, places: Sequence[jax.sharding.Mesh | None]) -> Cop
       places: see `train.engines.make_meshes`.
 
     Raises:
-      ValueError: some processes would have nothing to do, or a replica would lie in two.
+      ValueError: some processes would have nothing to do, or a part of several replicas.
     """
     if not distributed.is_several():
         return None
@@ -129,10 +129,11 @@ def _check_devices(cfg: RLConfig) -> None:
     job = f"{jax.process_count()} processes with {all_of_them} devices, {here} in each,"
     if here * jax.process_count() != all_of_them:
         raise ValueError(f"expected the same number of devices in each process, got {job} of them")
-    if here % roll.tp:
+    if here % roll.tp and roll.tp % here:
         raise ValueError(
-            f"rollout.tp={roll.tp}: a replica must have its devices in one process, and of {job} "
-            f"none has so many, or some would be left over; set rollout.tp to a divisor of {here}"
+            f"rollout.tp={roll.tp}: a replica must have a part of one process's devices, or all "
+            f"those of several, and there are {job} of which some would be left over; set "
+            f"rollout.tp to a divisor or a multiple of {here}"
         )
     if cfg.mesh.size != all_of_them:
         raise ValueError(
@@ -141,7 +142,7 @@ def _check_devices(cfg: RLConfig) -> None:
         )
     if roll.replicas * roll.tp != all_of_them:
         raise ValueError(
-            f"{job} all roll out, as replicas that each lie in one process: set "
+            f"{job} all roll out: rollout.replicas * rollout.tp must be {all_of_them}; set "
             f"rollout.replicas={all_of_them // roll.tp} with rollout.tp={roll.tp}, got "
             f"rollout.replicas={roll.replicas}"
         )
@@ -166,15 +167,16 @@ def as_one(
     return own if copies is None else Hosts(own, copies, judge)
 
 
-def everywhere(own: Sequence[Any]) -> list:
-    """What each replica of the job has, from what those of this process have."""
-    return [*itertools.chain(*distributed.gather(list(own), "replicas"))]
+def everywhere(own: Sequence[Engine], look: Callable[[Engine], Any]) -> list:
+    """What `look` gives for each replica of the job; `own` are those of this process."""
+    told = [look(engine) for engine in own if engine.runner.agreement.is_first]
+    return [*itertools.chain(*distributed.gather(told, "replicas"))]
 
 
 def control_metrics(engines: Sequence[Engine]) -> dict[str, float | str]:
     """What the controllers chose last; those of further replicas under their numbers."""
     metrics: dict[str, float | str] = {}
-    for replica, fields in enumerate(everywhere([e.controller.log_fields() for e in engines])):
+    for replica, fields in enumerate(everywhere(engines, lambda e: e.controller.log_fields())):
         prefix = f"control/replica_{replica}/" if replica else "control/"
         metrics |= {prefix + name: value for name, value in fields.items()}
     return metrics

@@ -184,11 +184,11 @@ class Trainer:
         if self.trace is not None:
             self.trace.begin(step)
         started = time.perf_counter()
-        before = sum(engine.preemptions for engine in self.engines)
+        before = {engine: engine.preemptions for engine in self.engines}
         self.last_rollout, kept, metrics = self.rollouts.collect(self.engine, step)
         metrics["time/rollout"] = time.perf_counter() - started
-        preempted = sum(engine.preemptions for engine in self.engines) - before
-        metrics["rollout/preemptions"] = float(sum(everywhere([preempted])))
+        preempted = everywhere(self.engines, lambda e: e.preemptions - before[e])
+        metrics["rollout/preemptions"] = float(sum(preempted))
         if self.engine.spec is not None:
             metrics |= control_metrics(self.engines)
         if self.trace is not None:
@@ -345,7 +345,7 @@ class Trainer:
         self, checkpoints: Checkpointer, heads: HeadCheckpoints | None = None, block: bool = False
     ) -> None:
         """Starts saving the whole state, and the head alone to `heads`; `block` waits for both."""
-        controllers = everywhere([e.controller.state() for e in self.engines])
+        controllers = everywhere(self.engines, lambda e: e.controller.state())
         meta = {
             "step": self.done_steps,
             "seed": self.cfg.seed,

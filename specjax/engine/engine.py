@@ -171,6 +171,7 @@ class Engine:
             costs, seconds = calibrate(self.loop, features[0])
             start_up = dataclasses.replace(start_up, calibration_seconds=seconds)
             self.controller.calibrated(costs)
+        self.runner.agreement.settle()
         self.runner.reset()
         log.info("%s", start_up)
         return start_up

@@ -1,19 +1,19 @@
 """The engines of several processes behind the interface of one.
 
-Every process runs replicas on its own devices and knows nothing of how the others run theirs. All
-of them make the same calls in the same order (a sample is added everywhere, and runs where it has
-its home), and now and then they tell each other how far their samples came. What `step`, `abort`
-and `emitted` answer is what was told last, so that it is the same everywhere, and whoever decides
-by it decides the same everywhere; the clock has a say in *when* something is told, in nothing else.
+Every process runs replicas on its own devices and knows nothing of how the others run theirs, but
+for processes that share a replica, whose host loops go in step (see `agreement`). All of them make
+the same calls in the same order (a sample is added everywhere, and runs where it has its home), and
+now and then they tell each other how far their samples came. What `step`, `abort` and `emitted`
+answer is what was told last, so that it is the same everywhere, and whoever decides by it decides
+the same everywhere; the clock has a say in *when* something is told, in nothing else.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as Several
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,18 @@ from specjax.reshard import Reshard, Unrelated, cast
 EXCHANGE = 1.0
 
 
+class Home(NamedTuple):
+    """Processes that run the same samples: one with replicas of its own, or all of one replica.
+
+    Attributes:
+      index: which one it is. count: how many there are. tells: this process speaks for it.
+    """
+
+    index: int
+    count: int
+    tells: bool
+
+
 class Copies:
     """Brings weights from the devices that train to the replicas of all processes.
 
@@ -45,27 +57,33 @@ class Copies:
         the devices of the training mesh.
 
     Attributes:
-      own: those of this process. before: how many there are of the processes before it.
+      own: those of this process. before: how many there are of the homes before its own. home: of
+        this process.
 
     Raises:
-      ValueError: a replica has devices in more than one process.
+      ValueError: a process has a part of one replica beside another, or none.
     """
 
     def __init__(self, places: Several[jax.sharding.Mesh]):
         grid = np.concatenate([place.devices for place in places])
         self.mesh = jax.sharding.Mesh(grid, places[0].axis_names)
-        process, homes = jax.process_index(), []
-        for replica, place in enumerate(places):
-            hosts = sorted({device.process_index for device in place.devices.flat})
-            if len(hosts) > 1:
+        hosts = [sorted({d.process_index for d in place.devices.flat}) for place in places]
+        for replica, here in enumerate(hosts):
+            both = [h for h in here if len(here) > 1 and sum(h in other for other in hosts) > 1]
+            if both:
                 raise ValueError(
-                    f"replica {replica} has devices in processes {hosts}, and who chooses its "
-                    "strategy must see all of them; use a smaller rollout.tp, or a mesh whose tp "
-                    "stays within a process"
+                    f"replica {replica} has devices in processes {here}, and those in {both} have "
+                    "devices of other replicas, too: a process waits for the others of one replica "
+                    "only. Make rollout.tp a multiple, or a divisor, of a process's devices"
                 )
-            homes += hosts
-        self.own = [p for p, home in zip(places, homes, strict=True) if home == process]
-        self.before = sum(home < process for home in homes)
+        process = jax.process_index()
+        mine = [r for r, here in enumerate(hosts) if process in here]
+        if not mine:
+            raise ValueError(f"process {process} has no device of any replica; use more replicas")
+        firsts = sorted({here[0] for here in hosts})
+        first = hosts[mine[0]][0]
+        self.own, self.before = [places[r] for r in mine], mine[0]
+        self.home = Home(firsts.index(first), len(firsts), tells=process == first)
         self._programs: dict[Any, Callable] = {}
 
     def __call__(self, tree: Params, dtype: str | None = None) -> list[Params]:
@@ -99,7 +117,7 @@ def _part(array: jax.Array, place: jax.sharding.Mesh) -> jax.Array:
     return jax.make_array_from_single_device_arrays(
         array.shape,
         jax.NamedSharding(place, array.sharding.spec),
-        [here[device] for device in place.devices.flat],
+        [here[device] for device in place.devices.flat if device in here],
     )
 
 
@@ -108,7 +126,7 @@ class _Known:
     """A sample that has not ended.
 
     Attributes:
-      home: the process that it runs in. sample: as far as all processes know it.
+      home: where it runs, see `Home`. sample: as far as all processes know it.
       own: its ticket in the own engine; None: it runs elsewhere.
     """
 
@@ -124,13 +142,15 @@ _NOTHING = SpecStats(rounds=0, drafted=0, accepted=0, histogram=())
 class Hosts:
     """One engine, made of those of all processes.
 
-    The samples of a prompt have one home: the process with the least to do when the first is added.
+    The samples of a prompt have one home: that with the least to do when the first is added. Where
+    a home has several processes, all of them run its samples step by step, and the first one tells
+    the other homes.
 
     Args:
       own: of this process; all have such a one, with equal settings.
       copies: brings the weights there.
       judge: asked about a sample that ended, where it ran; what it says comes with the event.
-      process, processes: which one this is, and of how many.
+      home: of this process; None: as `copies` found.
       tell: gives what each process has, see `distributed.gather`.
     """
 
@@ -139,13 +159,11 @@ class Hosts:
         own: Engine | Replicas,
         copies: Copies,
         judge: Callable[[Job, SampleOutput], Any] | None = None,
-        process: int | None = None,
-        processes: int | None = None,
+        home: Home | None = None,
         tell: Callable[[Any, str], list] = gather,
     ):
         self.own, self.copies, self._judge, self._tell = own, copies, judge, tell
-        self._process = jax.process_index() if process is None else process
-        self._processes = jax.process_count() if processes is None else processes
+        self._home = home or copies.home
         self.engines = own.engines if isinstance(own, Replicas) else (own,)
         self._tickets = 0
         self.clear()
@@ -210,7 +228,7 @@ class Hosts:
             if sent != arrived:
                 raise RuntimeError(
                     f"the {name}'s weights have checksum {sent:08x} where they are trained, and "
-                    f"{arrived:08x} on process {self._process}; expected the same. The copy "
+                    f"{arrived:08x} on process {jax.process_index()}; expected the same. The copy "
                     "between hosts is broken: do not trust what is generated"
                 )
         return placed
@@ -231,7 +249,7 @@ class Hosts:
         together[self._tickets] = None
         self._load[home] += 1
         self._running[self._tickets] = known = _Known(job, home, sample)
-        if home == self._process:
+        if home == self._home.index:
             known.own = self.own.add(job, progress)
             self._own_tickets[known.own] = self._tickets
         return self._tickets
@@ -272,7 +290,7 @@ class Hosts:
         """Drops everything that waits or runs; all processes do, or none."""
         self._running: dict[int, _Known] = {}  # by ticket
         self._prompts: dict[int, dict[int, None]] = {}  # prompt -> its tickets
-        self._load = [0] * self._processes  # samples by home
+        self._load = [0] * self._home.count  # samples by home
         self._own_tickets: dict[int, int] = {}  # of the own engine -> the ticket here
         self.own.clear()
 
@@ -282,14 +300,17 @@ class Hosts:
         Returns:
           the samples that ended, on any process: the same list everywhere.
         """
-        until, ended = time.perf_counter() + EXCHANGE, []
+        clock, ended = self.runner.agreement, []
+        until = clock.now + EXCHANGE
         while self.own.has_work:
             # Who was aborted may have ended before; then nobody asks any more.
             ended += [e for e in self.own.step() if e.ticket in self._own_tickets]
-            if time.perf_counter() >= until:
+            if clock.now >= until:
                 break
-        news = [self._ended(event) for event in ended]
-        news += self._came_further({event.ticket for event in ended})
+        news = []
+        if self._home.tells:
+            news += [self._ended(event) for event in ended]
+            news += self._came_further({event.ticket for event in ended})
         events = []
         for told in self._tell(news, "rollout"):
             for ticket, begin, sample, has_ended, verdict in told:

@@ -13,6 +13,7 @@ to the tokens when or where a sequence runs, by which strategy, or how often it 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -53,6 +54,7 @@ class Chunk:
       unseen: seconds in which nobody looked whether it is done, and it was done at their end.
       sure: tokens that each of its sequences emits at least, if it does not end.
       rounds: at most.
+      said: what the hosts of the replica had said when it was enqueued, see `Agreement`.
     """
 
     rows: list[Sequence | None]
@@ -63,6 +65,7 @@ class Chunk:
     after: float
     sure: int
     rounds: int
+    said: int
     by: float | None = None
     unseen: float | None = None
 
@@ -131,6 +134,7 @@ class Loop:
         self._turns = Turns(runner)
         self._cut_short = False  # whether the last chunk ended early, and others still ran
         self._ended: dict[int, None] = {}  # slots, the latest last
+        runner.agreement.clear()
 
     def expected(self, sequence: Sequence) -> float | None:
         """Length that a sample is expected to have, by those of its prompt."""
@@ -157,14 +161,15 @@ class Loop:
         """
         self._look()
         self._notice_what_is_done()
-        ahead = 1 if self._cut_short else IN_FLIGHT
+        agreement = self.runner.agreement
+        ahead = 1 if self._cut_short or agreement.one_by_one else IN_FLIGHT
         enqueued = len(self._in_flight) < ahead and self._schedule()
         if not enqueued and not self._in_flight:
             self._check_that_somebody_runs()
         if self.on_look is not None:
             self.on_look()
         full = len(self._in_flight) >= ahead or not enqueued
-        if self._in_flight and full and (wait or self.is_ready):
+        if self._in_flight and full and (wait or agreement.is_shared or self.is_ready):
             self._postprocess(self._in_flight.popleft())
         if not len(self.intake):
             self._in_flight.clear()  # nobody is left whom it could bring a token
@@ -177,6 +182,7 @@ class Loop:
         """Takes in all that was enqueued."""
         while self._in_flight:
             self._postprocess(self._in_flight.popleft())
+        self.runner.agreement.settle()
 
     def drop(self, sequence: Sequence) -> None:
         """Takes a sample out where it stands."""
@@ -296,8 +302,11 @@ class Loop:
         rows = alive + [None] * (bucket - len(alive))
         sure = 0 if leave_at else rounds
         self._in_flight.append(
-            Chunk(rows, result, strategy, self.version, mark, enqueued, sure, rounds)
-        )
+            Chunk(
+                rows, result, strategy, self.version, mark, enqueued, sure, rounds,
+                self.runner.agreement.said,
+            )
+        )  # fmt: skip
         return True
 
     def _leave_at(self, alive: int, strategy: str, features: Features, bucket: int) -> int:
@@ -316,7 +325,9 @@ class Loop:
 
     def _postprocess(self, chunk: Chunk) -> None:
         """Waits for a chunk, and takes in what it brought."""
+        self.runner.agreement.hear(chunk.said)  # or it may never end
         result, seconds = self._wait_for(chunk)
+        self.runner.agreement.hear()
         brought = Brought.of(result)
         self._cut_short = int(result.rounds) < chunk.rounds and RUNNING in brought.finish
         tree = self.runner.plans[chunk.strategy].tree
@@ -345,18 +356,18 @@ class Loop:
     def _tell_controller(self, chunk: Chunk, result: Result, drafts: bool, seconds: float) -> None:
         rounds, ran = int(result.rounds), [s for s in chunk.rows if s is not None]
         opted_out = [s for s in ran if not s.job.params.speculative] if drafts else []
-        self.controller.observe(
-            Observation(
-                batch_size=len(ran),
-                strategy=chunk.strategy,
-                accepted=result.report.accepted[:rounds],
-                seconds=seconds,
-                rounds=rounds,
-                bucket=len(chunk.rows),
-                catch_up=max(s.unread for s in ran) if drafts else 0,
-                opted_out=len(opted_out),
-            )
+        seen = functools.partial(
+            Observation,
+            batch_size=len(ran),
+            strategy=chunk.strategy,
+            accepted=result.report.accepted[:rounds],
+            rounds=rounds,
+            bucket=len(chunk.rows),
+            catch_up=max(s.unread for s in ran) if drafts else 0,
+            opted_out=len(opted_out),
         )
+        observe = self.controller.observe
+        self.runner.agreement.ask(seconds, lambda agreed: observe(seen(seconds=agreed)))
         for sequence in ran:
             sequence.unread = 0 if drafts else sequence.unread + rounds
 

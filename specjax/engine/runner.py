@@ -27,6 +27,7 @@ from specjax.decode.chunk import Result, run_chunk
 from specjax.decode.options import Features
 from specjax.decode.state import DecodeState, Room, empty_state, put_slots, take_slots
 from specjax.draft.source import DraftSource
+from specjax.engine.agreement import agreement_of
 from specjax.engine.checksum import Checksum, require_same
 from specjax.engine.pages import pages_for
 from specjax.engine.plans import make_plans, own_name
@@ -63,6 +64,7 @@ class Runner:
         empty and fills up buckets.
       mark: is ready when what was enqueued last is done; None if that was a chunk.
       checksums: of the weights held, `policy` and `draft`.
+      agreement: of the hosts that the mesh lies over.
       before_build: is called before a program is compiled, which takes seconds.
       build: makes what runs of a program, given its key, what lowers it, and which inputs it is
         donated.
@@ -120,6 +122,7 @@ class Runner:
         self.build: Callable = lambda key, lower, donate: lower().compile()
         self.before_build: Callable[[], None] = lambda: None
         self.moved = 0
+        self.agreement = agreement_of(mesh)
         self._mover = None if mesh is None else Mover(mesh)
         self._layout = None
 
@@ -276,8 +279,8 @@ class Runner:
             return state, tails, state.length[0]
 
         inputs = (self.params, self.head, self.state, self.tails, piece)
-        compiled = self._compiled(("prefill", piece.tokens.shape), program, inputs, (2, 3))
-        self.state, self.tails, self.mark = compiled(*inputs)
+        key = ("prefill", piece.tokens.shape)
+        self.state, self.tails, self.mark = self._run(key, program, inputs, (2, 3), piece)
 
     def place(self, new: Admission) -> None:
         """Starts sequences in slots; one executable per number of sequences."""
@@ -287,8 +290,8 @@ class Runner:
             return state, state.length[0]
 
         inputs = (self.state, self.tails, new)
-        compiled = self._compiled(("place", len(new.slots)), program, inputs, (0,))
-        self.state, self.mark = compiled(*inputs)
+        told = new._replace(tokens=None, options=None)  # many, and `words` stand for them
+        self.state, self.mark = self._run(("place", len(new.slots)), program, inputs, (0,), told)
 
     def chunk(
         self,
@@ -317,8 +320,7 @@ class Runner:
         )  # fmt: skip
         program = functools.partial(self._chunk_program, strategy, features)
         key = ("chunk", strategy, bucket, features)
-        compiled = self._compiled(key, program, inputs, (2,))
-        self.state, result = compiled(*inputs)
+        self.state, result = self._run(key, program, inputs, (2,), inputs[3:])
         self.mark = None
         return result
 
@@ -381,6 +383,13 @@ class Runner:
 
     def _shardings(self, tree):
         return None if self.mesh is None else sharding.state_shardings(self.mesh, tree)
+
+    def _run(self, key: tuple, program, inputs: tuple, donate: tuple[int, ...], told):
+        """Starts a program, see `_compiled`; `told`: inputs that the hosts must have alike."""
+        self.agreement.say(key, told)
+        outputs = self._compiled(key, program, inputs, donate)(*inputs)
+        self.agreement.finished(outputs)
+        return outputs
 
     def _compiled(self, key: tuple, program, inputs: tuple, donate: tuple[int, ...]):
         """The executable of a program whose output begins with its donated inputs, in order."""

@@ -161,7 +161,7 @@ def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
         jax.block_until_ready(runner.state)
         begin = time.perf_counter()
         count = _chunk(runner, strategy, features, bucket, rounds)
-        return time.perf_counter() - begin, count
+        return runner.agreement.agree(time.perf_counter() - begin), count
 
     for bucket in loop.buckets:
         rounds = dict.fromkeys(runner.plans, 1)

@@ -12,6 +12,8 @@ from tiny import prompts_of
 
 from specjax import LLM, EngineConfig, SamplingParams, SpecConfig
 from specjax.control import ControlConfig
+from specjax.distributed import DistributedError
+from specjax.engine.agreement import Agreement
 from specjax.engine.request import make_jobs
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
@@ -166,3 +168,86 @@ def test_a_step_returns_with_every_chunk_and_tells_who_has_nothing_to_do():
         engine.on_look = None
     assert len(looks) >= chunks > 1
     assert [1] in looks and looks[-1] == [0, 1] and [0] not in looks
+
+
+# --- hosts of one replica (real ones: tests/train/test_processes.py) ------------------------------
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """The first replica as if each of its two devices were another host's, and what those say.
+
+    Returns:
+      (its engine, function that sets what the other host makes of the rows that are exchanged)
+    """
+    engine = replicated().engine.engines[0]
+    devices = list(engine.runner.mesh.devices.flat)
+    agreement = Agreement(engine.runner.mesh, devices.index, me=0)
+    monkeypatch.setattr(agreement, "one_by_one", False)  # as on accelerators
+    monkeypatch.setattr(engine.runner, "agreement", agreement)
+
+    def other_says(change):
+        def exchange(rows, gather=agreement._gather):
+            rows = np.array(gather(rows))
+            change(rows[1])
+            return jax.device_put(rows)
+
+        monkeypatch.setattr(agreement, "_gather", exchange)
+
+    yield engine, other_says
+    engine.clear()
+
+
+def test_hosts_hear_what_a_chunk_took_when_the_next_is_there_and_wait_for_nothing(
+    shared, monkeypatch
+):
+    (engine, _), measured, told, ahead = shared, [], [], []
+    measure = engine.loop._wait_for
+
+    def noted(chunk):
+        result, seconds = measure(chunk)
+        measured.append(seconds)
+        ahead.append(len(engine.loop._in_flight))
+        return result, seconds
+
+    monkeypatch.setattr(engine.loop, "_wait_for", noted)
+    monkeypatch.setattr(
+        engine.controller, "observe", lambda seen: told.append((seen.seconds, len(measured)))
+    )
+    params = dataclasses.replace(PARAMS, max_tokens=50, n=2)
+    jobs = make_jobs(PROMPTS[0], params, ())
+    samples, _ = engine.generate(jobs)
+    expected, _ = plain().engine.generate(jobs)
+    assert [s.token_ids for s in samples] == [s.token_ids for s in expected]
+    assert 1 in ahead, "the next chunk was enqueued by then"
+    assert told[0][1] == 2
+    engine.loop.drain()
+    np.testing.assert_array_equal([seconds for seconds, _ in told], measured)
+
+
+def test_the_slowest_hosts_clock_counts_and_one_that_does_not_know_spoils_it(shared):
+    engine, other_says = shared
+    assert engine.runner.agreement.agree(2.0) == 2.0
+    for theirs, agreed in ((5.0, 5.0), (1.0, 2.0), (float("nan"), float("nan"))):
+        other_says(lambda row, theirs=theirs: row[-2:].put([0, 1], np.float64([theirs]).view("u4")))
+        np.testing.assert_equal(engine.runner.agreement.agree(2.0), agreed)
+
+
+def test_hosts_that_would_run_different_programs_end_before_they_wait_for_each_other(
+    shared, monkeypatch
+):
+    (engine, other_says), said, waited = shared, [], []
+    wait = engine.loop._wait_for
+    monkeypatch.setattr(
+        engine.loop, "_wait_for", lambda chunk: waited.append(chunk.said) or wait(chunk)
+    )
+
+    def strays(row):
+        said.append(row)
+        row[0] ^= len(said) == 4  # a prompt was read, two samples placed, and a chunk enqueued
+
+    other_says(strays)
+    params = dataclasses.replace(PARAMS, max_tokens=50)
+    with pytest.raises(DistributedError, match=r"process 0 runs \('chunk'.* where \[1\] run some"):
+        engine.generate(make_jobs(PROMPTS[0], params, ()))
+    assert waited == [3] and not engine.has_work

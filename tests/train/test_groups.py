@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specjax.engine import hosts
+from specjax.engine.agreement import Alone
 from specjax.engine.request import Finished, SampleOutput, SpecStats, Totals
 from specjax.engine.sequence import Progress
 from train.collect import Collection
@@ -42,7 +43,7 @@ class FakeEngine:
     """
 
     def __init__(self, speeds: random.Random, slots: int):
-        self.runner, self.version = SimpleNamespace(steps=1), 0
+        self.runner, self.version = SimpleNamespace(steps=1, agreement=Alone()), 0
         self._dice, self._slots = speeds, slots
         self._samples, self._tickets = {}, 0
         self.sampled = 0
@@ -217,8 +218,12 @@ class Meeting:
         self._all.abort()
 
 
-def run_on_hosts(world, rule, partial, seeds, slots):
-    """`run_steps` in as many processes as there are seeds; what each saw, judged and sampled."""
+def run_on_hosts(world, rule, partial, seeds, slots, sharing=1):
+    """`run_steps` in as many processes as there are seeds; what each saw, judged and sampled.
+
+    Args:
+      sharing: processes that share a replica, which have the same seed.
+    """
     meeting, judged = Meeting(len(seeds)), []
 
     def one(process):
@@ -227,8 +232,9 @@ def run_on_hosts(world, rule, partial, seeds, slots):
                 fake,
                 copies=None,
                 judge=lambda job, sample: judged.append((process, job.place, job.sample)),
-                process=process,
-                processes=len(seeds),
+                home=hosts.Home(
+                    process // sharing, len(seeds) // sharing, tells=process % sharing == 0
+                ),
                 tell=lambda news, place: meeting.tell(process, news),
             )
 
@@ -252,6 +258,18 @@ def test_every_host_selects_and_carries_what_one_engine_would(world, rule, parti
     assert seen == [expected] * len(seeds)
     complete = {place for step in expected for place in step[3]}
     assert complete <= {place for _, place, _ in judged}, "rewards are found where samples ran"
+
+
+@given(worlds(), rules(), st.lists(st.integers(1, 99), min_size=1, max_size=2))
+def test_hosts_that_share_a_replica_have_one_home_and_tell_and_judge_once(world, rule, seeds):
+    expected, _ = run_steps(world, rule, True, 0, 50)
+    twice = [seed for seed in seeds for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hosts, "EXCHANGE", 0.0)
+        seen, judged, sampled = run_on_hosts(world, rule, True, twice, slots=2, sharing=2)
+    assert seen == [expected] * len(twice)
+    assert {process % 2 for process, *_ in judged} <= {0}
+    assert sampled[::2] == sampled[1::2], "both run all samples"
 
 
 def test_hosts_share_the_work():

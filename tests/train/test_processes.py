@@ -1,5 +1,6 @@
 """`train.rl` on several real processes, which meet over loopback, is the run of one process."""
 
+import json
 import os
 import re
 import signal
@@ -38,18 +39,28 @@ CHANGES = {
 
 
 def start(
-    model, out, count, *flags, devices=1, slow=0.0, last=(), **changes
+    model,
+    out,
+    count,
+    *flags,
+    devices=1,
+    slow=0.0,
+    last=(),
+    module="train.rl",
+    env=(),
+    **changes,
 ) -> list[subprocess.Popen]:
     """`python -m train.rl` in each process of a job.
 
     Args:
-      last: arguments of the last process alone.
+      last: arguments of the last process alone. module: what runs in its place. env: variables.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "TINY_RUN_REWARD_SECONDS": str(slow)}
+    environment |= dict(env)
     forced = "--xla_force_host_platform_device_count"
     environment["XLA_FLAGS"] = re.sub(rf"{forced}=\d+", "", environment.get("XLA_FLAGS", ""))
     layout = {"mesh.data": count * devices, "rollout.replicas": count * devices}
@@ -57,7 +68,7 @@ def start(
     argv += [f"distributed.coordinator=127.0.0.1:{port}", f"distributed.num_processes={count}"]
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "train.rl", *argv, f"distributed.process_id={i}", *flags]
+            [sys.executable, "-m", module, *argv, f"distributed.process_id={i}", *flags]
             + (list(last) if i == count - 1 else []),
             env=environment,
             stdout=subprocess.PIPE,
@@ -147,13 +158,81 @@ def test_only_the_first_process_writes_and_prints(two):
     assert (out / "metrics.png").exists() and not list(out.parent.glob("run-*"))
 
 
+# --- one replica over several processes -----------------------------------------------------------
+
+# The controller decides by time, and in these processes time does not pass alike.
+SHARED = {
+    "steps": 3,
+    "mesh.data": 1,
+    "mesh.fsdp": 2,
+    "mesh.tp": 2,
+    "rollout.replicas": 1,
+    "rollout.tp": 4,
+    "rollout.strategy": "1_1_2",
+    "rollout.control.controller": "goodput",
+    "rollout.control.strategies": "[off,1_1_2]",
+    "rollout.chunk_tokens": 4,
+}
+
+
+def choices(out: Path, count: int) -> list[list[str]]:
+    return [json.loads((out / f"choices-{i}.json").read_text()) for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def sharing(tiny_policy, tmp_path_factory):
+    """A run of three steps on one replica of 2 x 2 devices in two processes."""
+    out = tmp_path_factory.mktemp("sharing") / "run"
+    finish(start(tiny_policy, out, 2, devices=2, module="uneven_hosts", **SHARED))
+    return out
+
+
+def test_processes_that_share_a_replica_choose_alike_and_learn_what_one_does(sharing, one):
+    assert [learned(r) for r in read_metrics(sharing)] == [learned(r) for r in one[1][:3]]
+    first, second = choices(sharing, 2)
+    assert first == second and {"off", "1_1_2"} == set(first)
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_where_two_shared_a_replica(sharing, tiny_policy, one):
+    changes = {**CHANGES, **SHARED, "mesh.fsdp": 1, "mesh.tp": 1, "rollout.tp": 1, "steps": 4}
+    rl.main([*tiny_run.arguments(tiny_policy, sharing, **changes), "--resume"])
+    assert [learned(r) for r in read_metrics(sharing)] == [learned(r) for r in one[1][:4]]
+
+
+@pytest.mark.slow
+def test_two_replicas_of_two_processes_each(tiny_policy, tmp_path, one):
+    out = tmp_path / "run"
+    layout = {"steps": 2, "rollout.replicas": 2, "rollout.tp": 2, "eval.problems": 3}
+    finish(start(tiny_policy, out, 4, module="uneven_hosts", **{**SHARED, **layout}))
+    records = [r for r in read_metrics(out) if r["step"]]
+    assert [learned(r) for r in records] == [learned(r) for r in one[1][:2]]
+    assert "eval/reward" in records[-1] and "control/replica_1/strategy" in records[-1]
+    assert "control/replica_2/strategy" not in records[-1], "one host tells of each replica"
+    chosen = choices(out, 4)
+    assert chosen[0] == chosen[1] and chosen[2] == chosen[3]
+
+
+@pytest.mark.slow
+def test_a_process_that_chooses_otherwise_ends_the_job_with_its_name(tiny_policy, tmp_path):
+    env = {"UNEVEN_HOSTS_DISOBEY": "1"}
+    job = start(
+        tiny_policy, tmp_path / "run", 2, devices=2, module="uneven_hosts", env=env, **SHARED
+    )
+    printed = outputs(job, 300)
+    assert [process.returncode for process in job] == [1, 1], printed
+    assert any("processes [0, 1] share a replica, and process" in said for said in printed)
+    assert any("run something else" in said for said in printed), printed
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"rollout.tp": 8}, "set rollout.tp to a divisor of 4"),
+        ({"rollout.tp": 6}, "set rollout.tp to a divisor or a multiple of 4"),
+        ({"rollout.tp": 8, "mesh.data": 8, "rollout.replicas": 2}, "must be 8; set rollout.repl"),
         ({"mesh.data": 4}, "the product of the axes of mesh must be 8, got 4"),
         ({"mesh.data": 8}, "set rollout.replicas=8 with rollout.tp=1, got rollout.replicas=1"),
         (

@@ -1,0 +1,53 @@
+"""`python -m uneven_hosts`: `train.rl` in a process whose clock says other things than its peers'.
+
+By turns plain decoding takes long, or drafting does; in every second process it is the other way
+round. What the controllers choose is noted in `out`, one file per process. The process whose number
+is in the environment as UNEVEN_HOSTS_DISOBEY soon runs what was not chosen.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+
+from specjax.control.base import OFF, Controller
+from specjax.engine import start_up
+from specjax.engine.loop import Loop
+from train import rl
+
+TURN = 8  # chunks after which a process finds dear what was cheap
+
+
+def main() -> None:
+    measure, select, choices, chunks = Loop._wait_for, Controller.select, [], [0]
+
+    def uneven(loop, chunk):
+        result, _ = measure(loop, chunk)
+        chunks[0] += 1
+        dear = (chunks[0] // TURN + jax.process_index()) % 2
+        return result, 1.0 if (chunk.strategy == OFF) == (dear == 0) else 1e-3
+
+    def noted(controller, batch_size):
+        name = select(controller, batch_size)
+        if os.environ.get("UNEVEN_HOSTS_DISOBEY") == str(jax.process_index()) and choices[8:]:
+            name = next(arm for arm in controller.arms if arm != choices[-1])
+        choices.append(name)
+        return name
+
+    Loop._wait_for, Controller.select = uneven, noted
+    start_up.time = SimpleNamespace(
+        perf_counter=lambda: time.perf_counter() * (1 + 9 * jax.process_index())
+    )
+    try:
+        rl.main()
+    finally:
+        out = next(Path(arg[4:]) for arg in sys.argv if arg.startswith("out="))
+        (out / f"choices-{jax.process_index()}.json").write_text(json.dumps(choices))
+
+
+if __name__ == "__main__":
+    main()
