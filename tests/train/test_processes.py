@@ -162,7 +162,7 @@ def test_only_the_first_process_writes_and_prints(two):
 
 # The controller decides by time, and in these processes time does not pass alike.
 SHARED = {
-    "steps": 3,
+    "steps": 1,
     "mesh.data": 1,
     "mesh.fsdp": 2,
     "mesh.tp": 2,
@@ -171,7 +171,7 @@ SHARED = {
     "rollout.strategy": "1_1_2",
     "rollout.control.controller": "goodput",
     "rollout.control.strategies": "[off,1_1_2]",
-    "rollout.chunk_tokens": 4,
+    "rollout.chunk_tokens": 10,
 }
 
 
@@ -179,25 +179,23 @@ def choices(out: Path, count: int) -> list[list[str]]:
     return [json.loads((out / f"choices-{i}.json").read_text()) for i in range(count)]
 
 
-@pytest.fixture(scope="module")
-def sharing(tiny_policy, tmp_path_factory):
-    """A run of three steps on one replica of 2 x 2 devices in two processes."""
-    out = tmp_path_factory.mktemp("sharing") / "run"
+def test_processes_that_share_a_replica_choose_alike_and_learn_what_one_does(
+    tiny_policy, tmp_path, one
+):
+    out = tmp_path / "run"
     finish(start(tiny_policy, out, 2, devices=2, module="uneven_hosts", **SHARED))
-    return out
-
-
-def test_processes_that_share_a_replica_choose_alike_and_learn_what_one_does(sharing, one):
-    assert [learned(r) for r in read_metrics(sharing)] == [learned(r) for r in one[1][:3]]
-    first, second = choices(sharing, 2)
+    assert [learned(r) for r in read_metrics(out)] == [learned(r) for r in one[1][:1]]
+    first, second = choices(out, 2)
     assert first == second and {"off", "1_1_2"} == set(first)
 
 
 @pytest.mark.slow
-def test_one_process_goes_on_where_two_shared_a_replica(sharing, tiny_policy, one):
+def test_one_process_goes_on_where_two_shared_a_replica(tiny_policy, tmp_path, one):
+    out, changes = tmp_path / "run", {**SHARED, "steps": 3}
+    finish(start(tiny_policy, out, 2, devices=2, module="uneven_hosts", **changes))
     changes = {**CHANGES, **SHARED, "mesh.fsdp": 1, "mesh.tp": 1, "rollout.tp": 1, "steps": 4}
-    rl.main([*tiny_run.arguments(tiny_policy, sharing, **changes), "--resume"])
-    assert [learned(r) for r in read_metrics(sharing)] == [learned(r) for r in one[1][:4]]
+    rl.main([*tiny_run.arguments(tiny_policy, out, **changes), "--resume"])
+    assert [learned(r) for r in read_metrics(out)] == [learned(r) for r in one[1][:4]]
 
 
 @pytest.mark.slow
