@@ -179,30 +179,31 @@ def choices(out: Path, count: int) -> list[list[str]]:
     return [json.loads((out / f"choices-{i}.json").read_text()) for i in range(count)]
 
 
+@pytest.mark.slow
 def test_processes_that_share_a_replica_choose_alike_and_learn_what_one_does(
-    tiny_policy, tmp_path, one
+    thin_policy, tmp_path, one
 ):
     out = tmp_path / "run"
-    finish(start(tiny_policy, out, 2, devices=2, module="uneven_hosts", **SHARED))
+    finish(start(thin_policy, out, 2, devices=2, module="uneven_hosts", **SHARED))
     assert [learned(r) for r in read_metrics(out)] == [learned(r) for r in one[1][:1]]
     first, second = choices(out, 2)
     assert first == second and {"off", "1_1_2"} == set(first)
 
 
 @pytest.mark.slow
-def test_one_process_goes_on_where_two_shared_a_replica(tiny_policy, tmp_path, one):
+def test_one_process_goes_on_where_two_shared_a_replica(thin_policy, tmp_path, one):
     out, changes = tmp_path / "run", {**SHARED, "steps": 3}
-    finish(start(tiny_policy, out, 2, devices=2, module="uneven_hosts", **changes))
+    finish(start(thin_policy, out, 2, devices=2, module="uneven_hosts", **changes))
     changes = {**CHANGES, **SHARED, "mesh.fsdp": 1, "mesh.tp": 1, "rollout.tp": 1, "steps": 4}
-    rl.main([*tiny_run.arguments(tiny_policy, out, **changes), "--resume"])
+    rl.main([*tiny_run.arguments(thin_policy, out, **changes), "--resume"])
     assert [learned(r) for r in read_metrics(out)] == [learned(r) for r in one[1][:4]]
 
 
 @pytest.mark.slow
-def test_two_replicas_of_two_processes_each(tiny_policy, tmp_path, one):
+def test_two_replicas_of_two_processes_each(thin_policy, tmp_path, one):
     out = tmp_path / "run"
     layout = {"steps": 2, "rollout.replicas": 2, "rollout.tp": 2, "eval.problems": 3}
-    finish(start(tiny_policy, out, 4, module="uneven_hosts", **{**SHARED, **layout}))
+    finish(start(thin_policy, out, 4, module="uneven_hosts", **{**SHARED, **layout}))
     records = [r for r in read_metrics(out) if r["step"]]
     assert [learned(r) for r in records] == [learned(r) for r in one[1][:2]]
     assert "eval/reward" in records[-1] and "control/replica_1/strategy" in records[-1]
@@ -212,10 +213,10 @@ def test_two_replicas_of_two_processes_each(tiny_policy, tmp_path, one):
 
 
 @pytest.mark.slow
-def test_a_process_that_chooses_otherwise_ends_the_job_with_its_name(tiny_policy, tmp_path):
+def test_a_process_that_chooses_otherwise_ends_the_job_with_its_name(thin_policy, tmp_path):
     env = {"UNEVEN_HOSTS_DISOBEY": "1"}
     job = start(
-        tiny_policy, tmp_path / "run", 2, devices=2, module="uneven_hosts", env=env, **SHARED
+        thin_policy, tmp_path / "run", 2, devices=2, module="uneven_hosts", env=env, **SHARED
     )
     printed = outputs(job, 300)
     assert [process.returncode for process in job] == [1, 1], printed
