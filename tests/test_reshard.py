@@ -10,7 +10,7 @@ from specjax import sharding
 from specjax.collectives import received
 from specjax.config import ModelConfig
 from specjax.engine.engine import Engine
-from specjax.engine.hosts import Copies
+from specjax.engine.hosts import Copies, Hosts
 from specjax.engine.replicas import Replicas
 from specjax.models.transformer import init_params
 from specjax.reshard import Reshard, Unrelated, bytes_missing, cast
@@ -96,13 +96,18 @@ def test_hosts_get_their_weights_by_the_same_program_where_tp_is_the_same():
         assert jax.tree.map(lambda x: x.sharding, here) == sharding.param_shardings(place, params)
         for new, old in zip(jax.tree.leaves(here), jax.tree.leaves(params), strict=True):
             np.testing.assert_array_equal(new, old.astype("bfloat16"))
-    [program] = copies._programs.values()
+    [(program, _)] = copies._programs.values()
     assert not program.excess(program.collectives)
     assert 0 < program.bytes_per_device < sum(program.shards.values())
+    cfg = TINY.replace(compute_dtype="bfloat16")
+    engines = Replicas([Engine(cfg, None, 1, 32, mesh=place) for place in copies.own])
+    Hosts(engines, copies, process=0, processes=1).set_params(placed)
+    assert [e.runner.moved for e in engines.engines] == [program.bytes_per_device] * 2
     other = Copies(sharding.replica_meshes(4, 2))  # each of 4 devices has a half of what 2 want
     for here in other(placed):
         for new, old in zip(jax.tree.leaves(here), jax.tree.leaves(params), strict=True):
             np.testing.assert_array_equal(new, old)
+    assert other.received > 0
 
 
 def test_replicas_get_their_weights_by_one_program_and_hold_them_where_they_arrived():

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import sharding
+from specjax.collectives import received
 from specjax.decode.options import Features
 from specjax.distributed import gather
 from specjax.engine.checksum import checksum
@@ -58,7 +59,7 @@ class Copies:
 
     Attributes:
       own: those of this process. before: how many there are of the homes before its own. home: of
-        this process.
+        this process. received: bytes that a device received for the last tree.
 
     Raises:
       ValueError: a process has a part of one replica beside another, or none.
@@ -84,7 +85,8 @@ class Copies:
         first = hosts[mine[0]][0]
         self.own, self.before = [places[r] for r in mine], mine[0]
         self.home = Home(firsts.index(first), len(firsts), tells=process == first)
-        self._programs: dict[Any, Callable] = {}
+        self.received = 0
+        self._programs: dict[Any, tuple[Callable, int]] = {}
 
     def __call__(self, tree: Params, dtype: str | None = None) -> list[Params]:
         """Weights anywhere on the job's devices -> the same on each replica of this process.
@@ -93,22 +95,29 @@ class Copies:
           dtype: that they are sent in; None: their own.
         """
         leaves, structure = jax.tree.flatten(tree)
+        self.received = 0
+        if not leaves:
+            return [tree for _ in self.own]
         key = structure, dtype, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
         if key not in self._programs:
             self._programs[key] = self._program(tree, dtype)
-        everywhere = self._programs[key](tree)
+        program, self.received = self._programs[key]
+        everywhere = program(tree)
         return [jax.tree.map(lambda a, p=place: _part(a, p), everywhere) for place in self.own]
 
-    def _program(self, tree: Params, dtype: str | None) -> Callable:
+    def _program(self, tree: Params, dtype: str | None) -> tuple[Callable, int]:
         """Makes copies, for training overwrites its own; without a byte too many if it trains with
-        the `tp` that replicas have."""
+        the `tp` that replicas have. And the bytes that it brings to a device."""
         try:
-            return Reshard(tree, self.mesh, dtype and cast(dtype))
+            program = Reshard(tree, self.mesh, dtype and cast(dtype))
+            return program, program.bytes_per_device
         except Unrelated:
-            return jax.jit(
+            copied = jax.jit(
                 lambda t: jax.tree.map(lambda a: jnp.array(a, dtype or a.dtype, copy=True), t),
                 out_shardings=sharding.param_shardings(self.mesh, tree),
             )
+            compiled = copied.lower(tree).compile()
+            return compiled, sum(c.received for c in received(compiled.as_text()))
 
 
 def _part(array: jax.Array, place: jax.sharding.Mesh) -> jax.Array:
@@ -216,9 +225,13 @@ class Hosts:
         """
         cfg = self.runner.cfg
         placed = self._copied("policy", params, cfg.tie_embeddings, cfg.compute_dtype)
-        heads = [None] * len(placed) if head is None else self._copied("draft", head, False)
+        heads, brought = [None] * len(placed), self.copies.received
+        if head is not None:
+            heads = self._copied("draft", head, False)
+            brought += self.copies.received
         for engine, here, draft in zip(self.engines, placed, heads, strict=False):
             engine.set_params(here, draft, running)
+            engine.runner.moved += brought
 
     def _copied(self, name: str, tree: Params, tied: bool, cast: str | None = None):
         placed = self.copies(tree, cast)

@@ -328,4 +328,5 @@ def test_hosts_of_several_devices_in_any_layout(thin_policy, tmp_path, one):
     finish(start(thin_policy, out, 2, "--resume", devices=2, **layout, **more | {"steps": 3}))
     records = [r for r in read_metrics(out) if r["step"]]
     assert [learned(r) for r in records] == [learned(r) for r in one[1][:3]]
+    assert all(r["sync/bytes_per_device"] > 0 for r in records)
     assert "eval/reward" in records[-1] and (out / "hf" / "config.json").exists()
