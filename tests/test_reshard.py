@@ -101,7 +101,7 @@ def test_hosts_get_their_weights_by_the_same_program_where_tp_is_the_same():
     assert 0 < program.bytes_per_device < sum(program.shards.values())
     cfg = TINY.replace(compute_dtype="bfloat16")
     engines = Replicas([Engine(cfg, None, 1, 32, mesh=place) for place in copies.own])
-    Hosts(engines, copies, process=0, processes=1).set_params(placed)
+    Hosts(engines, copies).set_params(placed)
     assert [e.runner.moved for e in engines.engines] == [program.bytes_per_device] * 2
     other = Copies(sharding.replica_meshes(4, 2))  # each of 4 devices has a half of what 2 want
     for here in other(placed):
