@@ -66,10 +66,9 @@ class Observation:
       seconds: of the whole chunk. Zero, negative or not finite: not known.
       tokens: emitted by the chunk, after cuts; by default accepted + 1 per slot and round.
       rounds: that ran; by default those in which a slot of `accepted` did.
-      bucket: slots that the program had that ran; by default as many as the batch.
-      catch_up: rows that the draft had to read before it could draft: tokens of plain decoding
+      catch_up: rows that the draft had not read when the chunk began: tokens of plain decoding
         since it last did, of the slot that had most.
-      opted_out: slots that ran without drafting in a chunk that drafts; -1 in `accepted`.
+      opted_out: slots that draft nothing whatever is chosen; -1 in `accepted` of what drafts.
     """
 
     batch_size: int
@@ -78,7 +77,6 @@ class Observation:
     seconds: float
     tokens: int | None = None
     rounds: int | None = None
-    bucket: int | None = None
     catch_up: int = 0
     opted_out: int = 0
 
@@ -98,8 +96,6 @@ class Observation:
             object.__setattr__(self, "tokens", int((accepted + 1).sum()))
         if self.rounds is None:
             object.__setattr__(self, "rounds", int((accepted >= 0).any(axis=1).sum()))
-        if self.bucket is None:
-            object.__setattr__(self, "bucket", self.batch_size)
 
     @classmethod
     def of_rounds(

@@ -111,8 +111,9 @@ class Goodput(Controller):
         self._best: dict[int, str] = {}
         self._credit = 0.0
         self._free_try = True
-        self._free_at, self._free_gap, self._again = 0, _FREE_EVERY, 0
-        self._behind = 0
+        self._free_at, self._free_gap = 0, _FREE_EVERY
+        self._repeats, self._again = False, 0
+        self._behind, self._drafting = 0, 1.0
         self._catch_up: dict[int, list[float]] = {}  # seconds per row, by bucket
         self._rounds = 0
         self._chunk_rounds = 16.0
@@ -123,9 +124,14 @@ class Goodput(Controller):
     def scores(self, batch_size: int) -> dict[str, float]:
         """Expected tokens per slot and second, by strategy."""
         return {
-            arm: self.acceptance.expected_tokens(arm) / self.costs.seconds(arm, batch_size)
+            arm: self._per_slot(self.acceptance.expected_tokens(arm))
+            / self.costs.seconds(arm, batch_size)
             for arm in self.arms
         }
+
+    def _per_slot(self, tokens: float) -> float:
+        """Of all slots, where those that draft bring so many."""
+        return 1 + self._drafting * (tokens - 1)
 
     def gains(self, batch_size: int) -> dict[str, float]:
         """Scores over plain decoding's, where no guess is in either."""
@@ -140,12 +146,13 @@ class Goodput(Controller):
     def weights_changed(self) -> None:
         """Keeps only a weak opinion of the head, and tries it soon, whatever the account says."""
         self.acceptance.forget()
-        self._free_try, self._again = True, 0
+        self._probe = None  # what it would tell is of the old ones
+        self._free_try, self._repeats, self._again = True, False, 0
 
     def calibrated(self, costs: CostTable) -> None:
         """Takes freshly measured costs for what was learned of them; acceptance is kept."""
         self.costs = CostTable.from_state(costs.state())
-        self._best, self._probe = {}, None
+        self._best, self._probe, self._catch_up = {}, None, {}
 
     def _choose(self, batch_size: int) -> str:
         scores = self.scores(batch_size)
@@ -175,7 +182,7 @@ class Goodput(Controller):
         for arm, score in scores.items():
             seconds = self.costs.seconds(arm, batch_size)
             cheaper = 1 / (1 - self.costs.slack(arm, batch_size))
-            hope = self.acceptance.hoped_tokens(arm) / seconds * cheaper
+            hope = self._per_slot(self.acceptance.hoped_tokens(arm)) / seconds * cheaper
             overdue = arm == OFF and self.costs.age(arm, batch_size) > _OVERDUE
             if arm == current or (hope <= least and not overdue):
                 continue
@@ -188,8 +195,8 @@ class Goodput(Controller):
             turns[arm] = arm if score * cheaper > least else self.acceptance.family(arm) or arm
         if not losses:
             return None
-        free = self._free_try and (not self._free_at or self._rounds >= self._free_at)
-        failed = free and bool(self._free_at) and current == OFF  # as far as the last one told
+        free = self._free_try and (self._repeats or self._rounds >= self._free_at)
+        failed = free and self._free_at > 0 and current == OFF  # as far as the last one told
         if failed and self._free_gap > _FREE_EVERY:  # and the one before: now at the least cost
             name = min(losses, key=losses.__getitem__)
         elif free:  # what may win most is drafted deepest, and tells of all shallower ones
@@ -202,8 +209,10 @@ class Goodput(Controller):
             return None
         self._tried_round = self._rounds
         if free:
-            self._free_gap = min(2 * self._free_gap, _FREE_RARELY) if failed else _FREE_EVERY
-            self._free_try, self._free_at = False, self._rounds + self._free_gap
+            if not self._repeats:
+                self._free_gap = min(2 * self._free_gap, _FREE_RARELY) if failed else _FREE_EVERY
+                self._free_at = self._rounds + self._free_gap
+            self._free_try = self._repeats = False
         charged = 0.0 if free else losses[name]
         self._credit -= charged
         enters = bool(self._behind) and name != OFF
@@ -226,11 +235,13 @@ class Goodput(Controller):
     def _learn(self, seen: Observation) -> None:
         rounds, known = seen.rounds, seen.seconds_per_round is not None
         self._rounds += rounds
-        self._behind = self._behind + rounds if seen.strategy == OFF else 0
-        caught_up = self._caught_up(seen) if seen.catch_up and known else 0.0
+        self._drafting = 1 - seen.opted_out / seen.batch_size
+        enters = bool(seen.catch_up) and seen.strategy != OFF
+        self._behind = seen.catch_up + rounds if seen.strategy == OFF else 0
+        caught_up = self._caught_up(seen) if enters and known else 0.0
         # What a chunk took in which the draft caught up does not say which of the two took it.
-        per_round = None if seen.catch_up else seen.seconds_per_round
-        self.costs.observe(seen.strategy, seen.bucket, per_round, rounds)
+        per_round = None if enters else seen.seconds_per_round
+        self.costs.observe(seen.strategy, seen.batch_size, per_round, rounds)
         self.acceptance.age(rounds)
         probed = self._probe is not None and self._probe["arm"] == seen.strategy
         accepted = seen.accepted.ravel()
@@ -255,13 +266,13 @@ class Goodput(Controller):
     def _try_again(self) -> None:
         """New weights ask for another try, at once, unless they have had several."""
         if self._again < _FREE_AGAIN:
-            self._free_try, self._free_at, self._again = True, 0, self._again + 1
+            self._free_try, self._repeats, self._again = True, True, self._again + 1
 
     def _caught_up(self, seen: Observation) -> float:
         """Seconds of a chunk in which the draft caught up: those that its rounds did not take."""
-        at, rows = self.costs.index(seen.bucket), min(seen.catch_up, _CATCH_UP_ROWS)
-        rounds = seen.rounds * self.costs.seconds(seen.strategy, seen.bucket)
-        most = _MOST_CATCH_UP * self.costs.seconds(OFF, seen.bucket)
+        at, rows = self.costs.index(seen.batch_size), min(seen.catch_up, _CATCH_UP_ROWS)
+        rounds = seen.rounds * self.costs.seconds(seen.strategy, seen.batch_size)
+        most = _MOST_CATCH_UP * self.costs.seconds(OFF, seen.batch_size)
         spent = min(max(seen.seconds - rounds, 0.0), most)
         self._catch_up.setdefault(at, []).append(spent / rows)
         del self._catch_up[at][:-_CATCH_UPS]
@@ -307,12 +318,12 @@ class Goodput(Controller):
         self._best = {int(at): name for at, name in state["best"].items()}
         self._tried_at = dict(state["tried_at"])
         self._probe = dict(state["probe"]) if state["probe"] else None
-        self._catch_up = {int(at): list(seen) for at, seen in state["catch_up"].items()}
-        for name in _NUMBERS:
-            setattr(self, name, state[name])
+        self._catch_up = {int(at): list(seen) for at, seen in state.get("catch_up", {}).items()}
+        for name in _NUMBERS:  # an older state lacks some
+            setattr(self, name, state.get(name, getattr(self, name)))
 
 
 _NUMBERS = (
     "regret_seconds", "seconds", "probes", "_credit", "_free_try", "_free_at", "_free_gap",
-    "_again", "_rounds", "_behind", "_chunk_rounds", "_tried_round",
+    "_repeats", "_again", "_rounds", "_behind", "_drafting", "_chunk_rounds", "_tried_round",
 )  # fmt: skip

@@ -130,7 +130,8 @@ class Loop:
         self._in_flight: deque[Chunk] = deque()
         self._events: list[Finished] = []
         self.others_wait = False
-        self._arrived, self._left, self._built = 0.0, 0.0, runner.compilations
+        self._arrived, self._done = 0.0, 0.0  # the last chunk; it may have been done before
+        self._left, self._built = 0.0, runner.compilations
         self._turns = Turns(runner)
         self._cut_short = False  # whether the last chunk ended early, and others still ran
         self._ended: dict[int, None] = {}  # slots, the latest last
@@ -355,15 +356,15 @@ class Loop:
 
     def _tell_controller(self, chunk: Chunk, result: Result, drafts: bool, seconds: float) -> None:
         rounds, ran = int(result.rounds), [s for s in chunk.rows if s is not None]
-        opted_out = [s for s in ran if not s.job.params.speculative] if drafts else []
+        opted_out = [s for s in ran if not s.job.params.speculative]
         seen = functools.partial(
             Observation,
             batch_size=len(ran),
             strategy=chunk.strategy,
             accepted=result.report.accepted[:rounds],
+            tokens=int(result.report.counts[:rounds].sum()),
             rounds=rounds,
-            bucket=len(chunk.rows),
-            catch_up=max(s.unread for s in ran) if drafts else 0,
+            catch_up=max(s.unread for s in ran),
             opted_out=len(opted_out),
         )
         observe = self.controller.observe
@@ -393,9 +394,9 @@ class Loop:
         They are nan where the host did not see well enough when the prompts or the chunk itself
         were done, and where it compiled a program meanwhile.
         """
-        after, by = max(self._arrived, chunk.after), chunk.by
+        after, by = max(self._done, chunk.after), chunk.by
         if chunk.mark is None:
-            by = after
+            by = max(self._arrived, chunk.after)
         elif by is None and chunk.mark.is_ready():
             by = time.perf_counter()
         elif by is None:
@@ -403,8 +404,8 @@ class Loop:
             after = by = time.perf_counter()
         result = jax.device_get(chunk.result)
         self._arrived = time.perf_counter()
-        most = self._arrived - after
-        least = self._arrived - max(by, after) - (chunk.unseen or 0.0)
+        self._done = self._arrived - (chunk.unseen or 0.0)
+        most, least = self._arrived - after, self._done - max(by, after)
         compiled, self._built = self._built != self.runner.compilations, self.runner.compilations
         return result, float("nan") if compiled or least < 0.8 * most else least
 

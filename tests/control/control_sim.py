@@ -99,7 +99,7 @@ class World:
         accepted = np.cumprod(accepted, axis=-1).sum(axis=-1).astype(int)
         seconds = rounds * self.seconds(name, batch) + self.catch_up_seconds(name, batch)
         seconds *= np.exp(self.random.normal(0, self.noise))
-        behind = 0 if name == OFF else self.behind
+        behind = self.behind
         self.behind = self.behind + rounds if name == OFF else 0
         if self.random.random() < self.outliers:
             seconds *= 10

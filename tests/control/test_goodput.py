@@ -95,12 +95,32 @@ def test_rounds_of_those_who_draft_nothing_are_rounds_too():
     assert controller.costs.seconds("4_1_5", 8) == pytest.approx(0.01)
 
 
-def test_costs_are_learned_of_the_bucket_that_ran():
-    controller = Goodput(ARMS, CostTable([1, 8], {arm: [0.001, 0.01] for arm in ARMS}))
-    for _ in range(20):
-        controller.observe(Observation(1, "off", np.zeros((8, 1), int), 0.16, bucket=8))
-    assert controller.costs.seconds("off", 1) == pytest.approx(0.001)
-    assert controller.costs.seconds("off", 8) == pytest.approx(0.02, rel=0.05)
+def test_who_drafts_nothing_counts_where_a_strategy_is_chosen():
+    """A draft round that brings two samples four tokens each must not cost thirty others time."""
+    costs = CostTable([32], {"off": [1e-3], "3_1_4": [2e-3]})
+    for opted_out, best in ((0, "3_1_4"), (30, "off")):
+        controller = Goodput(("off", "3_1_4"), costs)
+        for _ in range(200):
+            name = controller.select(32)
+            accepted = np.full((8, 32), -1)
+            accepted[:, : 32 - opted_out] = 3 if name == "3_1_4" else 0
+            accepted[:, 32 - opted_out :] = -1 if name == "3_1_4" else 0
+            seconds = 8 * costs.seconds(name, 32)
+            controller.observe(
+                Observation(32, name, accepted, seconds, rounds=8, opted_out=opted_out)
+            )
+        assert controller.current == best
+
+
+def test_a_try_that_new_weights_cut_short_tells_nothing_of_them():
+    world = World(cost_table("cpu"), BAD, catch_up=4.0)
+    controller = Goodput(ARMS, cost_table("cpu"))
+    drive(controller, world, 4, 600)
+    while controller.select(4) == "off":
+        controller.observe(world.chunk("off", 4, 8))
+    controller.observe(world.chunk(controller.current, 4, 1))
+    controller.weights_changed()
+    assert controller.state()["probe"] is None
 
 
 @pytest.mark.parametrize("table", ["cpu", "h200_8b"])

@@ -325,7 +325,7 @@ def test_the_time_of_a_chunk_after_prompts_is_known_if_its_beginning_was_seen(
     now, mark = [1.0], Mark()
     monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     mine = Loop(adaptive().runner, adaptive().intake, EngineConfig(), [64], None)
-    chunk = loop.Chunk([], np.zeros(1), "off", 0, mark, 0.5, 0, 1)
+    chunk = loop.Chunk([], np.zeros(1), "off", 0, mark, 0.5, 0, 1, 0)
     mine._in_flight.append(chunk)
     mine._look()
     mark.ready = True
@@ -343,7 +343,7 @@ def test_time_in_which_nobody_asked_is_no_time_of_a_chunk(monkeypatch, away, sec
     monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     mine = Loop(adaptive().runner, adaptive().intake, EngineConfig(), [64], None)
     result = types.SimpleNamespace(length=mark)
-    chunk = loop.Chunk([], result, "off", 0, None, 1.0, 0, 1)
+    chunk = loop.Chunk([], result, "off", 0, None, 1.0, 0, 1, 0)
     mine._arrived, mine._left = 1.0, 11.0 - away
     monkeypatch.setattr(loop.jax, "device_get", lambda result: result)
     mine._in_flight.append(chunk)
@@ -351,6 +351,10 @@ def test_time_in_which_nobody_asked_is_no_time_of_a_chunk(monkeypatch, away, sec
     mine._notice_what_is_done()
     timed = mine._wait_for(mine._in_flight.popleft())[1]
     assert timed == pytest.approx(seconds, rel=0.02, nan_ok=True)
+    now[0] = 20.0  # nor does anybody know when the one behind it began
+    behind = loop.Chunk([], result, "off", 0, None, 1.0, 0, 1, 0)
+    expected = math.nan if away > 1 else 9.0
+    assert mine._wait_for(behind)[1] == pytest.approx(expected, rel=0.02, nan_ok=True)
 
 
 def test_controllers_are_told_what_the_draft_had_to_read_and_who_drafted():
@@ -363,8 +367,8 @@ def test_controllers_are_told_what_the_draft_had_to_read_and_who_drafted():
     first, plain, again = controller.seen[:3]
     assert [seen.catch_up for seen in (first, plain, again)] == [0, 0, plain.rounds]
     assert plain.rounds > 8
-    assert [seen.opted_out for seen in (first, plain, again)] == [1, 0, 1]
-    assert {(seen.batch_size, seen.bucket) for seen in (first, plain, again)} == {(3, 4)}
+    assert {(seen.batch_size, seen.opted_out) for seen in (first, plain, again)} == {(3, 1)}
+    assert plain.tokens == 3 * plain.rounds
 
 
 def test_what_runs_is_in_the_log_of_an_engine_that_generates(caplog):

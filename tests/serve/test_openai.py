@@ -1,6 +1,7 @@
 """OpenAI's own client against a server on loopback."""
 
 import asyncio
+import functools
 import http.client
 import json
 
@@ -214,9 +215,10 @@ def test_logprobs_of_chats_have_bytes(server: Server):
 
 OPTIONS = {
     "logit_bias": ({"5": 100}, {"logit_bias": {5: 100.0}}),
-    "stop_token_ids": (list(range(20, 28)), None),
+    "stop_token_ids": (None, None),  # one that is generated
     "min_tokens": (9, None),
-    "bad_words": (["1", "2"], None),
+    "bad_words": (None, None),  # likewise
+    "presence_penalty": (1.9, None),
     "allowed_token_ids": ([20, 21, 22, 23], None),
     "repetition_penalty": (1.9, None),
     "frequency_penalty": (1.5, None),
@@ -228,18 +230,23 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_sampling_option_reaches_the_engine(server: Server, plain, name):
     value, theirs = OPTIONS[name]
-    base = {"max_tokens": 30, "seed": 8}
-    if name not in ("min_tokens", "stop_token_ids"):
-        base["ignore_eos"] = True
-    ours = theirs or {name: value}
-    [sample] = samples_of(plain, PROMPT, **base, **ours)
+    base = {"max_tokens": 30, "seed": 8, "ignore_eos": True}
+    tokens = samples_of(plain, PROMPT, **base)[0].token_ids
+    if name == "stop_token_ids":
+        value = tokens[3:4]
+    elif name == "min_tokens":
+        base["stop_token_ids"] = tokens[3:4]
+    elif name == "bad_words":
+        texts = {token: plain.tokenizer.decode([token]) for token in tokens}
+        encode = functools.partial(plain.tokenizer.encode, add_special_tokens=False)
+        value = [next(text for token, text in texts.items() if encode(text) == [token])]
+    [sample] = samples_of(plain, PROMPT, **base, **(theirs or {name: value}))
     answer = server.client().completions.create(
         model="tiny", prompt=PROMPT, extra_body={**base, name: value, "return_token_ids": True}
     )
     assert answer.choices[0].token_ids == sample.token_ids
     without = samples_of(plain, PROMPT, **base)[0].token_ids
-    if name not in ("stop_token_ids", "min_tokens", "bad_words"):
-        assert sample.token_ids != without, f"{name} {value} changes nothing: choose another"
+    assert sample.token_ids != without, f"{name} {value} changes nothing: choose another"
 
 
 REFUSED = {
@@ -256,6 +263,7 @@ REFUSED = {
     "an empty stop": ({"stop": [""]}, "stop"),
     "a strategy that was not compiled": ({"speculative": "5_1_6"}, None),
     "half a character": ({"prompt": "\ud800"}, None),
+    "too many prompts": ({"prompt": [[5]] * 65}, "prompt"),
     "too many stop tokens": ({"stop_token_ids": list(range(40))}, None),
     "a bias on nothing": ({"logit_bias": {"9999": 1}}, None),
     "a bias beyond all numbers": ({"logit_bias": {"5": 1e300}}, None),
