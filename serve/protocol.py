@@ -48,12 +48,24 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_unknown_name_is_enough(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
+    def _is_read_as_documents_say(cls, data: Any) -> Any:
+        """One unknown name is enough, and what JSON Schema calls an integer is one."""
+        if not isinstance(data, dict):
             return data
-        names = [name for name in cls.model_fields if name in data]
-        names.append(next(name for name in data if name not in cls.model_fields))
-        return {name: data[name] for name in names}
+        names = list(data)
+        if len(data) > len(cls.model_fields):
+            names = [name for name in cls.model_fields if name in data]
+            names.append(next(name for name in data if name not in cls.model_fields))
+        return {name: _whole_numbers(data[name]) for name in names}
+
+
+def _whole_numbers(value: Any, deep: int = 2) -> Any:
+    """5.0 as 5, in lists and lists of lists, too."""
+    if type(value) is float and value.is_integer() and abs(value) < 1 << 53:
+        return int(value)
+    if deep and type(value) is list and any(type(each) in (float, list) for each in value):
+        return [_whole_numbers(each, deep - 1) for each in value]
+    return value
 
 
 def _at_most(count: int) -> BeforeValidator:

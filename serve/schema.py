@@ -64,6 +64,9 @@ def _narrow(fields: dict[str, Any], cfg: ServeConfig, llm: LLM) -> None:
     room = llm.max_stop_tokens - len(llm.cfg.eos_token_ids)
     for kind in _kinds(fields["stop_token_ids"], "array"):
         kind["maxItems"] = max(room, 0)
+    for kind in fields.get("prompt", {}).get("anyOf", ()):
+        if kind.get("items", {}).get("type") in ("string", "array"):  # not the ids of one prompt
+            kind["maxItems"] = cfg.limits.prompts
     for kind in _kinds(fields["model"], "string"):
         kind["enum"] = [cfg.name]
     for kind in _kinds(fields["speculative"], "string"):

@@ -126,6 +126,9 @@ def test_the_document_says_what_this_server_takes(spread: Server):
         return next(k for k in fields[name]["anyOf"] if k.get("type") == wanted)
 
     assert kind("n", "integer")["maximum"] == 2 and kind("max_tokens", "integer")["maximum"] == 24
+    prompts = {kind.get("items", {}).get("type"): kind for kind in fields["prompt"]["anyOf"]}
+    assert prompts["string"]["maxItems"] == prompts["array"]["maxItems"] == 2
+    assert "maxItems" not in prompts["integer"]
     vocab = spread.llm.cfg.vocab_size
     assert kind("stop_token_ids", "array")["items"]["maximum"] == vocab - 1
     assert kind("speculative", "string")["enum"] == ["2_1_3", "off"]

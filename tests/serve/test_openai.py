@@ -249,6 +249,20 @@ def test_every_sampling_option_reaches_the_engine(server: Server, plain, name):
     assert sample.token_ids != without, f"{name} {value} changes nothing: choose another"
 
 
+def test_integers_may_be_written_as_json_schema_lets_them_be(server: Server):
+    asked = {"prompt": [5, 6], "max_tokens": 4, "seed": 3, "n": 2, "return_token_ids": True}
+    written = {**asked, "prompt": [[5.0, 6]], "max_tokens": 4.0, "seed": 3.0, "n": 2.0}
+    answers = [
+        server.post("/v1/completions", json={"model": "tiny", **a}) for a in (asked, written)
+    ]
+    assert answers[0].json()["choices"] == answers[1].json()["choices"]
+    nested = "[" * 900 + "]" * 900
+    deep = server.post("/v1/completions", content=f'{{"model": "tiny", "prompt": {nested}}}')
+    assert deep.status_code == 400
+    half = server.post("/v1/completions", json={"model": "tiny", **asked, "n": 1.5})
+    assert half.status_code == 400 and half.json()["error"]["param"] == "n"
+
+
 REFUSED = {
     "a temperature below 0": ({"temperature": -1}, "temperature"),
     "an unknown option": ({"temprature": 1}, "temprature"),
