@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import logging
 import os
 from pathlib import Path
 
@@ -103,3 +104,13 @@ def thin_policy(tmp_path_factory) -> Path:
     import tiny_run
 
     return tiny_run.write_policy(tmp_path_factory.mktemp("thin") / "policy", num_layers=1)
+
+
+@pytest.fixture
+def logging_as_it_was():
+    """Programs set up the log of their process, which here is that of all tests."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)

@@ -4,7 +4,6 @@ import ast
 import functools
 import importlib.metadata
 import json
-import logging
 import os
 import re
 import signal
@@ -32,14 +31,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}="
 SMALL = ["--max-tokens", "24", "--strategy", "2_1_3", "--ignore-eos", "--max-len", "96"]
 
 
-@pytest.fixture(autouse=True)
-def logging_as_it_was():
-    """`specjax serve` sets up the log of its process, which here is that of all tests."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
+pytestmark = pytest.mark.usefixtures("logging_as_it_was")  # `specjax serve` sets it up
 
 
 @pytest.fixture(scope="module")

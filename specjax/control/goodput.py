@@ -187,7 +187,7 @@ class Goodput(Controller):
             if arm == current or (hope <= least and not overdue):
                 continue
             hopes[arm] = hope
-            enters = bool(self._behind) and arm != OFF
+            enters = self._must_enter(arm)
             worse = max(0.0, 1 - score / scores[current])
             losses[arm] = (rounds + enters) * seconds * worse
             losses[arm] += enters * self.catch_up_seconds(batch_size, self._behind)
@@ -215,7 +215,7 @@ class Goodput(Controller):
             self._free_try = self._repeats = False
         charged = 0.0 if free else losses[name]
         self._credit -= charged
-        enters = bool(self._behind) and name != OFF
+        enters = self._must_enter(name)
         self._probe = {
             "arm": name, "age": 0, "charged": charged, "lost": 0.0, "free": free, "enters": enters,
             "accepted": [],
@@ -226,6 +226,10 @@ class Goodput(Controller):
             self.rounds_hint, self._probe["then"] = 1, wanted
         self.probes += 1
         return name
+
+    def _must_enter(self, arm: str) -> bool:
+        """Whether the draft would have to catch up first."""
+        return self._behind > 0 and arm != OFF
 
     def catch_up_seconds(self, batch_size: int, rows: int) -> float:
         """Expected seconds until a draft has read `rows` tokens of plain decoding; 0 if unknown."""

@@ -1,6 +1,5 @@
 """One server; all its requests run one compiled chunk."""
 
-import logging
 import os
 
 import browser
@@ -40,10 +39,5 @@ def plain(tiny_policy):
 
 
 @pytest.fixture(autouse=True)
-def logging_as_it_was():
-    """`python -m serve` sets up the log of its process, which here is that of all tests."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
+def _logging(logging_as_it_was):
+    """`python -m serve` sets it up."""
