@@ -41,6 +41,13 @@ from train.programs import (
 from train.schema import RLConfig
 
 SHAPES = "assets/shapes"  # config.json of models whose weights nobody ships
+WEIGHTS, CACHE, STATE, EVALUATION = "parameters to roll out", "cache", "decode state", "evaluation"
+# What engines have given back while something else runs, see `Engine.release`; by part.
+GONE = {
+    "train": (WEIGHTS, CACHE, STATE, EVALUATION),
+    "roll out": (EVALUATION,),
+    "evaluate": (CACHE, STATE),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +235,7 @@ class Shapes:
         return math.ceil(roll.prompts * roll.n / (each * packing.rows))
 
     def resident(self) -> dict[str, float]:
-        """Bytes on a device all the time, by kind."""
+        """Bytes on a device by kind; `GONE` says when it is not there."""
         reference = device_bytes(self.params) * bool(self.cfg.algo.kl_loss_coef)
         found = {
             "policy parameters": device_bytes(self.params),
@@ -242,7 +249,7 @@ class Shapes:
             kept = min(self.cfg.draft.max_microbatches or self.microbatches, self.microbatches)
             found["states for the head"] = kept * device_bytes(self.states())
         if self.built.eval_engine is not None:
-            found["evaluation"] = sum(self._held_by(self.built.eval_engine).values())
+            found[EVALUATION] = sum(self._held_by(self.built.eval_engine).values())
         return {kind: size for kind, size in found.items() if size}
 
     def _held_by(self, engine: Engine) -> dict[str, float]:
@@ -252,14 +259,14 @@ class Shapes:
         same = model.scan_layers and model.param_dtype == model.compute_dtype
         shared = same and runner.mesh is self.mesh
         return {
-            "parameters to roll out": 0.0 if shared else device_bytes((runner.params, runner.head)),
-            "cache": device_bytes(pages),
-            "decode state": device_bytes((state, runner.tails)),
+            WEIGHTS: 0.0 if shared else device_bytes((runner.params, runner.head)),
+            CACHE: device_bytes(pages),
+            STATE: device_bytes((state, runner.tails)),
         }
 
 
 def _resharding(whose: str, weights: Params, moves: Reshard) -> Program:
-    # While new weights arrive the engine still has the old ones.
+    # The engine has let go of the old ones.
     given = {"parameters": weights, "results": moves.made}
     return Program(f"resharding, {whose}", "train", ("reshard", whose), moves.lower, given, moves)
 

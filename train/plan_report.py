@@ -11,7 +11,17 @@ from pathlib import Path
 from specjax.engine.pages import pages_for
 from train.plan_cost import Figures, model_text, roofline, rows_of, with_prefix
 from train.plan_hlo import COLLECTIVES
-from train.plan_programs import Shapes, caches, device_bytes, mesh_text
+from train.plan_programs import (
+    CACHE,
+    EVALUATION,
+    GONE,
+    STATE,
+    WEIGHTS,
+    Shapes,
+    caches,
+    device_bytes,
+    mesh_text,
+)
 from train.plan_topology import Topology
 
 GB = 1e9
@@ -33,16 +43,24 @@ class Plan:
     def resident(self) -> dict[str, float]:
         return self.shapes.resident()
 
+    def held(self, part: str) -> dict[str, float]:
+        """Bytes that are there while programs of a part run, by kind."""
+        return {kind: size for kind, size in self.resident.items() if kind not in GONE[part]}
+
     def peak(self, program: Figures) -> float:
         """Bytes in use while it runs."""
+        held = self.held(program.part)
+        if program.key == ("reshard", "draft"):  # the policy's have come
+            held[WEIGHTS] = self.resident.get(WEIGHTS, 0.0)
+        held = sum(held.values())
         if program.needs is not None:  # the compiler counts what the program is given itself
-            rest = sum(self.resident.values()) - sum(
+            rest = held - sum(
                 size
                 for kind, size in program.given.items()
                 if kind not in ("gradients", "batch", "results")
             )
             return program.needs + max(rest, 0.0)
-        return sum(self.resident.values()) + program.extra
+        return held + program.extra
 
     @property
     def worst(self) -> Figures | None:
@@ -51,7 +69,8 @@ class Plan:
     @property
     def most(self) -> float:
         """Bytes at the worst moment."""
-        return self.peak(self.worst) if self.programs else sum(self.resident.values())
+        held = max(sum(self.held(part).values()) for part in GONE)
+        return max(held, self.peak(self.worst)) if self.programs else held
 
     @property
     def fits(self) -> bool:
@@ -68,8 +87,9 @@ class Plan:
             each += pages * device_bytes(cache) / runner.pages
         chunks = [p for p in self.programs if p.is_chunk]
         widest = max(chunks, key=lambda p: (p.key[2], p.extra), default=None)
-        most = max((self.peak(p) for p in self.programs if not p.is_chunk), default=0.0)
-        most = max(most, sum(self.resident.values()))
+        others = (p for p in self.programs if p.part == "roll out" and not p.is_chunk)
+        most = max(map(self.peak, others), default=0.0)
+        most = max(most, sum(self.held("roll out").values()))
         room = self.topology.chip.memory - most
         more = room / each
         if widest is not None:
@@ -118,6 +138,7 @@ class Plan:
             "compiler": self.topology.compiler,
             "hbm_bytes": chip.memory,
             "resident_bytes": self.resident,
+            "held_bytes": {part: sum(self.held(part).values()) for part in GONE},
             "most_bytes": self.most,
             "worst": self.worst.name if self.worst else None,
             "fits": self.fits,
@@ -206,10 +227,12 @@ def _head(plan: Plan) -> Iterator[str]:
 
 def _memory(plan: Plan) -> Iterator[str]:
     yield ""
-    yield "bytes per device, all the time"
+    yield "bytes per device, besides what programs need for themselves"
     for kind, size in plan.resident.items():
-        yield f"  {kind:<24}{_gb(size):>12}"
-    yield f"  {'together':<24}{_gb(sum(plan.resident.values())):>12}"
+        gone = "  (not while it trains)" if kind in GONE["train"] else ""
+        yield f"  {kind:<24}{_gb(size):>12}{gone}"
+    for part, name in (("roll out", "while it rolls out"), ("train", "while it trains")):
+        yield f"  {name:<24}{_gb(sum(plan.held(part).values())):>12}"
     worst = plan.worst
     if worst is not None:
         yield f"  {'temporaries, at most':<24}{_gb(max(p.temporaries for p in plan.programs)):>12}"
@@ -315,7 +338,7 @@ def advice(plan: Plan) -> Iterator[str]:
         return
     over = plan.most - plan.topology.chip.memory
     worst = plan.worst
-    shares = dict(plan.resident)
+    shares = plan.resident if worst is None else plan.held(worst.part)
     if worst is not None:
         shares["temporaries"] = plan.most - sum(shares.values())
     for kind, size in sorted(shares.items(), key=lambda item: -item[1]):
@@ -326,18 +349,18 @@ def advice(plan: Plan) -> Iterator[str]:
 
 def _remedy(plan: Plan, kind: str) -> str:
     cfg, runner = plan.shapes.cfg, plan.shapes.engine.runner
-    if kind == "cache" or kind == "decode state":
+    if kind in (CACHE, STATE):
         fits = plan.largest_batch()
         change = f"rollout.max_batch={fits} fits" if fits else "fewer slots alone do not suffice"
         return f"{change}; or a larger rollout.tp, or rollout.cache_bytes below its present size"
-    if kind == "parameters to roll out":
+    if kind == WEIGHTS:
         return f"a larger rollout.tp (now {cfg.rollout.tp}), or dtype.compute=bfloat16"
     if kind == "states for the head":
         return (
             f"draft.max_microbatches (now {cfg.draft.max_microbatches or 'all'}, up to "
             f"{plan.shapes.microbatches} of a step)"
         )
-    if kind == "evaluation":
+    if kind == EVALUATION:
         return "eval.problems=0, or a smaller eval.max_batch: its engine has a cache of its own"
     if kind != "temporaries":
         return f"a larger mesh.fsdp (now {cfg.mesh.fsdp}) or mesh.tp (now {cfg.mesh.tp})"

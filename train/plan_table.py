@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 COLUMNS = (
-    "plan", "by", "chips", "weights", "optimizers", "cache", "all the time", "worst moment", "HBM",
-    "fits", "slots that fit", "round", "tok/s at 1", "tok/s at 2", "tok/s at 3",
-    "network share of a round", "micro-batch", "resharding brings",
+    "plan", "by", "chips", "weights", "optimizers", "cache", "while it rolls out",
+    "while it trains", "worst moment", "HBM", "fits", "slots that fit", "round", "tok/s at 1",
+    "tok/s at 2", "tok/s at 3", "network share of a round", "micro-batch",
+    "resharding brings",
 )  # fmt: skip
 _ALIKE = ("config", "topology", "compiler", "resident_bytes", "hbm_bytes", "replicas", "context")
 
@@ -55,7 +56,7 @@ def row(name: str, plan: dict) -> list[str]:
         _by(plan),
         f"{plan['chips']} x {plan['topology'].partition(':')[0]}",
         *(_gb(_held(plan, kinds)) for kinds in (_WEIGHTS, _OPTIMIZERS, ("cache",))),
-        _gb(sum(plan["resident_bytes"].values())),
+        *(_gb(plan["held_bytes"][part]) for part in ("roll out", "train")),
         f"{_gb(plan['most_bytes'])} ({plan['worst']})",
         _gb(plan["hbm_bytes"]),
         "yes" if plan["fits"] else "NO",

@@ -143,6 +143,7 @@ class Trainer:
         if self.eval_engine is not None:
             self.eval_engine.set_params(self.params)
             self.eval_engine.warm_up()
+            self.eval_engine.release()
         if self.cfg.rollout.partial:
             rows, length = self.cfg.packing.rows, self.cfg.packing.row_length
             self.policy.logprobs(self.params, self.policy.place(empty_batch(rows, length)))
@@ -200,6 +201,7 @@ class Trainer:
             metrics |= self.spot.metrics() | (draft_metrics(sums) if sums else {})
         if self.trace is not None:
             self.trace.write(Path(self.cfg.out) / TRACE_FILE)
+        self.engine.release()  # what follows has the room, and ends with other weights
         return kept, metrics
 
     def _write_telemetry(self) -> None:
@@ -312,6 +314,7 @@ class Trainer:
             self.model.eos_token_ids,
             self.reward,
         )
+        self.eval_engine.release()
         return {
             "eval/reward": float(result.rewards.mean()),
             "eval/problems": float(len(fits)),

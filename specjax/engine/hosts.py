@@ -233,6 +233,10 @@ class Hosts:
             engine.set_params(here, draft, running)
             engine.runner.moved += brought
 
+    def release(self) -> None:
+        """Gives back the memory of weights and caches of this process, see `Engine.release`."""
+        self.own.release()
+
     def _copied(self, name: str, tree: Params, tied: bool, cast: str | None = None):
         placed = self.copies(tree, cast)
         if jax.tree.leaves(tree):

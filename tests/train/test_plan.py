@@ -68,7 +68,8 @@ def test_the_table_has_every_program_and_all_its_parts(whole):
     ]  # fmt: skip
     for part in (
         "policy parameters", "policy optimizer", "draft optimizer", "cache", "temporaries, at most",
-        "HBM", "compute ms", "predicted tok/s", "largest batch that fits", "FITS",
+        "HBM", "while it rolls out", "while it trains", "compute ms", "predicted tok/s",
+        "largest batch that fits", "FITS",
         "4 chips of cpu:8 have nothing to do", "compiled for CPU devices",
     ):  # fmt: skip
         assert part in text, part
@@ -103,16 +104,19 @@ def test_figures_are_those_of_one_device(whole, tiny_policy, tmp_path):
 @pytest.fixture(scope="module")
 def run(tiny_policy, tmp_path_factory):
     """One step of a real run: its configuration, the text of each program that it lowered, its
-    metrics, and how many micro-batches and states the head's update was given."""
+    metrics, how many micro-batches and states the head's update was given, and what the engine held
+    when a micro-batch of the policy ran."""
     changes = {"draft.max_microbatches": 1}
     cfg, _ = parse_config(
         RLConfig, settings(tiny_policy, tmp_path_factory.mktemp("run"), **changes)
     )
-    trainer, ran, given = rl.Trainer(cfg), {}, []
+    trainer, ran, given, held = rl.Trainer(cfg), {}, [], []
+    runner = trainer.engines[0].runner
 
     def recorded(key, jitted):
         def call(*inputs):
             ran[key] = jitted.lower(*inputs).as_text()
+            held.append(jax.tree.leaves((runner.params, runner.head, runner.state, runner.tails)))
             return jitted(*inputs)
 
         return call
@@ -132,18 +136,16 @@ def run(tiny_policy, tmp_path_factory):
     trainer.policy._apply = recorded(("apply",), trainer.policy._apply)
     trainer.draft._update = recorded(("draft",), trainer.draft._update)
     trainer.draft.update = watched
-    trainer.engines[0].runner.build = build
+    runner.build = build
     trainer.warm_up()
     # These ran before anybody could look.
-    for whose, program in zip(
-        ("policy", "draft"), trainer.engines[0].runner._mover.programs, strict=True
-    ):
+    for whose, program in zip(("policy", "draft"), runner._mover.programs, strict=True):
         ran["reshard", whose] = program.lower().as_text()
-    return cfg, ran, trainer.step(), given
+    return cfg, ran, trainer.step(), given, held
 
 
 def test_what_is_lowered_is_what_a_run_runs(run):
-    cfg, ran, _, _ = run
+    cfg, ran, *_ = run
     lowered = {p.key: p.lower().as_text() for p in Shapes(cfg, jax.devices()).programs()}
     assert set(lowered) == set(ran)
     different = [key for key in ran if lowered[key] != ran[key]]
@@ -196,9 +198,23 @@ def _written(file: Path, figures: dict) -> Path:
 
 
 def test_states_that_the_head_does_not_learn_from_are_not_kept(run):
-    _, _, metrics, given = run
+    _, _, metrics, given, _ = run
     assert metrics["train/microbatches"] > 1
     assert given == [(1, 1)]
+
+
+def test_while_it_trains_the_engine_holds_nothing_and_the_plan_counts_nothing_of_it(run, whole):
+    held, figures = run[-1], whole[0]
+    assert held and not any(held)
+    resident, there = figures["resident_bytes"], figures["held_bytes"]
+    assert resident["cache"] > 0 and resident["parameters to roll out"] > 0
+    assert there["roll out"] == sum(resident.values())
+    released = ("parameters to roll out", "cache", "decode state")
+    assert there["train"] == there["roll out"] - sum(resident[kind] for kind in released)
+    micro = named(figures, "policy, a micro-batch")
+    assert there["train"] < micro["peak_bytes"] < there["train"] + 2 * micro["temporary_bytes"]
+    moves = named(figures, "resharding, policy")
+    assert moves["peak_bytes"] >= there["train"] + moves["given_bytes"]["results"]
 
 
 def test_twice_the_slots_take_twice_the_cache(tiny_policy, tmp_path):
