@@ -49,7 +49,8 @@ class Plan:
 
     def peak(self, program: Figures) -> float:
         """Bytes in use while it runs."""
-        held = self.held(program.part)
+        in_gaps = program.key == ("draft",) and self.shapes.cfg.draft.spot.enabled
+        held = self.held("roll out" if in_gaps else program.part)
         if program.key == ("reshard", "draft"):  # the policy's have come
             held[WEIGHTS] = self.resident.get(WEIGHTS, 0.0)
         held = sum(held.values())
