@@ -135,20 +135,27 @@ def roofline(chip: Chip, cost: Cost) -> Roofline:
     )
 
 
-def with_prefix(cost: Cost, shapes: Shapes, slots: int, rows: int, context: int) -> Cost:
-    """A round's cost with what attention to `context` cached positions per slot adds.
+def with_prefix(cost: Cost, shapes: Shapes, strategy: str, slots: int, context: int) -> Cost:
+    """A round's cost with what attention to `context` cached positions per slot adds, those of the
+    head at each of its steps included.
 
     How long prefixes are is not in the program, so this part is always counted by hand.
     """
-    model = shapes.model
-    layers, ways = model.num_layers, split(shapes)
-    read = chips.cache_values(model, layers, context * slots) / ways
-    width = 2 if model.compute_dtype == "bfloat16" else 4
-    operations = chips.attention_operations(model, layers, context * slots * rows)
+    model, ways, pairs = shapes.model, split(shapes), context * slots
+    drafting = steps_of(shapes, strategy) * model.mtp_num_layers
+    read = chips.cache_values(model, model.num_layers + drafting, pairs) / ways
+    operations = chips.attention_operations(model, drafting, pairs) + chips.attention_operations(
+        model, model.num_layers, pairs * rows_of(shapes, strategy)
+    )
     total = Cost()
     total.add(cost)
-    total.add(Cost(flops=operations / ways, bytes=width * read))
+    total.add(Cost(flops=operations / ways, bytes=_width(model) * read))
     return total
+
+
+def _width(model: ModelConfig) -> int:
+    """Bytes of a number that is computed with."""
+    return 2 if model.compute_dtype == "bfloat16" else 4
 
 
 def split(shapes: Shapes) -> int:
@@ -177,9 +184,8 @@ def least_temporaries(shapes: Shapes) -> float:
     every layer was given."""
     model, batch = shapes.model, shapes.batch()
     tokens = device_bytes(batch["tokens"]) / batch["tokens"].dtype.itemsize
-    width = 2 if model.compute_dtype == "bfloat16" else 4
     logits = 2 * 4 * model.vocab_size / shapes.cfg.mesh.tp
-    return tokens * (logits + width * model.num_layers * model.hidden_size)
+    return tokens * (logits + _width(model) * model.num_layers * model.hidden_size)
 
 
 def _count(program: Program, given: Mapping[str, float], shapes: Shapes) -> Cost:
@@ -195,10 +201,10 @@ def _count(program: Program, given: Mapping[str, float], shapes: Shapes) -> Cost
         attention = chips.attention_operations(model, model.num_layers, pairs)
         return Cost(passes * (2 * weights * tokens + attention) / devices, passes * read)
     if kind == "draft":
-        head = model.mtp_num_layers * chips.layer_weights(model) + 2 * model.hidden_size**2
-        outputs = model.vocab_size * model.hidden_size * (1 + cfg.draft.unroll_steps)
+        outputs = model.vocab_size * model.hidden_size  # the policy's own distributions
         tokens = cfg.packing.rows * cfg.packing.row_length
-        return Cost(3 * 2 * (cfg.draft.unroll_steps * head + outputs) * tokens / devices, read)
+        each = cfg.draft.unroll_steps * _head_weights(model) + outputs
+        return Cost(3 * 2 * each * tokens / devices, read)
     if kind in ("apply", "convert", "reshard", "place"):
         return Cost(0.0, 2 * read)
     ways = shapes.engine.runner.mesh.size if shapes.engine.runner.mesh is not None else 1
@@ -206,8 +212,18 @@ def _count(program: Program, given: Mapping[str, float], shapes: Shapes) -> Cost
         rows, width = program.key[1]
         return Cost(2 * weights * rows * width / ways, read)
     _, strategy, slots, _ = program.key
-    rows = rows_of(shapes, strategy)
-    return Cost(2 * weights * slots * rows / ways, read)
+    rows, steps = rows_of(shapes, strategy), steps_of(shapes, strategy)
+    drafting = steps * _head_weights(model)  # the first step's are among what the program is given
+    again = _width(model) * max(steps - 1, 0) * _head_weights(model)
+    outputs = _width(model) * min(steps, 1) * model.vocab_size * model.hidden_size
+    operations = 2 * slots * (weights * rows + drafting)
+    return Cost(operations / ways, read + (again + outputs) / ways)
+
+
+def _head_weights(model: ModelConfig) -> int:
+    """That one step of the head multiplies by, the policy's output matrix included."""
+    own = model.mtp_num_layers * chips.layer_weights(model) + 2 * model.hidden_size**2
+    return own + model.vocab_size * model.hidden_size
 
 
 def attention_pairs(cfg) -> int:
@@ -219,6 +235,11 @@ def rows_of(shapes: Shapes, strategy: str) -> int:
     """Rows per slot that a round of the strategy verifies."""
     tree = shapes.engine.runner.plans[strategy].tree
     return tree.rows if tree is not None else 1
+
+
+def steps_of(shapes: Shapes, strategy: str) -> int:
+    """Times that the head runs in a round of the strategy; 0 if it does not draft."""
+    return shapes.engine.runner.plans[strategy].steps if shapes.head is not None else 0
 
 
 def model_text(model: ModelConfig) -> str:

@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from specjax.engine.pages import pages_for
-from train.plan_cost import Figures, model_text, roofline, rows_of, with_prefix
+from train.plan_advice import GB, advice, gb
+from train.plan_cost import Figures, model_text, roofline, split, with_prefix
 from train.plan_hlo import COLLECTIVES
 from train.plan_programs import (
     CACHE,
-    EVALUATION,
     GONE,
-    STATE,
     WEIGHTS,
     Shapes,
     caches,
@@ -23,8 +22,6 @@ from train.plan_programs import (
     mesh_text,
 )
 from train.plan_topology import Topology
-
-GB = 1e9
 
 
 @dataclasses.dataclass
@@ -81,27 +78,45 @@ class Plan:
         """Slots of a replica that fit, if cache, state and temporaries grow with them evenly; in a
         cache of a given size at the average context."""
         runner = self.shapes.engine.runner
-        cache, state = caches(runner.state)
-        each = device_bytes(state) / runner.slots
-        if self.shapes.cfg.rollout.cache_bytes is None:  # else its size is what was asked for
-            pages = pages_for(runner.max_len, runner.page_size)
-            each += pages * device_bytes(cache) / runner.pages
+        if self.shapes.cfg.rollout.cache_bytes is None:
+            return self._slots(pages_for(runner.max_len, runner.page_size) * self._page)
+        # The cache is as large as was asked for: so many samples find pages in it.
+        most = self._slots(0.0)
+        return min(most, (runner.pages - 1) // pages_for(self.context, runner.page_size))
+
+    def largest_cache(self) -> tuple[int, int]:
+        """Slots that fit at the average context if the cache were as large as the memory allows,
+        and the rollout.cache_bytes for that."""
+        runner = self.shapes.engine.runner
+        each = pages_for(self.context, runner.page_size) * self._page
+        slots = self._slots(each, self.resident[CACHE])
+        return slots, int((slots * each + self._page) * split(self.shapes))
+
+    @property
+    def _page(self) -> float:
+        """Bytes of a page on a device, of all layers."""
+        runner = self.shapes.engine.runner
+        return device_bytes(caches(runner.state)[0]) / runner.pages
+
+    def _slots(self, pages: float, instead: float = 0.0) -> int:
+        """Slots for which there is room.
+
+        Args:
+          pages: bytes of each one's pages. instead: of the cache that these take the place of;
+            none: more slots have more pages than there are.
+        """
+        runner, memory = self.shapes.engine.runner, self.topology.chip.memory + instead
+        each = pages + device_bytes(caches(runner.state)[1]) / runner.slots
+        taken = runner.batch * pages if instead else 0.0  # by slots that are there already
+        others = (p for p in self.programs if p.part == "roll out" and not p.is_chunk)
+        most = max([sum(self.held("roll out").values()), *map(self.peak, others)])
+        more = (memory - taken - most) / each
         chunks = [p for p in self.programs if p.is_chunk]
         widest = max(chunks, key=lambda p: (p.key[2], p.extra), default=None)
-        others = (p for p in self.programs if p.part == "roll out" and not p.is_chunk)
-        most = max(map(self.peak, others), default=0.0)
-        most = max(most, sum(self.held("roll out").values()))
-        room = self.topology.chip.memory - most
-        more = room / each
         if widest is not None:
             slope = each + widest.extra / widest.key[2]
-            room = self.topology.chip.memory - self.peak(widest)
-            more = min(more, room / slope)
-        most = max(int(runner.batch + more), 0)
-        if self.shapes.cfg.rollout.cache_bytes is None:
-            return most
-        # The cache is as large as was asked for: so many samples find pages in it.
-        return min(most, (runner.pages - 1) // pages_for(self.context, runner.page_size))
+            more = min(more, (memory - taken - self.peak(widest)) / slope)
+        return max(int(runner.batch + more), 0)
 
     # --- speed -----------------------------------------------------------------------------------
 
@@ -119,8 +134,7 @@ class Plan:
     def round_seconds(self, chunk: Figures) -> float:
         """Of one round at this context, by the roofline."""
         _, strategy, slots, _ = chunk.key
-        rows = rows_of(self.shapes, strategy)
-        cost = with_prefix(chunk.cost, self.shapes, slots, rows, self.context_of(chunk))
+        cost = with_prefix(chunk.cost, self.shapes, strategy, slots, self.context_of(chunk))
         return roofline(self.topology.chip, cost).seconds
 
     def tokens_per_second(self, chunk: Figures, accept_length: float) -> float:
@@ -144,6 +158,7 @@ class Plan:
             "worst": self.worst.name if self.worst else None,
             "fits": self.fits,
             "largest_batch": self.largest_batch(),
+            "largest_cache": self.largest_cache(),
             "context": self.context,
             "replicas": len(self.shapes.built.engines),
             "programs": [self._program_json(p) for p in self.programs],
@@ -171,11 +186,10 @@ class Plan:
             "compile_seconds": program.seconds,
         }
         if program.is_chunk:
-            steps = rows_of(self.shapes, program.key[1])
             out["context"] = self.context_of(program)
             out["round_seconds"] = self.round_seconds(program)
             out["tokens_per_second"] = {
-                f"{a:g}": self.tokens_per_second(program, a) for a in _accept_lengths(steps)
+                f"{a:g}": self.tokens_per_second(program, a) for a in _accept_lengths(self, program)
             }
         return out
 
@@ -184,9 +198,11 @@ class Plan:
         Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
 
 
-def _accept_lengths(rows: int) -> list[float]:
-    """Accept lengths to show for a strategy: 1, where it gains nothing, and some above."""
-    return [1.0] if rows == 1 else [a for a in (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0) if a <= rows]
+def _accept_lengths(plan: Plan, chunk: Figures) -> list[float]:
+    """Accept lengths to show for a strategy: 1, where it gains nothing, and some above, as far as
+    its drafts reach."""
+    longest = 1 + plan.shapes.engine.runner.plans[chunk.key[1]].steps
+    return [1.0] + [a for a in (1.5, 2.0, 3.0, 4.0, 6.0, 8.0) if a <= longest]
 
 
 # --- text ----------------------------------------------------------------------------------------
@@ -221,6 +237,11 @@ def _head(plan: Plan) -> Iterator[str]:
             "NOTE    a replica's programs are compiled as if its chips were a slice of their own: "
             "this compiler takes some slices whole or not at all"
         )
+    if topology.compiler is None:
+        yield (
+            "NOTE    of temporaries only logits and what layers were given are counted, and "
+            "attention as if it read the cache where it lies; a GPU's library gathers it first"
+        )
     used = max(shapes.cfg.mesh.size, shapes.cfg.rollout_devices)
     if used < len(topology.devices):
         yield f"NOTE    {len(topology.devices) - used} chips of {topology.name} have nothing to do"
@@ -231,14 +252,14 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield "bytes per device, besides what programs need for themselves"
     for kind, size in plan.resident.items():
         gone = "  (not while it trains)" if kind in GONE["train"] else ""
-        yield f"  {kind:<24}{_gb(size):>12}{gone}"
+        yield f"  {kind:<24}{gb(size):>12}{gone}"
     for part, name in (("roll out", "while it rolls out"), ("train", "while it trains")):
-        yield f"  {name:<24}{_gb(sum(plan.held(part).values())):>12}"
+        yield f"  {name:<24}{gb(sum(plan.held(part).values())):>12}"
     worst = plan.worst
     if worst is not None:
-        yield f"  {'temporaries, at most':<24}{_gb(max(p.temporaries for p in plan.programs)):>12}"
-        yield f"  {'at the worst moment':<24}{_gb(plan.most):>12}  in {worst.name!r}"
-    yield f"  {'HBM':<24}{_gb(plan.topology.chip.memory):>12}"
+        yield f"  {'temporaries, at most':<24}{gb(max(p.temporaries for p in plan.programs)):>12}"
+        yield f"  {'at the worst moment':<24}{gb(plan.most):>12}  in {worst.name!r}"
+    yield f"  {'HBM':<24}{gb(plan.topology.chip.memory):>12}"
 
 
 _COLUMNS = (
@@ -297,7 +318,7 @@ def _brings(program: Figures) -> str:
     if program.excess:
         return f"    BRINGS MORE THAN DEVICES KEEP of {', '.join(program.excess)}"
     return (
-        f"    a device receives {_gb(program.brought)} of the {_gb(program.kept)} that it keeps; "
+        f"    a device receives {gb(program.brought)} of the {gb(program.kept)} that it keeps; "
         "of no weight, at no moment, more than its shard"
     )
 
@@ -312,10 +333,10 @@ def _speed(plan: Plan) -> Iterator[str]:
         "positions per slot, or as many as the cache has, by accept length (rooflines: an upper "
         "bound; no host, no launches)"
     )
-    columns = sorted({a for c in chunks for a in _accept_lengths(rows_of(plan.shapes, c.key[1]))})
+    columns = sorted({a for chunk in chunks for a in _accept_lengths(plan, chunk)})
     yield f"{'strategy x slots':<26}{'round ms':>12}" + "".join(f"{a:>12g}" for a in columns)
     for chunk in chunks:
-        shown = _accept_lengths(rows_of(plan.shapes, chunk.key[1]))
+        shown = _accept_lengths(plan, chunk)
         cells = (f"{plan.tokens_per_second(chunk, a):.0f}" if a in shown else "" for a in columns)
         seconds = f"{1e3 * plan.round_seconds(chunk):.3g}"
         yield f"{chunk.name:<26}{seconds:>12}" + "".join(f"{cell:>12}" for cell in cells)
@@ -325,58 +346,13 @@ def _verdict(plan: Plan) -> Iterator[str]:
     chip, runner = plan.topology.chip, plan.shapes.engine.runner
     yield ""
     yield f"largest batch that fits: {plan.largest_batch()} slots per replica (now {runner.batch})"
+    if plan.shapes.cfg.rollout.cache_bytes is not None:
+        slots, size = plan.largest_cache()
+        yield f"  of this context; {slots} with all memory, rollout.cache_bytes={size}"
     if plan.fits:
-        yield f"FITS: {_gb(plan.most)} of {_gb(chip.memory)}"
+        which = f", without the {plan.left_out} programs left out" if plan.left_out else ""
+        yield f"FITS: {gb(plan.most)} of {gb(chip.memory)}{which}"
         return
-    yield f"DOES NOT FIT: {_gb(plan.most)} of {_gb(chip.memory)}. What to change:"
+    yield f"DOES NOT FIT: {gb(plan.most)} of {gb(chip.memory)}. What to change:"
     for line in advice(plan):
         yield f"  - {line}"
-
-
-def advice(plan: Plan) -> Iterator[str]:
-    """What to change, the largest share first; nothing if it fits."""
-    if plan.fits:
-        return
-    over = plan.most - plan.topology.chip.memory
-    worst = plan.worst
-    shares = plan.resident if worst is None else plan.held(worst.part)
-    if worst is not None:
-        shares["temporaries"] = plan.most - sum(shares.values())
-    for kind, size in sorted(shares.items(), key=lambda item: -item[1]):
-        if size < over / 20:
-            continue
-        yield f"{_gb(size)} {kind}: {_remedy(plan, kind)}"
-
-
-def _remedy(plan: Plan, kind: str) -> str:
-    cfg, runner = plan.shapes.cfg, plan.shapes.engine.runner
-    if kind in (CACHE, STATE):
-        fits = plan.largest_batch()
-        change = f"rollout.max_batch={fits} fits" if fits else "fewer slots alone do not suffice"
-        return f"{change}; or a larger rollout.tp, or rollout.cache_bytes below its present size"
-    if kind == WEIGHTS:
-        return f"a larger rollout.tp (now {cfg.rollout.tp}), or dtype.compute=bfloat16"
-    if kind == "states for the head":
-        return (
-            f"draft.max_microbatches (now {cfg.draft.max_microbatches or 'all'}, up to "
-            f"{plan.shapes.microbatches} of a step)"
-        )
-    if kind == EVALUATION:
-        return "eval.problems=0, or a smaller eval.max_batch: its engine has a cache of its own"
-    if kind != "temporaries":
-        return f"a larger mesh.fsdp (now {cfg.mesh.fsdp}) or mesh.tp (now {cfg.mesh.tp})"
-    name = plan.worst.name
-    if plan.worst.key[0] in ("chunk", "prefill", "place"):
-        return f"of {name!r}: a smaller rollout.max_batch (now {runner.batch}), prefill_chunk or tp"
-    if plan.worst.key[0] in ("reshard", "convert"):
-        return f"of {name!r}: a larger rollout.tp (now {cfg.rollout.tp})"
-    remat = "" if cfg.remat else "remat=true, "
-    return (
-        f"of {name!r}: {remat}fewer packing.rows (now {cfg.packing.rows}, at least mesh.data x "
-        f"mesh.fsdp), a shorter packing.row_length (now {cfg.packing.row_length}), or a larger "
-        "mesh.tp"
-    )
-
-
-def _gb(size: float) -> str:
-    return f"{size / GB:.3f} GB" if size >= GB / 1000 else f"{size / 1e6:.3f} MB"

@@ -44,6 +44,7 @@ def merged(plans: Sequence[dict]) -> dict:
         "most_bytes": worst["peak_bytes"],
         "fits": worst["peak_bytes"] <= first["hbm_bytes"],
         "largest_batch": min(plan["largest_batch"] for plan in plans),
+        "largest_cache": min(plan["largest_cache"] for plan in plans),
     }
 
 

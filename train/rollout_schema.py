@@ -74,7 +74,7 @@ class ControlSection:
 
 _NO_CONTROL = ControlSection()
 # What decides where and when rollouts run, and no token.
-PLACEMENT = ("replicas", "tp")
+PLACEMENT = ("replicas", "tp", "max_batch", "scan_layers")
 ENGINE_SETTINGS = ("page_size", "cache_bytes", "chunk_tokens", "prefill_chunk", "order")
 
 

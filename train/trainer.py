@@ -337,8 +337,8 @@ class Trainer:
 
     def fingerprint(self) -> dict:
         """The settings that decide what is learned; a resumed run must have the same."""
-        ignored = ("out", "steps", "log", "checkpoint", "eval", "mesh", "distributed", "attention")
-        settings = fingerprint(self.cfg, ignored)
+        ignored = ("out", "steps", "log", "checkpoint", "eval")
+        settings = fingerprint(self.cfg, (*ignored, "mesh", "distributed", "attention", "remat"))
         for name in ("telemetry", *PLACEMENT, *ENGINE_SETTINGS):  # change no token
             settings["rollout"].pop(name)
         settings["draft"]["spot"].pop("gaps")  # changes only when the head is trained

@@ -11,6 +11,7 @@ the same everywhere; the clock has a say in *when* something is told, in nothing
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ from specjax.engine.sequence import Progress
 from specjax.engine.start_up import StartUp
 from specjax.models.transformer import Params
 from specjax.reshard import Reshard, Unrelated, cast
+
+log = logging.getLogger(__name__)
 
 # Seconds of running between two exchanges, unless a process has nothing left to run: telling costs
 # all of them a moment, and what stops samples early need not be quicker than this.
@@ -111,7 +114,11 @@ class Copies:
         try:
             program = Reshard(tree, self.mesh, dtype and cast(dtype))
             return program, program.bytes_per_device
-        except Unrelated:
+        except Unrelated as error:
+            log.warning(
+                "weights reach the replicas by a program that XLA lays out, which may hold whole "
+                "weights for a moment; rollout.tp a multiple of mesh.tp avoids it (%s)", error
+            )  # fmt: skip
             copied = jax.jit(
                 lambda t: jax.tree.map(lambda a: jnp.array(a, dtype or a.dtype, copy=True), t),
                 out_shardings=sharding.param_shardings(self.mesh, tree),

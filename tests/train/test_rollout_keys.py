@@ -56,6 +56,9 @@ def test_a_run_with_telemetry_writes_its_rejections_and_may_resume_without(
     assert watched.engine.telemetry.records == []
     assert trainer().fingerprint() == watched.fingerprint()
     assert trainer().engine.telemetry is None
+    fewer = {"rollout.max_batch": 3, "rollout.scan_layers": "true", "remat": "true"}
+    assert trainer(**fewer).fingerprint() == watched.fingerprint()  # fewer devices hold less
+    assert trainer(**{"rollout.temperature": 0.9}).fingerprint() != watched.fingerprint()
 
 
 def test_a_cache_too_small_for_all_slots_is_told_and_changes_no_token(tmp_path):

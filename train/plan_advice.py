@@ -1,0 +1,62 @@
+"""What to change in a config whose plan does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from train.plan_programs import CACHE, EVALUATION, STATE, WEIGHTS
+
+if TYPE_CHECKING:
+    from train.plan_report import Plan
+
+GB = 1e9
+
+
+def advice(plan: Plan) -> Iterator[str]:
+    """What to change, the largest share first; nothing if it fits."""
+    if plan.fits:
+        return
+    over = plan.most - plan.topology.chip.memory
+    worst = plan.worst
+    shares = plan.resident if worst is None else plan.held(worst.part)
+    if worst is not None:
+        shares["temporaries"] = plan.most - sum(shares.values())
+    for kind, size in sorted(shares.items(), key=lambda item: -item[1]):
+        if size < over / 20:
+            continue
+        yield f"{gb(size)} {kind}: {_remedy(plan, kind)}"
+
+
+def _remedy(plan: Plan, kind: str) -> str:
+    cfg, runner = plan.shapes.cfg, plan.shapes.engine.runner
+    if kind in (CACHE, STATE):
+        fits = plan.largest_batch()
+        change = f"rollout.max_batch={fits} fits" if fits else "fewer slots alone do not suffice"
+        return f"{change}; or a larger rollout.tp, or rollout.cache_bytes below its present size"
+    if kind == WEIGHTS:
+        return f"a larger rollout.tp (now {cfg.rollout.tp}), or dtype.compute=bfloat16"
+    if kind == "states for the head":
+        return (
+            f"draft.max_microbatches (now {cfg.draft.max_microbatches or 'all'}, up to "
+            f"{plan.shapes.microbatches} of a step)"
+        )
+    if kind == EVALUATION:
+        return "eval.problems=0, or a smaller eval.max_batch: its engine has a cache of its own"
+    if kind != "temporaries":
+        return f"a larger mesh.fsdp (now {cfg.mesh.fsdp}) or mesh.tp (now {cfg.mesh.tp})"
+    name = plan.worst.name
+    if plan.worst.key[0] in ("chunk", "prefill", "place"):
+        return f"of {name!r}: a smaller rollout.max_batch (now {runner.batch}), prefill_chunk or tp"
+    if plan.worst.key[0] in ("reshard", "convert"):
+        return f"of {name!r}: a larger rollout.tp (now {cfg.rollout.tp})"
+    remat = "" if cfg.remat else "remat=true, "
+    return (
+        f"of {name!r}: {remat}fewer packing.rows (now {cfg.packing.rows}, at least mesh.data x "
+        f"mesh.fsdp), a shorter packing.row_length (now {cfg.packing.row_length}), or a larger "
+        "mesh.tp"
+    )
+
+
+def gb(size: float) -> str:
+    return f"{size / GB:.3f} GB" if size >= GB / 1000 else f"{size / 1e6:.3f} MB"
