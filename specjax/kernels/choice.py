@@ -95,7 +95,7 @@ def _asked(platform: str, kind: str, cfg: ModelConfig, asked: str) -> Choice:
             choice = Choice(asked, "jax.nn.dot_product_attention in XLA")
         return choice
     if asked == "gpu":
-        reason = gpu.no_kernel(platform, cfg)
+        reason = gpu.no_kernel(platform, kind, cfg)
         if reason:
             refuse(reason)
         line = "the Mosaic GPU kernel, experimental: it has not run on a GPU yet; prompts by cuDNN"

@@ -45,6 +45,8 @@ class Tuning:
     stages: int
 
 
+HOPPER = ("H100", "H200", "H800", "H20")  # in `jax.Device.device_kind`, GH200 with them
+
 # By head size. 64 positions of 128 are 32 KiB of keys and values; by Little's law 4.8 TB/s over a
 # latency of a microsecond want 36 KiB on their way per multiprocessor.
 TUNING = {64: Tuning(64, 6), 128: Tuning(64, 4)}
@@ -81,10 +83,12 @@ def shape_of(
     )
 
 
-def no_kernel(platform: str, cfg: ModelConfig) -> str | None:
-    """Why the kernel cannot be used for a model."""
+def no_kernel(platform: str, kind: str, cfg: ModelConfig) -> str | None:
+    """Why the kernel cannot be used for a model on a device, whose kind jax names."""
     if platform not in ("gpu", "cuda"):
         return f"it is compiled for GPUs, and the device is {platform!r}"
+    if not any(name in kind for name in HOPPER):
+        return f"it is written for Hopper ({', '.join(HOPPER)}), and this is {kind!r}"
     if cfg.head_dim not in TUNING or cfg.compute_dtype != "bfloat16":
         return (
             f"it takes bfloat16 heads of {' or '.join(map(str, TUNING))}, got {cfg.compute_dtype} "

@@ -76,6 +76,7 @@ CASES = dict(
     kv_heads=st.integers(1, 2),
     group=st.integers(1, 4),
     rows=st.integers(1, 64),
+    before=st.integers(0, 63),
     size=st.sampled_from([64, 128]),
     stretches=st.sampled_from([1, 6]),
     window=st.none() | st.integers(1, 300),
@@ -91,8 +92,9 @@ def compare_emulated(**case):
         compare(**case)
 
 
-def compare(seed, batch, kv_heads, group, rows, size, stretches, window, sinks, dtype):
-    case = finite(random_case(seed, batch, kv_heads, group, rows, size, stretches, dtype))
+def compare(seed, batch, kv_heads, group, rows, before, size, stretches, window, sinks, dtype):
+    sizes, before = (batch, kv_heads, group, rows, size, stretches), min(before, 64 - rows)
+    case = finite(random_case(seed, *sizes, dtype, before=before))
     rng = np.random.default_rng(seed + 1)
     sinks = jnp.asarray(rng.normal(size=kv_heads * group), jnp.float32) if sinks else None
     attend = functools.partial(gpu.tree_attention, window=window, sinks=sinks, with_lse=True)
@@ -105,8 +107,8 @@ def compare(seed, batch, kv_heads, group, rows, size, stretches, window, sinks, 
 
 # Several tiles and splits, of which the window leaves some nothing.
 SPLIT = dict(
-    seed=0, batch=2, kv_heads=1, group=4, rows=33, size=128, stretches=6, window=200, sinks=True,
-    dtype="float32",
+    seed=0, batch=2, kv_heads=1, group=4, rows=33, before=5, size=128, stretches=6, window=200,
+    sinks=True, dtype="float32",
 )  # fmt: skip
 
 
@@ -180,5 +182,7 @@ def test_what_it_cannot_do_is_refused():
     assert chosen.name == "gpu" and chosen.loud and "experimental" in chosen.line
     with pytest.raises(ValueError, match="the device is 'cpu'"):
         choose("cpu", "cpu", half, "gpu")
+    with pytest.raises(ValueError, match="written for Hopper .* this is 'NVIDIA A100-SXM4-80GB'"):
+        choose("gpu", "NVIDIA A100-SXM4-80GB", half, "gpu")
     with pytest.raises(ValueError, match="bfloat16 heads of 64 or 128, got float32 heads of 128"):
         choose("gpu", "NVIDIA H200", half.replace(compute_dtype="float32"), "gpu")

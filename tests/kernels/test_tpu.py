@@ -17,15 +17,17 @@ HEAD = 128
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
-def random_case(seed, batch, kv_heads, group, rows, size, stretches, dtype, prefix=None):
-    """Arguments of `tree_attention`: trees that differ, pages in no order, the rest of them NaN."""
+def random_case(seed, batch, kv_heads, group, rows, size, stretches, dtype, prefix=None, before=0):
+    """Arguments of `tree_attention`: trees that differ, pages in no order, the rest of them NaN;
+    queries of all but the first `before` rows of a tree."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
         return rng.normal(size=shape)
 
-    parents = [[0, *(rng.integers(0, r) for r in range(1, rows))] for _ in range(batch)]
-    bits = np.stack([pack_bits(ancestors(np.array(p))) for p in parents])
+    nodes = before + rows
+    parents = [[0, *(rng.integers(0, r) for r in range(1, nodes))] for _ in range(batch)]
+    bits = np.stack([pack_bits(ancestors(np.array(p))) for p in parents])[:, before:]
     table = rng.permutation(batch * stretches).reshape(batch, stretches) + 1
     if prefix is None:
         prefix = rng.integers(0, size * stretches + 1, batch)
@@ -35,7 +37,7 @@ def random_case(seed, batch, kv_heads, group, rows, size, stretches, dtype, pref
         for at, page in enumerate(row):
             pages[:, page, :, max(length - at * size, 0) :] = np.nan
     q = normal(batch, kv_heads * group, rows, HEAD)
-    k, v = normal(2, batch, kv_heads, rows, HEAD)
+    k, v = normal(2, batch, kv_heads, nodes, HEAD)
     arrays = [jnp.asarray(x, dtype) for x in (q, k, v, *pages)]
     return *arrays, np.asarray(prefix, np.int32), bits, table.astype(np.int32)
 
@@ -69,6 +71,7 @@ CASES = dict(
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 4),
     rows=st.integers(1, 64),
+    before=st.integers(0, 40),
     size=st.sampled_from([16, 48, 64]),
     stretches=st.integers(1, 3),
     window=st.none() | st.integers(1, 80),
@@ -77,8 +80,9 @@ CASES = dict(
 )
 
 
-def compare(seed, batch, kv_heads, group, rows, size, stretches, window, sinks, dtype):
-    case = random_case(seed, batch, kv_heads, group, rows, size, stretches, dtype)
+def compare(seed, batch, kv_heads, group, rows, before, size, stretches, window, sinks, dtype):
+    sizes = batch, kv_heads, group, rows, size, stretches
+    case = random_case(seed, *sizes, dtype, before=before)
     rng = np.random.default_rng(seed + 1)
     sinks = jnp.asarray(rng.normal(size=kv_heads * group), jnp.float32) if sinks else None
     check(case, dtype, window, sinks)
@@ -94,8 +98,8 @@ def test_it_equals_the_reference(**case):
 @settings(max_examples=150)
 @given(**CASES)
 @example(
-    seed=0, batch=4, kv_heads=1, group=1, rows=1, size=16, stretches=1, window=None, sinks=False,
-    dtype="float32",
+    seed=0, batch=4, kv_heads=1, group=1, rows=1, before=0, size=16, stretches=1, window=None,
+    sinks=False, dtype="float32",
 )  # fmt: skip
 def test_it_equals_the_reference_on_many_shapes(**case):
     compare(**case)

@@ -228,6 +228,17 @@ def test_a_process_that_chooses_otherwise_ends_the_job_with_its_name(thin_policy
 
 
 @pytest.mark.parametrize(
+    "words, waits",
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes", False),
+        ("INTERNAL: Connection closed by peer", True),
+    ],
+)
+def test_who_is_out_of_memory_does_not_wait_to_hear_whom_it_lost(words, waits):
+    assert processes._may_be_loss(jax.errors.JaxRuntimeError(words)) == waits
+
+
+@pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({"rollout.tp": 6}, "set rollout.tp to a divisor or a multiple of 4"),
