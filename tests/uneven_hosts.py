@@ -16,17 +16,17 @@ import jax
 
 from specjax.control.base import OFF, Controller
 from specjax.engine import start_up
-from specjax.engine.loop import Loop
+from specjax.engine.in_flight import InFlight
 from train import rl
 
 TURN = 8  # chunks after which a process finds dear what was cheap
 
 
 def main() -> None:
-    measure, select, choices, chunks = Loop._wait_for, Controller.select, [], [0]
+    measure, select, choices, chunks = InFlight.wait_for, Controller.select, [], [0]
 
-    def uneven(loop, chunk):
-        result, _ = measure(loop, chunk)
+    def uneven(in_flight, chunk):
+        result, _ = measure(in_flight, chunk)
         chunks[0] += 1
         dear = (chunks[0] // TURN + jax.process_index()) % 2
         return result, 1.0 if (chunk.strategy == OFF) == (dear == 0) else 1e-3
@@ -38,7 +38,7 @@ def main() -> None:
         choices.append(name)
         return name
 
-    Loop._wait_for, Controller.select = uneven, noted
+    InFlight.wait_for, Controller.select = uneven, noted
     start_up.time = SimpleNamespace(
         perf_counter=lambda: time.perf_counter() * (1 + 9 * jax.process_index())
     )

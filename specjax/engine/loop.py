@@ -12,10 +12,8 @@ to the tokens when or where a sequence runs, by which strategy, or how often it 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
-from collections import Counter, deque
 from collections.abc import Callable
 
 import jax
@@ -25,6 +23,7 @@ from specjax.control import Controller, Observation
 from specjax.decode.chunk import Result
 from specjax.decode.options import Features
 from specjax.decode.state import RUNNING
+from specjax.engine.in_flight import Chunk, InFlight
 from specjax.engine.inputs import admission_of, piece_of, place_size
 from specjax.engine.intake import Intake
 from specjax.engine.pages import PagePool
@@ -40,34 +39,6 @@ from specjax.telemetry import Collector, SlotInfo, active_transforms
 
 PREFILL_ROWS = 8
 IN_FLIGHT = 2
-
-
-@dataclasses.dataclass
-class Chunk:
-    """A chunk that was enqueued.
-
-    Attributes:
-      rows: the sequence of each row of the batch. result: on the device. version: of the weights.
-      mark: is ready when the chunk begins to run; None: as soon as the chunk before it is done.
-      after: it began after that, on the host's clock: when it was enqueued, or last seen waiting.
-      by: it had begun by then; None: it has not been seen running.
-      unseen: seconds in which nobody looked whether it is done, and it was done at their end.
-      sure: tokens that each of its sequences emits at least, if it does not end.
-      rounds: at most.
-      said: what the hosts of the replica had said when it was enqueued, see `Agreement`.
-    """
-
-    rows: list[Sequence | None]
-    result: Result
-    strategy: str
-    version: int
-    mark: jax.Array | None
-    after: float
-    sure: int
-    rounds: int
-    said: int
-    by: float | None = None
-    unseen: float | None = None
 
 
 class Loop:
@@ -127,11 +98,9 @@ class Loop:
             self.expected if self.config.order == "longest_first" else None,
         )
         self._table = np.zeros((runner.slots, runner.table_width), np.int32)
-        self._in_flight: deque[Chunk] = deque()
+        self._in_flight = InFlight(runner)
         self._events: list[Finished] = []
         self.others_wait = False
-        self._arrived, self._done = 0.0, 0.0  # the last chunk; it may have been done before
-        self._left, self._built = 0.0, runner.compilations
         self._turns = Turns(runner)
         self._cut_short = False  # whether the last chunk ended early, and others still ran
         self._ended: dict[int, None] = {}  # slots, the latest last
@@ -148,8 +117,8 @@ class Loop:
     @property
     def is_ready(self) -> bool:
         """Whether `step` would find something without waiting for the device."""
-        self._look()
-        return not self._in_flight or self._in_flight[0].result.length.is_ready()
+        self._in_flight.look()
+        return self._in_flight.is_ready
 
     def step(self, wait: bool = True) -> list[Finished]:
         """Enqueues a chunk, if there is anything to run, and takes in the one before.
@@ -160,8 +129,8 @@ class Loop:
         Returns:
           the samples that ended.
         """
-        self._look()
-        self._notice_what_is_done()
+        self._in_flight.look()
+        self._in_flight.notice_what_is_done()
         agreement = self.runner.agreement
         ahead = 1 if self._cut_short or agreement.one_by_one else IN_FLIGHT
         enqueued = len(self._in_flight) < ahead and self._schedule()
@@ -171,18 +140,18 @@ class Loop:
             self.on_look()
         full = len(self._in_flight) >= ahead or not enqueued
         if self._in_flight and full and (wait or agreement.is_shared or self.is_ready):
-            self._postprocess(self._in_flight.popleft())
+            self._postprocess(self._in_flight.take())
         if not len(self.intake):
-            self._in_flight.clear()  # nobody is left whom it could bring a token
+            self._in_flight.clear()
             self._cut_short = False
         events, self._events = self._events, []
-        self._left = time.perf_counter()
+        self._in_flight.look_away()
         return events
 
     def drain(self) -> None:
         """Takes in all that was enqueued."""
         while self._in_flight:
-            self._postprocess(self._in_flight.popleft())
+            self._postprocess(self._in_flight.take())
         self.runner.agreement.settle()
 
     def drop(self, sequence: Sequence) -> None:
@@ -282,9 +251,7 @@ class Loop:
 
     def _enqueue(self) -> bool:
         """Enqueues a chunk of the sequences that may still run."""
-        sure = Counter()  # tokens that each will have emitted when this chunk begins
-        for chunk in self._in_flight:
-            sure.update({s.ticket: chunk.sure for s in chunk.rows if s is not None})
+        sure = self._in_flight.sure()
         alive = [
             s
             for _, s in sorted(self.scheduler.running.items())
@@ -302,7 +269,7 @@ class Loop:
         jax.tree.map(lambda x: x.copy_to_host_async(), result)
         rows = alive + [None] * (bucket - len(alive))
         sure = 0 if leave_at else rounds
-        self._in_flight.append(
+        self._in_flight.add(
             Chunk(
                 rows, result, strategy, self.version, mark, enqueued, sure, rounds,
                 self.runner.agreement.said,
@@ -327,7 +294,7 @@ class Loop:
     def _postprocess(self, chunk: Chunk) -> None:
         """Waits for a chunk, and takes in what it brought."""
         self.runner.agreement.hear(chunk.said)  # or it may never end
-        result, seconds = self._wait_for(chunk)
+        result, seconds = self._in_flight.wait_for(chunk)
         self.runner.agreement.hear()
         brought = Brought.of(result)
         self._cut_short = int(result.rounds) < chunk.rounds and RUNNING in brought.finish
@@ -371,43 +338,6 @@ class Loop:
         self.runner.agreement.ask(seconds, lambda agreed: observe(seen(seconds=agreed)))
         for sequence in ran:
             sequence.unread = 0 if drafts else sequence.unread + rounds
-
-    def _notice_what_is_done(self) -> None:
-        """Who calls `step` may have been away for longer than the device was busy."""
-        for chunk in self._in_flight:
-            if chunk.unseen is None and chunk.result.length.is_ready():
-                chunk.unseen = time.perf_counter() - self._left
-
-    def _look(self) -> None:
-        """Narrows down when the chunk that is due next began."""
-        if not self._in_flight or self._in_flight[0].by is not None:
-            return
-        chunk = self._in_flight[0]
-        if chunk.mark is None or chunk.mark.is_ready():
-            chunk.by = time.perf_counter()
-        else:
-            chunk.after = time.perf_counter()
-
-    def _wait_for(self, chunk: Chunk) -> tuple[Result, float]:
-        """The result on the host, and the seconds that it took to run, prompts before it left out.
-
-        They are nan where the host did not see well enough when the prompts or the chunk itself
-        were done, and where it compiled a program meanwhile.
-        """
-        after, by = max(self._done, chunk.after), chunk.by
-        if chunk.mark is None:
-            by = max(self._arrived, chunk.after)
-        elif by is None and chunk.mark.is_ready():
-            by = time.perf_counter()
-        elif by is None:
-            jax.block_until_ready(chunk.mark)
-            after = by = time.perf_counter()
-        result = jax.device_get(chunk.result)
-        self._arrived = time.perf_counter()
-        self._done = self._arrived - (chunk.unseen or 0.0)
-        most, least = self._arrived - after, self._done - max(by, after)
-        compiled, self._built = self._built != self.runner.compilations, self.runner.compilations
-        return result, float("nan") if compiled or least < 0.8 * most else least
 
     def _finish(self, sequence: Sequence, sample: SampleOutput) -> None:
         self._table[sequence.slot] = 0

@@ -18,9 +18,9 @@ from specjax.control import BanditConfig, ControlConfig, EmaConfig, Observation,
 from specjax.control.base import Controller
 from specjax.control.costs import CostTable
 from specjax.decode.options import Features
-from specjax.engine import loop, start_up
+from specjax.engine import in_flight, start_up
 from specjax.engine.engine import Engine
-from specjax.engine.loop import Loop
+from specjax.engine.in_flight import Chunk, InFlight
 from specjax.engine.request import SpecStats, Totals
 from specjax.engine.settings import EngineConfig
 
@@ -120,14 +120,14 @@ class Chosen(Controller):
 def test_what_gives_most_tokens_per_second_is_chosen(controller, best, monkeypatch):
     """On a clock of our own, on which every strategy but one takes ten times as long."""
     engine, ran = adaptive(), []
-    exact = Loop._wait_for
+    exact = InFlight.wait_for
 
     def wait_for(self, chunk):
         result, _ = exact(self, chunk)
         ran.append(chunk.strategy)
         return result, (0.001 if chunk.strategy == best else 0.01) * int(result.rounds)
 
-    monkeypatch.setattr(Loop, "_wait_for", wait_for)
+    monkeypatch.setattr(InFlight, "wait_for", wait_for)
     settings = {"bandit": BanditConfig(epsilon=0.1)}
     wanted = {name: value for name, value in settings.items() if name == controller}
     calibrated = itertools.product(ARMS, (1, 2, 4))  # goodput's: all alike, which is wrong
@@ -142,13 +142,13 @@ def test_what_gives_most_tokens_per_second_is_chosen(controller, best, monkeypat
 def test_those_that_opt_out_run_plain_decoding_where_nobody_else_runs(monkeypatch):
     """Its rounds cost less than those of a tree whose drafts count for nothing."""
     engine, ran = adaptive(), []
-    exact = Loop._wait_for
+    exact = InFlight.wait_for
 
     def wait_for(self, chunk):
         ran.append((chunk.strategy, sum(s is not None for s in chunk.rows)))
         return exact(self, chunk)
 
-    monkeypatch.setattr(Loop, "_wait_for", wait_for)
+    monkeypatch.setattr(InFlight, "wait_for", wait_for)
     engine.controller = Chosen(["3_1_4"])
     plainly = dataclasses.replace(LONG, speculative=False)
     alone, _ = engine.generate(jobs_of([1, 2], plainly))
@@ -323,38 +323,38 @@ def test_the_time_of_a_chunk_after_prompts_is_known_if_its_beginning_was_seen(
 ):
     """Those who only poll (replicas) may have seen that it waited, and soon after that it ran."""
     now, mark = [1.0], Mark()
-    monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
-    mine = Loop(adaptive().runner, adaptive().intake, EngineConfig(), [64], None)
-    chunk = loop.Chunk([], np.zeros(1), "off", 0, mark, 0.5, 0, 1, 0)
-    mine._in_flight.append(chunk)
-    mine._look()
+    monkeypatch.setattr(in_flight, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    mine = InFlight(adaptive().runner)
+    chunk = Chunk([], np.zeros(1), "off", 0, mark, 0.5, 0, 1, 0)
+    mine.add(chunk)
+    mine.look()
     mark.ready = True
     if seen_at is not None:
         now[0] = seen_at
-        mine._look()
+        mine.look()
     now[0] = 12.0
-    assert mine._wait_for(mine._in_flight.popleft())[1] == pytest.approx(seconds, nan_ok=True)
+    assert mine.wait_for(mine.take())[1] == pytest.approx(seconds, nan_ok=True)
 
 
 @pytest.mark.parametrize(("away", "seconds"), [(0.1, 10.0), (9.0, math.nan)])
 def test_time_in_which_nobody_asked_is_no_time_of_a_chunk(monkeypatch, away, seconds):
     """Who drives the engine may do other things for longer than the device runs."""
-    now, mark = [1.0], Mark()
-    monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
-    mine = Loop(adaptive().runner, adaptive().intake, EngineConfig(), [64], None)
+    now, mark = [11.0 - away], Mark()
+    monkeypatch.setattr(in_flight, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    mine = InFlight(adaptive().runner)
+    mine.look_away()
     result = types.SimpleNamespace(length=mark)
-    chunk = loop.Chunk([], result, "off", 0, None, 1.0, 0, 1, 0)
-    mine._arrived, mine._left = 1.0, 11.0 - away
-    monkeypatch.setattr(loop.jax, "device_get", lambda result: result)
-    mine._in_flight.append(chunk)
+    chunk = Chunk([], result, "off", 0, None, 1.0, 0, 1, 0)
+    monkeypatch.setattr(in_flight.jax, "device_get", lambda result: result)
+    mine.add(chunk)
     now[0], mark.ready = 11.0, True
-    mine._notice_what_is_done()
-    timed = mine._wait_for(mine._in_flight.popleft())[1]
+    mine.notice_what_is_done()
+    timed = mine.wait_for(mine.take())[1]
     assert timed == pytest.approx(seconds, rel=0.02, nan_ok=True)
     now[0] = 20.0  # nor does anybody know when the one behind it began
-    behind = loop.Chunk([], result, "off", 0, None, 1.0, 0, 1, 0)
+    behind = Chunk([], result, "off", 0, None, 1.0, 0, 1, 0)
     expected = math.nan if away > 1 else 9.0
-    assert mine._wait_for(behind)[1] == pytest.approx(expected, rel=0.02, nan_ok=True)
+    assert mine.wait_for(behind)[1] == pytest.approx(expected, rel=0.02, nan_ok=True)
 
 
 def test_controllers_are_told_what_the_draft_had_to_read_and_who_drafted():

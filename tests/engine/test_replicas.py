@@ -202,7 +202,7 @@ def test_hosts_hear_what_a_chunk_took_when_the_next_is_there_and_wait_for_nothin
     shared, monkeypatch
 ):
     (engine, _), measured, told, ahead = shared, [], [], []
-    measure = engine.loop._wait_for
+    measure = engine.loop._in_flight.wait_for
 
     def noted(chunk):
         result, seconds = measure(chunk)
@@ -210,7 +210,7 @@ def test_hosts_hear_what_a_chunk_took_when_the_next_is_there_and_wait_for_nothin
         ahead.append(len(engine.loop._in_flight))
         return result, seconds
 
-    monkeypatch.setattr(engine.loop, "_wait_for", noted)
+    monkeypatch.setattr(engine.loop._in_flight, "wait_for", noted)
     monkeypatch.setattr(
         engine.controller, "observe", lambda seen: told.append((seen.seconds, len(measured)))
     )
@@ -237,9 +237,9 @@ def test_hosts_that_would_run_different_programs_end_before_they_wait_for_each_o
     shared, monkeypatch
 ):
     (engine, other_says), said, waited = shared, [], []
-    wait = engine.loop._wait_for
+    in_flight, wait = engine.loop._in_flight, engine.loop._in_flight.wait_for
     monkeypatch.setattr(
-        engine.loop, "_wait_for", lambda chunk: waited.append(chunk.said) or wait(chunk)
+        in_flight, "wait_for", lambda chunk: waited.append(chunk.said) or wait(chunk)
     )
 
     def strays(row):
