@@ -163,10 +163,9 @@ class Chunk:
 
     def text(self) -> str:
         """Of the compiled program."""
-        start = "chunk", self.name, self.runner.batch
-        keys = [k for k in self.runner.executables if k[:3] == start]
-        covering = [k for k in keys if k[3].covers(self.features)]
-        return self.runner.executables[min(covering, key=lambda k: k[3].size)].as_text()
+        compiled, bucket = self.runner.executables, self.runner.batch
+        features = compiled.covering(self.name, bucket, self.features)
+        return compiled.by_key["chunk", self.name, bucket, features].as_text()
 
 
 def in_turns(jobs: Mapping[str, tuple[Callable, Callable]], repeats: int) -> dict[str, list[float]]:

@@ -57,7 +57,7 @@ class EngineThread:
         several = isinstance(llm.engine, Replicas)
         self._engines = llm.engine.engines if several else (llm.engine,)
         for engine in self._engines:
-            engine.runner.before_build = self._tell  # who has an answer need not wait for that
+            engine.runner.executables.before_build = self._tell  # who has an answer need not wait
         self.live = Live(llm, self._engines, metrics)
         self._notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
         self._gone: queue.SimpleQueue[Request] = queue.SimpleQueue()  # whose clients have left

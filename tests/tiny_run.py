@@ -75,7 +75,7 @@ def share_programs(trainer, known: dict[str, dict]) -> None:
     cfg = trainer.cfg
     settings = str((trainer.model, cfg.rollout, cfg.dtype, cfg.mesh, cfg.draft.mode == "none"))
     runner = trainer.engine.runner
-    runner.executables = known.setdefault(settings, runner.executables)
+    runner.executables.by_key = known.setdefault(settings, runner.executables.by_key)
 
 
 def write_policy(path: Path, with_head: bool = True, **changes) -> Path:

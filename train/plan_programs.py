@@ -279,7 +279,7 @@ def engine_programs(engine: Engine, part: str) -> Iterator[Program]:
         found.append((key, lower))
         return lambda *inputs: (*(inputs[i] for i in donate), None)
 
-    runner.build = build
+    runner.executables.build = build
     for _ in start_programs(engine.loop, (Features(),)):
         while found:
             key, lower = found.pop(0)

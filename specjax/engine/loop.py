@@ -27,7 +27,7 @@ from specjax.engine.in_flight import Chunk, InFlight
 from specjax.engine.inputs import admission_of, piece_of, place_size
 from specjax.engine.intake import Intake
 from specjax.engine.pages import PagePool
-from specjax.engine.programs import choose_program, leave_at
+from specjax.engine.programs import choose_program, leave_at, rows_to_read
 from specjax.engine.request import Finished, SampleOutput
 from specjax.engine.runner import Runner
 from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler, Start
@@ -220,7 +220,7 @@ class Loop:
         if not prompts:
             return 0
         width = self._piece_width(prompts[0])
-        rows = self.runner.rows_to_read(len(prompts), width, self.piece_rows(width))
+        rows = rows_to_read(self, len(prompts), width)
         self.runner.prefill(piece_of(prompts, rows, width, self.runner))
         for prompt in prompts:
             prompt.read += min(width, prompt.to_read)
@@ -279,7 +279,7 @@ class Loop:
 
     def _leave_at(self, alive: int, strategy: str, features: Features, bucket: int) -> int:
         others_wait = self.scheduler.has_waiting or self.others_wait or self.config.follow_ups
-        smaller = (b for b in self.runner.buckets(strategy, features) if b < bucket)
+        smaller = (b for b in self.runner.executables.buckets(strategy, features) if b < bucket)
         return leave_at(alive, others_wait, max(smaller, default=0))
 
     def _rows(self, alive: list[Sequence], bucket: int) -> tuple[np.ndarray, np.ndarray]:

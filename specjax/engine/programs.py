@@ -1,4 +1,4 @@
-"""Which of the compiled programs a chunk runs, and when it ends early."""
+"""Which of the compiled programs reads prompts and runs a chunk, and when a chunk ends early."""
 
 from __future__ import annotations
 
@@ -26,6 +26,17 @@ def leave_at(alive: int, others_wait: bool, smaller: int) -> int:
     return alive - max(1, alive // REFILL_SHARE) if others_wait else smaller
 
 
+def rows_to_read(loop: Loop, count: int, width: int) -> int:
+    """Rows of the smallest program that was compiled for so many pieces of a width.
+
+    Where there is none, and in `invariant` mode, where one program reads all, as many as are ever
+    read at once.
+    """
+    runner, most = loop.runner, loop.piece_rows(width)
+    fits = [rows for rows in runner.executables.rows(width + runner.tail) if rows >= count]
+    return most if runner.plan.invariant else min(fits, default=most)
+
+
 def choose_program(loop: Loop, strategy: str, alive: list[Sequence]) -> tuple[Features, int]:
     """Features and bucket to ask the runner for, so that little is compiled, and once.
 
@@ -41,11 +52,11 @@ def choose_program(loop: Loop, strategy: str, alive: list[Sequence]) -> tuple[Fe
     wanted = all_of(asked)
     if runner.plan.invariant:
         return loop.intake.seen.widened(), runner.batch
-    if not any(b >= len(alive) for b in runner.buckets(strategy, wanted)):
+    if not any(b >= len(alive) for b in runner.executables.buckets(strategy, wanted)):
         most = min(runner.batch, len(loop.intake))
         return wanted.widened(), next(b for b in loop.buckets if b >= most)
     here = wanted if len(asked) == 1 else all_of({s.features for s in alive})
-    return here, min(b for b in runner.buckets(strategy, here) if b >= len(alive))
+    return here, min(b for b in runner.executables.buckets(strategy, here) if b >= len(alive))
 
 
 def all_of(features: Iterable[Features]) -> Features:

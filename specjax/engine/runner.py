@@ -1,7 +1,4 @@
-"""Compiled programs over one decode state: prefill, place, run a chunk. No policy decides here.
-
-Every program is held as a `.lower().compile()` executable, which refuses other shapes, so that
-nothing compiles behind the caller's back; `compilations` counts what was built.
+"""The programs over one decode state: prefill, place, run a chunk. No policy decides here.
 
 A chunk's program is made for a strategy, a set of features and a *bucket*, a number of slots. It
 takes those slots out of the state, runs them as a batch of their own, and puts them back. So the
@@ -13,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -29,6 +26,7 @@ from specjax.decode.state import DecodeState, Room, empty_state, put_slots, take
 from specjax.draft.source import DraftSource
 from specjax.engine.agreement import agreement_of
 from specjax.engine.checksum import Checksum, require_same
+from specjax.engine.executables import Executables
 from specjax.engine.pages import pages_for
 from specjax.engine.plans import make_plans, own_name
 from specjax.engine.sources import with_attention
@@ -64,10 +62,7 @@ class Runner:
         empty and fills up buckets.
       mark: is ready when what was enqueued last is done; None if that was a chunk.
       checksums: of the weights held, `policy` and `draft`.
-      agreement: of the hosts that the mesh lies over.
-      before_build: is called before a program is compiled, which takes seconds.
-      build: makes what runs of a program, given its key, what lowers it, and which inputs it is
-        donated.
+      executables: of the programs. agreement: of the hosts that the mesh lies over.
       moved: bytes that a device received for the weights, at most, when they were last set.
       table_width: pages of a slot at most, and entries that are always `NOBODYS` for a round's
         path past its end: one, unless a path is longer than a page.
@@ -117,10 +112,7 @@ class Runner:
         self.tails: Tails = None
         self.mark: jax.Array | None = None
         self.checksums: dict[str, Checksum] = {}
-        self.compilations = 0
-        self.executables: dict[tuple, jax.stages.Compiled] = {}
-        self.build: Callable = lambda key, lower, donate: lower().compile()
-        self.before_build: Callable[[], None] = lambda: None
+        self.executables = Executables(mesh)
         self.moved = 0
         self.agreement = agreement_of(mesh)
         self._mover = None if mesh is None else Mover(mesh)
@@ -158,6 +150,11 @@ class Runner:
         source, size = self.longest.source, self.page_size
         own = page_bytes(self.cfg, size, self.cfg.num_layers)
         return own + (source.page_bytes(size) if source else 0)
+
+    @property
+    def compilations(self) -> int:
+        """Programs that were built so far."""
+        return self.executables.compilations
 
     def rounds(self, strategy: str) -> int:
         """Rounds of one chunk at most."""
@@ -233,7 +230,8 @@ class Runner:
 
     def hold_shapes(self, params: Params, head: Params | None) -> None:
         """Holds shapes where `set_params` and `reset` put arrays, for programs that nobody runs:
-        `build` must then make something that gives back the inputs it is donated, and None.
+        `Executables.build` must then make something that gives back the inputs it is donated, and
+        None.
 
         Args:
           params, head: as `set_params` takes them, arrays or their shapes.
@@ -266,7 +264,8 @@ class Runner:
 
         if self.mesh is None:
             return jax.jit(make)
-        return jax.jit(make, out_shardings=self._shardings(jax.eval_shape(make)))
+        shardings = sharding.state_shardings(self.mesh, jax.eval_shape(make))
+        return jax.jit(make, out_shardings=shardings)
 
     # --- programs --------------------------------------------------------------------------------
 
@@ -306,14 +305,14 @@ class Runner:
         """Starts a chunk; what it returns is on the device and may not be there yet.
 
         Args:
-          features: what the running slots ask for. Of the programs that were compiled for this
-            strategy and bucket and cover it, the smallest runs; if there is none, one is compiled.
+          features: what the running slots ask for; see `Executables.covering` for what runs. If
+            no program was compiled that serves them, one is.
           slots: [b] different ones, or the empty one. active: [b] the ones that are to run.
           table: [b X] their pages; `NOBODYS` throughout for those that are not to run.
           rounds: at most. leave_at: end when no more slots than that run.
         """
         bucket = len(slots)
-        features = self._covering(strategy, bucket, features)
+        features = self.executables.covering(strategy, bucket, features)
         inputs = (
             self.params, self.head, self.state, slots, active, table,
             np.int32(rounds), np.int32(leave_at),
@@ -343,78 +342,13 @@ class Runner:
         source = self.longest.source
         return bool(source and source.looks_around) and not self.longest.needs_q
 
-    def rows_to_read(self, count: int, width: int, most: int) -> int:
-        """Rows of the smallest program that was compiled for so many pieces of a width.
-
-        Args:
-          most: the answer where there is none, and in `invariant` mode, where one program reads
-            all.
-        """
-        sizes = [key[1] for key in self.executables if key[0] == "prefill"]
-        fits = [rows for rows, read in sizes if rows >= count and read == width + self.tail]
-        return most if self.plan.invariant else min(fits, default=most)
-
-    def covers(self, strategy: str, bucket: int, features: Features) -> bool:
-        """Whether a program that was compiled serves requests that ask for this."""
-        return any(f.covers(features) for f in self._features(strategy, bucket))
-
-    def buckets(self, strategy: str, features: Features) -> list[int]:
-        """Buckets for which a program was compiled that serves this, in order."""
-        found = {
-            key[2]
-            for key in self.executables
-            if key[0] == "chunk" and key[1] == strategy and key[3].covers(features)
-        }
-        return sorted(found)
-
-    def _features(self, strategy: str, bucket: int) -> list[Features]:
-        start = ("chunk", strategy, bucket)
-        return [key[3] for key in self.executables if key[:3] == start]
-
-    def _covering(self, strategy: str, bucket: int, features: Features) -> Features:
-        compiled = [f for f in self._features(strategy, bucket) if f.covers(features)]
-        return min(compiled, key=lambda f: f.size, default=features)
-
     def model(self, params: Params):
         """The target as a module, inside a jitted function."""
         return nnx.merge(graphdef(self.cfg, self.cfg.decode_layout), params)
 
-    # --- compiling -------------------------------------------------------------------------------
-
-    def _shardings(self, tree):
-        return None if self.mesh is None else sharding.state_shardings(self.mesh, tree)
-
     def _run(self, key: tuple, program, inputs: tuple, donate: tuple[int, ...], told):
-        """Starts a program, see `_compiled`; `told`: inputs that the hosts must have alike."""
+        """Starts a program, see `Executables`; `told`: inputs that the hosts must have alike."""
         self.agreement.say(key, told)
-        outputs = self._compiled(key, program, inputs, donate)(*inputs)
+        outputs = self.executables.get(key, program, inputs, donate)(*inputs)
         self.agreement.finished(outputs)
         return outputs
-
-    def _compiled(self, key: tuple, program, inputs: tuple, donate: tuple[int, ...]):
-        """The executable of a program whose output begins with its donated inputs, in order."""
-        if key in self.executables:
-            return self.executables[key]
-        self.before_build()
-        self.compilations += 1
-        # Kernels and what works on parts of the vocabulary ask for the ambient mesh.
-        program = sharding.traced_on(self.mesh, program)
-
-        def lower() -> jax.stages.Lowered:
-            out = None
-            if self.mesh is not None:
-                out = tuple(map(self._shardings, jax.eval_shape(program, *inputs)))
-            return jax.jit(program, donate_argnums=donate, out_shardings=out).lower(*inputs)
-
-        self.executables[key] = self.build(key, lower, donate)
-        return self.executables[key]
-
-    def memory(self) -> dict[str, int]:
-        """Bytes of what was compiled, as far as the platform tells: code, and the temporaries of
-        the program that needs most."""
-        found = [compiled.memory_analysis() for compiled in self.executables.values()]
-        found = [analysis for analysis in found if analysis is not None]
-        return {
-            "code": sum(a.generated_code_size_in_bytes for a in found),
-            "temporaries": max((a.temp_size_in_bytes for a in found), default=0),
-        }

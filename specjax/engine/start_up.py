@@ -92,7 +92,7 @@ def compile_ahead(
         if on_program is not None:
             on_program(done, total)
     jax.block_until_ready(runner.state)
-    memory = runner.memory()
+    memory = runner.executables.memory()
     return StartUp(
         programs=runner.compilations - built,
         seconds=time.perf_counter() - started,

@@ -47,7 +47,7 @@ def test_a_controller_chooses_among_compiled_strategies_through_llm():
     assert took.cache_bytes == runner.pages * runner.page_bytes > 0
     caches = jax.tree.leaves((runner.state.cache, runner.state.draft.cache))
     assert took.cache_bytes == sum(x.nbytes for x in caches)
-    assert took.temporary_bytes == runner.memory()["temporaries"] > 0
+    assert took.temporary_bytes == runner.executables.memory()["temporaries"] > 0
     line = str(took)
     assert line.startswith(f"compiled {took.programs} programs in {took.seconds:.1f} s (")
     assert f"caches {took.cache_bytes / 2**20:.1f} MiB), measured them in" in line
@@ -72,7 +72,7 @@ def test_several_strategies_are_compiled_at_the_first_request_if_not_before():
     llm = LLM((CFG, *weights()), SpecConfig("1_1_2"), max_batch=1, max_len=32, control=control)
     llm.generate([[1, 2]], SamplingParams(max_tokens=4))
     built = llm.engine.runner.compilations
-    assert llm.engine.runner.buckets("off", llm.engine.runner.plan.features) == [1]
+    assert llm.engine.runner.executables.buckets("off", llm.engine.runner.plan.features) == [1]
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=20))
     assert llm.engine.runner.compilations == built
 
@@ -207,7 +207,8 @@ def test_the_first_requests_decide_what_is_compiled_ahead_for_all_strategies():
     while engine.has_work:
         engine.step()
     assert engine.runner.compilations == built
-    assert all(engine.runner.buckets(arm, Features(top_p=True)) == [1, 2] for arm in TWO)
+    compiled, wanted = engine.runner.executables, Features(top_p=True)
+    assert all(compiled.buckets(arm, wanted) == [1, 2] for arm in TWO)
 
 
 def test_off_comes_back_to_drafting_without_reading_the_prompt_again(monkeypatch):

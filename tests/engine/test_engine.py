@@ -269,12 +269,12 @@ LENGTHS = [(1, 3), (2, 20), (3, 6)]
 
 def test_prompts_whose_samples_were_long_start_first_if_asked_for():
     first, longest = (engine_of(None, batch=1, order=o) for o in ("fifo", "longest_first"))
-    longest.runner.executables = first.runner.executables
+    longest.runner.executables.by_key = first.runner.executables.by_key
     assert order_of_ends(first) == [1, 2, 3]
     assert order_of_ends(longest) == [2, 3, 1]
     pair, fed = [engine_of(None, batch=1, order="longest_first") for _ in range(2)], []
     for engine in pair:
-        engine.runner.executables = first.runner.executables
+        engine.runner.executables.by_key = first.runner.executables.by_key
 
         def add(job, progress, take=engine.intake.add):
             fed.append(job.request)

@@ -80,7 +80,7 @@ def asked(monkeypatch):
 
         def observed(strategy, features, slots, *args):
             result = chunk(strategy, features, slots, *args)
-            seen.append((features, runner._covering(strategy, len(slots), features)))
+            seen.append((features, runner.executables.covering(strategy, len(slots), features)))
             return result
 
         monkeypatch.setattr(runner, "chunk", observed)

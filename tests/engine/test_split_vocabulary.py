@@ -54,7 +54,7 @@ def chunk_text(llm: LLM, features: Features) -> str:
     [strategy] = runner.plans
     slots, table = np.arange(BATCH), np.zeros((BATCH, runner.table_width), np.int32)
     runner.chunk(strategy, features, slots, np.zeros(BATCH, bool), table, rounds=0)
-    return runner.executables["chunk", strategy, BATCH, features].as_text()
+    return runner.executables.by_key["chunk", strategy, BATCH, features].as_text()
 
 
 def rows_in(text: str, width: int = VOCAB) -> set[str]:

@@ -90,7 +90,7 @@ def kernel(mesh, rows: int, batch: int = 8, size: int = 128, stretches: int = 8)
 def runner_of(mesh) -> Runner:
     """The device side of an engine that holds shapes."""
     runner = Runner(MODEL, SpecConfig(STRATEGY), batch=8, max_len=1024, mesh=mesh)
-    runner.build = lambda key, lower, donate: lower()
+    runner.executables.build = lambda key, lower, donate: lower()
     params = jax.eval_shape(
         functools.partial(to_decode_layout, cfg=MODEL), jax.eval_shape(lambda: init_params(MODEL))
     )
@@ -114,7 +114,7 @@ def chunk(mesh):
     )  # fmt: skip
     program = functools.partial(runner._chunk_program, STRATEGY, features)
     key = ("chunk", STRATEGY, bucket, features)
-    return runner._compiled(key, program, inputs, (2,))
+    return runner.executables.get(key, program, inputs, (2,))
 
 
 def prefill(mesh):
@@ -128,7 +128,7 @@ def prefill(mesh):
 
     inputs = runner.params, runner.head, runner.state, runner.tails, piece
     key = ("prefill", piece.tokens.shape)
-    return runner._compiled(key, program, inputs, (2, 3))
+    return runner.executables.get(key, program, inputs, (2, 3))
 
 
 def training(mesh, head: bool):

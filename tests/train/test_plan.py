@@ -138,7 +138,7 @@ def run(tiny_policy, tmp_path_factory):
     trainer.policy._apply = recorded(("apply",), trainer.policy._apply)
     trainer.draft._update = recorded(("draft",), trainer.draft._update)
     trainer.draft.update = watched
-    runner.build = build
+    runner.executables.build = build
     trainer.warm_up()
     # These ran before anybody could look.
     for whose, program in zip(("policy", "draft"), runner._mover.programs, strict=True):
