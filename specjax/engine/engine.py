@@ -222,9 +222,12 @@ class Engine:
         scheduler.forget_prompts()
         self.stale_positions += scheduler.positions  # of those that run on
         self.runner.set_params(params, self.runner.head if head is None else head)
-        if not scheduler.pool.used:
-            self.runner.state = None  # allocated anew, and zeroed, when it is needed
         self.loop.version += 1
+        self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        if not self.scheduler.pool.used:
+            self.runner.state = None  # allocated anew, and zeroed, when it is needed
         self.controller.weights_changed()
 
     @property
@@ -251,15 +254,12 @@ class Engine:
         if self.spec is None:
             raise ValueError("got a draft head, and this engine drafts nothing; give it a spec")
         self.loop.drain()
-        runner, scheduler = self.runner, self.scheduler
         if self._caches_are_spoilt:
             self._step_back()
-            scheduler.forget_prompts()
-        runner.moved = 0
-        runner.set_head(head)
-        if not scheduler.pool.used:
-            runner.state = None  # as in `set_params`
-        self.controller.weights_changed()
+            self.scheduler.forget_prompts()
+        self.runner.moved = 0
+        self.runner.set_head(head)
+        self._weights_changed()
 
     def release(self) -> None:
         """Gives back the device memory of weights and caches, until the next `set_params`, which
