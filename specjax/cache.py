@@ -13,6 +13,7 @@ share pages as long as nobody writes to them; who has to write gets a copy first
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -99,33 +100,20 @@ def commit_rows(
     flat_rows = jax.tree.leaves(rows)
     size, count = flat_cache[0].shape[-2], flat_rows[0].shape[-2]
     batch = start.shape[0]
-
-    def write(arrays, b, first, run):
-        """Rows first .. first + run - 1 of sequence b, which lie in one page."""
-        position = start[b] + first
-        page = b if table is None else table[b, position // size]
-        offset = position if table is None else position % size
-        out = []
-        for array, new in zip(arrays, flat_rows, strict=True):
-            lead = (0,) * (array.ndim - 4)
-            shape = (*new.shape[: new.ndim - 4], 1, new.shape[-3], run, new.shape[-1])
-            piece = jax.lax.dynamic_slice(new, (*lead, b, 0, first, 0), shape)
-            place = (*lead, page, 0, offset, 0)
-            out.append(jax.lax.dynamic_update_slice(array, piece.astype(array.dtype), place))
-        return out
+    write = functools.partial(_write_run, rows=flat_rows, start=start, table=table)
 
     def write_all(arrays, order, number, run):
         """The first `number` sequences of `order`, run by run."""
         runs = count // run
 
         def one(i, arrays):
-            return write(arrays, order[i // runs], i % runs * run, run)
+            return write(arrays, b=order[i // runs], first=i % runs * run, run=run)
 
         return jax.lax.fori_loop(0, number * runs, one, arrays)
 
     run = count if table is None else run
     if batch == 1 and run == count:
-        flat_cache = write(flat_cache, 0, 0, count)
+        flat_cache = write(flat_cache, b=0, first=0, run=count)
     elif run > 1 or run == count or count > size:
         flat_cache = write_all(flat_cache, jnp.arange(batch), batch, run)
     else:  # few paths cross from one page into the next: these go row by row
@@ -134,6 +122,23 @@ def commit_rows(
         flat_cache = write_all(flat_cache, order, within, count)
         flat_cache = write_all(flat_cache, order[::-1], batch - within, 1)
     return jax.tree.unflatten(structure, flat_cache)
+
+
+def _write_run(
+    arrays: list[Array], rows: list[Array], start: Array, table: Table, b, first, run: int
+) -> list[Array]:
+    """Writes rows first .. first + run - 1 of sequence b, which lie in one page."""
+    size, position = arrays[0].shape[-2], start[b] + first
+    page = b if table is None else table[b, position // size]
+    offset = position if table is None else position % size
+    out = []
+    for array, new in zip(arrays, rows, strict=True):
+        lead = (0,) * (array.ndim - 4)
+        shape = (*new.shape[: new.ndim - 4], 1, new.shape[-3], run, new.shape[-1])
+        piece = jax.lax.dynamic_slice(new, (*lead, b, 0, first, 0), shape)
+        place = (*lead, page, 0, offset, 0)
+        out.append(jax.lax.dynamic_update_slice(array, piece.astype(array.dtype), place))
+    return out
 
 
 def copy_pages(cache: KVCache, source: Int[Array, " M"], target: Int[Array, " M"]) -> KVCache:

@@ -136,10 +136,7 @@ def tree_attention(
     def add_block(i, running):
         stretch, inside = i // per_page, i % per_page * block
         offset = jnp.minimum(inside, size - block)  # the last one may overlap the one before
-        k, v = (
-            _read_block(pages, table, stretch, offset, block).astype(jnp.float32)
-            for pages in (k_pages, v_pages)
-        )
+        k, v = (_read_block(p, table, stretch, offset, block) for p in (k_pages, v_pages))
         at = offset + jnp.arange(block)
         counts = (at >= inside) & (stretch * size + at < prefix_len[:, None])
         counts = counts[:, None, None]
@@ -172,16 +169,18 @@ def _attend_tree(rows, k_tree, v_tree, visible_bits, group: int) -> Running:
 
 
 def _read_block(pages, table: Table, stretch, offset, block: int) -> Float[Array, "B K block H"]:
-    """Positions `offset` and on of every sequence's page number `stretch`."""
-    size, (kv_heads, h) = pages.shape[2], (pages.shape[1], pages.shape[3])
+    """Positions `offset` and on of every sequence's page number `stretch`, in float32."""
+    _, kv_heads, size, h = pages.shape
     if table is None:
-        return jax.lax.dynamic_slice_in_dim(pages, offset, block, axis=2)
-    if block == size:
-        return pages[table[:, stretch]]
-    piece = (1, kv_heads, block, h)
-    return jax.vmap(lambda p: jax.lax.dynamic_slice(pages, (p, 0, offset, 0), piece)[0])(
-        table[:, stretch]
-    )
+        read = jax.lax.dynamic_slice_in_dim(pages, offset, block, axis=2)
+    elif block == size:
+        read = pages[table[:, stretch]]
+    else:
+        piece = (1, kv_heads, block, h)
+        read = jax.vmap(lambda p: jax.lax.dynamic_slice(pages, (p, 0, offset, 0), piece)[0])(
+            table[:, stretch]
+        )
+    return read.astype(jnp.float32)
 
 
 def tree_attention_by_position(
