@@ -13,11 +13,11 @@ from serve.errors import ApiError
 from serve.protocol import WeightsRequest
 from specjax import LLM, ModelConfig
 from specjax.checkpoint import CheckpointError
-from specjax.checkpoint_format import named_leaves
 from specjax.checkpoint_weights import (
     HEAD_SWITCHES,
     HUGGING_FACE,
     config_in,
+    fitted_to,
     layout_of,
     load_weights,
 )
@@ -74,10 +74,10 @@ class Admin:
             head = None
         dtype = llm.cfg.param_dtype
         if head is not None:
-            head = _fitted("the draft head", head, llm.head, dtype)
+            head = _cast(fitted_to(llm.head, head, "the draft head"), dtype)
         if alone:
             return None, head
-        policy = _fitted("the policy", policy, llm.params, dtype)
+        policy = _cast(fitted_to(llm.params, policy, "the policy"), dtype)
         if not checksum(policy, dtype).finite:
             raise ValueError("the policy's weights are not finite; it could generate nothing")
         return policy, head
@@ -187,20 +187,5 @@ def _require_same(there: ModelConfig, cfg: ModelConfig, has_head: bool) -> None:
             raise ValueError(f"its {name} is {theirs!r}, that of the model served is {ours!r}")
 
 
-def _fitted(what: str, new: Params, old: Params, dtype: str) -> Params:
-    """The new weights in the dtype that is served, in containers like the old ones.
-
-    Raises:
-      ValueError: they have other names or shapes.
-    """
-    there, wanted = named_leaves(new), named_leaves(old)
-    shapes = [{name: leaf.shape for name, leaf in leaves.items()} for leaves in (there, wanted)]
-    different = sorted(k for k in shapes[0] | shapes[1] if shapes[0].get(k) != shapes[1].get(k))
-    if different:
-        name = different[0]
-        raise ValueError(
-            f"{what} does not fit: {name} has shape {shapes[0].get(name)}, expected "
-            f"{shapes[1].get(name)}"
-        )
-    leaves = [there[name].astype(dtype) for name in wanted]
-    return jax.tree.unflatten(jax.tree.structure(old), leaves)
+def _cast(weights: Params, dtype: str) -> Params:
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), weights)

@@ -234,15 +234,24 @@ def fitted(
     """
     if head is not None:
         cfg = cfg.replace(mtp_num_layers=len(head["blocks"]))
-        head = _fitted(f"{where}: the draft head", head, lambda: init_head_params(cfg))
+        like = jax.eval_shape(lambda: init_head_params(cfg))
+        head = fitted_to(like, head, f"{where}: the draft head")
     if policy is not None:
-        policy = _fitted(f"{where}: the policy", policy, lambda: init_params(cfg))
+        like = jax.eval_shape(lambda: init_params(cfg))
+        policy = fitted_to(like, policy, f"{where}: the policy")
     dtype = jax.tree.leaves(head if policy is None else policy)[0].dtype.name
     return cfg.replace(param_dtype=dtype, compute_dtype=dtype), policy, head
 
 
-def _fitted(what: str, tree: Params, make) -> Params:
-    like = jax.eval_shape(make)
+def fitted_to(like: Params, tree: Params, what: str) -> Params:
+    """The arrays of a tree in containers like those of another one.
+
+    Args:
+      what: names the tree in the error.
+
+    Raises:
+      CheckpointError: they have other names or shapes.
+    """
     there, wanted = named_leaves(tree), named_leaves(like)
     for name in sorted(there.keys() | wanted.keys()):
         got, expected = (

@@ -17,6 +17,7 @@ import optax
 import pytest
 
 from specjax.checkpoint import Checkpointer, CheckpointError, load_draft, save_draft
+from specjax.checkpoint_weights import fitted_to
 
 
 def _params(seed: int = 0, width: int = 16) -> dict:
@@ -182,6 +183,19 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_name_of_the_array(tmp_p
             saver.restore(0, more)
         with pytest.raises(CheckpointError, match=r"holds \['policy'\], not 'draft'"):
             saver.restore(0, {"draft": {}})
+
+
+def test_weights_take_the_containers_of_others_or_are_refused_by_the_name_of_the_array():
+    read = {"blocks": {"0": np.ones(3), "1": np.full(3, 2.0)}}
+    fitted = fitted_to({"blocks": (np.zeros(3), np.zeros(3))}, read, "the head")
+    assert isinstance(fitted["blocks"], tuple) and [x[0] for x in fitted["blocks"]] == [1, 2]
+    for like, said in (
+        ((np.zeros(3), np.zeros(2)), r"the head is .* blocks/1 is \[3\], expected \[2\]"),
+        ((np.zeros(3),), r"blocks/1 is \[3\], expected nothing"),
+        ((np.zeros(3),) * 3, r"blocks/2 is nothing, expected \[3\]"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            fitted_to({"blocks": like}, read, "the head")
 
 
 def test_a_second_run_cannot_overwrite_newer_checkpoints_by_mistake(tmp_path):
