@@ -129,14 +129,6 @@ class CostTable:
             row[buckets.index(bucket)] = float(min(values))
         return cls(buckets, rows)
 
-    def to_dict(self) -> dict[str, Any]:
-        """`buckets` and `seconds`, as the constructor takes them, with what was learned so far."""
-        seconds = {
-            name: [None if x is None else math.exp(x) for x in self._logs(name)]
-            for name in self._entries
-        }
-        return {"buckets": list(self.buckets), "seconds": seconds}
-
     def index(self, batch_size: int) -> int:
         """Index of the smallest bucket that holds the batch; of the largest if none does."""
         return min(bisect.bisect_left(self.buckets, batch_size), len(self.buckets) - 1)

@@ -1,6 +1,7 @@
 """A world without a device: true costs, true acceptance, chunks, and one chunk of lag."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +16,16 @@ BAD = (0.02,) * 7
 _COSTS = Path(__file__).parents[2] / "bench" / "costs"
 
 
-def cost_table(name: str, arms=ARMS) -> CostTable:
+def cost_table(name: str, arms=ARMS, times: Mapping[str, float] | None = None) -> CostTable:
+    """Of a machine that was measured; `times`: factors of arms whose rounds cost otherwise."""
+    times = times or {}
     parts = PartCosts.load(_COSTS / f"{name}.json")
     batches = parts.batches.astype(int).tolist()
 
     def seconds(arm: str, batch: int) -> float:
         steps = 0 if arm == OFF else Strategy.parse(arm).steps
-        return parts.spec_round(batch, steps) if steps else parts.plain_step(batch)
+        plain = parts.plain_step(batch)
+        return times.get(arm, 1.0) * (parts.spec_round(batch, steps) if steps else plain)
 
     return CostTable(batches, {arm: [seconds(arm, b) for b in batches] for arm in arms})
 
