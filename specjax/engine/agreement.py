@@ -6,9 +6,11 @@ same programs in the same order. All that could differ is what a host's own cloc
 decides by that, but by the greatest of what all their clocks say.
 
 What the clocks say travels with what the hosts check anyway: before each program they tell each
-other which one it is, by a tiny program of its own. Nobody waits for it. It is heard when the chunk
-before is taken in, by when it is long done, so a measurement is known one chunk later than on one
-host; and it says which hosts differ before anybody waits for what would never end.
+other which one it is, by a tiny program of its own. It is heard when the chunk before is taken in,
+so a measurement is known one chunk later than on one host; and it says which hosts differ before
+anybody waits for what would never end. Where nothing lies between the two chunks it is done by
+then, and nobody waits for it. Where prompts are read between them it lies behind these on the
+devices: the host learns what the earlier chunk brought no sooner than they have been read.
 """
 
 from __future__ import annotations
