@@ -20,7 +20,7 @@ from specjax.cache import KVCache, Table, commit_rows, empty_cache, page_bytes
 from specjax.config import ModelConfig
 from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits
-from specjax.draft.source import Level, Memory
+from specjax.draft.source import Level, Memory, after_of
 from specjax.models.transformer import Params, Transformer, graphdef
 
 ABSORBED = 32  # rows that the draft model takes in at a time when it catches up
@@ -87,7 +87,7 @@ class ModelSource:
 
     def prefill(self, model, params, cache, tokens, start, hidden, table, run=1) -> KVCache:
         x, rows = self._run(params, cache, tokens, start, table)
-        return commit_rows(cache, rows, start, after=_after(x), table=table, run=run)
+        return commit_rows(cache, rows, start, after=after_of(x), table=table, run=run)
 
     def start(self, tokens, prompt_len, states) -> ModelSlots:
         return ModelSlots(jnp.ones_like(prompt_len))
@@ -104,7 +104,7 @@ class ModelSource:
             start = state.length - pending
             tokens = take_positions(state.tokens, start, ABSORBED)
             x, rows = self._run(params, memory.cache, tokens, start, state.table)
-            cache = commit_rows(memory.cache, rows, start, after=_after(x), table=state.table)
+            cache = commit_rows(memory.cache, rows, start, after=after_of(x), table=state.table)
             taken = jnp.where(running, jnp.clip(pending - 1, 0, ABSORBED), 0)
             return Memory(cache, ModelSlots(pending - taken))
 
@@ -123,7 +123,7 @@ class ModelSource:
         tokens = take_positions(state.tokens, start, window)
         x, rows = self._run(params, cache, tokens, start, state.table)
         x = jnp.take_along_axis(x, (pending - 1)[:, None, None], axis=1)
-        cache = commit_rows(cache, rows, start, after=_after(x), table=state.table)
+        cache = commit_rows(cache, rows, start, after=after_of(x), table=state.table)
         scratch = jax.tree.map(
             lambda r: jnp.zeros((*r.shape[:-2], total, r.shape[-1]), r.dtype), rows
         )
@@ -169,8 +169,3 @@ class ModelSource:
         if missing <= 0:
             return logits[..., : self.vocab]
         return jnp.pad(logits, [(0, 0)] * 2 + [(0, missing)], constant_values=-jnp.inf)
-
-
-def _after(x: Float[Array, "B T D"]) -> Int[Array, " B"]:
-    """Numbers >= 0 that depend on x, for `commit_rows`."""
-    return jnp.argmax(x[:, 0], axis=-1)

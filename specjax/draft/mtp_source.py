@@ -16,7 +16,7 @@ from specjax.config import ModelConfig
 from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits
 from specjax.draft.mtp import head_graphdef
-from specjax.draft.source import Level, Memory, take_parents
+from specjax.draft.source import Level, Memory, after_of, take_parents
 from specjax.models.transformer import lm_logits
 
 WINDOW = 128  # target states that a slot remembers while plain decoding runs
@@ -106,7 +106,7 @@ class MTPSource:
         count = hidden.shape[1]
         shifted = [tokens[:, 1 + s : 1 + s + count] for s in range(self.cfg.mtp_num_layers)]
         ran = self._run(model, params, cache, hidden, shifted, start, start, table)
-        return commit_rows(cache, ran.rows, start, after=_after(ran.normed), table=table, run=run)
+        return commit_rows(cache, ran.rows, start, after=after_of(ran.normed), table=table, run=run)
 
     def start(self, tokens, prompt_len, states) -> HeadSlots:
         """The first round extends the head over one row, the state before the root; the rows
@@ -127,7 +127,7 @@ class MTPSource:
             slots = memory.slots
             run, slot, _ = self._over_window(model, params, state, memory, count)
             cache = commit_rows(
-                memory.cache, run.rows, slot, after=_after(run.normed), table=state.table
+                memory.cache, run.rows, slot, after=after_of(run.normed), table=state.table
             )
             taken = jnp.where(running, jnp.clip(slots.pending - 1, 0, count - lag), 0)
             index = jnp.minimum(taken[:, None] + jnp.arange(width), width - 1)
@@ -184,7 +184,7 @@ class MTPSource:
         batch, kv_heads, _, width = run.rows.k[0].shape
         empty = jnp.zeros((batch, kv_heads, total, width), run.rows.k[0].dtype)
         cache = commit_rows(
-            memory.cache, run.rows, slot, after=_after(run.normed), table=state.table
+            memory.cache, run.rows, slot, after=after_of(run.normed), table=state.table
         )
         end = state.length - 2
         work = _Work(cache, end - slots.skipped, end, state.table, recycled, (empty, empty))
@@ -260,11 +260,6 @@ class MTPSource:
 
     def _head(self, params):
         return nnx.merge(head_graphdef(self.cfg), params)
-
-
-def _after(x: Array) -> Int[Array, " B"]:
-    """Numbers >= 0 that depend on x [B T D], for `commit_rows`."""
-    return jnp.argmax(x[:, 0], axis=-1)
 
 
 def _pending_window(slots: HeadSlots, hidden: Float[Array, "B E D"]) -> Array:
