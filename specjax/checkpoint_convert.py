@@ -45,7 +45,6 @@ from specjax.models.hf_config import dtype_name
 from specjax.models.hf_export import TOKENIZER_FILES, copy_tokenizer, replacing
 from specjax.models.hf_names import HEAD_FILE, INDEX
 
-WHAT = ("policy", "head", "both")
 # What `save_draft` writes.
 _HEAD_NAMES = {
     "_CHECKPOINT_METADATA",
@@ -54,7 +53,6 @@ _HEAD_NAMES = {
     "orbax.checkpoint",
     "specjax_manifest.json",
 }
-LAYOUTS = ("hf", "orbax")
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _SPARE = 4 << 20  # bytes for metadata, and blocks that are not full
 

@@ -80,11 +80,6 @@ class Rejection:
         return self.position - self.prompt_len
 
     @property
-    def outside_allowed(self) -> bool:
-        """Whether the target could not have produced the draft token at all."""
-        return self.outside_mask or self.outside_filter
-
-    @property
     def cause(self) -> str:
         """One of `CAUSES`."""
         if self.outside_mask:
