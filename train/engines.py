@@ -34,8 +34,8 @@ def make_meshes(cfg: RLConfig, devices: sharding.Devices = None) -> tuple[Mesh, 
     mesh = sharding.make_mesh(cfg.mesh, devices)
     if not roll.own_devices:
         return mesh, [_rollout_mesh(mesh)]
-    # Of several processes only neighbours, whom `rollout_mesh` keeps together if tp grows, are sure
-    # to be in the same ones.
+    # A replica must not straddle processes, and `rollout_mesh` keeps neighbours together only where
+    # tp grows.
     near = mesh if not distributed.is_several() or roll.tp % cfg.mesh.tp == 0 else None
     return mesh, sharding.replica_meshes(roll.replicas, roll.tp, devices, near)
 

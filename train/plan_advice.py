@@ -19,9 +19,8 @@ def advice(plan: Plan) -> Iterator[str]:
         return
     over = plan.most - plan.topology.chip.memory
     worst = plan.worst
-    shares = plan.resident if worst is None else plan.held(worst.part)
-    if worst is not None:
-        shares["temporaries"] = plan.most - sum(shares.values())
+    shares = plan.held("roll out") if worst is None else plan.held_during(worst)
+    shares["temporaries"] = plan.most - sum(shares.values())
     for kind, size in sorted(shares.items(), key=lambda item: -item[1]):
         if size < over / 20:
             continue

@@ -17,7 +17,7 @@ from specjax.config import ModelConfig
 from train.plan_hlo import Cost, Module
 from train.plan_programs import Program, Shapes, caches, device_bytes
 
-_RESIDENT = ("parameters", "optimizer", "cache", "state")  # what is there all the time
+_RESIDENT = ("parameters", "optimizer", "cache", "state")  # what `Shapes.resident` counts
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -144,7 +144,8 @@ def with_prefix(cost: Cost, shapes: Shapes, strategy: str, slots: int, context: 
     model, ways, pairs = shapes.model, split(shapes), context * slots
     drafting = steps_of(shapes, strategy) * model.mtp_num_layers
     read = chips.cache_values(model, model.num_layers + drafting, pairs) / ways
-    operations = chips.attention_operations(model, drafting, pairs) + chips.attention_operations(
+    drafted = drafted_rows(shapes, strategy) * model.mtp_num_layers
+    operations = chips.attention_operations(model, drafted, pairs) + chips.attention_operations(
         model, model.num_layers, pairs * rows_of(shapes, strategy)
     )
     total = Cost()
@@ -213,7 +214,8 @@ def _count(program: Program, given: Mapping[str, float], shapes: Shapes) -> Cost
         return Cost(2 * weights * rows * width / ways, read)
     _, strategy, slots, _ = program.key
     rows, steps = rows_of(shapes, strategy), steps_of(shapes, strategy)
-    drafting = steps * _head_weights(model)  # the first step's are among what the program is given
+    drafting = drafted_rows(shapes, strategy) * _head_weights(model)
+    # The first step's weights are among what the program is given, but for the output matrix.
     again = _width(model) * max(steps - 1, 0) * _head_weights(model)
     outputs = _width(model) * min(steps, 1) * model.vocab_size * model.hidden_size
     operations = 2 * slots * (weights * rows + drafting)
@@ -250,3 +252,11 @@ def model_text(model: ModelConfig) -> str:
         f"{model.model_type}, {weights / 1e9:.2f} G weights: {model.num_layers} layers of width "
         f"{model.hidden_size}, parameters {model.param_dtype}, arithmetic {model.compute_dtype}"
     )
+
+
+def drafted_rows(shapes: Shapes, strategy: str) -> int:
+    """Rows per slot that the head is run on in a round, all steps together."""
+    if not steps_of(shapes, strategy):
+        return 0
+    tree = shapes.engine.runner.plans[strategy].tree
+    return 1 + tree.topk * (tree.steps - 1) if tree.is_dynamic else len(tree.expanded_rows)

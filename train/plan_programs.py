@@ -210,7 +210,8 @@ class Shapes:
     def handing_over(self) -> Iterator[Program]:
         """From the trainer's layout to the engines', as `Mover` does it."""
         runner = self.engine.runner
-        mover = None if self.target is None else Mover(self.target)
+        apart = self.target is None or self.mesh is None  # one device trains: weights are copied
+        mover = None if apart else Mover(self.target)
         moves = None
         if mover and runner.cfg.scan_layers and not mover.holds(self.params):
             alone = len(self.places) == 1

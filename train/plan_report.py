@@ -44,13 +44,17 @@ class Plan:
         """Bytes that are there while programs of a part run, by kind."""
         return {kind: size for kind, size in self.resident.items() if kind not in GONE[part]}
 
-    def peak(self, program: Figures) -> float:
-        """Bytes in use while it runs."""
+    def held_during(self, program: Figures) -> dict[str, float]:
+        """Bytes that are there while it runs, whether it is given them or not, by kind."""
         in_gaps = program.key == ("draft",) and self.shapes.cfg.draft.spot.enabled
         held = self.held("roll out" if in_gaps else program.part)
-        if program.key == ("reshard", "draft"):  # the policy's have come
-            held[WEIGHTS] = self.resident.get(WEIGHTS, 0.0)
-        held = sum(held.values())
+        if program.key == ("reshard", "draft"):  # the policy's have come, in which its own count
+            held[WEIGHTS] = self.resident.get(WEIGHTS, 0.0) - program.given["results"]
+        return held
+
+    def peak(self, program: Figures) -> float:
+        """Bytes in use while it runs."""
+        held = sum(self.held_during(program).values())
         if program.needs is not None:  # the compiler counts what the program is given itself
             rest = held - sum(
                 size
@@ -102,8 +106,8 @@ class Plan:
         """Slots for which there is room.
 
         Args:
-          pages: bytes of each one's pages. instead: of the cache that these take the place of;
-            none: more slots have more pages than there are.
+          pages: bytes of each one's pages. instead: of the cache in whose place these are; 0: those
+            of more slots come beside it.
         """
         runner, memory = self.shapes.engine.runner, self.topology.chip.memory + instead
         each = pages + device_bytes(caches(runner.state)[1]) / runner.slots

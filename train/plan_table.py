@@ -38,11 +38,12 @@ def merged(plans: Sequence[dict]) -> dict:
         for program in plan["programs"]:
             programs.setdefault(program["name"], program)
     worst = max(programs.values(), key=lambda program: program["peak_bytes"])
+    most = max(worst["peak_bytes"], *first["held_bytes"].values())
     return first | {
         "programs": list(programs.values()),
         "worst": worst["name"],
-        "most_bytes": worst["peak_bytes"],
-        "fits": worst["peak_bytes"] <= first["hbm_bytes"],
+        "most_bytes": most,
+        "fits": most <= first["hbm_bytes"],
         "largest_batch": min(plan["largest_batch"] for plan in plans),
         "largest_cache": min(plan["largest_cache"] for plan in plans),
     }

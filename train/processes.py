@@ -72,7 +72,7 @@ def watched(cfg: RLConfig, out: Path, user_errors: tuple[type[Exception], ...]) 
 def _may_be_loss(error: BaseException) -> bool:
     """Whether the loss of another process may look like this: a collective breaks, or a save."""
     broken = isinstance(error, (jax.errors.JaxRuntimeError, CheckpointError))
-    if "RESOURCE_EXHAUSTED" in str(error):  # no memory of its own: nobody else is to blame
+    if str(error).startswith("RESOURCE_EXHAUSTED"):  # of its own memory: nobody else is to blame
         return False
     return broken or _STATUS.match(str(error)) is not None
 

@@ -167,6 +167,13 @@ class RolloutSection:
             )
         SamplingParams(self.temperature, self.max_tokens)
         self.source = self.spec().source  # a draft model implies it
+        exact = self.acceptance in ("coupled", "greedy")
+        if self.source == "ngram" and self.ngram_siblings and not exact:
+            raise ValueError(
+                f"rollout.ngram_siblings with acceptance={self.acceptance}: tokens would depend on "
+                "who runs beside whom, and no run could be repeated; set "
+                "rollout.ngram_siblings=false, or rollout.acceptance=coupled"
+            )
         self.engine_config()
         if self.partial and self.in_air == self.prompts:
             raise ValueError(

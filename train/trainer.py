@@ -140,6 +140,7 @@ class Trainer:
         if self._start_up is not None:
             return self._start_up
         self._start_up = self.engine.warm_up()
+        self.engine.release(weights=False)
         if self.eval_engine is not None:
             self.eval_engine.set_params(self.params)
             self.eval_engine.warm_up()
@@ -392,6 +393,7 @@ class Trainer:
             self.spot.buffer.load(replay, trees.get("replay", {}))
         self.done_steps = meta["step"]
         self.rollouts.load_state(meta["rollouts"])
+        self.engine.release()  # what the run began with
         self.sync_weights()
         states = [meta["controller"], *meta["more_controllers"]]
         before = self.copies.before if self.copies else 0

@@ -261,9 +261,12 @@ class Engine:
         self.runner.set_head(head)
         self._weights_changed()
 
-    def release(self) -> None:
+    def release(self, weights: bool = True) -> None:
         """Gives back the device memory of weights and caches, until the next `set_params`, which
         must then have the head as well.
+
+        Args:
+          weights: False gives back the caches alone, until something runs.
 
         Raises:
           RuntimeError: samples are not finished, which need both.
@@ -275,7 +278,9 @@ class Engine:
             )
         self.loop.drain()
         runner = self.runner
-        runner.params = runner.head = runner.state = runner.tails = runner.mark = None
+        runner.state = runner.tails = runner.mark = None
+        if weights:
+            runner.params = runner.head = None
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -319,6 +324,11 @@ class Engine:
         Returns:
           the samples that ended.
         """
+        if self.runner.params is None:
+            raise RuntimeError(
+                "there are no weights to run with: they were released, or never came; call "
+                "set_params() before step()"
+            )
         if not self._is_warm:  # for what has been added: nothing should compile while it runs
             self.warm_up([all_of(self.intake.asked or [Features()]).widened()])
         if self.runner.state is None:

@@ -109,8 +109,8 @@ class Copies:
         return [jax.tree.map(lambda a, p=place: _part(a, p), everywhere) for place in self.own]
 
     def _program(self, tree: Params, dtype: str | None) -> tuple[Callable, int]:
-        """Makes copies, for training overwrites its own; without a byte too many if it trains with
-        the `tp` that replicas have. And the bytes that it brings to a device."""
+        """Makes copies, for training overwrites its own; without a byte too many if the `tp` of
+        replicas is a multiple of training's. And the bytes that it brings to a device."""
         try:
             program = Reshard(tree, self.mesh, dtype and cast(dtype))
             return program, program.bytes_per_device
@@ -240,9 +240,9 @@ class Hosts:
             engine.set_params(here, draft, running)
             engine.runner.moved += brought
 
-    def release(self) -> None:
+    def release(self, weights: bool = True) -> None:
         """Gives back the memory of weights and caches of this process, see `Engine.release`."""
-        self.own.release()
+        self.own.release(weights)
 
     def _copied(self, name: str, tree: Params, tied: bool, cast: str | None = None):
         placed = self.copies(tree, cast)

@@ -195,14 +195,14 @@ class Replicas:
         require_same("draft", sent, head, self.runner.cfg.compute_dtype, False)
         return head, self._spread.received
 
-    def release(self) -> None:
+    def release(self, weights: bool = True) -> None:
         """Gives back the memory of weights and caches of all replicas, see `Engine.release`."""
         if self.outstanding:
             raise RuntimeError(
                 f"{self.outstanding} samples are not finished; step() until they are"
             )
         for engine in self.engines:
-            engine.release()
+            engine.release(weights)
 
     def add(self, job: Job, progress: Progress | None = None) -> int:
         """Queues a sample, see `Engine.add`."""

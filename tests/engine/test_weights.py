@@ -164,3 +164,23 @@ def test_what_was_generated_stays_when_weights_change_in_invariant_mode():
     assert ended.sample.token_ids[: len(before)] == before
     whole, _ = engine.generate([job])
     assert ended.sample.token_ids != whole[0].token_ids
+
+
+def test_what_was_released_comes_again_and_nothing_runs_without_weights():
+    engine = warm()
+    engine.set_params(*weights())
+    job = jobs_of([7, 8, 9], LONG)[0]
+    engine.add(job)
+    with pytest.raises(RuntimeError, match="1 samples are not finished"):
+        engine.release()
+    [wanted] = [e for _ in range(99) if engine.has_work for e in engine.step()]
+    engine.release(weights=False)
+    assert engine.runner.params is not None and engine.runner.state is None
+    assert tokens_of([job]) == [wanted.sample.token_ids]
+    engine.release()
+    engine.add(job)
+    with pytest.raises(RuntimeError, match="call set_params"):
+        engine.step()
+    engine.set_params(*weights())
+    [again] = [e for _ in range(99) if engine.has_work for e in engine.step()]
+    assert again.sample.token_ids == wanted.sample.token_ids

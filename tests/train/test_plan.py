@@ -189,6 +189,9 @@ def test_a_plan_in_several_files_is_one_row(whole, tmp_path, capsys):
         parts.append(str(_written(tmp_path / f"tiny.{i}.json", alone)))
     plan_table.main(parts)
     assert capsys.readouterr().out.splitlines()[2:] == [row]
+    small = figures | {"hbm_bytes": figures["held_bytes"]["roll out"] - 1}
+    small["programs"] = [named(figures, "policy, optimizer")]
+    assert not plan_table.merged([small])["fits"]  # nothing else was compiled, and it rolls out
     _written(Path(parts[0]), figures | {"resident_bytes": {"cache": 1.0}})
     with pytest.raises(ValueError, match="two values of resident_bytes"):
         plan_table.main(parts)
@@ -216,7 +219,22 @@ def test_while_it_trains_the_engine_holds_nothing_and_the_plan_counts_nothing_of
     micro = named(figures, "policy, a micro-batch")
     assert there["train"] < micro["peak_bytes"] < there["train"] + 2 * micro["temporary_bytes"]
     moves = named(figures, "resharding, policy")
-    assert moves["peak_bytes"] >= there["train"] + moves["given_bytes"]["results"]
+    brought = moves["given_bytes"]["results"]  # and no old weights beside these
+    least = there["train"] + brought
+    assert least <= moves["peak_bytes"] <= least + moves["temporary_bytes"] + 0.1 * brought
+    moves = named(figures, "resharding, draft")
+    assert moves["peak_bytes"] >= there["train"] + resident["parameters to roll out"]
+
+
+def test_a_head_that_learns_in_gaps_has_rollouts_beside_it(tiny_policy, tmp_path):
+    changes = {"rollout.replicas": 2, "mesh.fsdp": 1, "mesh.tp": 1, "rollout.max_batch": 1}
+    update = {}
+    for gaps in ("true", "false"):
+        spot = {"draft.spot.enabled": gaps, "draft.mode": "online"}
+        figures = planned(tiny_policy, tmp_path, "--topology", "h200:8", **changes, **spot)
+        update[gaps] = named(figures, "draft, a micro-batch")["peak_bytes"]
+        held = figures["held_bytes"]
+    assert update["true"] >= held["roll out"] > update["false"] >= held["train"]
 
 
 def test_twice_the_slots_take_twice_the_cache(tiny_policy, tmp_path):

@@ -16,6 +16,7 @@ from train import grpo, rl
 from train.log import read_metrics
 from train.policy import PolicyTrainer, sft_loss
 from train.schema import RLConfig
+from train.trainer import Trainer
 
 PROGRAMS = {}  # of rollouts, which most runs have in common
 
@@ -44,8 +45,25 @@ def run(tiny_policy, tmp_path_factory):
     out = tmp_path_factory.mktemp("rl") / "run"
     changes = {"steps": 3, "eval.problems": 6, "eval.every": 2, "checkpoint.every": 2}
     defaults = {"rollout.strategy": "4_1_5", "draft.unroll_steps": 4}
-    rl.main(tiny_run.arguments(tiny_policy, out, **changes, **defaults))
+    evaluate = Trainer.evaluate
+
+    def watched(self):
+        caches = self.engine.runner.state
+        found, runner = evaluate(self), self.eval_engine.runner
+        HELD.append((caches, runner.params, runner.state))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "evaluate", watched)
+        rl.main(tiny_run.arguments(tiny_policy, out, **changes, **defaults))
     return out
+
+
+HELD: list[tuple] = []  # the rollout's caches before each evaluation; its own weights, caches after
+
+
+def test_evaluations_have_no_caches_beside_them_and_leave_nothing(run):
+    assert HELD == [(None, None, None)] * 3
 
 
 def test_every_step_has_finite_metrics_under_the_known_names(run):

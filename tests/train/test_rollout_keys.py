@@ -30,6 +30,7 @@ def test_the_keys_of_a_rollout_are_those_of_spec_config():
         ({"strategy": "6_4_16", "acceptance": "recursive"}, "'coupled'"),
         ({"strategy": "4x4x4"}, "spec_verify_tokens = 48"),
         ({"tau": 0.0}, "tau must be a finite number greater than 0"),
+        ({"source": "ngram", "acceptance": "block"}, "who runs beside whom"),
     ],
 )
 def test_a_combination_that_cannot_be_is_refused_with_the_section(settings, said):
