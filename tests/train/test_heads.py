@@ -20,7 +20,7 @@ def same(a, b) -> bool:
 
 
 @pytest.fixture(scope="module")
-def run(tiny_policy, tmp_path_factory):
+def run(thin_policy, tmp_path_factory):
     out = tmp_path_factory.mktemp("heads") / "run"
     changes = {
         "steps": 3,
@@ -28,7 +28,7 @@ def run(tiny_policy, tmp_path_factory):
         "checkpoint.keep_last": 2,
         "checkpoint.draft_only": "true",
     }
-    rl.main(tiny_run.arguments(tiny_policy, out, **changes))
+    rl.main(tiny_run.arguments(thin_policy, out, **changes))
     return out
 
 
@@ -46,17 +46,17 @@ def test_the_last_heads_of_a_run_lie_in_a_directory_of_their_own(run):
 
 
 @pytest.mark.parametrize("source", ["draft/3", "hf", "hf/mtp.safetensors"])
-def test_a_run_starts_from_a_head_that_lies_alone(run, tiny_policy, tmp_path, source):
+def test_a_run_starts_from_a_head_that_lies_alone(run, thin_policy, tmp_path, source):
     argv = tiny_run.arguments(
-        tiny_policy, tmp_path, rollout__head=run / source, draft__mode="frozen"
+        thin_policy, tmp_path, rollout__head=run / source, draft__mode="frozen"
     )
     trainer = rl.Trainer(parse_config(RLConfig, argv)[0])
     assert same(trainer.head, hf.load_checkpoint(run / "hf")[2])
-    assert not same(trainer.head, hf.load_checkpoint(tiny_policy)[2])
+    assert not same(trainer.head, hf.load_checkpoint(thin_policy)[2])
 
 
-def test_a_policy_without_a_head_takes_one_with_its_switches(tiny_policy, tmp_path):
-    model, _, _ = hf.load_checkpoint(tiny_policy)
+def test_a_policy_without_a_head_takes_one_with_its_switches(thin_policy, tmp_path):
+    model, _, _ = hf.load_checkpoint(thin_policy)
     trained = model.replace(mtp_num_layers=2, mtp_concat="hidden_first", mtp_recycle="pre_norm")
     head = init_head_params(trained, 5)
     with HeadCheckpoints(tmp_path, trained, keep_last=1) as heads:
@@ -66,8 +66,8 @@ def test_a_policy_without_a_head_takes_one_with_its_switches(tiny_policy, tmp_pa
     assert got == trained and same(loaded, head)
 
 
-def test_a_head_of_another_policy_is_refused_by_the_name_of_its_array(tiny_policy, tmp_path):
-    model, _, _ = hf.load_checkpoint(tiny_policy)
+def test_a_head_of_another_policy_is_refused_by_the_name_of_its_array(thin_policy, tmp_path):
+    model, _, _ = hf.load_checkpoint(thin_policy)
     wide = model.replace(hidden_size=32)
     with HeadCheckpoints(tmp_path, wide, keep_last=1) as heads:
         heads.save(1, init_head_params(wide, 0))
@@ -77,8 +77,8 @@ def test_a_head_of_another_policy_is_refused_by_the_name_of_its_array(tiny_polic
         starting_head(str(tmp_path / "2"), model, None, 0, None)
 
 
-def test_a_run_gone_back_overwrites_the_heads_of_its_abandoned_future(tiny_policy, tmp_path):
-    model, _, _ = hf.load_checkpoint(tiny_policy)
+def test_a_run_gone_back_overwrites_the_heads_of_its_abandoned_future(thin_policy, tmp_path):
+    model, _, _ = hf.load_checkpoint(thin_policy)
     (tmp_path / "2.orbax-checkpoint-tmp").mkdir()  # left by a kill
     with HeadCheckpoints(tmp_path, model, keep_last=3) as heads:
         for step in (1, 2, 3, 4):

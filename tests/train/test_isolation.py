@@ -14,15 +14,15 @@ from train.schema import RLConfig
 
 
 @pytest.fixture(scope="module")
-def setting(tiny_policy):
+def setting(thin_policy):
     """(model, policy, head, batches, states) of a packed batch."""
-    model, params, head = hf.load_checkpoint(tiny_policy, "float32")
+    model, params, head = hf.load_checkpoint(thin_policy, "float32")
     rng = np.random.default_rng(0)
     samples = [
         Sample(i, rng.integers(0, 272, 3), rng.integers(0, 272, int(rng.integers(4, 20))))
         for i in range(8)
     ]
-    cfg = parse_config(RLConfig, tiny_run.arguments(tiny_policy, "unused"))[0]
+    cfg = parse_config(RLConfig, tiny_run.arguments(thin_policy, "unused"))[0]
     policy = PolicyTrainer(model, sft_loss, cfg.optim.build())
     batches = [policy.place(b) for b in pack(samples, 32, 2)]
     return model, params, head, batches, [policy.states(params, b) for b in batches], cfg

@@ -96,10 +96,10 @@ def steps_seen(monkeypatch):
     ],
 )
 def test_nothing_is_compiled_after_the_first_step(
-    tiny_policy, tmp_path, compiled, steps_seen, steps, changes
+    thin_policy, tmp_path, compiled, steps_seen, steps, changes
 ):
     counts = steps_seen(lambda: len(compiled))
-    rl.main(tiny_run.arguments(tiny_policy, tmp_path / "run", **{**changes, "steps": steps}))
+    rl.main(tiny_run.arguments(thin_policy, tmp_path / "run", **{**changes, "steps": steps}))
     records = [r for r in read_metrics(tmp_path / "run") if r["step"] > 0]
     packs = {r["train/microbatches"] for r in records if "train/microbatches" in r}
     assert len(records) == steps and len(packs) > 1, "the packs were all of one size"
@@ -107,8 +107,8 @@ def test_nothing_is_compiled_after_the_first_step(
     assert compiled[counts[1] : counts[-1]] == []
 
 
-def test_the_last_step_and_what_follows_compile_nothing_either(tiny_policy, tmp_path, compiled):
-    trainer = rl.Trainer(parse_config(rl.RLConfig, tiny_run.arguments(tiny_policy, tmp_path))[0])
+def test_the_last_step_and_what_follows_compile_nothing_either(thin_policy, tmp_path, compiled):
+    trainer = rl.Trainer(parse_config(rl.RLConfig, tiny_run.arguments(thin_policy, tmp_path))[0])
     trainer.warm_up()
     trainer.step()
     seen = len(compiled)
@@ -119,13 +119,13 @@ def test_the_last_step_and_what_follows_compile_nothing_either(tiny_policy, tmp_
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
-def test_host_memory_is_flat_over_fifty_steps(tiny_policy, tmp_path, steps_seen):
+def test_host_memory_is_flat_over_fifty_steps(thin_policy, tmp_path, steps_seen):
     def megabytes() -> float:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
 
     sizes = steps_seen(megabytes)
     changes = {"steps": 50, "checkpoint.every": 5, "checkpoint.export": "false"}
-    rl.main(tiny_run.arguments(tiny_policy, tmp_path / "run", **changes))
+    rl.main(tiny_run.arguments(thin_policy, tmp_path / "run", **changes))
     # The first steps compile and the first saves start threads; from then on there is no growth.
     middle, last = max(sizes[15:30]), max(sizes[40:])
     assert last - middle < 20, f"{middle:.0f} MiB by step 30, {last:.0f} MiB by step 50"

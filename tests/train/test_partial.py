@@ -69,10 +69,10 @@ def learned(metrics: dict) -> dict:
 # --- over-sampling --------------------------------------------------------------------------------
 
 
-def test_over_sampling_takes_the_shortest_groups_and_stops_early(tiny_policy, tmp_path):
+def test_over_sampling_takes_the_shortest_groups_and_stops_early(thin_policy, tmp_path):
     plain = {**OVER, "rollout.strategy": "off", "rollout.max_batch": 10, "rollout.chunk_tokens": 2}
-    early = make(tiny_policy, tmp_path, **plain)
-    whole = make(tiny_policy, tmp_path, **plain | {"rollout.over_sample": 1, "rollout.prompts": 4})
+    early = make(thin_policy, tmp_path, **plain)
+    whole = make(thin_policy, tmp_path, **plain | {"rollout.over_sample": 1, "rollout.prompts": 4})
     stopped, full = early.step(), whole.step()
     samples = whole.last_rollout.groups
     needed = [max(len(s.token_ids) for s in group) for group in samples]
@@ -98,13 +98,13 @@ def test_over_sampling_takes_the_shortest_groups_and_stops_early(tiny_policy, tm
 
 
 @pytest.fixture(scope="module")
-def partial(tiny_policy, tmp_path_factory):
+def partial(thin_policy, tmp_path_factory):
     """(trainer, metrics of six steps, weights that sampled each, rollouts, saved at the third).
 
     Its strategy is chosen by the clock.
     """
     out = tmp_path_factory.mktemp("partial")
-    trainer, steps, weights = make(tiny_policy, out, **PARTIAL, **CONTROL), [], {}
+    trainer, steps, weights = make(thin_policy, out, **PARTIAL, **CONTROL), [], {}
     trainer.warm_up()
     taken = []
     for step in range(1, STEPS + 1):
@@ -158,10 +158,10 @@ def test_every_tokens_logprobs_are_those_of_the_weights_that_sampled_it(partial)
 
 
 def test_a_run_with_carried_groups_resumes_with_the_same_tokens_and_parameters(
-    partial, tiny_policy, tmp_path
+    partial, thin_policy, tmp_path
 ):
     trainer, steps, _, _, directory = partial
-    resumed = make(tiny_policy, tmp_path, **PARTIAL, **CONTROL)
+    resumed = make(thin_policy, tmp_path, **PARTIAL, **CONTROL)
     with Checkpointer(directory) as checkpoints:
         resumed.restore(checkpoints, 3)
         saved = checkpoints.restore(3, {})[1]
@@ -188,10 +188,10 @@ def responses(trainer):
     ids=["plain", "slots"],
 )
 def test_chunks_slots_speculation_and_controllers_change_nothing_that_is_learned(
-    partial, tiny_policy, tmp_path, changes
+    partial, thin_policy, tmp_path, changes
 ):
     trainer, steps, *_ = partial
-    other = make(tiny_policy, tmp_path, **{**PARTIAL, **changes})
+    other = make(thin_policy, tmp_path, **{**PARTIAL, **changes})
     found = [other.step() for _ in range(STEPS)]
     assert [learned(m) for m in found] == [learned(m) for m in steps]
     assert same(other.params, trainer.params) and same(other.opt_state, trainer.opt_state)
@@ -241,13 +241,13 @@ def test_stale_tokens_are_weighed_against_the_policy_that_sampled_them():
 
 
 def test_dynamic_sampling_keeps_the_batch_full_and_takes_the_first_informative_groups(
-    tiny_policy, tmp_path
+    thin_policy, tmp_path
 ):
     changes = {
         "reward": "tiny_run:rare", "algo.max_resample": 8, "rollout.max_batch": 6,
         "rollout.chunk_tokens": 2, "rollout.strategy": "off", "rollout.cache_bytes": 1 << 20,
     }  # fmt: skip
-    trainer = make(tiny_policy, tmp_path, **changes)
+    trainer = make(thin_policy, tmp_path, **changes)
     engine, enqueue, seen = trainer.engine, trainer.engine.loop._enqueue, []
 
     def watched():

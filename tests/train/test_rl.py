@@ -14,6 +14,7 @@ from specjax.command_line import parse_config
 from specjax.models import hf
 from train import grpo, rl
 from train.log import read_metrics
+from train.optim import OptimConfig
 from train.policy import PolicyTrainer, sft_loss
 from train.schema import RLConfig
 from train.trainer import Trainer
@@ -93,11 +94,11 @@ def test_a_run_leaves_a_plot_checkpoints_and_a_policy_that_generates(run):
 
 
 @pytest.mark.slow
-def test_a_second_run_does_not_touch_the_first(run, tiny_policy):
+def test_a_second_run_does_not_touch_the_first(run, thin_policy):
     before = (run / "metrics.jsonl").read_bytes()
     rl.main(
         tiny_run.arguments(
-            tiny_policy, run, steps=1, draft__mode="none", checkpoint__export="false"
+            thin_policy, run, steps=1, draft__mode="none", checkpoint__export="false"
         )
     )
     assert (run / "metrics.jsonl").read_bytes() == before
@@ -162,9 +163,9 @@ def refusal(capsys, argv) -> str:
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_one_clear_message_before_any_work(
-    tiny_policy, tmp_path, capsys, changes, expected
+    thin_policy, tmp_path, capsys, changes, expected
 ):
-    argv = tiny_run.arguments(tiny_policy, tmp_path / "run", **changes)
+    argv = tiny_run.arguments(thin_policy, tmp_path / "run", **changes)
     assert expected in refusal(capsys, argv)
     assert not (tmp_path / "run").exists()
 
@@ -184,13 +185,13 @@ def test_speculation_without_a_head_says_how_to_get_one(tmp_path, capsys, mode):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_damaged_policy_is_one_clear_message(tmp_path, tiny_policy, capsys):
+def test_a_damaged_policy_is_one_clear_message(tmp_path, thin_policy, capsys):
     import shutil
 
-    model = shutil.copytree(tiny_policy, tmp_path / "damaged")
+    model = shutil.copytree(thin_policy, tmp_path / "damaged")
     (model / "model.safetensors").write_bytes(b"nothing")
     assert "damaged" in refusal(capsys, tiny_run.arguments(model, tmp_path / "run"))
-    config = json.loads((tiny_policy / "config.json").read_text()) | {"model_type": "mamba"}
+    config = json.loads((thin_policy / "config.json").read_text()) | {"model_type": "mamba"}
     (model / "config.json").write_text(json.dumps(config))
     assert "mamba" in refusal(capsys, tiny_run.arguments(model, tmp_path / "run"))
 
@@ -199,17 +200,17 @@ def test_a_damaged_policy_is_one_clear_message(tmp_path, tiny_policy, capsys):
 
 
 @pytest.fixture(scope="module")
-def base(tiny_policy, tmp_path_factory):
+def base(thin_policy, tmp_path_factory):
     """The plain run (no speculation, all options at their defaults) the others differ from."""
-    return train(tiny_policy, tmp_path_factory.mktemp("base"), draft__mode="none")
+    return train(thin_policy, tmp_path_factory.mktemp("base"), draft__mode="none")
 
 
 @pytest.fixture
-def vary(tiny_policy, tmp_path, base):
+def vary(thin_policy, tmp_path, base):
     """Runs with one change and checks that the first rollout, which it cannot touch, is equal."""
 
     def run(**changes):
-        trainer, steps = train(tiny_policy, tmp_path, draft__mode="none", **changes)
+        trainer, steps = train(thin_policy, tmp_path, draft__mode="none", **changes)
         assert steps[0]["rollout/tokens_sha"] == base[1][0]["rollout/tokens_sha"]
         return trainer, steps
 
@@ -258,11 +259,11 @@ def test_several_updates_per_rollout_are_off_policy_and_clipped_by_two_bounds(va
     assert tight[0]["train/clip_fraction"] > 0 == steps[0]["train/clip_fraction"]
 
 
-def test_dynamic_sampling_drops_and_replaces_groups_that_teach_nothing(tiny_policy, tmp_path):
+def test_dynamic_sampling_drops_and_replaces_groups_that_teach_nothing(thin_policy, tmp_path):
     changes = {"reward": "tiny_run:rare", "draft.mode": "none"}
-    off = train(tiny_policy, tmp_path, 1, **changes, **{"algo.dynamic_sampling": "false"})[1][0]
-    on = train(tiny_policy, tmp_path, 1, **changes)[1][0]
-    more = train(tiny_policy, tmp_path, 1, **changes, **{"algo.max_resample": 8})[1][0]
+    off = train(thin_policy, tmp_path, 1, **changes, **{"algo.dynamic_sampling": "false"})[1][0]
+    on = train(thin_policy, tmp_path, 1, **changes)[1][0]
+    more = train(thin_policy, tmp_path, 1, **changes, **{"algo.max_resample": 8})[1][0]
     informative = round(4 * (1 - off["rollout/zero_std"]))
     assert off["rollout/groups_selected"] == 4 and 0 < informative < 4
     assert on["rollout/groups_selected"] == informative
@@ -273,8 +274,8 @@ def test_dynamic_sampling_drops_and_replaces_groups_that_teach_nothing(tiny_poli
     assert on["train/tokens"] < on["rollout/tokens"]
 
 
-def test_a_step_in_which_every_group_is_dropped_moves_nothing(tiny_policy, tmp_path):
-    trainer, _ = train(tiny_policy, tmp_path, 0, reward="tiny_run:nothing")
+def test_a_step_in_which_every_group_is_dropped_moves_nothing(thin_policy, tmp_path):
+    trainer, _ = train(thin_policy, tmp_path, 0, reward="tiny_run:nothing")
     before = leaves(trainer.params) + leaves(trainer.head)
     metrics = trainer.step()
     after = leaves(trainer.params) + leaves(trainer.head)
@@ -290,8 +291,8 @@ def test_rematerialisation_changes_no_loss(vary, base):
         assert mine["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-4)
 
 
-def test_scanned_and_looped_layers_give_the_same_loss_and_gradient(base):
-    trainer = base[0]
+def test_scanned_and_looped_layers_give_the_same_loss_and_gradient(tiny_policy):
+    model, start, _ = hf.load_checkpoint(tiny_policy, "float32")
     rng = np.random.default_rng(0)
     batch = {
         "tokens": rng.integers(0, 272, (2, 24)).astype(np.int32),
@@ -301,10 +302,10 @@ def test_scanned_and_looped_layers_give_the_same_loss_and_gradient(base):
     }
     results = []
     for scan in (True, False):
-        policy = PolicyTrainer(trainer.model, sft_loss, trainer.cfg.optim.build())
-        policy.cfg = trainer.model.replace(scan_layers=scan)
+        policy = PolicyTrainer(model, sft_loss, OptimConfig().build())
+        policy.cfg = model.replace(scan_layers=scan)
         counts = grpo.count_denominators([batch])
-        params = jax.tree.map(jnp.copy, trainer.params)
+        params = jax.tree.map(jnp.copy, start)
         *_, sums = policy.update(params, policy.init_opt_state(params), [batch], counts)
         results.append((float(sums["loss"]), float(sums["grad_norm"])))
     assert results[0] == pytest.approx(results[1], rel=1e-5)
@@ -314,7 +315,7 @@ def test_scanned_and_looped_layers_give_the_same_loss_and_gradient(base):
 
 
 @pytest.fixture(scope="module")
-def modes(tiny_policy, tmp_path_factory):
+def modes(thin_policy, tmp_path_factory):
     """Three steps in every mode; `random` is online too, with an absurd weight on its loss."""
     out = tmp_path_factory.mktemp("modes")
     changes = {
@@ -323,7 +324,7 @@ def modes(tiny_policy, tmp_path_factory):
         "online": {"draft.mode": "online"},
         "random": {"rollout.head": "random", "draft.mtp_loss_scaling_factor": 1e6},
     }
-    return {name: train(tiny_policy, out, 3, **extra) for name, extra in changes.items()}
+    return {name: train(thin_policy, out, 3, **extra) for name, extra in changes.items()}
 
 
 @pytest.mark.parametrize("mode", ["frozen", "online", "random"])
@@ -336,8 +337,8 @@ def test_speculation_and_draft_training_change_no_token_reward_or_policy_bit(mod
     assert same(plain.opt_state, trainer.opt_state)
 
 
-def test_a_frozen_head_stays_as_it_was_and_an_online_head_moves(modes, tiny_policy):
-    start = hf.load_checkpoint(tiny_policy, "float32")[2]
+def test_a_frozen_head_stays_as_it_was_and_an_online_head_moves(modes, thin_policy):
+    start = hf.load_checkpoint(thin_policy, "float32")[2]
     assert same(start, modes["frozen"][0].head)
     assert modes["frozen"][0].draft is None and "train/mtp_loss" not in modes["frozen"][1][0]
     assert modes["none"][0].head is None
@@ -368,8 +369,8 @@ def test_an_online_head_learns_from_its_rollouts(modes):
         {"dtype.compute": "bfloat16", "dtype.params": "bfloat16"},
     ],
 )
-def test_further_combinations_go_through(tiny_policy, tmp_path, changes):
-    _, steps = train(tiny_policy, tmp_path, 2, **changes)
+def test_further_combinations_go_through(thin_policy, tmp_path, changes):
+    _, steps = train(thin_policy, tmp_path, 2, **changes)
     for step in steps:
         assert all(math.isfinite(v) for v in step.values() if not isinstance(v, str))
         assert step["train/mtp_update_norm"] > 0

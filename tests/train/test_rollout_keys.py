@@ -39,12 +39,12 @@ def test_a_combination_that_cannot_be_is_refused_with_the_section(settings, said
 
 
 def test_a_run_with_telemetry_writes_its_rejections_and_may_resume_without(
-    tiny_policy, tmp_path, monkeypatch
+    thin_policy, tmp_path, monkeypatch
 ):
     monkeypatch.delenv("SPECJAX_TELEMETRY", raising=False)
 
     def trainer(**changes):
-        argv = tiny_run.arguments(tiny_policy, tmp_path, **changes)
+        argv = tiny_run.arguments(thin_policy, tmp_path, **changes)
         return rl.Trainer(parse_config(RLConfig, argv)[0])
 
     watched = trainer(**{"rollout.telemetry": "true"})
@@ -92,15 +92,15 @@ def test_a_cache_too_small_for_all_slots_is_told_and_changes_no_token(tmp_path):
 
 @pytest.mark.parametrize("source", ["ngram", "model"])
 def test_other_sources_than_the_head_draft_and_sample_the_same_tokens(
-    source, tiny_policy, tmp_path
+    source, thin_policy, tmp_path
 ):
     def trainer(**changes):
-        argv = tiny_run.arguments(tiny_policy, tmp_path, draft__mode="frozen", **changes)
+        argv = tiny_run.arguments(thin_policy, tmp_path, draft__mode="frozen", **changes)
         return rl.Trainer(parse_config(RLConfig, argv)[0])
 
     settings = {"rollout.source": "ngram", "rollout.strategy": "3_2_6"}
     if source == "model":  # the policy drafts for itself: nothing is rejected
-        settings = {"rollout.draft_model": tiny_policy, "rollout.temperature": 0.5}
+        settings = {"rollout.draft_model": thin_policy, "rollout.temperature": 0.5}
     drafting, plain = trainer(**settings), trainer(**settings | {"rollout.strategy": "off"})
     assert drafting.head is None and "draft" not in drafting.trees()
     spoken, silent = drafting.step(), plain.step()
@@ -122,9 +122,9 @@ def test_other_sources_than_the_head_draft_and_sample_the_same_tokens(
     ],
 )
 def test_a_source_that_cannot_draft_is_refused_with_the_remedy(
-    settings, said, tiny_policy, tmp_path, capsys
+    settings, said, thin_policy, tmp_path, capsys
 ):
-    argv = tiny_run.arguments(tiny_policy, tmp_path, **settings)
+    argv = tiny_run.arguments(thin_policy, tmp_path, **settings)
     with pytest.raises((ConfigError, CheckpointError, SystemExit)) as stopped:
         rl.Trainer(parse_config(RLConfig, argv)[0])
     assert said in f"{stopped.value} {capsys.readouterr().err}"
@@ -159,9 +159,9 @@ def test_a_source_that_cannot_draft_is_refused_with_the_remedy(
         ),
     ],
 )  # fmt: skip
-def test_wrong_keys_of_a_rollout_say_what_to_do(settings, said, tiny_policy, tmp_path, capsys):
+def test_wrong_keys_of_a_rollout_say_what_to_do(settings, said, thin_policy, tmp_path, capsys):
     settings = {f"rollout.{name}": value for name, value in settings.items()}
-    argv = tiny_run.arguments(tiny_policy, tmp_path, **settings)
+    argv = tiny_run.arguments(thin_policy, tmp_path, **settings)
     with pytest.raises((ConfigError, SystemExit)) as stopped:
         rl.Trainer(parse_config(RLConfig, argv)[0])
     assert said in f"{stopped.value} {capsys.readouterr().err}"
@@ -201,9 +201,9 @@ def test_fastrls_section_is_read_as_it_stands():
     assert roll.head == "some/head" and section(**{"control.fastrl": fastrl}) == roll
 
 
-def test_how_the_engine_uses_its_device_may_change_between_runs(tiny_policy, tmp_path):
+def test_how_the_engine_uses_its_device_may_change_between_runs(thin_policy, tmp_path):
     def trainer(**changes):
-        argv = tiny_run.arguments(tiny_policy, tmp_path, **changes)
+        argv = tiny_run.arguments(thin_policy, tmp_path, **changes)
         return rl.Trainer(parse_config(RLConfig, argv)[0])
 
     changes = {"rollout.chunk_tokens": 8, "rollout.page_size": 16, "rollout.order": "longest_first"}

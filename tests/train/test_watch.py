@@ -3,6 +3,7 @@
 import re
 
 import jax
+import pytest
 import tiny_run
 
 from specjax.command_line import parse_config
@@ -11,13 +12,13 @@ from train import rl
 from train.schema import RLConfig
 
 
-def test_the_alarms_are_printed_by_the_program(tiny_policy, tmp_path, capsys):
-    model, params, head = hf.load_checkpoint(tiny_policy, "float32")
+def test_the_alarms_are_printed_by_the_program(thin_policy, tmp_path, capsys):
+    model, params, head = hf.load_checkpoint(thin_policy, "float32")
     # A head that is sure of the wrong tokens, and a learning rate that leaves it so.
     wrong = jax.tree_util.tree_map_with_path(
         lambda path, a: -50 * a if path[-1].key == "norm" else a, head
     )
-    hf.save_checkpoint(tmp_path / "wrong", model, params, wrong, tokenizer_dir=tiny_policy)
+    hf.save_checkpoint(tmp_path / "wrong", model, params, wrong, tokenizer_dir=thin_policy)
     changes = {"steps": 4, "draft.optim.lr": 0, "checkpoint.export": "false"}
     rl.main(tiny_run.arguments(tmp_path / "wrong", tmp_path / "run", **changes))
     lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("WARNING")]
@@ -39,16 +40,27 @@ def test_a_healthy_head_raises_no_alarm():
     assert "no token" in watch.look(8, {**fine, "train/mtp_tokens": 0})[0]
 
 
-def test_a_run_whose_tokens_may_depend_on_the_clock_says_so(tiny_policy, tmp_path, capsys):
-    changes = {"steps": 1, "dtype.compute": "bfloat16", "checkpoint.export": "false"}
+class Begun(Exception):
+    """All that is said before the first step has been said."""
+
+
+def test_a_run_whose_tokens_may_depend_on_the_clock_says_so(
+    thin_policy, tmp_path, capsys, monkeypatch
+):
+    def begun(*unused, **more):
+        raise Begun
+
+    monkeypatch.setattr(rl, "_steps", begun)
+    changes = {"dtype.compute": "bfloat16", "rollout.max_batch": 1}
     controlled = {"rollout.control.strategies": "[off,1_1_2]", "rollout.strategy": "1_1_2"}
-    rl.main(tiny_run.arguments(tiny_policy, tmp_path / "run", **changes, **controlled))
+    with pytest.raises(Begun):
+        rl.main(tiny_run.arguments(thin_policy, tmp_path / "run", **changes, **controlled))
     lines = capsys.readouterr().out.splitlines()
     assert any(x.startswith("WARNING: in bfloat16") and "rollout.control" in x for x in lines)
     assert any(re.match(r"rollouts: compiled \d+ programs in .* s .*temporaries", x) for x in lines)
-    cfg = settings(tiny_policy, **changes)
+    cfg = settings(thin_policy, **changes)
     assert rl.about_precision(cfg, "bfloat16") is None, "one strategy, one replica"
-    cfg = settings(tiny_policy, **controlled)
+    cfg = settings(thin_policy, **controlled)
     assert rl.about_precision(cfg, "float32") is None
 
 
