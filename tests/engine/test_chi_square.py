@@ -16,8 +16,6 @@ from joint import ALPHA, BATCH, PROMPT, SAMPLES, TOKENS, Counted, exact_joint, f
 
 from specjax import SamplingParams
 
-pytestmark = pytest.mark.usefixtures("machine_code_as_users_get_it")
-
 TRANSFORMS = {
     "none": {},
     "temperature 0.7": dict(temperature=0.7),
