@@ -187,14 +187,17 @@ def test_sharded_decoding_emits_the_same_tokens(tiny_policy, mesh, strategy):
 # --- the whole job --------------------------------------------------------------------------------
 
 
+# One size of the batch and one draft: the fewest programs to compile.
+RUN = {"packing.rows": 4, "rollout.max_batch": 1, "rollout.strategy": "1_1_2"}
+
+
 @pytest.fixture(scope="module")
 def runs(tiny_policy, tmp_path_factory):
     """The same two steps on one device and on eight."""
     out = tmp_path_factory.mktemp("sharded")
     axes = {"mesh.fsdp": 2, "mesh.tp": 2, "mesh.cp": 2}
-    common = {"packing.rows": 4, "rollout.max_batch": 2, "rollout.strategy": "2_1_3"}
     for name, extra in (("one", {}), ("eight", axes)):
-        rl.main(tiny_run.arguments(tiny_policy, out / name, **common, **extra))
+        rl.main(tiny_run.arguments(tiny_policy, out / name, **RUN, **extra))
     return out
 
 
@@ -214,8 +217,7 @@ def test_the_main_job_learns_the_same_on_eight_devices(runs):
     ("saved", "axes"), [pytest.param("eight", 1, marks=pytest.mark.slow), ("one", 2)]
 )
 def test_checkpoints_move_between_one_device_and_a_mesh(tiny_policy, tmp_path, runs, saved, axes):
-    changes = {"mesh.data": axes, "mesh.fsdp": axes, "mesh.tp": axes, "packing.rows": 4}
-    changes |= {"rollout.max_batch": 2, "rollout.strategy": "2_1_3"}
+    changes = RUN | {"mesh.data": axes, "mesh.fsdp": axes, "mesh.tp": axes}
     argv = tiny_run.arguments(tiny_policy, tmp_path, **changes)
     trainer = rl.Trainer(parse_config(RLConfig, argv)[0])
     with Checkpointer(runs / saved / "checkpoints") as checkpoints:
@@ -238,7 +240,7 @@ def test_a_run_on_eight_devices_goes_on_on_one(tiny_policy, tmp_path, runs):
     import shutil
 
     out = shutil.copytree(runs / "eight", tmp_path / "run")
-    changes = {"packing.rows": 4, "rollout.max_batch": 2, "rollout.strategy": "2_1_3", "steps": 3}
+    changes = RUN | {"steps": 3}
     rl.main([*tiny_run.arguments(tiny_policy, out, **changes), "--resume"])
     rl.main(tiny_run.arguments(tiny_policy, tmp_path / "whole", **changes))
     moved, whole = read_metrics(out)[-1], read_metrics(tmp_path / "whole")[-1]

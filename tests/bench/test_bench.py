@@ -20,7 +20,7 @@ from train.trainer import Trainer
 
 
 def settings(policy, out, **changes):
-    small = {"steps": 1, "untimed_steps": 0, "costs": "null", "rollout.max_batch": 2}
+    small = {"steps": 1, "untimed_steps": 0, "costs": "null", "rollout.max_batch": 1}
     small |= {"rollout.strategy": "2_1_3", "algo.dynamic_sampling": False}
     return tiny_run.arguments(policy, out, **small, **changes)
 

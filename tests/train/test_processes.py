@@ -31,7 +31,8 @@ CHANGES = {
     "algo.max_resample": 2,
     "rollout.over_sample": 1.5,
     "rollout.partial": "true",
-    "rollout.strategy": "2_1_3",
+    "rollout.strategy": "1_1_2",
+    "rollout.max_batch": 1,  # of each replica: the fewest programs to compile
     "optim.lr": 1e-3,
     "draft.optim.lr": 1e-3,
     "checkpoint.export": "false",
@@ -168,7 +169,7 @@ SHARED = {
     "mesh.tp": 2,
     "rollout.replicas": 1,
     "rollout.tp": 4,
-    "rollout.strategy": "1_1_2",
+    "rollout.max_batch": 2,
     "rollout.control.controller": "goodput",
     "rollout.control.strategies": "[off,1_1_2]",
     "rollout.chunk_tokens": 10,

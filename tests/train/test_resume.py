@@ -31,6 +31,7 @@ CHANGES = {
     "optim.decay_steps": 9,
     "checkpoint.every": 1,
     "checkpoint.keep_last": 3,
+    "rollout.max_batch": 1,  # half as much to compile
 }
 
 
@@ -99,10 +100,13 @@ def reference(thin_policy, tmp_path_factory):
     return out
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(thin_policy, tmp_path, reference):
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+    thin_policy, tmp_path, reference, capsys
+):
     out = tmp_path / "run"
     kill_after(program(thin_policy, out, steps=6, slow=0.02), out, 3, 0.15)
-    output = finish(program(thin_policy, out, "--resume", steps=6))
+    rl.main([*tiny_run.arguments(thin_policy, out, **CHANGES, steps=6), "--resume"])
+    output = capsys.readouterr().out
     assert any(f"steps {first} to 6" in output for first in (3, 4, 5, 6)), output
     assert_same_run(out, reference)
 
