@@ -30,7 +30,7 @@ CFG = ModelConfig(
     eos_token_ids=(3,),
     mtp_num_layers=1,
 )
-SMALL = ["--samples", "3000", "--requests", "6", "--strategy", "2_1_3"]
+SMALL = ["--samples", "3000", "--requests", "6", "--strategy", "1_1_2"]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_an_exact_decoder_passes_and_the_table_and_json_say_so(checkpoint, tmp_p
     said = capsys.readouterr().out
     assert "verdict: lossless" in said and "FAILED" not in said and "random head" not in said
     verdict = json.loads(file.read_text())
-    assert verdict["ok"] and verdict["model"] == checkpoint and verdict["strategy"] == "2_1_3"
+    assert verdict["ok"] and verdict["model"] == checkpoint and verdict["strategy"] == "1_1_2"
     identity, alone, every = verdict["checks"]
     assert identity["figures"]["unexplained"] == 0 and identity["figures"]["tokens"] > 100
     for check in (alone, every):
@@ -99,7 +99,7 @@ def test_where_hardly_any_draft_is_accepted_the_verdict_is_inconclusive(
     monkeypatch.setattr(ngram.NgramSource, "extend", no_drafts(ngram.NgramSource.extend))
     monkeypatch.setattr(ngram.NgramSource, "step", no_drafts(ngram.NgramSource.step))
     hf.save_checkpoint(tmp_path / "model", CFG, *weights)
-    few = ["--samples", "600", "--requests", "2", "--strategy", "2_1_3", "--source", "ngram"]
+    few = ["--samples", "600", "--requests", "2", "--strategy", "1_1_2", "--source", "ngram"]
     file = tmp_path / "verdict.json"
     assert main(["--model", str(tmp_path / "model"), *few, "--json", str(file)]) == 3
     said = capsys.readouterr().out

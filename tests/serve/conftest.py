@@ -11,8 +11,8 @@ from specjax import LLM
 
 
 @pytest.fixture(scope="module")
-def server(tiny_policy):
-    cfg = config(tiny_policy)
+def server(thin_policy):
+    cfg = config(thin_policy)
     llm = load_llm(cfg)
     llm.generate("1+1=", WIDEST)
     with served(cfg, llm) as running:
@@ -31,9 +31,9 @@ def driver(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def plain(tiny_policy):
+def plain(thin_policy):
     """The batch API without speculation, of which every answer is known to be right."""
-    llm = LLM(tiny_policy, None, max_batch=BATCH, max_len=MAX_LEN, max_stop_tokens=16)
+    llm = LLM(thin_policy, None, max_batch=BATCH, max_len=MAX_LEN, max_stop_tokens=16)
     llm.generate("1+1=", WIDEST)
     return llm
 

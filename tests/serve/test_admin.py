@@ -26,9 +26,9 @@ MORE = {"ignore_eos": True, "return_token_ids": True, "return_spec_details": Tru
 
 
 @pytest.fixture(scope="module")
-def weights(tiny_policy):
+def weights(thin_policy):
     """(config, policy, head) of the files."""
-    return hf.load_checkpoint(tiny_policy, "float32")
+    return hf.load_checkpoint(thin_policy, "float32")
 
 
 @pytest.fixture
@@ -41,8 +41,8 @@ def restored(server: Server, weights):
 
 
 @pytest.fixture(autouse=True)
-def path_is_known(server, tiny_policy):
-    server.llm_path = str(tiny_policy)
+def path_is_known(server, thin_policy):
+    server.llm_path = str(thin_policy)
 
 
 def ask(server: Server, **changes):
@@ -297,9 +297,9 @@ def test_sleep_waits_for_nobody_whose_client_has_left(restored: Server):
     assert restored.post("/wake").status_code == 200
 
 
-def test_without_an_admin_key_nobody_may(tiny_policy, weights):
+def test_without_an_admin_key_nobody_may(thin_policy, weights):
     """And an engine that dies is told of: by every answer, and by /health."""
-    cfg = config(tiny_policy, admin_key=None)
+    cfg = config(thin_policy, admin_key=None)
     llm = LLM(weights, SpecConfig("2_1_3"), max_batch=2, max_len=64)
 
     step, served_last = llm.engine.step, []

@@ -31,10 +31,11 @@ PROMPTS = ("17+25+8=", "93+4=", "1+2=")
 
 
 @pytest.fixture(scope="module")
-def spread(tiny_policy):
-    cfg = config(tiny_policy)
+def spread(thin_policy):
+    cfg = config(thin_policy)
     cfg.engine.max_batch, cfg.engine.replicas = 1, 2  # the fewest programs to compile
-    cfg.speculation.controller, cfg.speculation.strategies = "bandit", ["off", "2_1_3"]
+    cfg.speculation.controller, cfg.speculation.strategies = "bandit", ["off", "1_1_2"]
+    cfg.speculation.strategy = "1_1_2"
     cfg.limits.max_tokens, cfg.limits.n, cfg.limits.prompts = 24, 2, 2
     llm = load_llm(cfg)
     llm.warm_up([SamplingParams(top_logprobs=1, presence_penalty=0.1)])
@@ -99,7 +100,7 @@ def test_replicas_under_a_controller_give_the_tokens_of_plain_decoding(spread: S
     client = spread.client(openai.AsyncOpenAI)
 
     async def ask(i):
-        named = {} if i % 4 else {"speculative": ("off", "2_1_3")[i // 4 % 2]}
+        named = {} if i % 4 else {"speculative": ("off", "1_1_2")[i // 4 % 2]}
         answer = await client.completions.create(
             model="tiny", prompt=PROMPTS[i % 3], seed=i, n=2, max_tokens=24,
             extra_body={"ignore_eos": True, "return_token_ids": True, **named},
@@ -115,7 +116,7 @@ def test_replicas_under_a_controller_give_the_tokens_of_plain_decoding(spread: S
     engines = spread.llm.engine.engines
     assert len(engines) == 2 and all(engine.controller.state()["chunks"] for engine in engines)
     chunks = {n for n, v in spread.metrics().items() if n.startswith("chunks_total") and v}
-    assert {name.split('strategy="')[1].split('"')[0] for name in chunks} == {"off", "2_1_3"}
+    assert {name.split('strategy="')[1].split('"')[0] for name in chunks} == {"off", "1_1_2"}
 
 
 def test_the_document_says_what_this_server_takes(spread: Server):
@@ -131,7 +132,7 @@ def test_the_document_says_what_this_server_takes(spread: Server):
     assert "maxItems" not in prompts["integer"]
     vocab = spread.llm.cfg.vocab_size
     assert kind("stop_token_ids", "array")["items"]["maximum"] == vocab - 1
-    assert kind("speculative", "string")["enum"] == ["2_1_3", "off"]
+    assert kind("speculative", "string")["enum"] == ["1_1_2", "off"]
     assert kind("model", "string")["enum"] == ["tiny"]
     answers = spread.app.openapi()["paths"]["/v1/completions"]["post"]["responses"]
     assert set(answers) == {"200", "4XX", "5XX"}

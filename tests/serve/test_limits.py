@@ -35,8 +35,8 @@ TEMPLATE = """{%- macro again() %}{{ again() }}{% endmacro -%}
 
 
 @pytest.fixture(scope="module")
-def server(tiny_policy):
-    cfg = config(tiny_policy, api_key=None, admin_key=None, chat_template=TEMPLATE)
+def server(thin_policy):
+    cfg = config(thin_policy, api_key=None, admin_key=None, chat_template=TEMPLATE)
     cfg.speculation.strategy = "off"
     cfg.limits.prompt_tokens, cfg.limits.max_tokens = PROMPT, TOKENS
     llm = load_llm(cfg)

@@ -20,19 +20,19 @@ from specjax import SamplingParams
 from specjax.control import CostTable, Goodput, Observation, make_controller
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPT, SEED, TOKENS = "17+25+8=", 11, 60
+PROMPT, SEED, TOKENS = "17+25+8=", 16, 60
 ASKED = {"prompt": PROMPT, "max-tokens": TOKENS, "seed": SEED}
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 
 
 @pytest.fixture(scope="module")
-def server(tiny_policy):
+def server(thin_policy):
     """It can decode plainly, drafts nevertheless, and has compiled every size of the batch.
 
     The policy drafts for itself: a random head's drafts are hardly ever accepted.
     """
-    cfg = config(tiny_policy)
-    cfg.speculation.source, cfg.speculation.draft_model = "model", str(tiny_policy)
+    cfg = config(thin_policy)
+    cfg.speculation.source, cfg.speculation.draft_model = "model", str(thin_policy)
     cfg.speculation.controller, cfg.speculation.strategies = "bandit", ["off", "2_1_3"]
     llm = load_llm(cfg)
     llm.warm_up((SamplingParams(),))
@@ -346,8 +346,8 @@ def test_the_dashboard_shows_every_metric_and_no_other(server: Server):
 
 
 @pytest.mark.slow
-def test_replicas_have_lanes_of_their_own(tiny_policy):
-    cfg = config(tiny_policy)
+def test_replicas_have_lanes_of_their_own(thin_policy):
+    cfg = config(thin_policy)
     cfg.engine.replicas, cfg.engine.max_batch = 2, 2
     llm = load_llm(cfg)
     llm.generate(PROMPT, SamplingParams(max_tokens=2, n=4))  # compiles

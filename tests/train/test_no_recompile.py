@@ -67,7 +67,7 @@ def steps_seen(monkeypatch):
                 "rollout.over_sample": 2,
                 "rollout.partial": "true",
                 "rollout.chunk_tokens": 4,
-                "rollout.max_batch": 3,
+                "rollout.max_batch": 2,
                 "rollout.control.controller": "bandit",
                 "rollout.control.strategies": "[off,1_1_2]",
                 "algo.max_resample": 2,
@@ -108,7 +108,8 @@ def test_nothing_is_compiled_after_the_first_step(
 
 
 def test_the_last_step_and_what_follows_compile_nothing_either(thin_policy, tmp_path, compiled):
-    trainer = rl.Trainer(parse_config(rl.RLConfig, tiny_run.arguments(thin_policy, tmp_path))[0])
+    argv = tiny_run.arguments(thin_policy, tmp_path, rollout__max_batch=1)
+    trainer = rl.Trainer(parse_config(rl.RLConfig, argv)[0])
     trainer.warm_up()
     trainer.step()
     seen = len(compiled)

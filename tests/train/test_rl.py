@@ -45,7 +45,7 @@ def same(a, b) -> bool:
 def run(tiny_policy, tmp_path_factory):
     out = tmp_path_factory.mktemp("rl") / "run"
     changes = {"steps": 3, "eval.problems": 6, "eval.every": 2, "checkpoint.every": 2}
-    defaults = {"rollout.strategy": "4_1_5", "draft.unroll_steps": 4}
+    defaults = {"rollout.strategy": "4_1_5", "draft.unroll_steps": 4, "rollout.max_batch": 1}
     evaluate = Trainer.evaluate
 
     def watched(self):
