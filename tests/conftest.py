@@ -32,9 +32,9 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-# Looking for cyclic garbage in the heap that jax keeps took a twentieth of the time, and a third of
-# what large batches of short samples take. Modules end with a collection, see below.
-gc.set_threshold(20_000, 50, 100)
+# Looking for cyclic garbage in the heap that jax keeps took a tenth of the time: it is left to the
+# collection at the end of each module.
+gc.set_threshold(100_000, 50, 1_000)
 
 hypothesis.settings.register_profile(
     "specjax", deadline=None, max_examples=20, derandomize=True, database=None
@@ -72,22 +72,44 @@ def pytest_make_collect_report(collector: pytest.Collector):
     return _fail_if_torch_was_wanted(report, collector.nodeid, marked=False)
 
 
+# Workers take modules in turn: those that take half a minute and more come first, so that no worker
+# is still at one when the others have nothing left.
+LONG = {
+    "test_bench", "test_bench_control", "test_bench_serve", "test_chaos", "test_chi_square",
+    "test_chi_square_sources", "test_control", "test_engine", "test_features", "test_fuzz",
+    "test_identity", "test_invariant", "test_llm", "test_mutations", "test_no_recompile",
+    "test_page", "test_process", "test_processes", "test_replicas", "test_resume", "test_rl",
+    "test_sharding", "test_verify_cli",
+}  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
+def pytest_collection_finish():
+    """What was imported stays: the collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def programs_are_dropped():
-    """Forgets compiled programs after each module: a process has room for some 65,000 memory maps,
-    each program on CPU takes dozens, and the compiler crashes where there are none left."""
+    """Forgets compiled programs after a module, when there are many: a process has room for some
+    65,000 memory maps, each program on CPU takes dozens, and the compiler crashes where there are
+    none left. Before that, what modules have in common is traced and loaded once."""
     yield
-    jax.clear_caches()
+    if _memory_maps() > 10_000:
+        jax.clear_caches()
     gc.collect()
 
 
-@pytest.fixture(scope="module")
-def machine_code_as_users_get_it():
-    """For modules that run for longer than they compile, and those that show what users rely on."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    usual = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] not in ("0", "false")
-    jax.config.update("jax_disable_most_optimizations", usual)
+def _memory_maps() -> float:
+    """Of this process; infinitely many where nobody tells."""
+    try:
+        return Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:
+        return float("inf")
 
 
 @pytest.fixture(scope="session")
