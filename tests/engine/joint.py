@@ -35,7 +35,7 @@ def pair(seed: int, sure: float = 1.0, spread: float = 0.2):
     Args:
       sure: scales the head's logits: how sure it is of itself.
     """
-    cfg = tiny_config(VOCAB, layers=1, tied=True, eos_token_ids=(EOS,))
+    cfg = tiny_config(VOCAB, tied=True, eos_token_ids=(EOS,))
     cfg, params, head = tiny_model(cfg, seed=seed, factor=15.0, embed_std=spread)
     head["blocks"][0]["norm"] = sure * head["blocks"][0]["norm"]
     return cfg, params, head

@@ -27,15 +27,15 @@ from specjax.engine.settings import EngineConfig
 VOCAB = CFG.vocab_size
 # Each strategy is compiled for all sizes of a batch, and prompts by width: where it does not matter
 # there are two strategies, and pieces of one width.
-TWO = ("off", "3_1_4")
+TWO = ("off", "1_1_2")
 
 
 def test_a_controller_chooses_among_compiled_strategies_through_llm():
     control = ControlConfig(controller="goodput", strategies=TWO)
     how = EngineConfig(prefill_chunk=16)
-    llm = LLM((CFG, *weights()), SpecConfig("3_1_4"), 2, 64, control=control, engine=how)
+    llm = LLM((CFG, *weights()), SpecConfig("1_1_2"), 2, 64, control=control, engine=how)
     trained = make_controller(control)
-    trained.observe(Observation.of_rounds(1, "3_1_4", [[2]] * 20, 1.0))
+    trained.observe(Observation.of_rounds(1, "1_1_2", [[2]] * 20, 1.0))
     llm.engine.controller.load_state(trained.state())
     told = []
     took = llm.warm_up(on_program=lambda done, total: told.append((done, total)))
@@ -134,7 +134,7 @@ def test_what_gives_most_tokens_per_second_is_chosen(controller, best, monkeypat
     costs = CostTable.from_samples({key: [0.005] for key in calibrated})
     control = ControlConfig(controller, ARMS, **wanted)
     engine.controller = make_controller(control, ARMS, costs=costs)
-    engine.generate([jobs_of([i, 2], LONG, i)[0] for i in range(24)])
+    engine.generate([jobs_of([i, 2], LONG, i)[0] for i in range(64)])
     late = ran[len(ran) // 2 :]
     assert len(late) > 10 and late.count(best) > 0.7 * len(late), ran
 
@@ -163,7 +163,7 @@ def test_those_that_opt_out_run_plain_decoding_where_nobody_else_runs(monkeypatc
 
 def test_no_controller_is_told_the_seconds_of_a_chunk_beside_which_a_program_was_compiled():
     control = ControlConfig("bandit", strategies=TWO)
-    engine = engine_of(batch=1, control=control, prefill_chunk=16)
+    engine = engine_of("1_1_2", batch=1, control=control, prefill_chunk=16)
     engine.controller = told = Told(TWO)
     engine.add(jobs_of([1, 2], LONG)[0])
     while engine.has_work:  # what was added is compiled for ahead
@@ -198,7 +198,7 @@ class Told(Controller):
 
 def test_the_first_requests_decide_what_is_compiled_ahead_for_all_strategies():
     control = ControlConfig("bandit", strategies=TWO)
-    engine = engine_of(batch=2, control=control, prefill_chunk=16)
+    engine = engine_of("1_1_2", batch=2, control=control, prefill_chunk=16)
     top_p = dataclasses.replace(ONE, top_p=0.9)
     engine.add(jobs_of([1, 2], top_p)[0])
     engine.step()

@@ -52,7 +52,7 @@ def chunks(monkeypatch):
 def test_the_batch_shrinks_with_what_runs_and_slots_are_refilled(chunks):
     engine = warm()
     seen = chunks(engine)
-    lengths = [4] * 6 + [40] * 3 + [4] * 6
+    lengths = [4] * 6 + [80] * 3 + [4] * 6
     jobs = [
         job
         for i, count in enumerate(lengths)

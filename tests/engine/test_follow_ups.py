@@ -12,10 +12,10 @@ from specjax.engine.settings import EngineConfig
     ("follow_ups", "warm", "first"), [(True, False, 3), (False, True, 3), (False, False, 16)]
 )
 def test_a_chunk_ends_with_its_first_sample_only_if_that_is_worth_something(
-    tiny_policy, follow_ups, warm, first
+    thin_policy, follow_ups, warm, first
 ):
     how = EngineConfig(chunk_tokens=16, follow_ups=follow_ups)
-    llm = LLM(tiny_policy, None, max_batch=2, max_len=64, engine=how)
+    llm = LLM(thin_policy, None, max_batch=2, max_len=64, engine=how)
     if warm:  # there is a program for one slot as well
         llm.warm_up()
     llm.engine.controller = watch = Watch(llm.engine.controller)

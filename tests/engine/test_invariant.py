@@ -16,7 +16,9 @@ VOCAB, MAX_LEN, EOS = 64, 56, 7
 @functools.cache
 def model(dtype: str):
     """Wide enough for rounding to bfloat16 to go the other way now and then."""
-    cfg = tiny_config(VOCAB, mtp=2, eos_token_ids=(EOS,), param_dtype=dtype, compute_dtype=dtype)
+    cfg = tiny_config(
+        VOCAB, mtp=2, layers=2, eos_token_ids=(EOS,), param_dtype=dtype, compute_dtype=dtype
+    )
     cfg = cfg.replace(hidden_size=96, intermediate_size=128, head_dim=32)
     cfg, params, head = tiny_model(cfg, seed=2, factor=4.0, embed_std=0.3)
     return cfg, params, apt(head, cfg)

@@ -306,7 +306,7 @@ def test_every_way_to_say_off_is_the_plain_program_and_needs_no_head(spec):
 
 
 def test_nothing_compiles_after_warm_up_whatever_is_asked_for():
-    llm = make_llm(SpecConfig(strategy="2_1_3"), max_len=40)
+    llm = make_llm(SpecConfig(strategy="1_1_2"), max_batch=2, max_len=40)
     llm.engine.warm_up()
     built = llm.engine.runner.compilations
 

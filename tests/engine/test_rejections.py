@@ -32,7 +32,7 @@ STATIC, DYNAMIC = ("recursive", "2x2", True), ("coupled", "2_3_5", True)
 
 @functools.cache
 def model():
-    cfg, params, head = tiny_model(tiny_config(VOCAB, layers=1))
+    cfg, params, head = tiny_model(tiny_config(VOCAB))
     return cfg, params, apt(head, cfg)
 
 

@@ -18,7 +18,7 @@ from specjax.models.transformer import graphdef, init_params, to_decode_layout
 
 VOCAB, MAX_LEN, STEPS = 8, 48, 3
 CFG, PARAMS, HEAD = tiny_model(tiny_config(VOCAB))
-SMALL = tiny_config(VOCAB, mtp=0, layers=1)
+SMALL = tiny_config(VOCAB, mtp=0)
 
 
 TARGET = CFG.replace(mtp_num_layers=0)

@@ -9,7 +9,7 @@ from specjax import LLM, SamplingParams, SpecConfig
 from specjax.models import hf
 
 VOCAB, STEPS = 48, 3
-CFG, PARAMS, HEAD = tiny_model(tiny_config(VOCAB), seed=2)
+CFG, PARAMS, HEAD = tiny_model(tiny_config(VOCAB, layers=2), seed=2)
 
 
 def llm(spec, batch=4):

@@ -8,7 +8,8 @@ from specjax.draft.mtp import init_head_params
 from specjax.models.transformer import init_params
 
 
-def tiny_config(vocab=64, mtp=1, layers=2, tied=False, **changes) -> ModelConfig:
+def tiny_config(vocab=64, mtp=1, layers=1, tied=False, **changes) -> ModelConfig:
+    """One layer: decoding unrolls them, and compiles twice as much for two (`test_identity`)."""
     return ModelConfig(
         vocab_size=vocab,
         hidden_size=16,
