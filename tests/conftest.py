@@ -99,7 +99,7 @@ def programs_are_dropped():
     65,000 memory maps, each program on CPU takes dozens, and the compiler crashes where there are
     none left. Before that, what modules have in common is traced and loaded once."""
     yield
-    if _memory_maps() > 10_000:
+    if _memory_maps() > 6_000:
         jax.clear_caches()
     gc.collect()
 
