@@ -58,22 +58,22 @@ def loaded():
 
 
 @pytest.fixture
-def run(loaded, monkeypatch, capsys, tiny_policy):
+def run(loaded, monkeypatch, capsys, thin_policy):
     """Runs `specjax generate` on the tiny policy; (status, output, errors)."""
     monkeypatch.setattr(serve.settings, "load_llm", loaded)
 
     def call(*arguments, small=SMALL):
-        status = main(["generate", "--model", str(tiny_policy), *small, *map(str, arguments)])
+        status = main(["generate", "--model", str(thin_policy), *small, *map(str, arguments)])
         return status, *capsys.readouterr()
 
     return call
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_policy, loaded):
+def plain(thin_policy, loaded):
     """Texts and tokens of plain decoding, by the batch API."""
     off = SpeculationSection(strategy="off")
-    llm = loaded(ServeConfig(model=str(tiny_policy), speculation=off))
+    llm = loaded(ServeConfig(model=str(thin_policy), speculation=off))
 
     @functools.cache
     def generate(prompt, **options):
@@ -175,10 +175,10 @@ def test_verify_keeps_its_exit_statuses(capsys):
     assert "specjax verify: " in capsys.readouterr().err
 
 
-def test_serve_without_its_extra_says_what_to_install(tiny_policy, monkeypatch):
+def test_serve_without_its_extra_says_what_to_install(thin_policy, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(SystemExit, match=r"specjax serve: error: .*pip install 'specjax\[serve\]'"):
-        main(["serve", "--model", str(tiny_policy)])
+        main(["serve", "--model", str(thin_policy)])
 
 
 def test_bench_lists_every_bench_and_hands_its_arguments_over(monkeypatch, capsys):
@@ -292,14 +292,14 @@ sys.exit(main())
 """
 
 
-def test_an_interrupted_call_has_lost_nothing_and_is_resumed(run, tiny_policy, tmp_path):
+def test_an_interrupted_call_has_lost_nothing_and_is_resumed(run, thin_policy, tmp_path):
     """Ctrl-C while samples run, a line cut in two as by kill -9, then `--resume`."""
     file, output, whole = (tmp_path / name for name in ("in.txt", "out.jsonl", "whole.jsonl"))
     file.write_text("".join(f"{i}+{i + 1}=\n" for i in range(10)))
     asked = ["--file", str(file), "-n", "3", "--seed", "9"]
     assert run(*asked, "--output", whole)[0] == 0
     process = subprocess.Popen(
-        [sys.executable, "-c", SLOWLY, "generate", "--model", str(tiny_policy), *SMALL, *asked,
+        [sys.executable, "-c", SLOWLY, "generate", "--model", str(thin_policy), *SMALL, *asked,
          "--max-batch", "1", "--output", str(output)],
         env=ENVIRONMENT, cwd=ROOT, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip

@@ -83,19 +83,19 @@ def assert_same_trees(one, other):
 
 @pytest.mark.parametrize("family", ["tiny", "mimo"])
 def test_hugging_face_to_orbax_and_back_is_the_same_to_the_bit(
-    family, tiny_policy, mimo, convert, tmp_path
+    family, thin_policy, mimo, convert, tmp_path
 ):
-    source = {"tiny": tiny_policy, "mimo": mimo}[family]
+    source = {"tiny": thin_policy, "mimo": mimo}[family]
     status, said, _ = convert(source, tmp_path / "run")
     assert status == 0 and "Orbax, step 0" in said and ("tokenizer" in said) == (family == "tiny")
     assert convert(tmp_path / "run", tmp_path / "back")[0] == 0
     assert_same_directory(source, tmp_path / "back")
 
 
-def test_what_is_written_is_what_llm_the_server_and_training_load(tiny_policy, convert, tmp_path):
+def test_what_is_written_is_what_llm_the_server_and_training_load(thin_policy, convert, tmp_path):
     run, head = tmp_path / "run", tmp_path / "head"
-    assert convert(tiny_policy, run)[0] == convert(tiny_policy, head, "--what", "head")[0] == 0
-    there = hf.load_checkpoint(tiny_policy)
+    assert convert(thin_policy, run)[0] == convert(thin_policy, head, "--what", "head")[0] == 0
+    there = hf.load_checkpoint(thin_policy)
     model = load_model(run)  # what LLM does
     assert model.cfg == there[0] and model.tokenizer == run / "tokenizer"
     assert_same_trees((model.policy, model.head), there[1:])
@@ -109,10 +109,10 @@ def test_what_is_written_is_what_llm_the_server_and_training_load(tiny_policy, c
         read_weights(head, turned, True, None)
 
 
-def test_a_run_of_training_to_hugging_face_and_back(tiny_policy, convert, tmp_path):
+def test_a_run_of_training_to_hugging_face_and_back(thin_policy, convert, tmp_path):
     """A run that starts from an Orbax checkpoint; its own say what they are."""
     start, out = tmp_path / "start", tmp_path / "out"
-    assert convert(tiny_policy, start)[0] == 0
+    assert convert(thin_policy, start)[0] == 0
     cfg, _ = parse_config(RLConfig, tiny_run.arguments(start, out))
     trainer = rl.Trainer(cfg)
     with Checkpointer(out / "checkpoints") as checkpoints:
@@ -123,84 +123,84 @@ def test_a_run_of_training_to_hugging_face_and_back(tiny_policy, convert, tmp_pa
     (out / "metrics.jsonl").write_text("")
     assert convert(out, tmp_path / "three", "--step", "3")[0] == 0
     _, policy, head = hf.load_checkpoint(tmp_path / "three")
-    original = hf.load_checkpoint(tiny_policy)
+    original = hf.load_checkpoint(thin_policy)
     assert_same_trees(policy, jax.tree.map(lambda x: x * 2, original[1]))
     assert_same_trees(head, original[2])
     assert convert(out / "checkpoints", tmp_path / "newest")[0] == 0
     assert_same_trees(hf.load_checkpoint(tmp_path / "newest")[1], trainer.params)
-    text = (tiny_policy / "tokenizer.json").read_bytes()
+    text = (thin_policy / "tokenizer.json").read_bytes()
     assert (tmp_path / "newest" / "tokenizer.json").read_bytes() == text
     assert convert(tmp_path / "newest", tmp_path / "again")[0] == 0
     once, again = load_weights(out)[:2], load_weights(tmp_path / "again")[:2]
     assert_same_trees(again, once)
     status, _, errors = convert(out, tmp_path / "none", "--step", "4")
     assert status == 1 and "holds no step 4, only [3, 5]" in errors
-    status, _, errors = convert(tiny_policy, out, "--force")
+    status, _, errors = convert(thin_policy, out, "--force")
     assert status == 1 and "more than a checkpoint" in errors
     assert (out / "metrics.jsonl").exists()
 
 
-def test_a_run_of_sft_says_what_it_is(tiny_policy, convert, tmp_path):
-    cfg, _ = parse_config(SFTConfig, [f"init={tiny_policy}", f"out={tmp_path}/out", "steps=1"])
+def test_a_run_of_sft_says_what_it_is(thin_policy, convert, tmp_path):
+    cfg, _ = parse_config(SFTConfig, [f"init={thin_policy}", f"out={tmp_path}/out", "steps=1"])
     run = sft.Run(cfg)
     with Checkpointer(tmp_path / "out" / "checkpoints") as checkpoints:
         run.save(checkpoints, block=True)
     assert convert(tmp_path / "out", tmp_path / "hf")[0] == 0
-    assert_same_directory(tiny_policy, tmp_path / "hf")
+    assert_same_directory(thin_policy, tmp_path / "hf")
 
 
-def test_a_head_alone_goes_both_ways(tiny_policy, convert, tmp_path):
+def test_a_head_alone_goes_both_ways(thin_policy, convert, tmp_path):
     asked = ["--what", "head"]
-    assert convert(tiny_policy, tmp_path / "orbax", *asked)[0] == 0
+    assert convert(thin_policy, tmp_path / "orbax", *asked)[0] == 0
     assert convert(tmp_path / "orbax", tmp_path / "hf")[0] == 0
     assert [f.name for f in (tmp_path / "hf").iterdir()] == ["mtp.safetensors"]
-    wanted = {k: v for k, v in tensors(tiny_policy).items() if "mtp" in str(k)}
+    wanted = {k: v for k, v in tensors(thin_policy).items() if "mtp" in str(k)}
     assert tensors(tmp_path / "hf") == wanted
     status, _, errors = convert(tmp_path / "hf", tmp_path / "no")
     assert status == 1 and "--like DIR" in errors
     file = tmp_path / "hf" / "mtp.safetensors"
-    assert convert(file, tmp_path / "orbax2", "--like", tiny_policy)[0] == 0
+    assert convert(file, tmp_path / "orbax2", "--like", thin_policy)[0] == 0
     assert_same_trees(load_weights(tmp_path / "orbax2")[1], load_weights(tmp_path / "orbax")[1])
     status, _, errors = convert(tmp_path / "orbax", tmp_path / "no", "--what", "policy")
     assert status == 1 and "holds no policy" in errors and not (tmp_path / "no").exists()
 
 
-def test_the_policy_alone_and_another_dtype(tiny_policy, convert, tmp_path):
+def test_the_policy_alone_and_another_dtype(thin_policy, convert, tmp_path):
     status, said, _ = convert(
-        tiny_policy, tmp_path / "half", "--what", "policy", "--dtype", "bfloat16"
+        thin_policy, tmp_path / "half", "--what", "policy", "--dtype", "bfloat16"
     )
     assert status == 0 and "bfloat16" in said and "head" not in said
     policy, head, _ = load_weights(tmp_path / "half")
-    wanted = jax.tree.map(lambda x: x.astype("bfloat16"), hf.load_checkpoint(tiny_policy)[1])
+    wanted = jax.tree.map(lambda x: x.astype("bfloat16"), hf.load_checkpoint(thin_policy)[1])
     assert head is None
     assert_same_trees(policy, wanted)
     assert convert(tmp_path / "half", tmp_path / "hf")[0] == 0
     assert hf.read_config(tmp_path / "hf").mtp_num_layers == 0
     # Files that are not what config.json says keep their bits all the same.
     lying = tmp_path / "lying"
-    shutil.copytree(tiny_policy, lying)
+    shutil.copytree(thin_policy, lying)
     config = json.loads((lying / "config.json").read_text())
     config["dtype"] = config["torch_dtype"] = "bfloat16"
     (lying / "config.json").write_text(json.dumps(config))
     assert convert(lying, tmp_path / "full", "--to", "hf")[0] == 0
-    assert tensors(tmp_path / "full") == tensors(tiny_policy)
+    assert tensors(tmp_path / "full") == tensors(thin_policy)
 
 
-def test_nothing_is_overwritten_unless_told_and_never_the_source(tiny_policy, convert, tmp_path):
+def test_nothing_is_overwritten_unless_told_and_never_the_source(thin_policy, convert, tmp_path):
     target = tmp_path / "run"
-    assert convert(tiny_policy, target, "--what", "policy")[0] == 0
-    status, _, errors = convert(tiny_policy, target)
+    assert convert(thin_policy, target, "--what", "policy")[0] == 0
+    status, _, errors = convert(thin_policy, target)
     assert status == 1 and "--force" in errors and load_weights(target)[1] is None
-    assert convert(tiny_policy, target, "--force")[0] == 0
+    assert convert(thin_policy, target, "--force")[0] == 0
     assert load_weights(target)[1] is not None
     for inside in (target, target / "checkpoints"):
         status, _, errors = convert(inside, target, "--force")
         assert status == 1 and "is or holds the source" in errors
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
-    assert convert(tiny_policy, tmp_path / "mine", "--force")[0] == 1
+    assert convert(thin_policy, tmp_path / "mine", "--force")[0] == 1
     (tmp_path / "mine" / "config.json").write_text("{}")  # many projects have one
-    assert convert(tiny_policy, tmp_path / "mine", "--force")[0] == 1
+    assert convert(thin_policy, tmp_path / "mine", "--force")[0] == 1
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
 
 
@@ -219,21 +219,21 @@ def no_file_beyond(size: int):
 
 @pytest.mark.parametrize("to", ["hf", "orbax"])
 def test_a_disk_that_fills_up_leaves_nothing_and_what_was_there(
-    to, tiny_policy, convert, tmp_path, monkeypatch
+    to, thin_policy, convert, tmp_path, monkeypatch
 ):
     here = tmp_path / "here"
     here.mkdir()
     target = here / "target"
-    assert convert(tiny_policy, target, "--to", to)[0] == 0
+    assert convert(thin_policy, target, "--to", to)[0] == 0
     before = sorted(str(path) for path in here.rglob("*"))
     with no_file_beyond(4096):
         for place, more in ((here / "new", []), (target, ["--force"])):
-            status, _, errors = convert(tiny_policy, place, "--to", to, *more)
+            status, _, errors = convert(thin_policy, place, "--to", to, *more)
             assert status == 1 and "too large" in errors and "Traceback" not in errors
     assert sorted(str(path) for path in here.rglob("*")) == before
     usage = type(shutil.disk_usage(here))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 1 << 40, 3 << 20))
-    status, _, errors = convert(tiny_policy, here / "new", "--to", to)
+    status, _, errors = convert(thin_policy, here / "new", "--to", to)
     assert status == 1 and "3 MiB free" in errors
     assert sorted(str(path) for path in here.rglob("*")) == before
 

@@ -214,18 +214,20 @@ def test_pages_and_host_memory_are_flat_over_2000_requests():
 
     requests(50)
     objects, device = held()
-    tracemalloc.start()
+    for _ in range(10):
+        requests(50)
+    tracemalloc.start()  # which makes all the rest slower
     for _ in range(10):
         requests(50)
     before = traced()
-    for _ in range(40):
+    for _ in range(20):
         requests(50)
     grown = traced() - before
     tracemalloc.stop()
     after, device_after = held()
     assert engine.scheduler.pool.used == 0 and device_after == device
     assert after - objects < 200, "objects left behind by 4,000 samples"
-    assert grown < 100_000, "bytes left behind by 4,000 samples"
+    assert grown < 100_000, "bytes left behind by 2,000 samples"
     assert not engine.outstanding and not engine.intake.asked and not engine.loop._in_flight
 
 

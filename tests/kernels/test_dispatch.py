@@ -26,7 +26,7 @@ from train.plan_programs import Shapes
 from train.policy import PolicyTrainer, sft_loss
 from train.schema import RLConfig
 
-WIDE = tiny_config(layers=1).replace(head_dim=128)
+WIDE = tiny_config().replace(head_dim=128)
 HALF = WIDE.replace(compute_dtype="bfloat16")
 V5E, H100 = ("tpu", "TPU v5 lite"), ("gpu", "NVIDIA H100")
 
@@ -296,7 +296,7 @@ def test_each_program_of_train_rl_attends_by_the_kernel(of_a_pod, calls, name, k
     assert not calls[other]
 
 
-def test_a_mistake_in_the_config_ends_train_rl_with_a_message(tiny_policy, tmp_path):
+def test_a_mistake_in_the_config_ends_train_rl_with_a_message(thin_policy, tmp_path):
     with pytest.raises(SystemExit) as ended:
-        rl.main([f"model={tiny_policy}", f"out={tmp_path / 'run'}", "attention=tpu"])
+        rl.main([f"model={thin_policy}", f"out={tmp_path / 'run'}", "attention=tpu"])
     assert "compiled for TPUs, and the device is 'cpu'" in str(ended.value)

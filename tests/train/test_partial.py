@@ -22,7 +22,7 @@ OVER = {
     "rollout.prompts": 2,
     "rollout.over_sample": 2,
     "rollout.n": 2,
-    "rollout.max_batch": 4,
+    "rollout.max_batch": 2,
     "rollout.chunk_tokens": 4,
     "rollout.strategy": "1_1_2",
 }

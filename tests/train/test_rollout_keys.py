@@ -64,7 +64,8 @@ def test_a_run_with_telemetry_writes_its_rejections_and_may_resume_without(
 
 def test_a_cache_too_small_for_all_slots_is_told_and_changes_no_token(tmp_path):
     """`rollout.cache_bytes` for one sample and a little more: the second has to step back."""
-    policy = tiny_run.write_policy(tmp_path / "policy", eos_token_ids=(1,))  # long responses
+    # One token ends a response: they are long.
+    policy = tiny_run.write_policy(tmp_path / "policy", num_layers=1, eos_token_ids=(1,))
 
     settings = {
         "rollout.page_size": 16,

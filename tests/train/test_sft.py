@@ -30,7 +30,7 @@ SETTINGS = {
     "data.max_terms": 3,
     "model.hidden_size": 32,
     "model.intermediate_size": 64,
-    "model.num_layers": 2,
+    "model.num_layers": 1,
     "model.num_heads": 4,
     "model.head_dim": 8,
     "model.max_position": 256,
