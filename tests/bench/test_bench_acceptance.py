@@ -109,14 +109,14 @@ def test_the_picture_shows_every_accept_length_of_the_file(tmp_path):
 
 
 def test_bench_acceptance_measures_its_arms_and_writes_table_and_figure(
-    tiny_policy, tmp_path, capsys, monkeypatch
+    thin_policy, tmp_path, capsys, monkeypatch
 ):
     arm = Arm("head", "recursive", 1, "chain")
     monkeypatch.setitem(TREES, 1, {"chain": "1_1_2"})
     monkeypatch.setattr(acceptance, "arms", lambda sources: [arm])
     monkeypatch.setattr(acceptance, "aligned_arms", lambda: [])
     out = tmp_path / "acceptance.json"
-    acceptance.main(["--quick", "--embedded", str(tiny_policy), "--out", str(out)])
+    acceptance.main(["--quick", "--embedded", str(thin_policy), "--out", str(out)])
     result = figures(out)
     assert set(result) == {f"accept_length/sums/{setting}/{arm.name}" for setting in SETTINGS}
     for entry in result.values():
@@ -126,15 +126,15 @@ def test_bench_acceptance_measures_its_arms_and_writes_table_and_figure(
     assert "sums: accept length" in capsys.readouterr().out
 
 
-def test_an_arm_that_does_not_exist_is_an_error(tiny_policy, tmp_path):
-    argv = ["--quick", "--embedded", str(tiny_policy), "--only", "none_such"]
+def test_an_arm_that_does_not_exist_is_an_error(thin_policy, tmp_path):
+    argv = ["--quick", "--embedded", str(thin_policy), "--only", "none_such"]
     with pytest.raises(SystemExit, match="none_such"):
         acceptance.main([*argv, "--out", str(tmp_path / "x.json")])
 
 
-def test_the_truncated_draft_model_is_the_policys_first_layers(tiny_policy, tmp_path):
-    cfg, params, _ = hf.load_checkpoint(tiny_policy, "float32")
-    acceptance.truncated(cfg, params, 1, tiny_policy, tmp_path / "first")
+def test_the_truncated_draft_model_is_the_policys_first_layers(thin_policy, tmp_path):
+    cfg, params, _ = hf.load_checkpoint(thin_policy, "float32")
+    acceptance.truncated(cfg, params, 1, thin_policy, tmp_path / "first")
     small, first, head = hf.load_checkpoint(tmp_path / "first", "float32")
     assert small.num_layers == 1 and head is None
     jax.tree.map(
@@ -180,12 +180,12 @@ def test_the_parts_in_order_do_what_a_round_does():
 
 
 def test_bench_round_reports_shares_and_that_noise_is_drawn_once(
-    tiny_policy, tmp_path, monkeypatch
+    thin_policy, tmp_path, monkeypatch
 ):
     monkeypatch.setitem(bench_round.SHAPES, "small", SMALL)
     out = tmp_path / "round.json"
     argv = "--shapes small --strategies 1_1_2 --features temperature --repeats 1 --window 0".split()
-    argv += ["--max_tokens", "6", "--model", str(tiny_policy), "--out", str(out)]
+    argv += ["--max_tokens", "6", "--model", str(thin_policy), "--out", str(out)]
     bench_round.main(argv)
     result = figures(out)
     shares = [
@@ -215,11 +215,11 @@ def test_differences_are_counted_up_to_the_first_and_in_all():
 
 
 @pytest.mark.slow
-def test_bench_invariant_finds_no_difference_in_invariant_mode(tiny_policy, tmp_path):
+def test_bench_invariant_finds_no_difference_in_invariant_mode(thin_policy, tmp_path):
     out = tmp_path / "invariant.json"
     argv = "--batches 2 --dtypes bfloat16 --prompts 2 --samples 1 --max_tokens 8 --repeats 1"
     argv = [*argv.split(), "--strategy", "1_1_2", "--max_prompt_tokens", "24"]
-    argv += ["--model", str(tiny_policy), "--out", str(out)]
+    argv += ["--model", str(thin_policy), "--out", str(out)]
     invariant.main(argv)
     result = figures(out)
     assert result["samples_different/bfloat16/batch_2/invariant"]["value"] == 0
@@ -227,7 +227,7 @@ def test_bench_invariant_finds_no_difference_in_invariant_mode(tiny_policy, tmp_
     assert result["cost/bfloat16/batch_2/plain_invariant"]["value"] > 0
 
 
-def test_a_difference_in_invariant_mode_is_a_failure(tiny_policy, tmp_path, monkeypatch):
+def test_a_difference_in_invariant_mode_is_a_failure(thin_policy, tmp_path, monkeypatch):
     def decode(self, repeats):
         samples = {"speculative": [[1]], "plain": [[1]], "invariant": [[1]]}
         self.tokens = samples | {"plain_invariant": [[2]]}
@@ -235,6 +235,6 @@ def test_a_difference_in_invariant_mode_is_a_failure(tiny_policy, tmp_path, monk
 
     monkeypatch.setattr(invariant.Decodings, "__init__", lambda self, *_: None)
     monkeypatch.setattr(invariant.Decodings, "measure", decode)
-    argv = ["--model", str(tiny_policy), "--batches", "1", "--dtypes", "float32", "--prompts", "1"]
+    argv = ["--model", str(thin_policy), "--batches", "1", "--dtypes", "float32", "--prompts", "1"]
     with pytest.raises(SystemExit, match="1 samples differ in invariant mode"):
         invariant.main([*argv, "--out", str(tmp_path / "x.json")])

@@ -147,8 +147,8 @@ def test_one_factor_scales_all_lengths_of_the_four_workloads():
         assert (small.prompt * 8, small.output * 8) == (whole.prompt, whole.output)
 
 
-def test_prompts_have_their_length_and_end_with_a_problem_of_their_own(tiny_policy):
-    tokenizer = load_tokenizer(tiny_policy)
+def test_prompts_have_their_length_and_end_with_a_problem_of_their_own(thin_policy):
+    tokenizer = load_tokenizer(thin_policy)
     source = data.demonstrations(data.DataConfig(heldout_size=8), "heldout")
     found = workloads.long_prompts(source, tokenizer, 300, 4)
     assert [len(prompt) for prompt in found] == [300] * 4
@@ -158,10 +158,10 @@ def test_prompts_have_their_length_and_end_with_a_problem_of_their_own(tiny_poli
     assert found[0].count(tokenizer.eos_token_id) > 2  # several worked problems come before
 
 
-def test_bench_protocol_writes_all_figures_of_a_workload(tiny_policy, tmp_path):
+def test_bench_protocol_writes_all_figures_of_a_workload(thin_policy, tmp_path):
     out = tmp_path / "protocol.json"
     argv = "--workloads sampled --scale 1/64 --repeats 2 --strategy 1_1_2 --window 0.001".split()
-    argv += ["--copy_bytes", "4096", "--model", str(tiny_policy), "--out", str(out)]
+    argv += ["--copy_bytes", "4096", "--model", str(thin_policy), "--out", str(out)]
     with pytest.MonkeyPatch.context() as patch:
         fewer = workloads.WORKLOADS["sampled"]._replace(concurrency=(2,))
         patch.setitem(workloads.WORKLOADS, "sampled", fewer)
@@ -179,8 +179,8 @@ def test_bench_protocol_writes_all_figures_of_a_workload(tiny_policy, tmp_path):
 # --- the host ----------------------------------------------------------------------------------
 
 
-def test_a_replay_runs_the_programs_of_generate_and_ends_where_it_did(tiny_policy):
-    cfg, params, head = hf.load_checkpoint(tiny_policy, "float32")
+def test_a_replay_runs_the_programs_of_generate_and_ends_where_it_did(thin_policy):
+    cfg, params, head = hf.load_checkpoint(thin_policy, "float32")
     model = cfg.replace(compute_dtype="float32"), params, head
     llm = LLM(model, SpecConfig("2_1_3"), max_batch=1, max_len=64)
     device = host.Device(llm)
@@ -195,11 +195,11 @@ def test_a_replay_runs_the_programs_of_generate_and_ends_where_it_did(tiny_polic
     assert 0 < device.waited and 0 < device.enqueuing
 
 
-def test_bench_host_writes_shares_and_a_profile_of_the_host(tiny_policy, tmp_path):
+def test_bench_host_writes_shares_and_a_profile_of_the_host(thin_policy, tmp_path):
     out = tmp_path / "host.json"
     argv = "--arms speculative --samples_per_slot 2 --max_tokens 8 --repeats 2".split()
     argv += ["--max_prompt_tokens", "24", "--strategy", "2_1_3"]
-    host.main([*argv, "--model", str(tiny_policy), "--out", str(out)])
+    host.main([*argv, "--model", str(thin_policy), "--out", str(out)])
     found = json.loads(out.read_text())["figures"]
     low, high = found["host_share/speculative/batch_1"]["interval"]
     assert low <= found["host_share/speculative/batch_1"]["value"] <= high < 1

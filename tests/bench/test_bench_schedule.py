@@ -42,9 +42,9 @@ def settings(policy, out, **changes):
 
 
 @pytest.mark.slow
-def test_both_schedules_run_and_are_written(tiny_policy, tmp_path, monkeypatch):
+def test_both_schedules_run_and_are_written(thin_policy, tmp_path, monkeypatch):
     monkeypatch.setattr(schedule, "WITHIN", 1.0)  # four problems decide nothing
-    schedule.main(settings(tiny_policy, tmp_path))
+    schedule.main(settings(thin_policy, tmp_path))
     records = [json.loads(x) for x in (tmp_path / "schedule.jsonl").read_text().splitlines()]
     assert [(r["arm"], r["step"]) for r in records] == [
         ("plain", 0), ("partial", 0), ("plain", 1), ("partial", 1), ("partial", 2), ("plain", 2),
@@ -56,13 +56,13 @@ def test_both_schedules_run_and_are_written(tiny_policy, tmp_path, monkeypatch):
     assert set(figures) >= {"length_bias", "stale_token_share", "heldout_reward/partial"}
 
 
-def test_a_loss_of_reward_ends_the_bench_with_an_error(tiny_policy, tmp_path, monkeypatch):
+def test_a_loss_of_reward_ends_the_bench_with_an_error(thin_policy, tmp_path, monkeypatch):
     ends = {"plain": 0.7, "partial": 0.6}
     made = [record(0, arm, step, 0.5 if step == 0 else end, 1.0)
             for arm, end in ends.items() for step in (0, 2)]  # fmt: skip
     monkeypatch.setattr(schedule, "run_pair", lambda *_: made)
     with pytest.raises(SystemExit, match="lose 0.100"):
-        schedule.main(settings(tiny_policy, tmp_path))
+        schedule.main(settings(thin_policy, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_loss_of_reward_ends_the_bench_with_an_error(tiny_policy, tmp_path, mo
         ({"seeds": 0}, "seeds"),
     ],
 )
-def test_settings_that_compare_nothing_fail(tiny_policy, tmp_path, capsys, changes, expected):
+def test_settings_that_compare_nothing_fail(thin_policy, tmp_path, capsys, changes, expected):
     with pytest.raises(SystemExit):
-        schedule.main(settings(tiny_policy, tmp_path, **changes))
+        schedule.main(settings(thin_policy, tmp_path, **changes))
     assert expected in capsys.readouterr().err

@@ -65,7 +65,7 @@ def test_settings_that_show_nothing_are_refused(capsys, tmp_path, changes, expec
 
 
 @pytest.mark.slow
-def test_the_command_compares_both_arms_and_draws_the_gaps(tiny_policy, tmp_path):
+def test_the_command_compares_both_arms_and_draws_the_gaps(thin_policy, tmp_path):
     if jax.device_count() < 2:
         pytest.skip("needs 2 devices")
     changes = {
@@ -73,7 +73,7 @@ def test_the_command_compares_both_arms_and_draws_the_gaps(tiny_policy, tmp_path
         "rollout.strategy": "1_1_2", "rollout.chunk_tokens": 4, "packing.rows": 1,
         "draft.spot.updates": 6, "algo.dynamic_sampling": "false",
     }  # fmt: skip
-    spot.main(tiny_run.arguments(tiny_policy, tmp_path, **changes))
+    spot.main(tiny_run.arguments(thin_policy, tmp_path, **changes))
     result = json.loads((tmp_path / "spot.json").read_text())
     assert result["figures"]["steps_identical"]["value"] == 4
     assert result["figures"]["updates_per_step"]["value"] == 6
