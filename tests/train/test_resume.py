@@ -100,9 +100,7 @@ def reference(thin_policy, tmp_path_factory):
     return out
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(
-    thin_policy, tmp_path, reference, capsys
-):
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(thin_policy, tmp_path, reference, capsys):
     out = tmp_path / "run"
     kill_after(program(thin_policy, out, steps=6, slow=0.02), out, 3, 0.15)
     rl.main([*tiny_run.arguments(thin_policy, out, **CHANGES, steps=6), "--resume"])
