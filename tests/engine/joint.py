@@ -127,7 +127,7 @@ def spec_llm(model, acceptance: str, strategy: str, batch: int = BATCH, **settin
     spec = SpecConfig(strategy=strategy, acceptance=acceptance, **settings)
     llm = LLM(model, spec, max_batch=batch, max_len=8)
     if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] not in ("0", "false"):  # see conftest.py
-        llm.engine.runner.build = _with_some_care
+        llm.engine.runner.executables.build = _with_some_care
     return llm
 
 
