@@ -172,7 +172,7 @@ def split(shapes: Shapes) -> int:
 
 
 def counted(program: Program, shapes: Shapes) -> Figures:
-    """What the shapes of a program say; of temporaries the largest, of collectives nothing."""
+    """What the shapes of a program say; see `least_temporaries`, and of collectives nothing."""
     given = {kind: device_bytes(tree) for kind, tree in program.given.items()}
     passing = sum(size for kind, size in given.items() if kind not in _RESIDENT)
     least = least_temporaries(shapes) if program.key[0] == "accumulate" else 0.0
@@ -244,6 +244,14 @@ def steps_of(shapes: Shapes, strategy: str) -> int:
     return shapes.engine.runner.plans[strategy].steps if shapes.head is not None else 0
 
 
+def drafted_rows(shapes: Shapes, strategy: str) -> int:
+    """Rows per slot that the head is run on in a round, all steps together."""
+    if not steps_of(shapes, strategy):
+        return 0
+    tree = shapes.engine.runner.plans[strategy].tree
+    return 1 + tree.topk * (tree.steps - 1) if tree.is_dynamic else len(tree.expanded_rows)
+
+
 def model_text(model: ModelConfig) -> str:
     """A model's size, for the head of the table."""
     outside = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
@@ -252,11 +260,3 @@ def model_text(model: ModelConfig) -> str:
         f"{model.model_type}, {weights / 1e9:.2f} G weights: {model.num_layers} layers of width "
         f"{model.hidden_size}, parameters {model.param_dtype}, arithmetic {model.compute_dtype}"
     )
-
-
-def drafted_rows(shapes: Shapes, strategy: str) -> int:
-    """Rows per slot that the head is run on in a round, all steps together."""
-    if not steps_of(shapes, strategy):
-        return 0
-    tree = shapes.engine.runner.plans[strategy].tree
-    return 1 + tree.topk * (tree.steps - 1) if tree.is_dynamic else len(tree.expanded_rows)

@@ -62,7 +62,7 @@ class Runner:
         empty and fills up buckets.
       mark: is ready when what was enqueued last is done; None if that was a chunk.
       checksums: of the weights held, `policy` and `draft`.
-      executables: of the programs. agreement: of the hosts that the mesh lies over.
+      executables: what was compiled. agreement: of the hosts that the mesh lies over.
       moved: bytes that a device received for the weights, at most, when they were last set.
       table_width: pages of a slot at most, and entries that are always `NOBODYS` for a round's
         path past its end: one, unless a path is longer than a page.
