@@ -20,7 +20,8 @@ from specjax.engine.request import Finished, Job, SampleOutput, Totals, make_job
 from specjax.engine.sequence import Progress
 from train import data
 from train.groups import Choice, Group, Response, Rule, decide, reopen, settle
-from train.rollout import Reward, Rollout, digest, group_seed, rollout_metrics, selection_metrics
+from train.rewards import Reward
+from train.rollout import Rollout, digest, group_seed, rollout_metrics, selection_metrics
 from train.schema import RLConfig
 
 

@@ -24,8 +24,7 @@ from train.data import Problem
 from train.groups import Group, Settled, token_versions
 from train.grpo import group_advantages, zero_variance_groups
 from train.packing import PackedBatch, Sample, pack
-
-Reward = Callable[[str, str], float]
+from train.rewards import Reward
 
 
 @dataclasses.dataclass

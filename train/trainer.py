@@ -12,7 +12,7 @@ import numpy as np
 from specjax.checkpoint import Checkpointer
 from specjax.checkpoint_weights import describe, load_model, tokenizer_dir
 from specjax.command_line import ConfigError, find_shipped, fingerprint, require_same_settings
-from specjax.config import SamplingParams, SpecConfig
+from specjax.config import SpecConfig
 from specjax.draft.source import DraftSource
 from specjax.engine.sources import load_source
 from specjax.engine.start_up import StartUp
@@ -23,6 +23,7 @@ from train import rollout as rollouts
 from train.collect import Rollouts
 from train.draft import draft_metrics
 from train.engines import make_meshes
+from train.evaluation import evaluate
 from train.grpo import count_denominators, finalize_metrics
 from train.heads import HeadCheckpoints, starting_head
 from train.packing import empty_batch, pack
@@ -293,35 +294,17 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Held-out reward and mean length, sampled with the same seeds every time."""
-        cfg = self.cfg
-        problems = [self.heldout[i] for i in range(min(cfg.eval.problems, len(self.heldout)))]
-        prompts = [data.encode_prompt(self.tokenizer, p.prompt) for p in problems]
-        fits = [i for i, p in enumerate(prompts) if len(p) <= cfg.rollout.max_prompt_tokens]
-        params = [
-            SamplingParams(
-                temperature=cfg.rollout.temperature,
-                max_tokens=cfg.rollout.max_tokens,
-                seed=cfg.eval.seed + problems[i].index,
-            )
-            for i in fits
-        ]
         self.eval_engine.set_params(self.params)
-        result, totals = rollouts.generate(
+        found = evaluate(
             self.eval_engine,
             self.tokenizer,
-            [problems[i] for i in fits],
-            [prompts[i] for i in fits],
-            params,
+            self.heldout,
             self.model.eos_token_ids,
             self.reward,
+            self.cfg,
         )
         self.eval_engine.release()
-        return {
-            "eval/reward": float(result.rewards.mean()),
-            "eval/problems": float(len(fits)),
-            "eval/response_length_mean": totals.tokens / max(len(fits), 1),
-            "time/eval": totals.seconds,
-        }
+        return found
 
     def trees(self) -> dict:
         """What a checkpoint holds."""
