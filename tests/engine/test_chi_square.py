@@ -51,7 +51,8 @@ TRANSFORMS = {
 MODES = {
     "coupled chain": ("coupled", "2_1_3"),
     "coupled static tree": ("coupled", "2x2"),
-    "coupled dynamic tree": ("coupled", "3_2_5"),
+    "coupled dynamic tree": ("coupled", "2_2_4"),
+    "coupled deeper dynamic tree": ("coupled", "3_2_5"),
     "block chain": ("block", "2_1_3"),
     "recursive chain": ("recursive", "2_1_3"),
     "recursive static tree": ("recursive", "2x2"),
@@ -99,7 +100,7 @@ class EveryTransform:
     mode: str
 
     @pytest.mark.parametrize("transform", TRANSFORMS)
-    def test_5_000_samples_have_the_targets_joint_distribution(self, transform):
+    def test_3_000_samples_have_the_targets_joint_distribution(self, transform):
         check(self.mode, transform, SAMPLES)
 
     @pytest.mark.slow
@@ -120,6 +121,11 @@ class TestCoupledStaticTree(EveryTransform):
 
 class TestCoupledDynamicTree(EveryTransform):
     mode = "coupled dynamic tree"
+
+
+class TestCoupledDeeperDynamicTree(EveryTransform):
+    pytestmark = pytest.mark.slow
+    mode = "coupled deeper dynamic tree"
 
 
 class TestBlockChain(EveryTransform):
