@@ -28,9 +28,13 @@ UNEVEN = ((0,), (1,), (2,), (1, 0), (1, 1), (2, 0), (1, 1, 0), (1, 1, 0, 0))
 
 
 @functools.cache
-def model(modules=1, kind="apt"):
-    """One policy, whatever the head: `apt` is accepted now and then, `random` hardly ever."""
-    cfg = tiny_config(VOCAB, mtp=modules, layers=2, eos_token_ids=(EOS,))
+def model(modules=1, kind="apt", layers=2):
+    """One policy, whatever the head: `apt` is accepted now and then, `random` hardly ever.
+
+    Args:
+      layers: one where what is looked at has nothing to do with how many there are.
+    """
+    cfg = tiny_config(VOCAB, mtp=modules, layers=layers, eos_token_ids=(EOS,))
     cfg, params, head = tiny_model(cfg, seed=1)
     return cfg, params, apt(head, cfg) if kind == "apt" else head
 
@@ -186,11 +190,12 @@ def test_random_everything_emits_the_tokens_of_plain_decoding(seed, draft_model)
 @pytest.mark.parametrize(
     ("acceptance", "strategy"),
     [
-        ("greedy", "3_2_5"),
+        ("greedy", "2x2"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                ("block", "4_1_5"), ("recursive", "2x2"), ("greedy", "4x2x1"), ("greedy", "6_4_16"),
+                ("block", "4_1_5"), ("recursive", "2x2"), ("greedy", "3_2_5"),
+                ("greedy", "4x2x1"), ("greedy", "6_4_16"),
             )
         ),
     ],
@@ -222,12 +227,12 @@ def mixed_requests(count, max_tokens=50, seed=0):
 
 @pytest.fixture(scope="module")
 def chain_llm():
-    return LLM(model(), SpecConfig(strategy="4_1_5"), max_batch=4, max_len=MAX_LEN)
+    return LLM(model(layers=1), SpecConfig(strategy="2_1_3"), max_batch=4, max_len=MAX_LEN)
 
 
 @pytest.mark.parametrize("broken", ["nan", "infinite", "zero", "other"])
 def test_no_draft_weights_whatever_they_are_change_a_token(chain_llm, broken):
-    cfg, params, head = model()
+    cfg, params, head = model(layers=1)
     value = {"nan": np.nan, "infinite": np.inf, "zero": 0.0}.get(broken)
     if broken == "other":
         bad = tiny_model(cfg, seed=99)[2]
@@ -285,11 +290,16 @@ BROKEN_PARTS = {
 }  # fmt: skip
 
 
+@functools.cache
+def plain_of_one_layer():
+    return LLM((*model(layers=1)[:2], None), None, max_batch=2, max_len=MAX_LEN)
+
+
 def tree_differences():
-    llm = LLM(model(), SpecConfig(strategy="2x2"), 2, MAX_LEN)
+    llm = LLM(model(layers=1), SpecConfig(strategy="2x2"), 2, MAX_LEN)
     params = SamplingParams(max_tokens=50, ignore_eos=True, n=2)
     jobs = make_jobs([5, 9, 2], params, ())
-    plain, _ = plain_llm().engine.generate(jobs)
+    plain, _ = plain_of_one_layer().engine.generate(jobs)
     samples, totals = llm.engine.generate(jobs)
     assert totals.accepted > 5
     return [
@@ -300,7 +310,11 @@ def tree_differences():
 
 
 @pytest.mark.parametrize(
-    "part", [pytest.param(p, marks=pytest.mark.slow if "RoPE" in p else ()) for p in BROKEN_PARTS]
+    "part",
+    [
+        next(iter(BROKEN_PARTS)),
+        *(pytest.param(p, marks=pytest.mark.slow) for p in list(BROKEN_PARTS)[1:]),
+    ],
 )
 def test_a_broken_tree_decoder_differs_in_ways_that_floating_point_does_not_explain(
     part, monkeypatch
@@ -320,7 +334,7 @@ def test_verify_as_rewritten_here_is_right_when_nothing_is_changed(monkeypatch):
 
 def test_a_tie_is_explained_and_reported_with_its_position_and_gaps(chain_llm):
     """Tokens 5 and 6 always have the same logit here, and greedy decoding adds no noise."""
-    cfg, params, head = model()
+    cfg, params, head = model(layers=1)
     twins = dict(params, lm_head=params["lm_head"].at[:, 6].set(params["lm_head"][:, 5]))
     prompt, greedy = [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4)
     job = make_jobs(prompt, greedy, ())[0]
