@@ -16,7 +16,7 @@ def model():
     return cfg, params, head
 
 
-def decoded(model, strategy="4_4_10", **settings):
+def decoded(model, strategy="2_4_10", **settings):
     """Tokens, totals, and the engine that made them; two sampled slots, as many requests."""
     llm = LLM(model, SpecConfig(strategy, **settings), max_batch=2, max_len=40)
     params = [SamplingParams(max_tokens=TOKENS, seed=s, ignore_eos=True) for s in range(2)]
