@@ -138,7 +138,12 @@ def prompts_of(rng, *lengths):
 
 @pytest.mark.parametrize(
     ("modules", "recycle", "page_size"),
-    [(1, "pre_norm", None), (1, "post_norm", 16), (2, "pre_norm", 8), (2, "post_norm", None)],
+    [
+        (1, "post_norm", 16),
+        (2, "pre_norm", 8),
+        pytest.param(1, "pre_norm", None, marks=pytest.mark.slow),
+        pytest.param(2, "post_norm", None, marks=pytest.mark.slow),
+    ],
 )
 def test_predictions_over_rounds_are_those_of_the_training_forward(modules, recycle, page_size):
     """A tree with branches, ragged counts, slots that have ended, prompts in pieces."""
@@ -167,7 +172,9 @@ def by_rounds(run: Drafter, rng, emitted, count, grown) -> Drafter:
     return run
 
 
-@pytest.mark.parametrize(("modules", "page_size"), [(1, None), (1, 16), (2, 8)])
+@pytest.mark.parametrize(
+    ("modules", "page_size"), [(1, 16), (2, 8), pytest.param(1, None, marks=pytest.mark.slow)]
+)
 def test_after_plain_decoding_predictions_are_those_of_a_head_that_was_in_every_round(
     modules, page_size
 ):
@@ -199,7 +206,9 @@ def test_after_plain_decoding_predictions_are_those_of_a_head_that_was_in_every_
         mixed = leave(mixed)
 
 
-@pytest.mark.parametrize(("modules", "page_size"), [(1, None), (2, 8)])
+@pytest.mark.parametrize(
+    ("modules", "page_size"), [(2, 8), pytest.param(1, None, marks=pytest.mark.slow)]
+)
 def test_what_the_window_loses_in_plain_decoding_is_missing_and_nothing_else_is(
     monkeypatch, modules, page_size
 ):

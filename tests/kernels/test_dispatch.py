@@ -91,8 +91,12 @@ def finite(case):
     return q, k, v, jnp.nan_to_num(k_pages), jnp.nan_to_num(v_pages), *map(jnp.asarray, rest)
 
 
-@pytest.mark.parametrize("window, with_sinks", [(None, False), (20, True)])
-@pytest.mark.parametrize("dtype, close", [("float32", 1e-5), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("window, with_sinks, dtype, close", [
+    (None, False, "bfloat16", 2e-2),
+    (20, True, "float32", 1e-5),
+    pytest.param(None, False, "float32", 1e-5, marks=pytest.mark.slow),
+    pytest.param(20, True, "bfloat16", 2e-2, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_tree_attention_of_the_library_equals_the_reference(window, with_sinks, dtype, close):
     case = finite(random_case(5, 3, 2, 2, 7, 48, 2, dtype))
     sinks = jnp.linspace(-1, 2, 4) if with_sinks else None
@@ -129,8 +133,12 @@ def value_and_gradients(attend, q, k, v, own, ids):
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(q, k, v, own)
 
 
-@pytest.mark.parametrize("kernel", ["library:xla", "tpu:interpret"])
-@pytest.mark.parametrize("length, steps", [(128, 0), (150, 2)])
+@pytest.mark.parametrize("kernel, length, steps", [
+    ("library:xla", 128, 0),
+    ("tpu:interpret", 150, 2),
+    pytest.param("library:xla", 150, 2, marks=pytest.mark.slow),
+    pytest.param("tpu:interpret", 128, 0, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_training_attention_and_its_gradient_equal_the_reference(kernel, length, steps):
     arrays = packed_rows(length, steps)
 
@@ -196,13 +204,13 @@ def test_every_device_attends_to_its_own_heads_and_slots(mesh, calls, kv_heads):
 # --- from the outside -----------------------------------------------------------------------------
 
 PROMPTS = prompts_of(3, 64, seed=2, longest=40)
-ASKED = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True)
+ASKED = SamplingParams(max_tokens=8, temperature=0.8, seed=3, ignore_eos=True)
 
 
 def generated(kernel, **settings) -> list[list[int]]:
     config = EngineConfig(attention=kernel, page_size=16, prefill_chunk=16)
     model = tiny_model(WIDE)
-    llm = LLM(model, SpecConfig("2_1_3"), max_batch=4, max_len=64, engine=config, **settings)
+    llm = LLM(model, SpecConfig("1_1_2"), max_batch=4, max_len=64, engine=config, **settings)
     return [output.samples[0].token_ids for output in llm.generate(PROMPTS, ASKED)]
 
 
@@ -211,7 +219,7 @@ def test_a_rollout_runs_the_kernel_that_is_asked_for_and_gives_the_same_tokens(c
     assert not calls["tree"] and not caplog.records
     assert generated("tpu:interpret") == wanted
     rows = {shape[2] for shape in calls["tree"]}
-    assert {16, 3} <= rows, "pieces of prompts and trees"
+    assert {16, 2} <= rows, "pieces of prompts and trees"
     assert "attention: the TPU kernel in interpret mode" in caplog.text
     assert "the draft's attention" in caplog.text
 

@@ -23,8 +23,14 @@ from specjax.models.transformer import graphdef, unroll_layers
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 GOLDEN_CASES = (
-    ("llama", "scanned"), ("llama", "unrolled"), ("qwen2", "scanned"), ("qwen2", "unrolled"),
-    ("qwen3", "scanned"), ("qwen3", "unrolled"), ("qwen3", "looped"), ("mimo", "scanned"),
+    ("llama", "scanned"), ("qwen2", "unrolled"), ("qwen3", "looped"), ("mimo", "scanned"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)  # each family, and each layout, is above
+        for case in (
+            ("llama", "unrolled"), ("qwen2", "scanned"), ("qwen3", "scanned"),
+            ("qwen3", "unrolled"),
+        )
+    ),
 )  # fmt: skip
 TREE = build_tree(Strategy.parse("default"))
 
@@ -152,7 +158,10 @@ def scaled_head(cfg, seed=0):
     return jax.tree.map(lambda a: a * 8 if a.ndim == 2 else a, head)
 
 
-@pytest.mark.parametrize(("modules", "recycle"), ((1, "pre_norm"), (2, "post_norm")))
+@pytest.mark.parametrize(
+    ("modules", "recycle"),
+    (pytest.param(1, "pre_norm", marks=pytest.mark.slow), (2, "post_norm")),
+)
 def test_drafting_with_a_prompt_in_pieces_and_decode_equals_unroll(modules, recycle):
     cfg = SMALL.replace(mtp_num_layers=modules, mtp_recycle=recycle)
     head = scaled_head(cfg)
