@@ -26,7 +26,7 @@ OPTIONS = [
 
 
 def exact_llm(**spec):
-    spec = SpecConfig("3_1_4", exact_mode=True, **spec)
+    spec = SpecConfig("2_1_3", exact_mode=True, **spec)
     return LLM((CFG, *weights()), spec, max_batch=BATCH, max_len=MAX_LEN)
 
 

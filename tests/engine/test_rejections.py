@@ -26,7 +26,7 @@ PARAMS = (
 )
 UNDRAFTED = 4
 # (acceptance mode, strategy, aligned); the first drafts without knowing of any transform.
-CHAIN, BLOCK = ("coupled", "2_1_3", False), ("block", "2_1_3", True)
+CHAIN, BLOCK = ("coupled", "2_1_3", False), ("block", "1_1_2", True)
 STATIC, DYNAMIC = ("recursive", "2x2", True), ("coupled", "2_3_5", True)
 
 
@@ -139,7 +139,7 @@ def test_an_aligned_draft_proposes_nothing_that_the_target_masks():
 def test_telemetry_changes_no_token_and_is_absent_unless_asked_for(monkeypatch):
     monkeypatch.delenv("SPECJAX_TELEMETRY", raising=False)
     _, recorded = ran(*BLOCK)  # whose tokens any change to what is drafted would change
-    silent = build(strategy="2_1_3", acceptance="block")
+    silent = build(strategy="1_1_2", acceptance="block")
     assert silent.telemetry is None
     outputs = silent.generate(PROMPTS, PARAMS)
     for (request, index), sample in recorded.items():
