@@ -61,8 +61,8 @@ def test_nothing_compiles_when_options_change(engine):
     assert compilations_of(lambda: jax.jit(lambda x: x * 5)(1.0).block_until_ready()) > 0
 
 
-def small_engine() -> Engine:
-    engine = Engine(CFG, None, 2, 32, prompt_widths=[8])
+def small_engine(batch=2) -> Engine:
+    engine = Engine(CFG, None, batch, 32, prompt_widths=[8])
     engine.set_params(weights()[0])
     return engine
 
@@ -92,7 +92,7 @@ def asked(monkeypatch):
 def test_what_is_warmed_up_compiles_no_more_and_requests_that_need_less_take_the_cheaper_program(
     asked,
 ):
-    engine = small_engine()
+    engine = small_engine(batch=1)
     engine.warm_up([Features(), Features.all()])
     seen = asked(engine)
     options = SamplingParams(max_tokens=20, top_p=0.5, frequency_penalty=0.1)
@@ -104,7 +104,7 @@ def test_what_is_warmed_up_compiles_no_more_and_requests_that_need_less_take_the
 
 
 def test_requests_like_those_that_an_llm_was_warmed_up_for_compile_nothing():
-    llm = LLM((CFG, weights()[0], None), None, max_batch=2, max_len=16)
+    llm = LLM((CFG, weights()[0], None), None, max_batch=1, max_len=16)
     llm.warm_up([SamplingParams(), SamplingParams(top_p=0.5)])
     for option in ({}, {"top_p": 0.7}, {"top_k": 3, "temperature": 0.4}):
         params = SamplingParams(max_tokens=4, **option)
@@ -141,7 +141,7 @@ def test_greedy_requests_ask_for_no_noise(asked):
 
 
 def test_telemetry_is_collected_through_llm_when_on_and_absent_when_off():
-    llm = LLM((CFG, *weights()), SpecConfig("2_1_3", telemetry=True), max_batch=2, max_len=40)
+    llm = LLM((CFG, *weights()), SpecConfig("1_1_2", telemetry=True), max_batch=2, max_len=40)
     llm.tokenizer = Pieces()
     base = SamplingParams(max_tokens=20, ignore_eos=True, stop="never there")
     params = [
