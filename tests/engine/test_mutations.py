@@ -201,7 +201,7 @@ def fit(llm, pair, options):
     return fit_of(counts, exact_joint(joint.next_logits(*pair), sampling))
 
 
-# Of every rule, what is wrong in its drafts, in its test, in its last draw and in its options.
+# Each rule is among them; what is wrong is in drafts, tests, last draws and penalties.
 FAST = [
     "top-k candidates with min(1, p/q)", "accept coin used again",
     "correction from the full target", "draft noise used again", "penalties per round",
