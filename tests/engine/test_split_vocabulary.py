@@ -40,7 +40,7 @@ def llm_on(data: int, tp: int, spec: SpecConfig | None) -> LLM:
 
 @functools.cache
 def chain_on_8() -> LLM:
-    return llm_on(2, 4, SpecConfig("2_1_3"))
+    return llm_on(2, 4, SpecConfig("1_1_2"))
 
 
 # --- what the compiled program holds --------------------------------------------------------------
