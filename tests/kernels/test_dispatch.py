@@ -203,14 +203,14 @@ def test_every_device_attends_to_its_own_heads_and_slots(mesh, calls, kv_heads):
 
 # --- from the outside -----------------------------------------------------------------------------
 
-PROMPTS = prompts_of(3, 64, seed=2, longest=40)
-ASKED = SamplingParams(max_tokens=8, temperature=0.8, seed=3, ignore_eos=True)
+PROMPTS = prompts_of(2, 64, seed=2, longest=30)
+ASKED = SamplingParams(max_tokens=5, temperature=0.8, seed=3, ignore_eos=True)
 
 
 def generated(kernel, **settings) -> list[list[int]]:
     config = EngineConfig(attention=kernel, page_size=16, prefill_chunk=16)
     model = tiny_model(WIDE)
-    llm = LLM(model, SpecConfig("1_1_2"), max_batch=4, max_len=64, engine=config, **settings)
+    llm = LLM(model, SpecConfig("1_1_2"), max_batch=2, max_len=64, engine=config, **settings)
     return [output.samples[0].token_ids for output in llm.generate(PROMPTS, ASKED)]
 
 
