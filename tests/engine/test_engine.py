@@ -132,7 +132,7 @@ def test_samples_that_run_share_the_full_pages_of_their_prompt():
 
 
 def test_prompts_are_padded_to_the_next_of_a_few_widths(chunks):
-    engine = engine_of(batch=2, prefill_chunk=64)
+    engine = engine_of(None, batch=1, prefill_chunk=64)
     seen, sizes = chunks(engine), engine.loop.piece_widths
     for length in (5, 20, 60):
         engine.generate(jobs_of(list(range(1, 1 + length)), dataclasses.replace(ONE, max_tokens=2)))

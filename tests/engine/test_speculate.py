@@ -46,7 +46,14 @@ def models(vocab=3, sharpness=1.0, seed=2, **settings):
     return Table(q, vocab, **settings), Table(p, vocab)
 
 
-@pytest.mark.parametrize(("acceptance", "stops_short"), [("block", False), ("recursive", True)])
+@pytest.mark.parametrize(
+    ("acceptance", "stops_short"),
+    [
+        ("block", True),
+        pytest.param("block", False, marks=pytest.mark.slow),
+        pytest.param("recursive", True, marks=pytest.mark.slow),
+    ],
+)
 def test_speculate_emits_tokens_with_the_targets_joint_distribution(acceptance, stops_short):
     draft, target = models(stops_short=stops_short)
     trials, length = 2500, 3
