@@ -85,7 +85,7 @@ def test_weights_that_do_not_arrive_as_they_were_sent_stop_everything(monkeypatc
 
 def test_weights_that_went_to_nan_leave_nothing_behind():
     """Pages that they wrote are masked for others, and zero times NaN is NaN."""
-    engine = engine_of(batch=2, page_size=16)
+    engine = engine_of("1_1_2", batch=2, page_size=16)
     params, head = weights()
     jobs = jobs_of([3, 4, 5], dataclasses.replace(ONE, n=2))
     engine.set_params(jax.tree.map(lambda x: x * np.nan, params), head)
@@ -129,6 +129,7 @@ def test_a_head_that_went_to_nan_is_forgotten_with_the_next():
     assert [s.stats for s in after] == [s.stats for s in before], "it drafts as if nothing had been"
 
 
+@pytest.mark.slow  # what it hands on to the engine, which is tested above
 def test_llm_keeps_the_caches_of_what_runs_if_asked_for():
     llm = LLM((CFG, *weights()), SpecConfig("1_1_2"), max_batch=1, max_len=64)
     first, second = jobs_of([7, 8, 9], dataclasses.replace(ONE, n=2))
