@@ -4,6 +4,7 @@ Its weights are random but sharpened, so that the next token depends on the cont
 `<|eos|>` a few other tokens end a response, so that lengths vary although nothing has been learnt.
 """
 
+import contextlib
 import json
 import os
 import time
@@ -11,12 +12,13 @@ import zlib
 from pathlib import Path
 
 import jax
+import pytest
 
 from specjax.config import ModelConfig
 from specjax.draft.mtp import init_head_params
 from specjax.models import hf
 from specjax.models.transformer import init_params
-from train import data
+from train import data, trainer
 
 SETTINGS = {
     "reward": "tiny_run:coin",
@@ -27,15 +29,16 @@ SETTINGS = {
     "rollout.n": 4,
     "rollout.max_tokens": 20,
     "rollout.max_prompt_tokens": 12,
-    "rollout.max_batch": 2,
+    "rollout.max_batch": 1,  # one size of the batch to compile
     "rollout.prefill_chunk": 16,  # one program
-    "rollout.strategy": "2_1_3",  # half as much to compile as the default, as are two steps below
+    "rollout.strategy": "1_1_2",  # a third as much to compile as the default
     "packing.row_length": 64,
     "packing.rows": 2,
     "optim.lr": 1e-2,
     "draft.optim.lr": 1e-2,
-    "draft.unroll_steps": 2,
+    "draft.unroll_steps": 1,
     "eval.problems": 0,
+    "eval.max_batch": 1,
     "checkpoint.every": 0,
 }
 
@@ -66,16 +69,49 @@ def arguments(model: Path, out: Path, /, **changes) -> list[str]:
     return [f"{key}={value}" for key, value in settings.items()]
 
 
-def share_programs(trainer, known: dict[str, dict]) -> None:
-    """Gives the engine what an earlier one with the same settings has compiled.
+# Settings that no program of a rollout, or of the policy, depends on.
+OF_NO_ROLLOUT = {"prompts", "n", "temperature", "over_sample", "partial", "max_staleness", "order"}
+OF_NO_UPDATE = {"dynamic_sampling", "max_resample"}
 
-    Args:
-      known: programs by settings, those of this trainer from now on among them.
+
+@contextlib.contextmanager
+def shared_programs():
+    """Within it, runs with the same settings take programs from the first of them.
+
+    What a program may depend on is not only what it does depend on: runs that train their heads
+    otherwise have policy programs of their own, so that a test can find them different.
     """
-    cfg = trainer.cfg
-    settings = str((trainer.model, cfg.rollout, cfg.dtype, cfg.mesh, cfg.draft.mode == "none"))
-    runner = trainer.engine.runner
-    runner.executables.by_key = known.setdefault(settings, runner.executables.by_key)
+    known, build = {}, trainer.build_programs
+
+    def settings(section, without) -> dict:
+        return {key: value for key, value in vars(section).items() if key not in without}
+
+    def first(program, *key):
+        return known.setdefault(str((type(program), *key)), program)
+
+    def share(engine, *key) -> None:
+        runner = engine.runner
+        runner.executables.by_key = first(runner.executables.by_key, *key)
+        runner.convert = first(runner.convert, *key)
+        runner._empty = first(runner._empty, "empty", *key)
+
+    def shared(cfg, model, source, mesh, places):
+        built = build(cfg, model, source, mesh, places)
+        roll, common = settings(cfg.rollout, OF_NO_ROLLOUT), (model, cfg.mesh, cfg.attention)
+        common = (*common, cfg.rollout.temperature, cfg.draft)
+        loss = settings(cfg.algo, OF_NO_UPDATE), cfg.rollout.partial
+        built.policy = first(built.policy, *common, *loss, cfg.optim)
+        built.draft = first(built.draft, *common)
+        if places == [None]:
+            share(built.engines[0], model, roll, cfg.dtype, built.engines[0].spec)
+            if built.eval_engine is not None:
+                lengths = cfg.rollout.max_prompt_tokens, cfg.rollout.max_tokens
+                share(built.eval_engine, model, lengths, cfg.rollout.page_size, cfg.eval)
+        return built
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "build_programs", shared)
+        yield
 
 
 def write_policy(path: Path, with_head: bool = True, **changes) -> Path:

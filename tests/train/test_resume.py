@@ -31,8 +31,13 @@ CHANGES = {
     "optim.decay_steps": 9,
     "checkpoint.every": 1,
     "checkpoint.keep_last": 3,
-    "rollout.max_batch": 1,  # half as much to compile
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs():
+    with tiny_run.shared_programs():
+        yield
 
 
 def program(model, out, *flags, slow=0.0, **changes) -> subprocess.Popen:

@@ -19,14 +19,19 @@ from train.policy import PolicyTrainer, sft_loss
 from train.schema import RLConfig
 from train.trainer import Trainer
 
-PROGRAMS = {}  # of rollouts, which most runs have in common
+HEAD = {"rollout.strategy": "2_1_3", "draft.unroll_steps": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs():
+    with tiny_run.shared_programs():
+        yield
 
 
 def train(model, out, steps=2, /, **changes):
     """(trainer, metrics of each step) of the program's own `Trainer`, without its files."""
-    argv = tiny_run.arguments(model, out, **changes)
+    argv = tiny_run.arguments(model, out, **HEAD | changes)
     trainer = rl.Trainer(parse_config(RLConfig, argv)[0])
-    tiny_run.share_programs(trainer, PROGRAMS)
     return trainer, [trainer.step() for _ in range(steps)]
 
 
@@ -42,10 +47,9 @@ def same(a, b) -> bool:
 
 
 @pytest.fixture(scope="module")
-def run(tiny_policy, tmp_path_factory):
+def run(thin_policy, tmp_path_factory):
     out = tmp_path_factory.mktemp("rl") / "run"
     changes = {"steps": 3, "eval.problems": 6, "eval.every": 2, "checkpoint.every": 2}
-    defaults = {"rollout.strategy": "4_1_5", "draft.unroll_steps": 4, "rollout.max_batch": 1}
     evaluate = Trainer.evaluate
 
     def watched(self):
@@ -56,7 +60,7 @@ def run(tiny_policy, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "evaluate", watched)
-        rl.main(tiny_run.arguments(tiny_policy, out, **changes, **defaults))
+        rl.main(tiny_run.arguments(thin_policy, out, **changes, **HEAD))
     return out
 
 
@@ -75,7 +79,7 @@ def test_every_step_has_finite_metrics_under_the_known_names(run):
     assert all(math.isfinite(v) for v in numbers)
     expected = {
         "rollout/reward", "rollout/zero_std", "rollout/response_length_mean",
-        "rollout/tokens_per_sec", "rollout/spec_accept_length", "rollout/accept_rate_depth_4",
+        "rollout/tokens_per_sec", "rollout/spec_accept_length", "rollout/accept_rate_depth_2",
         "train/loss", "train/entropy", "train/grad_norm", "train/ppo_kl", "train/clip_fraction",
         "train/train_rollout_logprob_abs_diff", "train/mtp_loss", "time/rollout", "time/train",
     }  # fmt: skip
@@ -200,17 +204,17 @@ def test_a_damaged_policy_is_one_clear_message(tmp_path, thin_policy, capsys):
 
 
 @pytest.fixture(scope="module")
-def base(thin_policy, tmp_path_factory):
+def base(modes):
     """The plain run (no speculation, all options at their defaults) the others differ from."""
-    return train(thin_policy, tmp_path_factory.mktemp("base"), draft__mode="none")
+    return modes["none"]
 
 
 @pytest.fixture
 def vary(thin_policy, tmp_path, base):
     """Runs with one change and checks that the first rollout, which it cannot touch, is equal."""
 
-    def run(**changes):
-        trainer, steps = train(thin_policy, tmp_path, draft__mode="none", **changes)
+    def run(steps=1, **changes):
+        trainer, steps = train(thin_policy, tmp_path, steps, draft__mode="none", **changes)
         assert steps[0]["rollout/tokens_sha"] == base[1][0]["rollout/tokens_sha"]
         return trainer, steps
 
@@ -218,7 +222,7 @@ def vary(thin_policy, tmp_path, base):
 
 
 def test_a_kl_term_is_added_with_its_coefficient(vary, base):
-    trainer, steps = vary(algo__kl_loss_coef=0.5)
+    trainer, steps = vary(3, algo__kl_loss_coef=0.5)
     assert "train/kl" not in base[1][0] and base[1][1]["train/kl_loss"] == 0
     assert steps[0]["train/kl"] == 0  # the reference is the policy it started from
     second = steps[1]
@@ -250,7 +254,7 @@ def test_advantages_without_std_are_smaller(vary, base):
 
 def test_several_updates_per_rollout_are_off_policy_and_clipped_by_two_bounds(vary, base):
     changes = {"algo.updates_per_rollout": 2, "algo.clip_ratio": 0.9}
-    trainer, steps = vary(**changes, **{"algo.clip_ratio_high": 9.0})
+    trainer, steps = vary(2, **changes, **{"algo.clip_ratio_high": 9.0})
     assert base[1][0]["train/ratio"] == 1 and base[1][0]["train/ppo_kl"] == 0
     assert steps[0]["train/ratio"] != 1 and steps[0]["train/ppo_kl"] != 0
     counts = [int(x) for x in leaves(trainer.opt_state) if x.ndim == 0]
@@ -285,7 +289,7 @@ def test_a_step_in_which_every_group_is_dropped_moves_nothing(thin_policy, tmp_p
 
 
 def test_rematerialisation_changes_no_loss(vary, base):
-    _, steps = vary(remat="true")
+    _, steps = vary(3, remat="true")
     for mine, theirs in zip(steps, base[1], strict=True):
         assert mine["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-4, abs=1e-6)
         assert mine["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-4)
