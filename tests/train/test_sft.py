@@ -47,6 +47,26 @@ def arguments(out, **changes) -> list[str]:
     return [f"{key}={value}" for key, value in {**SETTINGS, "out": out, **changes}.items()]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def programs():
+    """Runs with the same settings take the updates of the first of them."""
+    known, run, draft = {}, sft.Run.__init__, sft.DraftTrainer.__init__
+
+    def begin(self, cfg, *arguments, **more):
+        run(self, cfg, *arguments, **more)
+        key = str((self.model, cfg.optim, cfg.mesh, cfg.attention))
+        self.policy = known.setdefault(key, self.policy)
+
+    def begin_head(self, model, settings, *arguments, **more):
+        draft(self, model, settings, *arguments, **more)
+        self._update = known.setdefault(str((model, settings, self.mesh)), self._update)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sft.Run, "__init__", begin)
+        patch.setattr(sft.DraftTrainer, "__init__", begin_head)
+        yield
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     out = tmp_path_factory.mktemp("sft") / "run"
@@ -70,7 +90,7 @@ def test_the_policy_learns_and_then_its_head(run):
 
 
 def test_the_export_generates_with_its_own_tokenizer_and_head(run):
-    llm = LLM(run / "hf", SpecConfig("2_1_3"), max_batch=4, max_len=64)
+    llm = LLM(run / "hf", SpecConfig("2_1_3"), max_batch=1, max_len=64)
     assert llm.cfg.mtp_num_layers == 1
     params = SamplingParams(max_tokens=32, n=4, seed=0)
     samples = llm.generate(["4+17+9=", "8+5="], params)[0].samples
