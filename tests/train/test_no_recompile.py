@@ -67,7 +67,6 @@ def steps_seen(monkeypatch):
                 "rollout.over_sample": 2,
                 "rollout.partial": "true",
                 "rollout.chunk_tokens": 4,
-                "rollout.max_batch": 2,
                 "rollout.control.controller": "bandit",
                 "rollout.control.strategies": "[off,1_1_2]",
                 "algo.max_resample": 2,
@@ -108,7 +107,7 @@ def test_nothing_is_compiled_after_the_first_step(
 
 
 def test_the_last_step_and_what_follows_compile_nothing_either(thin_policy, tmp_path, compiled):
-    argv = tiny_run.arguments(thin_policy, tmp_path, rollout__max_batch=1)
+    argv = tiny_run.arguments(thin_policy, tmp_path)
     trainer = rl.Trainer(parse_config(rl.RLConfig, argv)[0])
     trainer.warm_up()
     trainer.step()

@@ -22,9 +22,7 @@ OVER = {
     "rollout.prompts": 2,
     "rollout.over_sample": 2,
     "rollout.n": 2,
-    "rollout.max_batch": 2,
     "rollout.chunk_tokens": 4,
-    "rollout.strategy": "1_1_2",
 }
 CONTROL = {
     "rollout.control.controller": "bandit",
@@ -35,13 +33,14 @@ STEPS = 6
 PARTIAL = {**OVER, "rollout.partial": "true", "rollout.max_staleness": 2}
 
 
-PROGRAMS = {}  # of rollouts
+@pytest.fixture(scope="module", autouse=True)
+def programs():
+    with tiny_run.shared_programs():
+        yield
 
 
 def make(model, out, /, **changes):
-    trainer = rl.Trainer(parse_config(RLConfig, tiny_run.arguments(model, out, **changes))[0])
-    tiny_run.share_programs(trainer, PROGRAMS)
-    return trainer
+    return rl.Trainer(parse_config(RLConfig, tiny_run.arguments(model, out, **changes))[0])
 
 
 def leaves(tree) -> list[np.ndarray]:
@@ -70,7 +69,7 @@ def learned(metrics: dict) -> dict:
 
 
 def test_over_sampling_takes_the_shortest_groups_and_stops_early(thin_policy, tmp_path):
-    plain = {**OVER, "rollout.strategy": "off", "rollout.max_batch": 10, "rollout.chunk_tokens": 2}
+    plain = {**OVER, "rollout.strategy": "off", "rollout.max_batch": 8, "rollout.chunk_tokens": 2}
     early = make(thin_policy, tmp_path, **plain)
     whole = make(thin_policy, tmp_path, **plain | {"rollout.over_sample": 1, "rollout.prompts": 4})
     stopped, full = early.step(), whole.step()
@@ -183,7 +182,7 @@ def responses(trainer):
     "changes",
     [
         {"rollout.strategy": "off", "rollout.chunk_tokens": 7, "rollout.order": "longest_first"},
-        {"rollout.max_batch": 3, "rollout.page_size": 16, "draft.mode": "online"},
+        {"rollout.max_batch": 2, "rollout.page_size": 16},
     ],
     ids=["plain", "slots"],
 )
@@ -244,7 +243,7 @@ def test_dynamic_sampling_keeps_the_batch_full_and_takes_the_first_informative_g
     thin_policy, tmp_path
 ):
     changes = {
-        "reward": "tiny_run:rare", "algo.max_resample": 8, "rollout.max_batch": 6,
+        "reward": "tiny_run:rare", "algo.max_resample": 8, "rollout.max_batch": 3,
         "rollout.chunk_tokens": 2, "rollout.strategy": "off", "rollout.cache_bytes": 1 << 20,
     }  # fmt: skip
     trainer = make(thin_policy, tmp_path, **changes)
@@ -262,4 +261,4 @@ def test_dynamic_sampling_keeps_the_batch_full_and_takes_the_first_informative_g
     assert len(rewards) == drawn
     informative = np.flatnonzero(rewards.max(1) != rewards.min(1))
     assert len(informative) == 4 and informative[-1] < drawn
-    assert all(running == 6 or not waiting for running, waiting in seen)
+    assert all(running == 3 or not waiting for running, waiting in seen)

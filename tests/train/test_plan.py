@@ -28,9 +28,6 @@ SETTINGS = {
     "steps": 1,
     "mesh.fsdp": 2,
     "mesh.tp": 2,
-    "rollout.strategy": "2_1_3",
-    "rollout.max_batch": 1,
-    "rollout.prefill_chunk": 16,
 }
 
 
@@ -66,7 +63,7 @@ def test_the_table_has_every_program_and_all_its_parts(whole):
     names = [p["name"] for p in figures["programs"]]
     assert names == [
         "policy, a micro-batch", "policy, optimizer", "draft, a micro-batch",
-        "resharding, policy", "resharding, draft", "prefill 1 x 17", "place 1", "chunk 2_1_3 x 1",
+        "resharding, policy", "resharding, draft", "prefill 1 x 17", "place 1", "chunk 1_1_2 x 1",
     ]  # fmt: skip
     for part in (
         "policy parameters", "policy optimizer", "draft optimizer", "cache", "temporaries, at most",
@@ -100,7 +97,7 @@ def test_figures_are_those_of_one_device(whole, tiny_policy, tmp_path):
     least = 3 * 2 * per_token * rows * length / 4  # forward and backward, without attention
     assert least <= micro["flops"] <= 2 * least
     assert micro["received_bytes"]["all-reduce"] > 0
-    assert named(figures, "chunk 2_1_3 x 1")["received_bytes"]
+    assert named(figures, "chunk 1_1_2 x 1")["received_bytes"]
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +166,7 @@ def test_a_plan_is_a_row_of_the_table_in_the_docs(whole):
     row = plan_table.row("tiny", whole[0])
     cells = dict(zip(plan_table.COLUMNS, row, strict=True))
     assert cells["by"] == "cpu compiler" and cells["fits"] == "yes"
-    assert cells["round"].endswith("(chunk 2_1_3 x 1)") and cells["network share of a round"]
+    assert cells["round"].endswith("(chunk 1_1_2 x 1)") and cells["network share of a round"]
     assert cells["resharding brings"].count(" GB") == 2
     rows = plan_table.program_rows("tiny", whole[0])
     assert [cells[1] for cells in rows] == [p["name"] for p in whole[0]["programs"]]
@@ -263,7 +260,8 @@ def test_what_does_not_fit_is_told_what_to_change(tiny_policy, tmp_path, capsys)
 
 
 def test_every_strategy_and_batch_has_a_speed_by_accept_length(tiny_policy, tmp_path):
-    changes = {"rollout.max_batch": 4, "rollout.control.strategies": '["off",2_1_3]'}
+    changes = {"rollout.max_batch": 4, "rollout.strategy": "2_1_3"}
+    changes |= {"rollout.control.strategies": '["off",2_1_3]'}
     figures = planned(tiny_policy, tmp_path, "--topology", "h200:8", **changes)
     chunks = {p["name"]: p for p in figures["programs"] if "tokens_per_second" in p}
     names = {f"chunk {strategy} x {n}" for strategy in ("off", "2_1_3") for n in (1, 2, 4)}

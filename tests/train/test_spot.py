@@ -26,12 +26,8 @@ CHANGES = {
     "rollout.over_sample": 2,
     "rollout.partial": "true",
     "rollout.n": 2,
-    "rollout.max_batch": 1,  # one slot, one width of prompts: few programs to compile
-    "rollout.prefill_chunk": 16,
     "rollout.scan_layers": "true",
     "rollout.chunk_tokens": 4,
-    "rollout.strategy": "1_1_2",
-    "rollout.max_tokens": 20,
     "packing.rows": 1,
     "draft.spot.enabled": "true",
     "draft.spot.updates": 5,
