@@ -31,8 +31,6 @@ CHANGES = {
     "algo.max_resample": 2,
     "rollout.over_sample": 1.5,
     "rollout.partial": "true",
-    "rollout.strategy": "1_1_2",
-    "rollout.max_batch": 1,  # of each replica: the fewest programs to compile
     "optim.lr": 1e-3,
     "draft.optim.lr": 1e-3,
     "checkpoint.export": "false",

@@ -13,6 +13,12 @@ from train.rollout_schema import RolloutSection
 from train.schema import RLConfig
 
 
+@pytest.fixture(scope="module", autouse=True)
+def programs():
+    with tiny_run.shared_programs():
+        yield
+
+
 def test_the_keys_of_a_rollout_are_those_of_spec_config():
     section = RolloutSection(
         strategy="6_4_16", aligned=False, tau=0.3, spec_verify_tokens=12, telemetry=True
@@ -44,7 +50,7 @@ def test_a_run_with_telemetry_writes_its_rejections_and_may_resume_without(
     monkeypatch.delenv("SPECJAX_TELEMETRY", raising=False)
 
     def trainer(**changes):
-        argv = tiny_run.arguments(thin_policy, tmp_path, **changes)
+        argv = tiny_run.arguments(thin_policy, tmp_path, draft__mode="frozen", **changes)
         return rl.Trainer(parse_config(RLConfig, argv)[0])
 
     watched = trainer(**{"rollout.telemetry": "true"})
@@ -83,7 +89,8 @@ def test_a_cache_too_small_for_all_slots_is_told_and_changes_no_token(tmp_path):
     ample = trainer()
     runner = ample.engine.runner
     pages = 1 + runner.pages_of(runner.max_len)  # one is spare
-    scarce = trainer(**{"rollout.cache_bytes": pages * runner.page_bytes})
+    small = {"rollout.cache_bytes": pages * runner.page_bytes, "rollout.max_batch": 2}
+    scarce = trainer(**small)
     assert scarce.engine.runner.pages == pages < runner.pages
     free, tight = ample.step(), scarce.step()
     assert free["rollout/preemptions"] == 0 < tight["rollout/preemptions"]
@@ -91,20 +98,29 @@ def test_a_cache_too_small_for_all_slots_is_told_and_changes_no_token(tmp_path):
         assert tight[name] == free[name]
 
 
+def cool_trainer(model, out, **changes) -> rl.Trainer:
+    settings = {"draft.mode": "frozen", "rollout.temperature": 0.5}
+    argv = tiny_run.arguments(model, out, **settings, **changes)
+    return rl.Trainer(parse_config(RLConfig, argv)[0])
+
+
+@pytest.fixture(scope="module")
+def silent(thin_policy, tmp_path_factory):
+    """Metrics of a step without drafts."""
+    out = tmp_path_factory.mktemp("silent")
+    return cool_trainer(thin_policy, out, **{"rollout.strategy": "off"}).step()
+
+
 @pytest.mark.parametrize("source", ["ngram", "model"])
 def test_other_sources_than_the_head_draft_and_sample_the_same_tokens(
-    source, thin_policy, tmp_path
+    source, silent, thin_policy, tmp_path
 ):
-    def trainer(**changes):
-        argv = tiny_run.arguments(thin_policy, tmp_path, draft__mode="frozen", **changes)
-        return rl.Trainer(parse_config(RLConfig, argv)[0])
-
     settings = {"rollout.source": "ngram", "rollout.strategy": "3_2_6"}
     if source == "model":  # the policy drafts for itself: nothing is rejected
-        settings = {"rollout.draft_model": thin_policy, "rollout.temperature": 0.5}
-    drafting, plain = trainer(**settings), trainer(**settings | {"rollout.strategy": "off"})
+        settings = {"rollout.draft_model": thin_policy, "rollout.strategy": "2_1_3"}
+    drafting = cool_trainer(thin_policy, tmp_path, **settings)
     assert drafting.head is None and "draft" not in drafting.trees()
-    spoken, silent = drafting.step(), plain.step()
+    spoken = drafting.step()
     assert spoken["rollout/tokens_sha"] == silent["rollout/tokens_sha"]
     assert "rollout/spec_accept_length" not in silent
     least = 1.0 if source == "ngram" else 2.0
