@@ -68,9 +68,13 @@ def check_commit(before, rows, start, table, run, spare):
     return got
 
 
-@pytest.mark.parametrize("stacked", [True, False])
+STRETCHED = [(8, 5, 1), (8, 12, 4), (8, 1, 1), (8, 11, 1), (8, 8, 8), (6, 9, 3)]
+APART = [pytest.param(*case, False, marks=pytest.mark.slow) for case in STRETCHED[2:]]
+
+
 @pytest.mark.parametrize(
-    ("size", "count", "run"), [(8, 1, 1), (8, 5, 1), (8, 11, 1), (8, 8, 8), (8, 12, 4), (6, 9, 3)]
+    ("size", "count", "run", "stacked"),
+    [*((*case, True) for case in STRETCHED), *((*case, False) for case in STRETCHED[:2]), *APART],
 )
 def test_rows_are_written_to_pages_as_to_positions_in_a_row(size, count, run, stacked):
     """From every offset: within a page, up to its end, across one boundary or two."""

@@ -67,8 +67,15 @@ def test_new_weights_again_and_again_do_not_make_a_useless_head_dear(catch_up):
         assert run.rate(1000) >= 0.97 * plain, batch
 
 
-@pytest.mark.parametrize("catch_up", [4.0, 12.0])
-@pytest.mark.parametrize("swap_every", [200, None])
+@pytest.mark.parametrize(
+    ("catch_up", "swap_every"),
+    [
+        (12.0, 200),
+        (4.0, None),
+        pytest.param(4.0, 200, marks=pytest.mark.slow),
+        pytest.param(12.0, None, marks=pytest.mark.slow),
+    ],
+)
 def test_catching_up_is_not_taken_for_a_cost_of_what_comes_after(catch_up, swap_every):
     for batch in (1, 8, 64):
         world = World(cost_table("cpu"), (0.0,) * 7, seed=batch, catch_up=catch_up)
