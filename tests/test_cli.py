@@ -36,7 +36,8 @@ pytestmark = pytest.mark.usefixtures("logging_as_it_was")  # `specjax serve` set
 
 @pytest.fixture(scope="module")
 def loaded():
-    """`load_llm`, which loads each model once, with four slots, and gives it the chat template."""
+    """`load_llm`, which loads each model once, with two slots, or one to decode plainly, and gives
+    it the chat template."""
     real = serve.settings.load_llm
 
     @functools.cache
@@ -44,7 +45,9 @@ def loaded():
         return real(
             ServeConfig(
                 model=model,
-                engine=EngineSection(max_batch=4, max_len=96, chunk_tokens=8),
+                engine=EngineSection(
+                    max_batch=1 if strategy == "off" else 2, max_len=96, chunk_tokens=8
+                ),
                 speculation=SpeculationSection(strategy=strategy, telemetry=False),
             )
         )
