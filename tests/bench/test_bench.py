@@ -22,7 +22,26 @@ from train.trainer import Trainer
 def settings(policy, out, **changes):
     small = {"steps": 1, "untimed_steps": 0, "costs": "null", "rollout.max_batch": 1}
     small |= {"rollout.strategy": "2_1_3", "algo.dynamic_sampling": False}
+    small |= {"draft.unroll_steps": 1}
     return tiny_run.arguments(policy, out, **small, **changes)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_shared():
+    """Arms whose settings differ in the head alone decode by the same programs, which are built
+    once for all comparisons here, as is the policy's update."""
+    policies, programs, honest = {}, {}, arms.Comparison.__init__
+
+    def sharing(self, cfg):
+        honest(self, cfg)
+        for arm, trainer in self.trainers.items():
+            trainer.policy = policies.setdefault(cfg.steps, trainer.policy)
+            own = trainer.engine.runner.executables
+            own.by_key = programs.setdefault(arm == "none", own.by_key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arms.Comparison, "__init__", sharing)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +238,8 @@ def test_the_shipped_tables_load_and_the_modelled_ones_are_what_costs_writes(tmp
             assert (tmp_path / path.name).read_text() == path.read_text()
 
 
-def test_measured_costs_are_a_table_that_predict_takes(thin_policy, tmp_path):
+def test_measured_costs_are_a_table_that_predict_takes(thin_policy, tmp_path, monkeypatch):
+    monkeypatch.setattr(costs, "DRAFT_CHAIN", 2)
     out = tmp_path / "here.json"
     argv = "measure --batches 2 --rows 3 --context 8 --rounds 2 --repeats 1".split()
     costs.main([*argv, "--model", str(thin_policy), "--out", str(out)])
@@ -234,11 +254,13 @@ def test_measured_costs_are_a_table_that_predict_takes(thin_policy, tmp_path):
 
 def test_bench_decode_writes_ratios_and_finds_the_same_tokens(thin_policy, tmp_path):
     out = tmp_path / "decode.json"
-    argv = "--batches 2 --repeats 2 --max_tokens 8 --strategy 2_1_3".split()
+    # The sizes of test_bench_control's engines: their programs are compiled once for both.
+    argv = "--batches 2 --repeats 2 --max_tokens 12 --max_prompt_tokens 12".split()
+    argv += ["--strategy", "1_1_2"]
     decode.main([*argv, "--model", str(thin_policy), "--out", str(out)])
     found = figures(tmp_path, "decode.json")
     assert found["samples_different/batch_2"]["value"] == 0
-    assert found["rows_per_round/batch_2"]["value"] == 2 * 3
+    assert found["rows_per_round/batch_2"]["value"] == 2 * 2
     assert found["accept_length/batch_2"]["value"] >= 1
     low, high = found["speedup/batch_2"]["interval"]
     assert low <= found["speedup/batch_2"]["value"] <= high

@@ -21,7 +21,7 @@ SMALL = ModelConfig(
     vocab_size=40,
     hidden_size=16,
     intermediate_size=32,
-    num_layers=2,
+    num_layers=1,
     num_heads=2,
     num_kv_heads=1,
     head_dim=8,
@@ -164,7 +164,8 @@ def test_a_full_batch_runs_every_slot_in_pages_of_its_own_and_can_be_filled_agai
 
 
 def test_the_parts_in_order_do_what_a_round_does():
-    cfg = SMALL.replace(max_position=48)
+    # The sizes of the run below, whose programs these are.
+    cfg = SMALL.replace(max_position=76, param_dtype="float32", compute_dtype="float32")
     runner = Runner(cfg, SpecConfig("2x1"), 2, cfg.max_position)
     runner.set_params(init_params(cfg, 0), init_head_params(cfg, 1))
     wanted = bench_round.FEATURES["temperature"]
@@ -184,16 +185,15 @@ def test_bench_round_reports_shares_and_that_noise_is_drawn_once(
 ):
     monkeypatch.setitem(bench_round.SHAPES, "small", SMALL)
     out = tmp_path / "round.json"
-    argv = "--shapes small --strategies 1_1_2 --features temperature --repeats 1 --window 0".split()
-    argv += ["--max_tokens", "6", "--model", str(thin_policy), "--out", str(out)]
+    argv = "--shapes small --strategies 2x1 --features temperature --repeats 1 --window 0".split()
+    argv += "--batch 2 --context 12 --emitted 2 --max_tokens 6".split()
+    argv += ["--model", str(thin_policy), "--out", str(out)]
     bench_round.main(argv)
     result = figures(out)
-    shares = [
-        result[f"share/small/1_1_2/temperature/{part}"]["value"] for part in round_parts.PARTS
-    ]
+    shares = [result[f"share/small/2x1/temperature/{part}"]["value"] for part in round_parts.PARTS]
     assert sum(shares) == pytest.approx(1)
-    assert result["noise_rows_drawn_twice/policy/1_1_2"]["value"] == 0
-    assert result["noise_rows_per_token/policy/1_1_2"]["value"] >= 1
+    assert result["noise_rows_drawn_twice/policy/2x1"]["value"] == 0
+    assert result["noise_rows_per_token/policy/2x1"]["value"] >= 1
 
 
 def test_shares_are_of_the_sum_and_noise_is_left_out_where_it_says_so():

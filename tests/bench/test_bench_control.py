@@ -172,6 +172,23 @@ def bench(thin_policy):
     return control_run.Bench(args, 2)
 
 
+@pytest.fixture
+def shared(bench, monkeypatch):
+    """The commands measure with `bench`, whose programs are there, and leave it as it was."""
+    own = bench.args
+
+    def taken(args, most):
+        assert most == bench.most
+        bench.args = args
+        return bench
+
+    for command in (control_sweep, control_swap):
+        monkeypatch.setattr(command, "Bench", taken)
+    yield
+    bench.args = own
+    bench.engine.set_params(bench.llm.params, bench.llm.head)
+
+
 def test_a_measurement_counts_every_token_of_so_many_samples_at_once(bench):
     recorder = Recorder(Static("1_1_2"))
     for slots in (1, 2):
@@ -213,7 +230,7 @@ def test_a_stream_emits_the_samples_that_generate_gives(bench):
 
 
 def test_the_sweep_measures_all_arms_at_all_batch_sizes_and_compiles_nothing_more(
-    thin_policy, tmp_path
+    thin_policy, shared, tmp_path
 ):
     out = tmp_path / "control_tiny.json"
     control.main(["sweep", "--model", str(thin_policy), "--out", str(out), "--batches", "1", "2",
@@ -234,7 +251,7 @@ def test_the_sweep_measures_all_arms_at_all_batch_sizes_and_compiles_nothing_mor
 
 
 def test_the_swap_follows_each_controller_through_both_swaps_and_compiles_nothing(
-    thin_policy, tmp_path
+    thin_policy, shared, tmp_path
 ):
     out = tmp_path / "control_swap_tiny.json"
     argv = "--batch 2 --rounds 30 --runs 1 --static 1_1_2 --controllers goodput static".split()

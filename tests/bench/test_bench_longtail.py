@@ -13,7 +13,7 @@ from specjax.engine.request import SampleOutput, SpecStats
 # No turn has more than 16 positions: the fewest programs to compile.
 ARGV = (
     "--prompts 3 --samples 2 --slots 2 --median 8 --ratio 4 --repeats 2 --tasks 4 --turn_limit 10 "
-    "--strategies off 2_1_3 --judge 2_1_3 --tail 1 --chunk_tokens 8 --min_terms 2 "
+    "--strategies off 1_1_2 --judge 1_1_2 --tail 1 --chunk_tokens 8 --min_terms 2 "
     "--max_prompt_tokens 6"
 ).split()
 
@@ -32,7 +32,7 @@ def measured(thin_policy, tmp_path_factory):
 
 def test_every_arm_generates_the_same_tokens_and_nothing_compiles_meanwhile(measured):
     figures = json.loads(measured[0].read_text())["figures"]
-    for arm in ("plain", "off", "2_1_3", "goodput"):
+    for arm in ("plain", "off", "1_1_2", "goodput"):
         assert figures[f"samples_different/{arm}"]["value"] == 0
     assert figures["samples_unexplained"]["value"] == 0
     assert figures["compilations"]["value"] == 0
@@ -58,18 +58,18 @@ def test_the_result_has_ratios_with_intervals_and_charges_the_calibration(measur
     for name in ("wall_ratio/goodput/best_static", "longest_rate_ratio/goodput/plain"):
         low, high = figures[name]["interval"]
         assert 0 < low <= figures[name]["value"] <= high
-    assert figures["best_static"]["value"] in ("off", "2_1_3")
+    assert figures["best_static"]["value"] in ("off", "1_1_2")
     assert figures["accept_length/plain"]["value"] == 1
     assert figures["accept_length_ratio"]["value"] > 0
     assert 0 < figures["ideal/best_static"]["value"] < 1.2
-    for arm in ("plain", "off", "2_1_3", "goodput"):
+    for arm in ("plain", "off", "1_1_2", "goodput"):
         assert figures[f"prompt_reading_share/{arm}"]["value"] > 0
 
 
 def test_the_trace_accounts_for_every_token_and_the_figure_is_there(measured):
     out, bench = measured
     trace = Trace.read(out)
-    for name in ("off", "2_1_3"):
+    for name in ("off", "1_1_2"):
         counts = trace.histograms[name]
         assert (counts @ np.arange(counts.shape[1])).tolist() == list(bench.work.lengths)
     for arm, spans in trace.spans.items():

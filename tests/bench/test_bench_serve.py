@@ -9,9 +9,9 @@ import pytest
 from bench import serve, serve_verdict
 from bench.serve_traffic import DISCONNECT, NORMAL, Ask, traffic
 
-# A prompt and what follows have few lengths: the fewest programs to compile.
+# One slot, and few lengths of a prompt and what follows: the fewest programs to compile.
 SETTINGS = (
-    "engine.max_batch=2 engine.max_len=64 engine.prefill_chunk=16 engine.warm_up=none "
+    "engine.max_batch=1 engine.max_len=64 engine.prefill_chunk=16 engine.warm_up=none "
     "engine.chunk_tokens=4 speculation.strategy=2_1_3"
 ).split()
 LOAD = (
@@ -122,6 +122,7 @@ def test_a_load_test_that_goes_wrong_fails(loaded):
         assert len(serve.failures({**figures, name: {"value": value}}, 10)) == 1
 
 
+@pytest.mark.slow  # a server and two engines of its own
 def test_throughput_compares_equal_tokens_and_says_whether_enough_is_left(
     thin_policy, tmp_path, capsys
 ):
