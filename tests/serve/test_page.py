@@ -218,7 +218,7 @@ def test_the_estimate_is_of_the_size_that_runs_and_says_what_it_is_made_of(
     page: Page, server: Server, goodput: Goodput
 ):
     def ask(n):
-        body = {"prompt": PROMPT, "max_tokens": 84, "n": n, "ignore_eos": True}
+        body = {"prompt": PROMPT, "max_tokens": TOKENS, "n": n, "ignore_eos": True}
         server.post("/v1/completions", key=KEY, json=body)
 
     told = {}
@@ -236,6 +236,8 @@ def test_the_estimate_is_of_the_size_that_runs_and_says_what_it_is_made_of(
         assert 0 <= found["slack"] < 1
         assert (found["plain_age"] is None) == (not found["chunks"]["off"]), "calibrated alone"
     assert min(told[1]["chunks"].values()) >= 1 and told[1]["plain_age"] >= 0
+    page.waits("!live.running")
+    page.do("live.ticks = []")  # as they are when nothing has run for a while
     page.says("#verdict", "Nothing runs. Speculation")
     assert " ago" in page.text("#verdict") and "as of" in page.text("#words"), "it is dated"
 

@@ -22,8 +22,8 @@ from serve.__main__ import Progress, main
 ROOT = Path(__file__).resolve().parents[2]
 
 
-SMALL = ("engine.max_batch=2", "engine.max_len=96", "engine.prefill_chunk=16",
-         "speculation.strategy=1_1_2")  # fmt: skip
+SMALL = ("engine.max_batch=1", "engine.max_len=96", "engine.prefill_chunk=16",
+         "speculation.strategy=off")  # fmt: skip
 MORE = {"ignore_eos": True, "return_token_ids": True}
 
 
