@@ -174,6 +174,9 @@ def one_hot_logits(choices, vocab):
     return 20.0 * jax.nn.one_hot(jnp.asarray(choices), vocab)
 
 
+jitted = jax.jit(accept_logits, static_argnums=(0, 1))
+
+
 def greedy_round(mode, drafts, targets, vocab=10):
     """Tokens emitted per sequence when draft and target have these argmaxes."""
     drafts, targets = np.asarray(drafts), np.asarray(targets)
@@ -181,7 +184,7 @@ def greedy_round(mode, drafts, targets, vocab=10):
     tokens = np.concatenate([np.zeros((batch, 1), np.int32), drafts], axis=1).astype(np.int32)
     keys = jnp.arange(2 * batch, dtype=jnp.uint32).reshape(batch, 2)
     root = jnp.full((batch,), 5)
-    out = jax.jit(accept_logits, static_argnums=(0, 1))(
+    out = jitted(
         mode,
         chain(steps),
         jnp.asarray(tokens),
@@ -196,8 +199,8 @@ def greedy_round(mode, drafts, targets, vocab=10):
 
 @pytest.mark.parametrize("mode", ["coupled", "block", "recursive", "greedy"])
 def test_greedy_chains_emit_the_matching_prefix_and_the_targets_own_next_token(mode):
-    assert greedy_round(mode, [[1, 2, 3]], [[1, 5, 3, 4]]) == [[1, 5]]
-    assert greedy_round(mode, [[1, 2, 3]], [[1, 2, 3, 4]]) == [[1, 2, 3, 4]]
+    drafts, targets = [[1, 2, 3], [1, 2, 3]], [[1, 5, 3, 4], [1, 2, 3, 4]]
+    assert greedy_round(mode, drafts, targets) == [[1, 5], [1, 2, 3, 4]]
     drafts, targets = [[1, 2, 3], [4, 5, 6]], [[1, 2, 7, 6], [4, 8, 6, 9]]
     assert greedy_round(mode, drafts, targets) == [[1, 2, 7], [4, 8]]
 
@@ -214,7 +217,9 @@ def test_greedy_trees_follow_the_branch_that_the_target_takes():
     best = np.full(tokens.shape, 18, np.int32)
     best[0, [0, 3, 4]] = 3, 4, 5
     best[1, [0, 4]] = 11, 12
-    out = accept_coupled(tokens, grown_shape(parent, depth, steps=3), best)
+    out = jax.jit(lambda *x: accept_coupled(x[0], grown_shape(*x[1:3], steps=3), x[3]))(
+        tokens, parent, depth, best
+    )
     assert out.count.tolist() == [4, 3]
     assert out.tokens[0].tolist() == [3, 4, 5, 18] and out.path[0].tolist() == [0, 3, 4, 5]
     assert out.tokens[1, :3].tolist() == [11, 12, 18] and out.path[1, :3].tolist() == [0, 4, 5]
@@ -227,7 +232,7 @@ def test_the_first_of_these_trees_gives_the_same_under_every_rule_for_trees(mode
     best = one_hot_logits([[3, 18, 4, 18, 5, 18]], 20)
     drafted = one_hot_logits([[3, 2, 4, 5]], 20)
     args = (tokens, best, jnp.zeros(1), drafted, jnp.zeros((1, 2), jnp.uint32), jnp.array([5]))
-    out = accept_logits(mode, tree, *args)
+    out = jitted(mode, tree, *args)
     assert int(out.count[0]) == 4 and out.tokens[0].tolist() == [3, 4, 5, 18]
 
 
@@ -300,7 +305,10 @@ def test_the_drafts_noise_used_again_for_the_residual_is_seen_as_biased(trials):
     assert opposite_first_tokens(rng.RESIDUAL, trials) < ALPHA
 
 
-@pytest.mark.parametrize("vocab", [100, 8193, 151936])
+SLOWLY = [pytest.param(size, marks=pytest.mark.slow) for size in (100, 151936)]
+
+
+@pytest.mark.parametrize("vocab", [8193, *SLOWLY])
 @pytest.mark.parametrize("mode", ["coupled", "block", "recursive"])
 def test_no_token_without_mass_or_beyond_the_vocabulary_is_ever_emitted(mode, vocab):
     """The upper half of the vocabulary and every third token have no mass under the target."""
@@ -336,9 +344,11 @@ def test_a_draft_id_of_minus_one_is_never_accepted_nor_looked_up(coin):
     last = np.eye(4, dtype=np.float32)[-1]
     p, q = np.tile(last, (1, 3, 1)), np.tile(last, (1, 2, 1))
     noise = np.zeros((1, 4), np.float32)
-    out = accept_block(tokens, p, q, np.full((1, 2), coin, np.float32), noise)
+    out = jax.jit(accept_block)(tokens, p, q, np.full((1, 2), coin, np.float32), noise)
     assert int(out.count[0]) == 1 and int(out.tokens[0, 0]) == 3
-    out = accept_coupled(tokens, chain(2).shape, np.full((1, 3), 3, np.int32))
+    out = jax.jit(lambda *x: accept_coupled(x[0], chain(2).shape, x[1]))(
+        tokens, np.full((1, 3), 3, np.int32)
+    )
     assert int(out.count[0]) == 1 and int(out.tokens[0, 0]) == 3
 
 

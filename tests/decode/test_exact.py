@@ -78,7 +78,7 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize("sharpness", [1.0, 3.0])
+@pytest.mark.parametrize("sharpness", [1.0, pytest.param(3.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TREES)
 def test_recursive_rejection_gives_the_autoregressive_joint_exactly(name, sharpness):
     spec, vocab = TREES[name]

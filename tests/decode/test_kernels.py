@@ -1,5 +1,7 @@
 """Attention equals a dense softmax over exactly the keys that a query may see."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,9 +26,15 @@ def random_parents(rng, rows):
     return np.array([0] + [rng.integers(0, r) for r in range(1, rows)])
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(
-    ("rows", "heads", "kv_heads"), [(1, 4, 2), (7, 2, 2), (33, 4, 1), (70, 6, 3)]
+    ("rows", "heads", "kv_heads", "compiled"),
+    [
+        *[(1, 4, 2, True), (7, 2, 2, True), (33, 4, 1, True), (70, 6, 3, True), (7, 2, 2, False)],
+        *(
+            pytest.param(*case, False, marks=pytest.mark.slow)
+            for case in [(1, 4, 2), (33, 4, 1), (70, 6, 3)]
+        ),
+    ],
 )
 def test_tree_attention_is_a_softmax_over_the_prefix_and_the_ancestors(
     rows, heads, kv_heads, compiled
@@ -62,10 +70,10 @@ def test_a_window_counts_positions_and_a_sink_takes_its_share_of_the_softmax(win
     k, v = rng.normal(size=(2, batch, kv_heads, rows, HEAD)).astype(np.float32)
     k_cache, v_cache = rng.normal(size=(2, batch, kv_heads, slots, HEAD)).astype(np.float32)
     prefix, sinks = np.array([0, 5, slots]), rng.normal(size=heads).astype(np.float32)
-    out, lse = dispatch.tree_attention(
-        q, k, v, k_cache, v_cache, prefix, pack_bits(visible), window=window,
-        sinks=sinks if with_sinks else None, with_lse=True,
-    )  # fmt: skip
+    attend = jax.jit(functools.partial(dispatch.tree_attention, window=window, with_lse=True))
+    out, lse = attend(
+        q, k, v, k_cache, v_cache, prefix, pack_bits(visible), sinks=sinks if with_sinks else None
+    )
     for b, n, t in np.ndindex(batch, heads, rows):
         at = prefix[b] + depth[t]
         near = slice(0 if window is None else max(at - window + 1, 0), prefix[b])
@@ -89,12 +97,11 @@ def test_each_slot_may_have_a_tree_of_its_own(rows):
     k_cache, v_cache = rng.normal(size=(2, batch, 2, slots, HEAD)).astype(np.float32)
     prefix = np.array([0, 4, slots])
     bits = np.stack([pack_bits(v) for v in visible])
-    out = dispatch.tree_attention(q, k, v, k_cache, v_cache, prefix, bits)
+    attend = jax.jit(dispatch.tree_attention)
+    out = attend(q, k, v, k_cache, v_cache, prefix, bits)
     for b in range(batch):
         one = slice(b, b + 1)
-        alone = dispatch.tree_attention(
-            q[one], k[one], v[one], k_cache[one], v_cache[one], prefix[one], bits[b]
-        )
+        alone = attend(q[one], k[one], v[one], k_cache[one], v_cache[one], prefix[one], bits[b])
         np.testing.assert_allclose(out[one], alone, atol=2e-6)
 
 
@@ -116,7 +123,7 @@ def test_attention_by_position_equals_decoding_the_path_one_row_at_a_time_bit_by
     attend = jax.jit(dispatch.tree_attention_by_position)
     out = attend(q, k, v, k_cache, v_cache, prefix, path_rows, depth)
     bits = np.stack([pack_bits(ancestors(p)) for p in parents])
-    usual = dispatch.tree_attention(q, k, v, k_cache, v_cache, prefix, bits)
+    usual = jax.jit(dispatch.tree_attention)(q, k, v, k_cache, v_cache, prefix, bits)
     exact = dtype == np.float32
     np.testing.assert_allclose(np.float32(out), np.float32(usual), atol=2e-6 if exact else 2e-2)
     root = np.zeros_like(depth)

@@ -138,7 +138,7 @@ def words(count):
     return many
 
 
-def opposed(acceptance, draft_domain, trials=200_000, vocab=16):
+def opposed(acceptance, draft_domain, trials, vocab=16):
     """p-value of the first tokens when the draft's logits are the target's, sign changed."""
     logits = 1.5 * np.random.default_rng(4).normal(size=vocab).astype(np.float32)
     position = jnp.full((trials,), 8)
@@ -156,10 +156,11 @@ def opposed(acceptance, draft_domain, trials=200_000, vocab=16):
     return stats.chisquare(counts, expected / expected.sum() * trials).pvalue
 
 
+@pytest.mark.parametrize("trials", [30_000, pytest.param(200_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("acceptance", ["block", "recursive"])
-def test_first_tokens_follow_the_target_and_noise_shared_with_the_draft_is_seen(acceptance):
-    assert opposed(acceptance, rng.DRAFT) > ALPHA
-    assert opposed(acceptance, rng.RESIDUAL) < ALPHA
+def test_first_tokens_follow_the_target_and_noise_shared_with_the_draft_is_seen(acceptance, trials):
+    assert opposed(acceptance, rng.DRAFT, trials) > ALPHA
+    assert opposed(acceptance, rng.RESIDUAL, trials) < ALPHA
 
 
 # --- input that cannot be meant -------------------------------------------------------------------

@@ -130,27 +130,38 @@ def test_domains_are_distinct():
     assert len({rng.TARGET, rng.DRAFT, rng.ACCEPT, rng.RESIDUAL}) == 4
 
 
-def ring_of(keys, roots, wanted, ring=None, positions=5, count=None):
+def ring_of(keys, roots, wanted, ring=None, positions=5, count=None, refill=rng.refill):
     if ring is None:
         ring = rng.empty_ring(len(keys), positions, VOCAB)
-    return rng.refill(ring, keys, jnp.array(roots), jnp.array(wanted), count or positions)
+    return refill(ring, keys, jnp.array(roots), jnp.array(wanted), count or positions)
 
 
-@pytest.mark.parametrize("block_numbers", [1, 1 << 16])
-@pytest.mark.parametrize("counts", [[5] * 6, [2, 5, 1, 3, 1, 4]], ids=["full", "of shorter trees"])
+FULL, SHORTER = [5] * 6, [2, 5, 1, 3, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("counts", "block_numbers"),
+    [
+        pytest.param(FULL, 1, id="full, block by block"),
+        pytest.param(SHORTER, 1 << 16, id="of shorter trees, at once"),
+        pytest.param(SHORTER, 1, id="of shorter trees, block by block", marks=pytest.mark.slow),
+        pytest.param(FULL, 1 << 16, id="full, at once", marks=pytest.mark.slow),
+    ],
+)
 def test_a_ring_holds_the_noise_of_the_next_positions_and_draws_each_once(
     monkeypatch, block_numbers, counts
 ):
     """Slots advance by 1 to 5 positions, rest, are decoded plainly for a while; strategies of
     fewer steps ask for fewer positions of the same ring."""
     monkeypatch.setattr(rng, "BLOCK_NUMBERS", block_numbers)
+    refill = jax.jit(lambda *x: rng.refill(*x), static_argnums=4)  # of this block size
     generator = np.random.default_rng(0)
     keys = jnp.concatenate([keys_of((seed, PROMPT, 0)) for seed in range(3)])
     roots, ring, drawn = np.array([3, 0, 17]), None, np.zeros(3, int)
     known = [set(), set(), set()]
     for count in counts:
         wanted = generator.random(3) < 0.8
-        ring = ring_of(keys, roots, wanted, ring, count=count)
+        ring = ring_of(keys, roots, wanted, ring, count=count, refill=refill)
         for slot in np.flatnonzero(wanted):
             ahead = set(range(roots[slot] + 1, roots[slot] + 1 + count))
             drawn[slot] += len(ahead - known[slot])

@@ -266,7 +266,7 @@ def test_samples_follow_the_transformed_distribution():
 
 
 @pytest.mark.parametrize("features", [Features(), TRANSFORMS], ids=["plain", "all"])
-@pytest.mark.parametrize("vocab", [100, 8193, 151_936])
+@pytest.mark.parametrize("vocab", [8193, 151_936, pytest.param(100, marks=pytest.mark.slow)])
 def test_no_token_without_mass_is_picked(vocab, features):
     generator = np.random.default_rng(vocab)
     logits = generator.normal(0, 2, (2, 1, vocab)).astype(np.float32)

@@ -25,7 +25,7 @@ from specjax.sharding import MeshConfig, make_mesh
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
-WAYS = (2, 8)
+WAYS = (8, pytest.param(2, marks=pytest.mark.slow))
 SHAPE = (2, 3, 64)
 
 

@@ -1,5 +1,6 @@
 """Strategies are read as meant or refused, and a tree's arrays say who stands where."""
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -62,14 +63,14 @@ def test_arrays_of_any_tree_equal_those_found_by_comparing_paths(paths):
 
 
 @given(st.lists(path_sets(), min_size=1, max_size=3))
-@settings(max_examples=10)
+@settings(max_examples=6)  # each is a program of its own
 def test_a_shape_grown_on_the_device_equals_the_static_one(several):
     """Three trees of one batch, cut to one number of rows."""
     trees = [build_tree(Strategy.from_paths(paths)) for paths in several]
     rows, steps = min(tree.rows for tree in trees), max(tree.steps for tree in trees)
     parent = np.stack([tree.shape.parent[:rows] for tree in trees])
     depth = np.stack([tree.shape.depth[:rows] for tree in trees])
-    grown = grown_shape(parent, depth, steps)
+    grown = jax.jit(grown_shape, static_argnums=2)(parent, depth, steps)
     for i, tree in enumerate(trees):
         visible = tree.shape.visible[:rows, :rows]
         np.testing.assert_array_equal(grown.visible[i], visible)
