@@ -18,7 +18,11 @@ from specjax.control.acceptance import Acceptance, effective_widths
 from specjax.control.base import parse_arms
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-TRIED = BATCHES[::2]
+every_batch_size = pytest.mark.parametrize(
+    "batches",
+    [BATCHES[::2], pytest.param(BATCHES[1::2], marks=pytest.mark.slow)],
+    ids=["every other", "the others"],
+)
 TREES = ("off", "4_1_5", "8_1_9", "8_4_16", "8_4_32")
 
 
@@ -38,17 +42,19 @@ def chunk(name: str, per_round, seconds: float = 0.01) -> Observation:
 
 @pytest.mark.parametrize("table", ["cpu", "h200_8b"])
 @pytest.mark.parametrize("rates", [GOOD, (0.6,) * 7, (0.9, 0.5, 0.9, 0.5, 0.9, 0.5, 0.9), BAD])
-def test_goodput_is_within_3_percent_of_the_oracle_at_every_batch_size(table, rates):
-    for batch in TRIED:
+@every_batch_size
+def test_goodput_is_within_3_percent_of_the_oracle_at_every_batch_size(table, rates, batches):
+    for batch in batches:
         world = World(cost_table(table), rates, seed=batch)
         run = drive(Goodput(ARMS, cost_table(table)), world, batch, 3000)
         assert run.rate(400) >= 0.97 * world.oracle(ARMS, batch), batch
 
 
 @pytest.mark.parametrize("table", ["cpu", "h200_8b", "v5e_4_8b"])
-def test_a_useless_head_costs_at_most_3_percent_of_plain_decoding(table):
+@every_batch_size
+def test_a_useless_head_costs_at_most_3_percent_of_plain_decoding(table, batches):
     """From the first chunk on, learning included."""
-    for batch in TRIED:
+    for batch in batches:
         world = World(cost_table(table), (0.0,) * 7, seed=batch)
         run = drive(Goodput(ARMS, cost_table(table)), world, batch, 3000)
         plain = batch * world.tokens("off") / world.seconds("off", batch)
@@ -56,9 +62,10 @@ def test_a_useless_head_costs_at_most_3_percent_of_plain_decoding(table):
 
 
 @pytest.mark.parametrize("catch_up", [4.0, 12.0])
-def test_new_weights_again_and_again_do_not_make_a_useless_head_dear(catch_up):
+@every_batch_size
+def test_new_weights_again_and_again_do_not_make_a_useless_head_dear(catch_up, batches):
     """Every one of them asks for a try, and before each try the draft reads what it has missed."""
-    for batch in TRIED:
+    for batch in batches:
         world = World(cost_table("cpu"), (0.0,) * 7, seed=batch, catch_up=catch_up)
         controller = Goodput(ARMS, cost_table("cpu"))
         run = drive(controller, world, batch, 4000, swap_every=200)
@@ -172,8 +179,9 @@ def test_a_head_that_changes_unannounced_is_followed_too(table):
 
 @pytest.mark.parametrize("row", [0.002, 0.02])
 @pytest.mark.parametrize("wide", [1.2, 2.2])
-def test_trees_are_told_from_chains_whatever_they_gain(row, wide):
-    for batch in TRIED:
+@every_batch_size
+def test_trees_are_told_from_chains_whatever_they_gain(row, wide, batches):
+    for batch in batches:
         world = World(tree_costs(row), (0.8,) * 8, seed=batch, wide=wide)
         run = drive(Goodput(TREES, tree_costs(row)), world, batch, 3000)
         assert run.rate(400) >= 0.96 * world.oracle(TREES, batch), batch
