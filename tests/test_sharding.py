@@ -103,6 +103,7 @@ def test_dimensions_that_do_not_divide_are_kept_whole_and_reported(tiny_policy):
 # --- training -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # test_context has this layout, gradients included
 def test_losses_and_gradient_norms_equal_those_of_one_device(tiny_policy, mesh, batches):
     results = []
     for place in (None, mesh):

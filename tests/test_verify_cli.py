@@ -98,6 +98,7 @@ def test_without_a_draft_head_a_random_one_drafts_and_the_verdict_says_so(headle
     assert "identity with plain decoding, greedy requests" in said
 
 
+@pytest.mark.slow  # a third engine
 def test_where_hardly_any_draft_is_accepted_the_verdict_is_inconclusive(
     weights, tmp_path, capsys, monkeypatch
 ):

@@ -173,7 +173,8 @@ def by_rounds(run: Drafter, rng, emitted, count, grown) -> Drafter:
 
 
 @pytest.mark.parametrize(
-    ("modules", "page_size"), [(1, 16), (2, 8), pytest.param(1, None, marks=pytest.mark.slow)]
+    ("modules", "page_size"),
+    [(2, 8), *(pytest.param(1, size, marks=pytest.mark.slow) for size in (16, None))],
 )
 def test_after_plain_decoding_predictions_are_those_of_a_head_that_was_in_every_round(
     modules, page_size

@@ -293,6 +293,7 @@ def test_calibration_measures_a_round_and_not_the_first_run_of_its_program(monke
         assert costs.seconds(strategy, bucket) == pytest.approx(full, rel=1e-6)
 
 
+@pytest.mark.slow  # other shapes of what is above
 def test_strategies_of_path_tuples_and_trees_that_are_cut_can_be_chosen():
     name = "paths:0,1,0.0"
     control = ControlConfig("static", ("off", name), initial=name)

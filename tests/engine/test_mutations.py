@@ -236,14 +236,8 @@ def exact_llm(acceptance: str, strategy: str):
     return joint.spec_llm(joint.pair(0, 4.0), acceptance, strategy)
 
 
-# Of the shapes of a rule one is enough but where there is time: `test_chi_square` has others.
-SHAPES = {("block", CHAIN), ("coupled", CHAIN), ("recursive", PAIR)}
-
-
-@pytest.mark.parametrize(
-    ("acceptance", "strategy", "pair", "options"),
-    [pytest.param(*s, marks=() if s[:2] in SHAPES else pytest.mark.slow) for s in SAME],
-)
+@pytest.mark.slow  # test_chi_square shows it for every rule
+@pytest.mark.parametrize(("acceptance", "strategy", "pair", "options"), SAME)
 def test_exact_rules_pass_where_biased_ones_fail(acceptance, strategy, pair, options):
     """What fails above is the rule, and nothing else."""
     found = fit(exact_llm(acceptance, strategy), pair, dict(options))

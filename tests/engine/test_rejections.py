@@ -58,13 +58,13 @@ def rounds_with_drafts(samples) -> int:
     return sum(x.stats.rounds for (request, _), x in samples.items() if request != UNDRAFTED)
 
 
-def each_of(*runs):
-    """These runs, and a static tree in `recursive` mode, which compiles for long."""
-    slow = pytest.param(STATIC, marks=pytest.mark.slow)
-    return pytest.mark.parametrize("run", [*runs, slow], ids=lambda run: "-".join(run[:2]))
+def each_of(*runs, slow=(STATIC,)):
+    """These runs, and `slow` ones, trees that compile for long."""
+    slow = [pytest.param(run, marks=pytest.mark.slow) for run in slow]
+    return pytest.mark.parametrize("run", [*runs, *slow], ids=lambda run: "-".join(run[:2]))
 
 
-@each_of(CHAIN, BLOCK, DYNAMIC)
+@each_of(CHAIN, BLOCK, slow=(DYNAMIC, STATIC))
 def test_records_agree_with_the_tokens_that_came_out(run):
     llm, samples = ran(*run)
     assert len(llm.telemetry.records) > 20

@@ -132,6 +132,7 @@ def test_new_weights_reach_every_replica():
     assert {engine.version for engine in llm.engine.engines} == {llm.engine.version}
 
 
+@pytest.mark.slow  # replicas share work above, controllers choose in test_control
 def test_each_replica_has_a_controller_of_its_own_and_tokens_do_not_care():
     control = ControlConfig(controller="bandit", strategies=("off", "1_1_2"))
     how = {"control": control, "engine": EngineConfig(prefill_chunk=16)}

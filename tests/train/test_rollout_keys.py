@@ -44,6 +44,7 @@ def test_a_combination_that_cannot_be_is_refused_with_the_section(settings, said
         RolloutSection(**settings)
 
 
+@pytest.mark.slow  # test_features collects them through LLM
 def test_a_run_with_telemetry_writes_its_rejections_and_may_resume_without(
     thin_policy, tmp_path, monkeypatch
 ):
@@ -111,7 +112,7 @@ def silent(thin_policy, tmp_path_factory):
     return cool_trainer(thin_policy, out, **{"rollout.strategy": "off"}).step()
 
 
-@pytest.mark.parametrize("source", ["ngram", "model"])
+@pytest.mark.parametrize("source", ["ngram", pytest.param("model", marks=pytest.mark.slow)])
 def test_other_sources_than_the_head_draft_and_sample_the_same_tokens(
     source, silent, thin_policy, tmp_path
 ):

@@ -98,6 +98,7 @@ def test_the_export_generates_with_its_own_tokenizer_and_head(run):
     assert llm.totals.accept_length > 1.3, "the trained head is of no use"
 
 
+@pytest.mark.slow  # so is the export of train.rl, and each family in test_parity
 @pytest.mark.torch
 def test_the_export_is_what_transformers_loads(run):
     import torch
@@ -191,6 +192,7 @@ def final_state(run) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(trees)]
 
 
+@pytest.mark.slow  # runs of train.rl are killed in every test run
 def test_a_run_killed_in_both_stages_ends_as_one_that_was_not(run, tmp_path, monkeypatch):
     out = tmp_path / "run"
     for flags, trainer, updates in (
