@@ -65,7 +65,7 @@ def differing(llm: LLM, count: int = 16) -> tuple[int, int]:
     return tokens, bits
 
 
-FAST = [("bfloat16", "2x2", 1)]
+FAST = [("float32", "2x2", 1)]
 SLOW = [
     ("bfloat16", "2x2", 2), ("bfloat16", "3_2_5", 2), ("float32", "2x2", 2),
     ("bfloat16", "3_1_4", 2), ("float32", "3_1_4", 2), ("float32", "3_2_5", 2),
@@ -84,7 +84,9 @@ def test_not_a_bit_depends_on_speculation_in_invariant_mode(dtype, strategy, lay
 
 
 @pytest.mark.slow  # it says that the test above can fail
-@pytest.mark.parametrize(("dtype", "count"), [("float32", 8), ("bfloat16", 48)])
-def test_bits_do_depend_on_it_without_invariant_mode(dtype, count):
+@pytest.mark.parametrize(
+    ("dtype", "count", "layers"), [("float32", 8, 1), ("float32", 16, 2), ("bfloat16", 48, 2)]
+)
+def test_bits_do_depend_on_it_without_invariant_mode(dtype, count, layers):
     """Else the test above would prove nothing. In bfloat16 rounding hides most of it."""
-    assert differing(make_llm(dtype, "2x2"), count)[1] > 0
+    assert differing(make_llm(dtype, "2x2", layers), count)[1] > 0
