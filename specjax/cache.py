@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from specjax.config import ModelConfig
+from specjax.indexing import divide, put_slice, take, take_along, take_slice
 
 Table = Int[Array, "B X"] | None  # page of each stretch of positions; None: page b is sequence b's
 
@@ -62,14 +63,14 @@ def take_rows(rows: KVCache, index: Int[Array, "B R"]) -> KVCache:
         picks = index[:, None, :, None]
         if x.ndim == 5:
             picks = picks[None]
-        return jnp.take_along_axis(x, picks, axis=-2)
+        return take_along(x, picks, axis=-2)
 
     return jax.tree.map(pick, rows)
 
 
 def take_path(x: Array, path: Int[Array, "B E"]) -> Array:
     """Picks tree rows `path` of states, logits or the like: [B T N] -> [B E N]."""
-    return jnp.take_along_axis(x, path[..., None], axis=1)
+    return take_along(x, path[..., None], axis=1)
 
 
 def commit_rows(
@@ -107,7 +108,8 @@ def commit_rows(
         runs = count // run
 
         def one(i, arrays):
-            return write(arrays, b=order[i // runs], first=i % runs * run, run=run)
+            which, part = divide(i, runs)
+            return write(arrays, b=take(order, which), first=part * run, run=run)
 
         return jax.lax.fori_loop(0, number * runs, one, arrays)
 
@@ -117,7 +119,7 @@ def commit_rows(
     elif run > 1 or run == count or count > size:
         flat_cache = write_all(flat_cache, jnp.arange(batch), batch, run)
     else:  # few paths cross from one page into the next: these go row by row
-        crosses = start % size > size - count
+        crosses = divide(start, size)[1] > size - count
         order, within = jnp.argsort(crosses), batch - crosses.sum()
         flat_cache = write_all(flat_cache, order, within, count)
         flat_cache = write_all(flat_cache, order[::-1], batch - within, 1)
@@ -128,16 +130,16 @@ def _write_run(
     arrays: list[Array], rows: list[Array], start: Array, table: Table, b, first, run: int
 ) -> list[Array]:
     """Writes rows first .. first + run - 1 of sequence b, which lie in one page."""
-    size, position = arrays[0].shape[-2], start[b] + first
-    page = b if table is None else table[b, position // size]
-    offset = position if table is None else position % size
+    size, page, offset = arrays[0].shape[-2], b, take(start, b) + first
+    if table is not None:
+        stretch, offset = divide(offset, size)
+        page = take(take(table, b), stretch)
     out = []
     for array, new in zip(arrays, rows, strict=True):
         lead = (0,) * (array.ndim - 4)
         shape = (*new.shape[: new.ndim - 4], 1, new.shape[-3], run, new.shape[-1])
-        piece = jax.lax.dynamic_slice(new, (*lead, b, 0, first, 0), shape)
-        place = (*lead, page, 0, offset, 0)
-        out.append(jax.lax.dynamic_update_slice(array, piece.astype(array.dtype), place))
+        piece = take_slice(new, (*lead, b, 0, first, 0), shape)
+        out.append(put_slice(array, piece.astype(array.dtype), (*lead, page, 0, offset, 0)))
     return out
 
 
@@ -151,8 +153,10 @@ def copy_pages(cache: KVCache, source: Int[Array, " M"], target: Int[Array, " M"
         out = []
         for array in arrays:
             axis = array.ndim - 4
-            page = jax.lax.dynamic_slice_in_dim(array, source[m], 1, axis=axis)
-            out.append(jax.lax.dynamic_update_slice_in_dim(array, page, target[m], axis=axis))
+            lead, rest = (0,) * axis, (0,) * 3
+            sizes = (*array.shape[:axis], 1, *array.shape[axis + 1 :])
+            page = take_slice(array, (*lead, source[m], *rest), sizes)
+            out.append(put_slice(array, page, (*lead, target[m], *rest)))
         return out
 
     flat, structure = jax.tree.flatten(cache)
@@ -165,5 +169,5 @@ def contiguous(pages: Array, table: Table) -> Array:
         return pages
     b, stretches = table.shape
     _, kv_heads, size, width = pages.shape
-    gathered = jnp.moveaxis(pages[table], 1, 2)
+    gathered = jnp.moveaxis(take(pages, table), 1, 2)
     return gathered.reshape(b, kv_heads, stretches * size, width)

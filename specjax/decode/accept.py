@@ -50,6 +50,7 @@ from specjax.decode.plain_arrays import (
 )
 from specjax.decode.recursive import accept_recursive
 from specjax.decode.tree import Acceptance, TreeShape
+from specjax.indexing import take_along
 
 if TYPE_CHECKING:  # people who bring their own models use the rules without ours
     from specjax.decode.draft import Draft
@@ -77,7 +78,7 @@ def accept_coupled(
     """
     batch, rows = tokens.shape
     parent = jnp.broadcast_to(shape.parent, (batch, rows))
-    drafted = tokens == jnp.take_along_axis(chosen, parent, axis=1)
+    drafted = tokens == take_along(chosen, parent, axis=1)
     drafted |= jnp.arange(rows) == 0
     reached = (drafted[:, None] | ~shape.visible).all(-1)
     # Siblings hold distinct tokens (those without a draft hold -1, which is never chosen), so at
@@ -86,7 +87,7 @@ def accept_coupled(
     at_depth = reached[:, None] & (shape.depth[..., None, :] == depths[:, None])
     path = jnp.argmax(at_depth, axis=-1).astype(jnp.int32)
     count = reached.sum(axis=-1, dtype=jnp.int32)
-    return Acceptance(jnp.take_along_axis(chosen, path, axis=1), path, count)
+    return Acceptance(take_along(chosen, path, axis=1), path, count)
 
 
 def accept(

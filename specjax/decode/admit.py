@@ -21,6 +21,7 @@ from specjax.decode.plan import Plan
 from specjax.decode.state import RUNNING, DecodeState, per_slot
 from specjax.decode.tree import chain_bits
 from specjax.draft.source import Memory
+from specjax.indexing import put, take, take_along
 from specjax.models.transformer import Transformer
 
 Tails = Float[Array, "Q tail D"] | None  # per prompt: the target's states that a slot starts from
@@ -109,7 +110,7 @@ def prefill(
     if tail:
         # The states of the last positions before the root, as far as they lie in this piece.
         at = piece.length[:, None] - 1 - tail + jnp.arange(tail) - start[:, None]
-        found = jnp.take_along_axis(hidden, jnp.clip(at, 0, count - 1)[..., None], axis=1)
+        found = take_along(hidden, jnp.clip(at, 0, count - 1)[..., None], axis=1)
         inside = ((at >= 0) & (at < count))[..., None]
         found = jnp.where(inside, found.astype(tails.dtype), tails[piece.prompts])
         tails = tails.at[piece.prompts].set(found)
@@ -121,14 +122,14 @@ def place(plan: Plan, state: DecodeState, tails: Tails, new: Admission) -> Decod
     zeros = jnp.zeros_like(new.lengths)
     draft, noise, cache = None, None, copy_pages(state.cache, new.source, new.target)
     if state.noise is not None:  # a slot's new request has noise of its own
-        kept = jax.tree.map(lambda x: x[new.slots], state.noise)
+        kept = jax.tree.map(lambda x: take(x, new.slots), state.noise)
         noise = kept._replace(until=zeros)
     draft_cache = None
     if plan.source is not None:
         draft_cache = state.draft.cache
         if draft_cache is not None:
             draft_cache = copy_pages(draft_cache, new.source, new.target)
-        states = None if tails is None else tails[new.prompts]
+        states = None if tails is None else take(tails, new.prompts)
         started = plan.source.start(new.tokens, new.options.prompt_len, states)
         draft = plan.source.leave(Memory(None, started), state.draft.slots)
     fresh = DecodeState(
@@ -142,6 +143,6 @@ def place(plan: Plan, state: DecodeState, tails: Tails, new: Admission) -> Decod
         draft=draft,
         noise=noise,
     )
-    own = jax.tree.map(lambda x, y: x.at[new.slots].set(y), per_slot(state), fresh)
+    own = jax.tree.map(lambda x, y: put(x, new.slots, y), per_slot(state), fresh)
     draft = own.draft and own.draft._replace(cache=draft_cache)
     return own._replace(cache=cache, draft=draft)

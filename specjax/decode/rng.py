@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specjax.decode import shards
+from specjax.indexing import divide, take, take_along
 
 TARGET, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 3
 # Rows are drawn a block at a time. A small vocabulary takes all that a round can need at once.
@@ -130,9 +131,12 @@ def refill(
         number = done + jnp.arange(block)
         slot = jnp.searchsorted(ends, number, side="right")
         inside = jnp.minimum(slot, batch - 1)
-        position = first[inside] + number - (ends - missing)[inside]
-        fresh = target_noise(keys[inside], position[:, None], vocab)[:, 0]
-        rows = rows.at[slot, position % size].set(fresh, mode="drop")  # slot B: nothing is missing
+        position = take(first - (ends - missing), inside) + number
+        fresh = target_noise(take(keys, inside), position[:, None], vocab)[:, 0]
+        place = divide(position, size)[1]
+        rows = rows.at[slot, place].set(  # slot B: nothing is missing
+            fresh, mode="drop", wrap_negative_indices=False
+        )
         return done + block, rows
 
     total = ends[-1]
@@ -143,8 +147,8 @@ def refill(
 
 def ring_at(ring: NoiseRing, positions: Int[Array, "B R"]) -> Float[Array, "B R V"]:
     """The noise that decides `positions`; they must be among the next E."""
-    place = positions % ring.rows.shape[1]
-    return jnp.take_along_axis(ring.rows, place[..., None], axis=1)
+    place = divide(positions, ring.rows.shape[1])[1]
+    return take_along(ring.rows, place[..., None], axis=1)
 
 
 def round_noise(

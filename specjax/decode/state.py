@@ -14,6 +14,7 @@ from specjax.decode.options import Options, neutral
 from specjax.decode.plan import Plan
 from specjax.decode.rng import NoiseRing, empty_ring
 from specjax.draft.source import Memory
+from specjax.indexing import put, take, take_along
 
 RUNNING, STOPPED, LENGTH, EMPTY = 0, 1, 2, 3
 
@@ -114,7 +115,7 @@ def take_slots(
       active: False: this one must not run, whatever it was doing.
       table: of these slots.
     """
-    here = jax.tree.map(lambda x: x[slots], per_slot(state))
+    here = jax.tree.map(lambda x: take(x, slots), per_slot(state))
     finish = jnp.where(active, here.finish, jnp.maximum(here.finish, STOPPED))
     draft = state.draft and here.draft._replace(cache=state.draft.cache)
     return here._replace(cache=state.cache, draft=draft, finish=finish, table=table)
@@ -126,17 +127,17 @@ def put_slots(state: DecodeState, here: DecodeState, slots: Int[Array, " b"]) ->
     What a chunk does not change (limits, keys, options), or has left out (None), is not written.
     """
 
-    def put(x, new):
-        return x.at[slots].set(new.astype(x.dtype))
+    def write(x, new):
+        return put(x, slots, new.astype(x.dtype))
 
     changed = ("tokens", "length", "finish", "noise")
     fields = {
-        name: jax.tree.map(put, getattr(state, name), new)
+        name: jax.tree.map(write, getattr(state, name), new)
         for name in changed
         if (new := getattr(here, name)) is not None
     }
     if here.draft is not None:
-        memory = jax.tree.map(put, state.draft.slots, here.draft.slots)
+        memory = jax.tree.map(write, state.draft.slots, here.draft.slots)
         fields["draft"] = Memory(here.draft.cache, memory)
     return state._replace(**fields, cache=here.cache)
 
@@ -144,12 +145,12 @@ def put_slots(state: DecodeState, here: DecodeState, slots: Int[Array, " b"]) ->
 def take_positions(x: Array, start: Int[Array, " B"], count: int) -> Array:
     """x[b, start[b] : start[b] + count], clamped to the array's ends: [B M] -> [B count]."""
     index = jnp.clip(start[:, None] + jnp.arange(count), 0, x.shape[1] - 1)
-    return jnp.take_along_axis(x, index, axis=1)
+    return take_along(x, index, axis=1)
 
 
 def put_positions(x: Array, values: Array, start: Array, count: Array) -> Array:
     """Writes values[b, :count[b]] to x[b, start[b] : ...], by a mask rather than a scatter."""
     offset = jnp.arange(x.shape[1])[None] - start[:, None]
     inside = (offset >= 0) & (offset < count[:, None])
-    picked = jnp.take_along_axis(values, jnp.clip(offset, 0, values.shape[1] - 1), axis=1)
+    picked = take_along(values, jnp.clip(offset, 0, values.shape[1] - 1), axis=1)
     return jnp.where(inside, picked.astype(x.dtype), x)

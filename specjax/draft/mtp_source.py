@@ -17,6 +17,7 @@ from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits
 from specjax.draft.mtp import head_graphdef
 from specjax.draft.source import Level, Memory, after_of, take_parents
+from specjax.indexing import take_along
 from specjax.models.transformer import lm_logits
 
 WINDOW = 128  # target states that a slot remembers while plain decoding runs
@@ -131,7 +132,7 @@ class MTPSource:
             )
             taken = jnp.where(running, jnp.clip(slots.pending - 1, 0, count - lag), 0)
             index = jnp.minimum(taken[:, None] + jnp.arange(width), width - 1)
-            hidden = jnp.take_along_axis(slots.hidden, index[..., None], axis=1)
+            hidden = take_along(slots.hidden, index[..., None], axis=1)
             return Memory(cache, HeadSlots(hidden, slots.pending - taken, slots.skipped))
 
         # What `follow` dropped may have begun with rows that never were.
@@ -162,7 +163,7 @@ class MTPSource:
         both = jnp.concatenate([slots.hidden, hidden.astype(slots.hidden.dtype)], axis=1)
         return memory._replace(
             slots=HeadSlots(
-                hidden=jnp.take_along_axis(both, index[..., None], axis=1),
+                hidden=take_along(both, index[..., None], axis=1),
                 pending=slots.pending + count - dropped,
                 skipped=slots.skipped + dropped,
             )
@@ -178,9 +179,7 @@ class MTPSource:
         window = slots.hidden.shape[1]
         run, slot, missing = self._over_window(model, params, state, memory, window)
         last = jnp.maximum(lag + slots.pending - 1 - missing, 0)[:, None, None]
-        normed, recycled = (
-            jnp.take_along_axis(x, last, axis=1) for x in (run.normed, run.recycled)
-        )
+        normed, recycled = (take_along(x, last, axis=1) for x in (run.normed, run.recycled))
         batch, kv_heads, _, width = run.rows.k[0].shape
         empty = jnp.zeros((batch, kv_heads, total, width), run.rows.k[0].dtype)
         cache = commit_rows(
@@ -197,7 +196,7 @@ class MTPSource:
         first = state.length - 1 - slots.pending - (self.cfg.mtp_num_layers - 1)
         missing, first = jnp.maximum(-first, 0), jnp.maximum(first, 0)
         index = jnp.minimum(missing[:, None] + jnp.arange(count), width - 1)
-        hidden = jnp.take_along_axis(slots.hidden, index[..., None], axis=1)
+        hidden = take_along(slots.hidden, index[..., None], axis=1)
         tokens = [
             take_positions(state.tokens, first + 1 + s, count)
             for s in range(self.cfg.mtp_num_layers)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.cache import KVCache, Table
+from specjax.indexing import take_along
 
 Slots = Any  # what a source keeps per slot: arrays with the slots in front
 Work = Any  # what it hands from one step of a round to the next
@@ -146,4 +147,4 @@ def take_parents(x: Float[Array, "B Q D"], parents: Int[Array, "..."]) -> Float[
     """What the rows of a level inherit from their parents among the previous call's rows."""
     if parents.ndim == 1:
         return x[:, parents]
-    return jnp.take_along_axis(x, parents[..., None], axis=1)
+    return take_along(x, parents[..., None], axis=1)

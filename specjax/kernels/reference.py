@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.cache import Table, contiguous
+from specjax.indexing import divide, take, take_slice
 
 NEG_INF = -1e30
 BLOCK = 128  # cache slots per step of the loop over a prefix
@@ -22,9 +24,9 @@ BLOCK = 128  # cache slots per step of the loop over a prefix
 
 def unpack_bits(words: UInt32[Array, "*B T W"], rows: int) -> jnp.ndarray:
     """Ancestor bitmask words to booleans [.. T rows]: bit j of row t is set iff t may see row j."""
-    index = jnp.arange(rows)
     words = jnp.asarray(words)
-    return ((words[..., index // 32] >> (index % 32).astype(jnp.uint32)) & 1).astype(bool)
+    bits = (words[..., None] >> np.arange(32, dtype=np.uint32)) & 1
+    return bits.reshape(*words.shape[:-1], -1)[..., :rows].astype(bool)
 
 
 def tree_depth(words: UInt32[Array, "*B T W"]) -> Int[Array, "*B T"]:
@@ -134,7 +136,8 @@ def tree_attention(
     per_page = -(-size // block)
 
     def add_block(i, running):
-        stretch, inside = i // per_page, i % per_page * block
+        stretch, inside = divide(i, per_page)
+        inside = inside * block
         offset = jnp.minimum(inside, size - block)  # the last one may overlap the one before
         k, v = (_read_block(p, table, stretch, offset, block) for p in (k_pages, v_pages))
         at = offset + jnp.arange(block)
@@ -146,8 +149,8 @@ def tree_attention(
         scores = jnp.where(counts, jnp.einsum("bkmh,bksh->bkms", rows, k), NEG_INF)
         return running.add(scores, lambda weights: jnp.einsum("bkms,bksh->bkmh", weights, v))
 
-    longest = prefix_len.max()
-    blocks = longest // size * per_page + (longest % size + block - 1) // block
+    whole, rest = divide(prefix_len.max(), size)
+    blocks = whole * per_page + divide(rest + block - 1, block)[0]
     running = jax.lax.fori_loop(0, blocks, add_block, running)
     if sinks is not None:
         running = running.add_sink(sink_of_rows(sinks, kv_heads, t))
@@ -172,14 +175,14 @@ def _read_block(pages, table: Table, stretch, offset, block: int) -> Float[Array
     """Positions `offset` and on of every sequence's page number `stretch`, in float32."""
     _, kv_heads, size, h = pages.shape
     if table is None:
-        read = jax.lax.dynamic_slice_in_dim(pages, offset, block, axis=2)
-    elif block == size:
-        read = pages[table[:, stretch]]
+        read = take_slice(pages, (0, 0, offset, 0), (pages.shape[0], kv_heads, block, h))
+        return read.astype(jnp.float32)
+    page = take_slice(table, (0, stretch), (table.shape[0], 1))[:, 0]
+    if block == size:
+        read = take(pages, page)
     else:
         piece = (1, kv_heads, block, h)
-        read = jax.vmap(lambda p: jax.lax.dynamic_slice(pages, (p, 0, offset, 0), piece)[0])(
-            table[:, stretch]
-        )
+        read = jax.vmap(lambda p: take_slice(pages, (p, 0, offset, 0), piece)[0])(page)
     return read.astype(jnp.float32)
 
 
