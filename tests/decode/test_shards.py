@@ -89,6 +89,19 @@ def test_the_best_tokens_are_those_of_the_whole_row_ties_to_the_lowest_id(tp, dr
         np.testing.assert_array_equal(ids[possible], order[..., :count][possible])
 
 
+def test_the_best_tokens_are_found_without_putting_a_row_together():
+    vocab = 1096
+
+    def best(x):
+        return shards.argmax(x), top_candidates(x, 12)
+
+    with jax.set_mesh(mesh(8)):
+        scores = split(np.zeros((2, 3, vocab), np.float32), 8)
+        text = jax.jit(best).lower(scores).compile().as_text()
+    assert f",{vocab // 8}]" in text
+    assert f",{vocab}]" not in text, "somebody gathers a row"
+
+
 @pytest.mark.parametrize("tp", WAYS)
 def test_the_first_nan_is_the_argmax_as_it_is_of_a_whole_row(tp):
     scores = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
