@@ -29,6 +29,7 @@ _OPERATION = re.compile(
 )
 _WHOSE = re.compile(r'op_name="[^"]*?/(weight\.[^/"]+)')
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+_HANDLE = ("u32", "")
 _BITS = {"pred": 8, "bf16": 16}
 
 
@@ -40,11 +41,12 @@ def received(hlo: str) -> list[Collective]:
         if match is None:
             continue
         kind = match["kind"]
-        group = 2 if kind == "collective-permute" else _group_size(line)
-        sizes = [_bytes(*array) for array in _ARRAY.findall(match["type"])]
-        # A start returns what went in and what comes out (permutations: and two handles).
-        result = sizes[len(sizes) // 2 if kind == "all-gather" else 1] if match["start"] else None
-        result = sum(sizes) if result is None else result
+        group = group_size(kind, line)
+        arrays = _ARRAY.findall(match["type"])
+        if match["start"] and kind != "all-reduce":  # returns what went in too, and handles
+            arrays = [array for array in arrays if array != _HANDLE]
+            arrays = arrays[len(arrays) // 2 :]
+        result = sum(_bytes(*array) for array in arrays)
         share = (group - 1) / group
         moved = {
             "all-gather": result * share,
@@ -63,12 +65,16 @@ def _bytes(dtype: str, dims: str) -> int:
     return math.prod(int(n) for n in dims.split(",") if n) * bits // 8
 
 
-def _group_size(line: str) -> int:
-    """From any of the ways in which HLO writes groups, see the patterns.
+def group_size(kind: str, line: str) -> int:
+    """Devices that take part together in a collective operation of a kind.
+
+    HLO has several ways to write groups, see the patterns; permutations have pairs instead.
 
     Raises:
       ValueError: they are written in yet another way.
     """
+    if kind == "collective-permute":
+        return 2
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):  # [2,4]<=[8]
         return int(found[1])
     if found := re.search(r"replica_groups=\{\{([\d,]+)\}", line):  # {{0,1},{2,3}}

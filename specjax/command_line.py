@@ -25,6 +25,7 @@ import argparse
 import copy
 import dataclasses
 import difflib
+import functools
 import inspect
 import json
 import re
@@ -172,8 +173,14 @@ class _Key:
     section: bool
 
 
-def _keys(schema_cls: type, prefix: str = "", section_default: Any = None) -> Iterator[_Key]:
-    """Every key of the schema, depth first, sections before what they hold.
+@functools.cache
+def _keys(schema_cls: type) -> tuple[_Key, ...]:
+    """Every key of the schema, depth first, sections before what they hold."""
+    return tuple(_keys_below(schema_cls))
+
+
+def _keys_below(schema_cls: type, prefix: str = "", section_default: Any = None) -> Iterator[_Key]:
+    """The keys of a section, or of the whole.
 
     The default of a section (`option(Optimizer(lr=1e-3), ...)`) decides those of its keys. A
     section of type `Section | None` may be null; it exists once one of its keys is set.
@@ -196,7 +203,8 @@ def _keys(schema_cls: type, prefix: str = "", section_default: Any = None) -> It
         doc = meta.get("doc") or docs.get(field.name, "")
         yield _Key(name, kind, default, doc, meta.get("choices"), section)
         if inner is not None:
-            yield from _keys(inner, f"{name}.", default if isinstance(default, inner) else None)
+            below = default if isinstance(default, inner) else None
+            yield from _keys_below(inner, f"{name}.", below)
 
 
 def _section_of(kind: Any) -> type | None:
@@ -262,7 +270,8 @@ def _merge(schema_cls: type, config: str | None, overrides: Sequence[str]) -> Di
     merged = OmegaConf.structured(schema_cls)
     if config is not None:
         path = _find(config)
-        merged = _apply(schema_cls, merged, _read(path), str(path))
+        merged = _apply(schema_cls, merged, [_read(path)], str(path))
+    layers = []
     for override in overrides:
         name, equals, _ = override.partition("=")
         if not equals or not name:
@@ -272,8 +281,8 @@ def _merge(schema_cls: type, config: str | None, overrides: Sequence[str]) -> Di
             OmegaConf.update(layer, name, yaml.load(override[len(name) + 1 :], _Yaml))
         except (OmegaConfBaseException, yaml.YAMLError) as error:
             raise ConfigError(f"cannot read {override!r}: {_first_line(error)}") from error
-        merged = _apply(schema_cls, merged, layer, "command line")
-    return merged
+        layers.append(layer)
+    return _apply(schema_cls, merged, layers, "command line")
 
 
 def _roots() -> list[Path]:
@@ -334,8 +343,19 @@ _Yaml.yaml_implicit_resolvers = {
 }
 
 
-def _apply(schema_cls: type, merged: DictConfig, layer: DictConfig, source: str) -> DictConfig:
-    raw = OmegaConf.to_container(layer, resolve=False)
+def _apply(
+    schema_cls: type, merged: DictConfig, layers: Sequence[DictConfig], source: str
+) -> DictConfig:
+    for layer in layers:
+        _check_names(schema_cls, OmegaConf.to_container(layer, resolve=False), source)
+    try:
+        return typing.cast(DictConfig, OmegaConf.merge(merged, *layers))
+    except OmegaConfBaseException as error:
+        raise ConfigError(_type_message(schema_cls, error, source)) from error
+
+
+def _check_names(schema_cls: type, raw: Any, source: str) -> None:
+    """Refuses keys that there are not, and values where there is a section."""
     sections = {key.name: key.section for key in _keys(schema_cls)}
     nullable = {key.name for key in _keys(schema_cls) if key.section and key.default is None}
     for name, value in _flatten(raw, sections):
@@ -343,10 +363,6 @@ def _apply(schema_cls: type, merged: DictConfig, layer: DictConfig, source: str)
             raise ConfigError(f"{source}: unknown key {name!r}{_suggest(schema_cls, name)}")
         if sections[name] and not isinstance(value, dict) and (value or name not in nullable):
             raise ConfigError(f"{source}: {name} is a section: set {name}.KEY=value instead")
-    try:
-        return typing.cast(DictConfig, OmegaConf.merge(merged, layer))
-    except OmegaConfBaseException as error:
-        raise ConfigError(_type_message(schema_cls, error, source)) from error
 
 
 def _flatten(node: Any, sections: dict[str, bool], prefix: str = "") -> Iterator[tuple[str, Any]]:

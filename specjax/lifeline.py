@@ -122,7 +122,7 @@ class Lifeline:
         while not self._closed.wait(self._lost_after / _LOOKS):
             self._write()
             lost = self._look()
-            if lost:
+            if lost and not self._closed.is_set():  # it may have ended or failed meanwhile
                 return self._end(lost)
 
     def _look(self) -> str:

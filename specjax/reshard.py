@@ -153,7 +153,8 @@ class Mover:
 
     def program(self, tree: Params, convert: Callable | None = None) -> Reshard | None:
         """That moves a tree, of arrays or their shapes; None: it is copied shard by shard."""
-        key = jax.tree.structure(tree), tuple(x.sharding for x in jax.tree.leaves(tree))
+        leaves, structure = jax.tree.flatten(tree)
+        key = structure, convert, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
         if key not in self._programs:
             try:
                 self._programs[key] = Reshard(tree, self.target, convert)

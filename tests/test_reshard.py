@@ -14,7 +14,7 @@ from specjax.engine.engine import Engine
 from specjax.engine.hosts import Copies, Hosts
 from specjax.engine.replicas import Replicas
 from specjax.models.transformer import init_params
-from specjax.reshard import Reshard, Unrelated, bytes_missing, cast
+from specjax.reshard import Mover, Reshard, Unrelated, bytes_missing, cast
 from specjax.sharding import MeshConfig, make_mesh, rollout_mesh
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
@@ -148,13 +148,29 @@ def test_replicas_get_their_weights_by_one_program_and_hold_them_where_they_arri
             np.testing.assert_array_equal(new, old.astype("bfloat16"))
 
 
+def test_two_models_of_one_structure_have_a_program_each():
+    """Such as a policy and its draft model: only shapes tell them apart."""
+    mesh = make_mesh(MeshConfig(fsdp=4, tp=2))
+    mover = Mover(rollout_mesh(mesh, 4))
+    for width, convert in ((32, cast("bfloat16")), (64, None), (32, None)):
+        params = init_params(TINY.replace(hidden_size=width), 0)
+        moved = mover(jax.device_put(params, sharding.param_shardings(mesh, params)), convert)
+        for new, old in zip(jax.tree.leaves(moved), jax.tree.leaves(params), strict=True):
+            np.testing.assert_array_equal(new, old.astype("bfloat16") if convert else old)
+    assert len(mover.programs) == 3 and mover.received > 0
+
+
 LINES = [
     ("%a = f32[2,64]{1,0} all-gather(%x), replica_groups=[2,4]<=[8], dimensions={1}", 384),
     ("%a = (bf16[4]{0}, bf16[16]{0}) all-gather-start(%x), replica_groups={{0,1,2,3}}", 24),
+    ("%a = ((f32[2], f32[4]), (f32[4], f32[8])) all-gather-start(%x), replica_groups=[4,2]", 24),
+    ("%a = f32[8]{0} all-reduce-start(%x), replica_groups=[4,2]<=[8], to_apply=%add", 32),
+    ("%a = (f32[8], f32[4]) all-reduce-start(%x, %y), replica_groups=[4,2]<=[8]", 48),
     ("%a = (f32[4]{0}, f32[4]{0}) all-to-all(%x, %y), replica_groups={{0,1},{2,3}}", 16),
     ("%a = f32[8]{0} all-reduce(%x), replica_groups=mesh['a'=2,'b'=4] {'b'}, to_apply=%add", 48),
     ("%a = f32[8]{0} all-reduce(%x), replica_groups=mesh['a'=2,'b'=4] {'b':(1)2}", 32),
     ("%a = f32[8]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}", 32),
+    ("%a = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%x), source_tar", 32),
     ("%a = f32[8]{0} fusion(%all-gather), kind=kLoop", None),
 ]
 

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from specjax.collectives import group_size
+
 _WIDTHS = {"pred": 1, "s4": 0.5, "u4": 0.5, "c64": 8, "c128": 16, "bf16": 2, "token": 0}
 _SHAPE = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](\{[^}]*\})?")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
@@ -303,7 +305,7 @@ class Module:
         kind = op.opcode.removesuffix("-start")
         if kind not in COLLECTIVES:
             return
-        group = _group_size(op.text)
+        group = group_size(kind, op.text)
         sent = sum(ops[n].shapes[0].bytes for n in op.operands if n in ops and ops[n].shapes)
         share = (group - 1) / group
         received = {
@@ -346,19 +348,6 @@ def _closing(text: str, start: int) -> int:
         if not depth:
             return i
     raise ValueError(f"expected balanced parentheses in HLO, got {text[start : start + 80]!r}")
-
-
-def _group_size(text: str) -> int:
-    """Devices that take part in one group of a collective; HLO has three ways to write it."""
-    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", text):
-        return int(found[2])
-    if found := re.search(r"replica_groups=\{\{([\d,]*)\}", text):
-        return len(found[1].split(","))
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", text):
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
-        parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", found[2])
-        return math.prod(int(part) if part else sizes[name] for name, part in parts)
-    return 2  # pairs: the bytes of a permutation do not depend on it
 
 
 def _convolution_flops(op: Op, ops: dict[str, Op]) -> float:

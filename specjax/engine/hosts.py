@@ -236,7 +236,7 @@ class Hosts:
         if head is not None:
             heads = self._copied("draft", head, False)
             brought += self.copies.received
-        for engine, here, draft in zip(self.engines, placed, heads, strict=False):
+        for engine, here, draft in zip(self.engines, placed, heads, strict=True):
             engine.set_params(here, draft, running)
             engine.runner.moved += brought
 

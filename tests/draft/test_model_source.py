@@ -75,8 +75,7 @@ def test_logits_at_every_node_are_the_models_own_over_rounds(widths, shared, sca
         state = drive.accept(state, source, work, emitted, count)
 
 
-@pytest.mark.slow  # test_mtp_source shows it of the head
-@pytest.mark.parametrize("page_size", [16, None])
+@pytest.mark.parametrize("page_size", [16, pytest.param(None, marks=pytest.mark.slow)])
 def test_after_plain_decoding_logits_are_those_of_a_prompt_that_was_read(page_size):
     """Chunks of both kinds, strategies of several depths, more tokens than are taken in at once,
     prompts in pieces, a slot that has ended."""

@@ -89,7 +89,6 @@ def test_with_drafts_that_are_not_transformed_as_the_target_is():
     assert (check(llm, requests())[1:] > 0).all()
 
 
-@pytest.mark.slow  # test_identity has such heads, too
 @pytest.mark.parametrize("acceptance", rules(fast="block"))
 def test_with_a_head_that_went_to_nan(acceptance):
     llm, (_, params, head) = with_head(acceptance), joint.pair(*PAIR)

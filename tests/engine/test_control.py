@@ -294,7 +294,7 @@ def test_calibration_measures_a_round_and_not_the_first_run_of_its_program(monke
 
 
 @pytest.mark.slow  # other shapes of what is above
-def test_strategies_of_path_tuples_and_trees_that_are_cut_can_be_chosen():
+def test_strategies_of_path_tuples_can_be_chosen():
     name = "paths:0,1,0.0"
     control = ControlConfig("static", ("off", name), initial=name)
     llm = LLM((CFG, *weights()), SpecConfig(((0,), (1,), (0, 0))), 1, 64, control=control)
@@ -302,6 +302,9 @@ def test_strategies_of_path_tuples_and_trees_that_are_cut_can_be_chosen():
     samples, totals = llm.engine.generate(jobs)
     assert [s.token_ids for s in samples] == tokens_of(jobs)
     assert totals.drafted_rounds == totals.rounds and samples[0].stats.drafted % 3 == 0
+
+
+def test_the_spec_s_tree_may_be_cut_and_others_may_not():
     spec = SpecConfig("3_2_5", spec_verify_tokens=4)
     control = ControlConfig("bandit", ("off", "3_2_5", "4_2_6"))
     with pytest.raises(ValueError, match="spec_verify_tokens = 4 cuts it below"):

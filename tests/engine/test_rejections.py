@@ -26,7 +26,7 @@ PARAMS = (
 )
 UNDRAFTED = 4
 # (acceptance mode, strategy, aligned); the first drafts without knowing of any transform.
-CHAIN, BLOCK = ("coupled", "2_1_3", False), ("block", "1_1_2", True)
+CHAIN, BLOCK = ("coupled", "2_1_3", False), ("block", "2_1_3", True)
 STATIC, DYNAMIC = ("recursive", "2x2", True), ("coupled", "2_3_5", True)
 
 

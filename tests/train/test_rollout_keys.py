@@ -44,7 +44,7 @@ def test_a_combination_that_cannot_be_is_refused_with_the_section(settings, said
         RolloutSection(**settings)
 
 
-@pytest.mark.slow  # test_features collects them through LLM
+@pytest.mark.slow  # that it writes them is seen below
 def test_a_run_with_telemetry_writes_its_rejections_and_may_resume_without(
     thin_policy, tmp_path, monkeypatch
 ):
@@ -56,7 +56,7 @@ def test_a_run_with_telemetry_writes_its_rejections_and_may_resume_without(
 
     watched = trainer(**{"rollout.telemetry": "true"})
     rounds = 0
-    for _ in range(2):
+    for _ in range(2):  # the second is not told of the first's again
         watched.step()
         rounds += sum(s.stats.rounds for g in watched.last_rollout.groups for s in g)
     summary = read_jsonl(tmp_path / "telemetry.jsonl").summary()
@@ -116,7 +116,7 @@ def silent(thin_policy, tmp_path_factory):
 def test_other_sources_than_the_head_draft_and_sample_the_same_tokens(
     source, silent, thin_policy, tmp_path
 ):
-    settings = {"rollout.source": "ngram", "rollout.strategy": "3_2_6"}
+    settings = {"rollout.source": "ngram", "rollout.strategy": "3_2_6", "rollout.telemetry": "true"}
     if source == "model":  # the policy drafts for itself: nothing is rejected
         settings = {"rollout.draft_model": thin_policy, "rollout.strategy": "2_1_3"}
     drafting = cool_trainer(thin_policy, tmp_path, **settings)
@@ -126,6 +126,11 @@ def test_other_sources_than_the_head_draft_and_sample_the_same_tokens(
     assert "rollout/spec_accept_length" not in silent
     least = 1.0 if source == "ngram" else 2.0
     assert spoken["rollout/spec_accept_length"] > least
+    if source == "ngram":
+        groups = drafting.last_rollout.groups
+        rounds = sum(sample.stats.rounds for group in groups for sample in group)
+        assert read_jsonl(tmp_path / "telemetry.jsonl").summary().rounds == rounds
+        assert drafting.engine.telemetry.records == []
 
 
 @pytest.mark.parametrize(

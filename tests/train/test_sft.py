@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import jax
@@ -40,6 +41,7 @@ SETTINGS = {
     "draft.optim.lr": 1e-2,
     "draft.unroll_steps": 2,
     "checkpoint.every": 30,
+    "checkpoint.keep_last": 3,
 }
 
 
@@ -190,6 +192,15 @@ def final_state(run) -> list[np.ndarray]:
         trees, meta = checkpoints.restore(None, {"policy": policy, "draft": head})
     assert (meta["stage"], meta["step"]) == ("head", 100)
     return [np.asarray(leaf) for leaf in jax.tree.leaves(trees)]
+
+
+def test_a_run_resumed_in_the_policy_stage_ends_as_one_that_was_not(run, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(run, out, ignore=shutil.ignore_patterns("hf"))
+    sft.main([*arguments(out), "--resume_step", "30"])
+    assert learned(out) == learned(run)
+    for mine, theirs in zip(final_state(out), final_state(run), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 @pytest.mark.slow  # runs of train.rl are killed in every test run
