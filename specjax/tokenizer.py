@@ -22,9 +22,10 @@ def load_tokenizer(path: str | Path, required: bool = True):
         raise FileNotFoundError(
             f"{path} has no tokenizer.json; copy the model's tokenizer files there"
         )
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     settings = path / "tokenizer_config.json"
     named = json.loads(settings.read_text()).get("tokenizer_class") if settings.exists() else None
-    plain = named in ("PreTrainedTokenizerFast", "TokenizersBackend")
-    return (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(path)
+    if named in ("PreTrainedTokenizerFast", "TokenizersBackend"):
+        from transformers import PreTrainedTokenizerFast as Tokenizer
+    else:  # takes seconds to import where torch is installed
+        from transformers import AutoTokenizer as Tokenizer
+    return Tokenizer.from_pretrained(path)

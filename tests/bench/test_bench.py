@@ -66,6 +66,7 @@ def records(out):
 # --- the four arms ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # a whole bench, of half a minute
 def test_three_steps_of_four_arms_are_bit_identical_in_tokens_rewards_and_policy(four_arms):
     found = figures(four_arms)
     assert found["equality"]["value"] == "steps bit-identical: 3 of 3"
@@ -134,6 +135,7 @@ def test_a_changed_token_is_found_and_not_explained_away(thin_policy, tmp_path, 
     ]
 
 
+@pytest.mark.slow  # a whole bench, of half a minute
 def test_arms_record_every_step_and_figures_have_value_unit_and_interval(four_arms):
     lines = records(four_arms)
     assert {(r["step"], r["arm"]) for r in lines} == {(s, a) for s in (1, 2, 3) for a in arms.ARMS}
@@ -157,6 +159,7 @@ def test_arms_record_every_step_and_figures_have_value_unit_and_interval(four_ar
     assert settings["differences"]["online"]["draft"]["epochs"] == 1
 
 
+@pytest.mark.slow  # a whole bench, of half a minute
 def test_the_histograms_of_a_record_account_for_all_its_tokens(four_arms):
     for r in records(four_arms):
         if r["arm"] == "none":
@@ -196,6 +199,7 @@ def test_samples_beyond_the_slots_wait_their_turn(table):
     assert predict.replay([5, 1, 2], 2, lambda n: 10.0 if n == 2 else 1.0) == pytest.approx(32.0)
 
 
+@pytest.mark.slow  # a whole bench, of half a minute
 def test_arms_predicts_by_the_tables_it_is_given_and_predict_repeats_it(four_arms, table, tmp_path):
     found = figures(four_arms)
     argv = ["--acceptance", str(four_arms / "arms.json"), "--costs", str(table)]

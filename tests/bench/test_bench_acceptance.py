@@ -180,6 +180,7 @@ def test_the_parts_in_order_do_what_a_round_does():
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow  # a whole bench, of half a minute
 def test_bench_round_reports_shares_and_that_noise_is_drawn_once(
     thin_policy, tmp_path, monkeypatch
 ):

@@ -30,6 +30,7 @@ def measured(thin_policy, tmp_path_factory):
     return out, kept[0]
 
 
+@pytest.mark.slow  # a whole bench, of half a minute
 def test_every_arm_generates_the_same_tokens_and_nothing_compiles_meanwhile(measured):
     figures = json.loads(measured[0].read_text())["figures"]
     for arm in ("plain", "off", "1_1_2", "goodput"):
@@ -38,6 +39,7 @@ def test_every_arm_generates_the_same_tokens_and_nothing_compiles_meanwhile(meas
     assert figures["compilations"]["value"] == 0
 
 
+@pytest.mark.slow  # a whole bench, of half a minute
 def test_each_chain_has_exactly_its_length_in_turns_that_end_naturally(measured):
     bench = measured[1]
     for arm in ("plain", "goodput"):
@@ -49,6 +51,7 @@ def test_each_chain_has_exactly_its_length_in_turns_that_end_naturally(measured)
     assert max(len(c.turns) for c in bench.rollouts["plain"].chains) > 1
 
 
+@pytest.mark.slow  # a whole bench, of half a minute
 def test_the_result_has_ratios_with_intervals_and_charges_the_calibration(measured):
     figures = json.loads(measured[0].read_text())["figures"]
     apart = figures["wall_ratio/goodput/plain_calibration_apart"]["value"]
@@ -66,6 +69,7 @@ def test_the_result_has_ratios_with_intervals_and_charges_the_calibration(measur
         assert figures[f"prompt_reading_share/{arm}"]["value"] > 0
 
 
+@pytest.mark.slow  # a whole bench, of half a minute
 def test_the_trace_accounts_for_every_token_and_the_figure_is_there(measured):
     out, bench = measured
     trace = Trace.read(out)
@@ -91,6 +95,7 @@ def test_the_ideal_takes_the_fastest_strategy_at_each_size_of_the_batch():
     assert picks == "1: 2_1_3, 4: off"
 
 
+@pytest.mark.slow  # a whole bench, of half a minute
 def test_a_changed_token_is_found_and_not_explained_away(measured):
     bench = measured[1]
     plain, changed = bench.rollouts["plain"], copy.deepcopy(bench.rollouts["plain"])

@@ -104,6 +104,7 @@ SMALL = """--repeats 2 --max_tokens 8 --max_prompt_tokens 24 --strategies 1_1_2 
 TAIL = "--batches --tail_prompts 3 --tail_batch 1 --tail_median 1".split()
 
 
+@pytest.mark.slow  # a whole bench, of half a minute
 def test_bench_peers_compares_with_a_jax_sampler_where_there_is_no_torch(
     thin_policy, tmp_path, monkeypatch
 ):

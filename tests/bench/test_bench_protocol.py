@@ -158,6 +158,7 @@ def test_prompts_have_their_length_and_end_with_a_problem_of_their_own(thin_poli
     assert found[0].count(tokenizer.eos_token_id) > 2  # several worked problems come before
 
 
+@pytest.mark.slow  # a whole bench, of half a minute
 def test_bench_protocol_writes_all_figures_of_a_workload(thin_policy, tmp_path):
     out = tmp_path / "protocol.json"
     argv = "--workloads sampled --scale 1/64 --repeats 2 --strategy 1_1_2 --window 0.001".split()

@@ -40,6 +40,7 @@ def loaded(thin_policy, tmp_path_factory):
     return values, kept[0]
 
 
+@pytest.mark.slow  # a whole bench, of half a minute
 def test_a_load_test_loses_nothing_and_finds_every_answer_right(loaded):
     values, _ = loaded
     for name in ("requests_lost", "requests_wrong", "malformed_accepted", "pairs_unlike"):
@@ -59,6 +60,7 @@ def first(asks, wanted):
     return next(i for i, ask in enumerate(asks) if wanted(ask))
 
 
+@pytest.mark.slow  # a whole bench, of half a minute
 def test_what_is_lost_or_wrong_is_found(loaded):
     plain, asks, answers = loaded[1]
     stays = [isinstance(ask, Ask) and ask.fate == NORMAL for ask in asks]
@@ -115,6 +117,7 @@ def test_what_is_lost_or_wrong_is_found(loaded):
     assert judged(pair, other_text).unlike == 1
 
 
+@pytest.mark.slow  # a whole bench, of half a minute
 def test_a_load_test_that_goes_wrong_fails(loaded):
     figures = {name: {"value": value} for name, value in loaded[0].items()}
     assert serve.failures(figures, 10) == []

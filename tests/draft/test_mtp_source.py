@@ -139,8 +139,8 @@ def prompts_of(rng, *lengths):
 @pytest.mark.parametrize(
     ("modules", "recycle", "page_size"),
     [
-        (1, "post_norm", 16),
         (2, "pre_norm", 8),
+        pytest.param(1, "post_norm", 16, marks=pytest.mark.slow),
         pytest.param(1, "pre_norm", None, marks=pytest.mark.slow),
         pytest.param(2, "post_norm", None, marks=pytest.mark.slow),
     ],

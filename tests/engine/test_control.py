@@ -117,7 +117,12 @@ class Chosen(Controller):
 
 @pytest.mark.parametrize(
     ("controller", "best"),
-    [("goodput", "off"), ("goodput", "3_1_4"), ("bandit", "off"), ("bandit", "3_1_4")],
+    [
+        ("goodput", "off"),
+        ("bandit", "3_1_4"),
+        pytest.param("goodput", "3_1_4", marks=pytest.mark.slow),
+        pytest.param("bandit", "off", marks=pytest.mark.slow),
+    ],
 )
 def test_what_gives_most_tokens_per_second_is_chosen(controller, best, monkeypatch):
     """On a clock of our own, on which every strategy but one takes ten times as long."""

@@ -46,7 +46,7 @@ def any_options(rng) -> SamplingParams:
     )
 
 
-@pytest.mark.parametrize("engine", ["speculative", "plain"])
+@pytest.mark.parametrize("engine", ["speculative", pytest.param("plain", marks=pytest.mark.slow)])
 def test_nothing_compiles_when_options_change(engine):
     llm, rng = shared_llm(engine), np.random.default_rng(0)
     llm.generate(PROMPTS, NOTHING)  # placements of 4

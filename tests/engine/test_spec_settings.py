@@ -29,7 +29,11 @@ def usual(model):
     return decoded(model)
 
 
-@pytest.mark.parametrize("changed", [{"tau": 5.0}, {"adaptive_width": True}], ids=str)
+@pytest.mark.parametrize(
+    "changed",
+    [{"adaptive_width": True}, pytest.param({"tau": 5.0}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_setting_of_dynamic_trees_changes_what_is_drafted_and_no_token(model, usual, changed):
     samples, llm = decoded(model, **changed)
     assert [s.token_ids for s in samples] == [s.token_ids for s in usual[0]]

@@ -112,7 +112,7 @@ def replay(weights):
 
 
 @pytest.mark.parametrize(
-    "running", ["recompute", "finish", pytest.param("keep", marks=pytest.mark.slow)]
+    "running", ["recompute", *(pytest.param(x, marks=pytest.mark.slow) for x in ("finish", "keep"))]
 )
 def test_weights_change_under_load_and_no_token_is_lost_or_wrong(
     restored: Server, others, weights, replay, running
