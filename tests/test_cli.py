@@ -212,6 +212,7 @@ def test_one_sample_is_printed_as_it_grows_and_stops_before_a_stop_string(run, p
     assert run("17+25+8=", "--stop", stop)[1] == text[: text.index(stop)] + "\n"
 
 
+@pytest.mark.slow
 def test_several_samples_come_in_the_order_of_their_prompts(run, plain):
     status, said, _ = run("17+25+8=", "1+1=", "-n", "2", "--seed", "5", "--temperature", "0.7")
     wanted = [

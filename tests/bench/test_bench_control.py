@@ -189,6 +189,7 @@ def shared(bench, monkeypatch):
     bench.engine.set_params(bench.llm.params, bench.llm.head)
 
 
+@pytest.mark.slow  # a whole bench, of half a minute
 def test_a_measurement_counts_every_token_of_so_many_samples_at_once(bench):
     recorder = Recorder(Static("1_1_2"))
     for slots in (1, 2):
@@ -201,6 +202,7 @@ def test_a_measurement_counts_every_token_of_so_many_samples_at_once(bench):
         assert not bench.engine.has_work and bench.engine.scheduler.pool.used == 0
 
 
+@pytest.mark.slow  # a whole bench, of half a minute
 def test_a_stream_emits_the_samples_that_generate_gives(bench):
     """Whatever chooses, cut short or not: the first samples are those of a plain call."""
     groups = list(itertools.islice(bench.jobs(), 3))
@@ -229,6 +231,7 @@ def test_a_stream_emits_the_samples_that_generate_gives(bench):
     assert len(finished) >= 6
 
 
+@pytest.mark.slow  # a whole bench, of half a minute
 def test_the_sweep_measures_all_arms_at_all_batch_sizes_and_compiles_nothing_more(
     thin_policy, shared, tmp_path
 ):
@@ -250,6 +253,7 @@ def test_the_sweep_measures_all_arms_at_all_batch_sizes_and_compiles_nothing_mor
     assert is_png(out.with_suffix(".png"))
 
 
+@pytest.mark.slow  # a whole bench, of half a minute
 def test_the_swap_follows_each_controller_through_both_swaps_and_compiles_nothing(
     thin_policy, shared, tmp_path
 ):

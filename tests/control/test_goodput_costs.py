@@ -36,7 +36,15 @@ def both(costs, arms, batch, noise, slower, rates=GOOD, seed=0):
 
 
 @pytest.mark.parametrize("noise", NOISES)
-@pytest.mark.parametrize(("factor", "over"), [(3.0, 0), (2.5, 4000), (4.0, 6000), (4.0, 10_000)])
+@pytest.mark.parametrize(
+    ("factor", "over"),
+    [
+        (3.0, 0),
+        (4.0, 10_000),
+        pytest.param(2.5, 4000, marks=pytest.mark.slow),
+        pytest.param(4.0, 6000, marks=pytest.mark.slow),
+    ],
+)
 def test_a_running_strategy_that_alone_grows_dearer_is_left(factor, over, noise):
     world, controller = both(pair_costs(), PAIR, 1, noise, growth(factor, over, "4_1_5"))
     assert controller.current == "4_1_5"
@@ -61,7 +69,10 @@ def test_without_doubt_in_what_does_not_run_nobody_would_know(monkeypatch):
 
 
 @pytest.mark.parametrize(("noise", "least"), [(0.0, 0.98), (0.03, 0.98), (0.1, 0.96)])
-@pytest.mark.parametrize("factor", [1.0, pytest.param(2.0, marks=pytest.mark.slow), 4.0])
+@pytest.mark.parametrize(
+    "factor",
+    [pytest.param(1.0, marks=pytest.mark.slow), pytest.param(2.0, marks=pytest.mark.slow), 4.0],
+)
 def test_keeping_watch_costs_little_where_all_grow_alike_or_nothing_changes(factor, noise, least):
     for costs, arms in ((pair_costs(), PAIR), (cost_table("h200_8b"), ARMS)):
         for rates in (GOOD, BAD):
@@ -70,6 +81,7 @@ def test_keeping_watch_costs_little_where_all_grow_alike_or_nothing_changes(fact
             assert run.share >= least, (arms, rates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("factor", "only"), [(1.0, None), (3.0, None), (3.0, "4_1_5")])
 def test_where_times_are_very_noisy_it_still_does_so_on_average(factor, only):
     shares = []

@@ -207,6 +207,7 @@ def test_after_plain_decoding_predictions_are_those_of_a_head_that_was_in_every_
         mixed = leave(mixed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("modules", "page_size"), [(2, 8), pytest.param(1, None, marks=pytest.mark.slow)]
 )

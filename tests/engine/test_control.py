@@ -168,6 +168,7 @@ def test_those_that_opt_out_run_plain_decoding_where_nobody_else_runs(monkeypatc
     assert both[0].token_ids == alone[0].token_ids
 
 
+@pytest.mark.slow
 def test_no_controller_is_told_the_seconds_of_a_chunk_beside_which_a_program_was_compiled():
     control = ControlConfig("bandit", strategies=TWO)
     engine = engine_of("1_1_2", batch=1, control=control, prefill_chunk=16)

@@ -106,6 +106,7 @@ def test_every_sample_that_differs_is_warned_of_once_with_position_tokens_and_ga
     assert len(warnings()) == len(llm.differences) == differing > 1
 
 
+@pytest.mark.slow  # test_invariant has such engines
 def test_invariant_mode_runs_both_arms_in_one_engine_and_explains_no_difference():
     llm = exact_llm(invariant=True)
     outs = llm.generate(PROMPTS, OPTIONS)

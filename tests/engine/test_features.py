@@ -103,6 +103,7 @@ def test_what_is_warmed_up_compiles_no_more_and_requests_that_need_less_take_the
     assert seen[-1][1] == Features.all()
 
 
+@pytest.mark.slow
 def test_requests_like_those_that_an_llm_was_warmed_up_for_compile_nothing():
     llm = LLM((CFG, weights()[0], None), None, max_batch=1, max_len=16)
     llm.warm_up([SamplingParams(), SamplingParams(top_p=0.5)])
@@ -140,6 +141,7 @@ def test_greedy_requests_ask_for_no_noise(asked):
     assert seen == [(Features.none(), Features.none())]
 
 
+@pytest.mark.slow  # so does test_rejections
 def test_telemetry_is_collected_through_llm_when_on_and_absent_when_off():
     llm = LLM((CFG, *weights()), SpecConfig("1_1_2", telemetry=True), max_batch=2, max_len=40)
     llm.tokenizer = Pieces()

@@ -99,6 +99,7 @@ def test_there_are_as_many_rejections_as_the_histograms_imply(run):
     assert summary.rejections + summary.accepts[-1] == summary.rounds
 
 
+@pytest.mark.slow
 def test_a_walk_that_ends_at_a_leaf_of_a_dynamic_tree_is_no_rejection():
     llm, samples = ran(*DYNAMIC)
     summary = llm.telemetry.summary()
@@ -139,7 +140,7 @@ def test_an_aligned_draft_proposes_nothing_that_the_target_masks():
 def test_telemetry_changes_no_token_and_is_absent_unless_asked_for(monkeypatch):
     monkeypatch.delenv("SPECJAX_TELEMETRY", raising=False)
     _, recorded = ran(*BLOCK)  # whose tokens any change to what is drafted would change
-    silent = build(strategy="1_1_2", acceptance="block")
+    silent = build(strategy=BLOCK[1], acceptance="block")
     assert silent.telemetry is None
     outputs = silent.generate(PROMPTS, PARAMS)
     for (request, index), sample in recorded.items():

@@ -59,6 +59,7 @@ def by_itself(directory):
 CHAIN = f"{STEPS}_1_{STEPS + 1}"
 
 
+@pytest.mark.slow  # test_chi_square_sources drafts with a model
 @pytest.mark.parametrize("strategy", [CHAIN, pytest.param("2x2", marks=pytest.mark.slow)])
 def test_a_draft_model_that_is_the_target_is_always_accepted(by_itself, strategy):
     """Greedy and sampled, for both draw with the same noise; so its cache is right everywhere."""

@@ -115,6 +115,7 @@ def test_side_by_side_the_tokens_are_the_same_and_times_are_compared(page: Page,
     assert "one side-by-side run" in page.text("#evidence")
 
 
+@pytest.mark.slow
 def test_repeated_pairs_turn_their_order_round_and_show_their_spread(page: Page):
     page.do("live.compared = []; turns = 0")
     for _ in range(2):
@@ -145,6 +146,7 @@ def test_different_tokens_are_shown_and_no_time_is_claimed(page: Page):
     assert "says nothing about speculation, for the answers differ" in page.text("#ratio")
 
 
+@pytest.mark.slow
 def test_lanes_shrink_with_the_batch(page: Page, server: Server):
     page.do("""
         window.seen = [];
@@ -214,6 +216,7 @@ def goodput(server: Server):
     engine.controller = before
 
 
+@pytest.mark.slow
 def test_the_estimate_is_of_the_size_that_runs_and_says_what_it_is_made_of(
     page: Page, server: Server, goodput: Goodput
 ):

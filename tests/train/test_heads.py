@@ -45,7 +45,10 @@ def test_the_last_heads_of_a_run_lie_in_a_directory_of_their_own(run):
     assert meta["step"] == 3 and meta["mtp_concat"] == "embedding_first"
 
 
-@pytest.mark.parametrize("source", ["draft/3", "hf", "hf/mtp.safetensors"])
+@pytest.mark.parametrize(
+    "source",
+    ["draft/3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("hf", "hf/mtp.safetensors"))],
+)
 def test_a_run_starts_from_a_head_that_lies_alone(run, thin_policy, tmp_path, source):
     argv = tiny_run.arguments(
         thin_policy, tmp_path, rollout__head=run / source, draft__mode="frozen"

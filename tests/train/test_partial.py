@@ -182,7 +182,7 @@ def responses(trainer):
     "changes",
     [
         {"rollout.strategy": "off", "rollout.chunk_tokens": 7, "rollout.order": "longest_first"},
-        {"rollout.max_batch": 2, "rollout.page_size": 16},
+        pytest.param({"rollout.max_batch": 2, "rollout.page_size": 16}, marks=pytest.mark.slow),
     ],
     ids=["plain", "slots"],
 )
