@@ -110,6 +110,7 @@ def test_a_draft_program_that_touches_the_policy_breaks_the_equality(
     assert "parameters differ from none's though" in found["first_difference/online"]["value"]
 
 
+@pytest.mark.slow  # a whole bench, of half a minute
 def test_a_changed_token_is_found_and_not_explained_away(thin_policy, tmp_path, monkeypatch):
     honest = Trainer.step
 

@@ -9,9 +9,9 @@ import pytest
 from bench import serve, serve_verdict
 from bench.serve_traffic import DISCONNECT, NORMAL, Ask, traffic
 
-# One slot, and few lengths of a prompt and what follows: the fewest programs to compile.
+# Two slots, and few lengths of a prompt and what follows: few programs to compile.
 SETTINGS = (
-    "engine.max_batch=1 engine.max_len=64 engine.prefill_chunk=16 engine.warm_up=none "
+    "engine.max_batch=2 engine.max_len=64 engine.prefill_chunk=16 engine.warm_up=none "
     "engine.chunk_tokens=4 speculation.strategy=2_1_3"
 ).split()
 LOAD = (
