@@ -14,6 +14,7 @@ from specjax import chips
 from specjax.chips import Chip
 from specjax.collectives import received
 from specjax.config import ModelConfig
+from specjax.draft.model_source import ModelSource
 from train.plan_hlo import Cost, Module
 from train.plan_programs import Program, Shapes, caches, device_bytes
 
@@ -136,16 +137,18 @@ def roofline(chip: Chip, cost: Cost) -> Roofline:
 
 
 def with_prefix(cost: Cost, shapes: Shapes, strategy: str, slots: int, context: int) -> Cost:
-    """A round's cost with what attention to `context` cached positions per slot adds, those of the
-    head at each of its steps included.
+    """A round's cost with what attention to `context` cached positions per slot adds, those of what
+    drafts at each of its steps included.
 
     How long prefixes are is not in the program, so this part is always counted by hand.
     """
     model, ways, pairs = shapes.model, split(shapes), context * slots
-    drafting = steps_of(shapes, strategy) * model.mtp_num_layers
-    read = chips.cache_values(model, model.num_layers + drafting, pairs) / ways
-    drafted = drafted_rows(shapes, strategy) * model.mtp_num_layers
-    operations = chips.attention_operations(model, drafted, pairs) + chips.attention_operations(
+    draft, layers = drafter(shapes)
+    drafting = steps_of(shapes, strategy) * layers
+    read = chips.cache_values(model, model.num_layers, pairs) / ways
+    read += chips.cache_values(draft, drafting, pairs) / ways
+    drafted = drafted_rows(shapes, strategy) * layers
+    operations = chips.attention_operations(draft, drafted, pairs) + chips.attention_operations(
         model, model.num_layers, pairs * rows_of(shapes, strategy)
     )
     total = Cost()
@@ -204,7 +207,7 @@ def _count(program: Program, given: Mapping[str, float], shapes: Shapes) -> Cost
     if kind == "draft":
         outputs = model.vocab_size * model.hidden_size  # the policy's own distributions
         tokens = cfg.packing.rows * cfg.packing.row_length
-        each = cfg.draft.unroll_steps * _head_weights(model) + outputs
+        each = cfg.draft.unroll_steps * draft_weights(shapes) + outputs
         return Cost(3 * 2 * each * tokens / devices, read)
     if kind in ("apply", "convert", "reshard", "place"):
         return Cost(0.0, 2 * read)
@@ -214,18 +217,29 @@ def _count(program: Program, given: Mapping[str, float], shapes: Shapes) -> Cost
         return Cost(2 * weights * rows * width / ways, read)
     _, strategy, slots, _ = program.key
     rows, steps = rows_of(shapes, strategy), steps_of(shapes, strategy)
-    drafting = drafted_rows(shapes, strategy) * _head_weights(model)
-    # The first step's weights are among what the program is given, but for the output matrix.
-    again = _width(model) * max(steps - 1, 0) * _head_weights(model)
+    drafting = drafted_rows(shapes, strategy) * draft_weights(shapes)
+    # The first step's weights are among what the program is given, but for the output matrix if it
+    # is the policy's.
+    again = _width(model) * max(steps - 1, 0) * draft_weights(shapes)
     outputs = _width(model) * min(steps, 1) * model.vocab_size * model.hidden_size
+    outputs *= drafter(shapes)[0] is model
     operations = 2 * slots * (weights * rows + drafting)
     return Cost(operations / ways, read + (again + outputs) / ways)
 
 
-def _head_weights(model: ModelConfig) -> int:
-    """That one step of the head multiplies by, the policy's output matrix included."""
-    own = model.mtp_num_layers * chips.layer_weights(model) + 2 * model.hidden_size**2
-    return own + model.vocab_size * model.hidden_size
+def drafter(shapes: Shapes) -> tuple[ModelConfig, int]:
+    """The config that what drafts follows, and how many of its layers: the policy's and its head's
+    modules, or those of a draft model."""
+    if isinstance(shapes.source, ModelSource):
+        return shapes.source.cfg, shapes.source.cfg.num_layers
+    return shapes.model, shapes.model.mtp_num_layers
+
+
+def draft_weights(shapes: Shapes) -> int:
+    """That one step of drafting multiplies by, the output matrix included."""
+    cfg, layers = drafter(shapes)
+    inputs = 2 * cfg.hidden_size**2 if cfg is shapes.model else 0  # state and embedding into one
+    return layers * chips.layer_weights(cfg) + inputs + cfg.vocab_size * cfg.hidden_size
 
 
 def attention_pairs(cfg) -> int:
@@ -240,12 +254,12 @@ def rows_of(shapes: Shapes, strategy: str) -> int:
 
 
 def steps_of(shapes: Shapes, strategy: str) -> int:
-    """Times that the head runs in a round of the strategy; 0 if it does not draft."""
+    """Times that head or draft model run in a round of the strategy; 0 if there is none."""
     return shapes.engine.runner.plans[strategy].steps if shapes.head is not None else 0
 
 
 def drafted_rows(shapes: Shapes, strategy: str) -> int:
-    """Rows per slot that the head is run on in a round, all steps together."""
+    """Rows per slot that head or draft model are run on in a round, all steps together."""
     if not steps_of(shapes, strategy):
         return 0
     tree = shapes.engine.runner.plans[strategy].tree

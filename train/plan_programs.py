@@ -18,11 +18,12 @@ from specjax import sharding
 from specjax.command_line import ConfigError, find_shipped
 from specjax.config import ModelConfig
 from specjax.decode.options import Features
+from specjax.draft.source import DraftSource
 from specjax.engine.engine import Engine
-from specjax.engine.sources import source_of
+from specjax.engine.sources import model_source, source_of
 from specjax.engine.start_up import start_programs
 from specjax.models import hf
-from specjax.models.transformer import Params, init_params
+from specjax.models.transformer import Params, init_params, to_decode_layout
 from specjax.reshard import Mover, Reshard, cast
 from train.draft import FIELDS, frozen_policy_parts
 from train.engines import Mesh, make_meshes
@@ -74,7 +75,8 @@ class Shapes:
     Attributes:
       mesh, places: as `make_meshes` makes them of `devices`; with `for_replica` every replica's
         place is there. apart: whether that is so. target: where weights go, of `devices`.
-      model: the policy. built: its programs. params, head, opt, draft_opt: shapes with shardings.
+      model: the policy. built: its programs. params, opt, draft_opt: shapes with shardings.
+      head: the same of what drafts, be it a head or a model; None: it has no weights.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Shapes:
                 self.places = places * cfg.rollout.replicas
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        model = self._read_model()
+        model, self.read_from = self._read("model", cfg.model, cfg.dtype.params)
         require_length(cfg, model)
         self.head = None
         if drafts_with_head(cfg):
@@ -99,7 +101,9 @@ class Shapes:
             self.head = sharding.shapes(head, self.mesh, sharding.param_shardings)
         self.model = as_computed(cfg, model)
         self.params = self._params(self.model)
-        self.source = self._source()
+        self.source = None
+        if drafts(cfg) and not drafts_with_head(cfg):
+            self.source, self.head = self._source()
         self.built: Programs = build_programs(cfg, self.model, self.source, self.mesh, self.places)
         for engine, head in ((self.engine, self.head), (self.built.eval_engine, None)):
             if engine is not None:
@@ -109,18 +113,18 @@ class Shapes:
         if self.built.draft is not None:
             self.draft_opt = self._like_params(self.built.draft.init_opt_state, self.head)
 
-    def _read_model(self) -> ModelConfig:
-        path = find_shipped(self.cfg.model)
+    def _read(self, key: str, name: str, dtype: str) -> tuple[ModelConfig, str]:
+        """The config of the model that a key of the run names, and where it lies."""
+        path = find_shipped(name)
         if not path.is_dir():
             path = find_shipped(f"{SHAPES}/{path.name}")
         if not path.is_dir():
             raise ConfigError(
-                f"model: no directory {self.cfg.model}, and no shapes of that name in {SHAPES}; a "
+                f"{key}: no directory {name}, and no shapes of that name in {SHAPES}; a "
                 "plan needs no weights, but the model's config.json"
             )
-        self.read_from = str(path)
-        dtype = self.cfg.dtype.params
-        return hf.read_config(path).replace(param_dtype=dtype, compute_dtype=dtype)
+        cfg = hf.read_config(path).replace(param_dtype=dtype, compute_dtype=dtype)
+        return cfg, str(path)
 
     def _params(self, model: ModelConfig) -> Params:
         return self._like_params(lambda: init_params(model))
@@ -130,16 +134,15 @@ class Shapes:
         made = jax.eval_shape(make, *inputs)
         return sharding.shapes(made, self.mesh, sharding.param_shardings)
 
-    def _source(self):
+    def _source(self) -> tuple[DraftSource, Params | None]:
+        """What drafts in the head's place, and its weights; see `load_draft_model`."""
         spec = self.cfg.rollout.spec()
-        if not drafts(self.cfg) or drafts_with_head(self.cfg):
-            return None
-        if spec.source == "model":
-            raise ConfigError(
-                "train.plan does not know the draft model's weights yet; plan with "
-                "rollout.source=head or rollout.source=ngram"
-            )
-        return source_of(self.model, spec)
+        if spec.source != "model":
+            return source_of(self.model, spec), None
+        cfg, _ = self._read("rollout.draft_model", spec.draft_model, self.model.compute_dtype)
+        source = model_source(cfg, self.model, self.mesh)
+        made = self._like_params(lambda: to_decode_layout(init_params(cfg), source.cfg))
+        return source, made
 
     # --- programs --------------------------------------------------------------------------------
 
@@ -242,7 +245,7 @@ class Shapes:
             "policy parameters": device_bytes(self.params),
             "policy optimizer": device_bytes(self.opt),
             "reference policy": reference,
-            "draft head": device_bytes(self.head),
+            "draft": device_bytes(self.head),
             "draft optimizer": device_bytes(self.draft_opt),
             **self._held_by(self.engine),
         }

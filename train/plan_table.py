@@ -108,7 +108,7 @@ def program_rows(name: str, plan: dict) -> list[list[str]]:
     return rows
 
 
-_WEIGHTS = ("policy parameters", "reference policy", "draft head", "parameters to roll out")
+_WEIGHTS = ("policy parameters", "reference policy", "draft", "parameters to roll out")
 _OPTIMIZERS = ("policy optimizer", "draft optimizer")
 
 

@@ -149,9 +149,17 @@ def load_draft_model(
     ids = [None if t is None else t.get_vocab() for t in (tokenizer, target_tokenizer)]
     check_vocabulary(draft_cfg, target_cfg, *ids)
     cfg, params, _ = hf.load_checkpoint(path, dtype, mesh)
-    # Fused weights, as unrolled layers have them, cannot be split over a mesh.
-    cfg = cfg.replace(scan_layers=cfg.scan_layers or mesh is not None)
-    params = jax.jit(to_decode_layout, static_argnums=1)(params, cfg)
+    source = model_source(cfg, target_cfg, mesh)
+    params = jax.jit(to_decode_layout, static_argnums=1)(params, source.cfg)
     if mesh is not None:
         params = jax.device_put(params, sharding.param_shardings(mesh, params))
-    return ModelSource(cfg, target_cfg.vocab_size), params
+    return source, params
+
+
+def model_source(
+    cfg: ModelConfig, target_cfg: ModelConfig, mesh: jax.sharding.Mesh | None
+) -> ModelSource:
+    """The source that a draft model is, from its config."""
+    # Fused weights, as unrolled layers have them, cannot be split over a mesh.
+    cfg = cfg.replace(scan_layers=cfg.scan_layers or mesh is not None)
+    return ModelSource(cfg, target_cfg.vocab_size)

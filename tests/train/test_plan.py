@@ -234,6 +234,45 @@ def test_a_head_that_learns_in_gaps_has_rollouts_beside_it(tiny_policy, tmp_path
     assert update["true"] >= held["roll out"] > update["false"] >= held["train"]
 
 
+def with_draft_model(policy: Path) -> dict:
+    """The policy drafts for itself."""
+    return {"draft.mode": "frozen", "rollout.draft_model": policy}
+
+
+def test_a_draft_model_is_planned_with_its_weights_and_its_cache(tiny_policy, tmp_path):
+    flags = ("--topology", "h200:8")
+    plain = planned(tiny_policy, tmp_path, *flags, **{"draft.mode": "none"})
+    drafts = planned(tiny_policy, tmp_path, *flags, **with_draft_model(tiny_policy))
+    before, after = plain["resident_bytes"], drafts["resident_bytes"]
+    assert "draft" not in before and after["draft"] == after["policy parameters"]
+    assert after["cache"] == 2 * before["cache"]
+    policy, draft = (named(drafts, f"resharding, {whose}") for whose in ("policy", "draft"))
+    assert draft["given_bytes"] == policy["given_bytes"]
+    round_, step = named(drafts, "chunk 1_1_2 x 1"), named(plain, "chunk off x 1")
+    assert round_["flops"] >= 3 * step["flops"], "two rows verified, one drafted"
+
+
+@pytest.mark.slow
+def test_with_a_draft_model_too_a_run_runs_what_is_planned(tiny_policy, tmp_path):
+    changes = with_draft_model(tiny_policy)
+    cfg, _ = parse_config(RLConfig, settings(tiny_policy, tmp_path, **changes))
+    trainer, ran = rl.Trainer(cfg), {}
+    runner = trainer.engines[0].runner
+
+    def build(key, lower, donate):
+        program = lower()
+        ran[key] = program.as_text()
+        return program.compile()
+
+    runner.executables.build = build
+    trainer.warm_up()
+    for whose, program in zip(("policy", "draft"), runner._mover.programs, strict=True):
+        ran["reshard", whose] = program.lower().as_text()
+    lowered = {p.key: p for p in Shapes(cfg, jax.devices()).programs()}
+    assert not [key for key in ran if lowered[key].lower().as_text() != ran[key]]
+    assert trainer.step()["rollout/spec_accept_length"] > 1.5
+
+
 def test_twice_the_slots_take_twice_the_cache(tiny_policy, tmp_path):
     flags = ("--topology", "h200:8")  # arithmetic: nothing is compiled
     one = planned(tiny_policy, tmp_path, *flags, **{"rollout.max_batch": 16})
