@@ -26,24 +26,6 @@ def settings(policy, out, **changes):
     return tiny_run.arguments(policy, out, **small, **changes)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def programs_are_shared():
-    """Arms whose settings differ in the head alone decode by the same programs, which are built
-    once for all comparisons here, as is the policy's update."""
-    policies, programs, honest = {}, {}, arms.Comparison.__init__
-
-    def sharing(self, cfg):
-        honest(self, cfg)
-        for arm, trainer in self.trainers.items():
-            trainer.policy = policies.setdefault(cfg.steps, trainer.policy)
-            own = trainer.engine.runner.executables
-            own.by_key = programs.setdefault(arm == "none", own.by_key)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arms.Comparison, "__init__", sharing)
-        yield
-
-
 @pytest.fixture(scope="module")
 def four_arms(thin_policy, table, tmp_path_factory):
     """Three steps of the four arms; the directory of the results."""
