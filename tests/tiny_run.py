@@ -72,6 +72,10 @@ def arguments(model: Path, out: Path, /, **changes) -> list[str]:
 # Settings that no program of a rollout, or of the policy, depends on.
 OF_NO_ROLLOUT = {"prompts", "n", "temperature", "over_sample", "partial", "max_staleness", "order"}
 OF_NO_UPDATE = {"dynamic_sampling", "max_resample"}
+# Those that the evaluation's engine takes from the rollout's.
+OF_EVALUATION = (
+    "max_prompt_tokens", "max_tokens", "page_size", "chunk_tokens", "prefill_chunk", "scan_layers",
+)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -105,8 +109,8 @@ def shared_programs():
         if places == [None]:
             share(built.engines[0], model, roll, cfg.dtype, built.engines[0].spec)
             if built.eval_engine is not None:
-                lengths = cfg.rollout.max_prompt_tokens, cfg.rollout.max_tokens
-                share(built.eval_engine, model, lengths, cfg.rollout.page_size, cfg.eval)
+                plain = {name: getattr(cfg.rollout, name) for name in OF_EVALUATION}
+                share(built.eval_engine, model, plain, cfg.eval)
         return built
 
     with pytest.MonkeyPatch.context() as patch:
