@@ -100,6 +100,22 @@ def test_figures_are_those_of_one_device(whole, tiny_policy, tmp_path):
     assert named(figures, "chunk 1_1_2 x 1")["received_bytes"]
 
 
+def warm_up_recorded(trainer: rl.Trainer, ran: dict) -> None:
+    """Warms up, and adds the text of each program of the engine and of those that move weights."""
+    runner = trainer.engines[0].runner
+
+    def build(key, lower, donate):
+        program = lower()
+        ran[key] = program.as_text()
+        return program.compile()
+
+    runner.executables.build = build
+    trainer.warm_up()
+    # These ran before anybody could look.
+    for whose, program in zip(("policy", "draft"), runner._mover.programs, strict=True):
+        ran["reshard", whose] = program.lower().as_text()
+
+
 @pytest.fixture(scope="module")
 def run(tiny_policy, tmp_path_factory):
     """One step of a real run: its configuration, the text of each program that it lowered, its
@@ -120,11 +136,6 @@ def run(tiny_policy, tmp_path_factory):
 
         return call
 
-    def build(key, lower, donate):
-        program = lower()
-        ran[key] = program.as_text()
-        return program.compile()
-
     update = trainer.draft.update
 
     def watched(head, opt_state, policy, batches, states):
@@ -135,11 +146,7 @@ def run(tiny_policy, tmp_path_factory):
     trainer.policy._apply = recorded(("apply",), trainer.policy._apply)
     trainer.draft._update = recorded(("draft",), trainer.draft._update)
     trainer.draft.update = watched
-    runner.executables.build = build
-    trainer.warm_up()
-    # These ran before anybody could look.
-    for whose, program in zip(("policy", "draft"), runner._mover.programs, strict=True):
-        ran["reshard", whose] = program.lower().as_text()
+    warm_up_recorded(trainer, ran)
     return cfg, ran, trainer.step(), given, held
 
 
@@ -257,17 +264,7 @@ def test_with_a_draft_model_too_a_run_runs_what_is_planned(tiny_policy, tmp_path
     changes = with_draft_model(tiny_policy)
     cfg, _ = parse_config(RLConfig, settings(tiny_policy, tmp_path, **changes))
     trainer, ran = rl.Trainer(cfg), {}
-    runner = trainer.engines[0].runner
-
-    def build(key, lower, donate):
-        program = lower()
-        ran[key] = program.as_text()
-        return program.compile()
-
-    runner.executables.build = build
-    trainer.warm_up()
-    for whose, program in zip(("policy", "draft"), runner._mover.programs, strict=True):
-        ran["reshard", whose] = program.lower().as_text()
+    warm_up_recorded(trainer, ran)
     lowered = {p.key: p for p in Shapes(cfg, jax.devices()).programs()}
     assert not [key for key in ran if lowered[key].lower().as_text() != ran[key]]
     assert trainer.step()["rollout/spec_accept_length"] > 1.5
