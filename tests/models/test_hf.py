@@ -173,16 +173,20 @@ def test_loading_never_holds_a_second_copy_of_the_weights(tmp_path):
     largest = max(a.nbytes for a in jax.tree.leaves(params))
     hf.load_checkpoint(tmp_path / "out")  # imports and caches
     gc.disable()  # a collection meanwhile would lower what is kept, and not the peak
-    tracemalloc.start()
+    above = []
     try:
-        loaded = hf.load_checkpoint(tmp_path / "out")[1]
-        kept, peak = tracemalloc.get_traced_memory()
+        for _ in range(3):  # other threads may allocate beside one of them
+            tracemalloc.start()
+            loaded = hf.load_checkpoint(tmp_path / "out")[1]
+            kept, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            above.append(peak - kept)
     finally:
         tracemalloc.stop()
         gc.enable()
     # `kept`: jax may keep numpy's buffers as the arrays themselves. A loader that reads all before
     # it places any would peak above that by `total`.
-    assert peak - kept < total / 2 > 2 * largest
+    assert min(above) < 2 * largest < total / 2
     assert_same(loaded, params)
 
 
