@@ -28,7 +28,8 @@ from pathlib import Path
 from bench import arms_figures, arms_plot, predict
 from bench.common import own_settings, user_errors, write_result
 from bench.equality import Equality, Fingerprint, snapshot
-from specjax.command_line import ConfigError, load_config, option
+from specjax.command_line import ConfigError, load_config
+from specjax.schema import option
 from train.draft import DraftConfig
 from train.rollout_schema import RolloutSection
 from train.schema import EvalSection, RLConfig

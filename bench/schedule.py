@@ -34,7 +34,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.common import figure, own_settings, paired_ratio_interval, user_errors, write_result
-from specjax.command_line import ConfigError, load_config, option
+from specjax.command_line import ConfigError, load_config
+from specjax.schema import option
 from train.rollout_schema import RolloutSection
 from train.schema import RLConfig
 from train.trainer import Trainer

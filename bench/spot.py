@@ -48,7 +48,8 @@ from bench.common import (  # noqa: E402
     user_errors,
     write_result,
 )
-from specjax.command_line import ConfigError, load_config, option  # noqa: E402
+from specjax.command_line import ConfigError, load_config  # noqa: E402
+from specjax.schema import option  # noqa: E402
 from train.draft import DraftConfig, SpotConfig  # noqa: E402
 from train.rollout_schema import RolloutSection  # noqa: E402
 from train.schema import EvalSection, RLConfig  # noqa: E402

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specjax import LLM, ControlConfig, EngineConfig, SamplingParams, SpecConfig
-from specjax.command_line import REQUIRED, ConfigError, at_least, find_shipped, option
+from specjax.command_line import ConfigError, find_shipped
 from specjax.config.spec import ACCEPTANCE_MODES, DRAFT_SOURCES
 from specjax.control.config import CONTROLLERS
+from specjax.schema import REQUIRED, at_least, option
 from specjax.sharding import offer_cpu_devices
 
 WARM_UP = {

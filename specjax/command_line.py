@@ -1,17 +1,4 @@
-"""Configuration of a program: a dataclass schema <- a YAML file <- `key=value` arguments.
-
-A schema is a tree of dataclasses whose fields are made with `option`, so that every key has a type,
-a default and a sentence of documentation (a field made otherwise has it under "Attributes:" in the
-docstring of its class); `--help` lists them and nothing else needs writing::
-
-    @dataclass
-    class Optimizer:
-        lr: float = option(1e-4, "peak learning rate")
-
-    @dataclass
-    class Config:
-        steps: int = option(100, "number of updates")
-        optimizer: Optimizer = option(Optimizer, "the policy's optimizer")
+"""Configuration of a program: a schema (`schema.py`) <- a YAML file <- `key=value` arguments.
 
     config = load_config(Config, sys.argv[1:], prog="train.rl", description="GRPO")
 
@@ -22,11 +9,8 @@ message; they never show a traceback.
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import difflib
-import functools
-import inspect
 import json
 import re
 import sys
@@ -37,40 +21,12 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import yaml
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from specjax.schema import describe, keys_of, show, type_name
+
 T = TypeVar("T")
-REQUIRED: Any = MISSING  # the default of an option that the user must set
-
-
-def option(default: Any, doc: str, choices: Sequence[Any] | None = None) -> Any:
-    """A documented dataclass field.
-
-    Args:
-        default: a value (lists and dicts are copied), a dataclass for a section of its own, or
-            `REQUIRED`.
-        doc: one line for `--help`, with the unit where there is one.
-        choices: the only values allowed.
-    """
-    metadata = {"doc": doc, "choices": None if choices is None else tuple(choices)}
-    if isinstance(default, type) and dataclasses.is_dataclass(default):
-        return dataclasses.field(default_factory=default, metadata=metadata)
-    if isinstance(default, (list, dict)) or dataclasses.is_dataclass(default):
-        return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def at_least(section: str, values, **smallest: int) -> None:
-    """Checks fields of a section against the smallest values that make sense.
-
-    Raises:
-      ValueError: one of them is smaller.
-    """
-    for name, least in smallest.items():
-        if getattr(values, name) < least:
-            key = f"{section}.{name}" if section else name
-            raise ValueError(f"{key}: expected at least {least}, got {getattr(values, name)}")
 
 
 def load_config(
@@ -108,7 +64,7 @@ def parse_config(
     parser = _Parser(
         prog=f"python -m {prog}" if prog and " " not in prog else prog,
         description=description,
-        epilog=_describe(schema_cls),
+        epilog=describe(schema_cls),
         usage="%(prog)s [--config FILE] [flags] [key=value ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -161,109 +117,6 @@ class _Parser(argparse.ArgumentParser):
         if "unrecognized arguments" in message:
             message += " (settings are written key=value, without dashes)"
         self.exit(2, f"{self.prog}: error: {message}\nTry {self.prog} --help\n")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Key:
-    name: str  # dotted
-    type: Any
-    default: Any
-    doc: str
-    choices: tuple[Any, ...] | None
-    section: bool
-
-
-@functools.cache
-def _keys(schema_cls: type) -> tuple[_Key, ...]:
-    """Every key of the schema, depth first, sections before what they hold."""
-    return tuple(_keys_below(schema_cls))
-
-
-def _keys_below(schema_cls: type, prefix: str = "", section_default: Any = None) -> Iterator[_Key]:
-    """The keys of a section, or of the whole.
-
-    The default of a section (`option(Optimizer(lr=1e-3), ...)`) decides those of its keys. A
-    section of type `Section | None` may be null; it exists once one of its keys is set.
-    """
-    hints = typing.get_type_hints(schema_cls)
-    docs = _attribute_docs(schema_cls)
-    for field in dataclasses.fields(schema_cls):
-        kind = hints[field.name]
-        inner = _section_of(kind)
-        section = inner is not None
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        elif default is dataclasses.MISSING:
-            default = REQUIRED
-        if section_default is not None:
-            default = getattr(section_default, field.name)
-        meta = field.metadata
-        name = prefix + field.name
-        doc = meta.get("doc") or docs.get(field.name, "")
-        yield _Key(name, kind, default, doc, meta.get("choices"), section)
-        if inner is not None:
-            below = default if isinstance(default, inner) else None
-            yield from _keys_below(inner, f"{name}.", below)
-
-
-def _section_of(kind: Any) -> type | None:
-    """The dataclass of a section, also of one that may be null; None: it is a plain key."""
-    options = [k for k in typing.get_args(kind) if k is not type(None)] or [kind]
-    found = options[0]
-    return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
-
-
-def _attribute_docs(schema_cls: type) -> dict[str, str]:
-    """Name -> sentence, from "Attributes:" in the docstrings of a class and its bases."""
-    docs: dict[str, str] = {}
-    for cls in reversed(schema_cls.__mro__):
-        text = inspect.cleandoc(cls.__dict__.get("__doc__") or "")
-        _, _, section = text.partition("Attributes:\n")
-        names, indent = [], 0
-        for line in section.splitlines():
-            if line and not line.startswith(" "):
-                break  # the next section
-            entry = _ATTRIBUTE.match(line)
-            # A line indented further than the first entry goes on with the sentence before it.
-            if entry and (not names or len(entry["indent"]) <= indent):
-                indent = len(entry["indent"])
-                names = entry["names"].split(", ")
-                docs.update(dict.fromkeys(names, entry["text"]))
-            else:
-                docs.update({name: f"{docs[name]} {line.strip()}".strip() for name in names})
-    return {name: doc.removesuffix(".") for name, doc in docs.items()}
-
-
-_ATTRIBUTE = re.compile(r"(?P<indent> +)(?P<names>\w+(, \w+)*): (?P<text>.+)")
-
-
-def _describe(schema_cls: type) -> str:
-    rows: list[tuple[str, str, str]] = []
-    for key in _keys(schema_cls):
-        if key.section:
-            rows.append((f"\n{key.name}", "", key.doc))
-            continue
-        default = "required" if key.default == REQUIRED else _show(key.default)
-        doc = key.doc
-        if key.choices:
-            doc += f" [one of {', '.join(_show(choice) for choice in key.choices)}]"
-        rows.append((f"{key.name}={default}", _type_name(key.type), doc))
-    left = min(44, max((len(name) for name, _, _ in rows), default=0))
-    middle = max((len(kind) for _, kind, _ in rows), default=0)
-    lines = [f"  {name:<{left}}  {kind:<{middle}}  {doc}".rstrip() for name, kind, doc in rows]
-    lines = [line if not line.startswith("  \n") else "\n  " + line[3:] for line in lines]
-    return "keys, with their defaults and types:\n" + "\n".join(lines)
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, (bool, list, dict)) or value is None:
-        return yaml.safe_dump(value, default_flow_style=True).splitlines()[0]
-    return "''" if value == "" else str(value)
-
-
-def _type_name(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind)
 
 
 def _merge(schema_cls: type, config: str | None, overrides: Sequence[str]) -> DictConfig:
@@ -356,8 +209,8 @@ def _apply(
 
 def _check_names(schema_cls: type, raw: Any, source: str) -> None:
     """Refuses keys that there are not, and values where there is a section."""
-    sections = {key.name: key.section for key in _keys(schema_cls)}
-    nullable = {key.name for key in _keys(schema_cls) if key.section and key.default is None}
+    sections = {key.name: key.section for key in keys_of(schema_cls)}
+    nullable = {key.name for key in keys_of(schema_cls) if key.section and key.default is None}
     for name, value in _flatten(raw, sections):
         if name not in sections:
             raise ConfigError(f"{source}: unknown key {name!r}{_suggest(schema_cls, name)}")
@@ -375,7 +228,7 @@ def _flatten(node: Any, sections: dict[str, bool], prefix: str = "") -> Iterator
 
 
 def _suggest(schema_cls: type, name: str) -> str:
-    known = [key.name for key in _keys(schema_cls)]
+    known = [key.name for key in keys_of(schema_cls)]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if not close:  # the right key in the wrong section, or without its section
         last = name.rsplit(".", 1)[-1]
@@ -386,8 +239,8 @@ def _suggest(schema_cls: type, name: str) -> str:
 
 def _type_message(schema_cls: type, error: OmegaConfBaseException, source: str) -> str:
     name = getattr(error, "full_key", None) or "value"
-    kinds = {key.name: key.type for key in _keys(schema_cls)}
-    expected = f" (expected {_type_name(kinds[name])})" if name in kinds else ""
+    kinds = {key.name: key.type for key in keys_of(schema_cls)}
+    expected = f" (expected {type_name(kinds[name])})" if name in kinds else ""
     return f"{source}: {name}: {_first_line(error)}{expected}"
 
 
@@ -396,13 +249,13 @@ def _finish(schema_cls: type[T], merged: DictConfig) -> T:
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise ConfigError(f"no value for the required keys {missing}; set them as key=value")
-        for key in _keys(schema_cls):
+        for key in keys_of(schema_cls):
             value = OmegaConf.select(merged, key.name)
             if OmegaConf.select(merged, key.name.rpartition(".")[0] or key.name) is None:
                 continue  # a section that is null
             if key.choices is not None and value not in key.choices:
-                choices = ", ".join(_show(choice) for choice in key.choices)
-                raise ConfigError(f"{key.name}: expected one of {choices}, got {_show(value)}")
+                choices = ", ".join(show(choice) for choice in key.choices)
+                raise ConfigError(f"{key.name}: expected one of {choices}, got {show(value)}")
         return typing.cast(T, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise ConfigError(_type_message(schema_cls, error, "configuration")) from error

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 import optax
 
-from specjax.command_line import option
+from specjax.schema import option
 
 
 @dataclass

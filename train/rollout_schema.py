@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from specjax.command_line import at_least, option
 from specjax.config import SamplingParams, SpecConfig
 from specjax.config.spec import DRAFT_SOURCES
 from specjax.control import OFF, ControlConfig, FastRLSettings, read_fastrl
 from specjax.control.config import CONTROLLERS, DEFAULT_STRATEGIES
 from specjax.engine.settings import EngineConfig
+from specjax.schema import at_least, option
 
 
 @dataclass

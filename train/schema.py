@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specjax.command_line import at_least, option
 from specjax.config import ModelConfig
 from specjax.distributed import DistributedConfig
+from specjax.schema import at_least, option
 from specjax.sharding import MeshConfig
 from train.data import DataConfig
 from train.draft import DraftConfig

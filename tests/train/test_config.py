@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from specjax.command_line import REQUIRED, _keys, load_config, option, parse_config
+from specjax.command_line import load_config, parse_config
+from specjax.schema import REQUIRED, keys_of, option
 from train.schema import RLConfig, SFTConfig
 
 
@@ -129,7 +130,7 @@ def test_help_takes_sentences_from_docstrings_and_defaults_from_the_section(caps
 
 @pytest.mark.parametrize("schema", [RLConfig, SFTConfig])
 def test_every_key_of_the_programs_has_a_sentence(schema):
-    assert [key.name for key in _keys(schema) if not key.doc] == []
+    assert [key.name for key in keys_of(schema) if not key.doc] == []
 
 
 def test_print_config_prints_yaml_that_reads_back_to_the_same_config(tmp_path, capsys):

@@ -1,0 +1,165 @@
+"""What a configuration can hold: a tree of dataclasses whose fields document themselves.
+
+Fields are made with `option`, so that every key has a type, a default and a sentence of
+documentation (a field made otherwise has it under "Attributes:" in the docstring of its class)::
+
+    @dataclass
+    class Optimizer:
+        lr: float = option(1e-4, "peak learning rate")
+
+    @dataclass
+    class Config:
+        steps: int = option(100, "number of updates")
+        optimizer: Optimizer = option(Optimizer, "the policy's optimizer")
+
+`describe` lists the keys for `--help`, and nothing else needs writing. What a user gave for them is
+read in `command_line.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import yaml
+from omegaconf import MISSING
+
+REQUIRED: Any = MISSING  # the default of an option that the user must set
+
+
+def option(default: Any, doc: str, choices: Sequence[Any] | None = None) -> Any:
+    """A documented dataclass field.
+
+    Args:
+        default: a value (lists and dicts are copied), a dataclass for a section of its own, or
+            `REQUIRED`.
+        doc: one line for `--help`, with the unit where there is one.
+        choices: the only values allowed.
+    """
+    metadata = {"doc": doc, "choices": None if choices is None else tuple(choices)}
+    if isinstance(default, type) and dataclasses.is_dataclass(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    if isinstance(default, (list, dict)) or dataclasses.is_dataclass(default):
+        return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def at_least(section: str, values, **smallest: int) -> None:
+    """Checks fields of a section against the smallest values that make sense.
+
+    Raises:
+      ValueError: one of them is smaller.
+    """
+    for name, least in smallest.items():
+        if getattr(values, name) < least:
+            key = f"{section}.{name}" if section else name
+            raise ValueError(f"{key}: expected at least {least}, got {getattr(values, name)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    name: str  # dotted
+    type: Any
+    default: Any
+    doc: str
+    choices: tuple[Any, ...] | None
+    section: bool
+
+
+@functools.cache
+def keys_of(schema_cls: type) -> tuple[Key, ...]:
+    """Every key of the schema, depth first, sections before what they hold."""
+    return tuple(_keys_below(schema_cls))
+
+
+def _keys_below(schema_cls: type, prefix: str = "", section_default: Any = None) -> Iterator[Key]:
+    """The keys of a section, or of the whole.
+
+    The default of a section (`option(Optimizer(lr=1e-3), ...)`) decides those of its keys. A
+    section of type `Section | None` may be null; it exists once one of its keys is set.
+    """
+    hints = typing.get_type_hints(schema_cls)
+    docs = _attribute_docs(schema_cls)
+    for field in dataclasses.fields(schema_cls):
+        kind = hints[field.name]
+        inner = _section_of(kind)
+        section = inner is not None
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        elif default is dataclasses.MISSING:
+            default = REQUIRED
+        if section_default is not None:
+            default = getattr(section_default, field.name)
+        meta = field.metadata
+        name = prefix + field.name
+        doc = meta.get("doc") or docs.get(field.name, "")
+        yield Key(name, kind, default, doc, meta.get("choices"), section)
+        if inner is not None:
+            below = default if isinstance(default, inner) else None
+            yield from _keys_below(inner, f"{name}.", below)
+
+
+def _section_of(kind: Any) -> type | None:
+    """The dataclass of a section, also of one that may be null; None: it is a plain key."""
+    options = [k for k in typing.get_args(kind) if k is not type(None)] or [kind]
+    found = options[0]
+    return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
+
+
+def _attribute_docs(schema_cls: type) -> dict[str, str]:
+    """Name -> sentence, from "Attributes:" in the docstrings of a class and its bases."""
+    docs: dict[str, str] = {}
+    for cls in reversed(schema_cls.__mro__):
+        text = inspect.cleandoc(cls.__dict__.get("__doc__") or "")
+        _, _, section = text.partition("Attributes:\n")
+        names, indent = [], 0
+        for line in section.splitlines():
+            if line and not line.startswith(" "):
+                break  # the next section
+            entry = _ATTRIBUTE.match(line)
+            # A line indented further than the first entry goes on with the sentence before it.
+            if entry and (not names or len(entry["indent"]) <= indent):
+                indent = len(entry["indent"])
+                names = entry["names"].split(", ")
+                docs.update(dict.fromkeys(names, entry["text"]))
+            else:
+                docs.update({name: f"{docs[name]} {line.strip()}".strip() for name in names})
+    return {name: doc.removesuffix(".") for name, doc in docs.items()}
+
+
+_ATTRIBUTE = re.compile(r"(?P<indent> +)(?P<names>\w+(, \w+)*): (?P<text>.+)")
+
+
+def describe(schema_cls: type) -> str:
+    rows: list[tuple[str, str, str]] = []
+    for key in keys_of(schema_cls):
+        if key.section:
+            rows.append((f"\n{key.name}", "", key.doc))
+            continue
+        default = "required" if key.default == REQUIRED else show(key.default)
+        doc = key.doc
+        if key.choices:
+            doc += f" [one of {', '.join(show(choice) for choice in key.choices)}]"
+        rows.append((f"{key.name}={default}", type_name(key.type), doc))
+    left = min(44, max((len(name) for name, _, _ in rows), default=0))
+    middle = max((len(kind) for _, kind, _ in rows), default=0)
+    lines = [f"  {name:<{left}}  {kind:<{middle}}  {doc}".rstrip() for name, kind, doc in rows]
+    lines = [line if not line.startswith("  \n") else "\n  " + line[3:] for line in lines]
+    return "keys, with their defaults and types:\n" + "\n".join(lines)
+
+
+def show(value: Any) -> str:
+    if isinstance(value, (bool, list, dict)) or value is None:
+        return yaml.safe_dump(value, default_flow_style=True).splitlines()[0]
+    return "''" if value == "" else str(value)
+
+
+def type_name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind)
