@@ -154,7 +154,7 @@ class Chunk:
 
     def run(self) -> None:
         inputs = self.name, self.features, *everyone(self.runner), self.rounds
-        ran = int(jax.block_until_ready(self.runner.chunk(*inputs)).rounds)
+        ran = int(self.runner.chunk(*inputs).open().rounds)
         if ran != self.rounds:
             raise ValueError(
                 f"expected {self.rounds} rounds of {self.name}, got {ran}: the samples ended "

@@ -14,6 +14,7 @@ from collections import Counter, deque
 import jax
 
 from specjax.decode.chunk import Result
+from specjax.engine.parcel import Parcel
 from specjax.engine.runner import Runner
 from specjax.engine.sequence import Sequence
 
@@ -34,7 +35,7 @@ class Chunk:
     """
 
     rows: list[Sequence | None]
-    result: Result
+    result: Parcel[Result]
     strategy: str
     version: int
     mark: jax.Array | None
@@ -65,7 +66,7 @@ class InFlight:
     @property
     def is_ready(self) -> bool:
         """Whether the device is done with the next chunk, as it is where there is none."""
-        return not self._chunks or self._chunks[0].result.length.is_ready()
+        return not self._chunks or self._chunks[0].result.is_ready
 
     def add(self, chunk: Chunk) -> None:
         self._chunks.append(chunk)
@@ -102,7 +103,7 @@ class InFlight:
     def notice_what_is_done(self) -> None:
         """Whoever looks now may have been away for longer than the device was busy."""
         for chunk in self._chunks:
-            if chunk.unseen is None and chunk.result.length.is_ready():
+            if chunk.unseen is None and chunk.result.is_ready:
                 chunk.unseen = time.perf_counter() - self._left
 
     def wait_for(self, chunk: Chunk) -> tuple[Result, float]:
@@ -119,7 +120,7 @@ class InFlight:
         elif by is None:
             jax.block_until_ready(chunk.mark)
             after = by = time.perf_counter()
-        result = jax.device_get(chunk.result)
+        result = chunk.result.open()
         self._arrived = time.perf_counter()
         self._done = self._arrived - (chunk.unseen or 0.0)
         most, least = self._arrived - after, self._done - max(by, after)

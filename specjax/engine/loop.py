@@ -16,7 +16,6 @@ import functools
 import time
 from collections.abc import Callable
 
-import jax
 import numpy as np
 
 from specjax.control import Controller, Observation
@@ -266,7 +265,7 @@ class Loop:
         table = np.where(active[:, None], self._table[slots], 0)
         enqueued, mark = time.perf_counter(), self.runner.mark
         result = self.runner.chunk(strategy, features, slots, active, table, rounds, leave_at)
-        jax.tree.map(lambda x: x.copy_to_host_async(), result)
+        result.send()
         rows = alive + [None] * (bucket - len(alive))
         sure = 0 if leave_at else rounds
         self._in_flight.add(

@@ -28,6 +28,7 @@ from specjax.engine.agreement import agreement_of
 from specjax.engine.checksum import Checksum, require_same
 from specjax.engine.executables import Executables
 from specjax.engine.pages import pages_for
+from specjax.engine.parcel import Parcel
 from specjax.engine.plans import make_plans, own_name
 from specjax.engine.sources import with_attention
 from specjax.kernels import dispatch
@@ -301,7 +302,7 @@ class Runner:
         table: np.ndarray,
         rounds: int,
         leave_at: int = 0,
-    ) -> Result:
+    ) -> Parcel[Result]:
         """Starts a chunk; what it returns is on the device and may not be there yet.
 
         Args:
@@ -333,7 +334,9 @@ class Runner:
             here = sharding.pin_slots(self.mesh, here)
         model, capacity = self.model(params), self.rounds(strategy)
         here, result = run_chunk(model, head, plan, here, capacity, rounds, leave_at)
-        return put_slots(state, here, slots), result
+        if self.mesh is not None:  # each array on its own: then no layout of them all is needed
+            result = jax.lax.with_sharding_constraint(result, sharding.replicated(self.mesh))
+        return put_slots(state, here, slots), Parcel.of(result)
 
     @property
     def looks_around(self) -> bool:

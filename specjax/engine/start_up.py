@@ -17,6 +17,7 @@ from specjax.decode.chunk import Result
 from specjax.decode.options import Features
 from specjax.engine.inputs import admission_of, piece_of, place_size, place_sizes
 from specjax.engine.pages import pages_for
+from specjax.engine.parcel import Parcel
 from specjax.engine.request import make_jobs
 from specjax.engine.runner import Runner
 from specjax.engine.scheduler import Start
@@ -209,10 +210,10 @@ def _starts(runner: Runner, count: int, length: int) -> list[Start]:
 def _chunk(runner: Runner, strategy, features, bucket, rounds: int) -> int:
     """Runs a chunk and returns how many rounds it had."""
     result = _start_chunk(runner, strategy, features, bucket, rounds)
-    return int(jax.block_until_ready(result).rounds)
+    return int(result.open().rounds)
 
 
-def _start_chunk(runner: Runner, strategy, features, bucket, rounds: int) -> Result:
+def _start_chunk(runner: Runner, strategy, features, bucket, rounds: int) -> Parcel[Result]:
     """Starts a chunk of the first slots, each in pages of its own as long as there are enough."""
     needed = min(_context(runner) + runner.most_tokens, runner.max_len)
     each = pages_for(needed, runner.page_size)

@@ -157,7 +157,7 @@ def test_a_full_batch_runs_every_slot_in_pages_of_its_own_and_can_be_filled_agai
     found = []
     for _ in range(2):
         full_batch.fill(runner, 20, {"temperature": 0.5})
-        result = jax.device_get(runner.chunk("off", Features(), slots, active, table, 4))
+        result = runner.chunk("off", Features(), slots, active, table, 4).open()
         assert result.rounds == 4 and result.length.tolist() == [24] * 3
         found.append(result.tokens)
     np.testing.assert_array_equal(*found)

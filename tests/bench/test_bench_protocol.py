@@ -187,10 +187,10 @@ def test_a_replay_runs_the_programs_of_generate_and_ends_where_it_did(thin_polic
     device = host.Device(llm)
     device.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=9, ignore_eos=True))
     assert {call[0].__name__ for call in device.calls} == {"prefill", "place", "chunk"}
-    wanted = jax.device_get((llm.engine.runner.state.tokens, device.last.length))
+    wanted = jax.device_get(llm.engine.runner.state.tokens), device.last.open().length
     compiled = llm.engine.runner.compilations
     device.replay()
-    again = jax.device_get((llm.engine.runner.state.tokens, device.last.length))
+    again = jax.device_get(llm.engine.runner.state.tokens), device.last.open().length
     jax.tree.map(np.testing.assert_array_equal, wanted, again)
     assert llm.engine.runner.compilations == compiled
     assert 0 < device.waited and 0 < device.enqueuing

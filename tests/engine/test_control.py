@@ -330,6 +330,20 @@ class Mark:
         return self.ready
 
 
+class Results:
+    """What a chunk tells, once its mark is ready."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    @property
+    def is_ready(self):
+        return self.mark.ready
+
+    def open(self):
+        return None
+
+
 @pytest.mark.parametrize(("seen_at", "seconds"), [(2.0, 10.0), (7.0, math.nan), (None, math.nan)])
 def test_the_time_of_a_chunk_after_prompts_is_known_if_its_beginning_was_seen(
     monkeypatch, seen_at, seconds
@@ -338,7 +352,7 @@ def test_the_time_of_a_chunk_after_prompts_is_known_if_its_beginning_was_seen(
     now, mark = [1.0], Mark()
     monkeypatch.setattr(in_flight, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     mine = InFlight(adaptive().runner)
-    chunk = Chunk([], np.zeros(1), "off", 0, mark, 0.5, 0, 1, 0)
+    chunk = Chunk([], Results(mark), "off", 0, mark, 0.5, 0, 1, 0)
     mine.add(chunk)
     mine.look()
     mark.ready = True
@@ -356,9 +370,8 @@ def test_time_in_which_nobody_asked_is_no_time_of_a_chunk(monkeypatch, away, sec
     monkeypatch.setattr(in_flight, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     mine = InFlight(adaptive().runner)
     mine.look_away()
-    result = types.SimpleNamespace(length=mark)
+    result = Results(mark)
     chunk = Chunk([], result, "off", 0, None, 1.0, 0, 1, 0)
-    monkeypatch.setattr(in_flight.jax, "device_get", lambda result: result)
     mine.add(chunk)
     now[0], mark.ready = 11.0, True
     mine.notice_what_is_done()

@@ -1,0 +1,51 @@
+"""What a chunk tells the host travels in one array, and nothing of it changes on the way."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from specjax.engine.parcel import Parcel
+
+DTYPES = (np.int32, np.uint32, np.float32, np.bool_)
+SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)
+ARRAYS = st.sampled_from(DTYPES).flatmap(lambda dtype: hnp.arrays(dtype, SHAPES))
+
+
+def same_bits(wanted, got):
+    assert wanted.dtype == got.dtype and wanted.shape == got.shape
+    assert np.asarray(wanted).tobytes() == np.asarray(got).tobytes()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(ARRAYS, min_size=1, max_size=4))
+def test_a_tree_comes_out_as_it_went_in_to_the_bit(arrays):
+    """NaN with any payload, -0.0, empty arrays and scalars as well."""
+    tree = {"first": arrays[0], "others": (None, arrays[1:])}
+    opened = Parcel.of(jax.tree.map(jnp.asarray, tree)).open()
+    assert jax.tree.structure(opened) == jax.tree.structure(tree)
+    jax.tree.map(same_bits, tree, opened)
+
+
+def test_a_compiled_program_gives_one_array_which_can_be_opened():
+    def program(x):
+        return x + 1, Parcel.of({"sum": x.sum(), "odd": x % 2 == 1, "half": x / 2})
+
+    x = jnp.arange(4)
+    compiled = jax.jit(program).lower(x).compile()
+    _, parcel = compiled(x)
+    assert len(jax.tree.leaves(parcel)) == 1
+    parcel.send()
+    opened = parcel.open()
+    assert parcel.is_ready and opened["sum"] == 6
+    np.testing.assert_array_equal(opened["odd"], [False, True, False, True])
+    np.testing.assert_array_equal(opened["half"], np.float32([0, 0.5, 1, 1.5]))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+def test_what_has_no_32_bits_is_refused(dtype):
+    with pytest.raises(TypeError, match=r"expected an array of booleans or 32-bit numbers, got "):
+        Parcel.of([jnp.zeros(2, dtype)])
