@@ -17,6 +17,7 @@ import math
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,14 +58,30 @@ def _processor() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages that matter to speed."""
+    """Python, the packages that matter to speed, and the commit of this checkout, if it is one."""
     found = {"python": platform.python_version()}
+    if commit := _commit():
+        found["specjax"] = commit
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _commit() -> str | None:
+    """Its short name, with `-dirty` where files other than results differ from it."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(RESULTS.parent.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", ".", ":!bench/results")
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def bench_parser(module: str, doc: str, out: str) -> argparse.ArgumentParser:

@@ -1,6 +1,7 @@
 """The benches through their command lines, on a policy so small that nothing is worth measuring."""
 
 import json
+import re
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import tiny_run
 
 from bench import arms, arms_figures, costs, decode, predict
 from bench.common import (
+    RESULTS,
     alternate,
     median_ratio_interval,
     paired_ratio_interval,
@@ -289,5 +291,7 @@ def test_a_result_file_names_machine_versions_and_command_and_refuses_bare_figur
     result = json.loads(path.read_text())
     assert {"name", "date", "machine", "versions", "command", "settings", "figures"} <= set(result)
     assert result["figures"]["f"] == {"value": None, "unit": "s", "interval": None}
+    if (RESULTS.parent.parent / ".git").exists():
+        assert re.fullmatch(r"[0-9a-f]{12,}(-dirty)?", result["versions"]["specjax"])
     with pytest.raises(ValueError, match="value, unit and interval"):
         write_result("x", {}, {"f": {"value": 1}}, tmp_path / "x.json")
