@@ -185,8 +185,10 @@ class Replay:
         most = min(self.rounds(strategy), controller.rounds_hint or self.chunk_tokens)
         bucket = next(b for b in self.buckets if b >= len(slots))
         smaller = max((b for b in self.buckets if b < bucket), default=0)
-        least = 0 if controller.rounds_hint else leave_at(len(slots), waiting, smaller)
-        here, report = np.array(slots), []
+        is_try = controller.rounds_hint is not None
+        least = 0 if is_try else leave_at(len(slots), waiting, smaller)
+        here, report, before = np.array(slots), [], result.tokens
+        began = left[here] > 0
         while len(report) < most and (left[here] > 0).sum() > least:
             runs = left[here] > 0
             accepted = np.zeros(len(here), int)
@@ -203,7 +205,16 @@ class Replay:
         result.choices[strategy] = result.choices.get(strategy, 0.0) + seconds
         rounds = np.array(report, int).reshape(len(report), len(here))
         early = len(report) < most and bool((left[here] > 0).any())
-        return Observation(len(slots), strategy, rounds, seconds), early
+        seen = Observation(
+            len(slots),
+            strategy,
+            rounds,
+            seconds,
+            tokens=result.tokens - before,
+            ended=int((began & (left[here] == 0)).sum()),
+            is_try=is_try,
+        )
+        return seen, early
 
 
 @dataclasses.dataclass(frozen=True)

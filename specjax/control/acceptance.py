@@ -103,13 +103,18 @@ class Acceptance:
         np.minimum(self._fresh[family], _FRESH_MOST, out=self._fresh[family])
         self._rates = {}
 
-    def expected_tokens(self, name: str) -> float:
-        """Tokens per slot and round, bonus included."""
+    def expected_tokens(self, name: str, goes_on: float = 1.0) -> float:
+        """Tokens per slot and round, bonus included.
+
+        Args:
+          goes_on: the share of tokens that are not the last of their sample. What was drafted
+            behind the last one is accepted for nothing, and the deeper a strategy drafts the more.
+        """
         if name not in self._family:
             return 1.0
-        return _tokens(self.rates(self._family[name])[: self._steps[name]])
+        return _tokens(self.rates(self._family[name])[: self._steps[name]], goes_on)
 
-    def hoped_tokens(self, name: str) -> float:
+    def hoped_tokens(self, name: str, goes_on: float = 1.0) -> float:
         """The same if every depth that was not seen lately turned out as good as can be."""
         if name not in self._family:
             return 1.0
@@ -118,7 +123,7 @@ class Acceptance:
         trust = fresh / (fresh + _FRESH)
         rates = np.asarray(self.rates(family))
         hoped = trust * rates + (1 - trust) * np.maximum(rates, CEILING)
-        return _tokens(hoped[: self._steps[name]].tolist())
+        return _tokens(hoped[: self._steps[name]].tolist(), goes_on)
 
     def is_measured(self, name: str) -> bool:
         """Whether more drafts of its family were seen than what is kept of them after a change."""
@@ -192,9 +197,9 @@ def _widen(rate: float, width: float) -> float:
     return 1 - (1 - min(rate, 0.999)) ** width
 
 
-def _tokens(rates: list[float]) -> float:
+def _tokens(rates: list[float], goes_on: float) -> float:
     total = reach = 1.0
     for rate in rates:
-        reach *= rate
+        reach *= rate * goes_on
         total += reach
     return total

@@ -69,6 +69,8 @@ class Observation:
       catch_up: rows that the draft had not read when the chunk began: tokens of plain decoding
         since it last did, of the slot that had most.
       opted_out: slots that draft nothing whatever is chosen; -1 in `accepted` of what drafts.
+      ended: samples that ended in the chunk, by a stop or a limit.
+      is_try: the chunk was selected with a `rounds_hint`.
     """
 
     batch_size: int
@@ -79,6 +81,8 @@ class Observation:
     rounds: int | None = None
     catch_up: int = 0
     opted_out: int = 0
+    ended: int = 0
+    is_try: bool = False
 
     def __post_init__(self):
         accepted = np.asarray(self.accepted)

@@ -2,7 +2,8 @@
 
     score(strategy, batch) = expected tokens per slot and round / seconds per round
 
-Seconds come from a `CostTable`, tokens from `Acceptance`. Acceptance alone misleads: the same
+Seconds come from a `CostTable`, tokens from `Acceptance`, less those that come to lie behind the
+end of their sample. Acceptance alone misleads: the same
 drafts that gain a quarter in a batch of one may lose in a batch of 32, where rows are not free.
 
 Plain decoding shows nothing of the head, and a shallow chain nothing of deeper drafts. So
@@ -38,6 +39,7 @@ _FREE_EVERY = 128  # rounds between tries that swapped weights may ask for witho
 _FREE_AGAIN = 2  # how often such a try is repeated because it told too little
 _FREE_RARELY = 32 * _FREE_EVERY  # the same after many that failed
 _CATCH_UP_ROWS = 128  # that a draft reads at most: the source remembers no more
+_ENDS_WITHIN = 4096.0  # tokens after which an observed end of a sample counts half
 _CATCH_UPS = 5  # the last ones, of which the median counts
 _MOST_CATCH_UP = 64  # plain rounds: more is taken for a hiccup of the machine
 _ARRIVES_WITHIN = 4  # choices after which the result of a try is taken for lost
@@ -114,6 +116,7 @@ class Goodput(Controller):
         self._free_at, self._free_gap = 0, _FREE_EVERY
         self._repeats, self._again = False, 0
         self._behind, self._drafting = 0, 1.0
+        self._emitted, self._ended = 0.0, 0.0  # tokens and ends of samples, discounted
         self._catch_up: dict[int, list[float]] = {}  # seconds per row, by bucket
         self._rounds = 0
         self._chunk_rounds = 16.0
@@ -124,10 +127,15 @@ class Goodput(Controller):
     def scores(self, batch_size: int) -> dict[str, float]:
         """Expected tokens per slot and second, by strategy."""
         return {
-            arm: self._per_slot(self.acceptance.expected_tokens(arm))
+            arm: self._per_slot(self.acceptance.expected_tokens(arm, self._goes_on))
             / self.costs.seconds(arm, batch_size)
             for arm in self.arms
         }
+
+    @property
+    def _goes_on(self) -> float:
+        """The share of tokens after which a sample goes on."""
+        return 1 - self._ended / max(self._emitted, self._ended, 1.0)
 
     def _per_slot(self, tokens: float) -> float:
         """Of all slots, where those that draft bring so many."""
@@ -182,7 +190,8 @@ class Goodput(Controller):
         for arm, score in scores.items():
             seconds = self.costs.seconds(arm, batch_size)
             cheaper = 1 / (1 - self.costs.slack(arm, batch_size))
-            hope = self._per_slot(self.acceptance.hoped_tokens(arm)) / seconds * cheaper
+            hoped = self.acceptance.hoped_tokens(arm, self._goes_on)
+            hope = self._per_slot(hoped) / seconds * cheaper
             overdue = arm == OFF and self.costs.age(arm, batch_size) > _OVERDUE
             if arm == current or (hope <= least and not overdue):
                 continue
@@ -240,6 +249,9 @@ class Goodput(Controller):
         rounds, known = seen.rounds, seen.seconds_per_round is not None
         self._rounds += rounds
         self._drafting = 1 - seen.opted_out / seen.batch_size
+        kept = 2 ** (-seen.tokens / _ENDS_WITHIN)
+        self._emitted = kept * self._emitted + seen.tokens
+        self._ended = kept * self._ended + seen.ended
         enters = bool(seen.catch_up) and seen.strategy != OFF
         self._behind = seen.catch_up + rounds if seen.strategy == OFF else 0
         caught_up = self._caught_up(seen) if enters and known else 0.0
@@ -247,7 +259,7 @@ class Goodput(Controller):
         per_round = None if enters else seen.seconds_per_round
         self.costs.observe(seen.strategy, seen.batch_size, per_round, rounds)
         self.acceptance.age(rounds)
-        probed = self._probe is not None and self._probe["arm"] == seen.strategy
+        probed = seen.is_try and self._probe is not None and self._probe["arm"] == seen.strategy
         accepted = seen.accepted.ravel()
         if probed and self._probe["enters"]:
             self._probe["accepted"] = accepted.tolist()
@@ -330,4 +342,5 @@ class Goodput(Controller):
 _NUMBERS = (
     "regret_seconds", "seconds", "probes", "_credit", "_free_try", "_free_at", "_free_gap",
     "_repeats", "_again", "_rounds", "_behind", "_drafting", "_chunk_rounds", "_tried_round",
+    "_emitted", "_ended",
 )  # fmt: skip

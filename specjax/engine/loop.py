@@ -158,6 +158,12 @@ class Loop:
         self.scheduler.drop(sequence)
         self.intake.forget(sequence)
 
+    def abort(self, sequence: Sequence) -> None:
+        """The same, of one that will not go on: it would have been longer."""
+        if self.config.order == "longest_first":
+            self.lengths.add_longer_than(sequence.job.prompt_hash, len(sequence.tokens))
+        self.drop(sequence)
+
     def _check_that_somebody_runs(self) -> None:
         """Raises RuntimeError where `step` would be called for ever."""
         if len(self.intake) and not self.scheduler.running:
@@ -271,7 +277,7 @@ class Loop:
         self._in_flight.add(
             Chunk(
                 rows, result, strategy, self.version, mark, enqueued, sure, rounds,
-                self.runner.agreement.said,
+                self.runner.agreement.said, is_try,
             )
         )  # fmt: skip
         return True
@@ -300,7 +306,7 @@ class Loop:
         tree = self.runner.plans[chunk.strategy].tree
         rejections = None if self.telemetry is None else result.report.rejections
         who: list[SlotInfo | None] = [None] * len(chunk.rows)
-        ends = np.full(len(chunk.rows), self.runner.max_len)
+        ends, ended = np.full(len(chunk.rows), self.runner.max_len), 0
         for row, sequence in enumerate(chunk.rows):
             if sequence is None or sequence.slot is None:
                 continue
@@ -311,16 +317,18 @@ class Loop:
             if self.watcher is not None and sequence.length > known:
                 self.watcher.news(sequence.ticket, sequence.news())
             if sample is not None:
-                ends[row] = len(sequence.job.prompt) + len(sample.token_ids)
+                ends[row], ended = len(sequence.job.prompt) + len(sample.token_ids), ended + 1
                 self._finish(sequence, sample)
         self.latest = chunk.strategy, len(chunk.rows)
         if self.watcher is not None:
             self.watcher.chunk(*self.latest, int(result.rounds))
-        self._tell_controller(chunk, result, tree is not None, seconds)
+        self._tell_controller(chunk, result, tree is not None, seconds, ended)
         if rejections is not None:
             self.telemetry.add(rejections_until(rejections, ends), who)
 
-    def _tell_controller(self, chunk: Chunk, result: Result, drafts: bool, seconds: float) -> None:
+    def _tell_controller(
+        self, chunk: Chunk, result: Result, drafts: bool, seconds: float, ended: int
+    ) -> None:
         rounds, ran = int(result.rounds), [s for s in chunk.rows if s is not None]
         opted_out = [s for s in ran if not s.job.params.speculative]
         seen = functools.partial(
@@ -332,6 +340,8 @@ class Loop:
             rounds=rounds,
             catch_up=max(s.unread for s in ran),
             opted_out=len(opted_out),
+            ended=ended,
+            is_try=chunk.is_try,
         )
         observe = self.controller.observe
         self.runner.agreement.ask(seconds, lambda agreed: observe(seen(seconds=agreed)))

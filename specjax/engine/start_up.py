@@ -32,6 +32,7 @@ REPEATS_BESIDE = 3  # it is subtracted: were it too long by a hiccup, rounds wou
 FEW = 4  # prompts: a program of their own, as slots become free a few at a time
 OnProgram = Callable[[int, int], None]  # programs that are ready, and all that there will be
 SAMPLE_SECONDS = 0.01  # of one measurement, about; where a round takes longer it is one round
+LONG_SECONDS = 4 * SAMPLE_SECONDS  # of a round: beside it a hiccup of the machine is small
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,15 +171,18 @@ def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
             strategy: min(measured(strategy, 0)[0] for _ in range(REPEATS_BESIDE))
             for strategy in runner.plans
         }
+        wanted = dict.fromkeys(runner.plans, REPEATS)
         for turn in range(REPEATS + 1):
             for strategy in runner.plans:
                 mine = samples.setdefault((strategy, bucket), [])
-                if len(mine) == REPEATS:
+                if len(mine) >= wanted[strategy]:
                     continue
                 most = runner.rounds(strategy)
                 seconds, count = measured(strategy, rounds[strategy])
                 each = max(seconds - beside[strategy], 0.1 * seconds) / count
                 rounds[strategy] = enough_rounds(each, most)
+                if each > LONG_SECONDS:
+                    wanted[strategy] = 1
                 if count >= rounds[strategy] // 2 or turn == REPEATS:
                     mine.append(each + beside[strategy] / most)
     return CostTable.from_samples(samples), time.perf_counter() - started

@@ -97,7 +97,7 @@ class World:
     def oracle(self, arms, batch: int) -> float:
         return max(batch * self.tokens(a) / self.seconds(a, batch) for a in arms)
 
-    def chunk(self, name: str, batch: int, rounds: int) -> Observation:
+    def chunk(self, name: str, batch: int, rounds: int, is_try: bool = False) -> Observation:
         rates = self.depth_rates(name)
         accepted = self.random.random((rounds, batch, len(rates))) < rates
         accepted = np.cumprod(accepted, axis=-1).sum(axis=-1).astype(int)
@@ -108,7 +108,7 @@ class World:
         if self.random.random() < self.outliers:
             seconds *= 10
         self.at += rounds
-        return Observation(batch, name, accepted, float(seconds), catch_up=behind)
+        return Observation(batch, name, accepted, float(seconds), catch_up=behind, is_try=is_try)
 
 
 def drive(
@@ -135,7 +135,7 @@ def drive(
         own = world.catch_up_seconds(name, batch)
         run.seconds.append(count * world.seconds(name, batch) + own)
         run.least.append(run.tokens[-1] / world.oracle(controller.arms, batch))
-        waiting.append(world.chunk(name, batch, count))
+        waiting.append(world.chunk(name, batch, count, controller.rounds_hint is not None))
         at += count
         if len(waiting) > lag:
             controller.observe(waiting.pop(0))

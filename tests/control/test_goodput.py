@@ -127,6 +127,49 @@ def test_who_drafts_nothing_counts_where_a_strategy_is_chosen():
         assert controller.current == best
 
 
+def test_drafts_behind_the_end_of_a_sample_count_for_nothing():
+    """Deep drafts are all accepted, and samples are three tokens long: a shallow chain wins."""
+    costs = CostTable([4], {"2_1_3": [1.0], "7_1_8": [1.5]})
+    for length, best in ((None, "7_1_8"), (3, "2_1_3")):
+        controller = Goodput(("2_1_3", "7_1_8"), costs)
+        for _ in range(40):
+            name = controller.select(4)
+            drafts = controller.drafts[name].steps
+            emitted = drafts + 1 if length is None else min(drafts + 1, length)
+            controller.observe(
+                Observation(
+                    4,
+                    name,
+                    np.full((2, 4), drafts),
+                    2 * costs.seconds(name, 4),
+                    tokens=8 * emitted,
+                    ended=0 if length is None else 8,
+                    is_try=controller.rounds_hint is not None,
+                )
+            )
+        assert controller.select(4) == best
+        scores = Goodput.scores(controller, 4)
+        assert scores["2_1_3"] < 3.0
+        again = Goodput(("2_1_3", "7_1_8"))
+        again.load_state(controller.state())
+        assert again.scores(4) == scores
+
+
+def test_a_chunk_that_was_under_way_is_not_the_try_of_its_strategy():
+    """Two chunks are in flight: one may run what is tried after it, chosen for other reasons."""
+    world = World(cost_table("cpu"), BAD)
+    controller = Goodput(ARMS, cost_table("cpu"))
+    drive(controller, world, 4, 600)
+    while (name := controller.select(4)) == "off":
+        controller.observe(world.chunk("off", 4, 8))
+    assert controller.rounds_hint is not None
+    tried = controller.state()["probe"]
+    controller.observe(world.chunk(name, 4, 4))
+    assert controller.state()["probe"] == tried, "the try has not come back yet"
+    controller.observe(world.chunk(name, 4, 1, is_try=True))
+    assert controller.state()["probe"] != tried
+
+
 def test_a_try_that_new_weights_cut_short_tells_nothing_of_them():
     world = World(cost_table("cpu"), BAD, catch_up=4.0)
     controller = Goodput(ARMS, cost_table("cpu"))
