@@ -344,7 +344,7 @@ class Engine:
         sequence = self.intake.find(ticket)
         if sequence is None:
             return None
-        self.loop.drop(sequence)
+        self.loop.abort(sequence)
         return sequence.output("abort")
 
     def suspend(self) -> list[tuple[int, Job, Progress]]:

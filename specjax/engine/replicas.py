@@ -52,8 +52,9 @@ class Replicas:
     """Engines of one kind behind the interface of one.
 
     A sample goes to the replica with the most free slots at the moment when a slot is free, and the
-    samples of a prompt, which are read once per replica, stay together while there is room. The
-    engines' `order` is that of the one queue.
+    samples of a prompt, which is read once per replica, stay together: all of them while as many
+    others wait as there are slots, and then as many as there is room for. The engines' `order` is
+    that of the one queue.
 
     Args:
       engines: one per group of devices, with equal settings.
@@ -73,6 +74,7 @@ class Replicas:
         for engine in self.engines:  # one collector and one history, as if they were one engine
             engine.loop.telemetry = first.telemetry
             engine.loop.lengths = first.loop.lengths
+        self._slots = sum(engine.batch for engine in self.engines)
         self._tickets = 0
         self._unfed: dict[int, Waiting] = {}  # by ticket
         self._queue: dict[int, dict[int, Waiting]] = {}  # the same, by prompt and ticket
@@ -309,8 +311,12 @@ class Replicas:
             replica = max(range(len(free)), key=free.__getitem__)
             if free[replica] <= 0:
                 break
-            together = self._queue[self._next_prompt()]
-            for waiting in list(together.values())[: free[replica]]:
+            together = list(self._queue[self._next_prompt()].values())
+            # Siblings come along, so that their prompt is read once, while enough others remain to
+            # even out what the replicas have to do.
+            others = len(self._unfed) - len(together)
+            count = len(together) if others >= self._slots else free[replica]
+            for waiting in together[:count]:
                 self._pop(waiting)
                 own = self.engines[replica].add(waiting.job, waiting.progress)
                 self._where[waiting.ticket] = replica, own

@@ -302,5 +302,10 @@ class LengthHistory:
             del self._of[next(iter(self._of))]
         self._all = length if self._all is None else 0.99 * self._all + 0.01 * length
 
+    def add_longer_than(self, key: int, length: int) -> None:
+        """A sample was ended from without: its length counts if it is longer than was expected."""
+        if length > (self.expected(key) or 0.0):
+            self.add(key, length)
+
     def expected(self, key: int) -> float | None:
         return self._of.get(key, self._all)

@@ -274,6 +274,13 @@ def test_prompts_whose_samples_were_long_start_first_if_asked_for():
     longest.runner.executables.by_key = first.runner.executables.by_key
     assert order_of_ends(first) == [1, 2, 3]
     assert order_of_ends(longest) == [2, 3, 1]
+    (job,) = jobs_of([9, 9], dataclasses.replace(ONE, max_tokens=60), 4)
+    ticket, expected = longest.add(job), longest.loop.lengths.expected
+    while longest.emitted(ticket) <= expected(job.prompt_hash):
+        longest.step()
+    so_far = longest.emitted(ticket)
+    longest.abort(ticket)
+    assert expected(job.prompt_hash) == so_far, "it would have been longer"
     pair, fed = [engine_of(None, batch=1, order="longest_first") for _ in range(2)], []
     for engine in pair:
         engine.runner.executables.by_key = first.runner.executables.by_key

@@ -164,6 +164,20 @@ def test_the_longest_expected_start_first_and_unknown_prompts_are_taken_for_aver
     assert lengths == sorted(lengths, reverse=True) and device.started != [0, 1, 2, 3]
 
 
+def test_an_aborted_sample_says_that_its_prompt_is_long_if_it_was_longer_than_expected():
+    history = LengthHistory()
+    for prompt, length in ((1, 4), (2, 20)):
+        history.add(prompt, length)
+    for prompt in (2, 9):
+        expected = history.expected(prompt)
+        history.add_longer_than(prompt, 1)
+        assert history.expected(prompt) == expected
+    history.add_longer_than(9, 25)
+    assert history.expected(9) == 25
+    history.add_longer_than(2, 30)
+    assert 20 < history.expected(2) < 30
+
+
 def test_a_sequence_that_stepped_back_goes_first_and_is_read_with_what_it_has_generated():
     device = Device(1, 40, 4)
     [first] = device.add(0, [1, 2, 3], 8)

@@ -60,6 +60,21 @@ def test_replicas_share_the_work_and_emit_the_tokens_of_one_engine():
     assert min(map(sum, shares)) > 0.2 * llm.totals.tokens
 
 
+def test_a_prompt_is_read_once_while_many_wait(monkeypatch):
+    """A slot becomes free for one of its samples at a time; the others must find it read."""
+    llm, read = replicated(), []
+    for engine in llm.engine.engines:
+
+        def prefill(piece, run=engine.runner.prefill):
+            read.append(int(((piece.length > 0) & (piece.start == 0)).sum()))
+            return run(piece)
+
+        monkeypatch.setattr(engine.runner, "prefill", prefill)
+    many = prompts_of(8, CFG.vocab_size, seed=5)
+    llm.generate(many, dataclasses.replace(PARAMS, max_tokens=6))
+    assert sum(read) <= len(many) + 2, "the last prompts may be shared between replicas"
+
+
 def test_a_watcher_hears_of_every_replica_by_the_tickets_that_were_given():
     llm, seen, chunks = replicated(), collections.defaultdict(list), []
 
