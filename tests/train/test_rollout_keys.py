@@ -234,3 +234,15 @@ def test_how_the_engine_uses_its_device_may_change_between_runs(thin_policy, tmp
     assert changed.fingerprint() == trainer().fingerprint()
     config = changed.engine.config
     assert (config.chunk_tokens, config.page_size, config.order) == (8, 16, "longest_first")
+
+
+def test_settings_of_ema_may_lie_in_a_file(tmp_path, capsys):
+    file = tmp_path / "ema.json"
+    file.write_text('{"candidate_steps": [2, 5], "ema_alpha": 0.5}')
+    argv = ["rollout.control.controller=ema", f"rollout.control.ema_file={file}"]
+    control = parse_config(RLConfig, argv)[0].rollout.control.build()
+    assert list(control.ema.candidate_steps) == [2, 5] and control.ema.ema_alpha == 0.5
+    file.unlink()
+    with pytest.raises(SystemExit):
+        parse_config(RLConfig, argv)
+    assert str(file) in capsys.readouterr().err
