@@ -43,8 +43,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = swap.add_argument
     add("--batch", type=int, default=4, help="samples that run at once")
     add("--rounds", type=int, default=400, help="of each phase: good head, bad head, good head")
-    add("--runs", type=int, default=3, help="of each controller")
-    add("--repeats", type=int, default=5, help="measurements of each strategy with each head")
+    add("--runs", type=int, default=7, help="of each controller")
+    add("--repeats", type=int, default=7, help="measurements of each strategy with each head")
     add("--static", default="4_1_5", help="strategy of the static controller")
     add("--controllers", nargs="+", default=list(control_swap.CONTROLLERS),
         choices=control_swap.CONTROLLERS)  # fmt: skip
@@ -67,7 +67,7 @@ def _command(commands, name: str, run, out: str) -> argparse.ArgumentParser:
     add_prompt_arguments(parser)
     add_run_arguments(parser)
     add = parser.add_argument
-    add("--seconds", type=float, default=1.0, help="of a measurement, if it is plain decoding's")
+    add("--seconds", type=float, default=2.0, help="of a measurement, if it is plain decoding's")
     add("--tokens_per_slot", type=int, default=48, help="of a measurement, at least")
     return parser
 

@@ -13,6 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from bench.common import heldout_prompts
 from specjax import LLM, SamplingParams, SpecConfig
@@ -274,12 +275,14 @@ class Bench:
         return self.llm.engine
 
     def jobs(self, seed: int = 0) -> Iterator[list[Job]]:
-        """Samples of one prompt after the other, for ever; the same for every arm."""
-        eos = self.llm.cfg.eos_token_ids
+        """Samples of one prompt after the other, for ever; others, and of other prompts first, for
+        every seed."""
+        eos, count = self.llm.cfg.eos_token_ids, len(self._prompts)
         for lap in itertools.count(self.args.seed + 1000 * seed):
             params = dataclasses.replace(self.params, seed=lap)
-            for index, prompt in enumerate(self._prompts):
-                yield make_jobs(prompt, params, eos, request=index)
+            for at in range(count):
+                index = (at + seed * count // 8) % count
+                yield make_jobs(self._prompts[index], params, eos, request=index)
 
     def controller(self, kind: str) -> Controller:
         """A new one that has seen nothing but, if it wants it, the calibration.
@@ -323,13 +326,18 @@ def _named(drafts: Mapping[str, Strategy | None]) -> Iterator[Strategy | str]:
     return (draft or OFF for draft in drafts.values())
 
 
-def in_turns(arms: Mapping[str, Callable[[], Measured]], repeats: int) -> dict[str, list[Measured]]:
-    """Every arm so often; they take turns, in reversed order every other time."""
-    found: dict[str, list[Measured]] = {name: [] for name in arms}
+Arm = Callable[[int], Measured]  # one measurement, given the number of the turn
+Name = TypeVar("Name")
+
+
+def in_turns(arms: Mapping[Name, Arm], repeats: int) -> dict[Name, list[Measured]]:
+    """Every arm so often, each time on samples that are the same for all and new to all; they take
+    turns, in reversed order every other time."""
+    found: dict[Name, list[Measured]] = {name: [] for name in arms}
     for repeat in range(repeats):
         names = list(arms) if repeat % 2 == 0 else list(reversed(arms))
         for name in names:
-            found[name].append(arms[name]())
+            found[name].append(arms[name](repeat))
     return found
 
 

@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.common import figure, median_interval, write_result
-from bench.control_run import ADAPTIVE, Bench, Choice, Measured, Recorder, Stream, in_turns, measure
+from bench.control_run import (
+    ADAPTIVE,
+    Arm,
+    Bench,
+    Choice,
+    Measured,
+    Recorder,
+    Stream,
+    in_turns,
+    measure,
+)
 from specjax.models.transformer import Params
 
 CONTROLLERS = (*ADAPTIVE, "static")
@@ -162,18 +172,29 @@ def settings_of(args: argparse.Namespace) -> dict:
 
 
 def speeds_of(bench: Bench, heads: Mapping[str, Params]) -> dict[str, dict[str, list[Measured]]]:
-    """Every strategy with every head, in turns."""
-    args, found = bench.args, {}
-    arms = {name: Recorder(bench.static(name)) for name in bench.strategies}
-    for head, params in heads.items():
-        bench.engine.set_params(bench.llm.params, params)
-        tokens = bench.budget(args.batch, args.seconds, args.tokens_per_slot)
+    """Every strategy with every head, all in turns: a machine drifts from one head to the next."""
+    args, llm = bench.args, bench.llm
+    held = None
 
-        def arm(recorder, tokens=tokens):
-            return lambda: measure(bench.engine, recorder, bench.jobs(), args.batch, tokens)
+    def hold(head: str) -> None:
+        nonlocal held
+        if held != head:
+            bench.engine.set_params(llm.params, heads[head])
+            held = head
 
-        found[head] = in_turns({name: arm(r) for name, r in arms.items()}, args.repeats)
-    return found
+    def arm(head: str, recorder: Recorder) -> Arm:
+        def run(repeat: int) -> Measured:
+            hold(head)
+            return measure(bench.engine, recorder, bench.jobs(repeat), args.batch, tokens)
+
+        return run
+
+    hold(next(iter(heads)))
+    tokens = bench.budget(args.batch, args.seconds, args.tokens_per_slot)
+    recorders = {name: Recorder(bench.static(name)) for name in bench.strategies}
+    arms = {(head, name): arm(head, r) for head in heads for name, r in recorders.items()}
+    found = in_turns(arms, args.repeats)
+    return {head: {name: found[head, name] for name in recorders} for head in heads}
 
 
 def one_run(

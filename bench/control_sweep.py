@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.common import figure, median_interval, paired_ratio_interval, write_result
 from bench.control_run import (
     ADAPTIVE,
+    Arm,
     Bench,
     Measured,
     Recorder,
@@ -60,7 +61,7 @@ def with_the_head(bench: Bench, budgets: Mapping[int, int], figures: dict) -> di
     for slots, tokens in budgets.items():
         runs = {name: _arm(bench, arm, slots, tokens, bench.engine) for name, arm in arms.items()}
         for kind in ADAPTIVE:
-            runs[f"controller/{kind}"]()
+            runs[f"controller/{kind}"](bench.args.repeats)  # on samples that are not measured
         measured = in_turns(runs, bench.args.repeats)
         found[slots] = {name: [m.rate for m in values] for name, values in measured.items()}
         here = rate_figures(slots, found[slots]) | choice_figures(slots, measured)
@@ -69,11 +70,9 @@ def with_the_head(bench: Bench, budgets: Mapping[int, int], figures: dict) -> di
     return found
 
 
-def _arm(
-    bench: Bench, recorder: Recorder, slots: int, tokens: int, engine: Engine
-) -> Callable[[], Measured]:
+def _arm(bench: Bench, recorder: Recorder, slots: int, tokens: int, engine: Engine) -> Arm:
     """An arm to run."""
-    return lambda: measure(engine, recorder, bench.jobs(), slots, tokens)
+    return lambda repeat: measure(engine, recorder, bench.jobs(repeat), slots, tokens)
 
 
 def useless_head(bench: Bench, budgets: Mapping[int, int]) -> dict[str, dict]:
@@ -92,7 +91,7 @@ def useless_head(bench: Bench, budgets: Mapping[int, int]) -> dict[str, dict]:
     for slots, tokens in budgets.items():
         runs = {name: _arm(bench, arm, slots, tokens, at) for name, (arm, at) in arms.items()}
         for run in runs.values():
-            run()
+            run(bench.args.repeats)
         measured = in_turns(runs, bench.args.repeats)
         here = useless_figures(slots, measured)
         figures |= here
