@@ -89,9 +89,11 @@ class Arm:
         self.generate = generate
         self.tokens: list[int] = []
         self.extra, self.choice = 0.0, ""
+        self._calls = 0
 
     def __call__(self) -> None:
-        self.tokens.append(sum(map(len, self.generate(1 + len(self.tokens)))))
+        self._calls += 1
+        self.tokens.append(sum(map(len, self.generate(self._calls))))
 
 
 class Speculation:
