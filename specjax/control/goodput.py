@@ -183,6 +183,9 @@ class Goodput(Controller):
 
     def _try_another(self, batch_size: int, current: str, scores: dict[str, float]) -> str | None:
         """The strategy to try in this chunk, if one is worth it and can be paid for."""
+        free = self._free_try and (self._repeats or self._rounds >= self._free_at)
+        if not free and self._rounds < self._tried_round + _PAUSE:
+            return None
         least = (1 + self.config.hysteresis) * scores[current]
         wanted = max(_MIN_PROBE, -(-self.config.probe_slot_rounds // batch_size))
         rounds = min(float(wanted), max(self._chunk_rounds, 1.0))
@@ -204,7 +207,6 @@ class Goodput(Controller):
             turns[arm] = arm if score * cheaper > least else self.acceptance.family(arm) or arm
         if not losses:
             return None
-        free = self._free_try and (self._repeats or self._rounds >= self._free_at)
         failed = free and self._free_at > 0 and current == OFF  # as far as the last one told
         if failed and self._free_gap > _FREE_EVERY:  # and the one before: now at the least cost
             name = min(losses, key=losses.__getitem__)
@@ -213,8 +215,7 @@ class Goodput(Controller):
         else:  # they take turns, or the cheapest would starve the others
             name = min(losses, key=lambda arm: (self._tried_at.get(turns[arm], -1), losses[arm]))
         self._credit = min(self._credit, 2 * losses[name])  # no hoarding for a spree of tries
-        early = self._rounds < self._tried_round + _PAUSE
-        if not free and (early or self._credit < losses[name]):
+        if not free and self._credit < losses[name]:
             return None
         self._tried_round = self._rounds
         if free:
