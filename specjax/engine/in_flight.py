@@ -27,12 +27,12 @@ class Chunk:
       rows: the sequence of each row of the batch. result: on the device. version: of the weights.
       mark: is ready when the chunk begins to run; None: as soon as the chunk before it is done.
       after: it began after that, on the host's clock: when it was enqueued, or last seen waiting.
-      is_try: see `Turn`.
       by: it had begun by then; None: it has not been seen running.
       unseen: seconds in which nobody looked whether it is done, and it was done at their end.
       sure: tokens that each of its sequences emits at least, if it does not end.
       rounds: at most.
       said: what the hosts of the replica had said when it was enqueued, see `Agreement`.
+      is_try: see `Turn`.
     """
 
     rows: list[Sequence | None]

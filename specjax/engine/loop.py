@@ -306,7 +306,8 @@ class Loop:
         tree = self.runner.plans[chunk.strategy].tree
         rejections = None if self.telemetry is None else result.report.rejections
         who: list[SlotInfo | None] = [None] * len(chunk.rows)
-        ends, ended = np.full(len(chunk.rows), self.runner.max_len), 0
+        ends = np.full(len(chunk.rows), self.runner.max_len)
+        ended = 0
         for row, sequence in enumerate(chunk.rows):
             if sequence is None or sequence.slot is None:
                 continue
@@ -317,7 +318,8 @@ class Loop:
             if self.watcher is not None and sequence.length > known:
                 self.watcher.news(sequence.ticket, sequence.news())
             if sample is not None:
-                ends[row], ended = len(sequence.job.prompt) + len(sample.token_ids), ended + 1
+                ends[row] = len(sequence.job.prompt) + len(sample.token_ids)
+                ended += 1
                 self._finish(sequence, sample)
         self.latest = chunk.strategy, len(chunk.rows)
         if self.watcher is not None:

@@ -148,7 +148,7 @@ def test_drafts_behind_the_end_of_a_sample_count_for_nothing():
                 )
             )
         assert controller.select(4) == best
-        scores = Goodput.scores(controller, 4)
+        scores = controller.scores(4)
         assert scores["2_1_3"] < 3.0
         again = Goodput(("2_1_3", "7_1_8"))
         again.load_state(controller.state())
