@@ -10,9 +10,10 @@ Plain decoding shows nothing of the head, and a shallow chain nothing of deeper 
 strategies that would win if what is not known turned out well are tried now and then: a try is
 paid for from an account into which a fixed share of all seconds goes, by the time it may lose.
 Part of that time is the draft's catching up: after plain decoding it has to read what was emitted
-meanwhile, which may take as long as many rounds. A try after `off` has a round of its own for that,
-in a chunk from which no costs are learned, or what comes after `off` would be thought to be dear.
-New weights ask for a try whatever the account says; where such tries keep failing they become rare.
+meanwhile, which may take as long as many rounds. What runs after another strategy is also slower at
+first. So a try that drafts begins with one round in a chunk of its own, from which no costs are
+learned, or what is tried would be thought to be dear for ever. New weights ask for a try whatever
+the account says; where such tries keep failing they become rare.
 Strategies that would lose even with perfect drafts are never tried.
 
 What runs alone shows nothing of the others' costs either. Where it grows dearer, the table presumes
@@ -40,8 +41,10 @@ _FREE_AGAIN = 2  # how often such a try is repeated because it told too little
 _FREE_RARELY = 32 * _FREE_EVERY  # the same after many that failed
 _CATCH_UP_ROWS = 128  # that a draft reads at most: the source remembers no more
 _ENDS_WITHIN = 4096.0  # tokens after which an observed end of a sample counts half
-_CATCH_UPS = 5  # the last ones, of which the median counts
+_MEDIAN_OF = 5  # the last ones of what it takes to catch up, or to begin
 _MOST_CATCH_UP = 64  # plain rounds: more is taken for a hiccup of the machine
+_MOST_BEGIN = 4  # the same of a strategy that runs after another
+_BOTH = 2  # what a try takes to begin, and what goes on after it likewise
 _ARRIVES_WITHIN = 4  # choices after which the result of a try is taken for lost
 _MIN_PROBE = 4  # rounds
 _PAUSE = 32  # rounds between tries: short chunks cost the host time
@@ -118,6 +121,7 @@ class Goodput(Controller):
         self._behind, self._drafting = 0, 1.0
         self._emitted, self._ended = 0.0, 0.0  # tokens and ends of samples, discounted
         self._catch_up: dict[int, list[float]] = {}  # seconds per row, by bucket
+        self._begin: dict[int, list[float]] = {}  # seconds that a first round takes longer
         self._rounds = 0
         self._chunk_rounds = 16.0
         self._probe: dict[str, Any] | None = None
@@ -160,7 +164,7 @@ class Goodput(Controller):
     def calibrated(self, costs: CostTable) -> None:
         """Takes freshly measured costs for what was learned of them; acceptance is kept."""
         self.costs = CostTable.from_state(costs.state())
-        self._best, self._probe, self._catch_up = {}, None, {}
+        self._best, self._probe, self._catch_up, self._begin = {}, None, {}, {}
 
     def _choose(self, batch_size: int) -> str:
         scores = self.scores(batch_size)
@@ -199,10 +203,10 @@ class Goodput(Controller):
             if arm == current or (hope <= least and not overdue):
                 continue
             hopes[arm] = hope
-            enters = self._must_enter(arm)
             worse = max(0.0, 1 - score / scores[current])
+            enters = arm != OFF
             losses[arm] = (rounds + enters) * seconds * worse
-            losses[arm] += enters * self.catch_up_seconds(batch_size, self._behind)
+            losses[arm] += enters * self._begin_seconds(batch_size)
             # One try teaches the acceptance of a whole family, but the cost of one strategy only.
             turns[arm] = arm if score * cheaper > least else self.acceptance.family(arm) or arm
         if not losses:
@@ -225,7 +229,7 @@ class Goodput(Controller):
             self._free_try = self._repeats = False
         charged = 0.0 if free else losses[name]
         self._credit -= charged
-        enters = self._must_enter(name)
+        enters = name != OFF
         self._probe = {
             "arm": name, "age": 0, "charged": charged, "lost": 0.0, "free": free, "enters": enters,
             "accepted": [],
@@ -237,9 +241,12 @@ class Goodput(Controller):
         self.probes += 1
         return name
 
-    def _must_enter(self, arm: str) -> bool:
-        """Whether the draft would have to catch up first."""
-        return self._behind > 0 and arm != OFF
+    def _begin_seconds(self, batch_size: int) -> float:
+        """Expected seconds that the first round of a try takes longer; 0 if unknown."""
+        if self._behind:
+            return self.catch_up_seconds(batch_size, self._behind)
+        seen = self._begin.get(self.costs.index(batch_size))
+        return _BOTH * statistics.median(seen) if seen else 0.0
 
     def catch_up_seconds(self, batch_size: int, rows: int) -> float:
         """Expected seconds until a draft has read `rows` tokens of plain decoding; 0 if unknown."""
@@ -253,14 +260,14 @@ class Goodput(Controller):
         kept = 2 ** (-seen.tokens / _ENDS_WITHIN)
         self._emitted = kept * self._emitted + seen.tokens
         self._ended = kept * self._ended + seen.ended
-        enters = bool(seen.catch_up) and seen.strategy != OFF
+        probed = seen.is_try and self._probe is not None and self._probe["arm"] == seen.strategy
+        enters = seen.strategy != OFF and bool(seen.catch_up or (probed and self._probe["enters"]))
         self._behind = seen.catch_up + rounds if seen.strategy == OFF else 0
-        caught_up = self._caught_up(seen) if enters and known else 0.0
+        late = self._late(seen) if enters and known else 0.0
         # What a chunk took in which the draft caught up does not say which of the two took it.
         per_round = None if enters else seen.seconds_per_round
         self.costs.observe(seen.strategy, seen.batch_size, per_round, rounds)
         self.acceptance.age(rounds)
-        probed = seen.is_try and self._probe is not None and self._probe["arm"] == seen.strategy
         accepted = seen.accepted.ravel()
         if probed and self._probe["enters"]:
             self._probe["accepted"] = accepted.tolist()
@@ -271,7 +278,7 @@ class Goodput(Controller):
         if not probed:
             self._chunk_rounds += 0.25 * (rounds - self._chunk_rounds)
         if known:
-            self._account(seen, caught_up, probed)
+            self._account(seen, late, probed)
         if probed and self._probe["enters"]:
             self._probe["enters"] = False  # the try itself comes now
         elif probed:
@@ -285,20 +292,22 @@ class Goodput(Controller):
         if self._again < _FREE_AGAIN:
             self._free_try, self._repeats, self._again = True, True, self._again + 1
 
-    def _caught_up(self, seen: Observation) -> float:
-        """Seconds of a chunk in which the draft caught up: those that its rounds did not take."""
-        at, rows = self.costs.index(seen.batch_size), min(seen.catch_up, _CATCH_UP_ROWS)
+    def _late(self, seen: Observation) -> float:
+        """Seconds lost as a strategy begins: those of the chunk that its rounds did not take."""
+        at, plain = self.costs.index(seen.batch_size), self.costs.seconds(OFF, seen.batch_size)
         rounds = seen.rounds * self.costs.seconds(seen.strategy, seen.batch_size)
-        most = _MOST_CATCH_UP * self.costs.seconds(OFF, seen.batch_size)
+        most = (_MOST_CATCH_UP if seen.catch_up else _MOST_BEGIN) * plain
         spent = min(max(seen.seconds - rounds, 0.0), most)
-        self._catch_up.setdefault(at, []).append(spent / rows)
-        del self._catch_up[at][:-_CATCH_UPS]
-        return spent
+        rows = min(seen.catch_up, _CATCH_UP_ROWS)
+        kept = (self._catch_up if rows else self._begin).setdefault(at, [])
+        kept.append(spent / (rows or 1))
+        del kept[:-_MEDIAN_OF]
+        return spent if rows else _BOTH * spent
 
-    def _account(self, seen: Observation, caught_up: float, probed: bool) -> None:
+    def _account(self, seen: Observation, late: float, probed: bool) -> None:
         scores, seconds = self.scores(seen.batch_size), float(seen.seconds)
         worse = max(0.0, 1 - scores[seen.strategy] / max(scores.values()))
-        loss = (seconds - caught_up) * worse + caught_up
+        loss = max(seconds - late, 0.0) * worse + late
         self.seconds += seconds
         self.regret_seconds += loss
         self._credit += self.config.probe_fraction * seconds
@@ -326,6 +335,7 @@ class Goodput(Controller):
             "tried_at": dict(self._tried_at),
             "probe": dict(self._probe) if self._probe else None,
             "catch_up": {str(at): list(seen) for at, seen in self._catch_up.items()},
+            "begin": {str(at): list(seen) for at, seen in self._begin.items()},
             **{name: getattr(self, name) for name in _NUMBERS},
         }
 
@@ -335,7 +345,10 @@ class Goodput(Controller):
         self._best = {int(at): name for at, name in state["best"].items()}
         self._tried_at = dict(state["tried_at"])
         self._probe = dict(state["probe"]) if state["probe"] else None
-        self._catch_up = {int(at): list(seen) for at, seen in state.get("catch_up", {}).items()}
+        self._catch_up, self._begin = (
+            {int(at): list(seen) for at, seen in state.get(name, {}).items()}
+            for name in ("catch_up", "begin")
+        )
         for name in _NUMBERS:  # an older state lacks some
             setattr(self, name, state.get(name, getattr(self, name)))
 

@@ -63,10 +63,12 @@ class World:
       slower: by what factor a strategy's rounds take longer than `costs` says, given its name and
         how many rounds have run; None: 1.
       catch_up: what a draft takes to read 128 tokens of plain decoding, in plain rounds.
+      cold: what a strategy that drafts takes longer in the first chunk after another one, likewise.
     """
 
     def __init__(self, costs: CostTable, rates=GOOD, noise=0.03, outliers=0.01, wide=1.6, seed=0,
-                 slower=None, catch_up=0.0):  # fmt: skip
+                 slower=None, catch_up=0.0, cold=0.0):  # fmt: skip
+        self.cold, self.last = cold, None
         self.slower, self.at, self.catch_up, self.behind = slower, 0, catch_up, 0
         self.costs, self.rates, self.noise, self.outliers = costs, rates, noise, outliers
         self.wide = wide
@@ -89,10 +91,11 @@ class World:
         seconds = self.costs.seconds(name, batch)
         return seconds * self.slower(name, self.at) if self.slower else seconds
 
-    def catch_up_seconds(self, name: str, batch: int) -> float:
+    def begin_seconds(self, name: str, batch: int) -> float:
         """Before the first round of a chunk that comes now."""
         rows = 0 if name == OFF else min(self.behind, 128)
-        return self.catch_up * rows / 128 * self.seconds(OFF, batch)
+        cold = self.cold if name not in (OFF, self.last) else 0.0
+        return (self.catch_up * rows / 128 + cold) * self.seconds(OFF, batch)
 
     def oracle(self, arms, batch: int) -> float:
         return max(batch * self.tokens(a) / self.seconds(a, batch) for a in arms)
@@ -101,9 +104,9 @@ class World:
         rates = self.depth_rates(name)
         accepted = self.random.random((rounds, batch, len(rates))) < rates
         accepted = np.cumprod(accepted, axis=-1).sum(axis=-1).astype(int)
-        seconds = rounds * self.seconds(name, batch) + self.catch_up_seconds(name, batch)
+        seconds = rounds * self.seconds(name, batch) + self.begin_seconds(name, batch)
         seconds *= np.exp(self.random.normal(0, self.noise))
-        behind = self.behind
+        behind, self.last = self.behind, name
         self.behind = self.behind + rounds if name == OFF else 0
         if self.random.random() < self.outliers:
             seconds *= 10
@@ -132,8 +135,8 @@ def drive(
         run.at.append(at)
         run.names.append(name)
         run.tokens.append(count * batch * world.tokens(name))
-        own = world.catch_up_seconds(name, batch)
-        run.seconds.append(count * world.seconds(name, batch) + own)
+        begin = world.begin_seconds(name, batch)
+        run.seconds.append(count * world.seconds(name, batch) + begin)
         run.least.append(run.tokens[-1] / world.oracle(controller.arms, batch))
         waiting.append(world.chunk(name, batch, count, controller.rounds_hint is not None))
         at += count

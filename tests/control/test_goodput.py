@@ -99,6 +99,14 @@ def test_catching_up_is_not_taken_for_a_cost_of_what_comes_after(catch_up, swap_
         assert run.rate(4500) >= 0.95 * world.oracle(ARMS, batch), batch
 
 
+@pytest.mark.parametrize("batch", [4, 16])
+def test_tries_are_paid_for_where_every_change_of_the_strategy_costs_something(batch):
+    """Nor is it taken for a cost of the rounds that follow."""
+    world = World(cost_table("cpu"), seed=batch, cold=1.0)
+    run = drive(Goodput(ARMS, cost_table("cpu")), world, batch, 6000, chunk_tokens=32)
+    assert run.rate(400) >= 0.97 * world.oracle(ARMS, batch)
+
+
 def test_rounds_of_those_who_draft_nothing_are_rounds_too():
     """One sample drafts and ends at once, beside seven that opted out."""
     accepted = np.full((6, 8), -1)

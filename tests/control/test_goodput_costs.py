@@ -10,6 +10,7 @@ from specjax.control import CostTable, Goodput
 PAIR = ("off", "4_1_5")  # well apart: nothing but a try tells that `off` has become the better one
 NOISES = (0.0, 0.03, 0.1)
 VERY_NOISY = 0.3
+SEEDS = (0, 1, 2)
 
 
 def pair_costs() -> CostTable:
@@ -76,9 +77,12 @@ def test_without_doubt_in_what_does_not_run_nobody_would_know(monkeypatch):
 def test_keeping_watch_costs_little_where_all_grow_alike_or_nothing_changes(factor, noise, least):
     for costs, arms in ((pair_costs(), PAIR), (cost_table("h200_8b"), ARMS)):
         for rates in (GOOD, BAD):
-            world, controller = both(costs, arms, 1, noise, growth(factor, 3000), rates)
-            run = drive(controller, world, 1, 4000)
-            assert run.share >= least, (arms, rates)
+            shares = []
+            for seed in SEEDS:  # near a tie one of them may be unlucky
+                slower = growth(factor, 3000)
+                world, controller = both(costs, arms, 1, noise, slower, rates, seed)
+                shares.append(drive(controller, world, 1, 4000).share)
+            assert sum(shares) / len(shares) >= least, (arms, rates, shares)
 
 
 @pytest.mark.slow
