@@ -92,8 +92,9 @@ def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None) -> P
         if resume:
             trainer.restore(checkpoints, resume_step)
         _say(f"rollouts: {trainer.warm_up()}")
-        if doubt := about_precision(cfg, trainer.model.compute_dtype):
-            _say(f"WARNING: {doubt}")
+        for doubt in (about_precision(cfg, trainer.model.compute_dtype), about_slots(cfg)):
+            if doubt:
+                _say(f"WARNING: {doubt}")
         first = trainer.done_steps + 1
         for line in sharding.replicated_dims(trainer.mesh, trainer.params):
             _say(f"kept whole on every device: {line}")
@@ -121,6 +122,20 @@ def about_precision(cfg: RLConfig, dtype: str) -> str | None:
         "learned is as good, but --resume will not repeat the tokens of a run that was killed. "
         "For that set dtype.compute=float32, or rollout.control.controller=static and "
         "rollout.replicas=1"
+    )
+
+
+def about_slots(cfg: RLConfig) -> str | None:
+    """What to say of over-sampling that cannot end a step early, if it cannot."""
+    rollout = cfg.rollout
+    samples, slots = rollout.in_air * rollout.n, rollout.max_batch * rollout.replicas
+    if rollout.in_air == rollout.prompts or samples <= slots:
+        return None
+    enough = -(-samples // rollout.replicas)
+    return (
+        f"rollout.over_sample={rollout.over_sample} has {samples} samples of a step share {slots} "
+        "slots: a step cannot end before those that wait for one have started, so over-sampling "
+        f"makes it longer, not shorter. Set rollout.max_batch={enough}, or rollout.over_sample=1"
     )
 
 

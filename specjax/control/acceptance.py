@@ -159,7 +159,11 @@ class Acceptance:
         return result
 
     def _sudden(self, family: str, tries: np.ndarray, accepts: np.ndarray) -> bool:
-        """Whether the chunk contradicts what was counted before, at any depth."""
+        """Whether the chunk contradicts what was counted before, at any depth.
+
+        By the likelihood ratio of two rates against one: of a few drafts, most of which are usually
+        accepted, several rejections are far more common than a normal distribution has them.
+        """
         n = self._tries[family][: len(tries)]
         enough = (n >= 4) & (tries >= 4)
         if not enough.any():
@@ -167,8 +171,9 @@ class Acceptance:
         n, tries, accepts = n[enough], tries[enough], accepts[enough]
         before = self._accepts[family][: len(enough)][enough]
         pooled = (before + accepts) / (n + tries)
-        noise = np.maximum(pooled * (1 - pooled), 0.01) * (1 / n + 1 / tries) + _DRIFT**2
-        return bool((np.abs(accepts / tries - before / n) > _SUDDEN * np.sqrt(noise)).any())
+        ratio = n * _divergence(before / n, pooled) + tries * _divergence(accepts / tries, pooled)
+        noise = np.maximum(pooled * (1 - pooled), 0.01) * (1 / n + 1 / tries)
+        return bool((ratio > _SUDDEN**2 / 2 * (1 + _DRIFT**2 / noise)).any())
 
     def _discount(self, observed: str, tries: np.ndarray, rounds: int) -> None:
         full = 2 ** (-rounds / self._half_life)
@@ -190,6 +195,13 @@ class Acceptance:
             for key in ("accepts", "tries", "fresh")
         )
         self._rates = {}
+
+
+def _divergence(rate: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Of one coin from another, in nats."""
+    rate, other = np.clip(rate, 0.0, 1.0), np.clip(other, 1e-6, 1 - 1e-6)
+    kept = np.clip(rate, 1e-12, 1 - 1e-12)  # 0 log 0 is 0
+    return rate * np.log(kept / other) + (1 - rate) * np.log((1 - kept) / (1 - other))
 
 
 def _widen(rate: float, width: float) -> float:

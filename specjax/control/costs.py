@@ -232,9 +232,9 @@ class CostTable:
 
     def _guess(self, name: str, at: int) -> float:
         """Log seconds, known or not."""
+        if entry := self._entry(name, at):
+            return entry.log + self._common[at] - entry.mark
         row = self._logs(name)
-        if row and row[at] is not None:
-            return row[at]
         known = [i for i, x in enumerate(row) if x is not None]
         if known:
             xs = [math.log(self.buckets[i]) for i in known]

@@ -37,7 +37,9 @@ from specjax.control.base import OFF, Controller, Observation, log
 from specjax.control.costs import CostTable
 
 _FREE_EVERY = 128  # rounds between tries that swapped weights may ask for without paying
-_FREE_AGAIN = 2  # how often such a try is repeated because it told too little
+_FREE_AGAIN = 2  # how often such a try is repeated because it told too little,
+_FREE_CLOSE = 8  # and how often because what it tried is about as good as what runs:
+_CLOSE = 0.2  # worse by this share at most; the few rounds of a try do not tell it from better
 _FREE_RARELY = 32 * _FREE_EVERY  # the same after many that failed
 _CATCH_UP_ROWS = 128  # that a draft reads at most: the source remembers no more
 _ENDS_WITHIN = 4096.0  # tokens after which an observed end of a sample counts half
@@ -283,13 +285,19 @@ class Goodput(Controller):
             self._probe["enters"] = False  # the try itself comes now
         elif probed:
             told = int((accepted >= 0).sum())
-            if self._probe["free"] and told < self.config.probe_slot_rounds // 2:
-                self._try_again()  # samples ended, or a chunk has few rounds
+            if self._probe["free"]:
+                self._try_again(told < self.config.probe_slot_rounds // 2, seen)
             self._probe = None
 
-    def _try_again(self) -> None:
-        """New weights ask for another try, at once, unless they have had several."""
-        if self._again < _FREE_AGAIN:
+    def _try_again(self, short: bool, seen: Observation) -> None:
+        """New weights ask for another try, at once, unless they have had several.
+
+        Args:
+          short: samples ended, or a chunk has few rounds.
+        """
+        scores = self.scores(seen.batch_size)
+        close = (1 - _CLOSE) * max(scores.values()) < scores[seen.strategy] < max(scores.values())
+        if self._again < (_FREE_CLOSE if close else _FREE_AGAIN if short else 0):
             self._free_try, self._repeats, self._again = True, True, self._again + 1
 
     def _late(self, seen: Observation) -> float:

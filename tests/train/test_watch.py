@@ -46,24 +46,32 @@ class Begun(Exception):
     """All that is said before the first step has been said."""
 
 
-def test_a_run_whose_tokens_may_depend_on_the_clock_says_so(
-    thin_policy, tmp_path, capsys, monkeypatch
-):
+def test_a_run_says_what_may_not_be_as_its_user_thinks(thin_policy, tmp_path, capsys, monkeypatch):
+    """That its tokens may depend on the clock, and that its over-sampling can save no time."""
+
     def begun(*unused, **more):
         raise Begun
 
     monkeypatch.setattr(rl, "_steps", begun)
     monkeypatch.setattr(rl.Trainer, "warm_up", lambda self: None)  # nothing is run
     changes = {"dtype.compute": "bfloat16"}
+    slots = {"rollout.prompts": "4", "rollout.n": "2", "rollout.max_batch": "8"}
+    too_many = slots | {"rollout.over_sample": "1.5"}
     controlled = {"rollout.control.strategies": "[off,1_1_2]"}
     with pytest.raises(Begun):
-        rl.main(tiny_run.arguments(thin_policy, tmp_path / "run", **changes, **controlled))
+        every = changes | controlled | too_many
+        rl.main(tiny_run.arguments(thin_policy, tmp_path / "run", **every))
     lines = capsys.readouterr().out.splitlines()
     assert any(x.startswith("WARNING: in bfloat16") and "rollout.control" in x for x in lines)
+    said = next(x for x in lines if x.startswith("WARNING: rollout.over_sample=1.5"))
+    assert "12 samples of a step share 8 slots" in said and "rollout.max_batch=12" in said
     cfg = settings(thin_policy, **changes)
     assert rl.about_precision(cfg, "bfloat16") is None, "one strategy, one replica"
     cfg = settings(thin_policy, **controlled)
     assert rl.about_precision(cfg, "float32") is None
+    assert rl.about_slots(settings(thin_policy, **slots)) is None, "nothing is over-sampled"
+    enough = too_many | {"rollout.max_batch": "12"}
+    assert rl.about_slots(settings(thin_policy, **enough)) is None
 
 
 def settings(policy, **changes) -> RLConfig:
