@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from scipy.special import rel_entr  # jax itself depends on scipy
 
 from specjax.config.strategy import Strategy
 
@@ -199,9 +200,8 @@ class Acceptance:
 
 def _divergence(rate: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Of one coin from another, in nats."""
-    rate, other = np.clip(rate, 0.0, 1.0), np.clip(other, 1e-6, 1 - 1e-6)
-    kept = np.clip(rate, 1e-12, 1 - 1e-12)  # 0 log 0 is 0
-    return rate * np.log(kept / other) + (1 - rate) * np.log((1 - kept) / (1 - other))
+    other = np.clip(other, 1e-6, 1 - 1e-6)  # rounding must not make the impossible of the rare
+    return rel_entr(rate, other) + rel_entr(1 - rate, 1 - other)
 
 
 def _widen(rate: float, width: float) -> float:

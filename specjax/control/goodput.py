@@ -206,9 +206,9 @@ class Goodput(Controller):
                 continue
             hopes[arm] = hope
             worse = max(0.0, 1 - score / scores[current])
-            enters = arm != OFF
-            losses[arm] = (rounds + enters) * seconds * worse
-            losses[arm] += enters * self._begin_seconds(batch_size)
+            drafts = arm != OFF
+            losses[arm] = (rounds + drafts) * seconds * worse
+            losses[arm] += drafts * self._begin_seconds(batch_size)
             # One try teaches the acceptance of a whole family, but the cost of one strategy only.
             turns[arm] = arm if score * cheaper > least else self.acceptance.family(arm) or arm
         if not losses:
@@ -231,14 +231,13 @@ class Goodput(Controller):
             self._free_try = self._repeats = False
         charged = 0.0 if free else losses[name]
         self._credit -= charged
-        enters = name != OFF
         self._probe = {
-            "arm": name, "age": 0, "charged": charged, "lost": 0.0, "free": free, "enters": enters,
-            "accepted": [],
+            "arm": name, "age": 0, "charged": charged, "lost": 0.0, "free": free,
+            "enters": name != OFF, "accepted": [],
         }  # fmt: skip
         self._tried_at[turns[name]] = self.probes
         self.rounds_hint = wanted
-        if enters:
+        if self._probe["enters"]:
             self.rounds_hint, self._probe["then"] = 1, wanted
         self.probes += 1
         return name
@@ -263,7 +262,8 @@ class Goodput(Controller):
         self._emitted = kept * self._emitted + seen.tokens
         self._ended = kept * self._ended + seen.ended
         probed = seen.is_try and self._probe is not None and self._probe["arm"] == seen.strategy
-        enters = seen.strategy != OFF and bool(seen.catch_up or (probed and self._probe["enters"]))
+        entering = probed and self._probe["enters"]
+        enters = seen.strategy != OFF and bool(seen.catch_up or entering)
         self._behind = seen.catch_up + rounds if seen.strategy == OFF else 0
         late = self._late(seen) if enters and known else 0.0
         # What a chunk took in which the draft caught up does not say which of the two took it.
@@ -271,7 +271,7 @@ class Goodput(Controller):
         self.costs.observe(seen.strategy, seen.batch_size, per_round, rounds)
         self.acceptance.age(rounds)
         accepted = seen.accepted.ravel()
-        if probed and self._probe["enters"]:
+        if entering:
             self._probe["accepted"] = accepted.tolist()
         else:  # a try is judged as a whole: few slots say little in one round
             before = self._probe["accepted"] if probed else []
@@ -281,7 +281,7 @@ class Goodput(Controller):
             self._chunk_rounds += 0.25 * (rounds - self._chunk_rounds)
         if known:
             self._account(seen, late, probed)
-        if probed and self._probe["enters"]:
+        if entering:
             self._probe["enters"] = False  # the try itself comes now
         elif probed:
             told = int((accepted >= 0).sum())
@@ -296,7 +296,8 @@ class Goodput(Controller):
           short: samples ended, or a chunk has few rounds.
         """
         scores = self.scores(seen.batch_size)
-        close = (1 - _CLOSE) * max(scores.values()) < scores[seen.strategy] < max(scores.values())
+        best = max(scores.values())
+        close = (1 - _CLOSE) * best < scores[seen.strategy] < best
         if self._again < (_FREE_CLOSE if close else _FREE_AGAIN if short else 0):
             self._free_try, self._repeats, self._again = True, True, self._again + 1
 
