@@ -48,7 +48,8 @@ _RATE = 0.45  # of a residual that is followed per chunk
 _NOTABLE = 2.0  # typical residuals: a drift that one chunk says more of than its noise
 _COMMON_DOUBT = 0.3  # of the common factor, in units of the doubt of an entry in its first chunk
 _LEAST_OWN = 0.5  # share of a residual that is followed where another strategy ran before
-_FULL_ROUNDS = 8  # shorter chunks weigh less: their time is partly dispatch
+_FULL_ROUNDS = 8  # shorter chunks weigh less: their time is partly dispatch,
+_FULL_SECONDS = 0.05  # of which there is little where a few rounds take long
 _LIMIT = 3.0  # residuals beyond so many typical ones are cut
 _TYPICAL = 0.05  # smallest typical residual
 _FIRST_TYPICAL = 0.15
@@ -182,7 +183,7 @@ class CostTable:
         if entry is None:
             row[at] = _Entry(measured, self._common[at], 1.0, self._rounds)
             return
-        weight = min(1.0, rounds / _FULL_ROUNDS)
+        weight = min(1.0, max(rounds / _FULL_ROUNDS, rounds * seconds / _FULL_SECONDS))
         drift = self._common[at] - entry.mark
         residual = measured - entry.log - drift
         size = weight * (drift / self._typical) ** 2

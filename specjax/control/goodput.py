@@ -11,10 +11,10 @@ strategies that would win if what is not known turned out well are tried now and
 paid for from an account into which a fixed share of all seconds goes, by the time it may lose.
 Part of that time is the draft's catching up: after plain decoding it has to read what was emitted
 meanwhile, which may take as long as many rounds. What runs after another strategy is also slower at
-first. So a try that drafts begins with one round in a chunk of its own, from which no costs are
-learned, or what is tried would be thought to be dear for ever. New weights ask for a try whatever
-the account says; where such tries keep failing they become rare.
-Strategies that would lose even with perfect drafts are never tried.
+first. So a try begins with one round in a chunk of its own, from which no costs are learned, or
+what is tried would be thought to be dear for ever. New weights ask for a try whatever the account
+says; where such tries keep failing they become rare. Strategies that would lose even with perfect
+drafts are never tried.
 
 What runs alone shows nothing of the others' costs either. Where it grows dearer, the table presumes
 that all do, and its `slack` (see `costs`) says by how much that may be wrong, so the others come to
@@ -37,16 +37,19 @@ from specjax.control.base import OFF, Controller, Observation, log
 from specjax.control.costs import CostTable
 
 _FREE_EVERY = 128  # rounds between tries that swapped weights may ask for without paying
-_FREE_AGAIN = 2  # how often such a try is repeated because it told too little,
-_FREE_CLOSE = 8  # and how often because what it tried is about as good as what runs:
-_CLOSE = 0.2  # worse by this share at most; the few rounds of a try do not tell it from better
 _FREE_RARELY = 32 * _FREE_EVERY  # the same after many that failed
+_FREE_AGAIN = 2  # how often such a try is repeated because it told too little,
+_FREE_CLOSE = 8  # and how often because what it tried is about as good as plain decoding:
+_CLOSE = 0.2  # worse by this share at most; the few rounds of a try do not tell it from better
 _CATCH_UP_ROWS = 128  # that a draft reads at most: the source remembers no more
+_FEW_ROWS = 32  # of so many nobody knows what they take, beside what every beginning takes
 _ENDS_WITHIN = 4096.0  # tokens after which an observed end of a sample counts half
 _MEDIAN_OF = 5  # the last ones of what it takes to catch up, or to begin
 _MOST_CATCH_UP = 64  # plain rounds: more is taken for a hiccup of the machine
 _MOST_BEGIN = 4  # the same of a strategy that runs after another
 _BOTH = 2  # what a try takes to begin, and what goes on after it likewise
+_HICCUP = 2.0  # times as long as the first round: the machine's fault, and not a cost
+_SHORT = 8  # rounds of a chunk: it tells little of costs where another strategy ran before
 _ARRIVES_WITHIN = 4  # choices after which the result of a try is taken for lost
 _MIN_PROBE = 4  # rounds
 _PAUSE = 32  # rounds between tries: short chunks cost the host time
@@ -86,6 +89,29 @@ class GoodputConfig:
             raise ValueError(f"prior must be between 0 and 1, got {self.prior}")
 
 
+@dataclasses.dataclass
+class _Try:
+    """Of a strategy: a round in a chunk of its own, and then what counts.
+
+    Attributes:
+      rounds: of the second chunk. free: asked for by new weights. charged: seconds, in advance.
+      lost: seconds, so far. asked: chunks that were asked for. came: those that came back.
+      waits: choices since both were asked for. accepted: drafts of the first chunk, per slot.
+      first: seconds of the first round, 0 if unknown.
+    """
+
+    arm: str
+    rounds: int
+    free: bool
+    charged: float
+    lost: float = 0.0
+    asked: int = 0
+    came: int = 0
+    waits: int = 0
+    accepted: list[int] = dataclasses.field(default_factory=list)
+    first: float = 0.0
+
+
 class Goodput(Controller):
     """Maximises tokens per second.
 
@@ -119,16 +145,18 @@ class Goodput(Controller):
         self._credit = 0.0
         self._free_try = True
         self._free_at, self._free_gap = 0, _FREE_EVERY
-        self._repeats, self._again = False, 0
+        self._repeats, self._again = "", 0  # what is tried again, and how often it was
         self._behind, self._drafting = 0, 1.0
         self._emitted, self._ended = 0.0, 0.0  # tokens and ends of samples, discounted
         self._catch_up: dict[int, list[float]] = {}  # seconds per row, by bucket
-        self._begin: dict[int, list[float]] = {}  # seconds that a first round takes longer
+        self._begin: dict[int, list[float]] = {}  # seconds that a first chunk takes longer
+        self._last = ""  # the strategy of the latest chunk
         self._rounds = 0
-        self._chunk_rounds = 16.0
-        self._probe: dict[str, Any] | None = None
+        self._chunk_tokens = 32.0  # that a slot can emit in one
+        self._chunk_rounds: dict[str, float] = {}  # by strategy; of tries, the most
+        self._probe: _Try | None = None
         self._tried_at: dict[str, int] = {}
-        self._tried_round = 0
+        self._looked_round = 0
 
     def scores(self, batch_size: int) -> dict[str, float]:
         """Expected tokens per slot and second, by strategy."""
@@ -161,7 +189,7 @@ class Goodput(Controller):
         """Keeps only a weak opinion of the head, and tries it soon, whatever the account says."""
         self.acceptance.forget()
         self._probe = None  # what it would tell is of the old ones
-        self._free_try, self._repeats, self._again = True, False, 0
+        self._free_try, self._repeats, self._again = True, "", 0
 
     def calibrated(self, costs: CostTable) -> None:
         """Takes freshly measured costs for what was learned of them; acceptance is kept."""
@@ -177,24 +205,38 @@ class Goodput(Controller):
             self._best[at] = current = best
         log.debug("Goodput selected: %s, scores: %s", current, scores)
         self.rounds_hint = None
-        if self._probe is not None:
-            if rounds := self._probe.pop("then", None):
-                self.rounds_hint = rounds
-                return self._probe["arm"]
-            self._probe["age"] += 1
-            if self._probe["age"] <= _ARRIVES_WITHIN:
+        if self._probe is not None and self._probe.asked == 2:
+            self._probe.waits += 1
+            if self._probe.waits <= _ARRIVES_WITHIN:
                 return current
-            self._probe = None
-        return self._try_another(batch_size, current, scores) or current
+            self._lose_try()
+        if self._probe is None:
+            self._probe = self._try_another(batch_size, current, scores)
+        return current if self._probe is None else self._ask(self._probe)
 
-    def _try_another(self, batch_size: int, current: str, scores: dict[str, float]) -> str | None:
-        """The strategy to try in this chunk, if one is worth it and can be paid for."""
-        free = self._free_try and (self._repeats or self._rounds >= self._free_at)
-        if not free and self._rounds < self._tried_round + _PAUSE:
+    def _ask(self, probe: _Try) -> str:
+        """The next chunk is one of the try."""
+        self.rounds_hint = probe.rounds if probe.asked else 1
+        probe.asked, probe.waits = probe.asked + 1, 0
+        return probe.arm
+
+    def _lose_try(self) -> None:
+        """What it would have told never came; new weights are to be judged all the same."""
+        if self._probe.free and self._again < _FREE_AGAIN:
+            self._repeat_try(self._probe.arm)
+        self._probe = None
+
+    def _repeat_try(self, arm: str) -> None:
+        self._free_try, self._repeats, self._again = True, arm, self._again + 1
+
+    def _try_another(self, batch_size: int, current: str, scores: dict[str, float]) -> _Try | None:
+        """Of the strategy that is worth it now, if one is and it can be paid for."""
+        free = self._free_try and bool(self._repeats or self._rounds >= self._free_at)
+        if not free and self._rounds < self._looked_round + _PAUSE:
             return None
+        self._looked_round = self._rounds
         least = (1 + self.config.hysteresis) * scores[current]
         wanted = max(_MIN_PROBE, -(-self.config.probe_slot_rounds // batch_size))
-        rounds = min(float(wanted), max(self._chunk_rounds, 1.0))
         losses, turns, hopes = {}, {}, {}
         for arm, score in scores.items():
             seconds = self.costs.seconds(arm, batch_size)
@@ -205,16 +247,18 @@ class Goodput(Controller):
             if arm == current or (hope <= least and not overdue):
                 continue
             hopes[arm] = hope
-            worse = max(0.0, 1 - score / scores[current])
-            drafts = arm != OFF
-            losses[arm] = (rounds + drafts) * seconds * worse
-            losses[arm] += drafts * self._begin_seconds(batch_size)
+            most = self._chunk_rounds.get(arm, self._chunk_tokens / (1 + self._steps(arm)))
+            rounds = 1 + min(wanted, max(most, 1.0))
+            losses[arm] = rounds * seconds * max(0.0, 1 - score / scores[current])
+            losses[arm] += self._begin_seconds(arm, batch_size)
             # One try teaches the acceptance of a whole family, but the cost of one strategy only.
             turns[arm] = arm if score * cheaper > least else self.acceptance.family(arm) or arm
         if not losses:
             return None
         failed = free and self._free_at > 0 and current == OFF  # as far as the last one told
-        if failed and self._free_gap > _FREE_EVERY:  # and the one before: now at the least cost
+        if free and self._repeats in losses:
+            name = self._repeats
+        elif failed and self._free_gap > _FREE_EVERY:  # and the one before: now at the least cost
             name = min(losses, key=losses.__getitem__)
         elif free:  # what may win most is drafted deepest, and tells of all shallower ones
             name = max(hopes, key=hopes.__getitem__)
@@ -223,108 +267,134 @@ class Goodput(Controller):
         self._credit = min(self._credit, 2 * losses[name])  # no hoarding for a spree of tries
         if not free and self._credit < losses[name]:
             return None
-        self._tried_round = self._rounds
         if free:
             if not self._repeats:
                 self._free_gap = min(2 * self._free_gap, _FREE_RARELY) if failed else _FREE_EVERY
                 self._free_at = self._rounds + self._free_gap
-            self._free_try = self._repeats = False
+            self._free_try, self._repeats = False, ""
         charged = 0.0 if free else losses[name]
         self._credit -= charged
-        self._probe = {
-            "arm": name, "age": 0, "charged": charged, "lost": 0.0, "free": free,
-            "enters": name != OFF, "accepted": [],
-        }  # fmt: skip
         self._tried_at[turns[name]] = self.probes
-        self.rounds_hint = wanted
-        if self._probe["enters"]:
-            self.rounds_hint, self._probe["then"] = 1, wanted
         self.probes += 1
-        return name
+        return _Try(name, wanted, free, charged, lost=self._median(self._begin, batch_size))
 
-    def _begin_seconds(self, batch_size: int) -> float:
-        """Expected seconds that the first round of a try takes longer; 0 if unknown."""
-        if self._behind:
-            return self.catch_up_seconds(batch_size, self._behind)
-        seen = self._begin.get(self.costs.index(batch_size))
-        return _BOTH * statistics.median(seen) if seen else 0.0
+    def _steps(self, arm: str) -> int:
+        draft = self.drafts[arm]
+        return draft.steps if draft else 0
+
+    def _median(self, seen: dict[int, list[float]], batch_size: int) -> float:
+        """0 if unknown."""
+        latest = seen.get(self.costs.index(batch_size))
+        return statistics.median(latest) if latest else 0.0
+
+    def _begin_seconds(self, arm: str, batch_size: int) -> float:
+        """Expected seconds that a try takes beside its rounds; 0 if unknown."""
+        rows = 0 if arm == OFF else self._behind
+        again = _BOTH * self._median(self._begin, batch_size)
+        return again + self.catch_up_seconds(batch_size, rows)
 
     def catch_up_seconds(self, batch_size: int, rows: int) -> float:
         """Expected seconds until a draft has read `rows` tokens of plain decoding; 0 if unknown."""
-        seen = self._catch_up.get(self.costs.index(batch_size))
-        return statistics.median(seen) * min(rows, _CATCH_UP_ROWS) if seen else 0.0
+        return self._median(self._catch_up, batch_size) * _read(rows)
+
+    def observe(self, seen: Observation) -> None:
+        super().observe(seen)
+        if not seen.slot_rounds and self._is_of_try(seen):
+            self._probe.asked -= 1  # its slots had all ended: it is asked for again
+
+    def _is_of_try(self, seen: Observation) -> bool:
+        probe = self._probe
+        return seen.is_try and probe is not None and 0 < probe.asked and probe.arm == seen.strategy
 
     def _learn(self, seen: Observation) -> None:
         rounds, known = seen.rounds, seen.seconds_per_round is not None
+        drafts = seen.strategy != OFF
         self._rounds += rounds
         self._drafting = 1 - seen.opted_out / seen.batch_size
         kept = 2 ** (-seen.tokens / _ENDS_WITHIN)
         self._emitted = kept * self._emitted + seen.tokens
         self._ended = kept * self._ended + seen.ended
-        probed = seen.is_try and self._probe is not None and self._probe["arm"] == seen.strategy
-        entering = probed and self._probe["enters"]
-        enters = seen.strategy != OFF and bool(seen.catch_up or entering)
-        self._behind = seen.catch_up + rounds if seen.strategy == OFF else 0
-        late = self._late(seen) if enters and known else 0.0
+        probed = self._is_of_try(seen)
+        begins = probed and self._probe.came == 0
+        late = self._late(seen) if known and (begins or (drafts and seen.catch_up)) else 0.0
+        self._behind = 0 if drafts else seen.catch_up + rounds
         # What a chunk took in which the draft caught up does not say which of the two took it.
-        per_round = None if enters else seen.seconds_per_round
+        after_another = seen.strategy != self._last and rounds < _SHORT
+        self._last = seen.strategy
+        unclear = begins or after_another or (drafts and seen.catch_up > 0)
+        per_round = None if unclear else seen.seconds_per_round
+        if per_round and probed and 0 < _HICCUP * self._probe.first < per_round:
+            per_round = self._probe.first
         self.costs.observe(seen.strategy, seen.batch_size, per_round, rounds)
         self.acceptance.age(rounds)
         accepted = seen.accepted.ravel()
-        if entering:
-            self._probe["accepted"] = accepted.tolist()
+        if begins:
+            self._probe.accepted, self._probe.first = (
+                accepted.tolist(),
+                seen.seconds_per_round or 0.0,
+            )
         else:  # a try is judged as a whole: few slots say little in one round
-            before = self._probe["accepted"] if probed else []
+            before = self._probe.accepted if probed else []
             accepted = np.concatenate([np.array(before, accepted.dtype), accepted])
             self.acceptance.learn(seen.strategy, accepted, rounds)
-        if not probed:
-            self._chunk_rounds += 0.25 * (rounds - self._chunk_rounds)
+        if not begins:
+            self._count_rounds(seen.strategy, rounds, probed and rounds >= self._probe.rounds)
         if known:
-            self._account(seen, late, probed)
-        if entering:
-            self._probe["enters"] = False  # the try itself comes now
-        elif probed:
-            told = int((accepted >= 0).sum())
-            if self._probe["free"]:
-                self._try_again(told < self.config.probe_slot_rounds // 2, seen)
-            self._probe = None
+            lost = self._lost(seen, late)
+            self.seconds += float(seen.seconds)
+            self.regret_seconds += lost
+            self._credit += self.config.probe_fraction * float(seen.seconds)
+            if probed:
+                self._probe.lost += lost
+        if probed:
+            self._probe.came += 1
+        if probed and not begins:
+            self._end_try(seen.batch_size, int((accepted >= 0).sum()))
 
-    def _try_again(self, short: bool, seen: Observation) -> None:
-        """New weights ask for another try, at once, unless they have had several.
+    def _count_rounds(self, arm: str, rounds: int, cut: bool) -> None:
+        """A chunk had so many; if it was cut it could have had more."""
+        before = self._chunk_rounds.get(arm, rounds)
+        self._chunk_rounds[arm] = max(before, rounds) if cut else 0.75 * before + 0.25 * rounds
+        if not cut:
+            emits = rounds * (1 + self._steps(arm))
+            self._chunk_tokens += 0.25 * (emits - self._chunk_tokens)
 
-        Args:
-          short: samples ended, or a chunk has few rounds.
-        """
-        scores = self.scores(seen.batch_size)
-        best = max(scores.values())
-        close = (1 - _CLOSE) * best < scores[seen.strategy] < best
+    def _end_try(self, batch_size: int, told: int) -> None:
+        """Settles it; new weights ask for another one where it did not tell what they need."""
+        probe, self._probe = self._probe, None
+        if not probe.free:  # a hiccup of the machine during a try is not the try's fault
+            self._credit += probe.charged - min(probe.lost, 2 * probe.charged)
+            return
+        scores = self.scores(batch_size)
+        best = max(self.arms, key=scores.__getitem__)
+        # Whatever drafts tells of the head as it runs; plain decoding tells nothing.
+        close = best == OFF and scores[probe.arm] > (1 - _CLOSE) * scores[OFF]
+        close = close and self._free_gap <= 2 * _FREE_EVERY  # else it failed often enough
+        short = told < self.config.probe_slot_rounds // 2  # samples ended, or chunks are short
         if self._again < (_FREE_CLOSE if close else _FREE_AGAIN if short else 0):
-            self._free_try, self._repeats, self._again = True, True, self._again + 1
+            self._repeat_try(probe.arm)
 
     def _late(self, seen: Observation) -> float:
-        """Seconds lost as a strategy begins: those of the chunk that its rounds did not take."""
+        """Seconds of the chunk that its rounds did not take; remembers what for."""
         at, plain = self.costs.index(seen.batch_size), self.costs.seconds(OFF, seen.batch_size)
         rounds = seen.rounds * self.costs.seconds(seen.strategy, seen.batch_size)
-        most = (_MOST_CATCH_UP if seen.catch_up else _MOST_BEGIN) * plain
-        spent = min(max(seen.seconds - rounds, 0.0), most)
-        rows = min(seen.catch_up, _CATCH_UP_ROWS)
-        kept = (self._catch_up if rows else self._begin).setdefault(at, [])
-        kept.append(spent / (rows or 1))
+        rows = 0 if seen.strategy == OFF else _read(seen.catch_up)
+        most = (_MOST_CATCH_UP if rows else _MOST_BEGIN) * plain
+        spent = min(max(seen.seconds - rounds, 0.0), most, seen.seconds)
+        if rows:
+            reading = max(spent - self._median(self._begin, seen.batch_size), 0.0)
+            kept, own = self._catch_up.setdefault(at, []), reading / rows
+        else:
+            kept, own = self._begin.setdefault(at, []), spent
+        kept.append(own)
         del kept[:-_MEDIAN_OF]
-        return spent if rows else _BOTH * spent
+        return spent
 
-    def _account(self, seen: Observation, late: float, probed: bool) -> None:
-        scores, seconds = self.scores(seen.batch_size), float(seen.seconds)
+    def _lost(self, seen: Observation, late: float) -> float:
+        """Seconds, against the strategy that scores best now."""
+        scores = self.scores(seen.batch_size)
         worse = max(0.0, 1 - scores[seen.strategy] / max(scores.values()))
-        loss = max(seconds - late, 0.0) * worse + late
-        self.seconds += seconds
-        self.regret_seconds += loss
-        self._credit += self.config.probe_fraction * seconds
-        if probed and not self._probe["free"]:
-            charged, self._probe["lost"] = self._probe["charged"], self._probe["lost"] + loss
-            if not self._probe["enters"]:
-                # A hiccup of the machine during a try is not the try's fault.
-                self._credit += charged - min(self._probe["lost"], 2 * charged)
+        return (float(seen.seconds) - late) * worse + late
 
     def log_fields(self) -> dict[str, float | str]:
         fields = {
@@ -342,7 +412,8 @@ class Goodput(Controller):
             "acceptance": self.acceptance.state(),
             "best": {str(at): name for at, name in self._best.items()},
             "tried_at": dict(self._tried_at),
-            "probe": dict(self._probe) if self._probe else None,
+            "chunk_rounds": dict(self._chunk_rounds),
+            "probe": dataclasses.asdict(self._probe) if self._probe else None,
             "catch_up": {str(at): list(seen) for at, seen in self._catch_up.items()},
             "begin": {str(at): list(seen) for at, seen in self._begin.items()},
             **{name: getattr(self, name) for name in _NUMBERS},
@@ -353,7 +424,9 @@ class Goodput(Controller):
         self.acceptance.load(state["acceptance"])
         self._best = {int(at): name for at, name in state["best"].items()}
         self._tried_at = dict(state["tried_at"])
-        self._probe = dict(state["probe"]) if state["probe"] else None
+        self._chunk_rounds = dict(state.get("chunk_rounds", {}))
+        probe = state["probe"] or {}  # of an older state it has other fields, and is given up
+        self._probe = _Try(**probe) if "rounds" in probe else None
         self._catch_up, self._begin = (
             {int(at): list(seen) for at, seen in state.get(name, {}).items()}
             for name in ("catch_up", "begin")
@@ -364,6 +437,11 @@ class Goodput(Controller):
 
 _NUMBERS = (
     "regret_seconds", "seconds", "probes", "_credit", "_free_try", "_free_at", "_free_gap",
-    "_repeats", "_again", "_rounds", "_behind", "_drafting", "_chunk_rounds", "_tried_round",
-    "_emitted", "_ended",
+    "_repeats", "_again", "_rounds", "_behind", "_drafting", "_chunk_tokens", "_looked_round",
+    "_emitted", "_ended", "_last",
 )  # fmt: skip
+
+
+def _read(rows: int) -> int:
+    """Of so many tokens of plain decoding, those whose reading takes a time of its own."""
+    return min(rows, _CATCH_UP_ROWS) if rows > _FEW_ROWS else 0

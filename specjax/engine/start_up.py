@@ -156,10 +156,12 @@ def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
     runner, started = loop.runner, time.perf_counter()
     samples: dict[tuple[str, int], list[float]] = {}
 
-    def measured(strategy: str, rounds: int) -> tuple[float, int]:
-        """Seconds of a chunk, and how many rounds it had."""
+    def measured(strategy: str, rounds: int, warm: bool = False) -> tuple[float, int]:
+        """Seconds of a chunk, and how many rounds it had; what runs first is slower at first."""
         starts = _starts(runner, bucket, _context(runner))
         runner.place(admission_of(starts, place_size(runner.batch, bucket), runner))
+        if warm:
+            _chunk(runner, strategy, features, bucket, 1)
         jax.block_until_ready(runner.state)
         begin = time.perf_counter()
         count = _chunk(runner, strategy, features, bucket, rounds)
@@ -178,7 +180,7 @@ def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
                 if len(mine) >= wanted[strategy]:
                     continue
                 most = runner.rounds(strategy)
-                seconds, count = measured(strategy, rounds[strategy])
+                seconds, count = measured(strategy, rounds[strategy], warm=turn > 0)
                 each = max(seconds - beside[strategy], 0.1 * seconds) / count
                 rounds[strategy] = enough_rounds(each, most)
                 if each > LONG_SECONDS:
@@ -219,7 +221,8 @@ def _chunk(runner: Runner, strategy, features, bucket, rounds: int) -> int:
 
 def _start_chunk(runner: Runner, strategy, features, bucket, rounds: int) -> Parcel[Result]:
     """Starts a chunk of the first slots, each in pages of its own as long as there are enough."""
-    needed = min(_context(runner) + runner.most_tokens, runner.max_len)
+    emitted = runner.most_tokens + runner.steps + 1  # by the chunk, and by a round before it
+    needed = min(_context(runner) + emitted, runner.max_len)
     each = pages_for(needed, runner.page_size)
     table = np.zeros((bucket, runner.table_width), np.int32)
     table[:, :each] = (1 + np.arange(bucket * each) % (runner.pages - 1)).reshape(bucket, each)

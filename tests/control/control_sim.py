@@ -63,7 +63,7 @@ class World:
       slower: by what factor a strategy's rounds take longer than `costs` says, given its name and
         how many rounds have run; None: 1.
       catch_up: what a draft takes to read 128 tokens of plain decoding, in plain rounds.
-      cold: what a strategy that drafts takes longer in the first chunk after another one, likewise.
+      cold: what a strategy takes longer in the first chunk after another one, likewise.
     """
 
     def __init__(self, costs: CostTable, rates=GOOD, noise=0.03, outliers=0.01, wide=1.6, seed=0,
@@ -92,9 +92,10 @@ class World:
         return seconds * self.slower(name, self.at) if self.slower else seconds
 
     def begin_seconds(self, name: str, batch: int) -> float:
-        """Before the first round of a chunk that comes now."""
-        rows = 0 if name == OFF else min(self.behind, 128)
-        cold = self.cold if name not in (OFF, self.last) else 0.0
+        """Before the first round of a chunk that comes now; a draft reads 32 tokens at a time."""
+        behind = min(self.behind, 128)
+        rows = 0 if name == OFF or behind <= 1 + self.steps(name) else 32 * -(-behind // 32)
+        cold = self.cold if name != self.last else 0.0
         return (self.catch_up * rows / 128 + cold) * self.seconds(OFF, batch)
 
     def oracle(self, arms, batch: int) -> float:
