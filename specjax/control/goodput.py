@@ -25,7 +25,6 @@ hopeless: it is what no choice must lose against.
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +33,7 @@ import numpy as np
 from specjax.config.strategy import Strategy
 from specjax.control.acceptance import Acceptance
 from specjax.control.base import OFF, Controller, Observation, log
+from specjax.control.beginnings import Beginnings
 from specjax.control.costs import CostTable
 
 _FREE_EVERY = 128  # rounds between tries that swapped weights may ask for without paying
@@ -41,12 +41,7 @@ _FREE_RARELY = 32 * _FREE_EVERY  # the same after many that failed
 _FREE_AGAIN = 2  # how often such a try is repeated because it told too little,
 _FREE_CLOSE = 8  # and how often because what it tried is about as good as plain decoding:
 _CLOSE = 0.2  # worse by this share at most; the few rounds of a try do not tell it from better
-_CATCH_UP_ROWS = 128  # that a draft reads at most: the source remembers no more
-_FEW_ROWS = 32  # of so many nobody knows what they take, beside what every beginning takes
 _ENDS_WITHIN = 4096.0  # tokens after which an observed end of a sample counts half
-_MEDIAN_OF = 5  # the last ones of what it takes to catch up, or to begin
-_MOST_CATCH_UP = 64  # plain rounds: more is taken for a hiccup of the machine
-_MOST_BEGIN = 4  # the same of a strategy that runs after another
 _BOTH = 2  # what a try takes to begin, and what goes on after it likewise
 _HICCUP = 2.0  # times as long as the first round: the machine's fault, and not a cost
 _SHORT = 8  # rounds of a chunk: it tells little of costs where another strategy ran before
@@ -148,8 +143,7 @@ class Goodput(Controller):
         self._repeats, self._again = "", 0  # what is tried again, and how often it was
         self._behind, self._drafting = 0, 1.0
         self._emitted, self._ended = 0.0, 0.0  # tokens and ends of samples, discounted
-        self._catch_up: dict[int, list[float]] = {}  # seconds per row, by bucket
-        self._begin: dict[int, list[float]] = {}  # seconds that a first chunk takes longer
+        self._beginnings = Beginnings()
         self._last = ""  # the strategy of the latest chunk
         self._rounds = 0
         self._chunk_tokens = 32.0  # that a slot can emit in one
@@ -194,7 +188,7 @@ class Goodput(Controller):
     def calibrated(self, costs: CostTable) -> None:
         """Takes freshly measured costs for what was learned of them; acceptance is kept."""
         self.costs = CostTable.from_state(costs.state())
-        self._best, self._probe, self._catch_up, self._begin = {}, None, {}, {}
+        self._best, self._probe, self._beginnings = {}, None, Beginnings()
 
     def _choose(self, batch_size: int) -> str:
         scores = self.scores(batch_size)
@@ -276,26 +270,22 @@ class Goodput(Controller):
         self._credit -= charged
         self._tried_at[turns[name]] = self.probes
         self.probes += 1
-        return _Try(name, wanted, free, charged, lost=self._median(self._begin, batch_size))
+        lost = self._beginnings.first_seconds(self.costs.index(batch_size))
+        return _Try(name, wanted, free, charged, lost)
 
     def _steps(self, arm: str) -> int:
         draft = self.drafts[arm]
         return draft.steps if draft else 0
 
-    def _median(self, seen: dict[int, list[float]], batch_size: int) -> float:
-        """0 if unknown."""
-        latest = seen.get(self.costs.index(batch_size))
-        return statistics.median(latest) if latest else 0.0
-
     def _begin_seconds(self, arm: str, batch_size: int) -> float:
         """Expected seconds that a try takes beside its rounds; 0 if unknown."""
         rows = 0 if arm == OFF else self._behind
-        again = _BOTH * self._median(self._begin, batch_size)
-        return again + self.catch_up_seconds(batch_size, rows)
+        first = self._beginnings.first_seconds(self.costs.index(batch_size))
+        return _BOTH * first + self.catch_up_seconds(batch_size, rows)
 
     def catch_up_seconds(self, batch_size: int, rows: int) -> float:
         """Expected seconds until a draft has read `rows` tokens of plain decoding; 0 if unknown."""
-        return self._median(self._catch_up, batch_size) * _read(rows)
+        return self._beginnings.reading_seconds(self.costs.index(batch_size), rows)
 
     def observe(self, seen: Observation) -> None:
         super().observe(seen)
@@ -376,19 +366,11 @@ class Goodput(Controller):
 
     def _late(self, seen: Observation) -> float:
         """Seconds of the chunk that its rounds did not take; remembers what for."""
-        at, plain = self.costs.index(seen.batch_size), self.costs.seconds(OFF, seen.batch_size)
+        plain = self.costs.seconds(OFF, seen.batch_size)
         rounds = seen.rounds * self.costs.seconds(seen.strategy, seen.batch_size)
-        rows = 0 if seen.strategy == OFF else _read(seen.catch_up)
-        most = (_MOST_CATCH_UP if rows else _MOST_BEGIN) * plain
-        spent = min(max(seen.seconds - rounds, 0.0), most, seen.seconds)
-        if rows:
-            reading = max(spent - self._median(self._begin, seen.batch_size), 0.0)
-            kept, own = self._catch_up.setdefault(at, []), reading / rows
-        else:
-            kept, own = self._begin.setdefault(at, []), spent
-        kept.append(own)
-        del kept[:-_MEDIAN_OF]
-        return spent
+        rows = 0 if seen.strategy == OFF else seen.catch_up
+        beside = max(seen.seconds - rounds, 0.0)
+        return self._beginnings.learn(self.costs.index(seen.batch_size), rows, beside, plain)
 
     def _lost(self, seen: Observation, late: float) -> float:
         """Seconds, against the strategy that scores best now."""
@@ -414,8 +396,7 @@ class Goodput(Controller):
             "tried_at": dict(self._tried_at),
             "chunk_rounds": dict(self._chunk_rounds),
             "probe": dataclasses.asdict(self._probe) if self._probe else None,
-            "catch_up": {str(at): list(seen) for at, seen in self._catch_up.items()},
-            "begin": {str(at): list(seen) for at, seen in self._begin.items()},
+            "beginnings": self._beginnings.state(),
             **{name: getattr(self, name) for name in _NUMBERS},
         }
 
@@ -427,10 +408,7 @@ class Goodput(Controller):
         self._chunk_rounds = dict(state.get("chunk_rounds", {}))
         probe = state["probe"] or {}  # of an older state it has other fields, and is given up
         self._probe = _Try(**probe) if "rounds" in probe else None
-        self._catch_up, self._begin = (
-            {int(at): list(seen) for at, seen in state.get(name, {}).items()}
-            for name in ("catch_up", "begin")
-        )
+        self._beginnings.load(state.get("beginnings", {}))
         for name in _NUMBERS:  # an older state lacks some
             setattr(self, name, state.get(name, getattr(self, name)))
 
@@ -440,8 +418,3 @@ _NUMBERS = (
     "_repeats", "_again", "_rounds", "_behind", "_drafting", "_chunk_tokens", "_looked_round",
     "_emitted", "_ended", "_last",
 )  # fmt: skip
-
-
-def _read(rows: int) -> int:
-    """Of so many tokens of plain decoding, those whose reading takes a time of its own."""
-    return min(rows, _CATCH_UP_ROWS) if rows > _FEW_ROWS else 0

@@ -14,7 +14,14 @@ from shared import CFG, compilations_of, weights
 from tiny import prompts_of
 
 from specjax import LLM, SamplingParams, SpecConfig
-from specjax.control import BanditConfig, ControlConfig, EmaConfig, Observation, make_controller
+from specjax.control import (
+    BanditConfig,
+    ControlConfig,
+    EmaConfig,
+    GoodputConfig,
+    Observation,
+    make_controller,
+)
 from specjax.control.base import Controller
 from specjax.control.costs import CostTable
 from specjax.decode.options import Features
@@ -135,7 +142,7 @@ def test_what_gives_most_tokens_per_second_is_chosen(controller, best, monkeypat
         return result, (0.001 if chunk.strategy == best else 0.01) * int(result.rounds)
 
     monkeypatch.setattr(InFlight, "wait_for", wait_for)
-    settings = {"bandit": BanditConfig(epsilon=0.1)}
+    settings = {"bandit": BanditConfig(epsilon=0.1), "goodput": GoodputConfig(probe_fraction=0.03)}
     wanted = {name: value for name, value in settings.items() if name == controller}
     calibrated = itertools.product(ARMS, (1, 2))  # goodput's: all alike, which is wrong
     costs = CostTable.from_samples({key: [0.005] for key in calibrated})
