@@ -27,7 +27,10 @@ from specjax.models.transformer import Params
 
 PATHS = ("/update_weights", "/sleep", "/wake")
 # Of two configs that mean the same model these may differ: they say how it is computed here.
-_OURS = ("scan_layers", "remat", "attention", "param_dtype", "compute_dtype", "mtp_num_layers")
+_OURS = (
+    "scan_layers", "remat", "attention", "products", "param_dtype", "compute_dtype",
+    "mtp_num_layers",
+)  # fmt: skip
 _HEADS = tuple(name for name in HEAD_SWITCHES if name not in _OURS)
 
 

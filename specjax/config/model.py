@@ -35,6 +35,7 @@ class ModelConfig:
       remat: recompute each layer in the backward pass instead of keeping its activations.
       attention: the kernel, see `specjax.kernels.dispatch`. Of a program, not of a checkpoint:
         engines and trainers fill it in for their devices.
+      products: how decoding multiplies by weights, see `specjax.kernels.panels`; as `attention`.
     """
 
     vocab_size: int
@@ -64,6 +65,7 @@ class ModelConfig:
     scan_layers: bool = False
     remat: bool = False
     attention: str = "reference"
+    products: str = "xla"
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:

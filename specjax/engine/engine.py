@@ -86,6 +86,7 @@ class Engine:
             self.config.cache_bytes,
             stride=widths[-1],
             attention=self.config.attention,
+            products=self.config.products,
         )
         self.limits = Limits(cfg, max_len, stop_width, spec.acceptance if spec else None)
         self.batch, self.max_len = batch, max_len

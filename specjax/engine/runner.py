@@ -13,6 +13,7 @@ import logging
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -31,7 +32,7 @@ from specjax.engine.pages import pages_for
 from specjax.engine.parcel import Parcel
 from specjax.engine.plans import make_plans, own_name
 from specjax.engine.sources import with_attention
-from specjax.kernels import dispatch
+from specjax.kernels import dispatch, panels
 from specjax.models.transformer import Params, graphdef, to_decode_layout
 from specjax.reshard import Mover
 
@@ -56,6 +57,7 @@ class Runner:
       cache_bytes: for the pages of all caches, see `EngineConfig`.
       stride: pieces of prompts start at multiples of it.
       attention: the kernel, see `specjax.kernels.dispatch.settle`.
+      products: by what weights are multiplied, see `specjax.kernels.panels.settle`.
 
     Attributes:
       cfg: with the kernel that runs.
@@ -84,10 +86,12 @@ class Runner:
         cache_bytes: int | None = None,
         stride: int = 1,
         attention: str = "auto",
+        products: str = "auto",
     ):
         invariant = spec is not None and spec.invariant
         settle = functools.partial(dispatch.settle, mesh=mesh, asked=attention, invariant=invariant)
         cfg, source = settle(cfg, whose="attention"), with_attention(source, settle)
+        cfg = panels.settle(cfg, mesh, products)
         self.cfg, self.chunk_tokens, self.stride = cfg, chunk_tokens, stride
         self.batch, self.max_len, self.stop_width, self.mesh = batch, max_len, stop_width, mesh
         self.plans = make_plans(cfg, spec, source, strategies)
@@ -197,7 +201,7 @@ class Runner:
 
     def set_head(self, head: Params) -> None:
         """Takes parameters of the draft source alone; see `set_params`."""
-        placed = self._move(head)
+        placed = self._convert_head(self._move(head))
         self._check("draft", head, placed, False)
         self.head = placed
 
@@ -214,6 +218,14 @@ class Runner:
     def convert(self):
         """The jitted change of policy parameters from the stacked to the decode layout."""
         return jax.jit(functools.partial(to_decode_layout, cfg=self.cfg))
+
+    @functools.cached_property
+    def _convert_head(self):
+        """The change of the draft source's parameters from its decode layout to what runs here."""
+        if self.cfg.products != "panels":
+            return lambda head: head
+        dtype = jnp.dtype(self.cfg.compute_dtype)
+        return jax.jit(lambda head: panels.pack(jax.tree.map(lambda a: a.astype(dtype), head)))
 
     def _build_layout(self):
         if self.mesh is None:
@@ -240,6 +252,7 @@ class Runner:
         params = jax.eval_shape(self.convert, params)
         state, tails = jax.eval_shape(self._empty)
         self.params = sharding.shapes(params, self.mesh, sharding.param_shardings)
+        head = jax.eval_shape(self._convert_head, head)
         self.head = sharding.shapes(head, self.mesh, sharding.param_shardings)
         self.state = sharding.shapes(state, self.mesh, sharding.state_shardings)
         self.tails = sharding.shapes(tails, self.mesh, sharding.state_shardings)

@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Sequence as Several
 
 from specjax.config import SpecConfig, Strategy
+from specjax.config.checks import choice
 from specjax.control import ControlConfig
 from specjax.control.base import parse_arms
 from specjax.engine.prompts import padded_widths
+from specjax.kernels import panels
 
 PREFILL_TOKENS = 512  # of all rows of one prefill, about
 
@@ -26,6 +28,8 @@ class EngineConfig:
         pieces are written by the largest number of rows that divides both.
       order: `fifo`, or `longest_first`: prompts whose samples have been long before start first.
       attention: the kernel; `auto` is the platform's own, see `specjax.kernels.dispatch`.
+      products: by what weights are multiplied; `auto` is specjax's own kernel on CPU, and XLA
+        elsewhere, see `specjax.kernels.panels`.
       follow_ups: whoever gets a sample adds another one at once, as the next turn of a
         conversation: chunks end early when slots become free, as they do while requests wait.
     """
@@ -37,10 +41,12 @@ class EngineConfig:
     order: str = "fifo"
     follow_ups: bool = False
     attention: str = "auto"
+    products: str = "auto"
 
     def __post_init__(self):
         if self.order not in ("fifo", "longest_first"):
             raise ValueError(f"order must be 'fifo' or 'longest_first', got {self.order!r}")
+        choice("products", self.products, panels.ASKED)
         if self.chunk_tokens < 1:
             raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
         if self.prefill_chunk < 16:

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from specjax.config import ModelConfig
+from specjax.kernels import panels
 from specjax.models.rope import apply_rope
 
 INIT_STD = 0.02
@@ -20,8 +21,13 @@ def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "... D"], eps: float)
     return (normed * scale.astype(jnp.float32)).astype(x.dtype)
 
 
+def dense(x: Float[Array, "... I"], weight: Float[Array, "..."]) -> Float[Array, "... O"]:
+    """`x @ weight`, of a weight [I O] or, where nobody asks for gradients, of one in panels."""
+    return panels.product(x, weight) if weight.ndim == 3 else _dense(x, weight)
+
+
 @jax.custom_vjp
-def dense(x: Float[Array, "... I"], weight: Float[Array, "I O"]) -> Float[Array, "... O"]:
+def _dense(x: Float[Array, "... I"], weight: Float[Array, "I O"]) -> Float[Array, "... O"]:
     """`x @ weight`, with a backward pass whose products are plain matrix products on CPU.
 
     There XLA contracts the two leading axes of the weight gradient in a slow loop; flattening them
@@ -44,7 +50,7 @@ def _dense_bwd(residuals, d_out):
     return jax.lax.platform_dependent(x, d_out, cpu=flat, default=apart)
 
 
-dense.defvjp(lambda x, weight: (x @ weight, (x, weight)), _dense_bwd)
+_dense.defvjp(lambda x, weight: (x @ weight, (x, weight)), _dense_bwd)
 
 
 class Block(nnx.Module):

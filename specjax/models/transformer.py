@@ -7,7 +7,7 @@ is never written inside the layer loop: new rows leave as outputs and `specjax.c
 Parameters come in two layouts. `stacked` keeps one array per weight for all layers, for training,
 sharding and checkpoints. `unrolled` keeps one array per weight and layer, with the projections that
 share an input fused, for small decode models: slicing a stacked weight inside a decode loop would
-copy it every step.
+copy it every step. Unrolled weights may lie in panels, see `specjax.kernels.panels`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from specjax.cache import KVCache, Table
 from specjax.config import ModelConfig
 from specjax.context import Context, pin_rows
-from specjax.kernels import dispatch
+from specjax.kernels import dispatch, panels
 from specjax.models.layers import INIT_STD, Block, fuse_block, rms_norm
 from specjax.models.rope import rope_tables
 
@@ -229,8 +229,10 @@ def embed_tokens(embed: Float[Array, "V D"], tokens: Int[Array, "..."], cfg: Mod
     return jnp.take(embed, safe, axis=0).astype(jnp.dtype(cfg.compute_dtype))
 
 
-def lm_logits(normed: Float[Array, "... D"], head: Float[Array, "D V"]) -> Float[Array, "... V"]:
-    """Float32 logits of normed states."""
+def lm_logits(normed: Float[Array, "... D"], head: Float[Array, "..."]) -> Float[Array, "... V"]:
+    """Float32 logits of normed states, by a head [D V] or one in panels."""
+    if head.ndim == 3:
+        return panels.product(normed, head)
     return jnp.matmul(normed, head.astype(normed.dtype), preferred_element_type=jnp.float32)
 
 
@@ -247,7 +249,10 @@ def graphdef(cfg: ModelConfig, layout: str = "stacked"):
 def to_decode_layout(params: Params, cfg: ModelConfig) -> Params:
     """Stacked parameters in the dtype and layout that decoding with `cfg` takes."""
     params = jax.tree.map(lambda a: a.astype(jnp.dtype(cfg.compute_dtype)), params)
-    return params if cfg.scan_layers else unroll_layers(params, cfg)
+    if cfg.scan_layers:
+        return params
+    params = unroll_layers(params, cfg)
+    return panels.pack(params) if cfg.products == "panels" else params
 
 
 def unroll_layers(params: Params, cfg: ModelConfig) -> Params:

@@ -1,0 +1,119 @@
+"""Weights in panels, and their products on CPU: what decoding multiplies there.
+
+A weight `[K, N]` in panels is `[N / 16, K, 16]`; `cpu.cc` says why. Five rows then cost half as
+much again as one where XLA takes three times as long, and a row's bits do not depend on how many
+rows it is multiplied with. Models ask the shape of a weight which product it wants, and
+`ModelConfig.products` says whether `to_decode_layout` makes panels at all:
+
+    name      decoding multiplies by
+    xla       XLA
+    panels    `cpu.cc`: CPU, float32, unrolled layers, one device, a C++ compiler
+"""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from specjax.config import ModelConfig
+from specjax.config.checks import choice
+from specjax.kernels import cpu
+
+WIDTH = 16  # columns of a panel
+# The weights of models and heads that rows are multiplied with.
+NAMES = frozenset(
+    ("q", "k", "v", "o", "gate", "up", "down", "qkv_proj", "gate_up", "proj", "lm_head")
+)
+ASKED = ("auto", "xla", "panels")
+
+log = logging.getLogger(__name__)
+
+
+def settle(
+    cfg: ModelConfig, mesh: jax.sharding.Mesh | None, asked: str = "auto", whose: str = "products"
+) -> ModelConfig:
+    """The config with the products that decoding will run; logs a line that says which.
+
+    Args:
+      mesh: whose devices decide; None: the default device.
+      asked: `auto`, panels wherever they can be had, or a name of the table above.
+      whose: begins the line.
+
+    Raises:
+      ValueError: panels are asked for and cannot be had.
+    """
+    choice("products", asked, ASKED)
+    if asked == "xla":
+        return cfg.replace(products="xla")
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    reason, loud = _not_for(cfg, device.platform, 1 if mesh is None else mesh.size), False
+    if reason is None:
+        try:
+            cpu.load()
+        except cpu.NoKernelError as error:
+            reason, loud = str(error), True
+    if reason is None:
+        log.info("%s: panels, by specjax's own kernel", whose)
+        return cfg.replace(products="panels")
+    if asked == "panels":
+        raise ValueError(
+            f"products 'panels' cannot be had: {reason}. Take 'xla', or 'auto', which takes panels "
+            "where it can"
+        )
+    level = logging.WARNING if loud else logging.INFO
+    log.log(level, "%s: XLA's, which take longer for a few rows on CPU: %s", whose, reason)
+    return cfg.replace(products="xla")
+
+
+def _not_for(cfg: ModelConfig, platform: str, devices: int) -> str | None:
+    """Why panels are not for this model and these devices, or None."""
+    if platform != "cpu":
+        return f"they are for CPU, and the device is {platform!r}"
+    if devices > 1:
+        return f"they lie on one device, and the mesh has {devices}"
+    if cfg.scan_layers:
+        return "layers are scanned, and panels are of unrolled ones"
+    if cfg.compute_dtype != "float32":
+        return f"they are float32, and decoding computes in {cfg.compute_dtype}"
+    return None
+
+
+def pack(params: dict) -> dict:
+    """Unrolled parameters of a model, or those of a head, with their `NAMES` in panels.
+
+    Weights whose columns do not fill panels stay as they are, and XLA multiplies by them.
+    """
+
+    def one(path, leaf):
+        name = getattr(path[-1], "key", None)
+        if name not in NAMES or leaf.ndim != 2 or leaf.shape[1] % WIDTH:
+            return leaf
+        k, n = leaf.shape
+        return leaf.reshape(k, n // WIDTH, WIDTH).transpose(1, 0, 2)
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def unpack(panels: Float[Array, "P K W"]) -> Float[Array, "K N"]:
+    """The weight that the panels hold."""
+    return panels.transpose(1, 0, 2).reshape(panels.shape[1], -1)
+
+
+def product(x: Float[Array, "... K"], panels: Float[Array, "P K W"]) -> Float[Array, "... N"]:
+    """`x @ unpack(panels)` in float32, each sum in the order of K.
+
+    Raises:
+      TypeError: an array is not float32. ValueError: the shapes do not fit.
+    """
+    if x.dtype != jnp.float32 or panels.dtype != jnp.float32:
+        raise TypeError(f"panels are multiplied in float32, got {x.dtype} and {panels.dtype}")
+    count, k, width = panels.shape
+    if x.shape[-1] != k or width != WIDTH:
+        raise ValueError(
+            f"expected x [.. {k}] and panels [P {k} {WIDTH}], got {x.shape} and {panels.shape}"
+        )
+    out = jax.ShapeDtypeStruct((*x.shape[:-1], count * width), jnp.float32)
+    return jax.ffi.ffi_call(cpu.load(), out)(x, panels)
