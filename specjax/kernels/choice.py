@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from specjax.config import ModelConfig
-from specjax.kernels import gpu, library, tpu
+from specjax.kernels import cpu, gpu, library, tpu
 
 # What users may ask for, beside a full name such as `tpu:v5e`.
-ASKED = ("auto", "reference", "tpu", "tpu:interpret", "library", "gpu")
+ASKED = ("auto", "reference", "cpu", "tpu", "tpu:interpret", "library", "gpu")
 # As `jax.Device.device_kind` says it.
 GENERATIONS = {
     "TPU v5 lite": "v5e",
@@ -20,6 +20,9 @@ GENERATIONS = {
 }
 
 
+CPU_LINE = "specjax's kernel for CPUs; prompts too, training in XLA"
+
+
 class Choice(NamedTuple):
     """name: see `dispatch`. line: to log. loud: the platform's own kernel is not what runs."""
 
@@ -29,28 +32,34 @@ class Choice(NamedTuple):
 
 
 def choose(
-    platform: str, kind: str, cfg: ModelConfig, asked: str = "auto", invariant: bool = False
+    platform: str,
+    kind: str,
+    cfg: ModelConfig,
+    asked: str = "auto",
+    invariant: bool = False,
+    devices: int = 1,
 ) -> Choice:
     """The kernel for a model on a device.
 
     Args:
       platform, kind: of the device, as jax names them. asked: one of `ASKED`, or a full name.
       invariant: rounds attend by position, which only the reference does.
+      devices: of the mesh.
 
     Raises:
       ValueError: what is asked for is unknown, or cannot be used there.
     """
     if asked == "auto":
-        choice = _default(platform, kind, cfg)
+        choice = _default(platform, kind, cfg, invariant, devices)
     else:
-        choice = _asked(platform, kind, cfg, asked)
+        choice = _asked(platform, kind, cfg, asked, devices)
     if invariant and choice.name != "reference":
         line = f"{choice.line}; rounds in invariant mode attend by position in XLA, without it"
         choice = choice._replace(line=line, loud=True)
     return choice
 
 
-def _default(platform: str, kind: str, cfg: ModelConfig) -> Choice:
+def _default(platform: str, kind: str, cfg: ModelConfig, invariant: bool, devices: int) -> Choice:
     if platform == "tpu":
         reason = _no_tpu_kernel(kind, cfg)
         if reason is None:
@@ -62,11 +71,14 @@ def _default(platform: str, kind: str, cfg: ModelConfig) -> Choice:
         return choice._replace(line=line, loud=True)
     line = "XLA reference"
     if platform == "cpu":
-        return Choice("reference", line)
+        reason, loud = _no_cpu_kernel(cfg, devices)
+        if reason is None and not invariant:
+            return Choice("cpu", CPU_LINE)
+        return Choice("reference", f"{line}: {reason}" if reason else line, loud)
     return Choice("reference", f"no kernel for platform {platform!r}: {line}", True)
 
 
-def _asked(platform: str, kind: str, cfg: ModelConfig, asked: str) -> Choice:
+def _asked(platform: str, kind: str, cfg: ModelConfig, asked: str, devices: int) -> Choice:
     def refuse(reason: str):
         raise ValueError(
             f"attention {asked!r} cannot be used: {reason}; take another, or 'auto', which runs "
@@ -76,6 +88,11 @@ def _asked(platform: str, kind: str, cfg: ModelConfig, asked: str) -> Choice:
     family, _, variant = asked.partition(":")
     if asked == "reference":
         return Choice(asked, "XLA reference, as asked for")
+    if asked == "cpu":
+        reason, _ = _no_cpu_kernel(cfg, devices)
+        if platform != "cpu" or reason:
+            refuse(reason or f"it is compiled for CPUs, and the device is {platform!r}")
+        return Choice(asked, CPU_LINE)
     if asked == "tpu:interpret":
         if platform != "cpu":
             refuse("it interprets the TPU kernel, for tests on CPU")
@@ -106,6 +123,20 @@ def _asked(platform: str, kind: str, cfg: ModelConfig, asked: str) -> Choice:
 def _tpu(generation: str) -> Choice:
     line = f"Pallas tree attention for {generation}, splash attention in training"
     return Choice(f"tpu:{generation}", line)
+
+
+def _no_cpu_kernel(cfg: ModelConfig, devices: int) -> tuple[str | None, bool]:
+    """Why the CPU kernel cannot be used, and whether that is worth a warning."""
+    reason = cpu.no_kernel(cfg, devices)
+    if reason is None and cfg.head_dim % cpu.WIDTH:
+        reason = f"head_dim must be a multiple of {cpu.WIDTH}, got {cfg.head_dim}"
+    if reason is not None:
+        return reason, False
+    try:
+        cpu.load()
+    except cpu.NoKernelError as error:
+        return str(error), True
+    return None, False
 
 
 def _no_tpu_kernel(kind: str | None, cfg: ModelConfig) -> str | None:

@@ -5,6 +5,7 @@ in once, where engines and trainers are built and their devices are known.
 
     name              tree attention (decoding, prefill)     causal attention (training)
     reference         XLA, `reference.py`                    XLA, `reference.py`
+    cpu               `cpu_attention.cc`, see `cpu.py`       XLA, `reference.py`
     tpu:v5e, ..       Pallas, `tpu.py`                       jax's splash attention
     tpu:interpret     the same in interpret mode: tests on CPU
     library:cudnn     jax.nn.dot_product_attention, cuDNN    the same
@@ -29,7 +30,7 @@ from specjax.cache import Table
 from specjax.config import ModelConfig
 from specjax.context import Context
 from specjax.kernels import context as over_devices
-from specjax.kernels import gpu, library, reference, tpu
+from specjax.kernels import cpu, gpu, library, reference, tpu
 from specjax.kernels.choice import choose
 from specjax.kernels.reference import tree_attention_by_position
 
@@ -62,7 +63,8 @@ def settle(
       ValueError: the kernel that is asked for cannot be used.
     """
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    choice = choose(device.platform, device.device_kind, cfg, asked, invariant)
+    devices = 1 if mesh is None else mesh.size
+    choice = choose(device.platform, device.device_kind, cfg, asked, invariant, devices)
     log.log(logging.WARNING if choice.loud else logging.INFO, "%s: %s", whose, choice.line)
     return cfg.replace(attention=choice.name)
 
@@ -88,8 +90,11 @@ def tree_attention(
       kernel: a name of the table above.
     """
     options = {"window": window, "with_lse": with_lse}
-    if kernel == "reference":
-        arrays = q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table
+    arrays = q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table
+    plain = window is None and sinks is None and not with_lse
+    if kernel == "cpu" and plain:
+        return cpu.tree_attention(*arrays)
+    if kernel in ("reference", "cpu"):
         return reference.tree_attention(*arrays, sinks=sinks, **options)
     attend = functools.partial(_tree_kernel(kernel), **options)
     batch, heads = ("batch", "heads", None, None), (None, "heads", None, None)
@@ -140,7 +145,7 @@ def causal_attention(
     """
     if context is not None:
         return over_devices.causal_attention(q, k, v, segment_ids, context)
-    if kernel == "reference":
+    if kernel in ("reference", "cpu"):
         return reference.causal_attention(q, k, v, segment_ids)
     return causal_attention_with_own(q, k, v, [], segment_ids, kernel=kernel)
 
@@ -158,7 +163,7 @@ def causal_attention_with_own(
     """See `specjax.kernels.reference.causal_attention_with_own`; the rest as above."""
     if context is not None:
         return over_devices.causal_attention_with_own(q, k, v, own, segment_ids, context)
-    if kernel == "reference":
+    if kernel in ("reference", "cpu"):
         return reference.causal_attention_with_own(q, k, v, own, segment_ids)
     family, _, variant = kernel.partition(":")
     if family == "tpu":

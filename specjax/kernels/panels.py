@@ -1,13 +1,13 @@
 """Weights in panels, and their products on CPU: what decoding multiplies there.
 
-A weight `[K, N]` in panels is `[N / 16, K, 16]`; `cpu.cc` says why. Five rows then cost half as
-much again as one where XLA takes three times as long, and a row's bits do not depend on how many
+A weight `[K, N]` in panels is `[N / 16, K, 16]`; `cpu_panels.cc` says why. Five rows then cost half
+as much again as one where XLA takes three times as long, and a row's bits do not depend on how many
 rows it is multiplied with. Models ask the shape of a weight which product it wants, and
 `ModelConfig.products` says whether `to_decode_layout` makes panels at all:
 
     name      decoding multiplies by
     xla       XLA
-    panels    `cpu.cc`: CPU, float32, unrolled layers, one device, a C++ compiler
+    panels    `cpu_panels.cc`: CPU, float32, unrolled layers, one device, and a C++ compiler
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from jaxtyping import Array, Float
 from specjax.config import ModelConfig
 from specjax.config.checks import choice
 from specjax.kernels import cpu
+from specjax.kernels.cpu import WIDTH  # columns of a panel
 
-WIDTH = 16  # columns of a panel
 # The weights of models and heads that rows are multiplied with.
 NAMES = frozenset(
     ("q", "k", "v", "o", "gate", "up", "down", "qkv_proj", "gate_up", "proj", "lm_head")
@@ -72,13 +72,9 @@ def _not_for(cfg: ModelConfig, platform: str, devices: int) -> str | None:
     """Why panels are not for this model and these devices, or None."""
     if platform != "cpu":
         return f"they are for CPU, and the device is {platform!r}"
-    if devices > 1:
-        return f"they lie on one device, and the mesh has {devices}"
     if cfg.scan_layers:
         return "layers are scanned, and panels are of unrolled ones"
-    if cfg.compute_dtype != "float32":
-        return f"they are float32, and decoding computes in {cfg.compute_dtype}"
-    return None
+    return cpu.no_kernel(cfg, devices)
 
 
 def pack(params: dict) -> dict:
@@ -116,4 +112,5 @@ def product(x: Float[Array, "... K"], panels: Float[Array, "P K W"]) -> Float[Ar
             f"expected x [.. {k}] and panels [P {k} {WIDTH}], got {x.shape} and {panels.shape}"
         )
     out = jax.ShapeDtypeStruct((*x.shape[:-1], count * width), jnp.float32)
-    return jax.ffi.ffi_call(cpu.load(), out)(x, panels)
+    cpu.load()
+    return jax.ffi.ffi_call(cpu.PANELS, out)(x, panels)

@@ -12,20 +12,10 @@
 // Every sum runs over k in order, whatever the tile: a row's bits depend neither on how many rows
 // there are nor on the threads. Verified rows equal those of plain decoding to the last bit.
 
-#include <algorithm>
-#include <atomic>
-#include <cstdint>
-#include <cstring>
-#include <memory>
+#include "cpu.h"
 
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
-
+namespace specjax {
 namespace {
-
-constexpr int64_t kWidth = 16;  // columns of a panel
-using Lane = float __attribute__((vector_size(kWidth * sizeof(float))));
 
 // Sums of a tile, kRows x kPanels of them, fill most of the vector registers and not more.
 #ifdef __AVX512F__
@@ -33,15 +23,6 @@ constexpr int kRows = 6, kPanels = 4;  // 24 of 32 registers
 #else
 constexpr int kRows = 3, kPanels = 2;  // of half the width or a quarter: 12 of 16, 24 of 32
 #endif
-
-// Below so many multiplications waking another thread costs more than it brings.
-constexpr int64_t kAlone = 1 << 15;
-
-Lane load(const float* from) {
-  Lane lane;
-  std::memcpy(&lane, from, sizeof(lane));
-  return lane;
-}
 
 struct Product {
   const float *x, *panels;
@@ -63,7 +44,7 @@ void tile(const Product& of, int64_t row, int64_t panel) {
   }
   float* y = of.y + row * of.n + panel * kWidth;
   for (int r = 0; r < R; ++r) {
-    for (int p = 0; p < P; ++p) std::memcpy(y + r * of.n + p * kWidth, &sums[r][p], sizeof(Lane));
+    for (int p = 0; p < P; ++p) store(y + r * of.n + p * kWidth, sums[r][p]);
   }
 }
 
@@ -94,43 +75,15 @@ void stripe_of(int64_t panels, const Product& of, int64_t panel) {
   stripe<P>(of, panel);
 }
 
-void columns(const Product& of, int64_t first, int64_t last) {
-  for (int64_t panel = first; panel < last; panel += kPanels) {
-    stripe_of(std::min<int64_t>(kPanels, last - panel), of, panel);
-  }
-}
-
-// Threads claim shares of the columns. The caller does all that nobody has claimed, so it waits for
-// a thread that works and never for one that has yet to wake up; who comes late finds nothing left
-// but the counters, which live as long as anybody holds them.
-struct Shares {
-  std::atomic<int64_t> claimed{0}, done{0};
-};
-
 void multiply(const Product& of, ffi::ThreadPool& pool) {
   const int64_t panels = of.n / kWidth, stripes = (panels + kPanels - 1) / kPanels;
-  const int64_t shares = std::min<int64_t>(pool.num_threads(), stripes);
-  if (shares < 2 || of.rows * of.k * of.n < kAlone) return columns(of, 0, panels);
-  auto counters = std::make_shared<Shares>();
-  auto work = [=] {
-    for (int64_t i; (i = counters->claimed.fetch_add(1)) < shares;) {
-      const auto from = [&](int64_t share) {
-        return std::min(panels, stripes * share / shares * kPanels);
-      };
-      columns(of, from(i), from(i + 1));
-      counters->done.fetch_add(1, std::memory_order_release);
+  in_shares(pool, stripes, of.rows * of.k * of.n, [&](int64_t first, int64_t last) {
+    for (int64_t panel = first * kPanels; panel < std::min(panels, last * kPanels);) {
+      const int64_t count = std::min<int64_t>(kPanels, panels - panel);
+      stripe_of(count, of, panel);
+      panel += count;
     }
-  };
-  for (int64_t i = 1; i < shares; ++i) {
-    auto helper = work;
-    pool.Schedule(std::move(helper));
-  }
-  work();
-  while (counters->done.load(std::memory_order_acquire) < shares) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-  }
+  });
 }
 
 ffi::Error panels_product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
@@ -150,8 +103,11 @@ ffi::Error panels_product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
 }
 
 }  // namespace
+}  // namespace specjax
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_panels, panels_product,
+namespace ffi = xla::ffi;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_panels, specjax::panels_product,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
