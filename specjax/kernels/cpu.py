@@ -1,7 +1,8 @@
 """The kernels for CPUs: `cpu_panels.cc` multiplies by weights, `cpu_attention.cc` attends.
 
-They are built with the machine's C++ compiler when they are first needed, and handed to XLA. As compilers of other frameworks do for CPUs, it compiles for the very processor it runs on and
-keeps the result in the user's cache, under a name made of all that goes into it.
+They are built with the machine's C++ compiler when they are first needed, and handed to XLA. As
+compilers of other frameworks do for CPUs, this compiles for the very processor it runs on and keeps
+the result in the user's cache, under a name made of all that goes into it.
 
 Both compute a row in one order, whatever stands beside it: in a batch of any size, in a tree of any
 shape, as a draft that is verified or as the next token of plain decoding it gets the same bits.
