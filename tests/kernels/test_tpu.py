@@ -17,7 +17,9 @@ HEAD = 128
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
-def random_case(seed, batch, kv_heads, group, rows, size, stretches, dtype, prefix=None, before=0):
+def random_case(
+    seed, batch, kv_heads, group, rows, size, stretches, dtype, prefix=None, before=0, head=HEAD
+):
     """Arguments of `tree_attention`: trees that differ, pages in no order, the rest of them NaN;
     queries of all but the first `before` rows of a tree."""
     rng = np.random.default_rng(seed)
@@ -32,12 +34,12 @@ def random_case(seed, batch, kv_heads, group, rows, size, stretches, dtype, pref
     if prefix is None:
         prefix = rng.integers(0, size * stretches + 1, batch)
         prefix[rng.integers(batch)] = rng.choice([0, size, size * stretches])
-    pages = normal(2, 1 + batch * stretches, kv_heads, size, HEAD)
+    pages = normal(2, 1 + batch * stretches, kv_heads, size, head)
     for row, length in zip(table, prefix, strict=True):
         for at, page in enumerate(row):
             pages[:, page, :, max(length - at * size, 0) :] = np.nan
-    q = normal(batch, kv_heads * group, rows, HEAD)
-    k, v = normal(2, batch, kv_heads, nodes, HEAD)
+    q = normal(batch, kv_heads * group, rows, head)
+    k, v = normal(2, batch, kv_heads, nodes, head)
     arrays = [jnp.asarray(x, dtype) for x in (q, k, v, *pages)]
     return *arrays, np.asarray(prefix, np.int32), bits, table.astype(np.int32)
 

@@ -1,0 +1,341 @@
+"""The kernels for CPUs against their references, to the last bit where they promise that."""
+
+import functools
+import logging
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_tpu import expected, random_case
+from tiny import prompts_of, tiny_config, tiny_model
+
+from specjax import LLM, SamplingParams, SpecConfig
+from specjax.decode.tree import chain_bits
+from specjax.engine.settings import EngineConfig
+from specjax.kernels import cpu, panels
+from specjax.kernels.choice import choose
+
+# Heads of 16, and widths that are whole panels: all that the kernels can do, they do.
+MODEL = tiny_config(layers=2).replace(hidden_size=32, head_dim=16, intermediate_size=48)
+
+
+def normal(rng, *shape):
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+# --- products -------------------------------------------------------------------------------------
+
+SHAPES = dict(
+    seed=st.integers(0, 2**16),
+    rows=st.integers(1, 45),
+    k=st.integers(1, 300),
+    count=st.integers(1, 21),
+)
+
+
+def compare_products(seed, rows, k, count):
+    rng = np.random.default_rng(seed)
+    x, weight = normal(rng, rows, k), normal(rng, k, count * panels.WIDTH)
+    (packed,) = panels.pack({"o": weight}).values()
+    np.testing.assert_array_equal(panels.unpack(packed), weight)
+    found = jax.jit(panels.product)(x, packed)
+    exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
+    np.testing.assert_allclose(found, exact, atol=1e-6 * k, rtol=1e-5)
+
+
+@settings(max_examples=15)
+@given(**SHAPES)
+def test_products_equal_the_reference(**case):
+    compare_products(**case)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(**SHAPES)
+def test_products_equal_the_reference_on_many_shapes(**case):
+    compare_products(**case)
+
+
+@pytest.mark.parametrize("shape", [(192, 304), (640, 192), (7, 16)])  # several threads, and one
+def test_a_rows_product_is_the_same_bits_beside_any_others(shape):
+    rng = np.random.default_rng(0)
+    x = normal(rng, 2, 13, shape[0])
+    (packed,) = panels.pack({"o": normal(rng, *shape)}).values()
+    whole = panels.product(x, packed)
+    for rows in range(1, 13):
+        np.testing.assert_array_equal(panels.product(x[:, :rows], packed), whole[:, :rows])
+        np.testing.assert_array_equal(panels.product(x[1:, -rows:], packed), whole[1:, -rows:])
+
+
+def test_only_weights_that_rows_are_multiplied_with_become_panels():
+    params = {
+        "embed": jnp.ones((64, 32)), "qk_norm": jnp.ones((4, 16)), "norm": jnp.ones(32),
+        "layers": {0: {"o": jnp.ones((32, 48)), "down": jnp.ones((32, 40))}},
+    }  # fmt: skip
+    shapes = jax.tree.map(jnp.shape, panels.pack(params), is_leaf=lambda x: hasattr(x, "shape"))
+    assert shapes["layers"][0] == {"o": (3, 32, 16), "down": (32, 40)}, "40 fill no panels"
+    assert (shapes["embed"], shapes["qk_norm"], shapes["norm"]) == ((64, 32), (4, 16), (32,))
+    again = panels.pack(panels.pack(params))
+    jax.tree.map(np.testing.assert_array_equal, again, panels.pack(params))
+
+
+@pytest.mark.parametrize("x, weight, message", [
+    (jnp.ones((2, 8), jnp.bfloat16), jnp.ones((1, 8, 16)), "float32, got bfloat16"),
+    (jnp.ones((2, 9)), jnp.ones((1, 8, 16)), "expected x"),
+    (jnp.ones((2, 8)), jnp.ones((1, 8, 8)), "expected x"),
+])  # fmt: skip
+def test_products_of_what_does_not_fit_are_refused(x, weight, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        panels.product(x, weight)
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+CASES = dict(
+    seed=st.integers(0, 2**16),
+    batch=st.integers(1, 4),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    rows=st.integers(1, 40),
+    before=st.integers(0, 40),
+    size=st.sampled_from([16, 24, 64]),
+    stretches=st.integers(1, 3),
+    head=st.sampled_from([16, 32, 48, 128]),
+)
+
+
+def compare_attention(seed, batch, kv_heads, group, rows, before, size, stretches, head):
+    sizes = batch, kv_heads, group, rows, size, stretches
+    case = random_case(seed, *sizes, "float32", before=before, head=head)
+    wanted, _ = expected(*case, window=None, sinks=None)
+    np.testing.assert_allclose(jax.jit(cpu.tree_attention)(*case), wanted, atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=12)
+@given(**CASES)
+def test_attention_equals_the_reference(**case):
+    """What lies in a page past its prefix is NaN here, and is never read."""
+    compare_attention(**case)
+
+
+@pytest.mark.slow
+@settings(max_examples=150)
+@given(**CASES)
+def test_attention_equals_the_reference_on_many_shapes(**case):
+    compare_attention(**case)
+
+
+def test_one_tree_for_all_slots_and_pages_of_their_own():
+    q, k, v, k_pages, v_pages, *_ = random_case(3, 3, 2, 3, 5, 32, 1, "float32", [32] * 3, head=32)
+    bits, prefix = chain_bits(5), np.array([0, 7, 32], np.int32)
+    own = q, k, v, k_pages[:3], v_pages[:3], prefix
+    wanted, _ = expected(*own, bits, None, window=None, sinks=None)
+    np.testing.assert_allclose(cpu.tree_attention(*own, bits), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("prefix", [0, 5, 15, 16, 31])
+def test_a_row_is_the_same_bits_whether_its_ancestors_are_drafts_or_cached(prefix):
+    rng, length, width = np.random.default_rng(prefix), 9, 32
+    q, k, v = (normal(rng, 1, heads, length, width) for heads in (6, 2, 2))
+    pages = normal(rng, 2, 1, 2, 64, width)
+    at = (0, 0, prefix, 0)
+    table = np.zeros((1, 1), np.int32)
+
+    def attend(rows, cached, bits):
+        """Tree rows `rows`, of which the earlier `cached` ones are in the pages."""
+        held = [jax.lax.dynamic_update_slice(p, x[:, :, :cached], at)
+                for p, x in zip(pages, (k, v), strict=True)]  # fmt: skip
+        own = (x[:, :, cached:rows] for x in (k, v))
+        there = np.array([prefix + cached], np.int32)
+        return cpu.tree_attention(q[:, :, cached:rows], *own, *held, there, bits, table)
+
+    whole = attend(length, 0, chain_bits(length))
+    for row in range(length):
+        alone = attend(row + 1, row, chain_bits(1))
+        np.testing.assert_array_equal(alone[:, :, 0], whole[:, :, row])
+
+
+def test_scores_far_apart_underflow_to_nothing_and_nan_stays_nan():
+    case = list(random_case(0, 1, 1, 1, 2, 16, 1, "float32", [16], head=16))
+    case[6] = chain_bits(2)
+    found = cpu.tree_attention(case[0] * 1e4, *case[1:])
+    assert np.isfinite(found).all()
+    page = case[7][0, 0]
+    keys, values = (np.concatenate([case[i + 3][page, 0], case[i + 1][0, 0]]) for i in (0, 1))
+    scores = keys @ np.asarray(case[0][0, 0]).T
+    scores[17, 0] = -np.inf  # the second row of the tree, to the first
+    np.testing.assert_allclose(found[0, 0], values[scores.argmax(0)], atol=1e-6)
+    assert np.isnan(cpu.tree_attention(case[0] * np.nan, *case[1:])).all()
+
+
+# --- what is chosen -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
+    """A machine on which nothing was built yet, and nothing can be."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu.load.cache_clear()
+    yield
+    cpu.load.cache_clear()
+
+
+def llm_of(spec="2_1_3", **engine):
+    spec = spec and SpecConfig(spec)
+    config = EngineConfig(page_size=16, prefill_chunk=16, **engine)
+    return LLM(tiny_model(MODEL), spec, max_batch=2, max_len=64, engine=config)
+
+
+PROMPTS = prompts_of(3, 64, seed=2, longest=12)
+ASKED = SamplingParams(max_tokens=24, temperature=0.9, seed=3, n=2, ignore_eos=True)
+
+
+def samples_of(llm):
+    return [sample for output in llm.generate(PROMPTS, ASKED) for sample in output.samples]
+
+
+@functools.cache
+def wanted():
+    return [s.token_ids for s in samples_of(llm_of(None, attention="reference", products="xla"))]
+
+
+def test_engines_on_cpu_run_the_kernels_unless_told_otherwise(caplog):
+    caplog.set_level(logging.INFO)
+    llm = llm_of()
+    assert [s.token_ids for s in samples_of(llm)] == wanted()
+    runner = llm.engine.runner
+    assert (runner.cfg.attention, runner.cfg.products) == ("cpu", "panels")
+    assert "attention: specjax's kernel" in caplog.text and "products: panels" in caplog.text
+    texts = {key[0]: text for key, text in programs(llm).items()}
+    assert all(name in texts["chunk"] for name in (cpu.PANELS, cpu.ATTENTION))
+    assert all(name in texts["prefill"] for name in (cpu.PANELS, cpu.ATTENTION))
+    plain = llm_of(attention="reference", products="xla")
+    assert [s.token_ids for s in samples_of(plain)] == wanted()
+    assert not any("specjax_" in text for text in programs(plain).values())
+
+
+def programs(llm) -> dict:
+    return {key: p.as_text() for key, p in llm.engine.runner.executables.by_key.items()}
+
+
+def test_log_probabilities_are_the_same_bits_with_and_without_speculation():
+    """Not close, equal: a verified row is computed as plain decoding computes it."""
+    plain, drafted = samples_of(llm_of(None)), samples_of(llm_of("2_1_3"))
+    tree = samples_of(llm_of("3_2_6"))
+    for a, b, c in zip(plain, drafted, tree, strict=True):
+        assert a.logprobs == b.logprobs == c.logprobs
+    assert sum(s.stats.accepted for s in drafted) > 0
+
+
+def test_without_a_compiler_xla_runs_and_a_warning_says_so(no_compiler, caplog):
+    llm = llm_of()
+    assert (llm.engine.runner.cfg.attention, llm.engine.runner.cfg.products) == ("reference", "xla")
+    loud = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert any("products: XLA's" in m and "CXX=no-such-compiler" in m for m in loud)
+    assert any("attention: XLA reference" in m and "install one" in m for m in loud)
+    assert [s.token_ids for s in samples_of(llm)] == wanted()
+
+
+@pytest.mark.parametrize("asked", [{"attention": "cpu"}, {"products": "panels"}])
+def test_a_kernel_that_is_asked_for_and_cannot_be_had_is_an_error(asked, no_compiler):
+    with pytest.raises(ValueError, match="no C.. compiler"):
+        llm_of(**asked)
+
+
+@pytest.mark.parametrize("changes, devices, message", [
+    ({"compute_dtype": "bfloat16"}, 1, "in float32"),
+    ({"head_dim": 8}, 1, "multiple of 16, got 8"),
+    ({}, 8, "the mesh has 8"),
+])  # fmt: skip
+def test_models_and_meshes_that_it_is_not_for(changes, devices, message):
+    cfg = MODEL.replace(**changes)
+    choice = choose("cpu", "cpu", cfg, devices=devices)
+    assert choice.name == "reference" and not choice.loud and message in choice.line
+    with pytest.raises(ValueError, match=message):
+        choose("cpu", "cpu", cfg, "cpu", devices=devices)
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"scan_layers": True}, "scanned"), ({"compute_dtype": "bfloat16"}, "in float32"),
+])  # fmt: skip
+def test_panels_are_for_unrolled_float32_layers(changes, message, caplog):
+    cfg = MODEL.replace(**changes)
+    caplog.set_level(logging.INFO)
+    assert panels.settle(cfg, None).products == "xla" and message in caplog.text
+    with pytest.raises(ValueError, match=message):
+        panels.settle(cfg, None, "panels")
+
+
+def test_settings_of_the_engine_are_checked():
+    with pytest.raises(ValueError, match="products must be one of"):
+        EngineConfig(products="fast")
+
+
+# --- building -------------------------------------------------------------------------------------
+
+
+def test_it_is_built_once_and_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = cpu._built()
+    made = path.stat().st_mtime_ns
+    assert path.parent == tmp_path / "specjax" and cpu._built() == path
+    assert path.stat().st_mtime_ns == made and list(path.parent.iterdir()) == [path]
+
+
+def test_a_compiler_that_fails_is_named_with_its_error(monkeypatch, tmp_path):
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\necho 'cpu.h:1: error: out of luck' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(cpu.NoKernelError, match="broken failed: cpu.h:1: error: out of luck"):
+        cpu._built()
+
+
+def test_a_full_disk_is_told_as_such(monkeypatch, tmp_path):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu.tempfile, "TemporaryDirectory", full)
+    with pytest.raises(cpu.NoKernelError, match="No space left"):
+        cpu._built()
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    built = cpu._built()
+    assert built.exists() and tmp_path not in built.parents
+
+
+def test_what_cannot_be_loaded_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu, "_compile", lambda _, path: path.write_bytes(b"not a library"))
+    cpu.load.cache_clear()
+    try:
+        with pytest.raises(cpu.NoKernelError, match="cannot be loaded.*delete it"):
+            cpu.load()
+    finally:
+        cpu.load.cache_clear()
+
+
+def test_compilers_that_know_no_native_flag_do_without(monkeypatch, tmp_path):
+    tried = []
+
+    def run(command, **_):
+        tried.append(command)
+        refused = any(flag.startswith("-m") for flag in command)
+        if not refused:
+            Path(command[command.index("-o") + 1]).touch()
+        return subprocess.CompletedProcess(command, int(refused), "", "error: unknown flag")
+
+    monkeypatch.setattr(cpu.subprocess, "run", run)
+    cpu._compile("c++", tmp_path / "kernels.so")
+    assert (tmp_path / "kernels.so").exists() and len(tried) == len(cpu.NATIVE)
