@@ -1,4 +1,4 @@
-"""The benches of acceptance, of the parts of a round and of `invariant`, where nothing is timed."""
+"""The benches of acceptance, parts of a round, `invariant` and CPU kernels; nothing is timed."""
 
 import json
 
@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from bench import acceptance, acceptance_plot, full_batch, invariant, round_parts
+from bench import acceptance, acceptance_plot, cpu, full_batch, invariant, round_parts
 from bench import round as bench_round
 from bench.acceptance_arms import ALIGNED_SETTINGS, SETTINGS, TREES, Arm, aligned_arms, arms
 from specjax import ModelConfig, SpecConfig
@@ -239,3 +239,17 @@ def test_a_difference_in_invariant_mode_is_a_failure(thin_policy, tmp_path, monk
     argv = ["--model", str(thin_policy), "--batches", "1", "--dtypes", "float32", "--prompts", "1"]
     with pytest.raises(SystemExit, match="1 samples differ in invariant mode"):
         invariant.main([*argv, "--out", str(tmp_path / "x.json")])
+
+
+# --- CPU kernels -----------------------------------------------------------------------------
+
+
+def test_bench_cpu_compares_the_kernels_with_xla_and_finds_their_bits_equal(tmp_path):
+    out = tmp_path / "cpu.json"
+    argv = "--batches 2 --repeats 1 --fewest 2 --max_tokens 8 --strategy 1_1_2 --out".split()
+    cpu.main([*argv, str(out)])
+    result = json.loads(out.read_text())["figures"]
+    assert result["bits_different/batch_2/kernels"]["value"] == 0
+    assert result["bits_different/batch_2/xla"]["unit"].startswith("samples of 2")
+    for what in ("kernels/xla/off", "kernels/xla/1_1_2", "1_1_2/off/kernels", "1_1_2/off/xla"):
+        assert result[f"ratio/batch_2/{what}"]["value"] > 0
