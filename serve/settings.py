@@ -10,6 +10,7 @@ from specjax import LLM, ControlConfig, EngineConfig, SamplingParams, SpecConfig
 from specjax.command_line import ConfigError, find_shipped
 from specjax.config.spec import ACCEPTANCE_MODES, DRAFT_SOURCES
 from specjax.control.config import CONTROLLERS
+from specjax.kernels import panels
 from specjax.schema import REQUIRED, at_least, option
 from specjax.sharding import offer_cpu_devices
 
@@ -93,6 +94,11 @@ class EngineSection:
         None, "memory for all cache pages; null: what all slots need at full length"
     )
     prefill_chunk: int = option(512, "prompt tokens that are read at a time")
+    products: str = option(
+        "auto",
+        "by what weights are multiplied: panels, specjax's own kernel on one CPU device; xla",
+        choices=panels.ASKED,
+    )
     max_stop_tokens: int = option(8, "stop tokens of a request at most, the model's own included")
     warm_up: str = option(
         "all",
@@ -108,6 +114,7 @@ class EngineSection:
             page_size=self.page_size,
             cache_bytes=self.cache_bytes,
             prefill_chunk=self.prefill_chunk,
+            products=self.products,
         )
 
 

@@ -75,6 +75,7 @@ OF_NO_UPDATE = {"dynamic_sampling", "max_resample"}
 # Those that the evaluation's engine takes from the rollout's.
 OF_EVALUATION = (
     "max_prompt_tokens", "max_tokens", "page_size", "chunk_tokens", "prefill_chunk", "scan_layers",
+    "products",
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from specjax.config.spec import DRAFT_SOURCES
 from specjax.control import OFF, ControlConfig, FastRLSettings, read_fastrl
 from specjax.control.config import CONTROLLERS, DEFAULT_STRATEGIES
 from specjax.engine.settings import EngineConfig
+from specjax.kernels import panels
 from specjax.schema import at_least, option
 
 
@@ -75,7 +76,9 @@ class ControlSection:
 _NO_CONTROL = ControlSection()
 # What decides where and when rollouts run, and no token.
 PLACEMENT = ("replicas", "tp", "max_batch", "scan_layers")
-ENGINE_SETTINGS = ("page_size", "cache_bytes", "chunk_tokens", "prefill_chunk", "order")
+ENGINE_SETTINGS = (
+    "page_size", "cache_bytes", "chunk_tokens", "prefill_chunk", "order", "products",
+)  # fmt: skip
 
 
 @dataclass
@@ -121,6 +124,11 @@ class RolloutSection:
     )
     chunk_tokens: int = option(32, "tokens per slot between two looks of the host at most")
     prefill_chunk: int = option(512, "prompt tokens that are read at a time")
+    products: str = option(
+        "auto",
+        "by what weights are multiplied: panels, specjax's own kernel on one CPU device; xla",
+        choices=panels.ASKED,
+    )
     scan_layers: bool = option(
         False, "scan over layers while decoding: short compile, slower on CPU"
     )

@@ -21,6 +21,7 @@ from specjax.engine.settings import EngineConfig
 from specjax.kernels import cpu, panels
 from specjax.kernels.choice import choose
 
+
 def _missing() -> str:
     """Why these tests cannot run here; an error where a compiler is expected."""
     try:
