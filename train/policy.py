@@ -91,7 +91,7 @@ def settled(
       ConfigError: the kernel that is asked for cannot be used.
     """
     try:
-        cfg = dispatch.settle(cfg, mesh, attention, whose=whose)
+        cfg = dispatch.settle(cfg, mesh, attention, whose=whose, decoding=False)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if context is not None and cfg.attention != "reference":

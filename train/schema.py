@@ -161,7 +161,7 @@ class SFTConfig:
     attention: str = option(
         "auto",
         "the kernel: auto, the platform's own, with a line at start that says which; or by name: "
-        "reference, tpu, library",
+        "reference, cpu, tpu, library",
     )
     checkpoint: CheckpointSection = option(CheckpointSection, "checkpoints")
     log: LogSection = option(LogSection, "further sinks")
@@ -225,7 +225,7 @@ class RLConfig:
     attention: str = option(
         "auto",
         "the kernel: auto, the platform's own, with a line at start that says which; or by name: "
-        "reference, tpu, library",
+        "reference, cpu, tpu, library",
     )
     checkpoint: RLCheckpointSection = option(RLCheckpointSection, "checkpoints")
     log: LogSection = option(LogSection, "further sinks")

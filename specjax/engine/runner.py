@@ -31,7 +31,7 @@ from specjax.engine.executables import Executables
 from specjax.engine.pages import pages_for
 from specjax.engine.parcel import Parcel
 from specjax.engine.plans import make_plans, own_name
-from specjax.engine.sources import with_attention
+from specjax.engine.sources import with_kernel
 from specjax.kernels import dispatch, panels
 from specjax.models.transformer import Params, graphdef, to_decode_layout
 from specjax.reshard import Mover
@@ -90,8 +90,13 @@ class Runner:
     ):
         invariant = spec is not None and spec.invariant
         settle = functools.partial(dispatch.settle, mesh=mesh, asked=attention, invariant=invariant)
-        cfg, source = settle(cfg, whose="attention"), with_attention(source, settle)
+        cfg, source = settle(cfg, whose="attention"), with_kernel(source, settle)
         cfg = panels.settle(cfg, mesh, products)
+        # A draft need not have what the policy has: scanned layers, or another dtype.
+        settle = functools.partial(
+            panels.settle, mesh=mesh, asked="xla" if products == "xla" else "auto"
+        )
+        source = with_kernel(source, settle, "products")
         self.cfg, self.chunk_tokens, self.stride = cfg, chunk_tokens, stride
         self.batch, self.max_len, self.stop_width, self.mesh = batch, max_len, stop_width, mesh
         self.plans = make_plans(cfg, spec, source, strategies)
@@ -201,6 +206,8 @@ class Runner:
 
     def set_head(self, head: Params) -> None:
         """Takes parameters of the draft source alone; see `set_params`."""
+        if head is self.head:  # it is here, and as it should be
+            return
         placed = self._convert_head(self._move(head))
         self._check("draft", head, placed, False)
         self.head = placed
@@ -222,9 +229,10 @@ class Runner:
     @functools.cached_property
     def _convert_head(self):
         """The change of the draft source's parameters from its decode layout to what runs here."""
-        if self.cfg.products != "panels":
+        cfg = getattr(self.longest.source, "cfg", None)
+        if cfg is None or cfg.products != "panels":
             return lambda head: head
-        dtype = jnp.dtype(self.cfg.compute_dtype)
+        dtype = jnp.dtype(cfg.compute_dtype)
         return jax.jit(lambda head: panels.pack(jax.tree.map(lambda a: a.astype(dtype), head)))
 
     def _build_layout(self):

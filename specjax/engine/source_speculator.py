@@ -26,7 +26,7 @@ from specjax.decode.plain_arrays import DraftProposal, VerifyResult
 from specjax.decode.state import RUNNING, put_positions, take_positions
 from specjax.decode.tree import chain_bits
 from specjax.draft.source import DraftSource, Level, Memory, Work
-from specjax.engine.sources import with_attention
+from specjax.engine.sources import with_kernel
 from specjax.kernels import dispatch
 from specjax.models.transformer import Params, graphdef, to_decode_layout
 
@@ -110,7 +110,7 @@ class SourceSpeculator:
         if not temperature >= 0:
             raise ValueError(f"temperature must be at least 0, got {temperature}")
         settle = functools.partial(dispatch.settle, mesh=None)
-        cfg, source = settle(cfg), with_attention(source, settle)
+        cfg, source = settle(cfg), with_kernel(source, settle)
         self._setup = _Setup(cfg, source, steps, max_len)
         self._temperature = np.array([temperature], np.float32)
         self._params = jax.jit(to_decode_layout, static_argnums=1)(params, cfg), source_params

@@ -41,14 +41,15 @@ def source_of(cfg: ModelConfig, spec: SpecConfig) -> DraftSource:
     )
 
 
-def with_attention(
-    source: DraftSource | None, settle: Callable[..., ModelConfig]
+def with_kernel(
+    source: DraftSource | None, settle: Callable[..., ModelConfig], what: str = "attention"
 ) -> DraftSource | None:
-    """The source with the kernel that its model, if it is one, will run; see `dispatch.settle`."""
+    """The source with the kernel that its model, if it is one, will run; see `dispatch.settle`,
+    and `panels.settle` for `what` is "products"."""
     cfg = getattr(source, "cfg", None)
     if not isinstance(cfg, ModelConfig):
         return source
-    return dataclasses.replace(source, cfg=settle(cfg, whose="the draft's attention"))
+    return dataclasses.replace(source, cfg=settle(cfg, whose=f"the draft's {what}"))
 
 
 def load_source(

@@ -38,19 +38,20 @@ def choose(
     asked: str = "auto",
     invariant: bool = False,
     devices: int = 1,
+    decoding: bool = True,
 ) -> Choice:
     """The kernel for a model on a device.
 
     Args:
       platform, kind: of the device, as jax names them. asked: one of `ASKED`, or a full name.
       invariant: rounds attend by position, which only the reference does.
-      devices: of the mesh.
+      devices: of the mesh. decoding: and not training, for which CPUs have no kernel.
 
     Raises:
       ValueError: what is asked for is unknown, or cannot be used there.
     """
     if asked == "auto":
-        choice = _default(platform, kind, cfg, invariant, devices)
+        choice = _default(platform, kind, cfg, decoding and not invariant, devices)
     else:
         choice = _asked(platform, kind, cfg, asked, devices)
     if invariant and choice.name != "reference":
@@ -59,7 +60,7 @@ def choose(
     return choice
 
 
-def _default(platform: str, kind: str, cfg: ModelConfig, invariant: bool, devices: int) -> Choice:
+def _default(platform: str, kind: str, cfg: ModelConfig, rounds: bool, devices: int) -> Choice:
     if platform == "tpu":
         reason = _no_tpu_kernel(kind, cfg)
         if reason is None:
@@ -71,10 +72,12 @@ def _default(platform: str, kind: str, cfg: ModelConfig, invariant: bool, device
         return choice._replace(line=line, loud=True)
     line = "XLA reference"
     if platform == "cpu":
+        if not rounds:
+            return Choice("reference", line)
         reason, loud = _no_cpu_kernel(cfg, devices)
-        if reason is None and not invariant:
+        if reason is None:
             return Choice("cpu", CPU_LINE)
-        return Choice("reference", f"{line}: {reason}" if reason else line, loud)
+        return Choice("reference", f"{line}: {reason}", loud)
     return Choice("reference", f"no kernel for platform {platform!r}: {line}", True)
 
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <thread>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -14,10 +15,18 @@ namespace specjax {
 
 namespace ffi = xla::ffi;
 
-// Of the width of one AVX-512 register; elsewhere the compiler takes two or four.
-constexpr int64_t kWidth = 16;
-using Lane = float __attribute__((vector_size(kWidth * sizeof(float))));
-using IntLane = int32_t __attribute__((vector_size(kWidth * sizeof(int32_t))));
+constexpr int64_t kWidth = 16;  // columns of a panel; heads are multiples of it
+
+// One register: a wider vector would live in memory, and every sum with it.
+#if defined(__AVX512F__)
+constexpr int64_t kLanes = 16;
+#elif defined(__AVX__)
+constexpr int64_t kLanes = 8;
+#else
+constexpr int64_t kLanes = 4;
+#endif
+using Lane = float __attribute__((vector_size(kLanes * sizeof(float))));
+using IntLane = int32_t __attribute__((vector_size(kLanes * sizeof(int32_t))));
 
 inline Lane load(const float* from) {
   Lane lane;
@@ -55,7 +64,8 @@ void in_shares(ffi::ThreadPool& pool, int64_t count, int64_t multiplications, co
     pool.Schedule(std::move(helper));
   }
   take();
-  while (counters->done.load(std::memory_order_acquire) < shares) {
+  for (int turns = 0; counters->done.load(std::memory_order_acquire) < shares; ++turns) {
+    if (turns > 1000) std::this_thread::yield();  // it waits for a core, maybe this one
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif

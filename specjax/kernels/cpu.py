@@ -18,6 +18,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 
 import jax
@@ -30,11 +31,13 @@ from specjax.config import ModelConfig
 SOURCES = tuple(Path(__file__).with_name(f"cpu_{name}.cc") for name in ("panels", "attention"))
 HEADER = Path(__file__).with_name("cpu.h")
 PANELS, ATTENTION = "specjax_panels", "specjax_attention"  # as XLA and the sources know them
-WIDTH = 16  # of a vector, see `cpu.h`
+WIDTH = 16  # `kWidth` of `cpu.h`: columns of a panel; heads are multiples of it
 COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w")
 # The first set of flags that the compiler takes; clang on ARM knows `-mcpu` alone.
 NATIVE = (("-march=native",), ("-mcpu=native",), ())
 SECONDS = 300  # that compiling may take
+_LOCK = threading.Lock()
 
 
 class NoKernelError(RuntimeError):
@@ -50,21 +53,33 @@ def no_kernel(cfg: ModelConfig, devices: int) -> str | None:
     return None
 
 
-@functools.cache
 def load() -> None:
     """Registers the kernels with XLA, after building them where that was not done yet.
 
     Raises:
-      NoKernelError: there is no compiler, it failed, or what it made cannot be loaded.
+      NoKernelError: there is no compiler, none of them made it, or what they made cannot be loaded.
     """
-    path = _built()
+    with _LOCK:
+        reason = _try_to_load()
+    if reason is not None:
+        raise NoKernelError(reason)
+
+
+@functools.cache
+def _try_to_load() -> str | None:
+    """Why there are no kernels, or None: a failure is as dear to find out as a success."""
+    try:
+        path = _built()
+    except NoKernelError as error:
+        return str(error)
     try:
         library = ctypes.CDLL(str(path))
         for name in (PANELS, ATTENTION):
             handler = jax.ffi.pycapsule(getattr(library, name))
             jax.ffi.register_ffi_target(name, handler, platform="cpu")
     except (OSError, AttributeError) as error:
-        raise NoKernelError(f"{path} cannot be loaded ({error}); delete it") from error
+        return f"{path} cannot be loaded ({error}); delete it"
+    return None
 
 
 def tree_attention(
@@ -98,34 +113,39 @@ def tree_attention(
 
 
 def _built() -> Path:
-    compiler = _compiler()
-    name = f"specjax-{_fingerprint(compiler)}.so"
-    try:
-        folder = _cache()
-        if not (folder / name).exists():
-            _compile(compiler, folder / name)
-    except OSError as error:
-        raise NoKernelError(f"no place to build it: {error}") from error
-    return folder / name
+    """The library, by the first compiler that can make it."""
+    reasons = []
+    for compiler in _compilers():
+        try:
+            folder, name = _cache(), f"specjax-{_fingerprint(compiler)}.so"
+            if not (folder / name).exists():
+                _compile(compiler, folder / name)
+            return folder / name
+        except (OSError, subprocess.SubprocessError) as error:
+            reasons.append(f"{compiler}: {error}")
+        except NoKernelError as error:
+            reasons.append(str(error))
+    raise NoKernelError("; ".join(reasons))
 
 
-def _compiler() -> str:
+def _compilers() -> list[str]:
     asked = os.environ.get("CXX")
-    for candidate in (asked,) if asked else COMPILERS:
-        if found := shutil.which(candidate):
-            return found
-    looked = f"CXX={asked}" if asked else ", ".join(COMPILERS)
-    raise NoKernelError(f"no C++ compiler ({looked}); install one, or name it in CXX")
+    candidates = (asked,) if asked else COMPILERS
+    found = [path for path in map(shutil.which, candidates) if path]
+    if not found:
+        looked = f"CXX={asked}" if asked else ", ".join(COMPILERS)
+        raise NoKernelError(f"no C++ compiler ({looked}); install one, or name it in CXX")
+    return list(dict.fromkeys(found))
 
 
 def _cache() -> Path:
     """The user's cache; where that cannot be written, a folder that this process alone uses."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specjax"
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specjax"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    except OSError:
+    except (OSError, RuntimeError):  # nobody's home
         pass
     return Path(tempfile.mkdtemp(prefix="specjax-"))
 
@@ -138,9 +158,12 @@ def _fingerprint(compiler: str) -> str:
         processor += next((line for line in lines if line.startswith(("flags", "Features"))), "")
     except OSError:
         pass  # not Linux: the names above must do
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, timeout=SECONDS
+    ).stdout
     texts = [path.read_text() for path in (*SOURCES, HEADER)]
-    parts = "\n".join([*texts, version, jax.lib.__version__, processor])
+    flags = str((FLAGS, NATIVE))
+    parts = "\n".join([*texts, flags, version, jax.lib.__version__, processor])
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 
@@ -149,16 +172,13 @@ def _compile(compiler: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         command = [
-            compiler, "-std=c++17", "-O3", "-fPIC", "-shared", "-w", "-o", str(made),
+            compiler, *FLAGS, "-o", str(made),
             f"-I{jax.ffi.include_dir()}", *map(str, SOURCES),
         ]  # fmt: skip
         for flags in NATIVE:
-            try:
-                done = subprocess.run(
-                    [*command, *flags], capture_output=True, text=True, timeout=SECONDS
-                )
-            except subprocess.TimeoutExpired as error:
-                raise NoKernelError(f"{compiler} took more than {SECONDS} s") from error
+            done = subprocess.run(
+                [*command, *flags], capture_output=True, text=True, timeout=SECONDS
+            )
             if done.returncode == 0:
                 os.replace(made, path)
                 return

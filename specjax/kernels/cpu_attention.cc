@@ -3,10 +3,10 @@
 //
 // XLA runs it as a dozen operations, of which each batched product of a few rows costs more in
 // set-up than in arithmetic. Here the queries that share a key/value head are taken a tile at a
-// time: the scores of all keys, sixteen of them side by side, their softmax, the sum of values.
+// time: the scores of all keys, a register of them side by side, their softmax, the sum of values.
 //
 // A key's score sums over the head's width in order, and sums over keys run in the order of keys:
-// positions of the prefix, then tree rows. What a row may not see adds exactly nothing. So a row
+// positions of the prefix, then tree rows. What a row may not see, if it is finite, adds exactly nothing. So a row
 // gets the same bits whether an ancestor lies in the tree or already in the cache, and whatever
 // other rows and slots there are.
 
@@ -42,8 +42,8 @@ struct Attention {
   }
 };
 
-// e^x for x <= 0: Cody and Waite's reduction and a polynomial, one ulp or so; exactly 0 where that
-// is below 1e-37, and NaN stays NaN.
+// e^x for x <= 0: Cody and Waite's reduction and a polynomial, one ulp or so; exactly 0 below
+// e^-86, and NaN stays NaN.
 Lane exp_of(Lane x) {
   const Lane low = Lane{} - 86.0f, magic = Lane{} + 12582912.0f;
   const Lane at = x > low ? x : low;
@@ -58,10 +58,18 @@ Lane exp_of(Lane x) {
   return x < low ? Lane{} : found;
 }
 
-// 16 x 16 in place: four perfect shuffles of the sixteen rows.
-void transpose(Lane (&rows)[kWidth]) {
-  for (int turn = 0; turn < 4; ++turn) {
-    Lane next[kWidth];
+// keys [count][stride] to turned [kLanes][kLanes], a lane for each key; zeros where there is none.
+void transpose(const float* keys, int64_t count, int64_t stride, float* turned) {
+#if defined(__AVX512F__) && defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define SPECJAX_SHUFFLES
+#endif
+#endif
+#ifdef SPECJAX_SHUFFLES
+  Lane rows[kLanes] = {};
+  for (int64_t key = 0; key < count; ++key) rows[key] = load(keys + key * stride);
+  for (int turn = 0; turn < 4; ++turn) {  // perfect shuffles of the sixteen rows
+    Lane next[kLanes];
     for (int i = 0; i < 8; ++i) {
       next[2 * i] = __builtin_shufflevector(rows[i], rows[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20,
                                             5, 21, 6, 22, 7, 23);
@@ -70,13 +78,21 @@ void transpose(Lane (&rows)[kWidth]) {
     }
     std::memcpy(rows, next, sizeof(next));
   }
+  std::memcpy(turned, rows, sizeof(rows));
+#else
+  for (int64_t h = 0; h < kLanes; ++h) {
+    for (int64_t key = 0; key < kLanes; ++key) {
+      turned[h * kLanes + key] = key < count ? keys[key * stride + h] : 0;
+    }
+  }
+#endif
 }
 
 template <int R>
 void score_rows(const float* q, const float* keys, int64_t width, float* to, int64_t stride) {
   Lane sums[R] = {};
   for (int64_t h = 0; h < width; ++h) {
-    const Lane lane = load(keys + h * kWidth);
+    const Lane lane = load(keys + h * kLanes);
     for (int r = 0; r < R; ++r) sums[r] += q[r * width + h] * lane;
   }
   for (int r = 0; r < R; ++r) store(to + r * stride, sums[r]);
@@ -90,11 +106,11 @@ void weigh_rows(const float* weights, int64_t stride, const float* values, int64
   float totals[R];
   for (int r = 0; r < R; ++r) {
     totals[r] = total[r];
-    for (int l = 0; l < L; ++l) sums[r][l] = load(out + r * width + l * kWidth);
+    for (int l = 0; l < L; ++l) sums[r][l] = load(out + r * width + l * kLanes);
   }
   for (int64_t i = 0; i < count; ++i) {
     Lane lanes[L];
-    for (int l = 0; l < L; ++l) lanes[l] = load(values + i * width + l * kWidth);
+    for (int l = 0; l < L; ++l) lanes[l] = load(values + i * width + l * kLanes);
     for (int r = 0; r < R; ++r) {
       const float weight = weights[r * stride + i];
       totals[r] += weight;
@@ -103,7 +119,7 @@ void weigh_rows(const float* weights, int64_t stride, const float* values, int64
   }
   for (int r = 0; r < R; ++r) {
     total[r] = totals[r];
-    for (int l = 0; l < L; ++l) store(out + r * width + l * kWidth, sums[r][l]);
+    for (int l = 0; l < L; ++l) store(out + r * width + l * kLanes, sums[r][l]);
   }
 }
 
@@ -111,11 +127,11 @@ void weigh_rows(const float* weights, int64_t stride, const float* values, int64
 class Tile {
  public:
   explicit Tile(const Attention& of)
-      : of_(of), q_(kTile * of.width), out_(kTile * of.width), turned_(of.width * kWidth) {}
+      : of_(of), q_(kTile * of.width), out_(kTile * of.width), turned_(of.width * kLanes) {}
 
   void move_to(int64_t b, int64_t kv) {
     b_ = b, kv_ = kv, prefix_ = of_.prefix_of(b), keys_ = prefix_ + of_.tree;
-    stride_ = keys_ + kWidth;  // the last sixteen may reach past the end
+    stride_ = keys_ + kLanes;  // the last of them may reach past the end
     const size_t needed = kTile * stride_;
     if (scores_.size() < needed) scores_.resize(needed);
   }
@@ -136,10 +152,7 @@ class Tile {
     each_run([&](const float*, const float* values, int64_t index, int64_t held) {
       weigh(values, index, held);
     });
-    for (int64_t r = 0; r < count; ++r) {
-      const float total = total_[r] == 0 ? 1 : total_[r];  // a row that sees nothing
-      for (int64_t h = 0; h < width; ++h) of_.out[at + r * width + h] = out_[r * width + h] / total;
-    }
+    for (int64_t i = 0; i < count * width; ++i) of_.out[at + i] = out_[i] / total_[i / width];
   }
 
  private:
@@ -157,13 +170,10 @@ class Tile {
 
   void score(const float* keys, int64_t index, int64_t held) {
     const int64_t width = of_.width;
-    for (int64_t i = 0; i < held; i += kWidth) {
-      const int64_t here = std::min(kWidth, held - i);
-      for (int64_t h = 0; h < width; h += kWidth) {
-        Lane block[kWidth] = {};
-        for (int64_t key = 0; key < here; ++key) block[key] = load(keys + (i + key) * width + h);
-        transpose(block);
-        std::memcpy(turned_.data() + h * kWidth, block, sizeof(block));
+    for (int64_t i = 0; i < held; i += kLanes) {
+      for (int64_t h = 0; h < width; h += kLanes) {
+        transpose(keys + i * width + h, std::min(kLanes, held - i), width,
+                  turned_.data() + h * kLanes);
       }
       for (int64_t r = 0; r < count_;) {
         const float* q = q_.data() + r * width;
@@ -191,7 +201,7 @@ class Tile {
           if (!(word >> bit & 1)) scores[j + bit] = kMasked;
         }
       }
-      std::fill_n(scores + of_.tree, kWidth, kMasked);
+      std::fill_n(scores + of_.tree, kLanes, kMasked);
     }
   }
 
@@ -199,13 +209,13 @@ class Tile {
     for (int64_t r = 0; r < count_; ++r) {
       float* scores = scores_.data() + r * stride_;
       Lane most = Lane{} + kMasked;
-      for (int64_t i = 0; i < keys_; i += kWidth) {
+      for (int64_t i = 0; i < keys_; i += kLanes) {
         const Lane here = load(scores + i);
         most = here > most ? here : most;
       }
       float peak = most[0];
-      for (int64_t i = 1; i < kWidth; ++i) peak = std::max(peak, most[i]);
-      for (int64_t i = 0; i < keys_; i += kWidth) {
+      for (int64_t i = 1; i < kLanes; ++i) peak = std::max(peak, most[i]);
+      for (int64_t i = 0; i < keys_; i += kLanes) {
         store(scores + i, exp_of(load(scores + i) - peak));
       }
     }
@@ -216,7 +226,7 @@ class Tile {
     for (int64_t r = 0; r < count_;) {
       const int64_t tall = count_ - r >= 4 ? 4 : count_ - r >= 3 ? 3 : 1;
       for (int64_t h = 0; h < width;) {
-        const bool wide = width - h >= 2 * kWidth;
+        const bool wide = width - h >= 2 * kLanes;
         // Every lane of a row sees the same weights; their sum counts once.
         float beside[4], *total = h ? beside : total_ + r;
         if (h) std::fill(beside, beside + 4, 0.0f);
@@ -232,7 +242,7 @@ class Tile {
         } else {
           wide ? of(weigh_rows<1, 2>) : of(weigh_rows<1, 1>);
         }
-        h += wide ? 2 * kWidth : kWidth;
+        h += wide ? 2 * kLanes : kLanes;
       }
       r += tall;
     }
@@ -249,13 +259,13 @@ void attend(const Attention& of, ffi::ThreadPool& pool) {
   int64_t keys = 0;
   for (int64_t b = 0; b < of.batch; ++b) keys += of.prefix_of(b) + of.tree;
   const int64_t multiplications = 2 * keys * of.heads * of.rows * of.width;
-  in_shares(pool, of.batch * of.kv_heads, multiplications, [&](int64_t first, int64_t last) {
+  const int64_t items = of.batch * of.kv_heads * tiles;
+  in_shares(pool, items, multiplications, [&](int64_t first, int64_t last) {
     Tile tile(of);
     for (int64_t i = first; i < last; ++i) {
-      tile.move_to(i / of.kv_heads, i % of.kv_heads);
-      for (int64_t t = 0; t < tiles; ++t) {
-        tile.run(all * t / tiles, all * (t + 1) / tiles - all * t / tiles);
-      }
+      const int64_t head = i / tiles, t = i % tiles, from = all * t / tiles;
+      tile.move_to(head / of.kv_heads, head % of.kv_heads);
+      tile.run(from, all * (t + 1) / tiles - from);
     }
   });
 }
@@ -268,9 +278,17 @@ ffi::Error tree_attention(ffi::ThreadPool pool, Floats q, Floats k_tree, Floats 
                           Ints table, ffi::ResultBuffer<ffi::F32> out) {
   const auto of_q = q.dimensions(), of_tree = k_tree.dimensions(), pages = k_pages.dimensions(),
              of_bits = bits.dimensions(), of_table = table.dimensions();
-  if (of_q.size() != 4 || of_tree.size() != 4 || pages.size() != 4 || of_bits.size() != 3 ||
-      of_table.size() != 2 || of_q[3] % kWidth || of_q[1] % pages[1] || of_bits[1] != of_q[2] ||
-      of_bits[2] * 32 < of_tree[2]) {
+  const bool ranks = of_q.size() == 4 && of_tree.size() == 4 && pages.size() == 4 &&
+                     of_bits.size() == 3 && of_table.size() == 2;
+  const auto same = [](auto a, auto b) {
+    return std::equal(a.begin(), a.end(), b.begin(), b.end());
+  };
+  if (!ranks || !same(v_tree.dimensions(), of_tree) || !same(v_pages.dimensions(), pages) ||
+      !same(out->dimensions(), of_q) || of_q[3] % kWidth || of_q[1] % pages[1] ||
+      of_tree[0] != of_q[0] || of_tree[1] != pages[1] || of_tree[3] != of_q[3] ||
+      pages[3] != of_q[3] || prefix.element_count() != static_cast<size_t>(of_q[0]) ||
+      of_table[0] != of_q[0] || (of_bits[0] != 1 && of_bits[0] != of_q[0]) ||
+      of_bits[1] != of_q[2] || of_bits[2] * 32 < of_tree[2]) {
     return ffi::Error::InvalidArgument(
         "expected q [B N T H], keys and values of the tree [B K T2 H], pages [P K S H], prefixes "
         "[B], bits [1 or B, T, W] and a table [B X]; see specjax.kernels.cpu");

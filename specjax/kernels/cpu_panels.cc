@@ -17,11 +17,14 @@
 namespace specjax {
 namespace {
 
-// Sums of a tile, kRows x kPanels of them, fill most of the vector registers and not more.
-#ifdef __AVX512F__
-constexpr int kRows = 6, kPanels = 4;  // 24 of 32 registers
+// Sums of a tile, kRows x kPanels x 16 of them, fill most of the registers and not more.
+constexpr int kPerPanel = kWidth / kLanes;
+#if defined(__AVX512F__)
+constexpr int kRows = 6, kPanels = 4;  // 24 of 32
+#elif defined(__AVX__)
+constexpr int kRows = 6, kPanels = 1;  // 12 of 16
 #else
-constexpr int kRows = 3, kPanels = 2;  // of half the width or a quarter: 12 of 16, 24 of 32
+constexpr int kRows = 2, kPanels = 1;  // 8 of 16, or of 32
 #endif
 
 struct Product {
@@ -32,19 +35,23 @@ struct Product {
 
 template <int R, int P>
 void tile(const Product& of, int64_t row, int64_t panel) {
+  constexpr int kVectors = P * kPerPanel;
   const float* x = of.x + row * of.k;
   const float* w = of.panels + panel * of.k * kWidth;
-  Lane sums[R][P] = {};
+  const auto at = [](int v, int64_t stride) {
+    return v / kPerPanel * stride + v % kPerPanel * kLanes;
+  };
+  Lane sums[R][kVectors] = {};
   for (int64_t k = 0; k < of.k; ++k) {
-    Lane lanes[P];
-    for (int p = 0; p < P; ++p) lanes[p] = load(w + (p * of.k + k) * kWidth);
+    Lane lanes[kVectors];
+    for (int v = 0; v < kVectors; ++v) lanes[v] = load(w + k * kWidth + at(v, of.k * kWidth));
     for (int r = 0; r < R; ++r) {
-      for (int p = 0; p < P; ++p) sums[r][p] += x[r * of.k + k] * lanes[p];
+      for (int v = 0; v < kVectors; ++v) sums[r][v] += x[r * of.k + k] * lanes[v];
     }
   }
   float* y = of.y + row * of.n + panel * kWidth;
   for (int r = 0; r < R; ++r) {
-    for (int p = 0; p < P; ++p) store(y + r * of.n + p * kWidth, sums[r][p]);
+    for (int v = 0; v < kVectors; ++v) store(y + r * of.n + at(v, kWidth), sums[r][v]);
   }
 }
 

@@ -5,7 +5,8 @@ in once, where engines and trainers are built and their devices are known.
 
     name              tree attention (decoding, prefill)     causal attention (training)
     reference         XLA, `reference.py`                    XLA, `reference.py`
-    cpu               `cpu_attention.cc`, see `cpu.py`       XLA, `reference.py`
+    cpu               `cpu_attention.cc`; with a window,     XLA, `reference.py`
+                      sinks or log-sum-exps `reference.py`
     tpu:v5e, ..       Pallas, `tpu.py`                       jax's splash attention
     tpu:interpret     the same in interpret mode: tests on CPU
     library:cudnn     jax.nn.dot_product_attention, cuDNN    the same
@@ -51,20 +52,22 @@ def settle(
     asked: str = "auto",
     invariant: bool = False,
     whose: str = "attention",
+    decoding: bool = True,
 ) -> ModelConfig:
     """The config with the kernel that its programs will run; logs a line that says which.
 
     Args:
       mesh: whose devices decide; they need not be there (a topology). None: the default device.
       asked: `auto`, or a name (see `specjax.kernels.choice`).
-      invariant: rounds attend by position. whose: begins the line.
+      invariant: rounds attend by position. whose: begins the line. decoding: and not training.
 
     Raises:
       ValueError: the kernel that is asked for cannot be used.
     """
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     devices = 1 if mesh is None else mesh.size
-    choice = choose(device.platform, device.device_kind, cfg, asked, invariant, devices)
+    kind = device.device_kind
+    choice = choose(device.platform, kind, cfg, asked, invariant, devices, decoding)
     log.log(logging.WARNING if choice.loud else logging.INFO, "%s: %s", whose, choice.line)
     return cfg.replace(attention=choice.name)
 

@@ -1,4 +1,4 @@
-"""Tree attention in plain XLA: the oracle for every kernel, and the CPU default.
+"""Tree attention in plain XLA: the oracle for every kernel.
 
 Everything is head-major (`B K S H`): batched products with the head axis beside the batch run 6 to
 12 times faster on CPU. The queries of one key/value head are packed into rows, so that grouped

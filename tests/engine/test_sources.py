@@ -20,7 +20,8 @@ DRAFT = tiny_config(VOCAB, mtp=0, layers=2)
 
 def test_a_runner_drafts_with_what_the_settings_name():
     def source(**settings):
-        return Runner(tiny_config(VOCAB), SpecConfig("2_1_3", **settings), 1, 8).plan.source
+        spec = SpecConfig("2_1_3", **settings)
+        return Runner(tiny_config(VOCAB), spec, 1, 8, products="xla").plan.source
 
     assert source() == MTPSource(tiny_config(VOCAB))
     assert source(source="ngram", ngram_max=3) == NgramSource(vocab=VOCAB, longest=3)

@@ -1,8 +1,10 @@
 """The kernels for CPUs against their references, to the last bit where they promise that."""
 
+import ctypes
 import functools
 import logging
 import os
+import platform
 import subprocess
 from pathlib import Path
 
@@ -17,9 +19,13 @@ from tiny import prompts_of, tiny_config, tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.decode.tree import chain_bits
+from specjax.draft.model_source import ModelSource
+from specjax.engine.engine import Engine
+from specjax.engine.request import make_jobs
 from specjax.engine.settings import EngineConfig
 from specjax.kernels import cpu, panels
 from specjax.kernels.choice import choose
+from specjax.models.transformer import to_decode_layout
 
 
 def _missing() -> str:
@@ -196,9 +202,9 @@ def no_compiler(monkeypatch, tmp_path):
     """A machine on which nothing was built yet, and nothing can be."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cpu.load.cache_clear()
+    cpu._try_to_load.cache_clear()
     yield
-    cpu.load.cache_clear()
+    cpu._try_to_load.cache_clear()
 
 
 def llm_of(spec="2_1_3", **engine):
@@ -227,12 +233,40 @@ def test_engines_on_cpu_run_the_kernels_unless_told_otherwise(caplog):
     runner = llm.engine.runner
     assert (runner.cfg.attention, runner.cfg.products) == ("cpu", "panels")
     assert "attention: specjax's kernel" in caplog.text and "products: panels" in caplog.text
+    assert {leaf.ndim for leaf in jax.tree.leaves(runner.head)} == {1, 3}, "the head as well"
     texts = {key[0]: text for key, text in programs(llm).items()}
     assert all(name in texts["chunk"] for name in (cpu.PANELS, cpu.ATTENTION))
     assert all(name in texts["prefill"] for name in (cpu.PANELS, cpu.ATTENTION))
     plain = llm_of(attention="reference", products="xla")
     assert [s.token_ids for s in samples_of(plain)] == wanted()
     assert not any("specjax_" in text for text in programs(plain).values())
+
+
+def test_new_weights_and_heads_arrive_in_panels():
+    llm = llm_of()
+    runner, head = llm.engine.runner, llm.engine.runner.head
+    cfg, params, other = tiny_model(MODEL, seed=9)
+    llm.engine.set_params(params, None)
+    assert runner.head is head, "it was given back, not packed anew"
+    assert runner.params["layers"][0]["qkv_proj"].ndim == 3
+    llm.engine.set_head(other)
+    assert [s.token_ids for s in samples_of(llm)] == [
+        s.token_ids
+        for s in samples_of(LLM((cfg, params, None), None, max_batch=2, max_len=64))
+    ]
+
+
+def test_a_draft_model_of_another_dtype_does_without_panels():
+    small = MODEL.replace(num_layers=1, compute_dtype="bfloat16")
+    _, params, _ = tiny_model(small, seed=4)
+    source, layout = ModelSource(small, small.vocab_size), to_decode_layout(params, small)
+    llm = llm_of()
+    engine = Engine(MODEL, SpecConfig("2_1_3"), 2, 64, source=source)
+    engine.set_params(llm.params, layout)
+    jobs = make_jobs(PROMPTS[0], ASKED, (), None, 0)
+    found, _ = engine.generate(jobs)
+    assert [s.token_ids for s in found] == wanted()[: len(found)]
+    assert {leaf.ndim for leaf in jax.tree.leaves(engine.runner.head)} == {1, 2}
 
 
 def programs(llm) -> dict:
@@ -313,6 +347,44 @@ def test_a_compiler_that_fails_is_named_with_its_error(monkeypatch, tmp_path):
         cpu._built()
 
 
+def test_the_next_compiler_is_tried(monkeypatch, tmp_path):
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(cpu, "COMPILERS", (str(broken), *cpu.COMPILERS))
+    assert cpu._built().exists()
+
+
+def test_a_user_without_a_home_gets_the_kernels_too(monkeypatch):
+    def nobody():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(cpu.Path, "home", nobody)
+    assert cpu._built().exists()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names processors of x86")
+@pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3"])
+def test_processors_with_narrower_registers_compute_the_same(processor, monkeypatch, tmp_path):
+    if processor == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this processor has no AVX2")
+    monkeypatch.setattr(cpu, "NATIVE", ((f"-march={processor}",),))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = ctypes.CDLL(str(cpu._built()))
+    for name in (cpu.PANELS, cpu.ATTENTION):
+        handler = jax.ffi.pycapsule(getattr(library, name))
+        jax.ffi.register_ffi_target(f"{name}_{processor}", handler, platform="cpu")
+    monkeypatch.setattr(cpu, "load", lambda: None)
+    monkeypatch.setattr(cpu, "PANELS", f"{cpu.PANELS}_{processor}")
+    monkeypatch.setattr(cpu, "ATTENTION", f"{cpu.ATTENTION}_{processor}")
+    for seed, rows in enumerate((1, 5, 13)):
+        compare_products(seed, rows, 70, 9)
+        compare_attention(seed, 2, 2, 3, rows, 4, 24, 2, 48)
+
+
 def test_a_full_disk_is_told_as_such(monkeypatch, tmp_path):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -333,12 +405,13 @@ def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
 def test_what_cannot_be_loaded_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cpu, "_compile", lambda _, path: path.write_bytes(b"not a library"))
-    cpu.load.cache_clear()
+    cpu._try_to_load.cache_clear()
     try:
-        with pytest.raises(cpu.NoKernelError, match="cannot be loaded.*delete it"):
-            cpu.load()
+        for _ in range(2):
+            with pytest.raises(cpu.NoKernelError, match="cannot be loaded.*delete it"):
+                cpu.load()
     finally:
-        cpu.load.cache_clear()
+        cpu._try_to_load.cache_clear()
 
 
 def test_compilers_that_know_no_native_flag_do_without(monkeypatch, tmp_path):
