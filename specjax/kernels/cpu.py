@@ -5,7 +5,8 @@ compilers of other frameworks do for CPUs, this compiles for the very processor 
 the result in the user's cache, under a name made of all that goes into it.
 
 Both compute a row in one order, whatever stands beside it: in a batch of any size, in a tree of any
-shape, as a draft that is verified or as the next token of plain decoding it gets the same bits.
+shape, as a draft that is verified or as the next token of plain decoding it gets the same bits from
+them. XLA, which computes what lies between, does not promise as much.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 // Products of a few rows with a large weight, for CPUs: y = x @ w in float32.
 //
 // XLA takes a matrix-vector product for one row and a general matrix product for more, which first
-// copies both factors into an order of its own: five rows cost three times as much as one, though
-// both read the weight once. Here the weight lies in that order already, in panels of 16 columns
+// copies both factors into an order of its own: five rows cost up to three times as much as one,
+// though both read the weight once. Here the weight lies in that order already, in panels of 16
+// columns
 //
 //     w[K, N]  ->  panels[N / 16][K][16]
 //
@@ -10,7 +11,7 @@
 // with its sums in registers: until arithmetic becomes the limit, rows more cost next to nothing.
 //
 // Every sum runs over k in order, whatever the tile: a row's bits depend neither on how many rows
-// there are nor on the threads. Verified rows equal those of plain decoding to the last bit.
+// there are nor on the threads.
 
 #include "cpu.h"
 

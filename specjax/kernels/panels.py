@@ -1,9 +1,9 @@
 """Weights in panels, and their products on CPU: what decoding multiplies there.
 
-A weight `[K, N]` in panels is `[N / 16, K, 16]`; `cpu_panels.cc` says why. Five rows then cost half
-as much again as one where XLA takes three times as long, and a row's bits do not depend on how many
-rows it is multiplied with. Models ask the shape of a weight which product it wants, and
-`ModelConfig.products` says whether `to_decode_layout` makes panels at all:
+A weight `[K, N]` in panels is `[N / 16, K, 16]`; `cpu_panels.cc` says why, and `bench.cpu` measures
+what it brings. A row's bits do not depend on how many rows it is multiplied with. Models ask the
+shape of a weight which product it wants, and `ModelConfig.products` says whether `to_decode_layout`
+makes panels at all:
 
     name      decoding multiplies by
     xla       XLA
