@@ -24,6 +24,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.cache import Table
@@ -165,7 +166,7 @@ def _fingerprint(compiler: str) -> str:
     ).stdout
     texts = [path.read_text() for path in (*SOURCES, HEADER)]
     flags = str((FLAGS, NATIVE))
-    parts = "\n".join([*texts, flags, version, jax.lib.__version__, processor])
+    parts = "\n".join([*texts, flags, version, jaxlib.__version__, processor])
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 
