@@ -22,6 +22,7 @@ from jaxtyping import Array, Int
 
 from specjax.config import ModelConfig
 from specjax.indexing import divide, put_slice, take, take_along, take_slice
+from specjax.kernels import cpu
 
 Table = Int[Array, "B X"] | None  # page of each stretch of positions; None: page b is sequence b's
 
@@ -80,6 +81,7 @@ def commit_rows(
     after: Int[Array, " B"] | None = None,
     table: Table = None,
     run: int = 1,
+    kernel: str = "reference",
 ) -> KVCache:
     """Writes R consecutive rows of each sequence from position `start[b]` on.
 
@@ -94,11 +96,15 @@ def commit_rows(
         layer's rows before its attention, and then copies every array twice per round to be safe.
       run: every `run` consecutive rows, counted from `start`, are sure to lie in one page (a
         divisor of R); with no table, all of them do.
+      kernel: as that of attention, see `specjax.kernels.dispatch`; `cpu` has one for this.
     """
     if after is not None:
         start = start + jnp.minimum(after, 0)
     flat_cache, structure = jax.tree.flatten(cache)
     flat_rows = jax.tree.leaves(rows)
+    floats = all(x.dtype == jnp.float32 for x in (*flat_cache, *flat_rows))
+    if kernel == "cpu" and floats and flat_cache[0].ndim == 4:
+        return jax.tree.unflatten(structure, cpu.commit(flat_cache, flat_rows, start, table))
     size, count = flat_cache[0].shape[-2], flat_rows[0].shape[-2]
     batch = start.shape[0]
     write = functools.partial(_write_run, rows=flat_rows, start=start, table=table)

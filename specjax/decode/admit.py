@@ -97,7 +97,7 @@ def prefill(
     )
     run = math.gcd(count, stride, jax.tree.leaves(state.cache)[0].shape[-2])  # within a page
     after = jnp.argmax(x[:, 0], axis=-1)
-    cache = commit_rows(state.cache, rows, start, after=after, table=table, run=run)
+    cache = commit_rows(state.cache, rows, start, after, table, run, kernel=plan.cfg.attention)
     state = state._replace(cache=cache)
     if plan.source is None:
         return state, tails

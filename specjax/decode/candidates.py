@@ -94,7 +94,7 @@ def _top_k(scores: Float[Array, "B R V"], count: int) -> tuple[Array, Array]:
         return jax.lax.top_k(scores, count)
     ids, best = [], []
     for _ in range(count):
-        pick = jnp.argmax(scores, axis=-1)
+        pick = shards.whole_argmax(scores)
         ids.append(pick)
         best.append(jnp.take_along_axis(scores, pick[..., None], axis=-1)[..., 0])
         scores = jnp.where(jnp.arange(scores.shape[-1]) == pick[..., None], -jnp.inf, scores)

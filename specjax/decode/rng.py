@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specjax.decode import shards
+from specjax.decode.threefry import key_of
 from specjax.indexing import divide, take, take_along
 
 TARGET, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 3
@@ -43,7 +44,7 @@ def request_keys(words: UInt32[Array, "B 5"]) -> UInt32[Array, "B 2"]:
     """Raw threefry key data per sample."""
 
     def one(word):
-        key = jax.random.wrap_key_data(word[:2], impl="threefry2x32")
+        key = key_of(word[:2])
         for i in range(2, WORDS):
             key = jax.random.fold_in(key, word[i])
         return jax.random.key_data(key)
@@ -52,7 +53,7 @@ def request_keys(words: UInt32[Array, "B 5"]) -> UInt32[Array, "B 2"]:
 
 
 def _fold(key_data: UInt32[Array, " 2"], *data) -> Array:
-    key = jax.random.wrap_key_data(key_data, impl="threefry2x32")
+    key = key_of(key_data)
     for value in data:
         key = jax.random.fold_in(key, value)
     return key

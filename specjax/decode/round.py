@@ -154,7 +154,9 @@ def commit(
     logits = along_path(verified.logits)
     root = state.length - 1
     # `after` moves nothing: it has the write wait for everything that reads the cache.
-    cache = commit_rows(state.cache, new_kv, root, after=emitted.count, table=state.table)
+    cache = commit_rows(
+        state.cache, new_kv, root, emitted.count, state.table, kernel=plan.cfg.attention
+    )
     hidden = along_path(verified.hidden)
     memory = plan.source.commit(state.draft, draft.work, hidden, emitted.count)
     noise = None
@@ -200,7 +202,9 @@ def plain_round(
         perturbed = sampling.perturb(transformed, state.options.temperature, noise)
     tokens = shards.argmax(perturbed).astype(jnp.int32)
     emitted = truncate(state, tokens, jnp.ones_like(state.length))
-    cache = commit_rows(state.cache, new_kv, root, after=tokens[:, 0], table=state.table)
+    cache = commit_rows(
+        state.cache, new_kv, root, tokens[:, 0], state.table, kernel=plan.cfg.attention
+    )
     if side.hidden is not None:
         hidden = model.draft_hidden(x).astype(side.hidden.dtype)
         at = (0, index, 0)

@@ -43,16 +43,34 @@ def argmax(x: Float[Array, "*R V"]) -> Int[Array, "*R"]:
     """As `jnp.argmax` over the vocabulary: ties go to the lowest id, and the first NaN wins."""
     number = ways(x.shape[-1])
     if number == 1:
-        return jnp.argmax(x, axis=-1)
+        return whole_argmax(x)
 
     def local(x):
-        ids = jnp.argmax(x, axis=-1, keepdims=True)
+        ids = whole_argmax(x)[..., None]
         return jnp.take_along_axis(x, ids, axis=-1), ids
 
     best, ids = _of_each_shard(local, x)
     shard = jnp.argmax(best, axis=-1, keepdims=True)
     ids = jnp.take_along_axis(ids, shard, axis=-1) + shard * (x.shape[-1] // number)
     return ids[..., 0]
+
+
+def whole_argmax(x: Array) -> Array:
+    """`argmax` of rows that one device has whole.
+
+    XLA's goes number by number on CPU, and so does what is fused with it, such as the noise that is
+    drawn for it: that takes several times as long as to find the maximum, and then its place.
+    """
+
+    def in_two(x):
+        most = x.max(axis=-1, keepdims=True)
+        ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+        return jnp.where((x == most) | jnp.isnan(x), ids, x.shape[-1]).min(axis=-1)
+
+    def in_one(x):
+        return jnp.argmax(x, axis=-1).astype(jnp.int32)
+
+    return jax.lax.platform_dependent(x, cpu=in_two, default=in_one)
 
 
 def top_k(

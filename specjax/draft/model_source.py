@@ -21,6 +21,7 @@ from specjax.config import ModelConfig
 from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits
 from specjax.draft.source import Level, Memory, after_of
+from specjax.kernels import panels
 from specjax.models.transformer import Params, Transformer, graphdef
 
 ABSORBED = 32  # rows that the draft model takes in at a time when it catches up
@@ -73,6 +74,9 @@ class ModelSource:
     def looks_around(self) -> bool:
         return False
 
+    def to_panels(self, params):
+        return panels.pack(params, self.cfg.compute_dtype)
+
     def margin(self, steps: int) -> int:
         return max(steps + 1, ABSORBED)
 
@@ -87,7 +91,10 @@ class ModelSource:
 
     def prefill(self, model, params, cache, tokens, start, hidden, table, run=1) -> KVCache:
         x, rows = self._run(params, cache, tokens, start, table)
-        return commit_rows(cache, rows, start, after=after_of(x), table=table, run=run)
+        return self._commit(cache, rows, start, x, table, run)
+
+    def _commit(self, cache, rows, start, x, table, run=1) -> KVCache:
+        return commit_rows(cache, rows, start, after_of(x), table, run, kernel=self.cfg.attention)
 
     def start(self, tokens, prompt_len, states) -> ModelSlots:
         return ModelSlots(jnp.ones_like(prompt_len))
@@ -104,7 +111,7 @@ class ModelSource:
             start = state.length - pending
             tokens = take_positions(state.tokens, start, ABSORBED)
             x, rows = self._run(params, memory.cache, tokens, start, state.table)
-            cache = commit_rows(memory.cache, rows, start, after=after_of(x), table=state.table)
+            cache = self._commit(memory.cache, rows, start, x, state.table)
             taken = jnp.where(running, jnp.clip(pending - 1, 0, ABSORBED), 0)
             return Memory(cache, ModelSlots(pending - taken))
 
@@ -123,7 +130,7 @@ class ModelSource:
         tokens = take_positions(state.tokens, start, window)
         x, rows = self._run(params, cache, tokens, start, state.table)
         x = jnp.take_along_axis(x, (pending - 1)[:, None, None], axis=1)
-        cache = commit_rows(cache, rows, start, after=after_of(x), table=state.table)
+        cache = self._commit(cache, rows, start, x, state.table)
         scratch = jax.tree.map(
             lambda r: jnp.zeros((*r.shape[:-2], total, r.shape[-1]), r.dtype), rows
         )

@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, Int
 from specjax.cache import Table
 from specjax.config import ModelConfig
 from specjax.context import Context
-from specjax.kernels import dispatch
-from specjax.models.layers import INIT_STD, Block, dense, rms_norm
+from specjax.kernels import cpu, dispatch, panels
+from specjax.models.layers import INIT_STD, Block, dense, fuse_block, rms_norm
 from specjax.models.rope import rope_tables
 from specjax.models.transformer import Params, append_rows
 
@@ -30,13 +30,14 @@ class MTPModule(nnx.Module):
     """Norms of both inputs, their projection to D, one decoder layer, and a final norm."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        """Its layer is fused where products go by panels, see `to_panels`."""
         self.cfg = cfg
         d, dtype = cfg.hidden_size, jnp.dtype(cfg.param_dtype)
         self.embed_norm = nnx.Param(jnp.ones((d,), dtype))
         self.hidden_norm = nnx.Param(jnp.ones((d,), dtype))
         draw = jax.random.normal(rngs.params(), (2 * d, d), jnp.float32)
         self.proj = nnx.Param((INIT_STD * draw).astype(dtype))
-        self.layer = Block(cfg, rngs)
+        self.layer = Block(cfg, rngs, fused=cfg.products == "panels")
         self.norm = nnx.Param(jnp.ones((d,), dtype))
 
     def inputs(self, hidden: Float[Array, "B T D"], embedded: Float[Array, "B T D"]) -> Array:
@@ -95,6 +96,17 @@ class MTPHead(nnx.Module):
         module = self.blocks[index]
         x = module.inputs(hidden, embedded)
         cos, sin = rope_tables(self.cfg, positions)
+        if cpu.runs_layers(self.cfg):
+            before = None
+            if scratch is not None and scratch[1]:
+                before = [tuple(buffer[:, :, : scratch[1]] for buffer in scratch[0])]
+            layer, caches = [module.layer.arrays()], [cache]
+            x, (kv,) = cpu.layers(
+                self.cfg, layer, x, cos, sin, caches, prefix_len, visible_bits, before, table
+            )
+            if scratch is not None:
+                kv, _ = append_rows(*scratch, kv)
+            return *module.outputs(x), kv
         q, k, v = module.layer.qkv(x, cos, sin)
         kv = (k, v)
         if scratch is not None:
@@ -141,8 +153,18 @@ class MTPHead(nnx.Module):
 
 
 def init_head_params(cfg: ModelConfig, seed: int = 0) -> Params:
-    """Random head parameters as a plain nested dict."""
-    return nnx.to_pure_dict(nnx.state(MTPHead(cfg, nnx.Rngs(seed)), nnx.Param))
+    """Random head parameters as a plain nested dict, in the layout of checkpoints."""
+    head = MTPHead(cfg.replace(products="xla"), nnx.Rngs(seed))
+    return nnx.to_pure_dict(nnx.state(head, nnx.Param))
+
+
+def to_panels(params: Params, cfg: ModelConfig) -> Params:
+    """A head's parameters with its layers fused, and in panels: see `specjax.kernels.panels`."""
+    blocks = {
+        index: {**module, "layer": fuse_block(module["layer"], cfg)}
+        for index, module in params["blocks"].items()
+    }
+    return panels.pack({**params, "blocks": blocks}, cfg.compute_dtype)
 
 
 def head_graphdef(cfg: ModelConfig):

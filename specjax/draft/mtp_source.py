@@ -15,7 +15,7 @@ from specjax.cache import KVCache, Table, commit_rows, empty_cache, page_bytes
 from specjax.config import ModelConfig
 from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits
-from specjax.draft.mtp import head_graphdef
+from specjax.draft.mtp import head_graphdef, to_panels
 from specjax.draft.source import Level, Memory, after_of, take_parents
 from specjax.indexing import take_along
 from specjax.models.transformer import lm_logits
@@ -84,6 +84,9 @@ class MTPSource:
     def looks_around(self) -> bool:
         return False
 
+    def to_panels(self, params):
+        return to_panels(params, self.cfg)
+
     def margin(self, steps: int) -> int:
         return max(steps, ABSORBED) + self.cfg.mtp_num_layers
 
@@ -107,7 +110,12 @@ class MTPSource:
         count = hidden.shape[1]
         shifted = [tokens[:, 1 + s : 1 + s + count] for s in range(self.cfg.mtp_num_layers)]
         ran = self._run(model, params, cache, hidden, shifted, start, start, table)
-        return commit_rows(cache, ran.rows, start, after=after_of(ran.normed), table=table, run=run)
+        return self._commit(cache, ran.rows, start, ran.normed, table, run)
+
+    def _commit(self, cache, rows, start, normed, table, run=1) -> KVCache:
+        return commit_rows(
+            cache, rows, start, after_of(normed), table, run, kernel=self.cfg.attention
+        )
 
     def start(self, tokens, prompt_len, states) -> HeadSlots:
         """The first round extends the head over one row, the state before the root; the rows
@@ -127,9 +135,7 @@ class MTPSource:
         def absorb(memory):
             slots = memory.slots
             run, slot, _ = self._over_window(model, params, state, memory, count)
-            cache = commit_rows(
-                memory.cache, run.rows, slot, after=after_of(run.normed), table=state.table
-            )
+            cache = self._commit(memory.cache, run.rows, slot, run.normed, state.table)
             taken = jnp.where(running, jnp.clip(slots.pending - 1, 0, count - lag), 0)
             index = jnp.minimum(taken[:, None] + jnp.arange(width), width - 1)
             hidden = take_along(slots.hidden, index[..., None], axis=1)
@@ -182,9 +188,7 @@ class MTPSource:
         normed, recycled = (take_along(x, last, axis=1) for x in (run.normed, run.recycled))
         batch, kv_heads, _, width = run.rows.k[0].shape
         empty = jnp.zeros((batch, kv_heads, total, width), run.rows.k[0].dtype)
-        cache = commit_rows(
-            memory.cache, run.rows, slot, after=after_of(run.normed), table=state.table
-        )
+        cache = self._commit(memory.cache, run.rows, slot, run.normed, state.table)
         end = state.length - 2
         work = _Work(cache, end - slots.skipped, end, state.table, recycled, (empty, empty))
         return lm_logits(normed, model.head_weight()), work

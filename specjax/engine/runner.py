@@ -13,7 +13,6 @@ import logging
 from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -229,11 +228,11 @@ class Runner:
     @functools.cached_property
     def _convert_head(self):
         """The change of the draft source's parameters from its decode layout to what runs here."""
-        cfg = getattr(self.longest.source, "cfg", None)
+        source = self.longest.source
+        cfg = getattr(source, "cfg", None)
         if cfg is None or cfg.products != "panels":
             return lambda head: head
-        dtype = jnp.dtype(cfg.compute_dtype)
-        return jax.jit(lambda head: panels.pack(jax.tree.map(lambda a: a.astype(dtype), head)))
+        return jax.jit(source.to_panels)
 
     def _build_layout(self):
         if self.mesh is None:

@@ -36,41 +36,96 @@ inline Lane load(const float* from) {
 
 inline void store(float* to, Lane lane) { std::memcpy(to, &lane, sizeof(lane)); }
 
-// Below so many multiplications waking another thread costs more than it brings.
-constexpr int64_t kAlone = 1 << 15;
+// Below so many multiplications another thread costs more than it brings.
+constexpr int64_t kAlone = 1 << 13;
 
-// Calls work(first, last) over parts of [0, count), on as many threads as it is worth.
+// Threads that work through stages together: the products and the attention of a layer, say.
 //
-// Threads claim shares. The caller does all that nobody has claimed, so it waits for a thread that
-// works and never for one that has yet to wake up; who comes late finds nothing left but the
-// counters, which live as long as anybody holds them.
-template <typename Work>
-void in_shares(ffi::ThreadPool& pool, int64_t count, int64_t multiplications, const Work& work) {
-  // Some more than threads: what is to do differs, and so do they.
-  const int64_t threads = pool.num_threads(), shares = std::min<int64_t>(2 * threads, count);
-  if (threads < 2 || shares < 2 || multiplications < kAlone) return work(int64_t{0}, count);
-  struct Counters {
-    std::atomic<int64_t> claimed{0}, done{0};
-  };
-  auto counters = std::make_shared<Counters>();
-  auto take = [counters, count, shares, &work] {
-    for (int64_t i; (i = counters->claimed.fetch_add(1)) < shares;) {
-      work(count * i / shares, count * (i + 1) / shares);
-      counters->done.fetch_add(1, std::memory_order_release);
-    }
-  };
-  for (int64_t i = 1; i < std::min(threads, shares); ++i) {
-    auto helper = take;
-    pool.Schedule(std::move(helper));
+// Each stage is cut into shares, and threads claim them. The caller does all that nobody has
+// claimed, so it waits for a thread that works and never for one that has yet to wake up: who comes
+// late finds the stage that runs then, or that all is over. Between stages the helpers spin, for
+// waking them takes as long as a stage.
+class Team {
+ public:
+  explicit Team(ffi::ThreadPool& pool) : pool_(pool), threads_(pool.num_threads()) {}
+  ~Team() {
+    if (shared_) shared_->ticket.store(kOver, std::memory_order_release);
   }
-  take();
-  for (int turns = 0; counters->done.load(std::memory_order_acquire) < shares; ++turns) {
-    if (turns > 1000) std::this_thread::yield();  // it waits for a core, maybe this one
+  Team(const Team&) = delete;
+
+  // Calls work(first, last) over parts of [0, count), on as many threads as it is worth.
+  template <typename Work>
+  void run(int64_t count, int64_t multiplications, const Work& work) {
+    // Some more than threads: what is to do differs, and so do they.
+    const int64_t shares = std::min<int64_t>(std::min<int64_t>(2 * threads_, count), kMost);
+    if (threads_ < 2 || shares < 2 || multiplications < kAlone) return work(int64_t{0}, count);
+    if (!shared_) call_helpers();
+    Shared& all = *shared_;
+    all.context = &work, all.count = count, all.shares = shares;
+    all.call = [](const void* of, int64_t first, int64_t last) {
+      (*static_cast<const Work*>(of))(first, last);
+    };
+    all.done.store(0, std::memory_order_relaxed);
+    const uint64_t stage = ++stage_;
+    all.ticket.store(stage << 32 | static_cast<uint64_t>(shares) << 16, std::memory_order_release);
+    while (all.claim_and_work() == kDid) {
+    }
+    for (int turns = 0; all.done.load(std::memory_order_acquire) < shares; ++turns) wait(turns);
+  }
+
+ private:
+  enum Found { kDid, kNothing, kEnd };
+  static constexpr uint64_t kOver = ~uint64_t{0};
+  static constexpr int64_t kMost = (1 << 16) - 1;
+
+  static void wait(int turns) {
+    if (turns > 1000) std::this_thread::yield();  // somebody waits for a core, maybe this one
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
   }
-}
+
+  // Lives as long as anybody holds it. The ticket says which stage runs, of how many shares, and
+  // which of them is next; whoever moves it on has a share, and until that is done the stage and
+  // what it calls stay.
+  struct Shared {
+    alignas(64) std::atomic<uint64_t> ticket{0};
+    alignas(64) std::atomic<int64_t> done{0};
+    const void* context;
+    void (*call)(const void*, int64_t, int64_t);
+    int64_t count, shares;
+
+    Found claim_and_work() {
+      uint64_t now = ticket.load(std::memory_order_acquire);
+      if (now == kOver) return kEnd;
+      const int64_t share = now & 0xffff;
+      if (share >= static_cast<int64_t>(now >> 16 & 0xffff)) return kNothing;
+      if (ticket.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel)) {
+        call(context, count * share / shares, count * (share + 1) / shares);
+        done.fetch_add(1, std::memory_order_release);
+      }
+      return kDid;
+    }
+  };
+
+  void call_helpers() {
+    shared_ = std::make_shared<Shared>();
+    for (int64_t i = 1; i < threads_; ++i) {
+      pool_.Schedule([all = shared_] {
+        int turns = 0;
+        for (Found found; (found = all->claim_and_work()) != kEnd;) {
+          turns = found == kDid ? 0 : turns + 1;
+          if (turns) wait(turns);
+        }
+      });
+    }
+  }
+
+  ffi::ThreadPool& pool_;
+  const int64_t threads_;
+  uint64_t stage_ = 0;
+  std::shared_ptr<Shared> shared_;
+};
 
 }  // namespace specjax
 

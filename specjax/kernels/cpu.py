@@ -1,10 +1,11 @@
-"""The kernels for CPUs: `cpu_panels.cc` multiplies by weights, `cpu_attention.cc` attends.
+"""The kernels for CPUs: `cpu_layers.cc` runs whole layers, `cpu_panels.cc` multiplies by weights,
+`cpu_attention.cc` attends, `cpu_commit.cc` writes keys and values to their pages.
 
 They are built with the machine's C++ compiler when they are first needed, and handed to XLA. As
 compilers of other frameworks do for CPUs, this compiles for the very processor it runs on and keeps
 the result in the user's cache, under a name made of all that goes into it.
 
-Both compute a row in one order, whatever stands beside it: in a batch of any size, in a tree of any
+All compute a row in one order, whatever stands beside it: in a batch of any size, in a tree of any
 shape, as a draft that is verified or as the next token of plain decoding it gets the same bits from
 them. XLA, which computes what lies between, does not promise as much.
 """
@@ -20,19 +21,26 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import jaxlib
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from specjax.cache import Table
 from specjax.config import ModelConfig
 
-SOURCES = tuple(Path(__file__).with_name(f"cpu_{name}.cc") for name in ("panels", "attention"))
-HEADER = Path(__file__).with_name("cpu.h")
-PANELS, ATTENTION = "specjax_panels", "specjax_attention"  # as XLA and the sources know them
+if TYPE_CHECKING:
+    from specjax.cache import Table
+
+SOURCE = Path(__file__).with_name("cpu.cc")  # includes the others
+READ = tuple(sorted(path for path in SOURCE.parent.glob("cpu*") if path.suffix in (".cc", ".h")))
+# As XLA and the sources know them.
+PANELS, ATTENTION, LAYERS = "specjax_panels", "specjax_attention", "specjax_layers"
+COMMIT = "specjax_commit"
 WIDTH = 16  # `kWidth` of `cpu.h`: columns of a panel; heads are multiples of it
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w")
@@ -77,7 +85,7 @@ def _try_to_load() -> str | None:
         return str(error)
     try:
         library = ctypes.CDLL(str(path))
-        for name in (PANELS, ATTENTION):
+        for name in (PANELS, ATTENTION, LAYERS, COMMIT):
             handler = jax.ffi.pycapsule(getattr(library, name))
             jax.ffi.register_ffi_target(name, handler, platform="cpu")
     except (OSError, AttributeError) as error:
@@ -110,6 +118,93 @@ def tree_attention(
     load()
     call = jax.ffi.ffi_call(ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))
     return call(*floats, prefix_len, bits, table)
+
+
+def runs_layers(cfg: ModelConfig) -> bool:
+    """Whether decoding runs its layers by `layers`, every width being a multiple of 16."""
+    widths = cfg.hidden_size, cfg.intermediate_size, cfg.head_dim
+    kernels = cfg.products == "panels" and cfg.attention == "cpu"
+    return kernels and not any(width % WIDTH for width in widths)
+
+
+def layers(
+    cfg: ModelConfig,
+    weights: Sequence[Mapping[str, Array]],
+    x: Float[Array, "B T D"],
+    cos: Float[Array, "B T H"],
+    sin: Float[Array, "B T H"],
+    pages: Sequence[tuple[Array, Array]],
+    prefix_len: Int[Array, " B"],
+    visible_bits: UInt32[Array, "*B T W"],
+    before: Sequence[tuple[Array, Array]] | None = None,
+    table: Table = None,
+) -> tuple[Float[Array, "B T D"], list[tuple[Array, Array]]]:
+    """Decoder layers over T tree rows, as `Block` has them one by one.
+
+    Args:
+      weights: of each layer, by the names of a fused `Block`, its projections in panels.
+      cos, sin: see `rope_tables`.
+      pages: keys and values of each layer's cache, [P K S H].
+      visible_bits: numbers the rows `before` first, then the T rows themselves.
+      before: keys and values of earlier tree rows, [B K held H] of each layer.
+      table: the pages of each sequence; None: slot b has page b.
+
+    Returns:
+      states behind the last layer, and each layer's keys and values of the T rows [B K T H].
+
+    Raises:
+      TypeError: an array is not float32.
+    """
+    names = ["input_norm", "qkv_proj", "qkv_bias", "qk_norm", "o", "post_norm", "gate_up", "down"]
+    names = [name for name in names if name in weights[0]]
+    arrays = []
+    for i, of in enumerate(weights):
+        arrays += [*pages[i], *(before[i] if before else ()), *(of[name] for name in names)]
+    if any(a.dtype != jnp.float32 for a in (x, *arrays)):
+        raise TypeError(f"layers run in float32, got {sorted({str(a.dtype) for a in arrays})}")
+    bits = jnp.asarray(visible_bits)
+    bits = bits if bits.ndim == 3 else bits[None]
+    if table is None:
+        table = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+    rows = jax.ShapeDtypeStruct(
+        (x.shape[0], cfg.num_kv_heads, x.shape[1], cfg.head_dim), jnp.float32
+    )
+    load()
+    call = jax.ffi.ffi_call(
+        LAYERS, [jax.ShapeDtypeStruct(x.shape, x.dtype), *[rows] * (2 * len(weights))]
+    )
+    out, *kv = call(
+        x, cos, sin, prefix_len, bits, table, *arrays,
+        layers=np.int64(len(weights)),
+        heads=np.int64(cfg.num_heads),
+        kv_heads=np.int64(cfg.num_kv_heads),
+        hidden=np.int64(cfg.intermediate_size),
+        pages=np.int64(pages[0][0].shape[0]),
+        size=np.int64(pages[0][0].shape[2]),
+        before=np.int64(before[0][0].shape[2] if before else 0),
+        eps=np.float32(cfg.rms_norm_eps),
+        bias="qkv_bias" in names,
+        qk_norm="qk_norm" in names,
+    )  # fmt: skip
+    return out, list(zip(kv[::2], kv[1::2], strict=True))
+
+
+def commit(
+    arrays: Sequence[Float[Array, "P K S H"]],
+    rows: Sequence[Float[Array, "B K R H"]],
+    start: Int[Array, " B"],
+    table: Table = None,
+) -> list[Array]:
+    """See `specjax.cache.commit_rows`; what has no place in the tables is not written."""
+    if table is None:
+        table = jnp.arange(start.shape[0], dtype=jnp.int32)[:, None]
+    load()
+    call = jax.ffi.ffi_call(
+        COMMIT,
+        [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
+        input_output_aliases={2 + i: i for i in range(len(arrays))},
+    )
+    return call(start, table, *arrays, *rows)
 
 
 # --- building --------------------------------------------------------------------------------
@@ -164,7 +259,7 @@ def _fingerprint(compiler: str) -> str:
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, text=True, timeout=SECONDS
     ).stdout
-    texts = [path.read_text() for path in (*SOURCES, HEADER)]
+    texts = [path.read_text() for path in READ]
     flags = str((FLAGS, NATIVE))
     parts = "\n".join([*texts, flags, version, jaxlib.__version__, processor])
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
@@ -176,7 +271,7 @@ def _compile(compiler: str, path: Path) -> None:
         made = Path(folder) / path.name
         command = [
             compiler, *FLAGS, "-o", str(made),
-            f"-I{jax.ffi.include_dir()}", *map(str, SOURCES),
+            f"-I{jax.ffi.include_dir()}", str(SOURCE),
         ]  # fmt: skip
         for flags in NATIVE:
             done = subprocess.run(

@@ -77,10 +77,13 @@ def _not_for(cfg: ModelConfig, platform: str, devices: int) -> str | None:
     return cpu.no_kernel(cfg, devices)
 
 
-def pack(params: dict) -> dict:
+def pack(params: dict, dtype: str = "float32") -> dict:
     """Unrolled parameters of a model, or those of a head, with their `NAMES` in panels.
 
     Weights whose columns do not fill panels stay as they are, and XLA multiplies by them.
+
+    Args:
+      dtype: of all of them then.
     """
 
     def one(path, leaf):
@@ -90,6 +93,7 @@ def pack(params: dict) -> dict:
         k, n = leaf.shape
         return leaf.reshape(k, n // WIDTH, WIDTH).transpose(1, 0, 2)
 
+    params = jax.tree.map(lambda a: a.astype(jnp.dtype(dtype)), params)
     return jax.tree_util.tree_map_with_path(one, params)
 
 

@@ -97,6 +97,10 @@ class Block(nnx.Module):
             self.q_norm, self.k_norm = constant(1, cfg.head_dim), constant(1, cfg.head_dim)
         self.down = normal(f, d, std=residual_std)
 
+    def arrays(self) -> dict[str, Array]:
+        """The layer's arrays by their names."""
+        return {path[-1]: x[...] for path, x in nnx.to_flat_state(nnx.state(self, nnx.Param))}
+
     def _project(self, x, weight: str, bias: str | None = None):
         out = dense(x, getattr(self, weight)[...].astype(x.dtype))
         return out if bias is None else out + getattr(self, bias)[...].astype(x.dtype)

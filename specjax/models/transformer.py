@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from specjax.cache import KVCache, Table
 from specjax.config import ModelConfig
 from specjax.context import Context, pin_rows
-from specjax.kernels import dispatch, panels
+from specjax.kernels import cpu, dispatch, panels
 from specjax.models.layers import INIT_STD, Block, fuse_block, rms_norm
 from specjax.models.rope import rope_tables
 
@@ -108,6 +108,10 @@ class Transformer(nnx.Module):
           states, and keys and values: of the T rows, or the buffers with these filled in.
         """
 
+        if by_position is None and cpu.runs_layers(self.cfg):
+            return self._decode_by_kernel(
+                tokens, positions, cache, prefix_len, visible_bits, scratch, table
+            )
         paged = table is not None and not isinstance(cache.k, tuple)
         if paged:  # The pages are read where they lie: a scan would first copy each layer's out.
             of_all = [pages.reshape(-1, *pages.shape[2:]) for pages in cache]
@@ -131,6 +135,31 @@ class Transformer(nnx.Module):
 
         beside = cache if scratch is None else _beside(cache, scratch[0])
         return self._forward(tokens, positions, attend, beside)
+
+    def _decode_by_kernel(
+        self, tokens, positions, cache, prefix_len, visible_bits, scratch, table
+    ) -> tuple[Array, KVCache]:
+        """`decode` with all layers in one call."""
+        before, held = None, 0
+        if scratch is not None:
+            buffers, held = list(zip(*scratch[0], strict=True)), scratch[1]
+        if held:
+            before = [tuple(buffer[:, :, :held] for buffer in pair) for pair in buffers]
+        x, rows = cpu.layers(
+            self.cfg,
+            [block.arrays() for block in self.layers],
+            self.embed_tokens(tokens),
+            *rope_tables(self.cfg, positions),
+            list(zip(*cache, strict=True)),
+            prefix_len,
+            visible_bits,
+            before,
+            table,
+        )
+        if scratch is not None:
+            filled = zip(buffers, rows, strict=True)
+            rows = [append_rows(pair, held, new)[0] for pair, new in filled]
+        return x, _collect(rows)
 
     def _causal(self, q, k, v, segment_ids, context: Context | None = None) -> Array:
         kernel = self.cfg.attention

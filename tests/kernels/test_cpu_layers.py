@@ -1,0 +1,220 @@
+"""Whole layers and commits by the kernels for CPUs, against XLA's operation after operation."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_cpu import MODEL, normal, pytestmark  # noqa: F401  (skips without a compiler)
+from test_tpu import random_case
+
+from specjax.cache import KVCache, commit_rows
+from specjax.decode.tree import chain_bits
+from specjax.draft.mtp import head_graphdef, init_head_params, to_panels
+from specjax.kernels import cpu
+from specjax.models.transformer import graphdef, init_params, to_decode_layout
+
+PANELS = MODEL.replace(products="panels", attention="reference")
+
+
+def noisy(params, seed):
+    """With norms and biases that are not all alike."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: x + 0.1 * normal(rng, *x.shape), params)
+
+
+@functools.cache
+def decode_of(bias: bool, qk_norm: bool, kernel: str):
+    """A policy's `decode` by one kernel of attention, jitted, with its parameters."""
+    cfg = PANELS.replace(qkv_bias=bias, qk_norm=qk_norm, attention=kernel)
+    params = noisy(to_decode_layout(init_params(cfg, seed=3), cfg), seed=5)
+
+    @functools.partial(jax.jit, static_argnums=6)
+    def decode(tokens, positions, cache, prefix, bits, scratch, held, table):
+        model = nnx.merge(graphdef(cfg, cfg.decode_layout), params)
+        beside = None if scratch is None else (scratch, held)
+        return model.decode(tokens, positions, cache, prefix, bits, None, beside, table)
+
+    return decode
+
+
+CASES = dict(
+    seed=st.integers(0, 2**16),
+    batch=st.integers(1, 4),
+    rows=st.integers(1, 9),
+    before=st.integers(0, 6),
+    stretches=st.integers(1, 3),
+    bias=st.booleans(),
+    qk_norm=st.booleans(),
+    by_table=st.booleans(),
+)
+
+
+def compare_layers(seed, batch, rows, before, stretches, bias, qk_norm, by_table):
+    cfg, rng = MODEL, np.random.default_rng(seed)
+    shape = batch, cfg.num_kv_heads, cfg.num_heads // cfg.num_kv_heads, rows, 16, stretches
+    *_, prefix, bits, table = random_case(seed, *shape, "float32", before=before, head=16)
+    if not by_table:
+        table, prefix = None, np.minimum(prefix, 16)
+    pages = 1 + batch * stretches if by_table else batch
+
+    def kv(*shape):
+        return KVCache(*(tuple(normal(rng, *shape) for _ in range(2)) for _ in range(2)))
+
+    cache = kv(pages, cfg.num_kv_heads, 16, 16)
+    scratch = kv(batch, cfg.num_kv_heads, before + rows + 2, 16) if before else None
+    tokens = rng.integers(0, cfg.vocab_size, (batch, rows))
+    positions = prefix[:, None] + rng.integers(0, 5, (batch, rows))
+    args = tokens, positions, cache, prefix, bits, scratch, before, table
+    wanted = decode_of(bias, qk_norm, "reference")(*args)
+    found = decode_of(bias, qk_norm, "cpu")(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, wanted)
+
+
+@settings(max_examples=6)
+@given(**CASES)
+def test_layers_equal_those_of_xla(**case):
+    compare_layers(**case)
+
+
+@pytest.mark.slow
+@settings(max_examples=150)
+@given(**CASES)
+def test_layers_equal_those_of_xla_on_many_shapes(**case):
+    compare_layers(**case)
+
+
+def test_narrower_registers_compute_the_same(narrower):
+    decode_of.cache_clear()
+    try:
+        compare_layers(0, 2, 5, 3, 2, bias=True, qk_norm=True, by_table=True)
+    finally:
+        decode_of.cache_clear()
+
+
+def test_it_is_one_operation():
+    shape = jax.ShapeDtypeStruct
+    cache = KVCache(*(tuple(shape((3, 2, 16, 16), jnp.float32) for _ in range(2)) for _ in "kv"))
+    ints = [shape(s, jnp.int32) for s in ((1, 5), (1, 5), (1,))]
+    text = decode_of(False, True, "cpu").lower(
+        *ints[:2], cache, ints[2], chain_bits(5), None, 0, None
+    ).as_text()  # fmt: skip
+    assert text.count("custom_call @" + cpu.LAYERS) == 1
+    assert not any(name in text for name in (cpu.PANELS, cpu.ATTENTION))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_row_is_the_same_bits_beside_any_others(batch):
+    """Of a chain of drafts, and as the next token of plain decoding: bit by bit."""
+    rng, length, cfg = np.random.default_rng(1), 7, MODEL
+    decode = decode_of(True, True, "cpu")
+    pages = normal(rng, 4, 4, cfg.num_kv_heads, 32, 16)
+    cache = KVCache(tuple(pages[:2]), tuple(pages[2:]))
+    tokens = rng.integers(0, cfg.vocab_size, (batch, length))
+    prefix = np.array([9, 0, 16], np.int32)[:batch]
+    positions = prefix[:, None] + np.arange(length)
+    table = np.arange(1, batch + 1, dtype=np.int32)[:, None]
+    whole, rows = decode(tokens, positions, cache, prefix, chain_bits(length), None, 0, table)
+    for at in range(length):
+        here = slice(at, at + 1)
+        alone, new = decode(
+            tokens[:1, here], positions[:1, here], cache, prefix[:1] + at,
+            chain_bits(1), None, 0, table[:1],
+        )  # fmt: skip
+        np.testing.assert_array_equal(alone[0, 0], whole[0, at])
+        for mine, all_of in zip(jax.tree.leaves(new), jax.tree.leaves(rows), strict=True):
+            np.testing.assert_array_equal(mine[0, :, 0], all_of[0, :, at])
+        cache = commit_rows(cache, new, prefix[:1] + at, table=table[:1], kernel="cpu")
+
+
+def test_a_head_drafts_what_it_drafts_by_xla():
+    cfg = PANELS.replace(mtp_num_layers=2)
+    head = noisy(init_head_params(cfg, seed=2), 4)
+    rng, batch, rows = np.random.default_rng(0), 2, 3
+    hidden, embedded = (normal(rng, batch, rows, cfg.hidden_size) for _ in range(2))
+    cache = tuple(normal(rng, batch, cfg.num_kv_heads, 16, 16) for _ in range(2))
+    buffers = tuple(normal(rng, batch, cfg.num_kv_heads, 5, 16) for _ in range(2))
+    positions = np.broadcast_to(np.arange(4, 4 + rows), (batch, rows))
+    prefix, bits = np.array([4, 9], np.int32), chain_bits(rows + 2)[2:]
+
+    def drafted(**how):
+        mine = cfg.replace(**how)
+        params = to_panels(head, mine) if mine.products == "panels" else head
+        module = nnx.merge(head_graphdef(mine), params)
+        return module.decode(
+            1, hidden, embedded, positions, cache, prefix, bits, (buffers, 2)
+        )  # fmt: skip
+
+    wanted = drafted(products="xla")
+    for kernel in ("cpu", "reference"):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5),
+            drafted(attention=kernel), wanted,
+        )  # fmt: skip
+
+
+def test_layers_of_widths_that_fill_no_register_go_by_xla():
+    kernels = MODEL.replace(products="panels", attention="cpu")
+    assert cpu.runs_layers(kernels)
+    for change in ({"intermediate_size": 40}, {"hidden_size": 24}, {"products": "xla"},
+                   {"attention": "reference"}):  # fmt: skip
+        assert not cpu.runs_layers(kernels.replace(**change))
+
+
+def test_layers_of_another_dtype_are_refused():
+    x = jnp.zeros((1, 1, 32), jnp.bfloat16)
+    with pytest.raises(TypeError, match="float32, got .*bfloat16"):
+        cpu.layers(MODEL, [{}], x, x, x, [(x, x)], np.zeros(1, np.int32), chain_bits(1))
+
+
+# --- commits --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=10)
+@given(
+    seed=st.integers(0, 2**16),
+    batch=st.integers(1, 5),
+    rows=st.integers(1, 20),
+    stretches=st.integers(1, 4),
+    by_table=st.booleans(),
+)
+def test_rows_are_committed_where_xla_commits_them(seed, batch, rows, stretches, by_table):
+    rng, size = np.random.default_rng(seed), 24
+    table = rng.permutation(batch * stretches).reshape(batch, stretches).astype(np.int32) + 1
+    table = jnp.asarray(table) if by_table else None
+    pages = 1 + batch * stretches if by_table else batch
+    reach = size * (stretches if by_table else 1)
+    start = jnp.asarray(rng.integers(0, reach - rows + 1, batch), jnp.int32)
+    cache = KVCache(*((normal(rng, pages, 2, size, 16),) * 2 for _ in range(2)))
+    new = KVCache(*((normal(rng, batch, 2, rows, 16),) * 2 for _ in range(2)))
+    wanted = commit_rows(cache, new, start, start, table)
+    found = jax.jit(functools.partial(commit_rows, kernel="cpu"))(cache, new, start, start, table)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_a_commit_moves_nothing_else_and_rows_without_a_place_are_not_written():
+    cache = KVCache((jnp.zeros((3, 1, 16, 16)),), (jnp.zeros((3, 1, 16, 16)),))
+    rows = KVCache((jnp.ones((2, 1, 4, 16)),), (jnp.ones((2, 1, 4, 16)),))
+    start, table = jnp.array([14, -2]), jnp.array([[2], [7]], jnp.int32)  # 7: there is none
+    found = commit_rows(cache, rows, start, None, table, kernel="cpu")
+    for array in jax.tree.leaves(found):
+        assert np.asarray(array).sum() == 2 * 16 and (array[2, 0, 14:] == 1).all()
+
+
+def test_what_a_program_is_donated_is_written_in_place():
+    cache = KVCache((jnp.zeros((3, 1, 16, 16)),), (jnp.zeros((3, 1, 16, 16)),))
+    rows = KVCache((jnp.ones((2, 1, 4, 16)),), (jnp.ones((2, 1, 4, 16)),))
+
+    def loop(cache):
+        def body(_, cache):
+            return commit_rows(cache, rows, jnp.array([0, 3]), None, None, kernel="cpu")
+
+        return jax.lax.fori_loop(0, 3, body, cache)
+
+    text = jax.jit(loop, donate_argnums=0).lower(cache).compile().as_text()
+    inside = text[text.index(cpu.COMMIT) - 2000 : text.index(cpu.COMMIT)]
+    assert "f32[3,1,16,16]{3,2,1,0} copy(" not in inside
