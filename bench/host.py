@@ -43,6 +43,7 @@ from bench.common import (
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.control import ControlConfig
 from specjax.control.config import DEFAULT_STRATEGIES
+from specjax.engine.settings import EngineConfig
 from specjax.models import hf
 from specjax.tokenizer import load_tokenizer
 
@@ -154,7 +155,10 @@ def build(name: str, model, args: argparse.Namespace, longest: int) -> LLM:
     control = None
     if name == "controlled":
         control = ControlConfig(strategies=tuple(args.strategies))
-    llm = LLM(model, spec, args.batch, longest, control=control, tokenizer=args.tokenizer)
+    engine = EngineConfig(chunk_tokens=args.chunk_tokens)
+    llm = LLM(
+        model, spec, args.batch, longest, control=control, tokenizer=args.tokenizer, engine=engine
+    )
     llm.warm_up()
     return llm
 
@@ -202,6 +206,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     add("--batch", type=int, default=1, help="slots")
     add("--samples_per_slot", type=int, default=8)
+    add("--chunk_tokens", type=int, default=EngineConfig.chunk_tokens)
     add("--max_tokens", type=int, default=160, help="response tokens at most")
     add("--repeats", type=int, default=9)
     add("--strategy", default="4_1_5", help="of the speculative arm")

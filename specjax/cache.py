@@ -85,10 +85,10 @@ def commit_rows(
 ) -> KVCache:
     """Writes R consecutive rows of each sequence from position `start[b]` on.
 
-    There must be R positions from every start on, or the write is moved back over the prefix: the
-    engine's tables are that much longer than the longest sequence, and their last columns may be
-    nobody's page. A few `dynamic_update_slice` per sequence and array: XLA's CPU scatter costs
-    several times that.
+    There must be R positions from every start on, or the write is moved back over the prefix (the
+    kernel leaves it out): the engine's tables are that much longer than the longest sequence, and
+    their last columns may be nobody's page. Without a kernel it is a few `dynamic_update_slice` per
+    sequence and array: XLA's CPU scatter costs several times that.
 
     Args:
       after: makes the write wait until these are known: any numbers >= 0 that follow from all

@@ -63,9 +63,11 @@ def whole_argmax(x: Array) -> Array:
     """
 
     def in_two(x):
-        most = x.max(axis=-1, keepdims=True)
+        most = x.max(axis=-1, keepdims=True)  # which of XLA's maxima pass NaN on is left open
         ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-        return jnp.where((x == most) | jnp.isnan(x), ids, x.shape[-1]).min(axis=-1)
+        nan = jnp.isnan(x)
+        found = jnp.where(nan.any(axis=-1, keepdims=True), nan, x == most)
+        return jnp.where(found, ids, x.shape[-1]).min(axis=-1)
 
     def in_one(x):
         return jnp.argmax(x, axis=-1).astype(jnp.int32)

@@ -36,8 +36,8 @@ inline Lane load(const float* from) {
 
 inline void store(float* to, Lane lane) { std::memcpy(to, &lane, sizeof(lane)); }
 
-// Below so many multiplications another thread costs more than it brings.
-constexpr int64_t kAlone = 1 << 13;
+// For fewer multiplications than so many each, threads cost more than they bring.
+constexpr int64_t kWorth = 1 << 14;
 
 // Threads that work through stages together: the products and the attention of a layer, say.
 //
@@ -56,10 +56,12 @@ class Team {
   // Calls work(first, last) over parts of [0, count), on as many threads as it is worth.
   template <typename Work>
   void run(int64_t count, int64_t multiplications, const Work& work) {
+    const int64_t threads = std::min({threads_, multiplications / kWorth, count});
+    if (threads < 2) return work(int64_t{0}, count);
     // Some more than threads: what is to do differs, and so do they.
-    const int64_t shares = std::min<int64_t>(std::min<int64_t>(2 * threads_, count), kMost);
-    if (threads_ < 2 || shares < 2 || multiplications < kAlone) return work(int64_t{0}, count);
-    if (!shared_) call_helpers();
+    const int64_t shares = std::min({2 * threads, count, kMost});
+    if (!shared_) shared_ = std::make_shared<Shared>();
+    for (; helpers_ < threads - 1; ++helpers_) call_helper();
     Shared& all = *shared_;
     all.context = &work, all.count = count, all.shares = shares;
     all.call = [](const void* of, int64_t first, int64_t last) {
@@ -76,7 +78,7 @@ class Team {
  private:
   enum Found { kDid, kNothing, kEnd };
   static constexpr uint64_t kOver = ~uint64_t{0};
-  static constexpr int64_t kMost = (1 << 16) - 1;
+  static constexpr int64_t kMost = (1 << 16) - 1;  // the ticket has 16 bits for them
 
   static void wait(int turns) {
     if (turns > 1000) std::this_thread::yield();  // somebody waits for a core, maybe this one
@@ -108,22 +110,21 @@ class Team {
     }
   };
 
-  void call_helpers() {
-    shared_ = std::make_shared<Shared>();
-    for (int64_t i = 1; i < threads_; ++i) {
-      pool_.Schedule([all = shared_] {
-        int turns = 0;
-        for (Found found; (found = all->claim_and_work()) != kEnd;) {
-          turns = found == kDid ? 0 : turns + 1;
-          if (turns) wait(turns);
-        }
-      });
-    }
+  void call_helper() {
+    pool_.Schedule([all = shared_, caller = std::this_thread::get_id()] {
+      if (std::this_thread::get_id() == caller) return;  // the pool's queue is full
+      int turns = 0;
+      for (Found found; (found = all->claim_and_work()) != kEnd;) {
+        turns = found == kDid ? 0 : turns + 1;
+        if (turns) wait(turns);
+      }
+    });
   }
 
   ffi::ThreadPool& pool_;
   const int64_t threads_;
   uint64_t stage_ = 0;
+  int64_t helpers_ = 0;
   std::shared_ptr<Shared> shared_;
 };
 

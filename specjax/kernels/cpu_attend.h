@@ -6,9 +6,9 @@
 // time: the scores of all keys, a register of them side by side, their softmax, the sum of values.
 //
 // A key's score sums over the head's width in order, and sums over keys run in the order of keys:
-// positions of the prefix, then tree rows. What a row may not see, if it is finite, adds exactly nothing. So a row
-// gets the same bits whether an ancestor lies in the tree or already in the cache, and whatever
-// other rows and slots there are.
+// positions of the prefix, then tree rows. What a row may not see, if it is finite, adds exactly
+// nothing. So a row gets the same bits whether an ancestor lies in the tree or already in the cache,
+// and whatever other rows and slots there are.
 
 #ifndef SPECJAX_KERNELS_CPU_ATTEND_H_
 #define SPECJAX_KERNELS_CPU_ATTEND_H_

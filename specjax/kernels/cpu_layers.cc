@@ -64,7 +64,9 @@ struct Shape {
   int64_t qkv_width() const { return (heads + 2 * kv_heads) * head; }
 };
 
-// Rooms for what lies between the stages; a thread keeps them from call to call.
+constexpr int64_t kKept = 1024;  // rows for which a thread keeps its rooms from call to call
+
+// Rooms for what lies between the stages.
 struct Between {
   std::vector<float> normed, qkv, attended, gate_up, gated;
 
@@ -253,7 +255,8 @@ ffi::Error run_layers(ffi::ThreadPool pool, int64_t layers, int64_t heads, int64
                     .eps = eps};
   const int64_t head = shape.head, width = shape.width;
   const size_t angles = shape.all() * head;
-  if (head % kWidth || width % kWidth || hidden % kWidth || heads % kv_heads ||
+  if (std::min({layers, heads, kv_heads, hidden, pages, size, head, width}) <= 0 ||
+      head % kWidth || width % kWidth || hidden % kWidth || heads % kv_heads ||
       out->element_count() != x.element_count() || cos.element_count() != angles ||
       sin.element_count() != angles ||
       prefix.element_count() != static_cast<size_t>(shape.batch) || of_table[0] != shape.batch ||
@@ -284,7 +287,9 @@ ffi::Error run_layers(ffi::ThreadPool pool, int64_t layers, int64_t heads, int64
   if (x.element_count() == 0) return ffi::Error::Success();
   float* to = out->typed_data();
   if (to != x.typed_data()) std::copy_n(x.typed_data(), x.element_count(), to);
-  static thread_local Between between;
+  static thread_local Between kept;
+  Between own;
+  Between& between = shape.all() > kKept ? own : kept;
   between.fit(shape);
   Team team(pool);
   Forward forward(shape, cos.typed_data(), sin.typed_data(), prefix.typed_data(),

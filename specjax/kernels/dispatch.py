@@ -5,7 +5,7 @@ in once, where engines and trainers are built and their devices are known.
 
     name              tree attention (decoding, prefill)     causal attention (training)
     reference         XLA, `reference.py`                    XLA, `reference.py`
-    cpu               `cpu_attention.cc`; with a window,     XLA, `reference.py`
+    cpu               `cpu_attend.h`; with a window,         XLA, `reference.py`
                       sinks or log-sum-exps `reference.py`
     tpu:v5e, ..       Pallas, `tpu.py`                       jax's splash attention
     tpu:interpret     the same in interpret mode: tests on CPU

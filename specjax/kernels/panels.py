@@ -1,13 +1,14 @@
 """Weights in panels, and their products on CPU: what decoding multiplies there.
 
-A weight `[K, N]` in panels is `[N / 16, K, 16]`; `cpu_panels.cc` says why, and `bench.cpu` measures
+A weight `[K, N]` in panels is `[N / 16, K, 16]`; `cpu_product.h` says why, and `bench.cpu` measures
 what it brings. A row's bits do not depend on how many rows it is multiplied with. Models ask the
 shape of a weight which product it wants, and `ModelConfig.products` says whether `to_decode_layout`
 makes panels at all:
 
     name      decoding multiplies by
     xla       XLA
-    panels    `cpu_panels.cc`: CPU, float32, unrolled layers, one device, and a C++ compiler
+    panels    `cpu_layers.cc`, `cpu_panels.cc`: one CPU device with a C++ compiler, float32,
+              unrolled layers
 """
 
 from __future__ import annotations

@@ -102,6 +102,22 @@ def test_the_best_tokens_are_found_without_putting_a_row_together():
     assert f",{vocab}]" not in text, "somebody gathers a row"
 
 
+@pytest.mark.parametrize("batch", [1, 4, 5, 8, 64])
+def test_an_argmax_does_not_depend_on_the_rows_beside_it(batch):
+    """XLA's maximum of many numbers is another program than that of few, and passes over NaN."""
+    row, nan, inf = np.random.default_rng(0).normal(size=1000).astype(np.float32), np.nan, np.inf
+    cases = {"one": {7: nan}, "two": {500: nan, 7: nan}, "inf": {3: inf, 9: nan}, "none": {}}
+    rows = {name: row.copy() for name in (*cases, "least", "all", "tie")}
+    for name, values in cases.items():
+        for at, value in values.items():
+            rows[name][at] = value
+    rows["least"][:], rows["all"][:], rows["tie"][[20, 30]] = -inf, nan, 9.0
+    for wanted in rows.values():
+        x = np.broadcast_to(wanted, (batch, 1000))
+        found = jax.jit(lambda x: shards.argmax(x * 1.5 + 0.25))(x)
+        np.testing.assert_array_equal(found, np.argmax(wanted))
+
+
 @pytest.mark.parametrize("tp", WAYS)
 def test_the_first_nan_is_the_argmax_as_it_is_of_a_whole_row(tp):
     scores = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)

@@ -4,6 +4,7 @@ import functools
 import logging
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -417,3 +418,31 @@ def test_the_other_native_flag_is_tried_and_without_any_nothing_is_built(monkeyp
     with pytest.raises(cpu.NoKernelError, match="c.. failed: error: unknown flag"):
         cpu._compile("c++", tmp_path / "others.so")
     assert list(tmp_path.iterdir()) == [tmp_path / "kernels.so"]
+
+
+_BUSY = """
+import threading, jax, jax.numpy as jnp
+from specjax.kernels import panels
+
+weights = jnp.ones((4, 64, 16)) / 64
+
+def products(x):
+    return jax.lax.fori_loop(0, 3000, lambda _, x: panels.product(x, weights), x)
+
+run, x = jax.jit(products), jnp.ones((8, 64))
+sort, long = jax.jit(lambda x: [jnp.sort(x + i)[::100] for i in range(4)]), jnp.arange(2e6) % 1e3
+jax.block_until_ready((run(x), sort(long)))
+other = threading.Thread(target=lambda: jax.block_until_ready(sort(long)))
+other.start()
+while other.is_alive():
+    jax.block_until_ready(run(x))
+print("done")
+"""
+
+
+def test_threads_that_are_busy_elsewhere_hold_nobody_up():
+    """Calls then leave more helpers waiting than the pool's queue holds."""
+    done = subprocess.run(
+        [sys.executable, "-c", _BUSY], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "done\n", done.stderr
