@@ -92,10 +92,9 @@ class Runner:
         cfg, source = settle(cfg, whose="attention"), with_kernel(source, settle)
         cfg = panels.settle(cfg, mesh, products)
         # A draft need not have what the policy has: scanned layers, or another dtype.
-        settle = functools.partial(
-            panels.settle, mesh=mesh, asked="xla" if products == "xla" else "auto"
-        )
-        source = with_kernel(source, settle, "products")
+        asked = "xla" if products == "xla" else "auto"
+        settle_products = functools.partial(panels.settle, mesh=mesh, asked=asked)
+        source = with_kernel(source, settle_products, "products")
         self.cfg, self.chunk_tokens, self.stride = cfg, chunk_tokens, stride
         self.batch, self.max_len, self.stop_width, self.mesh = batch, max_len, stop_width, mesh
         self.plans = make_plans(cfg, spec, source, strategies)
