@@ -23,7 +23,7 @@ from specjax.context import Context
 from specjax.kernels import cpu, dispatch, panels
 from specjax.models.layers import INIT_STD, Block, dense, fuse_block, rms_norm
 from specjax.models.rope import rope_tables
-from specjax.models.transformer import Params, append_rows
+from specjax.models.transformer import Params, append_rows, layers_by_kernel
 
 
 class MTPModule(nnx.Module):
@@ -95,18 +95,12 @@ class MTPHead(nnx.Module):
         """
         module = self.blocks[index]
         x = module.inputs(hidden, embedded)
-        cos, sin = rope_tables(self.cfg, positions)
         if cpu.runs_layers(self.cfg):
-            before = None
-            if scratch is not None and scratch[1]:
-                before = [tuple(buffer[:, :, : scratch[1]] for buffer in scratch[0])]
-            layer, caches = [module.layer.arrays()], [cache]
-            x, (kv,) = cpu.layers(
-                self.cfg, layer, x, cos, sin, caches, prefix_len, visible_bits, before, table
-            )
-            if scratch is not None:
-                kv, _ = append_rows(*scratch, kv)
+            buffers, held = (None, 0) if scratch is None else ([scratch[0]], scratch[1])
+            arrays = positions, [cache], prefix_len, visible_bits, buffers, held, table
+            x, (kv,) = layers_by_kernel(self.cfg, [module.layer], x, *arrays)
             return *module.outputs(x), kv
+        cos, sin = rope_tables(self.cfg, positions)
         q, k, v = module.layer.qkv(x, cos, sin)
         kv = (k, v)
         if scratch is not None:

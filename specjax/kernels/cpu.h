@@ -15,6 +15,9 @@ namespace specjax {
 
 namespace ffi = xla::ffi;
 
+using Floats = ffi::Buffer<ffi::F32>;
+using Ints = ffi::Buffer<ffi::S32>;
+
 constexpr int64_t kWidth = 16;  // columns of a panel; heads are multiples of it
 
 // One register: a wider vector would live in memory, and every sum with it.

@@ -5,9 +5,6 @@
 namespace specjax {
 namespace {
 
-using Floats = ffi::Buffer<ffi::F32>;
-using Ints = ffi::Buffer<ffi::S32>;
-
 ffi::Error tree_attention(ffi::ThreadPool pool, Floats q, Floats k_tree, Floats v_tree,
                           Floats k_pages, Floats v_pages, Ints prefix, ffi::Buffer<ffi::U32> bits,
                           Ints table, ffi::ResultBuffer<ffi::F32> out) {

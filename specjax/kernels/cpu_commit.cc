@@ -10,9 +10,6 @@
 namespace specjax {
 namespace {
 
-using Floats = ffi::Buffer<ffi::F32>;
-using Ints = ffi::Buffer<ffi::S32>;
-
 // Pages [P K S H] and the rows [B K R H] that go into them.
 struct Array {
   float* cache;

@@ -17,9 +17,6 @@
 namespace specjax {
 namespace {
 
-using Floats = ffi::Buffer<ffi::F32>;
-using Ints = ffi::Buffer<ffi::S32>;
-
 // y = x / sqrt(mean(x^2) + eps) * scale; width is a multiple of kWidth.
 void norm(const float* x, const float* scale, int64_t width, float eps, float* y) {
   Lane squares{};

@@ -109,9 +109,12 @@ class Transformer(nnx.Module):
         """
 
         if by_position is None and cpu.runs_layers(self.cfg):
-            return self._decode_by_kernel(
-                tokens, positions, cache, prefix_len, visible_bits, scratch, table
-            )
+            buffers, held = (None, 0) if scratch is None else scratch
+            pairs = None if buffers is None else list(zip(*buffers, strict=True))
+            pages, x = list(zip(*cache, strict=True)), self.embed_tokens(tokens)
+            arrays = positions, pages, prefix_len, visible_bits, pairs, held, table
+            x, rows = layers_by_kernel(self.cfg, self.layers, x, *arrays)
+            return x, _collect(rows)
         paged = table is not None and not isinstance(cache.k, tuple)
         if paged:  # The pages are read where they lie: a scan would first copy each layer's out.
             of_all = [pages.reshape(-1, *pages.shape[2:]) for pages in cache]
@@ -135,31 +138,6 @@ class Transformer(nnx.Module):
 
         beside = cache if scratch is None else _beside(cache, scratch[0])
         return self._forward(tokens, positions, attend, beside)
-
-    def _decode_by_kernel(
-        self, tokens, positions, cache, prefix_len, visible_bits, scratch, table
-    ) -> tuple[Array, KVCache]:
-        """`decode` with all layers in one call."""
-        before, held = None, 0
-        if scratch is not None:
-            buffers, held = list(zip(*scratch[0], strict=True)), scratch[1]
-        if held:
-            before = [tuple(buffer[:, :, :held] for buffer in pair) for pair in buffers]
-        x, rows = cpu.layers(
-            self.cfg,
-            [block.arrays() for block in self.layers],
-            self.embed_tokens(tokens),
-            *rope_tables(self.cfg, positions),
-            list(zip(*cache, strict=True)),
-            prefix_len,
-            visible_bits,
-            before,
-            table,
-        )
-        if scratch is not None:
-            filled = zip(buffers, rows, strict=True)
-            rows = [append_rows(pair, held, new)[0] for pair, new in filled]
-        return x, _collect(rows)
 
     def _causal(self, q, k, v, segment_ids, context: Context | None = None) -> Array:
         kernel = self.cfg.attention
@@ -224,6 +202,29 @@ def run_layers(layers, cfg: ModelConfig, layer: Callable, x, cache: KVCache | No
         x, new = body(x, (here, None if cache is None else cache.layer(i)))
         rows.append(new)
     return x, _collect(rows) if keep_kv else None
+
+
+def layers_by_kernel(
+    cfg: ModelConfig, blocks, x, positions, pages, prefix_len, visible_bits, buffers, held, table
+) -> tuple[Array, list[tuple[Array, Array]]]:
+    """Layers over tree rows by `cpu.layers`, where `cpu.runs_layers`.
+
+    Args:
+      pages: keys and values of each layer. buffers: of earlier tree rows, likewise, of which they
+        hold `held` so far; None: there are none.
+
+    Returns:
+      states, and each layer's keys and values: of the rows, or the buffers with these filled in.
+    """
+    before = held and [tuple(buffer[:, :, :held] for buffer in pair) for pair in buffers]
+    weights, angles = [block.arrays() for block in blocks], rope_tables(cfg, positions)
+    x, rows = cpu.layers(
+        cfg, weights, x, *angles, pages, prefix_len, visible_bits, before or None, table
+    )
+    if buffers is not None:
+        filled = zip(buffers, rows, strict=True)
+        rows = [append_rows(pair, held, new)[0] for pair, new in filled]
+    return x, rows
 
 
 def _collect(rows: list) -> KVCache:
