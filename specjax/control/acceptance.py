@@ -8,11 +8,8 @@ with w times as many children, about (1 - a)^w is left over of the rejections 1 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
-from scipy.special import rel_entr  # jax itself depends on scipy
 
 from specjax.config.strategy import Strategy
 
@@ -45,6 +42,9 @@ def effective_widths(strategy: Strategy) -> tuple[float, ...]:
 class Acceptance:
     """Discounted counts per family (all chains, or one tree) and depth.
 
+    In plain Python: of a handful of numbers, lists are several times as quick as arrays, and a
+    chunk of a small batch takes few milliseconds.
+
     Args:
       drafts: the strategies by name; None drafts nothing.
       half_life: rounds after which an observation counts half.
@@ -65,7 +65,7 @@ class Acceptance:
             if strategy.steps > len(self._width.get(family, ())):
                 self._width[family] = effective_widths(strategy)
         self._accepts, self._tries, self._fresh = (
-            {f: np.zeros(len(w)) for f, w in self._width.items()} for _ in range(3)
+            {f: [0.0] * len(w) for f, w in self._width.items()} for _ in range(3)
         )
         self._rates: dict[str, list[float]] = {}
 
@@ -75,33 +75,41 @@ class Acceptance:
 
     def age(self, rounds: int) -> None:
         """Rounds went by: what was not observed in them grows stale."""
-        for fresh in self._fresh.values():
-            fresh *= 2 ** (-rounds / _FRESH_HALF_LIFE)
+        kept = 2 ** (-rounds / _FRESH_HALF_LIFE)
+        for family, fresh in self._fresh.items():
+            self._fresh[family] = [x * kept for x in fresh]
 
     def forget(self, kept: float = _KEPT_BLIND) -> None:
         """The head or the text changed: old counts become weak opinions."""
         for family, tries in self._tries.items():
-            keep = np.minimum(1.0, kept / np.maximum(tries, 1e-9))
-            tries *= keep
-            self._accepts[family] *= keep
-            self._fresh[family] *= 0
+            keep = [min(1.0, kept / max(n, 1e-9)) for n in tries]
+            self._tries[family] = [n * k for n, k in zip(tries, keep, strict=True)]
+            accepts = zip(self._accepts[family], keep, strict=True)
+            self._accepts[family] = [n * k for n, k in accepts]
+            self._fresh[family] = [0.0] * len(tries)
         self._rates = {}
 
-    def learn(self, name: str, accepted: np.ndarray, rounds: int) -> None:
-        """Takes in accepted drafts [R B] or [RB], -1 where the slot did not run."""
+    def learn(self, name: str, histogram: Sequence[int], rounds: int) -> None:
+        """Takes in a chunk.
+
+        Args:
+          histogram: [k]: (slot, round) pairs that emitted k tokens, bonus included and before cuts.
+        """
         if name not in self._family:
             return
         family, steps = self._family[name], self._steps[name]
-        counts = np.bincount(np.minimum(accepted[accepted >= 0], steps), minlength=steps + 1)
-        reached = np.cumsum(counts[::-1])[::-1]  # [k]: pairs with at least k accepted
-        tries, accepts = reached[:-1].astype(float), reached[1:].astype(float)
+        reached, more = [0] * (steps + 1), sum(histogram[steps + 2 :])
+        for depth in range(steps, -1, -1):  # pairs with at least so many accepted
+            more += histogram[depth + 1] if depth + 1 < len(histogram) else 0
+            reached[depth] = more
+        tries, accepts = reached[:-1], reached[1:]
         if self._sudden(family, tries, accepts):
             self.forget(_KEPT)
         self._discount(family, tries, rounds)
-        self._tries[family][:steps] += tries
-        self._accepts[family][:steps] += accepts
-        self._fresh[family][:steps] += tries
-        np.minimum(self._fresh[family], _FRESH_MOST, out=self._fresh[family])
+        for counted, new in ((self._tries, tries), (self._accepts, accepts), (self._fresh, tries)):
+            mine = counted[family]
+            mine[:steps] = [x + n for x, n in zip(mine, new, strict=False)]
+        self._fresh[family] = [min(x, _FRESH_MOST) for x in self._fresh[family]]
         self._rates = {}
 
     def expected_tokens(self, name: str, goes_on: float = 1.0) -> float:
@@ -120,11 +128,11 @@ class Acceptance:
         if name not in self._family:
             return 1.0
         family = self._family[name]
-        fresh = self._fresh[family]
-        trust = fresh / (fresh + _FRESH)
-        rates = np.asarray(self.rates(family))
-        hoped = trust * rates + (1 - trust) * np.maximum(rates, CEILING)
-        return _tokens(hoped[: self._steps[name]].tolist(), goes_on)
+        hoped = []
+        for fresh, rate in zip(self._fresh[family], self.rates(family), strict=True):
+            trust = fresh / (fresh + _FRESH)
+            hoped.append(trust * rate + (1 - trust) * max(rate, CEILING))
+        return _tokens(hoped[: self._steps[name]], goes_on)
 
     def is_measured(self, name: str) -> bool:
         """Whether more drafts of its family were seen than what is kept of them after a change."""
@@ -151,57 +159,62 @@ class Acceptance:
                 if other == family or depth >= len(tries) or tries[depth] <= 0:
                     continue
                 seen = (self._accepts[other][depth] + 0.5 * rate) / (tries[depth] + 0.5)
-                borrowed = min(float(tries[depth]), _BORROWED)
+                borrowed = min(tries[depth], _BORROWED)
                 weight += borrowed
-                total += borrowed * _widen(float(seen), width / self._width[other][depth])
-            own = float(self._tries[family][depth])
-            rate = (float(self._accepts[family][depth]) + _OWN * total / weight) / (own + _OWN)
+                total += borrowed * _widen(seen, width / self._width[other][depth])
+            own = self._tries[family][depth]
+            rate = (self._accepts[family][depth] + _OWN * total / weight) / (own + _OWN)
             result.append(min(max(rate, 0.0), 1.0))
         return result
 
-    def _sudden(self, family: str, tries: np.ndarray, accepts: np.ndarray) -> bool:
+    def _sudden(self, family: str, tries: Sequence[int], accepts: Sequence[int]) -> bool:
         """Whether the chunk contradicts what was counted before, at any depth.
 
         By the likelihood ratio of two rates against one: of a few drafts, most of which are usually
         accepted, several rejections are far more common than a normal distribution has them.
         """
-        n = self._tries[family][: len(tries)]
-        enough = (n >= 4) & (tries >= 4)
-        if not enough.any():
-            return False
-        n, tries, accepts = n[enough], tries[enough], accepts[enough]
-        before = self._accepts[family][: len(enough)][enough]
-        pooled = (before + accepts) / (n + tries)
-        ratio = n * _divergence(before / n, pooled) + tries * _divergence(accepts / tries, pooled)
-        noise = np.maximum(pooled * (1 - pooled), 0.01) * (1 / n + 1 / tries)
-        return bool((ratio > _SUDDEN**2 / 2 * (1 + _DRIFT**2 / noise)).any())
+        before = zip(self._tries[family], self._accepts[family], strict=True)
+        for (n, known), tried, accepted in zip(before, tries, accepts, strict=False):
+            if n < 4 or tried < 4:
+                continue
+            pooled = (known + accepted) / (n + tried)
+            ratio = n * _divergence(known / n, pooled)
+            ratio += tried * _divergence(accepted / tried, pooled)
+            noise = max(pooled * (1 - pooled), 0.01) * (1 / n + 1 / tried)
+            if ratio > _SUDDEN**2 / 2 * (1 + _DRIFT**2 / noise):
+                return True
+        return False
 
-    def _discount(self, observed: str, tries: np.ndarray, rounds: int) -> None:
+    def _discount(self, observed: str, tries: Sequence[int], rounds: int) -> None:
         full = 2 ** (-rounds / self._half_life)
         idle = 2 ** (-rounds / (self._half_life * _IDLE_FACTOR))
         for family, counted in self._tries.items():
-            factor = np.full(len(counted), idle)
+            kept = [idle] * len(counted)
             if family == observed:
-                factor[: len(tries)][tries > 0] = full
-            counted *= factor
-            self._accepts[family] *= factor
+                kept[: len(tries)] = [full if tried else idle for tried in tries]
+            self._tries[family] = [n * k for n, k in zip(counted, kept, strict=True)]
+            self._accepts[family] = [
+                n * k for n, k in zip(self._accepts[family], kept, strict=True)
+            ]
 
     def state(self) -> dict[str, Any]:
         named = {"accepts": self._accepts, "tries": self._tries, "fresh": self._fresh}
-        return {key: {f: v.tolist() for f, v in value.items()} for key, value in named.items()}
+        return {key: {f: list(v) for f, v in value.items()} for key, value in named.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         self._accepts, self._tries, self._fresh = (
-            {f: np.array(v, float) for f, v in state[key].items()}
+            {f: [float(x) for x in v] for f, v in state[key].items()}
             for key in ("accepts", "tries", "fresh")
         )
         self._rates = {}
 
 
-def _divergence(rate: np.ndarray, other: np.ndarray) -> np.ndarray:
+def _divergence(rate: float, other: float) -> float:
     """Of one coin from another, in nats."""
-    other = np.clip(other, 1e-6, 1 - 1e-6)  # rounding must not make the impossible of the rare
-    return rel_entr(rate, other) + rel_entr(1 - rate, 1 - other)
+    other = min(max(other, 1e-6), 1 - 1e-6)  # rounding must not make the impossible of the rare
+    rate = min(max(rate, 0.0), 1.0)
+    heads = rate * math.log(rate / other) if rate else 0.0
+    return heads + ((1 - rate) * math.log((1 - rate) / (1 - other)) if rate < 1 else 0.0)
 
 
 def _widen(rate: float, width: float) -> float:

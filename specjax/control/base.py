@@ -119,18 +119,19 @@ class Observation:
 
     @functools.cached_property
     def slot_rounds(self) -> int:
-        return int((self.accepted >= 0).sum())
+        return sum(self.histogram[1:])
 
     @functools.cached_property
-    def histogram(self) -> np.ndarray:
+    def histogram(self) -> list[int]:
         """[k]: in how many (slot, round) pairs k tokens were emitted (before cuts)."""
-        return np.bincount(self.accepted.ravel() + 1) if self.accepted.size else np.zeros(1, int)
+        return np.bincount(self.accepted.ravel() + 1, minlength=1).tolist()
 
     @functools.cached_property
     def accept_length(self) -> float | None:
         """Tokens per slot and round, bonus included; None where no slot ran."""
         count = self.slot_rounds
-        return float((self.accepted + 1).sum()) / count if count else None
+        emitted = sum(k * pairs for k, pairs in enumerate(self.histogram))
+        return emitted / count if count else None
 
     @functools.cached_property
     def seconds_per_round(self) -> float | None:

@@ -25,10 +25,9 @@ hopeless: it is what no choice must lose against.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from specjax.config.strategy import Strategy
 from specjax.control.acceptance import Acceptance
@@ -91,7 +90,7 @@ class _Try:
     Attributes:
       rounds: of the second chunk. free: asked for by new weights. charged: seconds, in advance.
       lost: seconds, so far. asked: chunks that were asked for. came: those that came back.
-      waits: choices since both were asked for. accepted: drafts of the first chunk, per slot.
+      waits: choices since both were asked for. histogram: of the first chunk, see `Observation`.
       first: seconds of the first round, 0 if unknown.
     """
 
@@ -103,7 +102,7 @@ class _Try:
     asked: int = 0
     came: int = 0
     waits: int = 0
-    accepted: list[int] = dataclasses.field(default_factory=list)
+    histogram: list[int] = dataclasses.field(default_factory=list)
     first: float = 0.0
 
 
@@ -154,8 +153,9 @@ class Goodput(Controller):
 
     def scores(self, batch_size: int) -> dict[str, float]:
         """Expected tokens per slot and second, by strategy."""
+        goes_on = self._goes_on
         return {
-            arm: self._per_slot(self.acceptance.expected_tokens(arm, self._goes_on))
+            arm: self._per_slot(self.acceptance.expected_tokens(arm, goes_on))
             / self.costs.seconds(arm, batch_size)
             for arm in self.arms
         }
@@ -317,16 +317,14 @@ class Goodput(Controller):
             per_round = self._probe.first
         self.costs.observe(seen.strategy, seen.batch_size, per_round, rounds)
         self.acceptance.age(rounds)
-        accepted = seen.accepted.ravel()
+        histogram = seen.histogram
         if begins:
-            self._probe.accepted, self._probe.first = (
-                accepted.tolist(),
-                seen.seconds_per_round or 0.0,
-            )
+            self._probe.histogram, self._probe.first = histogram, seen.seconds_per_round or 0.0
         else:  # a try is judged as a whole: few slots say little in one round
-            before = self._probe.accepted if probed else []
-            accepted = np.concatenate([np.array(before, accepted.dtype), accepted])
-            self.acceptance.learn(seen.strategy, accepted, rounds)
+            if probed:
+                both = itertools.zip_longest(self._probe.histogram, histogram, fillvalue=0)
+                histogram = [a + b for a, b in both]
+            self.acceptance.learn(seen.strategy, histogram, rounds)
         if not begins:
             self._count_rounds(seen.strategy, rounds, probed and rounds >= self._probe.rounds)
         if known:
@@ -339,7 +337,7 @@ class Goodput(Controller):
         if probed:
             self._probe.came += 1
         if probed and not begins:
-            self._end_try(seen.batch_size, int((accepted >= 0).sum()))
+            self._end_try(seen.batch_size, sum(histogram[1:]))
 
     def _count_rounds(self, arm: str, rounds: int, cut: bool) -> None:
         """A chunk had so many; if it was cut it could have had more."""
@@ -407,7 +405,7 @@ class Goodput(Controller):
         self._tried_at = dict(state["tried_at"])
         self._chunk_rounds = dict(state.get("chunk_rounds", {}))
         probe = state["probe"] or {}  # of an older state it has other fields, and is given up
-        self._probe = _Try(**probe) if "rounds" in probe else None
+        self._probe = _Try(**probe) if "histogram" in probe else None
         self._beginnings.load(state.get("beginnings", {}))
         for name in _NUMBERS:  # an older state lacks some
             setattr(self, name, state.get(name, getattr(self, name)))

@@ -223,7 +223,7 @@ def test_observations_count_what_was_emitted():
     seen = Observation.of_rounds(3, "disable", [[0, 2], [], [1]], 0.3)
     assert seen.strategy == "off"
     assert (seen.rounds, seen.slot_rounds, seen.tokens) == (2, 3, 6)
-    assert seen.histogram.tolist() == [3, 1, 1, 1]
+    assert seen.histogram == [3, 1, 1, 1]
     assert seen.accept_length == 2.0
     assert seen.seconds_per_round == pytest.approx(0.15)
 
