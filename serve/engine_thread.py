@@ -299,7 +299,7 @@ class EngineThread:
         """Leaves numbers for /metrics, which must not ask a running engine for them."""
         engine, several = self._engine, self._engines
         schedulers = [one.scheduler for one in several]
-        running = sum(len(scheduler.running) for scheduler in schedulers)
+        running = sum(len(one.loop.running) for one in several)
         sums = {
             name: value
             for one in several

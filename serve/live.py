@@ -49,6 +49,7 @@ class Live:
         self._seen: tuple[Snapshot, list[dict]] = (metrics.snapshot, [])
         self._gains: tuple[dict, float, float | None] | None = None  # when, and `_plain`'s when
         self._asked, self._asked_of = 0.0, 0
+        self._lanes: dict[int, dict[int, int]] = {}  # by replica and ticket
         # (replica, size): the round in which plain decoding was measured last, and when that was.
         self._plain: dict[tuple[int, int], tuple[int, float]] = {}
         # The event loop writes these:
@@ -86,7 +87,7 @@ class Live:
 
     def look(self, engines: Sequence[Engine]) -> None:
         """Takes the picture: what each replica runs, and what its controller makes of it."""
-        replicas = [_picture(engine) for engine in engines] if self.viewers else []
+        replicas = list(map(self._picture, range(len(engines)), engines)) if self.viewers else []
         self._seen = self._metrics.snapshot, replicas
         now, asked = time.monotonic(), False
         for index, engine in enumerate(engines):
@@ -100,6 +101,22 @@ class Live:
             self._asked, self._asked_of = now, size
             if found := _estimate(engine, size):
                 self._gains = found, now, plain
+
+    def _picture(self, replica: int, engine: Engine) -> dict[str, Any]:
+        """What runs on a replica. A lane: its number, which a sample keeps, ticket, tokens by
+        origin (draft, bonus, plain), tokens at most, and whether it may be drafted for."""
+        strategy, bucket = engine.loop.latest or ("", 0)
+        running, before = engine.loop.running, self._lanes.get(replica, {})
+        mine = {s.ticket: before[s.ticket] for s in running if s.ticket in before}
+        free = iter(sorted(set(range(engine.batch)) - set(mine.values())))
+        for ticket in (s.ticket for s in running if s.ticket not in mine):
+            mine[ticket] = next(free)
+        self._lanes[replica] = mine
+        lanes = [
+            [mine[s.ticket], s.ticket, *s.origins, s.most, s.job.params.speculative]
+            for s in running
+        ]
+        return {"strategy": strategy, "bucket": bucket, "lanes": sorted(lanes)}
 
     def _plain_measured(
         self, replica: int, size: int, costs: CostTable | None, now: float
@@ -210,17 +227,6 @@ def about(llm: LLM, engines: Sequence[Engine]) -> dict[str, Any]:
         "vocabulary": llm.cfg.vocab_size,
         "has_tokenizer": llm.tokenizer is not None,
     }
-
-
-def _picture(engine: Engine) -> dict[str, Any]:
-    """What runs on a replica. A lane: slot, ticket, tokens by origin (draft, bonus, plain), tokens
-    at most, and whether it may be drafted for."""
-    strategy, bucket = engine.loop.latest or ("", 0)
-    lanes = [
-        [slot, sequence.ticket, *sequence.origins, sequence.most, sequence.job.params.speculative]
-        for slot, sequence in sorted(engine.scheduler.running.items())
-    ]
-    return {"strategy": strategy, "bucket": bucket, "lanes": lanes}
 
 
 def _costs(controller: Controller) -> CostTable | None:

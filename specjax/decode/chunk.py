@@ -23,6 +23,7 @@ class Result(NamedTuple):
     Attributes:
       tokens: [B C] emitted, the first length - begin of each row. length, finish: [B] afterwards.
       rounds: that ran. report: one entry per token, or per round and slot.
+      who: [B] ran in each row, see `take_over`; None: those that the chunk was started with.
     """
 
     tokens: Int[Array, "B C"]
@@ -30,6 +31,7 @@ class Result(NamedTuple):
     finish: Int[Array, " B"]
     rounds: Int[Array, ""]
     report: Report
+    who: Int[Array, " B"] | None = None
 
 
 def run_chunk(

@@ -106,6 +106,42 @@ def per_slot(state: DecodeState) -> DecodeState:
     return state._replace(cache=None, draft=draft, table=None)
 
 
+class Standby(NamedTuple):
+    """Started sequences that wait for a row of a chunk, see `take_over`.
+
+    Attributes:
+      slots: [w] of each. table: [w X] their pages. count: how many there are; the rest is padding.
+    """
+
+    slots: Int[Array, " w"]
+    table: Table
+    count: Int[Array, ""]
+
+
+def take_over(
+    state: DecodeState,
+    slots: Int[Array, " b"],
+    active: Bool[Array, " b"],
+    table: Table,
+    standby: Standby,
+) -> tuple[Int[Array, " b"], Table, Int[Array, " b"]]:
+    """Rows of a chunk whose sequences have ended go to those that stand by, in order.
+
+    So a chunk that was enqueued before the host knew who ended in the one before has no idle rows.
+
+    Returns:
+      slots, table: of who runs. who: [b] index of it, among the chunk's own and then those that
+      stood by.
+    """
+    own = jnp.arange(len(slots))
+    ended = active & (take(state.finish, slots) != RUNNING)
+    turn = jnp.cumsum(ended) - 1
+    who = jnp.where(ended & (turn < standby.count), len(slots) + turn, own)
+    slots = take(jnp.concatenate([slots, standby.slots]), who)
+    table = take(jnp.concatenate([table, standby.table]), who)
+    return slots, table, who.astype(jnp.int32)
+
+
 def take_slots(
     state: DecodeState, slots: Int[Array, " b"], active: Bool[Array, " b"], table: Table
 ) -> DecodeState:

@@ -24,7 +24,8 @@ class Chunk:
     """A chunk that was enqueued.
 
     Attributes:
-      rows: the sequence of each row of the batch. result: on the device. version: of the weights.
+      rows: the sequence of each row of the batch. standby: those that take the rows of who has
+        ended, in order. result: on the device. version: of the weights.
       mark: is ready when the chunk begins to run; None: as soon as the chunk before it is done.
       after: it began after that, on the host's clock: when it was enqueued, or last seen waiting.
       by: it had begun by then; None: it has not been seen running.
@@ -36,6 +37,7 @@ class Chunk:
     """
 
     rows: list[Sequence | None]
+    standby: list[Sequence]
     result: Parcel[Result]
     strategy: str
     version: int

@@ -7,10 +7,12 @@ from collections.abc import Sequence as Several
 import numpy as np
 
 from specjax.decode.admit import Admission, Piece
+from specjax.decode.state import Standby
 from specjax.engine.options_rows import option_rows
 from specjax.engine.pages import NOBODYS, pages_for
 from specjax.engine.runner import Runner
 from specjax.engine.scheduler import Prompt, Start
+from specjax.engine.sequence import Sequence
 from specjax.engine.settings import powers
 
 
@@ -56,6 +58,14 @@ def admission_of(starts: Several[Start], count: int, runner: Runner) -> Admissio
         words=np.stack([job.words for job in jobs]).astype(np.uint32),
         options=option_rows(jobs, runner.cfg.vocab_size, runner.stop_width),
     )
+
+
+def standby_of(others: Several[Sequence], table: np.ndarray, runner: Runner) -> Standby:
+    """Sequences that stand by. Args: table: the pages of each slot."""
+    slots, pages, _ = map(np.copy, runner.nobody)
+    for row, sequence in enumerate(others):
+        slots[row], pages[row] = sequence.slot, table[sequence.slot]
+    return Standby(slots, pages, np.int32(len(others)))
 
 
 def place_sizes(batch: int) -> list[int]:

@@ -1,6 +1,9 @@
 """The host loop: schedule, run, postprocess.
 
-    schedule      prompts are read, sequences start, and get pages for what they may emit
+    schedule      prompts are read, sequences start, and get pages for what they may emit. Some more
+                  than there are rows start, and stand by: a chunk that is enqueued already gives
+                  them the rows of those that end in the one before it, and no device waits for the
+                  host to do so
     run           a chunk is enqueued; the one before it may still be running, unless chunks end
                   early: what comes after those depends on who has ended
     postprocess   the results of the chunk before are read: tokens, and who has finished
@@ -23,10 +26,10 @@ from specjax.decode.chunk import Result
 from specjax.decode.options import Features
 from specjax.decode.state import RUNNING
 from specjax.engine.in_flight import Chunk, InFlight
-from specjax.engine.inputs import admission_of, piece_of, place_size
+from specjax.engine.inputs import admission_of, piece_of, place_size, standby_of
 from specjax.engine.intake import Intake
 from specjax.engine.pages import PagePool
-from specjax.engine.programs import choose_program, leave_at, rows_to_read
+from specjax.engine.programs import choose_program, leave_at, rows_to_read, stand_by
 from specjax.engine.request import Finished, SampleOutput
 from specjax.engine.runner import Runner
 from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler, Start
@@ -57,7 +60,7 @@ class Loop:
       watcher: is told what each chunk brings; None: nobody is.
       on_look: is called by `step` once the device has all the work there is, see `Engine.on_look`.
       latest: strategy and bucket of the chunk that came in last; None before the first.
-      buckets: compiled sizes of a batch.
+      buckets: compiled sizes of a batch. slots: that run at once.
     """
 
     controller: Controller
@@ -86,9 +89,9 @@ class Loop:
         Args:
           slots: that are used from now on.
         """
-        runner = self.runner
+        runner, self.slots = self.runner, slots
         self.scheduler = Scheduler(
-            slots,
+            slots + min(slots, runner.standby),
             runner.prompts - 1,
             PagePool(runner.pages),
             runner.page_size,
@@ -101,13 +104,19 @@ class Loop:
         self._events: list[Finished] = []
         self.others_wait = False
         self._turns = Turns(runner)
-        self._cut_short = False  # whether the last chunk ended early, and others still ran
+        self._cut_short = False  # the last chunk ended early, and others still ran
         self._ended: dict[int, None] = {}  # slots, the latest last
         runner.agreement.clear()
 
     def expected(self, sequence: Sequence) -> float | None:
         """Length that a sample is expected to have, by those of its prompt."""
         return self.lengths.expected(sequence.job.prompt_hash)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Those that have a row as far as the host knows, in the order in which they started."""
+        started = sorted(self.scheduler.running.values(), key=lambda s: s.admitted)
+        return started[: self.slots]
 
     @property
     def has_work(self) -> bool:
@@ -131,7 +140,8 @@ class Loop:
         self._in_flight.look()
         self._in_flight.notice_what_is_done()
         agreement = self.runner.agreement
-        ahead = 1 if self._cut_short or agreement.one_by_one else IN_FLIGHT
+        alone = self._cut_short and not self._somebody_takes_over
+        ahead = 1 if alone or agreement.one_by_one else IN_FLIGHT
         enqueued = len(self._in_flight) < ahead and self._schedule()
         if not enqueued and not self._in_flight:
             self._check_that_somebody_runs()
@@ -146,6 +156,11 @@ class Loop:
         events, self._events = self._events, []
         self._in_flight.look_away()
         return events
+
+    @property
+    def _somebody_takes_over(self) -> bool:
+        """Whether rows that become free are taken before the host looks."""
+        return self.scheduler.has_waiting or len(self.scheduler.running) > self.slots
 
     def drain(self) -> None:
         """Takes in all that was enqueued."""
@@ -177,11 +192,12 @@ class Loop:
         """Makes room, reads prompts, starts sequences, and enqueues a chunk if any can run.
 
         Those that run wait while `prefill_chunk` tokens of prompts are read, or one piece if that
-        is more; when nobody runs, all slots are filled first.
+        is more; when nobody runs, all slots are filled first, and those that stand by come later.
         """
         self._make_room()
-        idle, room = not self.scheduler.running, self.config.prefill_chunk
-        while (idle or room > 0) and (read := self._read_prompts()):
+        running, room = self.scheduler.running, self.config.prefill_chunk
+        idle = not running
+        while (len(running) < self.slots if idle else room > 0) and (read := self._read_prompts()):
             room -= read
             if idle:
                 self._start()
@@ -257,33 +273,43 @@ class Loop:
     def _enqueue(self) -> bool:
         """Enqueues a chunk of the sequences that may still run."""
         sure = self._in_flight.sure()
-        alive = [
-            s
-            for _, s in sorted(self.scheduler.running.items())
-            if s.job.limit - s.length > sure[s.ticket]
-        ]
+        # In the order in which they started, so that nobody who has taken over is put back.
+        alive = sorted(
+            (s for s in self.scheduler.running.values() if s.job.limit - s.length > sure[s.ticket]),
+            key=lambda s: s.admitted,
+        )
         if not alive:
             return False
+        alive, others = alive[: self.slots], alive[self.slots :]
         strategy, alive, rounds, is_try = self._turns.next(alive, self.controller)
         features, bucket = choose_program(self, strategy, alive)
         slots, active = self._rows(alive, bucket)
-        leave_at = 0 if is_try else self._leave_at(len(alive), strategy, features, bucket)
+        others = stand_by(others, alive, features)
+        leave_at = 0
+        if not is_try:
+            leave_at = self._leave_at(len(alive), strategy, features, bucket, bool(others))
         table = np.where(active[:, None], self._table[slots], 0)
+        standby = standby_of(others, self._table, self.runner)
         enqueued, mark = time.perf_counter(), self.runner.mark
-        result = self.runner.chunk(strategy, features, slots, active, table, rounds, leave_at)
+        result = self.runner.chunk(
+            strategy, features, slots, active, table, rounds, leave_at, standby
+        )
         result.send()
         rows = alive + [None] * (bucket - len(alive))
         sure = 0 if leave_at else rounds
         self._in_flight.add(
             Chunk(
-                rows, result, strategy, self.version, mark, enqueued, sure, rounds,
+                rows, others, result, strategy, self.version, mark, enqueued, sure, rounds,
                 self.runner.agreement.said, is_try,
             )
         )  # fmt: skip
         return True
 
-    def _leave_at(self, alive: int, strategy: str, features: Features, bucket: int) -> int:
-        others_wait = self.scheduler.has_waiting or self.others_wait or self.config.follow_ups
+    def _leave_at(
+        self, alive: int, strategy: str, features: Features, bucket: int, standby: bool
+    ) -> int:
+        others_wait = standby or self.scheduler.has_waiting or self.others_wait
+        others_wait = others_wait or self.config.follow_ups
         smaller = (b for b in self.runner.executables.buckets(strategy, features) if b < bucket)
         return leave_at(alive, others_wait, max(smaller, default=0))
 
@@ -301,14 +327,15 @@ class Loop:
         self.runner.agreement.hear(chunk.said)  # or it may never end
         result, seconds = self._in_flight.wait_for(chunk)
         self.runner.agreement.hear()
-        brought = Brought.of(result)
+        brought, started = Brought.of(result), chunk.rows + chunk.standby
+        rows = [started[index] for index in result.who.tolist()]
         self._cut_short = int(result.rounds) < chunk.rounds and RUNNING in brought.finish
         tree = self.runner.plans[chunk.strategy].tree
         rejections = None if self.telemetry is None else result.report.rejections
-        who: list[SlotInfo | None] = [None] * len(chunk.rows)
-        ends = np.full(len(chunk.rows), self.runner.max_len)
+        who: list[SlotInfo | None] = [None] * len(rows)
+        ends = np.full(len(rows), self.runner.max_len)
         ended = 0
-        for row, sequence in enumerate(chunk.rows):
+        for row, sequence in enumerate(rows):
             if sequence is None or sequence.slot is None:
                 continue
             if rejections is not None:
@@ -321,17 +348,18 @@ class Loop:
                 ends[row] = len(sequence.job.prompt) + len(sample.token_ids)
                 ended += 1
                 self._finish(sequence, sample)
-        self.latest = chunk.strategy, len(chunk.rows)
+        self.latest = chunk.strategy, len(rows)
         if self.watcher is not None:
             self.watcher.chunk(*self.latest, int(result.rounds))
-        self._tell_controller(chunk, result, tree is not None, seconds, ended)
+        ran = [sequence for sequence in rows if sequence is not None]
+        self._tell_controller(chunk, ran, result, seconds, ended)
         if rejections is not None:
             self.telemetry.add(rejections_until(rejections, ends), who)
 
     def _tell_controller(
-        self, chunk: Chunk, result: Result, drafts: bool, seconds: float, ended: int
+        self, chunk: Chunk, ran: list[Sequence], result: Result, seconds: float, ended: int
     ) -> None:
-        rounds, ran = int(result.rounds), [s for s in chunk.rows if s is not None]
+        rounds, drafts = int(result.rounds), self.runner.plans[chunk.strategy].tree is not None
         opted_out = [s for s in ran if not s.job.params.speculative]
         seen = functools.partial(
             Observation,

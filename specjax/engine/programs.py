@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -57,6 +58,20 @@ def choose_program(loop: Loop, strategy: str, alive: list[Sequence]) -> tuple[Fe
         return wanted.widened(), next(b for b in loop.buckets if b >= most)
     here = wanted if len(asked) == 1 else all_of({s.features for s in alive})
     return here, min(b for b in runner.executables.buckets(strategy, here) if b >= len(alive))
+
+
+def stand_by(others: list[Sequence], alive: list[Sequence], features: Features) -> list[Sequence]:
+    """Of those that have no row, the first that may run in a chunk of others, see `take_over`.
+
+    Args:
+      alive: those that the chunk is to run. features: that its program serves.
+    """
+    served = {s.job.params.strategy for s in alive}
+
+    def fits(sequence: Sequence) -> bool:
+        return sequence.job.params.strategy in served and features.covers(sequence.features)
+
+    return list(itertools.takewhile(fits, others))
 
 
 def all_of(features: Iterable[Features]) -> Features:

@@ -22,7 +22,15 @@ from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.decode.admit import Admission, Piece, Tails, empty_tails, place, prefill
 from specjax.decode.chunk import Result, run_chunk
 from specjax.decode.options import Features
-from specjax.decode.state import DecodeState, Room, empty_state, put_slots, take_slots
+from specjax.decode.state import (
+    DecodeState,
+    Room,
+    Standby,
+    empty_state,
+    put_slots,
+    take_over,
+    take_slots,
+)
 from specjax.draft.source import DraftSource
 from specjax.engine.agreement import agreement_of
 from specjax.engine.checksum import Checksum, require_same
@@ -36,6 +44,7 @@ from specjax.models.transformer import Params, graphdef, to_decode_layout
 from specjax.reshard import Mover
 
 PAGE_SIZE = 128
+STANDBY = 8  # sequences that stand by at most, beside those of a batch
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +70,8 @@ class Runner:
     Attributes:
       cfg: with the kernel that runs.
       plans: by strategy. plan: `spec`'s own. slots: slots of the state; the last one is always
-        empty and fills up buckets.
+        empty and fills up buckets. standby: slots beside those of the batch, for sequences that
+        take the rows of those that end.
       mark: is ready when what was enqueued last is done; None if that was a chunk.
       checksums: of the weights held, `policy` and `draft`.
       executables: what was compiled. agreement: of the hosts that the mesh lies over.
@@ -104,8 +114,10 @@ class Runner:
         self.page_size = -(-self.page_size // 16) * 16
         full = pages_for(max_len, self.page_size)
         self.table_width = full + pages_for(self.longest.steps + 1, self.page_size)
-        # Prompts that wait for a slot hold pages beside those of the slots; one page is nobody's.
-        self.pages = 1 + max(full * (batch + min(batch, 8)), self.pages_of(max_len))
+        self.standby = min(batch, STANDBY)
+        self.slots, self.prompts = batch + self.standby + 1, batch + 1
+        # Beside what has a slot: a prompt that is read, a copy of its last page, and nobody's page.
+        self.pages = 2 + max(full * (batch + self.standby + 1), self.pages_of(max_len) - 1)
         if cache_bytes is not None:
             self.pages = cache_bytes // self.page_bytes
             if self.pages < 2:
@@ -113,7 +125,6 @@ class Runner:
                     f"cache_bytes {cache_bytes} is less than two pages of {self.page_bytes} bytes, "
                     "of which one is spare; raise it, or use a smaller page_size"
                 )
-        self.slots, self.prompts = batch + 1, batch + 1
         self.params: Params | None = None
         self.head: Params | None = None
         self.state: DecodeState | None = None
@@ -321,6 +332,7 @@ class Runner:
         table: np.ndarray,
         rounds: int,
         leave_at: int = 0,
+        standby: Standby | None = None,
     ) -> Parcel[Result]:
         """Starts a chunk; what it returns is on the device and may not be there yet.
 
@@ -330,11 +342,13 @@ class Runner:
           slots: [b] different ones, or the empty one. active: [b] the ones that are to run.
           table: [b X] their pages; `NOBODYS` throughout for those that are not to run.
           rounds: at most. leave_at: end when no more slots than that run.
+          standby: who takes the rows of those that have ended by then; None: `nobody`.
         """
         bucket = len(slots)
+        standby = self.nobody if standby is None else standby
         features = self.executables.covering(strategy, bucket, features)
         inputs = (
-            self.params, self.head, self.state, slots, active, table,
+            self.params, self.head, self.state, slots, active, table, standby,
             np.int32(rounds), np.int32(leave_at),
         )  # fmt: skip
         program = functools.partial(self._chunk_program, strategy, features)
@@ -344,18 +358,27 @@ class Runner:
         return result
 
     def _chunk_program(
-        self, strategy, features, params, head, state, slots, active, table, rounds, leave_at
-    ):
+        self, strategy, features, params, head, state, slots, active, table, standby, rounds,
+        leave_at,
+    ):  # fmt: skip
         plan = dataclasses.replace(self.plans[strategy], features=features)
+        slots, table, who = take_over(state, slots, active, table, standby)
         needed = state if plan.draws_noise else state._replace(noise=None)
         here = take_slots(needed, slots, active, table)
         if self.mesh is not None:
             here = sharding.pin_slots(self.mesh, here)
         model, capacity = self.model(params), self.rounds(strategy)
         here, result = run_chunk(model, head, plan, here, capacity, rounds, leave_at)
+        result = result._replace(who=who)
         if self.mesh is not None:  # each array on its own: then no layout of them all is needed
             result = jax.lax.with_sharding_constraint(result, sharding.replicated(self.mesh))
         return put_slots(state, here, slots), Parcel.of(result)
+
+    @functools.cached_property
+    def nobody(self) -> Standby:
+        """Room for as many as ever stand by."""
+        slots = np.full(self.standby, self.slots - 1, np.int32)
+        return Standby(slots, np.zeros((self.standby, self.table_width), np.int32), np.int32(0))
 
     @property
     def looks_around(self) -> bool:

@@ -23,7 +23,7 @@ class EngineConfig:
       chunk_tokens: tokens per slot that one dispatch can emit at most; the host looks in between.
       page_size: positions per cache page; 0 gives each sequence one page to itself.
       cache_bytes: for the pages of all caches, at most; None takes what all slots at full length
-        need, and as many prompts of full length, up to eight, that are read before a slot is free.
+        need, and as many samples of full length, up to eight, that stand by (see `Loop`).
       prefill_chunk: prompt tokens that are read at a time; best a multiple of the page size, for
         pieces are written by the largest number of rows that divides both.
       order: `fifo`, or `longest_first`: prompts whose samples have been long before start first.

@@ -359,7 +359,7 @@ def test_the_time_of_a_chunk_after_prompts_is_known_if_its_beginning_was_seen(
     now, mark = [1.0], Mark()
     monkeypatch.setattr(in_flight, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     mine = InFlight(adaptive().runner)
-    chunk = Chunk([], Results(mark), "off", 0, mark, 0.5, 0, 1, 0)
+    chunk = Chunk([], [], Results(mark), "off", 0, mark, 0.5, 0, 1, 0)
     mine.add(chunk)
     mine.look()
     mark.ready = True
@@ -378,14 +378,14 @@ def test_time_in_which_nobody_asked_is_no_time_of_a_chunk(monkeypatch, away, sec
     mine = InFlight(adaptive().runner)
     mine.look_away()
     result = Results(mark)
-    chunk = Chunk([], result, "off", 0, None, 1.0, 0, 1, 0)
+    chunk = Chunk([], [], result, "off", 0, None, 1.0, 0, 1, 0)
     mine.add(chunk)
     now[0], mark.ready = 11.0, True
     mine.notice_what_is_done()
     timed = mine.wait_for(mine.take())[1]
     assert timed == pytest.approx(seconds, rel=0.02, nan_ok=True)
     now[0] = 20.0  # nor does anybody know when the one behind it began
-    behind = Chunk([], result, "off", 0, None, 1.0, 0, 1, 0)
+    behind = Chunk([], [], result, "off", 0, None, 1.0, 0, 1, 0)
     expected = math.nan if away > 1 else 9.0
     assert mine.wait_for(behind)[1] == pytest.approx(expected, rel=0.02, nan_ok=True)
 

@@ -29,9 +29,9 @@ def chunks(monkeypatch):
         seen, runner = [], engine.runner
         chunk, prefill, read = runner.chunk, runner.prefill, engine.loop._postprocess
 
-        def enqueue(strategy, features, slots, active, table, rounds, leave_at=0):
+        def enqueue(strategy, features, slots, active, *args):
             seen.append(("chunk", (strategy, len(slots), int(active.sum()))))
-            return chunk(strategy, features, slots, active, table, rounds, leave_at)
+            return chunk(strategy, features, slots, active, *args)
 
         def reads(piece):
             seen.append(("prefill", piece.tokens.shape))
@@ -80,7 +80,7 @@ def test_after_a_chunk_that_ended_early_the_next_one_waits_for_what_it_brought(c
     """It would be enqueued for those that ran before, too few of whom still run, and do nothing."""
     engine = warm()
     seen = chunks(engine)
-    lengths = [3, 40, 40, 40, 40, 40, 40, 40, 6]
+    lengths = [3, 3, 3, 3, 40, 40, 40, 40]
     jobs = [
         jobs_of([i + 1, 2], dataclasses.replace(ONE, max_tokens=count), i)[0]
         for i, count in enumerate(lengths)
@@ -89,9 +89,24 @@ def test_after_a_chunk_that_ended_early_the_next_one_waits_for_what_it_brought(c
     kinds = [kind for kind, _ in seen if kind != "prefill"]
     assert kinds[:6] == ["chunk", "chunk", "read", "read", "chunk", "read"]
     seen.clear()
-    engine.generate(jobs[1:2])
+    engine.generate(jobs[-1:])
     kinds = [kind for kind, _ in seen if kind not in ("prefill", "place")]
     assert kinds[:3] == ["chunk", "chunk", "read"], "later work is enqueued ahead again"
+
+
+def test_a_chunk_that_is_enqueued_ahead_gives_the_rows_of_those_that_end_to_others():
+    """With one slot the chunk behind a sample's last one would otherwise run nobody."""
+    engine, ran = engine_of(None, batch=1), []
+    told = SimpleNamespace(news=lambda *_: None, chunk=lambda *args: ran.append(args[-1]))
+    engine.watcher = told
+    jobs = [job for i in range(6) for job in jobs_of([i + 1, 2], ONE, i)]
+    ends = [
+        dataclasses.replace(job, stop_ids=(tokens[11],))  # where nobody expects it
+        for job, tokens in zip(jobs, tokens_of(jobs), strict=True)
+    ]
+    samples, _ = engine.generate(ends)
+    assert [s.token_ids for s in samples] == tokens_of(ends)
+    assert all(ran[:-1]), "but for the last sample, which nobody follows"
 
 
 def test_slots_are_refilled_though_those_that_run_hold_most_pages(chunks):
@@ -300,7 +315,8 @@ def test_replicas_of_which_all_slots_run_know_that_others_wait():
     replicas, enqueue = Replicas([engine]), engine.runner.chunk
 
     def chunk(*args):
-        seen.append(args[-1])
+        leave_at = args[6]
+        seen.append(leave_at)
         return enqueue(*args)
 
     engine.runner.chunk = chunk

@@ -263,10 +263,10 @@ def test_hosts_that_would_run_different_programs_end_before_they_wait_for_each_o
 
     def strays(row):
         said.append(row)
-        row[0] ^= len(said) == 4  # a prompt was read, two samples placed, and a chunk enqueued
+        row[0] ^= len(said) == 5  # a prompt was read, two samples placed, and a chunk enqueued
 
     other_says(strays)
     params = dataclasses.replace(PARAMS, max_tokens=50)
     with pytest.raises(DistributedError, match=r"process 0 runs \('chunk'.* where \[1\] run some"):
         engine.generate(make_jobs(PROMPTS[0], params, ()))
-    assert waited == [3] and not engine.has_work
+    assert waited == [4] and not engine.has_work

@@ -110,7 +110,8 @@ def chunk(mesh):
     inputs = (
         runner.params, runner.head, runner.state,
         np.arange(bucket, dtype=np.int32), np.ones(bucket, bool),
-        np.zeros((bucket, runner.table_width), np.int32), np.int32(4), np.int32(0),
+        np.zeros((bucket, runner.table_width), np.int32), runner.nobody,
+        np.int32(4), np.int32(0),
     )  # fmt: skip
     program = functools.partial(runner._chunk_program, STRATEGY, features)
     key = ("chunk", STRATEGY, bucket, features)
