@@ -87,7 +87,9 @@ class Live:
 
     def look(self, engines: Sequence[Engine]) -> None:
         """Takes the picture: what each replica runs, and what its controller makes of it."""
-        replicas = list(map(self._picture, range(len(engines)), engines)) if self.viewers else []
+        replicas = []
+        if self.viewers:
+            replicas = [self._picture(index, engine) for index, engine in enumerate(engines)]
         self._seen = self._metrics.snapshot, replicas
         now, asked = time.monotonic(), False
         for index, engine in enumerate(engines):

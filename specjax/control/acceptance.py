@@ -98,10 +98,7 @@ class Acceptance:
         if name not in self._family:
             return
         family, steps = self._family[name], self._steps[name]
-        reached, more = [0] * (steps + 1), sum(histogram[steps + 2 :])
-        for depth in range(steps, -1, -1):  # pairs with at least so many accepted
-            more += histogram[depth + 1] if depth + 1 < len(histogram) else 0
-            reached[depth] = more
+        reached = [sum(histogram[1 + depth :]) for depth in range(steps + 1)]  # or deeper
         tries, accepts = reached[:-1], reached[1:]
         if self._sudden(family, tries, accepts):
             self.forget(_KEPT)

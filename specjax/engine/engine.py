@@ -239,7 +239,7 @@ class Engine:
 
     def _step_back(self, keep: bool = False) -> None:
         """All that run wait again, in order; `keep`: see `Loop.step_back`."""
-        for sequence in sorted(self.scheduler.running.values(), key=lambda s: -s.admitted):
+        for sequence in reversed(list(self.scheduler.running.values())):
             self.loop.step_back(sequence, keep)
 
     def set_head(self, head: Params) -> None:

@@ -115,8 +115,7 @@ class Loop:
     @property
     def running(self) -> list[Sequence]:
         """Those that have a row as far as the host knows, in the order in which they started."""
-        started = sorted(self.scheduler.running.values(), key=lambda s: s.admitted)
-        return started[: self.slots]
+        return list(self.scheduler.running.values())[: self.slots]
 
     @property
     def has_work(self) -> bool:
@@ -273,13 +272,11 @@ class Loop:
     def _enqueue(self) -> bool:
         """Enqueues a chunk of the sequences that may still run."""
         sure = self._in_flight.sure()
-        # In the order in which they started, so that nobody who has taken over is put back.
-        alive = sorted(
-            (s for s in self.scheduler.running.values() if s.job.limit - s.length > sure[s.ticket]),
-            key=lambda s: s.admitted,
-        )
+        running = self.scheduler.running.values()
+        alive = [s for s in running if s.job.limit - s.length > sure[s.ticket]]
         if not alive:
             return False
+        # Who started first has a row, so nobody who has taken one over is put back.
         alive, others = alive[: self.slots], alive[self.slots :]
         strategy, alive, rounds, is_try = self._turns.next(alive, self.controller)
         features, bucket = choose_program(self, strategy, alive)

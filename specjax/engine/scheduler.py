@@ -64,7 +64,7 @@ class Scheduler:
         Without it the first come starts first.
 
     Attributes:
-      running: the sequences that run, by slot.
+      running: the sequences that run, by slot, in the order in which they started.
     """
 
     def __init__(
@@ -83,7 +83,6 @@ class Scheduler:
         self._slots, self._rows = deque(range(slots)), deque(range(prompts))
         self._queue: OrderedDict[Key, Prompt] = OrderedDict()
         self._reading: dict[Key, Prompt] = {}
-        self._admitted = 0
 
     # --- coming and going ------------------------------------------------------------------------
 
@@ -176,15 +175,14 @@ class Scheduler:
           sequences that must make room (`step_back`), the latest first; then this has to be called
           again. Prompts that wait in pages give way before them.
         """
-        for sequence in sorted(self.running.values(), key=lambda s: s.admitted):
+        for sequence in self.running.values():
             missing = self._needs(sequence) - len(sequence.pages)
             if missing <= 0:
                 continue
             while missing > self.pool.free and self._reading:
                 self._unread(self._reading[next(reversed(self._reading))])
             if missing > self.pool.free:
-                latest = max(self.running.values(), key=lambda s: s.admitted)
-                return [latest]
+                return [next(reversed(self.running.values()))]
             sequence.pages += self.pool.take(missing)
         return []
 
@@ -274,8 +272,7 @@ class Scheduler:
         sequence.pages = self.pool.share(prompt.pages[:shared]) + self.pool.take(needs - shared)
         copies = tuple(zip(prompt.pages[shared:], sequence.pages[shared:], strict=False))
         sequence.slot = self._slots.popleft()
-        self._admitted += 1
-        sequence.admitted = self._admitted
+        sequence.admitted = True
         self.running[sequence.slot] = sequence
         return Start(sequence, prompt.row, copies)
 

@@ -75,7 +75,7 @@ class Sequence:
       tokens, logprobs: generated so far, as far as the host has looked.
       features: what it asks of the programs it runs in.
       slot: where it runs. pages: its pages, in order; full pages of its prompt are shared.
-      admitted: when it was started, as a running number; of two, the later is preempted first.
+      admitted: whether it was ever started: if it waits nonetheless, it was preempted.
       unread: rounds of plain decoding, since the draft last read what was emitted.
     """
 
@@ -90,7 +90,7 @@ class Sequence:
         self.ticket, self.job, self._steps, self.features = ticket, job, steps, features
         self.slot: int | None = None
         self.pages: list[int] = []
-        self.admitted = self.unread = 0
+        self.admitted, self.unread = False, 0
         self._given = progress
         self.restart()
 
