@@ -33,6 +33,7 @@ from specjax import chips
 from specjax.chips import BYTES, layer_weights, roofline
 from specjax.config import ModelConfig, SpecConfig
 from specjax.decode import rng
+from specjax.decode.chunk import Until
 from specjax.decode.draft import draft_tree
 from specjax.decode.history import context_of
 from specjax.decode.options import Features
@@ -67,10 +68,10 @@ class Bench:
     def chunk(self, runner: Runner) -> Callable[[], None]:
         """One measurement: a chunk of rounds from a full batch, which `fill` has prepared."""
         (strategy,) = runner.plans
-        slots, active, table = everyone(runner)
+        lineup, until = runner.alone(everyone(runner)), Until.of(self.rounds)
 
         def run() -> None:
-            result = runner.chunk(strategy, Features(), slots, active, table, self.rounds)
+            result = runner.chunk(strategy, Features(), lineup, until)
             done = int(result.open().rounds)
             assert done == self.rounds, (done, self.rounds)
 
@@ -79,14 +80,14 @@ class Bench:
     def drafting(self, runner: Runner) -> Callable[[], None]:
         """One measurement: as many draftings, each starting from what the last one proposed."""
 
-        def program(params, head, state, slots, active, table):
+        def program(params, head, state, rows):
             model, plan = runner.model(params), runner.plan
-            here = take_slots(state, slots, active, table)
+            here = take_slots(state, rows)
             here = here._replace(draft=plan.source.enter(model, head, here, plan.steps))
 
             def body(_, state):
                 root, count = state.length - 1, plan.steps + 1
-                ring = rng.refill(state.noise, state.keys, root, active, count)
+                ring = rng.refill(state.noise, state.keys, root, rows.active, count)
                 state = state._replace(noise=ring)
                 context = context_of(state.tokens, state.length, plan.features, None)
                 draft = draft_tree(model, head, plan, state, context)
@@ -99,7 +100,7 @@ class Bench:
             return jax.lax.fori_loop(0, self.rounds, body, here)
 
         fill(runner, self.context)
-        inputs = (runner.params, runner.head, runner.state, *everyone(runner))
+        inputs = (runner.params, runner.head, runner.state, everyone(runner))
         compiled = jax.jit(program).lower(*inputs).compile()
         return lambda: jax.block_until_ready(compiled(*inputs).tokens)
 

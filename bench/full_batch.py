@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from specjax.decode import rng
-from specjax.decode.state import EMPTY, RUNNING
+from specjax.decode.state import EMPTY, RUNNING, Lineup
 from specjax.engine.pages import NOBODYS
 from specjax.engine.runner import Runner
 
@@ -40,8 +40,8 @@ def fill(runner: Runner, context: int, options: Mapping[str, float] | None = Non
     runner.state = jax.block_until_ready(jax.device_put(state))
 
 
-def everyone(runner: Runner) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What `Runner.chunk` wants to know of a full bucket: slots, that they run, and their pages.
+def everyone(runner: Runner) -> Lineup:
+    """The rows of a full bucket.
 
     No two slots share a page, for what all of them read would be read from memory only once.
     """
@@ -49,4 +49,4 @@ def everyone(runner: Runner) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     table = np.full((runner.batch, runner.table_width), NOBODYS, np.int32)
     pages = NOBODYS + 1 + np.arange(runner.batch * full)
     table[:, :full] = pages.reshape(runner.batch, full)
-    return np.arange(runner.batch, dtype=np.int32), np.ones(runner.batch, bool), table
+    return Lineup(np.arange(runner.batch, dtype=np.int32), np.ones(runner.batch, bool), table)

@@ -131,8 +131,8 @@ def _kernel_figures(chunk: protocol.Chunk) -> dict[str, dict]:
 def passes(runner: Runner, rows: int, count: int) -> Callable[[], None]:
     """A function that runs the policy `count` times over so many rows of every slot and waits."""
 
-    def program(params, state, slots, active, table):
-        here = take_slots(state._replace(noise=None, draft=None), slots, active, table)
+    def program(params, state, rows):
+        here = take_slots(state._replace(noise=None, draft=None), rows)
         root, model = here.length - 1, runner.model(params)
         x, new = model.decode(
             take_positions(here.tokens, root - rows + 1, rows),
@@ -140,11 +140,11 @@ def passes(runner: Runner, rows: int, count: int) -> Callable[[], None]:
             here.cache,
             prefix_len=prefix_lengths(here),
             visible_bits=chain_bits(rows),
-            table=table,
+            table=here.table,
         )
         return model.logits(x), new
 
-    inputs = runner.params, runner.state, *everyone(runner)
+    inputs = runner.params, runner.state, everyone(runner)
     compiled = jax.jit(program).lower(*inputs).compile()
 
     def run() -> None:

@@ -155,7 +155,7 @@ def build(name: str, model, args: argparse.Namespace, longest: int) -> LLM:
     control = None
     if name == "controlled":
         control = ControlConfig(strategies=tuple(args.strategies))
-    engine = EngineConfig(chunk_tokens=args.chunk_tokens)
+    engine = EngineConfig(chunk_tokens=args.chunk_tokens, stretch=args.stretch)
     llm = LLM(
         model, spec, args.batch, longest, control=control, tokenizer=args.tokenizer, engine=engine
     )
@@ -207,6 +207,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, default=1, help="slots")
     add("--samples_per_slot", type=int, default=8)
     add("--chunk_tokens", type=int, default=EngineConfig.chunk_tokens)
+    add("--stretch", type=int, default=EngineConfig.stretch, help="of chunks of few slots")
     add("--max_tokens", type=int, default=160, help="response tokens at most")
     add("--repeats", type=int, default=9)
     add("--strategy", default="4_1_5", help="of the speculative arm")

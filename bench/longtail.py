@@ -252,6 +252,7 @@ def trace_of(bench: Bench, args: argparse.Namespace) -> Trace:
         "task": args.task,
         "slots": args.slots,
         "chunk_tokens": args.chunk_tokens,
+        "stretch": EngineConfig.stretch,
         "samples": args.samples,
         "strategies": list(bench.control.strategies),
         "lengths": list(bench.work.lengths),

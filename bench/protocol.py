@@ -53,6 +53,7 @@ from bench.round import SHAPES, milliseconds
 from bench.round_parts import PARTS, Parts
 from bench.workloads import CPU_SCALE, WORKLOADS, Point, long_prompts, points
 from specjax import LLM, SpecConfig
+from specjax.decode.chunk import Until
 from specjax.draft.mtp import init_head_params
 from specjax.engine.runner import Runner
 from specjax.models import hf
@@ -147,14 +148,15 @@ class Chunk:
         self.features = point.features(runner.cfg.vocab_size)
         self.name = next(iter(runner.plans))
         most = max(1, point.output // (runner.plan.steps + 1))  # so that no sample ends within
-        self.rounds = min(runner.rounds(self.name), most)
+        self.rounds = min(runner.rounds(self.name, runner.batch), most)
 
     def prepare(self) -> None:
         fill(self.runner, self.point.prompt, self.point.options)
 
     def run(self) -> None:
-        inputs = self.name, self.features, *everyone(self.runner), self.rounds
-        ran = int(self.runner.chunk(*inputs).open().rounds)
+        lineup = self.runner.alone(everyone(self.runner))
+        chunk = self.runner.chunk(self.name, self.features, lineup, Until.of(self.rounds))
+        ran = int(chunk.open().rounds)
         if ran != self.rounds:
             raise ValueError(
                 f"expected {self.rounds} rounds of {self.name}, got {ran}: the samples ended "

@@ -2,9 +2,9 @@
 
 It predicts. `bench.longtail` leaves a trace: the length of every sample, and for every static
 strategy how many rounds of each sample emitted how many tokens. This module runs samples of these
-lengths chunk by chunk as the engine does (slots refilled between chunks, results that the host
-learns one chunk late, batches padded to powers of two) while a table of costs says how long each
-round takes:
+lengths chunk by chunk as the engine does (rows that those who stand by take over, results that the
+host learns one chunk late, batches padded to powers of two) while a table of costs says how long
+each round takes:
 
     plain        every round is a step of plain decoding
     off, ...     each strategy for ever
@@ -35,7 +35,9 @@ from bench.common import figure, paired_ratio_interval, user_errors, write_resul
 from bench.predict import PartCosts, default_tables
 from bench.trace import GOODPUT, PLAIN, Trace
 from specjax.control import OFF, ControlConfig, Controller, CostTable, Observation, make_controller
-from specjax.engine.programs import leave_at
+from specjax.decode.chunk import TAKE_OVER_SHARE, Until
+from specjax.engine.programs import until
+from specjax.engine.runner import STANDBY
 from specjax.engine.settings import powers
 from specjax.engine.start_up import REPEATS, enough_rounds
 
@@ -106,6 +108,7 @@ class Replay:
         self.strategies = list(trace.settings["strategies"])
         self.steps = {name: draft_steps(name) for name in self.strategies}
         self.chunk_tokens = int(trace.settings["chunk_tokens"])
+        self.chunk_stretch = int(trace.settings.get("stretch", 1))
         if not 1 <= slots <= table.largest_batch:
             raise ValueError(
                 f"expected 1 to {table.largest_batch} slots, which is what cost table "
@@ -130,9 +133,10 @@ class Replay:
             },
         )
 
-    def rounds(self, strategy: str) -> int:
+    def rounds(self, strategy: str, rows: int) -> int:
         """Of one chunk at most, as the engine has it."""
-        return max(1, self.chunk_tokens // (self.steps[strategy] + 1))
+        tokens = self.chunk_tokens * max(1, self.chunk_stretch // rows)
+        return max(1, tokens // (self.steps[strategy] + 1))
 
     @property
     def calibration_seconds(self) -> float:
@@ -140,7 +144,7 @@ class Replay:
         total = 0.0
         for name, bucket in itertools.product(self.strategies, self.buckets):
             seconds = self.costs.seconds(name, bucket)
-            rounds = enough_rounds(seconds, self.rounds(name))
+            rounds = enough_rounds(seconds, self.rounds(name, bucket))
             first = rounds // 2 > 1  # a first round that does not count
             total += (first + REPEATS * rounds) * seconds
         return total
@@ -156,10 +160,11 @@ class Replay:
         rng, result = np.random.default_rng(seed), Simulated()
         left = np.array(self.lengths)
         queue, slots = deque(range(len(left))), []
+        most = self.slots + STANDBY
         unread: Observation | None = None
         gone: set[int] = set()  # ended in the chunk whose results the host does not have yet
         while True:
-            while queue and len(slots) < self.slots:
+            while queue and len(slots) < most:
                 slots.append(queue.popleft())
             if not (left[slots] > 0).any() and not queue:
                 return result
@@ -169,7 +174,7 @@ class Replay:
                 controller.observe(unread)
             slots = [i for i in slots if i not in gone]
             unread, gone = seen, {i for i in slots if left[i] == 0}
-            if early:  # the host waits for it before it enqueues another
+            if early and not queue:  # the host waits for it before it enqueues another
                 controller.observe(seen)
                 slots = [i for i in slots if i not in gone]
                 unread, gone = None, set()
@@ -180,17 +185,28 @@ class Replay:
         Returns:
           what the controller will see of it, and whether it ended early while others still ran.
         """
-        strategy = controller.select(len(slots))
+        rows = slots[: self.slots]
+        strategy = controller.select(len(rows))
         steps = self.steps.get(strategy, 0)
-        most = min(self.rounds(strategy), controller.rounds_hint or self.chunk_tokens)
-        bucket = next(b for b in self.buckets if b >= len(slots))
+        most = self.rounds(strategy, len(rows))
+        most = min(most, controller.rounds_hint or most)
+        bucket = next(b for b in self.buckets if b >= len(rows))
         smaller = max((b for b in self.buckets if b < bucket), default=0)
         is_try = controller.rounds_hint is not None
-        least = 0 if is_try else leave_at(len(slots), waiting, smaller)
+        ends = until(most, len(rows), len(slots) - len(rows), waiting, smaller)
+        if is_try:
+            ends = Until.of(most)
         here, report, before = np.array(slots), [], result.tokens
-        began = left[here] > 0
-        while len(report) < most and (left[here] > 0).sum() > least:
-            runs = left[here] > 0
+        began, has_row = left[here] > 0, np.arange(len(here)) < len(rows)
+        few = max(1, bucket // TAKE_OVER_SHARE)
+        has_row = _take_over(left[here] > 0, has_row, 1)
+        while len(report) < most:
+            has_row = _take_over(left[here] > 0, has_row, few)
+            runs = has_row & (left[here] > 0)
+            alone = not (~has_row & (left[here] > 0)).any()
+            ended = (began & (left[here] == 0)).sum()
+            if ended >= ends.ended or (alone and runs.sum() <= ends.leave_at):
+                break
             accepted = np.zeros(len(here), int)
             if steps:
                 lucky = rng.random((len(here), steps)) < self.rates[strategy][here]
@@ -200,13 +216,13 @@ class Replay:
             result.tokens += int(emitted.sum())
             result.slot_rounds += int(runs.sum())
             report.append(np.where(runs, accepted, -1))
-        seconds = len(report) * self.costs.seconds(strategy, len(slots))
+        seconds = len(report) * self.costs.seconds(strategy, len(rows))
         result.seconds += seconds
         result.choices[strategy] = result.choices.get(strategy, 0.0) + seconds
         rounds = np.array(report, int).reshape(len(report), len(here))
         early = len(report) < most and bool((left[here] > 0).any())
         seen = Observation(
-            len(slots),
+            len(rows),
             strategy,
             rounds,
             seconds,
@@ -215,6 +231,17 @@ class Replay:
             is_try=is_try,
         )
         return seen, early
+
+
+def _take_over(alive: np.ndarray, has_row: np.ndarray, few: int) -> np.ndarray:
+    """Who has a row once so `few` of those that have one have ended; see `run_chunk`."""
+    ended, waits = np.flatnonzero(has_row & ~alive), np.flatnonzero(alive & ~has_row)
+    count = min(len(ended), len(waits))
+    if len(ended) < few or not count:
+        return has_row
+    changed = has_row.copy()
+    changed[ended[:count]], changed[waits[:count]] = False, True
+    return changed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -76,7 +76,8 @@ class Parts:
             vocab = plan.cfg.vocab_size
             count = jax.jit(count_tokens, static_argnums=3)
             counts = count(state.tokens, state.length, state.options.prompt_len, vocab)
-        return Side(counts, report.start(plan, state.length.shape[0], 1), state.length)
+        told = report.start(plan, state.length.shape[0], 1)
+        return Side(counts, told, state.length, jnp.int32(0))
 
     def _build(self, taken: Taken) -> None:
         """Compiles every part on the results of the parts before it."""
@@ -171,12 +172,12 @@ def _filled(runner: Runner, options: Mapping, context: int, emitted: int) -> Dec
     """
     fill(runner, context, options)
 
-    def begin(params, head, state, slots, active, table):
-        here, plan = take_slots(state, slots, active, table), runner.plan
+    def begin(params, head, state, rows):
+        here, plan = take_slots(state, rows), runner.plan
         memory = plan.source.enter(runner.model(params), head, here, plan.steps)
         until = jnp.full_like(here.length, context + plan.steps + 1 - emitted)
         return here._replace(draft=memory, noise=here.noise._replace(until=until))
 
-    inputs = (runner.params, runner.head, runner.state, *everyone(runner))
+    inputs = (runner.params, runner.head, runner.state, everyone(runner))
     runner.state = None
     return jax.jit(begin)(*inputs)

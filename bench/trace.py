@@ -1,9 +1,9 @@
 """What `bench.longtail` keeps of its rollouts, and `bench.replay` reads: JSON lines.
 
-The first line holds `settings`: `model`, `task`, `slots`, `chunk_tokens`, `groups`, `samples`,
-`lengths` (tokens of every chain) and `strategies`. Then one line per static strategy with the
-chains' `histograms` (rounds by tokens emitted), and one per drawn arm with its `spans`: [seconds,
-running slots, strategy, rounds, slot rounds, accepted drafts] (see `bench.chains.Span`).
+The first line holds `settings`: `model`, `task`, `slots`, `chunk_tokens`, `stretch`, `groups`,
+`samples`, `lengths` (tokens of every chain) and `strategies`. Then one line per static strategy
+with the chains' `histograms` (rounds by tokens emitted), and one per drawn arm with its `spans`:
+[seconds, running slots, strategy, rounds, slot rounds, accepted drafts] (see `bench.chains.Span`).
 """
 
 from __future__ import annotations

@@ -111,6 +111,7 @@ class EngineSection:
     def config(self) -> EngineConfig:
         return EngineConfig(
             chunk_tokens=self.chunk_tokens,
+            stretch=1,  # or few streams would come in larger pieces than many
             page_size=self.page_size,
             cache_bytes=self.cache_bytes,
             prefill_chunk=self.prefill_chunk,

@@ -312,8 +312,10 @@ def state_shardings(mesh: jax.sharding.Mesh, state):
     return jax.tree_util.tree_map_with_path(one, state)
 
 
-def pin_slots(mesh: jax.sharding.Mesh, state):
+def pin_slots(mesh: jax.sharding.Mesh | None, state):
     """Inside a jitted function: the slots of a running batch over the data axes."""
+    if mesh is None:
+        return state
 
     def one(path, leaf):
         if _in_cache(path):

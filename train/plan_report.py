@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from specjax.engine.pages import pages_for
-from specjax.engine.runner import STANDBY
 from train.plan_advice import GB, advice, gb
 from train.plan_cost import Figures, model_text, roofline, split, with_prefix
 from train.plan_hlo import COLLECTIVES
@@ -113,8 +112,7 @@ class Plan:
         runner, memory = self.shapes.engine.runner, self.topology.chip.memory + instead
         state = device_bytes(caches(runner.state)[1]) / runner.slots
         each = pages + state
-        taken = (STANDBY - runner.standby) * state  # by more that stand by,
-        taken += runner.batch * pages if instead else 0.0  # and by slots that are there already
+        taken = runner.batch * pages if instead else 0.0  # by slots that are there already
         others = (p for p in self.programs if p.part == "roll out" and not p.is_chunk)
         most = max([sum(self.held("roll out").values()), *map(self.peak, others)])
         more = (memory - taken - most) / each

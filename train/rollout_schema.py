@@ -77,7 +77,7 @@ _NO_CONTROL = ControlSection()
 # What decides where and when rollouts run, and no token.
 PLACEMENT = ("replicas", "tp", "max_batch", "scan_layers")
 ENGINE_SETTINGS = (
-    "page_size", "cache_bytes", "chunk_tokens", "prefill_chunk", "order", "products",
+    "page_size", "cache_bytes", "chunk_tokens", "stretch", "prefill_chunk", "order", "products",
 )  # fmt: skip
 
 
@@ -122,7 +122,12 @@ class RolloutSection:
     cache_bytes: int | None = option(
         None, "memory for all cache pages; null: what all slots need at full length"
     )
-    chunk_tokens: int = option(32, "tokens per slot between two looks of the host at most")
+    chunk_tokens: int = option(32, "tokens per slot between two looks of the host")
+    stretch: int = option(
+        8,
+        "so many times as many where one slot runs, half of that where two do, and so on; what "
+        "over_sample and partial stop, they stop between two looks: 1 wastes least of it",
+    )
     prefill_chunk: int = option(512, "prompt tokens that are read at a time")
     products: str = option(
         "auto",

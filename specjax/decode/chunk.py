@@ -1,37 +1,98 @@
-"""A chunk of rounds as one program: the host is asked once per chunk, not once per token."""
+"""A chunk of rounds as one program: the host is asked once per chunk, not once per token.
+
+    take over     rows whose sequences have ended go to those that stand by
+    rounds        of a fixed batch, until so many rows are free that it pays to take over again
+    put back      what the rounds left of each sequence, to its slot
+
+More sequences than there are rows are started, so a row is idle for a few rounds at most, where
+refilling it from the host would leave it idle until the chunk's end, and the device at the host's
+mercy. What a chunk tells is told by sequence, not by row. By the keying of the noise it does not
+matter to the tokens which row a sequence has, or when.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+import numpy as np
+from jaxtyping import Array, Bool, Int
 
 from specjax.decode import report
 from specjax.decode.history import count_tokens
 from specjax.decode.plan import Plan
 from specjax.decode.report import Report
 from specjax.decode.round import Side, plain_round, spec_round
-from specjax.decode.state import RUNNING, DecodeState, take_positions
+from specjax.decode.state import (
+    RUNNING,
+    DecodeState,
+    Lineup,
+    put_slots,
+    take_over,
+    take_positions,
+    take_slots,
+)
+from specjax.indexing import take
 from specjax.models.transformer import Transformer
+
+TAKE_OVER_SHARE = 16  # rows are taken over when one in so many is free: each time costs some copies
+NEVER = np.iinfo(np.int32).max
+
+
+class Until(NamedTuple):
+    """When a chunk ends, apart from when nobody is left.
+
+    Attributes:
+      rounds: so many ran. leave_at: no more sequences run than that, and nobody stands by: a
+        smaller batch is enough for them. ended: so many did: the host has others for their places.
+    """
+
+    rounds: Int[Array, ""]
+    leave_at: Int[Array, ""]
+    ended: Int[Array, ""]
+
+    @property
+    def may_be_early(self) -> bool:
+        """Whether it may end before its rounds are over, though somebody runs."""
+        return bool(self.leave_at or self.ended != NEVER)
+
+    @classmethod
+    def of(cls, rounds: int, leave_at: int = 0, ended: int = NEVER) -> Until:
+        """From the host's numbers."""
+        return cls(np.int32(rounds), np.int32(leave_at), np.int32(ended))
 
 
 class Result(NamedTuple):
     """What the host reads of a chunk, apart from the state, which the next chunk takes over.
 
     Attributes:
-      tokens: [B C] emitted, the first length - begin of each row. length, finish: [B] afterwards.
-      rounds: that ran. report: one entry per token, or per round and slot.
-      who: [B] ran in each row, see `take_over`; None: those that the chunk was started with.
+      tokens: [N C] emitted, by sequence of the lineup, the first length - begin of each.
+      length, finish: [N] afterwards. rounds: that ran.
+      report: one entry per token, or per round and sequence.
     """
 
-    tokens: Int[Array, "B C"]
-    length: Int[Array, " B"]
-    finish: Int[Array, " B"]
+    tokens: Int[Array, "N C"]
+    length: Int[Array, " N"]
+    finish: Int[Array, " N"]
     rounds: Int[Array, ""]
     report: Report
-    who: Int[Array, " B"] | None = None
+
+
+class _Carry(NamedTuple):
+    """Between batches of a chunk.
+
+    Attributes:
+      who: [b] has each row. rounds: so far. begun: there was a batch, though it may have had none:
+        what a chunk costs beside its rounds can be measured.
+    """
+
+    state: DecodeState
+    report: Report
+    who: Int[Array, " b"]
+    rounds: Int[Array, ""]
+    begun: Bool[Array, ""]
 
 
 def run_chunk(
@@ -39,17 +100,68 @@ def run_chunk(
     draft_params,
     plan: Plan,
     state: DecodeState,
+    lineup: Lineup,
+    rows: int,
     capacity: int,
-    max_rounds: Int[Array, ""],
-    leave_at: Int[Array, ""],
+    until: Until,
+    pin: Callable[[DecodeState], DecodeState],
 ) -> tuple[DecodeState, Result]:
-    """Rounds until all slots are done, `max_rounds` are, or no more than `leave_at` slots run.
+    """Rounds of a lineup's sequences, as many at once as there are rows.
 
     Args:
-      state: as `take_slots` gives it. capacity: rounds that the report has room for; `max_rounds`
-        is at most that.
+      state: of all slots. rows: static; the first so many of the lineup have them to begin with,
+        and one at least of those is active. capacity: rounds that the report has room for;
+        `until.rounds` is at most that. pin: lays the state of a batch over a mesh.
     """
-    batch = state.length.shape[0]
+    begin, sequences = take(state.length, lineup.slots), len(lineup.slots)
+    few = max(1, rows // TAKE_OVER_SHARE)
+
+    at_first = lineup.running(state).sum()
+
+    def fill(state, who):
+        """Who has each row now, how many of them run, how many stand by, and how many more may end
+        before the chunk does."""
+        runs = lineup.running(state)
+        who = take_over(runs, lineup.active, who)
+        here, all_of_them = take(runs, who).sum(), runs.sum()
+        return who, here, all_of_them - here, until.ended - (at_first - all_of_them)
+
+    def go_on(carry: _Carry):
+        _, running, others, more = fill(carry.state, carry.who)
+        goes_on = (more > 0) & ((running > until.leave_at) | (others > 0))
+        return ~carry.begun | ((carry.rounds < until.rounds) & goes_on)
+
+    def run_rows(carry: _Carry):
+        who, running, others, more = fill(carry.state, carry.who)
+        mine = lineup.of(who)
+        needed = carry.state if plan.draws_noise else carry.state._replace(noise=None)
+        side = Side(None, report.take_sequences(carry.report, who), take(begin, who), carry.rounds)
+        least = jnp.where(others > 0, jnp.maximum(running - few, 0), until.leave_at)
+        enough = jnp.maximum(least, running - more)
+        here = pin(take_slots(needed, mine))
+        here, side, ran = _run_batch(model, draft_params, plan, here, side, until.rounds, enough)
+        state = put_slots(carry.state, here, mine.slots)
+        told = report.put_sequences(carry.report, who, side.report)
+        return _Carry(state, told, who, ran, jnp.bool_(True))
+
+    who, told = jnp.arange(rows, dtype=jnp.int32), report.start(plan, sequences, capacity)
+    start = _Carry(state, told, who, jnp.int32(0), jnp.bool_(False))
+    state, told, _, ran, _ = jax.lax.while_loop(go_on, run_rows, start)
+    room = capacity * (plan.steps + 1)
+    tokens = take_positions(take(state.tokens, lineup.slots), begin, room)
+    length, finish = (take(x, lineup.slots) for x in (state.length, state.finish))
+    return state, Result(tokens, length, finish, ran, told)
+
+
+def _run_batch(
+    model: Transformer, draft_params, plan: Plan, state: DecodeState, side: Side, most, enough
+) -> tuple[DecodeState, Side, Int[Array, ""]]:
+    """Rounds of one batch until the chunk had `most`, or no more than `enough` of its rows run.
+
+    Returns:
+      the batch, what is told of it, and the rounds of the chunk so far.
+    """
+    begin, batch = state.length, state.length.shape[0]
     counts = hidden = None
     if plan.features.penalties:
         prompt_len, vocab = state.options.prompt_len, plan.cfg.vocab_size
@@ -59,14 +171,13 @@ def run_chunk(
         memory = plan.source.enter(model, draft_params, state, plan.steps)
         state = state._replace(draft=memory)
     elif plan.source is not None and plan.source.tail:
-        shape = (batch, capacity, plan.cfg.hidden_size)
+        shape = (batch, side.report.counts.shape[0], plan.cfg.hidden_size)
         hidden = jnp.zeros(shape, jnp.dtype(plan.cfg.compute_dtype))
-    side = Side(counts, report.start(plan, batch, capacity), state.length, hidden)
+    side = side._replace(counts=counts, hidden=hidden)
 
     def go_on(carry):
         state, _, rounds = carry
-        running = (state.finish == RUNNING).sum()
-        return (running > leave_at) & (rounds < max_rounds)
+        return ((state.finish == RUNNING).sum() > enough) & (rounds < most)
 
     def body(carry):
         state, side, rounds = carry
@@ -76,13 +187,10 @@ def run_chunk(
             state, side = spec_round(model, draft_params, plan, state, side, rounds)
         return state, side, rounds + 1
 
-    state, side, rounds = jax.lax.while_loop(go_on, body, (state, side, jnp.int32(0)))
+    state, side, rounds = jax.lax.while_loop(go_on, body, (state, side, side.first))
     if plan.tree is not None:
         state = state._replace(draft=plan.source.leave(state.draft, between))
     elif plan.source is not None:
-        count = state.length - side.begin
         states = jnp.zeros((batch, 0, 0)) if side.hidden is None else side.hidden
-        state = state._replace(draft=plan.source.follow(state.draft, states, count))
-    room = capacity * (plan.steps + 1)
-    tokens = take_positions(state.tokens, side.begin, room)
-    return state, Result(tokens, state.length, state.finish, rounds, side.report)
+        state = state._replace(draft=plan.source.follow(state.draft, states, state.length - begin))
+    return state, side, rounds

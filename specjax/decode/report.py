@@ -14,6 +14,7 @@ one is what is sampled, after penalties, bias, masks and filters. At T = 0 both 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ from specjax.decode import sampling, shards
 from specjax.decode.options import Features
 from specjax.decode.plan import Plan
 from specjax.decode.state import RUNNING, put_positions
+from specjax.indexing import put, take
 
 if TYPE_CHECKING:
     from specjax.decode.draft import Draft
@@ -51,7 +53,7 @@ class TopLogprobs(NamedTuple):
 
 
 class Rejections(NamedTuple):
-    """One entry per round and slot.
+    """One entry per round and slot; of a whole chunk, per round and sequence.
 
     Attributes:
       accepted: drafts that the walk accepted, before stop tokens and limits cut it; -1 where the
@@ -93,7 +95,8 @@ class Report(NamedTuple):
     """The buffers of one chunk; None is what the plan does not ask for.
 
     C is the number of tokens that a slot can emit in a chunk, rounds * (steps + 1). Entry k of slot
-    b is about the token at absolute position begin[b] + k.
+    b is about the token at absolute position begin[b] + k. A chunk keeps one row per sequence of
+    its lineup, and rounds write to those of the sequences that they run, see `take_sequences`.
 
     Attributes:
       logprobs: [B C] log-probability of each emitted token in the temperature-scaled distribution.
@@ -111,6 +114,9 @@ class Report(NamedTuple):
     transformed: Float[Array, "B C"] | None = None
     top: TopLogprobs | None = None
     rejections: Rejections | None = None
+
+
+_OF_ROUNDS = ("counts", "accepted", "rejections")
 
 
 class RoundView(NamedTuple):
@@ -209,6 +215,33 @@ def write(
         transformed,
         top,
         rejections,
+    )
+
+
+def take_sequences(report: Report, who: Int[Array, " B"]) -> Report:
+    """The report of some sequences, to be written to by the rounds that they run."""
+    return _by_sequence(lambda x: take(x, who), report)
+
+
+def put_sequences(report: Report, who: Int[Array, " B"], new: Report) -> Report:
+    """The whole report after `take_sequences`."""
+    return _by_sequence(lambda x, new: put(x, who, new), report, new)
+
+
+def _by_sequence(change: Callable[..., Array], *reports: Report) -> Report:
+    """Changes every buffer as if it had sequences in front; those of rounds have them behind."""
+
+    def behind(*buffers):
+        return jnp.swapaxes(change(*(jnp.swapaxes(x, 0, 1) for x in buffers)), 0, 1)
+
+    return Report(
+        **{
+            name: jax.tree.map(
+                behind if name in _OF_ROUNDS else change,
+                *(getattr(report, name) for report in reports),
+            )
+            for name in Report._fields
+        }
     )
 
 

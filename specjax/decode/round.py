@@ -86,19 +86,21 @@ def truncate(state: DecodeState, tokens: Int[Array, "B E"], count: Int[Array, " 
 
 
 class Side(NamedTuple):
-    """What is handed from round to round within a chunk, and dropped at its end.
+    """What is handed from round to round of a batch within a chunk, and but for the report dropped.
 
     Attributes:
-      counts: token counts for penalties, made anew by each chunk; None if nobody asks for them.
+      counts: token counts for penalties, made anew for each batch; None if nobody asks for them.
       report: what the chunk tells the host beside tokens.
       begin: [B] lengths at the start of the chunk.
-      hidden: [B R D] states of the roots of the chunk's R plain rounds, for a draft source that
+      first: rounds that the chunk had before this batch.
+      hidden: [B R D] states of the roots of the batch's R plain rounds, for a draft source that
         will want them.
     """
 
     counts: Counts | None
     report: Report
     begin: Int[Array, " B"]
+    first: Int[Array, ""]
     hidden: Float[Array, "B R D"] | None = None
 
 
@@ -207,7 +209,7 @@ def plain_round(
     )
     if side.hidden is not None:
         hidden = model.draft_hidden(x).astype(side.hidden.dtype)
-        at = (0, index, 0)
+        at = (0, index - side.first, 0)
         side = side._replace(hidden=jax.lax.dynamic_update_slice(side.hidden, hidden, at))
     view = RoundView(
         state=state,

@@ -106,55 +106,52 @@ def per_slot(state: DecodeState) -> DecodeState:
     return state._replace(cache=None, draft=draft, table=None)
 
 
-class Standby(NamedTuple):
-    """Started sequences that wait for a row of a chunk, see `take_over`.
+class Lineup(NamedTuple):
+    """Started sequences, in the order in which they run: the first have the rows of a chunk, the
+    others stand by, and take the rows of those that end.
 
     Attributes:
-      slots: [w] of each. table: [w X] their pages. count: how many there are; the rest is padding.
+      slots: [N] of each. active: [N] those that may run; the others fill up. table: [N X] pages.
     """
 
-    slots: Int[Array, " w"]
+    slots: Int[Array, " N"]
+    active: Bool[Array, " N"]
     table: Table
-    count: Int[Array, ""]
+
+    def of(self, who: Int[Array, " b"]) -> Lineup:
+        """Some of them."""
+        return jax.tree.map(lambda x: take(x, who), self)
+
+    def running(self, state: DecodeState) -> Bool[Array, " N"]:
+        return self.active & (take(state.finish, self.slots) == RUNNING)
 
 
 def take_over(
-    state: DecodeState,
-    slots: Int[Array, " b"],
-    active: Bool[Array, " b"],
-    table: Table,
-    standby: Standby,
-) -> tuple[Int[Array, " b"], Table, Int[Array, " b"]]:
-    """Rows of a chunk whose sequences have ended go to those that stand by, in order.
-
-    So a chunk that was enqueued before the host knew who ended in the one before has no idle rows.
-
-    Returns:
-      slots, table: of who runs. who: [b] index of it, among the chunk's own and then those that
-      stood by.
-    """
-    own = jnp.arange(len(slots))
-    ended = active & (take(state.finish, slots) != RUNNING)
-    turn = jnp.cumsum(ended) - 1
-    who = jnp.where(ended & (turn < standby.count), len(slots) + turn, own)
-    slots = take(jnp.concatenate([slots, standby.slots]), who)
-    table = take(jnp.concatenate([table, standby.table]), who)
-    return slots, table, who.astype(jnp.int32)
-
-
-def take_slots(
-    state: DecodeState, slots: Int[Array, " b"], active: Bool[Array, " b"], table: Table
-) -> DecodeState:
-    """Some slots as a batch of their own, with all pages.
+    runs: Bool[Array, " N"], active: Bool[Array, " N"], who: Int[Array, " b"]
+) -> Int[Array, " b"]:
+    """Rows whose sequences have ended go to those that stand by, in order.
 
     Args:
-      active: False: this one must not run, whatever it was doing.
-      table: of these slots.
+      runs: of a lineup, those that have not ended. active: see `Lineup`. who: has each row, as an
+        index into it.
+
+    Returns:
+      who has each row now. A row that was never active stays as it is.
     """
-    here = jax.tree.map(lambda x: take(x, slots), per_slot(state))
-    finish = jnp.where(active, here.finish, jnp.maximum(here.finish, STOPPED))
+    waits = put(runs, who, jnp.zeros(len(who), bool))
+    line = jnp.argsort(~waits, stable=True)
+    free = take(active & ~runs, who)
+    turn = jnp.cumsum(free) - 1
+    taken = free & (turn < waits.sum())
+    return jnp.where(taken, take(line, jnp.maximum(turn, 0)), who).astype(jnp.int32)
+
+
+def take_slots(state: DecodeState, rows: Lineup) -> DecodeState:
+    """Some slots as a batch of their own, with all pages; who is not active must not run."""
+    here = jax.tree.map(lambda x: take(x, rows.slots), per_slot(state))
+    finish = jnp.where(rows.active, here.finish, jnp.maximum(here.finish, STOPPED))
     draft = state.draft and here.draft._replace(cache=state.draft.cache)
-    return here._replace(cache=state.cache, draft=draft, finish=finish, table=table)
+    return here._replace(cache=state.cache, draft=draft, finish=finish, table=rows.table)
 
 
 def put_slots(state: DecodeState, here: DecodeState, slots: Int[Array, " b"]) -> DecodeState:

@@ -54,14 +54,17 @@ class Level(NamedTuple):
     path: Int[Array, "B R P"]
 
 
+WINDOW = 128  # target states that a slot remembers while plain decoding runs
+
+
 class DraftSource(Protocol):
     """Proposes tokens. Implementations are frozen dataclasses.
 
-    A sequence comes in by `prefill` (its prompt, piece by piece) and `start` (into a slot). A chunk
-    of rounds begins with `enter` and ends with `leave`, so that the next one may use another
-    strategy; in a round `extend` is called once, `step` once per further level, `commit` once.
-    After a chunk of plain decoding there is `follow` alone. Shapes: B slots, R rows, V the target's
-    vocabulary, D its width, E = steps + 1.
+    A sequence comes in by `prefill` (its prompt, piece by piece) and `start` (into a slot). The
+    rounds of a batch (a chunk has one or more) begin with `enter` and end with `leave`, so that the
+    next may use another strategy; in a round `extend` is called once, `step` once per further
+    level, `commit` once. After rounds of plain decoding there is `follow` alone. Shapes: B slots,
+    R rows, V the target's vocabulary, D its width, E = steps + 1.
 
     Attributes:
       tail: how many of the target's states, up to that of the token before the root, `start` needs.

@@ -87,6 +87,7 @@ class Engine:
             stride=widths[-1],
             attention=self.config.attention,
             products=self.config.products,
+            stretch=self.config.stretch,
         )
         self.limits = Limits(cfg, max_len, stop_width, spec.acceptance if spec else None)
         self.batch, self.max_len = batch, max_len

@@ -24,14 +24,14 @@ class Chunk:
     """A chunk that was enqueued.
 
     Attributes:
-      rows: the sequence of each row of the batch. standby: those that take the rows of who has
-        ended, in order. result: on the device. version: of the weights.
+      rows: the sequence of each row of the batch. standby: those that take the rows of who ends, in
+        order. result: on the device. version: of the weights.
       mark: is ready when the chunk begins to run; None: as soon as the chunk before it is done.
       after: it began after that, on the host's clock: when it was enqueued, or last seen waiting.
       by: it had begun by then; None: it has not been seen running.
       unseen: seconds in which nobody looked whether it is done, and it was done at their end.
-      sure: tokens that each of its sequences emits at least, if it does not end.
-      rounds: at most.
+      sure: tokens that each of `rows` emits at least, if it does not end.
+      rounds: at most. most: tokens of a sample that they can bring.
       said: what the hosts of the replica had said when it was enqueued, see `Agreement`.
       is_try: see `Turn`.
     """
@@ -45,6 +45,7 @@ class Chunk:
     after: float
     sure: int
     rounds: int
+    most: int
     said: int
     is_try: bool = False
     by: float | None = None
@@ -89,6 +90,11 @@ class InFlight:
         for chunk in self._chunks:
             sure.update({s.ticket: chunk.sure for s in chunk.rows if s is not None})
         return sure
+
+    @property
+    def most(self) -> int:
+        """Tokens that they can bring a sample."""
+        return sum(chunk.most for chunk in self._chunks)
 
     def look(self) -> None:
         """Narrows down when the next chunk began."""

@@ -7,10 +7,10 @@ from collections.abc import Sequence as Several
 import numpy as np
 
 from specjax.decode.admit import Admission, Piece
-from specjax.decode.state import Standby
+from specjax.decode.state import Lineup
 from specjax.engine.options_rows import option_rows
 from specjax.engine.pages import NOBODYS, pages_for
-from specjax.engine.runner import Runner
+from specjax.engine.runner import FEW, Runner
 from specjax.engine.scheduler import Prompt, Start
 from specjax.engine.sequence import Sequence
 from specjax.engine.settings import powers
@@ -60,19 +60,33 @@ def admission_of(starts: Several[Start], count: int, runner: Runner) -> Admissio
     )
 
 
-def standby_of(others: Several[Sequence], table: np.ndarray, runner: Runner) -> Standby:
-    """Sequences that stand by. Args: table: the pages of each slot."""
-    slots, pages, _ = map(np.copy, runner.nobody)
-    for row, sequence in enumerate(others):
-        slots[row], pages[row] = sequence.slot, table[sequence.slot]
-    return Standby(slots, pages, np.int32(len(others)))
+def lineup_of(
+    alive: Several[Sequence],
+    rows: int,
+    others: Several[Sequence],
+    seen: Several[int],
+    table: np.ndarray,
+    runner: Runner,
+) -> Lineup:
+    """Who runs in a chunk.
+
+    Args:
+      alive: have its rows. others: stand by. seen: slots of rows that are left, which can be
+        drafted from. table: the pages of each slot.
+    """
+    who = [s.slot for s in alive] + [None] * (rows - len(alive)) + [s.slot for s in others]
+    who += [None] * (rows + runner.standby - len(who))
+    active = np.array([slot is not None for slot in who])
+    slots = np.array([runner.slots - 1 if slot is None else slot for slot in who], np.int32)
+    slots[len(alive) : len(alive) + len(seen)] = seen
+    return Lineup(slots, active, np.where(active[:, None], table[slots], NOBODYS))
 
 
 def place_sizes(batch: int) -> list[int]:
     """1, 4, 16, .. and the batch: how many sequences one program starts."""
-    return powers(batch, 4)
+    return powers(max(batch, FEW), FEW)
 
 
 def place_size(batch: int, count: int) -> int:
-    """Of the program that starts `count` sequences, at most `batch`."""
+    """Of the smallest program that starts `count` sequences."""
     return next(size for size in place_sizes(batch) if size >= count)

@@ -1,9 +1,8 @@
 """The host loop: schedule, run, postprocess.
 
     schedule      prompts are read, sequences start, and get pages for what they may emit. Some more
-                  than there are rows start, and stand by: a chunk that is enqueued already gives
-                  them the rows of those that end in the one before it, and no device waits for the
-                  host to do so
+                  than there are rows start, and stand by: chunks give them the rows of those that
+                  end, and no device waits for the host to do so
     run           a chunk is enqueued; the one before it may still be running, unless chunks end
                   early: what comes after those depends on who has ended
     postprocess   the results of the chunk before are read: tokens, and who has finished
@@ -22,16 +21,15 @@ from collections.abc import Callable
 import numpy as np
 
 from specjax.control import Controller, Observation
-from specjax.decode.chunk import Result
-from specjax.decode.options import Features
+from specjax.decode.chunk import Result, Until
 from specjax.decode.state import RUNNING
 from specjax.engine.in_flight import Chunk, InFlight
-from specjax.engine.inputs import admission_of, piece_of, place_size, standby_of
+from specjax.engine.inputs import admission_of, lineup_of, piece_of, place_size
 from specjax.engine.intake import Intake
 from specjax.engine.pages import PagePool
-from specjax.engine.programs import choose_program, leave_at, rows_to_read, stand_by
+from specjax.engine.programs import IN_FLIGHT, choose_program, rows_to_read, stand_by, until
 from specjax.engine.request import Finished, SampleOutput
-from specjax.engine.runner import Runner
+from specjax.engine.runner import FEW, Runner
 from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler, Start
 from specjax.engine.sequence import Brought, Sequence, rejections_until
 from specjax.engine.settings import EngineConfig, powers
@@ -40,7 +38,6 @@ from specjax.engine.watch import Watcher
 from specjax.telemetry import Collector, SlotInfo, active_transforms
 
 PREFILL_ROWS = 8
-IN_FLIGHT = 2
 
 
 class Loop:
@@ -91,11 +88,10 @@ class Loop:
         """
         runner, self.slots = self.runner, slots
         self.scheduler = Scheduler(
-            slots + min(slots, runner.standby),
+            slots + runner.standby,
             runner.prompts - 1,
             PagePool(runner.pages),
             runner.page_size,
-            IN_FLIGHT * runner.most_tokens,
             runner.rewritten,
             self.expected if self.config.order == "longest_first" else None,
         )
@@ -104,6 +100,7 @@ class Loop:
         self._events: list[Finished] = []
         self.others_wait = False
         self._turns = Turns(runner)
+        self._rows = 0  # of the next chunk, by what is known when room is made for it
         self._cut_short = False  # the last chunk ended early, and others still ran
         self._ended: dict[int, None] = {}  # slots, the latest last
         runner.agreement.clear()
@@ -196,6 +193,12 @@ class Loop:
         self._make_room()
         running, room = self.scheduler.running, self.config.prefill_chunk
         idle = not running
+        if (
+            len(running) > self.slots
+            and self.scheduler.free < FEW
+            and not self.scheduler.is_reading
+        ):
+            room = 0  # some still stand by: the next prompts are read a few at a time
         while (len(running) < self.slots if idle else room > 0) and (read := self._read_prompts()):
             room -= read
             if idle:
@@ -205,14 +208,23 @@ class Loop:
 
     def _make_room(self) -> None:
         """Pages for what the running sequences may emit; the latest give way if need be."""
-        while latest := self.scheduler.reserve():
+        scheduler, most = self.scheduler, self.runner.most_tokens
+        full = scheduler.has_waiting or self.runner.plan.invariant
+        self._rows = self.slots if full else min(max(len(scheduler.running), 1), self.slots)
+        scheduler.ahead = self._in_flight.most + most(self._rows)
+        while latest := scheduler.reserve():
+            if self._rows < self.slots:  # a shorter chunk needs less
+                self._rows = self.slots
+                scheduler.ahead = self._in_flight.most + most(self._rows)
+                continue
             if self._in_flight:
                 self.drain()  # what they have emitted must be known first
+                scheduler.ahead = most(self._rows)
                 continue
             for sequence in latest:
                 self.step_back(sequence)
                 self.preemptions += 1
-        for slot, sequence in self.scheduler.running.items():
+        for slot, sequence in scheduler.running.items():
             self._table[slot, : len(sequence.pages)] = sequence.pages
 
     def step_back(self, sequence: Sequence, keep: bool = False) -> None:
@@ -252,13 +264,15 @@ class Loop:
 
     def piece_rows(self, width: int) -> int:
         """Prompts of which a piece of that width is read at once."""
-        return max(1, min(self.runner.batch, PREFILL_ROWS, self.config.prefill_chunk // width))
+        most = min(self.runner.prompts - 1, PREFILL_ROWS)
+        return max(1, min(most, self.config.prefill_chunk // width))
 
     def _start(self) -> None:
         """Enqueues the start of all sequences that can start."""
         starts = self.scheduler.starts()
-        for at in range(0, len(starts), self.runner.batch):
-            self._place(starts[at : at + self.runner.batch])
+        most = self.runner.prompts - 1
+        for at in range(0, len(starts), most):
+            self._place(starts[at : at + most])
 
     def _place(self, starts: list[Start]) -> None:
         count = place_size(self.runner.batch, len(starts))
@@ -276,104 +290,97 @@ class Loop:
         alive = [s for s in running if s.job.limit - s.length > sure[s.ticket]]
         if not alive:
             return False
+        rows = None if any(s.job.params.stop for s in alive) else self._rows  # the host must look
         # Who started first has a row, so nobody who has taken one over is put back.
         alive, others = alive[: self.slots], alive[self.slots :]
-        strategy, alive, rounds, is_try = self._turns.next(alive, self.controller)
+        rows = rows and max(rows, len(alive))
+        strategy, alive, rounds, is_try = self._turns.next(alive, self.controller, rows)
         features, bucket = choose_program(self, strategy, alive)
-        slots, active = self._rows(alive, bucket)
-        others = stand_by(others, alive, features)
-        leave_at = 0
+        rounds = min(rounds, self.runner.rounds(strategy, bucket))
+        others, spare = stand_by(others, alive, features), bucket - len(alive)
+        ended = list(self._ended)[-spare:] if self.runner.looks_around and spare else []
+        lineup = lineup_of(alive, bucket, others, ended, self._table, self.runner)
+        ends = Until.of(rounds)
         if not is_try:
-            leave_at = self._leave_at(len(alive), strategy, features, bucket, bool(others))
-        table = np.where(active[:, None], self._table[slots], 0)
-        standby = standby_of(others, self._table, self.runner)
+            smaller = self.runner.executables.buckets(strategy, features)
+            smaller = max((b for b in smaller if b < bucket), default=0)
+            ends = until(rounds, len(alive), len(others), self._others_wait, smaller)
         enqueued, mark = time.perf_counter(), self.runner.mark
-        result = self.runner.chunk(
-            strategy, features, slots, active, table, rounds, leave_at, standby
-        )
+        result = self.runner.chunk(strategy, features, lineup, ends)
         result.send()
-        rows = alive + [None] * (bucket - len(alive))
-        sure = 0 if leave_at else rounds
+        rows = alive + [None] * spare
+        sure = 0 if ends.may_be_early else rounds
+        most = rounds * (self.runner.plans[strategy].steps + 1)
         self._in_flight.add(
             Chunk(
-                rows, others, result, strategy, self.version, mark, enqueued, sure, rounds,
+                rows, others, result, strategy, self.version, mark, enqueued, sure, rounds, most,
                 self.runner.agreement.said, is_try,
             )
         )  # fmt: skip
         return True
 
-    def _leave_at(
-        self, alive: int, strategy: str, features: Features, bucket: int, standby: bool
-    ) -> int:
-        others_wait = standby or self.scheduler.has_waiting or self.others_wait
-        others_wait = others_wait or self.config.follow_ups
-        smaller = (b for b in self.runner.executables.buckets(strategy, features) if b < bucket)
-        return leave_at(alive, others_wait, max(smaller, default=0))
-
-    def _rows(self, alive: list[Sequence], bucket: int) -> tuple[np.ndarray, np.ndarray]:
-        """Slots of a batch, and which of them are to run."""
-        spare = bucket - len(alive)
-        slots = [sequence.slot for sequence in alive]
-        if self.runner.looks_around:  # what has ended can be drafted from
-            slots += list(self._ended)[-spare:] if spare else []
-        slots += [self.runner.slots - 1] * (bucket - len(slots))
-        return np.array(slots, np.int32), np.arange(bucket) < len(alive)
+    @property
+    def _others_wait(self) -> bool:
+        """For the places of those that end, beside those that stand by."""
+        return self.scheduler.has_waiting or self.others_wait or self.config.follow_ups
 
     def _postprocess(self, chunk: Chunk) -> None:
         """Waits for a chunk, and takes in what it brought."""
         self.runner.agreement.hear(chunk.said)  # or it may never end
         result, seconds = self._in_flight.wait_for(chunk)
         self.runner.agreement.hear()
-        brought, started = Brought.of(result), chunk.rows + chunk.standby
-        rows = [started[index] for index in result.who.tolist()]
-        self._cut_short = int(result.rounds) < chunk.rounds and RUNNING in brought.finish
+        brought, lineup = Brought.of(result), chunk.rows + chunk.standby
+        self._cut_short = False
         tree = self.runner.plans[chunk.strategy].tree
         rejections = None if self.telemetry is None else result.report.rejections
-        who: list[SlotInfo | None] = [None] * len(rows)
-        ends = np.full(len(rows), self.runner.max_len)
-        ended = 0
-        for row, sequence in enumerate(rows):
+        who: list[SlotInfo | None] = [None] * len(result.length)
+        ends = np.full(len(who), self.runner.max_len)
+        ended = catch_up = 0
+        for index, sequence in enumerate(lineup):
             if sequence is None or sequence.slot is None:
                 continue
             if rejections is not None:
-                who[row] = self._slot_info(sequence)
+                who[index] = self._slot_info(sequence)
             known = sequence.length
-            sample = sequence.look(row, brought, tree, chunk.version)
-            if self.watcher is not None and sequence.length > known:
+            sample = sequence.look(index, brought, tree, chunk.version)
+            if int(result.rounds) < chunk.rounds and brought.finish[index] == RUNNING:
+                self._cut_short = True
+            if sequence.length == known:  # it stood by
+                continue
+            catch_up = max(catch_up, sequence.unread)
+            sequence.unread = 0 if tree is not None else sequence.unread + sequence.length - known
+            if self.watcher is not None:
                 self.watcher.news(sequence.ticket, sequence.news())
             if sample is not None:
-                ends[row] = len(sequence.job.prompt) + len(sample.token_ids)
+                ends[index] = len(sequence.job.prompt) + len(sample.token_ids)
                 ended += 1
                 self._finish(sequence, sample)
-        self.latest = chunk.strategy, len(rows)
+        self.latest = chunk.strategy, len(chunk.rows)
         if self.watcher is not None:
             self.watcher.chunk(*self.latest, int(result.rounds))
-        ran = [sequence for sequence in rows if sequence is not None]
-        self._tell_controller(chunk, ran, result, seconds, ended)
+        self._tell_controller(chunk, result, seconds, ended, catch_up)
         if rejections is not None:
             self.telemetry.add(rejections_until(rejections, ends), who)
 
     def _tell_controller(
-        self, chunk: Chunk, ran: list[Sequence], result: Result, seconds: float, ended: int
+        self, chunk: Chunk, result: Result, seconds: float, ended: int, catch_up: int
     ) -> None:
-        rounds, drafts = int(result.rounds), self.runner.plans[chunk.strategy].tree is not None
-        opted_out = [s for s in ran if not s.job.params.speculative]
+        rounds, rows = int(result.rounds), [s for s in chunk.rows if s is not None]
+        opted_out = [s for s in rows if not s.job.params.speculative]
         seen = functools.partial(
             Observation,
-            batch_size=len(ran),
+            batch_size=len(rows),
             strategy=chunk.strategy,
             accepted=result.report.accepted[:rounds],
             tokens=int(result.report.counts[:rounds].sum()),
             rounds=rounds,
-            catch_up=max(s.unread for s in ran),
+            catch_up=catch_up,
             opted_out=len(opted_out),
             ended=ended,
             is_try=chunk.is_try,
         )
         observe = self.controller.observe
         self.runner.agreement.ask(seconds, lambda agreed: observe(seen(seconds=agreed)))
-        for sequence in ran:
-            sequence.unread = 0 if drafts else sequence.unread + rounds
 
     def _finish(self, sequence: Sequence, sample: SampleOutput) -> None:
         self._table[sequence.slot] = 0

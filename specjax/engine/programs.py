@@ -8,6 +8,7 @@ import operator
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from specjax.decode.chunk import Until
 from specjax.decode.options import Features
 from specjax.engine.sequence import Sequence
 
@@ -15,16 +16,22 @@ if TYPE_CHECKING:
     from specjax.engine.loop import Loop
 
 
-REFILL_SHARE = 6  # while others wait a chunk ends when one slot in so many is free
+IN_FLIGHT = 2  # chunks that are enqueued at most
+REFILL_SHARE = 6  # while others wait a chunk ends when one row in so many would be free
 
 
-def leave_at(alive: int, others_wait: bool, smaller: int) -> int:
-    """So few running slots end a chunk: others take the free ones, or the batch shrinks.
+def until(rounds: int, alive: int, standby: int, others_wait: bool, smaller: int) -> Until:
+    """When a chunk ends: others take the places of those that ended, or the batch shrinks.
 
     Args:
-      alive: slots that run when it begins. smaller: the next smaller size of a batch, or 0.
+      alive: rows that run when it begins. standby: that take them over. others_wait: beside those;
+        if nobody stands by they are not to wait for more than one chunk.
+      smaller: the next smaller size of a batch, or 0.
     """
-    return alive - max(1, alive // REFILL_SHARE) if others_wait else smaller
+    refill = max(1, alive // REFILL_SHARE)
+    if others_wait and standby:  # each chunk that is enqueued has its share of those
+        return Until.of(rounds, ended=max(refill, standby // IN_FLIGHT))
+    return Until.of(rounds, leave_at=alive - refill if others_wait else smaller)
 
 
 def rows_to_read(loop: Loop, count: int, width: int) -> int:
@@ -61,15 +68,18 @@ def choose_program(loop: Loop, strategy: str, alive: list[Sequence]) -> tuple[Fe
 
 
 def stand_by(others: list[Sequence], alive: list[Sequence], features: Features) -> list[Sequence]:
-    """Of those that have no row, the first that may run in a chunk of others, see `take_over`.
+    """Of those that have no row, the first that may run in a chunk of others, see `Lineup`.
 
     Args:
       alive: those that the chunk is to run. features: that its program serves.
     """
     served = {s.job.params.strategy for s in alive}
+    drafts = any(s.job.params.speculative for s in alive)  # or the chunk decodes plainly
 
     def fits(sequence: Sequence) -> bool:
-        return sequence.job.params.strategy in served and features.covers(sequence.features)
+        params = sequence.job.params
+        same = params.strategy in served and params.speculative <= drafts
+        return same and features.covers(sequence.features)
 
     return list(itertools.takewhile(fits, others))
 

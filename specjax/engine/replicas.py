@@ -19,6 +19,7 @@ from specjax.engine.checksum import require_same
 from specjax.engine.engine import Engine
 from specjax.engine.request import Finished, Job, SampleOutput, Totals
 from specjax.engine.run import run_to_the_end
+from specjax.engine.runner import STANDBY
 from specjax.engine.sequence import Progress
 from specjax.engine.start_up import OnProgram, StartUp
 from specjax.engine.watch import News, Watcher
@@ -307,13 +308,15 @@ class Replicas:
     def _feed(self) -> None:
         """Hands out waiting samples as slots become free."""
         while self._queue:
-            free = [engine.batch - engine.outstanding for engine in self.engines]
+            # Some stand by while enough others remain to even out what the replicas have to do.
+            enough = len(self._unfed) > self._slots + STANDBY * len(self.engines)
+            more = STANDBY if enough else 0
+            free = [engine.batch + more - engine.outstanding for engine in self.engines]
             replica = max(range(len(free)), key=free.__getitem__)
             if free[replica] <= 0:
                 break
             together = list(self._queue[self._next_prompt()].values())
-            # Siblings come along, so that their prompt is read once, while enough others remain to
-            # even out what the replicas have to do.
+            # Siblings come along, so that their prompt is read once, in a like case.
             others = len(self._unfed) - len(together)
             count = len(together) if others >= self._slots else free[replica]
             for waiting in together[:count]:

@@ -1,7 +1,7 @@
 """The programs over one decode state: prefill, place, run a chunk. No policy decides here.
 
-A chunk's program is made for a strategy, a set of features and a *bucket*, a number of slots. It
-takes those slots out of the state, runs them as a batch of their own, and puts them back. So the
+A chunk's program is made for a strategy, a set of features and a *bucket*, a number of rows. It
+takes slots out of the state, runs them as a batch of their own, and puts them back. So the
 batch shrinks with what runs, slots keep their places, and strategies may change between chunks.
 """
 
@@ -20,22 +20,14 @@ from specjax import sharding
 from specjax.cache import page_bytes
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.decode.admit import Admission, Piece, Tails, empty_tails, place, prefill
-from specjax.decode.chunk import Result, run_chunk
+from specjax.decode.chunk import Result, Until, run_chunk
 from specjax.decode.options import Features
-from specjax.decode.state import (
-    DecodeState,
-    Room,
-    Standby,
-    empty_state,
-    put_slots,
-    take_over,
-    take_slots,
-)
-from specjax.draft.source import DraftSource
+from specjax.decode.state import DecodeState, Lineup, Room, empty_state
+from specjax.draft.source import WINDOW, DraftSource
 from specjax.engine.agreement import agreement_of
 from specjax.engine.checksum import Checksum, require_same
 from specjax.engine.executables import Executables
-from specjax.engine.pages import pages_for
+from specjax.engine.pages import NOBODYS, pages_for
 from specjax.engine.parcel import Parcel
 from specjax.engine.plans import make_plans, own_name
 from specjax.engine.sources import with_kernel
@@ -45,6 +37,7 @@ from specjax.reshard import Mover
 
 PAGE_SIZE = 128
 STANDBY = 8  # sequences that stand by at most, beside those of a batch
+FEW = 4  # prompts that one program reads, and sequences that it starts, at small batches too
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +52,8 @@ class Runner:
       stop_width: stop tokens per request at most.
       mesh: shard parameters and state over it; None is the default device.
       source: what drafts; none: as `spec` says, see `source_of`.
-      chunk_tokens: tokens per slot that one chunk can emit at most.
+      chunk_tokens: tokens per slot that one chunk can emit at most. stretch: of how many times as
+        many if few run, see `EngineConfig`.
       strategies: by name, those that chunks can be run with; none: `spec`'s alone.
       page_size: positions per page; None takes 128, 0 gives each sequence one page to itself.
       cache_bytes: for the pages of all caches, see `EngineConfig`.
@@ -96,6 +90,7 @@ class Runner:
         stride: int = 1,
         attention: str = "auto",
         products: str = "auto",
+        stretch: int = 1,
     ):
         invariant = spec is not None and spec.invariant
         settle = functools.partial(dispatch.settle, mesh=mesh, asked=attention, invariant=invariant)
@@ -105,7 +100,8 @@ class Runner:
         asked = "xla" if products == "xla" else "auto"
         settle_products = functools.partial(panels.settle, mesh=mesh, asked=asked)
         source = with_kernel(source, settle_products, "products")
-        self.cfg, self.chunk_tokens, self.stride = cfg, chunk_tokens, stride
+        self.cfg, self.stride = cfg, stride
+        self.chunk_tokens, self.stretch = chunk_tokens, stretch
         self.batch, self.max_len, self.stop_width, self.mesh = batch, max_len, stop_width, mesh
         self.plans = make_plans(cfg, spec, source, strategies)
         self.plan = self.plans[own_name(spec, self.plans)]
@@ -114,10 +110,10 @@ class Runner:
         self.page_size = -(-self.page_size // 16) * 16
         full = pages_for(max_len, self.page_size)
         self.table_width = full + pages_for(self.longest.steps + 1, self.page_size)
-        self.standby = min(batch, STANDBY)
-        self.slots, self.prompts = batch + self.standby + 1, batch + 1
+        self.standby = STANDBY
+        self.slots, self.prompts = batch + self.standby + 1, max(batch, FEW) + 1
         # Beside what has a slot: a prompt that is read, a copy of its last page, and nobody's page.
-        self.pages = 2 + max(full * (batch + self.standby + 1), self.pages_of(max_len) - 1)
+        self.pages = 2 + max(full * self.slots, self.pages_of(max_len) - 1)
         if cache_bytes is not None:
             self.pages = cache_bytes // self.page_bytes
             if self.pages < 2:
@@ -175,17 +171,17 @@ class Runner:
         """Programs that were built so far."""
         return self.executables.compilations
 
-    def rounds(self, strategy: str) -> int:
-        """Rounds of one chunk at most."""
-        return max(1, self.chunk_tokens // (self.plans[strategy].steps + 1))
+    def rounds(self, strategy: str, rows: int | None = None) -> int:
+        """Rounds of one chunk of so many rows at most; None: many."""
+        plan = self.plans[strategy]
+        tokens = self.chunk_tokens * max(1, self.stretch // (rows or self.stretch))
+        if plan.tree is None and self.tail:  # what the head will need later must not be dropped
+            tokens = min(tokens, max(self.chunk_tokens, WINDOW))
+        return max(1, tokens // (plan.steps + 1))
 
-    def tokens(self, strategy: str) -> int:
-        """Tokens that a slot can emit in one chunk."""
-        return self.rounds(strategy) * (self.plans[strategy].steps + 1)
-
-    @property
-    def most_tokens(self) -> int:
-        return max(map(self.tokens, self.plans))
+    def most_tokens(self, rows: int) -> int:
+        """Tokens that one of so many rows can emit in a chunk."""
+        return max(self.rounds(s, rows) * (plan.steps + 1) for s, plan in self.plans.items())
 
     # --- weights and state -----------------------------------------------------------------------
 
@@ -327,58 +323,43 @@ class Runner:
         self,
         strategy: str,
         features: Features,
-        slots: np.ndarray,
-        active: np.ndarray,
-        table: np.ndarray,
-        rounds: int,
-        leave_at: int = 0,
-        standby: Standby | None = None,
+        lineup: Lineup,
+        until: Until,
     ) -> Parcel[Result]:
         """Starts a chunk; what it returns is on the device and may not be there yet.
 
         Args:
           features: what the running slots ask for; see `Executables.covering` for what runs. If
             no program was compiled that serves them, one is.
-          slots: [b] different ones, or the empty one. active: [b] the ones that are to run.
-          table: [b X] their pages; `NOBODYS` throughout for those that are not to run.
-          rounds: at most. leave_at: end when no more slots than that run.
-          standby: who takes the rows of those that have ended by then; None: `nobody`.
+          lineup: of different slots, or the empty one: a row of the batch each, and `standby` more,
+            see `alone`. Of those that are not to run all pages are `NOBODYS`.
         """
-        bucket = len(slots)
-        standby = self.nobody if standby is None else standby
+        bucket = len(lineup.slots) - self.standby
         features = self.executables.covering(strategy, bucket, features)
-        inputs = (
-            self.params, self.head, self.state, slots, active, table, standby,
-            np.int32(rounds), np.int32(leave_at),
-        )  # fmt: skip
-        program = functools.partial(self._chunk_program, strategy, features)
+        inputs = (self.params, self.head, self.state, lineup, until)
+        program = functools.partial(self._chunk_program, strategy, features, bucket)
         key = ("chunk", strategy, bucket, features)
         self.state, result = self._run(key, program, inputs, (2,), inputs[3:])
         self.mark = None
         return result
 
-    def _chunk_program(
-        self, strategy, features, params, head, state, slots, active, table, standby, rounds,
-        leave_at,
-    ):  # fmt: skip
+    def _chunk_program(self, strategy, features, bucket, params, head, state, lineup, until):
         plan = dataclasses.replace(self.plans[strategy], features=features)
-        slots, table, who = take_over(state, slots, active, table, standby)
-        needed = state if plan.draws_noise else state._replace(noise=None)
-        here = take_slots(needed, slots, active, table)
-        if self.mesh is not None:
-            here = sharding.pin_slots(self.mesh, here)
-        model, capacity = self.model(params), self.rounds(strategy)
-        here, result = run_chunk(model, head, plan, here, capacity, rounds, leave_at)
-        result = result._replace(who=who)
+        model, capacity = self.model(params), self.rounds(strategy, bucket)
+        pin = functools.partial(sharding.pin_slots, self.mesh)
+        state, result = run_chunk(model, head, plan, state, lineup, bucket, capacity, until, pin)
         if self.mesh is not None:  # each array on its own: then no layout of them all is needed
             result = jax.lax.with_sharding_constraint(result, sharding.replicated(self.mesh))
-        return put_slots(state, here, slots), Parcel.of(result)
+        return state, Parcel.of(result)
 
-    @functools.cached_property
-    def nobody(self) -> Standby:
-        """Room for as many as ever stand by."""
-        slots = np.full(self.standby, self.slots - 1, np.int32)
-        return Standby(slots, np.zeros((self.standby, self.table_width), np.int32), np.int32(0))
+    def alone(self, rows: Lineup) -> Lineup:
+        """Those that have the rows of a chunk, and nobody stands by."""
+        nobody, room = self.slots - 1, ((0, self.standby),)
+        return Lineup(
+            np.pad(rows.slots, room, constant_values=nobody),
+            np.pad(rows.active, room),
+            np.pad(rows.table, (*room, (0, 0)), constant_values=NOBODYS),
+        )
 
     @property
     def looks_around(self) -> bool:

@@ -58,13 +58,13 @@ class Scheduler:
     Args:
       slots: sequences that run at once. prompts: that are held in pages, waiting, at once.
       pool: of pages. page_size: positions of a page.
-      ahead: positions that a sequence may need before the host looks again.
       rewritten: positions at the end of a prompt that each of its samples writes anew.
       expected: length that a sample will have, or None; those expected to be longest start first.
         Without it the first come starts first.
 
     Attributes:
       running: the sequences that run, by slot, in the order in which they started.
+      ahead: positions that a sequence may need before the host looks again; to be kept up to date.
     """
 
     def __init__(
@@ -73,11 +73,10 @@ class Scheduler:
         prompts: int,
         pool: PagePool,
         page_size: int,
-        ahead: int,
         rewritten: int = 0,
         expected: Callable[[Sequence], float | None] | None = None,
     ):
-        self.pool, self.page_size, self.ahead, self._expected = pool, page_size, ahead, expected
+        self.pool, self.page_size, self.ahead, self._expected = pool, page_size, 0, expected
         self._rewritten = rewritten
         self.running: dict[int, Sequence] = {}
         self._slots, self._rows = deque(range(slots)), deque(range(prompts))
@@ -94,6 +93,16 @@ class Scheduler:
     @property
     def has_waiting(self) -> bool:
         return bool(self._queue or self._reading)
+
+    @property
+    def free(self) -> int:
+        """Slots that nobody has."""
+        return len(self._slots)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a part of a prompt was read, and the rest was not."""
+        return any(not prompt.is_ready for prompt in self._reading.values())
 
     @property
     def positions(self) -> int:

@@ -37,7 +37,7 @@ class Brought(NamedTuple):
     """A chunk's result for plain Python: lists are many times as quick to pick from as arrays.
 
     Attributes:
-      tokens, logprobs: [B][C]. length, finish: [B]. counts: [B][R] tokens emitted per round.
+      tokens, logprobs: [N][C]. length, finish: [N]. counts: [N][R] tokens emitted per round.
       report: as arrays, for what is seldom asked for.
     """
 
@@ -148,7 +148,7 @@ class Sequence:
         """Takes in a chunk.
 
         Args:
-          row: where the sequence was in the batch. tree: of its rounds; None: they drafted nothing.
+          row: where the sequence is in the lineup. tree: of its rounds; None: they drafted nothing.
           version: of the weights that ran.
 
         Returns:

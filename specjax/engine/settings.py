@@ -20,10 +20,14 @@ class EngineConfig:
     """How an engine uses its device; nothing of it changes a token but by rounding.
 
     Attributes:
-      chunk_tokens: tokens per slot that one dispatch can emit at most; the host looks in between.
+      chunk_tokens: tokens per slot that one dispatch can emit; the host looks in between.
+      stretch: one of one slot can have so many times as many, one of two half of that, and so on:
+        the host takes no less time for few than for many. Not where stop strings are asked for,
+        which the host finds. 1: none, for streams that should come smoothly, and where samples are
+        aborted all the time.
       page_size: positions per cache page; 0 gives each sequence one page to itself.
       cache_bytes: for the pages of all caches, at most; None takes what all slots at full length
-        need, and as many samples of full length, up to eight, that stand by (see `Loop`).
+        need, and eight more samples of full length that stand by (see `Loop`).
       prefill_chunk: prompt tokens that are read at a time; best a multiple of the page size, for
         pieces are written by the largest number of rows that divides both.
       order: `fifo`, or `longest_first`: prompts whose samples have been long before start first.
@@ -35,6 +39,7 @@ class EngineConfig:
     """
 
     chunk_tokens: int = 32
+    stretch: int = 8
     page_size: int | None = None
     cache_bytes: int | None = None
     prefill_chunk: int = PREFILL_TOKENS
@@ -49,6 +54,8 @@ class EngineConfig:
         choice("products", self.products, panels.ASKED)
         if self.chunk_tokens < 1:
             raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
+        if self.stretch < 1:
+            raise ValueError(f"stretch must be at least 1, got {self.stretch}")
         if self.prefill_chunk < 16:
             raise ValueError(f"prefill_chunk must be at least 16, got {self.prefill_chunk}")
         if self.page_size is not None and self.page_size < 0:

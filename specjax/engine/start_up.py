@@ -13,13 +13,14 @@ import numpy as np
 
 from specjax.config import SamplingParams
 from specjax.control.costs import CostTable
-from specjax.decode.chunk import Result
+from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
+from specjax.decode.state import Lineup
 from specjax.engine.inputs import admission_of, piece_of, place_size, place_sizes
 from specjax.engine.pages import pages_for
 from specjax.engine.parcel import Parcel
 from specjax.engine.request import make_jobs
-from specjax.engine.runner import Runner
+from specjax.engine.runner import FEW, Runner
 from specjax.engine.scheduler import Start
 from specjax.engine.sequence import Sequence
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 CONTEXT = 256  # tokens of a sequence while costs are measured, at most
 REPEATS = 2
 REPEATS_BESIDE = 3  # it is subtracted: were it too long by a hiccup, rounds would look cheap
-FEW = 4  # prompts: a program of their own, as slots become free a few at a time
 OnProgram = Callable[[int, int], None]  # programs that are ready, and all that there will be
 SAMPLE_SECONDS = 0.01  # of one measurement, about; where a round takes longer it is one round
 LONG_SECONDS = 4 * SAMPLE_SECONDS  # of a round: beside it a hiccup of the machine is small
@@ -179,7 +179,7 @@ def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
                 mine = samples.setdefault((strategy, bucket), [])
                 if len(mine) >= wanted[strategy]:
                     continue
-                most = runner.rounds(strategy)
+                most = runner.rounds(strategy, bucket)
                 seconds, count = measured(strategy, rounds[strategy], warm=turn > 0)
                 each = max(seconds - beside[strategy], 0.1 * seconds) / count
                 rounds[strategy] = enough_rounds(each, most)
@@ -221,11 +221,11 @@ def _chunk(runner: Runner, strategy, features, bucket, rounds: int) -> int:
 
 def _start_chunk(runner: Runner, strategy, features, bucket, rounds: int) -> Parcel[Result]:
     """Starts a chunk of the first slots, each in pages of its own as long as there are enough."""
-    emitted = runner.most_tokens + runner.steps + 1  # by the chunk, and by a round before it
+    # By the chunk, and by a round before it.
+    emitted = runner.most_tokens(bucket) + runner.steps + 1
     needed = min(_context(runner) + emitted, runner.max_len)
     each = pages_for(needed, runner.page_size)
     table = np.zeros((bucket, runner.table_width), np.int32)
     table[:, :each] = (1 + np.arange(bucket * each) % (runner.pages - 1)).reshape(bucket, each)
-    active = np.ones(bucket, bool)
-    slots = np.arange(bucket, dtype=np.int32)
-    return runner.chunk(strategy, features, slots, active, table, rounds)
+    rows = Lineup(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
+    return runner.chunk(strategy, features, runner.alone(rows), Until.of(rounds))

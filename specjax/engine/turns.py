@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from specjax.control import OFF, Controller
@@ -36,8 +37,13 @@ class Turns:
         self._runner = runner
         self._last: dict[str | None, int] = {}  # turn of each group, as a running number
 
-    def next(self, alive: list[Sequence], controller: Controller) -> Turn:
-        """The next chunk of sequences that may run, at least one."""
+    def next(self, alive: list[Sequence], controller: Controller, rows: int | None) -> Turn:
+        """The next chunk of sequences that may run, at least one.
+
+        Args:
+          rows: by which chunks are long, see `Runner.rounds`.
+        """
+        most = functools.partial(self._runner.rounds, rows=rows)
         groups: dict[str | None, list[Sequence]] = {}
         for sequence in alive:
             groups.setdefault(sequence.job.params.strategy, []).append(sequence)
@@ -46,11 +52,11 @@ class Turns:
         if name is None:
             strategy, hint = self._choose(groups[None], controller)
             served |= {strategy} & groups.keys()
-        rounds = min(self._runner.rounds(strategy), hint or self._runner.max_len)
+        rounds = most(strategy) if hint is None else min(hint, most(strategy))
         if len(groups) > 1:
             self._last |= dict.fromkeys(served, 1 + max(self._last.values(), default=0))
             waiting = {other or controller.current or strategy for other in groups.keys() - served}
-            rounds = min(rounds, *map(self._runner.rounds, waiting | {strategy}))
+            rounds = min(rounds, *map(most, waiting | {strategy}))
         sequences = [s for s in alive if s.job.params.strategy in served]
         return Turn(strategy, sequences, rounds, hint is not None)
 

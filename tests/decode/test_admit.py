@@ -13,7 +13,14 @@ from specjax.decode import rng
 from specjax.decode.admit import Admission, Piece, empty_tails, place, prefill
 from specjax.decode.options import neutral
 from specjax.decode.plan import Plan
-from specjax.decode.state import RUNNING, DecodeState, Room, empty_state, take_slots
+from specjax.decode.state import (
+    RUNNING,
+    DecodeState,
+    Lineup,
+    Room,
+    empty_state,
+    take_slots,
+)
 from specjax.decode.tree import build_tree, chain_bits, plain_bits
 from specjax.draft.mtp import head_graphdef, init_head_params
 from specjax.draft.mtp_source import MTPSource
@@ -120,7 +127,8 @@ def test_target_and_head_know_a_prompt_as_if_they_had_seen_it_at_once(modules, w
     def after(layout, head, state):
         table = padded([pages for _, pages, _ in SLOTS.values()], MAX_LEN // PAGE + 1)
         slots = jnp.array(list(SLOTS))
-        here = take_slots(state, slots, jnp.ones(len(SLOTS), bool), jnp.asarray(table))
+        rows = Lineup(slots, jnp.ones(len(SLOTS), bool), jnp.asarray(table))
+        here = take_slots(state, rows)
         model, root = decoder(run.plan, layout), here.length - 1
         tokens = jnp.take_along_axis(here.tokens, root[:, None], 1)
         x, _ = model.decode(tokens, root[:, None], here.cache, root, plain_bits(), table=here.table)

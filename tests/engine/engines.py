@@ -34,9 +34,11 @@ class AtRandom(Controller):
         pass
 
 
-def engine_of(spec="3_1_4", batch=4, control=None, **config) -> Engine:
+def engine_of(spec="3_1_4", batch=4, control=None, stretch=1, **config) -> Engine:
+    """Samples are short here, and so are chunks, unless a test wants to `stretch` those of few."""
     spec = None if spec is None else SpecConfig(spec)
-    engine = Engine(CFG, spec, batch, MAX_LEN, config=EngineConfig(**config), control=control)
+    how = EngineConfig(stretch=stretch, **config)
+    engine = Engine(CFG, spec, batch, MAX_LEN, config=how, control=control)
     engine.set_params(*weights() if spec else weights()[:1])
     return engine
 
@@ -56,6 +58,7 @@ def restless() -> Engine:
         batch=4,
         page_size=16,
         chunk_tokens=8,
+        stretch=8,
         prefill_chunk=16,
         cache_bytes=12 * probe.runner.page_bytes,
         control=control,

@@ -81,7 +81,7 @@ def test_chaos_would_notice_a_sequence_that_continues_with_another_ones_pages(mo
         return new._replace(target=new.target * 0)  # the copied page is lost
 
     monkeypatch.setattr(module, "admission_of", wrong)
-    assert chaos(2_000, seed=2)[1]
+    assert chaos(4_000, seed=2)[1]
 
 
 def test_a_pool_too_small_for_all_preempts_the_latest_and_changes_no_token():

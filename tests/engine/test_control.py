@@ -39,7 +39,7 @@ TWO = ("off", "1_1_2")
 
 def test_a_controller_chooses_among_compiled_strategies_through_llm():
     control = ControlConfig(controller="goodput", strategies=TWO)
-    how = EngineConfig(prefill_chunk=16)
+    how = EngineConfig(prefill_chunk=16, stretch=1)
     llm = LLM((CFG, *weights()), SpecConfig("1_1_2"), 2, 64, control=control, engine=how)
     trained = make_controller(control)
     trained.observe(Observation.of_rounds(1, "1_1_2", [[2]] * 20, 1.0))
@@ -77,7 +77,7 @@ def test_a_controller_chooses_among_compiled_strategies_through_llm():
 @pytest.mark.slow  # as below, by another way in
 def test_several_strategies_are_compiled_at_the_first_request_if_not_before():
     control = ControlConfig(controller="ema", ema=EmaConfig(candidate_steps=(0, 1)))
-    how = EngineConfig(prefill_chunk=16)
+    how = EngineConfig(prefill_chunk=16, stretch=1)
     llm = LLM((CFG, *weights()), SpecConfig("1_1_2"), 1, 32, control=control, engine=how)
     llm.generate([[1, 2]], SamplingParams(max_tokens=4))
     built = llm.engine.runner.compilations
@@ -107,15 +107,17 @@ def adaptive() -> Engine:
 
 
 class Chosen(Controller):
-    """A list of strategies, one per chunk, over and over; keeps what it is told."""
+    """A list of strategies, one per chunk, over and over, and rounds of the first; keeps what it is
+    told."""
 
     kind = "chosen"
 
-    def __init__(self, names):
+    def __init__(self, names, hints=()):
         super().__init__(ARMS)
-        self._names, self.seen = itertools.cycle(names), []
+        self._names, self.hints, self.seen = itertools.cycle(names), [*hints], []
 
     def _choose(self, batch_size):
+        self.rounds_hint = self.hints.pop(0) if self.hints else None
         return next(self._names)
 
     def _learn(self, seen):
@@ -246,6 +248,25 @@ def test_off_comes_back_to_drafting_without_reading_the_prompt_again(monkeypatch
     assert turns[2:].sum() > 0.1 * whole[2:].sum() > 0, "drafts are accepted after off, too"
 
 
+def test_who_takes_a_row_over_within_a_chunk_of_off_is_drafted_for_as_if_it_had_been_alone():
+    """The states that the head reads afterwards are those of its own rounds."""
+    engine, lengths, histograms = adaptive(), (37, 80), []
+    first, job = (
+        jobs_of([i, 4, 5], dataclasses.replace(ONE, max_tokens=n), i)[0]
+        for i, n in enumerate(lengths, 3)
+    )
+    together = Chosen(["off", "off", *["3_1_4"] * 99])  # 64 rounds: 37 of the one, 27 of the other
+    alone = Chosen(["off", *["3_1_4"] * 99], hints=[27])
+    for jobs, engine.controller in (([first, job], together), ([job], alone)):
+        engine.loop.clear(1)
+        samples, _ = engine.generate(jobs)
+        assert [s.token_ids for s in samples] == tokens_of(jobs)
+        assert engine.controller.seen[-1].strategy == "3_1_4"
+        histograms.append((samples[-1].stats.histogram, samples[-1].stats.plain_rounds))
+    engine.loop.clear(2)
+    assert histograms[0] == histograms[1] and histograms[0][1] == 27
+
+
 def test_above_bs_threshold_nothing_is_drafted():
     control = ControlConfig("static", ARMS, initial="3_1_4", bs_threshold=1)
     engine = adaptive()
@@ -302,7 +323,7 @@ def test_calibration_measures_a_round_and_not_the_first_run_of_its_program(monke
     costs, seconds = start_up.calibrate(engine.loop, Features())
     assert 0 < seconds < 1
     for strategy, bucket in itertools.product(ARMS, (1, 2)):
-        full = per_round[strategy] + overhead / engine.runner.rounds(strategy)
+        full = per_round[strategy] + overhead / engine.runner.rounds(strategy, bucket)
         assert costs.seconds(strategy, bucket) == pytest.approx(full, rel=1e-6)
 
 
@@ -359,7 +380,7 @@ def test_the_time_of_a_chunk_after_prompts_is_known_if_its_beginning_was_seen(
     now, mark = [1.0], Mark()
     monkeypatch.setattr(in_flight, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     mine = InFlight(adaptive().runner)
-    chunk = Chunk([], [], Results(mark), "off", 0, mark, 0.5, 0, 1, 0)
+    chunk = Chunk([], [], Results(mark), "off", 0, mark, 0.5, 0, 1, 1, 0)
     mine.add(chunk)
     mine.look()
     mark.ready = True
@@ -378,14 +399,14 @@ def test_time_in_which_nobody_asked_is_no_time_of_a_chunk(monkeypatch, away, sec
     mine = InFlight(adaptive().runner)
     mine.look_away()
     result = Results(mark)
-    chunk = Chunk([], [], result, "off", 0, None, 1.0, 0, 1, 0)
+    chunk = Chunk([], [], result, "off", 0, None, 1.0, 0, 1, 1, 0)
     mine.add(chunk)
     now[0], mark.ready = 11.0, True
     mine.notice_what_is_done()
     timed = mine.wait_for(mine.take())[1]
     assert timed == pytest.approx(seconds, rel=0.02, nan_ok=True)
     now[0] = 20.0  # nor does anybody know when the one behind it began
-    behind = Chunk([], [], result, "off", 0, None, 1.0, 0, 1, 0)
+    behind = Chunk([], [], result, "off", 0, None, 1.0, 0, 1, 1, 0)
     expected = math.nan if away > 1 else 9.0
     assert mine.wait_for(behind)[1] == pytest.approx(expected, rel=0.02, nan_ok=True)
 

@@ -13,9 +13,12 @@ from shared import compilations_of, weights
 from tiny import tiny_config
 
 from specjax import SpecConfig
+from specjax.decode.chunk import NEVER
 from specjax.engine.engine import Engine
+from specjax.engine.inputs import lineup_of
 from specjax.engine.intake import Intake
-from specjax.engine.programs import choose_program
+from specjax.engine.pages import NOBODYS
+from specjax.engine.programs import choose_program, until
 from specjax.engine.replicas import Replicas
 from specjax.engine.sequence import Progress
 from specjax.engine.settings import EngineConfig
@@ -29,9 +32,10 @@ def chunks(monkeypatch):
         seen, runner = [], engine.runner
         chunk, prefill, read = runner.chunk, runner.prefill, engine.loop._postprocess
 
-        def enqueue(strategy, features, slots, active, *args):
-            seen.append(("chunk", (strategy, len(slots), int(active.sum()))))
-            return chunk(strategy, features, slots, active, *args)
+        def enqueue(strategy, features, lineup, until):
+            rows = lineup.active[: len(lineup.slots) - runner.standby]
+            seen.append(("chunk", (strategy, len(rows), int(rows.sum()))))
+            return chunk(strategy, features, lineup, until)
 
         def reads(piece):
             seen.append(("prefill", piece.tokens.shape))
@@ -107,6 +111,95 @@ def test_a_chunk_that_is_enqueued_ahead_gives_the_rows_of_those_that_end_to_othe
     samples, _ = engine.generate(ends)
     assert [s.token_ids for s in samples] == tokens_of(ends)
     assert all(ran[:-1]), "but for the last sample, which nobody follows"
+
+
+def test_rows_are_taken_over_within_a_chunk():
+    engine, ran = engine_of(None, batch=1, stretch=8), []
+    engine.watcher = SimpleNamespace(news=lambda *_: None, chunk=lambda *args: ran.append(args[-1]))
+    jobs = [job for i in range(6) for job in jobs_of([i + 1, 2], ONE, i)]
+    samples, _ = engine.generate(jobs)
+    assert [s.token_ids for s in samples] == tokens_of(jobs)
+    assert max(ran) >= 4 * ONE.max_tokens and sum(ran) == 6 * ONE.max_tokens
+
+
+def test_what_a_chunk_tells_of_one_that_takes_over_is_what_it_tells_of_one_alone():
+    """Whatever is told by round or by token, with counts of its own for penalties."""
+    asks = dataclasses.replace(
+        ONE, top_logprobs=2, transformed_logprobs=True, frequency_penalty=0.5, max_tokens=24
+    )
+    jobs = [job for i in range(5) for job in jobs_of([i + 1, 2, 3], asks, i)]
+    engine = engine_of(batch=1, stretch=8)
+    together, _ = engine.generate(jobs)
+    for job, sample in zip(jobs, together, strict=True):
+        [alone], _ = engine.generate([job])
+        assert sample.token_ids == alone.token_ids
+        assert sample.stats == alone.stats
+        for name in ("logprobs", "transformed_logprobs"):
+            np.testing.assert_allclose(getattr(sample, name), getattr(alone, name), atol=1e-5)
+        for name in ("top_logprobs", "top_transformed_logprobs"):
+            for mine, theirs in zip(getattr(sample, name), getattr(alone, name), strict=True):
+                assert mine == pytest.approx(theirs, abs=1e-5)
+
+
+def test_those_that_stand_by_with_stop_strings_have_chunks_that_the_host_looks_after(chunks):
+    engine, rounds = engine_of(None, batch=1, stretch=8), []
+    run = engine.runner.chunk
+    engine.runner.chunk = lambda *args: rounds.append(int(args[3].rounds)) or run(*args)
+    with_stop = dataclasses.replace(ONE, stop=("nowhere",))
+    for params, most in ((ONE, 8 * 32), (with_stop, 32)):
+        rounds.clear()
+        first, *others = (jobs_of([i + 1, 2], ONE, i)[0] for i in range(4))
+        others = [
+            dataclasses.replace(job, params=params, decode=lambda ids, *_: "") for job in others
+        ]
+        engine.generate([first, *others])
+        assert max(rounds[1:]) == most, "the first has the row, the others stand by"
+
+
+def test_longer_chunks_preempt_nobody_whom_shorter_ones_would_not():
+    found = []
+    for stretch in (1, 8):
+        pages = engine_of(None, batch=4, page_size=16).runner.page_bytes * 22
+        engine = engine_of(None, batch=4, page_size=16, stretch=stretch, cache_bytes=pages)
+        lengths = [20, 20, 80, 80, 80, 20]
+        jobs = [
+            jobs_of([i + 1, 2], dataclasses.replace(ONE, max_tokens=n), i)[0]
+            for i, n in enumerate(lengths)
+        ]
+        samples, _ = engine.generate(jobs)
+        assert [s.token_ids for s in samples] == tokens_of(jobs)
+        found.append(engine.loop.preemptions)
+    assert found[1] <= found[0]
+
+
+@pytest.mark.parametrize(
+    ("alive", "standby", "waits", "leave_at", "ended"),
+    [
+        (8, 8, True, 0, 4),  # half of those that stand by, for each of two chunks
+        (64, 8, True, 0, 10),  # a sixth of the rows
+        (1, 0, True, 0, NEVER),
+        (8, 0, True, 7, NEVER),  # who waits has no place yet: at the first end
+        (8, 8, False, 4, NEVER),  # nobody waits: until a smaller batch is enough
+        (5, 0, False, 4, NEVER),
+    ],
+)
+def test_a_chunk_ends_when_others_are_to_come_or_a_smaller_batch_is_enough(
+    alive, standby, waits, leave_at, ended
+):
+    assert until(9, alive, standby, waits, 4) == (9, leave_at, ended)
+
+
+def test_a_lineup_has_rows_then_those_that_stand_by_and_pages_only_of_those_that_run():
+    runner = engine_of(None, batch=4).runner
+    table = 1 + np.arange(runner.slots * runner.table_width).reshape(runner.slots, -1)
+    slot_of = [SimpleNamespace(slot=slot) for slot in range(runner.slots)]
+    found = lineup_of([slot_of[2]], 4, [slot_of[5], slot_of[1]], [3], table, runner)
+    spare = runner.slots - 1
+    wanted = [2, 3, spare, spare, 5, 1] + [spare] * (runner.standby - 2)
+    assert found.slots.tolist() == wanted
+    assert np.flatnonzero(found.active).tolist() == [0, 4, 5]
+    np.testing.assert_array_equal(found.table[found.active], table[[2, 5, 1]])
+    assert (found.table[~found.active] == NOBODYS).all()
 
 
 def test_slots_are_refilled_though_those_that_run_hold_most_pages(chunks):
@@ -314,10 +407,9 @@ def test_replicas_of_which_all_slots_run_know_that_others_wait():
     engine, seen = engine_of(None, batch=2), []
     replicas, enqueue = Replicas([engine]), engine.runner.chunk
 
-    def chunk(*args):
-        leave_at = args[6]
-        seen.append(leave_at)
-        return enqueue(*args)
+    def chunk(strategy, features, lineup, until):
+        seen.append(int(until.leave_at))
+        return enqueue(strategy, features, lineup, until)
 
     engine.runner.chunk = chunk
     for job in jobs_of([1, 2], dataclasses.replace(ONE, n=3)):

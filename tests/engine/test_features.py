@@ -78,9 +78,10 @@ def asked(monkeypatch):
     def watch(engine):
         runner, seen, chunk = engine.runner, [], engine.runner.chunk
 
-        def observed(strategy, features, slots, *args):
-            result = chunk(strategy, features, slots, *args)
-            seen.append((features, runner.executables.covering(strategy, len(slots), features)))
+        def observed(strategy, features, lineup, until):
+            result, rows = chunk(strategy, features, lineup, until), len(lineup.slots)
+            rows -= runner.standby
+            seen.append((features, runner.executables.covering(strategy, rows, features)))
             return result
 
         monkeypatch.setattr(runner, "chunk", observed)

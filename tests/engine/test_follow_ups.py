@@ -14,7 +14,7 @@ from specjax.engine.settings import EngineConfig
 def test_a_chunk_ends_with_its_first_sample_only_if_that_is_worth_something(
     thin_policy, follow_ups, warm, first
 ):
-    how = EngineConfig(chunk_tokens=16, follow_ups=follow_ups)
+    how = EngineConfig(chunk_tokens=16, stretch=1, follow_ups=follow_ups)
     llm = LLM(thin_policy, None, max_batch=2, max_len=64, engine=how)
     if warm:  # there is a program for one slot as well
         llm.warm_up()

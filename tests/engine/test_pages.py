@@ -44,7 +44,8 @@ class Device:
 
     def __init__(self, slots, pages, ahead, rewritten=0, expected=None):
         self.pool = PagePool(pages)
-        self.scheduler = Scheduler(slots, slots, self.pool, PAGE, ahead, rewritten, expected)
+        self.scheduler = Scheduler(slots, slots, self.pool, PAGE, rewritten, expected)
+        self.scheduler.ahead = ahead
         self.ahead, self.rewritten = ahead, rewritten
         self.finished, self.started = [], []
 

@@ -78,9 +78,10 @@ def test_where_nobody_speculates_the_plain_program_runs(watched):
     assert {"off", "3_1_4"} == {strategy for strategy, _ in chunks.ran}
 
 
-def test_who_wants_plain_decoding_does_not_keep_the_others_waiting_for_longer(watched):
+def test_who_wants_plain_decoding_does_not_keep_the_others_waiting_for_longer(watched, monkeypatch):
     """A chunk has 8 tokens: 8 rounds of plain decoding, 2 of three drafts."""
     engine, chunks = watched
+    monkeypatch.setattr(engine.runner, "stretch", 1)
     off = dataclasses.replace(LONG, strategy="off", max_tokens=10)
     engine.controller.select(1)  # what those who name none would run by is known
     jobs = jobs_of([3, 4], off) + jobs_of([3, 5], dataclasses.replace(LONG, max_tokens=60))

@@ -13,7 +13,9 @@ from tiny import apt, tiny_config, tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig, sharding
 from specjax.decode import shards
+from specjax.decode.chunk import Until
 from specjax.decode.options import Features
+from specjax.decode.state import Lineup
 from specjax.engine.compare import first_difference
 from specjax.engine.request import make_jobs
 from specjax.sharding import MeshConfig, make_mesh
@@ -52,8 +54,9 @@ def chunk_text(llm: LLM, features: Features) -> str:
     if runner.state is None:
         runner.reset()
     [strategy] = runner.plans
-    slots, table = np.arange(BATCH), np.zeros((BATCH, runner.table_width), np.int32)
-    runner.chunk(strategy, features, slots, np.zeros(BATCH, bool), table, rounds=0)
+    table = np.zeros((BATCH, runner.table_width), np.int32)
+    rows = Lineup(np.arange(BATCH, dtype=np.int32), np.zeros(BATCH, bool), table)
+    runner.chunk(strategy, features, runner.alone(rows), Until.of(0))
     return runner.executables.by_key["chunk", strategy, BATCH, features].as_text()
 
 

@@ -148,7 +148,7 @@ def test_llm_keeps_the_caches_of_what_runs_if_asked_for():
 
 def test_what_was_generated_stays_when_weights_change_in_invariant_mode():
     """A preempted sample is generated anew there; under other weights it would be another one."""
-    spec, often = SpecConfig("1_1_2", invariant=True), EngineConfig(chunk_tokens=8)
+    spec, often = SpecConfig("1_1_2", invariant=True), EngineConfig(chunk_tokens=8, stretch=1)
     engine = LLM((CFG, *weights()), spec, max_batch=1, max_len=96, engine=often).engine
     [job] = jobs_of([7, 8, 9], LONG)
     ticket = engine.add(job)

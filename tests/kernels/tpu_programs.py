@@ -19,7 +19,9 @@ from jax.experimental import topologies
 from specjax import sharding
 from specjax.config import ModelConfig, SpecConfig
 from specjax.decode import admit
+from specjax.decode.chunk import Until
 from specjax.decode.options import Features
+from specjax.decode.state import Lineup
 from specjax.draft.mtp import init_head_params
 from specjax.engine.inputs import piece_of
 from specjax.engine.runner import Runner
@@ -107,13 +109,11 @@ def chunk(mesh):
     """A whole rollout chunk, by the code that the engine runs it with."""
     runner, bucket = runner_of(mesh), 8
     features = Features(sampled=True)
-    inputs = (
-        runner.params, runner.head, runner.state,
-        np.arange(bucket, dtype=np.int32), np.ones(bucket, bool),
-        np.zeros((bucket, runner.table_width), np.int32), runner.nobody,
-        np.int32(4), np.int32(0),
-    )  # fmt: skip
-    program = functools.partial(runner._chunk_program, STRATEGY, features)
+    table = np.zeros((bucket, runner.table_width), np.int32)
+    rows = Lineup(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
+    lineup, until = runner.alone(rows), Until.of(4)
+    inputs = runner.params, runner.head, runner.state, lineup, until
+    program = functools.partial(runner._chunk_program, STRATEGY, features, bucket)
     key = ("chunk", STRATEGY, bucket, features)
     return runner.executables.get(key, program, inputs, (2,))
 

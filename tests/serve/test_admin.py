@@ -91,7 +91,7 @@ def replay(weights):
 
     A chunk is a token, so that they can be changed after any.
     """
-    how = EngineConfig(chunk_tokens=1, prefill_chunk=16, page_size=16)
+    how = EngineConfig(chunk_tokens=1, stretch=1, prefill_chunk=16, page_size=16)
     engine = LLM((weights[0], weights[1], None), None, max_batch=1, max_len=96, engine=how).engine
 
     def tokens(job, versions, by_version, running):
@@ -303,7 +303,7 @@ def test_without_an_admin_key_nobody_may(thin_policy, weights):
     """And an engine that dies is told of: by every answer, and by /health."""
     cfg = config(thin_policy, admin_key=None)
     cfg.speculation.strategy = "off"
-    how = EngineConfig(chunk_tokens=8, prefill_chunk=16, page_size=16)
+    how = EngineConfig(chunk_tokens=8, stretch=1, prefill_chunk=16, page_size=16)
     llm = LLM((*weights[:2], None), None, max_batch=2, max_len=64, engine=how)
 
     step, served_last = llm.engine.step, []
