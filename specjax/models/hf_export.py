@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -199,11 +200,20 @@ def replacing(path: Path) -> Iterator[Path]:
             path.rename(old)
         partial.rename(path)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove_for_good(partial)
         if old.exists() and not path.exists():
             old.rename(path)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_for_good(path: Path) -> None:
+    """Threads of a save that failed may still write: what they make anew goes as well."""
+    for wait in (0.05, 0.1, 0.2, 0.4, 0.8):
+        shutil.rmtree(path, ignore_errors=True)
+        time.sleep(wait)
+        if not path.exists():
+            return
 
 
 def _is_empty_dir(path: Path) -> bool:
