@@ -115,7 +115,6 @@ def run_chunk(
     """
     begin, sequences = take(state.length, lineup.slots), len(lineup.slots)
     few = max(1, rows // TAKE_OVER_SHARE)
-
     at_first = lineup.running(state).sum()
 
     def fill(state, who):

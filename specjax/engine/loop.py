@@ -158,6 +158,12 @@ class Loop:
         """Whether rows that become free are taken before the host looks."""
         return self.scheduler.has_waiting or len(self.scheduler.running) > self.slots
 
+    @property
+    def _enough_stand_by(self) -> bool:
+        """Whether the next prompts can wait until a few of them are read at once."""
+        few_can_start = self.scheduler.free < FEW and not self.scheduler.is_reading
+        return few_can_start and len(self.scheduler.running) > self.slots
+
     def drain(self) -> None:
         """Takes in all that was enqueued."""
         while self._in_flight:
@@ -193,12 +199,8 @@ class Loop:
         self._make_room()
         running, room = self.scheduler.running, self.config.prefill_chunk
         idle = not running
-        if (
-            len(running) > self.slots
-            and self.scheduler.free < FEW
-            and not self.scheduler.is_reading
-        ):
-            room = 0  # some still stand by: the next prompts are read a few at a time
+        if self._enough_stand_by:
+            room = 0
         while (len(running) < self.slots if idle else room > 0) and (read := self._read_prompts()):
             room -= read
             if idle:
