@@ -205,6 +205,11 @@ class Controller(abc.ABC):
     def calibrated(self, costs: CostTable) -> None:  # noqa: B027  (most ask for no costs)
         """Costs were measured, while nothing ran; what else was learned still holds."""
 
+    @property
+    def is_curious(self) -> bool:
+        """Whether what the next chunks show may change the choice: then they should be short."""
+        return False
+
     def gains(self, batch_size: int) -> dict[str, float]:
         """How many times as fast as plain decoding each strategy is, by what was measured.
 

@@ -185,6 +185,11 @@ class Goodput(Controller):
         self._probe = None  # what it would tell is of the old ones
         self._free_try, self._repeats, self._again = True, "", 0
 
+    @property
+    def is_curious(self) -> bool:
+        """While a try is under way, and while new weights are to be tried as soon as may be."""
+        return self._probe is not None or (self._free_try and self._rounds >= self._free_at)
+
     def calibrated(self, costs: CostTable) -> None:
         """Takes freshly measured costs for what was learned of them; acceptance is kept."""
         self.costs = CostTable.from_state(costs.state())

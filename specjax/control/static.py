@@ -55,6 +55,10 @@ class Gate(Controller):
     def _learn(self, seen: Observation) -> None:
         self.inner.observe(seen)
 
+    @property
+    def is_curious(self) -> bool:
+        return self.inner.is_curious
+
     def gains(self, batch_size: int) -> dict[str, float]:
         return self.inner.gains(batch_size)
 

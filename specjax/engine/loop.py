@@ -292,7 +292,8 @@ class Loop:
         alive = [s for s in running if s.job.limit - s.length > sure[s.ticket]]
         if not alive:
             return False
-        rows = None if any(s.job.params.stop for s in alive) else self._rows  # the host must look
+        by_host = any(s.job.params.stop for s in alive)  # it finds where they end
+        rows = None if by_host or self.controller.is_curious else self._rows
         # Who started first has a row, so nobody who has taken one over is put back.
         alive, others = alive[: self.slots], alive[self.slots :]
         rows = rows and max(rows, len(alive))

@@ -175,3 +175,16 @@ def test_new_weights_again_and_again_cost_a_good_head_little(batch):
         controller = Goodput(ARMS, cost_table("cpu"))
         run = drive(controller, world, batch, 4000, chunk_tokens=32, swap_every=128)
         assert run.rate() >= 0.965 * world.oracle(ARMS, batch), seed
+
+
+def test_it_is_curious_until_new_weights_were_tried_and_while_a_try_is_under_way():
+    """Chunks are short then, see `EngineConfig.stretch`: what it learns it learns soon."""
+    world, controller = World(cost_table("cpu"), GOOD, seed=0), Goodput(ARMS, cost_table("cpu"))
+    assert controller.is_curious
+    finish(controller, world)
+    assert not controller.is_curious
+    drive(controller, world, 4, 200)
+    controller.weights_changed()
+    assert controller.is_curious
+    finish(controller, world)
+    assert not controller.is_curious
