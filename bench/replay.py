@@ -38,7 +38,7 @@ from specjax.control import OFF, ControlConfig, Controller, CostTable, Observati
 from specjax.decode.chunk import TAKE_OVER_SHARE, Until
 from specjax.engine.programs import until
 from specjax.engine.runner import STANDBY
-from specjax.engine.settings import powers
+from specjax.engine.settings import powers, stretched
 from specjax.engine.start_up import REPEATS, enough_rounds
 
 _OWN_ROUNDS = 8.0  # rounds of a sample's own evidence that count as much as all samples'
@@ -135,7 +135,7 @@ class Replay:
 
     def rounds(self, strategy: str, rows: int) -> int:
         """Of one chunk at most, as the engine has it."""
-        tokens = self.chunk_tokens * max(1, self.chunk_stretch // rows)
+        tokens = stretched(self.chunk_tokens, self.chunk_stretch, rows)
         return max(1, tokens // (self.steps[strategy] + 1))
 
     @property

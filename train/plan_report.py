@@ -110,8 +110,7 @@ class Plan:
             of more slots come beside it.
         """
         runner, memory = self.shapes.engine.runner, self.topology.chip.memory + instead
-        state = device_bytes(caches(runner.state)[1]) / runner.slots
-        each = pages + state
+        each = pages + device_bytes(caches(runner.state)[1]) / runner.slots
         taken = runner.batch * pages if instead else 0.0  # by slots that are there already
         others = (p for p in self.programs if p.part == "roll out" and not p.is_chunk)
         most = max([sum(self.held("roll out").values()), *map(self.peak, others)])

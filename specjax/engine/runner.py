@@ -30,6 +30,7 @@ from specjax.engine.executables import Executables
 from specjax.engine.pages import NOBODYS, pages_for
 from specjax.engine.parcel import Parcel
 from specjax.engine.plans import make_plans, own_name
+from specjax.engine.settings import stretched
 from specjax.engine.sources import with_kernel
 from specjax.kernels import dispatch, panels
 from specjax.models.transformer import Params, graphdef, to_decode_layout
@@ -174,7 +175,7 @@ class Runner:
     def rounds(self, strategy: str, rows: int | None = None) -> int:
         """Rounds of one chunk of so many rows at most; None: many."""
         plan = self.plans[strategy]
-        tokens = self.chunk_tokens * max(1, self.stretch // (rows or self.stretch))
+        tokens = stretched(self.chunk_tokens, self.stretch, rows or self.stretch)
         if plan.tree is None and self.tail:  # what the head will need later must not be dropped
             tokens = min(tokens, max(self.chunk_tokens, WINDOW))
         return max(1, tokens // (plan.steps + 1))

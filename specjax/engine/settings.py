@@ -15,6 +15,11 @@ from specjax.kernels import panels
 PREFILL_TOKENS = 512  # of all rows of one prefill, about
 
 
+def stretched(chunk_tokens: int, stretch: int, rows: int) -> int:
+    """Tokens of a slot in a chunk of so many rows, see `EngineConfig`."""
+    return chunk_tokens * max(1, stretch // rows)
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """How an engine uses its device; nothing of it changes a token but by rounding.

@@ -64,7 +64,7 @@ def test_the_table_has_every_program_and_all_its_parts(whole):
     assert names == [
         "policy, a micro-batch", "policy, optimizer", "draft, a micro-batch",
         "resharding, policy", "resharding, draft", "prefill 1 x 17", "place 1", "place 4",
-            "chunk 1_1_2 x 1",
+        "chunk 1_1_2 x 1",
     ]  # fmt: skip
     for part in (
         "policy parameters", "policy optimizer", "draft optimizer", "cache", "temporaries, at most",
