@@ -200,14 +200,18 @@ def speeds_of(bench: Bench, heads: Mapping[str, Params]) -> dict[str, dict[str, 
 def one_run(
     bench: Bench, recorder: Recorder, heads: Mapping[str, Params], number: int
 ) -> list[Measured]:
-    """Rounds with the good head, the bad one, and the good one again, the samples going on."""
+    """Rounds with the good head, the bad one, and the good one again.
+
+    The samples go on, their caches made anew by each head, as `Engine.set_params` does by itself:
+    where the bad head has read a sample, the good one drafts badly to its end.
+    """
     engine, args = bench.engine, bench.args
     engine.set_params(bench.llm.params, heads[PHASES[0]])
     stream = Stream(engine, recorder, bench.jobs(number), args.batch)
     stream.fill()
     phases = [stream.run(lambda _, rounds: rounds < args.rounds)]
     for head in PHASES[1:]:
-        engine.set_params(bench.llm.params, heads[head], running="keep")
+        engine.set_params(bench.llm.params, heads[head])
         phases.append(stream.run(lambda _, rounds: rounds < args.rounds))
     stream.close()
     return phases

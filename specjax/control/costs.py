@@ -25,6 +25,12 @@ to cost as before, and all others are put right at once.
 
 Residuals are cut at a few typical ones: chunks with a hiccup of the machine are common. Where one
 asks to go further down than that, `slack` grows by the excess, and a second one is believed.
+
+A chunk also takes what lies beside its rounds, whatever strategy it has: to be enqueued, to take in
+tables, to hand out results. Of a chunk of a few quick rounds that is the most, and strategies are
+known by chunks of very different length, so it is kept apart, by bucket, as `beside`. A residual is
+followed by both in proportion to their shares of the chunk, so that short chunks teach the one and
+long ones the other.
 """
 
 from __future__ import annotations
@@ -59,6 +65,7 @@ _CONFIRMED = 4  # chunks after which a calibrated entry is believed
 _UNCONFIRMED_SLACK = 0.25
 _GUESSED_SLACK = 0.35
 _MOST_SLACK = 0.9
+_LEAST_SHARE = 0.1  # of the seconds of a chunk that its rounds take
 
 
 @dataclasses.dataclass
@@ -88,6 +95,7 @@ class CostTable:
       buckets: increasing compiled batch sizes; a batch costs what the smallest bucket that holds
         it costs.
       seconds: per strategy a list with one entry per bucket; None (or NaN) where not calibrated.
+      beside: seconds of a chunk beside its rounds, by bucket; None: nothing.
 
     Raises:
       ValueError: the lists do not fit, or a cost is not above zero.
@@ -97,6 +105,7 @@ class CostTable:
         self,
         buckets: Sequence[int] = DEFAULT_BUCKETS,
         seconds: Mapping[str, Sequence[float | None]] | None = None,
+        beside: Sequence[float] | None = None,
     ):
         self.buckets = tuple(int(b) for b in buckets)
         if not self.buckets or any(
@@ -107,6 +116,12 @@ class CostTable:
         self._typical = _FIRST_TYPICAL
         self._rounds = 0
         self._common = [0.0] * len(self.buckets)
+        self._beside = [0.0] * len(self.buckets) if beside is None else [float(b) for b in beside]
+        if len(self._beside) != len(self.buckets) or not all(0 <= b < 1e9 for b in self._beside):
+            raise ValueError(
+                f"beside must have seconds of at least 0 for each of {len(self.buckets)} buckets, "
+                f"got {beside}"
+            )
         self._last: list[str | None] = [None] * len(self.buckets)  # strategies that ran last
         for name, row in (seconds or {}).items():
             if len(row) != len(self.buckets):
@@ -118,17 +133,24 @@ class CostTable:
             self._entries[canonical(name)] = [None if x is None else _Entry(x) for x in logs]
 
     @classmethod
-    def from_samples(cls, samples: Mapping[tuple[str, int], Sequence[float]]) -> CostTable:
+    def from_samples(
+        cls,
+        samples: Mapping[tuple[str, int], Sequence[float]],
+        beside: Mapping[int, float] | None = None,
+    ) -> CostTable:
         """From measured seconds per round, by (strategy, bucket); the least of each counts.
 
         Whatever else the machine does adds to a time, and never takes from it.
+
+        Args:
+          beside: seconds of a chunk beside its rounds, by bucket.
         """
         buckets = sorted({bucket for _, bucket in samples})
         rows: dict[str, list[float | None]] = {}
         for (name, bucket), values in samples.items():
             row = rows.setdefault(canonical(name), [None] * len(buckets))
             row[buckets.index(bucket)] = float(min(values))
-        return cls(buckets, rows)
+        return cls(buckets, rows, beside and [beside[bucket] for bucket in buckets])
 
     def index(self, batch_size: int) -> int:
         """Index of the smallest bucket that holds the batch; of the largest if none does."""
@@ -166,9 +188,14 @@ class CostTable:
         below = min(0.0, entry.mark - common) + entry.excess
         return min(1 - (1 - slack) * math.exp(below), _MOST_SLACK)
 
-    def seconds(self, name: str, batch_size: int) -> float:
-        """Seconds per round; finite and above zero."""
-        return math.exp(self._guess(name, self.index(batch_size)))
+    def seconds(self, name: str, batch_size: int, rounds: float = math.inf) -> float:
+        """Seconds per round of a chunk of so many, one at least; finite and above zero."""
+        beside = self.beside(batch_size) / max(rounds, 1.0)
+        return math.exp(self._guess(name, self.index(batch_size))) + beside
+
+    def beside(self, batch_size: int) -> float:
+        """Seconds of a chunk that its rounds do not take."""
+        return self._beside[self.index(batch_size)]
 
     def observe(self, name: str, batch_size: int, seconds: float | None, rounds: int) -> None:
         """Takes in `seconds` per round, averaged over a chunk of `rounds`; see the module."""
@@ -179,13 +206,16 @@ class CostTable:
         row = self._entries.setdefault(name, [None] * len(self.buckets))
         beside_another = self._last[at] not in (name, None)
         self._last[at] = name
-        entry, measured = row[at], math.log(seconds)
+        entry, beside = row[at], self._beside[at] / rounds
         if entry is None:
-            row[at] = _Entry(measured, self._common[at], 1.0, self._rounds)
+            alone = math.log(max(seconds - beside, _LEAST_SHARE * seconds))
+            row[at] = _Entry(alone, self._common[at], 1.0, self._rounds)
             return
         weight = min(1.0, max(rounds / _FULL_ROUNDS, rounds * seconds / _FULL_SECONDS))
         drift = self._common[at] - entry.mark
-        residual = measured - entry.log - drift
+        alone = math.exp(entry.log + drift)
+        share = alone / (alone + beside)  # of the chunk, that its rounds take
+        residual = math.log(seconds / (alone + beside))
         size = weight * (drift / self._typical) ** 2
         not_shared = min(max(-residual / drift, 0.0), 1.0) if drift else 0.0
         not_shared *= _trust(size / _NOTABLE**2)
@@ -194,6 +224,8 @@ class CostTable:
         if much_cheaper := cut > surprise:
             cut = min(cut, max(surprise, entry.excess))
         step = _RATE * weight * cut
+        self._beside[at] *= math.exp((1 - share) * step)
+        step *= share
         self._keep_drift(at, entry, 1 - not_shared)
         entry.count = 1 + (1 - _trust(size)) * entry.count
         own = 1 / (1 + _COMMON_DOUBT * entry.count)
@@ -259,13 +291,14 @@ class CostTable:
             },
             "typical": self._typical,
             "common": list(self._common),
+            "beside": list(self._beside),
             "rounds": self._rounds,
             "last": list(self._last),
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> CostTable:
-        table = cls(state["buckets"])
+        table = cls(state["buckets"], beside=state.get("beside"))  # an older state has none
         table._entries = {
             name: [None if e is None else _Entry(**e) for e in row]
             for name, row in state["entries"].items()

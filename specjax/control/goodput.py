@@ -156,9 +156,13 @@ class Goodput(Controller):
         goes_on = self._goes_on
         return {
             arm: self._per_slot(self.acceptance.expected_tokens(arm, goes_on))
-            / self.costs.seconds(arm, batch_size)
+            / self._seconds(arm, batch_size)
             for arm in self.arms
         }
+
+    def _seconds(self, arm: str, batch_size: int) -> float:
+        """Of a round, with its share of what lies beside the rounds of a chunk."""
+        return self.costs.seconds(arm, batch_size, self._chunk_tokens / (1 + self._steps(arm)))
 
     @property
     def _goes_on(self) -> float:
@@ -238,7 +242,7 @@ class Goodput(Controller):
         wanted = max(_MIN_PROBE, -(-self.config.probe_slot_rounds // batch_size))
         losses, turns, hopes = {}, {}, {}
         for arm, score in scores.items():
-            seconds = self.costs.seconds(arm, batch_size)
+            seconds = self._seconds(arm, batch_size)
             cheaper = 1 / (1 - self.costs.slack(arm, batch_size))
             hoped = self.acceptance.hoped_tokens(arm, self._goes_on)
             hope = self._per_slot(hoped) / seconds * cheaper
@@ -286,6 +290,7 @@ class Goodput(Controller):
         """Expected seconds that a try takes beside its rounds; 0 if unknown."""
         rows = 0 if arm == OFF else self._behind
         first = self._beginnings.first_seconds(self.costs.index(batch_size))
+        first += self.costs.beside(batch_size)  # there would have been fewer chunks
         return _BOTH * first + self.catch_up_seconds(batch_size, rows)
 
     def catch_up_seconds(self, batch_size: int, rows: int) -> float:
@@ -361,7 +366,8 @@ class Goodput(Controller):
         scores = self.scores(batch_size)
         best = max(self.arms, key=scores.__getitem__)
         # Whatever drafts tells of the head as it runs; plain decoding tells nothing.
-        close = best == OFF and scores[probe.arm] > (1 - _CLOSE) * scores[OFF]
+        drafting = max((score for arm, score in scores.items() if arm != OFF), default=0.0)
+        close = best == OFF and drafting > (1 - _CLOSE) * scores[OFF]
         close = close and self._free_gap <= 2 * _FREE_EVERY  # else it failed often enough
         short = told < self.config.probe_slot_rounds // 2  # samples ended, or chunks are short
         if self._again < (_FREE_CLOSE if close else _FREE_AGAIN if short else 0):
@@ -370,9 +376,9 @@ class Goodput(Controller):
     def _late(self, seen: Observation) -> float:
         """Seconds of the chunk that its rounds did not take; remembers what for."""
         plain = self.costs.seconds(OFF, seen.batch_size)
-        rounds = seen.rounds * self.costs.seconds(seen.strategy, seen.batch_size)
+        usual = seen.rounds * self.costs.seconds(seen.strategy, seen.batch_size, seen.rounds)
         rows = 0 if seen.strategy == OFF else seen.catch_up
-        beside = max(seen.seconds - rounds, 0.0)
+        beside = max(seen.seconds - usual, 0.0)
         return self._beginnings.learn(self.costs.index(seen.batch_size), rows, beside, plain)
 
     def _lost(self, seen: Observation, late: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from specjax.engine.loop import Loop
 
 CONTEXT = 256  # tokens of a sequence while costs are measured, at most
-REPEATS = 2
-REPEATS_BESIDE = 3  # it is subtracted: were it too long by a hiccup, rounds would look cheap
+REPEATS = 3
+REPEATS_BESIDE = 2  # of every strategy: were it too long by a hiccup, rounds would look cheap
 OnProgram = Callable[[int, int], None]  # programs that are ready, and all that there will be
 SAMPLE_SECONDS = 0.01  # of one measurement, about; where a round takes longer it is one round
 LONG_SECONDS = 4 * SAMPLE_SECONDS  # of a round: beside it a hiccup of the machine is small
@@ -146,15 +147,16 @@ def _buckets(loop: Loop) -> list[int]:
 def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
     """Seconds per round of every strategy at every bucket, measured in turns.
 
-    What a chunk costs beside its rounds is measured with none, and charged as a full chunk has it:
-    else what is measured in few rounds would look dear. It is meant to be short: what it gets wrong
-    is put right while the controller observes.
+    What a chunk takes beside its rounds is measured with none. The first turn tells how many rounds
+    a measurement needs; that is all that it counts for, unless they take long. It is meant to be
+    short: what it gets wrong is put right while the controller observes.
 
     Returns:
       the table, and the seconds that measuring took.
     """
     runner, started = loop.runner, time.perf_counter()
     samples: dict[tuple[str, int], list[float]] = {}
+    beside: dict[int, float] = {}
 
     def measured(strategy: str, rounds: int, warm: bool = False) -> tuple[float, int]:
         """Seconds of a chunk, and how many rounds it had; what runs first is slower at first."""
@@ -169,25 +171,20 @@ def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
 
     for bucket in loop.buckets:
         rounds = dict.fromkeys(runner.plans, 1)
-        beside = {
-            strategy: min(measured(strategy, 0)[0] for _ in range(REPEATS_BESIDE))
-            for strategy in runner.plans
-        }
-        wanted = dict.fromkeys(runner.plans, REPEATS)
-        for turn in range(REPEATS + 1):
+        beside[bucket] = statistics.median(
+            min(measured(name, 0)[0] for _ in range(REPEATS_BESIDE)) for name in runner.plans
+        )
+        for turn in range(1 + REPEATS):
             for strategy in runner.plans:
                 mine = samples.setdefault((strategy, bucket), [])
-                if len(mine) >= wanted[strategy]:
+                if mine and mine[0] > LONG_SECONDS:
                     continue
-                most = runner.rounds(strategy, bucket)
                 seconds, count = measured(strategy, rounds[strategy], warm=turn > 0)
-                each = max(seconds - beside[strategy], 0.1 * seconds) / count
-                rounds[strategy] = enough_rounds(each, most)
-                if each > LONG_SECONDS:
-                    wanted[strategy] = 1
-                if count >= rounds[strategy] // 2 or turn == REPEATS:
-                    mine.append(each + beside[strategy] / most)
-    return CostTable.from_samples(samples), time.perf_counter() - started
+                each = max(seconds - beside[bucket], 0.1 * seconds) / count
+                if turn or each > LONG_SECONDS:
+                    mine.append(each)
+                rounds[strategy] = enough_rounds(each, runner.rounds(strategy, bucket))
+    return CostTable.from_samples(samples, beside), time.perf_counter() - started
 
 
 def _context(runner: Runner) -> int:

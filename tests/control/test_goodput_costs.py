@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from control_sim import ARMS, BAD, GOOD, World, cost_table, drive
 
@@ -172,6 +173,42 @@ def table_in_use() -> CostTable:
     for name, seconds in (("off", 1.0), ("2_1_3", 1.2), ("4_1_5", 1.5)):
         seen(table, name, seconds, 200)
     return table
+
+
+def worst_cost(presumed: float) -> tuple[float, float]:
+    """How far costs are off at worst, and what is taken to lie beside rounds; 2.0 truly does.
+
+    Plain decoding runs in long chunks, and what is tried in short ones.
+    """
+    rounds_take, random, worst = {"off": 1.0, "2_1_3": 1.8}, np.random.default_rng(0), 0.0
+    table = CostTable([1], {name: [s] for name, s in rounds_take.items()}, [presumed])
+    chunks = [("off", 64), ("off", 64), ("2_1_3", 4), ("2_1_3", 4), ("2_1_3", 20)]
+    for lap in range(60):
+        for name, count in chunks:
+            seconds = (count * rounds_take[name] + 2.0) * random.lognormal(0, 0.03)
+            table.observe(name, 1, seconds / count, count)
+        for name, seconds in rounds_take.items() if lap >= 30 else ():
+            true = seconds + 2.0 / 20
+            worst = max(worst, abs(table.seconds(name, 1, rounds=20) / true - 1))
+    assert CostTable.from_state(table.state()).state() == table.state()
+    return worst, table.beside(1)
+
+
+@pytest.mark.parametrize("presumed", [1.0, 2.0, 6.0])
+def test_what_lies_beside_the_rounds_is_told_from_them_by_chunks_of_different_length(presumed):
+    worst, beside = worst_cost(presumed)
+    assert worst < 0.1
+    assert abs(beside - 2.0) <= max(0.9 * abs(presumed - 2.0), 0.2), "it comes nearer the truth"
+
+
+def test_costs_are_wrong_where_nothing_is_thought_to_lie_beside_the_rounds():
+    assert worst_cost(0.0)[0] > 0.12
+
+
+@pytest.mark.parametrize("beside", [[1.0], [0.0, -1.0], [0.0, math.nan], [0.0, math.inf]])
+def test_what_cannot_lie_beside_rounds_is_refused(beside):
+    with pytest.raises(ValueError, match="beside must have seconds of at least 0 for each of 2"):
+        CostTable([1, 2], beside=beside)
 
 
 def test_the_others_may_cost_what_they_did_before_one_grew_dearer():
