@@ -39,7 +39,7 @@ from specjax.decode.chunk import TAKE_OVER_SHARE, Until
 from specjax.engine.programs import until
 from specjax.engine.runner import STANDBY
 from specjax.engine.settings import powers, stretched
-from specjax.engine.start_up import REPEATS, enough_rounds
+from specjax.engine.start_up import REPEATS, enough_rounds, measurements
 
 _OWN_ROUNDS = 8.0  # rounds of a sample's own evidence that count as much as all samples'
 
@@ -145,8 +145,9 @@ class Replay:
         for name, bucket in itertools.product(self.strategies, self.buckets):
             seconds = self.costs.seconds(name, bucket)
             rounds = enough_rounds(seconds, self.rounds(name, bucket))
-            first = rounds // 2 > 1  # a first round that does not count
-            total += (first + REPEATS * rounds) * seconds
+            most = measurements(seconds)
+            warm = most if most == REPEATS else most - 1  # each after a round that does not count
+            total += (1 + warm * (1 + rounds)) * seconds
         return total
 
     def controller(self, arm: str) -> Controller:

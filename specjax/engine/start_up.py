@@ -33,6 +33,7 @@ REPEATS = 3
 REPEATS_BESIDE = 2  # of every strategy: were it too long by a hiccup, rounds would look cheap
 OnProgram = Callable[[int, int], None]  # programs that are ready, and all that there will be
 SAMPLE_SECONDS = 0.01  # of one measurement, about; where a round takes longer it is one round
+SLOW_SECONDS = SAMPLE_SECONDS / 4  # of a round: two measurements have to do
 LONG_SECONDS = 4 * SAMPLE_SECONDS  # of a round: beside it a hiccup of the machine is small
 
 
@@ -148,8 +149,9 @@ def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
     """Seconds per round of every strategy at every bucket, measured in turns.
 
     What a chunk takes beside its rounds is measured with none. The first turn tells how many rounds
-    a measurement needs; that is all that it counts for, unless they take long. It is meant to be
-    short: what it gets wrong is put right while the controller observes.
+    a measurement needs; that is all that it counts for, unless they take long. Of quick rounds
+    there are more measurements, for they suffer most from whatever else the machine does. It is
+    meant to be short: what it gets wrong is put right while the controller observes.
 
     Returns:
       the table, and the seconds that measuring took.
@@ -177,11 +179,11 @@ def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
         for turn in range(1 + REPEATS):
             for strategy in runner.plans:
                 mine = samples.setdefault((strategy, bucket), [])
-                if mine and mine[0] > LONG_SECONDS:
+                if mine and len(mine) >= measurements(min(mine)):
                     continue
                 seconds, count = measured(strategy, rounds[strategy], warm=turn > 0)
                 each = max(seconds - beside[bucket], 0.1 * seconds) / count
-                if turn or each > LONG_SECONDS:
+                if turn or measurements(each) < REPEATS:
                     mine.append(each)
                 rounds[strategy] = enough_rounds(each, runner.rounds(strategy, bucket))
     return CostTable.from_samples(samples, beside), time.perf_counter() - started
@@ -190,6 +192,14 @@ def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
 def _context(runner: Runner) -> int:
     """Tokens of a sequence while programs are tried and measured."""
     return min(CONTEXT, runner.max_len // 2)
+
+
+def measurements(seconds: float) -> int:
+    """How many of a strategy are enough, given the seconds of a round.
+
+    Where they are fewer than `REPEATS`, the first round counts as one.
+    """
+    return REPEATS if seconds < SLOW_SECONDS else 1 if seconds > LONG_SECONDS else 2
 
 
 def enough_rounds(seconds: float, most: int) -> int:
