@@ -39,7 +39,7 @@ from specjax.decode.chunk import TAKE_OVER_SHARE, Until
 from specjax.engine.programs import until
 from specjax.engine.runner import STANDBY
 from specjax.engine.settings import powers, stretched
-from specjax.engine.start_up import REPEATS, enough_rounds, measurements
+from specjax.engine.start_up import calibration_rounds
 
 _OWN_ROUNDS = 8.0  # rounds of a sample's own evidence that count as much as all samples'
 
@@ -144,10 +144,7 @@ class Replay:
         total = 0.0
         for name, bucket in itertools.product(self.strategies, self.buckets):
             seconds = self.costs.seconds(name, bucket)
-            rounds = enough_rounds(seconds, self.rounds(name, bucket))
-            most = measurements(seconds)
-            warm = most if most == REPEATS else most - 1  # each after a round that does not count
-            total += (1 + warm * (1 + rounds)) * seconds
+            total += calibration_rounds(seconds, self.rounds(name, bucket)) * seconds
         return total
 
     def controller(self, arm: str) -> Controller:

@@ -98,7 +98,7 @@ class CostTable:
       beside: seconds of a chunk beside its rounds, by bucket; None: nothing.
 
     Raises:
-      ValueError: the lists do not fit, or a cost is not above zero.
+      ValueError: the lists do not fit, a cost is not above zero, or `beside` is below it.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class CostTable:
         for (name, bucket), values in samples.items():
             row = rows.setdefault(canonical(name), [None] * len(buckets))
             row[buckets.index(bucket)] = float(min(values))
-        return cls(buckets, rows, beside and [beside[bucket] for bucket in buckets])
+        return cls(buckets, rows, None if beside is None else [beside[b] for b in buckets])
 
     def index(self, batch_size: int) -> int:
         """Index of the smallest bucket that holds the batch; of the largest if none does."""
@@ -208,8 +208,8 @@ class CostTable:
         self._last[at] = name
         entry, beside = row[at], self._beside[at] / rounds
         if entry is None:
-            alone = math.log(max(seconds - beside, _LEAST_SHARE * seconds))
-            row[at] = _Entry(alone, self._common[at], 1.0, self._rounds)
+            alone = max(seconds - beside, _LEAST_SHARE * seconds)
+            row[at] = _Entry(math.log(alone), self._common[at], 1.0, self._rounds)
             return
         weight = min(1.0, max(rounds / _FULL_ROUNDS, rounds * seconds / _FULL_SECONDS))
         drift = self._common[at] - entry.mark

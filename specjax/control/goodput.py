@@ -162,7 +162,11 @@ class Goodput(Controller):
 
     def _seconds(self, arm: str, batch_size: int) -> float:
         """Of a round, with its share of what lies beside the rounds of a chunk."""
-        return self.costs.seconds(arm, batch_size, self._chunk_tokens / (1 + self._steps(arm)))
+        return self.costs.seconds(arm, batch_size, self._full_rounds(arm))
+
+    def _full_rounds(self, arm: str) -> float:
+        """Of a chunk that is used up, whatever the strategy."""
+        return self._chunk_tokens / (1 + self._steps(arm))
 
     @property
     def _goes_on(self) -> float:
@@ -250,7 +254,7 @@ class Goodput(Controller):
             if arm == current or (hope <= least and not overdue):
                 continue
             hopes[arm] = hope
-            most = self._chunk_rounds.get(arm, self._chunk_tokens / (1 + self._steps(arm)))
+            most = self._chunk_rounds.get(arm, self._full_rounds(arm))
             rounds = 1 + min(wanted, max(most, 1.0))
             losses[arm] = rounds * seconds * max(0.0, 1 - score / scores[current])
             losses[arm] += self._begin_seconds(arm, batch_size)

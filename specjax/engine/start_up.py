@@ -183,7 +183,7 @@ def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
                     continue
                 seconds, count = measured(strategy, rounds[strategy], warm=turn > 0)
                 each = max(seconds - beside[bucket], 0.1 * seconds) / count
-                if turn or measurements(each) < REPEATS:
+                if turn or first_counts(each):
                     mine.append(each)
                 rounds[strategy] = enough_rounds(each, runner.rounds(strategy, bucket))
     return CostTable.from_samples(samples, beside), time.perf_counter() - started
@@ -195,11 +195,22 @@ def _context(runner: Runner) -> int:
 
 
 def measurements(seconds: float) -> int:
-    """How many of a strategy are enough, given the seconds of a round.
-
-    Where they are fewer than `REPEATS`, the first round counts as one.
-    """
+    """How many of a strategy are enough, given the seconds of a round."""
     return REPEATS if seconds < SLOW_SECONDS else 1 if seconds > LONG_SECONDS else 2
+
+
+def first_counts(seconds: float) -> bool:
+    """Whether the first round of a strategy is a measurement, given its seconds."""
+    return measurements(seconds) < REPEATS
+
+
+def calibration_rounds(seconds: float, most: int) -> int:
+    """Rounds in which `calibrate` measures a strategy in all, given the seconds of one.
+
+    That is the first one, and what follows, each measurement after a round that does not count.
+    """
+    after = measurements(seconds) - first_counts(seconds)
+    return 1 + after * (1 + enough_rounds(seconds, most))
 
 
 def enough_rounds(seconds: float, most: int) -> int:
