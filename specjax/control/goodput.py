@@ -7,14 +7,10 @@ end of their sample. Acceptance alone misleads: the same
 drafts that gain a quarter in a batch of one may lose in a batch of 32, where rows are not free.
 
 Plain decoding shows nothing of the head, and a shallow chain nothing of deeper drafts. So
-strategies that would win if what is not known turned out well are tried now and then: a try is
-paid for from an account into which a fixed share of all seconds goes, by the time it may lose.
-Part of that time is the draft's catching up: after plain decoding it has to read what was emitted
-meanwhile, which may take as long as many rounds. What runs after another strategy is also slower at
-first. So a try begins with one round in a chunk of its own, from which no costs are learned, or
-what is tried would be thought to be dear for ever. New weights ask for a try whatever the account
-says; where such tries keep failing they become rare. Strategies that would lose even with perfect
-drafts are never tried.
+strategies that would win if what is not known turned out well are tried now and then, see `tries`.
+Part of what a try loses is the draft's catching up: after plain decoding it has to read what was
+emitted meanwhile, which may take as long as many rounds. Strategies that would lose even with
+perfect drafts are never tried.
 
 What runs alone shows nothing of the others' costs either. Where it grows dearer, the table presumes
 that all do, and its `slack` (see `costs`) says by how much that may be wrong, so the others come to
@@ -25,7 +21,6 @@ hopeless: it is what no choice must lose against.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,19 +29,12 @@ from specjax.control.acceptance import Acceptance
 from specjax.control.base import OFF, Controller, Observation, log
 from specjax.control.beginnings import Beginnings
 from specjax.control.costs import CostTable
+from specjax.control.tries import Candidate, Tries
 
-_FREE_EVERY = 128  # rounds between tries that swapped weights may ask for without paying
-_FREE_RARELY = 32 * _FREE_EVERY  # the same after many that failed
-_FREE_AGAIN = 2  # how often such a try is repeated because it told too little,
-_FREE_CLOSE = 8  # and how often because what it tried is about as good as plain decoding:
-_CLOSE = 0.2  # worse by this share at most; the few rounds of a try do not tell it from better
+_CLOSE = 0.2  # worse than plain decoding by this share at most
 _ENDS_WITHIN = 4096.0  # tokens after which an observed end of a sample counts half
 _BOTH = 2  # what a try takes to begin, and what goes on after it likewise
-_HICCUP = 2.0  # times as long as the first round: the machine's fault, and not a cost
 _SHORT = 8  # rounds of a chunk: it tells little of costs where another strategy ran before
-_ARRIVES_WITHIN = 4  # choices after which the result of a try is taken for lost
-_MIN_PROBE = 4  # rounds
-_PAUSE = 32  # rounds between tries: short chunks cost the host time
 _OVERDUE = 4000  # rounds after which plain decoding is measured again, however dear it seems
 
 
@@ -83,29 +71,6 @@ class GoodputConfig:
             raise ValueError(f"prior must be between 0 and 1, got {self.prior}")
 
 
-@dataclasses.dataclass
-class _Try:
-    """Of a strategy: a round in a chunk of its own, and then what counts.
-
-    Attributes:
-      rounds: of the second chunk. free: asked for by new weights. charged: seconds, in advance.
-      lost: seconds, so far. asked: chunks that were asked for. came: those that came back.
-      waits: choices since both were asked for. histogram: of the first chunk, see `Observation`.
-      first: seconds of the first round, 0 if unknown.
-    """
-
-    arm: str
-    rounds: int
-    free: bool
-    charged: float
-    lost: float = 0.0
-    asked: int = 0
-    came: int = 0
-    waits: int = 0
-    histogram: list[int] = dataclasses.field(default_factory=list)
-    first: float = 0.0
-
-
 class Goodput(Controller):
     """Maximises tokens per second.
 
@@ -116,7 +81,7 @@ class Goodput(Controller):
     Attributes:
       regret_seconds: estimated time lost, by tries and late switches, against the strategy that
         scored best when each chunk arrived.
-      probes: tries so far.
+      tries: who is tried, and when.
     """
 
     kind = "goodput"
@@ -134,22 +99,14 @@ class Goodput(Controller):
         self.acceptance = Acceptance(self.drafts, self.config.half_life, self.config.prior)
         self.regret_seconds = 0.0
         self.seconds = 0.0
-        self.probes = 0
+        self.tries = Tries(self.config.probe_fraction, self.config.probe_slot_rounds)
         self._best: dict[int, str] = {}
-        self._credit = 0.0
-        self._free_try = True
-        self._free_at, self._free_gap = 0, _FREE_EVERY
-        self._repeats, self._again = "", 0  # what is tried again, and how often it was
         self._behind, self._drafting = 0, 1.0
         self._emitted, self._ended = 0.0, 0.0  # tokens and ends of samples, discounted
         self._beginnings = Beginnings()
         self._last = ""  # the strategy of the latest chunk
-        self._rounds = 0
         self._chunk_tokens = 32.0  # that a slot can emit in one
         self._chunk_rounds: dict[str, float] = {}  # by strategy; of tries, the most
-        self._probe: _Try | None = None
-        self._tried_at: dict[str, int] = {}
-        self._looked_round = 0
 
     def scores(self, batch_size: int) -> dict[str, float]:
         """Expected tokens per slot and second, by strategy."""
@@ -190,18 +147,17 @@ class Goodput(Controller):
     def weights_changed(self) -> None:
         """Keeps only a weak opinion of the head, and tries it soon, whatever the account says."""
         self.acceptance.forget()
-        self._probe = None  # what it would tell is of the old ones
-        self._free_try, self._repeats, self._again = True, "", 0
+        self.tries.weights_changed()
 
     @property
     def is_curious(self) -> bool:
-        """While a try is under way, and while new weights are to be tried as soon as may be."""
-        return self._probe is not None or (self._free_try and self._rounds >= self._free_at)
+        return self.tries.is_wanted
 
     def calibrated(self, costs: CostTable) -> None:
         """Takes freshly measured costs for what was learned of them; acceptance is kept."""
         self.costs = CostTable.from_state(costs.state())
-        self._best, self._probe, self._beginnings = {}, None, Beginnings()
+        self._best, self._beginnings = {}, Beginnings()
+        self.tries.recalibrated()
 
     def _choose(self, batch_size: int) -> str:
         scores = self.scores(batch_size)
@@ -212,39 +168,28 @@ class Goodput(Controller):
             self._best[at] = current = best
         log.debug("Goodput selected: %s, scores: %s", current, scores)
         self.rounds_hint = None
-        if self._probe is not None and self._probe.asked == 2:
-            self._probe.waits += 1
-            if self._probe.waits <= _ARRIVES_WITHIN:
-                return current
-            self._lose_try()
-        if self._probe is None:
-            self._probe = self._try_another(batch_size, current, scores)
-        return current if self._probe is None else self._ask(self._probe)
+        if self.tries.is_awaited():
+            return current
+        if self.tries.running is None and self.tries.are_due():
+            first = self._beginnings.first_seconds(at)
+            candidates = self._candidates(batch_size, current, scores)
+            self.tries.begin(candidates, batch_size, current == OFF, first)
+        if self.tries.running is None:
+            return current
+        name, self.rounds_hint = self.tries.ask()
+        return name
 
-    def _ask(self, probe: _Try) -> str:
-        """The next chunk is one of the try."""
-        self.rounds_hint = probe.rounds if probe.asked else 1
-        probe.asked, probe.waits = probe.asked + 1, 0
-        return probe.arm
+    def _candidates(
+        self, batch_size: int, current: str, scores: dict[str, float]
+    ) -> dict[str, Candidate]:
+        """What would win if all that is not known turned out well, and what was not seen for long.
 
-    def _lose_try(self) -> None:
-        """What it would have told never came; new weights are to be judged all the same."""
-        if self._probe.free and self._again < _FREE_AGAIN:
-            self._repeat_try(self._probe.arm)
-        self._probe = None
-
-    def _repeat_try(self, arm: str) -> None:
-        self._free_try, self._repeats, self._again = True, arm, self._again + 1
-
-    def _try_another(self, batch_size: int, current: str, scores: dict[str, float]) -> _Try | None:
-        """Of the strategy that is worth it now, if one is and it can be paid for."""
-        free = self._free_try and bool(self._repeats or self._rounds >= self._free_at)
-        if not free and self._rounds < self._looked_round + _PAUSE:
-            return None
-        self._looked_round = self._rounds
+        One try teaches the acceptance of a whole family, but the cost of one strategy only: so
+        those whose acceptance has to be better share their turns.
+        """
         least = (1 + self.config.hysteresis) * scores[current]
-        wanted = max(_MIN_PROBE, -(-self.config.probe_slot_rounds // batch_size))
-        losses, turns, hopes = {}, {}, {}
+        wanted = self.tries.rounds_wanted(batch_size)
+        candidates = {}
         for arm, score in scores.items():
             seconds = self._seconds(arm, batch_size)
             cheaper = 1 / (1 - self.costs.slack(arm, batch_size))
@@ -253,38 +198,13 @@ class Goodput(Controller):
             overdue = arm == OFF and self.costs.age(arm, batch_size) > _OVERDUE
             if arm == current or (hope <= least and not overdue):
                 continue
-            hopes[arm] = hope
             most = self._chunk_rounds.get(arm, self._full_rounds(arm))
             rounds = 1 + min(wanted, max(most, 1.0))
-            losses[arm] = rounds * seconds * max(0.0, 1 - score / scores[current])
-            losses[arm] += self._begin_seconds(arm, batch_size)
-            # One try teaches the acceptance of a whole family, but the cost of one strategy only.
-            turns[arm] = arm if score * cheaper > least else self.acceptance.family(arm) or arm
-        if not losses:
-            return None
-        failed = free and self._free_at > 0 and current == OFF  # as far as the last one told
-        if free and self._repeats in losses:
-            name = self._repeats
-        elif failed and self._free_gap > _FREE_EVERY:  # and the one before: now at the least cost
-            name = min(losses, key=losses.__getitem__)
-        elif free:  # what may win most is drafted deepest, and tells of all shallower ones
-            name = max(hopes, key=hopes.__getitem__)
-        else:  # they take turns, or the cheapest would starve the others
-            name = min(losses, key=lambda arm: (self._tried_at.get(turns[arm], -1), losses[arm]))
-        self._credit = min(self._credit, 2 * losses[name])  # no hoarding for a spree of tries
-        if not free and self._credit < losses[name]:
-            return None
-        if free:
-            if not self._repeats:
-                self._free_gap = min(2 * self._free_gap, _FREE_RARELY) if failed else _FREE_EVERY
-                self._free_at = self._rounds + self._free_gap
-            self._free_try, self._repeats = False, ""
-        charged = 0.0 if free else losses[name]
-        self._credit -= charged
-        self._tried_at[turns[name]] = self.probes
-        self.probes += 1
-        lost = self._beginnings.first_seconds(self.costs.index(batch_size))
-        return _Try(name, wanted, free, charged, lost)
+            loss = rounds * seconds * max(0.0, 1 - score / scores[current])
+            loss += self._begin_seconds(arm, batch_size)
+            turn = arm if score * cheaper > least else self.acceptance.family(arm) or arm
+            candidates[arm] = Candidate(loss, hope, turn)
+        return candidates
 
     def _steps(self, arm: str) -> int:
         draft = self.drafts[arm]
@@ -303,23 +223,19 @@ class Goodput(Controller):
 
     def observe(self, seen: Observation) -> None:
         super().observe(seen)
-        if not seen.slot_rounds and self._is_of_try(seen):
-            self._probe.asked -= 1  # its slots had all ended: it is asked for again
-
-    def _is_of_try(self, seen: Observation) -> bool:
-        probe = self._probe
-        return seen.is_try and probe is not None and 0 < probe.asked and probe.arm == seen.strategy
+        if not seen.slot_rounds and self.tries.of(seen):
+            self.tries.ask_again()  # its slots had all ended
 
     def _learn(self, seen: Observation) -> None:
         rounds, known = seen.rounds, seen.seconds_per_round is not None
         drafts = seen.strategy != OFF
-        self._rounds += rounds
+        self.tries.rounds += rounds
         self._drafting = 1 - seen.opted_out / seen.batch_size
         kept = 2 ** (-seen.tokens / _ENDS_WITHIN)
         self._emitted = kept * self._emitted + seen.tokens
         self._ended = kept * self._ended + seen.ended
-        probed = self._is_of_try(seen)
-        begins = probed and self._probe.came == 0
+        probe = self.tries.of(seen)
+        begins = probe is not None and probe.begins
         late = self._late(seen) if known and (begins or (drafts and seen.catch_up)) else 0.0
         self._behind = 0 if drafts else seen.catch_up + rounds
         # What a chunk took in which the draft caught up does not say which of the two took it.
@@ -327,31 +243,23 @@ class Goodput(Controller):
         self._last = seen.strategy
         unclear = begins or after_another or (drafts and seen.catch_up > 0)
         per_round = None if unclear else seen.seconds_per_round
-        if per_round and probed and 0 < _HICCUP * self._probe.first < per_round:
-            per_round = self._probe.first
+        if per_round and probe:
+            per_round = self.tries.seconds_per_round(probe, per_round)
         self.costs.observe(seen.strategy, seen.batch_size, per_round, rounds)
         self.acceptance.age(rounds)
-        histogram = seen.histogram
-        if begins:
-            self._probe.histogram, self._probe.first = histogram, seen.seconds_per_round or 0.0
-        else:  # a try is judged as a whole: few slots say little in one round
-            if probed:
-                both = itertools.zip_longest(self._probe.histogram, histogram, fillvalue=0)
-                histogram = [a + b for a, b in both]
+        histogram = self.tries.histogram(probe, seen.histogram) if probe else seen.histogram
+        if not begins:  # a try is judged as a whole
             self.acceptance.learn(seen.strategy, histogram, rounds)
-        if not begins:
-            self._count_rounds(seen.strategy, rounds, probed and rounds >= self._probe.rounds)
+            self._count_rounds(seen.strategy, rounds, probe is not None and rounds >= probe.rounds)
+        lost = self._lost(seen, late) if known else 0.0
         if known:
-            lost = self._lost(seen, late)
             self.seconds += float(seen.seconds)
             self.regret_seconds += lost
-            self._credit += self.config.probe_fraction * float(seen.seconds)
-            if probed:
-                self._probe.lost += lost
-        if probed:
-            self._probe.came += 1
-        if probed and not begins:
-            self._end_try(seen.batch_size, sum(histogram[1:]))
+            self.tries.earn(float(seen.seconds))
+        if probe:
+            self.tries.came(seen, lost)
+        if probe and not begins:
+            self.tries.end(sum(histogram[1:]), self._is_close(seen.batch_size))
 
     def _count_rounds(self, arm: str, rounds: int, cut: bool) -> None:
         """A chunk had so many; if it was cut it could have had more."""
@@ -361,21 +269,15 @@ class Goodput(Controller):
             emits = rounds * (1 + self._steps(arm))
             self._chunk_tokens += 0.25 * (emits - self._chunk_tokens)
 
-    def _end_try(self, batch_size: int, told: int) -> None:
-        """Settles it; new weights ask for another one where it did not tell what they need."""
-        probe, self._probe = self._probe, None
-        if not probe.free:  # a hiccup of the machine during a try is not the try's fault
-            self._credit += probe.charged - min(probe.lost, 2 * probe.charged)
-            return
+    def _is_close(self, batch_size: int) -> bool:
+        """Whether plain decoding scores best, but what scores best of what drafts little less.
+
+        Whatever drafts tells of the head as it runs; plain decoding tells nothing.
+        """
         scores = self.scores(batch_size)
         best = max(self.arms, key=scores.__getitem__)
-        # Whatever drafts tells of the head as it runs; plain decoding tells nothing.
         drafting = max((score for arm, score in scores.items() if arm != OFF), default=0.0)
-        close = best == OFF and drafting > (1 - _CLOSE) * scores[OFF]
-        close = close and self._free_gap <= 2 * _FREE_EVERY  # else it failed often enough
-        short = told < self.config.probe_slot_rounds // 2  # samples ended, or chunks are short
-        if self._again < (_FREE_CLOSE if close else _FREE_AGAIN if short else 0):
-            self._repeat_try(probe.arm)
+        return best == OFF and drafting > (1 - _CLOSE) * scores[OFF]
 
     def _late(self, seen: Observation) -> float:
         """Seconds of the chunk that its rounds did not take; remembers what for."""
@@ -396,7 +298,7 @@ class Goodput(Controller):
             **super().log_fields(),
             "regret_seconds": self.regret_seconds,
             "regret_share": self.regret_seconds / self.seconds if self.seconds else 0.0,
-            "probes": float(self.probes),
+            "probes": float(self.tries.count),
         }
         chains = self.acceptance.first_rate()
         return fields if chains is None else {**fields, "acceptance_depth_1": chains}
@@ -406,9 +308,8 @@ class Goodput(Controller):
             "costs": self.costs.state(),
             "acceptance": self.acceptance.state(),
             "best": {str(at): name for at, name in self._best.items()},
-            "tried_at": dict(self._tried_at),
             "chunk_rounds": dict(self._chunk_rounds),
-            "probe": dataclasses.asdict(self._probe) if self._probe else None,
+            "tries": self.tries.state(),
             "beginnings": self._beginnings.state(),
             **{name: getattr(self, name) for name in _NUMBERS},
         }
@@ -417,17 +318,14 @@ class Goodput(Controller):
         self.costs = CostTable.from_state(state["costs"])
         self.acceptance.load(state["acceptance"])
         self._best = {int(at): name for at, name in state["best"].items()}
-        self._tried_at = dict(state["tried_at"])
         self._chunk_rounds = dict(state.get("chunk_rounds", {}))
-        probe = state["probe"] or {}  # of an older state it has other fields, and is given up
-        self._probe = _Try(**probe) if "histogram" in probe else None
+        self.tries.load(state.get("tries", {}))
         self._beginnings.load(state.get("beginnings", {}))
         for name in _NUMBERS:  # an older state lacks some
             setattr(self, name, state.get(name, getattr(self, name)))
 
 
 _NUMBERS = (
-    "regret_seconds", "seconds", "probes", "_credit", "_free_try", "_free_at", "_free_gap",
-    "_repeats", "_again", "_rounds", "_behind", "_drafting", "_chunk_tokens", "_looked_round",
-    "_emitted", "_ended", "_last",
+    "regret_seconds", "seconds", "_behind", "_drafting", "_chunk_tokens", "_emitted", "_ended",
+    "_last",
 )  # fmt: skip

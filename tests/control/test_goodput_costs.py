@@ -66,7 +66,7 @@ def test_without_doubt_in_what_does_not_run_nobody_would_know(monkeypatch):
     """The counter-test: what ran is presumed to have grown dearer together with all others."""
     monkeypatch.setattr(CostTable, "slack", lambda *_: 0.1)
     world, controller = both(pair_costs(), PAIR, 1, 0.03, growth(3.0, 0, "4_1_5", begin=100))
-    assert controller.current == "4_1_5" and controller.probes == 0
+    assert controller.current == "4_1_5" and controller.tries.count == 0
     assert controller.costs.seconds("off", 1) > 2e-3
 
 

@@ -76,11 +76,11 @@ def test_a_chunk_that_was_under_way_is_not_the_try_of_its_strategy():
     while (name := controller.select(4)) == "off":
         controller.observe(world.chunk("off", 4, 8))
     assert controller.rounds_hint is not None
-    tried = controller.state()["probe"]
+    tried = controller.state()["tries"]["running"]
     controller.observe(world.chunk(name, 4, 4))
-    assert controller.state()["probe"] == tried, "the try has not come back yet"
+    assert controller.state()["tries"]["running"] == tried, "the try has not come back yet"
     controller.observe(world.chunk(name, 4, 1, is_try=True))
-    assert controller.state()["probe"] != tried
+    assert controller.state()["tries"]["running"] != tried
 
 
 def test_a_try_that_new_weights_cut_short_tells_nothing_of_them():
@@ -91,17 +91,17 @@ def test_a_try_that_new_weights_cut_short_tells_nothing_of_them():
         controller.observe(world.chunk("off", 4, 8))
     controller.observe(world.chunk(controller.current, 4, 1))
     controller.weights_changed()
-    assert controller.state()["probe"] is None
+    assert controller.state()["tries"]["running"] is None
 
 
 def test_tries_lose_no_more_than_their_share_of_the_time():
     world = World(cost_table("cpu"), BAD, outliers=0.0)
     controller = Goodput(ARMS, cost_table("cpu"), GoodputConfig(probe_fraction=0.005))
     drive(controller, world, 4, 1000)
-    before = (controller.seconds, controller.regret_seconds, controller.probes)
+    before = (controller.seconds, controller.regret_seconds, controller.tries.count)
     drive(controller, world, 4, 8000)
     seconds, regret = controller.seconds - before[0], controller.regret_seconds - before[1]
-    assert controller.probes > before[2]
+    assert controller.tries.count > before[2]
     assert 0 < regret / seconds < 0.006
 
 
@@ -109,7 +109,7 @@ def test_no_try_is_made_where_perfect_drafts_would_lose():
     costs = CostTable([64], {"off": [1.0], "4_1_5": [8.0]})
     world, controller = World(costs), Goodput(["off", "4_1_5"], costs)
     assert set(drive(controller, world, 64, 2000).names) == {"off"}
-    assert controller.probes == 0
+    assert controller.tries.count == 0
 
 
 def test_without_probes_it_stays_off_for_ever():
@@ -151,7 +151,7 @@ def test_a_try_that_comes_close_is_repeated_with_the_same_strategy():
     controller = Goodput(("off", "1_1_2", "4_1_5"), costs)
     tried = [finish(controller, world) for _ in range(4)]
     assert len(set(tried)) == 1, tried
-    assert controller.probes == 4 and world.at <= 64, "no account is asked"
+    assert controller.tries.count == 4 and world.at <= 64, "no account is asked"
 
 
 def test_a_hiccup_in_a_try_makes_nothing_dear():
