@@ -16,7 +16,7 @@ from typing import Any
 
 from serve.metrics import Metrics, Snapshot
 from specjax import LLM
-from specjax.control import OFF, Controller, CostTable
+from specjax.control import OFF, Controller, Goodput
 from specjax.engine.engine import Engine
 from specjax.engine.watch import News
 
@@ -94,7 +94,7 @@ class Live:
         now, asked = time.monotonic(), False
         for index, engine in enumerate(engines):
             size = engine.loop.latest[1] if engine.loop.latest else 0
-            plain = self._plain_measured(index, size, _costs(engine.controller), now)
+            plain = self._plain_measured(index, size, engine.controller, now)
             if asked or not size or not engine.scheduler.running:
                 continue
             asked = True  # one replica speaks for all
@@ -121,12 +121,12 @@ class Live:
         return {"strategy": strategy, "bucket": bucket, "lanes": sorted(lanes)}
 
     def _plain_measured(
-        self, replica: int, size: int, costs: CostTable | None, now: float
+        self, replica: int, size: int, controller: Controller, now: float
     ) -> float | None:
         """When plain decoding last ran at a size; None: not since the start."""
-        at = 0
-        if costs is not None and costs.known(OFF, size):
-            at = costs.rounds - costs.age(OFF, size)
+        at, goodput = 0, _goodput(controller)
+        if goodput is not None and goodput.costs.known(OFF, size):
+            at = goodput.costs.rounds - goodput.costs.age(OFF, size)
         seen = self._plain.get((replica, size), (0, None))
         if at and at != seen[0]:
             self._plain[replica, size] = seen = at, now
@@ -231,9 +231,10 @@ def about(llm: LLM, engines: Sequence[Engine]) -> dict[str, Any]:
     }
 
 
-def _costs(controller: Controller) -> CostTable | None:
-    """What a controller, or the one behind a gate, knows of costs; None: it measures none."""
-    return getattr(getattr(controller, "inner", controller), "costs", None)
+def _goodput(controller: Controller) -> Goodput | None:
+    """The controller, or the one behind a gate, if it knows of costs; None: it measures none."""
+    inner = getattr(controller, "inner", controller)
+    return inner if isinstance(inner, Goodput) else None
 
 
 def _estimate(engine: Engine, size: int) -> dict[str, Any] | None:
@@ -245,15 +246,14 @@ def _estimate(engine: Engine, size: int) -> dict[str, Any] | None:
       chunks: that confirm its cost; 0: it was calibrated at the start and has not run since.
       slack: by what share plain decoding may well be cheaper than it is taken to be.
     """
-    controller, costs = engine.controller, _costs(engine.controller)
-    ratios = controller.gains(size)
-    if costs is None or not ratios.keys() - {OFF}:
+    ratios, goodput = engine.controller.gains(size), _goodput(engine.controller)
+    if goodput is None or not ratios.keys() - {OFF}:
         return None
-    plain = costs.seconds(OFF, size)
+    plain = goodput.round_seconds(OFF, size)
     return {
         "size": size,
         "ratios": ratios,
-        "costs": {name: costs.seconds(name, size) / plain for name in ratios},
-        "chunks": {name: round(costs.chunks(name, size)) for name in ratios},
-        "slack": costs.slack(OFF, size),
+        "costs": {name: goodput.round_seconds(name, size) / plain for name in ratios},
+        "chunks": {name: round(goodput.costs.chunks(name, size)) for name in ratios},
+        "slack": goodput.slack(OFF, size),
     }

@@ -21,7 +21,8 @@ all of d: the true cost of an entry that does not run lies between exp(x) and ex
 `slack` says so. When such an entry runs at last and its residual takes back a share s of its drift
 (e = -s d, with d large beside the noise), that share of the drift since m was not common: c and the
 marks of all that ran since are scaled towards m by 1 - s. Whatever ran last costs what it was seen
-to cost as before, and all others are put right at once.
+to cost as before, and all others are put right at once. (Where much of a chunk is not its rounds,
+see below, s is the share of what the drift makes of the whole chunk.)
 
 Residuals are cut at a few typical ones: chunks with a hiccup of the machine are common. Where one
 asks to go further down than that, `slack` grows by the excess, and a second one is believed.
@@ -29,8 +30,9 @@ asks to go further down than that, `slack` grows by the excess, and a second one
 A chunk also takes what lies beside its rounds, whatever strategy it has: to be enqueued, to take in
 tables, to hand out results. Of a chunk of a few quick rounds that is the most, and strategies are
 known by chunks of very different length, so it is kept apart, by bucket, as `beside`. A residual is
-followed by both in proportion to their shares of the chunk, so that short chunks teach the one and
-long ones the other.
+followed by both in proportion to their shares of the chunk (normalised least mean squares, in log
+space), so that short chunks teach the one and long ones the other. Being scaled, what is taken to
+be nothing stays so.
 """
 
 from __future__ import annotations
@@ -143,7 +145,9 @@ class CostTable:
         Whatever else the machine does adds to a time, and never takes from it.
 
         Args:
-          beside: seconds of a chunk beside its rounds, by bucket.
+          samples: without what lies beside the rounds.
+          beside: seconds of a chunk beside its rounds, by bucket; as far off as it is, all samples
+            of a bucket are.
         """
         buckets = sorted({bucket for _, bucket in samples})
         rows: dict[str, list[float | None]] = {}
@@ -213,29 +217,39 @@ class CostTable:
             return
         weight = min(1.0, max(rounds / _FULL_ROUNDS, rounds * seconds / _FULL_SECONDS))
         drift = self._common[at] - entry.mark
-        alone = math.exp(entry.log + drift)
-        share = alone / (alone + beside)  # of the chunk, that its rounds take
-        residual = math.log(seconds / (alone + beside))
-        size = weight * (drift / self._typical) ** 2
-        not_shared = min(max(-residual / drift, 0.0), 1.0) if drift else 0.0
-        not_shared *= _trust(size / _NOTABLE**2)
-        surprise = residual + not_shared * drift
+        doubt = _trust(weight * (drift / self._typical) ** 2)
+        not_shared = self._not_shared(seconds, beside, entry.log, drift, weight)
+        expected = math.exp(entry.log + (1 - not_shared) * drift) + beside
+        share = 1 - beside / expected  # of the chunk, that its rounds take
+        surprise = math.log(seconds / expected)
         cut = self._cut(surprise)
         if much_cheaper := cut > surprise:
             cut = min(cut, max(surprise, entry.excess))
-        step = _RATE * weight * cut
-        self._beside[at] *= math.exp((1 - share) * step)
-        step *= share
+        step = _RATE * weight * cut / (share**2 + (1 - share) ** 2)
+        step, beside_step = share * step, (1 - share) * step
+        self._beside[at] *= math.exp(beside_step)
         self._keep_drift(at, entry, 1 - not_shared)
-        entry.count = 1 + (1 - _trust(size)) * entry.count
+        entry.count = 1 + (1 - doubt) * entry.count
         own = 1 / (1 + _COMMON_DOUBT * entry.count)
         if beside_another:
             step *= max(own, _LEAST_OWN)
         else:
             self._common[at] += (1 - own) * step
-        entry.excess = surprise - step if much_cheaper else 0.0
+        followed = share * step + (1 - share) * beside_step
+        entry.excess = surprise - followed if much_cheaper else 0.0
         entry.log += (1 - not_shared) * drift + step
         entry.mark, entry.seen_at = self._common[at], self._rounds
+
+    def _not_shared(
+        self, seconds: float, beside: float, log: float, drift: float, weight: float
+    ) -> float:
+        """Share of an entry's drift that a chunk takes back, as far as it tells that from noise."""
+        presumed, before = math.exp(log + drift) + beside, math.exp(log) + beside
+        shows = math.log(presumed / before)  # of the drift, in a chunk of this length
+        if not shows:
+            return 0.0
+        taken_back = min(max(math.log(presumed / seconds) / shows, 0.0), 1.0)
+        return taken_back * _trust(weight * (shows / self._typical / _NOTABLE) ** 2)
 
     def _cut(self, residual: float) -> float:
         """A residual no larger than a few typical ones.

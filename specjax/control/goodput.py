@@ -113,13 +113,18 @@ class Goodput(Controller):
         goes_on = self._goes_on
         return {
             arm: self._per_slot(self.acceptance.expected_tokens(arm, goes_on))
-            / self._seconds(arm, batch_size)
+            / self.round_seconds(arm, batch_size)
             for arm in self.arms
         }
 
-    def _seconds(self, arm: str, batch_size: int) -> float:
-        """Of a round, with its share of what lies beside the rounds of a chunk."""
+    def round_seconds(self, arm: str, batch_size: int) -> float:
+        """Of a round, with its share of what lies beside the rounds of a full chunk."""
         return self.costs.seconds(arm, batch_size, self._full_rounds(arm))
+
+    def slack(self, arm: str, batch_size: int) -> float:
+        """By what share `round_seconds` may well be less; see `CostTable.slack`."""
+        alone = self.costs.seconds(arm, batch_size) / self.round_seconds(arm, batch_size)
+        return alone * self.costs.slack(arm, batch_size)
 
     def _full_rounds(self, arm: str) -> float:
         """Of a chunk that is used up, whatever the strategy."""
@@ -191,8 +196,8 @@ class Goodput(Controller):
         wanted = self.tries.rounds_wanted(batch_size)
         candidates = {}
         for arm, score in scores.items():
-            seconds = self._seconds(arm, batch_size)
-            cheaper = 1 / (1 - self.costs.slack(arm, batch_size))
+            seconds = self.round_seconds(arm, batch_size)
+            cheaper = 1 / (1 - self.slack(arm, batch_size))
             hoped = self.acceptance.hoped_tokens(arm, self._goes_on)
             hope = self._per_slot(hoped) / seconds * cheaper
             overdue = arm == OFF and self.costs.age(arm, batch_size) > _OVERDUE
@@ -202,20 +207,24 @@ class Goodput(Controller):
             rounds = 1 + min(wanted, max(most, 1.0))
             loss = rounds * seconds * max(0.0, 1 - score / scores[current])
             loss += self._begin_seconds(arm, batch_size)
+            loss += sum(self._short_seconds(arm, batch_size, n) for n in (1, rounds - 1))
             turn = arm if score * cheaper > least else self.acceptance.family(arm) or arm
             candidates[arm] = Candidate(loss, hope, turn)
         return candidates
 
     def _steps(self, arm: str) -> int:
-        draft = self.drafts[arm]
+        draft = self.drafts.get(arm)
         return draft.steps if draft else 0
 
     def _begin_seconds(self, arm: str, batch_size: int) -> float:
         """Expected seconds that a try takes beside its rounds; 0 if unknown."""
         rows = 0 if arm == OFF else self._behind
         first = self._beginnings.first_seconds(self.costs.index(batch_size))
-        first += self.costs.beside(batch_size)  # there would have been fewer chunks
         return _BOTH * first + self.catch_up_seconds(batch_size, rows)
+
+    def _short_seconds(self, arm: str, batch_size: int, rounds: float) -> float:
+        """That a chunk of a try takes for being short: it is enqueued and read like a full one."""
+        return self.costs.beside(batch_size) * max(1 - rounds / self._full_rounds(arm), 0.0)
 
     def catch_up_seconds(self, batch_size: int, rows: int) -> float:
         """Expected seconds until a draft has read `rows` tokens of plain decoding; 0 if unknown."""
@@ -244,14 +253,15 @@ class Goodput(Controller):
         unclear = begins or after_another or (drafts and seen.catch_up > 0)
         per_round = None if unclear else seen.seconds_per_round
         if per_round and probe:
-            per_round = self.tries.seconds_per_round(probe, per_round)
+            beside = self.costs.beside(seen.batch_size)
+            per_round = self.tries.seconds_per_round(probe, per_round, rounds, beside)
         self.costs.observe(seen.strategy, seen.batch_size, per_round, rounds)
         self.acceptance.age(rounds)
         histogram = self.tries.histogram(probe, seen.histogram) if probe else seen.histogram
         if not begins:  # a try is judged as a whole
             self.acceptance.learn(seen.strategy, histogram, rounds)
             self._count_rounds(seen.strategy, rounds, probe is not None and rounds >= probe.rounds)
-        lost = self._lost(seen, late) if known else 0.0
+        lost = self._lost(seen, late, probe is not None) if known else 0.0
         if known:
             self.seconds += float(seen.seconds)
             self.regret_seconds += lost
@@ -281,16 +291,19 @@ class Goodput(Controller):
 
     def _late(self, seen: Observation) -> float:
         """Seconds of the chunk that its rounds did not take; remembers what for."""
-        plain = self.costs.seconds(OFF, seen.batch_size)
+        plain = self.round_seconds(OFF, seen.batch_size)
         usual = seen.rounds * self.costs.seconds(seen.strategy, seen.batch_size, seen.rounds)
         rows = 0 if seen.strategy == OFF else seen.catch_up
         beside = max(seen.seconds - usual, 0.0)
         return self._beginnings.learn(self.costs.index(seen.batch_size), rows, beside, plain)
 
-    def _lost(self, seen: Observation, late: float) -> float:
-        """Seconds, against the strategy that scores best now."""
+    def _lost(self, seen: Observation, late: float, is_of_try: bool) -> float:
+        """Seconds, against full chunks of the strategy that scores best now."""
         scores = self.scores(seen.batch_size)
         worse = max(0.0, 1 - scores[seen.strategy] / max(scores.values()))
+        if is_of_try:
+            late += self._short_seconds(seen.strategy, seen.batch_size, seen.rounds)
+        late = min(late, float(seen.seconds))
         return (float(seen.seconds) - late) * worse + late
 
     def log_fields(self) -> dict[str, float | str]:

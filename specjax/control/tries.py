@@ -23,6 +23,7 @@ _FREE_RARELY = 32 * _FREE_EVERY  # the same after many that failed
 _FREE_AGAIN = 2  # how often such a try is repeated because it told too little,
 _FREE_CLOSE = 8  # and how often because what drafts is about as good as plain decoding
 _HICCUP = 2.0  # times as long as the first round: the machine's fault, and not a cost
+_LEAST_SHARE = 0.1  # of the first chunk, that its round took
 _ARRIVES_WITHIN = 4  # choices after which the result of a try is taken for lost
 _MIN_ROUNDS = 4
 _PAUSE = 32  # rounds between tries: short chunks cost the host time
@@ -190,9 +191,14 @@ class Tries:
         is_of_it = seen.is_try and running is not None and running.asked > 0
         return running if is_of_it and running.arm == seen.strategy else None
 
-    def seconds_per_round(self, probe: Try, seconds: float) -> float:
-        """Of its second chunk, without a hiccup of the machine: the first round told of those."""
-        return probe.first if 0 < _HICCUP * probe.first < seconds else seconds
+    def seconds_per_round(self, probe: Try, seconds: float, rounds: int, beside: float) -> float:
+        """Of its second chunk, without a hiccup of the machine: the first round told of those.
+
+        Args:
+          beside: seconds of a chunk beside its rounds; the first round had all of them.
+        """
+        usual = max(probe.first - beside, _LEAST_SHARE * probe.first) + beside / rounds
+        return usual if 0 < probe.first and _HICCUP * usual < seconds else seconds
 
     def histogram(self, probe: Try, histogram: Sequence[int]) -> list[int]:
         """Of both chunks: a try is judged as a whole, for few slots say little in one round."""

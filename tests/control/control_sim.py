@@ -106,6 +106,7 @@ class World:
         accepted = self.random.random((rounds, batch, len(rates))) < rates
         accepted = np.cumprod(accepted, axis=-1).sum(axis=-1).astype(int)
         seconds = rounds * self.seconds(name, batch) + self.begin_seconds(name, batch)
+        seconds += self.costs.beside(batch)
         seconds *= np.exp(self.random.normal(0, self.noise))
         behind, self.last = self.behind, name
         self.behind = self.behind + rounds if name == OFF else 0
@@ -136,8 +137,8 @@ def drive(
         run.at.append(at)
         run.names.append(name)
         run.tokens.append(count * batch * world.tokens(name))
-        begin = world.begin_seconds(name, batch)
-        run.seconds.append(count * world.seconds(name, batch) + begin)
+        more = world.begin_seconds(name, batch) + world.costs.beside(batch)
+        run.seconds.append(count * world.seconds(name, batch) + more)
         run.least.append(run.tokens[-1] / world.oracle(controller.arms, batch))
         waiting.append(world.chunk(name, batch, count, controller.rounds_hint is not None))
         at += count

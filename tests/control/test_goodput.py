@@ -295,6 +295,18 @@ def test_gains_are_said_of_what_was_measured_alone():
     assert make_controller("bandit").gains(1) == {}
 
 
+def test_gains_are_what_a_round_brings_over_what_it_takes():
+    """With its share of what lies beside the rounds; so the server's page explains them."""
+    rounds_take = {"off": [1.0], "4_1_5": [2.0]}
+    controller = Goodput(["off", "4_1_5"], CostTable((1,), rounds_take, beside=[6.0]))
+    controller.observe(Observation.of_rounds(1, "4_1_5", [[3]] * 64, seconds=64 * 2.0 + 6.0))
+    takes = {arm: controller.round_seconds(arm, 1) for arm in controller.arms}
+    assert takes["off"] > 1.03 and takes["4_1_5"] > 2.15, "five rounds to one, of a full chunk"
+    brings = controller.acceptance.expected_tokens("4_1_5")
+    assert controller.gains(1)["4_1_5"] == pytest.approx(brings * takes["off"] / takes["4_1_5"])
+    assert controller.slack("off", 1) < controller.costs.slack("off", 1), "of the rounds alone"
+
+
 @pytest.mark.parametrize(
     ("buckets", "seconds"),
     [

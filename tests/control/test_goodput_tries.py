@@ -105,6 +105,21 @@ def test_tries_lose_no_more_than_their_share_of_the_time():
     assert 0 < regret / seconds < 0.006
 
 
+def test_that_chunks_of_tries_are_short_is_counted_and_paid_for():
+    """Where much lies beside rounds: then a try loses more by its two chunks than by its drafts."""
+    plain = cost_table("cpu").seconds("off", 4)
+    costs = CostTable([4], {arm: [cost_table("cpu").seconds(arm, 4)] for arm in ARMS}, [8 * plain])
+    world = World(costs, BAD, noise=0.0, outliers=0.0)
+    controller = Goodput(ARMS, costs, GoodputConfig(probe_fraction=0.02))
+    drive(controller, world, 4, 2000)
+    regret, seconds, count = controller.regret_seconds, controller.seconds, controller.tries.count
+    run = drive(controller, world, 4, 8000)
+    lost = sum(run.seconds) - sum(run.tokens) / 4 * (plain + 8 * plain / 16)
+    assert controller.tries.count > count + 4
+    assert controller.regret_seconds - regret == pytest.approx(lost, rel=0.3)
+    assert lost < 0.023 * (controller.seconds - seconds)
+
+
 def test_no_try_is_made_where_perfect_drafts_would_lose():
     costs = CostTable([64], {"off": [1.0], "4_1_5": [8.0]})
     world, controller = World(costs), Goodput(["off", "4_1_5"], costs)
