@@ -27,6 +27,12 @@ see below, s is the share of what the drift makes of the whole chunk.)
 Residuals are cut at a few typical ones: chunks with a hiccup of the machine are common. Where one
 asks to go further down than that, `slack` grows by the excess, and a second one is believed.
 
+Calibration, a few rounds on a machine that has just started, is off by a factor that is much the
+same for all strategies of a bucket. So what did not run yet is taken to be off by as much as the
+median of those that ran; else what ran first would be better known than the others, or just
+cheaper, and stay. Of its first chunk most is believed if it was cheaper than that, and no more than
+of any other if it was dearer: what else the machine did can only have added to the calibration.
+
 A chunk also takes what lies beside its rounds, whatever strategy it has: to be enqueued, to take in
 tables, to hand out results. Of a chunk of a few quick rounds that is the most, and strategies are
 known by chunks of very different length, so it is kept apart, by bucket, as `beside`. A residual is
@@ -53,6 +59,7 @@ from specjax.control.base import canonical
 DEFAULT_BUCKETS = tuple(2**i for i in range(11))
 
 _RATE = 0.45  # of a residual that is followed per chunk
+_FIRST_RATE = 0.7  # the same where the first chunk is cheaper than calibrated
 _NOTABLE = 2.0  # typical residuals: a drift that one chunk says more of than its noise
 _COMMON_DOUBT = 0.3  # of the common factor, in units of the doubt of an entry in its first chunk
 _LEAST_OWN = 0.5  # share of a residual that is followed where another strategy ran before
@@ -65,6 +72,7 @@ _STALE_ROUNDS = 2000.0
 _STALE_SLACK = 0.1
 _CONFIRMED = 4  # chunks after which a calibrated entry is believed
 _UNCONFIRMED_SLACK = 0.25
+_CALIBRATED_SLACK = 0.35  # before the first chunk
 _GUESSED_SLACK = 0.35
 _MOST_SLACK = 0.9
 _LEAST_SHARE = 0.1  # of the seconds of a chunk that its rounds take
@@ -78,6 +86,7 @@ class _Entry:
       log: of the seconds per round when it last ran. mark: the common factor then.
       count: of chunks that confirm it. seen_at: rounds of all entries when it last ran.
       excess: what the last chunk asked for beyond the limit, if it was that much cheaper.
+      calibrated: log of the seconds per round, if it was; `log` counts from the first chunk on.
     """
 
     log: float
@@ -85,6 +94,11 @@ class _Entry:
     count: float = 0.0
     seen_at: int = 0
     excess: float = 0.0
+    calibrated: float | None = None
+
+    def __post_init__(self):
+        if not self.count and self.calibrated is None:
+            self.calibrated = self.log
 
 
 class CostTable:
@@ -184,12 +198,13 @@ class CostTable:
         entry = self._entry(name, self.index(batch_size))
         if entry is None:
             return _GUESSED_SLACK
-        slack = _UNCONFIRMED_SLACK
+        slack = _UNCONFIRMED_SLACK if entry.count else _CALIBRATED_SLACK
         if entry.count >= _CONFIRMED:
             age = self._rounds - entry.seen_at
             slack = _STALE_SLACK * (1 - 2 ** (-age / _STALE_ROUNDS))
-        common = self._common[self.index(batch_size)]
-        below = min(0.0, entry.mark - common) + entry.excess
+        at = self.index(batch_size)
+        grown = self._common[at] - entry.mark if entry.count else self._shift(at)
+        below = min(0.0, -grown) + entry.excess
         return min(1 - (1 - slack) * math.exp(below), _MOST_SLACK)
 
     def seconds(self, name: str, batch_size: int, rounds: float = math.inf) -> float:
@@ -216,6 +231,9 @@ class CostTable:
             row[at] = _Entry(math.log(alone), self._common[at], 1.0, self._rounds)
             return
         weight = min(1.0, max(rounds / _FULL_ROUNDS, rounds * seconds / _FULL_SECONDS))
+        is_first = not entry.count
+        if is_first:
+            entry.log, entry.mark = self._current(entry, at), self._common[at]
         drift = self._common[at] - entry.mark
         doubt = _trust(weight * (drift / self._typical) ** 2)
         not_shared = self._not_shared(seconds, beside, entry.log, drift, weight)
@@ -223,14 +241,17 @@ class CostTable:
         share = 1 - beside / expected  # of the chunk, that its rounds take
         surprise = math.log(seconds / expected)
         cut = self._cut(surprise)
+        rate = _RATE
+        if is_first and surprise < 0:
+            rate, cut = _FIRST_RATE, surprise
         if much_cheaper := cut > surprise:
             cut = min(cut, max(surprise, entry.excess))
-        step = _RATE * weight * cut / (share**2 + (1 - share) ** 2)
+        step = rate * weight * cut / (share**2 + (1 - share) ** 2)
         step, beside_step = share * step, (1 - share) * step
         self._beside[at] *= math.exp(beside_step)
         self._keep_drift(at, entry, 1 - not_shared)
         entry.count = 1 + (1 - doubt) * entry.count
-        own = 1 / (1 + _COMMON_DOUBT * entry.count)
+        own = 1 if is_first else 1 / (1 + _COMMON_DOUBT * entry.count)
         if beside_another:
             step *= max(own, _LEAST_OWN)
         else:
@@ -275,12 +296,27 @@ class CostTable:
     def _logs(self, name: str) -> list[float | None]:
         """Log seconds by bucket; None where they are not known."""
         row = zip(self._entries.get(name, ()), self._common, strict=False)
-        return [None if e is None else e.log + common - e.mark for e, common in row]
+        return [None if e is None else self._current(e, at) for at, (e, _) in enumerate(row)]
+
+    def _current(self, entry: _Entry, at: int) -> float:
+        """Log seconds of an entry now, whether it runs or not."""
+        if entry.count:
+            return entry.log + self._common[at] - entry.mark
+        return entry.calibrated + self._shift(at)
+
+    def _shift(self, at: int) -> float:
+        """By how much the strategies of a bucket that ran were calibrated too low, in logs."""
+        seen = [
+            e.log + self._common[at] - e.mark - e.calibrated
+            for row in self._entries.values()
+            if (e := row[at]) and e.count and e.calibrated is not None
+        ]
+        return statistics.median(seen) if seen else 0.0
 
     def _guess(self, name: str, at: int) -> float:
         """Log seconds, known or not."""
         if entry := self._entry(name, at):
-            return entry.log + self._common[at] - entry.mark
+            return self._current(entry, at)
         row = self._logs(name)
         known = [i for i, x in enumerate(row) if x is not None]
         if known:

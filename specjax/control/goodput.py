@@ -14,8 +14,8 @@ perfect drafts are never tried.
 
 What runs alone shows nothing of the others' costs either. Where it grows dearer, the table presumes
 that all do, and its `slack` (see `costs`) says by how much that may be wrong, so the others come to
-be worth a try as the presumption grows. Plain decoding is measured now and then even where it seems
-hopeless: it is what no choice must lose against.
+be worth a try as the presumption grows. Plain decoding is measured soon and then now and then even
+where it seems hopeless: it is what no choice must lose against.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Goodput(Controller):
             cheaper = 1 / (1 - self.slack(arm, batch_size))
             hoped = self.acceptance.hoped_tokens(arm, self._goes_on)
             hope = self._per_slot(hoped) / seconds * cheaper
-            overdue = arm == OFF and self.costs.age(arm, batch_size) > _OVERDUE
+            overdue = arm == OFF and self._is_overdue(batch_size)
             if arm == current or (hope <= least and not overdue):
                 continue
             most = self._chunk_rounds.get(arm, self._full_rounds(arm))
@@ -211,6 +211,11 @@ class Goodput(Controller):
             turn = arm if score * cheaper > least else self.acceptance.family(arm) or arm
             candidates[arm] = Candidate(loss, hope, turn)
         return candidates
+
+    def _is_overdue(self, batch_size: int) -> bool:
+        """Whether plain decoding is to be measured, however dear it seems."""
+        age, ran = self.costs.age(OFF, batch_size), self.costs.chunks(OFF, batch_size) > 0
+        return not ran or age > _OVERDUE
 
     def _steps(self, arm: str) -> int:
         draft = self.drafts.get(arm)
