@@ -242,7 +242,8 @@ def _estimate(engine: Engine, size: int) -> dict[str, Any] | None:
 
     Returns:
       `size`, and of each strategy that was measured there:
-      ratios: its speed over plain decoding's. costs: seconds of a round over those of a plain one.
+      ratios: its speed over plain decoding's. costs: seconds of a round over those of a plain one,
+        each with its share of what a full chunk takes beside its rounds.
       chunks: that confirm its cost; 0: it was calibrated at the start and has not run since.
       slack: by what share plain decoding may well be cheaper than it is taken to be.
     """

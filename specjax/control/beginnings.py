@@ -32,19 +32,19 @@ class Beginnings:
         """Expected seconds until a draft has read `rows` tokens of plain decoding."""
         return _median(self._per_row, bucket) * _read(rows)
 
-    def learn(self, bucket: int, rows: int, beside: float, plain: float) -> float:
+    def learn(self, bucket: int, rows: int, late: float, plain: float) -> float:
         """Takes in a first chunk.
 
         Args:
           rows: tokens that had to be read.
-          beside: seconds of the chunk that its rounds did not take.
+          late: seconds that it took longer than a chunk of so many rounds.
           plain: seconds of a plain round.
 
         Returns:
-          Of `beside`, what a beginning can take.
+          Of `late`, what a beginning can take.
         """
         rows = _read(rows)
-        spent = min(beside, (_MOST_CATCH_UP if rows else _MOST_BEGIN) * plain)
+        spent = min(late, (_MOST_CATCH_UP if rows else _MOST_BEGIN) * plain)
         if rows:
             reading = max(spent - self.first_seconds(bucket), 0.0)
             seen, own = self._per_row, reading / rows

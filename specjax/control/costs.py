@@ -13,8 +13,8 @@ log space and per chunk:
 *   of a strategy that keeps running, by its x wholly, and by c but for the share of doubt in the
     entry, which falls as chunks confirm it: what makes one strategy slower is presumed to make all
     slower;
-*   of one that runs after another in the same bucket, by its x alone, for what ran before has just
-    been seen to agree with c.
+*   of one that runs after another in the same bucket, not by c, for what ran before has just been
+    seen to agree with it.
 
 One strategy alone cannot tell its own change from everybody's, so the presumption may be wrong by
 all of d: the true cost of an entry that does not run lies between exp(x) and exp(x + d), and
@@ -31,7 +31,8 @@ Calibration, a few rounds on a machine that has just started, is off by a factor
 same for all strategies of a bucket. So what did not run yet is taken to be off by as much as the
 median of those that ran; else what ran first would be better known than the others, or just
 cheaper, and stay. Of its first chunk most is believed if it was cheaper than that, and no more than
-of any other if it was dearer: what else the machine did can only have added to the calibration.
+of any other if it was dearer: what else the machine did can only have added to the calibration. As
+that and a drift look alike in it, the first chunk takes nothing back from what the others drifted.
 
 A chunk also takes what lies beside its rounds, whatever strategy it has: to be enqueued, to take in
 tables, to hand out results. Of a chunk of a few quick rounds that is the most, and strategies are
@@ -59,7 +60,8 @@ from specjax.control.base import canonical
 DEFAULT_BUCKETS = tuple(2**i for i in range(11))
 
 _RATE = 0.45  # of a residual that is followed per chunk
-_FIRST_RATE = 0.7  # the same where the first chunk is cheaper than calibrated
+_FIRST_RATE = 0.7  # the same where the first chunk is cheaper than calibrated,
+_FIRST_LIMIT = math.log(3.0)  # by so much at most: more is an error of timing
 _NOTABLE = 2.0  # typical residuals: a drift that one chunk says more of than its noise
 _COMMON_DOUBT = 0.3  # of the common factor, in units of the doubt of an entry in its first chunk
 _LEAST_OWN = 0.5  # share of a residual that is followed where another strategy ran before
@@ -85,7 +87,8 @@ class _Entry:
     Attributes:
       log: of the seconds per round when it last ran. mark: the common factor then.
       count: of chunks that confirm it. seen_at: rounds of all entries when it last ran.
-      excess: what the last chunk asked for beyond the limit, if it was that much cheaper.
+      excess: what the last chunk, as a whole, asked for beyond the limit, if it was that much
+        cheaper.
       calibrated: log of the seconds per round, if it was; `log` counts from the first chunk on.
     """
 
@@ -223,7 +226,7 @@ class CostTable:
             return
         at = self.index(batch_size)
         row = self._entries.setdefault(name, [None] * len(self.buckets))
-        beside_another = self._last[at] not in (name, None)
+        after_another = self._last[at] not in (name, None)
         self._last[at] = name
         entry, beside = row[at], self._beside[at] / rounds
         if entry is None:
@@ -240,10 +243,10 @@ class CostTable:
         expected = math.exp(entry.log + (1 - not_shared) * drift) + beside
         share = 1 - beside / expected  # of the chunk, that its rounds take
         surprise = math.log(seconds / expected)
-        cut = self._cut(surprise)
-        rate = _RATE
         if is_first and surprise < 0:
-            rate, cut = _FIRST_RATE, surprise
+            rate, cut = _FIRST_RATE, max(surprise, -_FIRST_LIMIT)
+        else:
+            rate, cut = _RATE, self._cut(surprise)
         if much_cheaper := cut > surprise:
             cut = min(cut, max(surprise, entry.excess))
         step = rate * weight * cut / (share**2 + (1 - share) ** 2)
@@ -252,7 +255,7 @@ class CostTable:
         self._keep_drift(at, entry, 1 - not_shared)
         entry.count = 1 + (1 - doubt) * entry.count
         own = 1 if is_first else 1 / (1 + _COMMON_DOUBT * entry.count)
-        if beside_another:
+        if after_another:
             step *= max(own, _LEAST_OWN)
         else:
             self._common[at] += (1 - own) * step
@@ -295,8 +298,8 @@ class CostTable:
 
     def _logs(self, name: str) -> list[float | None]:
         """Log seconds by bucket; None where they are not known."""
-        row = zip(self._entries.get(name, ()), self._common, strict=False)
-        return [None if e is None else self._current(e, at) for at, (e, _) in enumerate(row)]
+        row = self._entries.get(name, ())
+        return [None if e is None else self._current(e, at) for at, e in enumerate(row)]
 
     def _current(self, entry: _Entry, at: int) -> float:
         """Log seconds of an entry now, whether it runs or not."""

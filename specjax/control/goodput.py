@@ -173,9 +173,9 @@ class Goodput(Controller):
             self._best[at] = current = best
         log.debug("Goodput selected: %s, scores: %s", current, scores)
         self.rounds_hint = None
-        if self.tries.is_awaited():
+        if self.tries.wait():
             return current
-        if self.tries.running is None and self.tries.are_due():
+        if self.tries.running is None and self.tries.look():
             first = self._beginnings.first_seconds(at)
             candidates = self._candidates(batch_size, current, scores)
             self.tries.begin(candidates, batch_size, current == OFF, first)
@@ -209,7 +209,7 @@ class Goodput(Controller):
             loss += self._begin_seconds(arm, batch_size)
             loss += sum(self._short_seconds(arm, batch_size, n) for n in (1, rounds - 1))
             turn = arm if score * cheaper > least else self.acceptance.family(arm) or arm
-            candidates[arm] = Candidate(loss, hope, turn)
+            candidates[arm] = Candidate(loss, hope, turn, drafts=arm != OFF)
         return candidates
 
     def _is_overdue(self, batch_size: int) -> bool:
@@ -222,7 +222,7 @@ class Goodput(Controller):
         return draft.steps if draft else 0
 
     def _begin_seconds(self, arm: str, batch_size: int) -> float:
-        """Expected seconds that a try takes beside its rounds; 0 if unknown."""
+        """Expected seconds that a try takes to begin, catching up included; 0 if unknown."""
         rows = 0 if arm == OFF else self._behind
         first = self._beginnings.first_seconds(self.costs.index(batch_size))
         return _BOTH * first + self.catch_up_seconds(batch_size, rows)
@@ -243,7 +243,6 @@ class Goodput(Controller):
     def _learn(self, seen: Observation) -> None:
         rounds, known = seen.rounds, seen.seconds_per_round is not None
         drafts = seen.strategy != OFF
-        self.tries.rounds += rounds
         self._drafting = 1 - seen.opted_out / seen.batch_size
         kept = 2 ** (-seen.tokens / _ENDS_WITHIN)
         self._emitted = kept * self._emitted + seen.tokens
@@ -259,18 +258,18 @@ class Goodput(Controller):
         per_round = None if unclear else seen.seconds_per_round
         if per_round and probe:
             beside = self.costs.beside(seen.batch_size)
-            per_round = self.tries.seconds_per_round(probe, per_round, rounds, beside)
+            per_round = probe.seconds_per_round(per_round, rounds, beside)
         self.costs.observe(seen.strategy, seen.batch_size, per_round, rounds)
         self.acceptance.age(rounds)
-        histogram = self.tries.histogram(probe, seen.histogram) if probe else seen.histogram
+        histogram = probe.with_first(seen.histogram) if probe else seen.histogram
         if not begins:  # a try is judged as a whole
             self.acceptance.learn(seen.strategy, histogram, rounds)
             self._count_rounds(seen.strategy, rounds, probe is not None and rounds >= probe.rounds)
-        lost = self._lost(seen, late, probe is not None) if known else 0.0
-        if known:
-            self.seconds += float(seen.seconds)
-            self.regret_seconds += lost
-            self.tries.earn(float(seen.seconds))
+        seconds = float(seen.seconds) if known else 0.0
+        lost = self._lost(seen, late, probe is not None) if known else None
+        self.tries.passed(rounds, seconds)
+        self.seconds += seconds
+        self.regret_seconds += lost or 0.0
         if probe:
             self.tries.came(seen, lost)
         if probe and not begins:
@@ -299,8 +298,8 @@ class Goodput(Controller):
         plain = self.round_seconds(OFF, seen.batch_size)
         usual = seen.rounds * self.costs.seconds(seen.strategy, seen.batch_size, seen.rounds)
         rows = 0 if seen.strategy == OFF else seen.catch_up
-        beside = max(seen.seconds - usual, 0.0)
-        return self._beginnings.learn(self.costs.index(seen.batch_size), rows, beside, plain)
+        late = max(seen.seconds - usual, 0.0)
+        return self._beginnings.learn(self.costs.index(seen.batch_size), rows, late, plain)
 
     def _lost(self, seen: Observation, late: float, is_of_try: bool) -> float:
         """Seconds, against full chunks of the strategy that scores best now."""

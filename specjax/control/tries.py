@@ -35,12 +35,14 @@ class Candidate:
 
     Attributes:
       loss: seconds that a try of it is expected to lose. hope: its score if all turned out well.
-      turn: strategies of the same name share their turns.
+      turn: candidates of the same one are tried in turn with the others as if they were one.
+      drafts: it shows how good the head is.
     """
 
     loss: float
     hope: float
     turn: str
+    drafts: bool
 
 
 @dataclasses.dataclass
@@ -69,6 +71,21 @@ class Try:
     def begins(self) -> bool:
         """None of its chunks came back yet."""
         return self.came == 0
+
+    def seconds_per_round(self, seconds: float, rounds: int, beside: float) -> float:
+        """Of the second chunk, without a hiccup of the machine: the first round told of those.
+
+        Args:
+          seconds: as it was. rounds: that it had.
+          beside: seconds of a chunk beside its rounds; those of the first round are all in it.
+        """
+        usual = max(self.first - beside, _LEAST_SHARE * self.first) + beside / rounds
+        return usual if 0 < _HICCUP * self.first < seconds else seconds
+
+    def with_first(self, histogram: Sequence[int]) -> list[int]:
+        """Of both chunks: a try is judged as a whole, for few slots say little in one round."""
+        both = itertools.zip_longest(self.histogram, histogram, fillvalue=0)
+        return [a + b for a, b in both]
 
 
 class Tries:
@@ -111,8 +128,11 @@ class Tries:
         """Of the second chunk."""
         return max(_MIN_ROUNDS, -(-self._slot_rounds // batch_size))
 
-    def is_awaited(self) -> bool:
-        """Whether both chunks of a try were asked for; what does not come for long is lost."""
+    def wait(self) -> bool:
+        """Whether a try, both chunks of which were asked for, has to come back first.
+
+        What does not come for long is lost.
+        """
         if self.running is None or self.running.asked < 2:
             return False
         self.running.waits += 1
@@ -123,8 +143,8 @@ class Tries:
         self.running = None
         return False
 
-    def are_due(self) -> bool:
-        """Whether to look for a candidate now."""
+    def look(self) -> bool:
+        """Whether to look for candidates now; not again for a while, then."""
         if not self._is_free() and self.rounds < self._looked_at + _PAUSE:
             return False
         self._looked_at = self.rounds
@@ -144,7 +164,9 @@ class Tries:
         """
         if not candidates:
             return
-        free = self._is_free()
+        free = self._is_free() and any(c.drafts for c in candidates.values())
+        if free:  # new weights are to be judged, and plain decoding tells nothing of them
+            candidates = {name: c for name, c in candidates.items() if c.drafts}
         failed = free and self._free_at > 0 and after_plain  # as far as the last one told
         name = self._pick(candidates, free, failed)
         loss = candidates[name].loss
@@ -191,31 +213,18 @@ class Tries:
         is_of_it = seen.is_try and running is not None and running.asked > 0
         return running if is_of_it and running.arm == seen.strategy else None
 
-    def seconds_per_round(self, probe: Try, seconds: float, rounds: int, beside: float) -> float:
-        """Of its second chunk, without a hiccup of the machine: the first round told of those.
-
-        Args:
-          beside: seconds of a chunk beside its rounds; the first round had all of them.
-        """
-        usual = max(probe.first - beside, _LEAST_SHARE * probe.first) + beside / rounds
-        return usual if 0 < probe.first and _HICCUP * usual < seconds else seconds
-
-    def histogram(self, probe: Try, histogram: Sequence[int]) -> list[int]:
-        """Of both chunks: a try is judged as a whole, for few slots say little in one round."""
-        both = itertools.zip_longest(probe.histogram, histogram, fillvalue=0)
-        return [a + b for a, b in both]
-
-    def earn(self, seconds: float) -> None:
-        """Of seconds that passed a share may be lost by tries."""
+    def passed(self, rounds: int, seconds: float) -> None:
+        """Of seconds that passed, 0 if not known, a share may be lost by tries."""
+        self.rounds += rounds
         self._credit += self._share * seconds
 
-    def came(self, seen: Observation, lost: float) -> None:
-        """A chunk of the try came back, which lost so many seconds."""
-        probe = self.running
-        if probe.begins:
-            probe.histogram, probe.first = seen.histogram, seen.seconds_per_round or 0.0
-        probe.lost += lost
-        probe.came += 1
+    def came(self, seen: Observation, lost: float | None) -> None:
+        """A chunk of the try came back, which lost so many seconds; None: as many as expected."""
+        running = self.running
+        if running.begins:
+            running.histogram, running.first = seen.histogram, seen.seconds_per_round or 0.0
+        running.lost += running.charged / 2 if lost is None else lost
+        running.came += 1
 
     def end(self, told: int, is_close: bool) -> None:
         """Settles it; new weights ask for another one where it did not tell what they need.
@@ -225,14 +234,14 @@ class Tries:
           is_close: what drafts is worse than plain decoding, but by little: the few rounds of a try
             do not tell it from better.
         """
-        probe, self.running = self.running, None
-        if not probe.free:  # a hiccup of the machine during a try is not the try's fault
-            self._credit += probe.charged - min(probe.lost, 2 * probe.charged)
+        ended, self.running = self.running, None
+        if not ended.free:  # a hiccup of the machine during a try is not the try's fault
+            self._credit += ended.charged - min(ended.lost, 2 * ended.charged)
             return
         is_close = is_close and self._free_gap <= 2 * _FREE_EVERY  # else it failed often enough
         short = told < self._slot_rounds // 2  # samples ended, or chunks are short
         if self._again < (_FREE_CLOSE if is_close else _FREE_AGAIN if short else 0):
-            self._repeat(probe.arm)
+            self._repeat(ended.arm)
 
     def _repeat(self, arm: str) -> None:
         self._free, self._repeats, self._again = True, arm, self._again + 1
@@ -246,11 +255,12 @@ class Tries:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        running = state.get("running")
+        """Of an older version, which has other keys, nothing is taken."""
+        running, new = state.get("running"), Tries(self._share, self._slot_rounds)
         self.running = Try(**running) if running else None
         self._tried_at = dict(state.get("tried_at", {}))
         for name in _NUMBERS:
-            setattr(self, name, state.get(name, getattr(self, name)))
+            setattr(self, name, state.get(name, getattr(new, name)))
 
 
 _NUMBERS = (

@@ -183,8 +183,7 @@ def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
                     continue
                 seconds, count = measured(strategy, rounds[strategy], warm=turn > 0)
                 each = max(seconds - beside[bucket], 0.1 * seconds) / count
-                was_cut = mine and count < rounds[strategy] // 2  # sequences came to their limit
-                if (turn or first_counts(each)) and not was_cut:
+                if turn or first_counts(each):
                     mine.append(each)
                 rounds[strategy] = enough_rounds(each, runner.rounds(strategy, bucket))
     return CostTable.from_samples(samples, beside), time.perf_counter() - started

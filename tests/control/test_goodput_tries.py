@@ -1,5 +1,7 @@
 """Tries of the goodput controller: what they cost, what they teach, and when they are repeated."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from control_sim import ARMS, BAD, GOOD, World, cost_table, drive
@@ -118,6 +120,34 @@ def test_that_chunks_of_tries_are_short_is_counted_and_paid_for():
     assert controller.tries.count > count + 4
     assert controller.regret_seconds - regret == pytest.approx(lost, rel=0.3)
     assert lost < 0.023 * (controller.seconds - seconds)
+
+
+def test_tries_of_which_no_seconds_are_known_are_paid_for_too():
+    """A machine that does much else, so that only long chunks can be timed."""
+    world = World(cost_table("cpu"), GOOD, noise=0.0, outliers=0.0)
+    controller = Goodput(ARMS, cost_table("cpu"))
+    tried = 0
+    for _ in range(1000):
+        name, rounds = asked(controller)
+        seen = world.chunk(name, 4, rounds or 16, is_try=rounds is not None)
+        if rounds is not None:
+            tried += rounds
+            seen = dataclasses.replace(seen, seconds=float("nan"))
+        controller.observe(seen)
+    assert 0 < tried < 0.1 * world.at, "`off` is wanted all the time, for it was never timed"
+
+
+def test_new_weights_are_tried_by_what_drafts():
+    """Plain decoding, which is to be measured once more by then, tells nothing of them."""
+    costs = CostTable([4], {"off": [1.0], "4_1_5": [1.1]})
+    world, controller = World(costs, noise=0.0, outliers=0.0), Goodput(["off", "4_1_5"], costs)
+    controller.acceptance.learn("4_1_5", [0, 0, 0, 0, 0, 64], 16)
+    controller.weights_changed()
+    drive(controller, world, 4, 400)
+    assert controller.current == "4_1_5"
+    name, rounds = finish(controller, world), asked(controller)[1]
+    assert name == "off" and rounds is None, "and is paid for, so it comes later"
+    assert world.at > 400
 
 
 def test_no_try_is_made_where_perfect_drafts_would_lose():
