@@ -4,3 +4,6 @@
 #include "cpu_commit.cc"
 #include "cpu_layers.cc"
 #include "cpu_panels.cc"
+
+extern "C" void specjax_use_one_thread() { specjax::most_threads = 1; }
+extern "C" int64_t specjax_most_threads() { return specjax::most_threads; }

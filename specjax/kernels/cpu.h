@@ -42,6 +42,9 @@ inline void store(float* to, Lane lane) { std::memcpy(to, &lane, sizeof(lane)); 
 // For fewer multiplications than so many each, threads cost more than they bring.
 constexpr int64_t kWorth = 1 << 14;
 
+// Of a call; set once, before the first.
+inline int64_t most_threads = 1 << 14;
+
 // Threads that work through stages together: the products and the attention of a layer, say.
 //
 // Each stage is cut into shares, and threads claim them. The caller does all that nobody has
@@ -50,7 +53,8 @@ constexpr int64_t kWorth = 1 << 14;
 // waking them takes as long as a stage.
 class Team {
  public:
-  explicit Team(ffi::ThreadPool& pool) : pool_(pool), threads_(pool.num_threads()) {}
+  explicit Team(ffi::ThreadPool& pool)
+      : pool_(pool), threads_(std::min<int64_t>(pool.num_threads(), most_threads)) {}
   ~Team() {
     if (shared_) shared_->ticket.store(kOver, std::memory_order_release);
   }

@@ -47,6 +47,8 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w")
 # The first set of flags that the compiler takes; clang on ARM knows `-mcpu` alone. For no processor
 # in particular the kernels would be slower than XLA, which knows which one it is.
 NATIVE = (("-march=native",), ("-mcpu=native",))
+# XLA's flag: of several devices, simulated with a thread each, none takes another's.
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 SECONDS = 300  # that compiling may take
 _LOCK = threading.Lock()
 
@@ -88,6 +90,8 @@ def _try_to_load() -> str | None:
         for name in (PANELS, ATTENTION, LAYERS, COMMIT):
             handler = jax.ffi.pycapsule(getattr(library, name))
             jax.ffi.register_ffi_target(name, handler, platform="cpu")
+        if ONE_THREAD in os.environ.get("XLA_FLAGS", "").split():
+            library.specjax_use_one_thread()
     except (OSError, AttributeError) as error:
         return f"{path} cannot be loaded ({error}); delete it"
     return None

@@ -440,6 +440,24 @@ print("done")
 """
 
 
+_THREADS = """
+import ctypes
+from specjax.kernels import cpu
+
+cpu.load()
+print(ctypes.CDLL(str(cpu._built())).specjax_most_threads())
+"""
+
+
+@pytest.mark.parametrize("flag", [cpu.ONE_THREAD, "--xla_cpu_multi_thread_eigen=true"])
+def test_a_call_has_one_thread_where_xla_is_told_so(flag):
+    done = subprocess.run(
+        [sys.executable, "-c", _THREADS], capture_output=True, text=True, timeout=120,
+        env=os.environ | {"XLA_FLAGS": flag},
+    )  # fmt: skip
+    assert (int(done.stdout) == 1) == (flag == cpu.ONE_THREAD), done.stderr
+
+
 def test_threads_that_are_busy_elsewhere_hold_nobody_up():
     """Calls then leave more helpers waiting than the pool's queue holds."""
     done = subprocess.run(
