@@ -198,14 +198,14 @@ class CostTable:
 
     def slack(self, name: str, batch_size: int) -> float:
         """By what share the true cost may well be below the table's: drift and age add to it."""
-        entry = self._entry(name, self.index(batch_size))
+        at = self.index(batch_size)
+        entry = self._entry(name, at)
         if entry is None:
             return _GUESSED_SLACK
         slack = _UNCONFIRMED_SLACK if entry.count else _CALIBRATED_SLACK
         if entry.count >= _CONFIRMED:
             age = self._rounds - entry.seen_at
             slack = _STALE_SLACK * (1 - 2 ** (-age / _STALE_ROUNDS))
-        at = self.index(batch_size)
         grown = self._common[at] - entry.mark if entry.count else self._shift(at)
         below = min(0.0, -grown) + entry.excess
         return min(1 - (1 - slack) * math.exp(below), _MOST_SLACK)
@@ -230,8 +230,8 @@ class CostTable:
         self._last[at] = name
         entry, beside = row[at], self._beside[at] / rounds
         if entry is None:
-            alone = max(seconds - beside, _LEAST_SHARE * seconds)
-            row[at] = _Entry(math.log(alone), self._common[at], 1.0, self._rounds)
+            log = math.log(of_rounds(seconds, beside))
+            row[at] = _Entry(log, self._common[at], 1.0, self._rounds)
             return
         weight = min(1.0, max(rounds / _FULL_ROUNDS, rounds * seconds / _FULL_SECONDS))
         is_first = not entry.count
@@ -359,6 +359,11 @@ class CostTable:
         table._typical, table._rounds = state["typical"], state["rounds"]
         table._common, table._last = list(state["common"]), list(state["last"])
         return table
+
+
+def of_rounds(seconds: float, beside: float) -> float:
+    """Of the seconds of a chunk those that its rounds took: some did, whatever lies beside them."""
+    return max(seconds - beside, _LEAST_SHARE * seconds)
 
 
 def _trust(size: float) -> float:

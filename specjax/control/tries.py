@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specjax.control.base import Observation
+from specjax.control.costs import of_rounds
 
 _FREE_EVERY = 128  # rounds between tries that swapped weights may ask for without paying
 _FREE_RARELY = 32 * _FREE_EVERY  # the same after many that failed
 _FREE_AGAIN = 2  # how often such a try is repeated because it told too little,
 _FREE_CLOSE = 8  # and how often because what drafts is about as good as plain decoding
 _HICCUP = 2.0  # times as long as the first round: the machine's fault, and not a cost
-_LEAST_SHARE = 0.1  # of the first chunk, that its round took
 _ARRIVES_WITHIN = 4  # choices after which the result of a try is taken for lost
 _MIN_ROUNDS = 4
 _PAUSE = 32  # rounds between tries: short chunks cost the host time
@@ -79,7 +79,7 @@ class Try:
           seconds: as it was. rounds: that it had.
           beside: seconds of a chunk beside its rounds; those of the first round are all in it.
         """
-        usual = max(self.first - beside, _LEAST_SHARE * self.first) + beside / rounds
+        usual = of_rounds(self.first, beside) + beside / rounds
         return usual if 0 < _HICCUP * self.first < seconds else seconds
 
     def with_first(self, histogram: Sequence[int]) -> list[int]:

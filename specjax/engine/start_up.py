@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from specjax.config import SamplingParams
-from specjax.control.costs import CostTable
+from specjax.control.costs import CostTable, of_rounds
 from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
 from specjax.decode.state import Lineup
@@ -182,7 +182,7 @@ def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
                 if mine and len(mine) >= measurements(min(mine)):
                     continue
                 seconds, count = measured(strategy, rounds[strategy], warm=turn > 0)
-                each = max(seconds - beside[bucket], 0.1 * seconds) / count
+                each = of_rounds(seconds, beside[bucket]) / count
                 if turn or first_counts(each):
                     mine.append(each)
                 rounds[strategy] = enough_rounds(each, runner.rounds(strategy, bucket))
