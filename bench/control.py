@@ -3,7 +3,8 @@
 `python -m bench.control sweep --model assets/sums` measures tokens per second of every compiled
 strategy, `off` among them, and of every controller, at each size of the batch; then, with a head
 that was drawn at random, goodput control against an engine that cannot speculate. The oracle is
-the strategy that is best at that batch size.
+the strategy that is best at that batch size. Measurements are short and many, for a machine that
+others use changes its speed for seconds at a time, and what is compared has to lie close together.
 
 `python -m bench.control swap --model assets/sums` swaps the head for a random one in mid-run and
 back, and writes down what each controller chose, how many rounds it took until it was within 5% of
@@ -26,6 +27,7 @@ from bench.control_run import add_run_arguments
 from specjax.control.base import canonical
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
+REPEATS = 28
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -38,13 +40,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     commands = top.add_subparsers(required=True, metavar="sweep|swap|plot")
     sweep = _command(commands, "sweep", control_sweep.sweep, "control_<model>")
     add_timing_arguments(sweep, BATCHES)
+    sweep.set_defaults(repeats=REPEATS)
     sweep.add_argument("--no_useless_head", action="store_true", help="leave the random head out")
     swap = _command(commands, "swap", control_swap.swap, "control_swap_<model>")
     add = swap.add_argument
     add("--batch", type=int, default=4, help="samples that run at once")
     add("--rounds", type=int, default=400, help="of each phase: good head, bad head, good head")
     add("--runs", type=int, default=7, help="of each controller")
-    add("--repeats", type=int, default=7, help="measurements of each strategy with each head")
+    add("--repeats", type=int, default=REPEATS, help="measurements of each strategy with each head")
     add("--static", default="4_1_5", help="strategy of the static controller")
     add("--controllers", nargs="+", default=list(control_swap.CONTROLLERS),
         choices=control_swap.CONTROLLERS)  # fmt: skip
@@ -67,7 +70,7 @@ def _command(commands, name: str, run, out: str) -> argparse.ArgumentParser:
     add_prompt_arguments(parser)
     add_run_arguments(parser)
     add = parser.add_argument
-    add("--seconds", type=float, default=2.0, help="of a measurement, if it is plain decoding's")
+    add("--seconds", type=float, default=0.5, help="of a measurement, if it is plain decoding's")
     add("--tokens_per_slot", type=int, default=48, help="of a measurement, at least")
     return parser
 

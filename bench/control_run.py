@@ -22,7 +22,6 @@ from specjax.control import (
     OFF,
     ControlConfig,
     Controller,
-    CostTable,
     EmaConfig,
     Observation,
     Static,
@@ -30,10 +29,11 @@ from specjax.control import (
 )
 from specjax.control.base import parse_arms
 from specjax.control.config import DEFAULT_STRATEGIES
+from specjax.decode.options import Features
 from specjax.draft.mtp import init_head_params
 from specjax.engine.engine import Engine
 from specjax.engine.request import Job, make_jobs
-from specjax.engine.start_up import StartUp
+from specjax.engine.start_up import StartUp, calibrate
 from specjax.models import hf
 from specjax.models.transformer import Params
 from specjax.tokenizer import load_tokenizer
@@ -299,10 +299,15 @@ class Bench:
         if kind == "ema":
             chains = (d for d in self.drafts.values() if d is None or d.is_chain)
             settings["ema"] = EmaConfig(tuple(d.steps if d else 0 for d in chains))
-        costs = CostTable.from_state(self.costs.state())
         return make_controller(
-            ControlConfig(kind, **settings), list(_named(self.drafts)), costs=costs
+            ControlConfig(kind, **settings), list(_named(self.drafts)), costs=self.costs
         )
+
+    def recalibrate(self) -> None:
+        """Measures `costs` again, as another start of the engine would."""
+        self.engine.clear()
+        self.costs, _ = calibrate(self.engine.loop, Features())
+        self.engine.runner.reset()
 
     def static(self, strategy: str) -> Controller:
         return Static(self.drafts[strategy] or OFF)

@@ -145,6 +145,7 @@ def swap(args: argparse.Namespace) -> Path:
         print(f"{head} head: {rates} tok/s", flush=True)
     runs: dict[tuple[str, str], list[list[Measured]]] = {}
     for number in range(args.runs):
+        bench.recalibrate()
         for variant, kind in itertools.product(args.variants, args.controllers):
             recorder = Recorder(bench.controller(kind), announce=variant == "announced")
             phases = one_run(bench, recorder, heads, number)
@@ -167,6 +168,7 @@ def settings_of(args: argparse.Namespace) -> dict:
         "recovery": f"rounds after a swap until choices are within {TOLERANCE:.0%} of the oracle's "
         f"goodput, and stay there over the next {WINDOW} rounds and the rest of the phase; by the "
         "measured means of the strategies, not by the noise of single chunks",
+        "calibration": "measured anew for each run, as if the engine were started again",
         "unannounced": "the controller is not told of new weights",
     }
 

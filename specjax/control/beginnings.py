@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _CATCH_UP_ROWS = 128  # that a draft reads at most: the source remembers no more
-_FEW_ROWS = 32  # of so many nobody knows what they take, beside what every beginning takes
+_AT_ONCE = 32  # that it reads in one go; nobody knows what one takes beside any beginning
 _MEDIAN_OF = 5  # the last ones
 _MOST_CATCH_UP = 64  # plain rounds: more is taken for a hiccup of the machine
 _MOST_BEGIN = 4  # the same of a strategy that has nothing to read
@@ -22,7 +22,7 @@ class Beginnings:
 
     def __init__(self):
         self._first: dict[int, list[float]] = {}  # seconds that a first chunk takes longer
-        self._per_row: dict[int, list[float]] = {}  # seconds that a token takes to be read
+        self._per_row: dict[int, list[float]] = {}  # seconds that a row takes to be read
 
     def first_seconds(self, bucket: int) -> float:
         """Expected seconds that a first chunk takes longer."""
@@ -72,5 +72,6 @@ def _median(seen: Mapping[int, list[float]], bucket: int) -> float:
 
 
 def _read(rows: int) -> int:
-    """Of so many tokens of plain decoding, those whose reading takes a time of its own."""
-    return min(rows, _CATCH_UP_ROWS) if rows > _FEW_ROWS else 0
+    """Rows of reading so many tokens of plain decoding, if that takes a time of its own."""
+    rows = min(rows, _CATCH_UP_ROWS)
+    return _AT_ONCE * -(-rows // _AT_ONCE) if rows > _AT_ONCE else 0

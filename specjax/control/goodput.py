@@ -29,7 +29,7 @@ from specjax.control.acceptance import Acceptance
 from specjax.control.base import OFF, Controller, Observation, log
 from specjax.control.beginnings import Beginnings
 from specjax.control.costs import CostTable
-from specjax.control.tries import Candidate, Tries
+from specjax.control.tries import WAITING_ROUNDS, Candidate, Tries
 
 _CLOSE = 0.2  # worse than plain decoding by this share at most
 _ENDS_WITHIN = 4096.0  # tokens after which an observed end of a sample counts half
@@ -174,6 +174,7 @@ class Goodput(Controller):
         log.debug("Goodput selected: %s, scores: %s", current, scores)
         self.rounds_hint = None
         if self.tries.wait():
+            self.rounds_hint = self.tries.waiting_rounds
             return current
         if self.tries.running is None and self.tries.look():
             first = self._beginnings.first_seconds(at)
@@ -264,7 +265,8 @@ class Goodput(Controller):
         histogram = probe.with_first(seen.histogram) if probe else seen.histogram
         if not begins:  # a try is judged as a whole
             self.acceptance.learn(seen.strategy, histogram, rounds)
-            self._count_rounds(seen.strategy, rounds, probe is not None and rounds >= probe.rounds)
+            wanted = probe.rounds if probe else WAITING_ROUNDS
+            self._count_rounds(seen.strategy, rounds, cut=seen.is_try and rounds >= wanted)
         seconds = float(seen.seconds) if known else 0.0
         lost = self._lost(seen, late, probe is not None) if known else None
         self.tries.passed(rounds, seconds)

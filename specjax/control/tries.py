@@ -6,7 +6,9 @@ become rare.
 
 A try has two chunks. What runs after another strategy is slower at first, and a draft may have to
 read what was emitted meanwhile, so the first chunk is one round, from which no costs are learned,
-or what is tried would be thought to be dear for ever. The second one counts.
+or what is tried would be thought to be dear for ever. The second one counts. It comes back a chunk
+later, and where new weights asked for the try that chunk is short: all that ran before they were
+judged is what they may beat.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ _FREE_CLOSE = 8  # and how often because what drafts is about as good as plain d
 _HICCUP = 2.0  # times as long as the first round: the machine's fault, and not a cost
 _ARRIVES_WITHIN = 4  # choices after which the result of a try is taken for lost
 _MIN_ROUNDS = 4
+WAITING_ROUNDS = 8  # of a chunk until new weights were judged
 _PAUSE = 32  # rounds between tries: short chunks cost the host time
 
 
@@ -142,6 +145,11 @@ class Tries:
             self._repeat(self.running.arm)  # new weights are to be judged all the same
         self.running = None
         return False
+
+    @property
+    def waiting_rounds(self) -> int | None:
+        """Of a chunk until a try came back; None: a full one."""
+        return WAITING_ROUNDS if self.running is not None and self.running.free else None
 
     def look(self) -> bool:
         """Whether to look for candidates now; not again for a while, then."""
