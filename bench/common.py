@@ -96,7 +96,7 @@ def bench_parser(module: str, doc: str, out: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--seed", type=int, default=0, help="of problems and samples")
-    parser.add_argument("--out", help=f"default: bench/results/{out}.json")
+    parser.add_argument("--out", help=f"file or directory; default: bench/results/{out}.json")
     return parser
 
 
@@ -177,7 +177,7 @@ def write_result(
 
     Args:
       figures: name -> {"value", "unit", "interval"}; numbers that are not finite become null.
-      path: default `bench/results/<name>.json`.
+      path: default `bench/results/<name>.json`; in a directory, `<name>.json` there.
 
     Raises:
       ValueError: a figure without value, unit or interval.
@@ -188,7 +188,9 @@ def write_result(
                 f"figure {key!r} needs value, unit and interval (None if there is none), got "
                 f"{sorted(figure)}"
             )
-    path = RESULTS / f"{name}.json" if path is None else Path(path)
+    path = RESULTS if path is None else Path(path)
+    if path.is_dir() or path == RESULTS:
+        path = path / f"{name}.json"
     result = {
         "name": name,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

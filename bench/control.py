@@ -44,7 +44,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     sweep.add_argument("--no_useless_head", action="store_true", help="leave the random head out")
     swap = _command(commands, "swap", control_swap.swap, "control_swap_<model>")
     add = swap.add_argument
-    add("--batch", type=int, default=4, help="samples that run at once")
+    add("--batch", type=int, default=2, help="samples that run at once")
     add("--rounds", type=int, default=400, help="of each phase: good head, bad head, good head")
     add("--runs", type=int, default=7, help="of each controller")
     add("--repeats", type=int, default=REPEATS, help="measurements of each strategy with each head")

@@ -13,8 +13,8 @@ when the first replica is drained for good.
 On a CPU the devices are simulated, each with one thread (unless XLA_FLAGS says otherwise), so that
 a replica which trains takes nothing from one that decodes; there must be a core for each of them.
 
-Writes `spot.json` (figures), `spot.jsonl` (the events of both arms, see `train.trace`) and
-`spot.png` (a rollout as a time line, and the seconds of a step).
+Writes `<name>.json` (figures), `<name>.jsonl` (the events of both arms, see `train.trace`) and
+`<name>.png` (a rollout as a time line, and the seconds of a step).
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ ROLLOUT = RolloutSection(prompts=4, n=4, max_batch=8, replicas=2)
 class SpotBenchConfig(RLConfig):
     """`python -m bench.spot`: everything `train.rl` knows, and what is left out of timings."""
 
-    out: str = option("bench/results", "directory of spot.json, spot.jsonl and spot.png")
+    out: str = option("bench/results", "directory of the results")
+    name: str = option("spot", "of the results, without a suffix")
     steps: int = option(12, "RL steps of both arms")
     untimed_steps: int = option(2, "first steps left out: at the first one there is no data yet")
     rollout: RolloutSection = option(ROLLOUT, "rollouts")
@@ -241,7 +242,7 @@ def run(cfg: SpotBenchConfig) -> dict[str, dict]:
     started = time.perf_counter()
     with (
         tempfile.TemporaryDirectory() as scratch,
-        (out / "spot.jsonl").open("w", encoding="utf-8") as stream,
+        (out / f"{cfg.name}.jsonl").open("w", encoding="utf-8") as stream,
     ):
         comparison = Comparison(cfg, Path(scratch))
         comparison.warm_up()
@@ -256,8 +257,8 @@ def run(cfg: SpotBenchConfig) -> dict[str, dict]:
     figures["steps_identical"] = figure(
         comparison.identical, f"of {cfg.steps}: tokens, policy, head, optimizers, buffer", None
     )
-    path = write_result("spot", dataclasses.asdict(cfg), figures, out / "spot.json")
-    picture = spot_plot.draw(out, cfg.untimed_steps)
+    path = write_result(cfg.name, dataclasses.asdict(cfg), figures, out / f"{cfg.name}.json")
+    picture = spot_plot.draw(path, cfg.untimed_steps)
     print(summary(figures), f"result: {path}", f"plot: {picture}", sep="\n")
     return figures
 

@@ -30,15 +30,16 @@ TITLES = {"after": "all updates after the rollout", "gaps": "updates in the gaps
 Events = Sequence[dict]
 
 
-def draw(directory: Path, untimed: int) -> Path:
-    """Draws `<directory>/spot.png` from `spot.jsonl` and `spot.json`.
+def draw(result: Path, untimed: int) -> Path:
+    """Draws a picture beside a result file, from it and from the events beside it.
 
     Args:
+      result: `<name>.json`, beside which `<name>.jsonl` lies.
       untimed: first steps that are left out.
     """
-    lines = (directory / "spot.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = result.with_suffix(".jsonl").read_text(encoding="utf-8").splitlines()
     events = [e for e in map(json.loads, lines) if e["step"] > untimed]
-    figures = json.loads((directory / "spot.json").read_text(encoding="utf-8"))["figures"]
+    figures = json.loads(result.read_text(encoding="utf-8"))["figures"]
     step = typical_step(events)
     drawing, grid = plt.subplot_mosaic(
         [["after", "after", "bars"], ["gaps", "gaps", "bars"]], figsize=(12, 5)
@@ -59,7 +60,7 @@ def draw(directory: Path, untimed: int) -> Path:
         f"{delay['interval'][1]:+.1%}]"
     )
     drawing.tight_layout(rect=(0, 0.06, 1, 1))
-    out = directory / "spot.png"
+    out = result.with_suffix(".png")
     drawing.savefig(out, dpi=90)
     plt.close(drawing)
     return out

@@ -172,15 +172,13 @@ class Goodput(Controller):
         if current is None or scores[best] > (1 + self.config.hysteresis) * scores[current]:
             self._best[at] = current = best
         log.debug("Goodput selected: %s, scores: %s", current, scores)
-        self.rounds_hint = None
-        if self.tries.wait():
-            self.rounds_hint = self.tries.waiting_rounds
-            return current
-        if self.tries.running is None and self.tries.look():
+        waits = self.tries.wait()
+        if not waits and self.tries.running is None and self.tries.look():
             first = self._beginnings.first_seconds(at)
             candidates = self._candidates(batch_size, current, scores)
             self.tries.begin(candidates, batch_size, current == OFF, first)
-        if self.tries.running is None:
+        if waits or self.tries.running is None:
+            self.rounds_hint = self.tries.waiting_rounds
             return current
         name, self.rounds_hint = self.tries.ask()
         return name

@@ -219,7 +219,9 @@ class Tries:
         """The try under way, if a chunk is one of it."""
         running = self.running
         is_of_it = seen.is_try and running is not None and running.asked > 0
-        return running if is_of_it and running.arm == seen.strategy else None
+        if not is_of_it or running.arm != seen.strategy:
+            return None
+        return running if seen.rounds <= (1 if running.begins else running.rounds) else None
 
     def passed(self, rounds: int, seconds: float) -> None:
         """Of seconds that passed, 0 if not known, a share may be lost by tries."""
