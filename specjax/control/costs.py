@@ -13,8 +13,8 @@ log space and per chunk:
 *   of a strategy that keeps running, by its x wholly, and by c but for the share of doubt in the
     entry, which falls as chunks confirm it: what makes one strategy slower is presumed to make all
     slower;
-*   of one that runs after another in the same bucket, not by c, for what ran before has just been
-    seen to agree with it.
+*   of one that runs after another in the same bucket, not by c, which what ran before has just
+    shown, and by x only as doubtful as it is, or as notable the residual: tries are full of noise.
 
 One strategy alone cannot tell its own change from everybody's, so the presumption may be wrong by
 all of d: the true cost of an entry that does not run lies between exp(x) and exp(x + d), and
@@ -62,9 +62,9 @@ DEFAULT_BUCKETS = tuple(2**i for i in range(11))
 _RATE = 0.45  # of a residual that is followed per chunk
 _FIRST_RATE = 0.7  # the same where the first chunk is cheaper than calibrated,
 _FIRST_LIMIT = math.log(3.0)  # by so much at most: more is an error of timing
-_NOTABLE = 2.0  # typical residuals: a drift that one chunk says more of than its noise
+_NOTABLE = 3.0  # typical residuals: a drift that one chunk says more of than its noise
 _COMMON_DOUBT = 0.3  # of the common factor, in units of the doubt of an entry in its first chunk
-_LEAST_OWN = 0.5  # share of a residual that is followed where another strategy ran before
+_MOST_OWN = 0.5  # share of a notable residual that is followed where another strategy ran before
 _FULL_ROUNDS = 8  # shorter chunks weigh less: their time is partly dispatch,
 _FULL_SECONDS = 0.05  # of which there is little where a few rounds take long
 _LIMIT = 3.0  # residuals beyond so many typical ones are cut
@@ -243,8 +243,9 @@ class CostTable:
         expected = math.exp(entry.log + (1 - not_shared) * drift) + beside
         share = 1 - beside / expected  # of the chunk, that its rounds take
         surprise = math.log(seconds / expected)
+        notable = _trust((surprise / self._typical / _NOTABLE) ** 2)
         if is_first and surprise < 0:
-            rate, cut = _FIRST_RATE, max(surprise, -_FIRST_LIMIT)
+            rate, cut = _RATE + notable * (_FIRST_RATE - _RATE), max(surprise, -_FIRST_LIMIT)
         else:
             rate, cut = _RATE, self._cut(surprise)
         if much_cheaper := cut > surprise:
@@ -256,7 +257,7 @@ class CostTable:
         entry.count = 1 + (1 - doubt) * entry.count
         own = 1 if is_first else 1 / (1 + _COMMON_DOUBT * entry.count)
         if after_another:
-            step *= max(own, _LEAST_OWN)
+            step *= max(own, notable * _MOST_OWN)
         else:
             self._common[at] += (1 - own) * step
         followed = share * step + (1 - share) * beside_step
