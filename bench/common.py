@@ -188,8 +188,8 @@ def write_result(
                 f"figure {key!r} needs value, unit and interval (None if there is none), got "
                 f"{sorted(figure)}"
             )
-    path = RESULTS if path is None else Path(path)
-    if path.is_dir() or path == RESULTS:
+    path = RESULTS / f"{name}.json" if path is None else Path(path)
+    if path.is_dir():
         path = path / f"{name}.json"
     result = {
         "name": name,

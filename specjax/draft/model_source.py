@@ -20,11 +20,9 @@ from specjax.cache import KVCache, Table, commit_rows, empty_cache, page_bytes
 from specjax.config import ModelConfig
 from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits
-from specjax.draft.source import Level, Memory, after_of
+from specjax.draft.source import ABSORBED, Level, Memory, after_of
 from specjax.kernels import panels
 from specjax.models.transformer import Params, Transformer, graphdef
-
-ABSORBED = 32  # rows that the draft model takes in at a time when it catches up
 
 
 class ModelSlots(NamedTuple):

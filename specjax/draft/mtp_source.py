@@ -16,11 +16,9 @@ from specjax.config import ModelConfig
 from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits
 from specjax.draft.mtp import head_graphdef, to_panels
-from specjax.draft.source import WINDOW, Level, Memory, after_of, take_parents
+from specjax.draft.source import ABSORBED, WINDOW, Level, Memory, after_of, take_parents
 from specjax.indexing import take_along
 from specjax.models.transformer import lm_logits
-
-ABSORBED = 32  # rows that the head takes in at a time when it catches up
 
 
 class HeadSlots(NamedTuple):

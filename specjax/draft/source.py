@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from specjax.cache import KVCache, Table
 from specjax.indexing import take_along
 
+ABSORBED = 32  # rows that a source takes in at a time when it catches up
 Slots = Any  # what a source keeps per slot: arrays with the slots in front
 Work = Any  # what it hands from one step of a round to the next
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from control_sim import ARMS, BAD, GOOD, World, cost_table, drive
 
-from specjax.control import OFF, CostTable, Goodput, GoodputConfig, Observation
+from specjax.control import OFF, CostTable, Goodput, GoodputConfig, Observation, beginnings
 from specjax.control.tries import WAITING_ROUNDS
+from specjax.draft.source import ABSORBED, WINDOW
 
 GOOD_WHERE_SLIM = (0.85, 0.91, 0.92, 0.93, 0.9, 0.9, 0.9)
 
@@ -285,3 +286,8 @@ def test_a_good_head_that_comes_back_is_used_within_50_rounds():
         run = drive(controller, world, 4, 50, chunk_tokens=32)
         within += run.rate() >= 0.94 * world.oracle(ARMS, 4)
     assert within >= 12
+
+
+def test_catching_up_is_modelled_by_what_sources_read_and_remember():
+    """Controllers import no JAX, so they have copies of both."""
+    assert (beginnings._AT_ONCE, beginnings._CATCH_UP_ROWS) == (ABSORBED, WINDOW)
