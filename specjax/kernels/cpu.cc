@@ -7,3 +7,4 @@
 
 extern "C" void specjax_use_one_thread() { specjax::most_threads = 1; }
 extern "C" int64_t specjax_most_threads() { return specjax::most_threads; }
+extern "C" void specjax_wake_for(int64_t count) { specjax::worth_waking = count; }

@@ -2,6 +2,10 @@
 #ifndef SPECJAX_KERNELS_CPU_H_
 #define SPECJAX_KERNELS_CPU_H_
 
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -39,24 +43,55 @@ inline Lane load(const float* from) {
 
 inline void store(float* to, Lane lane) { std::memcpy(to, &lane, sizeof(lane)); }
 
+// Has the compiler load a lane once: it takes an operand from memory again for every use, where it
+// has the choice, and loads become the limit before multiplications do.
+inline void keep(Lane& lane) {
+#if defined(__x86_64__)
+  asm("" : "+v"(lane));
+#elif defined(__aarch64__)
+  asm("" : "+w"(lane));
+#endif
+}
+
 // For fewer multiplications than so many each, threads cost more than they bring.
 constexpr int64_t kWorth = 1 << 14;
 
-// Of a call; set once, before the first.
-inline int64_t most_threads = 1 << 14;
+// Threads of a call, and multiplications for which it wakes any; set once, before the first.
+inline int64_t most_threads = 1 << 14, worth_waking = 1 << 18;
+
+// A number that threads on different cores have different, which is what it is good for: it decides
+// where a thread begins, not what is computed.
+inline int64_t whereabouts() {
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  static std::atomic<int64_t> seen{0};
+  static thread_local const int64_t mine = seen++;
+  return mine;
+#endif
+}
 
 // Threads that work through stages together: the products and the attention of a layer, say.
 //
-// Each stage is cut into shares, and threads claim them. The caller does all that nobody has
-// claimed, so it waits for a thread that works and never for one that has yet to wake up: who comes
-// late finds the stage that runs then, or that all is over. Between stages the helpers spin, for
-// waking them takes as long as a stage.
+// Each stage is cut into shares, which lie at seats, one for each core. A thread takes the shares at
+// its own seat first, which are the same in every step: so its cache keeps the weights and the keys
+// that they need. Then it takes what others have not begun, and the caller all that is left, so it
+// waits for a thread that works and never for one that has yet to wake up: who comes late finds the
+// stage that runs then, or that all is over. Between stages the helpers spin, for waking them takes
+// as long as a stage; what they look at is a line of their own, or cores would take it from each
+// other all the time.
 class Team {
  public:
-  explicit Team(ffi::ThreadPool& pool)
-      : pool_(pool), threads_(std::min<int64_t>(pool.num_threads(), most_threads)) {}
+  // For a call of so many multiplications.
+  Team(ffi::ThreadPool& pool, int64_t multiplications)
+      : pool_(pool),
+        threads_(multiplications < worth_waking
+                     ? 1
+                     : std::min<int64_t>(pool.num_threads(), most_threads)) {}
   ~Team() {
-    if (shared_) shared_->ticket.store(kOver, std::memory_order_release);
+    for (int64_t i = 0; shared_ && i < threads_; ++i) {
+      shared_[i].unclaimed.store(kOver, std::memory_order_release);
+    }
   }
   Team(const Team&) = delete;
 
@@ -65,27 +100,39 @@ class Team {
   void run(int64_t count, int64_t multiplications, const Work& work) {
     const int64_t threads = std::min({threads_, multiplications / kWorth, count});
     if (threads < 2) return work(int64_t{0}, count);
-    // Some more than threads: what is to do differs, and so do they.
-    const int64_t shares = std::min({2 * threads, count, kMost});
-    if (!shared_) shared_ = std::make_shared<Shared>();
+    if (!shared_) shared_.reset(new Seat[threads_], std::default_delete<Seat[]>());
     for (; helpers_ < threads - 1; ++helpers_) call_helper();
-    Shared& all = *shared_;
-    all.context = &work, all.count = count, all.shares = shares;
-    all.call = [](const void* of, int64_t first, int64_t last) {
-      (*static_cast<const Work*>(of))(first, last);
-    };
-    all.done.store(0, std::memory_order_relaxed);
-    const uint64_t stage = ++stage_;
-    all.ticket.store(stage << 32 | static_cast<uint64_t>(shares) << 16, std::memory_order_release);
-    while (all.claim_and_work() == kDid) {
+    // Where there is much to do it may take threads differently long, and they can help each other.
+    const int64_t each = multiplications / threads < kMuch ? 1 : 2;
+    const int64_t shares = std::min(each * threads, count);
+    for (int64_t i = 0; i < threads; ++i) {
+      Seat& seat = shared_[i];
+      seat.context = &work, seat.count = count, seat.shares = shares;
+      seat.first = shares * i / threads;
+      seat.call = [](const void* of, int64_t first, int64_t last) {
+        (*static_cast<const Work*>(of))(first, last);
+      };
+      const int64_t here = shares * (i + 1) / threads - seat.first;
+      seat.begun += here;
+      seat.unclaimed.store((uint64_t{1} << here) - 1, std::memory_order_release);
     }
-    for (int turns = 0; all.done.load(std::memory_order_acquire) < shares; ++turns) wait(turns);
+    const int64_t own = whereabouts() % threads;
+    for (int64_t i = 0; i < threads; ++i) {
+      while (shared_[(own + i) % threads].claim_and_work() == kDid) {
+      }
+    }
+    for (int64_t i = 0; i < threads; ++i) {
+      const Seat& seat = shared_[i];
+      for (int turns = 0; seat.done.load(std::memory_order_acquire) < seat.begun; ++turns) {
+        wait(turns);
+      }
+    }
   }
 
  private:
   enum Found { kDid, kNothing, kEnd };
-  static constexpr uint64_t kOver = ~uint64_t{0};
-  static constexpr int64_t kMost = (1 << 16) - 1;  // the ticket has 16 bits for them
+  static constexpr uint64_t kOver = uint64_t{1} << 63;
+  static constexpr int64_t kMuch = 1 << 20;
 
   static void wait(int turns) {
     if (turns > 1000) std::this_thread::yield();  // somebody waits for a core, maybe this one
@@ -94,22 +141,22 @@ class Team {
 #endif
   }
 
-  // Lives as long as anybody holds it. The ticket says which stage runs, of how many shares, and
-  // which of them is next; whoever moves it on has a share, and until that is done the stage and
-  // what it calls stay.
-  struct Shared {
-    alignas(64) std::atomic<uint64_t> ticket{0};
-    alignas(64) std::atomic<int64_t> done{0};
+  // Whoever takes a share's bit away has the share, and until that is done its stage stays, and so
+  // does what the stage calls.
+  struct alignas(64) Seat {
+    std::atomic<uint64_t> unclaimed{0};
     const void* context;
     void (*call)(const void*, int64_t, int64_t);
-    int64_t count, shares;
+    int64_t count, shares, first;  // shares in all, and the first of those at this seat
+    int64_t begun = 0;             // shares of all stages so far; the caller's
+    alignas(64) std::atomic<int64_t> done{0};
 
     Found claim_and_work() {
-      uint64_t now = ticket.load(std::memory_order_acquire);
-      if (now == kOver) return kEnd;
-      const int64_t share = now & 0xffff;
-      if (share >= static_cast<int64_t>(now >> 16 & 0xffff)) return kNothing;
-      if (ticket.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel)) {
+      uint64_t left = unclaimed.load(std::memory_order_acquire);
+      if (left == kOver) return kEnd;
+      if (left == 0) return kNothing;
+      if (unclaimed.compare_exchange_weak(left, left & (left - 1), std::memory_order_acq_rel)) {
+        const int64_t share = first + __builtin_ctzll(left);
         call(context, count * share / shares, count * (share + 1) / shares);
         done.fetch_add(1, std::memory_order_release);
       }
@@ -118,21 +165,30 @@ class Team {
   };
 
   void call_helper() {
-    pool_.Schedule([all = shared_, caller = std::this_thread::get_id()] {
+    pool_.Schedule([all = shared_, seats = threads_, caller = std::this_thread::get_id()] {
       if (std::this_thread::get_id() == caller) return;  // the pool's queue is full
-      int turns = 0;
-      for (Found found; (found = all->claim_and_work()) != kEnd;) {
-        turns = found == kDid ? 0 : turns + 1;
+      int64_t at = whereabouts() % seats;
+      for (int turns = 0;; ++turns) {
+        const Found found = all[at].claim_and_work();
+        if (found == kEnd) return;
+        if (found == kDid) turns = 0;
+        if (found == kNothing && turns % kPatience == kPatience - 1) {
+          for (int64_t i = 1; i < seats; ++i) {
+            if (all[(at + i) % seats].claim_and_work() == kDid) turns = 0;
+          }
+          at = whereabouts() % seats;  // threads move
+        }
         if (turns) wait(turns);
       }
     });
   }
 
+  static constexpr int kPatience = 16;  // turns at its own seat before it looks at others'
+
   ffi::ThreadPool& pool_;
   const int64_t threads_;
-  uint64_t stage_ = 0;
   int64_t helpers_ = 0;
-  std::shared_ptr<Shared> shared_;
+  std::shared_ptr<Seat[]> shared_;
 };
 
 }  // namespace specjax

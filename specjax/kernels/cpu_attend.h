@@ -16,6 +16,10 @@
 #include <cmath>
 #include <vector>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 #include "cpu.h"
 
 namespace specjax {
@@ -48,6 +52,11 @@ struct Attention {
   int64_t tree() const { return before.rows + own.rows; }
 
   int64_t group() const { return heads / kv_heads; }
+  int64_t multiplications() const {
+    int64_t keys = 0;
+    for (int64_t b = 0; b < batch; ++b) keys += prefix_of(b) + tree();
+    return 2 * keys * heads * rows * width;
+  }
   int64_t prefix_of(int64_t b) const {
     return std::clamp<int64_t>(prefix[b], 0, stretches * size);
   }
@@ -76,67 +85,73 @@ inline Lane exp_of(Lane x) {
   return x < low ? Lane{} : found;
 }
 
-// keys [count][stride] to turned [kLanes][kLanes], a lane for each key; zeros where there is none.
+// keys [count][stride] to turned [kLanes][kLanes], a lane for each key; lanes without one get the
+// last key.
 inline void transpose(const float* keys, int64_t count, int64_t stride, float* turned) {
-#if defined(__AVX512F__) && defined(__has_builtin)
-#if __has_builtin(__builtin_shufflevector)
-#define SPECJAX_SHUFFLES
-#endif
-#endif
-#ifdef SPECJAX_SHUFFLES
-  Lane rows[kLanes] = {};
-  for (int64_t key = 0; key < count; ++key) rows[key] = load(keys + key * stride);
-  for (int turn = 0; turn < 4; ++turn) {  // perfect shuffles of the sixteen rows
-    Lane next[kLanes];
-    for (int i = 0; i < 8; ++i) {
-      next[2 * i] = __builtin_shufflevector(rows[i], rows[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20,
-                                            5, 21, 6, 22, 7, 23);
-      next[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + 8], 8, 24, 9, 25, 10, 26, 11, 27,
-                                                12, 28, 13, 29, 14, 30, 15, 31);
+  const auto row = [&](int64_t key) { return keys + std::min(key, count - 1) * stride; };
+#if defined(__AVX512F__)
+  // Four columns at a time: loads put four keys side by side, which leaves half of the shuffles.
+  for (int64_t h = 0; h < kLanes; h += 4) {
+    __m512 four[4];
+    for (int64_t i = 0; i < 4; ++i) {
+      four[i] = _mm512_castps128_ps512(_mm_loadu_ps(row(i) + h));
+      four[i] = _mm512_mask_broadcast_f32x4(four[i], 0x00f0, _mm_loadu_ps(row(i + 4) + h));
+      four[i] = _mm512_mask_broadcast_f32x4(four[i], 0x0f00, _mm_loadu_ps(row(i + 8) + h));
+      four[i] = _mm512_mask_broadcast_f32x4(four[i], 0xf000, _mm_loadu_ps(row(i + 12) + h));
     }
-    std::memcpy(rows, next, sizeof(next));
+    for (int64_t half = 0; half < 2; ++half) {
+      const auto beside = [&](__m512 x, __m512 y) {
+        return _mm512_castps_pd(half ? _mm512_unpackhi_ps(x, y) : _mm512_unpacklo_ps(x, y));
+      };
+      const __m512d first = beside(four[0], four[1]), last = beside(four[2], four[3]);
+      float* to = turned + (h + 2 * half) * kLanes;
+      _mm512_storeu_ps(to, _mm512_castpd_ps(_mm512_unpacklo_pd(first, last)));
+      _mm512_storeu_ps(to + kLanes, _mm512_castpd_ps(_mm512_unpackhi_pd(first, last)));
+    }
   }
-  std::memcpy(turned, rows, sizeof(rows));
 #else
   for (int64_t h = 0; h < kLanes; ++h) {
-    for (int64_t key = 0; key < kLanes; ++key) {
-      turned[h * kLanes + key] = key < count ? keys[key * stride + h] : 0;
-    }
+    for (int64_t key = 0; key < kLanes; ++key) turned[h * kLanes + key] = row(key)[h];
   }
 #endif
 }
 
-template <int R>
-void score_rows(const float* q, const float* keys, int64_t width, float* to, int64_t stride) {
-  Lane sums[R] = {};
+// Scores of R queries and of P times kLanes keys.
+template <int R, int P>
+void score_rows(const float* q, const float* turned, int64_t width, float* to, int64_t stride) {
+  Lane sums[R][P] = {};
   for (int64_t h = 0; h < width; ++h) {
-    const Lane lane = load(keys + h * kLanes);
-    for (int r = 0; r < R; ++r) sums[r] += q[r * width + h] * lane;
+    Lane lanes[P];
+    for (int p = 0; p < P; ++p) keep(lanes[p] = load(turned + (p * width + h) * kLanes));
+    for (int r = 0; r < R; ++r) {
+      for (int p = 0; p < P; ++p) sums[r][p] += q[r * width + h] * lanes[p];
+    }
   }
-  for (int r = 0; r < R; ++r) store(to + r * stride, sums[r]);
+  for (int r = 0; r < R; ++r) {
+    for (int p = 0; p < P; ++p) store(to + r * stride + p * kLanes, sums[r][p]);
+  }
 }
 
 // out[r] += the keys' weights x values, and total[r] += the weights, in the order of the keys.
 template <int R, int L>
 void weigh_rows(const float* weights, int64_t stride, const float* values, int64_t count,
                 int64_t width, float* out, float* total) {
-  Lane sums[R][L];
-  float totals[R];
+  Lane sums[R][L], totals[R];  // a total in every lane: beside the products it costs nothing
   for (int r = 0; r < R; ++r) {
-    totals[r] = total[r];
+    totals[r] = Lane{} + total[r];
     for (int l = 0; l < L; ++l) sums[r][l] = load(out + r * width + l * kLanes);
   }
   for (int64_t i = 0; i < count; ++i) {
     Lane lanes[L];
-    for (int l = 0; l < L; ++l) lanes[l] = load(values + i * width + l * kLanes);
+    for (int l = 0; l < L; ++l) keep(lanes[l] = load(values + i * width + l * kLanes));
     for (int r = 0; r < R; ++r) {
-      const float weight = weights[r * stride + i];
+      const Lane weight = Lane{} + weights[r * stride + i];
       totals[r] += weight;
       for (int l = 0; l < L; ++l) sums[r][l] += weight * lanes[l];
     }
   }
   for (int r = 0; r < R; ++r) {
-    total[r] = totals[r];
+    total[r] = totals[r][0];
     for (int l = 0; l < L; ++l) store(out + r * width + l * kLanes, sums[r][l]);
   }
 }
@@ -145,7 +160,7 @@ void weigh_rows(const float* weights, int64_t stride, const float* values, int64
 class Tile {
  public:
   explicit Tile(const Attention& of)
-      : of_(of), q_(kTile * of.width), out_(kTile * of.width), turned_(of.width * kLanes) {}
+      : of_(of), q_(kTile * of.width), out_(kTile * of.width), turned_(2 * of.width * kLanes) {}
 
   void move_to(int64_t b, int64_t kv) {
     b_ = b, kv_ = kv, prefix_ = of_.prefix_of(b), keys_ = prefix_ + of_.tree();
@@ -202,23 +217,33 @@ class Tile {
   }
 
   void score(const float* keys, int64_t index, int64_t held) {
+    for (int64_t i = 0; i < held;) {
+      const bool two = held - i > kLanes;  // fewer queries than that leave the multipliers waiting
+      two ? score_keys<2>(keys, index, i, held) : score_keys<1>(keys, index, i, held);
+      i += two ? 2 * kLanes : kLanes;
+    }
+  }
+
+  template <int P>
+  void score_keys(const float* keys, int64_t index, int64_t i, int64_t held) {
     const int64_t width = of_.width;
-    for (int64_t i = 0; i < held; i += kLanes) {
+    for (int64_t p = 0; p < P; ++p) {
+      const int64_t key = i + p * kLanes;
       for (int64_t h = 0; h < width; h += kLanes) {
-        transpose(keys + i * width + h, std::min(kLanes, held - i), width,
-                  turned_.data() + h * kLanes);
+        transpose(keys + key * width + h, held - key, width,
+                  turned_.data() + (p * width + h) * kLanes);
       }
-      for (int64_t r = 0; r < count_;) {
-        const float* q = q_.data() + r * width;
-        float* to = scores_.data() + r * stride_ + index + i;
-        const int64_t left = count_ - r;
-        if (left >= 6) {
-          score_rows<6>(q, turned_.data(), width, to, stride_), r += 6;
-        } else if (left >= 3) {
-          score_rows<3>(q, turned_.data(), width, to, stride_), r += 3;
-        } else {
-          score_rows<1>(q, turned_.data(), width, to, stride_), r += 1;
-        }
+    }
+    for (int64_t r = 0; r < count_;) {
+      const float* q = q_.data() + r * width;
+      float* to = scores_.data() + r * stride_ + index + i;
+      const int64_t left = count_ - r;
+      if (left >= 6) {
+        score_rows<6, P>(q, turned_.data(), width, to, stride_), r += 6;
+      } else if (left >= 3) {
+        score_rows<3, P>(q, turned_.data(), width, to, stride_), r += 3;
+      } else {
+        score_rows<1, P>(q, turned_.data(), width, to, stride_), r += 1;
       }
     }
   }
@@ -289,11 +314,8 @@ class Tile {
 
 inline void attend(const Attention& of, Team& team) {
   const int64_t all = of.group() * of.rows, tiles = (all + kTile - 1) / kTile;
-  int64_t keys = 0;
-  for (int64_t b = 0; b < of.batch; ++b) keys += of.prefix_of(b) + of.tree();
-  const int64_t multiplications = 2 * keys * of.heads * of.rows * of.width;
   const int64_t items = of.batch * of.kv_heads * tiles;
-  team.run(items, multiplications, [&](int64_t first, int64_t last) {
+  team.run(items, of.multiplications(), [&](int64_t first, int64_t last) {
     Tile tile(of);
     for (int64_t i = first; i < last; ++i) {
       const int64_t head = i / tiles, t = i % tiles, from = all * t / tiles;

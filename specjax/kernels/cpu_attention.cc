@@ -28,29 +28,29 @@ ffi::Error tree_attention(ffi::ThreadPool pool, Floats q, Floats k_tree, Floats 
   if (out->element_count() == 0) return ffi::Error::Success();
   const int64_t batch = of_q[0], heads = of_q[1], rows = of_q[2], width = of_q[3];
   const Strides strides{heads * rows * width, rows * width, width};
-  Team team(pool);
-  attend({.q = q.typed_data(),
-          .out = out->typed_data(),
-          .of_q = strides,
-          .of_out = strides,
-          .before = {nullptr, nullptr, 0},
-          .own = {k_tree.typed_data(), v_tree.typed_data(), of_tree[2]},
-          .k_pages = k_pages.typed_data(),
-          .v_pages = v_pages.typed_data(),
-          .prefix = prefix.typed_data(),
-          .table = table.typed_data(),
-          .bits = bits.typed_data(),
-          .batch = batch,
-          .heads = heads,
-          .kv_heads = pages[1],
-          .rows = rows,
-          .width = width,
-          .pages = pages[0],
-          .size = pages[2],
-          .stretches = of_table[1],
-          .words = of_bits[2],
-          .own_bits = of_bits[0] > 1},
-         team);
+  const Attention of{.q = q.typed_data(),
+                     .out = out->typed_data(),
+                     .of_q = strides,
+                     .of_out = strides,
+                     .before = {nullptr, nullptr, 0},
+                     .own = {k_tree.typed_data(), v_tree.typed_data(), of_tree[2]},
+                     .k_pages = k_pages.typed_data(),
+                     .v_pages = v_pages.typed_data(),
+                     .prefix = prefix.typed_data(),
+                     .table = table.typed_data(),
+                     .bits = bits.typed_data(),
+                     .batch = batch,
+                     .heads = heads,
+                     .kv_heads = pages[1],
+                     .rows = rows,
+                     .width = width,
+                     .pages = pages[0],
+                     .size = pages[2],
+                     .stretches = of_table[1],
+                     .words = of_bits[2],
+                     .own_bits = of_bits[0] > 1};
+  Team team(pool, of.multiplications());
+  attend(of, team);
   return ffi::Error::Success();
 }
 

@@ -65,7 +65,7 @@ ffi::Error commit(ffi::ThreadPool pool, Ints start, Ints table, ffi::RemainingAr
     moved += fresh->element_count();
   }
   // By arrays and not by sequences: those without a page of their own write to one place.
-  Team team(pool);
+  Team team(pool, moved);
   team.run(arrays.size(), moved, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       for (int64_t b = 0; b < batch; ++b) {

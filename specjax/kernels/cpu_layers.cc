@@ -58,6 +58,10 @@ struct Shape {
 
   int64_t all() const { return batch * rows; }
   int64_t q_width() const { return heads * head; }
+  // Of a layer's products.
+  int64_t multiplications() const {
+    return all() * (width * (qkv_width() + q_width() + 2 * hidden) + hidden * width);
+  }
   int64_t qkv_width() const { return (heads + 2 * kv_heads) * head; }
 };
 
@@ -288,7 +292,7 @@ ffi::Error run_layers(ffi::ThreadPool pool, int64_t layers, int64_t heads, int64
   Between own;
   Between& between = shape.all() > kKept ? own : kept;
   between.fit(shape);
-  Team team(pool);
+  Team team(pool, layers * shape.multiplications());
   Forward forward(shape, cos.typed_data(), sin.typed_data(), prefix.typed_data(),
                   bits.typed_data(), table.typed_data(), to, between, team);
   for (const Layer& layer : all) forward.run(layer);

@@ -15,10 +15,10 @@ ffi::Error panels_product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
   }
   const int64_t n = out.back();
   if (y->element_count() == 0) return ffi::Error::Success();
-  Team team(pool);
-  multiply({x.typed_data(), panels.typed_data(), y->typed_data(),
-            static_cast<int64_t>(y->element_count()) / n, in.back(), n},
-           team);
+  const Product of{x.typed_data(), panels.typed_data(), y->typed_data(),
+                   static_cast<int64_t>(y->element_count()) / n, in.back(), n};
+  Team team(pool, of.multiplications());
+  multiply(of, team);
   return ffi::Error::Success();
 }
 

@@ -39,6 +39,8 @@ struct Product {
   float* y;
   int64_t rows, k, n;
   bool adds = false;  // to what y holds
+
+  int64_t multiplications() const { return rows * k * n; }
 };
 
 template <int R, int P>
@@ -53,7 +55,10 @@ void tile(const Product& of, int64_t row, int64_t panel) {
   for (int64_t k = 0; k < of.k; ++k) {
     Lane lanes[kVectors];
     for (int p = 0; p < P; ++p) __builtin_prefetch(w + (p * of.k + k + kAhead) * kWidth);
-    for (int v = 0; v < kVectors; ++v) lanes[v] = load(w + k * kWidth + at(v, of.k * kWidth));
+    for (int v = 0; v < kVectors; ++v) {
+      lanes[v] = load(w + k * kWidth + at(v, of.k * kWidth));
+      if (R > 1) keep(lanes[v]);
+    }
     for (int r = 0; r < R; ++r) {
       for (int v = 0; v < kVectors; ++v) sums[r][v] += x[r * of.k + k] * lanes[v];
     }
@@ -96,7 +101,7 @@ void stripe_of(int64_t panels, const Product& of, int64_t panel) {
 
 inline void multiply(const Product& of, Team& team) {
   const int64_t panels = of.n / kWidth;
-  team.run(panels, of.rows * of.k * of.n, [&](int64_t first, int64_t last) {
+  team.run(panels, of.multiplications(), [&](int64_t first, int64_t last) {
     const int64_t stripes = (last - first + kPanels - 1) / kPanels;  // of much the same width
     for (int64_t s = 0, panel = first; s < stripes; ++s) {
       const int64_t end = first + (last - first) * (s + 1) / stripes;

@@ -13,6 +13,16 @@ from specjax.kernels import cpu
 sys.path.append(str(Path(__file__).resolve().parent.parent / "engine"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def small_calls_have_threads():
+    """What these tests compute is too little to wake threads for, and they are to try them."""
+    try:
+        cpu.load()
+    except cpu.NoKernelError:
+        return
+    ctypes.CDLL(str(cpu._built())).specjax_wake_for(ctypes.c_int64(0))
+
+
 @pytest.fixture(scope="session")
 def built_narrower(tmp_path_factory):
     """Where these builds are kept: each takes seconds."""
@@ -30,6 +40,7 @@ def narrower(request, monkeypatch, built_narrower):
     monkeypatch.setattr(cpu, "NATIVE", ((f"-march={processor}",),))
     monkeypatch.setenv("XDG_CACHE_HOME", str(built_narrower))
     library = ctypes.CDLL(str(cpu._built()))
+    library.specjax_wake_for(ctypes.c_int64(0))
     for constant in ("PANELS", "ATTENTION", "LAYERS", "COMMIT"):
         target = getattr(cpu, constant)
         handler = jax.ffi.pycapsule(getattr(library, target))

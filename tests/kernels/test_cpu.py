@@ -40,6 +40,7 @@ def _missing() -> str:
 
 pytestmark = pytest.mark.skipif(bool(missing := _missing()), reason=missing)
 
+HERE = Path(__file__).parent
 # Heads of 16, and widths that are whole panels: all that the kernels can do, they do.
 MODEL = tiny_config(layers=2).replace(hidden_size=32, head_dim=16, intermediate_size=48)
 
@@ -424,12 +425,12 @@ _BUSY = """
 import threading, jax, jax.numpy as jnp
 from specjax.kernels import panels
 
-weights = jnp.ones((4, 64, 16)) / 64
+weights = jnp.ones((16, 256, 16)) / 256
 
 def products(x):
-    return jax.lax.fori_loop(0, 3000, lambda _, x: panels.product(x, weights), x)
+    return jax.lax.fori_loop(0, 1000, lambda _, x: panels.product(x, weights), x)
 
-run, x = jax.jit(products), jnp.ones((8, 64))
+run, x = jax.jit(products), jnp.ones((8, 256))
 sort, long = jax.jit(lambda x: [jnp.sort(x + i)[::100] for i in range(4)]), jnp.arange(2e6) % 1e3
 jax.block_until_ready((run(x), sort(long)))
 other = threading.Thread(target=lambda: jax.block_until_ready(sort(long)))
@@ -456,6 +457,23 @@ def test_a_call_has_one_thread_where_xla_is_told_so(flag):
         env=os.environ | {"XLA_FLAGS": flag},
     )  # fmt: skip
     assert (int(done.stdout) == 1) == (flag == cpu.ONE_THREAD), done.stderr
+
+
+def test_threads_share_stages_without_races(tmp_path):
+    """Under a thread sanitizer where there is one; a plain pool stands in for XLA's."""
+    program, compiler = tmp_path / "stages", cpu._compilers()[0]
+    command = [
+        compiler, *cpu.FLAGS[:1], "-O1", "-pthread", f"-I{HERE / 'stand_in'}",
+        f"-I{cpu.SOURCE.parent}", str(HERE / "stages.cc"), "-o", str(program),
+    ]  # fmt: skip
+    watched = [*command, "-fsanitize=thread"], [program, "1", "0"]  # some kernels refuse to run it
+    if any(subprocess.run(part, capture_output=True).returncode for part in watched):
+        subprocess.run(command, check=True)
+    for threads in (2, 3, 5):
+        done = subprocess.run(
+            [program, str(threads), "150"], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0 and done.stdout.endswith(", 0 wrong\n"), done
 
 
 def test_threads_that_are_busy_elsewhere_hold_nobody_up():

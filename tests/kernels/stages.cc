@@ -1,0 +1,32 @@
+// Many calls of many stages of all sizes, each of which reads what the last one wrote; prints how many
+// of its numbers are wrong. Usage: stages THREADS CALLS
+
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <vector>
+
+#include "cpu.h"
+
+int main(int, char** arguments) {
+  xla::ffi::ThreadPool pool(std::atoi(arguments[1]));
+  std::mt19937 random(0);
+  std::vector<int64_t> from(4000), to(4000);
+  int64_t stages = 0, wrong = 0;
+  for (int call = std::atoi(arguments[2]); call > 0; --call) {
+    specjax::Team team(pool, specjax::worth_waking);
+    for (int left = random() % 40; left > 0; --left, ++stages) {
+      const int64_t count = 1 + random() % (left % 3 ? 20 : from.size());
+      const int64_t multiplications = int64_t{1} << (12 + random() % 12);
+      for (int64_t i = 0; i < count; ++i) from[i] = stages + i;
+      team.run(count, multiplications, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) to[i] = 2 * from[i] + 1, from[i] = -1;
+      });
+      for (int64_t i = 0; i < count; ++i) {
+        wrong += to[i] != 2 * (stages + i) + 1 || from[i] != -1;
+      }
+    }
+  }
+  std::printf("%lld stages, %lld wrong\n", static_cast<long long>(stages),
+              static_cast<long long>(wrong));
+}
