@@ -131,6 +131,17 @@ class Acceptance:
             hoped.append(trust * rate + (1 - trust) * max(rate, CEILING))
         return _tokens(hoped[: self._steps[name]], goes_on)
 
+    def likely_tokens(self, name: str, goes_on: float = 1.0) -> float:
+        """The same if every depth were a standard error better than what was seen says."""
+        if name not in self._family:
+            return 1.0
+        family = self._family[name]
+        likely = [
+            min(rate + math.sqrt(rate * (1 - rate) / (seen + 1)), 1.0)
+            for rate, seen in zip(self.rates(family), self._tries[family], strict=True)
+        ]
+        return _tokens(likely[: self._steps[name]], goes_on)
+
     def is_measured(self, name: str) -> bool:
         """Whether more drafts of its family were seen than what is kept of them after a change."""
         family = self._family.get(name)

@@ -31,7 +31,6 @@ from specjax.control.beginnings import Beginnings
 from specjax.control.costs import CostTable
 from specjax.control.tries import WAITING_ROUNDS, Candidate, Tries
 
-_CLOSE = 0.2  # worse than plain decoding by this share at most
 _ENDS_WITHIN = 4096.0  # tokens after which an observed end of a sample counts half
 _BOTH = 2  # what a try takes to begin, and what goes on after it likewise
 _SHORT = 8  # rounds of a chunk: it tells little of costs where another strategy ran before
@@ -284,14 +283,20 @@ class Goodput(Controller):
             self._chunk_tokens += 0.25 * (emits - self._chunk_tokens)
 
     def _is_close(self, batch_size: int) -> bool:
-        """Whether plain decoding scores best, but what scores best of what drafts little less.
+        """Whether plain decoding scores best, but what drafts may well be better.
 
         Whatever drafts tells of the head as it runs; plain decoding tells nothing.
         """
-        scores = self.scores(batch_size)
-        best = max(self.arms, key=scores.__getitem__)
-        drafting = max((score for arm, score in scores.items() if arm != OFF), default=0.0)
-        return best == OFF and drafting > (1 - _CLOSE) * scores[OFF]
+        scores, goes_on = self.scores(batch_size), self._goes_on
+        if max(self.arms, key=scores.__getitem__) != OFF:
+            return False
+        likely = (
+            self._per_slot(self.acceptance.likely_tokens(arm, goes_on))
+            / self.round_seconds(arm, batch_size)
+            for arm in self.drafts
+            if arm != OFF
+        )
+        return max(likely, default=0.0) > scores[OFF]
 
     def _late(self, seen: Observation) -> float:
         """Seconds of the chunk that its rounds did not take; remembers what for."""

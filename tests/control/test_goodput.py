@@ -250,6 +250,19 @@ def test_a_sudden_change_overrules_what_was_counted():
     assert model.expected_tokens("4_1_5") < 1.5
 
 
+def test_what_drafts_may_well_bring_comes_down_to_what_was_seen():
+    model = Acceptance(parse_arms(["2_1_3"]), half_life=1e6, prior=0.7)
+    above = []
+    for _ in range(6):
+        model.learn("2_1_3", (0, 12, 3, 1), 16)
+        above.append(model.likely_tokens("2_1_3") - model.expected_tokens("2_1_3"))
+    assert all(x > y > 0 for x, y in zip(above, above[1:], strict=False)), above
+    rate = model.rates("chain")[0]
+    first = math.sqrt(rate * (1 - rate) / (6 * 16 + 1))
+    assert first < above[-1] < 3 * first
+    assert model.likely_tokens("off") == 1.0
+
+
 def test_an_outlier_hardly_moves_the_costs():
     table = CostTable([1], {"off": [1.0]})
     table.observe("off", 1, 1000.0, 16)

@@ -288,6 +288,22 @@ def test_a_good_head_that_comes_back_is_used_within_50_rounds():
     assert within >= 12
 
 
+def test_a_bad_head_is_given_up_soon_where_a_shallow_chain_loses_little():
+    """In a batch of one: a few rejections decide it, and further tries would only lose time."""
+    seconds = (0.6e-3, 0.95e-3, 1.1e-3, 1.55e-3, 2.2e-3)
+    costs = CostTable([1], {arm: [s] for arm, s in zip(ARMS, seconds, strict=True)})
+    tries = []
+    for seed in range(20):
+        world = World(costs, GOOD, noise=0.15, seed=seed, catch_up=4.0, cold=0.5)
+        controller = Goodput(ARMS, costs)
+        drive(controller, world, 1, 400, chunk_tokens=32)
+        world.rates, before = (0.03,) * 7, controller.tries.count
+        controller.weights_changed()
+        drive(controller, world, 1, 120, chunk_tokens=32)
+        tries.append(controller.tries.count - before)
+    assert np.mean(tries) <= 3.8, tries
+
+
 def test_catching_up_is_modelled_by_what_sources_read_and_remember():
     """Controllers import no JAX, so they have copies of both."""
     assert (beginnings._AT_ONCE, beginnings._CATCH_UP_ROWS) == (ABSORBED, WINDOW)
