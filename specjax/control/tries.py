@@ -24,7 +24,7 @@ from specjax.control.costs import of_rounds
 _FREE_EVERY = 128  # rounds between tries that swapped weights may ask for without paying
 _FREE_RARELY = 32 * _FREE_EVERY  # the same after many that failed
 _FREE_AGAIN = 2  # how often such a try is repeated because it told too little,
-_FREE_CLOSE = 8  # and how often because what drafts is about as good as plain decoding
+_FREE_CLOSE = 8  # and how often because what drafts may yet be better than plain decoding
 _HICCUP = 2.0  # times as long as the first round: the machine's fault, and not a cost
 _ARRIVES_WITHIN = 4  # choices after which the result of a try is taken for lost
 _MIN_ROUNDS = 4
@@ -241,8 +241,8 @@ class Tries:
 
         Args:
           told: (slot, round) pairs that it saw.
-          is_close: what drafts is worse than plain decoding, but by little: the few rounds of a try
-            do not tell it from better.
+          is_close: what drafts seems worse than plain decoding, but the few rounds of a try do not
+            tell it from better.
         """
         ended, self.running = self.running, None
         if not ended.free:  # a hiccup of the machine during a try is not the try's fault

@@ -63,7 +63,7 @@ inline int64_t most_threads = 1 << 14, worth_waking = 1 << 18;
 // where a thread begins, not what is computed.
 inline int64_t whereabouts() {
 #if defined(__linux__)
-  return sched_getcpu();
+  return std::max(sched_getcpu(), 0);  // where the system does not tell, all are at one seat
 #else
   static std::atomic<int64_t> seen{0};
   static thread_local const int64_t mine = seen++;

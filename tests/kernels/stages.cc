@@ -1,9 +1,12 @@
 // Many calls of many stages of all sizes, each of which reads what the last one wrote; prints how many
-// of its numbers are wrong. Usage: stages THREADS CALLS
+// of its numbers are wrong, and whether others than the caller computed any. Usage: stages THREADS
+// CALLS
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "cpu.h"
@@ -13,6 +16,8 @@ int main(int, char** arguments) {
   std::mt19937 random(0);
   std::vector<int64_t> from(4000), to(4000);
   int64_t stages = 0, wrong = 0;
+  std::atomic<bool> helped{false};
+  const std::thread::id caller = std::this_thread::get_id();
   for (int call = std::atoi(arguments[2]); call > 0; --call) {
     specjax::Team team(pool, specjax::worth_waking);
     for (int left = random() % 40; left > 0; --left, ++stages) {
@@ -20,6 +25,7 @@ int main(int, char** arguments) {
       const int64_t multiplications = int64_t{1} << (12 + random() % 12);
       for (int64_t i = 0; i < count; ++i) from[i] = stages + i;
       team.run(count, multiplications, [&](int64_t first, int64_t last) {
+        if (std::this_thread::get_id() != caller) helped = true;
         for (int64_t i = first; i < last; ++i) to[i] = 2 * from[i] + 1, from[i] = -1;
       });
       for (int64_t i = 0; i < count; ++i) {
@@ -27,6 +33,6 @@ int main(int, char** arguments) {
       }
     }
   }
-  std::printf("%lld stages, %lld wrong\n", static_cast<long long>(stages),
-              static_cast<long long>(wrong));
+  std::printf("%lld stages, %s, %lld wrong\n", static_cast<long long>(stages),
+              helped ? "helped" : "alone", static_cast<long long>(wrong));
 }
