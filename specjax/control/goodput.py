@@ -109,12 +109,12 @@ class Goodput(Controller):
 
     def scores(self, batch_size: int) -> dict[str, float]:
         """Expected tokens per slot and second, by strategy."""
-        goes_on = self._goes_on
-        return {
-            arm: self._per_slot(self.acceptance.expected_tokens(arm, goes_on))
-            / self.round_seconds(arm, batch_size)
-            for arm in self.arms
-        }
+        goes_on, expected = self._goes_on, self.acceptance.expected_tokens
+        return {arm: self._score(arm, expected(arm, goes_on), batch_size) for arm in self.arms}
+
+    def _score(self, arm: str, tokens: float, batch_size: int) -> float:
+        """Tokens per slot and second where those that draft bring so many per round."""
+        return self._per_slot(tokens) / self.round_seconds(arm, batch_size)
 
     def round_seconds(self, arm: str, batch_size: int) -> float:
         """Of a round, with its share of what lies beside the rounds of a full chunk."""
@@ -272,7 +272,8 @@ class Goodput(Controller):
         if probe:
             self.tries.came(seen, lost)
         if probe and not begins:
-            self.tries.end(sum(histogram[1:]), self._is_close(seen.batch_size))
+            is_close = probe.free and self._is_close(seen.batch_size)
+            self.tries.end(sum(histogram[1:]), is_close)
 
     def _count_rounds(self, arm: str, rounds: int, cut: bool) -> None:
         """A chunk had so many; if it was cut it could have had more."""
@@ -287,16 +288,13 @@ class Goodput(Controller):
 
         Whatever drafts tells of the head as it runs; plain decoding tells nothing.
         """
-        scores, goes_on = self.scores(batch_size), self._goes_on
+        scores = self.scores(batch_size)
         if max(self.arms, key=scores.__getitem__) != OFF:
             return False
-        likely = (
-            self._per_slot(self.acceptance.likely_tokens(arm, goes_on))
-            / self.round_seconds(arm, batch_size)
-            for arm in self.drafts
-            if arm != OFF
+        goes_on, likely = self._goes_on, self.acceptance.likely_tokens
+        return any(
+            self._score(arm, likely(arm, goes_on), batch_size) > scores[OFF] for arm in self.arms
         )
-        return max(likely, default=0.0) > scores[OFF]
 
     def _late(self, seen: Observation) -> float:
         """Seconds of the chunk that its rounds did not take; remembers what for."""

@@ -1,6 +1,6 @@
-// Many calls of many stages of all sizes, each of which reads what the last one wrote; prints how many
-// of its numbers are wrong, and whether others than the caller computed any. Usage: stages THREADS
-// CALLS
+// Many calls of many stages of all sizes, each of which reads what the last one wrote; prints how
+// many of its numbers are wrong, and whether others than the caller computed any.
+// Usage: stages THREADS CALLS
 
 #include <atomic>
 #include <cstdio>
