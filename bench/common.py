@@ -238,6 +238,20 @@ def alternate(functions: Mapping[str, Callable[[], Any]], repeats: int) -> dict[
     return seconds
 
 
+def in_turns(jobs: Mapping[str, tuple[Callable, Callable]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of the second function of each pair, called after the first, which is not timed."""
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    for repeat in range(1 + repeats):
+        for name in jobs if repeat % 2 else reversed(jobs):
+            prepare, run = jobs[name]
+            prepare()
+            start = time.perf_counter()
+            run()
+            if repeat:  # the first one compiles
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
 def paired_ratio_interval(
     numerator: Sequence[float], denominator: Sequence[float], level: float = 0.95
 ) -> tuple[float, float, float]:

@@ -1,13 +1,15 @@
 """Cost tables for `bench.predict`: seconds by running samples and rows, measured or modelled.
 
     python -m bench.costs measure --model assets/sums     this machine -> bench/costs/cpu.json
+    python -m bench.costs measure --model assets/shapes/Qwen3-8B --random --dtype bfloat16 ...
     python -m bench.costs model                           roofline of other chips -> bench/costs/
 
 `measure` times the very programs that the engine runs, in turns: a chunk of plain rounds, chunks of
-speculative rounds for each number of rows, and the drafting alone. The batch is full, every slot in
-pages of its own; what a chunk costs beside its rounds is spread over --rounds of them. `draft` is
-one drafted token, averaged over a four-token chain, the extension of the head's cache included;
-`verify` is a round less its drafted tokens, so acceptance and commit are in it.
+speculative rounds for each number of rows, and the drafting alone. Every slot has pages of its own;
+what a chunk costs beside its rounds is spread over --rounds of them. `draft` is one drafted token,
+averaged over a four-token chain, the extension of the head's cache included; `verify` is a round
+less its drafted tokens, so acceptance and commit are in it. Times do not depend on weights: with
+--random a directory needs no more than a config.json.
 
 `model` is no measurement: a step costs what its bytes take at the chip's bandwidth or its
 operations at its peak, whichever is more. Weights are read once per step, keys and values once per
@@ -20,142 +22,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import platform
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import jax
-
-from bench.common import alternate, machine, user_errors, versions
-from bench.full_batch import everyone, fill
+from bench import costs_measure
+from bench.common import user_errors
 from specjax import chips
 from specjax.chips import BYTES, layer_weights, roofline
-from specjax.config import ModelConfig, SpecConfig
-from specjax.decode import rng
-from specjax.decode.chunk import Until
-from specjax.decode.draft import draft_tree
-from specjax.decode.history import context_of
-from specjax.decode.options import Features
-from specjax.decode.state import put_positions, take_slots
-from specjax.draft.mtp import init_head_params
-from specjax.engine.runner import Runner
-from specjax.models import hf
+from specjax.config import ModelConfig
+from specjax.kernels.choice import ASKED
 
 HERE = Path(__file__).resolve().parent / "costs"
-DRAFT_CHAIN = 4  # drafted tokens over which the cost of one is averaged
-
-
-# --- measured --------------------------------------------------------------------------------
-
-
-class Bench:
-    """One batch size: a full batch of a plain or speculative runner, stepped in chunks."""
-
-    def __init__(self, model, batch: int, context: int, rounds: int):
-        self.cfg, self.params, self.head = model
-        self.batch, self.context, self.rounds = batch, context, rounds
-
-    def runner(self, steps: int, longest: int) -> Runner:
-        """A runner with weights; `steps` 0 is plain decoding."""
-        spec = SpecConfig(f"{steps}_1_{steps + 1}") if steps else None
-        room = self.context + self.rounds * (longest + 1) + 1
-        tokens = self.rounds * (steps + 1)  # equally many rounds for all of them
-        runner = Runner(self.cfg, spec, self.batch, room, chunk_tokens=tokens)
-        runner.set_params(self.params, self.head if steps else None)
-        return runner
-
-    def chunk(self, runner: Runner) -> Callable[[], None]:
-        """One measurement: a chunk of rounds from a full batch, which `fill` has prepared."""
-        (strategy,) = runner.plans
-        lineup, until = runner.alone(everyone(runner)), Until.of(self.rounds)
-
-        def run() -> None:
-            result = runner.chunk(strategy, Features(), lineup, until)
-            done = int(result.open().rounds)
-            assert done == self.rounds, (done, self.rounds)
-
-        return run
-
-    def drafting(self, runner: Runner) -> Callable[[], None]:
-        """One measurement: as many draftings, each starting from what the last one proposed."""
-
-        def program(params, head, state, rows):
-            model, plan = runner.model(params), runner.plan
-            here = take_slots(state, rows)
-            here = here._replace(draft=plan.source.enter(model, head, here, plan.steps))
-
-            def body(_, state):
-                root, count = state.length - 1, plan.steps + 1
-                ring = rng.refill(state.noise, state.keys, root, rows.active, count)
-                state = state._replace(noise=ring)
-                context = context_of(state.tokens, state.length, plan.features, None)
-                draft = draft_tree(model, head, plan, state, context)
-                # The next drafting depends on this one, or the compiler would do it only once.
-                tokens = put_positions(state.tokens, draft.tokens[:, 1:2], root, root * 0 + 1)
-                hidden = state.draft.slots.hidden[:, :count]
-                memory = plan.source.commit(state.draft, draft.work, hidden, root * 0 + 1)
-                return state._replace(draft=memory, tokens=tokens)
-
-            return jax.lax.fori_loop(0, self.rounds, body, here)
-
-        fill(runner, self.context)
-        inputs = (runner.params, runner.head, runner.state, everyone(runner))
-        compiled = jax.jit(program).lower(*inputs).compile()
-        return lambda: jax.block_until_ready(compiled(*inputs).tokens)
-
-    def seconds(self, rows: Sequence[int], repeats: int) -> tuple[float, float, dict[int, float]]:
-        """Medians: a plain step, one drafted token, and verification by rows."""
-        longest = max(*rows, DRAFT_CHAIN + 1)
-        runners = {r: self.runner(r - 1, longest) for r in (1, *rows)}
-        jobs = {f"rows {r}": self.chunk(runner) for r, runner in runners.items()}
-        jobs["draft"] = self.drafting(self.runner(DRAFT_CHAIN, longest))
-        times: dict[str, list[float]] = {name: [] for name in jobs}
-        for repeat in range(repeats + 1):
-            for runner in runners.values():
-                fill(runner, self.context)
-            for name, values in alternate(jobs, 1).items():
-                times[name] += values if repeat else []  # the first one compiles
-        middle = {name: statistics.median(v) / self.rounds for name, v in times.items()}
-        draft = middle["draft"] / DRAFT_CHAIN
-        verify = {r: max(middle[f"rows {r}"] - (r - 1) * draft, 0.0) for r in rows}
-        return middle["rows 1"], draft, verify
-
-
-def measure(args: argparse.Namespace) -> dict:
-    """The table of this machine."""
-    cfg, params, head = hf.load_checkpoint(args.model, args.dtype)
-    if head is None:
-        cfg = cfg.replace(mtp_num_layers=max(cfg.mtp_num_layers, 1))
-        head = init_head_params(cfg)
-    model = (cfg.replace(compute_dtype=args.dtype), params, head)
-    plain, draft, verify = [], [], {rows: [] for rows in args.rows}
-    for batch in args.batches:
-        bench = Bench(model, batch, args.context, args.rounds)
-        one, per_token, by_rows = bench.seconds(args.rows, args.repeats)
-        plain.append(one)
-        draft.append(per_token)
-        for rows, value in by_rows.items():
-            verify[rows].append(value)
-        relative = "  ".join(f"{rows} rows {v / one:.2f}" for rows, v in by_rows.items())
-        print(
-            f"batch {batch:>3}: plain {1e3 * one:.2f} ms  draft {per_token / one:.2f}  {relative}",
-            flush=True,
-        )
-    device = jax.devices()[0].device_kind
-    return {
-        "name": args.name or Path(args.out).stem,
-        "source": f"measured: python -m bench.costs measure on {device} ({platform.machine()}), "
-        f"medians of {args.repeats} chunks of {args.rounds} rounds",
-        "model": str(args.model),
-        "context": args.context,
-        "batches": list(args.batches),
-        "plain": plain,
-        "draft": draft,
-        "verify": {str(rows): values for rows, values in verify.items()},
-        "machine": machine(),
-        "versions": versions(),
-    }
 
 
 # --- modelled --------------------------------------------------------------------------------
@@ -223,7 +100,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("measure", help="measure this machine")
     one.add_argument("--model", default="assets/sums", help="Hugging Face directory")
+    one.add_argument("--random", action="store_true", help="weights, in the shapes of its config")
     one.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    one.add_argument("--attention", default="auto", choices=ASKED, help="kernel")
     one.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     one.add_argument("--rows", type=int, nargs="+", default=[2, 3, 5, 8], help="rows per sample")
     one.add_argument("--context", type=int, default=96, help="tokens in the cache at the start")
@@ -266,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     with user_errors("costs"):
         if args.command == "measure":
-            write(Path(args.out), measure(args))
+            write(Path(args.out), costs_measure.measure(args))
         else:
             for name in args.chips:
                 write(Path(args.out) / f"{name}_8b.json", modelled(name, args))

@@ -40,13 +40,12 @@ def fill(runner: Runner, context: int, options: Mapping[str, float] | None = Non
     runner.state = jax.block_until_ready(jax.device_put(state))
 
 
-def everyone(runner: Runner) -> Lineup:
-    """The rows of a full bucket.
+def everyone(runner: Runner, count: int | None = None) -> Lineup:
+    """The rows of a full bucket: of `count` slots, or of all.
 
     No two slots share a page, for what all of them read would be read from memory only once.
     """
-    full = runner.table_width - 1
-    table = np.full((runner.batch, runner.table_width), NOBODYS, np.int32)
-    pages = NOBODYS + 1 + np.arange(runner.batch * full)
-    table[:, :full] = pages.reshape(runner.batch, full)
-    return Lineup(np.arange(runner.batch, dtype=np.int32), np.ones(runner.batch, bool), table)
+    count, full = count or runner.batch, runner.table_width - 1
+    table = np.full((count, runner.table_width), NOBODYS, np.int32)
+    table[:, :full] = (NOBODYS + 1 + np.arange(count * full)).reshape(count, full)
+    return Lineup(np.arange(count, dtype=np.int32), np.ones(count, bool), table)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from bench import hlo, protocol, traffic
-from bench.common import alternate, figure, median_interval, paired_ratio_interval
+from bench.common import alternate, figure, in_turns, median_interval, paired_ratio_interval
 from bench.full_batch import everyone, fill
 from bench.gpu_job import Job, random_weights
 from bench.round import milliseconds, parts_table
@@ -116,7 +116,7 @@ def one_round(job: Job) -> None:
 
 def _chunk_figures(chunk: protocol.Chunk, sizes: Sizes) -> dict[str, dict]:
     """Milliseconds of a round in the engine's own program."""
-    seconds = protocol.in_turns({"chunk": (chunk.prepare, chunk.run)}, sizes.repeats)["chunk"]
+    seconds = in_turns({"chunk": (chunk.prepare, chunk.run)}, sizes.repeats)["chunk"]
     value, *ends = median_interval([1e3 * s / chunk.rounds for s in seconds])
     return {"round_ms/chunk": figure(value, f"ms per round, in chunks of {chunk.rounds}", ends)}
 
@@ -131,8 +131,8 @@ def _kernel_figures(chunk: protocol.Chunk) -> dict[str, dict]:
 def passes(runner: Runner, rows: int, count: int) -> Callable[[], None]:
     """A function that runs the policy `count` times over so many rows of every slot and waits."""
 
-    def program(params, state, rows):
-        here = take_slots(state._replace(noise=None, draft=None), rows)
+    def program(params, state, lineup):
+        here = take_slots(state._replace(noise=None, draft=None), lineup)
         root, model = here.length - 1, runner.model(params)
         x, new = model.decode(
             take_positions(here.tokens, root - rows + 1, rows),

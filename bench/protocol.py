@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -44,6 +43,7 @@ from bench.common import (
     alternate,
     bench_parser,
     figure,
+    in_turns,
     paired_ratio_interval,
     user_errors,
     write_result,
@@ -168,20 +168,6 @@ class Chunk:
         compiled, bucket = self.runner.executables, self.runner.batch
         features = compiled.covering(self.name, bucket, self.features)
         return compiled.by_key["chunk", self.name, bucket, features].as_text()
-
-
-def in_turns(jobs: Mapping[str, tuple[Callable, Callable]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of the second function of each pair, called after the first, which is not timed."""
-    seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    for repeat in range(1 + repeats):
-        for name in jobs if repeat % 2 else reversed(jobs):
-            prepare, run = jobs[name]
-            prepare()
-            start = time.perf_counter()
-            run()
-            if repeat:  # the first one compiles
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
 
 
 def round_figures(point: Point, llms: Mapping[str, LLM], args) -> dict[str, dict]:

@@ -11,12 +11,25 @@ nothing compiles behind the caller's back; `compilations` counts what was built.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import jax
 
 from specjax import sharding
 from specjax.decode.options import Features
+
+
+class _Noted:
+    """Stands for a program that is not compiled yet."""
+
+    def __init__(self, donate: tuple[int, ...]):
+        self._donate = donate
+
+    def __call__(self, *inputs):
+        return (*(inputs[i] for i in self._donate), None)
 
 
 class Executables:
@@ -39,6 +52,7 @@ class Executables:
         self.compilations = 0
         self.before_build: Callable[[], None] = lambda: None
         self.build: Callable = lambda key, lower, donate: lower().compile()
+        self._noted: dict[tuple, tuple[jax.stages.Lowered, tuple[int, ...]]] | None = None
 
     def get(self, key: tuple, program: Callable, inputs: tuple, donate: tuple[int, ...]):
         """The executable of a program whose output begins with its donated inputs, in order."""
@@ -56,8 +70,45 @@ class Executables:
                 out = tuple(sharding.state_shardings(self._mesh, shape) for shape in shapes)
             return jax.jit(program, donate_argnums=donate, out_shardings=out).lower(*inputs)
 
-        self.by_key[key] = self.build(key, lower, donate)
+        if self._noted is None:
+            self.by_key[key] = self.build(key, lower, donate)
+        else:
+            self._noted[key] = lower(), donate
+            self.by_key[key] = _Noted(donate)
         return self.by_key[key]
+
+    @property
+    def threads(self) -> int:
+        """Programs that are worth compiling at once. One for CPUs, whose compiler has threads of
+        its own, and on several hosts, whose compilers may wait for each other's choices."""
+        if jax.process_count() > 1 or jax.default_backend() == "cpu":
+            return 1
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+    @contextlib.contextmanager
+    def together(self, on_built: Callable[[int, int], None]) -> Iterator[None]:
+        """What is asked for within is compiled at the end, several at once.
+
+        Within, programs do nothing: they give back the inputs they are donated, and None.
+
+        Args:
+          on_built: hears how many are compiled, and of how many.
+        """
+        self._noted = {}
+        try:
+            yield
+            noted, self._noted = self._noted, None
+            with ThreadPoolExecutor(self.threads, "compile") as pool:
+                started = {
+                    pool.submit(self.build, key, lambda lowered=lowered: lowered, donate): key
+                    for key, (lowered, donate) in noted.items()
+                }
+                for done, built in enumerate(as_completed(started), 1):
+                    self.by_key[started[built]] = built.result()
+                    on_built(done, len(started))
+        finally:
+            self._noted = None
+            self.by_key = {k: v for k, v in self.by_key.items() if not isinstance(v, _Noted)}
 
     def rows(self, positions: int) -> list[int]:
         """Of the programs that read pieces of so many positions, how many each reads at once."""

@@ -91,10 +91,15 @@ def compile_ahead(
     runner, started = loop.runner, time.perf_counter()
     built, total = runner.compilations, count_programs(loop, features)
     runner.reset()
+    tell = on_program or (lambda done, total: None)
+    if several := runner.executables.threads > 1:
+        with runner.executables.together(tell):
+            for _ in start_programs(loop, features):
+                pass
     for done, result in enumerate(start_programs(loop, features), 1):
         jax.block_until_ready(result)
-        if on_program is not None:
-            on_program(done, total)
+        if not several:
+            tell(done, total)
     jax.block_until_ready(runner.state)
     memory = runner.executables.memory()
     return StartUp(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny_run
 
-from bench import arms, arms_figures, costs, decode, predict
+from bench import arms, arms_figures, costs, costs_measure, decode, predict
 from bench.common import (
     RESULTS,
     alternate,
@@ -229,7 +229,7 @@ def test_the_shipped_tables_load_and_the_modelled_ones_are_what_costs_writes(tmp
 
 
 def test_measured_costs_are_a_table_that_predict_takes(thin_policy, tmp_path, monkeypatch):
-    monkeypatch.setattr(costs, "DRAFT_CHAIN", 2)
+    monkeypatch.setattr(costs_measure, "DRAFT_CHAIN", 2)
     out = tmp_path / "here.json"
     argv = "measure --batches 2 --rows 3 --context 8 --rounds 2 --repeats 1".split()
     costs.main([*argv, "--model", str(thin_policy), "--out", str(out)])

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import threading
 import types
 
 import jax
@@ -27,6 +28,7 @@ from specjax.control.costs import CostTable
 from specjax.decode.options import Features
 from specjax.engine import in_flight, start_up
 from specjax.engine.engine import Engine
+from specjax.engine.executables import Executables
 from specjax.engine.in_flight import Chunk, InFlight
 from specjax.engine.request import SpecStats, Totals
 from specjax.engine.settings import EngineConfig
@@ -299,6 +301,52 @@ def test_ema_steps_down_where_the_head_is_of_no_use_and_up_where_it_is():
                 engine.step()
                 seen.append(engine.controller.current)
         assert seen[0] == "3_1_4" and (seen[-1] == "1_1_2") == (given is useless), seen
+
+
+def test_programs_are_compiled_side_by_side_where_that_is_worth_it(monkeypatch):
+    """Accelerators' compilers use one core per program; for a CPU, one program goes at a time."""
+    names, told = set(), []
+
+    def build(key, lower, donate):
+        names.add(threading.current_thread().name.partition("_")[0])
+        return lower().compile()
+
+    def warm(llm) -> None:
+        llm.engine.runner.executables.build = build
+        took = llm.warm_up(on_program=lambda done, total: told.append((done, total)))
+        assert told == [(i + 1, took.programs) for i in range(took.programs)]
+        assert took.programs == len(llm.engine.runner.executables.by_key) == 5
+
+    how = EngineConfig(prefill_chunk=16, stretch=1)
+    control = ControlConfig(controller="static", strategies=TWO)
+
+    def make() -> LLM:
+        return LLM((CFG, *weights()), SpecConfig("1_1_2"), 2, 64, control=control, engine=how)
+
+    prompts = prompts_of(3, VOCAB, seed=8)
+    monkeypatch.setattr(Executables, "threads", 3)
+    llm = make()
+    warm(llm)
+    assert names == {"compile"}
+    samples = []
+    assert compilations_of(lambda: samples.extend(llm.generate(prompts, ONE))) == 0
+    expected = tokens_of([j for i, p in enumerate(prompts) for j in jobs_of(p, ONE, i)])
+    assert [o.samples[0].token_ids for o in samples] == expected
+
+    def broken(key, lower, donate):
+        raise RuntimeError(f"no memory for {key[0]}")
+
+    other = make()
+    other.engine.runner.executables.build = broken
+    with pytest.raises(RuntimeError, match="no memory for"):
+        other.warm_up()
+    told.clear()
+    warm(other)  # nothing is left of what failed
+    monkeypatch.undo()
+    names.clear()
+    told.clear()
+    warm(make())
+    assert names == {threading.current_thread().name.partition("_")[0]}
 
 
 def test_calibration_measures_a_round_and_not_the_first_run_of_its_program(monkeypatch):
