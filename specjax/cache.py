@@ -14,6 +14,7 @@ share pages as long as nobody writes to them; who has to write gets a copy first
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -87,8 +88,9 @@ def commit_rows(
 
     There must be R positions from every start on, or the write is moved back over the prefix (the
     kernel leaves it out): the engine's tables are that much longer than the longest sequence, and
-    their last columns may be nobody's page. Without a kernel it is a few `dynamic_update_slice` per
-    sequence and array: XLA's CPU scatter costs several times that.
+    their last columns may be nobody's page. On GPUs each array is one scatter. Elsewhere, without a
+    kernel, it is a few `dynamic_update_slice` per sequence and array: XLA's CPU scatter costs
+    several times that.
 
     Args:
       after: makes the write wait until these are known: any numbers >= 0 that follow from all
@@ -96,7 +98,8 @@ def commit_rows(
         layer's rows before its attention, and then copies every array twice per round to be safe.
       run: every `run` consecutive rows, counted from `start`, are sure to lie in one page (a
         divisor of R); with no table, all of them do.
-      kernel: as that of attention, see `specjax.kernels.dispatch`; `cpu` has one for this.
+      kernel: as that of attention, see `specjax.kernels.dispatch`; `cpu` has one for this, and
+        those of GPUs mean a scatter.
     """
     if after is not None:
         start = start + jnp.minimum(after, 0)
@@ -105,6 +108,9 @@ def commit_rows(
     floats = all(x.dtype == jnp.float32 for x in (*flat_cache, *flat_rows))
     if kernel == "cpu" and floats and flat_cache[0].ndim == 4:
         return jax.tree.unflatten(structure, cpu.commit(flat_cache, flat_rows, start, table))
+    if kernel == "gpu" or kernel.startswith("library"):
+        flat_cache = _scatter_rows(flat_cache, flat_rows, start, table)
+        return jax.tree.unflatten(structure, flat_cache)
     size, count = flat_cache[0].shape[-2], flat_rows[0].shape[-2]
     batch = start.shape[0]
     write = functools.partial(_write_run, rows=flat_rows, start=start, table=table)
@@ -130,6 +136,38 @@ def commit_rows(
         flat_cache = write_all(flat_cache, order, within, count)
         flat_cache = write_all(flat_cache, order[::-1], batch - within, 1)
     return jax.tree.unflatten(structure, flat_cache)
+
+
+def _scatter_rows(
+    arrays: list[Array], rows: list[Array], start: Array, table: Table
+) -> list[Array]:
+    """All rows of all sequences at once, to where their keys begin in an array of rows [.. H].
+
+    A GPU starts each operation of a loop from the host, so that a loop over sequences would cost
+    more than the model. An array of rows is what XLA scatters into as it lies; pages it would turn
+    around first, all of them. What belongs to nobody's page is left out: no two rows may go to one
+    place.
+    """
+    kv_heads, size, width = arrays[0].shape[-3:]
+    page, offset = jnp.arange(start.shape[0])[:, None], start[:, None]
+    offset = offset + jnp.arange(rows[0].shape[-2])
+    written = jnp.ones_like(offset, bool)
+    if table is not None:
+        stretch, offset = divide(offset, size)
+        page = take_along(table, stretch, axis=1)
+        written = page != 0
+    heads = jnp.arange(kv_heads)[:, None]
+    at = (page[:, None] * kv_heads + heads) * size + offset[:, None]  # [B K R]
+
+    def put_rows(array: Array, new: Array) -> Array:
+        lead, layers = array.shape[: array.ndim - 4], math.prod(array.shape[: array.ndim - 4])
+        flat, each = array.reshape(-1, width), math.prod(array.shape[-4:-1])
+        index = at + each * jnp.arange(layers).reshape(*lead, 1, 1, 1)
+        index = jnp.where(written[:, None], index, len(flat))
+        options = dict(mode="drop", unique_indices=True, wrap_negative_indices=False)
+        return flat.at[index].set(new.astype(array.dtype), **options).reshape(array.shape)
+
+    return [put_rows(array, new) for array, new in zip(arrays, rows, strict=True)]
 
 
 def _write_run(

@@ -52,13 +52,14 @@ def own_table(rng, last=()):
     return np.concatenate([pages, np.tile(last, (BATCH, 1)).astype(int)], axis=1)
 
 
-commit = functools.partial(jax.jit, static_argnames="run")(commit_rows)
+commit = functools.partial(jax.jit, static_argnames=("run", "kernel"))(commit_rows)
+BY_HAND, SCATTER = "reference", "library:xla"  # what is written one by one, and what GPUs do
 
 
-def check_commit(before, rows, start, table, run, spare):
+def check_commit(before, rows, start, table, run, spare, kernel=BY_HAND):
     """What the pages of `table` hold is what a cache of one page per sequence does."""
     after = np.arange(BATCH)
-    got = commit(before, rows, start, after=after, table=table, run=run)
+    got = commit(before, rows, start, after=after, table=table, run=run, kernel=kernel)
     own = table[:, :STRETCHES]
     want = commit(in_a_row(before, own, spare), rows, start, after=after)
     room = STRETCHES * jax.tree.leaves(before)[0].shape[-2]
@@ -72,11 +73,12 @@ STRETCHED = [(8, 5, 1), (8, 12, 4), (8, 1, 1), (8, 11, 1), (8, 8, 8), (6, 9, 3)]
 APART = [pytest.param(*case, False, marks=pytest.mark.slow) for case in STRETCHED[2:]]
 
 
+@pytest.mark.parametrize("kernel", [BY_HAND, SCATTER])
 @pytest.mark.parametrize(
     ("size", "count", "run", "stacked"),
     [*((*case, True) for case in STRETCHED), *((*case, False) for case in STRETCHED[:2]), *APART],
 )
-def test_rows_are_written_to_pages_as_to_positions_in_a_row(size, count, run, stacked):
+def test_rows_are_written_to_pages_as_to_positions_in_a_row(size, count, run, stacked, kernel):
     """From every offset: within a page, up to its end, across one boundary or two."""
     rng = np.random.default_rng(size)
     before = random_cache(rng, 1 + BATCH * STRETCHES, size, stacked)
@@ -85,15 +87,16 @@ def test_rows_are_written_to_pages_as_to_positions_in_a_row(size, count, run, st
     for first in starts:
         table = own_table(rng)
         start = np.array([first, *rng.choice(starts, BATCH - 1)])
-        got = check_commit(before, rows, start, table, run, 0)
+        got = check_commit(before, rows, start, table, run, 0, kernel)
         for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(got), strict=True):
             np.testing.assert_array_equal(page_of(new, 0), page_of(old, 0))
 
 
-def test_a_single_row_of_a_single_sequence_is_written_to_its_page():
+@pytest.mark.parametrize("kernel", [BY_HAND, SCATTER])
+def test_a_single_row_of_a_single_sequence_is_written_to_its_page(kernel):
     rng = np.random.default_rng(4)
     before, row = random_cache(rng, 4, 8, True), random_cache(rng, 1, 1, True)
-    got = commit(before, row, np.array([13]), table=np.array([[3, 2]]))
+    got = commit(before, row, np.array([13]), table=np.array([[3, 2]]), kernel=kernel)
     want = before._replace(
         k=before.k.at[:, 2, :, 5].set(row.k[:, 0, :, 0]),
         v=before.v.at[:, 2, :, 5].set(row.v[:, 0, :, 0]),
@@ -101,8 +104,9 @@ def test_a_single_row_of_a_single_sequence_is_written_to_its_page():
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.parametrize("kernel", [BY_HAND, SCATTER])
 @pytest.mark.parametrize(("count", "run"), [(7, 1), (8, 4)])
-def test_positions_without_a_page_are_written_to_nobodys_and_no_others(count, run):
+def test_positions_without_a_page_are_written_to_nobodys_and_no_others(count, run, kernel):
     """Past the end of the table, whose last entry is 0, and where entries before it are 0."""
     rng, size = np.random.default_rng(count), 8
     before = random_cache(rng, 1 + BATCH * STRETCHES, size, False)
@@ -110,12 +114,14 @@ def test_positions_without_a_page_are_written_to_nobodys_and_no_others(count, ru
     table = own_table(rng, last=[0])
     end = STRETCHES * size
     for first in range(end - size, end + 3 * size, run):
-        check_commit(before, rows, np.array([first, end - run, end + size]), table, run, 5 * size)
+        starts = np.array([first, end - run, end + size])
+        check_commit(before, rows, starts, table, run, 5 * size, kernel)
     table[0] = 0
-    got = commit(before, rows, np.array([0, 8, 16]), table=table, run=run)
+    got = commit(before, rows, np.array([0, 8, 16]), table=table, run=run, kernel=kernel)
+    nobodys = [0] if kernel == BY_HAND else []  # a scatter leaves out what nobody reads
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(got), strict=True):
         changed = (np.asarray(old) != np.asarray(new)).any((1, 2, 3))
-        assert np.flatnonzero(changed).tolist() == sorted([0, table[1, 1], table[2, 2]])
+        assert np.flatnonzero(changed).tolist() == sorted([*nobodys, table[1, 1], table[2, 2]])
 
 
 def test_what_after_holds_does_not_matter():
@@ -124,8 +130,9 @@ def test_what_after_holds_does_not_matter():
     start = np.array([0, 4, 9])
     plain = commit(before, rows, start)
     for after in ([0, 0, 0], [7, 0, 100]):
-        got = commit(before, rows, start, after=np.array(after))
-        jax.tree.map(np.testing.assert_array_equal, got, plain)
+        for kernel in (BY_HAND, SCATTER):
+            got = commit(before, rows, start, after=np.array(after), kernel=kernel)
+            jax.tree.map(np.testing.assert_array_equal, got, plain)
 
 
 @pytest.mark.parametrize("stacked", [True, False])
