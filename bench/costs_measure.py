@@ -11,6 +11,7 @@ import functools
 import platform
 import statistics
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -109,12 +110,17 @@ class Bench:
         self.runner.set_params(model.params, model.head)
 
     def compile(self, on_built: Callable[[int, int], None]) -> None:
-        """Every chunk, as many at once as there are cores."""
+        """Every chunk and every drafting, as many at once as there are cores for."""
+        executables = self.runner.executables
         self.runner.reset()
-        with self.runner.executables.together(on_built):
+        with executables.together(on_built):
             for batch in self.batches:
                 for rows in self.rows:
                     self._start(chain(rows), batch)
+        with ThreadPoolExecutor(executables.threads) as pool:
+            lowered = [self._drafting(batch) for batch in self.batches]
+            built = pool.map(jax.stages.Lowered.compile, lowered)
+        self._drafts = dict(zip(self.batches, built, strict=True))
 
     def _start(self, strategy: str, batch: int) -> Parcel[Result]:
         lineup = self.runner.alone(everyone(self.runner, batch))
@@ -124,7 +130,7 @@ class Bench:
         done = int(self._start(strategy, batch).open().rounds)
         assert done == self.rounds, (done, self.rounds)
 
-    def _drafting(self, batch: int) -> Callable[[], None]:
+    def _drafting(self, batch: int) -> jax.stages.Lowered:
         """As many draftings as a chunk has rounds, each starting from what the last proposed."""
         runner, plan = self.runner, self.runner.plans[self.drafts]
 
@@ -147,12 +153,14 @@ class Bench:
 
             return jax.lax.fori_loop(0, self.rounds, body, here).tokens
 
-        def inputs():
-            return runner.params, runner.head, runner.state, everyone(runner, batch)
+        return jax.jit(program).lower(*self._inputs(batch))
 
-        fill(runner, self.context)
-        compiled = jax.jit(program).lower(*inputs()).compile()
-        return lambda: jax.block_until_ready(compiled(*inputs()))
+    def _inputs(self, batch: int) -> tuple:
+        runner = self.runner
+        return runner.params, runner.head, runner.state, everyone(runner, batch)
+
+    def _draft(self, batch: int) -> None:
+        jax.block_until_ready(self._drafts[batch](*self._inputs(batch)))
 
     def seconds(self, batch: int, repeats: int) -> Costs:
         """Medians, everything in turns."""
@@ -161,7 +169,7 @@ class Bench:
             fill(self.runner, self.context)
 
         runs = {f"rows {r}": functools.partial(self._chunk, chain(r), batch) for r in self.rows}
-        runs["draft"] = self._drafting(batch)
+        runs["draft"] = functools.partial(self._draft, batch)
         times = in_turns({name: (prepare, run) for name, run in runs.items()}, repeats)
         middle = {name: statistics.median(v) / self.rounds for name, v in times.items()}
         draft = middle["draft"] / DRAFT_CHAIN
