@@ -8,8 +8,8 @@
     transformers   plain decoding beside transformers, compiled and with a static cache
     train.rl       half a minute of `train.rl` with configs/sums.yaml
 
-The model has the shapes of Qwen3-8B and random weights, drawn on the device. The kernel that has
-not run on a GPU yet has parts of its own (`.../experimental`).
+The model has the shapes of Qwen3-8B and random weights, drawn on the device. The kernel that is
+no default has parts of its own (`.../experimental`).
 
 Every part is a process with a share of --minutes; what it does not use goes to the parts after it.
 A part that fails, crashes or hangs is recorded with what it had measured, the others go on, and the

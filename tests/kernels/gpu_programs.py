@@ -1,0 +1,128 @@
+"""Compiles an engine's programs for an H200 that is not there; prints JSON lines.
+
+    JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \
+      python tests/kernels/gpu_programs.py auto off:1
+
+Needs jax's CUDA plugin and the libraries it comes with, `jax-cuda13-plugin[with-cuda]`, and no GPU.
+`test_gpu_compiler.py` runs it. Without a device nothing is tuned, so that times mean nothing;
+memory, and what is copied, are what they are on one.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from unittest import mock
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from tpu_programs import MODEL, STRATEGY
+
+from specjax import sharding
+from specjax.config import SpecConfig, Strategy
+from specjax.control import OFF
+from specjax.decode.admit import prefill
+from specjax.decode.chunk import Until
+from specjax.decode.options import Features
+from specjax.decode.state import Lineup
+from specjax.draft.mtp import init_head_params
+from specjax.engine.inputs import piece_of
+from specjax.engine.runner import Runner
+from specjax.models.transformer import init_params
+
+# What the compiler asks of a device, in XLA's GpuTargetConfigProto; the numbers are NVIDIA's.
+H200 = """
+gpu_device_info {
+  name: "NVIDIA H200" device_vendor: "NVIDIA Corporation"
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  memory_bandwidth: 4800000000000 device_memory_size: 151397597184 l2_cache_size: 52428800
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  device_address_bits: 64 platform_version: "Compute Capability 9.0a"
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+SLOTS, ROOM = 64, 2048
+
+
+class Named:
+    """A device as `jax.devices()` would give it."""
+
+    platform, device_kind = "gpu", "NVIDIA H200"
+
+
+def runner_of(device, attention: str) -> Runner:
+    """An engine's device side that holds shapes on a device."""
+    cfg = MODEL.replace(scan_layers=False, max_position=ROOM)
+    names = {OFF: None, STRATEGY: Strategy.parse(STRATEGY)}
+    with mock.patch("jax.devices", lambda *_: [Named()]):
+        runner = Runner(
+            cfg, SpecConfig(STRATEGY), SLOTS, ROOM, strategies=names, attention=attention
+        )
+    runner.hold_shapes(
+        jax.eval_shape(lambda: init_params(cfg)), jax.eval_shape(lambda: init_head_params(cfg))
+    )
+    held = runner.params, runner.head, runner.state, runner.tails
+    runner.params, runner.head, runner.state, runner.tails = on_device(device, held)
+    return runner
+
+
+def on_device(device, tree):
+    where = jax.sharding.SingleDeviceSharding(device)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
+
+
+def lowered(runner: Runner, device, name: str) -> jax.stages.Lowered:
+    """A chunk, by strategy and bucket, or `prefill` of pieces, by how many and their width."""
+    kind, *sizes = name.split(":")
+    if kind == "prefill":
+        piece = on_device(device, piece_of([], int(sizes[0]), int(sizes[1]), runner))
+
+        def program(params, head, state, tails, piece):
+            model = runner.model(params)
+            return prefill(model, head, runner.longest, state, tails, piece, runner.stride)
+
+        inputs, donated = (runner.params, runner.head, runner.state, runner.tails, piece), (2, 3)
+    else:
+        bucket = int(sizes[0])
+        table = np.zeros((bucket, runner.table_width), np.int32)
+        rows = Lineup(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
+        host = on_device(device, (runner.alone(rows), Until.of(4)))
+        program = functools.partial(runner._chunk_program, kind, Features(), bucket)
+        inputs, donated = (runner.params, runner.head, runner.state, *host), (2,)
+    return jax.jit(sharding.traced_on(None, program), donate_argnums=donated).lower(*inputs)
+
+
+def main(attention: str, *wanted: str) -> None:
+    where = {"platform": "cuda", "topology": "1x1x1", "target_config": H200}
+    [device] = topologies.get_topology_desc("h200", **where).devices
+    runner = runner_of(device, attention)
+    cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(runner.state.cache))
+    for name in wanted:
+        compiled = lowered(runner, device, name).compile()
+        memory = compiled.memory_analysis()
+        found = {
+            "program": name,
+            "device": device.device_kind,
+            "attention": runner.cfg.attention,
+            "cache": cache,
+            "temporaries": memory.temp_size_in_bytes,
+            "in_place": memory.alias_size_in_bytes,
+            "mosaic": compiled.as_text().count("mosaic_gpu"),
+        }
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,66 @@
+"""XLA's compiler for GPUs writes to caches where they lie, and takes the kernel within a chunk.
+
+Slow, and skipped without it: it lives in jax's CUDA plugin, needs no GPU, and two minutes of two
+cores. `SPECJAX_GPU_PYTHON` names a Python that has `jax-cuda13-plugin[with-cuda]` and what specjax
+needs.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import gpu_programs
+import jax
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PYTHON = os.environ.get("SPECJAX_GPU_PYTHON")
+
+
+def compiled(attention: str, *programs: str) -> dict[str, dict]:
+    """What `gpu_programs.py` says of each program."""
+    script = Path(__file__).with_name("gpu_programs.py")
+    wanted = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "XLA_FLAGS": ""}
+    wanted |= {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+    run = subprocess.run(
+        [PYTHON, script, attention, *programs],
+        env={**os.environ, **wanted},
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    lines = map(json.loads, filter(lambda line: line.startswith("{"), run.stdout.splitlines()))
+    return {line["program"]: line for line in lines}
+
+
+@pytest.mark.parametrize("program", ["off:1", "prefill:1:16"])
+def test_gpus_write_to_caches_by_scatters(program):
+    """A slice at a time would be an operation per sequence, layer and array; and pages that are
+    written so by chunks of one sequence are all turned around, see below."""
+    device = jax.devices()[0]
+
+    def writes(attention: str) -> list[str]:
+        runner = gpu_programs.runner_of(device, attention)
+        text = gpu_programs.lowered(runner, device, program).as_text()
+        page = "x".join(map(str, runner.state.cache.k[0].shape)) + "xbf16"
+        return [
+            line for line in text.splitlines() if "dynamic_update_slice" in line and page in line
+        ]
+
+    assert not writes("library:xla") and writes("reference")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PYTHON is None, reason="SPECJAX_GPU_PYTHON names no Python with jax's plugin")
+def test_the_gpu_compiler_copies_no_cache_and_takes_the_kernel():
+    names = ("off:1", "off:8", "4_1_5:1", "4_1_5:16", "prefill:4:128")
+    found = compiled("auto", *names)
+    assert set(found) == set(names)
+    for name, program in found.items():
+        assert program["attention"] == "library:cudnn"
+        assert program["in_place"] > program["cache"], name
+        assert program["temporaries"] < program["cache"] / 4, f"{name} copies the cache"
+    own = compiled("gpu", "4_1_5:16")["4_1_5:16"]
+    assert own["mosaic"] > 0 and own["temporaries"] < found["4_1_5:16"]["temporaries"]
