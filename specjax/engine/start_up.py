@@ -166,11 +166,12 @@ def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
     beside: dict[int, float] = {}
 
     def measured(strategy: str, rounds: int, warm: bool = False) -> tuple[float, int]:
-        """Seconds of a chunk, and how many rounds it had; what runs first is slower at first."""
+        """Seconds of a chunk, and how many rounds it had. What runs after a pause is slow for some
+        milliseconds, which are many rounds of a quick strategy: as many go before."""
         starts = _starts(runner, bucket, _context(runner))
         runner.place(admission_of(starts, place_size(runner.batch, bucket), runner))
         if warm:
-            _chunk(runner, strategy, features, bucket, 1)
+            _chunk(runner, strategy, features, bucket, rounds)
         jax.block_until_ready(runner.state)
         begin = time.perf_counter()
         count = _chunk(runner, strategy, features, bucket, rounds)
@@ -190,7 +191,7 @@ def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
                 each = of_rounds(seconds, beside[bucket]) / count
                 if turn or first_counts(each):
                     mine.append(each)
-                rounds[strategy] = enough_rounds(each, runner.rounds(strategy, bucket))
+                rounds[strategy] = enough_rounds(each, _most_rounds(runner, strategy, bucket))
     return CostTable.from_samples(samples, beside), time.perf_counter() - started
 
 
@@ -212,15 +213,21 @@ def first_counts(seconds: float) -> bool:
 def calibration_rounds(seconds: float, most: int) -> int:
     """Rounds in which `calibrate` measures a strategy in all, given the seconds of one.
 
-    That is the first one, and what follows, each measurement after a round that does not count.
+    That is the first one, and what follows, each measurement after as many that do not count.
     """
     after = measurements(seconds) - first_counts(seconds)
-    return 1 + after * (1 + enough_rounds(seconds, most))
+    return 1 + 2 * after * enough_rounds(seconds, most)
 
 
 def enough_rounds(seconds: float, most: int) -> int:
     """Rounds of one measurement, given the seconds of one and how many a chunk can have."""
     return min(max(round(SAMPLE_SECONDS / seconds), 1), most)
+
+
+def _most_rounds(runner: Runner, strategy: str, bucket: int) -> int:
+    """Rounds of a chunk that a sequence has room for twice."""
+    room = (runner.max_len - _context(runner)) // (runner.plans[strategy].steps + 1)
+    return max(min(runner.rounds(strategy, bucket), room // 2), 1)
 
 
 def _starts(runner: Runner, count: int, length: int) -> list[Start]:
@@ -244,8 +251,7 @@ def _chunk(runner: Runner, strategy, features, bucket, rounds: int) -> int:
 
 def _start_chunk(runner: Runner, strategy, features, bucket, rounds: int) -> Parcel[Result]:
     """Starts a chunk of the first slots, each in pages of its own as long as there are enough."""
-    # By the chunk, and by a round before it.
-    emitted = runner.most_tokens(bucket) + runner.steps + 1
+    emitted = 2 * runner.most_tokens(bucket)  # by the chunk, and one before it
     needed = min(_context(runner) + emitted, runner.max_len)
     each = pages_for(needed, runner.page_size)
     table = np.zeros((bucket, runner.table_width), np.int32)
