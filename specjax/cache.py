@@ -14,7 +14,6 @@ share pages as long as nobody writes to them; who has to write gets a copy first
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -141,31 +140,27 @@ def commit_rows(
 def _scatter_rows(
     arrays: list[Array], rows: list[Array], start: Array, table: Table
 ) -> list[Array]:
-    """All rows of all sequences at once, to where their keys begin in an array of rows [.. H].
+    """All rows of all sequences at once.
 
     A GPU starts each operation of a loop from the host, so that a loop over sequences would cost
-    more than the model. An array of rows is what XLA scatters into as it lies; pages it would turn
-    around first, all of them. What belongs to nobody's page is left out: no two rows may go to one
-    place.
+    more than the model. Every axis but a row's own is indexed, and in its order. An axis left out
+    between two others XLA would move to the end first, in all pages; and rows of merged axes it
+    would gather, where pages' heads lie on several devices. What belongs to nobody's page is
+    dropped, for no two rows may go to one place.
     """
-    kv_heads, size, width = arrays[0].shape[-3:]
+    pages, kv_heads, size, _ = arrays[0].shape[-4:]
     page, offset = jnp.arange(start.shape[0])[:, None], start[:, None]
     offset = offset + jnp.arange(rows[0].shape[-2])
-    written = jnp.ones_like(offset, bool)
     if table is not None:
         stretch, offset = divide(offset, size)
         page = take_along(table, stretch, axis=1)
-        written = page != 0
-    heads = jnp.arange(kv_heads)[:, None]
-    at = (page[:, None] * kv_heads + heads) * size + offset[:, None]  # [B K R]
+        page = jnp.where(page == 0, pages, page)
+    at = page[:, None], jnp.arange(kv_heads)[:, None], offset[:, None]  # of [B K R]
+    options = dict(mode="drop", unique_indices=True, wrap_negative_indices=False)
 
     def put_rows(array: Array, new: Array) -> Array:
-        lead, layers = array.shape[: array.ndim - 4], math.prod(array.shape[: array.ndim - 4])
-        flat, each = array.reshape(-1, width), math.prod(array.shape[-4:-1])
-        index = at + each * jnp.arange(layers).reshape(*lead, 1, 1, 1)
-        index = jnp.where(written[:, None], index, len(flat))
-        options = dict(mode="drop", unique_indices=True, wrap_negative_indices=False)
-        return flat.at[index].set(new.astype(array.dtype), **options).reshape(array.shape)
+        layer = [jnp.arange(n)[:, None, None, None] for n in array.shape[:-4]]
+        return array.at[(*layer, *at)].set(new.astype(array.dtype), **options)
 
     return [put_rows(array, new) for array, new in zip(arrays, rows, strict=True)]
 

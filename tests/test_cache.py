@@ -17,8 +17,10 @@ from specjax.cache import (
     page_bytes,
     take_rows,
 )
+from specjax.collectives import received
 from specjax.config import ModelConfig
 from specjax.models.transformer import graphdef, init_params
+from specjax.sharding import MESH_AXES
 
 CFG = ModelConfig(32, 16, 24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
 BATCH, STRETCHES = 3, 3
@@ -190,3 +192,29 @@ def test_a_scan_over_layers_reads_pages_where_they_lie():
     found, expected = states(cache, table), states(in_a_row(cache, table, 0), None)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+def test_a_scatter_leaves_pages_with_the_devices_of_their_heads():
+    """Rows travel to whoever lacks them, pages nowhere."""
+    devices = np.array(jax.devices()[:4]).reshape(2, 1, 1, 2)
+    mesh = jax.sharding.Mesh(devices, MESH_AXES)
+    rng, size = np.random.default_rng(3), 16
+    pages, heads = 1 + BATCH * STRETCHES, (None, "tp", None, None)
+    before, rows = (random_cache(rng, n, t, False) for n, t in ((pages, size), (2, 5)))
+    table, start = own_table(rng)[:2], np.array([3, size - 2])
+    want = commit(before, rows, start, table=table)
+
+    def put(tree, *axes):
+        where = jax.NamedSharding(mesh, jax.P(*axes))
+        return jax.tree.map(lambda x: jax.device_put(x, where), tree)
+
+    inputs = put(before, *heads), put(rows, "data", "tp"), put(start, "data")
+    lowered = commit.lower(*inputs, table=put(table, "data"), kernel=SCATTER)
+    compiled = lowered.compile()
+    page_array = before.k[0].nbytes
+    assert all(c.received < page_array / 4 for c in received(compiled.as_text()))
+    got = compiled(*inputs, table=put(table, "data"))
+    for old, new in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        assert new.sharding.spec[1] == "tp"
+        np.testing.assert_array_equal(old, new)
