@@ -123,7 +123,8 @@ class Goodput(Controller):
     def slack(self, arm: str, batch_size: int) -> float:
         """By what share `round_seconds` may well be less; see `CostTable.slack`."""
         alone = self.costs.seconds(arm, batch_size) / self.round_seconds(arm, batch_size)
-        return alone * self.costs.slack(arm, batch_size)
+        than = self._best.get(self.costs.index(batch_size))
+        return alone * self.costs.slack(arm, batch_size, than)
 
     def _full_rounds(self, arm: str) -> float:
         """Of a chunk that is used up, whatever the strategy."""

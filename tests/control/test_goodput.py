@@ -266,7 +266,11 @@ def test_what_drafts_may_well_bring_comes_down_to_what_was_seen():
 def test_an_outlier_hardly_moves_the_costs():
     table = CostTable([1], {"off": [1.0]})
     table.observe("off", 1, 1000.0, 16)
-    assert table.seconds("off", 1) < 1.25
+    assert table.seconds("off", 1) < 6.0, "a calibration may be off by much"
+    for _ in range(20):
+        table.observe("off", 1, 1.0, 16)
+    table.observe("off", 1, 1000.0, 16)
+    assert table.seconds("off", 1) < 1.05
     for _ in range(60):
         table.observe("off", 1, 2.0, 16)
     assert table.seconds("off", 1) == pytest.approx(2.0, rel=0.05)

@@ -72,7 +72,7 @@ def test_one_sample_alone_is_no_reason_to_give_up_a_good_head():
     seconds = (1.3e-3, 2.9e-3, 4e-3, 4.8e-3, 6e-3)
     costs = CostTable([1], {arm: [s] for arm, s in zip(ARMS, seconds, strict=True)})
     shares = []
-    for seed in range(16):
+    for seed in range(48):
         world = World(costs, (0.86, 0.88) + (0.9,) * 5, seed=seed, catch_up=8.0, cold=0.5)
         controller = Goodput(ARMS, costs)
         drive(controller, world, 1, 1500, chunk_tokens=32)
