@@ -135,8 +135,9 @@ class Replay:
 
     def rounds(self, strategy: str, rows: int) -> int:
         """Of one chunk at most, as the engine has it."""
-        tokens = stretched(self.chunk_tokens, self.chunk_stretch, rows)
-        return max(1, tokens // (self.steps[strategy] + 1))
+        steps = self.steps[strategy]
+        tokens = stretched(self.chunk_tokens, self.chunk_stretch, rows, remembers=not steps)
+        return max(1, tokens // (steps + 1))
 
     @property
     def calibration_seconds(self) -> float:

@@ -23,7 +23,7 @@ from specjax.decode.admit import Admission, Piece, Tails, empty_tails, place, pr
 from specjax.decode.chunk import Result, Until, run_chunk
 from specjax.decode.options import Features
 from specjax.decode.state import DecodeState, Lineup, Room, empty_state
-from specjax.draft.source import WINDOW, DraftSource
+from specjax.draft.source import DraftSource
 from specjax.engine.agreement import agreement_of
 from specjax.engine.checksum import Checksum, require_same
 from specjax.engine.executables import Executables
@@ -175,9 +175,8 @@ class Runner:
     def rounds(self, strategy: str, rows: int | None = None) -> int:
         """Rounds of one chunk of so many rows at most; None: many."""
         plan = self.plans[strategy]
-        tokens = stretched(self.chunk_tokens, self.stretch, rows or self.stretch)
-        if plan.tree is None and self.tail:  # what the head will need later must not be dropped
-            tokens = min(tokens, max(self.chunk_tokens, WINDOW))
+        remembers = plan.tree is None and bool(self.tail)
+        tokens = stretched(self.chunk_tokens, self.stretch, rows or self.stretch, remembers)
         return max(1, tokens // (plan.steps + 1))
 
     def most_tokens(self, rows: int) -> int:

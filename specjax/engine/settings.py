@@ -9,15 +9,21 @@ from specjax.config import SpecConfig, Strategy
 from specjax.config.checks import choice
 from specjax.control import ControlConfig
 from specjax.control.base import parse_arms
+from specjax.draft.source import WINDOW
 from specjax.engine.prompts import padded_widths
 from specjax.kernels import panels
 
 PREFILL_TOKENS = 512  # of all rows of one prefill, about
 
 
-def stretched(chunk_tokens: int, stretch: int, rows: int) -> int:
-    """Tokens of a slot in a chunk of so many rows, see `EngineConfig`."""
-    return chunk_tokens * max(1, stretch // rows)
+def stretched(chunk_tokens: int, stretch: int, rows: int, remembers: bool = False) -> int:
+    """Tokens of a slot in a chunk of so many rows, see `EngineConfig`.
+
+    Args:
+      remembers: plain decoding for a head that will need the states: none may be dropped.
+    """
+    tokens = chunk_tokens * max(1, stretch // rows)
+    return min(tokens, max(chunk_tokens, WINDOW)) if remembers else tokens
 
 
 @dataclasses.dataclass(frozen=True)
