@@ -244,8 +244,8 @@ def _estimate(engine: Engine, size: int) -> dict[str, Any] | None:
       `size`, and of each strategy that was measured there:
       ratios: its speed over plain decoding's. costs: seconds of a round over those of a plain one,
         each with its share of what a full chunk takes beside its rounds.
-      chunks: that confirm its cost; 0: it was calibrated at the start and has not run since.
-      slack: by what share plain decoding may well be cheaper than it is taken to be.
+      chunks: that it had; 0: it was calibrated at the start and has not run since.
+      slack: by what share plain decoding, beside it, may well be cheaper than it is taken to be.
     """
     ratios, goodput = engine.controller.gains(size), _goodput(engine.controller)
     if goodput is None or not ratios.keys() - {OFF}:
@@ -255,6 +255,6 @@ def _estimate(engine: Engine, size: int) -> dict[str, Any] | None:
         "size": size,
         "ratios": ratios,
         "costs": {name: goodput.round_seconds(name, size) / plain for name in ratios},
-        "chunks": {name: round(goodput.costs.chunks(name, size)) for name in ratios},
-        "slack": goodput.slack(OFF, size),
+        "chunks": {name: goodput.costs.chunks(name, size) for name in ratios},
+        "slack": {name: goodput.slack(OFF, size, name) for name in ratios},
     }

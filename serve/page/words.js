@@ -83,7 +83,7 @@ function measured(live, name) {
 
 function estimated(live, name) {
   const {gains} = live, {size} = gains;
-  const ratio = gains.ratios[name], least = ratio * (1 - gains.slack);
+  const ratio = gains.ratios[name], least = ratio * (1 - gains.slack[name]);
   const now = sizesNow(live), isNow = now.includes(size);
   const [cost, tokens] = [gains.costs[name], ratio * gains.costs[name]].map((x) => fixed(x, 2));
   const when = isNow ? `at the batch size that runs now, ${size}`

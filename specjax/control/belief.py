@@ -1,6 +1,6 @@
 """What is believed of the costs of one batch bucket, after every chunk: a normal distribution.
 
-The state are the logs of the seconds per round of every strategy, and of the seconds of a chunk
+The state is the logs of the seconds per round of every strategy, and of the seconds of a chunk
 beside its rounds. A chunk of strategy i with n rounds that took y seconds is an observation
 
     log y = log(n exp(x_i) + exp(b)) + noise
@@ -29,10 +29,11 @@ import numpy as np
 
 _CALIBRATED = 0.2  # standard error of a calibrated cost beside others of its bucket, in logs,
 _CALIBRATED_ALL = 0.7  # and of all of a bucket together
-_COMMON_STEP = 0.05  # by which all change from chunk to chunk,
-_OWN_STEP = 0.004  # and each of them beside the others
+_GUESSED = 2.0  # the same of one that was not calibrated
+_COMMON_STEP = 0.05  # by which all strategies change from chunk to chunk,
+_OWN_STEP = 0.004  # and each beside the others
 _BESIDE = 0.3  # standard error of what lies beside the rounds, in logs
-_USUAL_DRIFT = 0.4  # in logs, that all have in common
+_USUAL_DRIFT = 0.4  # in logs: one of this size is as likely everybody's as its own
 _OWN_DRIFT = 0.8  # standard error of the others where a drift was not theirs, in units of it
 _FIRST_NOISE = 0.15  # standard error of a chunk, in logs, before anything was seen,
 _NOISE_CHUNKS = 4  # which counts as if it had been seen in so many
@@ -46,17 +47,21 @@ _FULL_SECONDS = 0.05  # of which there is little where a few rounds take long
 
 
 class Noise:
-    """How far chunks are off, in logs, as seen: a standard error, of all buckets."""
+    """The standard error of a full chunk's log seconds, as they came, in all buckets alike."""
 
-    def __init__(self, size: float = _FIRST_NOISE, chunks: int = _NOISE_CHUNKS):
+    def __init__(self, size: float = _FIRST_NOISE, chunks: float = _NOISE_CHUNKS):
         self.size, self.chunks = size, chunks
 
-    def saw(self, surprise: float, expected: float) -> None:
-        """A chunk was off so far, where its own noise and what was not known made `expected`."""
-        own = min(abs(surprise) / expected, _OUTLIER) * self.size
-        self.chunks += 1
-        rate = max(1 / self.chunks, _NOISE_RATE)
-        self.size = max(math.sqrt((1 - rate) * self.size**2 + rate * own**2), _LEAST_NOISE)
+    def saw(self, surprise: float, known: float, own: float) -> None:
+        """Of a surprise, `known` is the variance that the belief expected and `own` that of noise.
+
+        It tells of noise as much as it consists of it: a step of expectation maximisation.
+        """
+        share = own / (known + own)
+        self.chunks += share
+        rate = max(1 / self.chunks, _NOISE_RATE) * share
+        square = min(surprise**2 / (known + own), _OUTLIER**2)
+        self.size = max(self.size * math.sqrt(1 + rate * (square - 1)), _LEAST_NOISE)
 
 
 class _Outliers(NamedTuple):
@@ -74,10 +79,10 @@ class Belief:
       beside: seconds of a chunk beside its rounds; 0: nothing, and it stays so.
 
     Attributes:
-      names: of n strategies. mean [1 + n], covariance [1 + n 1 + n]: of the logs of `beside` and
+      names: of n strategies. mean [1 + n], covariance [1 + n, 1 + n]: of the logs of `beside` and
         of their seconds.
       last: the strategy that ran last. drift: by how much it changed since another one was seen.
-      outliers: in a row, up to the last chunk, by strategy. ran: those that had a chunk.
+      outliers: in a row, up to the last chunk, by strategy. chunks: seen so far, by strategy.
     """
 
     def __init__(self, beside: float = 0.0):
@@ -87,10 +92,18 @@ class Belief:
         self.last: str | None = None
         self.drift = 0.0
         self.outliers: dict[str, _Outliers] = {}
-        self.ran: list[str] = []
+        self.chunks: dict[str, int] = {}
 
-    def add(self, name: str, log: float, error: float, common: float = 0.0) -> None:
-        """A strategy's log seconds, its own standard error, and what all of them share of it."""
+    def calibrated(self, name: str, log: float) -> None:
+        """A strategy's log seconds as they were measured before anything ran."""
+        self._add(name, log, _CALIBRATED, _CALIBRATED_ALL)
+
+    def guessed(self, name: str, log: float) -> None:
+        """Those of one that was not: its first chunk tells nearly all."""
+        self._add(name, log, _GUESSED, 0.0)
+
+    def _add(self, name: str, log: float, error: float, common: float) -> None:
+        """Its own standard error, and what all strategies share of it."""
         n = len(self.mean)
         grown = np.zeros((n + 1, n + 1))
         grown[:n, :n] = self.covariance
@@ -98,10 +111,6 @@ class Belief:
         grown[n, n] = error**2 + common**2
         self.names.append(name)
         self.mean, self.covariance = np.append(self.mean, log), grown
-
-    def calibrated(self, name: str, log: float) -> None:
-        """As `add`: it was measured before anything ran."""
-        self.add(name, log, _CALIBRATED, _CALIBRATED_ALL)
 
     def log(self, name: str) -> float:
         """Log seconds per round."""
@@ -119,13 +128,22 @@ class Belief:
         i, j, cov = self._at(name), self._at(other), self.covariance
         return math.sqrt(max(cov[i, i] + cov[j, j] - 2 * cov[i, j], 0.0))
 
+    def below(self, name: str, other: str) -> float:
+        """By how much the log ratio may well be less, beside its standard error."""
+        found = 0.0
+        if other == self.last != name:
+            found += max(self.own_drift, 0.0)
+        if name in self.outliers:  # which a second one would confirm
+            found += max(-self.outliers[name].least, 0.0)
+        return found
+
     def observe(self, name: str, seconds: float, rounds: int, noise: Noise) -> None:
         """Takes in `seconds` per round of a chunk of `rounds`."""
         goes_on = name == self.last
         if not goes_on:
             self._doubt()
             self.last = name
-        self.covariance = self.covariance + _COMMON_STEP**2 + _OWN_STEP**2 * np.eye(len(self.mean))
+        self._step()
         i = self._at(name)
         expected = math.exp(self.mean[i]) + self.beside / rounds
         slope = np.zeros(len(self.mean))
@@ -134,20 +152,34 @@ class Belief:
         surprise = math.log(seconds / expected)
         weight = min(1.0, max(rounds / _FULL_ROUNDS, rounds * seconds / _FULL_SECONDS))
         own = noise.size**2 / weight
-        error = math.sqrt(slope @ self.covariance @ slope + own)
-        self._look_for_change(name, surprise, error, goes_on)
-        if name not in self.ran:
-            self.ran.append(name)
+        known = float(slope @ self.covariance @ slope)
+        noise.saw(surprise, known, own)
+        if change := self._change(name, surprise, math.sqrt(known + own), goes_on):
+            self._widen(i, change / slope[i], alone=not self.outliers[name].in_a_run)
+            del self.outliers[name]
         shared = self.covariance @ slope
         known = float(slope @ shared)
-        noise.saw(surprise, math.sqrt(known + own))
         own *= max((_FREEDOM + surprise**2 / (known + own)) / (_FREEDOM + 1), 1.0)
         gain, before = shared / (known + own), self.mean[i]
         most = _OUTLIER * math.sqrt(known + own)
         self.mean = self.mean + gain * min(max(surprise, -most), most)
         self.covariance = self.covariance - np.outer(gain, shared)
+        self.chunks[name] = self.chunks.get(name, 0) + 1
         if goes_on:
             self.drift += float(self.mean[i] - before)
+
+    def _step(self) -> None:
+        """What may have changed since the last chunk; of what lies beside the rounds that is the
+        host's doing, and not the strategies'."""
+        strategies = np.append(0.0, np.ones(len(self.names)))
+        self.covariance = self.covariance + _OWN_STEP**2 * np.eye(len(self.mean))
+        self.covariance += _COMMON_STEP**2 * np.outer(strategies, strategies)
+
+    def _widen(self, i: int, by: float, alone: bool) -> None:
+        """A strategy has changed by so much, and all others with it unless it is alone."""
+        whose = np.append(0.0, np.full(len(self.names), 0.0 if alone else by))
+        whose[i] = by
+        self.covariance = self.covariance + np.outer(whose, whose)
 
     @property
     def own_drift(self) -> float:
@@ -161,25 +193,20 @@ class Belief:
         self.covariance = self.covariance + doubt * np.outer(others, others)
         self.drift = 0.0
 
-    def _look_for_change(self, name: str, surprise: float, error: float, goes_on: bool) -> None:
+    def _change(self, name: str, surprise: float, error: float, goes_on: bool) -> float:
         """Of several outliers of a strategy in a row the smallest one has come to stay: for all, if
         they came while that strategy ran, and else for itself, as others had just been what they
         were. Hiccups only make chunks dearer, so that takes one more of them; and the first chunk
-        that is cheaper than calibrated is enough."""
+        that is cheaper than calibrated is enough. 0: nothing came to stay."""
         row = self.outliers.pop(name, _Outliers(surprise, 0, True))
         if abs(surprise) <= _OUTLIER * error:
-            return
+            return 0.0
         if row.least * surprise < 0:
             row = _Outliers(surprise, 0, True)
-        least = min(row.least, surprise, key=abs)
-        row = _Outliers(least, row.count + 1, row.in_a_run and goes_on)
-        cheaper = _CHEAPER if name in self.ran else 1
-        if row.count < (_DEARER if surprise > 0 else cheaper):
-            self.outliers[name] = row
-            return
-        whose = np.full(len(self.mean), least if row.in_a_run else 0.0)
-        whose[self._at(name)] = least
-        self.covariance = self.covariance + np.outer(whose, whose)
+        row = _Outliers(min(row.least, surprise, key=abs), row.count + 1, row.in_a_run and goes_on)
+        self.outliers[name] = row
+        cheaper = _CHEAPER if name in self.chunks else 1
+        return row.least if row.count >= (_DEARER if surprise > 0 else cheaper) else 0.0
 
     def _at(self, name: str) -> int:
         return 1 + self.names.index(name)
@@ -187,13 +214,13 @@ class Belief:
     def state(self) -> dict[str, Any]:
         mean = [x if math.isfinite(x) else None for x in self.mean.tolist()]
         arrays = {"mean": mean, "covariance": self.covariance.tolist()}
-        kept = {"names": list(self.names), "outliers": dict(self.outliers), "ran": list(self.ran)}
-        return {**vars(self), **kept, **arrays}
+        copies = {key: dict(getattr(self, key)) for key in ("outliers", "chunks")}
+        return {**vars(self), **copies, "names": list(self.names), **arrays}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Belief:
         belief = cls()
-        vars(belief).update(state, names=list(state["names"]), ran=list(state["ran"]))
+        vars(belief).update(state, names=list(state["names"]), chunks=dict(state["chunks"]))
         belief.outliers = {name: _Outliers(*each) for name, each in state["outliers"].items()}
         belief.mean = np.array([-math.inf if x is None else x for x in state["mean"]])
         belief.covariance = np.array(state["covariance"])

@@ -62,8 +62,8 @@ class CostTable:
             )
         self._noise = Noise()
         self._rounds = 0
-        self._beliefs = [Belief(seconds) for seconds in beside]
-        self._ran: dict[str, list[list[int]]] = {}  # chunks, and `rounds` after the last: by bucket
+        self._beliefs = [Belief(each) for each in beside]
+        self._seen_at: list[dict[str, int]] = [{} for _ in beside]  # `rounds`, by strategy
         for name, row in (seconds or {}).items():
             if len(row) != len(self.buckets):
                 raise ValueError(
@@ -106,7 +106,7 @@ class CostTable:
 
     def age(self, name: str, batch_size: int) -> int:
         """Rounds of all strategies since this one was seen in the batch's bucket."""
-        return self._rounds - self._of(name, batch_size)[1]
+        return self._rounds - self._seen_at[self.index(batch_size)].get(name, 0)
 
     @property
     def rounds(self) -> int:
@@ -115,21 +115,20 @@ class CostTable:
 
     def chunks(self, name: str, batch_size: int) -> int:
         """That were seen of a strategy in the batch's bucket."""
-        return self._of(name, batch_size)[0]
+        return self._belief(batch_size).chunks.get(name, 0)
 
     def slack(self, name: str, batch_size: int, than: str | None = None) -> float:
         """By what share the true cost, beside that of another, may well be below the table's.
 
         Args:
-          than: the other; None: the one that ran last, or if none did the first.
+          than: the other; where its cost is unknown, or None, the one that ran last, or if none did
+            the first.
         """
         belief = self._belief(batch_size)
         if name not in belief.names:
             return _GUESSED_SLACK
         than = next(n for n in (than, belief.last, belief.names[0]) if n in belief.names)
-        below = _OPTIMISM * belief.error(name, than)
-        if name != belief.last:
-            below += max(belief.own_drift, 0.0)  # which may have been that of `last` alone
+        below = _OPTIMISM * belief.error(name, than) + belief.below(name, than)
         return min(1 - math.exp(-below), _MOST_SLACK)
 
     def seconds(self, name: str, batch_size: int, rounds: float = math.inf) -> float:
@@ -146,20 +145,15 @@ class CostTable:
         self._rounds += rounds
         if not rounds or seconds is None or not math.isfinite(seconds) or seconds <= 0:
             return
-        belief, ran = self._belief(batch_size), self._of(name, batch_size)
+        at = self.index(batch_size)
+        belief = self._beliefs[at]
         if name not in belief.names:
-            log = math.log(of_rounds(seconds, belief.beside / rounds))
-            belief.add(name, log, self._noise.size)
+            belief.guessed(name, math.log(of_rounds(seconds, belief.beside / rounds)))
         belief.observe(name, float(seconds), rounds, self._noise)
-        ran[:] = ran[0] + 1, self._rounds
+        self._seen_at[at][name] = self._rounds
 
     def _belief(self, batch_size: int) -> Belief:
         return self._beliefs[self.index(batch_size)]
-
-    def _of(self, name: str, batch_size: int) -> list[int]:
-        """Chunks that a strategy had in a bucket, and rounds of all until its last."""
-        ran = self._ran.setdefault(name, [[0, 0] for _ in self.buckets])
-        return ran[self.index(batch_size)]
 
     def _guess(self, name: str, at: int) -> float:
         """Log seconds, known or not."""
@@ -182,7 +176,7 @@ class CostTable:
             "beliefs": [belief.state() for belief in self._beliefs],
             "noise": [self._noise.size, self._noise.chunks],
             "rounds": self._rounds,
-            "ran": {name: [list(each) for each in row] for name, row in self._ran.items()},
+            "seen_at": [dict(each) for each in self._seen_at],
         }
 
     @classmethod
@@ -192,7 +186,7 @@ class CostTable:
         if "beliefs" in state:
             table._beliefs = [Belief.from_state(each) for each in state["beliefs"]]
             table._noise, table._rounds = Noise(*state["noise"]), state["rounds"]
-            table._ran = {n: [list(each) for each in row] for n, row in state["ran"].items()}
+            table._seen_at = [dict(each) for each in state["seen_at"]]
         return table
 
 

@@ -120,10 +120,13 @@ class Goodput(Controller):
         """Of a round, with its share of what lies beside the rounds of a full chunk."""
         return self.costs.seconds(arm, batch_size, self._full_rounds(arm))
 
-    def slack(self, arm: str, batch_size: int) -> float:
-        """By what share `round_seconds` may well be less; see `CostTable.slack`."""
+    def slack(self, arm: str, batch_size: int, than: str | None = None) -> float:
+        """By what share `round_seconds`, beside another's, may well be less.
+
+        Args:
+          than: the other one; see `CostTable.slack`.
+        """
         alone = self.costs.seconds(arm, batch_size) / self.round_seconds(arm, batch_size)
-        than = self._best.get(self.costs.index(batch_size))
         return alone * self.costs.slack(arm, batch_size, than)
 
     def _full_rounds(self, arm: str) -> float:
@@ -196,7 +199,7 @@ class Goodput(Controller):
         candidates = {}
         for arm, score in scores.items():
             seconds = self.round_seconds(arm, batch_size)
-            cheaper = 1 / (1 - self.slack(arm, batch_size))
+            cheaper = 1 / (1 - self.slack(arm, batch_size, current))
             hoped = self.acceptance.hoped_tokens(arm, self._goes_on)
             hope = self._per_slot(hoped) / seconds * cheaper
             overdue = arm == OFF and self._is_overdue(batch_size)
