@@ -20,7 +20,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ import numpy as np
 from train import data
 
 T = TypeVar("T")
+Name = TypeVar("Name")
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 
@@ -223,32 +224,39 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
+def turns(names: Iterable[Name], repeats: int) -> Iterator[tuple[int, Name]]:
+    """Repeat and name: all of them so often, every other time in reversed order."""
+    forwards = list(names)
+    for repeat in range(repeats):
+        for name in forwards if repeat % 2 == 0 else reversed(forwards):
+            yield repeat, name
+
+
 def alternate(functions: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
     """Seconds of every call, the functions taking turns so that noise hits all alike.
 
-    The order is reversed every other round. Nothing is warmed up: call what compiles beforehand.
+    Nothing is warmed up: call what compiles beforehand.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for repeat in range(repeats):
-        names = list(functions) if repeat % 2 == 0 else list(reversed(functions))
-        for name in names:
-            start = time.perf_counter()
-            functions[name]()
-            seconds[name].append(time.perf_counter() - start)
+    for _, name in turns(functions, repeats):
+        start = time.perf_counter()
+        functions[name]()
+        seconds[name].append(time.perf_counter() - start)
     return seconds
 
 
-def in_turns(jobs: Mapping[str, tuple[Callable, Callable]], repeats: int) -> dict[str, list[float]]:
+def alternate_prepared(
+    jobs: Mapping[str, tuple[Callable, Callable]], repeats: int
+) -> dict[str, list[float]]:
     """Seconds of the second function of each pair, called after the first, which is not timed."""
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    for repeat in range(1 + repeats):
-        for name in jobs if repeat % 2 else reversed(jobs):
-            prepare, run = jobs[name]
-            prepare()
-            start = time.perf_counter()
-            run()
-            if repeat:  # the first one compiles
-                seconds[name].append(time.perf_counter() - start)
+    for repeat, name in turns(jobs, 1 + repeats):
+        prepare, run = jobs[name]
+        prepare()
+        start = time.perf_counter()
+        run()
+        if repeat:  # the first one compiles
+            seconds[name].append(time.perf_counter() - start)
     return seconds
 
 

@@ -13,9 +13,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
 
-from bench.common import heldout_prompts
+from bench.common import Name, heldout_prompts, turns
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.config import Strategy
 from specjax.control import (
@@ -336,17 +335,14 @@ def _named(drafts: Mapping[str, Strategy | None]) -> Iterator[Strategy | str]:
 
 
 Arm = Callable[[int], Measured]  # one measurement, given the number of the turn
-Name = TypeVar("Name")
 
 
 def in_turns(arms: Mapping[Name, Arm], repeats: int) -> dict[Name, list[Measured]]:
     """Every arm so often, each time on samples that are the same for all and new to all; they take
     turns, in reversed order every other time."""
     found: dict[Name, list[Measured]] = {name: [] for name in arms}
-    for repeat in range(repeats):
-        names = list(arms) if repeat % 2 == 0 else list(reversed(arms))
-        for name in names:
-            found[name].append(arms[name](repeat))
+    for repeat, name in turns(arms, repeats):
+        found[name].append(arms[name](repeat))
     return found
 
 

@@ -5,11 +5,13 @@
     python -m bench.costs model                           roofline of other chips -> bench/costs/
 
 `measure` times the very programs that the engine runs, in turns: a chunk of plain rounds, chunks of
-speculative rounds for each number of rows, and the drafting alone. Every slot has pages of its own;
-what a chunk costs beside its rounds is spread over --rounds of them. `draft` is one drafted token,
-averaged over a four-token chain, the extension of the head's cache included; `verify` is a round
-less its drafted tokens, so acceptance and commit are in it. Times do not depend on weights: with
---random a directory needs no more than a config.json.
+speculative rounds for each number of rows, and the drafting alone. The engine has a head, so that a
+plain round keeps the states that drafting may need. Every slot has pages of its own; what a chunk
+costs beside its rounds is spread over --rounds of them. `draft` is one drafted token, averaged over
+a four-token chain, the extension of the head's cache included; `verify` is a round less its drafted
+tokens, so acceptance and commit are in it. Times do not depend on weights, unless experts are
+mixed, whose routing decides what is read: with --random a directory needs no more than a
+config.json.
 
 `model` is no measurement: a step costs what its bytes take at the chip's bandwidth or its
 operations at its peak, whichever is more. Weights are read once per step, keys and values once per
@@ -33,9 +35,6 @@ from specjax.config import ModelConfig
 from specjax.kernels.choice import ASKED
 
 HERE = Path(__file__).resolve().parent / "costs"
-
-
-# --- modelled --------------------------------------------------------------------------------
 
 
 CHIPS = {

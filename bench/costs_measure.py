@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import jax
 
-from bench.common import in_turns, machine, versions
+from bench.common import alternate_prepared, machine, versions
 from bench.full_batch import everyone, fill
 from bench.gpu_job import random_weights
 from specjax.command_line import find_shipped
@@ -103,14 +103,14 @@ class Bench:
             SpecConfig(self.drafts),
             max(batches),
             context + rounds * (longest + 1) + 1,
-            chunk_tokens=rounds * longest,  # equally many rounds for all of them
+            chunk_tokens=rounds * longest,  # of the longest; `Until` ends all alike
             strategies={name: None if name == OFF else Strategy.parse(name) for name in names},
             attention=attention,
         )
         self.runner.set_params(model.params, model.head)
 
     def compile(self, on_built: Callable[[int, int], None]) -> None:
-        """Every chunk and every drafting, as many at once as there are cores for."""
+        """Every chunk and every drafting, several at once where that helps."""
         executables = self.runner.executables
         self.runner.reset()
         with executables.together(on_built):
@@ -170,7 +170,7 @@ class Bench:
 
         runs = {f"rows {r}": functools.partial(self._chunk, chain(r), batch) for r in self.rows}
         runs["draft"] = functools.partial(self._draft, batch)
-        times = in_turns({name: (prepare, run) for name, run in runs.items()}, repeats)
+        times = alternate_prepared({name: (prepare, run) for name, run in runs.items()}, repeats)
         middle = {name: statistics.median(v) / self.rounds for name, v in times.items()}
         draft = middle["draft"] / DRAFT_CHAIN
         verify = {r: max(middle[f"rows {r}"] - (r - 1) * draft, 0.0) for r in self.rows if r > 1}

@@ -19,7 +19,13 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from bench import hlo, protocol, traffic
-from bench.common import alternate, figure, in_turns, median_interval, paired_ratio_interval
+from bench.common import (
+    alternate,
+    alternate_prepared,
+    figure,
+    median_interval,
+    paired_ratio_interval,
+)
 from bench.full_batch import everyone, fill
 from bench.gpu_job import Job, random_weights
 from bench.round import milliseconds, parts_table
@@ -116,7 +122,7 @@ def one_round(job: Job) -> None:
 
 def _chunk_figures(chunk: protocol.Chunk, sizes: Sizes) -> dict[str, dict]:
     """Milliseconds of a round in the engine's own program."""
-    seconds = in_turns({"chunk": (chunk.prepare, chunk.run)}, sizes.repeats)["chunk"]
+    seconds = alternate_prepared({"chunk": (chunk.prepare, chunk.run)}, sizes.repeats)["chunk"]
     value, *ends = median_interval([1e3 * s / chunk.rounds for s in seconds])
     return {"round_ms/chunk": figure(value, f"ms per round, in chunks of {chunk.rounds}", ends)}
 

@@ -41,9 +41,9 @@ from bench import hlo, traffic
 from bench.common import (
     add_prompt_arguments,
     alternate,
+    alternate_prepared,
     bench_parser,
     figure,
-    in_turns,
     paired_ratio_interval,
     user_errors,
     write_result,
@@ -176,7 +176,7 @@ def round_figures(point: Point, llms: Mapping[str, LLM], args) -> dict[str, dict
     chunks = {name: Chunk(runner, point) for name, runner in runners.items()}
     copy, copied = traffic.copy_of(args.copy_bytes)
     jobs = {name: (chunk.prepare, chunk.run) for name, chunk in chunks.items()}
-    seconds = in_turns(jobs | {"copy": (lambda: None, copy)}, args.repeats)
+    seconds = alternate_prepared(jobs | {"copy": (lambda: None, copy)}, args.repeats)
     at, result = f"/{point.name}", {}
     result[f"copy_bandwidth{at}"] = _bandwidth(copied, seconds["copy"])
     per_copied = [s / copied for s in seconds["copy"]]

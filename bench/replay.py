@@ -141,7 +141,7 @@ class Replay:
 
     @property
     def calibration_seconds(self) -> float:
-        """What the engine's calibration takes on this chip."""
+        """What the engine's calibration takes on this chip, where samples have room for it."""
         total = 0.0
         for name, bucket in itertools.product(self.strategies, self.buckets):
             seconds = self.costs.seconds(name, bucket)

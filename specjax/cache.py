@@ -3,7 +3,7 @@
 A cache is a pool of pages of S positions, and a sequence's *table* says which page holds its first
 S positions, which the next S, and so on. Without a table (None) sequence b has page b to itself:
 the contiguous cache is the case of one page per sequence. Page 0 of a pool that is shared by tables
-is nobody's: what is written for positions without a page lands there and is never read.
+is nobody's: what is written for positions without a page lands there or nowhere, and is never read.
 
 A forward pass reads the cache and returns the new rows as scratch; `commit_rows` writes them once,
 to consecutive positions. Rows past the accepted ones may be written as well: they lie at or after
@@ -85,11 +85,11 @@ def commit_rows(
 ) -> KVCache:
     """Writes R consecutive rows of each sequence from position `start[b]` on.
 
-    There must be R positions from every start on, or the write is moved back over the prefix (the
-    kernel leaves it out): the engine's tables are that much longer than the longest sequence, and
-    their last columns may be nobody's page. On GPUs each array is one scatter. Elsewhere, without a
-    kernel, it is a few `dynamic_update_slice` per sequence and array: XLA's CPU scatter costs
-    several times that.
+    There must be R positions from every start on, or the write is moved back over the prefix, or
+    left out: the engine's tables are that much longer than the longest sequence, and their last
+    columns may be nobody's page. Beside attention made for GPUs or by a library each array is one
+    scatter. Elsewhere, without a kernel, it is a few `dynamic_update_slice` per sequence and array:
+    XLA's CPU scatter costs several times that.
 
     Args:
       after: makes the write wait until these are known: any numbers >= 0 that follow from all
@@ -98,7 +98,7 @@ def commit_rows(
       run: every `run` consecutive rows, counted from `start`, are sure to lie in one page (a
         divisor of R); with no table, all of them do.
       kernel: as that of attention, see `specjax.kernels.dispatch`; `cpu` has one for this, and
-        those of GPUs mean a scatter.
+        `gpu` and the library's, which GPUs have by default, mean a scatter.
     """
     if after is not None:
         start = start + jnp.minimum(after, 0)
@@ -143,10 +143,11 @@ def _scatter_rows(
     """All rows of all sequences at once.
 
     A GPU starts each operation of a loop from the host, so that a loop over sequences would cost
-    more than the model. Every axis but a row's own is indexed, and in its order. An axis left out
-    between two others XLA would move to the end first, in all pages; and rows of merged axes it
-    would gather, where pages' heads lie on several devices. What belongs to nobody's page is
-    dropped, for no two rows may go to one place.
+    more than the model. Every axis but a row's own is indexed, and in its order: an axis left out
+    between two others XLA would move to the end first, in all pages; and were axes merged into one,
+    all pages of a tp group would be gathered first. What belongs to nobody's page is dropped, for
+    no two rows may go to one place. (While programs are tried and measured, sequences may share
+    pages for want of enough; which of their rows stays is then nobody's concern.)
     """
     pages, kv_heads, size, _ = arrays[0].shape[-4:]
     page, offset = jnp.arange(start.shape[0])[:, None], start[:, None]

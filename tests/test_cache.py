@@ -212,8 +212,8 @@ def test_a_scatter_leaves_pages_with_the_devices_of_their_heads():
     inputs = put(before, *heads), put(rows, "data", "tp"), put(start, "data")
     lowered = commit.lower(*inputs, table=put(table, "data"), kernel=SCATTER)
     compiled = lowered.compile()
-    page_array = before.k[0].nbytes
-    assert all(c.received < page_array / 4 for c in received(compiled.as_text()))
+    moved = [c.received for c in received(compiled.as_text())]
+    assert moved and max(moved) < before.k[0].nbytes / 4, "rows travel, and pages do not"
     got = compiled(*inputs, table=put(table, "data"))
     for old, new in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
         assert new.sharding.spec[1] == "tp"

@@ -20,6 +20,7 @@ from specjax.config import ModelConfig
 from specjax.decode.options import Features
 from specjax.draft.source import DraftSource
 from specjax.engine.engine import Engine
+from specjax.engine.executables import Noted
 from specjax.engine.sources import model_source, source_of
 from specjax.engine.start_up import start_programs
 from specjax.models import hf
@@ -281,7 +282,7 @@ def engine_programs(engine: Engine, part: str) -> Iterator[Program]:
 
     def build(key, lower, donate):
         found.append((key, lower))
-        return lambda *inputs: (*(inputs[i] for i in donate), None)
+        return Noted(donate)
 
     runner.executables.build = build
     for _ in start_programs(engine.loop, (Features(),)):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import jax
@@ -22,7 +22,7 @@ from specjax import sharding
 from specjax.decode.options import Features
 
 
-class _Noted:
+class Noted:
     """Stands for a program that is not compiled yet."""
 
     def __init__(self, donate: tuple[int, ...]):
@@ -59,7 +59,6 @@ class Executables:
         if key in self.by_key:
             return self.by_key[key]
         self.before_build()
-        self.compilations += 1
         # Kernels and what works on parts of the vocabulary ask for the ambient mesh.
         program = sharding.traced_on(self._mesh, program)
 
@@ -71,11 +70,15 @@ class Executables:
             return jax.jit(program, donate_argnums=donate, out_shardings=out).lower(*inputs)
 
         if self._noted is None:
-            self.by_key[key] = self.build(key, lower, donate)
+            self._keep(key, self.build(key, lower, donate))
         else:
             self._noted[key] = lower(), donate
-            self.by_key[key] = _Noted(donate)
+            self.by_key[key] = Noted(donate)
         return self.by_key[key]
+
+    def _keep(self, key: tuple, built: Callable) -> None:
+        self.by_key[key] = built
+        self.compilations += 1
 
     @property
     def threads(self) -> int:
@@ -98,17 +101,24 @@ class Executables:
         try:
             yield
             noted, self._noted = self._noted, None
-            with ThreadPoolExecutor(self.threads, "compile") as pool:
-                started = {
-                    pool.submit(self.build, key, lambda lowered=lowered: lowered, donate): key
-                    for key, (lowered, donate) in noted.items()
-                }
-                for done, built in enumerate(as_completed(started), 1):
-                    self.by_key[started[built]] = built.result()
-                    on_built(done, len(started))
+            self._build_all(noted, on_built)
         finally:
             self._noted = None
-            self.by_key = {k: v for k, v in self.by_key.items() if not isinstance(v, _Noted)}
+            self.by_key = {k: v for k, v in self.by_key.items() if not isinstance(v, Noted)}
+
+    def _build_all(self, noted: Mapping, on_built: Callable[[int, int], None]) -> None:
+        with ThreadPoolExecutor(self.threads, "compile") as pool:
+            started = {
+                pool.submit(self.build, key, lambda lowered=lowered: lowered, donate): key
+                for key, (lowered, donate) in noted.items()
+            }
+            try:
+                for done, built in enumerate(as_completed(started), 1):
+                    self._keep(started[built], built.result())
+                    on_built(done, len(started))
+            except BaseException:  # Ctrl-C, too, need not wait for what nobody began
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def rows(self, positions: int) -> list[int]:
         """Of the programs that read pieces of so many positions, how many each reads at once."""

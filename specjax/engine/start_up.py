@@ -167,7 +167,7 @@ def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
 
     def measured(strategy: str, rounds: int, warm: bool = False) -> tuple[float, int]:
         """Seconds of a chunk, and how many rounds it had. What runs after a pause is slow for some
-        milliseconds, which are many rounds of a quick strategy: as many go before."""
+        milliseconds, which are many rounds of a quick strategy: a chunk like it goes before."""
         starts = _starts(runner, bucket, _context(runner))
         runner.place(admission_of(starts, place_size(runner.batch, bucket), runner))
         if warm:

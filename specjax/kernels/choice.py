@@ -118,7 +118,7 @@ def _asked(platform: str, kind: str, cfg: ModelConfig, asked: str, devices: int)
         reason = gpu.no_kernel(platform, kind, cfg)
         if reason:
             refuse(reason)
-        line = "the Mosaic GPU kernel, experimental: nobody has timed it; prompts by cuDNN"
+        line = "the Mosaic GPU kernel, experimental (docs/kernels.md); prompts by cuDNN"
         return Choice(asked, line, True)
     raise ValueError(f"attention must be one of {', '.join(ASKED)}; got {asked!r}")
 

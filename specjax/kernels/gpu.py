@@ -1,6 +1,4 @@
-"""Tree attention for Hopper GPUs, in Pallas Mosaic GPU: EXPERIMENTAL, it has not been timed.
-
-On an H200 every case of `bench.gpu` is as near to the float32 reference as cuDNN is.
+"""Tree attention for Hopper GPUs, in Pallas Mosaic GPU: EXPERIMENTAL, see docs/kernels.md.
 
 Flash-decoding (Dao et al. 2023): the blocks of a slot's prefix are split over several programs,
 whose results are merged by their log-sum-exp. The tree rows of all heads that share a key/value

@@ -231,7 +231,7 @@ def test_the_shipped_tables_load_and_the_modelled_ones_are_what_costs_writes(tmp
 def test_measured_costs_are_a_table_that_predict_takes(thin_policy, tmp_path, monkeypatch):
     monkeypatch.setattr(costs_measure, "DRAFT_CHAIN", 2)
     out = tmp_path / "here.json"
-    argv = "measure --batches 2 --rows 3 --context 8 --rounds 2 --repeats 1".split()
+    argv = "measure --batches 1 2 --rows 2 3 --context 8 --rounds 2 --repeats 1 --random".split()
     costs.main([*argv, "--model", str(thin_policy), "--out", str(out)])
     table = predict.PartCosts.load(out)
     assert table.kind == "measured" and table.name == "here"

@@ -310,7 +310,7 @@ def test_what_cannot_lie_beside_rounds_is_refused(beside):
         CostTable([1, 2], beside=beside)
 
 
-def test_the_others_may_cost_what_they_did_before_one_grew_dearer():
+def test_the_others_may_cost_little_more_than_before_one_grew_dearer():
     table = table_in_use()
     seen(table, "4_1_5", 4.5, 60)
     assert table.seconds("4_1_5", 1) == pytest.approx(4.5, rel=0.02)
@@ -364,7 +364,7 @@ def test_one_that_was_slowed_down_as_well_confirms_that_all_were():
     assert table.slack("2_1_3", 1) < 0.2 and table.slack("off", 1, "4_1_5") < 0.1
 
 
-def test_one_that_grew_dearer_unseen_says_nothing_of_the_others():
+def test_one_that_grew_dearer_unseen_says_little_of_the_others():
     table = table_in_use()
     seen(table, "off", 3.0)
     assert table.seconds("off", 1) > 1.02

@@ -38,7 +38,7 @@ def compiled(attention: str, *programs: str) -> dict[str, dict]:
 @pytest.mark.parametrize("program", ["off:1", "prefill:1:16"])
 def test_gpus_write_to_caches_by_scatters(program):
     """A slice at a time would be an operation per sequence, layer and array; and pages that are
-    written so by chunks of one sequence are all turned around, see below."""
+    written so by chunks of one sequence are all turned around, as the next test would find."""
     device = jax.devices()[0]
 
     def writes(attention: str) -> list[str]:

@@ -18,8 +18,8 @@ def page(driver, tmp_path_factory):
 def gains(ratio, **changes):
     """As the server tells them: 4_1_5 costs 2.5 plain rounds."""
     found = {"size": 8, "age": 0.2, "ratios": {"4_1_5": ratio, "off": 1.0},
-             "slack": {"4_1_5": 0.01, "off": 0.0}, "costs": {"4_1_5": 2.5, "off": 1.0}, "chunks": {"4_1_5": 41, "off": 1},
-             "plain_age": 12.3}  # fmt: skip
+             "costs": {"4_1_5": 2.5, "off": 1.0}, "slack": {"4_1_5": 0.01, "off": 0.0},
+             "chunks": {"4_1_5": 41, "off": 1}, "plain_age": 12.3}  # fmt: skip
     return {"gains": found | changes}
 
 
