@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from specjax.engine.loop import Loop
 
 CONTEXT = 256  # tokens of a sequence while costs are measured, at most
-REPEATS = 3
 REPEATS_BESIDE = 2  # of every strategy: were it too long by a hiccup, rounds would look cheap
 OnProgram = Callable[[int, int], None]  # programs that are ready, and all that there will be
+IN_A_ROW = 3  # measurements of quick rounds
 SAMPLE_SECONDS = 0.01  # of one measurement, about; where a round takes longer it is one round
-SLOW_SECONDS = SAMPLE_SECONDS / 4  # of a round: two measurements have to do
+SLOW_SECONDS = SAMPLE_SECONDS / 4  # of a round: the first one is a measurement, too
 LONG_SECONDS = 4 * SAMPLE_SECONDS  # of a round: beside it a hiccup of the machine is small
 
 
@@ -154,9 +154,9 @@ def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
     """Seconds per round of every strategy at every bucket, measured in turns.
 
     What a chunk takes beside its rounds is measured with none. The first turn tells how many rounds
-    a measurement needs; that is all that it counts for, unless they take long. Of quick rounds
-    there are more measurements, for they suffer most from whatever else the machine does. It is
-    meant to be short: what it gets wrong is put right while the controller observes.
+    a measurement needs; that is all that it counts for, unless they take long. Quick rounds are
+    measured most often: what runs after a pause is slow for some milliseconds. The least counts.
+    It is meant to be short: what it gets wrong is put right while the controller observes.
 
     Returns:
       the table, and the seconds that measuring took.
@@ -165,33 +165,30 @@ def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
     samples: dict[tuple[str, int], list[float]] = {}
     beside: dict[int, float] = {}
 
-    def measured(strategy: str, rounds: int, warm: bool = False) -> tuple[float, int]:
-        """Seconds of a chunk, and how many rounds it had. What runs after a pause is slow for some
-        milliseconds, which are many rounds of a quick strategy: a chunk like it goes before."""
+    def measured(strategy: str, rounds: int, times: int = 1) -> Iterator[tuple[float, int]]:
+        """Seconds of chunks one after the other, and how many rounds each had."""
         starts = _starts(runner, bucket, _context(runner))
         runner.place(admission_of(starts, place_size(runner.batch, bucket), runner))
-        if warm:
-            _chunk(runner, strategy, features, bucket, rounds)
         jax.block_until_ready(runner.state)
-        begin = time.perf_counter()
-        count = _chunk(runner, strategy, features, bucket, rounds)
-        return runner.agreement.agree(time.perf_counter() - begin), count
+        for _ in range(times):
+            begin = time.perf_counter()
+            count = _chunk(runner, strategy, features, bucket, rounds)
+            yield runner.agreement.agree(time.perf_counter() - begin), count
 
     for bucket in loop.buckets:
-        rounds = dict.fromkeys(runner.plans, 1)
         beside[bucket] = statistics.median(
-            min(measured(name, 0)[0] for _ in range(REPEATS_BESIDE)) for name in runner.plans
+            min(next(measured(name, 0))[0] for _ in range(REPEATS_BESIDE)) for name in runner.plans
         )
-        for turn in range(1 + REPEATS):
-            for strategy in runner.plans:
-                mine = samples.setdefault((strategy, bucket), [])
-                if mine and len(mine) >= measurements(min(mine)):
-                    continue
-                seconds, count = measured(strategy, rounds[strategy], warm=turn > 0)
-                each = of_rounds(seconds, beside[bucket]) / count
-                if turn or first_counts(each):
-                    mine.append(each)
-                rounds[strategy] = enough_rounds(each, _most_rounds(runner, strategy, bucket))
+        firsts = {}
+        for name in runner.plans:
+            seconds, _ = next(measured(name, 1))
+            firsts[name] = first = of_rounds(seconds, beside[bucket])
+            samples[name, bucket] = [first] if first >= SLOW_SECONDS else []
+        for name, first in firsts.items():
+            rounds = enough_rounds(first, _most_rounds(runner, name, bucket))
+            for seconds, count in measured(name, rounds, further_measurements(first)):
+                if count:  # else its sequences have no room for more
+                    samples[name, bucket].append(of_rounds(seconds, beside[bucket]) / count)
     return CostTable.from_samples(samples, beside), time.perf_counter() - started
 
 
@@ -200,23 +197,14 @@ def _context(runner: Runner) -> int:
     return min(CONTEXT, runner.max_len // 2)
 
 
-def measurements(seconds: float) -> int:
-    """How many of a strategy are enough, given the seconds of a round."""
-    return REPEATS if seconds < SLOW_SECONDS else 1 if seconds > LONG_SECONDS else 2
-
-
-def first_counts(seconds: float) -> bool:
-    """Whether the first round of a strategy is a measurement, given its seconds."""
-    return measurements(seconds) < REPEATS
+def further_measurements(seconds: float) -> int:
+    """How many of a strategy are made after its first round, given the seconds of that."""
+    return IN_A_ROW if seconds < SLOW_SECONDS else 1 if seconds <= LONG_SECONDS else 0
 
 
 def calibration_rounds(seconds: float, most: int) -> int:
-    """Rounds in which `calibrate` measures a strategy in all, given the seconds of one.
-
-    That is the first one, and what follows, each measurement after as many that do not count.
-    """
-    after = measurements(seconds) - first_counts(seconds)
-    return 1 + 2 * after * enough_rounds(seconds, most)
+    """Rounds in which `calibrate` measures a strategy in all, given the seconds of one."""
+    return 1 + further_measurements(seconds) * enough_rounds(seconds, most)
 
 
 def enough_rounds(seconds: float, most: int) -> int:
@@ -225,9 +213,9 @@ def enough_rounds(seconds: float, most: int) -> int:
 
 
 def _most_rounds(runner: Runner, strategy: str, bucket: int) -> int:
-    """Rounds of a chunk that a sequence has room for twice."""
+    """Rounds of a chunk of which a sequence has room for `IN_A_ROW`, if it has for one each."""
     room = (runner.max_len - _context(runner)) // (runner.plans[strategy].steps + 1)
-    return max(min(runner.rounds(strategy, bucket), room // 2), 1)
+    return max(min(runner.rounds(strategy, bucket), room // IN_A_ROW), 1)
 
 
 def _starts(runner: Runner, count: int, length: int) -> list[Start]:
@@ -251,7 +239,7 @@ def _chunk(runner: Runner, strategy, features, bucket, rounds: int) -> int:
 
 def _start_chunk(runner: Runner, strategy, features, bucket, rounds: int) -> Parcel[Result]:
     """Starts a chunk of the first slots, each in pages of its own as long as there are enough."""
-    emitted = 2 * runner.most_tokens(bucket)  # by the chunk, and one before it
+    emitted = IN_A_ROW * runner.most_tokens(bucket)
     needed = min(_context(runner) + emitted, runner.max_len)
     each = pages_for(needed, runner.page_size)
     table = np.zeros((bucket, runner.table_width), np.int32)
