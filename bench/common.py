@@ -30,7 +30,6 @@ import numpy as np
 from train import data
 
 T = TypeVar("T")
-Name = TypeVar("Name")
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 
@@ -224,7 +223,7 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
-def turns(names: Iterable[Name], repeats: int) -> Iterator[tuple[int, Name]]:
+def turns(names: Iterable[T], repeats: int) -> Iterator[tuple[int, T]]:
     """Repeat and name: all of them so often, every other time in reversed order."""
     forwards = list(names)
     for repeat in range(repeats):

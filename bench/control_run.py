@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from bench.common import Name, heldout_prompts, turns
+from bench.common import T, heldout_prompts, turns
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.config import Strategy
 from specjax.control import (
@@ -337,10 +337,10 @@ def _named(drafts: Mapping[str, Strategy | None]) -> Iterator[Strategy | str]:
 Arm = Callable[[int], Measured]  # one measurement, given the number of the turn
 
 
-def in_turns(arms: Mapping[Name, Arm], repeats: int) -> dict[Name, list[Measured]]:
+def in_turns(arms: Mapping[T, Arm], repeats: int) -> dict[T, list[Measured]]:
     """Every arm so often, each time on samples that are the same for all and new to all; they take
     turns, in reversed order every other time."""
-    found: dict[Name, list[Measured]] = {name: [] for name in arms}
+    found: dict[T, list[Measured]] = {name: [] for name in arms}
     for repeat, name in turns(arms, repeats):
         found[name].append(arms[name](repeat))
     return found

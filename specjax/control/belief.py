@@ -22,7 +22,7 @@ few in a row are off as far in the same direction, something has changed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -155,8 +155,8 @@ class Belief:
         known = float(slope @ self.covariance @ slope)
         noise.saw(surprise, known, own)
         if change := self._change(name, surprise, math.sqrt(known + own), goes_on):
-            self._widen(i, change / slope[i], alone=not self.outliers[name].in_a_run)
-            del self.outliers[name]
+            by = change.least / slope[i]
+            self._loosen(by if change.in_a_run or n == name else 0.0 for n in self.names)
         shared = self.covariance @ slope
         known = float(slope @ shared)
         own *= max((_FREEDOM + surprise**2 / (known + own)) / (_FREEDOM + 1), 1.0)
@@ -171,14 +171,12 @@ class Belief:
     def _step(self) -> None:
         """What may have changed since the last chunk; of what lies beside the rounds that is the
         host's doing, and not the strategies'."""
-        strategies = np.append(0.0, np.ones(len(self.names)))
         self.covariance = self.covariance + _OWN_STEP**2 * np.eye(len(self.mean))
-        self.covariance += _COMMON_STEP**2 * np.outer(strategies, strategies)
+        self._loosen(_COMMON_STEP for _ in self.names)
 
-    def _widen(self, i: int, by: float, alone: bool) -> None:
-        """A strategy has changed by so much, and all others with it unless it is alone."""
-        whose = np.append(0.0, np.full(len(self.names), 0.0 if alone else by))
-        whose[i] = by
+    def _loosen(self, by: Iterable[float]) -> None:
+        """Strategies may all have changed together, each by so many logs as standard error."""
+        whose = np.array([0.0, *by])
         self.covariance = self.covariance + np.outer(whose, whose)
 
     @property
@@ -188,25 +186,26 @@ class Belief:
 
     def _doubt(self) -> None:
         """Of what ran alone so far the drift may have been its own."""
-        others = np.array([0.0] + [float(name != self.last) for name in self.names])
-        doubt = (_OWN_DRIFT * self.own_drift) ** 2
-        self.covariance = self.covariance + doubt * np.outer(others, others)
+        doubt = _OWN_DRIFT * self.own_drift
+        self._loosen(doubt if name != self.last else 0.0 for name in self.names)
         self.drift = 0.0
 
-    def _change(self, name: str, surprise: float, error: float, goes_on: bool) -> float:
+    def _change(self, name: str, surprise: float, error: float, goes_on: bool) -> _Outliers | None:
         """Of several outliers of a strategy in a row the smallest one has come to stay: for all, if
         they came while that strategy ran, and else for itself, as others had just been what they
         were. Hiccups only make chunks dearer, so that takes one more of them; and the first chunk
-        that is cheaper than calibrated is enough. 0: nothing came to stay."""
+        that is cheaper than calibrated is enough. None: nothing came to stay."""
         row = self.outliers.pop(name, _Outliers(surprise, 0, True))
         if abs(surprise) <= _OUTLIER * error:
-            return 0.0
+            return None
         if row.least * surprise < 0:
             row = _Outliers(surprise, 0, True)
         row = _Outliers(min(row.least, surprise, key=abs), row.count + 1, row.in_a_run and goes_on)
-        self.outliers[name] = row
         cheaper = _CHEAPER if name in self.chunks else 1
-        return row.least if row.count >= (_DEARER if surprise > 0 else cheaper) else 0.0
+        if row.count >= (_DEARER if surprise > 0 else cheaper):
+            return row
+        self.outliers[name] = row
+        return None
 
     def _at(self, name: str) -> int:
         return 1 + self.names.index(name)

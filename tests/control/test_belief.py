@@ -28,11 +28,11 @@ def conditioned(slopes: np.ndarray, surprises: np.ndarray, size: float):
       slopes: [T, 1 + n], of each chunk's log seconds. surprises: [T], beside the prior mean.
     """
     count, n = slopes.shape[0], len(NAMES)
-    theirs = np.diag(np.append(0.0, np.ones(n)))
+    strategies = np.append(0.0, np.ones(n))
+    common = np.outer(strategies, strategies)
     prior = np.diag([module._BESIDE**2] + n * [module._CALIBRATED**2])
-    prior += module._CALIBRATED_ALL**2 * theirs.sum(0)[:, None] * theirs.sum(0)
-    step = module._OWN_STEP**2 * np.eye(n + 1)
-    step += module._COMMON_STEP**2 * theirs.sum(0)[:, None] * theirs.sum(0)
+    prior += module._CALIBRATED_ALL**2 * common
+    step = module._OWN_STEP**2 * np.eye(n + 1) + module._COMMON_STEP**2 * common
     at = [prior + (t + 1) * step for t in range(count)]  # of the state when chunk t came
     chunks = range(count)
     seen = np.array([[slopes[s] @ at[min(s, t)] @ slopes[t] for t in chunks] for s in chunks])

@@ -5,34 +5,20 @@ cores. `SPECJAX_GPU_PYTHON` names a Python that has `jax-cuda13-plugin[with-cuda
 needs.
 """
 
-import json
 import os
-import subprocess
-from pathlib import Path
 
 import gpu_programs
 import jax
+import other_python
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHON = os.environ.get("SPECJAX_GPU_PYTHON")
 
 
 def compiled(attention: str, *programs: str) -> dict[str, dict]:
     """What `gpu_programs.py` says of each program."""
-    script = Path(__file__).with_name("gpu_programs.py")
-    wanted = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "XLA_FLAGS": ""}
-    wanted |= {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
-    run = subprocess.run(
-        [PYTHON, script, attention, *programs],
-        env={**os.environ, **wanted},
-        capture_output=True,
-        text=True,
-        timeout=3600,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    lines = map(json.loads, filter(lambda line: line.startswith("{"), run.stdout.splitlines()))
-    return {line["program"]: line for line in lines}
+    wanted = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    return other_python.programs(PYTHON, "gpu_programs.py", attention, *programs, **wanted)
 
 
 @pytest.mark.parametrize("program", ["off:1", "prefill:1:16"])

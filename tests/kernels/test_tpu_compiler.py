@@ -4,36 +4,26 @@ Slow, and skipped without libtpu: the programs of one topology take its compiler
 two cores, and it lives in an environment of its own, which `make plan` sets up.
 """
 
-import json
 import os
-import subprocess
 from pathlib import Path
 
 import jax
+import other_python
 import pytest
 import tpu_programs
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-PYTHON = Path(os.environ.get("SPECJAX_TPU_PYTHON", ROOT / ".venv-plan" / "bin" / "python"))
+PLAN = other_python.ROOT / ".venv-plan" / "bin" / "python"
+PYTHON = Path(os.environ.get("SPECJAX_TPU_PYTHON", PLAN))
 TRAINING = ("policy update", "draft update")
 ROLLOUT = ("kernel", "tree of 64", "piece", "prefill", "chunk")
 
 
 def compiled(topology: str) -> dict[str, dict]:
     """What `tpu_programs.py` says of each program."""
-    script = Path(__file__).with_name("tpu_programs.py")
-    wanted = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "PYTHONPATH": str(ROOT)}
+    wanted = {"TPU_SKIP_MDS_QUERY": "1"}
     wanted["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # another test may be compiling
-    run = subprocess.run(
-        [PYTHON, script, topology, *ROLLOUT, *TRAINING],
-        env={**os.environ, **wanted, "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},
-        capture_output=True,
-        text=True,
-        timeout=3600,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    lines = map(json.loads, filter(lambda line: line.startswith("{"), run.stdout.splitlines()))
-    return {line["program"]: line for line in lines}
+    names = *ROLLOUT, *TRAINING
+    return other_python.programs(PYTHON, "tpu_programs.py", topology, *names, **wanted)
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
