@@ -1,10 +1,15 @@
-"""Set-up that must come before jax is imported, and what "torch required" means."""
+"""Set-up that comes before jax is imported, what "torch required" means, and the suite's report.
+
+The report says how many programs the test processes compiled, for compiling is most of the time
+that the suite takes.
+"""
 
 import gc
 import importlib.metadata
 import importlib.util
 import logging
 import os
+import time
 from pathlib import Path
 
 # Tests run on CPU with 8 fake devices unless another platform is asked for by name.
@@ -73,6 +78,61 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
 def pytest_make_collect_report(collector: pytest.Collector):
     report = yield  # a whole module skips at collection by pytest.importorskip
     return _fail_if_torch_was_wanted(report, collector.nodeid, marked=False)
+
+
+# --- the report ----------------------------------------------------------------------------------
+
+_BEGAN = time.monotonic()
+# Of this process: programs that were asked for, those of them that the cache had, and seconds.
+_programs = {"asked": 0, "cached": 0, "seconds": 0.0}
+_totals = dict(_programs)
+
+
+def _count_compilation(event: str, seconds: float, **_) -> None:
+    if event.endswith("/backend_compile_duration"):
+        _programs["asked"] += 1
+        _programs["seconds"] += seconds
+
+
+def _count_cache_hit(event: str, **_) -> None:
+    if event.endswith("/cache_hits"):
+        _programs["cached"] += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_compilation)
+jax.monitoring.register_event_listener(_count_cache_hit)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker sends its counts to the process that started it; without workers there is one."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["programs"] = _programs
+    else:
+        _add_to_totals(_programs)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error) -> None:
+    """A worker of pytest-xdist has ended."""
+    _add_to_totals(getattr(node, "workeroutput", {}).get("programs", {}))
+
+
+def _add_to_totals(counts: dict[str, float]) -> None:
+    for name, count in counts.items():
+        _totals[name] += count
+
+
+def report_line(counts: dict[str, float], seconds: float) -> str:
+    """What a suite compiled and how long it took, in one line."""
+    return (
+        f"{counts['asked'] - counts['cached']:,} programs compiled and {counts['cached']:,} read "
+        f"from the cache in {counts['seconds'] / 60:.1f} min of the test processes (those that "
+        f"tests start are not counted); the suite took {seconds / 60:.1f} min"
+    )
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    terminalreporter.write_line(report_line(_totals, time.monotonic() - _BEGAN))
 
 
 # Workers take modules in turn: those that take half a minute and more come first, so that no worker
