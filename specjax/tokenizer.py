@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 from pathlib import Path
+
+# Read by transformers when it is imported.
+_NO_NOTICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+
+
+def transformers_class(name: str) -> type:
+    """A class of transformers, imported without its notice that torch is missing.
+
+    Nothing here needs torch, so the notice would only mislead. The user's own value of
+    `TRANSFORMERS_NO_ADVISORY_WARNINGS` is left as it is.
+    """
+    before = os.environ.get(_NO_NOTICE)
+    os.environ.setdefault(_NO_NOTICE, "1")
+    try:
+        return getattr(importlib.import_module("transformers"), name)
+    finally:
+        if before is None:
+            del os.environ[_NO_NOTICE]
 
 
 def load_tokenizer(path: str | Path, required: bool = True):
@@ -24,8 +44,7 @@ def load_tokenizer(path: str | Path, required: bool = True):
         )
     settings = path / "tokenizer_config.json"
     named = json.loads(settings.read_text()).get("tokenizer_class") if settings.exists() else None
-    if named in ("PreTrainedTokenizerFast", "TokenizersBackend"):
-        from transformers import PreTrainedTokenizerFast as Tokenizer
-    else:  # takes seconds to import where torch is installed
-        from transformers import AutoTokenizer as Tokenizer
-    return Tokenizer.from_pretrained(path)
+    plain = named in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    # The second takes seconds to import where torch is installed.
+    tokenizer = transformers_class("PreTrainedTokenizerFast" if plain else "AutoTokenizer")
+    return tokenizer.from_pretrained(path)

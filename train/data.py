@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+from specjax.tokenizer import transformers_class
 from train.rewards import ANSWER_MARK
 
 TASKS = ("sums", "gsm8k")
@@ -333,7 +334,6 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int, out_dir: str | Pa
       ValueError: a vocabulary too small for bytes and special tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     special = [PAD_TOKEN, EOS_TOKEN]
     if vocab_size < 256 + len(special):
@@ -356,7 +356,7 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int, out_dir: str | Pa
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(
+    fast = transformers_class("PreTrainedTokenizerFast")(
         tokenizer_object=tokenizer,
         pad_token=PAD_TOKEN,
         eos_token=EOS_TOKEN,
