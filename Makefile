@@ -42,11 +42,11 @@ plan: $(PLAN_STAMP) ## what a run needs of TPUs that nobody has to have, by thei
 
 test: $(STAMP) ## ruff and the tests, those marked slow left out
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope --no-loadscope-reorder -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope --no-loadscope-reorder -m "not slow" -rs $(ARGS)
 
 test-full: $(STAMP) ## ruff and every test, with machine code as users get it
 	$(BIN)/ruff check .
-	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope --no-loadscope-reorder $(ARGS)
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope --no-loadscope-reorder -rs $(ARGS)
 
 lint: $(STAMP) ## ruff alone
 	$(BIN)/ruff check .
