@@ -1,9 +1,29 @@
-// What the kernels for CPUs share: vectors, and work that threads take shares of.
+// What the kernels for CPUs share: vectors, their arithmetic, and work that threads take shares of.
+//
+// A number has the same bits whichever compiler made the kernels, however it was tuned, and
+// whichever instance of a template computes it. So the order of every sum is written out, and
+// `fused` says which products are added without being rounded first. Compilers are not to decide
+// either: `cpu.py` passes `-ffp-contract=off`, for GCC has no pragma for it, and what lets them
+// change the order of sums is refused here. Two builds may differ in what the processor decides:
+// how many lanes there are, and whether it has fused operations at all.
 #ifndef SPECJAX_KERNELS_CPU_H_
 #define SPECJAX_KERNELS_CPU_H_
 
+#if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || \
+    __FINITE_MATH_ONLY__
+#error "the kernels need exact arithmetic: build them without -ffast-math, -Ofast and their parts"
+#endif
+#if __FLT_EVAL_METHOD__ != 0 && __FLT_EVAL_METHOD__ != 16  // 16: only _Float16 is ever widened
+#error "the kernels need float arithmetic in float: build them without -mfpmath=387"
+#endif
+
 #if defined(__linux__)
 #include <sched.h>
+#endif
+#if defined(__AVX__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include <algorithm>
@@ -42,6 +62,30 @@ inline Lane load(const float* from) {
 }
 
 inline void store(float* to, Lane lane) { std::memcpy(to, &lane, sizeof(lane)); }
+
+// x in every lane: x - 0 is x, of negative zeros too, which compilers know and leave out.
+inline Lane spread(float x) { return x - Lane{}; }
+
+// a * b + c, rounded once where the processor has an instruction for that, else after each step.
+inline float fused(float a, float b, float c) {
+#if defined(__AVX512F__) || defined(__FMA__) || defined(__aarch64__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+inline Lane fused(Lane a, Lane b, Lane c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+  return vfmaq_f32(c, a, b);
+#else
+  return a * b + c;
+#endif
+}
 
 // Has the compiler load a lane once: it takes an operand from memory again for every use, where it
 // has the choice, and loads become the limit before multiplications do.

@@ -43,7 +43,7 @@ PANELS, ATTENTION, LAYERS = "specjax_panels", "specjax_attention", "specjax_laye
 COMMIT = "specjax_commit"
 WIDTH = 16  # `kWidth` of `cpu.h`: columns of a panel; heads are multiples of it
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w", "-ffp-contract=off")
 # The first set of flags that the compiler takes; clang on ARM knows `-mcpu` alone. For no processor
 # in particular the kernels would be slower than XLA, which knows which one it is.
 NATIVE = (("-march=native",), ("-mcpu=native",))

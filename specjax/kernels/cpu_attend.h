@@ -16,10 +16,6 @@
 #include <cmath>
 #include <vector>
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
-
 #include "cpu.h"
 
 namespace specjax {
@@ -72,16 +68,19 @@ struct Attention {
 // e^x for x <= 0: Cody and Waite's reduction and a polynomial, one ulp or so; exactly 0 below
 // e^-86, and NaN stays NaN.
 inline Lane exp_of(Lane x) {
-  const Lane low = Lane{} - 86.0f, magic = Lane{} + 12582912.0f;
+  const Lane low = spread(-86.0f), magic = spread(12582912.0f);
   const Lane at = x > low ? x : low;
-  const Lane whole = (at * 1.44269504f + magic) - magic;
-  const Lane r = (at - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  Lane sum = Lane{} + 1.0f / 720;
-  for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) sum = sum * r + c;
+  const Lane whole = fused(at, spread(1.44269504f), magic) - magic;
+  const Lane most = fused(whole, spread(-0.693359375f), at);
+  const Lane r = fused(whole, spread(2.12194440e-4f), most);
+  Lane sum = spread(1.0f / 720);
+  for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) {
+    sum = fused(sum, r, spread(c));
+  }
   const IntLane scale = (__builtin_convertvector(whole, IntLane) + 127) << 23;
   Lane power;
   std::memcpy(&power, &scale, sizeof(power));
-  const Lane found = sum * power + (x - x);
+  const Lane found = fused(sum, power, x - x);
   return x < low ? Lane{} : found;
 }
 
@@ -124,7 +123,8 @@ void score_rows(const float* q, const float* turned, int64_t width, float* to, i
     Lane lanes[P];
     for (int p = 0; p < P; ++p) keep(lanes[p] = load(turned + (p * width + h) * kLanes));
     for (int r = 0; r < R; ++r) {
-      for (int p = 0; p < P; ++p) sums[r][p] += q[r * width + h] * lanes[p];
+      const Lane of = spread(q[r * width + h]);
+      for (int p = 0; p < P; ++p) sums[r][p] = fused(of, lanes[p], sums[r][p]);
     }
   }
   for (int r = 0; r < R; ++r) {
@@ -138,16 +138,16 @@ void weigh_rows(const float* weights, int64_t stride, const float* values, int64
                 int64_t width, float* out, float* total) {
   Lane sums[R][L], totals[R];  // a total in every lane: beside the products it costs nothing
   for (int r = 0; r < R; ++r) {
-    totals[r] = Lane{} + total[r];
+    totals[r] = spread(total[r]);
     for (int l = 0; l < L; ++l) sums[r][l] = load(out + r * width + l * kLanes);
   }
   for (int64_t i = 0; i < count; ++i) {
     Lane lanes[L];
     for (int l = 0; l < L; ++l) keep(lanes[l] = load(values + i * width + l * kLanes));
     for (int r = 0; r < R; ++r) {
-      const Lane weight = Lane{} + weights[r * stride + i];
+      const Lane weight = spread(weights[r * stride + i]);
       totals[r] += weight;
-      for (int l = 0; l < L; ++l) sums[r][l] += weight * lanes[l];
+      for (int l = 0; l < L; ++l) sums[r][l] = fused(weight, lanes[l], sums[r][l]);
     }
   }
   for (int r = 0; r < R; ++r) {
@@ -266,7 +266,7 @@ class Tile {
   void soften() {
     for (int64_t r = 0; r < count_; ++r) {
       float* scores = scores_.data() + r * stride_;
-      Lane most = Lane{} + kMasked;
+      Lane most = spread(kMasked);
       for (int64_t i = 0; i < keys_; i += kLanes) {
         const Lane here = load(scores + i);
         most = here > most ? here : most;

@@ -20,7 +20,7 @@ namespace {
 // y = x / sqrt(mean(x^2) + eps) * scale; width is a multiple of kWidth.
 void norm(const float* x, const float* scale, int64_t width, float eps, float* y) {
   Lane squares{};
-  for (int64_t i = 0; i < width; i += kLanes) squares += load(x + i) * load(x + i);
+  for (int64_t i = 0; i < width; i += kLanes) squares = fused(load(x + i), load(x + i), squares);
   float sum = 0;
   for (int64_t i = 0; i < kLanes; ++i) sum += squares[i];
   const float by = 1 / std::sqrt(sum / width + eps);
@@ -32,15 +32,15 @@ void rotate(const float* x, const float* cos, const float* sin, int64_t width, f
   const int64_t half = width / 2;
   for (int64_t i = 0; i < half; ++i) {
     const float a = x[i], b = x[half + i];
-    y[i] = a * cos[i] - b * sin[i];
-    y[half + i] = b * cos[half + i] + a * sin[half + i];
+    y[i] = fused(a, cos[i], -(b * sin[i]));
+    y[half + i] = fused(b, cos[half + i], a * sin[half + i]);
   }
 }
 
 // silu(gate) * up
 Lane gated(Lane gate, Lane up) {
   const Lane away = gate < 0 ? gate : -gate, e = exp_of(away);
-  const Lane top = gate < 0 ? e : Lane{} + 1.0f;
+  const Lane top = gate < 0 ? e : spread(1.0f);
   return gate * (top / (1 + e)) * up;
 }
 

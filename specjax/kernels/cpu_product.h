@@ -60,7 +60,8 @@ void tile(const Product& of, int64_t row, int64_t panel) {
       if (R > 1) keep(lanes[v]);
     }
     for (int r = 0; r < R; ++r) {
-      for (int v = 0; v < kVectors; ++v) sums[r][v] += x[r * of.k + k] * lanes[v];
+      const Lane factor = spread(x[r * of.k + k]);
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(factor, lanes[v], sums[r][v]);
     }
   }
   float* y = of.y + row * of.n + panel * kWidth;
