@@ -3,11 +3,19 @@
 
 They are built with the machine's C++ compiler when they are first needed, and handed to XLA. As
 compilers of other frameworks do for CPUs, this compiles for the very processor it runs on and keeps
-the result in the user's cache, under a name made of all that goes into it.
+the result in the user's cache, under a name made of all that goes into it. Two variables of the
+environment say otherwise:
+
+    SPECJAX_CPU_TARGET    flags that name the processor, "-march=x86-64-v3 -mtune=znver3" say, in
+                          place of -march=native: what one machine builds, another finds and runs
+    SPECJAX_CPU_FLAGS     further flags of the compiler; those that change arithmetic are refused
+                          or overruled
 
 All compute a row in one order, whatever stands beside it: in a batch of any size, in a tree of any
 shape, as a draft that is verified or as the next token of plain decoding it gets the same bits from
-them. XLA, which computes what lies between, does not promise as much.
+them. XLA, which computes what lies between, does not promise as much. The bits depend neither on
+the compiler nor on its tuning, only on the width of the target's vectors and on whether it has
+fused multiply-add (`cpu.h`).
 """
 
 from __future__ import annotations
@@ -17,6 +25,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -43,10 +52,17 @@ PANELS, ATTENTION, LAYERS = "specjax_panels", "specjax_attention", "specjax_laye
 COMMIT = "specjax_commit"
 WIDTH = 16  # `kWidth` of `cpu.h`: columns of a panel; heads are multiples of it
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w", "-ffp-contract=off")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w")
+# The last on the command line: `cpu.h` says what is fused, and in which order sums run.
+EXACT = (
+    "-fno-unsafe-math-optimizations", "-fno-associative-math", "-fno-reciprocal-math",
+    "-ffp-contract=off",
+)  # fmt: skip
 # The first set of flags that the compiler takes; clang on ARM knows `-mcpu` alone. For no processor
 # in particular the kernels would be slower than XLA, which knows which one it is.
 NATIVE = (("-march=native",), ("-mcpu=native",))
+TARGET_VARIABLE, FLAGS_VARIABLE = "SPECJAX_CPU_TARGET", "SPECJAX_CPU_FLAGS"
+CPUINFO = Path("/proc/cpuinfo")
 # XLA's flag: of several devices, simulated with a thread each, none takes another's.
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 SECONDS = 300  # that compiling may take
@@ -70,7 +86,8 @@ def load() -> None:
     """Registers the kernels with XLA, after building them where that was not done yet.
 
     Raises:
-      NoKernelError: there is no compiler, none of them made it, or what they made cannot be loaded.
+      NoKernelError: there is no compiler, none of them made it, or what they made cannot be loaded
+        or is for another processor.
     """
     with _LOCK:
         reason = _try_to_load()
@@ -82,19 +99,39 @@ def load() -> None:
 def _try_to_load() -> str | None:
     """Why there are no kernels, or None: a failure is as dear to find out as a success."""
     try:
-        path = _built()
+        path = build()
     except NoKernelError as error:
         return str(error)
     try:
         library = ctypes.CDLL(str(path))
+        if lacking := _lacking(library):
+            return (
+                f"this processor lacks {', '.join(lacking)}, which {_asked(TARGET_VARIABLE)} has; "
+                "name a target that the processor can run, or unset the variable"
+            )
         for name in (PANELS, ATTENTION, LAYERS, COMMIT):
             handler = jax.ffi.pycapsule(getattr(library, name))
             jax.ffi.register_ffi_target(name, handler, platform="cpu")
         if ONE_THREAD in os.environ.get("XLA_FLAGS", "").split():
             library.specjax_use_one_thread()
-    except (OSError, AttributeError) as error:
+    except (OSError, AttributeError, ValueError) as error:
         return f"{path} cannot be loaded ({error}); delete it"
     return None
+
+
+def _lacking(library: ctypes.CDLL) -> list[str]:
+    """Instructions that a library may contain and this processor does not have.
+
+    None where the system does not tell what it has, or where the compiler asked the processor.
+    """
+    has = _features().split()
+    asked_here = any((flag,) in NATIVE for flags in _targets() for flag in flags)
+    if asked_here or not has:
+        return []
+    first = ctypes.c_char.in_dll(library, "specjax_instructions")
+    pairs = [word.split("=") for word in ctypes.string_at(ctypes.addressof(first)).decode().split()]
+    # A macro that the compiler does not define is left as it is.
+    return [name for name, value in pairs if not value.startswith("__") and name not in has]
 
 
 def tree_attention(
@@ -214,20 +251,67 @@ def commit(
 # --- building --------------------------------------------------------------------------------
 
 
-def _built() -> Path:
-    """The library, by the first compiler that can make it."""
+def build() -> Path:
+    """Builds the library where it is not kept yet, by the first compiler that can make it.
+
+    Nothing of it is run: a machine may build for another, whose processor is named by
+    SPECJAX_CPU_TARGET. Where there is no compiler at all, what another machine kept in a cache that
+    both see will do: every compiler's library computes the same.
+
+    Returns:
+      where the library is.
+
+    Raises:
+      NoKernelError: there is no compiler, none of them made it, or a variable holds no flags.
+    """
+    targets, cache = _targets(), _cache()
+    key = _key(targets)
+    try:
+        compilers = _compilers()
+    except NoKernelError:
+        kept = sorted(cache.glob(f"specjax-{key}-*.so")) if cache else []
+        if kept and not os.environ.get("CXX"):
+            return kept[0]
+        raise
     reasons = []
-    for compiler in _compilers():
+    for compiler in compilers:
         try:
-            folder, name = _cache(), f"specjax-{_fingerprint(compiler)}.so"
-            if not (folder / name).exists():
-                _compile(compiler, folder / name)
-            return folder / name
+            name = f"specjax-{key}-{_digest(_version(compiler))}.so"
+            if cache and os.path.exists(cache / name):  # no error where it may not be looked into
+                return cache / name
+            path = _writable(cache) / name
+            _compile(compiler, targets, path)
+            return path
         except (OSError, subprocess.SubprocessError) as error:
             reasons.append(f"{compiler}: {error}")
         except NoKernelError as error:
             reasons.append(str(error))
     raise NoKernelError("; ".join(reasons))
+
+
+def _words(variable: str) -> tuple[str, ...]:
+    """The flags that a variable of the environment holds; none where it is unset or empty."""
+    try:
+        words = tuple(shlex.split(os.environ.get(variable, "")))
+    except ValueError:  # a quotation without an end
+        words = ("",)
+    if any(not word.startswith("-") for word in words):
+        example = "-march=x86-64-v3 -mtune=znver3" if variable == TARGET_VARIABLE else "-g"
+        raise NoKernelError(
+            f"expected flags of a C++ compiler, such as {variable}={example!r}, got "
+            f"{_asked(variable)}; correct or unset it"
+        )
+    return words
+
+
+def _asked(variable: str) -> str:
+    return f"{variable}={os.environ.get(variable, '')!r}"
+
+
+def _targets() -> tuple[tuple[str, ...], ...]:
+    """Sets of flags, of which the first that the compiler takes decides for whom it compiles."""
+    target, others = _words(TARGET_VARIABLE), _words(FLAGS_VARIABLE)
+    return tuple((*flags, *others) for flags in ((target,) if target else NATIVE))
 
 
 def _compilers() -> list[str]:
@@ -240,49 +324,73 @@ def _compilers() -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _cache() -> Path:
+def _cache() -> Path | None:
+    """Where the user's libraries are kept, whether the folder exists or not."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specjax"
+    except RuntimeError:  # no home directory is known
+        return None
+
+
+def _writable(cache: Path | None) -> Path:
     """The user's cache; where that cannot be written, a folder that this process alone uses."""
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specjax"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except (OSError, RuntimeError):  # nobody's home
+        if cache:
+            cache.mkdir(parents=True, exist_ok=True)
+            if os.access(cache, os.W_OK):
+                return cache
+    except OSError:
         pass
     return Path(tempfile.mkdtemp(prefix="specjax-"))
 
 
-def _fingerprint(compiler: str) -> str:
-    """Of all that decides what is built: homes are shared by machines of different processors."""
-    processor = platform.machine() + platform.processor()
+def _key(targets: Sequence[Sequence[str]]) -> str:
+    """Of all that decides what is built, but the compiler.
+
+    The processor is part of it where the compiler looks at it, for homes are shared by machines of
+    different processors, and is not where flags name another.
+    """
+    parts = [*(path.read_text() for path in READ), str((FLAGS, targets, EXACT))]
+    parts += [jaxlib.__version__, platform.machine()]
+    if any("native" in flag for flags in targets for flag in flags):
+        parts += [platform.processor(), _features()]
+    return _digest("\n".join(parts))
+
+
+def _features() -> str:
+    """Names of what the processor can do; none where the system does not tell."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor += next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        pass  # not Linux: the names above must do
-    version = subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, timeout=SECONDS
-    ).stdout
-    texts = [path.read_text() for path in READ]
-    flags = str((FLAGS, NATIVE))
-    parts = "\n".join([*texts, flags, version, jaxlib.__version__, processor])
-    return hashlib.sha256(parts.encode()).hexdigest()[:16]
+        lines = CPUINFO.read_text().splitlines()
+    except OSError:  # not Linux
+        return ""
+    of_one = (line for line in lines if line.startswith(("flags", "Features")))
+    return next(of_one, "").partition(":")[2]
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _version(compiler: str) -> str:
+    command = [compiler, "--version"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS).stdout
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _compile(compiler: str, targets: Sequence[Sequence[str]], path: Path) -> None:
     """Into place at once: processes that start side by side find all of it or nothing."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         command = [
-            compiler, *FLAGS, "-o", str(made),
-            f"-I{jax.ffi.include_dir()}", str(SOURCE),
+            compiler, "-o", str(made), f"-I{jax.ffi.include_dir()}", str(SOURCE), *FLAGS,
         ]  # fmt: skip
-        for flags in NATIVE:
+        for flags in targets:
             done = subprocess.run(
-                [*command, *flags], capture_output=True, text=True, timeout=SECONDS
+                [*command, *flags, *EXACT], capture_output=True, text=True, timeout=SECONDS
             )
             if done.returncode == 0:
                 os.replace(made, path)
                 return
     errors = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr.strip()]
-    raise NoKernelError(f"{compiler} failed: {errors[0]}")
+    asked = [_asked(name) for name in (TARGET_VARIABLE, FLAGS_VARIABLE) if os.environ.get(name)]
+    told = f" with {' and '.join(asked)}, to be corrected or unset" if asked else ""
+    raise NoKernelError(f"{compiler} failed{told}: {errors[0]}")

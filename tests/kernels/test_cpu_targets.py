@@ -1,0 +1,169 @@
+"""The kernels for CPUs built for several processors, by several compilers and tunings.
+
+Everything else in `test_cpu*.py` runs on the library that engines use, for this very processor or
+for what SPECJAX_CPU_TARGET names.
+"""
+
+import platform
+import shutil
+
+import numpy as np
+import pytest
+import test_cpu
+import test_cpu_layers
+from cpu_targets import CACHE, TARGETS, built_for
+from test_cpu import normal, pytestmark  # noqa: F401  (skips without a compiler)
+from test_tpu import random_case
+
+from specjax.decode.tree import chain_bits
+from specjax.kernels import cpu, panels
+
+
+def marked(names, slow):
+    return [pytest.param(n, marks=[pytest.mark.slow] if n in slow else []) for n in names]
+
+
+@pytest.mark.parametrize("target", marked(TARGETS, slow=("sandybridge", "x86-64-v4")))
+def test_a_row_is_the_same_bits_beside_any_others_for_every_target(target):
+    with built_for(target):
+        for shape in ((192, 304), (7, 16)):
+            test_cpu.test_a_rows_product_is_the_same_bits_beside_any_others(shape)
+        for prefix in (5, 16):
+            test_cpu.test_a_row_is_the_same_bits_whether_its_ancestors_are_drafts_or_cached(prefix)
+        test_cpu.test_a_row_of_a_tree_is_the_same_bits_alone()
+        for batch in (1, 3):
+            test_cpu_layers.test_a_row_is_the_same_bits_beside_any_others(batch)
+
+
+@pytest.mark.parametrize("target", marked(TARGETS, slow=set(TARGETS) - {"x86-64-v2", "x86-64-v3"}))
+def test_other_processors_compute_the_same_but_for_rounding(target):
+    with built_for(target):
+        for seed, rows in enumerate((1, 5, 13)):
+            test_cpu.compare_products(seed, rows, 70, 9)
+            test_cpu.compare_attention(seed, 2, 2, 3, rows, 4, 24, 2, 48)
+        test_cpu_layers.compare_layers(0, 2, 5, 3, 2, bias=True, qk_norm=True, by_table=True)
+
+
+def results(target, compiler=None) -> list:
+    """What kernels that are built so compute; the arrays that go in are always the same."""
+    rng, found = np.random.default_rng(7), []
+    with built_for(target, compiler):
+        for rows, k, n in ((1, 70, 144), (13, 640, 336)):
+            (packed,) = panels.pack({"o": normal(rng, k, n)}).values()
+            found.append(panels.product(normal(rng, rows, k), packed))
+        for rows in (1, 2, 3, 14):
+            case = random_case(rows, 2, 2, 3, rows, 24, 2, "float32", before=4, head=48)
+            found.append(cpu.tree_attention(*case))
+        found.append(layers_of(rng))
+    return [np.asarray(x) for x in found]
+
+
+def layers_of(rng):
+    """One layer with all that a layer can have, for 2 sequences of 5 rows."""
+    cfg = test_cpu.MODEL
+    width, head, hidden = cfg.hidden_size, cfg.head_dim, cfg.intermediate_size
+    heads, kv_heads = cfg.num_heads, cfg.num_kv_heads
+    qkv = (heads + 2 * kv_heads) * head
+    shapes = {
+        "qkv_proj": (width, qkv), "o": (heads * head, width),
+        "gate_up": (width, 2 * hidden), "down": (hidden, width),
+    }  # fmt: skip
+    weights = panels.pack({name: normal(rng, *shape) for name, shape in shapes.items()})
+    weights |= {
+        "input_norm": normal(rng, width), "post_norm": normal(rng, width),
+        "qkv_bias": normal(rng, qkv), "qk_norm": normal(rng, heads + kv_heads, head),
+    }  # fmt: skip
+    x, cos, sin = normal(rng, 2, 5, width), normal(rng, 2, 5, head), normal(rng, 2, 5, head)
+    pages = tuple(normal(rng, 2, 2, kv_heads, 32, head))
+    out, _ = cpu.layers(cfg, [weights], x, cos, sin, [pages], np.array([9, 32]), chain_bits(5))
+    return out
+
+
+@pytest.mark.parametrize("target", ["znver2", "znver3", "znver4"])
+def test_tuning_changes_no_bit(target):
+    for ours, theirs in zip(results("x86-64-v3"), results(target), strict=True):
+        np.testing.assert_array_equal(theirs, ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["x86-64-v2", "sandybridge", "x86-64-v3", "x86-64-v4"])
+def test_compilers_agree_on_every_bit(target):
+    compilers = [name for name in ("g++", "clang++") if shutil.which(name)]
+    if len(compilers) < 2:
+        pytest.skip(f"needs g++ and clang++, and there is {compilers}")
+    ours, theirs = (results(target, name) for name in compilers)
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# --- what the environment asks for ----------------------------------------------------------------
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """Nothing is asked for and nothing loaded yet; builds lie beside the others of this file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(CACHE))
+    for variable in (cpu.TARGET_VARIABLE, cpu.FLAGS_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    cpu._try_to_load.cache_clear()
+    yield monkeypatch
+    cpu._try_to_load.cache_clear()
+
+
+@pytest.fixture
+def plain_processor(unloaded, tmp_path):
+    """A machine of another processor, which can do little."""
+
+    def start():
+        (tmp_path / "cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu sse sse2 pni ssse3\n")
+        unloaded.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
+
+    if platform.machine() != "x86_64":
+        pytest.skip("the targets are processors of x86")
+    return start
+
+
+def test_what_is_built_for_a_named_target_is_found_on_other_machines(unloaded, plain_processor):
+    unloaded.setenv(cpu.TARGET_VARIABLE, TARGETS["x86-64-v3"])
+    here, native, tuned = cpu.build(), cpu._key(cpu.NATIVE), cpu._key([["-mtune=native"]])
+    plain_processor()
+    assert cpu._key(cpu.NATIVE) != native and cpu._key([["-mtune=native"]]) != tuned
+    assert cpu.build() == here
+    unloaded.delenv("CXX", raising=False)
+    unloaded.setattr(cpu, "COMPILERS", ())
+    there = cpu.build()
+    assert there.parent == here.parent and there.stem.split("-")[1] == here.stem.split("-")[1]
+    unloaded.setenv(cpu.TARGET_VARIABLE, "-march=x86-64-v3 -mtune=no-one-has-built-this")
+    with pytest.raises(cpu.NoKernelError, match="no C.. compiler"):
+        cpu.build()
+
+
+def test_target_and_flags_are_part_of_the_key(unloaded):
+    keys = set()
+    for target, flags in (("", ""), ("-march=a", ""), ("-march=b", ""), ("", "-g"), ("-g", "-g")):
+        unloaded.setenv(cpu.TARGET_VARIABLE, target)
+        unloaded.setenv(cpu.FLAGS_VARIABLE, flags)
+        keys.add(cpu._key(cpu._targets()))
+    assert len(keys) == 5
+
+
+def test_a_processor_that_lacks_what_the_target_has_is_told_so(unloaded, plain_processor):
+    unloaded.setenv(cpu.TARGET_VARIABLE, TARGETS["x86-64-v3"])
+    plain_processor()
+    with pytest.raises(cpu.NoKernelError, match="lacks .*fma, avx2.*TARGET='-march=x86-64-v3'"):
+        cpu.load()
+
+
+@pytest.mark.parametrize("variable, value, message", [
+    (cpu.TARGET_VARIABLE, "x86-64-v3", "expected flags .*got SPECJAX_CPU_TARGET='x86-64-v3'"),
+    (cpu.TARGET_VARIABLE, "-march='x", "expected flags .*correct or unset it"),
+    (cpu.TARGET_VARIABLE, "-march=no-such", "failed with SPECJAX_CPU_TARGET='-march=no-such'"),
+    (cpu.FLAGS_VARIABLE, "main.cc", "SPECJAX_CPU_FLAGS='-g', got SPECJAX_CPU_FLAGS='main.cc'"),
+    (cpu.FLAGS_VARIABLE, "-ffast-math", "failed with SPECJAX_CPU_FLAGS.*need exact arithmetic"),
+])  # fmt: skip
+def test_values_that_cannot_be_used_are_told_in_one_line(variable, value, message, unloaded):
+    unloaded.setenv("CXX", cpu._compilers()[0])
+    unloaded.setenv(variable, value)
+    with pytest.raises(cpu.NoKernelError, match=message) as error:
+        cpu.load()
+    assert "\n" not in str(error.value)
