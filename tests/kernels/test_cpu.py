@@ -357,7 +357,14 @@ def test_it_is_built_once_and_kept(monkeypatch, tmp_path):
     assert path.stat().st_mtime_ns == made and list(path.parent.iterdir()) == [path]
 
 
-def test_a_compiler_that_fails_is_named_with_its_error(monkeypatch, tmp_path):
+@pytest.fixture
+def no_flags_asked(monkeypatch):
+    """These tests may themselves be run for a target."""
+    for variable in (cpu.TARGET_VARIABLE, cpu.FLAGS_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def test_a_compiler_that_fails_is_named_with_its_error(monkeypatch, tmp_path, no_flags_asked):
     compiler = tmp_path / "broken"
     compiler.write_text("#!/bin/sh\necho 'cpu.h:1: error: out of luck' >&2\nexit 1\n")
     compiler.chmod(0o755)
@@ -423,7 +430,9 @@ def test_what_cannot_be_loaded_is_named(monkeypatch, tmp_path):
         cpu._try_to_load.cache_clear()
 
 
-def test_the_other_native_flag_is_tried_and_without_any_nothing_is_built(monkeypatch, tmp_path):
+def test_the_other_native_flag_is_tried_and_without_any_nothing_is_built(
+    monkeypatch, tmp_path, no_flags_asked
+):
     tried = []
 
     def run(command, **_):
