@@ -204,5 +204,8 @@ def _call(shape: Shape, rows, k_tree, v_tree, words, lens, table, k_pages, v_pag
         grid_names=("work", "split", "slot"),
         num_threads=groups + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # The warpgroup's dialect by name: it is the default since jax 0.11, not before.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
     )(rows, k_tree, v_tree, words, lens, table, k_pages, v_pages)

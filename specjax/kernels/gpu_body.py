@@ -7,6 +7,7 @@ plain arrays as well.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 
 import jax
@@ -20,6 +21,9 @@ ROWS = 64  # of a WGMMA tile
 KEYS = 64  # of a tree, at most
 WORDS = KEYS // 32
 LOG2E = math.log2(math.e)
+# `plgpu.load` of jax 0.10 requires an index beside the reference; later versions refuse one.
+_IDX = inspect.signature(plgpu.load).parameters.get("idx")
+_NO_INDEX = ((),) if _IDX is not None and _IDX.default is _IDX.empty else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,11 +177,11 @@ def _attend(shape, q, of_rows, length, split, begin, steps, scratch, out, lse) -
         return plgpu.broadcasted_iota(jnp.int32, (ROWS, count), 1, layout=layout)
 
     def of_row(ref):
-        return spread(plgpu.load(ref, (), layout=per_row, optimized=False), (ROWS, KEYS))
+        return spread(plgpu.load(ref, *_NO_INDEX, layout=per_row, optimized=False), (ROWS, KEYS))
 
     def add(running, keys, values, seen, when_scored=lambda: None):
         def product(ref):
-            plgpu.wgmma(ref, q, plgpu.transpose_ref(keys, (1, 0)))
+            plgpu.wgmma(ref, q, keys.T)
             return ref[...]
 
         scores = pl.run_scoped(product, plgpu.ACC((ROWS, keys.shape[0]), jnp.float32)) * scale
