@@ -187,8 +187,10 @@ def test_a_scan_over_layers_reads_pages_where_they_lie():
         return model.decode(tokens, positions, cache, prefix, bits, table=table)
 
     [scan] = [e for e in jax.make_jaxpr(states)(cache, table).eqns if e.primitive.name == "scan"]
-    taken = scan.invars[scan.params["num_consts"] + scan.params["num_carry"] :]
-    assert taken and all(x.aval.shape[1:] != cache.k.shape[1:] for x in taken)
+    pairs = zip(scan.invars, scan.params["jaxpr"].in_avals, strict=True)
+    taken = [x.aval.shape for x, layer in pairs if x.aval.shape != layer.shape]
+    assert taken and all(dims[0] == cfg.num_layers for dims in taken), "what each layer takes"
+    assert all(dims[1:] != cache.k.shape[1:] for dims in taken)
     found, expected = states(cache, table), states(in_a_row(cache, table, 0), None)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
