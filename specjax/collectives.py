@@ -13,7 +13,7 @@ class Collective(NamedTuple):
     Attributes:
       kind: `all-gather`, `all-to-all`, ... group: devices that take part together.
       result: bytes that a device holds of its result. received: bytes that came from others.
-      name: of the weight, in a program of `specjax.reshard`.
+      name: of the weight, in a program of `specjax.reshard`; None: the compiler names none.
     """
 
     kind: str
@@ -27,7 +27,12 @@ _OPERATION = re.compile(
     r"= (?P<type>.*?) (?P<kind>all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute)"
     r"(?P<start>-start)?\("
 )
-_WHOSE = re.compile(r'op_name="[^"]*?/(weight\.[^/"]+)')
+# A collective of the program itself is named by its scope. One that the compiler adds has the scope
+# of what it is for with jax 0.10, and with later versions that of what it moves, which may be an
+# argument: then its path.
+_SCOPE = re.compile(r'op_name="[^"]*?/(weight\.[^/"]+)')
+_ARGUMENT = re.compile(r'op_name="\w+((?:\[[^]"]+\])+)"')
+_KEY = re.compile(r"\[[\\']*([^]\\']+)[\\']*\]")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _HANDLE = ("u32", "")
 _BITS = {"pred": 8, "bf16": 16}
@@ -55,9 +60,17 @@ def received(hlo: str) -> list[Collective]:
             "reduce-scatter": result * (group - 1),
             "collective-permute": result,
         }[kind]
-        whose = _WHOSE.search(line)
-        found.append(Collective(kind, group, result, round(moved), whose and whose[1]))
+        found.append(Collective(kind, group, result, round(moved), _weight(line)))
     return found
+
+
+def _weight(line: str) -> str | None:
+    """The name of the weight that an operation belongs to."""
+    if scope := _SCOPE.search(line):
+        return scope[1]
+    if argument := _ARGUMENT.search(line):
+        return ".".join(["weight", *_KEY.findall(argument[1])])
+    return None
 
 
 def _bytes(dtype: str, dims: str) -> int:

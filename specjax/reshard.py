@@ -34,6 +34,8 @@ from specjax.models.transformer import Params
 log = logging.getLogger(__name__)
 Axes = tuple[str, ...]
 
+UNNAMED = "an operation that belongs to no weight"  # in place of a weight's name
+
 
 class Reshard:
     """Moves trees of weights to `target`; one compiled program, which refuses other shapes.
@@ -114,11 +116,11 @@ class Reshard:
           collectives: of the program, compiled for these devices or for such as nobody has.
         """
         got: dict[str, int] = {}
+        most: dict[str, int] = {}
         for c in collectives:
-            got[c.name] = got.get(c.name, 0) + c.received
-        most = {name: 0 for name in got}
-        for c in collectives:
-            most[c.name] = max(most[c.name], c.result)
+            name = c.name or UNNAMED  # of these nothing is known to be kept
+            got[name] = got.get(name, 0) + c.received
+            most[name] = max(most.get(name, 0), c.result)
         return sorted(n for n in got if max(got[n], most[n]) > self.shards.get(n, 0))
 
 

@@ -14,7 +14,7 @@ from specjax.engine.engine import Engine
 from specjax.engine.hosts import Copies, Hosts
 from specjax.engine.replicas import Replicas
 from specjax.models.transformer import init_params
-from specjax.reshard import Mover, Reshard, Unrelated, bytes_missing, cast
+from specjax.reshard import UNNAMED, Mover, Reshard, Unrelated, bytes_missing, cast
 from specjax.sharding import MeshConfig, make_mesh, rollout_mesh
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
@@ -60,6 +60,7 @@ def test_weights_arrive_whole_and_a_device_receives_no_more_than_it_lacks(axes, 
         for shard in new.addressable_shards:
             np.testing.assert_array_equal(shard.data, np.asarray(old)[shard.index])
     assert sum(program.shards.values()) == sum(map(size_of_shard, jax.tree.leaves(moved)))
+    assert {c.name for c in program.collectives} <= set(program.shards), "some have no name"
     assert not program.excess(program.collectives), "more than what is kept"
     assert program.bytes_per_device == bytes_missing(placed, expected)
 
@@ -84,8 +85,34 @@ def test_a_weight_of_which_a_device_gets_more_than_its_shard_is_named():
             return whole * 2
 
     wrong = jax.jit(gathered, out_shardings=sharding.replicated(mesh)).lower(placed).compile()
-    assert program.excess(received(wrong.as_text())) == ["weight.embed"]
+    found = received(wrong.as_text())
+    whole = params["embed"].nbytes
+    # fsdp first, of the half that a device has by tp; then tp.
+    assert [(c.result, c.received) for c in found] == [
+        (whole // 2, whole // 2 * 3 // 4),
+        (whole, whole // 2),
+    ]
+    assert program.excess(found) == ["weight.embed"]
+    assert program.excess([c._replace(name=None) for c in found]) == [UNNAMED]
+    assert program.excess([found[0]._replace(name=None), found[1]]) == [UNNAMED, "weight.embed"]
     assert not program.excess(program.collectives)
+
+
+# How jax 0.10, and how later versions, print a collective that the compiler added.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "jit(gathered)/weight.layers.0.mlp/sharding_constraint",
+        r"tree[\'layers\'][0][\'mlp\']",
+        "tree['layers'][0]['mlp']",
+    ],
+)
+def test_a_collective_is_given_to_the_weight_that_it_is_for(name):
+    line = (
+        "%g = f32[8]{0} all-gather(%x), channel_id=1, replica_groups={{0,1}}, dimensions={0}, "
+        f'metadata={{op_name="{name}" stack_frame_id=2}}'
+    )
+    assert received(line) == [("all-gather", 2, 32, 16, "weight.layers.0.mlp")]
 
 
 def test_hosts_get_their_weights_by_the_same_program_where_tp_is_the_same():
