@@ -2,6 +2,7 @@
 #   make rl ARGS="steps=5"        settings are passed on to the program
 #   make plan ARGS="--config configs/pods/mimo_7b_v5e_8x8.yaml --topology v5e:8x8"
 #   make test PYTHON=/path/to/python3.12 VENV=.venv312
+#   make test PYTHON=/path/to/python3.12 JAX=0.11.2    another jax than the one in constraints.txt
 VENV ?= .venv
 PYTHON ?=
 CONFIG ?= configs/sums.yaml
@@ -9,6 +10,12 @@ ARGS ?=
 # Its own environment: libtpu prints at start and is probed by every program beside it.
 PLAN_VENV ?= .venv-plan
 JOBS ?= 2
+# A version of jax and jaxlib; each has environments of its own, .venv-jax0.11.2 for instance.
+JAX ?=
+ifneq ($(JAX),)
+override VENV := $(VENV)-jax$(JAX)
+override PLAN_VENV := $(PLAN_VENV)-jax$(JAX)
+endif
 
 STAMP := $(VENV)/.installed
 PLAN_STAMP := $(PLAN_VENV)/.installed
@@ -75,5 +82,6 @@ $(STAMP) $(PLAN_STAMP): pyproject.toml constraints.txt
 	  rm -rf $(@D); \
 	  $$python -m venv $(@D); \
 	fi
-	$(@D)/bin/python -m pip install --disable-pip-version-check -q -e '.[$(EXTRA)]' -c constraints.txt
+	@sed -E '$(if $(JAX),s/^(jax|jaxlib)==.*/\1==$(JAX)/)' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --disable-pip-version-check -q -e '.[$(EXTRA)]' -c $(@D)/constraints.txt
 	@touch $@
