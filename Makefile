@@ -15,6 +15,7 @@ JAX ?=
 ifneq ($(JAX),)
 override VENV := $(VENV)-jax$(JAX)
 override PLAN_VENV := $(PLAN_VENV)-jax$(JAX)
+export PLAN_VENV
 endif
 
 STAMP := $(VENV)/.installed

@@ -3,9 +3,11 @@
 import functools
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import specjax
 
@@ -36,3 +38,20 @@ def test_commands_name_modules_and_targets_that_exist():
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([\w./]+)\)", README))))
 def test_links_point_at_files(path):
     assert (ROOT / path).is_file()
+
+
+def test_the_range_of_jax_ends_with_the_versions_that_are_tested():
+    """README names them, constraints.txt pins the first and the last, and pyproject.toml refuses
+    what lies outside: a jax whose minor version nobody has run."""
+    [said] = re.findall(r"The tests are run with (.*?)\.\s", README)
+    tested = re.findall(r"\d+(?:\.\d+)+", said)
+    pins = (ROOT / "constraints.txt").read_text()
+    for package in ("jax", "jaxlib"):
+        assert re.findall(rf"^{package}==([\d.]+);", pins, re.M) == [tested[0], tested[-1]]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = map(Requirement, project["dependencies"])
+    [allowed] = [r.specifier for r in named if r.name == "jax"]
+    assert all(version in allowed for version in tested)
+    assert any(one.operator == ">=" and one.version == tested[0] for one in allowed)
+    major, minor = map(int, tested[-1].split(".")[:2])
+    assert f"{major}.{minor + 1}.0" not in allowed
