@@ -233,7 +233,7 @@ def relative(ours, theirs) -> float:
     return float(difference / optax.tree.norm(theirs))
 
 
-@pytest.mark.parametrize("config", layouts())
+@pytest.mark.parametrize("config", list(layouts()))
 def test_losses_and_gradients_are_those_of_one_device_in_every_layout(batch, one_device, config):
     numbers, states, *gradients = train_once(batch, config)
     for sharded, whole in zip(numbers, one_device[0], strict=True):
