@@ -182,28 +182,49 @@ def write_result(
     Raises:
       ValueError: a figure without value, unit or interval.
     """
+    path = RESULTS / f"{name}.json" if path is None else Path(path)
+    if path.is_dir():
+        path = path / f"{name}.json"
+    return write_json(result_of(name, settings, figures), path)
+
+
+def result_of(
+    name: str, settings: Mapping[str, Any], figures: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What a result file holds, as of now.
+
+    Raises:
+      ValueError: a figure without value, unit or interval.
+    """
     for key, figure in figures.items():
         if set(figure) != {"value", "unit", "interval"}:
             raise ValueError(
                 f"figure {key!r} needs value, unit and interval (None if there is none), got "
                 f"{sorted(figure)}"
             )
-    path = RESULTS / f"{name}.json" if path is None else Path(path)
-    if path.is_dir():
-        path = path / f"{name}.json"
-    result = {
+    return {
         "name": name,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "machine": machine(),
         "versions": versions(),
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "settings": settings,
         "figures": figures,
     }
+
+
+def now() -> str:
+    """The date as result files have it."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def write_json(content: Mapping[str, Any], path: Path) -> Path:
+    """Writes a file that is whole whenever it is read: another one takes its place at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_plain(result), indent=2, allow_nan=False)
-    path.write_text(text + "\n", encoding="utf-8")
-    return path
+    text = json.dumps(_plain(content), indent=2, allow_nan=False)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text + "\n", encoding="utf-8")
+    return beside.replace(path)
 
 
 def _plain(value: Any) -> Any:

@@ -19,7 +19,7 @@ import jax
 
 from bench.common import alternate_prepared, machine, versions
 from bench.full_batch import everyone, fill
-from bench.gpu_job import random_weights
+from bench.random_weights import random_weights
 from specjax.command_line import find_shipped
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.control import OFF

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from specjax.config import ModelConfig
 from specjax.decode.options import Features
@@ -16,6 +17,8 @@ class Plan:
 
     Attributes:
       mode: acceptance mode. telemetry: record rejections. The rest is as in `SpecConfig`.
+      rule: `(plan, state, draft, transformed) -> Acceptance` in place of the mode's own rule, for
+        benches that decide what is accepted.
     """
 
     cfg: ModelConfig
@@ -28,6 +31,7 @@ class Plan:
     adaptive_width: bool = False
     invariant: bool = False
     telemetry: bool = False
+    rule: Callable | None = None
 
     @property
     def steps(self) -> int:

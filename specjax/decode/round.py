@@ -123,7 +123,7 @@ def spec_round(
     verified = verify(model, plan, state, draft)
     rows = Rows(draft.shape.depth, draft.paths)
     transformed = sampling.transform(verified.logits, state.options, plan.features, context, rows)
-    accepted = accept(plan, state, draft, transformed)
+    accepted = (plan.rule or accept)(plan, state, draft, transformed)
     return commit(plan, state, side, index, context, draft, verified, transformed, accepted)
 
 

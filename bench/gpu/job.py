@@ -1,23 +1,14 @@
-"""What a part of `bench.gpu` is given, and the file that it leaves behind.
-
-A part writes down what it finds as it goes, so that a part which crashes, hangs or runs out of time
-loses nothing that it had measured.
-"""
+"""What a part of the queue is given, and the record that it leaves behind."""
 
 from __future__ import annotations
 
-import json
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
-from bench.common import figure
-from specjax.models.transformer import Params
+from bench.common import figure, now, result_of, write_json
+from bench.gpu import records
 
 SOFT = 0.85  # of a part's time: afterwards it begins nothing new
 LONGER = 1.2  # times the longest item so far: less than that is too little time for another
@@ -37,34 +28,44 @@ class Absent(Exception):
 
 
 class Job:
-    """One part: its settings, its clock, and its record.
+    """One run of a part: its settings, its clock, and its record.
 
     Args:
-      name: of the part. directory: where its record is written.
-      seconds: that it has. small: sizes for a CPU. seed: of weights and prompts.
-      attention: the kernel of rounds, see `specjax.kernels.dispatch.settle`.
+      part: name. card: short name of the device. out: where records lie.
+      seconds: that it has. attempt: how many times it was begun, this time included.
+      small: sizes for a CPU. seed: of weights and prompts.
 
     Attributes:
       figures: as in a result file. failures: what went wrong, one line each.
       measured, left_over: how many measurements were made; and how many there was no time for.
-      outcome: `running`; then `done`, `done in part` or `no time` as far as there was time, or
-        `failed`, or the word of an `Absent`.
+      outcome: `running`; then `done` or `done in part` as far as there was time, or `no time`,
+        `failed`, `out of memory`, or the word of an `Absent`.
     """
 
-    def __init__(self, name: str, directory: Path, seconds: float, small, seed, attention="auto"):
-        self.name, self.path = name, record_path(directory, name)
+    def __init__(
+        self, part: str, card: str, out: str, seconds: float, attempt=1, small=False, seed=0
+    ):
+        self.part, self.card, self.out = part, card, out
+        self.path = records.path_of(out, part, card, running=True)
         self.seconds, self.began = seconds, time.monotonic()
-        self.small, self.seed, self.attention = small, seed, attention
+        self.small, self.seed = small, seed
         self.figures: dict[str, dict] = {}
         self.failures: list[str] = []
         self.measured = self.left_over = 0
-        self.outcome = "running"
+        self.outcome = records.RUNNING
+        settings = {"part": part, "card": card, "attempt": attempt, "seconds": seconds}
+        self._head = result_of(f"gpu/{part}", settings | {"small": small, "seed": seed}, {})
         self.write()
 
     @property
     def left(self) -> float:
         """Seconds in which something may still be begun."""
         return self.began + SOFT * self.seconds - time.monotonic()
+
+    def tell(self, **settings: Any) -> None:
+        """Adds to the record's settings: sizes, kernels, versions."""
+        self._head["settings"] |= settings
+        self.write()
 
     def add(self, figures: Mapping[str, Mapping]) -> None:
         self.figures |= figures
@@ -77,7 +78,7 @@ class Job:
     def fail(self, what: str) -> None:
         """Goes on, but the part has failed."""
         self.failures.append(what)
-        print(f"FAILED {self.name}: {what}", flush=True)
+        print(f"FAILED {self.part}: {what}", flush=True)
         self.write()
 
     def each(self, items: Iterable[tuple[str, Callable[[], Mapping[str, Mapping]]]]) -> None:
@@ -100,85 +101,51 @@ class Job:
                 self.measured += 1
             except Exception as error:  # whatever a kernel, compiler or driver comes up with
                 if OUT_OF_MEMORY in str(error):
-                    self.leave_out(name, "it does not fit in the device's memory")
+                    self.leave_out(name, f"out of memory: {described(error)}")
                     continue
                 traceback.print_exc()
                 self.add({name: figure(None, f"failed: {described(error)}")})
                 self.fail(f"{name}: {described(error)}")
             longest = max(longest, time.monotonic() - start)
 
-    def run(self, part: Callable[[Job], None]) -> None:
-        """The whole part; nothing that it raises goes further."""
+    def run(self, part: Callable[[Job], None]) -> bool:
+        """The whole part; nothing that it raises goes further.
+
+        Returns:
+          whether all went well, or what did not is nobody's fault.
+        """
         try:
             part(self)
             self.outcome = "failed" if self.failures else self._how_far()
         except Absent as absent:
             self.outcome = absent.word
             self.failures.append(str(absent))
-            print(f"{self.name}: {absent.word}: {absent}", flush=True)
+            print(f"{self.part}: {absent.word}: {absent}", flush=True)
         except Exception as error:
             traceback.print_exc()
-            self.outcome = "failed"
+            self.outcome = "out of memory" if OUT_OF_MEMORY in str(error) else "failed"
             self.fail(described(error))
-        self.write()
+        self._head["date"] = now()
+        print(f"--- {self.part}: {self.outcome}", flush=True)
+        records.finish(self.out, self.record())
+        return self.outcome in (*records.MEASURED, *records.EXCUSED)
 
     def _how_far(self) -> str:
         if not self.left_over:
             return "done"
         return "done in part" if self.measured else "no time"
 
+    def record(self) -> records.Record:
+        spent = figure(time.monotonic() - self.began, "s, of the part's process")
+        told = figure(self.outcome, "; ".join(self.failures))
+        return {**self._head, "figures": {"outcome": told, "spent": spent, **self.figures}}
+
     def write(self) -> None:
-        record = {
-            "outcome": self.outcome,
-            "seconds": time.monotonic() - self.began,
-            "failures": self.failures,
-            "figures": self.figures,
-        }
-        beside = self.path.with_suffix(".new")
-        beside.write_text(json.dumps(record, default=_number), encoding="utf-8")
-        beside.replace(self.path)  # a part that is killed leaves the whole of an older record
-
-
-def _number(value: Any):
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"expected what JSON knows, or a number of numpy; got {type(value).__name__}")
-
-
-def record_path(directory: Path, name: str) -> Path:
-    return directory / f"{name.replace('/', '.')}.json"
+        """The record of the part that runs; another one takes its place when the part has ended."""
+        write_json(self.record(), self.path)
 
 
 def described(error: BaseException) -> str:
     """One line of an error, which may have pages."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:400]}"
-
-
-def random_weights(init: Callable[[], Params], seed: int) -> Params:
-    """Weights of the shapes that `init` makes, drawn on the device in their own dtype.
-
-    `init` draws in float32, all layers of a weight at once: of an 8B model more than a device
-    holds. Here a layer is drawn at a time. Scales are 1, all else is normal with deviation 0.02.
-    """
-    leaves, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(init))
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    drawn = [
-        _draw(key, leaf.shape, leaf.dtype.name, "norm" in str(path[-1]))
-        for key, (path, leaf) in zip(keys, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(tree, drawn)
-
-
-def _draw(key, shape: tuple[int, ...], dtype: str, scale: bool) -> jax.Array:
-    def normal(key, shape):
-        return (0.02 * jax.random.normal(key, shape, dtype)).astype(dtype)
-
-    def make(key):
-        if scale:
-            return jax.numpy.ones(shape, dtype)
-        if len(shape) < 3:
-            return normal(key, shape)
-        return jax.lax.map(lambda key: normal(key, shape[1:]), jax.random.split(key, shape[0]))
-
-    return jax.jit(make)(key)

@@ -1,4 +1,4 @@
-"""Rounds of an 8B model for `bench.gpu`: one taken apart, and the workloads of `bench.protocol`.
+"""One round of an 8B model, taken apart.
 
 The model has Qwen3-8B's shapes, random weights in bfloat16, and a draft head of one module. Random
 heads guess nothing: what is measured of speculation is what a round costs, and not what it gains.
@@ -27,10 +27,11 @@ from bench.common import (
     paired_ratio_interval,
 )
 from bench.full_batch import everyone, fill
-from bench.gpu_job import Job, random_weights
+from bench.gpu.job import Job
+from bench.random_weights import random_weights
 from bench.round import milliseconds, parts_table
 from bench.round_parts import Parts
-from bench.workloads import WORKLOADS, Point, Workload, points
+from bench.workloads import Point, Workload
 from specjax import ModelConfig, SpecConfig
 from specjax.command_line import find_shipped
 from specjax.decode.options import Features
@@ -38,13 +39,11 @@ from specjax.decode.state import prefix_lengths, take_positions, take_slots
 from specjax.decode.tree import chain_bits
 from specjax.draft.mtp import init_head_params
 from specjax.engine.runner import Runner
-from specjax.engine.settings import EngineConfig
 from specjax.models.hf_config import read_config
 from specjax.models.transformer import Params, init_params
-from specjax.tokenizer import load_tokenizer
-from train import data
 
-SHAPE, TOKENIZER = "assets/shapes/Qwen3-8B", "assets/sums"
+NOT_AHEAD = "each of its programs is made from what the one before has computed"
+SHAPE = "assets/shapes/Qwen3-8B"
 ROUND = ("draft", "verify", "noise", "accept", "commit")
 FEW, MANY = 1, 16  # rows of the passes that are compared
 
@@ -69,7 +68,7 @@ class Sizes(NamedTuple):
     passes: int = 4
 
 
-SMALL = Sizes(TOKENIZER, 1, "float32", "1_1_2", 2, 48, 2, 2, 0.001, 2)
+SMALL = Sizes("assets/sums", 1, "float32", "1_1_2", 2, 48, 2, 2, 0.001, 2)
 
 
 def sizes_of(job: Job) -> Sizes:
@@ -96,18 +95,18 @@ def model_of(sizes: Sizes, seed: int) -> tuple[ModelConfig, Params, Params]:
 # --- one round ---------------------------------------------------------------------------------
 
 
-def one_round(job: Job) -> None:
+def measure(job: Job) -> None:
     """Kernels, rows, and the parts of a round."""
     sizes = sizes_of(job)
+    job.tell(sizes=sizes._asdict())
     cfg, policy, head = model_of(sizes, job.seed)
     room = 8 * SpecConfig(sizes.strategy).resolve().rows
     cfg = cfg.replace(max_position=max(cfg.max_position, sizes.context + room))
     spec = SpecConfig(sizes.strategy)
-    runner = Runner(cfg, spec, sizes.batch, sizes.context + room, attention=job.attention)
+    runner = Runner(cfg, spec, sizes.batch, sizes.context + room)
     runner.set_params(policy, head)
     del policy  # the runner has its own, in another layout
-    print(f"attention: {runner.cfg.attention}", flush=True)
-    job.add({"attention": figure(runner.cfg.attention, "kernel of the rounds")})
+    job.tell(attention=runner.cfg.attention)
     work = Workload(sizes.context, room, (sizes.batch,), {"temperature": 1.0})
     chunk = protocol.Chunk(runner, Point("round", sizes.context, room, sizes.batch, work))
     job.each(
@@ -209,6 +208,7 @@ def part_figures(times: Mapping[str, tuple[float, float]]) -> dict[str, dict]:
         "noise_and_accept_share": _over(both, total, "of the parts' sum, transforms included"),
         "draft_over_verify": _over(drafting, verifying, "all drafting over verification, least"),
         "sum_of_parts": _over(total, whole, "times the whole round"),
+        "us_beside_parts": figure(1e3 * (whole - total), "us of a round beside its parts, least"),
     }
 
 
@@ -222,37 +222,3 @@ def _over(value: float, total: float, unit: str) -> dict:
 def print_parts(figures: Mapping[str, Mapping], sizes: Sizes) -> None:
     title = f"one round, {sizes.strategy}, {sizes.batch} slots at {sizes.context} tokens"
     Console(width=100).print(parts_table(title, ROUND, figures))
-
-
-# --- the workloads -----------------------------------------------------------------------------
-
-
-def workloads(job: Job) -> None:
-    """All figures of `bench.protocol`, of one sample at a time first."""
-    sizes = sizes_of(job)
-    argv = ["--strategy", sizes.strategy, "--seed", str(job.seed), "--emitted", str(sizes.emitted)]
-    argv += ["--repeats", "2" if job.small else "3", "--scale", "1/64" if job.small else "1"]
-    argv += ["--window", str(sizes.window), "--copy_bytes", str(1 << 16 if job.small else 1 << 30)]
-    args = protocol.parse([*argv, "--dtype", sizes.dtype])
-    tokenizer = load_tokenizer(find_shipped(TOKENIZER))
-    source = data.demonstrations(data.DataConfig(seed=job.seed), "heldout")
-    model = model_of(sizes, job.seed)
-    engine = EngineConfig(attention=job.attention)
-
-    def one(point: Point) -> dict:
-        found = protocol.point_figures(point, model, source, tokenizer, args, engine)
-        print(protocol.summary(point, found), flush=True)
-        return {f"protocol/{name}": entry for name, entry in found.items()}
-
-    job.each(
-        (f"protocol/speedup/{point.name}", functools.partial(one, point))
-        for point in ordered(points(list(WORKLOADS), args.scale), job.small)
-    )
-
-
-def ordered(found: list[Point], small: bool) -> list[Point]:
-    """One sample at a time, then the most at once, then the rest; if small, the first of these."""
-    largest = max(point.batch for point in found)
-    ranks = {1: 0, largest: 1}
-    found = sorted(found, key=lambda point: ranks.get(point.batch, 2))
-    return [point for point in found if point.batch == 1] if small else found

@@ -1,4 +1,4 @@
-"""transformers with `torch.compile` and a static cache beside specjax, for `bench.gpu`.
+"""transformers with `torch.compile` and a static cache beside specjax, for the queue.
 
 Both decode plainly and greedily, the same shapes with random weights in the same dtype, and take
 turns in one process on one device. What is compared is decoding: tokens after the first of each
@@ -20,12 +20,13 @@ import numpy as np
 
 from bench import protocol
 from bench.common import alternate, figure, paired_ratio_interval
-from bench.gpu_job import Absent, Job
-from bench.gpu_round import plain_model, sizes_of
+from bench.gpu.job import Absent, Job
+from bench.gpu.parts.round_parts import plain_model, sizes_of
 from bench.workloads import GREEDY, Point, Workload
 from specjax import LLM
 from specjax.command_line import find_shipped
-from specjax.engine.settings import EngineConfig
+
+NOT_AHEAD = "its programs are the peer's, and an engine's that other parts compile"
 
 
 class Shape(NamedTuple):
@@ -117,14 +118,11 @@ class StaticCachePeer:
             )
 
 
-def beside(job: Job) -> None:
+def measure(job: Job) -> None:
     """`torch_tokens_per_sec/..`, `specjax_tokens_per_sec/..` and their ratio."""
     torch = import_torch(job.small)
-    import transformers
-
     sizes, shape = sizes_of(job), SMALL if job.small else FULL
-    for name, module in (("torch", torch), ("transformers", transformers)):
-        job.add({f"version/{name}": figure(module.__version__, "version")})
+    job.tell(sizes=sizes._asdict(), lengths=shape._asdict(), torch=torch.__version__)
     peer = StaticCachePeer(torch, find_shipped(sizes.shape), sizes.layers, sizes.dtype, job.small)
     model = plain_model(sizes, job.seed)
     job.each(
@@ -142,8 +140,7 @@ def _figures(job: Job, shape: Shape, batch: int, peer: StaticCachePeer, model) -
     point = Point("beside", shape.prompt, shape.output, batch, work)
     longest = shape.prompt + shape.output
     cfg = cfg.replace(max_position=max(cfg.max_position, longest))
-    engine = EngineConfig(attention=job.attention)
-    llm = LLM((cfg, weights, None), None, batch, longest, engine=engine)
+    llm = LLM((cfg, weights, None), None, batch, longest)
     rng = np.random.default_rng(job.seed)
     prompts = rng.integers(2, cfg.vocab_size, (batch, shape.prompt)).tolist()
     calls = protocol.Calls(llm, point, prompts, job.seed)

@@ -1,4 +1,4 @@
-"""`train.rl` on the device for half a minute, for `bench.gpu`: does it learn there, and how fast?
+"""`train.rl` on the device for half a minute, for the queue: does it learn there, and how fast?
 
 It is a process of its own, with the embedded policy and configs/sums.yaml. The clock starts when
 its first step, which compiles, has been logged; when the time is over it is ended.
@@ -17,13 +17,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.common import figure, median_interval
-from bench.gpu_job import Job, random_weights
+from bench.gpu.job import Job
+from bench.random_weights import random_weights
 from specjax.command_line import find_shipped
 from specjax.draft.mtp import init_head_params
 from specjax.models import hf
 from specjax.models.transformer import init_params
 from train.log import METRICS_FILE, read_metrics
 
+NOT_AHEAD = "it is train.rl, in a process of its own"
 SECONDS = 30.0
 SETTINGS = {"steps": 100_000, "eval.problems": 0, "checkpoint.every": 0, "checkpoint.export": False}
 SMALL = {
@@ -50,19 +52,15 @@ NAMES = {
 }
 
 
-def half_a_minute(job: Job, env: Mapping[str, str]) -> None:
-    """`rl/..`: steps and their seconds, rates, and rewards.
-
-    Args:
-      env: environment of the run.
-    """
+def measure(job: Job) -> None:
+    """`rl/..`: steps and their seconds, rates, and rewards."""
     with tempfile.TemporaryDirectory() as scratch:
         out, settings = Path(scratch) / "run", dict(SETTINGS)
         if job.small:
             settings |= SMALL | {"model": small_policy(Path(scratch) / "policy")}
         changes = [f"{key}={_yaml(value)}" for key, value in settings.items()]
         command = [sys.executable, "-m", "train.rl", "--config", "configs/sums.yaml", f"out={out}"]
-        records = watched([*command, *changes], env, out, job)
+        records = watched([*command, *changes], os.environ, out, job)
     job.add(rl_figures(records))
 
 
@@ -87,7 +85,8 @@ def watched(command: Sequence[str], env: Mapping, out: Path, job: Job) -> list[d
       RuntimeError: it failed, or no step was done in time.
     """
     began = None
-    process = subprocess.Popen(command, env=env, start_new_session=True)
+    # In this process's group, so that it ends with it, however that ends.
+    process = subprocess.Popen(command, env=env)
     try:
         while process.poll() is None:
             if began is None and len(logged(out)) > 0:
@@ -105,7 +104,7 @@ def watched(command: Sequence[str], env: Mapping, out: Path, job: Job) -> list[d
     if len(records) < 2:
         raise RuntimeError(
             f"train.rl logged {len(records)} steps in {job.seconds:.0f} s, expected two or "
-            "more; give it more --minutes"
+            "more; did it compile for so long?"
         )
     return records
 
@@ -118,10 +117,10 @@ def logged(out: Path) -> list[dict]:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Ends it with all that it started."""
+    """Ends it; what it began itself ends with the part's process."""
     for how, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, None)):
         if process.poll() is None:
-            os.killpg(process.pid, how)
+            process.send_signal(how)
             try:
                 process.wait(patience)
             except subprocess.TimeoutExpired:

@@ -1,0 +1,4 @@
+"""The GPU queue: what is to be measured on a Hopper GPU, in parts of a few minutes each.
+
+`python -m bench.gpu --help` says how it is used; `table.py` lists the parts.
+"""

@@ -1,0 +1,87 @@
+"""`python -m bench.gpu --minutes 14`: measures on a Hopper GPU what is not measured yet.
+
+The parts (`--status` lists them, the most deciding first) take at most three minutes each, the
+longest eight, compilation included. Each runs in a process of its own, which is ended when its time
+is over, and each leaves one result file per card, bench/results/gpu/<part>.<card>.json. A part that
+failed, hung or ran out of memory is recorded with the reason and skipped from then on (--again asks
+for it once more). A call that is cut off loses nothing that it had measured: the next one goes on,
+and tries the part that ran once more.
+
+    python -m bench.gpu --status               what is measured, on which card, against which target
+    python -m bench.gpu --dry                  compile every program for GPUs, on a machine without
+                                               one (`make gpu-check` has the environment for it)
+    python -m bench.gpu --small                try all of it out on a CPU: sizes are tiny, numbers
+                                               mean nothing, and go to runs/gpu-small
+    python -m bench.gpu --minutes 14           measure, on a GPU machine
+    python -m bench.gpu --pack FILE            put all results into one file, to bring them back
+    python -m bench.gpu --merge FILE           take in what such files know better
+
+Compiled programs and what was tuned for them are kept in .cache/gpu/<card>. The exit status is 1 if
+a part failed in this call (with --dry: if a program does not compile, or does not fit a card).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.common import RESULTS, bench_parser, user_errors
+from bench.gpu import dry, queue, records, status
+from bench.gpu.cards import CARDS
+from bench.gpu.table import PARTS, named
+
+SMALL_OUT = "runs/gpu-small"
+MINUTES, SMALL_MINUTES = 14.0, 60.0
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = bench_parser("gpu", __doc__, "gpu/<part>.<card>")
+    add = parser.add_argument
+    add("--minutes", type=float, help=f"for the whole call; default: {MINUTES:g}")
+    add("--parts", nargs="+", metavar="PART", default=[], help="not all of them")
+    add("--again", nargs="+", metavar="PART", default=[], help="these although they were run")
+    add("--small", action="store_true", help="tiny sizes on a CPU, to try the command out")
+    add("--cards", nargs="+", default=list(CARDS), choices=CARDS, help="that --dry compiles for")
+    does = parser.add_mutually_exclusive_group()
+    act = does.add_argument
+    act("--status", action="store_true", help="print what is measured, and measure nothing")
+    act("--dry", action="store_true", help="compile ahead of time, and measure nothing")
+    act("--pack", metavar="FILE", type=Path, help="write all results into one file")
+    act("--merge", metavar="FILE", type=Path, nargs="+", help="take in what --pack wrote")
+    args = parser.parse_args(argv)
+    if args.out is None:
+        args.out = SMALL_OUT if args.small else str(RESULTS)
+    if args.minutes is None:
+        args.minutes = SMALL_MINUTES if args.small else MINUTES
+    return args
+
+
+def run(args: argparse.Namespace) -> int:
+    """Does what was asked for, and returns the exit status."""
+    again = [part.name for part in named(args.again)]
+    parts = named([*args.parts, *again]) if args.parts or again else list(PARTS)
+    if args.status:
+        status.show(args.out)
+    elif args.pack:
+        print(f"{records.pack(args.out, args.pack)} records in {args.pack}")
+    elif args.merge:
+        print(*records.merge(args.out, args.merge), sep="\n")
+    elif args.dry:
+        return dry.run(parts, args.cards, args.small)
+    else:
+        call = queue.Call(args.out, args.minutes, parts, again, args.small, args.seed)
+        found = queue.run(call)
+        status.show(args.out)
+        return found
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    with user_errors("gpu"):
+        sys.exit(run(parse(argv)))
+
+
+if __name__ == "__main__":
+    main()

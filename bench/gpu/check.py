@@ -1,0 +1,227 @@
+"""`make gpu-check`: XLA's compiler for GPUs takes every program, on a machine that has no GPU.
+
+The compiler comes with jax's CUDA plugin, about 4 GB of libraries for Python 3.12. They lie in an
+environment of their own in the user's cache directory, named by a hash of what is installed, so
+that all clones share it. Then run, in that environment:
+
+    tests/kernels/test_gpu_compiler.py    chunks copy no cache, kernels compile within them
+    python -m bench.gpu --dry             every program of the queue compiles and fits each card
+
+Only the standard library is imported here: the environment may not be there yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PINS, CONSTRAINTS = ROOT / "bench" / "gpu-constraints.txt", ROOT / "constraints.txt"
+PLUGIN = "jax-cuda13-plugin[with-cuda]"
+TESTS = ("pytest", "hypothesis")
+# Of the whole, and of its first step, which downloads gigabytes.
+MINUTES, INSTALL_MINUTES = 20.0, 15.0
+IS_312 = "import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))"
+
+
+class Impossible(Exception):
+    """Something that the check needs is not to be had here."""
+
+
+# --- the environment -----------------------------------------------------------------------------
+
+
+def find_python() -> str:
+    """A Python 3.12 that can make environments.
+
+    A name on the PATH proves nothing (pyenv's shims exist for versions that are not active), so
+    each candidate is run.
+
+    Raises:
+      Impossible: there is none.
+    """
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    candidates = [sys.executable, "python3.12", "python3"]
+    candidates += map(str, sorted(pyenv.glob("3.12*/bin/python")))
+    for candidate in candidates:
+        with contextlib.suppress(OSError):
+            command = [candidate, "-c", IS_312]
+            if subprocess.run(command, capture_output=True).returncode == 0:
+                return candidate
+    raise Impossible(
+        f"none of [{' '.join(candidates)}] is a working Python 3.12 with venv, for which jax's "
+        "CUDA plugin is built; install one"
+    )
+
+
+def _name(line: str) -> str:
+    """The project that a requirement or constraint names."""
+    return re.split(r"[^A-Za-z0-9_.-]", line.strip(), maxsplit=1)[0].lower().replace("_", "-")
+
+
+def _lines(path: Path) -> list[str]:
+    text = path.read_text(encoding="utf-8")
+    return [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def requirements() -> tuple[list[str], list[str]]:
+    """What is installed, and the constraints on it and on what comes with it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pins = _lines(PINS)
+    pinned = {_name(line) for line in pins}
+    wanted = [PLUGIN, *project["dependencies"], *TESTS]
+    return wanted, pins + [line for line in _lines(CONSTRAINTS) if _name(line) not in pinned]
+
+
+def key() -> str:
+    """Of the environment: it changes with what is named, not with what comes along."""
+    wanted, constraints = requirements()
+    named = {_name(line) for line in wanted} | {_name(line) for line in _lines(PINS)}
+    told = sorted(wanted) + sorted(line for line in constraints if _name(line) in named)
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:12]
+
+
+def home() -> Path:
+    """Where environments lie."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "specjax" / "gpu-check"
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time makes an environment; the others wait, and find it made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def environment(minutes: float = INSTALL_MINUTES) -> Path:
+    """The environment's Python, after the environment was made where there was none.
+
+    An environment counts as made when its stamp is there, which is written last.
+
+    Raises:
+      Impossible: no Python 3.12, or the installation failed.
+    """
+    directory = home() / key()
+    python, stamp = directory / "bin" / "python", directory / ".installed"
+    with locked(home() / f"{directory.name}.lock"):
+        if stamp.exists():
+            return python
+        base = find_python()
+        if directory.exists():
+            shutil.rmtree(directory)
+        say(f"installing jax's CUDA plugin (about 4 GB) into {directory}, once for all clones")
+        wanted, constraints = requirements()
+        run([base, "-m", "venv", str(directory)], 120, {})
+        given = directory / "constraints.txt"
+        given.write_text("\n".join(constraints) + "\n", encoding="utf-8")
+        pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
+        if run([*pip, "-c", str(given), *wanted], 60 * minutes, {}):
+            raise Impossible(f"pip could not install jax's CUDA plugin within {minutes:g} minutes")
+        stamp.touch()
+    return python
+
+
+# --- running ------------------------------------------------------------------------------------
+
+
+def say(text: str) -> None:
+    print(f"gpu-check: {text}", flush=True)
+
+
+def run(command: Sequence[str], seconds: float, environment: dict[str, str]) -> int | str:
+    """The exit status, or `timed out`; what outlives the time is killed with all that it began."""
+    env = {**os.environ, **environment}
+    process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)
+    try:
+        return process.wait(max(seconds, 1.0))
+    except subprocess.TimeoutExpired:
+        return "timed out"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def settings(python: Path) -> dict[str, str]:
+    """The environment's variables: its compiler for GPUs runs in a process whose device is a CPU.
+
+    Compiled programs are kept, so that the next check is quick.
+    """
+    cache = home() / f"{key()}.programs"
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+        "PYTHONPATH": str(ROOT),
+        "SPECJAX_GPU_PYTHON": str(python),
+        "XLA_FLAGS": "",
+    }
+
+
+def check(python: Path, seconds: float, dry: Sequence[str]) -> list[str]:
+    """Runs both; what failed, and what there was no time for (begins with `not done`)."""
+    end, env, found = time.monotonic() + seconds, settings(python), []
+    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/test_gpu_compiler.py"]
+    for name, command in (
+        ("tests/kernels/test_gpu_compiler.py", [str(python), *tests]),
+        ("python -m bench.gpu --dry", [str(python), "-m", "bench.gpu", "--dry", *dry]),
+    ):
+        left = end - time.monotonic()
+        status = run(command, left, env) if left > 0 else "timed out"
+        if status == "timed out":
+            found.append(f"not done: {name} did not end within the time")
+        elif status:
+            found.append(f"{name} failed with exit status {status}")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="make gpu-check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--minutes", type=float, default=MINUTES, help="for the checks, after the installation")
+    add("--if-possible", action="store_true", help="what cannot be checked here is no failure")
+    add("--python", action="store_true", help="print the environment's Python and check nothing")
+    add("--dry", nargs="*", default=[], metavar="ARG", help="for `python -m bench.gpu --dry`")
+    args = parser.parse_args(argv)
+    try:
+        python = environment()
+    except Impossible as reason:
+        say(f"NOT DONE: {reason}")
+        return 0 if args.if_possible else 1
+    if args.python:
+        print(python)
+        return 0
+    found = check(python, 60 * args.minutes, args.dry)
+    for line in found:
+        say(line.replace("not done", "NOT DONE"))
+    failed = [line for line in found if not line.startswith("not done")]
+    if found and not failed and args.if_possible:
+        return 0
+    if not found:
+        say("every program compiles for GPUs and fits each card")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,310 @@
+"""Rounds of models with random weights, by the engine's own programs, for parts of the queue.
+
+A `Runner` is built with shapes alone, which is enough to compile for any card; then it is given
+weights, and a state in which every slot runs at one length. Caches hold random numbers: some chips
+multiply zeros faster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.common import alternate_prepared
+from bench.full_batch import everyone, fill
+from bench.gpu.program import Place, Program, traced_once
+from bench.random_weights import random_weights
+from specjax import ModelConfig, SpecConfig
+from specjax.command_line import find_shipped
+from specjax.decode.chunk import Result, Until
+from specjax.decode.options import Features
+from specjax.draft.mtp import init_head_params
+from specjax.engine.executables import Noted
+from specjax.engine.runner import Runner
+from specjax.models.hf_config import read_config
+from specjax.models.transformer import init_params
+
+OFF = "off"
+DEFAULT = MappingProxyType({"": {}})  # one arm: the compiler's own options
+# One graph of everything in a chunk, the loop over rounds included.
+GRAPH = {
+    "xla_gpu_enable_command_buffer": ("FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,WHILE,CONDITIONAL"),
+    "xla_gpu_graph_min_graph_size": 1,
+}
+
+
+def _bfloat16(**sizes) -> ModelConfig:
+    return ModelConfig(**sizes, param_dtype="bfloat16", compute_dtype="bfloat16")
+
+
+@functools.cache
+def shape_of(name: str) -> ModelConfig:
+    """The config of a model's shape: `8B` and `1.7B` are Qwen3's, `135M` is SmolLM2's."""
+    if name == "8B":
+        cfg = read_config(find_shipped("assets/shapes/Qwen3-8B"))
+        return cfg.replace(param_dtype="bfloat16", compute_dtype="bfloat16")
+    if name == "1.7B":
+        return _bfloat16(
+            vocab_size=151_936,
+            hidden_size=2048,
+            intermediate_size=6144,
+            num_layers=28,
+            num_heads=16,
+            num_kv_heads=8,
+            head_dim=128,
+            rope_theta=1e6,
+            max_position=40_960,
+        )
+    if name == "135M":
+        return _bfloat16(
+            vocab_size=49_152,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_layers=30,
+            num_heads=9,
+            num_kv_heads=3,
+            head_dim=64,
+            model_type="llama",
+            qk_norm=False,
+            rope_theta=1e5,
+            max_position=8192,
+        )
+    if name == "tiny":
+        sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2}
+        return ModelConfig(**sizes, num_heads=2, num_kv_heads=1, head_dim=16)
+    raise ValueError(f"expected 8B, 1.7B, 135M or tiny, got {name!r}")
+
+
+class Size(NamedTuple):
+    """What a chunk is made for.
+
+    Attributes:
+      shape: see `shape_of`. layers: of it; None: all. context: tokens of every slot at most.
+      rounds: of a chunk. chunks: for which there is room, one after the other.
+      attention: the kernel that is asked for.
+      options: sampling of all slots, by the names of `Options`.
+    """
+
+    shape: str
+    batch: int
+    context: int
+    layers: int | None = None
+    strategy: str = OFF
+    rounds: int = 24
+    attention: str = "auto"
+    options: Mapping[str, float] = MappingProxyType({"temperature": 1.0})
+    features: Features = Features()
+    chunks: int = 1
+
+
+class Chunk:
+    """The engine's program for a full batch, run from the same state again and again.
+
+    Args:
+      place: that it is compiled for.
+      rule: an acceptance rule in place of the strategy's own, see `Plan.rule`.
+
+    Attributes:
+      runner: with shapes, until `load`. compiled: programs that may run, by name.
+    """
+
+    def __init__(self, place: Place, size: Size, rule: Callable | None = None):
+        cfg = shape_of(size.shape)
+        layers = cfg.num_layers if size.layers is None else size.layers
+        self.size = size
+        spec = None if size.strategy == OFF else SpecConfig(size.strategy)
+        self.emits = 1 if spec is None else spec.resolve().steps + 1  # of a round at most
+        longest = size.context + size.chunks * size.rounds * self.emits + self.emits + 1
+        cfg = cfg.replace(
+            num_layers=layers, mtp_num_layers=1, max_position=max(cfg.max_position, longest)
+        )
+        tokens = size.rounds * self.emits
+        with place.seen():
+            self.runner = Runner(
+                cfg, spec, size.batch, longest, chunk_tokens=tokens, attention=size.attention
+            )
+        if rule is not None:
+            plans = self.runner.plans
+            self.runner.plans = {k: dataclasses.replace(p, rule=rule) for k, p in plans.items()}
+        self.cfg, self.name = self.runner.cfg, next(iter(self.runner.plans))
+        head = None if spec is None else jax.eval_shape(lambda: init_head_params(cfg))
+        self.runner.hold_shapes(jax.eval_shape(lambda: init_params(cfg)), head)
+        held = self.runner.params, self.runner.head, self.runner.state
+        self.shapes = place.shapes(held)
+        self.compiled: Mapping[str, jax.stages.Compiled] = {}
+        self._kept = self._place = None
+        self._at, self._place = size.context, place
+
+    # --- compiling -------------------------------------------------------------------------------
+
+    def programs(
+        self, name: str, arms: Mapping[str, Mapping] = DEFAULT, beside: int = 0
+    ) -> list[Program]:
+        """One program for each arm's compiler options, traced once."""
+        lower = traced_once(self._lower)
+        return [Program(f"{name}{arm}", lower, options, beside) for arm, options in arms.items()]
+
+    def _lower(self) -> jax.stages.Lowered:
+        """As the engine asks for it."""
+        runner, found = self.runner, []
+
+        def build(key, lower, donate):
+            found.append(lower)
+            return Noted(donate)
+
+        held = runner.params, runner.head, runner.state
+        runner.params, runner.head, runner.state = self.shapes
+        runner.executables.build, runner.executables.by_key = build, {}
+        try:
+            with self._place.seen():
+                runner.chunk(self.name, self.size.features, *self._place.shapes(self._inputs()))
+                [lower] = found
+                return lower()
+        finally:
+            runner.params, runner.head, runner.state = held
+            runner.executables.by_key = {}
+
+    def _inputs(self) -> tuple:
+        return self.runner.alone(everyone(self.runner)), Until.of(self.size.rounds)
+
+    @property
+    def held(self) -> int:
+        """Bytes of parameters and state."""
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.shapes))
+
+    # --- running ---------------------------------------------------------------------------------
+
+    def load(self, seed: int, like: Chunk | None = None) -> None:
+        """Draws weights, or takes the policy's of another chunk of the same model; and a state."""
+        runner, cfg = self.runner, self.cfg
+        runner.params = runner.head = runner.state = runner.tails = None
+        head = None
+        if runner.longest.source is not None:
+            head = random_weights(functools.partial(init_head_params, cfg), seed + 1)
+        if like is None:
+            policy = random_weights(functools.partial(init_params, cfg), seed)
+            runner.set_params(policy, head)
+        else:
+            runner.params = like.runner.params
+            if head is not None:
+                runner.set_head(head)
+        fill(runner, self._at, self.size.options)
+        runner.tails = None
+        state = runner.state
+        drawn = _drawn(state.cache, jax.random.key(seed + 2))
+        draft = state.draft
+        if draft is not None and draft.cache is not None:
+            draft = draft._replace(cache=_drawn(draft.cache, jax.random.key(seed + 3)))
+        runner.state = state._replace(cache=drawn, draft=draft)
+        self._keep()
+
+    def _keep(self) -> None:
+        """Notes everything of the state that is small, to begin again from."""
+        _, rest = _apart(self.runner.state)
+        self._kept = jax.device_get(rest)
+
+    def at(self, context: int) -> Chunk:
+        """The same, whose slots have fewer tokens than there is room for."""
+        if context > self.size.context:
+            raise ValueError(f"expected at most {self.size.context} tokens, got {context}")
+        slots = self.runner.slots
+        self._at = context
+        self._kept = self._kept._replace(length=np.full(slots, context, np.int32))
+        return self
+
+    def prepare(self) -> None:
+        """The state that every run begins with; what lies in the caches stays."""
+        large, _ = _apart(self.runner.state)
+        self.runner.state = None
+        rest = jax.device_put(self._kept)
+        self.runner.state = jax.block_until_ready(_together(large, rest))
+
+    def run(self, name: str) -> Result:
+        """One chunk by one of the programs; waits, and returns what the host reads.
+
+        Raises:
+          ValueError: samples ended before the rounds were done.
+        """
+        runner = self.runner
+        inputs = runner.params, runner.head, runner.state, *self._inputs()
+        runner.state, parcel = self.compiled[name](*inputs)
+        found = parcel.open()
+        if int(found.rounds) != self.size.rounds:
+            raise ValueError(f"expected {self.size.rounds} rounds, got {int(found.rounds)}")
+        return found
+
+    def emitted(self, found: Result) -> np.ndarray:
+        """Tokens of each slot of a run."""
+        return found.length[: self.size.batch] - self._at
+
+    def job(self, name: str) -> tuple[Callable, Callable]:
+        """For `alternate_prepared`."""
+        return self.prepare, functools.partial(self.run, name)
+
+
+def _apart(state) -> tuple[tuple, object]:
+    """The buffers of a state that take memory, and the rest."""
+    draft, noise = state.draft, state.noise
+    large = (
+        state.cache,
+        None if draft is None else draft.cache,
+        None if noise is None else noise.rows,
+    )
+    rest = state._replace(
+        cache=None,
+        draft=None if draft is None else draft._replace(cache=None),
+        noise=None if noise is None else noise._replace(rows=None),
+    )
+    return large, rest
+
+
+def _together(large: tuple, rest):
+    cache, drafts, rows = large
+    return rest._replace(
+        cache=cache,
+        draft=None if rest.draft is None else rest.draft._replace(cache=drafts),
+        noise=None if rest.noise is None else rest.noise._replace(rows=rows),
+    )
+
+
+def _drawn(cache, key):
+    """Random numbers where a cache holds zeros: a few pages' worth, over and over."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def draw(x, key):
+        few = min(64, x.shape[0])
+        block = jax.random.normal(key, (few, *x.shape[1:]), jnp.float32).astype(x.dtype)
+        times = -(-x.shape[0] // few)
+        return jnp.tile(block, (times, *[1] * (x.ndim - 1)))[: x.shape[0]]
+
+    leaves, tree = jax.tree.flatten(cache)
+    keys = jax.random.split(key, len(leaves))
+    return jax.tree.unflatten(tree, [draw(x, k) for x, k in zip(leaves, keys, strict=True)])
+
+
+def milliseconds_per_round(
+    arms: Mapping[str, tuple[Chunk, str]], repeats: int
+) -> dict[str, list[float]]:
+    """Of every arm and turn, the arms taking turns: arm -> (chunk, program)."""
+    jobs = {arm: chunk.job(name) for arm, (chunk, name) in arms.items()}
+    seconds = alternate_prepared(jobs, repeats)
+    return {arm: [1e3 * s / arms[arm][0].size.rounds for s in seconds[arm]] for arm in arms}
+
+
+def whole_model(
+    many: Sequence[float], few: Sequence[float], layers: tuple[int, int], total: int
+) -> list[float]:
+    """Of a model with `total` layers, from turns of models with layers[0] and layers[1] of them.
+
+    One layer takes their difference, divided by how many layers they differ in.
+    """
+    more, less = layers
+    each = [(a - b) / (more - less) for a, b in zip(many, few, strict=True)]
+    return [b + (total - less) * e for b, e in zip(few, each, strict=True)]

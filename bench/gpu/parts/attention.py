@@ -1,0 +1,262 @@
+"""Tree attention by itself: the kernels beside each other, as shares of a copy's bandwidth.
+
+Counted are keys and values of the prefix and the tree, queries and results, over the seconds of a
+call: what a call has to touch, however long the page table is that it is given. Calls are repeated
+inside one program, as layers are in a model; each reads other pages than the one before, so that a
+cache of the chip does not serve them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.common import alternate, figure, median_interval, paired_ratio_interval
+from bench.gpu.job import Absent, Job, described
+from bench.gpu.parts.ceilings import Ceilings, ceilings
+from bench.gpu.program import Built, Place, Program, build
+from specjax.config import ModelConfig
+from specjax.decode.tree import chain_bits
+from specjax.kernels import dispatch
+from specjax.kernels.choice import choose
+
+KERNELS = ("library:cudnn", "gpu")  # pages gathered for cuDNN, and the own one
+MIXED = "mixed"  # in place of a batch: slots of different lengths
+
+
+def model_of(head: int) -> ModelConfig:
+    """As much of a model as decides about its kernel."""
+    sizes = {"vocab_size": 8, "hidden_size": head, "intermediate_size": head, "num_layers": 1}
+    heads = {"num_heads": 1, "num_kv_heads": 1, "head_dim": head}
+    return ModelConfig(**sizes, **heads, compute_dtype="bfloat16")
+
+
+def kernels_on(place: Place, asked: Sequence[str], head: int) -> list[str]:
+    """Those that a device has.
+
+    Raises:
+      Absent: it has none of them.
+    """
+    found, reasons = [], []
+    for name in asked:
+        try:
+            found.append(choose(place.platform, place.kind, model_of(head), name).name)
+        except ValueError as error:
+            reasons.append(str(error))
+    if not found:
+        raise Absent("not on this device", "; ".join(reasons))
+    return found
+
+
+class Sizes(NamedTuple):
+    """What is measured, the most important first.
+
+    Attributes:
+      lengths: (prefix, positions of the page table) of every slot.
+      mixed: batches whose slots have lengths from `shortest` to all of the `table`.
+      call_bytes: that calls of one program read together, roughly; `most` calls at most.
+      pool_bytes: of pages at least, more than a chip's own cache.
+    """
+
+    kernels: tuple[str, ...] = KERNELS
+    rows: tuple[int, ...] = (16, 1, 5)
+    lengths: tuple[tuple[int, int], ...] = ((8192, 8192), (2048, 2048), (2048, 16_384))
+    mixed: tuple[int, ...] = (8, 64)
+    shortest: int = 256
+    table: int = 8192
+    kv_heads: int = 8
+    group: int = 4
+    head: int = 128
+    page: int = 128
+    call_bytes: float = 16e9
+    most: int = 64
+    pool_bytes: float = 512e6
+    repeats: int = 9
+
+
+SMALL = Sizes(
+    kernels=("reference", "library:xla"),
+    rows=(8, 1),
+    lengths=((32, 64),),
+    mixed=(3,),
+    shortest=16,
+    table=64,
+    kv_heads=2,
+    group=2,
+    head=16,
+    page=16,
+    call_bytes=1e6,
+    most=4,
+    pool_bytes=1e5,
+    repeats=3,
+)
+
+
+class Cell(NamedTuple):
+    """One shape: T rows, positions of each slot's prefix, and of the page table."""
+
+    rows: int
+    prefixes: tuple[int, ...]
+    table: int
+
+    @property
+    def name(self) -> str:
+        lengths = set(self.prefixes)
+        told = str(lengths.pop()) if len(lengths) == 1 else f"mixed_{len(self.prefixes)}"
+        return f"{self.rows}/{told}/{self.table}"
+
+    def bytes(self, sizes: Sizes) -> int:
+        """That a call has to read and write."""
+        batch = len(self.prefixes)
+        queries = 2 * batch * sizes.kv_heads * sizes.group * self.rows
+        keys = 2 * sizes.kv_heads * (sum(self.prefixes) + batch * self.rows)
+        return 2 * sizes.head * (queries + keys)
+
+    def calls(self, sizes: Sizes) -> int:
+        return int(np.clip(round(sizes.call_bytes / self.bytes(sizes)), 2, sizes.most))
+
+    def sets(self, sizes: Sizes) -> int:
+        """Tables that share no page, so that one call's pages are not in a cache from the last."""
+        pages = self.table // sizes.page
+        page_bytes = 2 * 2 * sizes.kv_heads * sizes.page * sizes.head
+        return max(1, round(sizes.pool_bytes / (len(self.prefixes) * pages * page_bytes)))
+
+
+def cells(sizes: Sizes, batch: int | str) -> list[Cell]:
+    if batch != MIXED:
+        return [
+            Cell(rows, (prefix,) * batch, table)
+            for prefix, table in sizes.lengths
+            for rows in sizes.rows
+        ]
+    found = []
+    for count in sizes.mixed:
+        lengths = np.geomspace(sizes.shortest, sizes.table, count).astype(int)
+        lengths = np.random.default_rng(0).permutation(lengths)  # in no order
+        prefixes = tuple(map(int, lengths))
+        found += [Cell(rows, prefixes, sizes.table) for rows in sizes.rows]
+    return found
+
+
+# --- programs ------------------------------------------------------------------------------------
+
+
+def _shapes(sizes: Sizes, cell: Cell) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """q, keys and values of the tree, pages of keys and values, tables of X calls."""
+    batch, pages = len(cell.prefixes), cell.table // sizes.page
+    tree = batch, sizes.kv_heads, cell.rows, sizes.head
+    q = batch, sizes.kv_heads * sizes.group, cell.rows, sizes.head
+    sets = cell.sets(sizes)
+    pool = 1 + sets * batch * pages, sizes.kv_heads, sizes.page, sizes.head
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (q, tree, tree, pool, pool)]
+    return *arrays, jax.ShapeDtypeStruct((max(sets, 2), batch, pages), jnp.int32)
+
+
+def _attend(kernel: str, cell: Cell, calls: int, q, k_tree, v_tree, k, v, tables):
+    lengths, bits = jnp.asarray(cell.prefixes, jnp.int32), jnp.asarray(chain_bits(cell.rows))
+
+    def call(i, q):
+        table = tables[i % tables.shape[0]]
+        arrays = q, k_tree, v_tree, k, v, lengths, bits, table
+        return dispatch.tree_attention(*arrays, kernel=kernel)  # the next call's queries
+
+    return jax.lax.fori_loop(0, calls, call, q)
+
+
+def programs(place: Place, small: bool, batch: int | str) -> list[Program]:
+    sizes, found = SMALL if small else Sizes(), []
+    kernels = kernels_on(place, sizes.kernels, sizes.head)
+    for cell in cells(sizes, batch):
+        inputs = place.shapes(_shapes(sizes, cell))
+        for kernel in kernels:
+            attend = functools.partial(_attend, kernel, cell, cell.calls(sizes))
+            lower = functools.partial(jax.jit(attend).lower, *inputs)
+            found.append(Program(f"{kernel}/{cell.name}", functools.cache(lower)))
+    return found
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+def _inputs(sizes: Sizes, cell: Cell, seed: int) -> tuple[jax.Array, ...]:
+    """Random arrays; pages lie in no order, and each slot has its own."""
+    *arrays, tables = _shapes(sizes, cell)
+    keys = jax.random.split(jax.random.key(seed), len(arrays))
+    drawn = [_draw(key, shape.shape) for key, shape in zip(keys, arrays, strict=True)]
+    sets, batch, pages = tables.shape
+    count = drawn[-1].shape[0] - 1
+    order = 1 + np.random.default_rng(seed).permutation(count)
+    order = order.reshape(-1, batch, pages).astype(np.int32)
+    if len(order) < sets:  # nobody is to know that all calls read the same
+        order = np.concatenate([order, order[:, ::-1]])
+    return *drawn, jnp.asarray(order)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _draw(key, shape: tuple[int, ...]):
+    few = min(64, shape[0])
+    block = jax.random.normal(key, (few, *shape[1:]), jnp.bfloat16)
+    return jnp.tile(block, (-(-shape[0] // few), 1, 1, 1))[: shape[0]]
+
+
+def measure(job: Job, batch: int | str) -> None:
+    """`us` a call, `share` of the copy: both `../<kernel>/<T>/<prefix>/<table>`."""
+    sizes = SMALL if job.small else Sizes()
+    job.tell(sizes=sizes._asdict(), batch=batch)
+    built = build(programs(Place(), job.small, batch))
+    ceiling = ceilings(job)
+    job.each(
+        (
+            f"share/best/{cell.name}",
+            functools.partial(_figures, job, sizes, cell, built, ceiling),
+        )
+        for cell in cells(sizes, batch)
+    )
+
+
+def _figures(job: Job, sizes: Sizes, cell: Cell, built: Built, ceiling: Ceilings) -> dict:
+    inputs, result, runs = _inputs(sizes, cell, job.seed), {}, {}
+
+    def run(compiled) -> None:
+        jax.block_until_ready(compiled(*inputs))
+
+    for kernel in sizes.kernels:  # one that does not run leaves the others their numbers
+        if f"{kernel}/{cell.name}" not in built:
+            continue
+        name = f"share/{kernel}/{cell.name}"
+        try:
+            runs[kernel] = functools.partial(run, built[f"{kernel}/{cell.name}"])
+            runs[kernel]()
+        except Exception as error:
+            runs.pop(kernel, None)
+            result[name] = figure(None, f"failed: {described(error)}")
+            job.fail(f"{name}: {described(error)}")
+    found = _timed(sizes, cell, runs)
+    for kernel, seconds in found.items():
+        at = f"{kernel}/{cell.name}"
+        middle, *ends = median_interval([1e6 * s for s in seconds])
+        result[f"us/{at}"] = figure(middle, "us a call", ends)
+        least = cell.bytes(sizes) / ceiling.copy
+        share, *ends = median_interval([least / s for s in seconds])
+        result[f"share/{at}"] = figure(share, "of a copy's bytes/s", ends)
+    best = max(found, key=lambda kernel: result[f"share/{kernel}/{cell.name}"]["value"])
+    unit = f"of a copy's bytes/s; {best}"
+    result[f"share/best/{cell.name}"] = result[f"share/{best}/{cell.name}"] | {"unit": unit}
+    if len(found) == 2:
+        first, second = found
+        ratio, *ends = paired_ratio_interval(found[second], found[first])
+        unit = f"times the seconds of {first}"
+        result[f"over/{second}/{cell.name}"] = figure(ratio, unit, ends)
+    return result
+
+
+def _timed(sizes: Sizes, cell: Cell, runs: dict[str, Callable]) -> dict[str, list[float]]:
+    """Seconds of a call, of each kernel and turn."""
+    calls = cell.calls(sizes)
+    found = alternate(runs, sizes.repeats)
+    return {kernel: [s / calls for s in seconds] for kernel, seconds in found.items()}

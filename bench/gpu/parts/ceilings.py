@@ -1,0 +1,133 @@
+"""What the card itself does at best: a copy's bytes and a matrix product's operations per second.
+
+Other parts take these as denominators: the figures of this part on the same card, or, where it was
+not measured there, a short measurement of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from bench.common import alternate, figure, median_interval
+from bench.gpu import records
+from bench.gpu.job import Job
+from bench.gpu.program import Place, Program, build
+
+
+class Sizes(NamedTuple):
+    """bytes: of the array that is copied. side: of the square matrices. calls: within a program."""
+
+    bytes: int = 1 << 32
+    side: int = 8192
+    calls: int = 10
+    repeats: int = 15
+
+
+SMALL = Sizes(1 << 16, 64, 2, 3)
+BRIEF = 3  # repeats of a measurement that stands for the part's
+
+
+class Ceilings(NamedTuple):
+    """copy: bytes per second, read and written. matmul: operations per second in bfloat16."""
+
+    copy: float
+    matmul: float
+
+
+def _copy(calls: int, x):
+    # Each copy reads what the last one wrote; the compiler cannot leave one out.
+    return jax.lax.fori_loop(0, calls, lambda i, x: x ^ i.astype(x.dtype), x)
+
+
+def _matmul(calls: int, a, b):
+    def product(_, a):
+        # Scaled so that the numbers keep their size: N(0, 1) entries, and a sum of `side` of them.
+        return (jnp.dot(a, b, preferred_element_type=jnp.float32) * a.shape[0] ** -0.5).astype(
+            a.dtype
+        )
+
+    return jax.lax.fori_loop(0, calls, product, a)
+
+
+def _inputs(sizes: Sizes) -> dict[str, tuple]:
+    matrix = jax.ShapeDtypeStruct((sizes.side, sizes.side), jnp.bfloat16)
+    return {
+        "copy": (jax.ShapeDtypeStruct((sizes.bytes // 4,), jnp.uint32),),
+        "matmul": (matrix, matrix),
+    }
+
+
+def programs(place: Place, small: bool) -> list[Program]:
+    sizes = SMALL if small else Sizes()
+    inputs = {name: place.shapes(shapes) for name, shapes in _inputs(sizes).items()}
+    bodies = {"copy": _copy, "matmul": _matmul}
+    return [
+        Program(
+            name,
+            functools.partial(jax.jit(functools.partial(body, sizes.calls)).lower, *inputs[name]),
+        )
+        for name, body in bodies.items()
+    ]
+
+
+def _runs(small: bool, seed: int) -> dict[str, tuple[Callable[[], None], float]]:
+    """Name -> what runs once and waits, and its bytes or operations."""
+    sizes = SMALL if small else Sizes()
+    built = build(programs(Place(), small))
+    keys = jax.random.split(jax.random.key(seed), 3)
+    matrix = (sizes.side, sizes.side)
+    inputs = {
+        "copy": (jax.random.bits(keys[0], (sizes.bytes // 4,), jnp.uint32),),
+        "matmul": tuple(jax.random.normal(key, matrix, jnp.bfloat16) for key in keys[1:]),
+    }
+    work = {
+        "copy": 2.0 * sizes.bytes * sizes.calls,
+        "matmul": 2.0 * sizes.side**3 * sizes.calls,
+    }
+
+    def run(name: str) -> None:
+        jax.block_until_ready(built[name](*inputs[name]))
+
+    for name in inputs:
+        run(name), run(name)
+    return {name: (functools.partial(run, name), work[name]) for name in inputs}
+
+
+def _rates(small: bool, seed: int, repeats: int) -> dict[str, list[float]]:
+    runs = _runs(small, seed)
+    seconds = alternate({name: run for name, (run, _) in runs.items()}, repeats)
+    return {name: [runs[name][1] / s for s in seconds[name]] for name in runs}
+
+
+def measure(job: Job) -> None:
+    """`copy` in GB/s and `matmul` in TFLOP/s."""
+    sizes = SMALL if job.small else Sizes()
+    job.tell(sizes=sizes._asdict())
+    rates = _rates(job.small, job.seed, sizes.repeats)
+    copy, *copies = median_interval([rate / 1e9 for rate in rates["copy"]])
+    matmul, *matmuls = median_interval([rate / 1e12 for rate in rates["matmul"]])
+    size = f"{sizes.side}^3 in bfloat16"
+    job.add(
+        {
+            "copy": figure(copy, f"GB/s, {sizes.bytes} bytes read and written", copies),
+            "matmul": figure(matmul, f"TFLOP/s, {size}", matmuls),
+        }
+    )
+
+
+def ceilings(job: Job) -> Ceilings:
+    """Of the job's card, from its record or measured briefly; the job's settings say which."""
+    record = records.read(records.path_of(job.out, "ceilings", job.card))
+    if records.is_measured(record):
+        figures = record["figures"]
+        job.tell(ceilings=f"of the part, {record['date']}")
+        return Ceilings(1e9 * figures["copy"]["value"], 1e12 * figures["matmul"]["value"])
+    rates = _rates(job.small, job.seed, BRIEF)
+    found = Ceilings(*(median_interval(rates[name])[0] for name in ("copy", "matmul")))
+    job.tell(ceilings=f"measured in this process: {found}")
+    return found

@@ -1,0 +1,96 @@
+"""What starting kernels costs a small model: a chunk as it is, and as one graph.
+
+A round of the 135M shape is bound by starting its kernels. XLA puts runs of them into graphs by
+itself (`default`); `min_graph_size` takes single kernels too, `while` all of a chunk, the loop over
+its rounds included, so that the host starts it once.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from bench import hlo
+from bench.common import figure, median_interval, paired_ratio_interval
+from bench.gpu.chunks import GRAPH, OFF, Chunk, Size, milliseconds_per_round
+from bench.gpu.job import Job, described
+from bench.gpu.program import Built, Place, Program, build
+
+ARMS = {
+    "default": {},
+    "min_graph_size": {"xla_gpu_graph_min_graph_size": 1},
+    "while": GRAPH,
+}
+
+
+class Sizes(NamedTuple):
+    shape: str = "135M"
+    batches: tuple[int, ...] = (1, 8)
+    context: int = 512
+    rounds: int = 32
+    repeats: int = 11
+
+
+SMALL = Sizes("tiny", (2,), 32, 3, 3)
+
+
+def _chunks(place: Place, small: bool, strategy: str) -> dict[int, Chunk]:
+    sizes = SMALL if small else Sizes()
+    strategy = "2_1_3" if small and strategy != OFF else strategy
+    return {
+        batch: Chunk(
+            place,
+            Size(sizes.shape, batch, sizes.context, strategy=strategy, rounds=sizes.rounds),
+        )
+        for batch in sizes.batches
+    }
+
+
+def _programs(chunks: dict[int, Chunk]) -> list[Program]:
+    return [p for batch, chunk in chunks.items() for p in chunk.programs(f"{batch}/", ARMS)]
+
+
+def programs(place: Place, small: bool, strategy: str) -> list[Program]:
+    return _programs(_chunks(place, small, strategy))
+
+
+def measure(job: Job, strategy: str) -> None:
+    """`ms/batch_<B>/<arm>` of a round, the ratio to `default`, and `kernels/batch_<B>`."""
+    sizes = SMALL if job.small else Sizes()
+    job.tell(sizes=sizes._asdict(), strategy=strategy, arms=ARMS)
+    chunks = _chunks(Place(), job.small, strategy)
+    built = build(_programs(chunks))
+    for chunk in chunks.values():
+        chunk.load(job.seed)
+        chunk.compiled = built
+    job.tell(attention=chunk.cfg.attention)
+    job.each(
+        (f"ms/batch_{batch}/best", functools.partial(_figures, job, sizes, chunk, built, batch))
+        for batch, chunk in chunks.items()
+    )
+
+
+def _figures(job: Job, sizes: Sizes, chunk: Chunk, built: Built, batch: int) -> dict:
+    at, result, arms = f"batch_{batch}", {}, {}
+    for arm in ARMS:  # one that does not run leaves the others their numbers
+        try:
+            chunk.prepare()
+            chunk.run(f"{batch}/{arm}")
+            arms[arm] = (chunk, f"{batch}/{arm}")
+        except Exception as error:
+            result[f"ms/{at}/{arm}"] = figure(None, f"failed: {described(error)}")
+            job.fail(f"ms/{at}/{arm}: {described(error)}")
+            chunk.load(job.seed)  # the state went into the program
+    found = milliseconds_per_round(arms, sizes.repeats)
+    for arm, values in found.items():
+        value, *ends = median_interval(values)
+        result[f"ms/{at}/{arm}"] = figure(value, "ms per round", ends)
+        if arm != "default" and "default" in found:
+            ratio, *ends = paired_ratio_interval(values, found["default"])
+            result[f"over_default/{at}/{arm}"] = figure(ratio, "times the round as it is", ends)
+    best = min(found, key=lambda arm: result[f"ms/{at}/{arm}"]["value"])
+    unit = f"ms per round; {best}"
+    result[f"ms/{at}/best"] = result[f"ms/{at}/{best}"] | {"unit": unit}
+    counted = hlo.round_kernels(built[f"{batch}/default"].as_text())
+    kinds = ", ".join(f"{n} {opcode}" for opcode, n in counted.most_common())
+    return result | {f"kernels/{at}": figure(counted.total(), f"per round, as it is: {kinds}")}

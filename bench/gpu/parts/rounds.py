@@ -1,0 +1,126 @@
+"""Speculative rounds against plain ones, with scripted acceptance: true speed-ups.
+
+Models of 12 and of 4 layers take turns, so that large batches fit and programs compile fast; their
+difference gives the time of one layer, and with it that of the whole model.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from bench.common import figure, median_interval, paired_ratio_interval
+from bench.gpu.chunks import OFF, Chunk, Size, milliseconds_per_round, shape_of, whole_model
+from bench.gpu.job import Job
+from bench.gpu.program import Place, Program, build
+from bench.gpu.script import Scripted, scripted_lengths
+
+
+class Sizes(NamedTuple):
+    """layers: of the models that are measured, the larger number first."""
+
+    shape: str = "8B"
+    layers: tuple[int, int] = (12, 4)
+    strategy: str = "4_1_5"
+    context: int = 1024
+    rounds: int = 24
+    repeats: int = 9
+    acceptance: tuple[float, ...] = (0.6, 0.8)
+
+
+SMALL = Sizes("tiny", (2, 1), "2_1_3", 32, 3, 3)
+
+
+def _sizes(small: bool) -> Sizes:
+    return SMALL if small else Sizes()
+
+
+def _chunks(place: Place, sizes: Sizes, batch: int) -> dict[str, Chunk]:
+    """`<layers>/<arm>`: plain decoding, and the strategy at each probability of acceptance."""
+    found = {}
+    for layers in sizes.layers:
+        size = Size(sizes.shape, batch, sizes.context, layers, rounds=sizes.rounds)
+        found[f"{layers}/{OFF}"] = Chunk(place, size)
+        for probability in sizes.acceptance:
+            spec = size._replace(strategy=sizes.strategy)
+            found[f"{layers}/{probability}"] = Chunk(place, spec, Scripted(probability))
+    return found
+
+
+def _programs(chunks: dict[str, Chunk]) -> list[Program]:
+    every = sum(chunk.held for chunk in chunks.values())
+    return [
+        program
+        for name, chunk in chunks.items()
+        for program in chunk.programs(name, beside=every - chunk.held)
+    ]
+
+
+def programs(place: Place, small: bool, batch: int) -> list[Program]:
+    return _programs(_chunks(place, _sizes(small), batch))
+
+
+def measure(job: Job, batch: int) -> None:
+    """`ms/..` of a round, `round_over_plain`, `speedup/<acceptance>`, `accept_length/..`."""
+    sizes = _sizes(job.small)
+    job.tell(sizes=sizes._asdict(), batch=batch)
+    chunks = _chunks(Place(), sizes, batch)
+    built = build(_programs(chunks))
+    for layers in sizes.layers:
+        first = None
+        for name, chunk in chunks.items():
+            if name.startswith(f"{layers}/"):
+                chunk.load(job.seed, first)
+                first = first or chunk
+                chunk.compiled = built
+    job.tell(attention=first.cfg.attention)
+    job.each([("round_over_plain", functools.partial(_figures, sizes, batch, chunks))])
+
+
+def _figures(sizes: Sizes, batch: int, chunks: dict[str, Chunk]) -> dict:
+    result, lengths = {}, {}
+    more, less = sizes.layers
+    for probability in sizes.acceptance:
+        chunk = chunks[f"{less}/{probability}"]
+        lengths[probability] = _accept_length(sizes, chunk, f"{less}/{probability}", probability)
+    arms = {name: (chunk, name) for name, chunk in chunks.items()}
+    found = milliseconds_per_round(arms, sizes.repeats)
+    total = shape_of(sizes.shape).num_layers
+    whole = {}
+    for arm in (OFF, *sizes.acceptance):
+        for layers in sizes.layers:
+            value, *ends = median_interval(found[f"{layers}/{arm}"])
+            result[f"ms/{layers}_layers/{arm}"] = figure(value, "ms per round", ends)
+        pairs = found[f"{more}/{arm}"], found[f"{less}/{arm}"]
+        whole[arm] = whole_model(*pairs, sizes.layers, total)
+        value, *ends = median_interval(whole[arm])
+        unit = f"ms per round of {total} layers, from those of {more} and {less}"
+        result[f"ms/{total}_layers/{arm}"] = figure(value, unit, ends)
+    for probability in sizes.acceptance:
+        length = lengths[probability]
+        ratio, *ends = paired_ratio_interval(whole[OFF], [ms / length for ms in whole[probability]])
+        unit = "tokens per second, over plain decoding's"
+        result[f"speedup/{probability}"] = figure(ratio, unit, ends)
+        result[f"accept_length/{probability}"] = figure(length, "tokens per round, by the script")
+    # Which drafts are accepted changes no shape, so either arm's round is the strategy's.
+    rounds = [ms for probability in sizes.acceptance for ms in whole[probability]]
+    ratio, *ends = paired_ratio_interval(rounds, whole[OFF] * len(sizes.acceptance))
+    return result | {"round_over_plain": figure(ratio, "times a plain step", ends)}
+
+
+def _accept_length(sizes: Sizes, chunk: Chunk, name: str, probability: float) -> float:
+    """Tokens per round; checks that they are what the script says.
+
+    Raises:
+      RuntimeError: they are not.
+    """
+    chunk.prepare()
+    keys = np.asarray(chunk.runner.state.keys)[: chunk.size.batch]
+    emitted = chunk.emitted(chunk.run(name))
+    steps = chunk.runner.steps
+    said = scripted_lengths(probability, keys, sizes.context, steps, sizes.rounds)
+    if (emitted != said).any():
+        raise RuntimeError(f"expected {said.tolist()} tokens by the script, got {emitted.tolist()}")
+    return float(emitted.mean() / sizes.rounds)

@@ -1,0 +1,130 @@
+"""What more rows cost a pass of the policy: the cost curve of strategies.
+
+Models of 12 and of 4 layers take turns, see `rounds.py`. Passes are started several at a time, so
+that the time to start a program is hidden, as it is within a chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from bench.common import alternate, figure, median_interval, paired_ratio_interval
+from bench.full_batch import everyone
+from bench.gpu.chunks import Chunk, Size, shape_of, whole_model
+from bench.gpu.job import Job
+from bench.gpu.program import Built, Place, Program, build
+from specjax.decode.state import prefix_lengths, take_positions, take_slots
+from specjax.decode.tree import chain_bits
+
+
+class Sizes(NamedTuple):
+    """passes: before a wait."""
+
+    shape: str = "8B"
+    layers: tuple[int, int] = (12, 4)
+    rows: tuple[int, ...] = (1, 16, 5, 32, 64, 8)
+    context: int = 2048
+    passes: int = 6
+    repeats: int = 11
+
+
+SMALL = Sizes("tiny", (2, 1), (1, 16), 32, 2, 3)
+
+
+def _sizes(small: bool) -> Sizes:
+    return SMALL if small else Sizes()
+
+
+def _chunks(place: Place, sizes: Sizes, batch: int) -> dict[int, Chunk]:
+    room = max(sizes.rows)
+    size = Size(sizes.shape, batch, sizes.context, rounds=room)
+    return {layers: Chunk(place, size._replace(layers=layers)) for layers in sizes.layers}
+
+
+def _pass(chunk: Chunk, rows: int) -> Callable:
+    """The policy over the last so many rows of every slot, logits included."""
+    runner = chunk.runner
+
+    def program(params, state, lineup):
+        here = take_slots(state._replace(noise=None, draft=None), lineup)
+        root, model = here.length - 1, runner.model(params)
+        x, new = model.decode(
+            take_positions(here.tokens, root - rows + 1, rows),
+            root[:, None] + jnp.arange(rows),
+            here.cache,
+            prefix_len=prefix_lengths(here),
+            visible_bits=chain_bits(rows),
+            table=here.table,
+        )
+        return model.logits(x), new
+
+    return program
+
+
+def _programs(place: Place, sizes: Sizes, chunks: dict[int, Chunk]) -> list[Program]:
+    every, found = sum(chunk.held for chunk in chunks.values()), []
+    for rows in sizes.rows:
+        for layers, chunk in chunks.items():
+            params, _, state = chunk.shapes
+            inputs = params, state, place.shapes(everyone(chunk.runner))
+            lower = functools.partial(jax.jit(_pass(chunk, rows)).lower, *inputs)
+            name = f"{layers}/{rows}"
+            found.append(Program(name, functools.cache(lower), {}, every - chunk.held))
+    return found
+
+
+def programs(place: Place, small: bool, batch: int) -> list[Program]:
+    sizes = _sizes(small)
+    return _programs(place, sizes, _chunks(place, sizes, batch))
+
+
+def measure(job: Job, batch: int) -> None:
+    """`ms/<layers>_layers/<rows>`, and `rows_over_1/<rows>` of the whole model."""
+    sizes = _sizes(job.small)
+    job.tell(sizes=sizes._asdict(), batch=batch)
+    place = Place()
+    chunks = _chunks(place, sizes, batch)
+    built = build(_programs(place, sizes, chunks))
+    for chunk in chunks.values():
+        chunk.load(job.seed)
+    job.tell(attention=chunk.cfg.attention)
+    job.each(
+        (f"rows_over_1/{rows}", functools.partial(_figures, sizes, chunks, built, rows))
+        for rows in sizes.rows[1:]
+    )
+
+
+def _figures(sizes: Sizes, chunks: dict[int, Chunk], built: Built, rows: int) -> dict:
+    def run(layers: int, rows: int) -> None:
+        runner, program = chunks[layers].runner, built[f"{layers}/{rows}"]
+        inputs = runner.params, runner.state, everyone(runner)
+        for _ in range(sizes.passes):
+            found = program(*inputs)
+        jax.block_until_ready(found)
+
+    runs = {
+        (layers, count): functools.partial(run, layers, count)
+        for layers in sizes.layers
+        for count in (1, rows)
+    }
+    for one in runs.values():
+        one()
+    seconds = alternate(runs, sizes.repeats)
+    total, (more, less) = shape_of(sizes.shape).num_layers, sizes.layers
+    result, whole = {}, {}
+    for count in (1, rows):
+        pairs = [[1e3 * s / sizes.passes for s in seconds[n, count]] for n in sizes.layers]
+        whole[count] = whole_model(*pairs, sizes.layers, total)
+        unit = f"ms a pass of {total} layers, from those of {more} and {less}"
+        value, *ends = median_interval(whole[count])
+        result[f"ms/{total}_layers/{count}"] = figure(value, unit, ends)
+        for layers, values in zip(sizes.layers, pairs, strict=True):
+            value, *ends = median_interval(values)
+            result[f"ms/{layers}_layers/{count}"] = figure(value, "ms a pass", ends)
+    ratio, *ends = paired_ratio_interval(whole[rows], whole[1])
+    return result | {f"rows_over_1/{rows}": figure(ratio, "times a pass over one row", ends)}

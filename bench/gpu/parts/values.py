@@ -1,0 +1,148 @@
+"""Attention kernels are right: bfloat16 on the device against the float32 reference on the host.
+
+Pages lie in no order, and what is past a prefix is as large as what is not.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.common import figure
+from bench.gpu.job import Job
+from bench.gpu.parts.attention import kernels_on
+from bench.gpu.program import Built, Place, Program, build
+from specjax.decode.tree import ancestors, pack_bits
+from specjax.kernels import dispatch, reference
+
+SAFE = ("reference", "library:xla", "library:cudnn")
+TOLERANCE = 2e-2  # absolute and relative, in bfloat16
+
+
+class Case(NamedTuple):
+    """A call: B slots, K key/value heads of `group` queries each, T rows, pages per slot."""
+
+    batch: int = 4
+    kv_heads: int = 8
+    group: int = 4
+    rows: int = 16
+    head: int = 128
+    page: int = 128
+    pages: int = 6
+    window: int | None = None
+    sinks: bool = False
+    lse: bool = False
+
+
+CASES = {
+    "plain": Case(rows=1),
+    "chain_of_5": Case(rows=5),
+    "tree_of_16": Case(),
+    "tree_of_33": Case(rows=33),
+    "tree_of_64": Case(rows=64),
+    "one_long_slot": Case(batch=1, pages=64),
+    "many_slots": Case(batch=48, rows=8, pages=2),
+    "one_head_of_8": Case(kv_heads=1, group=8),
+    "no_groups": Case(kv_heads=4, group=1),
+    "heads_of_64": Case(head=64),
+    "pages_of_64": Case(page=64),
+    "window": Case(window=200),
+    "sinks_and_lse": Case(sinks=True, lse=True),
+    "window_sinks_and_lse": Case(rows=64, window=90, sinks=True, lse=True),
+}
+_TINY = Case(batch=2, kv_heads=2, group=2, rows=8, head=16, page=16, pages=3)
+SMALL_CASES = {"tree_of_8": _TINY, "sinks": _TINY._replace(window=20, sinks=True, lse=True)}
+
+
+def arrays_of(case: Case, seed: int) -> tuple[tuple, np.ndarray | None]:
+    """Arguments of `tree_attention` up to the table, in bfloat16, and sinks."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
+
+    batch, rows, heads = case.batch, case.rows, case.kv_heads * case.group
+    parents = [[0, *(rng.integers(0, r) for r in range(1, rows))] for _ in range(batch)]
+    bits = np.stack([pack_bits(ancestors(np.array(p))) for p in parents])
+    most = case.pages * case.page
+    prefix = rng.integers(1, most + 1, batch)
+    for slot, special in zip(range(batch), (most, 0, case.page), strict=False):
+        prefix[slot] = special  # all pages full, nothing, one page full
+    table = 1 + rng.permutation(batch * case.pages).reshape(batch, case.pages)
+    q = normal(batch, heads, rows, case.head)
+    trees = [normal(batch, case.kv_heads, rows, case.head) for _ in range(2)]
+    shape = 1 + batch * case.pages, case.kv_heads, case.page, case.head
+    pages = [normal(*shape) for _ in range(2)]
+    sinks = rng.standard_normal(heads, np.float32) if case.sinks else None
+    return (q, *trees, *pages, prefix.astype(np.int32), bits, table.astype(np.int32)), sinks
+
+
+def wanted(case: Case, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Attention in float32 and its log-sum-exp, by the reference on the host."""
+    arrays, sinks = arrays_of(case, seed)
+    arrays = [x.astype(np.float32) if x.dtype == jnp.bfloat16 else x for x in arrays]
+    attend = functools.partial(reference.tree_attention, window=case.window, with_lse=True)
+    with jax.default_device(jax.devices("cpu")[0]):
+        out, lse = jax.jit(attend)(*arrays, sinks=sinks)
+    return np.asarray(out), np.asarray(lse)
+
+
+def _program(place: Place, case: Case, kernel: str, name: str) -> Program:
+    arrays, sinks = arrays_of(case, 0)
+    options = {"window": case.window, "with_lse": case.lse, "kernel": kernel}
+    attend = jax.jit(functools.partial(dispatch.tree_attention, **options))
+    inputs = place.shapes(arrays)
+    sinks = None if sinks is None else place.shapes(sinks)
+    return Program(name, lambda: attend.lower(*inputs, sinks=sinks))
+
+
+def programs(place: Place, small: bool, kernels: tuple[str, ...] = SAFE) -> list[Program]:
+    cases = SMALL_CASES if small else CASES
+    return [
+        _program(place, case, kernel, f"values/{kernel}/{name}")
+        for kernel in kernels_on(place, kernels, next(iter(cases.values())).head)
+        for name, case in cases.items()
+    ]
+
+
+def error_of(case: Case, compiled, seed: int, expected: tuple) -> float:
+    """The largest difference, in units of what is allowed there.
+
+    Raises:
+      FloatingPointError: something is not finite.
+    """
+    arrays, sinks = arrays_of(case, seed)
+    found = jax.device_get(compiled(*arrays, sinks=sinks))
+    found = found if case.lse else (found,)
+    worst = 0.0
+    for got, want in zip(found, expected, strict=False):
+        got = np.asarray(got, np.float32)
+        if not np.isfinite(got).all():
+            raise FloatingPointError(f"{np.count_nonzero(~np.isfinite(got))} values are not finite")
+        allowed = TOLERANCE * (1 + np.abs(want))
+        worst = max(worst, float((np.abs(got - want) / allowed).max()))
+    return worst
+
+
+def measure(job: Job, kernels: tuple[str, ...] = SAFE) -> None:
+    """`values/<kernel>/<case>`: the error of each kernel that is there."""
+    cases = SMALL_CASES if job.small else CASES
+    job.tell(cases={name: case._asdict() for name, case in cases.items()})
+    built = build(programs(Place(), job.small, tuple(kernels)))
+    expected = functools.cache(lambda name: wanted(cases[name], job.seed))
+    job.each(
+        (name, functools.partial(_figures, job, cases, built, name, expected)) for name in built
+    )
+
+
+def _figures(job: Job, cases: dict[str, Case], built: Built, name: str, expected) -> dict:
+    case = name.rpartition("/")[2]
+    worst = error_of(cases[case], built[name], job.seed, expected(case))
+    if worst > 1:
+        job.fail(f"{name}: {worst:.1f} times the difference that is allowed")
+    unit = f"largest difference, of the {TOLERANCE} + {TOLERANCE} |value| that are allowed"
+    return {name: figure(worst, unit)}

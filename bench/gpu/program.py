@@ -1,0 +1,139 @@
+"""Programs of the queue: compiled where they are measured, or ahead of time for a card elsewhere.
+
+A part names its programs in one place, for a `Place`: that of the process, or a card of which there
+is only the compiler's description. So what `--dry` compiles is what will be measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+from jax.experimental import topologies
+
+from bench.gpu.cards import CARDS, Card
+
+
+class Program(NamedTuple):
+    """One program.
+
+    Attributes:
+      name: unique in its part. lower: traces it; programs that share it are traced once.
+      options: of the compiler, beside the process's flags.
+      beside: bytes that the part holds while it runs, beside the program's own.
+    """
+
+    name: str
+    lower: Callable[[], jax.stages.Lowered]
+    options: Mapping[str, Any] = MappingProxyType({})
+    beside: int = 0
+
+    def compile(self) -> jax.stages.Compiled:
+        return self.lower().compile(dict(self.options))
+
+
+class Place:
+    """The default device of this process.
+
+    Attributes:
+      platform, kind: of the device, as jax names them. card: None; what is known of a card.
+    """
+
+    card: Card | None = None
+
+    @property
+    def platform(self) -> str:
+        return jax.devices()[0].platform
+
+    @property
+    def kind(self) -> str:
+        return jax.devices()[0].device_kind
+
+    def shapes(self, tree):
+        """The shapes of a tree's arrays, on the device."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+    @contextlib.contextmanager
+    def seen(self) -> Iterator[None]:
+        """Within, whoever asks jax for devices is told of the place's."""
+        yield
+
+
+class Ahead(Place):
+    """A card that is not there. Needs jax's CUDA plugin, and no GPU.
+
+    Raises:
+      RuntimeError: the plugin is not installed.
+    """
+
+    platform = kind = ""
+
+    def __init__(self, name: str):
+        self.card = CARDS[name]
+        self.platform, self.kind = "gpu", self.card.kind
+        where = {"topology": "1x1x1", "target_config": self.card.config}
+        [self._device] = topologies.get_topology_desc(name, "cuda", **where).devices
+
+    def shapes(self, tree):
+        here = jax.sharding.SingleDeviceSharding(self._device)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), tree)
+
+    @contextlib.contextmanager
+    def seen(self) -> Iterator[None]:
+        told = mock.Mock(platform=self.platform, device_kind=self.kind)
+        with mock.patch("jax.devices", lambda *_: [told]):
+            yield
+
+
+def traced_once(lower: Callable[[], jax.stages.Lowered]) -> Callable[[], jax.stages.Lowered]:
+    return functools.cache(lower)
+
+
+class Built(Mapping):
+    """Compiled programs by name; one that did not compile raises its error when it is asked for."""
+
+    def __init__(self, found: Mapping[str, Any]):
+        self._found = found
+
+    def __getitem__(self, name: str) -> jax.stages.Compiled:
+        compiled = self._found[name]
+        if isinstance(compiled, Exception):
+            raise compiled
+        return compiled
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+def build(programs: Sequence[Program]) -> Built:
+    """Compiles, several at once where that helps: one for CPUs, whose compiler has threads.
+
+    Tracing is one after the other; each program is handed to the compiler as soon as it is traced.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = 1 if jax.default_backend() == "cpu" else cores
+    found: dict[str, Any] = {}
+    with ThreadPoolExecutor(threads, "compile") as pool:
+        waiting = {}
+        for program in programs:
+            try:
+                program.lower()
+                waiting[program.name] = pool.submit(program.compile)
+            except Exception as error:  # of this program; the others may be measured
+                found[program.name] = error
+        for name, started in waiting.items():
+            found[name] = started.exception() or started.result()
+    for name, entry in found.items():
+        if isinstance(entry, Exception):
+            print(f"{name} did not compile: {type(entry).__name__}: {str(entry)[:300]}", flush=True)
+    return Built({program.name: found[program.name] for program in programs})

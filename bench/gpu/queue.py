@@ -1,0 +1,197 @@
+"""Runs the parts that are not measured yet, one after the other, as far as there is time."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from bench.common import figure, result_of, write_json
+from bench.gpu import records
+from bench.gpu.cards import SHARE, short_name
+from bench.gpu.table import PARTS, Part
+
+RESERVE = 10.0  # seconds of a call that no part gets, for what lies around them
+CACHE_BYTES = 25_000_000  # of compiled programs that are kept for the next call
+
+
+class Call(NamedTuple):
+    """What was asked for.
+
+    Attributes:
+      out: directory of the records. minutes: for everything. parts: to choose from.
+      again: names of parts that are run although they have a record.
+      small: sizes for a CPU. seed: of weights and prompts.
+    """
+
+    out: str
+    minutes: float
+    parts: Sequence[Part] = PARTS
+    again: Sequence[str] = ()
+    small: bool = False
+    seed: int = 0
+
+
+def card_here(small: bool) -> str:
+    """The short name of this machine's card.
+
+    Raises:
+      ValueError: there is no GPU, and sizes are not small.
+    """
+    if small:
+        jax.config.update("jax_platforms", "cpu")
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # here; the parts want the memory
+    backend = jax.default_backend()
+    if backend not in ("gpu", "cuda") and not small:
+        raise ValueError(
+            f"expected a GPU, got platform {backend!r}; run it on a machine that has one, with "
+            "jax[cuda13], or try it out on a CPU with --small, --dry or --status"
+        )
+    return short_name(jax.devices()[0].device_kind)
+
+
+def run(call: Call) -> int:
+    """Measures what is next; 1 if a part failed.
+
+    Raises:
+      ValueError: there is no GPU; or another call runs on the same records.
+    """
+    end = time.monotonic() + 60 * call.minutes - RESERVE
+    card, status = card_here(call.small), 0
+    with _alone(records.directory(call.out)), _ended_by_signals():
+        for part in call.parts:
+            attempt = _attempt(call, part, card)
+            if attempt is None:
+                continue
+            left = end - time.monotonic()
+            if part.seconds > left:
+                told = f"it may take {part.seconds:.0f} s, and {max(left, 0):.0f} s are left"
+                print(f"--- {part.name}: not started: {told}", flush=True)
+                continue
+            print(f"--- {part.name} on {card}: at most {part.seconds:.0f} s", flush=True)
+            status |= not _run_part(call, part, card, attempt)
+    return int(status)
+
+
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another call of bench.gpu runs on the records in {directory}; wait for its end, "
+                "or give this one another --out"
+            ) from None
+        yield
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Whoever ends this process ends its part: that is in a session of its own."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _attempt(call: Call, part: Part, card: str) -> int | None:
+    """Which attempt at a part comes next; None where it is to be skipped.
+
+    A part whose run was cut off, by the end of the call that ran it, is tried once more.
+    """
+    if part.name in call.again:
+        return 1
+    running = records.read(records.path_of(call.out, part.name, card, running=True))
+    if running is not None:
+        attempts = running["settings"]["attempt"]
+        if attempts < records.ATTEMPTS:
+            print(f"--- {part.name}: its run was cut off before; once more", flush=True)
+            return attempts + 1
+        why = f"its run was cut off {attempts} times; ask for it with --again {part.name}"
+        records.finish(call.out, records.ended(running, "interrupted", why))
+        print(f"--- {part.name}: skipped: {why}", flush=True)
+        return None
+    if records.read(records.path_of(call.out, part.name, card)) is not None:
+        return None
+    return 1
+
+
+def _environment(part: Part, card: str, small: bool) -> dict[str, str]:
+    """Of a part's process. Compiled programs are kept for the next call, by kind of card; what was
+    tuned for them lies beside them, where jax puts it."""
+    env = dict(os.environ)
+    env["XLA_FLAGS"] = " ".join([env.get("XLA_FLAGS", ""), *part.flags]).strip()
+    env.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(".cache/gpu", card).absolute()))
+    env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    env.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(CACHE_BYTES))
+    env.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)  # it was for this process
+    if small:
+        return env | {"JAX_PLATFORMS": "cpu"}
+    if env.get("JAX_PLATFORMS"):  # some references are computed on the host
+        env["JAX_PLATFORMS"] = ",".join(dict.fromkeys([*env["JAX_PLATFORMS"].split(","), "cpu"]))
+    env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(SHARE))
+    return env
+
+
+def _run_part(call: Call, part: Part, card: str, attempt: int) -> bool:
+    """Runs a part in a process of its own, which is killed when its time is over.
+
+    Returns:
+      whether all went well.
+    """
+    task = {
+        "part": part.name,
+        "module": part.module,
+        "settings": dict(part.settings),
+        "card": card,
+        "out": str(call.out),
+        "seconds": part.seconds,
+        "attempt": attempt,
+        "small": call.small,
+        "seed": call.seed,
+    }
+    running = records.path_of(call.out, part.name, card, running=True)
+    settings = {name: task[name] for name in ("part", "card", "attempt", "seconds", "small")}
+    begun = result_of(f"gpu/{part.name}", settings, {"outcome": figure(records.RUNNING, "")})
+    write_json(begun, running)  # the attempt counts, whatever becomes of it
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bench.gpu.child", json.dumps(task)],
+        env=_environment(part, card, call.small),
+        stdin=subprocess.PIPE,  # its end tells the part that this process is gone
+        start_new_session=True,
+    )
+    try:
+        code = process.wait(part.seconds)
+        word, why = "failed", _describe(code)
+    except subprocess.TimeoutExpired:
+        word, why = "timed out", f"it was ended after its {part.seconds:.0f} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # all that it began, too
+        process.wait()
+    left_behind = records.read(running)
+    if left_behind is None:
+        return code == 0
+    records.finish(call.out, records.ended(left_behind, word, why))  # it did not come to its end
+    print(f"--- {part.name}: {word}: {why}", flush=True)
+    return False
+
+
+def _describe(code: int) -> str:
+    if code < 0:
+        more = ", as the system does when memory is short" if code == -signal.SIGKILL else ""
+        return f"its process was ended by {signal.Signals(-code).name}{more}"
+    return f"its process ended with exit status {code}"

@@ -1,0 +1,143 @@
+"""One result file per part and card, and how files of several machines become one set.
+
+    <out>/gpu/<part>.<card>.json            what was measured, or why not
+    <out>/gpu/<part>.<card>.running.json    the same of a part that runs, or whose run was cut off
+
+Both have the format of `bench.common.write_result`; `settings` names part, card and attempts, and
+the figure `outcome` says what became of the part, with its reasons. A part that runs writes its
+figures as it goes, so that whatever ends it loses nothing that it had measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.common import figure, now, write_json
+
+Record = dict[str, Any]
+RUNNING = "running"
+# Outcomes of parts that measured something, all of it or as much as there was time for.
+MEASURED = ("done", "done in part")
+# Outcomes that are nobody's fault.
+EXCUSED = ("not on this device", "not installed", "no time")
+ATTEMPTS = 2  # of a part whose run is cut off; then it is skipped
+PACKED = "packed results of bench.gpu"
+
+
+def directory(out: str | Path) -> Path:
+    return Path(out) / "gpu"
+
+
+def path_of(out: str | Path, part: str, card: str, running: bool = False) -> Path:
+    suffix = ".running.json" if running else ".json"
+    return directory(out) / f"{part.replace('/', '.')}.{card}{suffix}"
+
+
+def read(path: Path) -> Record | None:
+    """A record; None where there is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def every(out: str | Path) -> Iterator[tuple[Path, Record]]:
+    """All records below a directory, in order of their names; those of parts that run too."""
+    for path in sorted(directory(out).glob("*.json")):
+        if not path.name.startswith("."):
+            yield path, read(path)
+
+
+def outcome(record: Mapping) -> str:
+    return record["figures"]["outcome"]["value"]
+
+
+def reason(record: Mapping) -> str:
+    return record["figures"]["outcome"]["unit"]
+
+
+def is_measured(record: Mapping | None) -> bool:
+    return record is not None and outcome(record) in MEASURED
+
+
+def finish(out: str | Path, record: Record) -> None:
+    """Puts the record of a part that has ended in its place; its running one goes.
+
+    What was measured before is not given up for a run that measured nothing.
+    """
+    part, card = record["settings"]["part"], record["settings"]["card"]
+    path = path_of(out, part, card)
+    kept = is_measured(record) or not is_measured(read(path))
+    if kept:
+        write_json(record, path)
+    else:
+        print(f"{part}: {outcome(record)}; what was measured before is kept", flush=True)
+    path_of(out, part, card, running=True).unlink(missing_ok=True)
+
+
+def ended(record: Mapping, word: str, why: str) -> Record:
+    """A running record as that of a part that ended so, with the figures that it had."""
+    told = figure(word, "; ".join(filter(None, [reason(record), why])))
+    return {**record, "date": now(), "figures": {**record["figures"], "outcome": told}}
+
+
+# --- packing and merging --------------------------------------------------------------------------
+
+
+def pack(out: str | Path, path: Path) -> int:
+    """Writes all records into one file; returns how many."""
+    found = {record_path.name: record for record_path, record in every(out)}
+    write_json({"name": PACKED, "date": now(), "records": found}, path)
+    return len(found)
+
+
+def merge(out: str | Path, paths: Sequence[Path]) -> list[str]:
+    """Takes the records of packed files where they say more than what is there.
+
+    A measurement counts more than none, and of two of a kind the newer one: merging again, or in
+    another order, changes nothing.
+
+    Returns:
+      a line for each record, which says what was done.
+
+    Raises:
+      ValueError: a file is none that `pack` wrote.
+    """
+    lines = []
+    for path in paths:
+        try:
+            packed = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON: {error}; expected what --pack writes") from None
+        if not isinstance(packed, dict) or packed.get("name") != PACKED:
+            raise ValueError(f"expected a file that --pack wrote, got {path}")
+        for name, record in packed["records"].items():
+            lines.append(f"{name}: {_take(directory(out) / Path(name).name, record)}")
+    return lines
+
+
+def _take(path: Path, new: Record) -> str:
+    old = read(path)
+    if outcome(new) == RUNNING:
+        final = read(path.with_name(path.name.replace(".running.json", ".json")))
+        if final is not None and final["date"] >= new["date"]:
+            return "kept what ended after this run was cut off"
+    if old == new:
+        return "the same is there"
+    if old is not None and _rank(old) >= _rank(new):
+        return f"kept {outcome(old)} of {old['date']}, not {outcome(new)} of {new['date']}"
+    write_json(new, path)
+    running = path.with_name(path.name.removesuffix(".json") + ".running.json")
+    if (cut_off := read(running)) is not None and cut_off["date"] <= new["date"]:
+        running.unlink()
+    if old is None:
+        return f"new, {outcome(new)}"
+    return f"{outcome(new)} of {new['date']} in place of {outcome(old)} of {old['date']}"
+
+
+def _rank(record: Mapping) -> tuple:
+    """Records of equal dates are told apart by what they hold, so that any order gives the same."""
+    return is_measured(record), record["date"], json.dumps(record, sort_keys=True)

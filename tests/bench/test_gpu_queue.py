@@ -1,0 +1,380 @@
+"""The GPU queue: which part runs when, what becomes of one that ends badly, how results travel."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bench.common import figure, write_json
+from bench.gpu import __main__ as command
+from bench.gpu import cards, queue, records, status, table
+from bench.gpu.job import Absent, Job
+from bench.gpu.table import PARTS, Part
+
+HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]
+
+
+def part(name, how, seconds=60.0, **settings):
+    return Part(name, "nothing", "gpu_fakes", {"how": how, **settings}, seconds)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs parts as a call of the queue does; returns its exit status."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(HERE)]))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+
+    def call(*parts, minutes=60.0, again=()):
+        return queue.run(queue.Call(str(tmp_path), minutes, parts, again, small=True))
+
+    return call
+
+
+def record_of(out, name, running=False):
+    return records.read(records.path_of(out, name, "cpu", running))
+
+
+def outcome(out, name):
+    return records.outcome(record_of(out, name))
+
+
+def made(name, date, word="done", card="h100", value=1.0, attempt=1):
+    """A record without a machine."""
+    figures = {"outcome": figure(word, ""), "ms": figure(value, "ms")}
+    settings = {"part": name, "card": card, "attempt": attempt}
+    return {"name": f"gpu/{name}", "date": date, "settings": settings, "figures": figures}
+
+
+def put(out, record, running=False):
+    settings = record["settings"]
+    write_json(record, records.path_of(out, settings["part"], settings["card"], running))
+
+
+# --- parts that end badly ----------------------------------------------------------------------
+
+
+def test_a_part_that_ends_badly_is_recorded_with_its_reason_and_skipped_then(run, tmp_path, capfd):
+    """And it takes no other part with it, nor what it had measured before."""
+    parts = (
+        part("hangs", "hangs", 8.0),
+        part("aborts", "aborts"),
+        part("large", "does_not_fit"),
+        part("fails", "fails"),
+        part("good", "ends"),
+    )
+    assert run(*parts) == 1
+    found = {p.name: record_of(tmp_path, p.name) for p in parts}
+    told = {name: (records.outcome(r), records.reason(r)) for name, r in found.items()}
+    assert told["hangs"] == ("timed out", "it was ended after its 8 s")
+    assert told["aborts"] == ("failed", "its process was ended by SIGABRT")
+    assert told["large"][0] == "out of memory" and "99 bytes" in told["large"][1]
+    assert told["fails"] == ("failed", "ValueError: no such kernel")
+    assert told["good"] == ("done", "")
+    for record in found.values():
+        assert record["figures"]["before"]["value"] == 1.0
+        assert {"name", "date", "machine", "versions", "command"} <= set(record)
+    capfd.readouterr()
+    assert run(*parts) == 0 and not capfd.readouterr().out  # nothing was begun
+
+
+def test_a_part_runs_once_more_when_it_is_asked_for_and_a_measurement_is_not_given_up(
+    run, tmp_path, capfd
+):
+    put(tmp_path, made("fails", "2026-01-01T00:00:00+00:00", card="cpu"))
+    assert run(part("fails", "fails"), again=["fails"]) == 1
+    assert outcome(tmp_path, "fails") == "done"
+    assert "what was measured before is kept" in capfd.readouterr().out
+    assert not record_of(tmp_path, "fails", running=True)
+
+
+# --- calls that are cut off ----------------------------------------------------------------------
+
+CALL = """
+import sys
+from bench.gpu import queue
+from bench.gpu.table import Part
+parts = [Part("good", "", "gpu_fakes", {"how": "ends"}, 60.0)]
+parts += [Part("slow", "", "gpu_fakes", {"how": "hangs", "say": sys.argv[2]}, 600.0)]
+queue.run(queue.Call(sys.argv[1], 60.0, parts, small=True))
+"""
+
+
+def gone(pid):
+    """Whether no such process runs (one that nobody has asked about yet counts for nothing)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_for(condition):
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end, "waited for two minutes"
+        time.sleep(0.05)
+
+
+def test_a_call_that_is_killed_goes_on_where_it_was_and_tries_the_part_that_ran_once_more(
+    run, tmp_path, capfd
+):
+    say = tmp_path / "pid"
+    call = subprocess.Popen([sys.executable, "-c", CALL, str(tmp_path), str(say)], cwd=ROOT)
+    wait_for(lambda: say.exists() and say.read_text())
+    call.kill()
+    call.wait()
+    wait_for(lambda: gone(int(say.read_text())))  # no part outlives the call that ran it
+    done = record_of(tmp_path, "good")
+    cut_off = record_of(tmp_path, "slow", running=True)
+    assert records.outcome(done) == "done" and records.outcome(cut_off) == "running"
+    assert cut_off["figures"]["before"]["value"] == 1.0
+    parts = part("good", "ends"), part("slow", "ends")
+    assert run(*parts) == 0
+    assert record_of(tmp_path, "good") == done
+    second = record_of(tmp_path, "slow")
+    assert records.outcome(second) == "done" and second["settings"]["attempt"] == 2
+    assert not record_of(tmp_path, "slow", running=True)
+
+
+def test_a_part_that_was_cut_off_twice_is_recorded_as_interrupted_and_skipped(run, tmp_path, capfd):
+    put(tmp_path, made("slow", "2026-01-01T00:00:00+00:00", "running", "cpu", attempt=2), True)
+    assert run(part("slow", "ends")) == 0
+    record = record_of(tmp_path, "slow")
+    assert records.outcome(record) == "interrupted" and "--again slow" in records.reason(record)
+    assert record["figures"]["ms"]["value"] == 1.0  # what it had measured
+    assert not record_of(tmp_path, "slow", running=True)
+
+
+def test_two_calls_do_not_run_on_the_same_records(run, tmp_path):
+    with queue._alone(records.directory(tmp_path)):
+        with pytest.raises(ValueError, match="another call of bench.gpu runs"):
+            run(part("good", "ends"))
+
+
+# --- time ----------------------------------------------------------------------------------------
+
+
+def test_what_needs_more_time_than_is_left_is_not_started_and_a_shorter_part_is(
+    run, tmp_path, capfd
+):
+    assert run(part("long", "ends", 180.0), part("short", "ends", 60.0), minutes=2.0) == 0
+    assert not record_of(tmp_path, "long") and outcome(tmp_path, "short") == "done"
+    assert "long: not started: it may take 180 s, and 1" in capfd.readouterr().out
+
+
+def test_no_part_takes_more_than_its_share_of_a_call():
+    assert all(part.seconds <= 180 for part in PARTS if part.name != "protocol")
+    assert max(part.seconds for part in PARTS) <= 480
+    assert len({part.name for part in PARTS}) == len(PARTS)
+
+
+def test_parts_are_named_alone_or_all_of_a_kind():
+    assert [p.name for p in table.named(["rows/8", "rows/1"])] == ["rows/1", "rows/8"]
+    assert len(table.named(["round"])) == 4
+    with pytest.raises(ValueError, match="there is no part 'nothing'; the parts are ceilings"):
+        table.named(["nothing"])
+
+
+# --- what a part measures ------------------------------------------------------------------------
+
+
+def job_of(tmp_path, seconds=60.0):
+    return Job("part", "cpu", str(tmp_path), seconds, small=True)
+
+
+def test_one_measurement_that_fails_is_recorded_and_the_others_go_on(tmp_path):
+    def breaks():
+        raise RuntimeError("no such kernel")
+
+    def does_not_fit():
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    items = [("a", breaks), ("b", does_not_fit), ("c", lambda: {"c": figure(1.0, "ms")})]
+    assert not job_of(tmp_path).run(lambda job: job.each(items))
+    figures = record_of(tmp_path, "part")["figures"]
+    assert figures["outcome"] == figure("failed", "a: RuntimeError: no such kernel")
+    assert "failed: RuntimeError" in figures["a"]["unit"]
+    assert "left out: out of memory" in figures["b"]["unit"]
+    assert figures["c"]["value"] == 1.0
+
+
+def test_what_there_is_no_time_for_is_left_out_and_said_to_be(tmp_path):
+    job = job_of(tmp_path, 0.0)
+    assert job.run(lambda job: job.each([("a", lambda: pytest.fail("there is no time"))]))
+    figures = record_of(tmp_path, "part")["figures"]
+    assert figures["outcome"]["value"] == "no time"
+    assert figures["a"]["unit"] == "left out: no time left"
+
+
+def test_what_cannot_be_there_is_no_failure(tmp_path):
+    def absent(job):
+        raise Absent("not installed", "torch is not installed")
+
+    assert job_of(tmp_path).run(absent)
+    assert outcome(tmp_path, "part") == "not installed"
+
+
+# --- packing and merging -------------------------------------------------------------------------
+
+OLD, NEW = "2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00"
+
+
+def contents(out):
+    return {path.name: record for path, record in records.every(out)}
+
+
+def test_results_travel_in_one_file_and_merging_them_again_changes_nothing(tmp_path):
+    there, here, file = tmp_path / "there", tmp_path / "here", tmp_path / "packed.json"
+    put(there, made("rows/1", OLD))
+    put(there, made("rows/8", OLD, "timed out"))
+    put(there, made("round/1", OLD, "running", attempt=1), running=True)
+    assert records.pack(there, file) == 3
+    lines = records.merge(here, [file])
+    assert [line.rpartition(": ")[2] for line in lines] == ["new, running", "new, done"] + [
+        "new, timed out"
+    ]
+    assert contents(here) == contents(there)
+    assert all("the same is there" in line for line in records.merge(here, [file, file]))
+    assert contents(here) == contents(there)
+
+
+@pytest.mark.parametrize(
+    "old, new, kept",
+    [
+        (made("a", OLD, value=1.0), made("a", NEW, value=2.0), 2.0),
+        (made("a", NEW, value=1.0), made("a", OLD, value=2.0), 1.0),
+        (made("a", OLD, value=1.0), made("a", NEW, "failed", value=2.0), 1.0),
+        (made("a", NEW, "failed", value=1.0), made("a", OLD, value=2.0), 2.0),
+        (made("a", OLD, "failed", value=1.0), made("a", NEW, "timed out", value=2.0), 2.0),
+    ],
+    ids=["newer", "older", "newer failed", "older measured", "both failed"],
+)
+def test_merging_keeps_what_is_newer_and_what_was_measured_in_any_order(tmp_path, old, new, kept):
+    file, first = tmp_path / "packed.json", tmp_path / "first.json"
+    put(tmp_path / "a", old)
+    put(tmp_path / "b", new)
+    records.pack(tmp_path / "a", first)
+    records.pack(tmp_path / "b", file)
+    for out, order in (("c", [first, file]), ("d", [file, first])):
+        records.merge(tmp_path / out, order)
+        [record] = contents(tmp_path / out).values()
+        assert record["figures"]["ms"]["value"] == kept
+
+
+def test_a_run_that_was_cut_off_does_not_come_back_after_the_part_has_ended(tmp_path):
+    there, here, file = tmp_path / "there", tmp_path / "here", tmp_path / "packed.json"
+    put(there, made("a", OLD, "running"), running=True)
+    records.pack(there, file)
+    put(here, made("a", NEW))
+    before = contents(here)
+    assert "kept what ended after" in records.merge(here, [file])[0]
+    assert contents(here) == before
+
+
+def test_merging_takes_nothing_but_what_was_packed(tmp_path):
+    for text in ("{}", "no JSON", "[]"):
+        file = tmp_path / "other.json"
+        file.write_text(text)
+        with pytest.raises(ValueError, match="pack"):
+            records.merge(tmp_path, [file])
+
+
+# --- status --------------------------------------------------------------------------------------
+
+
+def shown(out):
+    console = Console(width=200, file=io.StringIO())
+    status.show(out, console=console)
+    return console.file.getvalue()
+
+
+def row(text, *begins):
+    """The cells of the one row that begins so."""
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
+    [found] = [cells for cells in rows if cells[: len(begins)] == list(begins)]
+    return found
+
+
+def test_status_names_every_part_and_target_before_anything_is_measured(tmp_path):
+    text = shown(tmp_path)
+    for p in PARTS:
+        assert row(text, p.name)[3:5] == ["-", "not measured"]
+    assert text.count("at most 5.9 ms") == 1 and text.count("at most 4.1 ms") == 1
+    assert " met" not in text and "missed" not in text
+
+
+def test_status_says_what_is_measured_where_and_which_targets_are_met(tmp_path):
+    good, bad = made("plain/1", OLD), made("rows/1", OLD, card="h200")
+    good["figures"] |= {"ms/36_layers/1024/best": figure(5.5, "ms")}
+    good["figures"] |= {f"share/36_layers/{c}/best": figure(v, "") for c, v in ((1, 0.9), (4, 0.8))}
+    bad["figures"] |= {"rows_over_1/16": figure(1.06, "times"), "gone": figure(None, "left out")}
+    put(tmp_path, good)
+    put(tmp_path, bad)
+    put(tmp_path, made("rows/8", OLD, "timed out"))
+    put(tmp_path, made("round/1", OLD, "running", attempt=1), running=True)
+    put(tmp_path, made("longer", OLD))
+    text = shown(tmp_path)
+    assert row(text, "plain/1", "share of the roofline")[3:] == [
+        "h100", "done", OLD, "1 met, 1 missed"
+    ]  # fmt: skip
+    assert row(text, "rows/1")[3:] == ["h200", "done (1 figures left out)", OLD, "1 missed"]
+    assert row(text, "rows/8")[3:5] == ["h100", "timed out"]
+    assert row(text, "round/1")[3:5] == ["h100", "cut off (attempt 1)"]
+    assert row(text, "longer")[1] == "(no longer a part)"
+    assert row(text, "plain 8B step, batch 1", "plain/1", "at most 5.9 ms")[3:] == [
+        "h100", "5.5", "met"
+    ]  # fmt: skip
+    assert row(text, "verify 16 rows / 1, batch 1", "rows/1", "at most 1.05 times", "h200")[4:] == [
+        "1.06", "missed"
+    ]  # fmt: skip
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_nothing_is_measured(tmp_path):
+    with pytest.raises(SystemExit, match="expected a GPU, got platform 'cpu'.*--small"):
+        command.main(["--out", str(tmp_path)])
+
+
+def test_small_numbers_do_not_go_where_results_are():
+    assert command.parse(["--small"]).out == command.SMALL_OUT != command.parse([]).out
+
+
+def test_dry_says_where_the_compiler_comes_from(monkeypatch):
+    def none(*_, **__):
+        raise RuntimeError("unknown platform cuda")
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", none)
+    with pytest.raises(SystemExit, match="make gpu-check.*unknown platform cuda"):
+        command.main(["--dry", "--parts", "ceilings"])
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA L4", "nvidia-l4")],
+)
+def test_cards_have_short_names(kind, name):
+    assert cards.short_name(kind) == name
+
+
+@pytest.mark.slow
+def test_the_small_command_measures_every_part(tmp_path):
+    argv = [sys.executable, "-m", "bench.gpu", "--small", "--out", str(tmp_path)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = status.by_card(tmp_path)["cpu"]
+    excused = {"values/own": "not on this device"}
+    for p in PARTS:
+        record = found[p.name]
+        words = ("done", excused.get(p.name), "not installed" if p.name == "transformers" else None)
+        assert records.outcome(record) in words, (p.name, records.reason(record))
+        json.dumps(record, allow_nan=False)
+        for name, entry in record["figures"].items():
+            if entry["value"] is None:
+                assert p.name in ("protocol", "transformers", "round_parts"), (p.name, name)
