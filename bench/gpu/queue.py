@@ -130,13 +130,18 @@ def _attempt(call: Call, part: Part, card: str) -> int | None:
 
 
 def _environment(part: Part, card: str, small: bool) -> dict[str, str]:
-    """Of a part's process. Compiled programs are kept for the next call, by kind of card; what was
-    tuned for them lies beside them, where jax puts it."""
+    """Of a part's process.
+
+    Compiled programs are kept for the next call, by kind of card, as many as can be carried along;
+    what was tuned for them lies beside them, where jax puts it. A cache of the user's own is taken
+    as it is: what has no place in so small a cache would be thrown out of it.
+    """
     env = dict(os.environ)
     env["XLA_FLAGS"] = " ".join([env.get("XLA_FLAGS", ""), *part.flags]).strip()
-    env.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(".cache/gpu", card).absolute()))
+    if "JAX_COMPILATION_CACHE_DIR" not in env:
+        env["JAX_COMPILATION_CACHE_DIR"] = str(Path(".cache/gpu", card).absolute())
+        env["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(CACHE_BYTES)
     env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    env.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(CACHE_BYTES))
     env.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)  # it was for this process
     if small:
         return env | {"JAX_PLATFORMS": "cpu"}

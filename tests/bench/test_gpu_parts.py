@@ -1,0 +1,346 @@
+"""The parts of the GPU queue: programs, arithmetic, scripted acceptance, and what each refuses."""
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_bench_protocol import PROGRAM
+
+from bench import hlo
+from bench.common import figure
+from bench.gpu import program, records, targets
+from bench.gpu.chunks import OFF, Chunk, Size, whole_model
+from bench.gpu.job import Absent, Job
+from bench.gpu.parts import attention, ceilings, rl, round_parts, rounds, transformers, values
+from bench.gpu.program import Place, Program
+from bench.gpu.script import Scripted, scripted_lengths
+from bench.gpu.table import PARTS
+from specjax.decode.accept import accept
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def job_of(tmp_path, part="part", **settings):
+    return Job(part, "cpu", str(tmp_path), 3600, small=True, **settings)
+
+
+def record_of(tmp_path, part="part"):
+    return records.read(records.path_of(tmp_path, part, "cpu"))
+
+
+# --- scripted acceptance -----------------------------------------------------------------------
+
+
+def chunk_of(strategy, rule=None, **sizes):
+    sizes = {"context": 24, "rounds": 4} | sizes
+    size = Size("tiny", 3, strategy=strategy, **sizes)
+    chunk = Chunk(Place(), size, rule)
+    chunk.compiled = program.build(chunk.programs("chunk"))
+    chunk.load(0)
+    return chunk
+
+
+def run(chunk):
+    chunk.prepare()
+    keys = np.asarray(chunk.runner.state.keys)[: chunk.size.batch]
+    return chunk.run("chunk"), keys
+
+
+def test_what_is_accepted_is_what_the_script_says():
+    chunk = chunk_of("4_1_5", Scripted(0.6))
+    found, keys = run(chunk)
+    said = scripted_lengths(0.6, keys, 24, 4, 4)
+    assert chunk.emitted(found).tolist() == said.tolist()
+    assert len(set(said)) > 1  # slots have scripts of their own
+
+
+def test_a_script_accepts_with_its_probability():
+    for probability in (0.6, 0.8):
+        keys = np.arange(50, dtype=np.uint32)[:, None] * 7919
+        length = scripted_lengths(probability, keys, 1000, 4, 200).mean() / 200
+        expected = sum(probability**i for i in range(5))
+        assert length == pytest.approx(expected, rel=0.02)
+
+
+def test_a_script_emits_what_was_drafted_and_then_what_the_target_chose():
+    """The same round by its own rule says what that is: it accepts all, by the noise that both
+    share, for a random head's scores say little."""
+    own, everything, nothing = (
+        run(chunk_of("1_1_2", rule, rounds=1))[0] for rule in (None, Scripted(1.0), Scripted(0.0))
+    )
+    assert (own.length[:3] == 26).all() and (everything.length[:3] == 26).all()
+    assert (nothing.length[:3] == 25).all()
+    assert (everything.tokens[:3, :2] == own.tokens[:3, :2]).all()
+    assert (nothing.tokens[:3, 0] == own.tokens[:3, 1]).all()
+
+
+@pytest.mark.parametrize("strategy", [OFF, "2_1_3"])
+def test_decoding_without_a_script_is_untouched_by_rules(strategy):
+    """Plain rounds ask no rule, and the mode's own rule given by hand changes nothing."""
+
+    def unasked(*_):
+        raise AssertionError("plain rounds accept nothing")
+
+    def own(plan, *rest):
+        return accept(dataclasses.replace(plan, rule=None), *rest)
+
+    without, _ = run(chunk_of(strategy))
+    having, _ = run(chunk_of(strategy, unasked if strategy == OFF else own))
+    assert (without.tokens == having.tokens).all() and (without.length == having.length).all()
+
+
+def test_a_script_takes_chains_alone():
+    with pytest.raises(ValueError, match="expected a chain such as 4_1_5"):
+        Chunk(Place(), Size("tiny", 1, 24, strategy="2x2", rounds=2), Scripted(0.5))._lower()
+
+
+# --- chunks ------------------------------------------------------------------------------------
+
+
+def test_every_run_of_a_chunk_begins_with_the_same_state_and_random_caches():
+    chunk = chunk_of("2_1_3")
+    first, _ = run(chunk)
+    assert all(np.asarray(x).any() for x in chunk.runner.state.cache.k)
+    again, _ = run(chunk)
+    assert (first.tokens == again.tokens).all() and (first.length == again.length).all()
+    shorter, _ = run(chunk.at(16))
+    assert (shorter.length[:3] < first.length[:3]).all()
+    with pytest.raises(ValueError, match="expected at most 24 tokens, got 25"):
+        chunk.at(25)
+
+
+def test_a_model_takes_what_its_layers_take_and_the_rest_once():
+    rest, layer = 2.0, 0.5
+    many, few = [rest + 12 * layer, 1 + rest + 12 * layer], [rest + 4 * layer] * 2
+    assert whole_model(many, few, (12, 4), 36) == pytest.approx([rest + 36 * layer, 24.0])
+
+
+def test_arms_of_one_program_are_traced_once_and_one_that_does_not_compile_leaves_the_others():
+    chunk = Chunk(Place(), Size("tiny", 1, 24, rounds=2))
+    traced = []
+    lower = chunk._lower
+    chunk._lower = lambda: traced.append(1) or lower()
+    arms = {"good": {}, "bad": {"xla_no_such_option": 1}}
+    built = program.build(chunk.programs("", arms))
+    assert len(traced) == 1 and built["good"].as_text()
+    with pytest.raises(Exception, match="xla_no_such_option"):
+        built["bad"]
+
+
+def test_rows_are_programs_or_say_why_not_and_no_two_of_a_part_have_one_name():
+    for part in PARTS:
+        module = part.load()
+        if reason := getattr(module, "NOT_AHEAD", None):
+            assert isinstance(reason, str)
+            continue
+        try:
+            found = module.programs(Place(), True, **part.settings)
+        except Absent:
+            assert part.name == "values/own"  # nothing of it is for CPUs
+            continue
+        assert found and len({p.name for p in found}) == len(found)
+
+
+# --- figures -----------------------------------------------------------------------------------
+
+
+def test_the_cards_own_rates_are_taken_from_its_record_or_measured_in_the_process(tmp_path):
+    assert job_of(tmp_path, "ceilings").run(ceilings.measure)
+    figures = record_of(tmp_path, "ceilings")["figures"]
+    job = job_of(tmp_path, "plain/1")
+    found = ceilings.ceilings(job)
+    assert found.copy == 1e9 * figures["copy"]["value"]
+    assert found.matmul == 1e12 * figures["matmul"]["value"]
+    assert job.record()["settings"]["ceilings"].startswith("of the part")
+    other = Job("plain/1", "other", str(tmp_path), 60, small=True)
+    assert ceilings.ceilings(other).copy > 0
+    assert "measured in this process" in other.record()["settings"]["ceilings"]
+
+
+def test_attention_is_measured_at_every_length_and_what_it_reads_is_what_it_needs(tmp_path):
+    assert job_of(tmp_path).run(lambda job: attention.measure(job, "mixed"))
+    figures, sizes = record_of(tmp_path)["figures"], attention.SMALL
+    for cell in attention.cells(sizes, "mixed"):
+        for kernel in ("reference", "library:xla", "best"):
+            assert figures[f"share/{kernel}/{cell.name}"]["value"] > 0
+        assert figures[f"over/library:xla/{cell.name}"]["value"] > 0
+    short, long = (attention.Cell(5, (2048,) * 8, table) for table in (2048, 16_384))
+    assert short.bytes(attention.Sizes()) == long.bytes(attention.Sizes())
+    keys = 2 * 8 * 8 * (2048 + 5) * 128 * 2
+    assert short.bytes(attention.Sizes()) == keys + 2 * 8 * 32 * 5 * 128 * 2
+
+
+def test_a_round_is_measured_against_a_plain_one(tmp_path):
+    assert job_of(tmp_path).run(lambda job: rounds.measure(job, 2))
+    figures = record_of(tmp_path)["figures"]
+    for probability in (0.6, 0.8):
+        ratio = figures[f"ms/2_layers/{probability}"]
+        assert ratio["value"] > 0 and ratio["interval"][0] <= ratio["value"]
+        assert math.isfinite(figures[f"speedup/{probability}"]["value"])
+    assert 1 < figures["accept_length/0.6"]["value"] < figures["accept_length/0.8"]["value"] < 3
+    assert "round_over_plain" in figures
+
+
+def test_a_kernel_with_wrong_values_fails_its_part(tmp_path, monkeypatch):
+    case = {"tree_of_8": values.SMALL_CASES["tree_of_8"]}
+    real = values.dispatch.tree_attention
+
+    def wrong(q, k, v, *rest, kernel, **options):
+        return real(q, k, v * (1.5 if kernel == "library:xla" else 1), *rest, **options)
+
+    monkeypatch.setattr(values, "SMALL_CASES", case)
+    monkeypatch.setattr(values.dispatch, "tree_attention", wrong)
+    kernels = ("reference", "library:xla")
+    assert not job_of(tmp_path).run(lambda job: values.measure(job, kernels))
+    figures = record_of(tmp_path)["figures"]
+    assert "library:xla/tree_of_8" in figures["outcome"]["unit"]
+    assert figures["values/reference/tree_of_8"]["value"] <= 1
+    assert figures["values/library:xla/tree_of_8"]["value"] > 1
+
+
+def test_torch_that_is_not_there_is_no_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers.importlib.util, "find_spec", lambda name: None)
+    assert job_of(tmp_path).run(transformers.measure)
+    assert records.outcome(record_of(tmp_path)) == "not installed"
+
+
+def test_times_of_parts_are_added_up_with_transforms_in_acceptance():
+    times = dict.fromkeys(("noise", "transform", "accept", "commit"), (1.0, 2.0))
+    times |= {"draft": (2.0, 3.0), "verify": (14.0, 15.0), "round": (22.0, 23.0)}
+    found = round_parts.part_figures(times)
+    assert found["ms/accept"]["interval"] == [2.0, 4.0]
+    assert found["noise_and_accept_share"]["value"] == pytest.approx(3 / 20)
+    assert found["draft_over_verify"]["value"] == pytest.approx(1 / 7)
+    assert found["sum_of_parts"]["value"] == pytest.approx(20 / 22)
+    assert found["us_beside_parts"]["value"] == pytest.approx(2000)
+
+
+def test_kernels_are_counted_where_the_rounds_lie_in_a_graph_that_the_entry_calls():
+    before, entry = PROGRAM.split("ENTRY %main")
+    graph = "%command_buffer" + entry
+    calls = """ENTRY %outer (a: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %a.9 = (s32[], f32[4]{0}) parameter(0)
+  ROOT %graph = (s32[], f32[4]{0}) call(%a.9), to_apply=%command_buffer
+}
+"""
+    assert hlo.round_kernels(before + graph + calls) == hlo.round_kernels(PROGRAM)
+
+
+# --- train.rl ----------------------------------------------------------------------------------
+
+STEPS = """
+import json, pathlib, sys, time
+out = pathlib.Path(sys.argv[1])
+out.mkdir()
+names = "step", "wall_time", "rollout/reward", "time/train"
+steps = [dict(zip(names, (n, 0.5 * n, 0.25, 0.1))) for n in range(int(sys.argv[2]))]
+(out / "new").write_text("".join(json.dumps(step) + "\\n" for step in steps))
+(out / "new").rename(out / "metrics.jsonl")
+"""
+
+
+def test_a_run_is_ended_when_its_time_is_over_and_steps_behind_the_first_count(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(rl, "SECONDS", 0.2)
+    job, out = job_of(tmp_path, "train.rl"), tmp_path / "run"
+    script = [sys.executable, "-c", STEPS + "time.sleep(3600)", str(out), "5"]
+    steps = rl.watched(script, {}, out, job)  # comes back: it did not wait for an hour
+    found = rl.rl_figures(steps)  # step 0 is the evaluation before the first one
+    assert found["rl/steps"]["value"] == 3 and found["rl/step_seconds"]["value"] == 0.5
+    assert found["rl/time/train"]["interval"] == [0.1, 0.1]
+    steps[1]["nonfinite"] = ["train/loss"]
+    with pytest.raises(FloatingPointError, match="step 2: train/loss not finite"):
+        rl.rl_figures(steps)
+
+
+@pytest.mark.parametrize(
+    "steps, end, says", [("5", "sys.exit(3)", "status 3"), ("2", "", "logged 1 steps")]
+)
+def test_a_run_that_fails_or_learns_nothing_is_an_error(tmp_path, steps, end, says):
+    job, out = job_of(tmp_path, "train.rl"), tmp_path / "run"
+    with pytest.raises(RuntimeError, match=says):
+        rl.watched([sys.executable, "-c", STEPS + end, str(out), steps], {}, out, job)
+
+
+# --- targets -----------------------------------------------------------------------------------
+
+SHARE = targets.Target("share", "attention/*", "share/best/*/8192/8192", {"h100": 0.8}, False, "")
+MOST = targets.Target("rows", "rows/8", "rows_over_1/16", {"h100": 1.12, "h200": 1.15}, True, "")
+
+
+def shares(**found):
+    return {
+        f"attention/{part}": {
+            "figures": {f"share/best/{t}/8192/8192": figure(v, "") for t, v in by_rows.items()}
+            | {"share/best/1/2048/2048": figure(0.1, "")}
+        }
+        for part, by_rows in found.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "found, word",
+    [
+        (shares(a={1: 0.9}, b={16: 0.8}), targets.MET),
+        (shares(a={1: 0.9}, b={16: 0.79}), targets.MISSED),
+        (shares(a={1: 0.7}, b={16: None}), targets.MISSED),
+        (shares(a={1: 0.9}, b={16: None}), targets.UNKNOWN),
+        ({}, targets.UNKNOWN),
+    ],
+)
+def test_the_worst_figure_counts_and_what_is_met_needs_every_one(found, word):
+    assert targets.verdict(SHARE, "h100", found).word == word
+
+
+def test_targets_are_those_of_the_card():
+    found = {"rows/8": {"figures": {"rows_over_1/16": figure(1.14, "")}}}
+    words = [targets.verdict(MOST, card, found).word for card in ("h100", "h200", "cpu")]
+    assert words == [targets.MISSED, targets.MET, targets.UNKNOWN]
+
+
+# --- ahead of time -----------------------------------------------------------------------------
+
+
+def test_what_does_not_compile_or_fit_is_named(monkeypatch, capsys):
+    from bench.gpu import dry
+    from bench.gpu.cards import CARDS
+
+    class There(Place):
+        card = CARDS["h100"]._replace(memory=1000)
+
+    def breaks():
+        raise RuntimeError("no such instruction")
+
+    [fits] = Chunk(Place(), Size("tiny", 1, 24, rounds=2)).programs("chunk")
+    assert "needs" in dry._compile(fits, There())
+    assert "does not compile: RuntimeError: no such" in dry._compile(
+        Program("bad", breaks), There()
+    )
+    There.card = CARDS["h100"]
+    assert not dry._compile(fits, There())
+    assert "does not compile" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "SPECJAX_GPU_PYTHON" not in os.environ,
+    reason="SPECJAX_GPU_PYTHON names no Python with jax's CUDA plugin (`make gpu-check` has one)",
+)
+def test_parts_compile_for_cards_that_are_not_there():
+    env = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "XLA_FLAGS": ""}
+    argv = ["-m", "bench.gpu", "--dry", "--parts", "ceilings", "one_graph"]
+    done = subprocess.run(
+        [os.environ["SPECJAX_GPU_PYTHON"], *argv],
+        cwd=ROOT,
+        env={**os.environ, **env, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "4_1_5/gpu/while" in done.stdout and "matmul" in done.stdout
