@@ -30,7 +30,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 test test-full: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install rl serve plan test test-full lint clean
+.PHONY: help install rl serve plan test test-full lint gpu-check gpu-wheels clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1@\2/' | column -t -s @ 2>/dev/null \
@@ -59,8 +59,14 @@ test-full: $(STAMP) ## ruff and every test, with machine code as users get it
 lint: $(STAMP) ## ruff alone
 	$(BIN)/ruff check .
 
+gpu-check: $(STAMP) ## compile for GPUs without one; downloads 4 GB into the user's cache, once
+	$(BIN)/python -m bench.gpu.check $(ARGS)
+
+gpu-wheels: $(STAMP) ## what a GPU machine without a network lacks, into .wheels
+	$(BIN)/python -m bench.gpu.wheels $(ARGS)
+
 clean: ## remove .venv, caches and build products (runs/ is kept)
-	rm -rf $(VENV) $(PLAN_VENV) .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PLAN_VENV) .cache .wheels build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A name on the PATH proves nothing (pyenv's shims exist for versions that are not active), so each

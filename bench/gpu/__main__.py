@@ -17,7 +17,8 @@ and tries the part that ran once more.
     python -m bench.gpu --merge FILE           take in what such files know better
 
 Compiled programs and what was tuned for them are kept in .cache/gpu/<card>. The exit status is 1 if
-a part failed in this call (with --dry: if a program does not compile, or does not fit a card).
+a part failed in this call (with --dry: if a program does not compile, or does not fit a card; 75 if
+there were not minutes enough for all of them).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MINUTES, SMALL_MINUTES = 14.0, 60.0
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = bench_parser("gpu", __doc__, "gpu/<part>.<card>")
     add = parser.add_argument
-    add("--minutes", type=float, help=f"for the whole call; default: {MINUTES:g}")
+    add("--minutes", type=float, help=f"for the call; default: {MINUTES:g}, with --dry no limit")
     add("--parts", nargs="+", metavar="PART", default=[], help="not all of them")
     add("--again", nargs="+", metavar="PART", default=[], help="these although they were run")
     add("--small", action="store_true", help="tiny sizes on a CPU, to try the command out")
@@ -53,7 +54,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.out is None:
         args.out = SMALL_OUT if args.small else str(RESULTS)
-    if args.minutes is None:
+    if args.minutes is None and not args.dry:
         args.minutes = SMALL_MINUTES if args.small else MINUTES
     return args
 
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.merge:
         print(*records.merge(args.out, args.merge), sep="\n")
     elif args.dry:
-        return dry.run(parts, args.cards, args.small)
+        return dry.run(parts, args.cards, args.small, args.minutes)
     else:
         call = queue.Call(args.out, args.minutes, parts, again, args.small, args.seed)
         found = queue.run(call)

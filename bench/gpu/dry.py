@@ -1,27 +1,45 @@
 """`--dry`: every program of the queue is compiled for cards that are not there.
 
 Nothing runs and nothing is tuned, so that times mean nothing. What does not compile, or needs more
-memory than the card has for it, is named.
+memory than the card has for it, is named. What is known of a program is kept under a hash of its
+text, the compiler and its options (in the directory that SPECJAX_DRY_KNOWN names), so that only
+what is new is compiled again.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 
+from bench.common import write_json
+from bench.gpu.check import UNFINISHED
 from bench.gpu.program import Ahead, Place, Program
 from bench.gpu.table import Part
 
+AT_ONCE = 2  # programs; the compiler has threads of its own besides
 
-def run(parts: Sequence[Part], cards: Sequence[str], small: bool = False) -> int:
-    """Compiles and prints; 1 if a program does not compile or does not fit.
+
+def run(
+    parts: Sequence[Part], cards: Sequence[str], small: bool = False, minutes: float | None = None
+) -> int:
+    """Compiles and prints.
+
+    Returns:
+      1 if a program does not compile or does not fit; else `UNFINISHED` if the minutes were over.
 
     Raises:
       ValueError: there is no compiler for GPUs here.
     """
+    end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # it cannot read such programs
     try:
         places = {card: Ahead(card) for card in cards}
     except Exception as error:  # jax raises several kinds, by what is missing of the plugin
@@ -29,45 +47,84 @@ def run(parts: Sequence[Part], cards: Sequence[str], small: bool = False) -> int
             "--dry needs XLA's compiler for GPUs, which comes with jax-cuda13-plugin[with-cuda] "
             f"(`make gpu-check` makes an environment with it); got {type(error).__name__}: {error}"
         ) from None
-    failed = []
-    for part in parts:
-        module = part.load()
-        if reason := getattr(module, "NOT_AHEAD", None):
-            print(f"{part.name}: not compiled ahead of time: {reason}", flush=True)
-            continue
-        for card, place in places.items():
-            try:
-                with place.seen():
-                    programs = module.programs(place, small, **part.settings)
-            except Exception as error:
-                failed.append(_say(f"{part.name}, {card}", f"not built: {_line(error)}"))
+    failed, skipped = [], []
+    for card, place in places.items():
+        for part in parts:
+            if time.monotonic() > end:
+                skipped.append(f"{part.name}, {card}")
                 continue
-            for program in programs:
-                if said := _compile(program, place):
-                    failed.append(_say(f"{part.name}, {card}, {program.name}", said))
-            jax.clear_caches()
-    if failed:
-        print(f"{len(failed)} programs failed:", *failed, sep="\n  ", flush=True)
-    return int(bool(failed))
+            ahead, said = _part(part, place, small, end)
+            failed += [_say(f"{part.name}, {card}, {line}") for line in said]
+            skipped += [f"{part.name}, {card}, {name}" for name in ahead]
+    for title, lines in (("failed", failed), ("not compiled, for there was no time", skipped)):
+        if lines:
+            print(f"{len(lines)} {title}:", *lines, sep="\n  ", flush=True)
+    return 1 if failed else UNFINISHED if skipped else 0
 
 
-def _compile(program: Program, place: Place) -> str:
-    """What is wrong with a program, or nothing."""
-    began = time.monotonic()
+def _part(part: Part, place: Place, small: bool, end: float) -> tuple[list[str], list[str]]:
+    """Programs that there was no time for, and what is wrong with others."""
+    module = part.load()
+    if reason := getattr(module, "NOT_AHEAD", None):
+        print(f"{part.name}: not compiled ahead of time: {reason}", flush=True)
+        return [], []
+    print(f"{part.name}, {place.card.kind}:", flush=True)
     try:
         with place.seen():
-            program.lower()
-        traced = time.monotonic() - began
-        memory = program.compile().memory_analysis()
+            programs = module.programs(place, small, **part.settings)
     except Exception as error:
-        return f"does not compile: {_line(error)}"
-    inputs = memory.argument_size_in_bytes
-    others = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    needs = inputs + others + memory.temp_size_in_bytes + program.beside
+        return [], [f"not built: {_line(error)}"]
+    late, failed = [], []
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        started: list[tuple[Program, Future]] = []
+        for program in programs:
+            began = time.monotonic()
+            if began > end:
+                late.append(program.name)
+                continue
+            try:
+                lowered = program.lower()  # one after the other
+            except Exception as error:
+                failed.append(f"{program.name}: is not traced: {_line(error)}")
+                continue
+            traced = time.monotonic() - began
+            started.append((program, pool.submit(_compile, program, lowered, place, traced, end)))
+        for program, future in started:
+            found = future.result()
+            if found is None:
+                late.append(program.name)
+            elif found:
+                failed.append(f"{program.name}: {found}")
+    jax.clear_caches()
+    return late, failed
+
+
+def _compile(
+    program: Program, lowered: jax.stages.Lowered, place: Place, traced: float, end: float
+) -> str | None:
+    """What is wrong with a program, or nothing; None where there was no time."""
+    began, note = time.monotonic(), _note(program, lowered, place)
+    if note is not None and note.exists():
+        found, how = json.loads(note.read_text(encoding="utf-8")), "known"
+    elif began > end:
+        return None
+    else:
+        try:
+            memory = lowered.compile(dict(program.options)).memory_analysis()
+        except Exception as error:
+            return f"does not compile: {_line(error)}"
+        found = {
+            "arguments": memory.argument_size_in_bytes,
+            "results": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+            "temporaries": memory.temp_size_in_bytes,
+        }
+        how = f"compiled in {time.monotonic() - began:.0f} s"
+        if note is not None:
+            write_json(found, note)
+    needs = sum(found.values()) + program.beside
     print(
-        f"  {program.name}: {needs / 1e9:.2f} GB, {memory.temp_size_in_bytes / 1e9:.2f} of them "
-        f"temporaries; traced in {traced:.0f} s, compiled in "
-        f"{time.monotonic() - began - traced:.0f} s",
+        f"  {program.name}: {needs / 1e9:.2f} GB, {found['temporaries'] / 1e9:.2f} of them "
+        f"temporaries; traced in {traced:.0f} s, {how}",
         flush=True,
     )
     if needs > place.card.usable:
@@ -75,9 +132,19 @@ def _compile(program: Program, place: Place) -> str:
     return ""
 
 
-def _say(what: str, why: str) -> str:
-    print(f"FAILED {what}: {why}", flush=True)
-    return f"{what}: {why}"
+def _note(program: Program, lowered: jax.stages.Lowered, place: Place) -> Path | None:
+    """Where what is known of a program is kept."""
+    directory = os.environ.get("SPECJAX_DRY_KNOWN")
+    if not directory:
+        return None
+    flags = os.environ.get("XLA_FLAGS", "")
+    told = jax.__version__, flags, sorted(program.options.items()), place.card, lowered.as_text()
+    return Path(directory) / f"{hashlib.sha256(repr(told).encode()).hexdigest()[:32]}.json"
+
+
+def _say(line: str) -> str:
+    print(f"FAILED {line}", flush=True)
+    return line
 
 
 def _line(error: Exception) -> str:

@@ -13,13 +13,14 @@ from test_bench_protocol import PROGRAM
 
 from bench import hlo
 from bench.common import figure
-from bench.gpu import program, records, targets
+from bench.gpu import dry, program, records, targets
+from bench.gpu.cards import CARDS
 from bench.gpu.chunks import OFF, Chunk, Size, whole_model
 from bench.gpu.job import Absent, Job
 from bench.gpu.parts import attention, ceilings, rl, round_parts, rounds, transformers, values
 from bench.gpu.program import Place, Program
 from bench.gpu.script import Scripted, scripted_lengths
-from bench.gpu.table import PARTS
+from bench.gpu.table import PARTS, Part, named
 from specjax.decode.accept import accept
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -307,24 +308,45 @@ def test_targets_are_those_of_the_card():
 # --- ahead of time -----------------------------------------------------------------------------
 
 
-def test_what_does_not_compile_or_fit_is_named(monkeypatch, capsys):
-    from bench.gpu import dry
-    from bench.gpu.cards import CARDS
+class Fake:
+    """A module of a part."""
 
+    @staticmethod
+    def programs(place, small):
+        def breaks():
+            raise RuntimeError("no such instruction")
+
+        chunk = Chunk(Place(), Size("tiny", 1, 24, rounds=2))
+        options = {"": {}, "_bad": {"xla_no_such_option": 1}}
+        return [Program("broken", breaks), *chunk.programs("chunk", options)]
+
+
+@pytest.mark.parametrize("memory, says", [(10**11, ""), (1000, "needs 0.0 GB, and the card has")])
+def test_what_is_not_traced_does_not_compile_or_does_not_fit_is_named(
+    monkeypatch, tmp_path, memory, says
+):
     class There(Place):
-        card = CARDS["h100"]._replace(memory=1000)
+        card = CARDS["h100"]._replace(memory=memory)
 
-    def breaks():
-        raise RuntimeError("no such instruction")
+    monkeypatch.setenv("SPECJAX_DRY_KNOWN", str(tmp_path))
+    monkeypatch.setattr(Part, "load", lambda self: Fake)
+    for _ in range(2):  # compiled, and known from before
+        late, failed = dry._part(Part("fake", "", ""), There(), True, math.inf)
+        said = dict(line.split(": ", 1) for line in failed)
+        assert said["broken"] == "is not traced: RuntimeError: no such instruction"
+        assert "does not compile" in said["chunk_bad"] and "xla_no_such_option" in said["chunk_bad"]
+        assert (said["chunk"] if says else said.get("chunk", "")).startswith(says)
+        assert not late
+    assert len(list(tmp_path.iterdir())) == 1
 
-    [fits] = Chunk(Place(), Size("tiny", 1, 24, rounds=2)).programs("chunk")
-    assert "needs" in dry._compile(fits, There())
-    assert "does not compile: RuntimeError: no such" in dry._compile(
-        Program("bad", breaks), There()
-    )
-    There.card = CARDS["h100"]
-    assert not dry._compile(fits, There())
-    assert "does not compile" not in capsys.readouterr().out
+
+def test_what_there_was_no_time_to_compile_is_named():
+    late, failed = dry._part(named(["ceilings"])[0], Known(), True, 0.0)
+    assert late == ["copy", "matmul"] and not failed
+
+
+class Known(Place):
+    card = CARDS["h100"]
 
 
 @pytest.mark.slow

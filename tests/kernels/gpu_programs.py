@@ -4,8 +4,8 @@
       python tests/kernels/gpu_programs.py auto off:1
 
 Needs jax's CUDA plugin and the libraries it comes with, `jax-cuda13-plugin[with-cuda]`, and no GPU.
-`test_gpu_compiler.py` runs it. Without a device nothing is tuned, so that times mean nothing;
-memory, and what is copied, are what they are on one.
+`test_gpu_compiler.py` runs it, in the environment of `make gpu-check`. Without a device nothing is
+tuned, so that times mean nothing; memory, and what is copied, are what they are on one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental import topologies
 from tpu_programs import MODEL, STRATEGY
 
+from bench.gpu.cards import CARDS
 from specjax import sharding
 from specjax.config import SpecConfig, Strategy
 from specjax.control import OFF
@@ -32,34 +33,13 @@ from specjax.engine.inputs import piece_of
 from specjax.engine.runner import Runner
 from specjax.models.transformer import init_params
 
-# What the compiler asks of a device, in XLA's GpuTargetConfigProto; the numbers are NVIDIA's.
-H200 = """
-gpu_device_info {
-  name: "NVIDIA H200" device_vendor: "NVIDIA Corporation"
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  memory_bandwidth: 4800000000000 device_memory_size: 151397597184 l2_cache_size: 52428800
-  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  device_address_bits: 64 platform_version: "Compute Capability 9.0a"
-  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
-  dnn_version: "9.10.0"
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
 SLOTS, ROOM = 64, 2048
 
 
 class Named:
     """A device as `jax.devices()` would give it."""
 
-    platform, device_kind = "gpu", "NVIDIA H200"
+    platform, device_kind = "gpu", CARDS["h200"].kind
 
 
 def runner_of(device, attention: str) -> Runner:
@@ -105,7 +85,7 @@ def lowered(runner: Runner, device, name: str) -> jax.stages.Lowered:
 
 
 def main(attention: str, *wanted: str) -> None:
-    where = {"platform": "cuda", "topology": "1x1x1", "target_config": H200}
+    where = {"platform": "cuda", "topology": "1x1x1", "target_config": CARDS["h200"].config}
     [device] = topologies.get_topology_desc("h200", **where).devices
     runner = runner_of(device, attention)
     cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(runner.state.cache))

@@ -2,7 +2,7 @@
 
 Slow, and skipped without it: it lives in jax's CUDA plugin, needs no GPU, and two minutes of two
 cores. `SPECJAX_GPU_PYTHON` names a Python that has `jax-cuda13-plugin[with-cuda]` and what specjax
-needs.
+needs; `make gpu-check` makes one, and runs this.
 """
 
 import os

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# On a GPU machine without a network: puts the wheels of `make gpu-wheels` beside the machine's own
+# packages, and runs the queue with the arguments given: bench/gpu/on_machine.sh --minutes 12
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+site=${SPECJAX_SITE:-${TMPDIR:-/tmp}/specjax-site}
+if [ ! -e "$site/.installed" ]; then
+    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
+        --target "$site" .wheels/*.whl
+    touch "$site/.installed"
+fi
+export PYTHONPATH="$PWD:$site"
+exec python3 -m bench.gpu "$@"
