@@ -177,7 +177,12 @@ class Chunk:
     @property
     def held(self) -> int:
         """Bytes of parameters and state."""
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.shapes))
+        return _bytes(self.shapes)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the policy's parameters among them."""
+        return _bytes(self.shapes[0])
 
     # --- running ---------------------------------------------------------------------------------
 
@@ -247,6 +252,10 @@ class Chunk:
     def job(self, name: str) -> tuple[Callable, Callable]:
         """For `alternate_prepared`."""
         return self.prepare, functools.partial(self.run, name)
+
+
+def _bytes(tree) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _apart(state) -> tuple[tuple, object]:

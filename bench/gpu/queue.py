@@ -136,13 +136,14 @@ def _environment(part: Part, card: str, small: bool) -> dict[str, str]:
     what was tuned for them lies beside them, where jax puts it. A cache of the user's own is taken
     as it is: what has no place in so small a cache would be thrown out of it.
     """
-    env = dict(os.environ)
-    env["XLA_FLAGS"] = " ".join([env.get("XLA_FLAGS", ""), *part.flags]).strip()
+    env, own = dict(os.environ), dict(part.environment)
+    env.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)  # it was for this process
+    flags = env.get("XLA_FLAGS", ""), own.pop("XLA_FLAGS", "")
+    env |= {**own, "XLA_FLAGS": " ".join(filter(None, flags))}
     if "JAX_COMPILATION_CACHE_DIR" not in env:
         env["JAX_COMPILATION_CACHE_DIR"] = str(Path(".cache/gpu", card).absolute())
         env["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(CACHE_BYTES)
     env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    env.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)  # it was for this process
     if small:
         return env | {"JAX_PLATFORMS": "cpu"}
     if env.get("JAX_PLATFORMS"):  # some references are computed on the host

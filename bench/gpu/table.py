@@ -17,7 +17,7 @@ class Part(NamedTuple):
         `programs(place, small, **settings)`: what `--dry` compiles.
       settings: what tells rows of one module apart.
       seconds: that it has, compilation included; it is ended then.
-      flags: of XLA, beside those that the user gives, for the whole process.
+      environment: variables of its process; XLA_FLAGS are added to the user's.
     """
 
     name: str
@@ -25,15 +25,20 @@ class Part(NamedTuple):
     module: str
     settings: Mapping[str, Any] = MappingProxyType({})
     seconds: float = 180.0
-    flags: tuple[str, ...] = ()
+    environment: Mapping[str, str] = MappingProxyType({})
 
     def load(self):
         """The module."""
         return importlib.import_module(self.module)
 
 
-def _row(name: str, decides: str, module: str, seconds: float = 180, **settings) -> Part:
-    return Part(name, decides, f"bench.gpu.parts.{module}", settings, seconds)
+# For parts whose process is not the only one, or not the only framework, to want memory.
+SHARED = MappingProxyType({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+
+
+def _row(name: str, decides: str, module: str, seconds=180.0, environment=None, **settings) -> Part:
+    module = f"bench.gpu.parts.{module}"
+    return Part(name, decides, module, settings, seconds, environment or {})
 
 
 def _rows() -> tuple[Part, ...]:
@@ -60,8 +65,8 @@ def _rows() -> tuple[Part, ...]:
         ),
         *(row(f"round/{size}", "true speed-ups", "rounds", batch=size) for size in (1, 8, 32, 128)),
         row("round_parts", "parts of a round and of a draft step", "round_parts"),
-        row("transformers", "the claim: a peer", "transformers"),
-        row("train.rl", "end to end", "rl", 150),
+        row("transformers", "the claim: a peer", "transformers", 180, SHARED),
+        row("train.rl", "end to end", "rl", 150, SHARED),
         row("protocol", "four workloads at full size", "protocol", 480),
     )
 

@@ -173,6 +173,23 @@ def test_no_part_takes_more_than_its_share_of_a_call():
     assert len({part.name for part in PARTS}) == len(PARTS)
 
 
+def test_a_part_has_an_environment_of_its_own_and_the_users_flags(monkeypatch, tmp_path):
+    monkeypatch.setenv("XLA_FLAGS", "--user=1")
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    own = {"XLA_FLAGS": "--own=2", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    env = queue._environment(Part("a", "", "", environment=own), "h100", small=False)
+    assert env["XLA_FLAGS"] == "--user=1 --own=2"
+    assert env["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    assert env["JAX_COMPILATION_CACHE_DIR"].endswith(".cache/gpu/h100")
+    assert env["JAX_COMPILATION_CACHE_MAX_SIZE"] == str(queue.CACHE_BYTES)
+    # A cache that others use as well is not cut down to what can be carried along.
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # of this process
+    env = queue._environment(Part("a", "", ""), "h100", small=False)
+    assert "JAX_COMPILATION_CACHE_MAX_SIZE" not in env
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in env
+
+
 def test_parts_are_named_alone_or_all_of_a_kind():
     assert [p.name for p in table.named(["rows/8", "rows/1"])] == ["rows/1", "rows/8"]
     assert len(table.named(["round"])) == 4

@@ -50,7 +50,9 @@ def _chunks(place: Place, sizes: Sizes, batch: int) -> dict[str, Chunk]:
 
 
 def _programs(chunks: dict[str, Chunk]) -> list[Program]:
-    every = sum(chunk.held for chunk in chunks.values())
+    # Those of equally many layers hold the policy's weights together, see `load`.
+    weights = {chunk.cfg.num_layers: chunk.weights for chunk in chunks.values()}
+    every = sum(chunk.held - chunk.weights for chunk in chunks.values()) + sum(weights.values())
     return [
         program
         for name, chunk in chunks.items()
