@@ -211,7 +211,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--minutes", type=float, default=MINUTES, help="for the checks, after the installation")
     add("--if-possible", action="store_true", help="what cannot be checked here is no failure")
     add("--python", action="store_true", help="print the environment's Python and check nothing")
-    add("--dry", nargs="*", default=[], metavar="ARG", help="for `python -m bench.gpu --dry`")
+    for name in ("cards", "parts"):
+        add(f"--{name}", nargs="+", default=[], help="of `python -m bench.gpu --dry`; not all")
     args = parser.parse_args(argv)
     try:
         python = environment()
@@ -221,7 +222,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.python:
         print(python)
         return 0
-    found = check(python, args.minutes, args.dry)
+    chosen = {"--cards": args.cards, "--parts": args.parts}
+    dry = [word for name, words in chosen.items() if words for word in (name, *words)]
+    found = check(python, args.minutes, dry)
     for line in found:
         say(line.replace("not done", "NOT DONE"))
     failed = [line for line in found if not line.startswith("not done")]

@@ -83,7 +83,8 @@ def _part(part: Part, place: Place, small: bool, end: float) -> tuple[list[str],
                 late.append(program.name)
                 continue
             try:
-                lowered = program.lower()  # one after the other
+                with place.seen():
+                    lowered = program.lower()  # one after the other
             except Exception as error:
                 failed.append(f"{program.name}: is not traced: {_line(error)}")
                 continue

@@ -107,16 +107,22 @@ def test_a_pythons_shim_that_does_not_work_is_passed_over(tmp_path, monkeypatch)
 def test_what_failed_is_told_from_what_there_was_no_time_for(
     monkeypatch, cache, tests, dry, told, failed
 ):
+    commands = []
+
     def run(command, seconds, environment):
         assert environment["SPECJAX_GPU_PYTHON"] == "python"
-        return tests if "pytest" in command else dry
+        if "pytest" in command:
+            return tests
+        commands.append(command)
+        return dry
 
     monkeypatch.setattr(check, "run", run)
-    found = check.check("python", 10.0, [])
+    found = check.check("python", 10.0, ["--cards", "h100"])
     assert len(found) == len(told) and all(map(str.startswith, found, told))
     monkeypatch.setattr(check, "environment", lambda: "python")
-    assert check.main(["--if-possible"]) == failed
-    assert check.main([]) == int(bool(told))
+    assert check.main(["--if-possible", "--cards", "h100"]) == failed
+    assert check.main(["--cards", "h100"]) == int(bool(told))
+    assert all(command[-2:] == ["--cards", "h100"] for command in commands)
 
 
 def test_a_command_that_takes_too_long_is_ended_with_what_it_began(tmp_path):

@@ -5,8 +5,11 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from test_bench_protocol import PROGRAM
@@ -17,7 +20,19 @@ from bench.gpu import dry, program, records, targets
 from bench.gpu.cards import CARDS
 from bench.gpu.chunks import OFF, Chunk, Size, whole_model
 from bench.gpu.job import Absent, Job
-from bench.gpu.parts import attention, ceilings, rl, round_parts, rounds, transformers, values
+from bench.gpu.parts import (
+    attention,
+    ceilings,
+    launches,
+    one_graph,
+    plain,
+    rl,
+    round_parts,
+    rounds,
+    rows,
+    transformers,
+    values,
+)
 from bench.gpu.program import Place, Program
 from bench.gpu.script import Scripted, scripted_lengths
 from bench.gpu.table import PARTS, Part, named
@@ -176,6 +191,68 @@ def test_attention_is_measured_at_every_length_and_what_it_reads_is_what_it_need
     assert short.bytes(attention.Sizes()) == keys + 2 * 8 * 32 * 5 * 128 * 2
 
 
+class Runs:
+    """Chunks that run by nothing: tokens by arm, or an error."""
+
+    size = Size("tiny", 2, 24, rounds=3)
+
+    def __init__(self, **by_arm):
+        self.by_arm, self.loaded = by_arm, 0
+
+    def load(self, seed):
+        self.loaded += 1
+
+    def prepare(self):
+        assert self.loaded
+
+    def job(self, name):
+        return self.prepare, lambda: self.run(name)
+
+    def run(self, name):
+        found = self.by_arm[name.rpartition("/")[2]]
+        if isinstance(found, Exception):
+            raise found
+        return SimpleNamespace(tokens=np.array(found), length=np.full(2, 27))
+
+
+def test_a_token_that_one_graph_changes_fails_its_part(tmp_path):
+    same, other = [[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 5, 7]]
+    for tokens, differ in ((same, 0), (other, 1)):
+        job = job_of(tmp_path)
+        chunk = Runs(default=same, **{"while": tokens})
+        found = one_graph._differ(job, one_graph.SMALL, "off/kernel", chunk, {})
+        assert found["differ/off/kernel"]["value"] == differ
+        assert len(job.failures) == differ and chunk.loaded == 2  # each from the same state
+
+
+def test_a_graph_that_does_not_run_leaves_the_other_arms_their_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(launches.hlo, "round_kernels", lambda text: Counter(fusion=7))
+    good, bad = [[1], [2]], RuntimeError("no such graph")
+    chunk = Runs(default=good, min_graph_size=good, **{"while": bad})
+    chunk.load(0)
+    job, built = job_of(tmp_path), {"2/default": SimpleNamespace(as_text=lambda: "")}
+    found = launches._figures(job, launches.SMALL, chunk, built, 2)
+    assert found["ms/batch_2/while"]["unit"] == "failed: RuntimeError: no such graph"
+    assert found["ms/batch_2/default"]["value"] > 0 and found["kernels/batch_2"]["value"] == 7
+    assert found["over_default/batch_2/min_graph_size"]["value"] > 0
+    assert found["ms/batch_2/best"]["value"] > 0 and job.failures
+    assert chunk.loaded == 2  # the program had taken the state
+
+
+def test_a_steps_bytes_are_those_of_the_whole_model():
+    """Weights and caches of 36 layers, embedding and language-model head counted once."""
+    chunks = {n: Chunk(Place(), Size("8B", 2, 1024, n, rounds=2)) for n in (2, 1)}
+    for chunk in chunks.values():
+        chunk.runner.params = jax.tree.map(
+            lambda x: SimpleNamespace(nbytes=x.size * x.dtype.itemsize), chunk.shapes[0]
+        )
+    found = plain.whole_bytes(chunks, (2, 1), 36, 1024)
+    norms = 2 * 4096 + (32 + 8) * 128
+    layer = 2 * (4096 * (32 + 8 + 8) * 128 + 32 * 128 * 4096 + 3 * 4096 * 12_288 + norms)
+    head = 2 * (151_936 * 4096 + 4096 + 2 * 4096)  # and two rows of the embedding
+    assert found == 36 * (layer + 2 * 1025 * 4096) + head
+
+
 def test_a_round_is_measured_against_a_plain_one(tmp_path):
     assert job_of(tmp_path).run(lambda job: rounds.measure(job, 2))
     figures = record_of(tmp_path)["figures"]
@@ -185,6 +262,13 @@ def test_a_round_is_measured_against_a_plain_one(tmp_path):
         assert math.isfinite(figures[f"speedup/{probability}"]["value"])
     assert 1 < figures["accept_length/0.6"]["value"] < figures["accept_length/0.8"]["value"] < 3
     assert "round_over_plain" in figures
+
+
+def test_more_rows_are_measured_against_one(tmp_path):
+    assert job_of(tmp_path).run(lambda job: rows.measure(job, 1))
+    figures = record_of(tmp_path)["figures"]
+    assert "rows_over_1/16" in figures
+    assert figures["ms/2_layers/16"]["value"] > 0 and figures["ms/1_layers/1"]["value"] > 0
 
 
 def test_a_kernel_with_wrong_values_fails_its_part(tmp_path, monkeypatch):
