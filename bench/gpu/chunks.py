@@ -196,18 +196,16 @@ class Chunk:
         if like is None:
             policy = random_weights(functools.partial(init_params, cfg), seed)
             runner.set_params(policy, head)
+            del policy  # the runner has its own, in another layout
         else:
             runner.params = like.runner.params
             if head is not None:
                 runner.set_head(head)
         fill(runner, self._at, self.size.options)
-        runner.tails = None
-        state = runner.state
-        drawn = _drawn(state.cache, jax.random.key(seed + 2))
-        draft = state.draft
-        if draft is not None and draft.cache is not None:
-            draft = draft._replace(cache=_drawn(draft.cache, jax.random.key(seed + 3)))
-        runner.state = state._replace(cache=drawn, draft=draft)
+        (cache, drafts, noise), rest = _apart(runner.state)
+        runner.state = runner.tails = None
+        cache, drafts = _drawn(cache, seed + 2), _drawn(drafts, seed + 3)
+        runner.state = _together((cache, drafts, noise), rest)
         self._keep()
 
     def _keep(self) -> None:
@@ -283,19 +281,25 @@ def _together(large: tuple, rest):
     )
 
 
-def _drawn(cache, key):
-    """Random numbers where a cache holds zeros: a few pages' worth, over and over."""
+def _drawn(cache, seed: int):
+    """Random numbers where a cache holds zeros: a few pages' worth, over and over.
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def draw(x, key):
-        few = min(64, x.shape[0])
-        block = jax.random.normal(key, (few, *x.shape[1:]), jnp.float32).astype(x.dtype)
-        times = -(-x.shape[0] // few)
-        return jnp.tile(block, (times, *[1] * (x.ndim - 1)))[: x.shape[0]]
-
+    Its arrays are given up one by one, for some caches take half of a card's memory.
+    """
     leaves, tree = jax.tree.flatten(cache)
-    keys = jax.random.split(key, len(leaves))
-    return jax.tree.unflatten(tree, [draw(x, k) for x, k in zip(leaves, keys, strict=True)])
+    drawn = []
+    for key, leaf in zip(jax.random.split(jax.random.key(seed), len(leaves)), leaves, strict=True):
+        shape, dtype = leaf.shape, leaf.dtype
+        leaf.delete()
+        drawn.append(_random_pages(key, shape, dtype))
+    return jax.tree.unflatten(tree, drawn)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _random_pages(key, shape: tuple[int, ...], dtype):
+    few = min(64, shape[0])
+    block = jax.random.normal(key, (few, *shape[1:]), jnp.float32).astype(dtype)
+    return jnp.tile(block, (-(-shape[0] // few), *[1] * (len(shape) - 1)))[: shape[0]]
 
 
 def milliseconds_per_round(
