@@ -15,6 +15,7 @@ and tries the part that ran once more.
     python -m bench.gpu --minutes 14           measure, on a GPU machine
     python -m bench.gpu --pack FILE            put all results into one file, to bring them back
     python -m bench.gpu --merge FILE           take in what such files know better
+    python -m bench.gpu --plot                 a picture per card, bench/results/gpu/<card>.png
 
 Compiled programs and what was tuned for them are kept in .cache/gpu/<card>. The exit status is 1 if
 a part failed in this call (with --dry: if a program does not compile, or does not fit a card; 75 if
@@ -29,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.common import RESULTS, bench_parser, user_errors
-from bench.gpu import dry, queue, records, status
+from bench.gpu import dry, plot, queue, records, status
 from bench.gpu.cards import CARDS
 from bench.gpu.table import PARTS, named
 
@@ -51,6 +52,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     act("--dry", action="store_true", help="compile ahead of time, and measure nothing")
     act("--pack", metavar="FILE", type=Path, help="write all results into one file")
     act("--merge", metavar="FILE", type=Path, nargs="+", help="take in what --pack wrote")
+    act("--plot", action="store_true", help="draw what is measured of attention and of a round")
     args = parser.parse_args(argv)
     if args.out is None:
         args.out = SMALL_OUT if args.small else str(RESULTS)
@@ -69,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{records.pack(args.out, args.pack)} records in {args.pack}")
     elif args.merge:
         print(*records.merge(args.out, args.merge), sep="\n")
+    elif args.plot:
+        print(*plot.draw(args.out) or ["nothing to draw"], sep="\n")
     elif args.dry:
         return dry.run(parts, args.cards, args.small, args.minutes)
     else:

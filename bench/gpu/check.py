@@ -231,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if found and not failed and args.if_possible:
         return 0
     if not found:
-        say("every program compiles for GPUs and fits each card")
+        say("every program that was asked for compiles for GPUs and fits each card")
     return int(bool(found))
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from bench.common import figure, write_json
 from bench.gpu import __main__ as command
-from bench.gpu import cards, queue, records, status, table
+from bench.gpu import cards, plot, queue, records, status, table
 from bench.gpu.job import Absent, Job
 from bench.gpu.table import PARTS, Part
 
@@ -349,6 +349,20 @@ def test_status_says_what_is_measured_where_and_which_targets_are_met(tmp_path):
     assert row(text, "verify 16 rows / 1, batch 1", "rows/1", "at most 1.05 times", "h200")[4:] == [
         "1.06", "missed"
     ]  # fmt: skip
+
+
+def test_a_picture_shows_what_is_measured(tmp_path):
+    assert not plot.draw(tmp_path)
+    attention, parts = made("attention/8", OLD), made("round_parts", OLD)
+    cells = {"gpu/16/8192/8192": 0.7, "best/16/8192/8192": 0.7, "gpu/1/mixed_8/8192": None}
+    attention["figures"] |= {f"share/{name}": figure(v, "") for name, v in cells.items()}
+    parts["figures"] |= {"ms/verify": figure(5.0, "ms")}
+    put(tmp_path, attention)
+    put(tmp_path, parts)
+    found = status.by_card(tmp_path)["h100"]
+    assert plot.shares_of(found) == {("gpu", "8"): {"16/8192/8192": 0.7}}
+    assert [path.name for path in plot.draw(tmp_path)] == ["h100.png"]
+    assert len(list(records.every(tmp_path))) == 2
 
 
 # --- the command ---------------------------------------------------------------------------------
