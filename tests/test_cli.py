@@ -186,7 +186,7 @@ def test_serve_without_its_extra_says_what_to_install(thin_policy, monkeypatch):
 
 def test_bench_lists_every_bench_and_hands_its_arguments_over(monkeypatch, capsys):
     assert {"decode", "identity", "longtail", "gpu"} <= set(find())
-    assert not {"common", "gpu_child", "__init__"} & set(find())
+    assert not {"common", "random_weights", "__init__"} & set(find())
     assert all(find().values())
     assert find()["decode"] == "speculative over plain decoding through `LLM`"
     got = []
@@ -195,6 +195,13 @@ def test_bench_lists_every_bench_and_hands_its_arguments_over(monkeypatch, capsy
     assert main(["bench", "identity", "--tokens", "9"]) == 1 and got == [["--tokens", "9"]]
     assert main(["bench", "identty"]) == 2
     assert "did you mean 'identity'" in capsys.readouterr().err
+
+
+def test_a_bench_may_be_a_package(monkeypatch, capsys):
+    assert "measures on a Hopper GPU" in find()["gpu"]
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "gpu", "--help"])
+    assert end.value.code == 0 and "--status" in capsys.readouterr().out
 
 
 # --- generate -----------------------------------------------------------------------------------

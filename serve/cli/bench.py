@@ -33,6 +33,8 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(f"there is no bench {name!r}{nearest(name, benches)}")
     try:
         bench = importlib.import_module(f"bench.{name}")
+        if not hasattr(bench, "main"):  # a package, whose program is a module of its own
+            bench = importlib.import_module(f"bench.{name}.__main__")
     except ModuleNotFoundError as error:
         raise Failure(f"{error}; pip install 'specjax[dev]' has what benches need") from error
     return bench.main(rest) or 0
@@ -45,10 +47,12 @@ def find() -> dict[str, str]:
         raise Failure("the package `bench` is not installed; install specjax from its source tree")
     found = {}
     for folder in package.submodule_search_locations:
-        for file in sorted(Path(folder).glob("*.py")):
+        files = {file.stem: file for file in Path(folder).glob("*.py")}
+        files |= {file.parent.name: file for file in Path(folder).glob("*/__main__.py")}
+        for name, file in sorted(files.items()):
             tree = ast.parse(file.read_text(encoding="utf-8"))
             if _is_program(tree):
-                found[file.stem] = _summary(ast.get_docstring(tree) or "")
+                found[name] = _summary(ast.get_docstring(tree) or "")
     return found
 
 
