@@ -22,7 +22,7 @@ RUNNING = "running"
 # Outcomes of parts that measured something, all of it or as much as there was time for.
 MEASURED = ("done", "done in part")
 # Outcomes that are nobody's fault.
-EXCUSED = ("not on this device", "not installed", "no time")
+EXCUSED = ("not on this device", "not installed")
 ATTEMPTS = 2  # of a part whose run is cut off; then it is skipped
 PACKED = "packed results of bench.gpu"
 

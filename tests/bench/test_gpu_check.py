@@ -120,7 +120,7 @@ def test_what_failed_is_told_from_what_there_was_no_time_for(
     monkeypatch.setattr(check, "run", run)
     found = check.check("python", 10.0, ["--cards", "h100"])
     assert len(found) == len(told) and all(map(str.startswith, found, told))
-    monkeypatch.setattr(check, "environment", lambda: "python")
+    monkeypatch.setattr(check, "environment", lambda minutes: "python")
     assert check.main(["--if-possible", "--cards", "h100"]) == failed
     assert check.main(["--cards", "h100"]) == int(bool(told))
     assert all(command[-2:] == ["--cards", "h100"] for command in commands)
