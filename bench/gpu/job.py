@@ -55,6 +55,8 @@ class Job:
         self.outcome = records.RUNNING
         settings = {"part": part, "card": card, "attempt": attempt, "seconds": seconds}
         self._head = result_of(f"gpu/{part}", settings | {"small": small, "seed": seed}, {})
+        # What somebody would call; this process was given more by the queue.
+        self._head["command"] = f"python -m bench.gpu --again {part}" + " --small" * small
         self.write()
 
     @property
