@@ -441,7 +441,7 @@ class Known(Place):
 )
 def test_parts_compile_for_cards_that_are_not_there():
     env = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "XLA_FLAGS": ""}
-    argv = ["-m", "bench.gpu", "--dry", "--parts", "ceilings", "one_graph"]
+    argv = ["-m", "bench.gpu", "--dry", "--cards", "h100", "--parts", "ceilings", "one_graph"]
     done = subprocess.run(
         [os.environ["SPECJAX_GPU_PYTHON"], *argv],
         cwd=ROOT,
