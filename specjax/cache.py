@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Int
 
 from specjax.config import ModelConfig
@@ -110,6 +111,7 @@ def commit_rows(
     if kernel == "gpu" or kernel.startswith("library"):
         flat_cache = _scatter_rows(flat_cache, flat_rows, start, table)
         return jax.tree.unflatten(structure, flat_cache)
+    flat_cache = _laid_out_as_stored(flat_cache)
     size, count = flat_cache[0].shape[-2], flat_rows[0].shape[-2]
     batch = start.shape[0]
     write = functools.partial(_write_run, rows=flat_rows, start=start, table=table)
@@ -135,6 +137,22 @@ def commit_rows(
         flat_cache = write_all(flat_cache, order, within, count)
         flat_cache = write_all(flat_cache, order[::-1], batch - within, 1)
     return jax.tree.unflatten(structure, flat_cache)
+
+
+def _laid_out_as_stored(arrays: list[Array]) -> list[Array]:
+    """The same arrays; on a TPU their layout in memory is fixed to the order of their axes.
+
+    Where one row of one sequence is written (plain decoding of the last sequence), the TPU compiler
+    otherwise chooses another layout for the written array than the one that its readers need, and
+    then copies the whole cache twice per round. The layout is fixed before the write and not after
+    it, because a result of a program whose layout is fixed cannot take the place of an argument
+    without one. CPU and GPU programs are left as they are.
+    """
+
+    def fixed(*arrays: Array) -> list[Array]:
+        return [with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in arrays]
+
+    return jax.lax.platform_dependent(*arrays, tpu=fixed, default=lambda *arrays: list(arrays))
 
 
 def _scatter_rows(
