@@ -20,7 +20,7 @@ from specjax.decode.options import Options
 from specjax.decode.plan import Plan
 from specjax.decode.state import RUNNING, DecodeState, per_slot
 from specjax.decode.tree import chain_bits
-from specjax.draft.source import Memory
+from specjax.draft.source import Memory, after_of
 from specjax.indexing import put, take, take_along
 from specjax.models.transformer import Transformer
 
@@ -96,8 +96,9 @@ def prefill(
         piece.tokens[:, :count], positions, state.cache, start, chain_bits(count), table=table
     )
     run = math.gcd(count, stride, jax.tree.leaves(state.cache)[0].shape[-2])  # within a page
-    after = jnp.argmax(x[:, 0], axis=-1)
-    cache = commit_rows(state.cache, rows, start, after, table, run, kernel=plan.cfg.attention)
+    cache = commit_rows(
+        state.cache, rows, start, after_of(x), table, run, kernel=plan.cfg.attention
+    )
     state = state._replace(cache=cache)
     if plan.source is None:
         return state, tails

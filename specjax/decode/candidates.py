@@ -94,9 +94,9 @@ def _top_k(scores: Float[Array, "B R V"], count: int) -> tuple[Array, Array]:
         return jax.lax.top_k(scores, count)
     ids, best = [], []
     for _ in range(count):
-        pick = shards.whole_argmax(scores)
+        value, pick = shards.whole_best(scores)
         ids.append(pick)
-        best.append(jnp.take_along_axis(scores, pick[..., None], axis=-1)[..., 0])
+        best.append(value)
         scores = jnp.where(jnp.arange(scores.shape[-1]) == pick[..., None], -jnp.inf, scores)
     return jnp.stack(best, axis=-1), jnp.stack(ids, axis=-1)
 

@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.config import Strategy
-from specjax.decode import rng
+from specjax.decode import rng, shards
 from specjax.decode.block import accept_block
 from specjax.decode.recursive import accept_recursive
 from specjax.decode.tree import Acceptance, build_tree
@@ -216,9 +216,9 @@ def accept_chains(
     noise = rng.round_noise(keys, rng.RESIDUAL, position, np.zeros(1, int), p.shape[-1])[:, 0]
     greedy = jnp.full((batch,), acceptance == "greedy")
     if acceptance == "greedy":
-        p = jax.nn.one_hot(jnp.argmax(p, axis=-1), p.shape[-1])
+        p = jax.nn.one_hot(shards.argmax(p), p.shape[-1])
     if steps == 0:
-        final = jnp.argmax(jnp.log(p[:, 0]) + noise, axis=-1).astype(jnp.int32)
+        final = shards.argmax(jnp.log(p[:, 0]) + noise)
         first = jnp.zeros((batch, 1), jnp.int32)
         return Acceptance(final[:, None], first, first[:, 0] + 1)
     coins = rng.round_coins(keys, position, np.arange(1, steps + 1))

@@ -44,35 +44,59 @@ def argmax(x: Float[Array, "*R V"]) -> Int[Array, "*R"]:
     number = ways(x.shape[-1])
     if number == 1:
         return whole_argmax(x)
-
-    def local(x):
-        ids = whole_argmax(x)[..., None]
-        return jnp.take_along_axis(x, ids, axis=-1), ids
-
-    best, ids = _of_each_shard(local, x)
-    shard = jnp.argmax(best, axis=-1, keepdims=True)
+    best, ids = _of_each_shard(lambda part: jax.tree.map(_column, whole_best(part)), x)
+    _, shard = jax.tree.map(_column, _in_two_passes(best))
     ids = jnp.take_along_axis(ids, shard, axis=-1) + shard * (x.shape[-1] // number)
     return ids[..., 0]
 
 
-def whole_argmax(x: Array) -> Array:
-    """`argmax` of rows that one device has whole.
+def whole_argmax(x: Float[Array, "*R V"]) -> Int[Array, "*R"]:
+    """`argmax` of rows that one device has whole."""
+    _, ids = whole_best(x)
+    return ids
 
-    XLA's goes number by number on CPU, and so does what is fused with it, such as the noise that is
-    drawn for it: that takes several times as long as to find the maximum, and then its place.
+
+def whole_best(x: Float[Array, "*R V"]) -> tuple[Float[Array, "*R"], Int[Array, "*R"]]:
+    """The largest number of each row that one device has whole, and its place; see `argmax`.
+
+    XLA's argmax goes number by number on CPU, and so does what is fused with it, such as the noise
+    that is drawn for it: that takes several times as long as to find the maximum, and then its
+    place. Elsewhere one pass finds both.
+    """
+    return jax.lax.platform_dependent(x, cpu=_in_two_passes, default=_in_one_pass)
+
+
+def _in_two_passes(x: Array) -> tuple[Array, Array]:
+    most = x.max(axis=-1, keepdims=True)  # which of XLA's maxima pass NaN on is left open
+    ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    nan = jnp.isnan(x)
+    found = jnp.where(nan.any(axis=-1, keepdims=True), nan, x == most)
+    ids = jnp.where(found, ids, x.shape[-1]).min(axis=-1)
+    return jnp.take_along_axis(x, ids[..., None], axis=-1)[..., 0], ids
+
+
+def _in_one_pass(x: Array) -> tuple[Array, Array]:
+    """By one reduction of pairs, of which no result is left unused.
+
+    Of `jnp.argmax` the maximum itself is nobody's, and the TPU compiler then keeps it in bfloat16,
+    whatever the type of x: whether what it compares is rounded as well, its text does not say.
     """
 
-    def in_two(x):
-        most = x.max(axis=-1, keepdims=True)  # which of XLA's maxima pass NaN on is left open
-        ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-        nan = jnp.isnan(x)
-        found = jnp.where(nan.any(axis=-1, keepdims=True), nan, x == most)
-        return jnp.where(found, ids, x.shape[-1]).min(axis=-1)
+    def better(a, b):
+        (most, place), (other, elsewhere) = a, b
+        nan, other_nan = jnp.isnan(most), jnp.isnan(other)
+        equal = (most == other) | (nan & other_nan)
+        larger = (most > other) | (nan & ~other_nan)
+        first = larger | (equal & (place < elsewhere))
+        return jnp.where(first, most, other), jnp.where(first, place, elsewhere)
 
-    def in_one(x):
-        return jnp.argmax(x, axis=-1).astype(jnp.int32)
+    ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    least = jnp.array(-jnp.inf, x.dtype), jnp.int32(0)
+    return jax.lax.optimization_barrier(jax.lax.reduce((x, ids), least, better, (x.ndim - 1,)))
 
-    return jax.lax.platform_dependent(x, cpu=in_two, default=in_one)
+
+def _column(x: Array) -> Array:
+    return x[..., None]
 
 
 def top_k(

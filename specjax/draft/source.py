@@ -144,7 +144,7 @@ class DraftSource(Protocol):
 
 def after_of(x: Float[Array, "B T D"]) -> Int[Array, " B"]:
     """Numbers >= 0 that follow from x, for `commit_rows`."""
-    return jnp.argmax(x[:, 0], axis=-1)
+    return (x[:, 0] > 0).sum(axis=-1)
 
 
 def take_parents(x: Float[Array, "B Q D"], parents: Int[Array, "..."]) -> Float[Array, "B R D"]:

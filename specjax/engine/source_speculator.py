@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.cache import KVCache, commit_rows, empty_cache
 from specjax.config import ModelConfig
-from specjax.decode import rng, sampling
+from specjax.decode import rng, sampling, shards
 from specjax.decode.plain_arrays import DraftProposal, VerifyResult
 from specjax.decode.state import RUNNING, put_positions, take_positions
 from specjax.decode.tree import chain_bits
@@ -278,7 +278,7 @@ def _propose(setup: _Setup, params, source_params, sequence, temperature, words)
             logits, work = source.step(model, source_params, work, level)
         going &= ~jnp.isneginf(logits).all()
         scores = sampling.tempered(sampling.sanitise(logits), temperature)
-        token = jnp.argmax(sampling.perturb(scores, temperature, noise[:, step])[0, 0])
+        token = shards.argmax(sampling.perturb(scores, temperature, noise[:, step]))[0, 0]
         tokens = tokens.at[0, step].set(jnp.where(going, token, -1).astype(jnp.int32))
         drawn.append(sampling.probabilities(scores, temperature)[0, 0])
         count += going

@@ -1,6 +1,8 @@
 """Operations over a vocabulary that is split over devices give what the whole one gives."""
 
+import contextlib
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +118,41 @@ def test_an_argmax_does_not_depend_on_the_rows_beside_it(batch):
         x = np.broadcast_to(wanted, (batch, 1000))
         found = jax.jit(lambda x: shards.argmax(x * 1.5 + 0.25))(x)
         np.testing.assert_array_equal(found, np.argmax(wanted))
+
+
+@given(rows())
+def test_one_pass_over_a_row_finds_what_two_passes_find(drawn):
+    """CPUs take two passes, and TPUs and GPUs, for which nothing runs here, one."""
+    scores, generator = drawn
+    scores[generator.random(SHAPE) < generator.choice([0.0, 0.05, 0.5])] = np.nan
+    scores[0, 0], scores[0, 1] = -np.inf, np.nan
+    scores[0, 2, ::7] = np.inf
+    expected = np.argmax(scores, axis=-1)
+    best = np.take_along_axis(scores, expected[..., None], axis=-1)[..., 0]
+    for form in (shards._in_one_pass, shards._in_two_passes):
+        values, ids = jax.jit(form)(scores)
+        np.testing.assert_array_equal(ids, expected)
+        np.testing.assert_array_equal(values, best)
+
+
+def reductions_for_tpus(function, *arrays) -> tuple[list[str], str]:
+    """Results, by name, of the reductions of pairs in a program as it is lowered for TPUs; and the
+    program's text with the lines that make these left out."""
+    text = jax.jit(function).trace(*arrays).lower(lowering_platforms=("tpu",)).as_text()
+    made = re.compile(r"(%\d+):2 = stablehlo\.reduce\(")
+    rest = "\n".join(line for line in text.splitlines() if not made.search(line))
+    return made.findall(text), rest
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+def test_on_tpus_no_maximum_is_left_unused_for_the_compiler_to_round(tp):
+    """The TPU compiler keeps in bfloat16 what a reduction of pairs returns and nobody reads."""
+    x = np.zeros(SHAPE, np.float32)
+    with jax.set_mesh(mesh(8)) if tp > 1 else contextlib.nullcontext():
+        names, rest = reductions_for_tpus(shards.argmax, split(x, tp) if tp > 1 else x)
+        of_jax, unused = reductions_for_tpus(lambda x: jnp.argmax(x, axis=-1), x)
+    assert len(names) == 1 and all(f"{names[0]}#{i}" in rest for i in range(2))
+    assert len(of_jax) == 1 and f"{of_jax[0]}#0" not in unused, "so this test can fail"
 
 
 @pytest.mark.parametrize("tp", WAYS)
