@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.cache import KVCache, Table
