@@ -7,22 +7,30 @@ they need. Neither the chips nor the weights have to be there, only the model's 
 
 Times are rooflines: what a chip could do at its peaks. They are lower bounds, and tokens per second
 that follow from them upper bounds; measure before you believe them.
+
+Status 0: every program compiles and fits; 3: one does not, and the table says which; 1: a mistake.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from specjax.command_line import ConfigError, parse_config
 from train.cli import USER_ERRORS
 from train.plan_cost import Figures, compiled, counted
 from train.plan_programs import Program, Shapes
 from train.plan_report import Plan, lines
+from train.plan_table import differing
 from train.plan_topology import Topology, find_topology
 from train.schema import RLConfig
+
+DOES_NOT_FIT = 3
 
 
 def make_plan(
@@ -30,17 +38,22 @@ def make_plan(
     topology: Topology,
     only: str = "",
     config: str = "defaults",
-    file: str | None = None,
+    file: Path | None = None,
+    resume: bool = False,
+    command: str = "",
 ) -> Plan:
     """Lowers and compiles everything.
 
     Args:
       only: a regular expression; programs whose names it is not found in are left out.
-      config: the file's name, for the table.
+      config: the file's name, for the table. command: that asked for the plan.
       file: gets the figures as JSON, those known so far whenever a program is done.
+      resume: programs that the file has figures of are taken from it, whatever `only` says, but
+        for those that did not compile.
 
     Raises:
-      ConfigError: the settings do not fit together, or ask for more chips than there are.
+      ConfigError: the settings do not fit together, or ask for more chips than there are; the file
+        is of another plan.
     """
     if topology.compiler == "tpu" and 1 in (cfg.mesh.size, cfg.rollout_devices):
         raise ConfigError(
@@ -48,26 +61,44 @@ def make_plan(
             f"a single device; use more of {topology.name}"
         )
     shapes = Shapes(cfg, topology.devices, topology.for_replica(cfg.rollout.tp))
-    wanted = re.compile(only)
-    plan = Plan(config, topology, shapes, [])
-    for program in shapes.programs():
-        if not wanted.search(program.name):
-            plan.left_out += 1
-            continue
-        plan.programs.append(_figures(program, topology, shapes))
-        if file:  # compilers may take hours
-            plan.write(file)
-    if not plan.programs:
+    plan, programs = Plan(config, topology, shapes, [], command=command), list(shapes.programs())
+    saved = _saved(plan, file) if resume else {}
+    found = {p.name: Figures.read(p, saved[p.name]) for p in programs if p.name in saved}
+    plan.programs = list(found.values())
+    asked = [p for p in programs if p.name not in found and re.search(only, p.name)]
+    plan.left_out = len(programs) - len(found) - len(asked)
+    if not asked and not found:
         raise ConfigError(f"--only: no program's name has {only!r} in it")
+    for i, program in enumerate(asked, 1):
+        found[program.name] = _figures(program, topology, shapes, f"{i} of {len(asked)}")
+        plan.programs = [found[p.name] for p in programs if p.name in found]
+        if file is not None:  # compilers may take hours
+            plan.write(file)
     return plan
 
 
-def _figures(program: Program, topology: Topology, shapes: Shapes) -> Figures:
+def _saved(plan: Plan, file: Path | None) -> dict[str, Mapping]:
+    """What a file has of programs that compiled, by name; empty: there is no file yet."""
+    if file is None:
+        raise ConfigError("--resume: from which file? Name it with --json")
+    if not file.exists():
+        return {}
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    if other := differing(saved, plan.as_json()):
+        raise ConfigError(
+            f"--resume: {file} is of another plan, with other {', '.join(other)}; expected the "
+            "same settings and the same compiler. Name another file, or leave out --resume"
+        )
+    return {program["name"]: program for program in saved["programs"] if not program["failed"]}
+
+
+def _figures(program: Program, topology: Topology, shapes: Shapes, which: str) -> Figures:
     if topology.compiler is None:
         return counted(program, shapes)
-    print(f"compiling {program.name} ..", end="", file=sys.stderr, flush=True)
+    print(f"{which}: compiling {program.name} ..", end="", file=sys.stderr, flush=True)
     found = compiled(program)
-    print(f" {found.seconds:.1f} s", file=sys.stderr, flush=True)
+    told = f" {found.seconds:.1f} s" + (f", REFUSED: {found.failed}" if found.failed else "")
+    print(told, file=sys.stderr, flush=True)
     return found
 
 
@@ -81,22 +112,31 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--count", action="store_true", help="ask no compiler: count from shapes, in seconds"
     )
-    parser.add_argument("--json", metavar="FILE", help="also write every figure there")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write every figure there, as it is known"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="compile only what the file of --json does not have"
+    )
 
 
-def main(argv: Sequence[str] | None = None) -> Plan:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a plan; returns the status to exit with, 0 or `DOES_NOT_FIT`."""
+    given = sys.argv[1:] if argv is None else argv
+    command = shlex.join(["python", "-m", "train.plan", *map(str, given)])
     cfg, flags = parse_config(
         RLConfig, argv, "train.plan", "What a run needs of chips.", _add_arguments
     )
     try:
         memory = None if flags.memory is None else 1e9 * flags.memory
         topology = find_topology(flags.topology, flags.chip, memory, flags.count)
-        plan = make_plan(cfg, topology, flags.only, flags.config or "the defaults", flags.json)
+        config = flags.config or "the defaults"
+        plan = make_plan(cfg, topology, flags.only, config, flags.json, flags.resume, command)
     except USER_ERRORS as error:
         sys.exit(f"train.plan: error: {error}")
     print("\n".join(lines(plan)))
-    return plan
+    return 0 if plan.fits else DOES_NOT_FIT
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

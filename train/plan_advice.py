@@ -8,23 +8,25 @@ from typing import TYPE_CHECKING
 from train.plan_programs import CACHE, EVALUATION, STATE, WEIGHTS
 
 if TYPE_CHECKING:
+    from train.plan_cost import Figures
     from train.plan_report import Plan
 
 GB = 1e9
 
 
 def advice(plan: Plan) -> Iterator[str]:
-    """What to change, the largest share first; nothing if it fits."""
-    if plan.fits:
-        return
+    """What to change, the largest share of the worst moment first; nothing if it fits."""
     over = plan.most - plan.topology.chip.memory
-    worst = plan.worst
-    shares = plan.held("roll out") if worst is None else plan.held_during(worst)
-    shares["temporaries"] = plan.most - sum(shares.values())
-    for kind, size in sorted(shares.items(), key=lambda item: -item[1]):
-        if size < over / 20:
-            continue
-        yield f"{gb(size)} {kind}: {_remedy(plan, kind)}"
+    if over > 0:
+        worst = plan.worst
+        shares = plan.held("roll out") if worst is None else plan.held_during(worst)
+        shares["temporaries"] = plan.most - sum(shares.values())
+        for kind, size in sorted(shares.items(), key=lambda item: -item[1]):
+            if size >= over / 20:
+                yield f"{gb(size)} {kind}: {_remedy(plan, kind)}"
+    for program in plan.programs:
+        if program.name in plan.refused:
+            yield f"{program.name!r}: {_without_refused(plan, program)}"
 
 
 def _remedy(plan: Plan, kind: str) -> str:
@@ -44,10 +46,12 @@ def _remedy(plan: Plan, kind: str) -> str:
         return "eval.problems=0, or a smaller eval.max_batch: its engine has a cache of its own"
     if kind != "temporaries":
         return f"a larger mesh.fsdp (now {cfg.mesh.fsdp}) or mesh.tp (now {cfg.mesh.tp})"
-    name = plan.worst.name
-    if plan.worst.key[0] in ("chunk", "prefill", "place"):
+    name, key = plan.worst.name, plan.worst.key
+    if key[0] == "chunk" and key[2] < runner.batch:  # as large as it is whatever the largest batch
+        return f"of {name!r}: {_without(plan, key[1])}a smaller rollout.cache_bytes or max_batch"
+    if key[0] in ("chunk", "prefill", "place"):
         return f"of {name!r}: a smaller rollout.max_batch (now {runner.batch}), prefill_chunk or tp"
-    if plan.worst.key[0] in ("reshard", "convert"):
+    if key[0] in ("reshard", "convert"):
         return f"of {name!r}: a larger rollout.tp (now {cfg.rollout.tp})"
     remat = "" if cfg.remat else "remat=true, "
     return (
@@ -55,6 +59,19 @@ def _remedy(plan: Plan, kind: str) -> str:
         f"mesh.fsdp), a shorter packing.row_length (now {cfg.packing.row_length}), or a larger "
         "mesh.tp"
     )
+
+
+def _without_refused(plan: Plan, program: Figures) -> str:
+    if program.part == "train":
+        return "another mesh or packing.rows; attention=reference, if a kernel is refused"
+    instead = _without(plan, program.key[1]) if program.key[0] == "chunk" else ""
+    return f"{instead}another rollout.tp; attention=reference, if a kernel is refused"
+
+
+def _without(plan: Plan, strategy: str) -> str:
+    """A list of strategies in which this one is missing, if there are others."""
+    others = len(plan.shapes.engine.runner.plans) > 1
+    return f"rollout.control.strategies without {strategy}, " if others else ""
 
 
 def gb(size: float) -> str:

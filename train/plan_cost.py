@@ -7,6 +7,7 @@ import math
 import re
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
@@ -19,7 +20,7 @@ from train.plan_hlo import Cost, Module
 from train.plan_programs import Program, Shapes, caches, device_bytes
 
 _RESIDENT = ("parameters", "optimizer", "cache", "state")  # what `Shapes.resident` counts
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclasses.dataclass
@@ -33,7 +34,8 @@ class Figures:
       brought, kept: of weights that it moves, bytes that a device receives and that it then has.
       excess: those of which it gets more than its shard, by name; None: not known.
       seconds: that compiling took.
-      failed: why the compiler refused it. needs: bytes that it says the program would take.
+      failed: why the compiler refused it. needs: bytes that it says the program would take, what it
+        is given included; None: it says nothing, or of its temporaries alone.
     """
 
     name: str
@@ -55,18 +57,56 @@ class Figures:
         """Whether it is a chunk of rounds of a rollout, whose cost is known."""
         return self.part == "roll out" and self.key[0] == "chunk" and self.failed is None
 
+    def as_json(self) -> dict:
+        """What was found, so that `read` has it again."""
+        return {
+            "name": self.name,
+            "failed": self.failed,
+            "needs_bytes": self.needs,
+            "given_bytes": self.given,
+            "extra_bytes": self.extra,
+            "temporary_bytes": self.temporaries,
+            "flops": self.cost.flops,
+            "bytes": self.cost.bytes,
+            "received_bytes": self.cost.received,
+            "kernels": self.cost.kernels,
+            "brought_bytes": self.brought,
+            "kept_bytes": self.kept,
+            "excess": self.excess,
+            "compile_seconds": self.seconds,
+        }
+
+    @classmethod
+    def read(cls, program: Program, saved: Mapping[str, Any]) -> Figures:
+        """What was found of a program earlier, from what `as_json` made of it."""
+        return cls(
+            program.name,
+            program.part,
+            program.key,
+            given=saved["given_bytes"],
+            extra=saved["extra_bytes"],
+            temporaries=saved["temporary_bytes"],
+            cost=Cost(saved["flops"], saved["bytes"], saved["received_bytes"], saved["kernels"]),
+            brought=saved["brought_bytes"],
+            kept=saved["kept_bytes"],
+            excess=saved["excess"],
+            seconds=saved["compile_seconds"],
+            failed=saved["failed"],
+            needs=saved["needs_bytes"],
+        )
+
 
 def compiled(program: Program) -> Figures:
-    """Compiles a program and reads what the compiler says of it."""
+    """Compiles a program and reads what the compiler says of it, be it that it refuses."""
     given = {kind: device_bytes(tree) for kind, tree in program.given.items()}
+    passing = sum(size for kind, size in given.items() if kind not in (*_RESIDENT, "results"))
     found, started = Figures(program.name, program.part, program.key, given), time.perf_counter()
     try:
         executable = program.lower().compile()
-    except jax.errors.JaxRuntimeError as error:
-        found.failed = _first_line(error)
-        found.needs = _bytes_wanted(str(error))
-        if found.needs is None:
-            raise
+    except Exception as error:  # noqa: BLE001 (the compilers of kernels raise what they like)
+        found.failed = _reason(error)
+        found.needs, found.temporaries = _bytes_wanted(str(error))
+        found.extra = found.temporaries + passing
         return found
     finally:
         found.seconds = time.perf_counter() - started
@@ -74,8 +114,6 @@ def compiled(program: Program) -> Figures:
     if memory is not None:
         results = max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
         found.temporaries = float(memory.temp_size_in_bytes)
-        passing = (*_RESIDENT, "results")
-        passing = sum(size for kind, size in given.items() if kind not in passing)
         found.extra = found.temporaries + results + passing
     text = executable.as_text()
     if program.moves is not None:
@@ -100,14 +138,24 @@ def _pages(program: Program) -> frozenset[tuple[int, ...]]:
     return frozenset(found)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:200]
+def _reason(error: Exception) -> str:
+    """One line of what a compiler says."""
+    line = next(filter(None, map(str.strip, str(error).splitlines())), "")
+    kind = "" if isinstance(error, jax.errors.JaxRuntimeError) else f"{type(error).__name__}: "
+    return (kind + line)[:300].removesuffix(": ")
 
 
-def _bytes_wanted(text: str) -> float | None:
-    """Of a compiler that ran out of memory: how much it would have taken."""
-    found = re.search(r"Used ([\d.]+)([KMG]?)i?B? of", text)
-    return float(found[1]) * _UNITS[found[2]] if found else None
+def _bytes_wanted(text: str) -> tuple[float | None, float]:
+    """Of a compiler that ran out of memory: bytes of the whole program, if it says so, and of its
+    temporaries, if it says that they alone are too many."""
+
+    def size(pattern: str) -> float | None:
+        found = re.search(pattern, text)
+        return float(found[1]) * _UNITS[found[2]] if found else None
+
+    used = size(r"Used ([\d.]+)([KMGT]?)i?B? of")
+    temporaries = size(r"temporaries \(([\d.]+)([KMGT]?)i?B?\) exceeds")
+    return used, temporaries or 0.0
 
 
 # --- rooflines -----------------------------------------------------------------------------------

@@ -248,8 +248,11 @@ class Module:
             return 2.0 * given[1].traffic
         if code == "scatter":
             return 2.0 * given[-1].traffic
-        if code in ("copy-start", "slice-start", "dynamic-slice-start"):
+        if code == "copy-start":
             return sum(s.traffic for s in op.shapes[:1]) + sum(s.traffic for s in given[:1])
+        if code in ("slice-start", "dynamic-slice-start"):  # ((operands), piece, context)
+            piece = op.shapes[-2]
+            return piece.traffic + piece.bytes * given[0].in_hbm
         if code == "custom-call":
             if not op.is_kernel:
                 return 0.0  # the compiler's own: buffers, indices

@@ -17,7 +17,6 @@ import numpy as np
 from specjax import sharding
 from specjax.command_line import ConfigError, find_shipped
 from specjax.config import ModelConfig
-from specjax.decode.options import Features
 from specjax.draft.source import DraftSource
 from specjax.engine.engine import Engine
 from specjax.engine.executables import Noted
@@ -32,6 +31,7 @@ from train.grpo import Denominators
 from train.heads import head_shapes
 from train.packing import empty_batch
 from train.programs import (
+    FEATURES,
     Programs,
     as_computed,
     build_programs,
@@ -285,7 +285,7 @@ def engine_programs(engine: Engine, part: str) -> Iterator[Program]:
         return Noted(donate)
 
     runner.executables.build = build
-    for _ in start_programs(engine.loop, (Features(),)):
+    for _ in start_programs(engine.loop, FEATURES):
         while found:
             key, lower = found.pop(0)
             pages, state = caches(runner.state)

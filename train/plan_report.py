@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import datetime
 import functools
+import importlib.metadata
 import json
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,13 +30,19 @@ from train.plan_topology import Topology
 
 @dataclasses.dataclass
 class Plan:
-    """What was found; every figure is per device unless it says otherwise."""
+    """What was found; every figure is per device unless it says otherwise.
+
+    Attributes:
+      config: its file's name. programs: looked at so far. left_out: how many were not asked for.
+      command: that asked for the plan.
+    """
 
     config: str
     topology: Topology
     shapes: Shapes
     programs: list[Figures]
     left_out: int = 0
+    command: str = ""
 
     # --- memory ----------------------------------------------------------------------------------
 
@@ -76,7 +86,22 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.most <= self.topology.chip.memory
+        """Whether everything has room, and the compiler refused nothing."""
+        refused = any(program.failed for program in self.programs)
+        return self.most <= self.topology.chip.memory and not refused
+
+    @property
+    def too_large(self) -> dict[str, float]:
+        """Programs for which there is no room, the largest first: bytes that are missing."""
+        over = {p.name: self.peak(p) - self.topology.chip.memory for p in self.programs}
+        order = sorted(over, key=over.get, reverse=True)
+        return {name: over[name] for name in order if over[name] > 0}
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Programs that the compiler refuses though there is room for them, and why."""
+        large = self.too_large
+        return {p.name: p.failed for p in self.programs if p.failed and p.name not in large}
 
     def largest_batch(self) -> int:
         """Slots of a replica that fit, if cache, state and temporaries grow with them evenly; in a
@@ -112,11 +137,11 @@ class Plan:
         runner, memory = self.shapes.engine.runner, self.topology.chip.memory + instead
         each = pages + device_bytes(caches(runner.state)[1]) / runner.slots
         taken = runner.batch * pages if instead else 0.0  # by slots that are there already
-        others = (p for p in self.programs if p.part == "roll out" and not p.is_chunk)
-        most = max([sum(self.held("roll out").values()), *map(self.peak, others)])
-        more = (memory - taken - most) / each
         chunks = [p for p in self.programs if p.is_chunk]
         widest = max(chunks, key=lambda p: (p.key[2], p.extra), default=None)
+        others = (p for p in self.programs if p.part == "roll out" and p is not widest)
+        most = max([sum(self.held("roll out").values()), *map(self.peak, others)])
+        more = (memory - taken - most) / each
         if widest is not None:
             slope = each + widest.extra / widest.key[2]
             more = min(more, (memory - taken - self.peak(widest)) / slope)
@@ -151,6 +176,9 @@ class Plan:
         chip = self.topology.chip
         return {
             "config": self.config,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": self.command,
+            "versions": versions(),
             "topology": self.topology.name,
             "chips": len(self.topology.devices),
             "source": self.topology.source,
@@ -161,33 +189,24 @@ class Plan:
             "most_bytes": self.most,
             "worst": self.worst.name if self.worst else None,
             "fits": self.fits,
+            "too_large_bytes": self.too_large,
+            "refused": self.refused,
             "largest_batch": self.largest_batch(),
             "largest_cache": self.largest_cache(),
             "context": self.context,
             "replicas": len(self.shapes.built.engines),
+            "left_out": self.left_out,
             "programs": [self._program_json(p) for p in self.programs],
             "advice": list(advice(self)),
         }
 
     def _program_json(self, program: Figures) -> dict:
         speed = roofline(self.topology.chip, program.cost)
-        out = {
-            "name": program.name,
-            "failed": program.failed,
-            "given_bytes": program.given,
-            "temporary_bytes": program.temporaries,
+        out = program.as_json() | {
             "peak_bytes": self.peak(program),
-            "flops": program.cost.flops,
-            "bytes": program.cost.bytes,
-            "received_bytes": program.cost.received,
-            "kernels": program.cost.kernels,
-            "brought_bytes": program.brought,
-            "kept_bytes": program.kept,
-            "excess": program.excess,
             "roofline_seconds": speed.seconds,
             "network_seconds": speed.network,
             "bound": speed.bound,
-            "compile_seconds": program.seconds,
         }
         if program.is_chunk:
             out["context"] = self.context_of(program)
@@ -200,6 +219,15 @@ class Plan:
     def write(self, path: str | Path) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+
+
+def versions() -> dict[str, str]:
+    """Of Python, and of what lowers and compiles; those that are not installed are left out."""
+    found = {"python": platform.python_version()}
+    for package in ("jax", "jaxlib", "libtpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def _accept_lengths(plan: Plan, chunk: Figures) -> list[float]:
@@ -289,6 +317,7 @@ def _programs(plan: Plan) -> Iterator[str]:
         yield _row(plan, program)
         if program.failed:
             yield f"    REFUSED by the compiler: {program.failed}"
+            continue
         if program.cost.kernels:
             yield f"    calls {program.cost.kernels:.0f} Pallas kernels"
         if program.excess is not None:
@@ -304,14 +333,17 @@ def _row(plan: Plan, program: Figures) -> str:
     cells = [
         *(f"{given.get(kind, 0.0) / GB:.3g}" for kind in ("parameters", "optimizer", "cache")),
         f"{other / GB:.3g}",
-        f"{program.temporaries / GB:.3g}",
+        f"{program.temporaries / GB:.3g}" if program.temporaries or not program.failed else "?",
         f"{plan.peak(program) / GB:.4g}",
+    ]
+    of_what_compiled = [
         f"{cost.flops / 1e12:.3g}",
         f"{cost.bytes / GB:.3g}",
         *(f"{cost.received.get(kind, 0.0) / 1e6:.3g}" for kind in COLLECTIVES),
         *(f"{1e3 * x:.3g}" for x in (speed.compute, speed.memory, speed.network)),
         speed.bound,
     ]
+    cells += [""] * len(of_what_compiled) if program.failed else of_what_compiled
     widths = [width for _, width in _COLUMNS]
     return f"{program.name:<{widths[0]}}" + "".join(
         f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)
@@ -353,10 +385,15 @@ def _verdict(plan: Plan) -> Iterator[str]:
     if plan.shapes.cfg.rollout.cache_bytes is not None:
         slots, size = plan.largest_cache()
         yield f"  of this context; {slots} with all memory, rollout.cache_bytes={size}"
+    which = f", without the {plan.left_out} programs left out" if plan.left_out else ""
     if plan.fits:
-        which = f", without the {plan.left_out} programs left out" if plan.left_out else ""
         yield f"FITS: {gb(plan.most)} of {gb(chip.memory)}{which}"
         return
-    yield f"DOES NOT FIT: {gb(plan.most)} of {gb(chip.memory)}. What to change:"
+    yield f"DOES NOT FIT: {gb(plan.most)} of {gb(chip.memory)}{which}"
+    for name, size in plan.too_large.items():
+        yield f"  {name}: {gb(size)} too many"
+    for name, reason in plan.refused.items():
+        yield f"  {name}: refused by the compiler, {reason}"
+    yield "What to change:"
     for line in advice(plan):
         yield f"  - {line}"

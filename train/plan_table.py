@@ -1,52 +1,33 @@
-"""`python -m train.plan_table FILE ..`: plans that `train.plan --json` wrote, as rows of Markdown.
+"""`python -m train.plan_table FILE ..`: plans that `train.plan --json` wrote, as Markdown tables.
 
-With `--programs` a row for each program. Compilers take minutes for a program, so a plan may lie in
-several files that `--only` made: NAME.json, NAME.micro.json and so on are one plan, NAME. The
-tables of docs/pods.md are made by it, so that no figure in them was typed.
+Three of them: a row per plan; what the compiler said of chunks, a row per plan and size of a batch,
+a column per strategy; and what it said of everything else, a row per program, a column per plan.
+The tables of docs/pods.md are made by it, so that no figure in them was typed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 COLUMNS = (
-    "plan", "by", "chips", "weights", "optimizers", "cache", "while it rolls out",
+    "plan", "by", "programs", "chips", "weights", "optimizers", "cache", "while it rolls out",
     "while it trains", "worst moment", "HBM", "fits", "slots that fit", "round", "tok/s at 1",
     "tok/s at 2", "tok/s at 3", "network share of a round", "micro-batch",
     "resharding brings",
 )  # fmt: skip
-_ALIKE = ("config", "topology", "compiler", "resident_bytes", "hbm_bytes", "replicas", "context")
+_ALIKE = (
+    "config", "versions", "topology", "compiler", "resident_bytes", "hbm_bytes", "replicas",
+    "context",
+)  # fmt: skip
 
 
-def merged(plans: Sequence[dict]) -> dict:
-    """Plans of one run, of which each has other programs, as one; the first to have one counts.
-
-    Raises:
-      ValueError: they are not plans of one run.
-    """
-    first, programs = plans[0], {}
-    for plan in plans:
-        differing = [key for key in _ALIKE if plan[key] != first[key]]
-        if differing:
-            raise ValueError(
-                f"expected plans of one run, got two values of {', '.join(differing)}; make both "
-                "with the same settings, by the same version"
-            )
-        for program in plan["programs"]:
-            programs.setdefault(program["name"], program)
-    worst = max(programs.values(), key=lambda program: program["peak_bytes"])
-    most = max(worst["peak_bytes"], *first["held_bytes"].values())
-    return first | {
-        "programs": list(programs.values()),
-        "worst": worst["name"],
-        "most_bytes": most,
-        "fits": most <= first["hbm_bytes"],
-        "largest_batch": min(plan["largest_batch"] for plan in plans),
-        "largest_cache": min(plan["largest_cache"] for plan in plans),
-    }
+def differing(one: dict, other: dict) -> list[str]:
+    """What keeps two files from being of one plan."""
+    return [key for key in _ALIKE if one.get(key) != other.get(key)]
 
 
 def row(name: str, plan: dict) -> list[str]:
@@ -56,6 +37,7 @@ def row(name: str, plan: dict) -> list[str]:
     cells = [
         name,
         _by(plan),
+        f"{len(plan['programs'])} of {len(plan['programs']) + plan['left_out']}",
         f"{plan['chips']} x {plan['topology'].partition(':')[0]}",
         *(_gb(_held(plan, kinds)) for kinds in (_WEIGHTS, _OPTIMIZERS, ("cache",))),
         *(_gb(plan["held_bytes"][part]) for part in ("roll out", "train")),
@@ -80,34 +62,39 @@ def row(name: str, plan: dict) -> list[str]:
     return cells
 
 
-PROGRAM_COLUMNS = (
-    "plan", "program", "by", "given", "temporaries", "peak", "TFLOP", "HBM traffic", "received",
-    "roofline", "bound by",
-)  # fmt: skip
+def chunk_table(plans: Mapping[str, dict]) -> list[list[str]]:
+    """Temporaries, and the roofline of a round, of each chunk that was compiled."""
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for name, plan in plans.items():
+        for program in plan["programs"]:
+            if chunk := _CHUNK.fullmatch(program["name"]):
+                seconds = program.get("round_seconds")
+                cells.setdefault((name, chunk[2]), {})[chunk[1]] = _cell(program, seconds)
+    columns = list(dict.fromkeys(strategy for row in cells.values() for strategy in row))
+    rows = [[*key, *(row.get(strategy, "") for strategy in columns)] for key, row in cells.items()]
+    return [["plan", "slots", *columns], *rows]
 
 
-def program_rows(name: str, plan: dict) -> list[list[str]]:
-    """The figures of each program of a plan, per device."""
-    rows = []
-    for program in plan["programs"]:
-        given = sum(size for kind, size in program["given_bytes"].items() if kind != "results")
-        cells = [
-            name,
-            program["name"],
-            _by(plan),
-            _short(given),
-            _short(program["temporary_bytes"]),
-            _gb(program["peak_bytes"]),
-            f"{program['flops'] / 1e12:.3g}",
-            _short(program["bytes"]),
-            _short(sum(program["received_bytes"].values())) if plan["compiler"] else "unknown",
-            f"{1e3 * program['roofline_seconds']:.3g} ms",
-            program["bound"],
-        ]
-        rows.append([*cells[:3], "REFUSED", *cells[4:]] if program["failed"] else cells)
-    return rows
+def program_table(plans: Mapping[str, dict]) -> list[list[str]]:
+    """Temporaries, and the roofline, of each program that was compiled, but for chunks."""
+    cells: dict[str, dict[str, str]] = {}
+    for name, plan in plans.items():
+        for program in plan["programs"]:
+            if not _CHUNK.fullmatch(program["name"]):
+                cell = _cell(program, program["roofline_seconds"])
+                cells.setdefault(program["name"], {})[name] = cell
+    rows = [[program, *(row.get(name, "") for name in plans)] for program, row in cells.items()]
+    return [["program", *plans], *rows]
 
 
+def _cell(program: dict, seconds: float | None) -> str:
+    size = _short(program["temporary_bytes"])
+    if program["failed"]:
+        return f"{size}, REFUSED" if program["temporary_bytes"] else "REFUSED"
+    return f"{size}, {1e3 * seconds:.3g} ms"
+
+
+_CHUNK = re.compile(r"chunk (\S+) x (\d+)")
 _WEIGHTS = ("policy parameters", "reference policy", "draft", "parameters to roll out")
 _OPTIMIZERS = ("policy optimizer", "draft optimizer")
 
@@ -125,25 +112,31 @@ def _gb(size: float) -> str:
 
 
 def _short(size: float) -> str:
-    return f"{size / 1e9:.3g} GB"
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
+
+
+def tables(plans: Mapping[str, dict]) -> str:
+    """All three, a blank line between two of them.
+
+    Args:
+      plans: by name. Of those that nobody compiled there is only the row of the first table.
+    """
+    compiled = {name: plan for name, plan in plans.items() if plan["compiler"]}
+    first = [list(COLUMNS), *(row(name, plan) for name, plan in plans.items())]
+    others = [chunk_table(compiled), program_table(compiled)] if compiled else []
+    return "\n\n".join(_markdown(table) for table in (first, *others))
+
+
+def _markdown(table: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(cells) + " |" for cells in table]
+    return "\n".join([lines[0], "|" + "---|" * len(table[0]), *lines[1:]])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m train.plan_table", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    parser.add_argument("--programs", action="store_true", help="a row for each program")
-    flags = parser.parse_args(argv)
-    columns = PROGRAM_COLUMNS if flags.programs else COLUMNS
-    print("| " + " | ".join(columns) + " |")
-    print("|" + "---|" * len(columns))
-    parts: dict[str, list[dict]] = {}
-    for file in flags.files:
-        plan = json.loads(file.read_text(encoding="utf-8"))
-        parts.setdefault(file.name.partition(".")[0], []).append(plan)
-    for name, plans in parts.items():
-        plan = merged(plans)
-        for cells in program_rows(name, plan) if flags.programs else [row(name, plan)]:
-            print("| " + " | ".join(cells) + " |")
+    files = parser.parse_args(argv).files
+    print(tables({file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}))
 
 
 if __name__ == "__main__":

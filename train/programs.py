@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.context import context_of
+from specjax.decode.options import Features
 from specjax.draft.source import DraftSource
 from specjax.engine.engine import Engine
 from train.draft import DraftTrainer
 from train.engines import Mesh, build_engines
 from train.policy import PolicyTrainer, rl_loss
 from train.schema import RLConfig
+
+# What the chunks of rollouts and evaluation serve: a config asks for a temperature, and no more.
+FEATURES = (Features(),)
 
 
 @dataclass

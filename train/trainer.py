@@ -29,6 +29,7 @@ from train.heads import HeadCheckpoints, starting_head
 from train.packing import empty_batch, pack
 from train.processes import as_one, control_metrics, copies_for, everywhere
 from train.programs import (
+    FEATURES,
     as_computed,
     build_programs,
     drafts,
@@ -140,11 +141,11 @@ class Trainer:
         """
         if self._start_up is not None:
             return self._start_up
-        self._start_up = self.engine.warm_up()
+        self._start_up = self.engine.warm_up(FEATURES)
         self.engine.release(weights=False)
         if self.eval_engine is not None:
             self.eval_engine.set_params(self.params)
-            self.eval_engine.warm_up()
+            self.eval_engine.warm_up(FEATURES)
             self.eval_engine.release()
         if self.cfg.rollout.partial:
             rows, length = self.cfg.packing.rows, self.cfg.packing.row_length

@@ -1,5 +1,6 @@
 """`train.plan`: what it says of a run, and that it says it of the programs the run really has."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -14,11 +15,15 @@ import tiny_run
 
 from specjax import chips
 from specjax.command_line import parse_config
+from specjax.config import SamplingParams
+from specjax.engine.options_rows import features_of
+from specjax.engine.request import make_jobs
 from specjax.models import hf
 from specjax.sharding import MeshConfig, make_mesh
-from train import plan, plan_table, rl
+from train import plan, plan_cost, plan_table, rl
 from train.plan_hlo import Module
 from train.plan_programs import SHAPES, Shapes
+from train.programs import FEATURES
 from train.schema import RLConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,35 +181,149 @@ def test_a_plan_is_a_row_of_the_table_in_the_docs(whole):
     assert cells["by"] == "cpu compiler" and cells["fits"] == "yes"
     assert cells["round"].endswith("(chunk 1_1_2 x 1)") and cells["network share of a round"]
     assert cells["resharding brings"].count(" GB") == 2
-    rows = plan_table.program_rows("tiny", whole[0])
-    assert [cells[1] for cells in rows] == [p["name"] for p in whole[0]["programs"]]
-    assert {len(cells) for cells in rows} == {len(plan_table.PROGRAM_COLUMNS)}
     counted = whole[0] | {"compiler": None}
     cells = dict(zip(plan_table.COLUMNS, plan_table.row("tiny", counted), strict=True))
     assert cells["by"] == "counting" and cells["network share of a round"] == "unknown"
 
 
-def test_a_plan_in_several_files_is_one_row(whole, tmp_path, capsys):
+def test_other_tables_have_a_row_per_batch_and_a_row_per_program(whole, tmp_path, capsys):
     figures, _ = whole
-    plan_table.main([str(_written(tmp_path / "tiny.json", figures))])
-    [*_, row] = capsys.readouterr().out.splitlines()
-    parts = []
-    for i, program in enumerate(figures["programs"]):
-        alone = figures | {"programs": [program], "most_bytes": 0, "worst": program["name"]}
-        parts.append(str(_written(tmp_path / f"tiny.{i}.json", alone)))
-    plan_table.main(parts)
-    assert capsys.readouterr().out.splitlines()[2:] == [row]
-    small = figures | {"hbm_bytes": figures["held_bytes"]["roll out"] - 1}
-    small["programs"] = [named(figures, "policy, optimizer")]
-    assert not plan_table.merged([small])["fits"]  # nothing else was compiled, and it rolls out
-    _written(Path(parts[0]), figures | {"resident_bytes": {"cache": 1.0}})
-    with pytest.raises(ValueError, match="two values of resident_bytes"):
-        plan_table.main(parts)
+    larger = json.loads(json.dumps(figures).replace("chunk 1_1_2 x 1", "chunk off x 4"))
+    refused = named(larger, "chunk off x 4")
+    refused.update(failed="RESOURCE_EXHAUSTED", temporary_bytes=2e10)
+    files = [tmp_path / "one.json", tmp_path / "two.json"]
+    for file, content in zip(files, (figures, larger), strict=True):
+        file.write_text(json.dumps(content))
+    plan_table.main([*map(str, files)])
+    _, chunks, others = capsys.readouterr().out.rstrip("\n").split("\n\n")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in chunks.splitlines()]
+    assert rows[0] == ["plan", "slots", "1_1_2", "off"]
+    assert [row[:2] for row in rows[2:]] == [["one", "1"], ["two", "4"]]
+    seconds = named(figures, "chunk 1_1_2 x 1")["round_seconds"]
+    assert rows[2][2].endswith(f"B, {1e3 * seconds:.3g} ms") and rows[2][3] == ""
+    assert rows[3][2:] == ["", "20.00 GB, REFUSED"]
+    names = [line.split("|")[1].strip() for line in others.splitlines()[2:]]
+    assert names == [p["name"] for p in figures["programs"] if "chunk" not in p["name"]]
 
 
-def _written(file: Path, figures: dict) -> Path:
-    file.write_text(json.dumps(figures))
-    return file
+# --- what does not compile, and what need not be compiled again -----------------------------------
+
+# As libtpu says it: of temporaries, of a whole program; and as a kernel's compiler does.
+TOO_LARGE = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+TOO_LARGE += "temporaries (18.84G) exceeds available HBM (15.75G)."
+LARGER = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 33.5G of 15.75G hbm."
+
+
+def lowered_by(monkeypatch, errors: dict[str, Exception]) -> list[str]:
+    """Has programs of these names refused with these errors; gets the names of all that are asked
+    for."""
+    asked = []
+
+    def compiled(program):
+        def lower():
+            if program.name in errors:
+                raise errors[program.name]
+            return program.lower()
+
+        asked.append(program.name)
+        return plan_cost.compiled(dataclasses.replace(program, lower=lower))
+
+    monkeypatch.setattr(plan, "compiled", compiled)
+    return asked
+
+
+SMALL = ("--topology", "cpu:8", "--only", "place|chunk|prefill")
+
+
+def test_programs_that_do_not_fit_or_are_refused_are_named_and_the_others_compiled(
+    tiny_policy, tmp_path, monkeypatch, capsys
+):
+    errors = {
+        "prefill 1 x 17": NotImplementedError("no such\nkernel"),
+        "place 1": jax.errors.JaxRuntimeError(TOO_LARGE),
+        "place 4": jax.errors.JaxRuntimeError(LARGER),
+    }
+    lowered_by(monkeypatch, errors)
+    file = tmp_path / "plan.json"
+    arguments = [*settings(tiny_policy, tmp_path), *SMALL, "--json", str(file)]
+    assert plan.main(arguments) == plan.DOES_NOT_FIT
+    figures, text = json.loads(file.read_text()), capsys.readouterr().out
+    memory, held = figures["hbm_bytes"], figures["held_bytes"]["roll out"]
+    assert not figures["fits"] and named(figures, "chunk 1_1_2 x 1")["flops"] > 0
+    over = figures["too_large_bytes"]
+    assert list(over) == ["place 4", "place 1"]
+    assert over["place 1"] == pytest.approx(18.84 * 2**30 + held - memory)
+    given = sum(named(figures, "place 4")["given_bytes"].values())
+    assert over["place 4"] == pytest.approx(33.5 * 2**30 + held - given - memory, abs=1)
+    assert figures["refused"] == {"prefill 1 x 17": "NotImplementedError: no such"}
+    assert figures["worst"] == "place 4" and len(figures["advice"]) == 2
+    for said in (
+        "REFUSED by the compiler: RESOURCE_EXHAUSTED: Ran out of memory on HBM", "DOES NOT FIT: ",
+        "  place 1: 4.", "GB too many", "  prefill 1 x 17: refused by the compiler, Not",
+        "What to change:", "'prefill 1 x 17': another rollout.tp; attention=reference",
+    ):  # fmt: skip
+        assert said in text, said
+
+
+def test_a_chunk_that_is_too_large_in_a_small_batch_is_not_told_to_take_fewer_slots(
+    tiny_policy, tmp_path, monkeypatch
+):
+    changes = {"rollout.max_batch": 2, "rollout.control.strategies": "[off,1_1_2]"}
+    lowered_by(monkeypatch, {"chunk off x 1": jax.errors.JaxRuntimeError(TOO_LARGE)})
+    figures = planned(
+        tiny_policy, tmp_path, "--topology", "cpu:8", "--only", "chunk off x 1", **changes
+    )
+    [advice] = figures["advice"]
+    assert "'chunk off x 1': rollout.control.strategies without off" in advice
+
+
+def test_a_plan_goes_on_where_its_file_ends_and_tries_again_what_failed(
+    tiny_policy, tmp_path, monkeypatch
+):
+    errors = {"place 1": jax.errors.JaxRuntimeError(LARGER)}
+    asked = lowered_by(monkeypatch, errors)
+    file = tmp_path / "plan.json"
+    arguments = [*settings(tiny_policy, tmp_path), "--topology", "cpu:8", "--json", str(file)]
+    assert plan.main([*arguments, "--only", "place"]) == plan.DOES_NOT_FIT
+    before = json.loads(file.read_text())
+    assert asked == ["place 1", "place 4"] and before["left_out"] == 7
+    errors.clear()
+    assert plan.main([*arguments, "--only", "prefill|place", "--resume"]) == 0
+    after = json.loads(file.read_text())
+    assert asked[2:] == ["prefill 1 x 17", "place 1"]
+    assert [p["name"] for p in after["programs"]] == ["prefill 1 x 17", "place 1", "place 4"]
+    assert named(after, "place 4") == named(before, "place 4")
+    assert after["fits"] and after["left_out"] == 6
+    other = [*arguments, "--resume", "rollout.max_batch=2"]
+    with pytest.raises(SystemExit, match="is of another plan, with other resident_bytes"):
+        plan.main(other)
+    with pytest.raises(SystemExit, match="--resume: from which file"):
+        plan.main([*arguments[:-2], "--resume"])
+
+
+def test_every_strategy_size_and_evaluation_of_a_run_is_planned(tiny_policy, tmp_path):
+    changes = {
+        "rollout.max_batch": 5, "rollout.control.strategies": "[off,1_1_2]", "eval.problems": 4,
+        "eval.max_batch": 2, "rollout.max_prompt_tokens": 200, "packing.row_length": 256,
+        "algo.updates_per_rollout": 2, "rollout.prefill_chunk": 64,
+    }  # fmt: skip
+    figures = planned(tiny_policy, tmp_path, "--topology", "h200:8", **changes)
+    names = {p["name"] for p in figures["programs"]}
+    assert {f"chunk {s} x {n}" for s in ("off", "1_1_2") for n in (1, 2, 4, 5)} <= names
+    assert {f"place {n}" for n in (1, 4, 5)} <= names and "policy, scoring" in names
+    assert {f"evaluate: chunk off x {n}" for n in (1, 2)} <= names
+    cfg, _ = parse_config(RLConfig, settings(tiny_policy, tmp_path, **changes))
+    engine = Shapes(cfg, jax.devices()).engine
+    read = {(1, width + 1) for width in engine.loop.piece_widths}
+    assert {f"prefill {r} x {n}" for r, n in read} <= names
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_the_planned_chunks_serve_what_a_config_samples_with(temperature):
+    """So that a run compiles no others: nothing but a temperature is asked for in `train.rl`."""
+    params = SamplingParams(temperature, max_tokens=9, seed=1, n=2)
+    [job, _] = make_jobs([1, 2], params, eos_ids=(3,))
+    assert any(f.covers(features_of(job, 272)) for f in FEATURES)
 
 
 def test_states_that_the_head_does_not_learn_from_are_not_kept(run):
