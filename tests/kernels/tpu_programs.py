@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 
 import jax
@@ -17,20 +18,21 @@ import numpy as np
 from jax.experimental import topologies
 
 from specjax import sharding
-from specjax.config import ModelConfig, SpecConfig
+from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.decode import admit
 from specjax.decode.chunk import Until
 from specjax.decode.options import Features
 from specjax.decode.state import Lineup
 from specjax.draft.mtp import init_head_params
 from specjax.engine.inputs import piece_of
-from specjax.engine.runner import Runner
+from specjax.engine.runner import PAGE_SIZE, Runner
 from specjax.kernels import dispatch
 from specjax.models.transformer import init_params, to_decode_layout
 from specjax.sharding import MESH_AXES
 from train.draft import DraftConfig, DraftTrainer, frozen_policy_parts
 from train.grpo import count_denominators
 from train.optim import OptimConfig
+from train.plan_hlo import Module, Op
 from train.policy import PolicyTrainer, sft_loss
 
 # As Qwen3-8B, but for layers and vocabulary; in bfloat16, with heads of 128.
@@ -49,6 +51,16 @@ MODEL = ModelConfig(
     compute_dtype="bfloat16",
 )
 STRATEGY = "4_1_5"
+STRATEGIES = ("off", STRATEGY)
+# Chunks whose batch is the smallest and the largest, with Qwen3's vocabulary, and with pages of a
+# layer that are more than any weight: a copy of them cannot be taken for one of something else.
+WIDE = MODEL.replace(vocab_size=151_936, num_layers=8)
+WIDE_BATCH, WIDE_PAGES = 64, 1600
+WIDE_CHUNKS = {
+    f"{strategy} x {bucket}, 152k": (strategy, bucket)
+    for strategy in ("off", STRATEGY)
+    for bucket in (1, WIDE_BATCH)
+}
 
 
 def on_mesh(mesh, tree, shardings):
@@ -89,14 +101,21 @@ def kernel(mesh, rows: int, batch: int = 8, size: int = 128, stretches: int = 8)
     return jax.jit(sharding.traced_on(mesh, attend)).lower(sinks, *arrays)
 
 
-def runner_of(mesh) -> Runner:
-    """The device side of an engine that holds shapes."""
-    runner = Runner(MODEL, SpecConfig(STRATEGY), batch=8, max_len=1024, mesh=mesh)
+def runner_of(mesh, model: ModelConfig = MODEL, batch: int = 8, **more) -> Runner:
+    """The device side of an engine that holds shapes.
+
+    Args:
+      more: arguments of `Runner`.
+    """
+    strategies = {name: Strategy.parse(name) if name != "off" else None for name in STRATEGIES}
+    runner = Runner(
+        model, SpecConfig(STRATEGY), batch, max_len=1024, mesh=mesh, strategies=strategies, **more
+    )
     runner.executables.build = lambda key, lower, donate: lower()
     params = jax.eval_shape(
-        functools.partial(to_decode_layout, cfg=MODEL), jax.eval_shape(lambda: init_params(MODEL))
+        functools.partial(to_decode_layout, cfg=model), jax.eval_shape(lambda: init_params(model))
     )
-    head = jax.eval_shape(lambda: init_head_params(MODEL))
+    head = jax.eval_shape(lambda: init_head_params(model))
     runner.params = on_mesh(mesh, params, sharding.param_shardings)
     runner.head = on_mesh(mesh, head, sharding.param_shardings)
     runner.state, runner.tails = on_mesh(
@@ -105,17 +124,49 @@ def runner_of(mesh) -> Runner:
     return runner
 
 
-def chunk(mesh):
+def chunk(mesh, strategy: str = STRATEGY, bucket: int = 8, runner: Runner | None = None):
     """A whole rollout chunk, by the code that the engine runs it with."""
-    runner, bucket = runner_of(mesh), 8
+    runner = runner or runner_of(mesh)
     features = Features(sampled=True)
     table = np.zeros((bucket, runner.table_width), np.int32)
     rows = Lineup(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
     lineup, until = runner.alone(rows), Until.of(4)
     inputs = runner.params, runner.head, runner.state, lineup, until
-    program = functools.partial(runner._chunk_program, STRATEGY, features, bucket)
-    key = ("chunk", STRATEGY, bucket, features)
+    program = functools.partial(runner._chunk_program, strategy, features, bucket)
+    key = ("chunk", strategy, bucket, features)
     return runner.executables.get(key, program, inputs, (2,))
+
+
+def wide_runner(mesh) -> Runner:
+    page = Runner(WIDE, SpecConfig(STRATEGY), WIDE_BATCH, 1024, mesh=mesh).page_bytes
+    return runner_of(mesh, WIDE, WIDE_BATCH, cache_bytes=WIDE_PAGES * page)
+
+
+def wide_chunk(mesh, strategy: str, bucket: int):
+    return chunk(mesh, strategy, bucket, wide_runner(mesh))
+
+
+def copies_of_pages(text: str, size: int) -> list[str]:
+    """Of a compiled program with a loop, what copies or transposes that many numbers, or more,
+    inside of it."""
+    module = Module(text)
+
+    def copies(op: Op) -> bool:
+        if op.opcode == "fusion":
+            fused = module.computations[next(op.called())]
+            return copies(next(o for o in fused.values() if o.root))
+        return op.opcode in ("copy", "copy-start", "transpose")
+
+    return [
+        f"{op.opcode} {op.name}"
+        for name, ops in module.computations.items()
+        for op in ops.values()
+        if name != module.entry and copies(op) and max(s.size for s in op.shapes) >= size
+    ]
+
+
+# An argmax whose maximum nobody reads: its comparisons may be in bfloat16 as well.
+ROUNDED = re.compile(r"= \(bf16\[[^=]*, s32\[[^=]*\) reduce\(")
 
 
 def prefill(mesh):
@@ -171,7 +222,9 @@ PROGRAMS = {
     "chunk": chunk,
     "policy update": lambda mesh: training(mesh, head=False),
     "draft update": lambda mesh: training(mesh, head=True),
-}
+    **{name: functools.partial(wide_chunk, strategy=s, bucket=b)
+       for name, (s, b) in WIDE_CHUNKS.items()},
+}  # fmt: skip
 
 
 # jax 0.10.2 cannot print what libtpu 0.0.52 makes of these: its asynchronous collectives have more
@@ -199,6 +252,10 @@ def main(topology: str, *wanted: str) -> None:
             "splash": sum("splash" in line for line in calls),
             "temporaries": compiled.memory_analysis().temp_size_in_bytes,
         }
+        if name in WIDE_CHUNKS:
+            pages = WIDE_PAGES * WIDE.num_kv_heads // len(devices) * PAGE_SIZE * WIDE.head_dim
+            found["copies_of_pages"] = copies_of_pages(text, pages)
+            found["rounded"] = ROUNDED.findall(text)
         print(json.dumps(found), flush=True)
 
 
