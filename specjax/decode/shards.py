@@ -51,17 +51,28 @@ def argmax(x: Float[Array, "*R V"]) -> Int[Array, "*R"]:
 
 
 def whole_argmax(x: Float[Array, "*R V"]) -> Int[Array, "*R"]:
-    """`argmax` of rows that one device has whole."""
-    _, ids = whole_best(x)
-    return ids
+    """`argmax` of rows that one device has whole.
+
+    XLA's goes number by number on CPU, and so does what is fused with it, such as the noise that is
+    drawn for it: that takes several times as long as to find the maximum, and then its place. The
+    TPU compiler keeps a maximum that nobody reads, as that of `jnp.argmax`, in bfloat16, whatever
+    the type of x; whether what it compares is rounded as well, its text does not say.
+    """
+
+    def two(x):
+        return _in_two_passes(x)[1]
+
+    def one(x):
+        return jnp.argmax(x, axis=-1).astype(jnp.int32)
+
+    return jax.lax.platform_dependent(x, cpu=two, tpu=two, default=one)
 
 
 def whole_best(x: Float[Array, "*R V"]) -> tuple[Float[Array, "*R"], Int[Array, "*R"]]:
     """The largest number of each row that one device has whole, and its place; see `argmax`.
 
-    XLA's argmax goes number by number on CPU, and so does what is fused with it, such as the noise
-    that is drawn for it: that takes several times as long as to find the maximum, and then its
-    place. Elsewhere one pass finds both.
+    Where only the place is needed take `whole_argmax`: the number has to be read, or a TPU rounds
+    it. Read, one pass over the row finds both, but on CPUs.
     """
     return jax.lax.platform_dependent(x, cpu=_in_two_passes, default=_in_one_pass)
 
@@ -76,11 +87,7 @@ def _in_two_passes(x: Array) -> tuple[Array, Array]:
 
 
 def _in_one_pass(x: Array) -> tuple[Array, Array]:
-    """By one reduction of pairs, of which no result is left unused.
-
-    Of `jnp.argmax` the maximum itself is nobody's, and the TPU compiler then keeps it in bfloat16,
-    whatever the type of x: whether what it compares is rounded as well, its text does not say.
-    """
+    """By a reduction of pairs, in whatever order: of equal numbers, or NaN, the first is better."""
 
     def better(a, b):
         (most, place), (other, elsewhere) = a, b
@@ -92,7 +99,7 @@ def _in_one_pass(x: Array) -> tuple[Array, Array]:
 
     ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     least = jnp.array(-jnp.inf, x.dtype), jnp.int32(0)
-    return jax.lax.optimization_barrier(jax.lax.reduce((x, ids), least, better, (x.ndim - 1,)))
+    return jax.lax.reduce((x, ids), least, better, (x.ndim - 1,))
 
 
 def _column(x: Array) -> Array:
