@@ -123,7 +123,7 @@ def compiled(program: Program) -> Figures:
         found.excess = program.moves.excess(collectives)
     module = Module(text, _pages(program))
     found.cost = module.cost
-    if program.key[0] == "chunk" and module.turn.flops:
+    if program.key[0] == "chunk" and module.turn is not None:
         found.cost = module.turn
     return found
 

@@ -152,7 +152,7 @@ class Module:
     def __init__(self, text: str, pages: frozenset[tuple[int, ...]] = frozenset()):
         self.computations: dict[str, dict[str, Op]] = {}
         self.entry, self.pages = "", pages
-        self.turn = Cost()  # of the costliest loop of unknown length
+        self.turn: Cost | None = None  # of the costliest loop of unknown length, if there is one
         for line in text.splitlines():
             if header := _HEADER.match(line):
                 here = self.computations.setdefault(header[2], {})
@@ -196,7 +196,8 @@ class Module:
         body = self._cost(op.attribute("body").lstrip("%"))
         trips = self._trips(op)
         total.add(body, 1 if trips is None else trips)
-        if trips is None and body.flops >= self.turn.flops:
+        most = self.turn or Cost()  # a compiler may write products of one row without any product
+        if trips is None and (body.flops, body.bytes) >= (most.flops, most.bytes):
             self.turn = body
 
     def _trips(self, op: Op) -> int | None:

@@ -489,6 +489,18 @@ def test_a_loop_that_data_end_counts_once_and_is_given_by_itself():
     assert module.turn.flops == 2 * 8 * 16 * 16
 
 
+def test_a_round_without_products_is_counted_too():
+    """As TPUs compute plain decoding of one sequence: by multiplying and adding up."""
+
+    def program(x, w):
+        y = jnp.tanh(w).sum(0) + x
+        return jax.lax.while_loop(lambda y: y.sum() < 100, lambda y: (y[:, None] * w).sum(0), y)
+
+    module = Module(jax.jit(program).lower(jnp.ones(64), jnp.ones((64, 64))).compile().as_text())
+    assert module.cost.flops == module.turn.flops == 0
+    assert 4 * 64 * 64 <= module.turn.bytes < module.cost.bytes
+
+
 def test_collectives_are_counted_by_kind_and_as_rings_move_them():
     mesh = make_mesh(MeshConfig(tp=4))
 
@@ -562,6 +574,28 @@ def test_a_pod_config_is_valid_and_uses_its_pod_wholly(config):
     assert (ROOT / SHAPES / Path(cfg.model).name / "config.json").is_file()
     command = f"--config configs/pods/{config.name} --topology "
     assert command in config.read_text()
+
+
+PLANS = sorted((ROOT / "bench" / "results" / "pods").glob("*.json"))
+
+
+def test_the_tables_in_the_docs_are_made_of_the_plans_that_lie_beside_them(tmp_path):
+    docs = ROOT / "docs" / "pods.md"
+    copy = tmp_path / "pods.md"
+    copy.write_text(docs.read_text(encoding="utf-8"), encoding="utf-8")
+    plan_table.main([*map(str, PLANS), "--into", str(copy)])
+    assert copy.read_text(encoding="utf-8") == docs.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("config", PODS, ids=lambda path: path.stem)
+def test_everything_that_was_planned_of_a_pod_config_fits(config):
+    file = next(file for file in PLANS if file.stem == config.stem)
+    figures = json.loads(file.read_text(encoding="utf-8"))
+    assert figures["fits"] and not any(p["failed"] for p in figures["programs"])
+    assert figures["config"] == f"configs/pods/{config.name}"
+    chunks = {p["name"].rpartition(" x ")[2] for p in figures["programs"] if "chunk" in p["name"]}
+    cfg, _ = parse_config(RLConfig, ["--config", str(config)])
+    assert {"1", str(cfg.rollout.max_batch)} <= chunks, "the ends"
 
 
 def test_there_are_pod_configs_for_both_models_and_all_pods():
