@@ -8,7 +8,8 @@ they need. Neither the chips nor the weights have to be there, only the model's 
 Times are rooflines: what a chip could do at its peaks. They are lower bounds, and tokens per second
 that follow from them upper bounds; measure before you believe them.
 
-Status 0: every program compiles and fits; 3: one does not, and the table says which; 1: a mistake.
+Status 0: every program compiles and fits; 3: one does not, and the table says which; 1, 2: a
+mistake.
 """
 
 from __future__ import annotations
@@ -62,10 +63,16 @@ def make_plan(
         )
     shapes = Shapes(cfg, topology.devices, topology.for_replica(cfg.rollout.tp))
     plan, programs = Plan(config, topology, shapes, [], command=command), list(shapes.programs())
+    try:
+        wanted = re.compile(only)
+    except re.error as error:
+        raise ConfigError(
+            f"--only: expected a regular expression, got {only!r}: {error}"
+        ) from error
     saved = _saved(plan, file) if resume else {}
     found = {p.name: Figures.read(p, saved[p.name]) for p in programs if p.name in saved}
     plan.programs = list(found.values())
-    asked = [p for p in programs if p.name not in found and re.search(only, p.name)]
+    asked = [p for p in programs if p.name not in found and wanted.search(p.name)]
     plan.left_out = len(programs) - len(found) - len(asked)
     if not asked and not found:
         raise ConfigError(f"--only: no program's name has {only!r} in it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import re
 import time
@@ -18,6 +19,8 @@ from specjax.config import ModelConfig
 from specjax.draft.model_source import ModelSource
 from train.plan_hlo import Cost, Module
 from train.plan_programs import Program, Shapes, caches, device_bytes
+
+log = logging.getLogger(__name__)
 
 _RESIDENT = ("parameters", "optimizer", "cache", "state")  # what `Shapes.resident` counts
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -104,6 +107,7 @@ def compiled(program: Program) -> Figures:
     try:
         executable = program.lower().compile()
     except Exception as error:  # noqa: BLE001 (the compilers of kernels raise what they like)
+        log.debug("%s does not compile", program.name, exc_info=True)
         found.failed = _reason(error)
         found.needs, found.temporaries = _bytes_wanted(str(error))
         found.extra = found.temporaries + passing

@@ -216,9 +216,12 @@ class Plan:
             }
         return out
 
-    def write(self, path: str | Path) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+    def write(self, path: Path) -> None:
+        """Writes the figures; the file is whole at any moment, so that a plan can be resumed."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
 
 
 def versions() -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 Three of them: a row per plan; what the compiler said of chunks, a row per plan and size of a batch,
 a column per strategy; and what it said of everything else, a row per program, a column per plan.
-The tables of docs/pods.md are made by it, so that no figure in them was typed.
+With `--into docs/pods.md` they take the place of those between its two marks, so that no figure
+there was typed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ COLUMNS = (
     "tok/s at 2", "tok/s at 3", "network share of a round", "micro-batch",
     "resharding brings",
 )  # fmt: skip
+MARKS = "<!-- tables of plan_table -->", "<!-- end of tables -->"
 _ALIKE = (
     "config", "versions", "topology", "compiler", "resident_bytes", "hbm_bytes", "replicas",
     "context",
@@ -135,8 +137,18 @@ def _markdown(table: Sequence[Sequence[str]]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m train.plan_table", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    files = parser.parse_args(argv).files
-    print(tables({file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}))
+    parser.add_argument("--into", type=Path, metavar="FILE", help="Markdown with two marks")
+    flags = parser.parse_args(argv)
+    plans = {f.stem: json.loads(f.read_text(encoding="utf-8")) for f in flags.files}
+    if flags.into is None:
+        print(tables(plans))
+        return
+    before, mark, rest = flags.into.read_text(encoding="utf-8").partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not (mark and end):
+        parser.error(f"--into: expected {' and '.join(MARKS)} in {flags.into}, in this order")
+    text = f"{before}{mark}\n{tables(plans)}\n{end}{after}"
+    flags.into.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
