@@ -73,12 +73,13 @@ def make_plan(
     found = {p.name: Figures.read(p, saved[p.name]) for p in programs if p.name in saved}
     plan.programs = list(found.values())
     asked = [p for p in programs if p.name not in found and wanted.search(p.name)]
-    plan.left_out = len(programs) - len(found) - len(asked)
+    plan.left_out = len(programs) - len(found)
     if not asked and not found:
         raise ConfigError(f"--only: no program's name has {only!r} in it")
     for i, program in enumerate(asked, 1):
         found[program.name] = _figures(program, topology, shapes, f"{i} of {len(asked)}")
         plan.programs = [found[p.name] for p in programs if p.name in found]
+        plan.left_out = len(programs) - len(found)
         if file is not None:  # compilers may take hours
             plan.write(file)
     return plan

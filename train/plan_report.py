@@ -33,7 +33,7 @@ class Plan:
     """What was found; every figure is per device unless it says otherwise.
 
     Attributes:
-      config: its file's name. programs: looked at so far. left_out: how many were not asked for.
+      config: its file's name. programs: looked at so far. left_out: how many were not.
       command: that asked for the plan.
     """
 
