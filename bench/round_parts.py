@@ -22,6 +22,8 @@ from specjax.decode.verify import verify
 from specjax.engine.runner import Runner
 
 PARTS = ("noise", "draft", "verify", "transform", "accept", "commit")
+# As they are shown for a GPU, in order: "transform" is counted as part of "accept".
+ROUND = ("draft", "verify", "noise", "accept", "commit")
 EMPTY = ", empty"  # what is appended to the name of a part's empty program
 
 

@@ -30,7 +30,7 @@ from bench.full_batch import everyone, fill
 from bench.gpu.job import Job
 from bench.random_weights import random_weights
 from bench.round import milliseconds, parts_table
-from bench.round_parts import Parts
+from bench.round_parts import ROUND, Parts
 from bench.workloads import Point, Workload
 from specjax import ModelConfig, SpecConfig
 from specjax.command_line import find_shipped
@@ -44,7 +44,6 @@ from specjax.models.transformer import Params, init_params
 
 NOT_AHEAD = "each of its programs is made from what the one before has computed"
 SHAPE = "assets/shapes/Qwen3-8B"
-ROUND = ("draft", "verify", "noise", "accept", "commit")
 FEW, MANY = 1, 16  # rows of the passes that are compared
 
 
