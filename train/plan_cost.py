@@ -23,6 +23,8 @@ from train.plan_programs import Program, Shapes, caches, device_bytes
 log = logging.getLogger(__name__)
 
 _RESIDENT = ("parameters", "optimizer", "cache", "state")  # what `Shapes.resident` counts
+# What no compiler raises of a program that it refuses: these are faults of the code itself.
+_MISTAKES = (TypeError, AttributeError, NameError, LookupError)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -100,13 +102,19 @@ class Figures:
 
 
 def compiled(program: Program) -> Figures:
-    """Compiles a program and reads what the compiler says of it, be it that it refuses."""
+    """Compiles a program and reads what the compiler says of it, be it that it refuses.
+
+    Raises:
+      TypeError, AttributeError, NameError, LookupError: the program's own code is at fault.
+    """
     given = {kind: device_bytes(tree) for kind, tree in program.given.items()}
     passing = sum(size for kind, size in given.items() if kind not in (*_RESIDENT, "results"))
     found, started = Figures(program.name, program.part, program.key, given), time.perf_counter()
     try:
         executable = program.lower().compile()
-    except Exception as error:  # noqa: BLE001 (the compilers of kernels raise what they like)
+    except _MISTAKES:
+        raise
+    except Exception as error:  # compilers of kernels raise classes of their own
         log.debug("%s does not compile", program.name, exc_info=True)
         found.failed = _reason(error)
         found.needs, found.temporaries = _bytes_wanted(str(error))

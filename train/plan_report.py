@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import hashlib
 import importlib.metadata
 import json
 import platform
@@ -194,6 +195,7 @@ class Plan:
             "largest_batch": self.largest_batch(),
             "largest_cache": self.largest_cache(),
             "context": self.context,
+            "settings": hashlib.sha256(repr(self.shapes.cfg).encode()).hexdigest()[:16],
             "replicas": len(self.shapes.built.engines),
             "left_out": self.left_out,
             "programs": [self._program_json(p) for p in self.programs],
@@ -225,12 +227,22 @@ class Plan:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, and of what lowers and compiles; those that are not installed are left out."""
-    found = {"python": platform.python_version()}
+    """Of Python, of the sources that programs are made of, and of what lowers and compiles them;
+    packages that are not installed are left out."""
+    found = {"python": platform.python_version(), "sources": _sources()}
     for package in ("jax", "jaxlib", "libtpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found
+
+
+def _sources() -> str:
+    """A digest of all Python files of specjax and train."""
+    digest, root = hashlib.sha256(), Path(__file__).resolve().parents[1]
+    for folder in ("specjax", "train"):
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _accept_lengths(plan: Plan, chunk: Figures) -> list[float]:

@@ -23,7 +23,7 @@ COLUMNS = (
 MARKS = "<!-- tables of plan_table -->", "<!-- end of tables -->"
 _ALIKE = (
     "config", "versions", "topology", "compiler", "resident_bytes", "hbm_bytes", "replicas",
-    "context",
+    "context", "settings",
 )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from specjax.engine.options_rows import features_of
 from specjax.engine.request import make_jobs
 from specjax.models import hf
 from specjax.sharding import MeshConfig, make_mesh
-from train import plan, plan_cost, plan_table, rl
+from train import plan, plan_cost, plan_report, plan_table, rl
 from train.plan_hlo import Module
 from train.plan_programs import SHAPES, Shapes
 from train.programs import FEATURES
@@ -266,6 +266,12 @@ def test_programs_that_do_not_fit_or_are_refused_are_named_and_the_others_compil
         assert said in text, said
 
 
+def test_a_fault_of_the_code_is_not_taken_for_a_refusal(tiny_policy, tmp_path, monkeypatch):
+    lowered_by(monkeypatch, {"place 1": TypeError("missing 1 required positional argument")})
+    with pytest.raises(TypeError, match="missing 1 required"):
+        plan.main([*settings(tiny_policy, tmp_path), "--topology", "cpu:8", "--only", "place"])
+
+
 def test_a_chunk_that_is_too_large_in_a_small_batch_is_not_told_to_take_fewer_slots(
     tiny_policy, tmp_path, monkeypatch
 ):
@@ -298,6 +304,12 @@ def test_a_plan_goes_on_where_its_file_ends_and_tries_again_what_failed(
     other = [*arguments, "--resume", "rollout.max_batch=2"]
     with pytest.raises(SystemExit, match="is of another plan, with other resident_bytes"):
         plan.main(other)
+    other = [*arguments, "--resume", "packing.rows=4"]
+    with pytest.raises(SystemExit, match="is of another plan, with other .*settings"):
+        plan.main(other)
+    monkeypatch.setattr(plan_report, "_sources", lambda: "of another commit")
+    with pytest.raises(SystemExit, match="is of another plan, with other versions"):
+        plan.main([*arguments, "--resume"])
     with pytest.raises(SystemExit, match="--resume: from which file"):
         plan.main([*arguments[:-2], "--resume"])
 
@@ -476,6 +488,22 @@ def test_a_loop_counts_as_often_as_it_runs():
     assert cost.flops == 7 * 2 * 8 * 16 * 16
     # Of the stacked weights each turn reads its own slice, not all of them.
     assert cost.bytes < 7 * 4 * (2 * 16 * 16 + 8 * 8 * 16) + 4 * 7 * 16 * 16
+
+
+SLICED = """HloModule sliced
+
+ENTRY %main (p: f32[64,16]) -> f32[4,16] {
+  %p = f32[64,16]{1,0} parameter(0)
+  %s = ((f32[64,16]{1,0}), f32[4,16]{1,0PLACE}, s32[]{:S(2)}) slice-start(%p), slice={[0:4], [0:16]}
+  ROOT %d = f32[4,16]{1,0PLACE} slice-done(%s)
+}
+"""
+
+
+@pytest.mark.parametrize("place, times", [(":S(1)", 1), ("", 2)], ids=["on the chip", "in memory"])
+def test_of_an_asynchronous_slice_the_piece_is_counted_and_not_the_whole(place, times):
+    """It is read, and where it does not stay on the chip written as well."""
+    assert Module(SLICED.replace("PLACE", place)).cost.bytes == times * 4 * 16 * 4
 
 
 def test_a_loop_that_data_end_counts_once_and_is_given_by_itself():
