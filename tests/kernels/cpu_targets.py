@@ -31,7 +31,7 @@ def built_for(name: str, compiler: str | None = None):
         pytest.skip(f"{name} is a processor of x86")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(cpu.TARGET_VARIABLE, TARGETS[name])
-        patch.setenv("XDGCACHE_HOME", str(CACHE))
+        patch.setenv("XDG_CACHE_HOME", str(CACHE))
         if compiler:
             patch.setenv("CXX", compiler)
         try:
