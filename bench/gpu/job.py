@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from bench.common import figure, now, result_of, write_json
@@ -16,7 +16,7 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 class Absent(Exception):
-    """A part that cannot be there, and that is nobody's fault.
+    """A part that this machine has no means for, which is no failure.
 
     Attributes:
       word: the part's outcome, such as `not installed`.
@@ -37,9 +37,10 @@ class Job:
 
     Attributes:
       figures: as in a result file. failures: what went wrong, one line each.
-      measured, left_over: how many measurements were made; and how many there was no time for.
-      outcome: `running`; then `done` or `done in part` as far as there was time, or `no time`,
-        `failed`, `out of memory`, or the word of an `Absent`.
+      measured, left_over, no_room: how many measurements were made, how many there was no time
+        for, and how many there was no memory for.
+      outcome: `running`; then `done` or `done in part` as far as there was time and memory, or
+        `no time`, `out of memory`, `failed`, or the word of an `Absent`.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Job:
         self.small, self.seed = small, seed
         self.figures: dict[str, dict] = {}
         self.failures: list[str] = []
-        self.measured = self.left_over = 0
+        self.measured = self.left_over = self.no_room = 0
         self.outcome = records.RUNNING
         settings = {"part": part, "card": card, "attempt": attempt, "seconds": seconds}
         self._head = result_of(f"gpu/{part}", settings | {"small": small, "seed": seed}, {})
@@ -73,29 +74,39 @@ class Job:
         self.figures |= figures
         self.write()
 
-    def leave_out(self, name: str, why: str) -> None:
-        """Says that something was not measured, and why."""
-        self.add({name: figure(None, f"left out: {why}")})
-
     def fail(self, what: str) -> None:
         """Goes on, but the part has failed."""
         self.failures.append(what)
         print(f"FAILED {self.part}: {what}", flush=True)
         self.write()
 
-    def each(self, items: Iterable[tuple[str, Callable[[], Mapping[str, Mapping]]]]) -> None:
+    def refute(self, what: str) -> None:
+        """Goes on, but a result was wrong: the part has failed, and its record counts as a
+        measurement, see `records.weight`."""
+        self._head["settings"].setdefault("wrong", []).append(what)
+        self.fail(what)
+
+    def time_for(self, seconds: float) -> bool:
+        """Whether something may be begun that takes so long, as far as is known."""
+        return self.left >= LONGER * seconds
+
+    def each(
+        self,
+        items: Iterable[tuple[str | Sequence[str], Callable[[], Mapping[str, Mapping]]]],
+    ) -> None:
         """Measures items in order while there is time; one that fails does not stop the others.
 
         Args:
-          items: name of the figure that stands for each, and what measures it.
+          items: the names of the figures that are recorded as missing where an item is not
+            measured (every figure that a target names), and what measures it.
         """
-        items, longest = list(items), 0.0
+        items = [((names,) if isinstance(names, str) else names, run) for names, run in items]
+        longest = 0.0
         # Whatever ends the process, it is known what is missing.
-        self.add({name: figure(None, "left out: the part ended before") for name, _ in items})
-        for name, measure in items:
-            if self.left < LONGER * longest:
-                self.leave_out(name, "no time left")
-                self.left_over += 1
+        self._without(sum((tuple(names) for names, _ in items), ()), "the part ended before")
+        for names, measure in items:
+            if not self.time_for(longest):
+                self.no_time(names)
                 continue
             start = time.monotonic()
             try:
@@ -103,18 +114,28 @@ class Job:
                 self.measured += 1
             except Exception as error:  # whatever a kernel, compiler or driver comes up with
                 if OUT_OF_MEMORY in str(error):
-                    self.leave_out(name, f"out of memory: {described(error)}")
+                    self._without(names, f"out of memory: {described(error)}")
+                    self.no_room += 1
                     continue
                 traceback.print_exc()
-                self.add({name: figure(None, f"failed: {described(error)}")})
-                self.fail(f"{name}: {described(error)}")
+                self.add({name: figure(None, f"failed: {described(error)}") for name in names})
+                self.fail(f"{names[0]}: {described(error)}")
             longest = max(longest, time.monotonic() - start)
+
+    def no_time(self, names: Sequence[str]) -> None:
+        """Says of an item that there was no time for these figures of it."""
+        self._without(names, "no time left")
+        self.left_over += 1
+
+    def _without(self, names: Sequence[str], why: str) -> None:
+        """Says that figures were not measured, and why."""
+        self.add({name: figure(None, f"left out: {why}") for name in names})
 
     def run(self, part: Callable[[Job], None]) -> bool:
         """The whole part; nothing that it raises goes further.
 
         Returns:
-          whether all went well, or what did not is nobody's fault.
+          whether the part did what this machine has the means for.
         """
         try:
             part(self)
@@ -128,19 +149,28 @@ class Job:
             self.outcome = "out of memory" if OUT_OF_MEMORY in str(error) else "failed"
             self.fail(described(error))
         self._head["date"] = now()
+        self._head["settings"] |= {"left_over": self.left_over, "no_room": self.no_room}
         print(f"--- {self.part}: {self.outcome}", flush=True)
-        records.finish(self.out, self.record())
-        return self.outcome in (*records.MEASURED, *records.EXCUSED)
+        record = self.record()
+        records.finish(self.out, record)
+        return records.ok(record)
 
     def _how_far(self) -> str:
-        if not self.left_over:
+        """Adds the reasons where something is missing."""
+        if self.left_over:
+            self.failures.append(f"no time for {self.left_over} measurements")
+        if self.no_room:
+            self.failures.append(f"no memory for {self.no_room} measurements")
+        if not self.left_over and not self.no_room:
             return "done"
-        return "done in part" if self.measured else "no time"
+        if self.measured:
+            return "done in part"
+        return "no time" if self.left_over else "out of memory"
 
     def record(self) -> records.Record:
         spent = figure(time.monotonic() - self.began, "s, of the part's process")
-        told = figure(self.outcome, "; ".join(self.failures))
-        return {**self._head, "figures": {"outcome": told, "spent": spent, **self.figures}}
+        outcome = figure(self.outcome, "; ".join(self.failures))
+        return {**self._head, "figures": {"outcome": outcome, "spent": spent, **self.figures}}
 
     def write(self) -> None:
         """The record of the part that runs; another one takes its place when the part has ended."""

@@ -22,6 +22,7 @@ from bench.gpu.cards import SHARE, short_name
 from bench.gpu.table import PARTS, Part
 
 RESERVE = 10.0  # seconds of a call that no part gets, for what lies around them
+REAP = 30.0  # seconds that a killed process has to be gone
 CACHE_BYTES = 25_000_000  # of compiled programs that are kept for the next call
 
 
@@ -69,18 +70,30 @@ def run(call: Call) -> int:
     end = time.monotonic() + 60 * call.minutes - RESERVE
     card, status = card_here(call.small), 0
     with _alone(records.directory(call.out)), _ended_by_signals():
-        for part in call.parts:
-            attempt = _attempt(call, part, card)
+        # What was measured in part for want of time comes after what was not measured at all.
+        again = [part for part in call.parts if _wants_time(call, part, card)]
+        first = [part for part in call.parts if part not in again]
+        for part in (*first, *again):
+            attempt = 1 if part in again else _attempt(call, part, card)
             if attempt is None:
                 continue
             left = end - time.monotonic()
             if part.seconds > left:
-                told = f"it may take {part.seconds:.0f} s, and {max(left, 0):.0f} s are left"
-                print(f"--- {part.name}: not started: {told}", flush=True)
+                need = f"it may take {part.seconds:.0f} s, and {max(left, 0):.0f} s are left"
+                print(f"--- {part.name}: not started: {need}", flush=True)
                 continue
             print(f"--- {part.name} on {card}: at most {part.seconds:.0f} s", flush=True)
             status |= not _run_part(call, part, card, attempt)
     return int(status)
+
+
+def _wants_time(call: Call, part: Part, card: str) -> bool:
+    """Whether there is a record of the part that more time would add to, and no run of it that was
+    cut off."""
+    if part.name in call.again or records.path_of(call.out, part.name, card, True).exists():
+        return False
+    record = records.read(records.path_of(call.out, part.name, card))
+    return record is not None and records.wants_time(record)
 
 
 @contextlib.contextmanager
@@ -173,6 +186,8 @@ def _run_part(call: Call, part: Part, card: str, attempt: int) -> bool:
     settings = {name: task[name] for name in ("part", "card", "attempt", "seconds", "small")}
     begun = result_of(f"gpu/{part.name}", settings, {"outcome": figure(records.RUNNING, "")})
     write_json(begun, running)  # the attempt counts, whatever becomes of it
+    place = records.path_of(call.out, part.name, card)
+    before, code = records.read(place), None
     process = subprocess.Popen(
         [sys.executable, "-m", "bench.gpu.child", json.dumps(task)],
         env=_environment(part, card, call.small),
@@ -187,13 +202,25 @@ def _run_part(call: Call, part: Part, card: str, attempt: int) -> bool:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # all that it began, too
-        process.wait()
+        _reap(part, process)
     left_behind = records.read(running)
     if left_behind is None:
-        return code == 0
+        # It came to its end, and its record says how, even if its process did not end well. Where
+        # an older record was kept, the exit status is all that is known.
+        after = records.read(place)
+        return code == 0 if after == before else records.ok(after)
     records.finish(call.out, records.ended(left_behind, word, why))  # it did not come to its end
     print(f"--- {part.name}: {word}: {why}", flush=True)
     return False
+
+
+def _reap(part: Part, process: subprocess.Popen) -> None:
+    """Waits for a process that was killed; a driver may keep it for ever."""
+    try:
+        process.wait(REAP)
+    except subprocess.TimeoutExpired:
+        line = f"its process {process.pid} was killed and is still there after {REAP:.0f} s"
+        print(f"--- {part.name}: {line}; the next part is begun beside it", flush=True)
 
 
 def _describe(code: int) -> str:

@@ -19,9 +19,9 @@ from bench.common import figure, now, write_json
 
 Record = dict[str, Any]
 RUNNING = "running"
-# Outcomes of parts that measured something, all of it or as much as there was time for.
+# Outcomes of parts that measured everything, or as much as there was time and memory for.
 MEASURED = ("done", "done in part")
-# Outcomes that are nobody's fault.
+# Outcomes of parts that this machine has no means for, which is no failure.
 EXCUSED = ("not on this device", "not installed")
 ATTEMPTS = 2  # of a part whose run is cut off; then it is skipped
 PACKED = "packed results of bench.gpu"
@@ -59,19 +59,41 @@ def reason(record: Mapping) -> str:
     return record["figures"]["outcome"]["unit"]
 
 
-def is_measured(record: Mapping | None) -> bool:
-    return record is not None and outcome(record) in MEASURED
+def ok(record: Mapping) -> bool:
+    """Whether a part did what it could."""
+    return outcome(record) in (*MEASURED, *EXCUSED)
+
+
+def wants_time(record: Mapping) -> bool:
+    """Whether a part would measure more if it were run again, because its time was too short."""
+    short = outcome(record) in ("done in part", "no time")
+    return short and record["settings"].get("left_over", 0) > 0
+
+
+def weight(record: Mapping) -> int:
+    """How much a record counts against another one of the same part and card; a tie goes to the
+    newer one.
+
+    A record of wrong results, however its run ended, counts as much as one of a whole measurement:
+    an older record that says the contrary must not stay in its place.
+    """
+    if record["settings"].get("wrong") or outcome(record) == "done":
+        return 3
+    if outcome(record) == "done in part":
+        return 2
+    names = record["figures"].keys() - {"outcome", "spent"}
+    return int(any(record["figures"][name]["value"] is not None for name in names))
 
 
 def finish(out: str | Path, record: Record) -> None:
     """Puts the record of a part that has ended in its place; its running one goes.
 
-    What was measured before is not given up for a run that measured nothing.
+    What was measured before is not given up for a run that measured less, see `weight`.
     """
     part, card = record["settings"]["part"], record["settings"]["card"]
     path = path_of(out, part, card)
-    kept = is_measured(record) or not is_measured(read(path))
-    if kept:
+    before = read(path)
+    if before is None or weight(record) >= weight(before):
         write_json(record, path)
     else:
         print(f"{part}: {outcome(record)}; what was measured before is kept", flush=True)
@@ -80,8 +102,8 @@ def finish(out: str | Path, record: Record) -> None:
 
 def ended(record: Mapping, word: str, why: str) -> Record:
     """A running record as that of a part that ended so, with the figures that it had."""
-    told = figure(word, "; ".join(filter(None, [reason(record), why])))
-    return {**record, "date": now(), "figures": {**record["figures"], "outcome": told}}
+    entry = figure(word, "; ".join(filter(None, [reason(record), why])))
+    return {**record, "date": now(), "figures": {**record["figures"], "outcome": entry}}
 
 
 # --- packing and merging --------------------------------------------------------------------------
@@ -97,8 +119,9 @@ def pack(out: str | Path, path: Path) -> int:
 def merge(out: str | Path, paths: Sequence[Path]) -> list[str]:
     """Takes the records of packed files where they say more than what is there.
 
-    A measurement counts more than none, and of two of a kind the newer one: merging again, or in
-    another order, changes nothing.
+    A whole measurement or a wrong result counts more than a part of one, that more than nothing
+    (see `weight`), and of two that count alike the newer one: merging again, or in another order,
+    changes nothing.
 
     Returns:
       a line for each record, which says what was done.
@@ -140,4 +163,4 @@ def _take(path: Path, new: Record) -> str:
 
 def _rank(record: Mapping) -> tuple:
     """Records of equal dates are told apart by what they hold, so that any order gives the same."""
-    return is_measured(record), record["date"], json.dumps(record, sort_keys=True)
+    return weight(record), record["date"], json.dumps(record, sort_keys=True)

@@ -1,6 +1,7 @@
 """Parts for the queue's tests that end well, badly, or not at all."""
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -11,12 +12,20 @@ def measure(job, how, say=None):
     job.add({"before": figure(1.0, "measured before it ended")})
     if say:
         Path(say).write_text(str(os.getpid()))
-    endings[how]()
+    if how == "is_short":
+        job.left_over = job.measured = 1
+    else:
+        endings[how]()
 
 
 def does_not_fit():
     # What jax raises: its type and the rest of its text differ from release to release.
     raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes")
+
+
+def stays():
+    """The part ends, its process does not."""
+    threading.Thread(target=time.sleep, args=(3600,)).start()
 
 
 def fails():
@@ -29,4 +38,5 @@ endings = {
     "aborts": os.abort,
     "does_not_fit": does_not_fit,
     "fails": fails,
+    "stays": stays,
 }

@@ -151,6 +151,23 @@ def test_a_part_that_was_cut_off_twice_is_recorded_as_interrupted_and_skipped(ru
     assert not record_of(tmp_path, "slow", running=True)
 
 
+def test_a_part_that_wrote_its_record_is_judged_by_it_even_if_its_process_does_not_end(
+    run, tmp_path, monkeypatch, capfd
+):
+    """Such a process is ended at its limit, and the call goes on although it may still be there."""
+    assert run(part("stays", "stays", 8.0), part("good", "ends")) == 0
+    assert outcome(tmp_path, "stays") == outcome(tmp_path, "good") == "done"
+
+    class Held:
+        pid = 7
+
+        def wait(self, seconds):
+            raise subprocess.TimeoutExpired("python", seconds)
+
+    queue._reap(part("held", "ends"), Held())
+    assert "held: its process 7 was killed and is still there" in capfd.readouterr().out
+
+
 def test_two_calls_do_not_run_on_the_same_records(run, tmp_path):
     with queue._alone(records.directory(tmp_path)):
         with pytest.raises(ValueError, match="another call of bench.gpu runs"):
@@ -166,6 +183,21 @@ def test_what_needs_more_time_than_is_left_is_not_started_and_a_shorter_part_is(
     assert run(part("long", "ends", 180.0), part("short", "ends", 60.0), minutes=2.0) == 0
     assert not record_of(tmp_path, "long") and outcome(tmp_path, "short") == "done"
     assert "long: not started: it may take 180 s, and 1" in capfd.readouterr().out
+
+
+def test_a_part_that_was_short_of_time_runs_again_in_every_call_and_behind_the_others(
+    run, tmp_path, capfd
+):
+    for name, left_over in (("short", 1), ("large", 0)):
+        record = made(name, "2026-01-01T00:00:00+00:00", "done in part", "cpu")
+        record["settings"] |= {"left_over": left_over, "no_room": 1 - left_over}
+        put(tmp_path, record)
+    parts = part("short", "is_short"), part("large", "ends"), part("new", "ends")
+    for began in (["new", "short"], ["short"]):
+        assert run(*parts) == 0
+        lines = [line for line in capfd.readouterr().out.splitlines() if " at most " in line]
+        assert [line.split()[1] for line in lines] == began
+        assert outcome(tmp_path, "short") == "done in part"
 
 
 def test_no_part_takes_more_than_its_share_of_a_call():
@@ -221,6 +253,45 @@ def test_one_measurement_that_fails_is_recorded_and_the_others_go_on(tmp_path):
     assert figures["c"]["value"] == 1.0
 
 
+@pytest.mark.parametrize(
+    "measured, word", [(False, "out of memory"), (True, "done in part")], ids=["none", "one"]
+)
+def test_what_there_is_no_memory_for_is_missing_from_what_the_part_did(tmp_path, measured, word):
+    def does_not_fit():
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    items = [(("a", "b"), does_not_fit)]
+    items += [("c", lambda: {"c": figure(1.0, "ms")})] if measured else []
+    assert job_of(tmp_path).run(lambda job: job.each(items)) == measured
+    record = record_of(tmp_path, "part")
+    assert records.outcome(record) == word and "no memory for 1" in records.reason(record)
+    assert record["figures"]["a"]["value"] is record["figures"]["b"]["value"] is None
+    assert not records.wants_time(record)
+
+
+def test_a_wrong_result_takes_the_place_of_an_older_measurement(tmp_path):
+    """However its run ended, and whatever ran before; what is right and newer takes its place."""
+
+    def wrong(job):
+        job.add({"differ": figure(3, "samples")})
+        job.refute("tokens of 3 samples differ")
+        raise RuntimeError("and then no more")
+
+    put(tmp_path, made("part", "2026-01-01T00:00:00+00:00", card="cpu"))
+    assert not job_of(tmp_path).run(wrong)
+    found = record_of(tmp_path, "part")
+    assert records.outcome(found) == "failed" and found["figures"]["differ"]["value"] == 3
+    put(tmp_path / "there", made("part", "2026-01-01T00:00:00+00:00", card="cpu"))
+    for first, second in (("", "there"), ("there", "")):
+        here = tmp_path / f"here{first}"
+        for place in (first, second):
+            records.pack(tmp_path / place, tmp_path / "packed.json")
+            records.merge(here, [tmp_path / "packed.json"])
+        assert record_of(here, "part") == found
+    assert job_of(tmp_path).run(lambda job: job.add({"differ": figure(0, "samples")}))
+    assert outcome(tmp_path, "part") == "done"
+
+
 def test_what_there_is_no_time_for_is_left_out_and_said_to_be(tmp_path):
     job = job_of(tmp_path, 0.0)
     assert not job.run(lambda job: job.each([("a", lambda: pytest.fail("there is no time"))]))
@@ -269,8 +340,18 @@ def test_results_travel_in_one_file_and_merging_them_again_changes_nothing(tmp_p
         (made("a", OLD, value=1.0), made("a", NEW, "failed", value=2.0), 1.0),
         (made("a", NEW, "failed", value=1.0), made("a", OLD, value=2.0), 2.0),
         (made("a", OLD, "failed", value=1.0), made("a", NEW, "timed out", value=2.0), 2.0),
+        (made("a", OLD, value=1.0), made("a", NEW, "done in part", value=2.0), 1.0),
+        (made("a", OLD, "failed", value=1.0), made("a", NEW, "failed", value=None), 1.0),
     ],
-    ids=["newer", "older", "newer failed", "older measured", "both failed"],
+    ids=[
+        "newer",
+        "older",
+        "newer failed",
+        "older measured",
+        "both failed",
+        "newer in part",
+        "newer without figures",
+    ],
 )
 def test_merging_keeps_what_is_newer_and_what_was_measured_in_any_order(tmp_path, old, new, kept):
     file, first = tmp_path / "packed.json", tmp_path / "first.json"
