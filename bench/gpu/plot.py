@@ -18,7 +18,7 @@ from bench.gpu.targets import TARGETS  # noqa: E402
 from bench.round_parts import ROUND  # noqa: E402
 
 SHARE = re.compile(r"share/(?P<kernel>[^/]+)/(?P<cell>\d+/\w+/\d+)")
-BOUNDS = {bound for t in TARGETS if t.part == "attention/*" for bound in t.bounds.values()}
+BOUNDS = {bound for t in TARGETS if t.part.startswith("attention/") for bound in t.bounds.values()}
 
 
 def draw(out: str | Path) -> list[Path]:

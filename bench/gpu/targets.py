@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from bench.gpu import records
+from bench.gpu.table import PARTS, Part
 
 MET, MISSED, UNKNOWN = "met", "missed", "not measured"
 
@@ -16,6 +16,7 @@ class Target(NamedTuple):
 
     Attributes:
       part, figures: whose figures count, and which, as shell patterns; the worst of them does.
+        Every part of the table that matches has such figures.
       bounds: by card. most: whether the bound is the most that is allowed, or the least.
       unit: of the bound.
     """
@@ -51,7 +52,11 @@ def _rows() -> tuple[Target, ...]:
             "of the difference that is allowed",
         ),
         least(
-            "attention, prefix of 8k", "attention/*", "share/best/*/8192/8192", _both(0.8), share
+            "attention, prefix of 8k",
+            "attention/[0-9]*",
+            "share/best/*/8192/8192",
+            _both(0.8),
+            share,
         ),
         most(
             "plain 8B step, batch 1",
@@ -106,7 +111,7 @@ TARGETS: tuple[Target, ...] = _rows()
 
 class Verdict(NamedTuple):
     """word: met, missed or not measured. value: the worst figure, None if there is none.
-    missing: figures that were not measured, though the part was."""
+    missing: figures that were not measured; a part without any counts as one."""
 
     target: Target
     card: str
@@ -115,13 +120,17 @@ class Verdict(NamedTuple):
     missing: int = 0
 
 
-def verdict(target: Target, card: str, found: Mapping[str, Mapping]) -> Verdict:
-    """What misses counts whatever else is missing; what is met needs every figure.
+def verdict(
+    target: Target, card: str, found: Mapping[str, Mapping], table: Sequence[Part] = PARTS
+) -> Verdict:
+    """What misses counts whatever else is missing; what is met needs every figure of every part.
+
+    A figure is judged however its part ended: a part fails because a result is wrong.
 
     Args:
       found: records of this card, by part.
     """
-    values = list(_values(target, found))
+    values = list(_values(target, found, table))
     known = [value for value in values if value is not None]
     bound = target.bounds.get(card)
     if not known or bound is None:
@@ -133,15 +142,19 @@ def verdict(target: Target, card: str, found: Mapping[str, Mapping]) -> Verdict:
     return Verdict(target, card, UNKNOWN if missing else MET, worst, missing)
 
 
-def _values(target: Target, found: Mapping[str, Mapping]) -> Iterator[float | None]:
-    for part, record in found.items():
-        if fnmatch.fnmatchcase(part, target.part):
-            for name, entry in record["figures"].items():
-                if fnmatch.fnmatchcase(name, target.figures):
-                    yield entry["value"]
+def _values(
+    target: Target, found: Mapping[str, Mapping], table: Sequence[Part]
+) -> Iterator[float | None]:
+    """None for each figure that is missing, and for each part that has none."""
+    for part in table:
+        if fnmatch.fnmatchcase(part.name, target.part):
+            figures = found[part.name]["figures"] if part.name in found else {}
+            names = fnmatch.filter(figures, target.figures)
+            yield from (figures[name]["value"] for name in names)
+            if not names:
+                yield None
 
 
 def verdicts(card: str, found: Mapping[str, Mapping]) -> list[Verdict]:
-    """Of all targets, from one card's records of parts that measured something."""
-    measured = {part: record for part, record in found.items() if records.is_measured(record)}
-    return [verdict(target, card, measured) for target in TARGETS]
+    """Of all targets, from one card's records."""
+    return [verdict(target, card, found) for target in TARGETS]

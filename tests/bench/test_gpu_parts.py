@@ -1,6 +1,7 @@
 """The parts of the GPU queue: programs, arithmetic, scripted acceptance, and what each refuses."""
 
 import dataclasses
+import functools
 import math
 import os
 import subprocess
@@ -217,12 +218,17 @@ class Runs:
 
 def test_a_token_that_one_graph_changes_fails_its_part(tmp_path):
     same, other = [[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 5, 7]]
-    for tokens, differ in ((same, 0), (other, 1)):
-        job = job_of(tmp_path)
+    for tokens, differ, word in ((same, 0, targets.MET), (other, 1, targets.MISSED)):
+        job = job_of(tmp_path, "one_graph")
         chunk = Runs(default=same, **{"while": tokens})
-        found = one_graph._differ(job, one_graph.SMALL, "off/kernel", chunk, {})
-        assert found["differ/off/kernel"]["value"] == differ
+        differs = functools.partial(
+            one_graph._differ, job, one_graph.SMALL, "off/kernel", chunk, {}
+        )
+        assert job.run(lambda job: job.each([("differ/off/kernel", differs)])) == (not differ)
+        record = record_of(tmp_path, "one_graph")
+        assert record["figures"]["differ/off/kernel"]["value"] == differ
         assert len(job.failures) == differ and chunk.loaded == 2  # each from the same state
+        assert word_of("one graph per chunk", {"one_graph": record}) == word
 
 
 def test_a_graph_that_does_not_run_leaves_the_other_arms_their_numbers(tmp_path, monkeypatch):
@@ -277,16 +283,20 @@ def test_a_kernel_with_wrong_values_fails_its_part(tmp_path, monkeypatch):
     real = values.dispatch.tree_attention
 
     def wrong(q, k, v, *rest, kernel, **options):
-        return real(q, k, v * (1.5 if kernel == "library:xla" else 1), *rest, **options)
+        return real(q, k, v * (wrongly if kernel == "library:xla" else 1), *rest, **options)
 
     monkeypatch.setattr(values, "SMALL_CASES", case)
     monkeypatch.setattr(values.dispatch, "tree_attention", wrong)
     kernels = ("reference", "library:xla")
-    assert not job_of(tmp_path).run(lambda job: values.measure(job, kernels))
-    figures = record_of(tmp_path)["figures"]
-    assert "library:xla/tree_of_8" in figures["outcome"]["unit"]
-    assert figures["values/reference/tree_of_8"]["value"] <= 1
-    assert figures["values/library:xla/tree_of_8"]["value"] > 1
+    for factor in (1.5, math.nan):
+        wrongly = factor
+        assert not job_of(tmp_path, "values").run(lambda job: values.measure(job, kernels))
+        record = record_of(tmp_path, "values")
+        figures = record["figures"]
+        assert "library:xla/tree_of_8" in figures["outcome"]["unit"]
+        assert figures["values/reference/tree_of_8"]["value"] <= 1
+        assert figures["values/library:xla/tree_of_8"]["value"] > 1
+        assert word_of("kernels equal", {"values": record}) == targets.MISSED
 
 
 def test_torch_that_is_not_there_is_no_failure(tmp_path, monkeypatch):
@@ -357,6 +367,7 @@ def test_a_run_that_fails_or_learns_nothing_is_an_error(tmp_path, steps, end, sa
 # --- targets -----------------------------------------------------------------------------------
 
 SHARE = targets.Target("share", "attention/*", "share/best/*/8192/8192", {"h100": 0.8}, False, "")
+SHARES = [Part("attention/a", "", ""), Part("attention/b", "", ""), Part("rows/8", "", "")]
 MOST = targets.Target("rows", "rows/8", "rows_over_1/16", {"h100": 1.12, "h200": 1.15}, True, "")
 
 
@@ -377,11 +388,19 @@ def shares(**found):
         (shares(a={1: 0.9}, b={16: 0.79}), targets.MISSED),
         (shares(a={1: 0.7}, b={16: None}), targets.MISSED),
         (shares(a={1: 0.9}, b={16: None}), targets.UNKNOWN),
+        (shares(a={1: 0.9}), targets.UNKNOWN),
+        (shares(a={1: 0.9}, b={}), targets.UNKNOWN),
         ({}, targets.UNKNOWN),
     ],
 )
-def test_the_worst_figure_counts_and_what_is_met_needs_every_one(found, word):
-    assert targets.verdict(SHARE, "h100", found).word == word
+def test_the_worst_figure_counts_and_what_is_met_needs_every_one_of_every_part(found, word):
+    assert targets.verdict(SHARE, "h100", found, SHARES).word == word
+
+
+def word_of(target, found, card="h100"):
+    """The verdict of the one target whose name begins so."""
+    [word] = [v.word for v in targets.verdicts(card, found) if v.target.name.startswith(target)]
+    return word
 
 
 def test_targets_are_those_of_the_card():
