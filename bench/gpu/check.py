@@ -36,7 +36,7 @@ INSTALL_MINUTES = 15.0  # of what goes before them once, and downloads gigabytes
 IS_312 = "import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))"
 
 
-UNFINISHED = 75  # what --dry ends with where there was no time for all of it (EX_TEMPFAIL)
+UNFINISHED = 75  # what --dry and this end with where not all of it was done (EX_TEMPFAIL)
 GRACE = 120.0  # seconds, for the program that it is at
 
 
@@ -119,8 +119,15 @@ def environment(minutes: float = INSTALL_MINUTES) -> Path:
     An environment counts as made when its stamp is there, which is written last.
 
     Raises:
-      Impossible: no Python 3.12, or the installation failed.
+      Impossible: no Python 3.12, or the environment could not be made.
     """
+    try:
+        return _environment(minutes)
+    except OSError as error:  # no room, or no permission
+        raise Impossible(f"the environment could not be made in {home()}: {error}") from error
+
+
+def _environment(minutes: float) -> Path:
     directory = home() / key()
     python, stamp = directory / "bin" / "python", directory / ".installed"
     with locked(home() / f"{directory.name}.lock"):
@@ -131,7 +138,9 @@ def environment(minutes: float = INSTALL_MINUTES) -> Path:
             shutil.rmtree(directory)
         say(f"installing jax's CUDA plugin (about 4 GB) into {directory}, once for all clones")
         wanted, constraints = requirements()
-        run([base, "-m", "venv", str(directory)], 120, {})
+        if status := run([base, "-m", "venv", str(directory)], 120, {}):
+            how = status if status == "timed out" else f"exit status {status}"
+            raise Impossible(f"{base} -m venv {directory} failed ({how}); is there room for it?")
         given = directory / "constraints.txt"
         given.write_text("\n".join(constraints) + "\n", encoding="utf-8")
         pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
@@ -211,7 +220,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--minutes", type=float, default=MINUTES, help="for the checks, after the installation")
     add("--install-minutes", type=float, default=INSTALL_MINUTES, help="for the installation")
-    add("--if-possible", action="store_true", help="what cannot be checked here is no failure")
+    what = "end with 75, and not with 1, where all that is wrong is that something was not checked"
+    add("--if-possible", action="store_true", help=what)
     add("--python", action="store_true", help="print the environment's Python and check nothing")
     for name in ("cards", "parts"):
         add(f"--{name}", nargs="+", default=[], help="of `python -m bench.gpu --dry`; not all")
@@ -220,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         python = environment(args.install_minutes)
     except Impossible as reason:
         say(f"NOT DONE: {reason}")
-        return 0 if args.if_possible else 1
+        return UNFINISHED if args.if_possible else 1
     if args.python:
         print(python)
         return 0
@@ -231,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(line.replace("not done", "NOT DONE"))
     failed = [line for line in found if not line.startswith("not done")]
     if found and not failed and args.if_possible:
-        return 0
+        return UNFINISHED
     if not found:
         say("every program that was asked for compiles for GPUs and fits each card")
     return int(bool(found))

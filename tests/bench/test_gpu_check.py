@@ -55,6 +55,16 @@ def test_an_installation_that_was_killed_is_not_taken_for_whole(cache, monkeypat
     assert len(ran) == 2 and not left.exists()
 
 
+def test_an_environment_that_cannot_be_made_is_said_to_be_impossible(cache, monkeypatch):
+    """A full disk fails venv, or the first file that is written."""
+    monkeypatch.setattr(check, "run", lambda *_: 1)
+    with pytest.raises(check.Impossible, match="-m venv .* failed .exit status 1"):
+        check.environment()
+    monkeypatch.setattr(check, "run", lambda *_: 0)  # and yet there is no directory
+    with pytest.raises(check.Impossible, match="could not be made.*No such file"):
+        check.environment()
+
+
 def test_its_name_changes_with_what_is_named_and_with_nothing_else(monkeypatch):
     before, (wanted, constraints) = check.key(), check.requirements()
 
@@ -67,7 +77,7 @@ def test_its_name_changes_with_what_is_named_and_with_nothing_else(monkeypatch):
     assert key_with([*constraints, "flax==9.9"]) != before
 
 
-@pytest.mark.parametrize("argv, status", [([], 1), (["--if-possible"], 0)])
+@pytest.mark.parametrize("argv, status", [([], 1), (["--if-possible"], 75)])
 def test_without_python_312_it_says_so(cache, monkeypatch, capsys, argv, status):
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
@@ -101,7 +111,8 @@ def test_a_pythons_shim_that_does_not_work_is_passed_over(tmp_path, monkeypatch)
     [
         (0, 0, [], 0),
         (1, 0, ["tests/kernels/test_gpu_compiler.py failed with exit status 1"], 1),
-        (0, check.UNFINISHED, ["not done: python -m bench.gpu --dry: the programs named"], 0),
+        (0, check.UNFINISHED, ["not done: python -m bench.gpu --dry: the programs named"], 75),
+        ("timed out", 0, ["not done: tests/kernels"], 75),
         ("timed out", 1, ["not done: tests/kernels", "python -m bench.gpu --dry failed"], 1),
     ],
 )
