@@ -139,8 +139,8 @@ class Chunk:
         held = self.runner.params, self.runner.head, self.runner.state
         self.shapes = place.shapes(held)
         self.compiled: Mapping[str, jax.stages.Compiled] = {}
-        self._kept = self._place = None
-        self._at, self._place = size.context, place
+        self._kept = None
+        self._at, self._place, self._seed = size.context, place, 0
 
     # --- compiling -------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class Chunk:
 
     def load(self, seed: int, like: Chunk | None = None) -> None:
         """Draws weights, or takes the policy's of another chunk of the same model; and a state."""
-        runner, cfg = self.runner, self.cfg
+        runner, cfg, self._seed = self.runner, self.cfg, seed
         runner.params = runner.head = runner.state = runner.tails = None
         head = None
         if runner.longest.source is not None:
@@ -201,16 +201,16 @@ class Chunk:
             runner.params = like.runner.params
             if head is not None:
                 runner.set_head(head)
+        self._fill()
+
+    def _fill(self) -> None:
+        """Makes the state, and notes everything of it that is small, to begin again from."""
+        runner = self.runner
         fill(runner, self._at, self.size.options)
         (cache, drafts, noise), rest = _apart(runner.state)
         runner.state = runner.tails = None
-        cache, drafts = _drawn(cache, seed + 2), _drawn(drafts, seed + 3)
+        cache, drafts = _drawn(cache, self._seed + 2), _drawn(drafts, self._seed + 3)
         runner.state = _together((cache, drafts, noise), rest)
-        self._keep()
-
-    def _keep(self) -> None:
-        """Notes everything of the state that is small, to begin again from."""
-        _, rest = _apart(self.runner.state)
         self._kept = jax.device_get(rest)
 
     def at(self, context: int) -> Chunk:
@@ -223,7 +223,14 @@ class Chunk:
         return self
 
     def prepare(self) -> None:
-        """The state that every run begins with; what lies in the caches stays."""
+        """The state that every run begins with; what lies in the caches stays.
+
+        A run that failed, for want of memory for example, may have taken the state with it: then it
+        is made anew.
+        """
+        state = self.runner.state
+        if state is None or any(x.is_deleted() for x in jax.tree.leaves(state)):
+            self._fill()
         large, _ = _apart(self.runner.state)
         self.runner.state = None
         rest = jax.device_put(self._kept)
