@@ -9,6 +9,7 @@ cache of the chip does not serve them.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from bench.common import alternate, figure, median_interval, paired_ratio_interval
 from bench.gpu.job import Absent, Job, described
-from bench.gpu.parts.ceilings import Ceilings, ceilings
+from bench.gpu.parts.ceilings import copy_rate
 from bench.gpu.program import Built, Place, Program, build
 from specjax.config import ModelConfig
 from specjax.decode.tree import chain_bits
@@ -59,8 +60,10 @@ class Sizes(NamedTuple):
     Attributes:
       lengths: (prefix, positions of the page table) of every slot.
       mixed: batches whose slots have lengths from `shortest` to all of the `table`.
-      call_bytes: that calls of one program read together, roughly; `most` calls at most.
-      pool_bytes: of pages at least, more than a chip's own cache.
+      call_bytes: that calls of one program read together, roughly, so that starting it does not
+        count: 10 ms of a copy; `most` calls at most.
+      pool_bytes: that calls read before one reads the same pages again, at least: ten times the
+        50 MB of the chip's own cache.
     """
 
     kernels: tuple[str, ...] = KERNELS
@@ -73,8 +76,8 @@ class Sizes(NamedTuple):
     group: int = 4
     head: int = 128
     page: int = 128
-    call_bytes: float = 16e9
-    most: int = 64
+    call_bytes: float = 32e9
+    most: int = 8192
     pool_bytes: float = 512e6
     repeats: int = 9
 
@@ -107,8 +110,8 @@ class Cell(NamedTuple):
     @property
     def name(self) -> str:
         lengths = set(self.prefixes)
-        told = str(lengths.pop()) if len(lengths) == 1 else f"mixed_{len(self.prefixes)}"
-        return f"{self.rows}/{told}/{self.table}"
+        prefix = str(lengths.pop()) if len(lengths) == 1 else f"mixed_{len(self.prefixes)}"
+        return f"{self.rows}/{prefix}/{self.table}"
 
     def bytes(self, sizes: Sizes) -> int:
         """That a call has to read and write."""
@@ -121,10 +124,16 @@ class Cell(NamedTuple):
         return int(np.clip(round(sizes.call_bytes / self.bytes(sizes)), 2, sizes.most))
 
     def sets(self, sizes: Sizes) -> int:
-        """Tables that share no page, so that one call's pages are not in a cache from the last."""
-        pages = self.table // sizes.page
-        page_bytes = 2 * 2 * sizes.kv_heads * sizes.page * sizes.head
-        return max(1, round(sizes.pool_bytes / (len(self.prefixes) * pages * page_bytes)))
+        """Tables that share no page, so that one call's pages are not in a cache from the last.
+
+        What counts is what is read: a table may be much longer than the prefix.
+        """
+        read = sum(-(-prefix // sizes.page) for prefix in self.prefixes)
+        return math.ceil(sizes.pool_bytes / (read * self._page_bytes(sizes)))
+
+    @staticmethod
+    def _page_bytes(sizes: Sizes) -> int:
+        return 2 * 2 * sizes.kv_heads * sizes.page * sizes.head
 
 
 def cells(sizes: Sizes, batch: int | str) -> list[Cell]:
@@ -192,8 +201,8 @@ def _inputs(sizes: Sizes, cell: Cell, seed: int) -> tuple[jax.Array, ...]:
     count = drawn[-1].shape[0] - 1
     order = 1 + np.random.default_rng(seed).permutation(count)
     order = order.reshape(-1, batch, pages).astype(np.int32)
-    if len(order) < sets:  # nobody is to know that all calls read the same
-        order = np.concatenate([order, order[:, ::-1]])
+    if len(order) < sets:  # the compiler must not take the reads out of the loop
+        order = np.concatenate([order, np.roll(order, batch // 2, axis=1)])
     return *drawn, jnp.asarray(order)
 
 
@@ -209,17 +218,17 @@ def measure(job: Job, batch: int | str) -> None:
     sizes = SMALL if job.small else Sizes()
     job.tell(sizes=sizes._asdict(), batch=batch)
     built = build(programs(Place(), job.small, batch))
-    ceiling = ceilings(job)
+    copy = copy_rate(job)
     job.each(
         (
             f"share/best/{cell.name}",
-            functools.partial(_figures, job, sizes, cell, built, ceiling),
+            functools.partial(_figures, job, sizes, cell, built, copy),
         )
         for cell in cells(sizes, batch)
     )
 
 
-def _figures(job: Job, sizes: Sizes, cell: Cell, built: Built, ceiling: Ceilings) -> dict:
+def _figures(job: Job, sizes: Sizes, cell: Cell, built: Built, copy: float) -> dict:
     inputs, result, runs = _inputs(sizes, cell, job.seed), {}, {}
 
     def run(compiled) -> None:
@@ -241,7 +250,7 @@ def _figures(job: Job, sizes: Sizes, cell: Cell, built: Built, ceiling: Ceilings
         at = f"{kernel}/{cell.name}"
         middle, *ends = median_interval([1e6 * s for s in seconds])
         result[f"us/{at}"] = figure(middle, "us a call", ends)
-        least = cell.bytes(sizes) / ceiling.copy
+        least = cell.bytes(sizes) / copy
         share, *ends = median_interval([least / s for s in seconds])
         result[f"share/{at}"] = figure(share, "of a copy's bytes/s", ends)
     best = max(found, key=lambda kernel: result[f"share/{kernel}/{cell.name}"]["value"])
