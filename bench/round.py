@@ -76,7 +76,23 @@ WITHIN = 1.25  # the sum of the parts is expected to be within this factor of th
 
 
 def milliseconds(parts: Parts, window: float, repeats: int) -> dict[str, tuple[float, float]]:
-    """Least and median time of one call of each program, over windows that take turns.
+    """Least and median time of one call of each part, less that of its empty program.
+
+    Args:
+      window: see `turn_times`.
+    """
+    found = turn_times(parts, window, repeats)
+    return {
+        name: tuple(
+            max(of(found[name]) - min(found[f"{name}{EMPTY}"]), 0.0)
+            for of in (min, statistics.median)
+        )
+        for name in (*PARTS, "round")
+    }
+
+
+def turn_times(parts: Parts, window: float, repeats: int) -> dict[str, list[float]]:
+    """Milliseconds of one call of each program in each of so many windows, which take turns.
 
     Args:
       window: seconds that a window should last; a program that takes longer runs once.
@@ -94,14 +110,7 @@ def milliseconds(parts: Parts, window: float, repeats: int) -> dict[str, tuple[f
         return run
 
     seconds = alternate({name: several(name) for name in parts.programs}, repeats)
-    found = {name: [1e3 * s / calls[name] for s in values] for name, values in seconds.items()}
-    return {
-        name: tuple(
-            max(of(found[name]) - min(found[f"{name}{EMPTY}"]), 0.0)
-            for of in (min, statistics.median)
-        )
-        for name in (*PARTS, "round")
-    }
+    return {name: [1e3 * s / calls[name] for s in values] for name, values in seconds.items()}
 
 
 def part_figures(at: str, times: Mapping[str, tuple[float, float]]) -> dict[str, dict]:

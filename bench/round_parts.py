@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -63,14 +63,25 @@ class Parts:
     Args:
       runner: with weights. features, options: what all slots ask for.
       context: length of every slot. emitted: tokens that the last round is taken to have emitted.
+      go_on: asked after each part, whether another one is to be compiled.
     """
 
-    def __init__(self, runner: Runner, features: Features, options: dict, context: int, emitted):
+    def __init__(
+        self,
+        runner: Runner,
+        features: Features,
+        options: dict,
+        context: int,
+        emitted: int,
+        go_on: Callable[[], bool] = lambda: True,
+    ):
         self.runner = runner
         self.plan: Plan = dataclasses.replace(runner.plan, features=features)
         self.buffers, state = split(_filled(runner, options, context, emitted))
         self.programs: dict[str, Callable[[], None]] = {}
-        self._build(Taken(state, self._side(state)))
+        for _ in self._build(Taken(state, self._side(state))):
+            if not go_on():
+                break
 
     def _side(self, state: DecodeState) -> Side:
         plan, counts = self.plan, None
@@ -81,15 +92,21 @@ class Parts:
         told = report.start(plan, state.length.shape[0], 1)
         return Side(counts, told, state.length, jnp.int32(0))
 
-    def _build(self, taken: Taken) -> None:
-        """Compiles every part on the results of the parts before it."""
+    def _build(self, taken: Taken) -> Iterator[None]:
+        """Compiles every part on the results of the parts before it; yields after each."""
         params, head = self.runner.params, self.runner.head
         self._add("noise", self._noise, taken)
+        yield
         draft = self._add("draft", self._draft, params, head, taken)
+        yield
         verified = self._add("verify", self._verify, params, taken, draft)
+        yield
         scores = self._add("transform", self._transform, taken, draft, verified.logits)
+        yield
         accepted = self._add("accept", self._accept, taken, draft, scores)
+        yield
         self._add("commit", self._commit, taken, draft, verified, scores, accepted)
+        yield
         self._add("round", self._round, params, head, taken)
 
     def _add(self, name: str, function, *inputs) -> Any:

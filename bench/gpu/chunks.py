@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.common import alternate_prepared
+from bench.common import alternate_prepared, figure, median_interval
 from bench.full_batch import everyone, fill
 from bench.gpu.program import Place, Program, traced_once
 from bench.random_weights import random_weights
@@ -25,6 +25,8 @@ from specjax import ModelConfig, SpecConfig
 from specjax.command_line import find_shipped
 from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
+from specjax.decode.state import prefix_lengths, take_positions, take_slots
+from specjax.decode.tree import chain_bits
 from specjax.draft.mtp import init_head_params
 from specjax.engine.executables import Noted
 from specjax.engine.runner import Runner
@@ -316,6 +318,49 @@ def milliseconds_per_round(
     jobs = {arm: chunk.job(name) for arm, (chunk, name) in arms.items()}
     seconds = alternate_prepared(jobs, repeats)
     return {arm: [1e3 * s / arms[arm][0].size.rounds for s in seconds[arm]] for arm in arms}
+
+
+def figures_by_layers(
+    found: Mapping[int, Sequence[float]], at: str, layers: tuple[int, int], total: int, unit: str
+) -> tuple[list[float], dict[str, dict]]:
+    """Of models with layers[0] and layers[1] of `total` layers, and of the whole one.
+
+    Args:
+      found: number of layers -> milliseconds in each turn. at: where, in the figures' names.
+      unit: such as `ms per round`.
+
+    Returns:
+      what the whole model takes in each turn, and the figures `ms/<layers>_layers/<at>`.
+    """
+    more, less = layers
+    whole = whole_model(found[more], found[less], layers, total)
+    from_both = f"{unit} of {total} layers, from those of {more} and {less}"
+    rows = [(n, found[n], unit) for n in layers] + [(total, whole, from_both)]
+    result = {}
+    for count, values, what in rows:
+        value, *ends = median_interval(values)
+        result[f"ms/{count}_layers/{at}"] = figure(value, what, ends)
+    return whole, result
+
+
+def policy_pass(runner: Runner, rows: int) -> Callable:
+    """The policy over the last so many rows of every slot, logits included: a function of
+    parameters, state, and the slots with their tables."""
+
+    def program(params, state, slots):
+        here = take_slots(state._replace(noise=None, draft=None), slots)
+        root, model = here.length - 1, runner.model(params)
+        x, new = model.decode(
+            take_positions(here.tokens, root - rows + 1, rows),
+            root[:, None] + jnp.arange(rows),
+            here.cache,
+            prefix_len=prefix_lengths(here),
+            visible_bits=chain_bits(rows),
+            table=here.table,
+        )
+        return model.logits(x), new
+
+    return program
 
 
 def whole_model(

@@ -1,13 +1,13 @@
 """What the card itself does at best: a copy's bytes and a matrix product's operations per second.
 
-Other parts take these as denominators: the figures of this part on the same card, or, where it was
+Other parts take the copy as denominator: the figure of this part on the same card, or, where it was
 not measured there, a short measurement of their own.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -30,14 +30,8 @@ class Sizes(NamedTuple):
 
 
 SMALL = Sizes(1 << 16, 64, 2, 3)
+NAMES = ("copy", "matmul")
 BRIEF = 3  # repeats of a measurement that stands for the part's
-
-
-class Ceilings(NamedTuple):
-    """copy: bytes per second, read and written. matmul: operations per second in bfloat16."""
-
-    copy: float
-    matmul: float
 
 
 def _copy(calls: int, x):
@@ -58,7 +52,7 @@ def _inputs(sizes: Sizes) -> dict[str, tuple]:
     }
 
 
-def programs(place: Place, small: bool) -> list[Program]:
+def programs(place: Place, small: bool, names: Sequence[str] = NAMES) -> list[Program]:
     sizes = SMALL if small else Sizes()
     inputs = {name: place.shapes(shapes) for name, shapes in _inputs(sizes).items()}
     bodies = {"copy": _copy, "matmul": _matmul}
@@ -72,23 +66,26 @@ def programs(place: Place, small: bool) -> list[Program]:
             ),
         )
         for name, body in bodies.items()
+        if name in names
     ]
 
 
-def _runs(small: bool, seed: int) -> dict[str, tuple[Callable[[], None], float]]:
+def _runs(
+    small: bool, seed: int, names: Sequence[str]
+) -> dict[str, tuple[Callable[[], None], float]]:
     """Name -> what runs once and waits, and its bytes or operations."""
     sizes = SMALL if small else Sizes()
-    built = build(programs(Place(), small))
+    built = build(programs(Place(), small, names))
     keys = jax.random.split(jax.random.key(seed), 3)
     matrix = (sizes.side, sizes.side)
-    inputs = {
-        "copy": (jax.random.bits(keys[0], (sizes.bytes // 4,), jnp.uint32),),
-        # The second is scaled, so that products of products stay as large as they are.
-        "matmul": (
+    inputs: dict[str, tuple] = {}
+    if "copy" in names:
+        inputs["copy"] = (jax.random.bits(keys[0], (sizes.bytes // 4,), jnp.uint32),)
+    if "matmul" in names:  # the second is scaled, so that products of products stay as large
+        inputs["matmul"] = (
             jax.random.normal(keys[1], matrix, jnp.bfloat16),
             sizes.side**-0.5 * jax.random.normal(keys[2], matrix, jnp.bfloat16),
-        ),
-    }
+        )
     work = {
         "copy": 2.0 * sizes.bytes * sizes.calls,
         "matmul": 2.0 * sizes.side**3 * sizes.calls,
@@ -103,8 +100,8 @@ def _runs(small: bool, seed: int) -> dict[str, tuple[Callable[[], None], float]]
     return {name: (functools.partial(run, name), work[name]) for name in inputs}
 
 
-def _rates(small: bool, seed: int, repeats: int) -> dict[str, list[float]]:
-    runs = _runs(small, seed)
+def _rates(small: bool, seed: int, repeats: int, names=NAMES) -> dict[str, list[float]]:
+    runs = _runs(small, seed, names)
     seconds = alternate({name: run for name, (run, _) in runs.items()}, repeats)
     return {name: [runs[name][1] / s for s in seconds[name]] for name in runs}
 
@@ -125,14 +122,15 @@ def measure(job: Job) -> None:
     )
 
 
-def ceilings(job: Job) -> Ceilings:
-    """Of the job's card, from its record or measured briefly; the job's settings say which."""
+def copy_rate(job: Job) -> float:
+    """Bytes per second, read and written, of a copy on the job's card.
+
+    It is that of the card's record, or measured briefly; the job's settings say which.
+    """
     record = records.read(records.path_of(job.out, "ceilings", job.card))
-    figures = {} if record is None else record["figures"]
-    if {"copy", "matmul"} <= figures.keys():
-        job.tell(ceilings=f"of the part, {record['date']}")
-        return Ceilings(1e9 * figures["copy"]["value"], 1e12 * figures["matmul"]["value"])
-    rates = _rates(job.small, job.seed, BRIEF)
-    found = Ceilings(*(median_interval(rates[name])[0] for name in ("copy", "matmul")))
-    job.tell(ceilings=f"measured in this process: {found}")
-    return found
+    if record is not None and "copy" in record["figures"]:
+        job.tell(copy=f"of the part, {record['date']}")
+        return 1e9 * record["figures"]["copy"]["value"]
+    rate, *_ = median_interval(_rates(job.small, job.seed, BRIEF, ("copy",))["copy"])
+    job.tell(copy=f"measured in this process: {rate / 1e9:.0f} GB/s")
+    return rate

@@ -11,9 +11,16 @@ from typing import NamedTuple
 
 from bench import traffic
 from bench.common import figure, median_interval, paired_ratio_interval
-from bench.gpu.chunks import Chunk, Size, milliseconds_per_round, shape_of, whole_model
+from bench.gpu.chunks import (
+    Chunk,
+    Size,
+    figures_by_layers,
+    milliseconds_per_round,
+    shape_of,
+    whole_model,
+)
 from bench.gpu.job import Job
-from bench.gpu.parts.ceilings import Ceilings, ceilings
+from bench.gpu.parts.ceilings import copy_rate
 from bench.gpu.program import Place, Program, build
 
 ARMS = {
@@ -57,7 +64,7 @@ def measure(job: Job, batch: int, shape: str = "8B") -> None:
     job.tell(sizes=sizes._asdict(), batch=batch, shape=shape)
     chunks = _chunks(Place(), job.small, batch, shape)
     built = build(_programs(chunks))
-    ceiling = ceilings(job)
+    copy = copy_rate(job)
     for chunk in chunks.values():
         chunk.load(job.seed)
         chunk.compiled = built
@@ -65,34 +72,28 @@ def measure(job: Job, batch: int, shape: str = "8B") -> None:
     job.tell(attention=chunk.cfg.attention)
     job.each(
         (
-            f"ms/{total}_layers/{context}/best",
-            functools.partial(_figures, sizes, chunks, context, ceiling, total),
+            tuple(f"{kind}/{total}_layers/{context}/best" for kind in ("ms", "share")),
+            functools.partial(_figures, sizes, chunks, context, copy, total),
         )
         for context in sizes.contexts
     )
 
 
-def _figures(
-    sizes: Sizes, chunks: dict[int, Chunk], context: int, ceiling: Ceilings, total: int
-) -> dict:
+def _figures(sizes: Sizes, chunks: dict[int, Chunk], context: int, copy: float, total: int) -> dict:
     arms = {
         f"{layers}/{arm}": (chunk.at(context), f"{layers}/{arm}")
         for layers, chunk in chunks.items()
         for arm in ARMS
     }
     found, result, whole = milliseconds_per_round(arms, sizes.repeats), {}, {}
-    more, less = sizes.layers
     size = whole_bytes(chunks, sizes.layers, total, context)
     for arm in ARMS:
-        for layers in sizes.layers:
-            value, *ends = median_interval(found[f"{layers}/{arm}"])
-            result[f"ms/{layers}_layers/{context}/{arm}"] = figure(value, "ms per step", ends)
-        pairs = found[f"{more}/{arm}"], found[f"{less}/{arm}"]
-        whole[arm] = whole_model(*pairs, sizes.layers, total)
-        value, *ends = median_interval(whole[arm])
-        unit = f"ms per step of {total} layers, from those of {more} and {less}"
-        result[f"ms/{total}_layers/{context}/{arm}"] = figure(value, unit, ends)
-        least = 1e3 * size / ceiling.copy
+        of_arm = {n: found[f"{n}/{arm}"] for n in sizes.layers}
+        whole[arm], figures = figures_by_layers(
+            of_arm, f"{context}/{arm}", sizes.layers, total, "ms per step"
+        )
+        result |= figures
+        least = 1e3 * size / copy
         share, *ends = median_interval([least / ms for ms in whole[arm]])
         unit = "of a copy's bytes/s, weights and caches counted"
         result[f"share/{total}_layers/{context}/{arm}"] = figure(share, unit, ends)

@@ -3,20 +3,24 @@
 The model has Qwen3-8B's shapes, random weights in bfloat16, and a draft head of one module. Random
 heads guess nothing: what is measured of speculation is what a round costs, and not what it gains.
 
-A round is taken apart as in `bench.round`; its `transform` is counted as part of `accept`. Passes
-of the policy over 1 and 16 rows take turns, each several times before anybody waits, so that the
-time to start a program is hidden as it is within a chunk.
+A round is taken apart as in `bench.round`; its `transform` is counted as part of `accept`. The
+parts are compiled one after the other, each on what the ones before have computed: where the time
+does not suffice for all of them, those that are compiled are measured. Passes of the policy over 1
+and 16 rows take turns, each several times before the host waits, so that the time to start a
+program is hidden as it is within a chunk.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from rich.console import Console
+from rich.table import Table
 
 from bench import hlo, protocol, traffic
 from bench.common import (
@@ -27,16 +31,15 @@ from bench.common import (
     paired_ratio_interval,
 )
 from bench.full_batch import everyone, fill
+from bench.gpu.chunks import policy_pass
 from bench.gpu.job import Job
 from bench.random_weights import random_weights
-from bench.round import milliseconds, parts_table
-from bench.round_parts import ROUND, Parts
+from bench.round import turn_times
+from bench.round_parts import EMPTY, ROUND, Parts
 from bench.workloads import Point, Workload
 from specjax import ModelConfig, SpecConfig
 from specjax.command_line import find_shipped
 from specjax.decode.options import Features
-from specjax.decode.state import prefix_lengths, take_positions, take_slots
-from specjax.decode.tree import chain_bits
 from specjax.draft.mtp import init_head_params
 from specjax.engine.runner import Runner
 from specjax.models.hf_config import read_config
@@ -45,6 +48,8 @@ from specjax.models.transformer import Params, init_params
 NOT_AHEAD = "each of its programs is made from what the one before has computed"
 SHAPE = "assets/shapes/Qwen3-8B"
 FEW, MANY = 1, 16  # rows of the passes that are compared
+# Figures of a round's parts that are recorded as missing where there was no time for them.
+OF_PARTS = ("ms/round", "draft_over_verify", "us_beside_parts")
 
 
 class Sizes(NamedTuple):
@@ -110,7 +115,7 @@ def measure(job: Job) -> None:
     chunk = protocol.Chunk(runner, Point("round", sizes.context, room, sizes.batch, work))
     job.each(
         [
-            ("ms/round", functools.partial(_part_figures, runner, sizes)),
+            (OF_PARTS, functools.partial(_part_figures, job, runner, sizes)),
             (f"verify_{MANY}_rows_over_{FEW}", functools.partial(_rows_figures, runner, sizes)),
             ("round_ms/chunk", functools.partial(_chunk_figures, chunk, sizes)),
             ("kernels_per_round", functools.partial(_kernel_figures, chunk)),
@@ -135,21 +140,8 @@ def _kernel_figures(chunk: protocol.Chunk) -> dict[str, dict]:
 def passes(runner: Runner, rows: int, count: int) -> Callable[[], None]:
     """A function that runs the policy `count` times over so many rows of every slot and waits."""
 
-    def program(params, state, lineup):
-        here = take_slots(state._replace(noise=None, draft=None), lineup)
-        root, model = here.length - 1, runner.model(params)
-        x, new = model.decode(
-            take_positions(here.tokens, root - rows + 1, rows),
-            root[:, None] + jnp.arange(rows),
-            here.cache,
-            prefix_len=prefix_lengths(here),
-            visible_bits=chain_bits(rows),
-            table=here.table,
-        )
-        return model.logits(x), new
-
     inputs = runner.params, runner.state, everyone(runner)
-    compiled = jax.jit(program).lower(*inputs).compile()
+    compiled = jax.jit(policy_pass(runner, rows)).lower(*inputs).compile()
 
     def run() -> None:
         for _ in range(count):
@@ -173,11 +165,23 @@ def _rows_figures(runner: Runner, sizes: Sizes) -> dict[str, dict]:
     return result
 
 
-def _part_figures(runner: Runner, sizes: Sizes) -> dict[str, dict]:
-    """Milliseconds and shares of a round's parts."""
-    parts = Parts(runner, Features(), {}, sizes.context, min(sizes.emitted, runner.steps + 1))
-    times = milliseconds(parts, sizes.window, sizes.repeats)
-    result = part_figures(times)
+def _part_figures(job: Job, runner: Runner, sizes: Sizes) -> dict[str, dict]:
+    """Milliseconds and shares of a round's parts, as many as there was time to compile."""
+    began = [time.monotonic()]
+
+    def go_on() -> bool:
+        began.append(time.monotonic())
+        return job.time_for(max(np.diff(began)))
+
+    emitted = min(sizes.emitted, runner.steps + 1)
+    parts = Parts(runner, Features(), {}, sizes.context, emitted, go_on)
+    found = turn_times(parts, sizes.window, sizes.repeats)
+    names = [name for name in found if not name.endswith(EMPTY)]
+    result = part_figures(
+        {name: np.subtract(found[name], found[f"{name}{EMPTY}"]) for name in names}
+    )
+    if missing := [name for name in OF_PARTS if name not in result]:
+        job.no_time(missing)
     cfg, batch = runner.cfg, sizes.batch
     drafted = traffic.draft_bytes(cfg, runner.params, runner.head, batch, sizes.context)
     rows = runner.tree.rows
@@ -189,35 +193,54 @@ def _part_figures(runner: Runner, sizes: Sizes) -> dict[str, dict]:
     return result
 
 
-def part_figures(times: Mapping[str, tuple[float, float]]) -> dict[str, dict]:
-    """From (least, median) milliseconds of the parts of `bench.round_parts`."""
+def part_figures(times: Mapping[str, Sequence[float]]) -> dict[str, dict]:
+    """From milliseconds of the parts of `bench.round_parts`, and of the whole round, in each turn.
 
-    def summed(*names: str) -> tuple[float, float]:
-        return tuple(map(sum, zip(*(times[name] for name in names), strict=True)))
-
-    mine = {name: times[name] for name in ROUND} | {"accept": summed("transform", "accept")}
-    total, result = sum(least for least, _ in mine.values()), {}
-    for name, (least, middle) in (mine | {"round": times["round"]}).items():
-        result[f"ms/{name}"] = figure(least, "ms, least; interval: least, median", [least, middle])
+    What needs a part that is not among them is left out.
+    """
+    times = {name: np.asarray(values, float) for name, values in times.items()}
+    mine = {name: times[name] for name in ROUND if name in times}
+    if "accept" in mine:
+        mine["accept"] = times["transform"] + times["accept"]
+    result = {}
+    for name, values in (mine | {n: times[n] for n in ("round",) if n in times}).items():
+        value, *ends = median_interval(values)
+        result[f"ms/{name}"] = figure(value, "ms, median", ends)
+    if {"draft", "verify"} <= mine.keys():
+        unit = "all drafting over verification"
+        result["draft_over_verify"] = _over(mine["draft"], mine["verify"], unit)
+    if len(mine) < len(ROUND):
+        return result
+    total = sum(mine.values())
+    medians = {name: result[f"ms/{name}"]["value"] for name in ROUND}
     for name in ROUND:
-        result[f"share/{name}"] = _over(mine[name][0], total, "of the parts' sum")
-    both = mine["noise"][0] + mine["accept"][0]
-    whole, drafting, verifying = times["round"][0], mine["draft"][0], mine["verify"][0]
-    return result | {
-        "noise_and_accept_share": _over(both, total, "of the parts' sum, transforms included"),
-        "draft_over_verify": _over(drafting, verifying, "all drafting over verification, least"),
-        "sum_of_parts": _over(total, whole, "times the whole round"),
-        "us_beside_parts": figure(1e3 * (whole - total), "us of a round beside its parts, least"),
-    }
+        whole = np.array([sum(medians.values())])
+        result[f"share/{name}"] = _over(np.array([medians[name]]), whole, "of the parts' sum")
+    unit = "of the parts' sum, transforms included"
+    result["noise_and_accept_share"] = _over(mine["noise"] + mine["accept"], total, unit)
+    if "round" in times:
+        result["sum_of_parts"] = _over(total, times["round"], "times the whole round")
+        value, *ends = median_interval(1e3 * (times["round"] - total))
+        result["us_beside_parts"] = figure(value, "us of a round beside its parts", ends)
+    return result
 
 
-def _over(value: float, total: float, unit: str) -> dict:
+def _over(values: np.ndarray, total: np.ndarray, unit: str) -> dict:
     """The ratio's figure; a tiny model's parts may be too quick for the clock."""
-    if not total:
+    if min(total) <= 0:
         return figure(None, f"left out: too quick for the clock, {unit}")
-    return figure(value / total, unit)
+    ratio, *ends = paired_ratio_interval(values, total)
+    return figure(ratio, unit, ends)
 
 
 def print_parts(figures: Mapping[str, Mapping], sizes: Sizes) -> None:
     title = f"one round, {sizes.strategy}, {sizes.batch} slots at {sizes.context} tokens"
-    Console(width=100).print(parts_table(title, ROUND, figures))
+    table = Table(title=title, title_justify="left")
+    for column in ("part", "ms, median", "share"):
+        table.add_column(column, justify="left" if column == "part" else "right")
+    for name in (*ROUND, "round"):
+        if f"ms/{name}" in figures:
+            share = figures.get(f"share/{name}", {}).get("value")
+            cell = "" if share is None else f"{100 * share:.1f}%"
+            table.add_row(name, f"{figures[f'ms/{name}']['value']:.3f}", cell)
+    Console(width=100).print(table)

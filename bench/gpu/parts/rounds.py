@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.common import figure, median_interval, paired_ratio_interval
-from bench.gpu.chunks import OFF, Chunk, Size, milliseconds_per_round, shape_of, whole_model
+from bench.common import figure, paired_ratio_interval
+from bench.gpu.chunks import OFF, Chunk, Size, figures_by_layers, milliseconds_per_round, shape_of
 from bench.gpu.job import Job
 from bench.gpu.program import Place, Program, build
 from bench.gpu.script import Scripted, scripted_lengths
@@ -96,14 +96,11 @@ def _figures(sizes: Sizes, batch: int, chunks: dict[str, Chunk]) -> dict:
     total = shape_of(sizes.shape).num_layers
     whole = {}
     for arm in (OFF, *sizes.acceptance):
-        for layers in sizes.layers:
-            value, *ends = median_interval(found[f"{layers}/{arm}"])
-            result[f"ms/{layers}_layers/{arm}"] = figure(value, "ms per round", ends)
-        pairs = found[f"{more}/{arm}"], found[f"{less}/{arm}"]
-        whole[arm] = whole_model(*pairs, sizes.layers, total)
-        value, *ends = median_interval(whole[arm])
-        unit = f"ms per round of {total} layers, from those of {more} and {less}"
-        result[f"ms/{total}_layers/{arm}"] = figure(value, unit, ends)
+        of_arm = {n: found[f"{n}/{arm}"] for n in sizes.layers}
+        whole[arm], figures = figures_by_layers(
+            of_arm, f"{arm}", sizes.layers, total, "ms per round"
+        )
+        result |= figures
     for probability in sizes.acceptance:
         length = expected_length(probability, chunks[f"{more}/{probability}"].runner.steps)
         ratio, *ends = paired_ratio_interval(whole[OFF], [ms / length for ms in whole[probability]])

@@ -7,19 +7,15 @@ that the time to start a program is hidden, as it is within a chunk.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from bench.common import alternate, figure, median_interval, paired_ratio_interval
+from bench.common import alternate, figure, paired_ratio_interval
 from bench.full_batch import everyone
-from bench.gpu.chunks import Chunk, Size, shape_of, whole_model
+from bench.gpu.chunks import Chunk, Size, figures_by_layers, policy_pass, shape_of
 from bench.gpu.job import Job
 from bench.gpu.program import Built, Place, Program, build
-from specjax.decode.state import prefix_lengths, take_positions, take_slots
-from specjax.decode.tree import chain_bits
 
 
 class Sizes(NamedTuple):
@@ -46,33 +42,13 @@ def _chunks(place: Place, sizes: Sizes, batch: int) -> dict[int, Chunk]:
     return {layers: Chunk(place, size._replace(layers=layers)) for layers in sizes.layers}
 
 
-def _pass(chunk: Chunk, rows: int) -> Callable:
-    """The policy over the last so many rows of every slot, logits included."""
-    runner = chunk.runner
-
-    def program(params, state, lineup):
-        here = take_slots(state._replace(noise=None, draft=None), lineup)
-        root, model = here.length - 1, runner.model(params)
-        x, new = model.decode(
-            take_positions(here.tokens, root - rows + 1, rows),
-            root[:, None] + jnp.arange(rows),
-            here.cache,
-            prefix_len=prefix_lengths(here),
-            visible_bits=chain_bits(rows),
-            table=here.table,
-        )
-        return model.logits(x), new
-
-    return program
-
-
 def _programs(place: Place, sizes: Sizes, chunks: dict[int, Chunk]) -> list[Program]:
     every, found = sum(chunk.held for chunk in chunks.values()), []
     for rows in sizes.rows:
         for layers, chunk in chunks.items():
             params, _, state = chunk.shapes
             inputs = params, state, place.shapes(everyone(chunk.runner))
-            lower = functools.partial(jax.jit(_pass(chunk, rows)).lower, *inputs)
+            lower = functools.partial(jax.jit(policy_pass(chunk.runner, rows)).lower, *inputs)
             name = f"{layers}/{rows}"
             found.append(Program(name, functools.cache(lower), {}, every - chunk.held))
     return found
@@ -84,7 +60,10 @@ def programs(place: Place, small: bool, batch: int) -> list[Program]:
 
 
 def measure(job: Job, batch: int) -> None:
-    """`ms/<layers>_layers/<rows>`, and `rows_over_1/<rows>` of the whole model."""
+    """`ms/<layers>_layers/<rows>`, and `rows_over_1/<rows>` of the whole model.
+
+    One row is measured beside each other number of rows: `ms/<layers>_layers/1_beside_<rows>`.
+    """
     sizes = _sizes(job.small)
     job.tell(sizes=sizes._asdict(), batch=batch)
     place = Place()
@@ -115,16 +94,11 @@ def _figures(sizes: Sizes, chunks: dict[int, Chunk], built: Built, rows: int) ->
     for one in runs.values():
         one()
     seconds = alternate(runs, sizes.repeats)
-    total, (more, less) = shape_of(sizes.shape).num_layers, sizes.layers
+    total = shape_of(sizes.shape).num_layers
     result, whole = {}, {}
-    for count in (1, rows):
-        pairs = [[1e3 * s / sizes.passes for s in seconds[n, count]] for n in sizes.layers]
-        whole[count] = whole_model(*pairs, sizes.layers, total)
-        unit = f"ms a pass of {total} layers, from those of {more} and {less}"
-        value, *ends = median_interval(whole[count])
-        result[f"ms/{total}_layers/{count}"] = figure(value, unit, ends)
-        for layers, values in zip(sizes.layers, pairs, strict=True):
-            value, *ends = median_interval(values)
-            result[f"ms/{layers}_layers/{count}"] = figure(value, "ms a pass", ends)
+    for count, at in ((1, f"1_beside_{rows}"), (rows, f"{rows}")):
+        found = {n: [1e3 * s / sizes.passes for s in seconds[n, count]] for n in sizes.layers}
+        whole[count], figures = figures_by_layers(found, at, sizes.layers, total, "ms per pass")
+        result |= figures
     ratio, *ends = paired_ratio_interval(whole[rows], whole[1])
     return result | {f"rows_over_1/{rows}": figure(ratio, "times a pass over one row", ends)}
