@@ -4,8 +4,9 @@ The parts (`--status` lists them, the most deciding first) take at most three mi
 longest eight, compilation included. Each runs in a process of its own, which is ended when its time
 is over, and each leaves one result file per card, bench/results/gpu/<part>.<card>.json. A part that
 failed, hung or ran out of memory is recorded with the reason and skipped from then on (--again asks
-for it once more). A call that is cut off loses nothing that it had measured: the next one goes on,
-and tries the part that ran once more.
+for it once more); one whose time was too short runs again, after those that have not run. A call
+that is cut off loses nothing that it had measured: the next one goes on, and tries the part that
+ran once more.
 
     python -m bench.gpu --status               what is measured, on which card, against which target
     python -m bench.gpu --dry                  compile every program for GPUs, on a machine without
@@ -14,7 +15,7 @@ and tries the part that ran once more.
                                                mean nothing, and go to runs/gpu-small
     python -m bench.gpu --minutes 14           measure, on a GPU machine
     python -m bench.gpu --pack FILE            put all results into one file, to bring them back
-    python -m bench.gpu --merge FILE           take in what such files know better
+    python -m bench.gpu --merge FILE           add the records of such files, see docs/gpu.md
     python -m bench.gpu --plot                 a picture per card, bench/results/gpu/<card>.png
 
 Compiled programs and what was tuned for them are kept in .cache/gpu/<card>. The exit status is 1 if
@@ -51,7 +52,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     act("--status", action="store_true", help="print what is measured, and measure nothing")
     act("--dry", action="store_true", help="compile ahead of time, and measure nothing")
     act("--pack", metavar="FILE", type=Path, help="write all results into one file")
-    act("--merge", metavar="FILE", type=Path, nargs="+", help="take in what --pack wrote")
+    act(
+        "--merge", metavar="FILE", type=Path, nargs="+", help="add the records of what --pack wrote"
+    )
     act("--plot", action="store_true", help="draw what is measured of attention and of a round")
     args = parser.parse_args(argv)
     if args.out is None:

@@ -94,8 +94,8 @@ def key() -> str:
     """Of the environment: it changes with what is named, not with what comes along."""
     wanted, constraints = requirements()
     named = {project_of(line) for line in wanted} | {project_of(line) for line in lines_of(PINS)}
-    told = sorted(wanted) + sorted(line for line in constraints if project_of(line) in named)
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:12]
+    lines = sorted(wanted) + sorted(line for line in constraints if project_of(line) in named)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
 def home() -> Path:
@@ -191,7 +191,7 @@ def check(python: Path, minutes: float, dry: Sequence[str]) -> list[str]:
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/test_gpu_compiler.py"]
     status = run([str(python), *tests], end - time.monotonic(), env)
     if status:
-        found.append(_told("tests/kernels/test_gpu_compiler.py", status))
+        found.append(_problem("tests/kernels/test_gpu_compiler.py", status))
     left = (end - time.monotonic()) / 60
     if left < 1:
         return [*found, "not done: python -m bench.gpu --dry: no time was left"]
@@ -201,11 +201,11 @@ def check(python: Path, minutes: float, dry: Sequence[str]) -> list[str]:
     if status == UNFINISHED:
         found.append("not done: python -m bench.gpu --dry: the programs named above")
     elif status:
-        found.append(_told("python -m bench.gpu --dry", status))
+        found.append(_problem("python -m bench.gpu --dry", status))
     return found
 
 
-def _told(name: str, status: int | str) -> str:
+def _problem(name: str, status: int | str) -> str:
     if status == "timed out":
         return f"not done: {name} did not end within the time"
     return f"{name} failed with exit status {status}"

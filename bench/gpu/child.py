@@ -1,6 +1,6 @@
 """The process of one part: `python -m bench.gpu.child '<a task as JSON>'`, see `queue.py`.
 
-A kernel that hangs or a driver that gives up takes its process with it, and no other part.
+Where a kernel hangs, or the driver fails, this process ends, and the other parts go on.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from bench.gpu.table import Part
 
 
 def end_with_parent() -> None:
-    """Ends this process and all that it began when the one that began it is gone.
+    """Ends this process, and all that it began, when the process that began it has ended.
 
-    It holds the other end of this one's standard input. Else a part would go on computing beside
-    that of the next call.
+    That one holds the other end of this one's standard input. Without this, a part would go on
+    computing beside one of the next call.
     """
 
     def watch() -> None:

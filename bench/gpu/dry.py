@@ -53,9 +53,9 @@ def run(
             if time.monotonic() > end:
                 skipped.append(f"{part.name}, {card}")
                 continue
-            ahead, said = _part(part, place, small, end)
-            failed += [_say(f"{part.name}, {card}, {line}") for line in said]
-            skipped += [f"{part.name}, {card}, {name}" for name in ahead]
+            late, problems = _part(part, place, small, end)
+            failed += [_say(f"{part.name}, {card}, {line}") for line in problems]
+            skipped += [f"{part.name}, {card}, {name}" for name in late]
     for title, lines in (("failed", failed), ("not compiled, for there was no time", skipped)):
         if lines:
             print(f"{len(lines)} {title}:", *lines, sep="\n  ", flush=True)
@@ -139,8 +139,9 @@ def _note(program: Program, lowered: jax.stages.Lowered, place: Place) -> Path |
     if not directory:
         return None
     flags = os.environ.get("XLA_FLAGS", "")
-    told = jax.__version__, flags, sorted(program.options.items()), place.card, lowered.as_text()
-    return Path(directory) / f"{hashlib.sha256(repr(told).encode()).hexdigest()[:32]}.json"
+    options, text = sorted(program.options.items()), lowered.as_text()
+    identity = repr((jax.__version__, flags, options, place.card, text))
+    return Path(directory) / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.json"
 
 
 def _say(line: str) -> str:

@@ -62,7 +62,7 @@ class Place:
 
     @contextlib.contextmanager
     def seen(self) -> Iterator[None]:
-        """Within, whoever asks jax for devices is told of the place's."""
+        """Within, `jax.devices` returns the place's."""
         yield
 
 
@@ -87,8 +87,8 @@ class Ahead(Place):
 
     @contextlib.contextmanager
     def seen(self) -> Iterator[None]:
-        told = mock.Mock(platform=self.platform, device_kind=self.kind)
-        with mock.patch("jax.devices", lambda *_: [told]):
+        device = mock.Mock(platform=self.platform, device_kind=self.kind)
+        with mock.patch("jax.devices", lambda *_: [device]):
             yield
 
 

@@ -23,7 +23,7 @@ from bench.gpu.table import PARTS, Part
 
 RESERVE = 10.0  # seconds of a call that no part gets, for what lies around them
 REAP = 30.0  # seconds that a killed process has to be gone
-CACHE_BYTES = 25_000_000  # of compiled programs that are kept for the next call
+CACHE_BYTES = 12_000_000  # of compiled programs that are kept for the next call, for each card
 
 
 class Call(NamedTuple):

@@ -65,8 +65,8 @@ def scripted_lengths(
     probability: float, keys: np.ndarray, begin: int, steps: int, rounds: int
 ) -> np.ndarray:
     """[B] tokens that slots with these keys emit in so many rounds of a chain, by the script."""
-    told, length = script(probability), np.full(len(keys), begin, np.int64)
+    accepted, length = script(probability), np.full(len(keys), begin, np.int64)
     for _ in range(rounds):
         places = (keys[:, :1].astype(np.int64) % PRIME + length[:, None] + np.arange(steps)) % PRIME
-        length += 1 + np.cumprod(told[places], axis=1).sum(axis=1)
+        length += 1 + np.cumprod(accepted[places], axis=1).sum(axis=1)
     return length - begin

@@ -65,7 +65,7 @@ def _rows() -> tuple[Part, ...]:
         ),
         *(row(f"round/{size}", "true speed-ups", "rounds", batch=size) for size in (1, 8, 32, 128)),
         row("round_parts", "parts of a round and of a draft step", "round_parts"),
-        row("transformers", "the claim: a peer", "transformers", 180, SHARED),
+        row("transformers", "comparison with a peer", "transformers", 180, SHARED),
         row("train.rl", "end to end", "rl", 150, SHARED),
         row("protocol", "four workloads at full size", "protocol", 480),
     )

@@ -74,9 +74,9 @@ def run(chunk):
 def test_what_is_accepted_is_what_the_script_says():
     chunk = chunk_of("4_1_5", Scripted(0.6))
     found, keys = run(chunk)
-    said = scripted_lengths(0.6, keys, 24, 4, 4)
-    assert chunk.emitted(found).tolist() == said.tolist()
-    assert len(set(said)) > 1  # slots have scripts of their own
+    wanted = scripted_lengths(0.6, keys, 24, 4, 4)
+    assert chunk.emitted(found).tolist() == wanted.tolist()
+    assert len(set(wanted)) > 1  # slots have scripts of their own
 
 
 def test_a_script_accepts_with_its_probability():
@@ -537,10 +537,13 @@ def test_what_is_not_traced_does_not_compile_or_does_not_fit_is_named(
     monkeypatch.setattr(Part, "load", lambda self: Fake)
     for _ in range(2):  # compiled, and known from before
         late, failed = dry._part(Part("fake", "", ""), There(), True, math.inf)
-        said = dict(line.split(": ", 1) for line in failed)
-        assert said["broken"] == "is not traced: RuntimeError: no such instruction"
-        assert "does not compile" in said["chunk_bad"] and "xla_no_such_option" in said["chunk_bad"]
-        assert (said["chunk"] if says else said.get("chunk", "")).startswith(says)
+        problems = dict(line.split(": ", 1) for line in failed)
+        assert problems["broken"] == "is not traced: RuntimeError: no such instruction"
+        assert (
+            "does not compile" in problems["chunk_bad"]
+            and "xla_no_such_option" in problems["chunk_bad"]
+        )
+        assert (problems["chunk"] if says else problems.get("chunk", "")).startswith(says)
         assert not late
     assert len(list(tmp_path.iterdir())) == 1
 

@@ -70,12 +70,12 @@ def test_a_part_that_ends_badly_is_recorded_with_its_reason_and_skipped_then(run
     )
     assert run(*parts) == 1
     found = {p.name: record_of(tmp_path, p.name) for p in parts}
-    told = {name: (records.outcome(r), records.reason(r)) for name, r in found.items()}
-    assert told["hangs"] == ("timed out", "it was ended after its 8 s")
-    assert told["aborts"] == ("failed", "its process was ended by SIGABRT")
-    assert told["large"][0] == "out of memory" and "99 bytes" in told["large"][1]
-    assert told["fails"] == ("failed", "ValueError: no such kernel")
-    assert told["good"] == ("done", "")
+    endings = {name: (records.outcome(r), records.reason(r)) for name, r in found.items()}
+    assert endings["hangs"] == ("timed out", "it was ended after its 8 s")
+    assert endings["aborts"] == ("failed", "its process was ended by SIGABRT")
+    assert endings["large"][0] == "out of memory" and "99 bytes" in endings["large"][1]
+    assert endings["fails"] == ("failed", "ValueError: no such kernel")
+    assert endings["good"] == ("done", "")
     for record in found.values():
         assert record["figures"]["before"]["value"] == 1.0
         assert {"name", "date", "machine", "versions"} <= set(record)

@@ -101,7 +101,7 @@ def watched(command: Sequence[str], env: Mapping, out: Path, job: Job) -> list[d
     finally:
         end(process)
     if code not in (None, 0):
-        raise RuntimeError(f"train.rl ended with exit status {code}; what it said is above")
+        raise RuntimeError(f"train.rl ended with exit status {code}; its output is above")
     records = logged(out)
     if len(records) < 2:
         raise RuntimeError(
