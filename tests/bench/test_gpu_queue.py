@@ -1,5 +1,6 @@
 """The GPU queue: which part runs when, what becomes of one that ends badly, how results travel."""
 
+import importlib.util
 import io
 import json
 import os
@@ -15,7 +16,9 @@ from bench.common import figure, write_json
 from bench.gpu import __main__ as command
 from bench.gpu import cards, plot, queue, records, status, table
 from bench.gpu.job import Absent, Job
+from bench.gpu.parts import rl
 from bench.gpu.table import PARTS, Part
+from bench.round_parts import ROUND
 
 HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]
 
@@ -491,3 +494,25 @@ def test_the_small_command_measures_every_part(tmp_path):
         for name, entry in record["figures"].items():
             if entry["value"] is None:
                 assert p.name in ("protocol", "transformers", "round_parts"), (p.name, name)
+    check_small({name: record["figures"] for name, record in found.items()})
+
+
+def check_small(figures):
+    """What is known of these figures whatever the machine."""
+
+    def value(part, name):
+        return figures[part][name]["value"]
+
+    shares = [value("round_parts", f"share/{name}") for name in ROUND]
+    # A clock may not tell the parts of a tiny model.
+    assert None in shares or sum(shares) == pytest.approx(1)
+    assert value("round_parts", "kernels_per_round") > 10
+    for name in ("round_ms/chunk", "ms/verify_16_rows"):
+        assert value("round_parts", name) > 0
+    for workload in ("greedy", "sampled", "penalties", "long"):
+        at = f"{workload}/concurrency_1"
+        assert value("protocol", f"protocol/plain_tokens_per_sec_call/{at}") > 0
+        assert value("protocol", f"protocol/accept_length/{at}") >= 1
+    assert value("train.rl", "rl/steps") == rl.SMALL["steps"] - 1
+    if importlib.util.find_spec("torch"):
+        assert value("transformers", "torch_tokens_per_sec/batch_2") > 0
