@@ -113,14 +113,18 @@ class Job:
                 self.add(measure())
                 self.measured += 1
             except Exception as error:  # whatever a kernel, compiler or driver comes up with
-                if OUT_OF_MEMORY in str(error):
-                    self._without(names, f"out of memory: {described(error)}")
-                    self.no_room += 1
-                    continue
-                traceback.print_exc()
-                self.add({name: figure(None, f"failed: {described(error)}") for name in names})
-                self.fail(f"{names[0]}: {described(error)}")
+                self.not_measured(names, error)
             longest = max(longest, time.monotonic() - start)
+
+    def not_measured(self, names: Sequence[str], error: Exception) -> None:
+        """Records of these figures what was raised instead: a failure, or that memory was short."""
+        if OUT_OF_MEMORY in str(error):
+            self._without(names, f"out of memory: {described(error)}")
+            self.no_room += 1
+            return
+        traceback.print_exception(error)
+        self.add({name: figure(None, f"failed: {described(error)}") for name in names})
+        self.fail(f"{names[0]}: {described(error)}")
 
     def no_time(self, names: Sequence[str]) -> None:
         """Says of an item that there was no time for these figures of it."""

@@ -265,10 +265,17 @@ def test_a_graph_that_does_not_run_leaves_the_other_arms_their_numbers(tmp_path,
     chunk.load(0)
     job, built = job_of(tmp_path), {"2/default": SimpleNamespace(as_text=lambda: "")}
     found = launches._figures(job, launches.SMALL, chunk, built, 2)
-    assert found["ms/batch_2/while"]["unit"] == "failed: RuntimeError: no such graph"
+    assert job.figures["ms/batch_2/while"]["unit"] == "failed: RuntimeError: no such graph"
     assert found["ms/batch_2/default"]["value"] > 0 and found["kernels/batch_2"]["value"] == 7
     assert found["over_default/batch_2/min_graph_size"]["value"] > 0
-    assert found["ms/batch_2/best"]["value"] > 0 and job.failures
+    assert found["ms/batch_2/best"]["value"] > 0 and job.failures and not job.no_room
+    chunk.by_arm["while"] = RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+    job = job_of(tmp_path)
+    launches._figures(job, launches.SMALL, chunk, built, 2)
+    assert job.no_room == 1 and not job.failures  # as any measurement without memory
+    chunk.by_arm |= dict.fromkeys(launches.SAFE, bad)
+    with pytest.raises(RuntimeError, match="no such graph"):
+        launches._figures(job, launches.SMALL, chunk, built, 2)
 
 
 def test_the_best_of_the_arms_is_one_that_is_safe(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.common import alternate, figure, median_interval, paired_ratio_interval
-from bench.gpu.job import Absent, Job, described
+from bench.gpu.job import Absent, Job
 from bench.gpu.parts.ceilings import copy_rate
 from bench.gpu.program import Built, Place, Program, build
 from specjax.config import ModelConfig
@@ -229,7 +229,7 @@ def measure(job: Job, batch: int | str) -> None:
 
 
 def _figures(job: Job, sizes: Sizes, cell: Cell, built: Built, copy: float) -> dict:
-    inputs, result, runs = _inputs(sizes, cell, job.seed), {}, {}
+    inputs, result, runs, errors = _inputs(sizes, cell, job.seed), {}, {}, {}
 
     def run(compiled) -> None:
         jax.block_until_ready(compiled(*inputs))
@@ -237,14 +237,16 @@ def _figures(job: Job, sizes: Sizes, cell: Cell, built: Built, copy: float) -> d
     for kernel in sizes.kernels:  # one that does not run leaves the others their numbers
         if f"{kernel}/{cell.name}" not in built:
             continue
-        name = f"share/{kernel}/{cell.name}"
         try:
             runs[kernel] = functools.partial(run, built[f"{kernel}/{cell.name}"])
             runs[kernel]()
         except Exception as error:
             runs.pop(kernel, None)
-            result[name] = figure(None, f"failed: {described(error)}")
-            job.fail(f"{name}: {described(error)}")
+            errors[kernel] = error
+    if not runs:
+        raise next(iter(errors.values()))
+    for kernel, error in errors.items():
+        job.not_measured([f"share/{kernel}/{cell.name}"], error)
     found = _timed(sizes, cell, runs)
     for kernel, seconds in found.items():
         at = f"{kernel}/{cell.name}"
