@@ -88,6 +88,9 @@ def _targets(judged: Mapping[str, Sequence[Verdict]]) -> Table:
             sign = "at most" if v.target.most else "at least"
             bound = f"{sign} {v.target.bounds[card]:g} {v.target.unit}"
             value = "-" if v.value is None else f"{v.value:.4g}"
-            missing = f" ({v.missing} figures {UNKNOWN})" if v.missing else ""
+            # Where there is no value, the word says it.
+            missing = (
+                f" ({v.missing} figures {UNKNOWN})" if v.missing and v.value is not None else ""
+            )
             shown.add_row(v.target.name, v.target.part, bound, card, value, v.word + missing)
     return shown
