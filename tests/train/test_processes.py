@@ -153,7 +153,10 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(two, one):
 def test_only_the_first_process_writes_and_prints(two):
     out, (first, second) = two
     assert "step    5" in first and "plot:" in first
-    assert not [line for line in second.splitlines() if "Gloo" not in line], second
+    # What one machine of a job lacks, its own process says; nothing else.
+    allowed = "Gloo", "no C++ compiler"
+    lines = [line for line in second.splitlines() if not any(word in line for word in allowed)]
+    assert not lines, second
     assert (out / "metrics.png").exists() and not list(out.parent.glob("run-*"))
 
 
