@@ -191,6 +191,19 @@ def thin_policy(tmp_path_factory) -> Path:
     return tiny_run.write_policy(tmp_path_factory.mktemp("thin") / "policy", num_layers=1)
 
 
+@pytest.fixture(scope="session")
+def cpu_kernels() -> None:
+    """Skips what cannot run without the kernels for CPUs; an error where a compiler is expected."""
+    from specjax.kernels import cpu
+
+    try:
+        cpu.load()
+    except cpu.NoKernelError as error:
+        if os.environ.get("SPECJAX_EXPECT_COMPILER") == "1":
+            raise
+        pytest.skip(str(error))
+
+
 @pytest.fixture
 def logging_as_it_was():
     """Programs set up the log of their process, which here is that of all tests."""

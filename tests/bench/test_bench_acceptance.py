@@ -246,7 +246,7 @@ def test_a_difference_in_invariant_mode_is_a_failure(thin_policy, tmp_path, monk
 # --- CPU kernels -----------------------------------------------------------------------------
 
 
-def test_bench_cpu_compares_the_kernels_with_xla_and_finds_their_bits_equal(tmp_path):
+def test_bench_cpu_compares_the_kernels_with_xla_and_finds_their_bits_equal(cpu_kernels, tmp_path):
     out = tmp_path / "cpu.json"
     argv = "--batches 2 --repeats 1 --fewest 2 --max_tokens 8 --strategy 1_1_2 --out".split()
     cpu.main([*argv, str(out)])

@@ -26,20 +26,7 @@ from specjax.kernels import cpu, panels
 from specjax.kernels.choice import choose
 from specjax.models.transformer import to_decode_layout
 
-
-def _missing() -> str:
-    """Why these tests cannot run here; an error where a compiler is expected."""
-    try:
-        cpu._compilers()  # another machine's library may be at hand, and these tests build
-        cpu.load()
-    except cpu.NoKernelError as error:
-        if os.environ.get("SPECJAX_EXPECT_COMPILER") == "1":
-            raise
-        return str(error)
-    return ""
-
-
-pytestmark = pytest.mark.skipif(bool(missing := _missing()), reason=missing)
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 HERE = Path(__file__).parent
 # Heads of 16, and widths that are whole panels: all that the kernels can do, they do.
