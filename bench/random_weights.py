@@ -1,4 +1,4 @@
-"""Weights of a model that nobody trained, for benches whose times do not depend on them."""
+"""Random weights of a model, for benches whose times do not depend on them."""
 
 from __future__ import annotations
 

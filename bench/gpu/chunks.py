@@ -246,8 +246,8 @@ class Chunk:
         """
         runner = self.runner
         inputs = runner.params, runner.head, runner.state, *self._inputs()
-        runner.state, parcel = self.compiled[name](*inputs)
-        found = parcel.open()
+        runner.state, packed = self.compiled[name](*inputs)
+        found = packed.open()
         if int(found.rounds) != self.size.rounds:
             raise ValueError(f"expected {self.size.rounds} rounds, got {int(found.rounds)}")
         return found

@@ -55,8 +55,8 @@ def whole_argmax(x: Float[Array, "*R V"]) -> Int[Array, "*R"]:
 
     XLA's goes number by number on CPU, and so does what is fused with it, such as the noise that is
     drawn for it: that takes several times as long as to find the maximum, and then its place. The
-    TPU compiler keeps a maximum that nobody reads, as that of `jnp.argmax`, in bfloat16, whatever
-    the type of x; whether what it compares is rounded as well, its text does not say.
+    TPU compiler keeps an unused maximum, as that of `jnp.argmax`, in bfloat16, whatever the type of
+    x. Its text does not say whether what it compares is rounded as well.
     """
 
     def two(x):
@@ -71,8 +71,8 @@ def whole_argmax(x: Float[Array, "*R V"]) -> Int[Array, "*R"]:
 def whole_best(x: Float[Array, "*R V"]) -> tuple[Float[Array, "*R"], Int[Array, "*R"]]:
     """The largest number of each row that one device has whole, and its place; see `argmax`.
 
-    Where only the place is needed take `whole_argmax`: the number has to be read, or a TPU rounds
-    it. Read, one pass over the row finds both, but on CPUs.
+    Where only the place is needed use `whole_argmax`: a TPU rounds a number that is not used. One
+    pass over the row finds both; on CPUs two passes are faster.
     """
     return jax.lax.platform_dependent(x, cpu=_in_two_passes, default=_in_one_pass)
 
