@@ -99,7 +99,7 @@ def commit_rows(
       run: every `run` consecutive rows, counted from `start`, are sure to lie in one page (a
         divisor of R); with no table, all of them do.
       kernel: as that of attention, see `specjax.kernels.dispatch`; `cpu` has one for this, and
-        `gpu` and the library's, which GPUs have by default, mean a scatter.
+        `gpu` and the library's mean a scatter.
     """
     if after is not None:
         start = start + jnp.minimum(after, 0)

@@ -31,9 +31,14 @@ def draw(out: str | Path) -> list[Path]:
         times = {name: value for name, value in times.items() if value is not None}
         if not shares and not times:
             continue
-        drawing, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), width_ratios=(2, 1))
-        _attention(left, shares)
-        _round(right, times)
+        both = (_attention, shares, 8), (_round, times, 4)
+        drawn = [(panel, of, width) for panel, of, width in both if of]
+        widths = [width for *_, width in drawn]
+        drawing, axes = plt.subplots(
+            1, len(drawn), figsize=(sum(widths), 4.5), width_ratios=widths, squeeze=False
+        )
+        for axis, (panel, of, _) in zip(axes[0], drawn, strict=True):
+            panel(axis, of)
         drawing.suptitle(card)
         drawing.tight_layout()
         path = records.directory(out) / f"{card}.png"

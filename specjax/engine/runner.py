@@ -31,7 +31,7 @@ from specjax.engine.pages import NOBODYS, pages_for
 from specjax.engine.parcel import Parcel
 from specjax.engine.plans import make_plans, own_name
 from specjax.engine.settings import stretched
-from specjax.engine.sources import with_kernel
+from specjax.engine.sources import page_multiple, with_kernel
 from specjax.kernels import dispatch, panels
 from specjax.models.transformer import Params, graphdef, to_decode_layout
 from specjax.reshard import Mover
@@ -108,7 +108,8 @@ class Runner:
         self.plan = self.plans[own_name(spec, self.plans)]
         self.longest = max(self.plans.values(), key=lambda plan: plan.steps)
         self.page_size = min(PAGE_SIZE if page_size is None else page_size or max_len, max_len)
-        self.page_size = -(-self.page_size // 16) * 16
+        multiple = page_multiple(cfg, source)
+        self.page_size = -(-self.page_size // multiple) * multiple
         full = pages_for(max_len, self.page_size)
         self.table_width = full + pages_for(self.longest.steps + 1, self.page_size)
         self.standby = STANDBY

@@ -36,7 +36,8 @@ class EngineConfig:
         the host takes no less time for few than for many. Not where stop strings are asked for,
         which the host finds, or while a controller tries a strategy. 1: none, for streams that
         should come smoothly, and where samples are aborted all the time.
-      page_size: positions per cache page; 0 gives each sequence one page to itself.
+      page_size: positions per cache page, rounded up to what the attention kernel can read (a
+        multiple of 16, and of 64 for GPUs); 0 gives each sequence one page to itself.
       cache_bytes: for the pages of all caches, at most; None takes what all slots at full length
         need, and eight more samples of full length that stand by (see `Loop`).
       prefill_chunk: prompt tokens that are read at a time; best a multiple of the page size, for

@@ -26,7 +26,7 @@ from specjax.decode.plain_arrays import DraftProposal, VerifyResult
 from specjax.decode.state import RUNNING, put_positions, take_positions
 from specjax.decode.tree import chain_bits
 from specjax.draft.source import DraftSource, Level, Memory, Work
-from specjax.engine.sources import with_kernel
+from specjax.engine.sources import page_multiple, with_kernel
 from specjax.kernels import dispatch
 from specjax.models.transformer import Params, graphdef, to_decode_layout
 
@@ -226,6 +226,8 @@ def _prefill(setup: _Setup, params, source_params, tokens, length) -> _Sequence:
     """Caches of full size, filled with a context."""
     model, source, cfg = setup.model(params), setup.source, setup.cfg
     slots = setup.max_len + max(setup.steps + 1, source.margin(setup.steps))
+    multiple = page_multiple(cfg, source)
+    slots = -(-slots // multiple) * multiple
     x, rows = model.prefill(tokens, length)
     cache = empty_cache(cfg, 1, slots, cfg.num_layers, cfg.scan_layers)
     start, states = jnp.zeros_like(length), None

@@ -15,6 +15,7 @@ from specjax.draft.mtp import init_head_params
 from specjax.draft.mtp_source import MTPSource
 from specjax.draft.ngram import NgramSource
 from specjax.draft.source import DraftSource
+from specjax.kernels import dispatch
 from specjax.models import hf
 from specjax.models.transformer import Params, to_decode_layout
 from specjax.tokenizer import load_tokenizer
@@ -50,6 +51,14 @@ def with_kernel(
     if not isinstance(cfg, ModelConfig):
         return source
     return dataclasses.replace(source, cfg=settle(cfg, whose=f"the draft's {what}"))
+
+
+def page_multiple(cfg: ModelConfig, source: DraftSource | None) -> int:
+    """Of how many positions pages must be a multiple for the kernels of the target and of the
+    source's model, if it is one."""
+    drafts = getattr(source, "cfg", None)
+    cfgs = [cfg, *([drafts] if isinstance(drafts, ModelConfig) else [])]
+    return max(dispatch.page_multiple(each.attention) for each in cfgs)
 
 
 def load_source(

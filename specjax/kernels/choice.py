@@ -21,6 +21,7 @@ GENERATIONS = {
 
 
 CPU_LINE = "specjax's kernel for CPUs; prompts too, training in XLA"
+GPU_LINE = "Pallas Mosaic GPU tree attention; prompts and training by cuDNN"
 
 
 class Choice(NamedTuple):
@@ -51,7 +52,7 @@ def choose(
       ValueError: what is asked for is unknown, or cannot be used there.
     """
     if asked == "auto":
-        choice = _default(platform, kind, cfg, decoding and not invariant, devices)
+        choice = _default(platform, kind, cfg, decoding, decoding and not invariant, devices)
     else:
         choice = _asked(platform, kind, cfg, asked, devices)
     if invariant and choice.name != "reference":
@@ -60,7 +61,9 @@ def choose(
     return choice
 
 
-def _default(platform: str, kind: str, cfg: ModelConfig, rounds: bool, devices: int) -> Choice:
+def _default(
+    platform: str, kind: str, cfg: ModelConfig, decoding: bool, rounds: bool, devices: int
+) -> Choice:
     if platform == "tpu":
         reason = _no_tpu_kernel(kind, cfg)
         if reason is None:
@@ -68,7 +71,12 @@ def _default(platform: str, kind: str, cfg: ModelConfig, rounds: bool, devices: 
         return Choice("reference", f"no kernel for this TPU: {reason}; running in XLA", True)
     if platform in ("gpu", "cuda", "rocm"):
         choice = _library(platform, cfg)
-        line = f"specjax's own kernel for GPUs is experimental and not the default: {choice.line}"
+        if not decoding:
+            return choice._replace(loud=choice.name != "library:cudnn")
+        reason = gpu.no_kernel(platform, kind, cfg)
+        if reason is None:
+            return Choice("gpu", GPU_LINE)
+        line = f"no kernel for this GPU: {reason}; {choice.line}"
         return choice._replace(line=line, loud=True)
     line = "XLA reference"
     if platform == "cpu":
@@ -118,8 +126,7 @@ def _asked(platform: str, kind: str, cfg: ModelConfig, asked: str, devices: int)
         reason = gpu.no_kernel(platform, kind, cfg)
         if reason:
             refuse(reason)
-        line = "the Mosaic GPU kernel, experimental (docs/kernels.md); prompts by cuDNN"
-        return Choice(asked, line, True)
+        return Choice(asked, GPU_LINE)
     raise ValueError(f"attention must be one of {', '.join(ASKED)}; got {asked!r}")
 
 

@@ -38,6 +38,7 @@ from specjax.kernels.reference import tree_attention_by_position
 __all__ = [
     "causal_attention",
     "causal_attention_with_own",
+    "page_multiple",
     "settle",
     "tree_attention",
     "tree_attention_by_position",
@@ -70,6 +71,11 @@ def settle(
     choice = choose(device.platform, kind, cfg, asked, invariant, devices, decoding)
     log.log(logging.WARNING if choice.loud else logging.INFO, "%s: %s", whose, choice.line)
     return cfg.replace(attention=choice.name)
+
+
+def page_multiple(kernel: str) -> int:
+    """Of how many positions the pages that a kernel reads must be a multiple."""
+    return gpu.PAGE_MULTIPLE if kernel == "gpu" else 16
 
 
 def tree_attention(

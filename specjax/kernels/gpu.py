@@ -1,4 +1,4 @@
-"""Tree attention for Hopper GPUs, in Pallas Mosaic GPU: EXPERIMENTAL, see docs/kernels.md.
+"""Tree attention for Hopper GPUs, in Pallas Mosaic GPU.
 
 Flash-decoding (Dao et al. 2023): the blocks of a slot's prefix are split over several programs,
 whose results are merged by their log-sum-exp. The tree rows of all heads that share a key/value
@@ -50,6 +50,7 @@ HOPPER = ("H100", "H200", "H800", "H20")  # in `jax.Device.device_kind`, GH200 w
 # By head size. 64 positions of 128 are 32 KiB of keys and values; by Little's law 4.8 TB/s over a
 # latency of a microsecond want 36 KiB on their way per multiprocessor.
 TUNING = {64: Tuning(64, 6), 128: Tuning(64, 4)}
+PAGE_MULTIPLE = max(tuning.block for tuning in TUNING.values())  # positions; blocks lie in one page
 
 
 def shape_of(

@@ -28,6 +28,7 @@ from train.schema import RLConfig
 
 WIDE = tiny_config().replace(head_dim=128)
 HALF = WIDE.replace(compute_dtype="bfloat16")
+NARROW = HALF.replace(head_dim=64)
 V5E, H100 = ("tpu", "TPU v5 lite"), ("gpu", "NVIDIA H100")
 
 
@@ -44,7 +45,10 @@ V5E, H100 = ("tpu", "TPU v5 lite"), ("gpu", "NVIDIA H100")
         (("tpu", "TPU v9"), HALF, "tpu:v5e", "tpu:v5e", False, "v5e"),
         (V5E, tiny_config(), "auto", "reference", True, "multiple of 128, got 8"),
         (V5E, HALF, "reference", "reference", False, "as asked for"),
-        (H100, HALF, "auto", "library:cudnn", True, "experimental and not the default"),
+        (H100, HALF, "auto", "gpu", False, "Pallas Mosaic GPU tree attention"),
+        (("gpu", "NVIDIA H200"), NARROW, "auto", "gpu", False, "training by cuDNN"),
+        (("gpu", "NVIDIA A100-SXM4-80GB"), HALF, "auto", "library:cudnn", True, "for Hopper"),
+        (H100, HALF, "library", "library:cudnn", False, "by cuDNN"),
         (H100, WIDE, "auto", "library:xla", True, "cuDNN has none for float32 heads of 128"),
         (("cpu", "cpu"), tiny_config(), "auto", "reference", False, "multiple of 16, got 8"),
         (("cpu", "cpu"), HALF, "auto", "reference", False, "XLA reference: they compute in"),
@@ -75,6 +79,12 @@ def test_each_platform_gets_its_kernel_and_a_missing_one_is_loud(
 def test_a_kernel_that_cannot_be_used_is_refused(device, cfg, asked, message):
     with pytest.raises(ValueError, match=message):
         choose(*device, cfg, asked)
+
+
+def test_training_on_a_gpu_is_by_cudnn_without_a_warning():
+    for device in (H100, ("gpu", "NVIDIA A100-SXM4-80GB")):
+        choice = choose(*device, HALF, decoding=False)
+        assert (choice.name, choice.loud) == ("library:cudnn", False)
 
 
 def test_invariant_mode_says_that_rounds_do_without_the_kernel():
@@ -228,7 +238,7 @@ def test_a_rollout_runs_the_kernel_that_is_asked_for_and_gives_the_same_tokens(c
 
 
 @pytest.mark.parametrize("platform, kind, says", [
-    ("gpu", "NVIDIA H100", "own kernel for GPUs is experimental and not the default"),
+    ("gpu", "NVIDIA H100", "cuDNN has none for float32 heads of 128"),
     ("neuron", "trn1", "no kernel for platform 'neuron'"),
 ])  # fmt: skip
 def test_engines_and_trainers_start_with_a_loud_line_where_a_kernel_is_missing(

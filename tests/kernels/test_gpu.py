@@ -1,6 +1,7 @@
 """The GPU kernel: what can be known of it without a GPU, and its values on one."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from test_dispatch import finite
 from test_tpu import HEAD, TOLERANCE, expected, random_case
 from tiny import tiny_config
 
+from specjax import SpecConfig
+from specjax.engine.runner import Runner
 from specjax.kernels import dispatch, gpu, gpu_body
 from specjax.kernels.choice import choose
 from specjax.kernels.reference import NEG_INF
@@ -179,10 +182,24 @@ def test_what_it_cannot_do_is_refused():
         gpu.shape_of(1, 1, 1, HEAD, 48, 96)
     half = tiny_config().replace(head_dim=128, compute_dtype="bfloat16")
     chosen = choose("gpu", "NVIDIA H200", half, "gpu")
-    assert chosen.name == "gpu" and chosen.loud and "experimental" in chosen.line
+    assert chosen.name == "gpu" and not chosen.loud
     with pytest.raises(ValueError, match="the device is 'cpu'"):
         choose("cpu", "cpu", half, "gpu")
     with pytest.raises(ValueError, match="written for Hopper .* this is 'NVIDIA A100-SXM4-80GB'"):
         choose("gpu", "NVIDIA A100-SXM4-80GB", half, "gpu")
     with pytest.raises(ValueError, match="bfloat16 heads of 64 or 128, got float32 heads of 128"):
         choose("gpu", "NVIDIA H200", half.replace(compute_dtype="float32"), "gpu")
+
+
+@pytest.mark.parametrize("asked, max_len, size", [
+    (None, 100, 128), (48, 300, 64), (100, 300, 128), (0, 130, 192), (None, 1024, 128),
+])  # fmt: skip
+def test_pages_are_rounded_up_to_what_it_reads(asked, max_len, size, monkeypatch):
+    cfg = tiny_config(mtp=1).replace(head_dim=HEAD, compute_dtype="bfloat16")
+    named = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+    monkeypatch.setattr(dispatch.jax, "devices", lambda *_: [named])
+    runner = Runner(cfg, SpecConfig("2_1_3"), 2, max_len, page_size=asked)
+    monkeypatch.undo()
+    assert runner.cfg.attention == "gpu" and runner.page_size == size
+    wide = gpu.shape_of(2, cfg.num_kv_heads, 3, HEAD, runner.page_size, max_len)
+    assert wide.per_page * wide.block == size
