@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import numpy as np
 import safetensors
 
 from specjax import sharding
+from specjax.checkpoint_files import Keys, pointer_problem, read_json
 from specjax.checkpoint_format import CheckpointError
 from specjax.config import ModelConfig
 from specjax.models.hf_config import (
@@ -29,12 +31,12 @@ from specjax.models.hf_config import (
     dtype_name,
     mtp_json,
     read_config,
-    read_json,
 )
 from specjax.models.hf_export import save_checkpoint, save_head
 from specjax.models.hf_names import (
     HEAD_FILE,
     INDEX,
+    TOP_NAMES,
     WEIGHTS,
     CheckpointWeightError,
     Slot,
@@ -62,6 +64,8 @@ __all__ = [
 ]
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_BLOCK_ROWS = 4096  # that are compared at a time
+log = logging.getLogger(__name__)
 
 
 # --- reading files ------------------------------------------------------------------------------
@@ -78,18 +82,38 @@ class _Weights:
             for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
                 if name in self._where:
                     raise CheckpointError(f"{file}: {name} is in another file as well; keep one")
-                self._where[name] = handle
+                self._where[name] = handle, name
 
     def names(self) -> list[str]:
         return list(self._where)
 
     def describe(self, name: str) -> tuple[tuple[int, ...], str]:
         """Shape and safetensors dtype, from the header alone."""
-        piece = self._where[name].get_slice(name)
+        piece = self._slice(name)
         return tuple(piece.get_shape()), piece.get_dtype()
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        return self._where[name].get_slice(name)[index]
+        return self._slice(name)[index]
+
+    def rename(self, old: str, new: str) -> None:
+        """Gives a tensor another name than it has in its file."""
+        self._where[new] = self._where.pop(old)
+
+    def equal(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same shape, dtype and bits; read in blocks of rows."""
+        described = self.describe(one)
+        if described != self.describe(other):
+            return False
+        rows = described[0][0] if described[0] else 0
+        for start in range(0, rows, _BLOCK_ROWS):
+            block = (slice(start, min(start + _BLOCK_ROWS, rows)),)
+            if self.read(one, block).tobytes() != self.read(other, block).tobytes():
+                return False
+        return True
+
+    def _slice(self, name: str):
+        handle, name_in_file = self._where[name]
+        return handle.get_slice(name_in_file)
 
 
 def _open(file: Path):
@@ -99,7 +123,8 @@ def _open(file: Path):
         raise CheckpointError(f"{file} does not exist") from None
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(
-            f"{file} is damaged or no safetensors file ({error}); fetch or export it again"
+            pointer_problem(file)
+            or f"{file} is damaged or no safetensors file ({error}); fetch or export it again"
         ) from error
 
 
@@ -110,14 +135,27 @@ def _weight_files(path: Path) -> list[Path]:
         torch_files = sorted(f.name for f in path.glob("*.bin"))
         hint = f"; convert {', '.join(torch_files)} to safetensors" if torch_files else ""
         raise CheckpointError(f"{path}: expected {WEIGHTS} or {INDEX}, found neither{hint}")
-    weight_map = read_json(path / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{path / INDEX} has no 'weight_map'; fetch or export it again")
-    files = [path / name for name in sorted(set(weight_map.values()))]
-    missing = [file.name for file in files if not file.exists()]
+    names = files_in_index(path / INDEX)
+    missing = [name for name in names if not (path / name).exists()]
     if missing:
-        raise CheckpointError(f"{path}: {INDEX} lists files that are missing: {', '.join(missing)}")
-    return files
+        raise CheckpointError(
+            f"{path / INDEX} lists files that are missing: {', '.join(missing)}; fetch them"
+        )
+    return [path / name for name in names]
+
+
+def files_in_index(index: Path) -> list[str]:
+    """The names of the weight files that an index lists, in order.
+
+    Raises:
+      CheckpointError: it lists none, or something else.
+    """
+    keys = Keys(index, read_json(index))
+    names = keys.within("weight_map").raw.values()
+    # A name, and no path: a checkpoint does not read what lies elsewhere.
+    if not names or not all(isinstance(n, str) and n and Path(n).name == n for n in names):
+        raise keys.error("weight_map", "an object of tensors and the names of their files")
+    return sorted(set(names))
 
 
 # --- checking -----------------------------------------------------------------------------------
@@ -211,6 +249,32 @@ def _at(tree, path: tuple):
     return tree
 
 
+# --- tied embeddings ----------------------------------------------------------------------------
+
+
+def _as_stored(path: Path, cfg: ModelConfig, weights: _Weights) -> ModelConfig:
+    """The config with `tie_embeddings` as the weights have it, by the rule of transformers.
+
+    A language-model head of its own beside the embedding is used although config.json ties the two;
+    one that stands alone is the embedding as well.
+    """
+    embed, head = TOP_NAMES["embed"], TOP_NAMES["lm_head"]
+    names = weights.names()
+    if not cfg.tie_embeddings or head not in names:
+        return cfg
+    if embed not in names:
+        weights.rename(head, embed)
+        return cfg
+    if weights.equal(embed, head):
+        return cfg
+    log.warning(
+        "%s: tie_word_embeddings is true, but %s and %s differ: each is used as it is stored; set "
+        "tie_word_embeddings to false in config.json to say so",
+        path, embed, head,
+    )  # fmt: skip
+    return cfg.replace(tie_embeddings=False)
+
+
 # --- loading ------------------------------------------------------------------------------------
 
 
@@ -226,6 +290,9 @@ def load_checkpoint(
       param_dtype: dtype of the parameters, and of the config's arithmetic; the file's by default.
       mesh: place the parameters by the table in `specjax.sharding`; None is the default device.
       mtp_concat: order in which the head is held in memory; the checkpoint's by default.
+
+    Where config.json ties the embedding and the language-model head and the file has two that
+    differ, both are used, as by transformers, with a warning, and the config says so.
 
     Returns:
       config, stacked parameters, head parameters or None (`num_nextn_predict_layers` absent or 0).
@@ -247,6 +314,7 @@ def load_checkpoint(
         files.append(path / HEAD_FILE)
     with contextlib.ExitStack() as stack:
         weights = _Weights(files, stack)
+        cfg = _as_stored(path, cfg, weights)
         policy, head, style = policy_slots(cfg), [], None
         if cfg.mtp_num_layers:
             style = style_of(cfg, weights.names())
@@ -289,7 +357,11 @@ def load_head(path: str | Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None
 
 def _check_switches(file: Path, cfg: ModelConfig, metadata: dict[str, str]) -> None:
     """What a head takes as h is not in its shapes: a wrong switch would only lower acceptance."""
-    saved, wanted = json.loads(metadata.get(MTP_KEY, "{}")), mtp_json(cfg)
+    wanted = mtp_json(cfg)
+    try:
+        saved = Keys(file, {MTP_KEY: json.loads(metadata.get(MTP_KEY, "{}"))}).within(MTP_KEY).raw
+    except ValueError as error:
+        raise CheckpointError(f"{file}: its metadata {MTP_KEY} is damaged ({error})") from error
     for key in ("target_hidden", "recycle"):
         if saved.get(key, wanted[key]) != wanted[key]:
             raise CheckpointError(

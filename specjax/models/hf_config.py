@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from specjax.checkpoint_format import CheckpointError
+from specjax.checkpoint_files import Keys, read_json, shown
 from specjax.config import ModelConfig, RopeScaling
+from specjax.config.dtype import DTYPES
 
-DTYPES = ("float32", "bfloat16", "float16")
 MTP_KEY = "specjax_mtp"
 MTP_COUNT_KEY = "num_nextn_predict_layers"
 
@@ -48,6 +48,9 @@ FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", None, True),
     "mimo": Family("MiMoForCausalLM", True, False, "hidden_first"),
 }
+_STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_LARGEST_HEADER = 100_000_000  # bytes, as safetensors itself limits it
+_MOST_LAYERS = 10_000  # each has a name in the files: a larger number would exhaust the memory
 _MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -59,30 +62,16 @@ def dtype_name(dtype) -> str:
     return name
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; `CheckpointError` when it is absent or damaged."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} does not exist; expected a Hugging Face checkpoint directory with "
-            "config.json and safetensors files"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error}); fetch it again") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
-
-
 def read_config(path: str | Path) -> ModelConfig:
     """The `ModelConfig` of a checkpoint directory.
 
-    Parameter and compute dtype are both the file's `dtype`. End-of-sequence ids are those of
-    config.json followed by those that only generation_config.json lists.
+    Parameter and compute dtype are both the file's `dtype`, or where it names none that of its
+    weights. End-of-sequence ids are those of config.json followed by those that only
+    generation_config.json lists.
 
     Raises:
-      CheckpointError: config.json is absent, damaged, or lacks a key.
+      CheckpointError: a file is absent or damaged, lacks a key, or a key holds what cannot be
+        meant; one line that names file and key.
       UnsupportedModelError: an unknown family, or a feature that is not implemented.
     """
     path = Path(path)
@@ -102,136 +91,189 @@ def config_of(path: Path, raw: dict[str, Any], generation: Mapping[str, Any]) ->
     Raises:
       CheckpointError, UnsupportedModelError: see `read_config`.
     """
-    family = FAMILIES.get(raw.get("model_type"))
+    keys = Keys(path / "config.json", raw)
+    name = keys.text("model_type", None)
+    family = FAMILIES.get(name)
     if family is None:
         raise UnsupportedModelError(
-            f"{path}: model_type {raw.get('model_type')!r} is not supported; expected one of "
+            f"{keys.file}: model_type {name!r:.60} is not supported; expected one of "
             f"{', '.join(FAMILIES)}"
         )
-    _refuse_unsupported(path, raw)
-    try:
-        return ModelConfig(
-            **_sizes(raw),
-            **_rope(path, raw),
-            **_tokens(raw, generation),
-            **_mtp(raw, family),
-            model_type=raw["model_type"],
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=bool(raw.get("attention_bias", False))
-            if family.qkv_bias is None
-            else family.qkv_bias,
-            qk_norm=family.qk_norm,
-            **_dtypes(path, raw),
-        )
-    except KeyError as error:
-        raise CheckpointError(f"{path / 'config.json'} lacks the key {error}") from error
-
-
-def _sizes(raw: dict) -> dict:
-    heads = raw["num_attention_heads"]
-    head_dim = raw.get("head_dim") or (
-        128 if raw["model_type"] == "qwen3" else raw["hidden_size"] // heads
+    sizes = _sizes(keys, name)
+    _refuse_unsupported(keys, name, sizes["num_layers"])
+    dtype = _dtype(keys) or _stored_dtype(path) or "float32"
+    return ModelConfig(
+        **sizes,
+        **_rope(keys, sizes["max_position"]),
+        **_tokens(keys, Keys(path / "generation_config.json", generation), sizes["vocab_size"]),
+        **_mtp(keys, family),
+        model_type=name,
+        rms_norm_eps=keys.number("rms_norm_eps", 1e-6, least=0.0),
+        tie_embeddings=keys.flag("tie_word_embeddings"),
+        qkv_bias=keys.flag("attention_bias") if family.qkv_bias is None else family.qkv_bias,
+        qk_norm=family.qk_norm,
+        param_dtype=dtype,
+        compute_dtype=dtype,
     )
+
+
+def _sizes(keys: Keys, model_type: str) -> dict[str, int]:
+    heads = keys.integer("num_attention_heads")
+    hidden = keys.integer("hidden_size")
+    kv_heads = keys.integer("num_key_value_heads", None) or heads
+    if heads % kv_heads:
+        raise keys.error(
+            "num_key_value_heads", f"a divisor of num_attention_heads, which is {heads}"
+        )
+    # As transformers: Qwen3 has a size of its own and refuses null, the others divide the width.
+    head_dim = keys.integer("head_dim", *((128,) if model_type == "qwen3" else (None,)))
+    if head_dim is None:
+        if hidden % heads:
+            raise keys.error(
+                "hidden_size", f"a multiple of num_attention_heads, which is {heads}, or a head_dim"
+            )
+        head_dim = hidden // heads
+    if head_dim % 2:
+        raise keys.error("head_dim", f"an even number, for RoPE turns pairs ({head_dim} here)")
     return {
-        "vocab_size": raw["vocab_size"],
-        "hidden_size": raw["hidden_size"],
-        "intermediate_size": raw["intermediate_size"],
-        "num_layers": raw["num_hidden_layers"],
+        "vocab_size": keys.integer("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": keys.integer("intermediate_size"),
+        "num_layers": keys.integer("num_hidden_layers", most=_MOST_LAYERS),
         "num_heads": heads,
-        "num_kv_heads": raw.get("num_key_value_heads") or heads,
+        "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "max_position": raw["max_position_embeddings"],
+        "max_position": keys.integer("max_position_embeddings"),
     }
 
 
-def _rope(path: Path, raw: dict) -> dict:
-    rope = {"rope_theta": raw.get("rope_theta"), **(raw.get("rope_scaling") or {})}
-    rope |= raw.get("rope_parameters") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ("default", "llama3") or any(isinstance(v, dict) for v in rope.values()):
+def _rope(keys: Keys, max_position: int) -> dict[str, Any]:
+    # What transformers 5 writes wins over what files in the wild have.
+    inside = "rope_parameters" if keys.within("rope_parameters").raw else "rope_scaling"
+    raw = {**keys.within("rope_scaling").raw, **keys.within("rope_parameters").raw}
+    rope = Keys(keys.file, raw, inside)
+    kind = rope.text("rope_type", None) or rope.text("type", None) or "default"
+    if kind not in ("default", "llama3") or any(isinstance(v, dict) for v in raw.values()):
         raise UnsupportedModelError(
-            f"{path}: RoPE {rope} is not supported; expected one set of parameters of type "
-            "'default' or 'llama3'"
+            f"{keys.file}: {inside} {shown(raw)} is not supported; expected one set of parameters "
+            "of type 'default' or 'llama3'"
         )
-    if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1, 1.0):
-        raise UnsupportedModelError(f"{path}: partial_rotary_factor must be 1, got RoPE {rope}")
+    for place in (rope, keys):
+        if place.number("partial_rotary_factor", None) not in (None, 1.0):
+            raise UnsupportedModelError(
+                f"{keys.file}: partial_rotary_factor {place.raw['partial_rotary_factor']} is not "
+                "supported; expected 1"
+            )
     scaling = None
     if kind == "llama3":
-        original = rope.get("original_max_position_embeddings") or raw.get(
-            "original_max_position_embeddings"
-        )
-        scaling = RopeScaling(
-            float(rope["factor"]),
-            float(rope["low_freq_factor"]),
-            float(rope["high_freq_factor"]),
-            int(original or raw["max_position_embeddings"]),
-        )
-    theta = rope.get("rope_theta")
-    return {"rope_theta": 10_000.0 if theta is None else float(theta), "rope_scaling": scaling}
+        factors = [
+            rope.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor")
+        ]
+        if factors[2] <= factors[1]:
+            raise rope.error("high_freq_factor", f"more than low_freq_factor, {factors[1]:g}")
+        name = "original_max_position_embeddings"
+        original = rope.integer(name, None) or keys.integer(name, None)
+        scaling = RopeScaling(*factors, original or max_position)
+    theta = rope.number("rope_theta", None)
+    theta = keys.number("rope_theta", None) if theta is None else theta
+    return {"rope_theta": 10_000.0 if theta is None else theta, "rope_scaling": scaling}
 
 
-def _ids(value: int | list[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return [int(v) for v in value] if isinstance(value, list) else [int(value)]
-
-
-def _tokens(raw: dict, generation: Mapping) -> dict:
-    eos = _ids(raw.get("eos_token_id")) + _ids(generation.get("eos_token_id"))
-
-    def first(key):
-        ids = _ids(raw.get(key)) + _ids(generation.get(key))
-        return ids[0] if ids else None
+def _tokens(keys: Keys, generation: Keys, vocabulary: int) -> dict[str, Any]:
+    def ids(name: str) -> list[int]:
+        several = name == "eos_token_id"
+        return [
+            token
+            for place in (keys, generation)
+            for token in place.token_ids(name, vocabulary, several)
+        ]
 
     return {
-        "eos_token_ids": tuple(dict.fromkeys(eos)),
-        "bos_token_id": first("bos_token_id"),
-        "pad_token_id": first("pad_token_id"),
+        "eos_token_ids": tuple(dict.fromkeys(ids("eos_token_id"))),
+        "bos_token_id": next(iter(ids("bos_token_id")), None),
+        "pad_token_id": next(iter(ids("pad_token_id")), None),
     }
 
 
-def _mtp(raw: dict, family: Family) -> dict:
-    own = raw.get(MTP_KEY) or {}
+def _mtp(keys: Keys, family: Family) -> dict[str, Any]:
+    own = keys.within(MTP_KEY)
+    states = ("post_norm", "pre_norm")
     return {
-        "mtp_num_layers": int(raw.get(MTP_COUNT_KEY) or 0),
-        "mtp_concat": own.get("concat", family.concat),
-        "mtp_target_hidden": own.get("target_hidden", "post_norm"),
-        "mtp_recycle": own.get("recycle", "post_norm"),
+        "mtp_num_layers": keys.integer(MTP_COUNT_KEY, None, least=0, most=_MOST_LAYERS) or 0,
+        "mtp_concat": own.text("concat", family.concat, ("embedding_first", "hidden_first")),
+        "mtp_target_hidden": own.text("target_hidden", "post_norm", states),
+        "mtp_recycle": own.text("recycle", "post_norm", states),
     }
 
 
-def _dtypes(path: Path, raw: dict) -> dict:
-    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-    if name not in DTYPES:
-        raise UnsupportedModelError(f"{path}: dtype {name!r} must be one of {', '.join(DTYPES)}")
-    return {"param_dtype": name, "compute_dtype": name}
+def _dtype(keys: Keys) -> str | None:
+    """The dtype that config.json names, in either dialect."""
+    for name in ("dtype", "torch_dtype"):
+        asked = keys.text(name, None)
+        if asked is not None:
+            asked = asked.removeprefix("torch.")
+            if asked not in DTYPES:
+                raise UnsupportedModelError(
+                    f"{keys.file}: {name} {shown(asked)} is not supported; expected one of "
+                    f"{', '.join(DTYPES)}"
+                )
+            return asked
+    return None
 
 
-def _refuse_unsupported(path: Path, raw: dict) -> None:
-    problems = [f"{key} {raw[key]} (mixture of experts)" for key in _MOE_KEYS if raw.get(key)]
-    if raw.get("hidden_act", "silu") != "silu":
-        problems.append(f"hidden_act {raw['hidden_act']!r} (expected 'silu')")
-    if raw.get("mlp_bias"):
+def _stored_dtype(path: Path) -> str | None:
+    """The dtype of the first weight of floating type, as transformers infers what is not said."""
+    for file in sorted(path.glob("model*.safetensors")):
+        try:
+            with file.open("rb") as stream:
+                size = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(min(size, _LARGEST_HEADER)))
+            kinds = [tensor.get("dtype") for name, tensor in sorted(header.items())]
+        except (OSError, ValueError, AttributeError, RecursionError):
+            return None  # whoever reads the weights says what is wrong with the file
+        for kind in kinds:
+            if kind in _STORED:
+                return _STORED[kind]
+    return None
+
+
+def _refuse_unsupported(keys: Keys, model_type: str, layers: int) -> None:
+    problems = [
+        f"{name} {keys.raw[name]} (mixture of experts)"
+        for name in _MOE_KEYS
+        if keys.integer(name, None, least=0)
+    ]
+    if keys.text("hidden_act", "silu") != "silu":
+        problems.append(f"hidden_act {keys.raw['hidden_act']!r} (expected 'silu')")
+    if keys.flag("mlp_bias", None):
         problems.append("mlp_bias true")
-    if raw.get("quantization_config"):
-        problems.append("quantization_config (expected unquantised weights)")
-    if _sliding_layers(raw):
-        problems.append(f"a sliding window of {raw.get('sliding_window')} in use")
+    for name in ("quantization_config", "compression_config"):
+        method = keys.within(name)
+        if method.raw:
+            kind = method.text("quant_method", None)
+            problems.append(f"{name} {kind or ''} (expected unquantised weights)")
+    problems += _sliding(keys, layers)
     if problems:
         raise UnsupportedModelError(
-            f"{path}: this {raw['model_type']} checkpoint needs what is not implemented: "
+            f"{keys.file}: this {model_type} checkpoint needs what is not implemented: "
             + "; ".join(problems)
         )
 
 
-def _sliding_layers(raw: dict) -> bool:
-    """Whether any layer slides; most Qwen2 configs name a window and then do not use it."""
-    if raw.get("layer_types"):
-        return any(kind != "full_attention" for kind in raw["layer_types"])
-    if not raw.get("use_sliding_window", False) or not raw.get("sliding_window"):
-        return False
-    return raw.get("max_window_layers", 28) < raw.get("num_hidden_layers", 0)
+def _sliding(keys: Keys, layers: int) -> list[str]:
+    """Layers that slide; most Qwen2 configs name a window and then do not use it."""
+    kinds = keys.texts("layer_types")
+    used = keys.flag("use_sliding_window", None)
+    window = keys.integer("sliding_window", None, least=0)
+    full = keys.integer("max_window_layers", None, least=0)
+    if kinds:
+        if len(kinds) != layers:
+            raise keys.error("layer_types", f"as many as num_hidden_layers, {layers}")
+        other = sorted({kind for kind in kinds if kind != "full_attention"})
+        return [f"layers of type {', '.join(other)} (a sliding window of {window})"] if other else []
+    if not used or window is None or (28 if full is None else full) >= layers:
+        return []
+    return [f"a sliding window of {window} in use"]
 
 
 # --- writing ------------------------------------------------------------------------------------

@@ -1,0 +1,180 @@
+"""The JSON files of a checkpoint directory, with every key checked as it is read.
+
+A file that somebody else wrote may hold anything. What cannot be meant is a `CheckpointError` of
+one line that names the file and the key, says what was expected and what is there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specjax.checkpoint_format import CheckpointError
+
+_REQUIRED: Any = object()
+# No size of a model comes near it; a larger one would only exhaust the memory on the way.
+LARGEST = 2**31 - 1
+_LFS = b"version https://git-lfs.github.com/spec/"
+_REMEDY = "correct it, or fetch the file again"
+
+
+def pointer_problem(file: Path) -> str:
+    """What to say of a file that is a Git LFS pointer in place of the content; empty if not."""
+    try:
+        with file.open("rb") as stream:
+            if not stream.read(len(_LFS)) == _LFS:
+                return ""
+    except OSError:
+        return ""
+    return (
+        f"{file} is a Git LFS pointer, not the file itself; run `git lfs pull` in {file.parent} "
+        "(after `git lfs install`), or download the file"
+    )
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+      CheckpointError: it is absent, damaged, a Git LFS pointer, or holds something else.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{file} does not exist; expected a Hugging Face checkpoint directory with "
+            "config.json and safetensors files"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            pointer_problem(file) or f"{file} cannot be read as JSON ({error}); fetch it again"
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, got {shown(value)}; fetch it again")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value of a JSON file for a message: at most 60 characters of one line."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class Keys:
+    """A JSON object whose keys are read with their types and ranges checked.
+
+    In all methods a key that is absent has the value `default`, or is an error without one. With
+    the default None a key that is null counts as absent; elsewhere null is a value of the wrong
+    type, as it is for transformers.
+
+    Args:
+      file: where the object lies, for messages.
+      raw: the object.
+      inside: the key that holds it, where that is not the file itself.
+    """
+
+    def __init__(self, file: Path, raw: Mapping[str, Any], inside: str = ""):
+        self.file, self.raw, self._inside = file, raw, inside
+
+    def integer(
+        self, name: str, default: Any = _REQUIRED, least: int = 1, most: int = LARGEST
+    ) -> Any:
+        """An integer within limits."""
+        value = self._value(name, default)
+        if value is _REQUIRED:
+            return default
+        if not _is_integer(value) or not least <= value <= most:
+            limit = f" of at least {least}" + ("" if most == LARGEST else f" and at most {most}")
+            raise self.error(name, "a positive integer" if limit == " of at least 1" else
+                             f"an integer{limit}")  # fmt: skip
+        return value
+
+    def number(self, name: str, default: Any = _REQUIRED, above: float = 0.0, least=None) -> Any:
+        """A finite number, greater than `above`, or with `least` at least that."""
+        value = self._value(name, default)
+        if value is _REQUIRED:
+            return default
+        real = _is_integer(value) or isinstance(value, float)
+        try:
+            number = float(value) if real else math.nan
+        except OverflowError:  # an integer beyond all floats
+            number = math.inf
+        if not (math.isfinite(number) and (number > above if least is None else number >= least)):
+            limit = f"greater than {above:g}" if least is None else f"of at least {least:g}"
+            raise self.error(name, f"a finite number {limit}")
+        return number
+
+    def flag(self, name: str, default: bool | None = False) -> bool:
+        """A boolean; absent is false where the default is None."""
+        value = self._value(name, default)
+        if value is _REQUIRED:
+            return bool(default)
+        if not isinstance(value, bool):
+            raise self.error(name, "true or false")
+        return value
+
+    def text(self, name: str, default: Any = _REQUIRED, choices: Sequence[str] = ()) -> Any:
+        """A string, one of the choices if there are any."""
+        value = self._value(name, default)
+        if value is _REQUIRED:
+            return default
+        if not isinstance(value, str) or (choices and value not in choices):
+            expected = f"one of {', '.join(choices)}" if choices else "a string"
+            raise self.error(name, expected)
+        return value
+
+    def texts(self, name: str) -> list[str]:
+        """A list of strings; empty if absent or null."""
+        value = self._value(name, None)
+        if value is _REQUIRED:
+            return []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(name, "a list of strings")
+        return value
+
+    def within(self, name: str) -> Keys:
+        """A nested object; empty if absent or null."""
+        value = self._value(name, None)
+        if value is _REQUIRED:
+            value = {}
+        if not isinstance(value, dict):
+            raise self.error(name, "an object")
+        return Keys(self.file, value, self._label(name))
+
+    def token_ids(self, name: str, vocabulary: int, several: bool = False) -> list[int]:
+        """One token id, or where `several` are allowed a list of them; none if absent or null."""
+        value = self._value(name, None)
+        if value is _REQUIRED:
+            return []
+        ids = value if several and isinstance(value, list) else [value]
+        if not all(_is_integer(token) and 0 <= token < vocabulary for token in ids):
+            listed = ", a list of them," if several else ""
+            raise self.error(
+                name, f"a token id from 0 to {vocabulary - 1}{listed} or null for none"
+            )
+        return list(ids)
+
+    def error(self, name: str, expected: str) -> CheckpointError:
+        """What is wrong with the value of a key."""
+        got = shown(self.raw.get(name))
+        return CheckpointError(
+            f"{self.file}: {self._label(name)}: expected {expected}, got {got}; {_REMEDY}"
+        )
+
+    def _value(self, name: str, default: Any) -> Any:
+        """The value, or `_REQUIRED` where the default is to be taken."""
+        if name not in self.raw and default is _REQUIRED:
+            raise CheckpointError(f"{self.file} lacks the key {self._label(name)!r}; {_REMEDY}")
+        if name not in self.raw or (default is None and self.raw[name] is None):
+            return _REQUIRED
+        return self.raw[name]
+
+    def _label(self, name: str) -> str:
+        return f"{self._inside}.{name}" if self._inside else name
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

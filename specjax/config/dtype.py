@@ -1,0 +1,34 @@
+"""Which dtype an engine computes in: one rule for everything that loads a model."""
+
+from __future__ import annotations
+
+AUTO = "auto"
+DTYPES = ("float32", "bfloat16", "float16")
+ENGINE_DTYPES = (AUTO, *DTYPES)  # what may be asked for
+
+
+def resolve_dtype(asked: str, stored: str, platform: str) -> str:
+    """The dtype of weights and arithmetic.
+
+    Args:
+      asked: a dtype, or `auto`: the checkpoint's on GPU and TPU, float32 on CPU, where arithmetic
+        in half precision saves nothing.
+      stored: the checkpoint's. platform: of the devices, as jax names it.
+
+    Raises:
+      ValueError: `asked` is none of these.
+    """
+    if asked not in ENGINE_DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(ENGINE_DTYPES)}, got {asked!r}")
+    if asked != AUTO:
+        return asked
+    return "float32" if platform == "cpu" else stored
+
+
+def about_dtype(asked: str, chosen: str, stored: str) -> str:
+    """One line that says what was chosen, and why."""
+    if asked != AUTO:
+        return f"dtype {chosen}, as asked (the checkpoint is {stored})"
+    if chosen == stored:
+        return f"dtype {chosen}, that of the checkpoint (auto)"
+    return f"dtype {chosen} on CPU (auto); dtype {stored} takes that of the checkpoint"
