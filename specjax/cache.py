@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig
 from specjax.indexing import divide, put_slice, take, take_along, take_slice
@@ -56,6 +56,19 @@ def page_bytes(cfg: ModelConfig, size: int, layers: int) -> int:
     """Bytes of one page of `empty_cache`, keys and values of all layers."""
     width = cfg.num_kv_heads * size * cfg.head_dim
     return 2 * layers * width * jnp.dtype(cfg.compute_dtype).itemsize
+
+
+def with_marked_keys(
+    k: Float[Array, "*B K T H"], v: Float[Array, "*B K T H"]
+) -> tuple[Float[Array, "*B K T H"], Float[Array, "*B K T H"]]:
+    """The rows; of one that is not finite the key is all NaN, and the value 0.
+
+    Attention multiplies the values that a row may not see by zero, and zero times NaN is NaN; their
+    scores it leaves out. So a token that the model has no numbers for, drafted or in a page that
+    somebody had before, does nothing to those that do not see it, and those that do get NaN.
+    """
+    finite = (jnp.isfinite(k) & jnp.isfinite(v)).all(-1, keepdims=True)
+    return jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
 
 
 def take_rows(rows: KVCache, index: Int[Array, "B R"]) -> KVCache:

@@ -129,6 +129,8 @@ class RoundView(NamedTuple):
       path_logits, path_scores: [B E V] the target's raw and transformed logits at the rows after
         which these tokens were emitted. path_rows: those rows (depth [E], paths [B E D]).
       noise: [B E V] the target's noise at these tokens' positions, or None.
+      invalid: [B] slots whose walk ended at logits that are no distribution, of which `accepted`
+        counts no token; None: there are none.
     """
 
     state: DecodeState
@@ -141,6 +143,7 @@ class RoundView(NamedTuple):
     path_scores: Float[Array, "B E V"]
     path_rows: Rows
     noise: Float[Array, "B E V"] | None
+    invalid: Bool[Array, " B"] | None = None
 
 
 def start(plan: Plan, batch: int, rounds: int) -> Report:
@@ -249,8 +252,12 @@ def _accepted(step: RoundView) -> Int[Array, " B"]:
     """Drafts accepted before the path was cut, -1 where nothing could be."""
     running = step.state.finish == RUNNING
     if step.accepted is None:
-        return jnp.where(running, 0, -1)
+        return jnp.where(running & _ends_validly(step), 0, -1)
     return jnp.where(running & step.state.options.speculate, step.accepted.count - 1, -1)
+
+
+def _ends_validly(step: RoundView) -> Bool[Array, " B"] | bool:
+    return True if step.invalid is None else ~step.invalid
 
 
 def _logprob_of(scores: Float[Array, "... V"], tokens: Int[Array, "..."]) -> Array:
@@ -286,7 +293,7 @@ class _End(NamedTuple):
 
 
 def _end(step: RoundView) -> _End:
-    index = step.accepted.count - 1
+    index = jnp.maximum(step.accepted.count - 1, 0)
 
     def at(x):
         return jnp.take_along_axis(x, index[:, None, None], axis=1)
@@ -308,7 +315,7 @@ def _rejection(plan: Plan, step: RoundView) -> Rejections:
     outside_mask, outside_filter = _outside(plan.features, step, end, drafted)
     return Rejections(
         accepted=_accepted(step),
-        valid=ran & has_children,
+        valid=ran & has_children & _ends_validly(step),
         emitted=step.count > end.index,
         position=state.length + end.index,
         depth=end.index + 1,
@@ -327,7 +334,8 @@ def _rejection(plan: Plan, step: RoundView) -> Rejections:
 
 def _best_child(step: RoundView) -> tuple[Int[Array, "B 1"], Bool[Array, " B"]]:
     """The first valid child of the row at which the walk ended, and whether there is one."""
-    last = jnp.take_along_axis(step.accepted.path, step.accepted.count[:, None] - 1, axis=1)
+    index = jnp.maximum(step.accepted.count - 1, 0)[:, None]
+    last = jnp.take_along_axis(step.accepted.path, index, axis=1)
     below = jnp.asarray(step.draft.shape.parent) == last  # [B T]; the root is its own parent
     below &= (jnp.arange(below.shape[1]) > 0) & (step.draft.tokens >= 0)
     return jnp.argmax(below, axis=1)[:, None], below.any(axis=1)

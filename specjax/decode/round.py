@@ -31,7 +31,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import commit_rows, take_path, take_rows
 from specjax.decode import report, rng, sampling, shards
@@ -48,6 +48,7 @@ from specjax.decode.history import (
 from specjax.decode.plan import Plan
 from specjax.decode.report import Report, RoundView
 from specjax.decode.state import (
+    INVALID,
     LENGTH,
     RUNNING,
     STOPPED,
@@ -68,8 +69,34 @@ class Emitted(NamedTuple):
     finish: Int[Array, " B"]
 
 
-def truncate(state: DecodeState, tokens: Int[Array, "B E"], count: Int[Array, " B"]) -> Emitted:
-    """Cuts the emitted tokens after the first stop token and at the slot's limit."""
+def until_invalid(
+    state: DecodeState, logits: Float[Array, "B E V"], count: Int[Array, " B"]
+) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """How many of the first `count` tokens were drawn from a distribution, and whether not all were.
+
+    Which rows a walk comes to does not depend on the logits after its last one, and so these tokens
+    are those of plain decoding, which ends at the same position.
+
+    Args:
+      logits: the target's raw ones that decided each token.
+    """
+    valid = sampling.normaliser(logits, state.options.temperature).valid
+    drawn = jnp.cumsum(~valid, axis=1) == 0
+    kept = (drawn & (jnp.arange(logits.shape[1]) < count[:, None])).sum(axis=1, dtype=jnp.int32)
+    return kept, kept < count
+
+
+def truncate(
+    state: DecodeState,
+    tokens: Int[Array, "B E"],
+    count: Int[Array, " B"],
+    invalid: Bool[Array, " B"],
+) -> Emitted:
+    """Cuts the emitted tokens after the first stop token and at the slot's limit.
+
+    Args:
+      invalid: whether the token after the `count` ones has no distribution to be drawn from.
+    """
     index = jnp.arange(tokens.shape[1])
     is_stop = (tokens[:, :, None] == state.options.stop_ids[:, None, :]).any(-1)
     stops_before = jnp.cumsum(is_stop, axis=1) - is_stop
@@ -78,9 +105,9 @@ def truncate(state: DecodeState, tokens: Int[Array, "B E"], count: Int[Array, " 
     keep &= (state.finish == RUNNING)[:, None]
     kept = keep.sum(axis=1)
     stopped = (keep & is_stop).any(axis=1)
-    ended = jnp.where(
-        stopped, STOPPED, jnp.where(state.length + kept >= state.limit, LENGTH, RUNNING)
-    )
+    here = jnp.where(invalid, INVALID, RUNNING)
+    ended = jnp.where(state.length + kept >= state.limit, LENGTH, here)
+    ended = jnp.where(stopped, STOPPED, ended)
     finish = jnp.where(state.finish == RUNNING, ended, state.finish)
     return Emitted(kept.astype(jnp.int32), finish.astype(jnp.int32))
 
@@ -145,21 +172,20 @@ def commit(
     later commit has written over them. So nothing has to be compacted. The last token emitted is
     the next root, whose row the next round computes; after a sample's last round nobody does.
     """
-    emitted = truncate(state, accepted.tokens, accepted.count)
+    logits = _along_path(plan, verified.logits, accepted)
+    kept, invalid = until_invalid(state, logits, accepted.count)
+    accepted = accepted._replace(count=kept)
+    emitted = truncate(state, accepted.tokens, accepted.count, invalid)
     new_kv = verified.rows
     if not plan.tree.is_chain:  # in a chain the path is the rows as they stand
         new_kv = take_rows(new_kv, accepted.path)
 
-    def along_path(x):
-        return x if plan.tree.is_chain else take_path(x, accepted.path)
-
-    logits = along_path(verified.logits)
     root = state.length - 1
     # `after` moves nothing: it has the write wait for everything that reads the cache.
     cache = commit_rows(
         state.cache, new_kv, root, emitted.count, state.table, kernel=plan.cfg.attention
     )
-    hidden = along_path(verified.hidden)
+    hidden = _along_path(plan, verified.hidden, accepted)
     memory = plan.source.commit(state.draft, draft.work, hidden, emitted.count)
     noise = None
     if plan.draws_noise and plan.telemetry:
@@ -172,12 +198,17 @@ def commit(
         count=emitted.count,
         tokens=accepted.tokens,
         path_logits=logits,
-        path_scores=along_path(transformed),
-        path_rows=Rows(np.arange(plan.steps + 1), along_path(draft.paths)),
+        path_scores=_along_path(plan, transformed, accepted),
+        path_rows=Rows(np.arange(plan.steps + 1), _along_path(plan, draft.paths, accepted)),
         noise=noise,
+        invalid=invalid,
     )
     state, side = record(plan, state, side, index, view, emitted)
     return state._replace(cache=cache, draft=memory), side
+
+
+def _along_path(plan: Plan, x: Array, accepted: Acceptance) -> Array:
+    return x if plan.tree.is_chain else take_path(x, accepted.path)
 
 
 def plain_round(
@@ -203,7 +234,8 @@ def plain_round(
         noise = rng.next_noise(state.keys, root, wanted, logits.shape[-1])
         perturbed = sampling.perturb(transformed, state.options.temperature, noise)
     tokens = shards.argmax(perturbed).astype(jnp.int32)
-    emitted = truncate(state, tokens, jnp.ones_like(state.length))
+    kept, invalid = until_invalid(state, logits, jnp.ones_like(state.length))
+    emitted = truncate(state, tokens, kept, invalid)
     cache = commit_rows(
         state.cache, new_kv, root, tokens[:, 0], state.table, kernel=plan.cfg.attention
     )
@@ -222,6 +254,7 @@ def plain_round(
         path_scores=transformed,
         path_rows=here,
         noise=None,
+        invalid=invalid,
     )
     state, side = record(plan, state, side, index, view, emitted)
     return state._replace(cache=cache), side

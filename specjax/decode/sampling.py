@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,9 +58,8 @@ def transform(
     A step that none of the slots asks for at the moment is skipped when the program runs. Where bad
     words would leave no token at all in a row, they are lifted for that row, and likewise the
     minimum length; allowed ids are lifted only where the policy itself excludes all of them. Logits
-    that come in as -inf stay impossible. NaN in a target's logits is not repaired, for that would
-    hide a broken policy: no step drops it, and argmax takes the first NaN, in plain decoding and in
-    verification.
+    that come in as -inf stay impossible. NaN in a target's logits is not repaired: what is made of
+    such a row is arbitrary, and nothing of it is emitted (see `normaliser`).
 
     Args:
       logits: raw, float32.
@@ -280,10 +280,37 @@ def probabilities(scores: Float[Array, "B ... V"], temperature: Float[Array, " B
     return jnp.where(t > 0, jax.nn.softmax(scores, axis=-1), greedy)
 
 
+class Normaliser(NamedTuple):
+    """What raw logits come to over the vocabulary.
+
+    Attributes:
+      log_sum: log-sum-exp of the temperature-scaled logits (T = 0 scaled at T = 1).
+      valid: the raw logits are a distribution: no NaN, no +inf, and not all -inf. Some may be -inf.
+    """
+
+    log_sum: Float[Array, "B R"]
+    valid: Bool[Array, "B R"]
+
+
+def normaliser(logits: Float[Array, "B R V"], temperature: Float[Array, " B"]) -> Normaliser:
+    """The log-sum-exp that log-probabilities need anyway, which NaN and an empty row spoil.
+
+    Only +inf would be lost in it, for scaling rounds it to the largest float: the greatest raw
+    logit, whose scaled value the sum is taken around, tells it. A maximum need not pass NaN on, a
+    sum does.
+    """
+    most = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
+    peak = tempered(most, temperature)
+    peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
+    total = jnp.exp(tempered(logits, temperature) - peak).sum(axis=-1)
+    log_sum = jnp.log(total) + peak[..., 0]
+    return Normaliser(log_sum, jnp.isfinite(log_sum) & (most[..., 0] < jnp.inf))
+
+
 def chosen_logprobs(
     logits: Float[Array, "B R V"], temperature: Float[Array, " B"], tokens: Array
 ) -> Float[Array, "B R"]:
     """Log-probability of `tokens` under the temperature-scaled target (T = 0 scored at T = 1)."""
     scaled = tempered(logits, temperature)
     picked = jnp.take_along_axis(scaled, tokens[..., None], axis=-1)[..., 0]
-    return picked - jax.nn.logsumexp(scaled, axis=-1)
+    return picked - normaliser(logits, temperature).log_sum

@@ -16,7 +16,7 @@ from specjax.decode.rng import NoiseRing, empty_ring
 from specjax.draft.source import Memory
 from specjax.indexing import put, take, take_along
 
-RUNNING, STOPPED, LENGTH, EMPTY = 0, 1, 2, 3
+RUNNING, STOPPED, LENGTH, EMPTY, INVALID = 0, 1, 2, 3, 4
 
 
 class DecodeState(NamedTuple):
@@ -27,7 +27,8 @@ class DecodeState(NamedTuple):
     Attributes:
       tokens: [B M] prompt and generated tokens at their absolute positions.
       length: [B] tokens known. limit: [B] the length at which the slot ends.
-      finish: [B] RUNNING, STOPPED by a stop token, LENGTH reached, or EMPTY.
+      finish: [B] RUNNING, STOPPED by a stop token, LENGTH reached, EMPTY, or INVALID: the target's
+        logits of the next token are no distribution.
       keys: [B 2] request keys. options: how each slot is sampled, and its stop tokens.
       cache: the target's keys and values; rows below length - 1 are valid.
       draft: the draft source's memory; None without one.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from specjax.cache import Table
+from specjax.cache import Table, with_marked_keys
 from specjax.config import ModelConfig
 from specjax.context import Context
 from specjax.kernels import cpu, dispatch, panels
@@ -102,7 +102,7 @@ class MTPHead(nnx.Module):
             return *module.outputs(x), kv
         cos, sin = rope_tables(self.cfg, positions)
         q, k, v = module.layer.qkv(x, cos, sin)
-        kv = (k, v)
+        kv = k, v = with_marked_keys(k, v)
         if scratch is not None:
             kv, (k, v) = append_rows(*scratch, kv)
         arrays = q, k, v, *cache, prefix_len, visible_bits, table

@@ -348,7 +348,11 @@ class Loop:
             sample = sequence.look(index, brought, tree, chunk.version)
             if int(result.rounds) < chunk.rounds and brought.finish[index] == RUNNING:
                 self._cut_short = True
-            if sequence.length == known:  # it stood by
+            if sequence.length == known:  # it stood by, or the policy has no next token for it
+                if sample is not None:
+                    ends[index] = known
+                    ended += 1
+                    self._finish(sequence, sample)
                 continue
             catch_up = max(catch_up, sequence.unread)
             sequence.unread = 0 if tree is not None else sequence.unread + sequence.length - known

@@ -10,13 +10,13 @@ import numpy as np
 from specjax.decode.chunk import Result
 from specjax.decode.options import Features
 from specjax.decode.report import Rejections, Report, TopLogprobs
-from specjax.decode.state import LENGTH, RUNNING, STOPPED
+from specjax.decode.state import INVALID, LENGTH, RUNNING, STOPPED
 from specjax.decode.tree import DynamicTree, Tree
 from specjax.engine.request import Job, SampleOutput, SpecStats
 from specjax.engine.stops import Cut, StopStrings
 from specjax.engine.watch import News
 
-FINISH_REASONS = {STOPPED: "stop", LENGTH: "length"}
+FINISH_REASONS = {STOPPED: "stop", LENGTH: "length", INVALID: "error"}
 
 
 @dataclasses.dataclass
@@ -154,9 +154,9 @@ class Sequence:
         Returns:
           the finished sample, if it ended here.
         """
-        count = brought.length[row] - self.length
+        count, finish = brought.length[row] - self.length, brought.finish[row]
         if count <= 0:
-            return None
+            return self.output(FINISH_REASONS[finish]) if finish == INVALID else None
         report, before = brought.report, len(self.tokens)
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((before, version))
@@ -177,7 +177,6 @@ class Sequence:
         self._latest = before, rounds, steps, rows
         if cut is not None:
             return self.output("stop", cut)
-        finish = brought.finish[row]
         return None if finish == RUNNING else self.output(FINISH_REASONS[finish])
 
     def news(self) -> News:

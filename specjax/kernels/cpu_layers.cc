@@ -149,7 +149,21 @@ class Forward {
           rotate(mine, cos_ + r * head, sin_ + r * head, head, to);
         }
         for (int64_t kv = 0; kv < shape_.kv_heads; ++kv) {
-          std::copy_n(row + (turned + kv) * head, head, place(layer.v, kv));
+          const float* values = row + (turned + kv) * head;
+          float* key = place(layer.k, kv);
+          Lane none{};  // stays 0 but where something is infinite or NaN
+          for (int64_t i = 0; i < head; i += kLanes) {
+            const Lane k = load(key + i), v = load(values + i);
+            none += (k - k) + (v - v);
+          }
+          bool finite = true;
+          for (int64_t i = 0; i < kLanes; ++i) finite &= none[i] == 0;
+          if (finite) {
+            std::copy_n(values, head, place(layer.v, kv));
+          } else {  // as `with_marked_keys` of `specjax/cache.py`
+            std::fill_n(key, head, std::nanf(""));
+            std::fill_n(place(layer.v, kv), head, 0.0f);
+          }
         }
       }
     });

@@ -68,17 +68,28 @@ def tree_attention(
     own = unpack_bits(visible_bits, k_tree.shape[2])
     parts = [(b, t, k.shape[2]), (b, t, k_tree.shape[2])]
     mask = [jnp.broadcast_to(x, shape) for x, shape in zip((known, own), parts, strict=True)]
-    # Masked values are multiplied by zero: what lies past a prefix must be finite, and it is.
+    # Masked values are multiplied by zero: they must be finite, and they are (`with_marked_keys`).
     mask = jnp.concatenate(mask, axis=-1)
     arrays = q, jnp.concatenate([k, k_tree], axis=2), jnp.concatenate([v, v_tree], axis=2)
     if not with_lse and sinks is None:
-        return _dot_product(*arrays, mask, implementation)
+        return _with_finite_keys(*arrays, mask, implementation)
     arrays = (x.astype(jnp.float32) for x in arrays)
     out, lse = _dot_product(*arrays, mask, "xla", with_lse=True)
     if sinks is not None:
         out, lse = with_sink(out, lse, sinks[:, None].astype(jnp.float32))
     out = out.astype(q.dtype)
     return (out, lse) if with_lse else out
+
+
+def _with_finite_keys(q, k, v, mask: Bool[Array, "B T S"], implementation: str):
+    """`_dot_product` where keys may be NaN: cuDNN adds its mask to scores, and NaN stays NaN.
+
+    A key that is marked as NaN is so in its first entry.
+    """
+    marked = jnp.isnan(k[..., 0])  # [B K S]
+    sees = (mask & marked.any(axis=1)[:, None]).any(axis=-1)  # [B T]
+    out = _dot_product(q, jnp.where(marked[..., None], 0, k), v, mask, implementation)
+    return jnp.where(sees[:, None, :, None], jnp.nan, out)
 
 
 def causal_attention(

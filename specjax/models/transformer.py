@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from specjax.cache import KVCache, Table
+from specjax.cache import KVCache, Table, with_marked_keys
 from specjax.config import ModelConfig
 from specjax.context import Context, pin_rows
 from specjax.kernels import cpu, dispatch, panels
@@ -122,6 +122,7 @@ class Transformer(nnx.Module):
             cache = KVCache(first, first)
 
         def attend(q, k, v, layer_cache):
+            k, v = with_marked_keys(k, v)
             kv, table_here = (k, v), table
             if scratch is not None:
                 (k_cache, k_earlier), (v_cache, v_earlier) = layer_cache
