@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from specjax.tokenizer import transformers_class
-from train.rewards import ANSWER_MARK
+from train.answers import ANSWER_MARK
 
 TASKS = ("sums", "gsm8k")
 SPLITS = ("train", "heldout")

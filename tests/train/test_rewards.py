@@ -5,8 +5,9 @@ import time
 
 import pytest
 
-from train import rewards
-from train.rewards import exact, extract_answer, get_reward, math_verify, number
+from train import math_worker, rewards
+from train.answers import final_answer, last_line_answer
+from train.rewards import exact, get_reward, math_verify, number
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,53 @@ from train.rewards import exact, extract_answer, get_reward, math_verify, number
     ],
 )
 def test_the_answer_is_the_line_after_the_last_mark(text, answer):
-    assert extract_answer(text) == answer
+    assert last_line_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        # the last box, wherever it stands
+        (r"#### Step 1: add\nSo \boxed{42}.", "42"),
+        (r"\boxed{1}, no: \boxed{2}. #### 3", "2"),
+        (r"\fbox{7} and more text", "7"),
+        (r"\boxed {7}", "7"),
+        (r"\boxed 7$", "7"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\boxed{5}}", "5"),
+        (r"\boxed{\fbox{3} + x}", "{3} + x"),
+        (r"\boxed{3} then cut off: \boxed{4", "3"),
+        (r"\boxed{3} \boxed{}", "3"),
+        # else after the last mark, when that is no heading
+        ("work\n#### 12", "12"),
+        ("work\n####\n12\n", "12"),
+        ("#### Step 1\nwork\n#### 12", "12"),
+        ("#### 12\nwork goes on", None),
+        ("#### Step 1\nthe answer is 9", "9"),
+        # else after "answer is"
+        ("The answer is 5. I checked it.", "5"),
+        ("The final answer is: $x = 5$, which fits.", "x = 5"),
+        (r"the answer is \(2\sqrt{3}\)", r"2\sqrt{3}"),
+        ("the answer is 3.5 cm.", "3.5 cm"),
+        ("the answer is 1. No, the answer is **2**", "2"),
+        ("work\nAnswer: 34", "34"),
+        ("answer is", None),
+        ("it is 5", None),
+        ("", None),
+    ],
+)
+def test_what_counts_as_the_answer(text, answer):
+    assert final_answer(text.replace("\\n", "\n")) == answer
+
+
+def test_an_answer_that_is_endless_is_none():
+    assert final_answer("\\boxed{" + "1+" * 5000 + "1}") is None
+    start = time.monotonic()
+    assert final_answer("\\boxed{" * 20_000 + "5" + "}" * 19_999) is None
+    assert final_answer("\\boxed{" * 20_000 + "5}") == "5"
+    final_answer("####" * 50_000 + "answer is " * 50_000)
+    assert time.monotonic() - start < 5
 
 
 def test_exact_wants_every_character():
@@ -78,27 +125,27 @@ def test_math_verify_gives_zero_for_what_it_cannot_parse(text):
 
 def test_math_verify_works_in_a_thread():
     got = []
-    thread = threading.Thread(target=lambda: got.append(math_verify("#### 2/4", "1/2")))
+    thread = threading.Thread(target=lambda: got.append(math_verify("#### 2x/4", "x/2")))
     thread.start()
     thread.join(60)
     assert got == [1.0]
 
 
 def test_math_verify_gives_up_in_time_and_works_afterwards(monkeypatch):
-    math_verify("#### 2/4", "1/2")
-    monkeypatch.setattr(rewards, "MATH_VERIFY_SECONDS", 0.5)
+    math_verify("#### 2x/4", "x/2")
+    monkeypatch.setattr(math_worker, "SECONDS", 0.5)
     start = time.monotonic()
     assert math_verify("#### 9**9**9**9", "3") == 0.0
     assert time.monotonic() - start < 5
     monkeypatch.undo()
-    assert math_verify("#### 2/4", "1/2") == 1.0
+    assert math_verify("#### 2x/4", "x/2") == 1.0
 
 
 def test_a_missing_library_is_named(monkeypatch):
-    rewards._MATH_WORKER.close()
-    monkeypatch.setattr(rewards.importlib.util, "find_spec", lambda name: None)
+    rewards.WORKER.close()
+    monkeypatch.setattr(math_worker.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="math-verify"):
-        math_verify("#### 2/4", "1/2")
+        math_verify("#### 2x/4", "x/2")
 
 
 def test_rewards_are_found_by_name_or_dotted_path(tmp_path, monkeypatch):

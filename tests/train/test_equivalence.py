@@ -1,0 +1,140 @@
+"""Which answers are right: pairs of every kind of answer that data sets have, in both directions.
+
+Each pair goes through the reward `math_verify` as a run calls it: the answer boxed in a completion.
+"""
+
+import pytest
+
+from train.equivalence import is_readable
+from train.rewards import math_verify, number
+
+RIGHT = [
+    (r"2\sqrt{2}", r"2\sqrt{2}"), (r"2\sqrt{2}", r"\sqrt{8}"), (r"2\sqrt{2}", "2√2"),
+    (r"2\sqrt{2}", "2*sqrt(2)"), (r"\sqrt[3]{16}", r"2\sqrt[3]{2}"),
+    (r"\frac{1}{\sqrt2}", r"\frac{\sqrt{2}}{2}"), (r"\frac{\pi}{4}", r"\pi/4"), ("2pi", r"2\pi"),
+    (r"2\pi", "2π"), (r"\frac{\pi}{4}", r"\frac14\pi"), ("(1,2)", "(1, 2)"),
+    ("(1,2)", r"\left(1,2\right)"), (r"(\frac12,3)", "(0.5, 3)"), ("(1,2)", "1, 2"),
+    ("(1,2,3)", r"\langle 1,2,3\rangle"), (r"x \geq 5", r"x \ge 5"), (r"x \geq 5", r"5 \le x"),
+    (r"x \geq 5", r"[5,\infty)"), (r"[5,\infty)", r"x\geq5"), ("1<x<3", "(1,3)"),
+    (r"x<2 \text{ or } x>3", r"(-\infty,2)\cup(3,\infty)"), (r"-1<x\le 3", "(-1,3]"),
+    ("x>5", "5<x"), (r"x\in[1,2]", "[1,2]"), ("[1,2]", r"x\in[1,2]"), (r"2x \ge 10", r"x\ge5"),
+    ("3, 5, 7", "3,5,7"), ("3, 5, 7", "7, 3, 5"), ("3, 5, 7", "3, 5 and 7"),
+    ("3, 5, 7", r"\{3,5,7\}"), ("2 or 3", "2, 3"), ("x=2, x=3", "2, 3"),
+    (r"1\pm\sqrt2", r"1+\sqrt{2}, 1-\sqrt{2}"), ("x=1, y=2", "y=2, x=1"), ("x=1,y=2", "(1,2)"),
+    (r"\{1,2\}", r"\{2, 1\}"), (r"\left\{1,2\right\}", r"\{1,2\}"), (r"\{5\}", "5"),
+    ("[1,2)", "[1, 2)"), (r"(-\infty,3]", r"(-\infty, 3]"),
+    (r"(-\infty,2)\cup(3,\infty)", r"(3,\infty) \cup (-\infty,2)"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\left(\begin{array}{c}1\\2\end{array}\right)"),
+    (r"\begin{pmatrix}\frac12&0\\0&1\end{pmatrix}", r"\begin{pmatrix}0.5&0\\0&1\end{pmatrix}"),
+    ("x^2+2x+1", "(x+1)^2"), ("x^2+2x+1", "1+2x+x^2"), (r"\frac{x+1}{x-1}", r"\frac{-x-1}{1-x}"),
+    ("2x+3t", "3t+2x"), ("(x+1)(x+2)", "x^2+3x+2"), ("3:4", "3 : 4"), ("3:4", "6:8"),
+    ("3:4", r"\frac{3}{4}"), ("1:2:3", "2:4:6"), ("Evelyn", "evelyn"),
+    (r"\text{Evelyn}", "Evelyn"), (r"\text{(C)}", "C"), ("C", r"\textbf{(C)}"),
+    ("no solution", r"\text{No solution.}"), ("June 20", r"\text{June 20}"), ("yes", "Yes"),
+    ("B", "B"), (r"50\%", "50"), ("50%", "50 percent"), (r"50\%", "0.5"), ("0.25", r"25\%"),
+    ("5 apples", "5"), ("5", "5 apples"), (r"5\text{ cm}", "5 centimeters"),
+    (r"12\text{ cm}^2", "12"), (r"90^\circ", "90"), ("90", "90 degrees"),
+    (r"2\sqrt3\text{ cm}", r"2\sqrt{3}"), (r"\$32,348", "32348"), ("15 mph", "15"),
+    (r"3\frac{1}{2}", r"\frac{7}{2}"), ("3 1/2", "3.5"), (r"-3\frac12", "-3.5"), ("1,234", "1234"),
+    ("1{,}234", "1,234"), (r"10,\!080", "10080"), ("1,234,567", "1234567"), ("3+4i", "4i+3"),
+    ("2i", "(1+i)^2"), ("-1", "i^2"), (r"e^{i\pi}", "-1"), (r"\infty", "infinity"),
+    (r"-\infty", r"-\infty"), ("∞", r"\infty"), ("x=5", "5"), ("5", "x=5"), ("x=5", "x = 5"),
+    ("y=2x+3", "2x+3"), ("2x+3", "y = 2x+3"), (r"x=\frac{1}{2}", "0.5"), ("f(x)=x^2", "x^2"),
+    ("(x,y)=(1,2)", "(1,2)"), ("5", "2+3=5"), ("x^2+y^2=4", "y^2+x^2=4"), ("2x+3y=6", "4x+6y=12"),
+    ("y=2x-1", "2x-1=y"), (r"\frac12", "0.5"), ("0.5", r"\frac{1}{2}"), (".5", "1/2"),
+    ("42", "42.0"), ("2^{10}", "1024"), (r"\frac{1}{3}", "0.333333"), ("1e5", "100000"),
+    (r"3\times10^8", "300000000"), (r"0.\overline{3}", "1/3"), (r"\emptyset", r"\varnothing"),
+    (r"\{\}", r"\emptyset"), (r"\log_2 8", "3"), ("n!", "n!"), (r"\binom52", "10"),
+    ("100,200,300", "100, 200, 300"), ("1011_2", "1011_2"),
+    (r"10\sqrt{3} \text{ units}", r"10\sqrt3"), ("3:45 PM", "3:45 p.m."),
+    (r"\frac{3}{4} \text{ cups}", "3/4 cup"), (r"\mathbb{R}", r"(-\infty,\infty)"),
+    ("$5 million", "5000000"), (r"4+\sqrt{2}i", r"4+i\sqrt{2}"), (r"x \neq 3", r"x \ne 3"),
+    (r"(2, \infty)", "x > 2"), (r"(3,\frac{\pi}{2})", r"(3, \pi/2)"),
+    ("((1,2),(3,4))", "((1,2),(3,4))"), (r"\$18.90", "18.9"), (r"\sin^2 x", r"1-\cos^2 x"),
+    ("a=1,b=2", "a=1, b=2"), ("5", "$5$"), ("5", r"\(5\)"), ("-2,1", "1, -2"),
+    ("2:3", r"2\colon 3"), ("k = 3", "3"), (r"\text{Area} = 5", "5"),
+    (r"x = 1 \text{ or } x = -1", r"\pm 1"), (r"\pm 3", "3, -3"), (r"\{x \mid x > 2\}", "x>2"),
+    ("x>2", r"\{x|x>2\}"), ("10 000", "10,000"), (r"10\,000", "10000"),
+]  # fmt: skip
+
+WRONG = [
+    (r"2\sqrt{2}", "2"), (r"2\sqrt{2}", r"\sqrt2"), (r"\frac{\pi}{4}", "1/4"),
+    (r"\frac{\pi}{4}", "4"), ("2pi", "6.28"), (r"\pi", "3.14"), ("(1,2)", "(2,1)"),
+    ("(1,2)", "2,1"), ("(1,2)", "[1,2]"), ("(1,2)", "(1,2]"), ("(1,2)", "1"), ("(1,2)", "2"),
+    ("(1,2)", r"\{1,2\}"), (r"\{1,2\}", "(1,2)"), ("(1,2)", "(1,2,3)"), (r"x \geq 5", "5"),
+    (r"x \geq 5", "x>5"), (r"x \geq 5", r"x \le 5"), ("5", r"x \geq 5"), (r"x\geq5", "x=5"),
+    (r"[5,\infty)", r"(5,\infty)"), (r"[5,\infty)", "5"), ("1<x<3", "[1,3]"), ("1<x<3", "x<3"),
+    ("x>5", "y=5"), ("3, 5, 7", "7"), ("3, 5, 7", "3, 5"), ("3, 5, 7", "3,5,7,9"),
+    ("7", "3, 5, 7"), ("3,5,7", "357"), ("2 or 3", "2"), ("2", "2 or 3"), ("x=1, y=2", "2, 1"),
+    (r"1\pm\sqrt2", r"1+\sqrt{2}"), ("x=1,y=2", "x=2,y=1"), (r"\{1,2\}", r"\{1\}"),
+    (r"\{1,2\}", "2"), (r"\{1,2\}", "[1,2]"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", "4"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1&2\end{pmatrix}"),
+    ("x^2+2x+1", "x^2+2x"), ("x^2+2x+1", "1"), ("2x+3t", "2x+3"), ("x^2+1", "x^2"), ("x+1", "y+1"),
+    ("3:4", "4:3"), ("3:4", "3"), ("3:4", "4"), ("1:2:3", "1:2"), ("1:2:3", "1:2:4"), ("3", "3:4"),
+    ("Evelyn", "Alice"), ("Evelyn", "E"), (r"\text{(C)}", "B"), ("no solution", "0"),
+    ("yes", "no"), ("0", "no solution"), ("June 20", "20"), ("20", "June 20"), (r"50\%", "5"),
+    (r"50\%", "0.05"), ("5 apples", "6 apples"), ("5 cm", "5 m"), ("5 apples", "apples"),
+    (r"90^\circ", "45"), (r"3\frac{1}{2}", "3"), (r"3\frac{1}{2}", r"\frac32"), ("3 1/2", "1/2"),
+    ("1,234", "1.234"), ("1,234", "234"), ("1,234", "1"), ("3+4i", "3-4i"), ("3+4i", "3"),
+    ("3+4i", "7"), ("i", "1"), ("2i", "2"), (r"\infty", r"-\infty"), (r"\infty", "0"),
+    ("x=5", "x=6"), ("x=5", "y=5"), ("x=5", "-5"), ("y=2x+3", "2x"), ("5", "x+1=5"),
+    ("2x+z=1", "1"), ("(x,y)=(1,2)", "(2,1)"), ("x^2+y^2=4", "4"), ("x^2+y^2=4", "x^2+y^2=2"),
+    ("f(x)=x^2", "x"), (r"\frac12", "2"), (r"\frac12", "1"), (r"\frac{1}{3}", "0.33"),
+    ("0.0000001", "0.0000002"), ("1000000", "1000001"), ("42", "24"), ("12", "1 2"), ("12", "1,2"),
+    ("2^{10}", "20"), ("1011_2", "1010_2"), ("10", "9**9"), (r"\frac{1}{", r"\frac{1}{"),
+    ("((((", "(((("), ("", ""), (r"\sqrt{", r"\sqrt{"), ("3", ""), ("3:45 PM", "3:45 AM"),
+    ("(0,1)", "0"), (r"\emptyset", "0"), (r"2\pi r", r"2\pi"), (r"\{x : x > 2\}", "x<2"),
+    ("5", "x=6=5"),
+]  # fmt: skip
+
+
+def completion(answer: str) -> str:
+    return (
+        f"#### Step 1\nWe compute \\boxed{{7}} first.\n\nSo it is $\\boxed{{{answer}}}$, as wanted."
+    )
+
+
+@pytest.mark.parametrize(("gold", "answer"), RIGHT)
+def test_a_right_answer_scores_one(gold, answer):
+    assert math_verify(completion(answer), gold) == 1.0
+
+
+@pytest.mark.parametrize(("gold", "answer"), WRONG)
+def test_a_wrong_answer_scores_nothing(gold, answer):
+    assert math_verify(completion(answer), gold) == 0.0
+
+
+@pytest.mark.parametrize("gold", [gold for gold, _ in RIGHT])
+def test_every_gold_answer_is_won_by_itself_bare_or_wrapped(gold):
+    assert is_readable(gold)
+    for written in (gold, f"${gold}$", f"\\({gold}\\)"):
+        assert math_verify(completion(gold), written) == 1.0
+
+
+@pytest.mark.parametrize(
+    "gold", [r"\frac{1}{", "((((", "", r"\sqrt{", "x = = 5", "x + + )", "(1, 2"]
+)
+def test_what_does_not_parse_is_no_gold_answer(gold):
+    assert not is_readable(gold)
+    assert math_verify(completion("5"), gold) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "score"),
+    [
+        ("5 apples", "5", 1), ("5 apples", "5 apples", 1), ("12 eggs", "12.0", 1),
+        ("5 apples", "6 apples", 0), ("5 cm", "5 m", 0), ("5 cm", "5 centimeters", 1),
+        ("1/2", "0.5", 1), ("1/2", r"\frac{1}{2}", 1), ("1/2", "1", 0), ("1/2", "2", 0),
+        ("3 1/2", "3.5", 1), ("3 1/2", r"3\frac{1}{2}", 1), ("3 1/2", "3", 0),
+        (r"\frac{3}{4}", "0.75", 1), ("-2/3", "2/-3", 0), ("-2/3", r"-\frac{2}{3}", 1),
+        ("$1,250", "1250 dollars", 1), ("40%", "40", 1), ("2.5 million", "2500000", 1),
+        ("7", "x = 7", 1), ("7", "x + 1 = 7", 0), ("1e3", "1000", 1), ("1 2", "12", 0),
+    ],
+)  # fmt: skip
+def test_number_reads_units_fractions_and_mixed_numbers(gold, answer, score):
+    for text in (f"\\boxed{{{answer}}}", f"so\n#### {answer}", f"The answer is {answer}."):
+        assert number(text, gold) == score
+        assert number(text, f"some work\n#### {gold}") == score
