@@ -20,9 +20,10 @@ from serve.errors import ApiError
 from serve.notes import Asleep, ClientGone, EngineDead, Request, Update
 from serve.protocol import ChatRequest, CompletionRequest, Sampling
 from serve.replies import ChatReply, CompletionReply, Pieces, origins, spec_details, usage_of
-from serve.settings import ServeConfig
+from serve.settings import SAY, ServeConfig
 from specjax.engine.checks import check_prompt
 from specjax.engine.request import Job, SampleOutput, make_jobs
+from specjax.spelling import spelled
 
 GONE = 499  # nginx's status for a client that went away; nobody reads it
 DEFAULT_TOKENS = 16  # OpenAI's, of completions
@@ -143,7 +144,7 @@ class Generation:
         except EngineDead as error:
             raise ApiError(500, str(error)) from error
         except ValueError as error:
-            raise ApiError(400, str(error)) from error
+            raise ApiError(400, spelled(error, SAY)) from error
         self._thread.metrics.prompt_tokens.inc(sum(map(len, ask.prompts)))
         return request
 
@@ -160,7 +161,7 @@ class Generation:
                 eos = self._llm.cfg.eos_token_ids
                 jobs += make_jobs(ids[-1], params, eos, self._tokenizer, index)
             except ValueError as error:
-                raise ApiError(400, str(error)) from error
+                raise ApiError(400, spelled(error, SAY)) from error
         return Ask(body, ids, jobs)
 
     def _chat_prompt(self, body: ChatRequest) -> list[int]:

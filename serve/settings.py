@@ -13,6 +13,7 @@ from specjax.control.config import CONTROLLERS
 from specjax.kernels import panels
 from specjax.schema import REQUIRED, at_least, option
 from specjax.sharding import offer_cpu_devices
+from specjax.spelling import dotted, spelled
 
 WARM_UP = {
     "none": (),
@@ -32,22 +33,28 @@ class SpeculationSection:
 
     strategy: str = option("4_1_5", "what a round drafts; off: no speculation")
     acceptance: str = option("coupled", "acceptance mode", choices=ACCEPTANCE_MODES)
-    source: str = option("head", "what drafts", choices=DRAFT_SOURCES)
+    source: str = option(
+        "auto",
+        "what drafts; auto: the head that the checkpoint holds, else n-grams under a controller "
+        "that may choose off",
+        choices=DRAFT_SOURCES,
+    )
     head: str = option(
         "checkpoint",
-        "the model's own head, or a random one, to be updated",
+        "the model's own head, or a random one, to be updated; random: source=auto is head",
         choices=("checkpoint", "random"),
     )
     draft_model: str | None = option(
-        None, "Hugging Face directory of a draft model; implies source=model"
+        None, "Hugging Face directory of a draft model; with it source=auto is model"
     )
     verify_tokens: int = option(48, "tree rows at most; a larger dynamic tree is cut")
     invariant: bool = option(False, "bits equal with and without speculation; slower")
     controller: str | None = option(
-        None, "who chooses the strategy while running; null: always `strategy`", choices=(
-            None, *CONTROLLERS
-        )
-    )  # fmt: skip
+        None,
+        "who chooses the strategy while running; null: always `strategy`, but goodput where "
+        "source=auto takes n-grams",
+        choices=(None, *CONTROLLERS),
+    )
     strategies: list[str] = option(
         [], "for the controller to choose from; none: `off` and `strategy`"
     )
@@ -188,11 +195,26 @@ class ServeConfig:
         return self.served_name or Path(self.model).resolve().name
 
 
+# How a client's or an operator's setting is typed here.
+SAY = dotted(
+    {
+        **dict.fromkeys(
+            ("strategy", "acceptance", "source", "head", "draft_model", "spec_verify_tokens",
+             "invariant", "controller", "strategies"),
+            "speculation",
+        ),
+        **{field.name: "engine" for field in dataclasses.fields(EngineSection)},
+    },
+    {"spec_verify_tokens": "verify_tokens"},
+)  # fmt: skip
+
+
 def load_llm(cfg: ServeConfig) -> LLM:
     """The model with its engine; nothing has been compiled yet.
 
     Raises:
-      ConfigError: there is no such model, or the settings do not fit it.
+      ConfigError: there is no such model, or the settings do not fit it. Its cause is what the
+        library raised, for those who have the settings from somewhere else.
     """
     path = find_shipped(cfg.model)
     if not path.is_dir():
@@ -212,9 +234,10 @@ def load_llm(cfg: ServeConfig) -> LLM:
             control=speculation.control(),
             replicas=engine.replicas,
             tp=engine.tp,
+            say=SAY,
         )
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(spelled(error, SAY)) from error
     if cfg.chat_template is not None:
         if llm.tokenizer is None:
             raise ConfigError("chat_template: the model has no tokenizer to give it to")

@@ -399,7 +399,7 @@ def test_compare_says_whether_every_token_is_plain_decodings(run, monkeypatch):
         (["a", "--strategy", "4_4"], "strategy '4_4' is not understood"),
         (["a", "--strategy", "2x2", "--acceptance", "block"], "exact for chains only"),
         (["a", "--controller", "goodput", "--no-speculation"], "leave one of them out"),
-        (["a", "--max-batch", "0"], "max_batch"),
+        (["a", "--max-batch", "0"], "--max-batch: expected at least 1"),
     ],
 )
 def test_mistakes_in_the_arguments_end_with_status_2_and_a_message(arguments, said, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 from specjax.config import SamplingParams
 from specjax.config.spec import ACCEPTANCE_MODES, DRAFT_SOURCES
@@ -109,7 +110,13 @@ def _add_speculation(group) -> None:
     add = group.add_argument
     add("--strategy", default="4_1_5", help="what a round drafts (default: %(default)s)")
     add("--acceptance", default="coupled", choices=ACCEPTANCE_MODES, help="(default: coupled)")
-    add("--source", default="head", choices=DRAFT_SOURCES, help="what drafts (default: head)")
+    add(
+        "--source",
+        default="auto",
+        choices=DRAFT_SOURCES,
+        help="what drafts (default: auto, the head that the model holds, else n-grams under a "
+        "controller that may choose off)",
+    )
     add("--draft-model", metavar="DIR", help="a smaller model that drafts")
     add(
         "--head",
@@ -138,6 +145,21 @@ def _add_engine(group) -> None:
     add("--replicas", type=int, default=1, help="engines with devices of their own (default: 1)")
     add("--tp", type=int, default=1, help="devices of each (default: 1)")
     add("--max-stop-tokens", type=int, default=8, help="of a prompt, the model's own included")
+
+
+def as_flags(message: str) -> str:
+    """A message about the server's settings, of which these arguments become some, in flags."""
+
+    def flag(match: re.Match) -> str:
+        name = "--" + match["name"].replace("_", "-")
+        return f"{name} {match['value']}" if match["value"] else name
+
+    return _SETTING.sub(flag, message)
+
+
+_SETTING = re.compile(
+    r"\b(?:(?:speculation|engine)\.|(?=(?:model|chat_template):))(?P<name>\w+)(?:=(?P<value>\w+))?"
+)
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from serve.cli import Failure, UsageError, prompts
-from serve.cli.arguments import build_parser, sampling_params
+from serve.cli.arguments import as_flags, build_parser, sampling_params
 from serve.cli.outputs import (
     EXACT,
     JsonLines,
@@ -25,6 +25,7 @@ from serve.cli.outputs import (
 from serve.cli.prompts import Prompt
 from specjax.config import SamplingParams
 from specjax.config.strategy import OFF_NAMES
+from specjax.spelling import flags, spelled
 
 if TYPE_CHECKING:  # they import jax
     from specjax import LLM
@@ -99,7 +100,7 @@ def _generate(
             asked.append(_ask(llm, prompt, params, args))
         except (ValueError, TypeError) as error:
             failed += 1
-            _say(f"{prompt.where}: {error}")
+            _say(f"{prompt.where}: {spelled(error, flags)}")
     open_ = [
         (one, job)
         for one in asked
@@ -111,7 +112,7 @@ def _generate(
         _say(f"{kept} samples are in {args.output} already")
     totals, compiling = _run(llm, open_, lines, args)
     if args.stats:
-        _say(_stats(args, totals, len(open_), compiling))
+        _say(_stats(args, _source(llm), totals, len(open_), compiling))
     if failed:
         _say(f"{failed} of {failed + len(asked)} prompts could not be used")
     if args.compare and asked and not _compare(llm, asked):
@@ -141,7 +142,7 @@ def _load(args: argparse.Namespace, samples: int) -> LLM:
             speculation=SpeculationSection(
                 strategy=args.strategy,
                 acceptance=args.acceptance,
-                source="model" if args.draft_model else args.source,
+                source=args.source,
                 head=args.head,
                 draft_model=args.draft_model,
                 controller=args.controller,
@@ -149,11 +150,14 @@ def _load(args: argparse.Namespace, samples: int) -> LLM:
                 telemetry=False,
             ),
         )
-        return load_llm(cfg)
+        llm = load_llm(cfg)
     except ValueError as error:  # a ConfigError among them
-        raise UsageError(str(error)) from error
+        raise UsageError(as_flags(spelled(error.__cause__ or error, flags))) from error
     except CheckpointError as error:
         raise Failure(str(error)) from error
+    if not args.quiet:
+        _say(llm.drafting.described(flags))
+    return llm
 
 
 def _ask(llm: LLM, prompt: Prompt, params: SamplingParams, args: argparse.Namespace) -> Asked:
@@ -193,8 +197,14 @@ def _ids(llm: LLM, prompt: Prompt) -> Sequence[int]:
 
 
 def _origin(llm: LLM, args: argparse.Namespace) -> dict[str, str]:
-    drafts = f"{args.strategies or args.strategy} of {args.draft_model or args.source}"
+    drafts = f"{args.strategies or args.strategy} of {_source(llm)}"
     return origin_of(llm, args.acceptance, drafts)
+
+
+def _source(llm: LLM) -> str:
+    """What drafts."""
+    spec = llm.spec
+    return "nothing" if spec is None else spec.draft_model or spec.source
 
 
 def _run(
@@ -281,7 +291,9 @@ def _compare(llm: LLM, asked: list[Asked]) -> bool:
     return False
 
 
-def _stats(args: argparse.Namespace, totals: Totals, samples: int, compiling: float) -> str:
+def _stats(
+    args: argparse.Namespace, source: str, totals: Totals, samples: int, compiling: float
+) -> str:
     rate = totals.tokens / totals.seconds if totals.seconds else 0.0
     said = (
         f"{samples} samples, {totals.tokens} tokens in {totals.seconds:.2f} s ({rate:.0f} tok/s), "
@@ -289,7 +301,6 @@ def _stats(args: argparse.Namespace, totals: Totals, samples: int, compiling: fl
     )
     if not totals.drafted_rounds:
         return f"{said}\nnothing was drafted"
-    source = args.draft_model or args.source
     depths = "  ".join(
         f"{depth}: {'-' if share != share else f'{share:.0%}'}"
         for depth, share in enumerate(totals.per_depth(), 1)

@@ -7,9 +7,10 @@ import os
 
 from specjax.config.checks import choice
 from specjax.config.strategy import OFF_NAMES, Strategy
+from specjax.spelling import SettingError
 
 ACCEPTANCE_MODES = ("coupled", "block", "recursive", "greedy")
-DRAFT_SOURCES = ("head", "model", "ngram")
+DRAFT_SOURCES = ("auto", "head", "model", "ngram")
 NGRAM_LIMIT = 127  # match lengths are kept as int8
 TELEMETRY_VARIABLE = "SPECJAX_TELEMETRY"
 
@@ -23,11 +24,12 @@ class SpecConfig:
       acceptance: `coupled` (any tree, token-identical to plain decoding), `block` (chains,
         identical in distribution), `recursive` (chains and static trees, identical in
         distribution) or `greedy` (any tree, for requests of temperature 0 only; token-identical).
-      source: what drafts: `head` (the MTP head), `model` (a standalone smaller model) or `ngram`
-        (continuations of earlier occurrences of the last tokens).
+      source: what drafts: `head` (the MTP head), `model` (a standalone smaller model), `ngram`
+        (continuations of earlier occurrences of the last tokens), or `auto`: the head where the
+        checkpoint holds one, else n-grams (see `specjax.engine.sources.settle_draft`).
       head: `checkpoint` takes the draft head that lies with the policy, `random` draws one from
-        `head_seed` (for training it online from nothing).
-      draft_model: directory of the standalone model; implies source `model`.
+        `head_seed` (for training it online from nothing); `auto` is `head` with it.
+      draft_model: directory of the standalone model; `auto` is `model` with it.
       ngram_max, ngram_min: longest and shortest suffix that is looked up.
       ngram_siblings: also look in the other samples of the same prompt that lie in the batch.
       aligned: draft candidates come from logits transformed as the target's are; False ranks them
@@ -45,7 +47,7 @@ class SpecConfig:
 
     strategy: str | tuple[tuple[int, ...], ...] | Strategy = "4_1_5"
     acceptance: str = "coupled"
-    source: str = "head"
+    source: str = "auto"
     head: str = "checkpoint"
     head_seed: int = 0
     draft_model: str | None = None
@@ -67,18 +69,32 @@ class SpecConfig:
             object.__setattr__(self, "strategy", tuple(map(tuple, self.strategy)))
         if self.draft_model is not None:
             object.__setattr__(self, "draft_model", str(self.draft_model))
-            if self.source == "ngram":
-                raise ValueError("draft_model is given but source is 'ngram'; choose one")
+            if self.source not in ("auto", "model"):
+                raise SettingError(
+                    lambda say: (
+                        f"{say('draft_model')} is given but {say('source')} is "
+                        f"{self.source!r}; choose one"
+                    )
+                )
             object.__setattr__(self, "source", "model")
         choice("source", self.source, DRAFT_SOURCES)
         if self.source == "model" and self.draft_model is None:
-            raise ValueError("source 'model' needs draft_model, the directory of a checkpoint")
+            raise SettingError(
+                lambda say: (
+                    f"{say('source', 'model')} needs {say('draft_model')}, the directory "
+                    "of a checkpoint"
+                )
+            )
+        if self.source == "auto" and self.head == "random":
+            object.__setattr__(self, "source", "head")
         if not 0 < self.tau < float("inf"):
             raise ValueError(f"tau must be a finite number greater than 0, got {self.tau}")
         if not 1 <= self.ngram_min <= self.ngram_max <= NGRAM_LIMIT:
-            raise ValueError(
-                f"expected 1 <= ngram_min <= ngram_max <= {NGRAM_LIMIT}, got {self.ngram_min} and "
-                f"{self.ngram_max}"
+            raise SettingError(
+                lambda say: (
+                    f"expected 1 <= {say('ngram_min')} <= {say('ngram_max')} <= "
+                    f"{NGRAM_LIMIT}, got {self.ngram_min} and {self.ngram_max}"
+                )
             )
         if self.is_off:
             return
@@ -100,9 +116,11 @@ class SpecConfig:
                 f"{where}; use acceptance 'coupled', or a static tree such as '4x2x1'"
             )
         if self.adaptive_width and not strategy.is_dynamic:
-            raise ValueError(
-                f"adaptive_width changes the width of dynamic trees, {where}; use one such as "
-                "'6_4_16', or adaptive_width=False"
+            raise SettingError(
+                lambda say: (
+                    f"{say('adaptive_width')} changes the width of dynamic trees, {where}; "
+                    f"use one such as '6_4_16', or {say('adaptive_width', False)}"
+                )
             )
         by_token = self.acceptance in ("coupled", "greedy")
         for name in ("exact_mode", "invariant"):

@@ -6,6 +6,8 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
+from specjax.spelling import SettingError
+
 OFF_NAMES = ("off", "disable", "none")
 
 # Wide near the root, narrower later: four children, two below the best two, one each after.
@@ -67,10 +69,7 @@ class Strategy:
         if not isinstance(spec, str):
             return cls.from_paths(spec)
         if spec.lower() in OFF_NAMES:
-            raise ValueError(
-                f"{spec!r} is plain decoding, which drafts no tree; use spec=None, or "
-                "SpecConfig(strategy='off')"
-            )
+            raise ValueError(f"{spec!r} is plain decoding, which drafts no tree")
         if spec == "default":
             return dataclasses.replace(cls.from_paths(DEFAULT_TREE_PATHS), name="default")
         if re.fullmatch(r"\d+_\d+_\d+", spec):
@@ -113,15 +112,22 @@ class Strategy:
         if self.rows <= rows:
             return self
         if not self.dynamic:
-            raise ValueError(
-                f"strategy {self.name!r} has {self.rows} rows, more than spec_verify_tokens = "
-                f"{rows}; raise spec_verify_tokens, or use a smaller or a dynamic tree"
+            raise SettingError(
+                lambda say: (
+                    f"strategy {self.name!r} has {self.rows} rows, more than "
+                    f"{say('spec_verify_tokens')} = {rows}; raise it, or use a smaller or a "
+                    f"dynamic "
+                    "tree"
+                )
             )
         if rows <= self.steps:
-            raise ValueError(
-                f"strategy {self.name!r} needs a row for the root and for each of its {self.steps} "
-                f"steps, and spec_verify_tokens = {rows} cuts it below that; raise it to "
-                f"{self.steps + 1} or more, or take fewer steps"
+            raise SettingError(
+                lambda say: (
+                    f"strategy {self.name!r} needs a row for the root and for each of its "
+                    f"{self.steps} steps, and {say('spec_verify_tokens')} = {rows} cuts it "
+                    f"below that; "
+                    f"raise it to {self.steps + 1} or more, or take fewer steps"
+                )
             )
         return _parse_steps_topk_rows(*self.dynamic[:2], rows)
 

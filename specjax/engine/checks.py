@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from specjax.config import ModelConfig, SamplingParams
 from specjax.decode.options import BAD_WORD_LENGTH, BAD_WORDS, BIAS_WIDTH
 from specjax.engine.request import NO_LIMIT, Job
+from specjax.spelling import SettingError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,21 +43,32 @@ def check_job(where: str, job: Job, limits: Limits) -> None:
     """Raises ValueError if the job's parameters do not fit the model or the engine."""
     params, cfg = job.params, limits.cfg
     if job.limit == NO_LIMIT and len(job.prompt) >= limits.max_len:
-        raise ValueError(
-            f"{where} has {len(job.prompt)} tokens, which leaves no room below max_len "
-            f"{limits.max_len}; shorten it, or raise max_len (the model's own limit is "
-            f"{cfg.max_position})"
+        raise SettingError(
+            lambda say: (
+                f"{where} has {len(job.prompt)} tokens, which leaves no room below "
+                f"{say('max_len')} {limits.max_len}; shorten it, or raise {say('max_len')} (the "
+                f"model's own limit is {cfg.max_position})"
+            )
         )
     if NO_LIMIT > job.limit > limits.max_len:
-        raise ValueError(
-            f"{where} has {len(job.prompt)} tokens and max_tokens is {params.max_tokens}, together "
-            f"more than max_len {limits.max_len}; shorten one, let max_tokens=None take what fits, "
-            f"or raise max_len (the model's own limit is {cfg.max_position})"
+        raise SettingError(
+            lambda say: (
+                f"{where} has {len(job.prompt)} tokens and {say('max_tokens')} is "
+                f"{params.max_tokens}, together more than {say('max_len')} {limits.max_len}; "
+                f"shorten "
+                f"one, let {say('max_tokens', None)} take what fits, or raise {say('max_len')} "
+                f"(the "
+                f"model's own limit is {cfg.max_position})"
+            )
         )
     if len(job.stop_ids) > limits.stop_width:
-        raise ValueError(
-            f"{where} has {len(job.stop_ids)} stop tokens, the model's own included; at most "
-            f"{limits.stop_width}; raise LLM(max_stop_tokens=...), or stop at strings (stop)"
+        raise SettingError(
+            lambda say: (
+                f"{where} has {len(job.stop_ids)} stop tokens, the model's own included; "
+                f"at most {limits.stop_width}; raise {say('max_stop_tokens', ...)}, or stop at "
+                f"strings "
+                "(stop)"
+            )
         )
     for name, ids in _ids_by_option(job).items():
         _check_ids(f"{where}: {name}", ids, cfg.vocab_size)

@@ -11,6 +11,7 @@ from specjax.engine.options_rows import features_of
 from specjax.engine.request import Job
 from specjax.engine.runner import Runner
 from specjax.engine.sequence import Progress, Sequence
+from specjax.spelling import SettingError
 
 
 class Intake:
@@ -77,10 +78,13 @@ class Intake:
         limit, runner = min(job.limit, self._runner.max_len), self._runner
         wanted, there = runner.pages_of(limit), runner.pages - 1
         if wanted > there:
-            raise ValueError(
-                f"prompt {job.request} may take {wanted} cache pages of {runner.page_size} "
-                f"positions, and there are {there}; raise cache_bytes (a page takes "
-                f"{runner.page_bytes} bytes), or lower max_tokens"
+            raise SettingError(
+                lambda say: (
+                    f"prompt {job.request} may take {wanted} cache pages of "
+                    f"{runner.page_size} positions, and there are {there}; raise "
+                    f"{say('cache_bytes')} "
+                    f"(a page takes {runner.page_bytes} bytes), or lower {say('max_tokens')}"
+                )
             )
         if progress is None:
             return features

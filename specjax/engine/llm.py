@@ -22,9 +22,10 @@ from specjax.engine.options_rows import features_of
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job, RequestOutput, SampleOutput, Totals, make_jobs
 from specjax.engine.settings import EngineConfig
-from specjax.engine.sources import load_source
+from specjax.engine.sources import load_source, settle_draft
 from specjax.engine.start_up import OnProgram, StartUp
 from specjax.models.transformer import Params
+from specjax.spelling import Say, SettingError, python
 from specjax.telemetry import Collector
 from specjax.tokenizer import load_tokenizer
 
@@ -39,7 +40,8 @@ class LLM:
     Args:
       model: a Hugging Face directory, the directory of a training run (whose newest checkpoint is
         taken), or (ModelConfig, params, head params or None).
-      spec: how to speculate; None is plain decoding.
+      spec: how to speculate; None is plain decoding. By default the checkpoint's head drafts, or
+        n-grams where there is none; a line in the log says which.
       max_batch: samples that run at once; more are queued.
       max_len: prompt and generated tokens of a sample at most; None takes the model's limit,
         2,048 at most.
@@ -55,8 +57,10 @@ class LLM:
         first request if not by `warm_up` before.
       replicas: independent engines of `max_batch` slots each, with `tp` devices each, fed from one
         queue.
+      say: names settings in what is logged, for programs in which users do not type Python.
 
     Attributes:
+      drafting: what drafts, under which controller.
       totals: sums over the samples of the last call.
       differences: with `SpecConfig(exact_mode=True)`, the first difference from plain decoding of
         every sample of the last call that differs; None when nothing was compared.
@@ -69,7 +73,7 @@ class LLM:
     def __init__(
         self,
         model: str | Path | tuple[ModelConfig, Params, Params | None],
-        spec: SpecConfig | None = None,
+        spec: SpecConfig | None = SpecConfig(),  # noqa: B008
         max_batch: int = 32,
         max_len: int | None = None,
         dtype: str = "float32",
@@ -81,6 +85,7 @@ class LLM:
         control: ControlConfig | None = None,
         replicas: int = 1,
         tp: int = 1,
+        say: Say = python,
     ):
         if isinstance(model, (str, Path)):
             found = load_model(model, dtype, mesh)
@@ -90,7 +95,16 @@ class LLM:
         else:
             cfg, params, head = model
         if max_batch < 1:
-            raise ValueError(f"max_batch must be at least 1, got {max_batch}")
+            raise SettingError(
+                lambda say: f"{say('max_batch')} must be at least 1, got {max_batch}"
+            )
+        self.drafting = settle_draft(spec, control, head is not None)
+        # Without a head it is news, for a user may have forgotten to name what should draft. Programs
+        # with a spelling of their own show the log, or say it themselves.
+        news = self.drafting.by_default and say is python
+        level = logging.WARNING if news else logging.INFO
+        log.log(level, "%s", self.drafting.described(say))
+        spec, control = self.drafting.spec, self.drafting.control
         self.spec = None if spec is None or spec.is_off else spec
         # Fused weights, as unrolled layers have them, cannot be split over a mesh.
         scan = cfg.scan_layers if scan_layers is None else scan_layers

@@ -35,6 +35,7 @@ from specjax.engine.sources import page_multiple, with_kernel
 from specjax.kernels import dispatch, panels
 from specjax.models.transformer import Params, graphdef, to_decode_layout
 from specjax.reshard import Mover
+from specjax.spelling import SettingError
 
 PAGE_SIZE = 128
 STANDBY = 8  # sequences that stand by at most, beside those of a batch
@@ -119,9 +120,13 @@ class Runner:
         if cache_bytes is not None:
             self.pages = cache_bytes // self.page_bytes
             if self.pages < 2:
-                raise ValueError(
-                    f"cache_bytes {cache_bytes} is less than two pages of {self.page_bytes} bytes, "
-                    "of which one is spare; raise it, or use a smaller page_size"
+                raise SettingError(
+                    lambda say: (
+                        f"{say('cache_bytes')} {cache_bytes} is less than two pages of "
+                        f"{self.page_bytes} bytes, of which one is spare; raise it, or use a "
+                        f"smaller "
+                        f"{say('page_size')}"
+                    )
                 )
         self.params: Params | None = None
         self.head: Params | None = None

@@ -12,6 +12,7 @@ from specjax.control.base import parse_arms
 from specjax.draft.source import WINDOW
 from specjax.engine.prompts import padded_widths
 from specjax.kernels import panels
+from specjax.spelling import SettingError
 
 PREFILL_TOKENS = 512  # of all rows of one prefill, about
 
@@ -65,15 +66,22 @@ class EngineConfig:
             raise ValueError(f"order must be 'fifo' or 'longest_first', got {self.order!r}")
         choice("products", self.products, panels.ASKED)
         if self.chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
+            raise _too_small("chunk_tokens", 1, self.chunk_tokens)
         if self.stretch < 1:
-            raise ValueError(f"stretch must be at least 1, got {self.stretch}")
+            raise _too_small("stretch", 1, self.stretch)
         if self.prefill_chunk < 16:
-            raise ValueError(f"prefill_chunk must be at least 16, got {self.prefill_chunk}")
+            raise _too_small("prefill_chunk", 16, self.prefill_chunk)
         if self.page_size is not None and self.page_size < 0:
-            raise ValueError(
-                f"page_size must be positive, or 0 for one page per sequence; got {self.page_size}"
+            raise SettingError(
+                lambda say: (
+                    f"{say('page_size')} must be positive, or 0 for one page per sequence; "
+                    f"got {self.page_size}"
+                )
             )
+
+
+def _too_small(name: str, least: int, got: int) -> SettingError:
+    return SettingError(lambda say: f"{say(name)} must be at least {least}, got {got}")
 
 
 def powers(batch: int, base: int) -> list[int]:
@@ -91,15 +99,20 @@ def strategies_of(
     if control is None:
         return None
     if spec is None:
-        raise ValueError(
-            "control chooses between ways to speculate, and spec is None; give a SpecConfig, or no "
-            "control"
+        raise SettingError(
+            lambda say: (
+                f"{say('control')} chooses between ways to speculate, and {say('spec')} is "
+                f"None; give a SpecConfig, or no {say('control')}"
+            )
         )
     arms = parse_arms(control.arms)
     if spec.invariant and len(arms) > 1:
-        raise ValueError(
-            f"invariant mode runs one program throughout, and control may choose between "
-            f"{', '.join(arms)}; use controller 'static', or invariant=False"
+        raise SettingError(
+            lambda say: (
+                "invariant mode runs one program throughout, and the controller may choose "
+                f"between {', '.join(arms)}; use {say('controller', 'static')}, or "
+                f"{say('invariant', False)}"
+            )
         )
     most = spec.spec_verify_tokens
     return {

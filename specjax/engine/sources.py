@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
 from specjax import sharding
-from specjax.config import ModelConfig, SpecConfig
+from specjax.config import ModelConfig, SpecConfig, Strategy
+from specjax.control import OFF, ControlConfig
 from specjax.draft.model_source import ModelSource
 from specjax.draft.mtp import init_head_params
 from specjax.draft.mtp_source import MTPSource
@@ -18,18 +20,21 @@ from specjax.draft.source import DraftSource
 from specjax.kernels import dispatch
 from specjax.models import hf
 from specjax.models.transformer import Params, to_decode_layout
+from specjax.spelling import Say, SettingError, python
 from specjax.tokenizer import load_tokenizer
 
 
 def source_of(cfg: ModelConfig, spec: SpecConfig) -> DraftSource:
-    """The source that `spec` names, where it follows from the model's config alone.
+    """The source that `spec` names, where it follows from the model's config alone; `auto` is the
+    head if the config has one.
 
     Raises:
       ValueError: a standalone model, which must be loaded first.
     """
-    if spec.source == "head":
+    has_head = cfg.mtp_num_layers > 0
+    if spec.source == "head" or (spec.source == "auto" and has_head):
         return MTPSource(cfg)
-    if spec.source == "ngram":
+    if spec.source in ("ngram", "auto"):
         return NgramSource(
             vocab=cfg.vocab_size,
             longest=spec.ngram_max,
@@ -40,6 +45,71 @@ def source_of(cfg: ModelConfig, spec: SpecConfig) -> DraftSource:
         f"the draft model {spec.draft_model!r} has weights of its own; load it with "
         "specjax.engine.sources.load_draft_model and give the engine its source, or use LLM"
     )
+
+
+class Drafting(NamedTuple):
+    """What `settle_draft` decided.
+
+    Attributes:
+      spec, control: in which `source` is no longer `auto`.
+      by_default: whether `auto` took n-grams, for want of a head.
+    """
+
+    spec: SpecConfig | None
+    control: ControlConfig | None
+    by_default: bool = False
+
+    def described(self, say: Say = python) -> str:
+        """One line: what drafts, why, and how to change that as one types it."""
+        spec = self.spec
+        if spec is None or spec.is_off:
+            return "draft: none, by plain decoding"
+        others = {name: say("source", name) for name in ("head", "ngram") if name != spec.source}
+        if self.by_default:
+            others["head"] = say("head", "random")
+        if spec.source != "model":
+            others["model"] = say("draft_model", "DIR")
+        change = f"to change it: {', '.join(others.values())}, or {say('strategy', 'off')}"
+        arms = () if self.control is None else self.control.arms
+        how = f"always {Strategy.parse(spec.strategy).name}"
+        if len(arms) > 1:
+            how = f"the controller {self.control.controller} chooses among {', '.join(arms)}"
+        elif arms:
+            how = f"always {arms[0]}"
+        what = {
+            "head": "a random head" if spec.head == "random" else "the checkpoint's head",
+            "ngram": "n-grams",
+            "model": f"the model {spec.draft_model}",
+        }[spec.source]
+        why = ", for the checkpoint has no draft head" if self.by_default else ""
+        return f"draft: {what}{why}; {how}; {change}"
+
+
+def settle_draft(
+    spec: SpecConfig | None,
+    control: ControlConfig | None,
+    has_head: bool,
+    by_the_clock: bool = True,
+) -> Drafting:
+    """What `SpecConfig(source="auto")` means for a checkpoint: its head, or else n-grams.
+
+    N-grams may find nothing, and then cost time. So where nobody chose them, and no controller
+    either, `goodput` decides while running between the strategy and none. It does not where the
+    tokens would depend on what it chooses (`block`, `recursive`), or its choice on the clock is
+    not wanted.
+
+    Args:
+      has_head: whether the checkpoint holds a draft head.
+      by_the_clock: whether a controller may choose at all.
+    """
+    if spec is None or spec.is_off or spec.source != "auto":
+        return Drafting(spec, control)
+    if has_head:
+        return Drafting(dataclasses.replace(spec, source="head"), control)
+    free = spec.acceptance in ("coupled", "greedy") and not spec.invariant and by_the_clock
+    if control is None and free:
+        control = ControlConfig(strategies=(OFF, Strategy.parse(spec.strategy)))
+    return Drafting(dataclasses.replace(spec, source="ngram"), control, by_default=True)
 
 
 def with_kernel(
@@ -88,10 +158,15 @@ def load_source(
         cfg = cfg.replace(mtp_num_layers=max(cfg.mtp_num_layers, 1))
         head = init_head_params(cfg, spec.head_seed)
     elif head is None:
-        raise ValueError(
-            "the checkpoint has no draft head, but SpecConfig(head='checkpoint') asks for its own; "
-            "use spec=None, SpecConfig(head='random') and train it online, or a source that needs "
-            "no head: SpecConfig(source='ngram') or SpecConfig(draft_model=...)"
+        raise SettingError(
+            lambda say: (
+                "the checkpoint has no draft head, and "
+                f"{say('source', spec.source)} with {say('head', spec.head)} asks for it; use "
+                f"{say('source', 'auto')} (n-grams, where there is no head), "
+                f"{say('source', 'ngram')}, "
+                f"{say('draft_model', 'DIR')}, {say('head', 'random')} to train one online, or "
+                f"{say('strategy', 'off')}"
+            )
         )
     return cfg, source_of(cfg, spec), head
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from specjax.config import SpecConfig
 from specjax.engine.llm import LLM
+from specjax.engine.sources import settle_draft
 from specjax.models import hf
 from specjax.verify.chi_square import ALPHA, LENGTH, WIDTH, chi_square_checks
 from specjax.verify.identity import identity_check
@@ -37,7 +38,9 @@ LARGEST_BATCH = 256
 
 
 def load(path: str | Path, spec: SpecConfig | None = None, dtype: str = "float32") -> LLM:
-    """An `LLM` that can be checked: with a random draft head where the checkpoint has none.
+    """An `LLM` that can be checked, which always speculates.
+
+    Where the checkpoint has no draft head, n-grams draft, or with source `head` a random one.
 
     Raises:
       ValueError, OSError, CheckpointError: the directory holds no checkpoint that can be read, or
@@ -49,9 +52,13 @@ def load(path: str | Path, spec: SpecConfig | None = None, dtype: str = "float32
     cfg = hf.read_config(path)
     if spec.source == "head" and spec.head == "checkpoint" and not cfg.mtp_num_layers:
         spec = dataclasses.replace(spec, head="random")
+    drafting = settle_draft(spec, None, cfg.mtp_num_layers > 0, by_the_clock=False)
     width = cfg.vocab_size * (spec.resolve().steps + 1)
     batch = int(np.clip(NOISE_NUMBERS // width, 1, LARGEST_BATCH))
-    return LLM(path, spec, max_batch=batch, max_len=min(256, cfg.max_position), dtype=dtype)
+    max_len = min(256, cfg.max_position)
+    llm = LLM(path, drafting.spec, max_batch=batch, max_len=max_len, dtype=dtype)
+    llm.drafting = drafting  # says why
+    return llm
 
 
 def check(

@@ -14,6 +14,7 @@ import sys
 
 from specjax.checkpoint_format import CheckpointError
 from specjax.config import ACCEPTANCE_MODES, SpecConfig
+from specjax.spelling import flags, spelled
 from specjax.verify import InputError, Verdict, check, load
 
 
@@ -21,7 +22,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m specjax.verify") 
     parser = _parser(prog)
     args = parser.parse_args(argv)
     try:
-        verdict = _check(args)
+        verdict = _check(args, parser.prog)
     except InputError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
@@ -33,17 +34,18 @@ def main(argv: list[str] | None = None, prog: str = "python -m specjax.verify") 
     return 0 if verdict else 1
 
 
-def _check(args: argparse.Namespace) -> Verdict:
+def _check(args: argparse.Namespace, prog: str) -> Verdict:
     try:
         spec = SpecConfig(
             strategy=args.strategy,
             acceptance=args.acceptance,
-            source="model" if args.draft_model else args.source,
+            source=args.source,
             draft_model=args.draft_model,
         )
         llm = load(args.model, spec, args.dtype)
     except (ValueError, OSError, CheckpointError) as error:
-        raise InputError(str(error)) from error
+        raise InputError(spelled(error, flags)) from error
+    print(f"{prog}: {llm.drafting.described(flags)}", file=sys.stderr)
     try:
         verdict = check(
             llm,
@@ -53,7 +55,7 @@ def _check(args: argparse.Namespace) -> Verdict:
             seed=args.seed,
         )
     except ValueError as error:  # a request that this model cannot serve
-        raise InputError(str(error)) from error
+        raise InputError(spelled(error, flags)) from error
     return dataclasses.replace(verdict, model=args.model)
 
 
@@ -65,7 +67,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, help="a Hugging Face directory")
     parser.add_argument("--strategy", default="4_1_5", help="what to draft (default: 4_1_5)")
     parser.add_argument("--acceptance", default="coupled", choices=ACCEPTANCE_MODES)
-    parser.add_argument("--source", default="head", choices=("head", "ngram"), help="what drafts")
+    parser.add_argument(
+        "--source",
+        default="auto",
+        choices=("auto", "head", "ngram"),
+        help="what drafts: auto, the checkpoint's head, else n-grams; head: a random one where "
+        "there is none (default: auto)",
+    )
     parser.add_argument("--draft-model", help="directory of a smaller model that drafts instead")
     parser.add_argument("--samples", type=int, default=20_000, help="per chi-square check")
     parser.add_argument("--requests", type=int, default=32, help="of the identity check")

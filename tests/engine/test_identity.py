@@ -255,7 +255,7 @@ def test_no_draft_weights_whatever_they_are_change_a_token(chain_llm, broken):
 def test_speculation_without_a_head_is_refused_before_anything_runs():
     cfg, params, _ = model()
     with pytest.raises(ValueError, match="no draft head.*head='random'"):
-        LLM((cfg, params, None), SpecConfig(), max_batch=2, max_len=MAX_LEN)
+        LLM((cfg, params, None), SpecConfig(source="head"), max_batch=2, max_len=MAX_LEN)
     llm = LLM((cfg.replace(mtp_num_layers=0), params, None), SpecConfig(head="random"), max_len=32)
     assert llm.cfg.mtp_num_layers == 1 and llm.head is not None
 

@@ -1,0 +1,89 @@
+"""How a message names a setting: as one types it where the message is shown.
+
+The library is reached through Python, through settings (`speculation.source=ngram`) and through
+flags (`--source ngram`). What it raises about a setting is a `SettingError`, whose text is written
+with a function that names settings; whoever shows it gives the function of that place::
+
+    raise SettingError(lambda say: f"the head is missing; use {say('source', 'ngram')}")
+
+    except ValueError as error:
+        print(spelled(error, dotted({"source": "speculation"})))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Say = Callable[..., str]  # (name) or (name, value) -> as it is typed
+
+# Keyword arguments of Python by the call that takes them; what is in no row is `SpecConfig`'s.
+_CALLS = {
+    "LLM": (
+        "spec", "control", "max_batch", "max_len", "dtype", "mesh", "tokenizer", "max_stop_tokens",
+        "replicas", "tp",
+    ),
+    "EngineConfig": (
+        "page_size", "cache_bytes", "chunk_tokens", "stretch", "prefill_chunk", "order", "products",
+        "attention",
+    ),
+    "ControlConfig": ("controller", "strategies", "initial", "bs_threshold"),
+    "SamplingParams": ("max_tokens", "temperature", "stop_token_ids"),
+}  # fmt: skip
+
+
+class SettingError(ValueError):
+    """A setting is wrong, or does not go with another.
+
+    Args:
+      write: makes the text, given a function that names a setting. `str(error)` is that of Python.
+    """
+
+    def __init__(self, write: Callable[[Say], str]):
+        super().__init__(write(python))
+        self.write = write
+
+
+def spelled(error: BaseException, say: Say) -> str:
+    """The text of an error as a user of another place than Python can act on it."""
+    return error.write(say) if isinstance(error, SettingError) else str(error)
+
+
+def python(name: str, *value: Any) -> str:
+    """A setting of the library: `SpecConfig(source='ngram')`, and without a value its bare name."""
+    if not value:
+        return name
+    call = next((call for call, names in _CALLS.items() if name in names), "SpecConfig")
+    return f"{call}({name}={'...' if value[0] is ... else repr(value[0])})"
+
+
+def dotted(sections: Mapping[str, str], other_names: Mapping[str, str] | None = None) -> Say:
+    """Names settings as `section.name=value`.
+
+    Args:
+      sections: the section of each setting; "" is the top, and so are those that are not listed.
+      other_names: where a setting has another name than in the library.
+    """
+
+    def say(name: str, *value: Any) -> str:
+        section = sections.get(name, "")
+        last = (other_names or {}).get(name, name)
+        key = f"{section}.{last}" if section else last
+        return f"{key}={_text(value[0])}" if value else key
+
+    return say
+
+
+def flags(name: str, *value: Any) -> str:
+    """Names settings as `--name value`."""
+    flag = "--" + name.replace("_", "-")
+    return f"{flag} {_text(value[0], none='none')}" if value else flag
+
+
+def _text(value: Any, none: str = "null") -> str:
+    """A value as it is typed."""
+    if value is ...:
+        return "..."
+    if value is None:
+        return none
+    return str(value).lower() if isinstance(value, bool) else str(value)
