@@ -257,7 +257,7 @@ def test_bad_lines_of_a_file_are_named_and_the_others_are_generated(run, plain, 
     for number, words in (
         (4, "Expecting value"), (7, "token id 999"), (8, "temperature must be"),
         (9, "messages must be a list"), (10, "expected either"), (11, "surrogates not allowed"),
-        (12, "more than max_len 96"), (13, "expected a JSON object, got list"), (14, "decode"),
+        (12, "more than --max-len 96"), (13, "expected a JSON object, got list"), (14, "decode"),
     ):  # fmt: skip
         assert re.search(f"prompts.jsonl line {number}: .*{re.escape(words)}", errors), number
     assert "9 of 13 prompts could not be used" in errors

@@ -155,7 +155,7 @@ def _load(args: argparse.Namespace, samples: int) -> LLM:
         raise UsageError(as_flags(spelled(error.__cause__ or error, flags))) from error
     except CheckpointError as error:
         raise Failure(str(error)) from error
-    if not args.quiet:
+    if llm.drafting.by_default or args.stats:  # with a head of its own it is no news
         _say(llm.drafting.described(flags))
     return llm
 
