@@ -21,6 +21,7 @@ from specjax.command_line import ConfigError, parse_config
 from specjax.models.hf import UnsupportedModelError
 
 log = logging.getLogger(__name__)
+FLAGS = ("model", "revision")
 KEYS = {"api_key": "SPECJAX_API_KEY", "admin_key": "SPECJAX_ADMIN_KEY"}
 
 
@@ -102,6 +103,8 @@ def _started(cfg: ServeConfig) -> LLM:
     began = time.perf_counter()
     log.info("loading %s", cfg.model)
     llm = load_llm(cfg)
+    for note in llm.notes:
+        log.info("%s", note)
     weights = sum(leaf.size for leaf in jax.tree.leaves(llm.params))
     log.info("loaded %.4g M weights in %.1f s", weights / 1e6, time.perf_counter() - began)
     requests = WARM_UP[cfg.engine.warm_up]
@@ -131,15 +134,17 @@ class Progress:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="DIR", help="the same as model=DIR")
+    for name in FLAGS:
+        parser.add_argument(f"--{name}", metavar=name.upper(), help=f"the same as {name}=..")
 
 
 def _with_model(argv: Sequence[str]) -> list[str]:
-    """`--model DIR` as the setting it is."""
+    """`--model MODEL` and `--revision REVISION` as the settings that they are."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--model")
+    for name in FLAGS:
+        parser.add_argument(f"--{name}")
     known, rest = parser.parse_known_args(argv)
-    return rest if known.model is None else [*rest, f"model={known.model}"]
+    return rest + [f"{name}={value}" for name, value in vars(known).items() if value is not None]
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from specjax.checkpoint_weights import (
 from specjax.engine.checksum import checksum
 from specjax.models import hf
 from specjax.models.transformer import Params
+from specjax.tokenizer import with_tokenizer_end
 
 PATHS = ("/update_weights", "/sleep", "/wake")
 # Of two configs that mean the same model these may differ: they say how it is computed here.
@@ -68,7 +69,7 @@ class Admin:
         takes_head = llm.spec is not None and llm.spec.source == "head"
         if alone and not takes_head:
             raise ValueError("the server drafts with no head of its own; nothing would use it")
-        policy, head = read_weights(Path(asked.path), llm.cfg, alone, asked.step)
+        policy, head = read_weights(Path(asked.path), llm.cfg, alone, asked.step, llm.tokenizer)
         if alone and head is None:
             raise ValueError("it holds no draft head; expected one")
         if not alone and policy is None:
@@ -141,9 +142,12 @@ class Admin:
 
 
 def read_weights(
-    path: Path, cfg: ModelConfig, head_alone: bool, step: int | None
+    path: Path, cfg: ModelConfig, head_alone: bool, step: int | None, tokenizer=None
 ) -> tuple[Params | None, Params | None]:
     """Weights of a model like `cfg` in any layout that is written here.
+
+    Args:
+      tokenizer: that of the model served, whose end-of-sequence token `cfg` has beside its own.
 
     Returns:
       (policy, head); None for what is not there, or not asked for.
@@ -159,11 +163,12 @@ def read_weights(
         if head_alone:
             return None, hf.load_head(path, cfg)
         there, policy, head = hf.load_checkpoint(path, cfg.param_dtype, mtp_concat=cfg.mtp_concat)
-        _require_same(there, cfg, head is not None)
+        _require_same(with_tokenizer_end(there, tokenizer), cfg, head is not None)
         return policy, head
     policy, head, meta = load_weights(path, step, head_alone)
     if "config" in meta:
-        _require_same(config_in(path, meta), cfg, head is not None)
+        there = with_tokenizer_end(config_in(path, meta), tokenizer)
+        _require_same(there, cfg, head is not None)
     elif head is not None:  # older, or a head alone: shapes and the head's switches have to do
         known = {name: meta.get(name, getattr(cfg, name)) for name in _HEADS}
         _require_same(cfg.replace(**known), cfg, True)
@@ -186,6 +191,8 @@ def _require_same(there: ModelConfig, cfg: ModelConfig, has_head: bool) -> None:
         if name in _OURS or (name in _HEADS and not has_head):
             continue
         ours, theirs = getattr(cfg, name), getattr(there, name)
+        if name == "eos_token_ids":  # whose order says nothing
+            ours, theirs = sorted(ours), sorted(theirs)
         if ours != theirs:
             raise ValueError(f"its {name} is {theirs!r}, that of the model served is {ours!r}")
 

@@ -8,9 +8,12 @@ from pathlib import Path
 
 from specjax import LLM, ControlConfig, EngineConfig, SamplingParams, SpecConfig
 from specjax.command_line import ConfigError, find_shipped
+from specjax.config.dtype import AUTO, ENGINE_DTYPES
 from specjax.config.spec import ACCEPTANCE_MODES, DRAFT_SOURCES
 from specjax.control.config import CONTROLLERS
+from specjax.hub import ModelNotFoundError, find_model
 from specjax.kernels import panels
+from specjax.models.hf import UnsupportedModelError
 from specjax.schema import REQUIRED, at_least, option
 from specjax.sharding import offer_cpu_devices
 from specjax.spelling import dotted, spelled
@@ -90,7 +93,11 @@ class EngineSection:
     max_len: int | None = option(
         None, "prompt and generated tokens of a sample at most; null: the model's limit, up to 2048"
     )
-    dtype: str = option("float32", "of weights and arithmetic", choices=("float32", "bfloat16"))
+    dtype: str = option(
+        AUTO,
+        "of weights and arithmetic; auto: the checkpoint's on GPU and TPU, float32 on CPU",
+        choices=ENGINE_DTYPES,
+    )
     replicas: int = option(1, "engines with devices of their own, fed from one queue")
     tp: int = option(1, "devices of each replica")
     chunk_tokens: int = option(
@@ -142,9 +149,12 @@ class LimitSection:
 class ServeConfig:
     """What `python -m serve` is told."""
 
-    model: str = option(REQUIRED, "Hugging Face directory (also --model DIR)")
+    model: str = option(REQUIRED, "Hugging Face directory or id (also --model MODEL)")
+    revision: str | None = option(
+        None, "branch, tag or commit of a Hugging Face id (also --revision REVISION)"
+    )
     served_name: str | None = option(
-        None, "the model's name in requests and answers; null: that of the directory"
+        None, "the model's name in requests and answers; null: that of the directory, or the id"
     )
     chat_template: str | None = option(
         None, "Jinja template, or a file with one; null: the tokenizer's own"
@@ -192,7 +202,8 @@ class ServeConfig:
     @property
     def name(self) -> str:
         """Of the model, in requests and answers."""
-        return self.served_name or Path(self.model).resolve().name
+        local = find_shipped(self.model).is_dir()
+        return self.served_name or (Path(self.model).resolve().name if local else self.model)
 
 
 # How a client's or an operator's setting is typed here.
@@ -215,10 +226,12 @@ def load_llm(cfg: ServeConfig) -> LLM:
     Raises:
       ConfigError: there is no such model, or the settings do not fit it. Its cause is what the
         library raised, for those who have the settings from somewhere else.
+      CheckpointError, UnsupportedModelError: it cannot be used.
     """
-    path = find_shipped(cfg.model)
-    if not path.is_dir():
-        raise ConfigError(f"model: expected a Hugging Face directory, found none at {cfg.model}")
+    try:
+        path = find_model(cfg.model, cfg.revision)
+    except ModelNotFoundError as error:
+        raise ConfigError(f"model: found none at {cfg.model}: {error}") from error
     engine, speculation = cfg.engine, cfg.speculation
     if engine.replicas * engine.tp > 1:
         offer_cpu_devices(engine.replicas * engine.tp)
@@ -236,6 +249,8 @@ def load_llm(cfg: ServeConfig) -> LLM:
             tp=engine.tp,
             say=SAY,
         )
+    except UnsupportedModelError:
+        raise
     except ValueError as error:
         raise ConfigError(spelled(error, SAY)) from error
     if cfg.chat_template is not None:

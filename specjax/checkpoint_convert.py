@@ -40,6 +40,7 @@ from specjax.checkpoint_weights import (
     tokenizer_in,
 )
 from specjax.config import ModelConfig
+from specjax.hub import find_model
 from specjax.models import hf
 from specjax.models.hf_config import dtype_name
 from specjax.models.hf_export import TOKENIZER_FILES, copy_tokenizer, replacing
@@ -90,27 +91,29 @@ def convert(
     dtype: str | None = None,
     like: str | Path | None = None,
     force: bool = False,
+    revision: str | None = None,
 ) -> Converted:
     """Writes a checkpoint again in another layout.
 
     Args:
-      source: a Hugging Face directory, the directory of a run or of its checkpoints, one of
+      source: a Hugging Face directory or id, the directory of a run or of its checkpoints, one of
         `save_draft`, or a draft head's safetensors file.
       target: the directory to write.
       to: `hf` or `orbax`; None is the one that the source is not.
       what: `policy`, `head` or `both`; None is what there is.
       step: of a run; None is the newest.
       dtype: on disk; None is the source's.
-      like: a Hugging Face directory with the config and the tokenizer, for sources that do not say.
+      like: a Hugging Face directory or id with the config and the tokenizer, for sources that do
+        not say.
       force: replace a checkpoint at `target`; anything else there is never replaced.
+      revision: branch, tag or commit of a source that is a Hugging Face id.
 
     Raises:
       CheckpointError, UnsupportedModelError: the source cannot be read, the target is taken or the
         disk too full. Then nothing is left at the target that was not there before.
     """
-    source, target = Path(source), Path(target).absolute()
-    if not source.exists():
-        raise CheckpointError(f"{source} does not exist; expected a checkpoint")
+    target = Path(target).absolute()
+    source, like = find_model(source, revision), None if like is None else find_model(like)
     to = to or ("orbax" if layout_of(source) == HUGGING_FACE else "hf")
     _require_free(source, target, force)
     dtype = dtype and dtype_name(dtype)

@@ -17,6 +17,7 @@ import jax
 from specjax import distributed, sharding
 from specjax.checkpoint_format import CheckpointError, named_leaves, nest
 from specjax.config import ModelConfig
+from specjax.config.dtype import resolve_dtype
 from specjax.draft.mtp import init_head_params
 from specjax.models import hf
 from specjax.models.hf_config import MTP_KEY, config_json, config_of, mtp_json
@@ -35,6 +36,7 @@ class Model:
 
     Attributes:
       cfg: dtypes of parameters and arithmetic are those of `policy`, or else of `head`.
+      stored: dtype of the checkpoint; None where nobody asks.
       policy, head: None for what is not there.
       tokenizer: directory of its files; None where there are none.
     """
@@ -43,6 +45,7 @@ class Model:
     policy: Params | None
     head: Params | None
     tokenizer: Path | None
+    stored: str | None = None
 
 
 def describe(cfg: ModelConfig, tokenizer: str | Path | None, with_head: bool = True) -> dict:
@@ -69,7 +72,7 @@ def load_model(
     Args:
       path: a Hugging Face directory, the directory of a run of `train.rl` or `train.sft`, or the
         one of its checkpoints.
-      dtype: of the parameters; that of the files by default.
+      dtype: of the parameters; that of the files by default. `auto`: see `resolve_dtype`.
       mesh: place the parameters by the table in `specjax.sharding`.
       step: of a run; None is the newest.
 
@@ -77,11 +80,16 @@ def load_model(
       CheckpointError, UnsupportedModelError: it cannot be read, or does not say what it is.
     """
     path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no directory; expected a checkpoint directory")
+    platform = sharding.platform_of(mesh)
     if layout_of(path) != RUN:
         if step is not None:
             raise CheckpointError(f"{path} is no training run and has no step {step}")
+        stored = hf.read_config(path).param_dtype
+        dtype = dtype and resolve_dtype(dtype, stored, platform)
         cfg, policy, head = hf.load_checkpoint(path, dtype, mesh)
-        return Model(cfg, policy, head, path if has_tokenizer(path) else None)
+        return Model(cfg, policy, head, path if has_tokenizer(path) else None, stored)
     if distributed.is_several():
         raise CheckpointError(
             f"{path} is an Orbax checkpoint; a job of several processes reads its model from a "
@@ -91,13 +99,15 @@ def load_model(
     if policy is None:
         raise CheckpointError(f"{path} holds a draft head alone; expected a policy")
     cfg, policy, head = fitted(path, config_in(path, meta), policy, head)
+    stored = cfg.param_dtype
     if dtype is not None:
+        dtype = resolve_dtype(dtype, stored, platform)
         policy, head = jax.tree.map(lambda x: x.astype(dtype), (policy, head))
         cfg = cfg.replace(param_dtype=dtype, compute_dtype=dtype)
     if mesh is not None:
         trees = policy, head
         policy, head = sharding.put(trees, sharding.param_shardings(mesh, trees))
-    return Model(cfg, policy, head, tokenizer_in(path, meta))
+    return Model(cfg, policy, head, tokenizer_in(path, meta), stored)
 
 
 def load_weights(
@@ -168,6 +178,19 @@ def layout_of(path: Path) -> str:
     if (path / CHECKPOINTS).is_dir() or any(child.name.isdigit() for child in path.iterdir()):
         return RUN
     return HUGGING_FACE if any(path.glob("*.safetensors*")) else HEAD
+
+
+def require_config(path: str | Path) -> None:
+    """Reads what a directory says of its model, which takes no time beside its weights.
+
+    Raises:
+      CheckpointError, UnsupportedModelError: as `load_model` would, later.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no directory; expected a checkpoint directory")
+    if layout_of(path) != RUN:
+        hf.read_config(path)
 
 
 def tokenizer_dir(path: str | Path) -> Path:

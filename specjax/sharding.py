@@ -102,6 +102,11 @@ class MeshConfig:
 Devices = Sequence[jax.Device] | None  # None: those of this process's platform
 
 
+def platform_of(mesh: jax.sharding.Mesh | None) -> str:
+    """The platform of a mesh's devices, as jax names it; without one that of the first device."""
+    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+
+
 def make_mesh(config: MeshConfig, devices: Devices = None) -> jax.sharding.Mesh | None:
     """A mesh over the first `config.size` devices; None when the config asks for one device.
 

@@ -193,7 +193,8 @@ _KNOWN_UNITS = {
         "mm": "millimeter millimetre", "cm": "centimeter centimetre", "m": "meter metre",
         "km": "kilometer kilometre", "in": "inch inches", "ft": "foot feet", "yd": "yard",
         "mi": "mile", "mg": "milligram", "g": "gram", "kg": "kilogram", "lb": "pound",
-        "oz": "ounce", "ml": "milliliter millilitre", "l": "liter litre", "s": "sec second", "min": "minute",
+        "oz": "ounce", "ml": "milliliter millilitre", "l": "liter litre", "s": "sec second",
+        "min": "minute",
         "h": "hr hour", "day": "", "week": "", "month": "", "year": "yr", "mph": "", "kmh": "km/h",
         "dollar": "usd", "cent": "", "degree": "deg", "radian": "rad", "unit": "",
     }.items()

@@ -61,7 +61,8 @@ def make_plan(
             "programs for a topology are laid out by meshes, and one of mesh and rollout asks for "
             f"a single device; use more of {topology.name}"
         )
-    shapes = Shapes(cfg, topology.devices, topology.for_replica(cfg.rollout.tp))
+    place = topology.for_replica(cfg.rollout.tp)
+    shapes = Shapes(cfg, topology.devices, place, topology.platform)
     plan, programs = Plan(config, topology, shapes, [], command=command), list(shapes.programs())
     try:
         wanted = re.compile(only)

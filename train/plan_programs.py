@@ -22,6 +22,7 @@ from specjax.engine.engine import Engine
 from specjax.engine.executables import Noted
 from specjax.engine.sources import model_source, source_of
 from specjax.engine.start_up import start_programs
+from specjax.hub import ModelNotFoundError, find_model
 from specjax.models import hf
 from specjax.models.transformer import Params, init_params, to_decode_layout
 from specjax.reshard import Mover, Reshard, cast
@@ -73,6 +74,9 @@ class Program:
 class Shapes:
     """A run of `train.rl` that holds shapes in place of arrays.
 
+    Args:
+      platform: of the machine planned for; None: that of `devices`.
+
     Attributes:
       mesh, places: as `make_meshes` makes them of `devices`; with `for_replica` every replica's
         place is there. apart: whether that is so. target: where weights go, of `devices`.
@@ -81,7 +85,11 @@ class Shapes:
     """
 
     def __init__(
-        self, cfg: RLConfig, devices: sharding.Devices, for_replica: sharding.Devices = None
+        self,
+        cfg: RLConfig,
+        devices: sharding.Devices,
+        for_replica: sharding.Devices = None,
+        platform: str | None = None,
     ):
         self.cfg = cfg
         try:
@@ -94,7 +102,9 @@ class Shapes:
                 self.places = places * cfg.rollout.replicas
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        model, self.read_from = self._read("model", cfg.model, cfg.dtype.params)
+        model, self.read_from = self._read("model", cfg.model, cfg.revision)
+        cfg.dtype.settle(model.param_dtype, platform or sharding.platform_of(self.mesh))
+        model = model.replace(param_dtype=cfg.dtype.params)
         require_length(cfg, model)
         self.head = None
         if drafts_with_head(cfg):
@@ -114,18 +124,20 @@ class Shapes:
         if self.built.draft is not None:
             self.draft_opt = self._like_params(self.built.draft.init_opt_state, self.head)
 
-    def _read(self, key: str, name: str, dtype: str) -> tuple[ModelConfig, str]:
+    def _read(self, key: str, name: str, revision: str | None) -> tuple[ModelConfig, str]:
         """The config of the model that a key of the run names, and where it lies."""
         path = find_shipped(name)
         if not path.is_dir():
             path = find_shipped(f"{SHAPES}/{path.name}")
         if not path.is_dir():
-            raise ConfigError(
-                f"{key}: no directory {name}, and no shapes of that name in {SHAPES}; a "
-                "plan needs no weights, but the model's config.json"
-            )
-        cfg = hf.read_config(path).replace(param_dtype=dtype, compute_dtype=dtype)
-        return cfg, str(path)
+            try:
+                path = find_model(name, revision, weights=False)
+            except ModelNotFoundError as error:
+                raise ConfigError(
+                    f"{key}: no directory {name}, and no shapes of that name in {SHAPES}; a "
+                    "plan needs no weights, but the model's config.json"
+                ) from error
+        return hf.read_config(path), str(path)
 
     def _params(self, model: ModelConfig) -> Params:
         return self._like_params(lambda: init_params(model))
@@ -140,7 +152,9 @@ class Shapes:
         spec = self.cfg.rollout.spec()
         if spec.source != "model":
             return source_of(self.model, spec), None
-        cfg, _ = self._read("rollout.draft_model", spec.draft_model, self.model.compute_dtype)
+        dtype = self.model.compute_dtype
+        cfg, _ = self._read("rollout.draft_model", spec.draft_model, None)
+        cfg = cfg.replace(param_dtype=dtype, compute_dtype=dtype)
         source = model_source(cfg, self.model, self.mesh)
         made = self._like_params(lambda: to_decode_layout(init_params(cfg), source.cfg))
         return source, made

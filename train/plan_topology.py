@@ -47,6 +47,12 @@ class Topology:
         return None
 
     @property
+    def platform(self) -> str:
+        """Of the devices that are planned for, as jax names it; CPUs may stand for them here."""
+        kind = self.name.partition(":")[0]
+        return "cpu" if kind == "cpu" else "tpu" if kind.startswith("v") else "gpu"
+
+    @property
     def source(self) -> str:
         """Where figures come from, for the head of the table."""
         if self.compiler is None:

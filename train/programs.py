@@ -71,7 +71,7 @@ def require_length(cfg: RLConfig, model: ModelConfig) -> None:
 
 
 def as_computed(cfg: RLConfig, model: ModelConfig) -> ModelConfig:
-    """A checkpoint's model with the run's arithmetic."""
+    """A checkpoint's model with the run's arithmetic, which is settled (`DtypeSection.settle`)."""
     return model.replace(compute_dtype=cfg.dtype.compute, remat=cfg.remat)
 
 

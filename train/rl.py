@@ -91,6 +91,7 @@ def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None) -> P
             resume = False
         if resume:
             trainer.restore(checkpoints, resume_step)
+        _say(trainer.about_dtype)
         _say(f"rollouts: {trainer.warm_up()}")
         for doubt in (about_precision(cfg, trainer.model.compute_dtype), about_slots(cfg)):
             if doubt:

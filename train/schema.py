@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specjax.config import ModelConfig
+from specjax.config.dtype import AUTO, about_dtype, resolve_dtype
 from specjax.distributed import DistributedConfig
 from specjax.schema import at_least, option
 from specjax.sharding import MeshConfig
@@ -74,7 +75,24 @@ class DtypeSection:
     """Storage and arithmetic; softmax, norms and logits are always float32."""
 
     params: str = option("float32", "dtype of parameters", choices=("float32", "bfloat16"))
-    compute: str = option("float32", "dtype of arithmetic", choices=("float32", "bfloat16"))
+    compute: str = option(
+        AUTO,
+        "dtype of arithmetic, in rollouts as well; auto: the checkpoint's on GPU and TPU "
+        "(bfloat16 for one in float16), float32 on CPU",
+        choices=(AUTO, "float32", "bfloat16"),
+    )
+
+    def settle(self, stored: str, platform: str) -> str:
+        """Fills in `compute` where it is auto, and returns the line that says what it is.
+
+        Args:
+          stored: dtype of the checkpoint. platform: of the devices that train.
+        """
+        # Gradients in float16 vanish unless the loss is scaled.
+        stored = "bfloat16" if stored == "float16" else stored
+        asked, self.compute = self.compute, resolve_dtype(self.compute, stored, platform)
+        said = about_dtype(asked, self.compute, stored, "dtype.compute=")
+        return f"parameters in {self.params}; {said}"
 
 
 @dataclass
@@ -133,7 +151,10 @@ class SFTConfig:
     """`python -m train.sft`: trains policy and head on demonstrations."""
 
     out: str = option("runs/sft", "directory of the run")
-    init: str | None = option(None, "Hugging Face directory to start from; none: from nothing")
+    init: str | None = option(
+        None, "Hugging Face directory or id to start from; none: from nothing"
+    )
+    revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")
     seed: int = option(0, "decides initial weights")
     steps: int = option(1000, "updates of the policy")
     draft_steps: int = option(
@@ -207,7 +228,8 @@ class EvalSection:
 class RLConfig:
     """`python -m train.rl`: GRPO with speculative rollouts and an online-trained draft head."""
 
-    model: str = option("assets/sums", "Hugging Face directory of the policy (and head)")
+    model: str = option("assets/sums", "Hugging Face directory or id of the policy (and head)")
+    revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")
     out: str = option("runs/rl", "directory of the run")
     seed: int = option(0, "run seed: with step and prompt it keys every token")
     steps: int = option(16, "RL steps")

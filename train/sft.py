@@ -21,9 +21,10 @@ from specjax.command_line import ConfigError, fingerprint, require_same_settings
 from specjax.config import ModelConfig
 from specjax.context import context_of
 from specjax.draft.mtp import init_head_params
+from specjax.hub import find_model
 from specjax.models import hf
 from specjax.models.transformer import Params, init_params
-from specjax.tokenizer import load_tokenizer
+from specjax.tokenizer import load_tokenizer, with_tokenizer_end
 from train import data
 from train.cli import run_program
 from train.draft import DraftTrainer, draft_metrics
@@ -98,21 +99,43 @@ def start_model(
 ) -> tuple[ModelConfig, Params, Params, PreTrainedTokenizerBase]:
     """Model config, policy, head and tokenizer: from `cfg.init`, or new.
 
+    `cfg.dtype` is settled by then.
+
     Args:
       keep_tokenizer: take the one that an earlier start of this run trained.
     """
     if cfg.init:
+        tokenizer = load_tokenizer(cfg.init)
         model, params, head = hf.load_checkpoint(cfg.init, cfg.dtype.params, mesh)
-        model = model.replace(compute_dtype=cfg.dtype.compute, remat=cfg.remat)
+        model = with_end(model.replace(compute_dtype=cfg.dtype.compute, remat=cfg.remat), tokenizer)
         if head is None:
             model = model.replace(**cfg.model.head_switches())
             head = init_head_params(model, cfg.seed + 1)
-        return model, params, head, load_tokenizer(cfg.init)
+        return model, params, head, tokenizer
     tokenizer = load_tokenizer(tokenizer_dir(cfg)) if keep_tokenizer else train_tokenizer(cfg)
     vocab = -(-len(tokenizer) // 16) * 16  # divides by any small tensor-parallel degree
     model = cfg.model.build(vocab, tokenizer.eos_token_id, tokenizer.pad_token_id, cfg.dtype)
     model = model.replace(remat=cfg.remat)
     return model, init_params(model, cfg.seed), init_head_params(model, cfg.seed + 1), tokenizer
+
+
+def with_end(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
+    """The config whose end-of-sequence tokens include the one that demonstrations are ended with.
+
+    It is the tokenizer's, or the model's where the tokenizer names none that the model knows.
+
+    Raises:
+      ConfigError: neither names one.
+    """
+    model = with_tokenizer_end(model, tokenizer)
+    if tokenizer.eos_token_id not in model.eos_token_ids:
+        if not model.eos_token_ids:
+            raise ConfigError(
+                "neither config.json nor the tokenizer of init names an end-of-sequence token to "
+                "end demonstrations with; set eos_token_id in config.json"
+            )
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.eos_token_ids[0])
+    return model
 
 
 def train_tokenizer(cfg: SFTConfig) -> PreTrainedTokenizerBase:
@@ -138,9 +161,18 @@ class Run:
 
     def __init__(self, cfg: SFTConfig, keep_tokenizer: bool = False):
         self.cfg = cfg
+        if cfg.revision is not None and not cfg.init:
+            raise ConfigError("revision is of a Hugging Face id, and init names none; leave it out")
+        stored = "float32"
+        if cfg.init:
+            cfg.init, cfg.revision = str(find_model(cfg.init, cfg.revision)), None
+            stored = hf.read_config(cfg.init).param_dtype
         try:
             self.mesh = sharding.make_mesh(cfg.mesh)
+            self.about_dtype = cfg.dtype.settle(stored, sharding.platform_of(self.mesh))
             model, params, head, tokenizer = start_model(cfg, self.mesh, keep_tokenizer)
+        except hf.UnsupportedModelError:
+            raise
         except ValueError as error:
             raise ConfigError(str(error)) from error
         if self.mesh is not None:
@@ -308,7 +340,7 @@ def train(cfg: SFTConfig, resume: bool = False, resume_step: int | None = None) 
         print(f"{cfg.out} holds no complete checkpoint: starting again at step 1")
         resume = False
     run = Run(cfg, keep_tokenizer=resume)
-    print(run.describe())
+    print(f"{run.describe()}\n{run.about_dtype}")
     with Checkpointer(directory, cfg.checkpoint.keep_last) as checkpoints:
         if resume:
             run.restore(checkpoints, resume_step)

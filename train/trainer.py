@@ -9,15 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import sharding
 from specjax.checkpoint import Checkpointer
-from specjax.checkpoint_weights import describe, load_model, tokenizer_dir
-from specjax.command_line import ConfigError, find_shipped, fingerprint, require_same_settings
+from specjax.checkpoint_weights import describe, load_model, require_config, tokenizer_dir
+from specjax.command_line import ConfigError, fingerprint, require_same_settings
 from specjax.config import SpecConfig
 from specjax.draft.source import DraftSource
 from specjax.engine.sources import load_source
 from specjax.engine.start_up import StartUp
+from specjax.hub import ModelNotFoundError, find_model
 from specjax.models.transformer import Params
-from specjax.tokenizer import load_tokenizer
+from specjax.tokenizer import load_tokenizer, with_tokenizer_end
 from train import data
 from train import rollout as rollouts
 from train.collect import Rollouts
@@ -51,7 +53,9 @@ class Trainer:
         self.cfg = cfg
         self._read_inputs()
         found = load_model(cfg.model, cfg.dtype.params, self.mesh)
+        self.about_dtype = cfg.dtype.settle(found.stored, sharding.platform_of(self.mesh))
         model, self.params, head = found.cfg, found.policy, found.head
+        model = with_tokenizer_end(model, self.tokenizer)
         require_length(cfg, model)
         with_head = drafts_with_head(cfg)
         if with_head:
@@ -72,9 +76,13 @@ class Trainer:
     def _read_inputs(self) -> None:
         """What a mistake of the user shows in, before anything is computed."""
         cfg = self.cfg
-        cfg.model = str(find_shipped(cfg.model))
-        if not Path(cfg.model).is_dir():
-            raise ConfigError(f"model: expected a checkpoint directory, got {cfg.model!r}")
+        try:
+            # From here on it is a path: of an id that of one commit, which a resumed run must have.
+            cfg.model, cfg.revision = str(find_model(cfg.model, cfg.revision)), None
+        except ModelNotFoundError as error:
+            raise ConfigError(
+                f"model: expected a checkpoint directory, got {cfg.model!r}: {error}"
+            ) from error
         try:
             self.mesh, self.places = make_meshes(cfg)
             self.copies = copies_for(cfg, self.places)
@@ -84,6 +92,7 @@ class Trainer:
             self.heldout = data.problems(cfg.data, "heldout") if cfg.eval.problems else []
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        require_config(cfg.model)
         self.tokenizer_dir = tokenizer_dir(cfg.model).absolute()
         self.tokenizer = load_tokenizer(self.tokenizer_dir)
 

@@ -6,6 +6,7 @@ import argparse
 import re
 
 from specjax.config import SamplingParams
+from specjax.config.dtype import AUTO, ENGINE_DTYPES
 from specjax.config.spec import ACCEPTANCE_MODES, DRAFT_SOURCES
 from specjax.control import ControlConfig
 from specjax.control.config import CONTROLLERS
@@ -59,9 +60,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model",
         required=True,
-        metavar="DIR",
-        help="Hugging Face directory, or that of a training run (its newest checkpoint)",
+        metavar="MODEL",
+        help="Hugging Face directory or id, or the directory of a training run (its newest "
+        "checkpoint)",
     )
+    parser.add_argument("--revision", help="branch, tag or commit of a Hugging Face id")
     _add_input(parser.add_argument_group("input and output"))
     _add_sampling(parser.add_argument_group("sampling"))
     _add_speculation(parser.add_argument_group("speculation"))
@@ -117,7 +120,7 @@ def _add_speculation(group) -> None:
         help="what drafts (default: auto, the head that the model holds, else n-grams under a "
         "controller that may choose off)",
     )
-    add("--draft-model", metavar="DIR", help="a smaller model that drafts")
+    add("--draft-model", metavar="MODEL", help="a smaller model that drafts: directory or id")
     add(
         "--head",
         default="checkpoint",
@@ -141,7 +144,13 @@ def _add_engine(group) -> None:
     add = group.add_argument
     add("--max-batch", type=int, default=32, help="samples that run at once (default: 32)")
     add("--max-len", type=int, help="tokens of prompt and sample at most (default: the model's)")
-    add("--dtype", default="float32", choices=("float32", "bfloat16"), help="(default: float32)")
+    add(
+        "--dtype",
+        default=AUTO,
+        choices=ENGINE_DTYPES,
+        help="of weights and arithmetic (default: auto, the checkpoint's on GPU and TPU, float32 "
+        "on CPU)",
+    )
     add("--replicas", type=int, default=1, help="engines with devices of their own (default: 1)")
     add("--tp", type=int, default=1, help="devices of each (default: 1)")
     add("--max-stop-tokens", type=int, default=8, help="of a prompt, the model's own included")

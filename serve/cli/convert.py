@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from serve.cli import Failure
 
-EPILOG = """The source may be a Hugging Face directory, the directory of a run of train.rl or
+EPILOG = """The source may be a Hugging Face directory or id, the directory of a run of train.rl or
 train.sft, the one of its checkpoints, a draft head that such a run wrote (RUN/draft/STEP), or a
 head's safetensors file. What becomes of it:
 
@@ -35,11 +35,12 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("source", help="the checkpoint to read")
+    add("source", help="the checkpoint to read: a path, or a Hugging Face id")
     add("target", help="the directory to write; must not exist")
     add("--to", choices=("hf", "orbax"), help="layout to write (default: the other one)")
     add("--what", choices=("policy", "head", "both"), help="default: what there is")
     add("--step", type=int, metavar="N", help="of a run (default: the newest)")
+    add("--revision", help="branch, tag or commit of a source that is a Hugging Face id")
     add(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -47,9 +48,9 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--like",
-        metavar="DIR",
-        help="Hugging Face directory with config and tokenizer, for a source that does not say "
-        "what it is: a head alone, or a run of an older version",
+        metavar="MODEL",
+        help="Hugging Face directory or id with config and tokenizer, for a source that does not "
+        "say what it is: a head alone, or a run of an older version",
     )
     add(
         "--force",

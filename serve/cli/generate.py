@@ -124,11 +124,13 @@ def _load(args: argparse.Namespace, samples: int) -> LLM:
     """The model, with no more slots than there are samples."""
     from serve.settings import EngineSection, ServeConfig, SpeculationSection, load_llm
     from specjax.checkpoint_format import CheckpointError
+    from specjax.models.hf_config import UnsupportedModelError
 
     slots = min(args.max_batch, -(-max(1, samples) // max(1, args.replicas)))
     try:
         cfg = ServeConfig(
             model=args.model,
+            revision=args.revision,
             chat_template=args.chat_template,
             engine=EngineSection(
                 max_batch=slots,
@@ -151,10 +153,12 @@ def _load(args: argparse.Namespace, samples: int) -> LLM:
             ),
         )
         llm = load_llm(cfg)
+    except (CheckpointError, UnsupportedModelError) as error:
+        raise Failure(str(error)) from error
     except ValueError as error:  # a ConfigError among them
         raise UsageError(as_flags(spelled(error.__cause__ or error, flags))) from error
-    except CheckpointError as error:
-        raise Failure(str(error)) from error
+    for note in llm.notes:
+        _say(note)
     if llm.drafting.by_default or args.stats:  # with a head of its own it is no news
         _say(llm.drafting.described(flags))
     return llm
@@ -170,7 +174,8 @@ def _ask(llm: LLM, prompt: Prompt, params: SamplingParams, args: argparse.Namesp
     ids = check_prompt("the prompt", _ids(llm, prompt), llm.cfg.vocab_size)
     jobs = make_jobs(ids, params, llm.cfg.eos_token_ids, llm.tokenizer, prompt.index)
     llm.engine.check(jobs[0])
-    key = key_of(str(Path(args.model).resolve()), ids, params)
+    place = args.model if args.revision is None else f"{args.model}@{args.revision}"
+    key = key_of(str(Path(place).resolve()), ids, params)
     return Asked(prompt, ids, params, jobs, key)
 
 

@@ -25,10 +25,17 @@ def resolve_dtype(asked: str, stored: str, platform: str) -> str:
     return "float32" if platform == "cpu" else stored
 
 
-def about_dtype(asked: str, chosen: str, stored: str) -> str:
-    """One line that says what was chosen, and why."""
+def about_dtype(asked: str, chosen: str, stored: str, setting: str = "dtype ") -> str:
+    """One line that says what was chosen, and why.
+
+    Args:
+      setting: how one asks for another.
+    """
     if asked != AUTO:
-        return f"dtype {chosen}, as asked (the checkpoint is {stored})"
+        return f"arithmetic in {chosen}, as asked (the checkpoint is in {stored})"
     if chosen == stored:
-        return f"dtype {chosen}, that of the checkpoint (auto)"
-    return f"dtype {chosen} on CPU (auto); dtype {stored} takes that of the checkpoint"
+        return f"arithmetic in {chosen}, the checkpoint's dtype"
+    return (
+        f"arithmetic in {chosen}, as always on CPU unless asked otherwise ({setting}{stored} is "
+        "the checkpoint's)"
+    )

@@ -61,8 +61,8 @@ def accept_block(
       coins: uniform in (0, 1), one per drafted token; all are tested, none is tested twice.
       residual_noise: Gumbel noise for the one token that is not a draft.
     """
-    # The target may have no distribution after a draft (its row is NaN). The sample ends there if it
-    # comes so far, and how far it comes must not depend on that row: any distribution will do.
+    # The target may have no distribution after a draft (its row is NaN). The sample ends there if
+    # it comes so far, and how far it comes must not depend on that row: any distribution will do.
     p = jnp.where(jnp.isnan(p[..., :1]), 1 / p.shape[-1], p)
     drafted = tokens[:, 1:]
     steps = drafted.shape[1]

@@ -72,7 +72,7 @@ class Emitted(NamedTuple):
 def until_invalid(
     state: DecodeState, logits: Float[Array, "B E V"], count: Int[Array, " B"]
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """How many of the first `count` tokens were drawn from a distribution, and whether not all were.
+    """How many of the first `count` tokens were drawn from a distribution; whether not all were.
 
     Which rows a walk comes to does not depend on the logits after its last one, and so these tokens
     are those of plain decoding, which ends at the same position.

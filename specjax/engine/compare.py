@@ -31,7 +31,7 @@ from specjax.engine.request import Job
 from specjax.models.transformer import graphdef
 
 # Rounding beyond this share of the largest logit is not rounding.
-ROUNDING_LIMIT = {"float32": 1e-4, "bfloat16": 5e-2}
+ROUNDING_LIMIT = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
 
 @dataclasses.dataclass(frozen=True)

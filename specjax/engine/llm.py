@@ -14,6 +14,7 @@ from tqdm import tqdm
 from specjax import sharding
 from specjax.checkpoint_weights import load_model
 from specjax.config import ModelConfig, SamplingParams, SpecConfig
+from specjax.config.dtype import AUTO, about_dtype
 from specjax.control import ControlConfig
 from specjax.engine.checks import check_job, check_prompt
 from specjax.engine.compare import Difference, first_difference
@@ -24,10 +25,11 @@ from specjax.engine.request import Job, RequestOutput, SampleOutput, Totals, mak
 from specjax.engine.settings import EngineConfig
 from specjax.engine.sources import load_source, settle_draft
 from specjax.engine.start_up import OnProgram, StartUp
+from specjax.hub import find_model
 from specjax.models.transformer import Params
 from specjax.spelling import Say, SettingError, python
 from specjax.telemetry import Collector
-from specjax.tokenizer import load_tokenizer
+from specjax.tokenizer import load_tokenizer, with_tokenizer_end
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]  # with the keys `role` and `content`
@@ -38,14 +40,15 @@ class LLM:
     """A policy with its draft source, ready to generate.
 
     Args:
-      model: a Hugging Face directory, the directory of a training run (whose newest checkpoint is
-        taken), or (ModelConfig, params, head params or None).
+      model: a Hugging Face directory or id (`Qwen/Qwen3-0.6B`), the directory of a training run
+        (whose newest checkpoint is taken), or (ModelConfig, params, head params or None).
       spec: how to speculate; None is plain decoding. By default the checkpoint's head drafts, or
         n-grams where there is none; a line in the log says which.
       max_batch: samples that run at once; more are queued.
       max_len: prompt and generated tokens of a sample at most; None takes the model's limit,
         2,048 at most.
-      dtype: of parameters and arithmetic (`"float32"`, `"bfloat16"`).
+      dtype: of parameters and arithmetic: `"float32"`, `"bfloat16"`, `"float16"`; `"auto"` is the
+        checkpoint's on GPU and TPU, and float32 on CPU. A ModelConfig has its own.
       mesh: shard over it; see `specjax.sharding.make_mesh`.
       tokenizer: overrides the one in the directory; without one, prompts are token ids.
       max_stop_tokens: per request at most, the model's own included.
@@ -58,9 +61,11 @@ class LLM:
       replicas: independent engines of `max_batch` slots each, with `tp` devices each, fed from one
         queue.
       say: names settings in what is logged, for programs in which users do not type Python.
+      revision: branch, tag or commit of a Hugging Face id.
 
     Attributes:
       drafting: what drafts, under which controller.
+      notes: what was chosen for the caller, a line each.
       totals: sums over the samples of the last call.
       differences: with `SpecConfig(exact_mode=True)`, the first difference from plain decoding of
         every sample of the last call that differs; None when nothing was compared.
@@ -68,6 +73,7 @@ class LLM:
     Raises:
       ValueError: speculation is asked for and the checkpoint has no draft head, or the draft
         model's vocabulary is not the target's.
+      CheckpointError, UnsupportedModelError: there is no such model, or it cannot be used.
     """
 
     def __init__(
@@ -76,7 +82,7 @@ class LLM:
         spec: SpecConfig | None = SpecConfig(),  # noqa: B008
         max_batch: int = 32,
         max_len: int | None = None,
-        dtype: str = "float32",
+        dtype: str = AUTO,
         mesh: jax.sharding.Mesh | None = None,
         tokenizer=None,
         scan_layers: bool | None = None,
@@ -86,12 +92,17 @@ class LLM:
         replicas: int = 1,
         tp: int = 1,
         say: Say = python,
+        revision: str | None = None,
     ):
+        self.notes: list[str] = []
         if isinstance(model, (str, Path)):
-            found = load_model(model, dtype, mesh)
+            found = load_model(find_model(model, revision), dtype, mesh)
             cfg, params, head = found.cfg, found.policy, found.head
+            if (dtype, found.stored) != (AUTO, "float32"):  # else there was no choice
+                self.notes.append(about_dtype(dtype, cfg.param_dtype, found.stored))
             if tokenizer is None and found.tokenizer is not None:
                 tokenizer = load_tokenizer(found.tokenizer, required=False)
+            cfg = with_tokenizer_end(cfg, tokenizer)
         else:
             cfg, params, head = model
         if max_batch < 1:
@@ -99,8 +110,8 @@ class LLM:
                 lambda say: f"{say('max_batch')} must be at least 1, got {max_batch}"
             )
         self.drafting = settle_draft(spec, control, head is not None)
-        # Without a head it is news, for a user may have forgotten to name what should draft. Programs
-        # with a spelling of their own show the log, or say it themselves.
+        # Without a head it is news, for a user may have forgotten to name what should draft.
+        # Programs with a spelling of their own show the log, or say it themselves.
         news = self.drafting.by_default and say is python
         level = logging.WARNING if news else logging.INFO
         log.log(level, "%s", self.drafting.described(say))

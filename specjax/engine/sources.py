@@ -17,6 +17,7 @@ from specjax.draft.mtp import init_head_params
 from specjax.draft.mtp_source import MTPSource
 from specjax.draft.ngram import NgramSource
 from specjax.draft.source import DraftSource
+from specjax.hub import find_model
 from specjax.kernels import dispatch
 from specjax.models import hf
 from specjax.models.transformer import Params, to_decode_layout
@@ -217,7 +218,7 @@ def load_draft_model(
     dtype: str = "float32",
     mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[ModelSource, Params]:
-    """Reads a Hugging Face directory as a draft model; a draft head in it is ignored.
+    """Reads a Hugging Face directory or id as a draft model; a draft head in it is ignored.
 
     Args:
       target_tokenizer: compared with the directory's; None compares the vocabulary sizes only.
@@ -229,7 +230,8 @@ def load_draft_model(
     Raises:
       ValueError: see `check_vocabulary`. CheckpointError and others: see `hf.load_checkpoint`.
     """
-    draft_cfg = hf.read_config(Path(path))
+    path = find_model(path)
+    draft_cfg = hf.read_config(path)
     tokenizer = load_tokenizer(path, required=False)
     ids = [None if t is None else t.get_vocab() for t in (tokenizer, target_tokenizer)]
     check_vocabulary(draft_cfg, target_cfg, *ids)

@@ -166,9 +166,7 @@ def _rope(keys: Keys, max_position: int) -> dict[str, Any]:
             )
     scaling = None
     if kind == "llama3":
-        factors = [
-            rope.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor")
-        ]
+        factors = [rope.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor")]
         if factors[2] <= factors[1]:
             raise rope.error("high_freq_factor", f"more than low_freq_factor, {factors[1]:g}")
         name = "original_max_position_embeddings"
@@ -270,7 +268,7 @@ def _sliding(keys: Keys, layers: int) -> list[str]:
         if len(kinds) != layers:
             raise keys.error("layer_types", f"as many as num_hidden_layers, {layers}")
         other = sorted({kind for kind in kinds if kind != "full_attention"})
-        return [f"layers of type {', '.join(other)} (a sliding window of {window})"] if other else []
+        return [f"layers of type {', '.join(other)} (sliding_window {window})"] if other else []
     if not used or window is None or (28 if full is None else full) >= layers:
         return []
     return [f"a sliding window of {window} in use"]

@@ -22,8 +22,10 @@ from pathlib import Path
 import numpy as np
 
 from specjax.config import SpecConfig
+from specjax.config.dtype import AUTO
 from specjax.engine.llm import LLM
 from specjax.engine.sources import settle_draft
+from specjax.hub import find_model
 from specjax.models import hf
 from specjax.verify.chi_square import ALPHA, LENGTH, WIDTH, chi_square_checks
 from specjax.verify.identity import identity_check
@@ -37,10 +39,19 @@ NOISE_NUMBERS = 1 << 26  # noise numbers that the running batch may keep
 LARGEST_BATCH = 256
 
 
-def load(path: str | Path, spec: SpecConfig | None = None, dtype: str = "float32") -> LLM:
+def load(
+    model: str | Path,
+    spec: SpecConfig | None = None,
+    dtype: str = AUTO,
+    revision: str | None = None,
+) -> LLM:
     """An `LLM` that can be checked, which always speculates.
 
     Where the checkpoint has no draft head, n-grams draft, or with source `head` a random one.
+
+    Args:
+      model: a Hugging Face directory or id. revision: branch, tag or commit of an id.
+      dtype: see `LLM`.
 
     Raises:
       ValueError, OSError, CheckpointError: the directory holds no checkpoint that can be read, or
@@ -49,6 +60,7 @@ def load(path: str | Path, spec: SpecConfig | None = None, dtype: str = "float32
     spec = spec or SpecConfig()
     if spec.is_off:
         raise InputError("strategy 'off' is plain decoding, which leaves nothing to check")
+    path = find_model(model, revision)
     cfg = hf.read_config(path)
     if spec.source == "head" and spec.head == "checkpoint" and not cfg.mtp_num_layers:
         spec = dataclasses.replace(spec, head="random")
@@ -68,14 +80,14 @@ def check(
     prompt: str | Sequence[int] | None = None,
     samples: int = 20_000,
     requests: int = 32,
-    dtype: str = "float32",
+    dtype: str = AUTO,
     seed: int = 0,
 ) -> Verdict:
     """Checks identity and distribution.
 
     Args:
-      model: a Hugging Face directory, or an `LLM` that speculates (then `spec` and `dtype` are its
-        own).
+      model: a Hugging Face directory or id, or an `LLM` that speculates (then `spec` and `dtype`
+        are its own).
       spec: how to speculate; None is `SpecConfig()`.
       prompt: text, or token ids, after which the distribution is checked; None draws eight tokens.
       samples: per set of options. requests: of the identity check, with one or two samples each.

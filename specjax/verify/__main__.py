@@ -14,6 +14,7 @@ import sys
 
 from specjax.checkpoint_format import CheckpointError
 from specjax.config import ACCEPTANCE_MODES, SpecConfig
+from specjax.config.dtype import AUTO, ENGINE_DTYPES
 from specjax.spelling import flags, spelled
 from specjax.verify import InputError, Verdict, check, load
 
@@ -42,10 +43,11 @@ def _check(args: argparse.Namespace, prog: str) -> Verdict:
             source=args.source,
             draft_model=args.draft_model,
         )
-        llm = load(args.model, spec, args.dtype)
+        llm = load(args.model, spec, args.dtype, args.revision)
     except (ValueError, OSError, CheckpointError) as error:
         raise InputError(spelled(error, flags)) from error
-    print(f"{prog}: {llm.drafting.described(flags)}", file=sys.stderr)
+    for note in (*llm.notes, f"{prog}: {llm.drafting.described(flags)}"):
+        print(note, file=sys.stderr)
     try:
         verdict = check(
             llm,
@@ -64,7 +66,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         prog=prog,
         description="Checks that speculative decoding of a model is lossless.",
     )
-    parser.add_argument("--model", required=True, help="a Hugging Face directory")
+    parser.add_argument("--model", required=True, help="a Hugging Face directory or id")
+    parser.add_argument("--revision", help="branch, tag or commit of a Hugging Face id")
     parser.add_argument("--strategy", default="4_1_5", help="what to draft (default: 4_1_5)")
     parser.add_argument("--acceptance", default="coupled", choices=ACCEPTANCE_MODES)
     parser.add_argument(
@@ -80,7 +83,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--prompt", help="text after which the distribution is checked")
     group.add_argument("--tokens", help="the same as token ids, such as 5,17,3")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument(
+        "--dtype",
+        default=AUTO,
+        choices=ENGINE_DTYPES,
+        help="default: auto, the checkpoint's on GPU and TPU, float32 on CPU",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="also write the verdict there")
     return parser

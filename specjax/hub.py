@@ -1,0 +1,209 @@
+"""Where a model lies: a local directory, or a Hugging Face id such as `Qwen/Qwen3-0.6B`.
+
+A local directory wins. Of an id, the local Hugging Face cache is used as it is when it holds the
+revision with config, weights and tokenizer; otherwise what specjax reads is downloaded to it, and
+nothing else: config.json, generation_config.json, tokenizer and chat template, safetensors.
+
+The usual variables are honoured when a model is looked for, not when this is imported: HF_HOME,
+HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT, and HF_TOKEN for what is private or gated.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from specjax.checkpoint_files import CheckpointError
+from specjax.checkpoint_format import first_line
+from specjax.command_line import find_shipped
+from specjax.models.hf import files_in_index
+from specjax.models.hf_export import TOKENIZER_FILES
+from specjax.models.hf_names import HEAD_FILE, INDEX, WEIGHTS
+
+_SMALL = ("config.json", "generation_config.json", INDEX, *TOKENIZER_FILES)
+_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
+_TRUE = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads its variables
+
+
+class ModelNotFoundError(CheckpointError):
+    """There is nothing of that name here, and it can be no Hugging Face id."""
+
+
+def find_model(name: str | Path, revision: str | None = None, weights: bool = True) -> Path:
+    """The local directory of a model.
+
+    Args:
+      name: a directory, one of those that specjax ships (`assets/sums`), or a Hugging Face id,
+        `owner/name`. A `Path` is never taken for an id.
+      revision: branch, tag or commit of an id; None is its main branch.
+      weights: they are needed; else the config and the tokenizer are enough.
+
+    Raises:
+      ModelNotFoundError: there is no such directory, and the name can be no id.
+      CheckpointError: the id cannot be had; one line says why.
+    """
+    local = find_shipped(os.path.expanduser(name))
+    if local.exists():
+        if revision is not None:
+            raise CheckpointError(
+                f"revision {revision!r} is of a Hugging Face id, and {name} is a local path; leave "
+                "one of them out"
+            )
+        return local
+    if isinstance(name, Path) or not _is_id(name):
+        raise ModelNotFoundError(
+            f"{name} does not exist; expected a checkpoint directory, or a Hugging Face id such as "
+            "Qwen/Qwen3-0.6B"
+        )
+    owner = find_shipped(name.split("/")[0])
+    if owner.is_dir():
+        raise ModelNotFoundError(
+            f"{name} does not exist; expected a checkpoint directory (it is not taken for a "
+            f"Hugging Face id because {owner} is a directory)"
+        )
+    if revision is not None and not re.fullmatch(r"[\w.-]+(/[\w.-]+)*", revision):
+        raise CheckpointError(f"revision: expected a branch, tag or commit, got {revision!r}")
+    cached = _cached(name, revision)
+    if cached is not None and _is_complete(cached, weights):
+        return cached
+    if _is_offline():
+        if cached is not None and _is_complete(cached, weights, tokenizer=False):
+            return cached
+        there = "only in part in" if cached is not None else "not in"
+        raise CheckpointError(
+            f"{_called(name, revision)} is {there} the local cache {_cache()}, there is no "
+            "directory of that name, and HF_HUB_OFFLINE forbids to download it"
+        )
+    return _downloaded(name, revision, weights, cached)
+
+
+def _is_id(name: str) -> bool:
+    """Whether it has the form `owner/name` of a Hugging Face id."""
+    if "--" in name or ".." in name or name.endswith((".git", ".", "-")):
+        return False
+    return _ID.fullmatch(name) is not None and len(name) <= 96
+
+
+def _called(name: str, revision: str | None) -> str:
+    return name if revision is None else f"revision {revision!r} of {name}"
+
+
+# --- the local cache ----------------------------------------------------------------------------
+
+
+def _cache() -> Path:
+    """Where downloads are kept."""
+    from huggingface_hub import constants
+
+    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    home = os.environ.get("HF_HOME")
+    if named is None and home is not None:
+        named = str(Path(home) / "hub")
+    return Path(named or constants.HF_HUB_CACHE).expanduser()
+
+
+def _is_offline() -> bool:
+    from huggingface_hub import is_offline_mode
+
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    return is_offline_mode() or any(os.environ.get(n, "").upper() in _TRUE for n in names)
+
+
+def _cached(name: str, revision: str | None) -> Path | None:
+    """The folder of the revision in the local cache, however much of it is there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json", cache_dir=_cache(), revision=revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _is_complete(folder: Path, weights: bool, tokenizer: bool = True) -> bool:
+    """Whether all that is read is there."""
+    needed = [folder / "config.json"]
+    if weights:
+        needed += [folder / file for file in _weight_names(folder)]
+    if tokenizer:
+        needed.append(folder / "tokenizer.json")
+    return all(file.exists() for file in needed)
+
+
+def _weight_names(folder: Path) -> list[str]:
+    """The weight files that the folder should hold."""
+    if (folder / INDEX).exists() and not (folder / WEIGHTS).exists():
+        return files_in_index(folder / INDEX)
+    return [WEIGHTS]
+
+
+# --- downloads ----------------------------------------------------------------------------------
+
+
+def _downloaded(name: str, revision: str | None, weights: bool, cached: Path | None) -> Path:
+    """The folder in the local cache, after what was missing has been downloaded."""
+    try:
+        folder = _snapshot(name, revision, _SMALL)
+        if weights and (folder / "config.json").exists():
+            # Of the same commit, should the branch move meanwhile.
+            _snapshot(name, folder.name, [*_weight_names(folder), HEAD_FILE])
+    except CheckpointError:
+        raise
+    except Exception as error:  # of three libraries below, and they change
+        if _is_connection(error) and cached is not None:
+            if _is_complete(cached, weights, tokenizer=False):
+                return cached
+        raise CheckpointError(_reason(name, revision, error)) from error
+    if not (folder / "config.json").exists():
+        raise CheckpointError(
+            f"{_called(name, revision)} has no config.json; expected a model in the layout of "
+            "Hugging Face"
+        )
+    if weights and not all((folder / file).exists() for file in _weight_names(folder)):
+        raise CheckpointError(
+            f"{_called(name, revision)} has no {WEIGHTS} and no complete set of the files of "
+            f"{INDEX}; specjax reads safetensors only"
+        )
+    return folder
+
+
+def _snapshot(name: str, revision: str | None, files: Sequence[str]) -> Path:
+    import huggingface_hub
+
+    return Path(
+        huggingface_hub.snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=_cache(),
+            allow_patterns=list(files),
+            endpoint=os.environ.get("HF_ENDPOINT"),
+        )
+    )
+
+
+def _is_connection(error: Exception) -> bool:
+    from huggingface_hub import errors
+
+    return not isinstance(error, (errors.HfHubHTTPError, errors.HFValidationError))
+
+
+def _reason(name: str, revision: str | None, error: Exception) -> str:
+    """One line for what huggingface_hub says in many."""
+    from huggingface_hub import errors
+
+    called = _called(name, revision)
+    login = "log in (`hf auth login`, or HF_TOKEN)"
+    if isinstance(error, errors.GatedRepoError):
+        return f"{called} is gated: ask for access on its page, then {login}"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{name} has no revision {revision or 'main'!r}; expected a branch, tag or commit"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"there is no directory {name}, and no model of that id that may be read: check the "
+            f"spelling, or {login} if it is private"
+        )
+    if isinstance(error, errors.HfHubHTTPError):
+        return f"{called} cannot be downloaded: {first_line(error)}"
+    return (
+        f"there is no directory {name}, {called} is not in the local cache {_cache()}, and it "
+        f"cannot be downloaded: {first_line(error)}; check the network, or copy the model here"
+    )
