@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import safetensors
 
 from specjax.checkpoint import Checkpointer, save_draft
+from specjax.checkpoint_files import pointer_problem
 from specjax.checkpoint_format import CheckpointError, first_line
 from specjax.checkpoint_weights import (
     CHECKPOINTS,
@@ -44,7 +45,8 @@ from specjax.hub import find_model
 from specjax.models import hf
 from specjax.models.hf_config import dtype_name
 from specjax.models.hf_export import TOKENIZER_FILES, copy_tokenizer, replacing
-from specjax.models.hf_names import HEAD_FILE, INDEX
+from specjax.models.hf_names import HEAD_FILE, INDEX, WEIGHTS
+from specjax.tokenizer import check_files
 
 # What `save_draft` writes.
 _HEAD_NAMES = {
@@ -118,6 +120,8 @@ def convert(
     _require_free(source, target, force)
     dtype = dtype and dtype_name(dtype)
     model, found = _read(source, what, step, like, dtype)
+    if model.tokenizer is not None:
+        check_files(model.tokenizer)
     dtype = dtype or model.cfg.param_dtype
     trees = {"policy": model.policy, "head": model.head}
     trees = {name: tree for name, tree in trees.items() if tree is not None}
@@ -153,6 +157,8 @@ def _read(source: Path, what: str | None, step: int | None, like, dtype) -> tupl
 
 def _read_hf(source: Path, what: str | None, like, dtype: str | None) -> Model:
     alone = source.is_file() or not (source / "config.json").exists()
+    if alone and source.is_dir() and any((source / name).exists() for name in (WEIGHTS, INDEX)):
+        hf.read_config(source)  # says what is wrong: a head alone lies in another file
     if alone and like is None:
         raise CheckpointError(
             f"{source} holds a draft head alone; expected --like DIR, the Hugging Face directory "
@@ -182,7 +188,9 @@ def _dtypes_of(source: Path) -> set[str]:
                 names = tensors.keys()
                 found |= {tensors.get_slice(name).get_dtype() for name in names}
         except (OSError, safetensors.SafetensorError) as error:
-            raise CheckpointError(f"{file} is damaged or no safetensors file ({error})") from error
+            raise CheckpointError(
+                pointer_problem(file) or f"{file} is damaged or no safetensors file ({error})"
+            ) from error
     return {_DTYPES.get(name, name) for name in found}
 
 

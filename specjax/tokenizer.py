@@ -56,15 +56,7 @@ def load_tokenizer(path: str | Path, required: bool = True):
         raise FileNotFoundError(
             f"{path} has no tokenizer.json; copy the model's tokenizer files there"
         )
-    files = [path / name for name in (*_VOCABULARIES, *_OTHERS)]
-    for problem in map(pointer_problem, files):
-        if problem:
-            raise CheckpointError(problem)
-    if not any((path / name).is_file() for name in _VOCABULARIES):
-        raise CheckpointError(
-            f"{path} has {_SETTINGS} and no vocabulary; expected tokenizer.json beside it: copy "
-            "the model's tokenizer files there"
-        )
+    _check_contents(path)
     named = _checked_settings(path)
     plain = named in ("PreTrainedTokenizerFast", "TokenizersBackend")
     # The second takes seconds to import where torch is installed.
@@ -78,6 +70,30 @@ def load_tokenizer(path: str | Path, required: bool = True):
             f"{path}: the tokenizer cannot be read ({first_line(error)}); fetch its files again, "
             "or use versions of transformers and tokenizers that know it"
         ) from error
+
+
+def check_files(path: Path) -> None:
+    """Checks what can be said of tokenizer files without transformers, for those that copy them.
+
+    Raises:
+      CheckpointError: one of them is damaged, a Git LFS pointer, or of a type that is not known.
+    """
+    _check_contents(path)
+    _checked_settings(path)
+    _diagnose(path)
+
+
+def _check_contents(path: Path) -> None:
+    """Raises `CheckpointError` for a pointer in place of a file, or a missing vocabulary."""
+    for name in (*_VOCABULARIES, *_OTHERS):
+        problem = pointer_problem(path / name)
+        if problem:
+            raise CheckpointError(problem)
+    if not any((path / name).is_file() for name in _VOCABULARIES):
+        raise CheckpointError(
+            f"{path} has tokenizer files and no vocabulary; expected tokenizer.json: copy the "
+            "model's tokenizer files there"
+        )
 
 
 def _checked_settings(path: Path) -> str | None:

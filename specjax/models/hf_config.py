@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from specjax.checkpoint_files import Keys, read_json, shown
+from specjax.checkpoint_format import CheckpointError
 from specjax.config import ModelConfig, RopeScaling
 from specjax.config.dtype import DTYPES
 
@@ -75,6 +76,8 @@ def read_config(path: str | Path) -> ModelConfig:
       UnsupportedModelError: an unknown family, or a feature that is not implemented.
     """
     path = Path(path)
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file; expected a checkpoint directory")
     raw = read_json(path / "config.json")
     generation = {}
     if (path / "generation_config.json").exists():
@@ -268,7 +271,7 @@ def _sliding(keys: Keys, layers: int) -> list[str]:
         if len(kinds) != layers:
             raise keys.error("layer_types", f"as many as num_hidden_layers, {layers}")
         other = sorted({kind for kind in kinds if kind != "full_attention"})
-        return [f"layers of type {', '.join(other)} (sliding_window {window})"] if other else []
+        return [f"layer_types {', '.join(other)} (sliding_window {window})"] if other else []
     if not used or window is None or (28 if full is None else full) >= layers:
         return []
     return [f"a sliding window of {window} in use"]

@@ -49,16 +49,25 @@ TOP_NAMES = {
 _TRANSPOSED = frozenset(("q", "k", "v", "o", "gate", "up", "down", "proj", "lm_head"))
 
 
+_MOST_PROBLEMS = 100
+
+
 class CheckpointWeightError(CheckpointError):
-    """Weights are missing, unexpected or wrongly shaped; the message names each of them."""
+    """Weights are missing, unexpected or wrongly shaped; the message names them."""
 
 
 def raise_problems(source: object, problems: list[str]) -> None:
-    """Raises `CheckpointWeightError` with one line per problem, if there are any."""
+    """Raises `CheckpointWeightError` with one line per problem, if there are any.
+
+    Of very many, as of a wrong number of layers, the first say what is wrong.
+    """
     if problems:
+        shown = problems[:_MOST_PROBLEMS]
+        if len(problems) > len(shown):
+            shown.append(f"and {len(problems) - len(shown)} more")
         raise CheckpointWeightError(
             f"{source} does not fit the model config; weights at fault: {len(problems)}\n  "
-            + "\n  ".join(problems)
+            + "\n  ".join(shown)
         )
 
 

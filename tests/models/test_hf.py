@@ -347,3 +347,62 @@ def test_a_head_that_fits_in_shape_only_is_refused(tmp_path):
         hf.load_head(tmp_path / "head.safetensors", cfg.replace(mtp_num_layers=2))
     with pytest.raises(hf.CheckpointError, match="does not exist"):
         hf.load_head(tmp_path / "none.safetensors", cfg)
+
+
+# --- tied embeddings ----------------------------------------------------------------------------
+
+
+def with_lm_head(path: Path, change: float) -> np.ndarray:
+    """Adds a language-model head to a tied checkpoint: the embedding times a number."""
+    tensors = load_file(path / "model.safetensors")
+    embed = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = (embed * embed.dtype.type(change)).astype(embed.dtype)
+    save_file(tensors, path / "model.safetensors")
+    return tensors["lm_head.weight"]
+
+
+@pytest.mark.parametrize("family", ("qwen2", "qwen3"))
+def test_a_head_that_differs_from_the_embedding_is_used_with_a_warning(
+    family, folder, edit_json, caplog, tmp_path
+):
+    path = folder(family)
+    _, tied, _ = hf.load_checkpoint(path)
+    head = with_lm_head(path, -2.0)
+    cfg, params, _ = hf.load_checkpoint(path)
+    assert not cfg.tie_embeddings and "tie_word_embeddings is true" in caplog.text
+    np.testing.assert_array_equal(np.asarray(params["lm_head"]), head.T)
+    assert_same({k: v for k, v in params.items() if k != "lm_head"}, tied)
+    edit_json(path / "config.json", tie_word_embeddings=False)
+    caplog.clear()
+    assert_same(hf.load_checkpoint(path)[1], params)
+    hf.save_checkpoint(tmp_path / "out", cfg, params)
+    assert_same(hf.load_checkpoint(tmp_path / "out")[1], params)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("family", ("qwen2", "qwen3"))
+def test_an_equal_head_stays_tied_without_a_word(family, folder, caplog):
+    path = folder(family)
+    before = hf.load_checkpoint(path)
+    with_lm_head(path, 1.0)
+    after = hf.load_checkpoint(path)
+    assert after[0] == before[0] and after[0].tie_embeddings and not caplog.text
+    assert_same(after[1], before[1])
+
+
+def test_a_head_without_an_embedding_is_both(folder):
+    path = folder("qwen3")
+    before = hf.load_checkpoint(path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, path / "model.safetensors")
+    after = hf.load_checkpoint(path)
+    assert after[0] == before[0]
+    assert_same(after[1], before[1])
+
+
+def test_a_report_of_very_many_weights_ends(folder, edit_json):
+    path = folder("llama")
+    edit_json(path / "config.json", num_hidden_layers=500)
+    with pytest.raises(hf.CheckpointWeightError, match=r"at fault: 4482\n(?s:.*)and 4382 more$"):
+        hf.load_checkpoint(path)

@@ -94,3 +94,117 @@ def test_config_problems_are_clear_errors(folder, tmp_path, edit_json):
     (path / "config.json").write_text("{ not json")
     with pytest.raises(hf.CheckpointError, match="cannot be read as JSON"):
         hf.read_config(path)
+
+
+# --- every key has a type and a range -----------------------------------------------------------
+
+NO_SIZE = [None, "32", 32.0, 0, -8, True, [32], {"a": 1}, 10**12, float("nan"), float("inf")]
+NO_NUMBER = ["1e-6", float("nan"), float("inf"), -1.0, True, [1], 10**400]
+NO_FLAG = [1, 0, "true", "yes", [], {}]
+NO_IDS = [-1, 64, 10**6, 2.0, "2", True, [2, -1], [[2]], {"id": 2}]
+WRONG = {
+    "hidden_size": NO_SIZE,
+    "intermediate_size": NO_SIZE,
+    "num_hidden_layers": NO_SIZE,
+    "num_attention_heads": NO_SIZE,
+    "vocab_size": NO_SIZE,
+    "max_position_embeddings": NO_SIZE,
+    "num_key_value_heads": [*NO_SIZE[1:], 3, 8],
+    "head_dim": [*NO_SIZE[1:], 7],
+    "rms_norm_eps": [None, *NO_NUMBER],
+    "tie_word_embeddings": [None, *NO_FLAG],
+    "use_sliding_window": NO_FLAG,
+    "mlp_bias": NO_FLAG,
+    "eos_token_id": NO_IDS,
+    "bos_token_id": [*NO_IDS, [1]],
+    "pad_token_id": [*NO_IDS, [1]],
+    "model_type": [None, 3, ["qwen2"], "", "mixtral"],
+    "hidden_act": [None, 3, "relu", ["silu"]],
+    "dtype": [16, "float8_e4m3fn", ["bfloat16"], "auto", ""],
+    "layer_types": ["full_attention", ["full_attention"], [1, 2], ["full_attention", "other"]],
+    "rope_parameters": ["default", 10_000.0, [1]],
+    "quantization_config": ["awq", [4], {"quant_method": "fp8"}, {"bits": 4}],
+    "num_nextn_predict_layers": ["1", -1, 1.5, True],
+    "specjax_mtp": ["pre_norm", {"concat": "both"}, {"recycle": 1}],
+    "num_experts": [8, "8", -1, True],
+    "sliding_window": ["8", -8, 4.5],
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_values_that_cannot_be_meant_are_one_line_that_names_file_and_key(key, folder, edit_json):
+    path = folder("qwen2")
+    for value in WRONG[key]:
+        edit_json(path / "config.json", **{key: value})
+        with pytest.raises((hf.CheckpointError, hf.UnsupportedModelError)) as caught:
+            hf.read_config(path)
+        said = str(caught.value)
+        assert f"{path / 'config.json'}: " in said and key in said and "\n" not in said, said
+        assert len(said) < 400 and said.isascii()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("rope", "key"),
+    [
+        ({"rope_theta": "1e6"}, "rope_theta"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_type": 3}, "rope_type"),
+        ({"rope_type": "llama3"}, "factor"),
+        (LLAMA3 := {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "high_freq"),
+        ({**LLAMA3, "high_freq_factor": 1.0}, "high_freq_factor"),
+        ({**LLAMA3, "high_freq_factor": 4.0, "factor": -8.0}, "factor"),
+        (
+            {**LLAMA3, "high_freq_factor": 4.0, "original_max_position_embeddings": "8192"},
+            "original_max_position_embeddings",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"full_attention": {"rope_type": "default"}}, "rope"),
+    ],
+)
+def test_rope_is_checked_in_both_dialects(family, rope, key, folder, edit_json):
+    path = folder(family)
+    for name in ("rope_parameters", "rope_scaling"):
+        edit_json(path / "config.json", **{"rope_parameters": ..., name: rope})
+        with pytest.raises((hf.CheckpointError, hf.UnsupportedModelError), match=key):
+            hf.read_config(path)
+        edit_json(path / "config.json", rope_scaling=...)
+
+
+@pytest.mark.parametrize("key", ["eos_token_id", "bos_token_id", "pad_token_id"])
+def test_generation_config_is_checked_too(key, folder, edit_json):
+    path = folder("llama")
+    for value in NO_IDS:
+        edit_json(path / "generation_config.json", **{key: value})
+        with pytest.raises(hf.CheckpointError, match=f"generation_config.json: {key}: expected"):
+            hf.read_config(path)
+    (path / "generation_config.json").write_text("[]")
+    with pytest.raises(hf.CheckpointError, match="generation_config.json: expected a JSON object"):
+        hf.read_config(path)
+
+
+def test_null_is_absent_where_transformers_reads_it_so(folder, edit_json):
+    path = folder("llama")
+    before = hf.read_config(path)
+    nothing = dict.fromkeys(
+        ("head_dim", "pad_token_id", "rope_scaling", "quantization_config", "sliding_window")
+    )
+    edit_json(path / "config.json", **nothing)
+    assert hf.read_config(path) == before  # whose head_dim is hidden_size / num_attention_heads
+    edit_json(path / "config.json", num_key_value_heads=None, eos_token_id=None, dtype=None)
+    edit_json(path / "generation_config.json", eos_token_id=None)
+    cfg = hf.read_config(path)
+    assert (cfg.num_kv_heads, cfg.eos_token_ids) == (cfg.num_heads, ())
+    assert cfg.param_dtype == "bfloat16"  # that of the weights
+    edit_json(path / "config.json", hidden_size=33)
+    with pytest.raises(hf.CheckpointError, match="hidden_size: expected a multiple of num_"):
+        hf.read_config(path)
+
+
+def test_qwen3_has_a_head_size_of_its_own_which_null_does_not_give(folder, edit_json):
+    path = folder("qwen3")
+    edit_json(path / "config.json", head_dim=...)
+    assert hf.read_config(path).head_dim == 128
+    edit_json(path / "config.json", head_dim=None)
+    with pytest.raises(hf.CheckpointError, match="head_dim: expected a positive integer, got null"):
+        hf.read_config(path)
