@@ -22,6 +22,7 @@ from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.decode.admit import Admission, Piece, Tails, empty_tails, place, prefill
 from specjax.decode.chunk import Result, Until, run_chunk
 from specjax.decode.options import Features
+from specjax.decode.score import Scores, score
 from specjax.decode.state import DecodeState, Lineup, Room, empty_state
 from specjax.draft.source import DraftSource
 from specjax.engine.agreement import agreement_of
@@ -324,6 +325,20 @@ class Runner:
         inputs = (self.state, self.tails, new)
         told = new._replace(tokens=None, options=None)  # many, and `words` stand for them
         self.state, self.mark = self._run(("place", len(new.slots)), program, inputs, (0,), told)
+
+    def score(self, tokens: np.ndarray, lengths: np.ndarray) -> Scores:
+        """How likely the policy finds prompts [R S]; one executable per shape."""
+
+        def program(params, tokens, lengths):
+            scores = score(self.model(params), tokens, lengths)
+            if self.mesh is not None:
+                scores = jax.lax.with_sharding_constraint(scores, sharding.replicated(self.mesh))
+            return (scores,)
+
+        inputs = (self.params, tokens, lengths)
+        [scores] = self._run(("score", tokens.shape), program, inputs, (), inputs[1:])
+        self.mark = scores.ranks
+        return scores
 
     def chunk(
         self,
