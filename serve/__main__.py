@@ -18,6 +18,7 @@ from serve.settings import WARM_UP, ServeConfig, load_llm
 from specjax import LLM
 from specjax.checkpoint import CheckpointError
 from specjax.command_line import ConfigError, parse_config
+from specjax.engine.prompt_scores import PromptScorer
 from specjax.models.hf import UnsupportedModelError
 
 log = logging.getLogger(__name__)
@@ -111,6 +112,8 @@ def _started(cfg: ServeConfig) -> LLM:
     if requests:
         log.info("compiling for %s", ", ".join(llm.engine.runner.plans))
         llm.warm_up(requests, Progress())
+    if cfg.engine.warm_up == "all":
+        PromptScorer(llm.engine.runner, llm.max_len).warm_up()
     # The collector would walk through all that lives as long as the server, again and again.
     gc.collect()
     gc.freeze()

@@ -10,6 +10,7 @@ import jax
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
 
 import specjax
 from serve.admin import PATHS, Admin, weights_info
@@ -21,7 +22,13 @@ from serve.log import AccessLog
 from serve.metrics import Metrics
 from serve.notes import EngineDead
 from serve.page import add_page
-from serve.protocol import ChatRequest, CompletionRequest, WeightsRequest
+from serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    WeightsRequest,
+)
 from serve.schema import ERRORS, describe
 from serve.settings import ServeConfig, public
 from specjax import LLM
@@ -67,6 +74,14 @@ def create_app(cfg: ServeConfig, llm: LLM) -> FastAPI:
         admin=PATHS,
         body_bytes=cfg.limits.body_bytes,
     )
+    if cfg.allowed_origins:  # before the guard: browsers ask without a key what they may send
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cfg.allowed_origins,
+            allow_methods=cfg.allowed_methods,
+            allow_headers=cfg.allowed_headers,
+            allow_credentials=cfg.allow_credentials,
+        )
     paths = frozenset(route.path for route in app.routes if hasattr(route, "path"))
     app.add_middleware(AccessLog, metrics=thread.metrics, paths=paths, file=cfg.log_file)
     return app
@@ -91,6 +106,33 @@ def _add_generation(app: FastAPI, cfg: ServeConfig, thread: EngineThread) -> Non
     async def chat_completions(body: ChatRequest, request: Request):
         return await generation.answer(body, request)
 
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest):
+        tokens = await generation.tokenize(body)
+        answer = {"count": len(tokens), "max_model_len": thread.llm.max_len, "tokens": tokens}
+        if body.return_token_strs:
+            answer["token_strs"] = thread.llm.tokenizer.convert_ids_to_tokens(tokens)
+        return answer
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest):
+        generation.require_model(body.model)
+        return {"prompt": generation.detokenize(body.tokens)}
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info():
+        tokenizer = thread.llm.tokenizer
+        if tokenizer is None:
+            raise ApiError(404, "the model has no tokenizer; prompts are token ids")
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {
+            "tokenizer_class": type(tokenizer).__name__,
+            "model_max_length": thread.llm.max_len,
+            "vocab_size": len(tokenizer),
+            **{name: getattr(tokenizer, name, None) for name in names},
+            "chat_template": getattr(tokenizer, "chat_template", None),
+        }
+
     @app.get("/v1/models")
     async def models():
         return {"object": "list", "data": [model]}
@@ -113,6 +155,15 @@ def _add_views(app: FastAPI, cfg: ServeConfig, thread: EngineThread) -> None:
         if thread.error is not None:
             said["error"] = f"{type(thread.error).__name__}: {thread.error}"
         return JSONResponse(said, status)
+
+    @app.get("/ping")
+    @app.post("/ping", operation_id="post_ping")
+    async def ping():
+        return await health()
+
+    @app.get("/version")
+    async def version():
+        return {"version": specjax.__version__}
 
     @app.get("/metrics")
     async def read_metrics():

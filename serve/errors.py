@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+
+from serve.nothing import REFUSAL, short
 
 _NO_OBJECT = "expected a JSON object, with the header Content-Type: application/json"
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -48,13 +53,8 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError):
-        first = error.errors()[0]
-        where = [str(part) for part in first["loc"] if part != "body"]
-        # Where a value may be of several types, pydantic says which it tried: `list[str]`.
-        where = where[:1] + [part for part in where[1:] if "[" not in part]
-        if first["type"] == "json_invalid":  # it has a place in the text, and no field
-            where = []
-        message = f"{'.'.join(where)}: {first['msg']}" if where else _NO_OBJECT
+        where, said = _told(error.errors())
+        message = f"{'.'.join(where)}: {said}" if where else _NO_OBJECT
         return ApiError(400, message, where[0] if where else None).response()
 
     @app.exception_handler(HTTPException)
@@ -65,3 +65,64 @@ def answer_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception):
         return ApiError(500, f"{type(error).__name__} in the server; its log says more").response()
+
+
+# What pydantic calls a value of the wrong JSON type, and what it expected.
+_KINDS = {
+    "string_type": "a string", "int_type": "an integer", "int_from_float": "an integer",
+    "float_type": "a number", "bool_type": "true or false", "list_type": "a list",
+    "dict_type": "an object", "model_type": "an object", "model_attributes_type": "an object",
+}  # fmt: skip
+
+
+def _told(errors: Sequence[dict[str, Any]]) -> tuple[list[str], str]:
+    """Where a body is wrong, and what was expected and got there.
+
+    Where a value may be of several types, there is an error for each that was tried, and none of
+    them alone says what is accepted. If the value is of one of these types, what is wrong inside it
+    is told; else all types are.
+    """
+    first = errors[0]
+    if first["type"] == "json_invalid":  # it has a place in the text, and no field
+        return [], ""
+    field = _fields(first["loc"])[:1]
+    here = [error for error in errors if _fields(error["loc"])[:1] == field]
+    outermost = min(len(_fields(error["loc"])) for error in here)
+    inside = [e for e in here if e["type"] not in _KINDS or len(_fields(e["loc"])) > outermost]
+    if len(here) > 1 and inside:
+        # The type that it went furthest with, and of that what is wrong first.
+        first = max(inside, key=lambda error: (_indices(error), error["type"] not in _KINDS))
+    elif len(here) > 1:
+        kinds = dict.fromkeys(_KINDS[error["type"]] for error in here)
+        return _fields(first["loc"]), f"expected {' or '.join(kinds)}, got {short(first['input'])}"
+    where, got = _fields(first["loc"]), short(first["input"])
+    if first["type"] in _KINDS:
+        return where, f"expected {_KINDS[first['type']]}, got {got}"
+    if first["type"] == "missing":
+        return where, "is required, and missing"
+    if first["type"] == "extra_forbidden":
+        return where, f"there is no such field here, got {got}"
+    if first["type"] == REFUSAL:
+        return where, first["msg"]
+    message = first["msg"].replace("Input should", "it should")
+    for words in (" after validation", f", not {first.get('ctx', {}).get('actual_length')}"):
+        message = message.replace(words, "")
+    return where, f"{message}, got {got}"
+
+
+def _fields(loc: Sequence[str | int]) -> list[str]:
+    """The names and indices of a place, without the types that pydantic tried there."""
+    parts = [part for part in loc if part != "body"]
+    return [str(part) for i, part in enumerate(parts) if not (i and _is_type(part))]
+
+
+def _is_type(part: str | int) -> bool:
+    if not isinstance(part, str):
+        return False
+    named = part in ("str", "bool", "int", "float")
+    return named or "[" in part or part.startswith(("constrained-", "function-"))
+
+
+def _indices(error: dict[str, Any]) -> list[int]:
+    """Of the place in lists that an error is at."""
+    return [part for part in error["loc"] if isinstance(part, int)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 import json
 import threading
@@ -18,11 +19,12 @@ from serve.detokenize import Detokenizer
 from serve.engine_thread import EngineThread
 from serve.errors import ApiError
 from serve.notes import Asleep, ClientGone, EngineDead, Request, Update
-from serve.protocol import ChatRequest, CompletionRequest, Sampling
+from serve.protocol import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
 from serve.replies import ChatReply, CompletionReply, Pieces, origins, spec_details, usage_of
 from serve.settings import SAY, ServeConfig
 from specjax.engine.checks import check_prompt
-from specjax.engine.request import Job, SampleOutput, make_jobs
+from specjax.engine.prompt_scores import PromptScorer, PromptScores, Started
+from specjax.engine.request import Job, SampleOutput, SpecStats, make_jobs
 from specjax.spelling import spelled
 
 GONE = 499  # nginx's status for a client that went away; nobody reads it
@@ -35,12 +37,18 @@ class Ask(NamedTuple):
     """A request that was understood.
 
     Attributes:
-      prompts: token ids. jobs: one per choice, prompt by prompt.
+      prompts: token ids. jobs: one per choice, prompt by prompt; with max_tokens 0 none of them is
+        to be run. scores: of each prompt; None: nobody asked for them.
     """
 
     body: CompletionRequest | ChatRequest
     prompts: list[list[int]]
     jobs: list[Job]
+    scores: list[PromptScores] | None = None
+
+    @property
+    def writes_nothing(self) -> bool:
+        return self.body.wanted_tokens == 0
 
 
 class Generation:
@@ -54,6 +62,7 @@ class Generation:
         self._cfg, self._thread, self._llm = cfg, thread, thread.llm
         self._tokenizer = thread.llm.tokenizer
         self._pieces = Pieces(self._tokenizer)
+        self._scorer = PromptScorer(thread.llm.engine.runner, thread.llm.max_len)
         # Prompts may be long, and the event loop must not wait; tokenizers take one caller a time.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
         self._encoding = threading.Lock()
@@ -79,6 +88,7 @@ class Generation:
             ask = await self._understood(body, http)
         finally:
             self._coming -= samples
+        ask = await self._with_scores(ask)
         request = await self._submit(ask, arrived)
         kind = ChatReply if isinstance(body, ChatRequest) else CompletionReply
         reply = kind(self._cfg.name, self._pieces)
@@ -88,7 +98,7 @@ class Generation:
         return await self._whole(ask, request, reply, http)
 
     def require_model(self, name: str | None) -> None:
-        if name not in (None, self._cfg.name):
+        if name and name != self._cfg.name:
             raise ApiError(
                 404,
                 f"the model {name!r} does not exist; this server has {self._cfg.name!r}",
@@ -135,10 +145,69 @@ class Generation:
         with self._encoding:
             return self._ask(body)
 
+    async def tokenize(self, body: TokenizeRequest) -> list[int]:
+        """Token ids, as a request for text would have them.
+
+        Raises:
+          ApiError: there is no tokenizer, or the messages do not fit the chat template.
+        """
+        body.require_supported()
+        self.require_model(body.model)
+        if self._tokenizer is None:
+            raise ApiError(400, "the model has no tokenizer; prompts are token ids")
+
+        def encode() -> list[int]:
+            with self._encoding:
+                if body.messages is not None:
+                    return self._chat_prompt(body)
+                return self._encode(body.prompt, add_special_tokens=_adds_special_tokens(body))
+
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, encode)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
+        if self._tokenizer is None:
+            raise ApiError(400, "the model has no tokenizer")
+        most = self._llm.cfg.vocab_size
+        if ids and max(ids) >= most:
+            raise ApiError(400, f"tokens: expected ids below {most}, got {max(ids)}", "tokens")
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    async def _with_scores(self, ask: Ask) -> Ask:
+        """Its prompts scored by the policy, if that is asked for."""
+        top = ask.body.scored_top
+        if top is None:
+            return ask
+
+        def start() -> Started | Exception:
+            if self._thread.asleep:
+                raise Asleep("the server is asleep; POST /wake")
+            try:
+                return self._scorer.start(ask.prompts)
+            except Exception as error:  # memory, for one: what runs has lost nothing by it
+                return error
+
+        try:
+            started = await self._thread.call(start)
+            if isinstance(started, Exception):
+                raise started
+            scores = await asyncio.to_thread(self._scorer.read, started, top)
+        except Asleep as error:
+            raise ApiError(503, str(error)) from error
+        except EngineDead as error:
+            raise ApiError(500, str(error)) from error
+        except Exception as error:
+            told = f"the prompt's logprobs could not be computed: {type(error).__name__}: {error}"
+            raise ApiError(500, told) from error
+        return ask._replace(scores=scores)
+
     async def _submit(self, ask: Ask, arrived: float) -> Request:
         piecemeal = bool(ask.body.stream) or ask.body.return_spec_details
         try:
-            request = await self._thread.submit(ask.jobs, arrived, piecemeal)
+            if ask.writes_nothing:
+                request = await self._nothing_to_run(ask, arrived)
+            else:
+                request = await self._thread.submit(ask.jobs, arrived, piecemeal)
         except Asleep as error:
             raise ApiError(503, str(error)) from error
         except EngineDead as error:
@@ -146,6 +215,23 @@ class Generation:
         except ValueError as error:
             raise ApiError(400, spelled(error, SAY)) from error
         self._thread.metrics.prompt_tokens.inc(sum(map(len, ask.prompts)))
+        return request
+
+    async def _nothing_to_run(self, ask: Ask, arrived: float) -> Request:
+        """A request whose samples have ended before they began."""
+
+        def check() -> None:
+            if self._thread.asleep:
+                raise Asleep("the server is asleep; POST /wake")
+            for job in ask.jobs:
+                self._llm.engine.check(dataclasses.replace(job, limit=len(job.prompt)))
+
+        await self._thread.call(check)
+        request = Request(ask.jobs, arrived, False)
+        request.open = 0
+        empty = SampleOutput([], "", [], "length", SpecStats(0, 0, 0, (0,)))
+        for index in range(len(ask.jobs)):
+            request.updates.put_nowait(Update(index, (), empty))
         return request
 
     def _ask(self, body: CompletionRequest | ChatRequest) -> Ask:
@@ -156,15 +242,17 @@ class Generation:
         ids, jobs = [], []
         for index, prompt in enumerate(prompts):
             try:
-                ids.append(self._ids(f"prompt {index}", prompt))
-                params = body.params(self._tokens(body, len(ids[-1]), default), body.top)
+                ids.append(self._ids(f"prompt {index}", prompt, body))
+                # Of no token at all the engine knows nothing: it is asked for one, and never runs.
+                most = self._tokens(body, len(ids[-1]), default) or 1
+                params = body.params(most, body.top)
                 eos = self._llm.cfg.eos_token_ids
                 jobs += make_jobs(ids[-1], params, eos, self._tokenizer, index)
             except ValueError as error:
                 raise ApiError(400, spelled(error, SAY)) from error
         return Ask(body, ids, jobs)
 
-    def _chat_prompt(self, body: ChatRequest) -> list[int]:
+    def _chat_prompt(self, body: ChatRequest | TokenizeRequest) -> list[int]:
         if not getattr(self._tokenizer, "chat_template", None):
             raise ApiError(
                 400,
@@ -189,7 +277,7 @@ class Generation:
                 "messages",
             ) from error
         # The template has written the special tokens; the tokenizer must not add them again.
-        return self._encode(text, add_special_tokens=False)
+        return self._encode(text, add_special_tokens=bool(body.add_special_tokens))
 
     def _encode(self, text: str, **options) -> list[int]:
         try:
@@ -197,13 +285,13 @@ class Generation:
         except (TypeError, ValueError) as error:
             raise ApiError(400, f"the tokenizer cannot encode the prompt: {error}") from error
 
-    def _ids(self, where: str, prompt: str | list[int]) -> list[int]:
+    def _ids(self, where: str, prompt: str | list[int], body: Sampling) -> list[int]:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise ApiError(
                     400, f"{where} is text and the model has no tokenizer; send token ids", "prompt"
                 )
-            prompt = self._encode(prompt)
+            prompt = self._encode(prompt, add_special_tokens=_adds_special_tokens(body))
         return check_prompt(where, prompt, self._llm.cfg.vocab_size)
 
     def _tokens(self, body: Sampling, prompt: int, default: int | None) -> int:
@@ -218,11 +306,12 @@ class Generation:
             )
         if limits.max_tokens is not None and wanted is not None:
             self._require(wanted, limits.max_tokens, "max_tokens")
-        if prompt + (wanted or 1) > most:
+        if prompt + (1 if wanted is None else wanted) > most:
             raise ApiError(
                 400,
                 f"the model's context is {most} tokens; the prompt has {prompt}, and "
-                f"{wanted or 'at least 1'} are to be generated; shorten one of them",
+                f"{'at least 1' if wanted is None else wanted} are to be generated; shorten one of "
+                "them",
                 code=TOO_LONG,
             )
         if wanted is not None:
@@ -270,19 +359,42 @@ class Generation:
             if sample is None:
                 continue
             written += len(sample.token_ids)
-            logprobs = self._logprobs(
-                ask.body, reply, sample.token_ids, sample.logprobs, sample.top_logprobs, 0
-            )
-            choice = reply.choice(
-                index, self._text(sample), sample.finish_reason, logprobs, streams=False
-            )
+            tokens, values, top = sample.token_ids, sample.logprobs, sample.top_logprobs
+            text, scores = self._text(sample), self._scores(ask, index)
+            if ask.body.echoes:
+                text = self._echo(ask, index) + text
+                if scores is not None:
+                    prompt = ask.jobs[index].prompt
+                    tokens, values = [*prompt, *tokens], [*scores.logprobs, *values]
+                    top = [*scores.top, *(top or ())] if ask.body.top else None
+            logprobs = self._logprobs(ask.body, reply, tokens, values, top, 0)
+            choice = reply.choice(index, text, sample.finish_reason, logprobs, streams=False)
+            if ask.body.prompt_logprobs is not None:
+                told = reply.prompt_logprobs(ask.jobs[index].prompt, scores)
+                choice["prompt_logprobs"] = told
             if ask.body.return_token_ids:
                 choice["token_ids"] = sample.token_ids
                 choice["prompt_token_ids"] = list(ask.jobs[index].prompt)
             if ask.body.return_spec_details:
                 choice["spec_details"] = {**spec_details(sample), "origins": came[index]}
             choices[index] = choice
-        return reply.body(choices, usage_of(sum(map(len, ask.prompts)), written), streams=False)
+        usage = usage_of(sum(map(len, ask.prompts)), written)
+        whole = reply.body(choices, usage, streams=False)
+        if ask.body.prompt_logprobs is not None and reply.tells_of_one_prompt:
+            # As in vLLM: a chat has one prompt, and it is the whole answer that tells of it.
+            whole["prompt_logprobs"] = [c.pop("prompt_logprobs") for c in choices][0]
+        return whole
+
+    def _scores(self, ask: Ask, index: int) -> PromptScores | None:
+        """Of the prompt of a choice."""
+        return None if ask.scores is None else ask.scores[ask.jobs[index].request]
+
+    def _echo(self, ask: Ask, index: int) -> str:
+        """The prompt of a choice, as it was sent or as its tokens are written."""
+        prompt = ask.body.prompts[ask.jobs[index].request]
+        if isinstance(prompt, str):
+            return prompt
+        return "" if self._tokenizer is None else self.detokenize(prompt)
 
     async def _events(
         self, ask: Ask, request: Request, reply: CompletionReply
@@ -293,8 +405,10 @@ class Generation:
         offsets, written = [0] * len(ask.jobs), 0
         for index in range(len(ask.jobs)):
             opening = reply.opening(index)
+            if ask.body.echoes:
+                opening, offsets[index] = self._echoed(ask, reply, index)
             if opening is not None:
-                yield self._event(reply.body([opening], None, streams=True), ask.body)
+                yield self._event(reply.body([opening], None, streams=True), ask, written)
         async for update in _updates(request):
             if update.error is not None:
                 yield f"data: {json.dumps(ApiError(500, str(update.error)).body())}\n\n"
@@ -314,16 +428,28 @@ class Generation:
             more = self._details(ask, update, tokens)
             if text or reason or logprobs or more:
                 choice = {**reply.choice(index, text, reason, logprobs, streams=True), **more}
-                yield self._event(reply.body([choice], None, streams=True), ask.body)
+                yield self._event(reply.body([choice], None, streams=True), ask, written)
         if ask.body.wants_usage:
             usage = usage_of(sum(map(len, ask.prompts)), written)
             yield f"data: {json.dumps(reply.body([], usage, streams=True))}\n\n"
         yield "data: [DONE]\n\n"
 
-    def _event(self, body: dict, asked: Sampling) -> str:
-        # With include_usage all pieces but the last say that their usage is null.
-        body = {**body, "usage": None} if asked.wants_usage else body
+    def _event(self, body: dict, ask: Ask, written: int) -> str:
+        if ask.body.wants_usage_always:
+            body = {**body, "usage": usage_of(sum(map(len, ask.prompts)), written)}
+        elif ask.body.wants_usage:  # all pieces but the last say that their usage is null
+            body = {**body, "usage": None}
         return f"data: {json.dumps(body)}\n\n"
+
+    def _echoed(self, ask: Ask, reply: CompletionReply, index: int) -> tuple[dict, int]:
+        """The first piece of a choice that begins with its prompt, and the characters of its
+        tokens."""
+        scores, prompt, logprobs = self._scores(ask, index), ask.jobs[index].prompt, None
+        if scores is not None:
+            top = scores.top if ask.body.top else None
+            logprobs = self._logprobs(ask.body, reply, prompt, scores.logprobs, top, 0)
+        piece = reply.choice(index, self._echo(ask, index), None, logprobs, streams=True)
+        return piece, sum(len(self._pieces.text(token)) for token in prompt)
 
     def _details(self, ask: Ask, update: Update, tokens: Sequence[int]) -> dict:
         """What a piece says beside OpenAI's fields."""
@@ -374,6 +500,11 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._on_end()
+
+
+def _adds_special_tokens(body: Sampling | TokenizeRequest) -> bool:
+    """To a prompt that is text."""
+    return body.add_special_tokens is not False
 
 
 async def _updates(request: Request) -> AsyncIterator[Update]:

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.errors import ApiError
 
-OPEN = ("/health", "/metrics", "/")  # what looks after a server has no key
+OPEN = ("/health", "/ping", "/version", "/metrics", "/")  # what looks after a server has no key
 
 
 class Guard:
@@ -46,7 +46,7 @@ class Guard:
         await self._app(scope, _again(body, receive), send)
 
     def _refuses(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
-        sent = headers.get(b"authorization", b"").removeprefix(b"Bearer ").strip()
+        sent = _key_of(headers.get(b"authorization", b""))
         if path in self._admin:
             if self._admin_key is None:
                 return ApiError(
@@ -89,6 +89,12 @@ def _again(messages: list[Message], receive: Receive) -> Receive:
         return await receive() if message is None else message
 
     return again
+
+
+def _key_of(authorization: bytes) -> bytes:
+    """What follows `Bearer`, which may be written in any case; or the bare key."""
+    scheme, space, key = authorization.strip().partition(b" ")
+    return key.strip() if space and scheme.lower() == b"bearer" else authorization.strip()
 
 
 def _same(sent: bytes, key: str) -> bool:

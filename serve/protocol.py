@@ -14,11 +14,23 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    field_validator,
     model_validator,
 )
 
 from serve.errors import ApiError
+from serve.nothing import (
+    CHATS,
+    COMPLETIONS,
+    MESSAGES,
+    SAMPLING,
+    STREAM_OPTIONS,
+    TEXT_PARTS,
+    TOKENIZE,
+    with_nothing,
+)
 from specjax import SamplingParams
+from specjax.config.sampling import MAX_TOP_LOGPROBS
 from specjax.control import OFF
 
 SEED = 1 << 63
@@ -34,8 +46,8 @@ def _whole(text: str) -> str:
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31, title="Token")]
 Text = Annotated[str, AfterValidator(_whole)]
-Word = Annotated[Text, Field(min_length=1, max_length=256)]
-Prompt = Annotated[Text, Field(min_length=1)]
+Word = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_whole)]
+Prompt = Annotated[str, Field(min_length=1), AfterValidator(_whole)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 # One thing that is wrong is enough: a body can hold hundreds of thousands, and to list them all
 # would keep everybody else waiting.
@@ -49,14 +61,37 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _is_read_as_documents_say(cls, data: Any) -> Any:
-        """One unknown name is enough, and what JSON Schema calls an integer is one."""
+        """One unknown name is enough, what JSON Schema calls an integer is one, and null asks for
+        what is asked for by saying nothing."""
         if not isinstance(data, dict):
             return data
-        names = list(data)
-        if len(data) > len(cls.model_fields):
-            names = [name for name in cls.model_fields if name in data]
-            names.append(next(name for name in data if name not in cls.model_fields))
-        return {name: _whole_numbers(data[name]) for name in names}
+        names, fields = list(data), cls.model_fields
+        if len(data) > len(fields):
+            names = [name for name in fields if name in data]
+            names.append(next(name for name in data if name not in fields))
+        return {
+            name: _whole_numbers(data[name])
+            for name in names
+            if data[name] is not None or name not in fields or fields[name].is_required()
+        }
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema, handler) -> dict[str, Any]:
+        """Every field that is not required may be null."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        needed = schema.get("required", ())
+        for name, kind in schema.get("properties", {}).items():
+            nullable = "enum" in kind and None in kind["enum"]
+            if name in needed or nullable:
+                continue
+            kinds = kind.pop("anyOf", None)
+            if kinds is None:
+                words = ("title", "description", "default")
+                kinds = [{key: kind.pop(key) for key in list(kind) if key not in words}]
+            if {"type": "null"} not in kinds:
+                kinds = [*kinds, {"type": "null"}]
+            kind["anyOf"] = kinds
+        return schema
 
 
 def _whole_numbers(value: Any, deep: int = 2) -> Any:
@@ -79,11 +114,14 @@ def _at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class StreamOptions(Body):
+class StreamOptions(with_nothing(Body, STREAM_OPTIONS)):
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(
+        False, description="every piece says the usage so far, where include_usage is true"
+    )
 
 
-class Sampling(Body):
+class Sampling(with_nothing(Body, SAMPLING)):
     """What completions and chat completions share; null is the default everywhere."""
 
     model: str | None = Field(None, description="the model's name, see /v1/models")
@@ -103,7 +141,13 @@ class Sampling(Body):
     ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    best_of: int | None = Field(None, ge=1, description="1 or n: all samples are given")
+    parallel_tool_calls: bool | None = Field(None, description="ignored: no tools are called")
     user: str | None = Field(None, description="ignored")
+    safety_identifier: str | None = Field(None, description="ignored")
+    prompt_cache_key: str | None = Field(None, description="ignored")
+    request_id: str | None = Field(None, description="ignored")
+    session_id: str | None = Field(None, description="ignored")
     metadata: Annotated[dict[str, str] | None, Field(max_length=16), _at_most(16)] = Field(
         None, description="ignored"
     )
@@ -117,7 +161,19 @@ class Sampling(Body):
     min_tokens: int = Field(0, ge=0)
     bad_words: Annotated[list[Word], Field(max_length=64, fail_fast=True)] | None = None
     allowed_token_ids: Ids | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="the tokenizer's own (BOS); default: not where a chat template wrote them"
+    )
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description="of the prompt's tokens under the raw logits, with so many likely tokens each",
+    )
     return_token_ids: bool = Field(False, description="choices say token_ids, prompts as well")
+    spaces_between_special_tokens: bool = Field(
+        True, description="ignored: special tokens are no text"
+    )
     # specjax's
     speculative: bool | Annotated[str, Field(min_length=1, max_length=64)] = Field(
         True,
@@ -164,23 +220,64 @@ class Sampling(Body):
         except ValueError as error:
             raise ApiError(400, str(error), _named(str(error))) from error
 
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _no_text_is_no_stop(cls, stop: Any) -> Any:
+        return None if stop == "" else stop
+
+    def require_supported(self) -> None:
+        """Raises ApiError where fields that are right by themselves do not go together."""
+        if self.best_of not in (None, 1, self.n or 1):
+            raise ApiError(
+                400,
+                f"best_of: expected null, 1 or n, got {self.best_of}: no sample is better than "
+                "another here; ask for more samples (n)",
+                "best_of",
+            )
+        if self.prompt_logprobs is not None and self.stream:
+            raise ApiError(
+                400,
+                "prompt_logprobs: expected null where stream is true, got "
+                f"{self.prompt_logprobs}: they are in no piece of a stream; leave one of them out",
+                "prompt_logprobs",
+            )
+        if self.wanted_tokens == 0 and self.min_tokens:
+            raise ApiError(
+                400, f"min_tokens is {self.min_tokens} and max_tokens is 0", "min_tokens"
+            )
+
+    @property
+    def echoes(self) -> bool:
+        """Whether choices begin with the prompt."""
+        return bool(self.echo)
+
+    @property
+    def scored_top(self) -> int | None:
+        """Most likely tokens to say at every position of the prompt; None: nothing is said."""
+        echoed = self.top if self.echoes and self.wants_logprobs else None
+        asked = [most for most in (self.prompt_logprobs, echoed) if most is not None]
+        return max(asked, default=None)
+
     @property
     def wants_usage(self) -> bool:
         """In a stream, at its end."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def wants_usage_always(self) -> bool:
+        """In every piece of a stream."""
+        return self.wants_usage and self.stream_options.continuous_usage_stats
 
-class CompletionRequest(Sampling):
+
+class CompletionRequest(with_nothing(Sampling, COMPLETIONS)):
     """POST /v1/completions."""
 
     prompt: Prompt | Several[Prompt] | Ids | Several[Ids] = Field(
         description="text or token ids, one prompt or several"
     )
-    max_tokens: int | None = Field(None, ge=1, description="default 16, or what fits")
+    max_tokens: int | None = Field(None, ge=0, description="default 16, or what fits")
     logprobs: int | None = Field(None, ge=0, le=20)
-    best_of: int | None = Field(None, ge=1, description="only n itself is supported")
-    echo: Literal[False] | None = None
-    suffix: Literal[""] | None = None
+    echo: bool | None = Field(None, description="the prompt before the text, and its logprobs")
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -201,53 +298,44 @@ class CompletionRequest(Sampling):
         """Most likely tokens to say at every position."""
         return self.logprobs or 0
 
-    def require_supported(self) -> None:
-        if self.best_of not in (None, self.n or 1):
-            raise ApiError(
-                400, f"best_of must be n or left out, got {self.best_of}; ask for more samples (n)",
-                "best_of",
-            )  # fmt: skip
 
-
-class TextPart(Body):
+class TextPart(with_nothing(Body, TEXT_PARTS)):
     type: Literal["text"]
     text: Text
 
 
-class Message(Body):
+class Message(with_nothing(Body, MESSAGES)):
     """One of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Text | None = None
+    tool_call_id: Text | None = Field(None, description="which call a tool's message answers")
 
     def for_template(self) -> dict[str, Any]:
         content = self.content or ""
         if not isinstance(content, str):
             content = "".join(part.text for part in content)
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": content, **named}
+        more = {"name": self.name, "tool_call_id": self.tool_call_id}
+        given = {name: value for name, value in more.items() if value is not None}
+        return {"role": self.role, "content": content, **given}
 
 
-class TextFormat(Body):
-    type: Literal["text"]
-
-
-class ChatRequest(Sampling):
+class ChatRequest(with_nothing(Sampling, CHATS)):
     """POST /v1/chat/completions."""
 
     messages: Several[Message]
-    max_tokens: int | None = Field(None, ge=1, description="default: what fits")
-    max_completion_tokens: int | None = Field(None, ge=1, description="the same")
+    max_tokens: int | None = Field(None, ge=0, description="default: what fits")
+    max_completion_tokens: int | None = Field(None, ge=0, description="the same")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: TextFormat | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def wanted_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+        newer = self.max_completion_tokens
+        return self.max_tokens if newer is None else newer
 
     @property
     def wants_logprobs(self) -> bool:
@@ -259,6 +347,7 @@ class ChatRequest(Sampling):
         return self.top_logprobs or 0
 
     def require_supported(self) -> None:
+        super().require_supported()
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
         both = (self.max_tokens, self.max_completion_tokens)
@@ -267,6 +356,33 @@ class ChatRequest(Sampling):
                 400, f"max_tokens and max_completion_tokens are {both[0]} and {both[1]}; give one",
                 "max_completion_tokens",
             )  # fmt: skip
+
+
+class TokenizeRequest(with_nothing(Body, TOKENIZE)):
+    """POST /tokenize, vLLM's: of a prompt, or of messages by the chat template."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Several[Message] | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="the tokenizer's own (BOS); default: not where a chat template wrote them"
+    )
+    return_token_strs: bool = Field(False, description="the tokens as the tokenizer writes them")
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def require_supported(self) -> None:
+        given = [name for name in ("prompt", "messages") if getattr(self, name) is not None]
+        if len(given) != 1:
+            got = " and ".join(given) or "none of them"
+            raise ApiError(400, f"expected either prompt or messages, got {got}", "prompt")
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize, vLLM's."""
+
+    model: str | None = None
+    tokens: Annotated[list[Token], Field(fail_fast=True)]
 
 
 class WeightsRequest(Body):

@@ -20,6 +20,7 @@ import time
 import uuid
 from collections.abc import Sequence
 
+from specjax.engine.prompt_scores import PromptScores
 from specjax.engine.request import SampleOutput
 from specjax.engine.watch import News
 
@@ -92,8 +93,13 @@ def _bytes_by_character() -> dict[str, int]:
 
 
 class CompletionReply:
-    """Answers of /v1/completions."""
+    """Answers of /v1/completions.
 
+    Attributes:
+      tells_of_one_prompt: what there is to say of it belongs to no choice.
+    """
+
+    tells_of_one_prompt = False
     id_prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, model: str, pieces: Pieces):
@@ -118,6 +124,7 @@ class CompletionReply:
         """Of some tokens.
 
         Args:
+          values: None for the first token of a prompt, which follows nothing, and likewise in top.
           top: of each token, see `News`; None without. offset: characters before these.
           most: likely tokens that were asked for; the one that was generated may come on top.
         """
@@ -125,18 +132,39 @@ class CompletionReply:
         offsets = list(itertools.accumulate(map(len, texts), initial=offset))[:-1]
         likely = None
         if top is not None:
-            likely = [{self._pieces.text(t): _least(v) for t, v in entry.items()} for entry in top]
+            likely = [
+                entry and {self._pieces.text(t): _least(v) for t, v in entry.items()}
+                for entry in top
+            ]
         return {
             "tokens": texts,
-            "token_logprobs": [_least(value) for value in values],
+            "token_logprobs": [None if value is None else _least(value) for value in values],
             "top_logprobs": likely,
             "text_offset": offsets,
         }
+
+    def prompt_logprobs(self, prompt: Sequence[int], scores: PromptScores) -> list[dict | None]:
+        """Of a prompt's tokens, in vLLM's shape: token id -> logprob, rank and text."""
+        told: list[dict | None] = []
+        for token, rank, top in zip(prompt, scores.ranks, scores.top, strict=True):
+            told.append(
+                top
+                and {
+                    str(other): {
+                        "logprob": _least(value),
+                        "rank": rank if other == token else place,
+                        "decoded_token": self._pieces.text(other),
+                    }
+                    for place, (other, value) in enumerate(top.items(), 1)
+                }
+            )
+        return told
 
 
 class ChatReply(CompletionReply):
     """Answers of /v1/chat/completions."""
 
+    tells_of_one_prompt = True
     id_prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def opening(self, index: int) -> dict | None:

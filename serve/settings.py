@@ -169,6 +169,12 @@ class ServeConfig:
         "for /update_weights, /sleep and /wake; better in the environment: SPECJAX_ADMIN_KEY; "
         "null: they are refused",
     )
+    allowed_origins: list[str] = option(
+        ["*"], "web pages' origins whose scripts may read answers (CORS); *: all; []: none"
+    )
+    allowed_methods: list[str] = option(["*"], "of HTTP, that these scripts may use; *: all")
+    allowed_headers: list[str] = option(["*"], "that these scripts may send; *: all")
+    allow_credentials: bool = option(False, "whether these scripts may send cookies")
     drain_seconds: int = option(60, "that requests may take to finish after SIGTERM")
     log_file: str | None = option(None, "append one JSON line per request; null: none")
     engine: EngineSection = option(EngineSection, "batches, caches and devices")

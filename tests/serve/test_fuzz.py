@@ -17,13 +17,16 @@ from serving import ADMIN, Server, config, served
 
 from serve.settings import load_llm
 from specjax import SamplingParams
+from specjax.engine.prompt_scores import PromptScorer
 
 FITS, DOES_NOT = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
 SHARES = {
     ("/v1/completions", FITS): 0.35,
     ("/v1/chat/completions", FITS): 0.25,
-    ("/v1/completions", DOES_NOT): 0.15,
-    ("/v1/chat/completions", DOES_NOT): 0.15,
+    ("/v1/completions", DOES_NOT): 0.1,
+    ("/v1/chat/completions", DOES_NOT): 0.1,
+    ("/tokenize", FITS): 0.05,
+    ("/detokenize", FITS): 0.05,
     ("/update_weights", FITS): 0.05,
     ("/update_weights", DOES_NOT): 0.05,
 }
@@ -39,6 +42,7 @@ def spread(thin_policy):
     cfg.limits.max_tokens, cfg.limits.n, cfg.limits.prompts = 24, 2, 2
     llm = load_llm(cfg)
     llm.warm_up([SamplingParams(top_logprobs=1, presence_penalty=0.1)])
+    PromptScorer(llm.engine.runner, llm.max_len).warm_up()
     with served(cfg, llm) as running:
         yield running
 

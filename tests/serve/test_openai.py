@@ -272,7 +272,7 @@ REFUSED = {
     "an empty prompt": ({"prompt": ""}, None),
     "a token that is not there": ({"prompt": [5, 999]}, None),
     "best_of": ({"best_of": 3}, "best_of"),
-    "an echo": ({"echo": True}, "echo"),
+    "a suffix": ({"suffix": "."}, "suffix"),
     "min_tokens above max_tokens": ({"min_tokens": 99}, "min_tokens"),
     "an empty stop": ({"stop": [""]}, "stop"),
     "a strategy that was not compiled": ({"speculative": "5_1_6"}, None),
