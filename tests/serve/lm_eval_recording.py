@@ -4,7 +4,8 @@
     python -m serve --model DIR/model speculation.strategy=off port=8765
     python tests/serve/lm_eval_recording.py record DIR http://127.0.0.1:8765
 
-The first writes checkpoint and task. The last needs an environment with torch, lm-eval 0.4.13 with its `api` extra, and transformers. It
+The first writes checkpoint and task. The last needs an environment with torch, transformers, and
+lm-eval 0.4.13 with its `api` and `hf` extras. It
 fails where the two backends differ, and writes lm_eval_recording.json beside this file, which
 test_lm_eval.py replays without any of these.
 """
