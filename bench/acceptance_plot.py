@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
+
+from specjax.arguments import ArgumentParser
 
 COLORS = {"coupled": "#1f5fa8", "block": "#d9730d", "recursive": "#2a8c4a"}
 POLICIES = {"sums": "embedded policy", "gsm8k": "GSM8K policy"}
@@ -211,7 +212,7 @@ def legend_marks(found: Sequence[Point]) -> list[Line2D]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.acceptance_plot", description=__doc__)
+    parser = ArgumentParser(prog="python -m bench.acceptance_plot", description=__doc__)
     parser.add_argument("file", nargs="?", default="bench/results/acceptance.json")
     print(draw(parser.parse_args(argv).file))
 

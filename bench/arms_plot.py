@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 from bench.arms_figures import ACCEPT, LONGEST, PAIRS, RATE, Records, series  # noqa: E402
+from specjax.arguments import ArgumentParser
 
 COLORS = {
     "none": "#7a7a7a",
@@ -383,7 +383,7 @@ def empty(axis: Axes, text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.arms_plot", description=__doc__)
+    parser = ArgumentParser(prog="python -m bench.arms_plot", description=__doc__)
     parser.add_argument("directory", nargs="?", default="bench/results")
     print(draw(parser.parse_args(argv).directory))
 

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from specjax.arguments import ArgumentParser
 from train import data
 
 T = TypeVar("T")
@@ -90,7 +91,7 @@ def bench_parser(module: str, doc: str, out: str) -> argparse.ArgumentParser:
     Args:
       doc: the module's docstring. out: name of the default result file, without its suffix.
     """
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog=f"python -m bench.{module}",
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from bench import control_plot, control_swap, control_sweep
 from bench.common import add_prompt_arguments, add_timing_arguments, bench_parser, user_errors
 from bench.control_run import add_run_arguments
+from specjax.arguments import ArgumentParser
 from specjax.control.base import canonical
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -32,7 +33,7 @@ REPEATS = 28
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of one of the three commands, as `args.run` takes them."""
-    top = argparse.ArgumentParser(
+    top = ArgumentParser(
         prog="python -m bench.control",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

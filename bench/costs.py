@@ -30,6 +30,7 @@ from pathlib import Path
 from bench import costs_measure
 from bench.common import user_errors
 from specjax import chips
+from specjax.arguments import ArgumentParser
 from specjax.chips import BYTES, layer_weights, roofline
 from specjax.config import ModelConfig
 from specjax.kernels.choice import ASKED
@@ -91,7 +92,7 @@ def modelled(name: str, args: argparse.Namespace) -> dict:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m bench.costs",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

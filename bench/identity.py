@@ -11,7 +11,6 @@ floating point (two tokens tie within rounding) or is not, and that is a bug: th
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ import numpy as np
 
 from bench.common import figure, write_result
 from specjax import LLM, ModelConfig, SamplingParams, SpecConfig
+from specjax.arguments import ArgumentParser
 from specjax.config import DEFAULT_TREE_PATHS
 from specjax.draft.mtp import init_head_params
 from specjax.engine.compare import Difference, first_difference
@@ -227,9 +227,7 @@ def run(tokens: int, model_dir: str | None, seed: int) -> tuple[dict, list[dict]
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.identity", description=__doc__.split("\n\n")[0]
-    )
+    parser = ArgumentParser(prog="python -m bench.identity", description=__doc__.split("\n\n")[0])
     parser.add_argument("--tokens", type=int, default=100_000, help="compare at least this many")
     parser.add_argument("--model", help="a checkpoint directory (default: random models)")
     parser.add_argument("--seed", type=int, default=0)

@@ -30,6 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.common import user_errors, write_result
+from specjax.arguments import ArgumentParser
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +245,7 @@ def figures_of(predictions: Iterable[Prediction]) -> dict[str, dict]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m bench.predict",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

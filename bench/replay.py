@@ -34,6 +34,7 @@ import numpy as np
 from bench.common import figure, paired_ratio_interval, user_errors, write_result
 from bench.predict import PartCosts, default_tables
 from bench.trace import GOODPUT, PLAIN, Trace
+from specjax.arguments import ArgumentParser
 from specjax.control import OFF, ControlConfig, Controller, CostTable, Observation, make_controller
 from specjax.decode.chunk import TAKE_OVER_SHARE, Until
 from specjax.engine.programs import until
@@ -337,7 +338,7 @@ def report(found: Predicted) -> str:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m bench.replay",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

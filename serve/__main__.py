@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import logging
 import os
@@ -22,7 +21,6 @@ from specjax.engine.prompt_scores import PromptScorer
 from specjax.models.hf import UnsupportedModelError
 
 log = logging.getLogger(__name__)
-FLAGS = ("model", "revision")
 KEYS = {"api_key": "SPECJAX_API_KEY", "admin_key": "SPECJAX_ADMIN_KEY"}
 
 
@@ -35,9 +33,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m serve") -> No
     Raises:
       SystemExit: a mistake of the user, with one message.
     """
-    arguments = _with_model(sys.argv[1:] if argv is None else argv)
     description = "Serves a model behind OpenAI's API, with speculative decoding."
-    cfg, _ = parse_config(ServeConfig, arguments, prog, description, _add_model)
+    cfg, _ = parse_config(ServeConfig, argv, prog, description)
     for name, variable in KEYS.items():
         if getattr(cfg, name) is None:
             setattr(cfg, name, os.environ.get(variable) or None)
@@ -134,20 +131,6 @@ class Progress:
         if done == total or now - self._said >= self._every:
             log.info("%d of %d programs are ready, after %.0f s", done, total, now - self._began)
             self._said = now
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    for name in FLAGS:
-        parser.add_argument(f"--{name}", metavar=name.upper(), help=f"the same as {name}=..")
-
-
-def _with_model(argv: Sequence[str]) -> list[str]:
-    """`--model MODEL` and `--revision REVISION` as the settings that they are."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in FLAGS:
-        parser.add_argument(f"--{name}")
-    known, rest = parser.parse_known_args(argv)
-    return rest + [f"{name}={value}" for name, value in vars(known).items() if value is not None]
 
 
 if __name__ == "__main__":

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from specjax import LLM, ControlConfig, EngineConfig, SamplingParams, SpecConfig
 from specjax.command_line import ConfigError, find_shipped
 from specjax.config.dtype import AUTO, ENGINE_DTYPES
 from specjax.config.spec import ACCEPTANCE_MODES, DRAFT_SOURCES
+from specjax.config.strategy import OFF_NAMES
 from specjax.control.config import CONTROLLERS
 from specjax.hub import ModelNotFoundError, find_model
 from specjax.kernels import panels
 from specjax.models.hf import UnsupportedModelError
-from specjax.schema import REQUIRED, at_least, option
+from specjax.schema import REQUIRED, Needs, at_least, option
 from specjax.sharding import offer_cpu_devices
 from specjax.spelling import dotted, spelled
 
@@ -148,6 +150,43 @@ class LimitSection:
 @dataclass
 class ServeConfig:
     """What `python -m serve` is told."""
+
+    rules: ClassVar[tuple[Needs, ...]] = (
+        Needs(
+            ("speculation.*", "!speculation.strategy", "!speculation.telemetry"),
+            lambda v: str(v["speculation.strategy"]).lower() not in OFF_NAMES,
+            "speculation.strategy=off decodes plainly; leave out one of them",
+        ),
+        Needs(
+            ("speculation.strategies",),
+            lambda v: v["speculation.controller"] is not None,
+            "no controller chooses among them; set speculation.controller=goodput, or leave it out",
+        ),
+        Needs(
+            ("speculation.strategy",),
+            lambda v: (
+                v["speculation.controller"] in (None, "static")
+                or not v["speculation.strategies"]
+                or v["speculation.strategy"] in v["speculation.strategies"]
+            ),
+            "[speculation.controller] chooses among [speculation.strategies]; list it there, or "
+            "leave it out",
+            unless="off",
+        ),
+        Needs(
+            ("speculation.strategies",),
+            lambda v: v["speculation.controller"] not in ("static", "ema"),
+            "[speculation.controller] does not choose among them; leave it out",
+        ),
+        Needs(
+            ("speculation.head",),
+            lambda v: (
+                v["speculation.source"] in ("auto", "head") and v["speculation.draft_model"] is None
+            ),
+            "[speculation.source] with [speculation.draft_model] drafts without a head; leave out "
+            "one of them",
+        ),
+    )
 
     model: str = option(REQUIRED, "Hugging Face directory or id (also --model MODEL)")
     revision: str | None = option(

@@ -2,8 +2,10 @@
 
     config = load_config(Config, sys.argv[1:], prog="train.rl", description="GRPO")
 
-Mistakes of the user (unknown key, wrong type, missing file) end the program with status 2 and one
-message; they never show a traceback.
+A setting is written `key=value`, `--key=value` or `--key value`, with dashes or underscores within
+words; what its text means is in `setting_values.py`. Mistakes of the user (unknown key, wrong type,
+missing file, a setting that changes nothing) end the program with status 2 and one message; they
+never show a traceback.
 """
 
 from __future__ import annotations
@@ -12,21 +14,23 @@ import argparse
 import dataclasses
 import difflib
 import json
-import re
 import sys
 import sysconfig
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from specjax.schema import describe, keys_of, show, type_name
+from specjax.arguments import ArgumentParser, nearest_flag, underscored
+from specjax.schema import Key, describe, idle, keys_of, show, type_name
+from specjax.setting_values import ValueProblem, Yaml, check, expected, read
 
 T = TypeVar("T")
+_TYPED = "_typed"  # attribute of a configuration: see `typed_in`
 
 
 def load_config(
@@ -49,7 +53,9 @@ def parse_config(
     """Reads the command line of a program.
 
     Args:
-        schema_cls: the dataclass that defines every key.
+        schema_cls: the dataclass that defines every key. Its class attribute `rules`, if it has
+            one, says which settings need which (see `schema.Needs`), and `aliases` which further
+            names there are for a key.
         argv: arguments without the program's name; None takes them from `sys.argv`.
         prog: the name shown in messages: of a module, as `train.rl`, or of a whole command.
         description: one line for `--help`.
@@ -73,23 +79,51 @@ def parse_config(
     parser.add_argument(
         "--print-config", action="store_true", help="print the merged configuration and exit"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="win over the file")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="win over the file; --key value and --key=value are the same",
+    )
     if add_arguments is not None:
         add_arguments(parser)
-    flags = parser.parse_intermixed_args(argv)
-
+    schema = _Schema.of(schema_cls)
     try:
-        merged = _merge(schema_cls, flags.config, flags.overrides)
+        arguments, overrides = _split(schema, parser, sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        parser.error(str(error))
+    flags = parser.parse_intermixed_args(arguments)
+    try:
+        merged, given = _merge(schema, flags.config, overrides)
         if flags.print_config:
             print(OmegaConf.to_yaml(merged), end="")
             sys.exit(0)
-        return _finish(schema_cls, merged), flags
+        config = _finish(schema, merged)
+        _require_effect(schema, merged, given)
+        setattr(config, _TYPED, given.typed)
+        return config, flags
     except ConfigError as error:
         parser.error(str(error))
 
 
 class ConfigError(ValueError):
     """The configuration that the user gave cannot be used."""
+
+
+def typed_in(config: Any) -> frozenset[str]:
+    """Keys that were given on the command line that `config` was read from."""
+    return getattr(config, _TYPED, frozenset())
+
+
+def require_effect(config: Any) -> None:
+    """Applies the schema's rules once more, when more is known than on the command line.
+
+    Raises:
+        ConfigError: a setting that was given on the command line turns out to change nothing.
+    """
+    schema = _Schema.of(type(config))
+    values = dict(_flatten(dataclasses.asdict(config), schema.sections))
+    _complain(schema, values, typed_in(config))
 
 
 def fingerprint(config: Any, ignore: Sequence[str] = ()) -> dict[str, Any]:
@@ -112,30 +146,172 @@ def require_same_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) 
         )
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        if "unrecognized arguments" in message:
-            message += " (settings are written key=value, without dashes)"
         self.exit(2, f"{self.prog}: error: {message}\nTry {self.prog} --help\n")
 
 
-def _merge(schema_cls: type, config: str | None, overrides: Sequence[str]) -> DictConfig:
-    merged = OmegaConf.structured(schema_cls)
+class _Schema(NamedTuple):
+    """A schema by its names.
+
+    Attributes:
+      keys: of all settings and sections. sections: whether a key is one. aliases: further names.
+    """
+
+    cls: type
+    keys: dict[str, Key]
+    sections: dict[str, bool]
+    aliases: dict[str, str]
+
+    @classmethod
+    def of(cls, schema_cls: type) -> _Schema:
+        keys = {key.name: key for key in keys_of(schema_cls)}
+        sections = {name: key.section for name, key in keys.items()}
+        return cls(schema_cls, keys, sections, getattr(schema_cls, "aliases", {}))
+
+    def key_of(self, name: str) -> Key | None:
+        """The setting of that name; None for a section, or where there is none."""
+        key = self.keys.get(name)
+        return None if key is None or key.section else key
+
+    def suggestion(self, name: str) -> str:
+        """What may have been meant."""
+        known = [*self.keys, *self.aliases]
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        if not close:  # the right key in the wrong section, or without its section
+            last = name.rsplit(".", 1)[-1]
+            tails = {key.rsplit(".", 1)[-1]: key for key in self.keys}
+            close = [tails[t] for t in difflib.get_close_matches(last, tails, n=1, cutoff=0.7)]
+        return f"; did you mean {close[0]!r}?" if close else "; --help lists every key"
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+def _split(
+    schema: _Schema, parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """The flags, for argparse, and the settings as `key=value`, in their order."""
+    flags = {underscored(option): option for option in parser._option_string_actions}
+    ours, settings, rest = [], [], [str(argument) for argument in argv]
+    while rest:
+        argument = rest.pop(0)
+        name, equals, value = argument.partition("=")
+        if argument == "--":
+            continue
+        if not argument.startswith("--"):
+            short = argument in parser._option_string_actions
+            (ours if short else settings).append(argument)
+            continue
+        name = underscored(name)
+        if name in flags:
+            ours.append(flags[name] + equals + value)
+            action = parser._option_string_actions[flags[name]]
+            if action.nargs is None and not equals and rest:  # a value may look like anything
+                ours.append(rest.pop(0))
+            continue
+        name = name.removeprefix("--")
+        key = schema.key_of(schema.aliases.get(name, name))
+        if name not in schema.keys and name not in schema.aliases:
+            hint = nearest_flag(f"--{name}", flags.values()) or schema.suggestion(name)
+            raise ConfigError(f"command line: unknown key {name!r}{hint}")
+        if not equals:
+            value = _value_after(name, key, rest)
+        settings.append(f"{name}={value}")
+    return ours, settings
+
+
+def _value_after(name: str, key: Key | None, rest: list[str]) -> str:
+    """The value of `--name`, taken from the front of `rest`; `--name` alone is true."""
+    if key is not None and key.type is bool:
+        said = rest and rest[0].lower() in ("true", "false")
+        return rest.pop(0) if said else "true"
+    if not rest or rest[0].startswith("--"):
+        wanted = "a value" if key is None else expected(key.type)
+        raise ConfigError(f"--{name}: expected {wanted} after it, got nothing; --{name}=VALUE")
+    return rest.pop(0)
+
+
+def _read_overrides(schema: _Schema, overrides: Sequence[str]) -> dict[str, Any]:
+    """Values by dotted name."""
+    found: dict[str, tuple[Any, str]] = {}
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        name = underscored(name.strip())
+        if not equals or not name:
+            raise ConfigError(
+                f"expected key=value, got {override!r}{_what_may_be_meant(schema, name)}"
+            )
+        alias = schema.aliases.get(name)
+        if alias is not None and not text.lstrip().startswith("{"):
+            name = alias
+        above = name.rpartition(".")[0]
+        outer = schema.key_of(above)
+        if outer is not None and typing.get_origin(outer.type) is not dict:
+            raise ConfigError(
+                f"command line: unknown key {name!r}; {above} is {expected(outer.type)}"
+            )
+        try:
+            value = read(text, schema.key_of(name))
+        except ValueProblem as error:
+            raise ConfigError(f"command line: {name}: {error}") from error
+        if name in found and found[name][0] != value:
+            raise ConfigError(
+                f"command line: {name} is given twice, as {found[name][1]!r} and as {text!r}; "
+                "leave out one"
+            )
+        found[name] = value, text
+    return {name: value for name, (value, _) in found.items()}
+
+
+def _what_may_be_meant(schema: _Schema, name: str) -> str:
+    if name in schema.keys:
+        return f"; {name}=VALUE sets it"
+    return schema.suggestion(name)
+
+
+# --- layers --------------------------------------------------------------------------------------
+
+
+class _Given(NamedTuple):
+    """What was set where: keys of the command line, and of the file with what it made alone."""
+
+    typed: frozenset[str]
+    filed: frozenset[str]
+    alone: DictConfig
+
+
+def _merge(
+    schema: _Schema, config: str | None, overrides: Sequence[str]
+) -> tuple[DictConfig, _Given]:
+    merged = OmegaConf.structured(schema.cls)
+    filed: frozenset[str] = frozenset()
     if config is not None:
         path = _find(config)
-        merged = _apply(schema_cls, merged, [_read(path)], str(path))
-    layers = []
-    for override in overrides:
-        name, equals, _ = override.partition("=")
-        if not equals or not name:
-            raise ConfigError(f"expected key=value, got {override!r}{_suggest(schema_cls, name)}")
-        try:
-            layer = OmegaConf.create()
-            OmegaConf.update(layer, name, yaml.load(override[len(name) + 1 :], _Yaml))
-        except (OmegaConfBaseException, yaml.YAMLError) as error:
-            raise ConfigError(f"cannot read {override!r}: {_first_line(error)}") from error
-        layers.append(layer)
-    return _apply(schema_cls, merged, layers, "command line")
+        raw = _file(path)
+        merged = _apply(schema, merged, raw, str(path))
+        filed = frozenset(name for name, _ in _flatten(raw, schema.sections))
+    alone = merged
+    nested: dict[str, Any] = {}
+    given = _read_overrides(schema, overrides)
+    for name, value in given.items():
+        _put(nested, name, value)
+    merged = _apply(schema, merged, nested, "command line")
+    typed = frozenset(name for name, _ in _flatten(nested, schema.sections))
+    return merged, _Given(typed, filed, alone)
+
+
+def _put(nested: dict[str, Any], name: str, value: Any) -> None:
+    """Sets a dotted name in nested mappings."""
+    *above, last = name.split(".")
+    for part in above:
+        nested = nested.setdefault(part, {})
+        if not isinstance(nested, dict):
+            raise ConfigError(f"command line: {part} is given as a value and as a section; choose")
+    if isinstance(value, dict) and isinstance(nested.get(last), dict):
+        nested[last].update(value)
+    else:
+        nested[last] = value
 
 
 def _roots() -> list[Path]:
@@ -154,68 +330,55 @@ def _find(config: str) -> Path:
     path = find_shipped(config)
     if path.is_file():
         return path
+    found = "a directory, not a file," if path.is_dir() else "no file"
     shipped = {path.name for root in _roots() for path in (root / "configs").glob("*.yaml")}
     known = f"; shipped: {', '.join(f'configs/{name}' for name in sorted(shipped))}"
-    raise ConfigError(f"--config: no file {config}{known if shipped else ''}")
+    raise ConfigError(f"--config: {found} {config}{known if shipped else ''}")
 
 
-def _read(path: Path) -> DictConfig:
+def _file(path: Path) -> dict[str, Any]:
     try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), _Yaml)
-        loaded = OmegaConf.create({} if loaded is None else loaded)
-    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+        loaded = yaml.load(path.read_text(encoding="utf-8"), Yaml)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         detail = " ".join(str(error).split())
         raise ConfigError(f"{path} is not valid YAML: {detail}") from error
-    if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"{path}: expected a mapping of keys at the top, got a list")
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        found = "a list" if isinstance(loaded, list) else repr(loaded)
+        raise ConfigError(f"{path}: expected a mapping of keys at the top, got {found}")
     return loaded
 
 
-class _Yaml(yaml.SafeLoader):
-    """YAML 1.1, but what looks like text or a number is: `4_1_5` (not 415), `off`, `no`; `1e-4`."""
-
-    def construct_mapping(self, node, deep=False):
-        keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is given twice", node.start_mark
+def _apply(schema: _Schema, merged: DictConfig, raw: dict[str, Any], source: str) -> DictConfig:
+    """The configuration with what a file or the command line says."""
+    layer: dict[str, Any] = {}
+    for name, value in _flatten(raw, schema.sections):
+        if name not in schema.keys:
+            raise ConfigError(f"{source}: unknown key {name!r}{schema.suggestion(name)}")
+        key = schema.keys[name]
+        if key.section:
+            if isinstance(value, dict) and value:
+                continue  # its keys follow
+            if value or (value is None and key.default is not None):
+                inside = next(k for k in schema.keys if k.startswith(f"{name}."))
+                raise ConfigError(
+                    f"{source}: {name} is a section: set {name}.KEY=value instead, such as "
+                    f"{inside}=..., got {value if isinstance(value, str) else show(value)}"
                 )
-        return super().construct_mapping(node, deep)
-
-
-_BOOL = "tag:yaml.org,2002:bool"
-_Yaml.yaml_implicit_resolvers = {
-    first: [
-        ("tag:yaml.org,2002:str", re.compile(r"[-+]?\d+(_\d+)+$")),
-        ("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")),
-        (_BOOL, re.compile(r"(?i:true|false)$")),
-        *((tag, pattern) for tag, pattern in resolvers if tag != _BOOL),
-    ]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-
-
-def _apply(
-    schema_cls: type, merged: DictConfig, layers: Sequence[DictConfig], source: str
-) -> DictConfig:
-    for layer in layers:
-        _check_names(schema_cls, OmegaConf.to_container(layer, resolve=False), source)
+        else:
+            refers = source != "command line" and "${" in str(value)
+            try:
+                value = value if refers else check(key, value)
+            except ValueProblem as error:
+                raise ConfigError(f"{source}: {name}: {error}") from error
+            if isinstance(value, str) and not refers:
+                value = value.replace("${", "\\${")  # text, and no reference to another key
+        _put(layer, name, value)
     try:
-        return typing.cast(DictConfig, OmegaConf.merge(merged, *layers))
+        return typing.cast(DictConfig, OmegaConf.merge(merged, layer))
     except OmegaConfBaseException as error:
-        raise ConfigError(_type_message(schema_cls, error, source)) from error
-
-
-def _check_names(schema_cls: type, raw: Any, source: str) -> None:
-    """Refuses keys that there are not, and values where there is a section."""
-    sections = {key.name: key.section for key in keys_of(schema_cls)}
-    nullable = {key.name for key in keys_of(schema_cls) if key.section and key.default is None}
-    for name, value in _flatten(raw, sections):
-        if name not in sections:
-            raise ConfigError(f"{source}: unknown key {name!r}{_suggest(schema_cls, name)}")
-        if sections[name] and not isinstance(value, dict) and (value or name not in nullable):
-            raise ConfigError(f"{source}: {name} is a section: set {name}.KEY=value instead")
+        raise ConfigError(_type_message(schema, error, source)) from error
 
 
 def _flatten(node: Any, sections: dict[str, bool], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -227,38 +390,51 @@ def _flatten(node: Any, sections: dict[str, bool], prefix: str = "") -> Iterator
             yield from _flatten(value, sections, f"{name}.")
 
 
-def _suggest(schema_cls: type, name: str) -> str:
-    known = [key.name for key in keys_of(schema_cls)]
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if not close:  # the right key in the wrong section, or without its section
-        last = name.rsplit(".", 1)[-1]
-        tails = {key.rsplit(".", 1)[-1]: key for key in known}
-        close = [tails[tail] for tail in difflib.get_close_matches(last, tails, n=1, cutoff=0.7)]
-    return f"; did you mean {close[0]!r}?" if close else "; --help lists every key"
-
-
-def _type_message(schema_cls: type, error: OmegaConfBaseException, source: str) -> str:
+def _type_message(schema: _Schema, error: OmegaConfBaseException, source: str) -> str:
     name = getattr(error, "full_key", None) or "value"
-    kinds = {key.name: key.type for key in keys_of(schema_cls)}
-    expected = f" (expected {type_name(kinds[name])})" if name in kinds else ""
-    return f"{source}: {name}: {_first_line(error)}{expected}"
+    key = schema.keys.get(name)
+    wanted = f" (expected {type_name(key.type)})" if key is not None else ""
+    return f"{source}: {name}: {_first_line(error)}{wanted}"
 
 
-def _finish(schema_cls: type[T], merged: DictConfig) -> T:
+# --- the whole -----------------------------------------------------------------------------------
+
+
+def _require_effect(schema: _Schema, merged: DictConfig, given: _Given) -> None:
+    """Refuses settings that change nothing.
+
+    What a file sets may be made idle by the command line, for files are shared by runs that differ;
+    it must not be idle in the file itself.
+    """
+    values = _values(schema, merged)
+    _complain(schema, values, given.typed)
+    filed = [name for name, _ in idle(schema.cls, _values(schema, given.alone), given.filed)]
+    _complain(schema, values, frozenset(filed))
+
+
+def _values(schema: _Schema, merged: DictConfig) -> dict[str, Any]:
+    try:
+        raw = OmegaConf.to_container(merged, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_type_message(schema, error, "configuration")) from error
+    return dict(_flatten(raw, schema.sections))
+
+
+def _complain(schema: _Schema, values: Mapping[str, Any], given: frozenset[str]) -> None:
+    for _, message in idle(schema.cls, values, given):
+        raise ConfigError(message)
+
+
+def _finish(schema: _Schema, merged: DictConfig) -> Any:
     try:
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
-            raise ConfigError(f"no value for the required keys {missing}; set them as key=value")
-        for key in keys_of(schema_cls):
-            value = OmegaConf.select(merged, key.name)
-            if OmegaConf.select(merged, key.name.rpartition(".")[0] or key.name) is None:
-                continue  # a section that is null
-            if key.choices is not None and value not in key.choices:
-                choices = ", ".join(show(choice) for choice in key.choices)
-                raise ConfigError(f"{key.name}: expected one of {choices}, got {show(value)}")
-        return typing.cast(T, OmegaConf.to_object(merged))
+            raise ConfigError(
+                f"no value for the required keys {missing}; set them as {missing[0]}=VALUE"
+            )
+        return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ConfigError(_type_message(schema_cls, error, "configuration")) from error
+        raise ConfigError(_type_message(schema, error, "configuration")) from error
     except (ValueError, TypeError, AssertionError) as error:  # a schema's __post_init__
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
 

@@ -24,7 +24,7 @@ import functools
 import inspect
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -60,6 +60,59 @@ def at_least(section: str, values, **smallest: int) -> None:
         if getattr(values, name) < least:
             key = f"{section}.{name}" if section else name
             raise ValueError(f"{key}: expected at least {least}, got {getattr(values, name)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """Settings that are read only under a condition; where it does not hold they change nothing.
+
+    Attributes:
+      names: dotted keys, or `section.*` for all that is below a section. A name that begins with !
+        is left out of a section before it.
+      when: the condition, given the value of every key by its dotted name; keys of a section that
+        is null are not among them.
+      why: goes on after "KEY=value changes nothing: ". A key in brackets stands for itself with its
+        value, [rollout.partial] for rollout.partial=false.
+      unless: a value of the settings that is no mistake whatever the condition says.
+    """
+
+    names: tuple[str, ...]
+    when: Callable[[Mapping[str, Any]], bool]
+    why: str
+    unless: Any = None
+
+    def covers(self, name: str) -> bool:
+        if f"!{name}" in self.names:
+            return False
+        return any(
+            name == entry or (entry.endswith(".*") and name.startswith(entry[:-1]))
+            for entry in self.names
+        )
+
+
+def idle(
+    schema_cls: type, values: Mapping[str, Any], given: Iterable[str]
+) -> Iterator[tuple[str, str]]:
+    """Settings that change nothing, by the class attribute `rules` of the schema.
+
+    Args:
+      values: of every key. given: keys that were set; what equals its default is none of them.
+
+    Yields:
+      the key, and a message that says why and what to do.
+    """
+    keys = {key.name: key for key in keys_of(schema_cls)}
+    for name in sorted(given):
+        key = keys[name]
+        if key.section or name not in values or values[name] == key.default:
+            continue
+        for rule in getattr(schema_cls, "rules", ()):
+            if rule.covers(name) and values[name] != rule.unless and not rule.when(values):
+                why = re.sub(
+                    r"\[([\w.]+)\]", lambda m: f"{m[1]}={show(values.get(m[1]))}", rule.why
+                )
+                yield name, f"{name}={show(values[name])} changes nothing: {why}"
+                break
 
 
 @dataclasses.dataclass(frozen=True)

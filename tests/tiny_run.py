@@ -14,11 +14,14 @@ from pathlib import Path
 import jax
 import pytest
 
+from specjax import schema
 from specjax.config import ModelConfig
 from specjax.draft.mtp import init_head_params
 from specjax.models import hf
 from specjax.models.transformer import init_params
+from specjax.setting_values import read
 from train import data, trainer
+from train.schema import RLConfig
 
 SETTINGS = {
     "reward": "tiny_run:coin",
@@ -63,10 +66,27 @@ def rare(text: str, answer: str) -> float:
 
 
 def arguments(model: Path, out: Path, /, **changes) -> list[str]:
-    """`key=value` arguments of a tiny `train.rl`; dots of keys are written as two underscores."""
+    """`key=value` arguments of a tiny `train.rl`; dots of keys are written as two underscores.
+
+    Settings above that the changes leave without effect are left out, for they would be refused.
+    """
     changes = {key.replace("__", "."): value for key, value in changes.items()}
     settings = {**SETTINGS, "model": model, "out": out, **changes}
-    return [f"{key}={value}" for key, value in settings.items()]
+    idle = _idle(settings, set(SETTINGS) - set(changes))
+    return [f"{key}={value}" for key, value in settings.items() if key not in idle]
+
+
+def _idle(settings: dict, given: set[str]) -> set[str]:
+    keys = {key.name: key for key in schema.keys_of(RLConfig) if not key.section}
+    controlled = any(name.startswith("rollout.control.") for name in settings)
+    values = {
+        name: read(str(settings[name]), key) if settings.get(name) is not None else key.default
+        for name, key in keys.items()
+        if controlled or not name.startswith("rollout.control.")
+    }
+    with contextlib.suppress(KeyError, TypeError):  # a mistake that the program will name
+        return {name for name, _ in schema.idle(RLConfig, values, given)}
+    return set()
 
 
 # Settings that no program of a rollout, or of the policy, depends on.

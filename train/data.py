@@ -56,7 +56,8 @@ class DataConfig:
     """Where problems and demonstrations come from.
 
     Attributes:
-      task: `sums` (generated) or `gsm8k` (JSON lines).
+      task: `sums` (generated), `gsm8k` (JSON lines), or `auto`: the rows of `path` where it is set,
+        else `sums`.
       path: training file of `gsm8k`.
       heldout_path: its held-out file; None holds out a sixteenth of `path`, chosen by hash.
       seed: decides generated problems, the demonstrator's whims and the order of training.
@@ -70,7 +71,7 @@ class DataConfig:
       impatience: probability that the demonstrator guesses.
     """
 
-    task: str = "sums"
+    task: str = "auto"
     path: str | None = None
     heldout_path: str | None = None
     seed: int = 0
@@ -85,8 +86,12 @@ class DataConfig:
     impatience: float = 0.3
 
     def __post_init__(self) -> None:
+        if self.task == "auto":
+            self.task = "sums" if self.path is None else "gsm8k"
         if self.task not in TASKS:
-            raise ValueError(f"data.task must be one of {', '.join(TASKS)}, got {self.task!r}")
+            raise ValueError(
+                f"data.task must be one of auto, {', '.join(TASKS)}, got {self.task!r}"
+            )
         for name in ("slip", "impatience"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"data.{name} is a probability, got {getattr(self, name)}")
@@ -101,6 +106,13 @@ class DataConfig:
                 f"{self.max_number}, {self.seed}, {self.train_size}, {self.heldout_size}"
             )
         self.format_prompt("")
+
+    @property
+    def said(self) -> str:
+        """What is trained on, for a line at start."""
+        if self.task == "sums":
+            return "the embedded task sums, for data.path names no file"
+        return f"{self.path} (task {self.task})"
 
     def format_prompt(self, question: str) -> str:
         """The prompt that a question becomes.

@@ -29,7 +29,7 @@ from train.draft_loss import DRAFT_LOSSES, draft_step_loss, draft_target_logits,
 from train.optim import OptimConfig
 from train.policy import abstract_opt_state, init_opt_state, settled
 
-MODES = ("none", "frozen", "online")
+MODES = ("auto", "none", "frozen", "online")
 FIELDS = ("tokens", "positions", "segment_ids", "loss_mask")  # of a micro-batch, that it needs
 
 
@@ -63,7 +63,12 @@ class SpotConfig:
 class DraftConfig:
     """How the draft head is trained beside the policy."""
 
-    mode: str = option("online", "none: no speculation; frozen; online", choices=MODES)
+    mode: str = option(
+        "auto",
+        "none: no speculation; frozen: what drafts stays as it is; online: the head is trained; "
+        "auto: online where a head drafts, else frozen",
+        choices=MODES,
+    )
     loss: str = option(
         "ce",
         "ce: against the tokens; soft_ce: against the policy's distribution",

@@ -38,8 +38,9 @@ def starting_head(
     if source == "checkpoint":
         if head is None:
             raise ConfigError(
-                "the policy's checkpoint has no draft head; set rollout.head=random to start from "
-                "a random one, rollout.head=PATH for one of its own, or draft.mode=none"
+                "the policy's checkpoint has no draft head, and rollout.source=head drafts with "
+                "it; set rollout.head=random to start from a random one, rollout.head=PATH for one "
+                "of its own, or leave out rollout.source: then n-grams draft"
             )
         return model, head
     if source == "random":

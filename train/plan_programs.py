@@ -40,6 +40,7 @@ from train.programs import (
     drafts_with_head,
     require_length,
     scores_to_add,
+    settle_drafting,
 )
 from train.schema import RLConfig
 
@@ -106,6 +107,7 @@ class Shapes:
         cfg.dtype.settle(model.param_dtype, platform or sharding.platform_of(self.mesh))
         model = model.replace(param_dtype=cfg.dtype.params)
         require_length(cfg, model)
+        settle_drafting(cfg, model.mtp_num_layers > 0)
         self.head = None
         if drafts_with_head(cfg):
             model, head = head_shapes(cfg.rollout.head, model)

@@ -8,11 +8,12 @@ there was typed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from specjax.arguments import ArgumentParser
 
 COLUMNS = (
     "plan", "by", "programs", "chips", "weights", "optimizers", "cache", "while it rolls out",
@@ -135,7 +136,7 @@ def _markdown(table: Sequence[Sequence[str]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m train.plan_table", description=__doc__)
+    parser = ArgumentParser(prog="python -m train.plan_table", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--into", type=Path, metavar="FILE", help="Markdown with two marks")
     flags = parser.parse_args(argv)

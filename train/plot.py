@@ -6,7 +6,6 @@ run does not have is left out.
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import sys
@@ -21,6 +20,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 
+from specjax.arguments import ArgumentParser
 from train.log import read_metrics  # noqa: E402
 
 PICTURE = "metrics.png"  # in the directory of the run
@@ -296,7 +296,7 @@ def _headline(run: Path, records: Records) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line entry point."""
-    parser = argparse.ArgumentParser(prog="python -m train.plot", description=__doc__)
+    parser = ArgumentParser(prog="python -m train.plot", description=__doc__)
     parser.add_argument("run_dir", help="directory with metrics.jsonl")
     parser.add_argument("--out", metavar="PNG", help="default: RUN_DIR/metrics.png")
     arguments = parser.parse_args(argv)

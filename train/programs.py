@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specjax.command_line import ConfigError
+from specjax.command_line import ConfigError, require_effect
 from specjax.config import ModelConfig
 from specjax.context import context_of
 from specjax.decode.options import Features
 from specjax.draft.source import DraftSource
 from specjax.engine.engine import Engine
+from specjax.engine.sources import settle_draft
+from specjax.spelling import spelled
 from train.draft import DraftTrainer
 from train.engines import Mesh, build_engines
 from train.policy import PolicyTrainer, rl_loss
+from train.rollout_schema import SAY, ControlSection
 from train.schema import RLConfig
 
 # What the chunks of rollouts and evaluation serve: a config asks for a temperature, and no more.
@@ -47,6 +50,50 @@ def drafts(cfg: RLConfig) -> bool:
 def drafts_with_head(cfg: RLConfig) -> bool:
     """Whether they speculate with the draft head."""
     return drafts(cfg) and cfg.rollout.spec().source == "head"
+
+
+def settle_drafting(cfg: RLConfig, has_head: bool) -> str:
+    """Decides, once the checkpoint is known, what the configuration leaves open: what drafts, under
+    which controller, and whether it is trained.
+
+    Args:
+      has_head: whether the checkpoint holds a draft head.
+
+    Returns:
+      one line for the user.
+
+    Raises:
+      ConfigError: `draft.mode` asks for a head that there is not, or settings turn out to change
+        nothing.
+    """
+    roll, mode = cfg.rollout, cfg.draft.mode
+    if not drafts(cfg):
+        return f"draft: none, for draft.mode={mode} and rollout.strategy={roll.strategy}"
+    asked = roll.control_config()
+    # TIS weighs by log-probabilities whose last bits depend on the strategy.
+    drafting = settle_draft(roll.spec(), asked, has_head, by_the_clock=not cfg.algo.tis)
+    if drafting.by_default and mode != "auto":
+        raise ConfigError(
+            f"draft.mode={mode} is about the draft head, and the policy's checkpoint has no draft "
+            "head; set rollout.head=random to start from a random one, rollout.head=PATH for one "
+            "of its own, or leave out draft.mode: then n-grams draft"
+        )
+    roll.source = drafting.spec.source
+    if drafting.by_default:
+        if drafting.control is not asked:
+            roll.control = ControlSection(
+                drafting.control.controller, [*drafting.control.strategies]
+            )
+        if roll.acceptance != "coupled":  # tokens would depend on who runs beside whom
+            roll.ngram_siblings = False
+    with_head = roll.source == "head"
+    if mode == "auto":
+        cfg.draft.mode = "online" if with_head else "frozen"
+    require_effect(cfg)
+    trained = "" if not with_head else f" (draft.mode={cfg.draft.mode})"
+    if with_head and roll.head != "checkpoint":
+        return f"draft: the head rollout.head={roll.head}{trained}"
+    return drafting.described(SAY) + trained
 
 
 def on_policy(cfg: RLConfig) -> bool:
@@ -98,5 +145,5 @@ def build_programs(
     try:
         engines = build_engines(cfg, model, speculate, source, mesh, places)
     except ValueError as error:
-        raise ConfigError(f"rollout: {error}") from error
+        raise ConfigError(f"rollout: {spelled(error, SAY)}") from error
     return Programs(policy, draft, *engines)

@@ -83,6 +83,8 @@ def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> 
 def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None) -> Path:
     started = time.perf_counter()
     trainer = Trainer(cfg)
+    _say(f"data: {cfg.data.said}, through the tokenizer of {cfg.model}")
+    _say(trainer.drafting)
     keep = cfg.checkpoint.keep_last
     heads = HeadCheckpoints(out / "draft", trainer.model, keep)
     with Checkpointer(out / "checkpoints", keep) as checkpoints, heads:

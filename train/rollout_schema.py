@@ -13,6 +13,7 @@ from specjax.control.config import CONTROLLERS, DEFAULT_STRATEGIES
 from specjax.engine.settings import EngineConfig
 from specjax.kernels import panels
 from specjax.schema import at_least, option
+from specjax.spelling import SettingError, dotted, spelled
 
 
 @dataclass
@@ -142,16 +143,18 @@ class RolloutSection:
         "coupled", "acceptance mode", choices=("coupled", "block", "recursive")
     )
     source: str = option(
-        "head",
+        "auto",
         "what drafts: the head; model: a smaller one (draft_model); ngram: what followed the last "
-        "tokens earlier",
+        "tokens earlier; auto: the head, or n-grams under control where the checkpoint has none",
         choices=DRAFT_SOURCES,
     )
     head: str = option(
-        "checkpoint", "the head to start from: checkpoint (the policy's own), random, or a path"
+        "checkpoint",
+        "the head to start from: checkpoint (the policy's own), random, or a path; with the latter "
+        "two source=auto is head",
     )
     draft_model: str | None = option(
-        None, "Hugging Face directory of the draft model; implies source=model"
+        None, "Hugging Face directory of the draft model; with it source=auto is model"
     )
     ngram_max: int = option(4, "longest suffix that source=ngram looks up")
     ngram_min: int = option(1, "shortest suffix that source=ngram looks up")
@@ -167,7 +170,9 @@ class RolloutSection:
         "write why drafts are rejected to <out>/telemetry.jsonl (SPECJAX_TELEMETRY=1 does, too)",
     )
     control: ControlSection | None = option(
-        None, "chooses the strategy while running; null: always rollout.strategy"
+        None,
+        "chooses the strategy while running; null: always rollout.strategy, but goodput where "
+        "source=auto takes n-grams",
     )
 
     def __post_init__(self):
@@ -179,7 +184,7 @@ class RolloutSection:
                 f"{self.over_sample}"
             )
         SamplingParams(self.temperature, self.max_tokens)
-        self.source = self.spec().source  # a draft model implies it
+        self.source = self._spec().source  # a draft model implies it
         exact = self.acceptance in ("coupled", "greedy")
         if self.source == "ngram" and self.ngram_siblings and not exact:
             raise ValueError(
@@ -196,6 +201,8 @@ class RolloutSection:
             )
         if self.control is not None:
             self._check_control(self.control)
+        if self.source == "auto" and self.head != "checkpoint":
+            self.source = "head"
 
     def _check_control(self, control: ControlSection) -> None:
         fastrl = control.fastrl_settings()
@@ -250,6 +257,13 @@ class RolloutSection:
         """How the strategy is chosen; None: it is always `strategy`."""
         return None if self.control is None else self.control.build(self.strategy)
 
+    def _spec(self) -> SpecConfig:
+        """`spec`, whose errors name settings as they are typed here."""
+        try:
+            return self.spec()
+        except SettingError as error:
+            raise ValueError(spelled(error, SAY)) from error
+
     def spec(self) -> SpecConfig:
         """How rollouts speculate.
 
@@ -270,3 +284,10 @@ class RolloutSection:
             spec_verify_tokens=self.spec_verify_tokens,
             telemetry=self.telemetry or None,  # None asks the environment
         )
+
+
+# How settings of the library are typed here.
+SAY = dotted(
+    {field.name: "rollout" for field in fields(RolloutSection)}
+    | {name: "rollout.control" for name in ("controller", "strategies", "initial", "bs_threshold")}
+)

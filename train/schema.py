@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from specjax.config import ModelConfig
 from specjax.config.dtype import AUTO, about_dtype, resolve_dtype
 from specjax.distributed import DistributedConfig
-from specjax.schema import at_least, option
+from specjax.schema import Needs, at_least, option
 from specjax.sharding import MeshConfig
 from train.data import DataConfig
 from train.draft import DraftConfig
 from train.grpo import GRPOConfig
 from train.optim import OptimConfig
 from train.rollout_schema import RolloutSection
+from train.rules import RL_RULES, SFT_RULES
 from train.spot import check_spot
 
 
@@ -150,17 +152,20 @@ class LogSection:
 class SFTConfig:
     """`python -m train.sft`: trains policy and head on demonstrations."""
 
+    rules: ClassVar[tuple[Needs, ...]] = SFT_RULES
+    aliases: ClassVar[dict[str, str]] = {"model": "init"}  # as `train.rl` calls it
+
     out: str = option("runs/sft", "directory of the run")
     init: str | None = option(
-        None, "Hugging Face directory or id to start from; none: from nothing"
+        None, "Hugging Face directory or id to start from (also --model MODEL); none: from nothing"
     )
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")
     seed: int = option(0, "decides initial weights")
     steps: int = option(1000, "updates of the policy")
     draft_steps: int = option(
         300,
-        "updates of the head afterwards, on the final policy's states; none unless draft.mode is "
-        "online",
+        "updates of the head afterwards, on the final policy's states; none if draft.mode is none "
+        "or frozen",
     )
     vocab_size: int = option(512, "BPE vocabulary at most, when starting from nothing")
     tokenizer_texts: int = option(5000, "demonstrations that the tokenizer is trained on")
@@ -189,6 +194,8 @@ class SFTConfig:
 
     def __post_init__(self):
         at_least("", self, steps=0, draft_steps=0, log_every=1, tokenizer_texts=1)
+        if self.draft.mode == "auto":
+            self.draft.mode = "online"
         _rows_divide(self.packing, self.mesh)
 
 
@@ -228,6 +235,8 @@ class EvalSection:
 class RLConfig:
     """`python -m train.rl`: GRPO with speculative rollouts and an online-trained draft head."""
 
+    rules: ClassVar[tuple[Needs, ...]] = RL_RULES
+
     model: str = option("assets/sums", "Hugging Face directory or id of the policy (and head)")
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")
     out: str = option("runs/rl", "directory of the run")
@@ -256,10 +265,11 @@ class RLConfig:
     def __post_init__(self):
         at_least("", self, steps=1)
         _rows_divide(self.packing, self.mesh)
-        if self.rollout.source != "head" and self.draft.mode == "online":
+        self._settle_draft_mode()
+        if self.rollout.source not in ("auto", "head") and self.draft.mode == "online":
             raise ValueError(
                 "draft.mode=online trains the draft head, and with rollout.source="
-                f"{self.rollout.source} nothing drafts with it; set draft.mode=frozen, or "
+                f"{self.rollout.source} nothing drafts with it; leave out draft.mode, or set "
                 "rollout.source=head"
             )
         if self.algo.tis and self.rollout.by_the_clock:
@@ -276,6 +286,15 @@ class RLConfig:
                 f"{longest} tokens must fit a row, got packing.row_length={self.packing.row_length}"
             )
         check_spot(self)
+
+    def _settle_draft_mode(self) -> None:
+        """`draft.mode=auto` follows what drafts, once that is known (see `settle_drafting`)."""
+        if self.draft.mode != "auto":
+            return
+        if self.rollout.spec().is_off:
+            self.draft.mode = "none"
+        elif self.rollout.source != "auto":
+            self.draft.mode = "online" if self.rollout.source == "head" else "frozen"
 
     @property
     def rollout_devices(self) -> int:

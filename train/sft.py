@@ -192,11 +192,12 @@ class Run:
         self.step, self.stage = 0, "policy"
 
     def describe(self) -> str:
-        """Sizes, for the first line."""
+        """Sizes, and what is trained on, for the first lines."""
         policy, head = (sum(a.size for a in jax.tree.leaves(t)) for t in (self.params, self.head))
         return (
             f"policy {policy / 1e6:.2f} M parameters, vocabulary {self.model.vocab_size}, "
-            f"head {head / 1e6:.2f} M"
+            f"head {head / 1e6:.2f} M\ndata: {self.cfg.data.said}, through the tokenizer of "
+            f"{tokenizer_dir(self.cfg)}"
         )
 
     def trees(self) -> dict:

@@ -38,6 +38,7 @@ from train.programs import (
     drafts_with_head,
     require_length,
     scores_to_add,
+    settle_drafting,
 )
 from train.rewards import get_reward
 from train.rollout_schema import ENGINE_SETTINGS, PLACEMENT
@@ -57,6 +58,7 @@ class Trainer:
         model, self.params, head = found.cfg, found.policy, found.head
         model = with_tokenizer_end(model, self.tokenizer)
         require_length(cfg, model)
+        self.drafting = settle_drafting(cfg, head is not None)
         with_head = drafts_with_head(cfg)
         if with_head:
             model, head = starting_head(cfg.rollout.head, model, head, cfg.seed, self.mesh)

@@ -27,6 +27,8 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from specjax.arguments import ArgumentParser
+
 ROOT = Path(__file__).resolve().parents[2]
 PINS, CONSTRAINTS = ROOT / "bench" / "gpu-constraints.txt", ROOT / "constraints.txt"
 PLUGIN = "jax-cuda13-plugin[with-cuda]"
@@ -212,7 +214,7 @@ def _problem(name: str, status: int | str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="make gpu-check",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

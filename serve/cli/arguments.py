@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
+from specjax.arguments import ArgumentParser
 from specjax.config import SamplingParams
 from specjax.config.dtype import AUTO, ENGINE_DTYPES
 from specjax.config.spec import ACCEPTANCE_MODES, DRAFT_SOURCES
@@ -48,7 +49,7 @@ _SAMPLING = (
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `specjax generate`; importing and building it costs no jax."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="specjax generate",
         description="Generates text with speculation: the tokens of plain decoding, sooner.",
         usage="%(prog)s --model DIR [options] (PROMPT ... | --file FILE)",

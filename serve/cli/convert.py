@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 
 from serve.cli import Failure
+from specjax.arguments import ArgumentParser
 
 EPILOG = """The source may be a Hugging Face directory or id, the directory of a run of train.rl or
 train.sft, the one of its checkpoints, a draft head that such a run wrote (RUN/draft/STEP), or a
@@ -28,7 +29,7 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """Its arguments."""
-    made = argparse.ArgumentParser(
+    made = ArgumentParser(
         prog="specjax convert",
         description="Turns Hugging Face checkpoints into Orbax ones and back.",
         epilog=EPILOG,

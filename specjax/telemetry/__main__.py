@@ -5,7 +5,6 @@ The file is what `llm.telemetry.write_jsonl` wrote.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import warnings
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from specjax.arguments import ArgumentParser
 from specjax.telemetry.collector import Summary, read_jsonl
 from specjax.telemetry.records import CAUSES
 
@@ -48,7 +48,7 @@ def tables(summary: Summary) -> list[Table]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line entry point."""
-    parser = argparse.ArgumentParser(prog="python -m specjax.telemetry", description=__doc__)
+    parser = ArgumentParser(prog="python -m specjax.telemetry", description=__doc__)
     parser.add_argument("run", help="JSON lines as Collector.write_jsonl writes them")
     parser.add_argument("--out", metavar="PNG", help="default: RUN with the suffix .png")
     arguments = parser.parse_args(argv)

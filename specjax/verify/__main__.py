@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import sys
 
+from specjax.arguments import ArgumentParser
 from specjax.checkpoint_format import CheckpointError
 from specjax.config import ACCEPTANCE_MODES, SpecConfig
 from specjax.config.dtype import AUTO, ENGINE_DTYPES
@@ -62,7 +63,7 @@ def _check(args: argparse.Namespace, prog: str) -> Verdict:
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog=prog,
         description="Checks that speculative decoding of a model is lossless.",
     )

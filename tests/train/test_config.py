@@ -1,11 +1,14 @@
 """The command line of every program: what it accepts, what it says when it does not."""
 
+import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 
+from serve.settings import ServeConfig
 from specjax.command_line import load_config, parse_config
-from specjax.schema import REQUIRED, keys_of, option
+from specjax.schema import REQUIRED, Needs, keys_of, option
 from train.schema import RLConfig, SFTConfig
 
 
@@ -162,17 +165,34 @@ def test_programs_add_flags_of_their_own():
         ("rollout.temprature=2", "unknown key 'rollout.temprature'; did you mean 'rollout.temp"),
         ("lr=1", "unknown key 'lr'; did you mean 'optimizer.lr'?"),
         ("zzzz=1", "unknown key 'zzzz'; --help lists every key"),
-        ("steps=many", "command line: steps: Value 'many'"),
-        ("steps=2.5", "(expected int)"),
-        ("rollout.temperature=hot", "rollout.temperature: Value 'hot'"),
+        ("steps=many", "command line: steps: expected a whole number (int), got 'many'"),
+        ("steps=2.5", "steps: expected a whole number (int), got 2.5"),
+        ("rollout.temperature=hot", "rollout.temperature: expected a number (float), got 'hot'"),
         ("rollout=3", "rollout is a section: set rollout.KEY=value instead"),
         ("rollout=null", "rollout is a section"),
         ("mode=onlin", "mode: expected one of none, online, got onlin"),
         ("steps=0", "steps: expected at least 1, got 0"),
         ("steps", "expected key=value, got 'steps'"),
-        ("betas=[0.1", "cannot read 'betas=[0.1'"),
-        ("betas=[a]", "betas[0]: Value 'a'"),
-        ("--steps=3", "settings are written key=value, without dashes"),
+        ("betas=[0.1", "betas: expected a list such as [a, b] (float each), got '[0.1'"),
+        ("betas=[a]", "betas: entry 0: expected a number (float), got 'a'"),
+        ("steps=null", "steps: expected a whole number (int), got null"),
+        ("steps=", "steps: expected a whole number (int), got null"),
+        ("steps=true", "steps: expected a whole number (int), got true"),
+        ("resume=yes", "resume: expected true or false (bool), got 'yes'; write true"),
+        ("resume=0", "resume: expected true or false (bool), got 0; write false"),
+        ("betas=0.9", "betas: expected a list such as [a, b] (float each), got 0.9"),
+        ("betas={a: 1}", "betas: expected a list such as [a, b] (float each), got {a: 1}"),
+        ("betas=[0.1, null]", "betas: entry 1: expected a number (float), got null"),
+        ("optimizer.clip=big", "optimizer.clip: expected a number (float) or null, got 'big'"),
+        ("mode=null", "mode: expected one of none, online, got null"),
+        ("mode=onlin", "; did you mean 'online'?"),
+        ("steps.more=3", "unknown key 'steps.more'"),
+        ("rollout=fast", "set rollout.KEY=value instead, such as rollout.n=..., got fast"),
+        ("=3", "expected key=value, got '=3'"),
+        ("steps", "steps=VALUE sets it"),
+        ("--stepz=3", "unknown key 'stepz'; did you mean 'steps'?"),
+        ("--print-confg", "unknown key 'print_confg'; did you mean '--print-config'?"),
+        ("--rollout.n", "--rollout.n: expected a whole number (int) after it, got nothing"),
     ],
 )
 def test_a_wrong_argument_is_one_clear_message_and_status_2(capsys, argument, expected):
@@ -186,8 +206,11 @@ def test_a_wrong_argument_is_one_clear_message_and_status_2(capsys, argument, ex
         ("rollout: {m: 3}", "unknown key 'rollout.m'"),
         ("steps: [1", "c.yaml is not valid YAML"),
         ("steps: 1\nsteps: 2", "the key 'steps' is given twice"),
-        ("- 1", "expected a mapping of keys"),
-        ("steps: many", "c.yaml: steps: Value 'many'"),
+        ("- 1", "expected a mapping of keys at the top, got a list"),
+        ("steps", "expected a mapping of keys at the top, got 'steps'"),
+        ("mode: {a: b}", "mode: expected text (str), got {a: b}; put the text in quotes"),
+        ("rollout: 3", "rollout is a section"),
+        ("steps: many", "c.yaml: steps: expected a whole number (int), got 'many'"),
         ("optimizer: {lr: '${nowhere}'}", "nowhere"),
     ],
 )
@@ -229,3 +252,123 @@ def test_a_missing_file_and_a_missing_required_key_are_named(capsys):
     assert "no file nowhere.yaml" in _error(capsys, "--config", "nowhere.yaml")
     assert "required keys ['model']" in _error(capsys, schema=NeedsModel)
     assert load_config(NeedsModel, ["model=here"]).model == "here"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["steps=3", "rollout.n=2", "optimizer.lr=-1e-3", "resume=true"],
+        ["--steps=3", "--rollout.n=2", "--optimizer.lr=-1e-3", "--resume=true"],
+        ["--steps", "3", "--rollout.n", "2", "--optimizer.lr", "-1e-3", "--resume", "true"],
+        ["--resume", "--steps", "3", "rollout.n=2", "--optimizer.lr=-1e-3"],
+    ],
+)
+def test_a_setting_may_be_written_with_dashes_and_without(argv):
+    config = load_config(Config, argv)
+    assert (config.steps, config.rollout.n, config.optimizer.lr) == (3, 2, -1e-3)
+    assert config.resume is True
+
+
+@dataclass
+class Words:
+    aliases: ClassVar[dict[str, str]] = {"base": "start_from"}
+
+    max_batch: int = option(1, "slots")
+    start_from: str | None = option(None, "directory")
+    template: str = option("{question}", "text")
+    tags: list[str] = option([], "words")
+    base: Rollout = option(Rollout, "a section whose name stands for another key, too")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["max-batch=4"], ["--max-batch", "4"], ["--max_batch=4"], ["max_batch=4", "max_batch=4"]],
+)
+def test_words_are_joined_by_dashes_or_underscores(argv):
+    assert load_config(Words, argv).max_batch == 4
+
+
+def test_an_alias_is_a_text_where_the_section_of_that_name_is_a_mapping():
+    config = load_config(Words, ["--base", "here", "base.n=3"])
+    assert (config.start_from, config.base.n) == ("here", 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("{question}", "{question}"),
+        ("{question} = ?", "{question} = ?"),
+        ("Q: {question}, A:", "Q: {question}, A:"),
+        ("[{question}]", "[{question}]"),
+        (r"{question}\n\tA:", "{question}\n\tA:"),
+        (r"a\\nb", r"a\nb"),
+        (r"\d+ \\ \q", r"\d+ \ \q"),
+        (r"'{question}\n'", r"{question}\n"),
+        (r'"{question}\n"', "{question}\n"),
+        ('"a" or "b"', '"a" or "b"'),
+        ("5", "5"),
+        ("1_000", "1_000"),
+        ("0x10", "0x10"),
+        ("# no comment", "# no comment"),
+        ("${question}", "${question}"),
+        ("", ""),
+    ],
+)
+def test_the_text_of_a_text_is_taken_as_it_stands(text, value):
+    assert load_config(Words, [f"template={text}"]).template == value
+    assert load_config(Words, ["--template", text]).template == value
+    nullable = load_config(Words, [f"start_from={text}"]).start_from
+    assert nullable == (value if text else None)
+
+
+def test_a_key_given_twice_with_two_values_is_refused(capsys):
+    message = _error(capsys, "max_batch=4", "--max-batch", "5", schema=Words)
+    assert "max_batch is given twice, as '4' and as '5'; leave out one" in message
+
+
+@dataclass
+class Ruled:
+    rules: ClassVar[tuple[Needs, ...]] = (
+        Needs(
+            ("rollout.*", "!rollout.n"),
+            lambda v: v["mode"] == "online",
+            "[mode] samples nothing; set mode=online, or leave it out",
+        ),
+        Needs(("warm",), lambda v: v["steps"] > 1, "there is one step", unless=7),
+    )
+
+    mode: str = option("online", "what is done")
+    steps: int = option(5, "number of updates")
+    warm: int = option(0, "of them")
+    rollout: Rollout = option(Rollout, "generation")
+
+
+def test_a_setting_that_changes_nothing_is_refused_with_the_reason(capsys):
+    message = _error(capsys, "mode=idle", "rollout.temperature=0.5", schema=Ruled)
+    assert "rollout.temperature=0.5 changes nothing: mode=idle samples nothing; set" in message
+    assert "warm=2 changes nothing: there is one step" in _error(
+        capsys, "steps=1", "warm=2", schema=Ruled
+    )
+    for argv in (["mode=idle", "rollout.temperature=1.0", "rollout.n=3"], ["steps=1", "warm=7"]):
+        load_config(Ruled, argv)
+
+
+def test_a_command_line_may_make_settings_of_a_file_idle_but_a_file_not_its_own(tmp_path, capsys):
+    file = tmp_path / "c.yaml"
+    file.write_text("rollout: {temperature: 0.5}\n")
+    assert load_config(Ruled, ["--config", str(file), "mode=idle"]).mode == "idle"
+    file.write_text("rollout: {temperature: 0.5}\nmode: idle\n")
+    message = _error(capsys, "--config", str(file), schema=Ruled)
+    assert "rollout.temperature=0.5 changes nothing" in message
+    assert load_config(Ruled, ["--config", str(file), "mode=online"]).rollout.temperature == 0.5
+
+
+@pytest.mark.parametrize("program", [RLConfig, SFTConfig, ServeConfig])
+def test_rules_name_keys_that_there_are(program):
+    known = [key.name for key in keys_of(program)]
+    for rule in program.rules:
+        for name in rule.names:
+            name = name.removeprefix("!")
+            assert any(key == name or key.startswith(name.removesuffix("*")) for key in known), name
+        named = re.findall(r"\[([\w.]+)\]", rule.why)
+        assert set(named) <= set(known), rule

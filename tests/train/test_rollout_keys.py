@@ -136,12 +136,15 @@ def test_other_sources_than_the_head_draft_and_sample_the_same_tokens(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"rollout.source": "ngram"}, "draft.mode=online trains the draft head"),
+        (
+            {"rollout.source": "ngram", "draft.mode": "online"},
+            "draft.mode=online trains the draft head",
+        ),
         (
             {"rollout.draft_model": "no/such/dir", "draft.mode": "frozen"},
             "no/such/dir/config.json does",
         ),
-        ({"rollout.source": "model", "draft.mode": "frozen"}, "needs draft_model"),
+        ({"rollout.source": "model", "draft.mode": "frozen"}, "needs rollout.draft_model"),
     ],
 )
 def test_a_source_that_cannot_draft_is_refused_with_the_remedy(
