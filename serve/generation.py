@@ -358,6 +358,8 @@ class Generation:
             sample, index = update.sample, update.index
             if sample is None:
                 continue
+            if sample.error is not None:
+                raise _invalid(index, len(ask.jobs), sample)
             written += len(sample.token_ids)
             tokens, values, top = sample.token_ids, sample.logprobs, sample.top_logprobs
             text, scores = self._text(sample), self._scores(ask, index)
@@ -414,6 +416,10 @@ class Generation:
                 yield f"data: {json.dumps(ApiError(500, str(update.error)).body())}\n\n"
                 return
             index, sample = update.index, update.sample
+            if sample is not None and sample.error is not None:
+                error = _invalid(index, len(ask.jobs), sample)
+                yield f"data: {json.dumps(error.body())}\n\n"
+                return
             tokens = [token for news in update.news for token in news.tokens]
             written += len(tokens)
             decoded = update.news[-1].text if update.news else None
@@ -505,6 +511,12 @@ class EventStream(StreamingResponse):
 def _adds_special_tokens(body: Sampling | TokenizeRequest) -> bool:
     """To a prompt that is text."""
     return body.add_special_tokens is not False
+
+
+def _invalid(index: int, choices: int, sample: SampleOutput) -> ApiError:
+    """The answer where the model has no next token: no text that it had before is a success."""
+    which = f"choice {index}: " if choices > 1 else ""
+    return ApiError(500, f"{which}{sample.error}", code="invalid_logits")
 
 
 async def _updates(request: Request) -> AsyncIterator[Update]:

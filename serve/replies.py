@@ -201,4 +201,4 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> dict:
 
 
 def _least(value: float) -> float:
-    return max(float(value), LEAST) if value == value else LEAST
+    return max(float(value), LEAST)

@@ -10,6 +10,7 @@ from typing import Any
 from specjax.checkpoint import CheckpointError
 from specjax.command_line import ConfigError, parse_config
 from specjax.distributed import DistributedError
+from specjax.engine.request import InvalidLogitsError
 from specjax.models.hf import UnsupportedModelError
 
 # What a mistake of the user, a missing package or a damaged file raises: one message, no traceback.
@@ -18,6 +19,7 @@ USER_ERRORS = (
     CheckpointError,
     UnsupportedModelError,
     DistributedError,
+    InvalidLogitsError,
     FileNotFoundError,
     ModuleNotFoundError,
 )

@@ -16,7 +16,7 @@ import numpy as np
 from specjax.command_line import ConfigError
 from specjax.config import SamplingParams
 from specjax.engine.engine import Engine
-from specjax.engine.request import Finished, Job, SampleOutput, Totals, make_jobs
+from specjax.engine.request import Finished, Job, SampleOutput, Totals, make_jobs, require_valid
 from specjax.engine.sequence import Progress
 from train import data
 from train.groups import Choice, Group, Response, Rule, decide, reopen, settle
@@ -111,6 +111,8 @@ class Collection:
 
     def _finish(self, event: Finished) -> None:
         index = self._group_of[event.ticket]
+        place = self.groups[index].place
+        require_valid([event.sample], lambda _: f"the rollout of problem {place} in the data")
         response = self._running[index].pop(event.ticket)
         self._take(response, event.sample, finished=True)
         response.reward = event.verdict

@@ -15,7 +15,9 @@ not depend on the draft head either.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ import numpy as np
 from specjax import distributed, sharding
 from specjax.checkpoint import Checkpointer
 from specjax.command_line import ConfigError
+from specjax.engine.request import InvalidLogitsError
 from specjax.models import hf
 from train import plot, processes
 from train.cli import USER_ERRORS, run_program
@@ -146,14 +149,17 @@ def _steps(cfg: RLConfig, trainer: Trainer, log, checkpoints, heads, evaluate_fi
     """All steps that are left, with what is evaluated, logged and saved in between."""
     watch = Watch()
     if evaluate_first and trainer.eval_engine is not None:
-        log.log(0, trainer.evaluate())
+        with _saying_where(0, checkpoints):
+            log.log(0, trainer.evaluate())
     while trainer.done_steps < cfg.steps:
-        metrics = trainer.step()
+        with _saying_where(trainer.done_steps + 1, checkpoints):
+            metrics = trainer.step()
         step = trainer.done_steps
         last = step == cfg.steps
         due = cfg.eval.every and step % cfg.eval.every == 0
         if trainer.eval_engine is not None and (last or due):
-            metrics |= trainer.evaluate()
+            with _saying_where(step, checkpoints):
+                metrics |= trainer.evaluate()
         log.log(step, metrics)
         for warning in watch.look(step, metrics):
             _say(f"WARNING: step {step}: {warning}")
@@ -166,6 +172,25 @@ def _steps(cfg: RLConfig, trainer: Trainer, log, checkpoints, heads, evaluate_fi
                 f"ended by SIGTERM after step {step}, which is saved in {checkpoints.directory}; "
                 "start again with --resume to go on"
             )
+
+
+@contextlib.contextmanager
+def _saying_where(step: int, checkpoints: Checkpointer) -> Iterator[None]:
+    """A policy that gives no numbers any more ends the run with the step and what is saved."""
+    try:
+        yield
+    except InvalidLogitsError as error:
+        checkpoints.wait()
+        saved = checkpoints.all_steps()
+        advice = "the policy was like this before training began: look at its checkpoint"
+        if saved:
+            advice = (
+                f"steps {', '.join(map(str, saved))} are saved in {checkpoints.directory}; go on "
+                "from one of them with --resume_step, a smaller optim.lr or optim.clip_norm"
+            )
+        elif step > 1:
+            advice = "nothing was saved yet: start again with a smaller optim.lr or optim.clip_norm"
+        raise InvalidLogitsError(f"step {step}: {error}. {advice}") from error
 
 
 def _export(cfg: RLConfig, trainer: Trainer, path: Path) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from specjax.config import SamplingParams
 from specjax.engine.engine import Engine
-from specjax.engine.request import SampleOutput, Totals, make_jobs
+from specjax.engine.request import SampleOutput, Totals, make_jobs, require_valid
 from train.data import Problem
 from train.groups import Group, Settled, token_versions
 from train.grpo import group_advantages, zero_variance_groups
@@ -90,6 +90,7 @@ def generate(
     for group, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
         jobs += make_jobs(prompt, sampling, eos_ids, request=group)
     samples, totals = engine.generate(jobs)
+    require_valid(samples, lambda index: f"prompt {jobs[index].request}")
     groups, rewards, at = [], [], 0
     for problem, sampling in zip(problems, params, strict=True):
         group = [

@@ -110,14 +110,16 @@ def _generate(
     kept = sum(len(one.jobs) for one in asked) - len(open_)
     if kept:
         _say(f"{kept} samples are in {args.output} already")
-    totals, compiling = _run(llm, open_, lines, args)
+    totals, compiling, invalid = _run(llm, open_, lines, args)
     if args.stats:
         _say(_stats(args, _source(llm), totals, len(open_), compiling))
     if failed:
         _say(f"{failed} of {failed + len(asked)} prompts could not be used")
-    if args.compare and asked and not _compare(llm, asked):
+    if invalid:
+        _say(f"{invalid} of {len(open_)} samples ended by an error")
+    elif args.compare and asked and not _compare(llm, asked):
         return 1
-    return 1 if failed else 0
+    return 1 if failed or invalid else 0
 
 
 def _load(args: argparse.Namespace, samples: int) -> LLM:
@@ -214,12 +216,12 @@ def _source(llm: LLM) -> str:
 
 def _run(
     llm: LLM, jobs: list[tuple[Asked, Job]], lines: JsonLines | None, args: argparse.Namespace
-) -> tuple[Totals, float]:
+) -> tuple[Totals, float, int]:
     """All jobs to their end; each sample goes out when it ends.
 
     Returns:
-      sums, over the time after the first step, and the seconds of that: it compiles, and waits for
-      nothing else.
+      sums, over the time after the first step; the seconds of that: it compiles, and waits for
+      nothing else; and the samples that ended by an error, of which no JSON line is written.
     """
     import numpy as np
     from tqdm import tqdm
@@ -227,7 +229,7 @@ def _run(
     from specjax.engine.request import Totals
 
     steps = llm.engine.runner.steps
-    totals = Totals(steps, np.zeros(steps + 2, np.int64))
+    totals, invalid = Totals(steps, np.zeros(steps + 2, np.int64)), 0
     live = ordered = None
     origin = _origin(llm, args)
     if lines is None and len(jobs) == 1 and llm.tokenizer is not None:
@@ -249,7 +251,12 @@ def _run(
                     one, job = tickets[event.ticket]
                     sample = ended = _with_text(llm, event.sample)
                     totals.add(sample)
-                    if lines is not None:
+                    if sample.error is not None:
+                        invalid += 1
+                        _say(f"{one.prompt.where}, sample {job.sample}: {sample.error}")
+                        if ordered is not None:
+                            ordered.leave_out(one.prompt, job.sample)
+                    elif lines is not None:
                         row = row_of(one.prompt, job.sample, one.key, one.ids, sample, origin)
                         lines.write(row)
                     elif ordered is not None:
@@ -266,7 +273,7 @@ def _run(
         llm.engine.watcher = None
     compiled = compiled or start
     totals.seconds = time.perf_counter() - compiled
-    return totals, compiled - start
+    return totals, compiled - start, invalid
 
 
 def _decoder(llm: LLM):

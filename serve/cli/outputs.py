@@ -185,6 +185,14 @@ class TextInOrder:
         """Takes a finished sample in."""
         heading = "" if not self._headings else f"==> {prompt.where}, sample {sample} <==\n"
         self._texts[prompt.index, sample] = heading + text
+        self._print()
+
+    def leave_out(self, prompt: Prompt, sample: int) -> None:
+        """There will be no text of this sample."""
+        self._open.remove((prompt.index, sample))
+        self._print()
+
+    def _print(self) -> None:
         while self._open and self._open[-1] in self._texts:
             if self._headings and not self._first:
                 print()

@@ -21,7 +21,14 @@ from specjax.engine.compare import Difference, first_difference
 from specjax.engine.engine import Engine
 from specjax.engine.options_rows import features_of
 from specjax.engine.replicas import Replicas
-from specjax.engine.request import Job, RequestOutput, SampleOutput, Totals, make_jobs
+from specjax.engine.request import (
+    Job,
+    RequestOutput,
+    SampleOutput,
+    Totals,
+    make_jobs,
+    require_valid,
+)
 from specjax.engine.settings import EngineConfig
 from specjax.engine.sources import load_source, settle_draft
 from specjax.engine.start_up import OnProgram, StartUp
@@ -220,7 +227,8 @@ class LLM:
           progress: show a bar with tok/s and accept length.
 
         Returns:
-          one `RequestOutput` per prompt, in order.
+          one `RequestOutput` per prompt, in order. Samples whose logits were no distribution have
+          the finish reason `error` and say why in `error`; the others are as they would be alone.
 
         Raises:
           ValueError: empty or over-long prompt, ids out of range, more stop tokens, biases or bad
@@ -230,6 +238,9 @@ class LLM:
         """
         ids, jobs = self._jobs(*self._normalise(prompts, params))
         samples, self.totals = self._run(jobs, progress)
+        for job, sample in zip(jobs, samples, strict=True):
+            if sample.error is not None:
+                log.error("prompt %d, sample %d: %s", job.request, job.sample, sample.error)
         self.differences = None
         if self.spec is not None and self.spec.exact_mode:
             self.differences = self._compare(jobs, samples)
@@ -278,9 +289,13 @@ class LLM:
           one `Difference` per differing sample, none when all tokens are equal. In `block` and
           `recursive` differences are expected: these rules are equal in distribution, not token by
           token.
+
+        Raises:
+          InvalidLogitsError: a sample ended by an error, so that there is nothing to compare.
         """
         _, jobs = self._jobs(*self._normalise(prompts, params))
         samples, self.totals = self._run(jobs, progress=False)
+        require_valid(samples, lambda index: f"prompt {jobs[index].request}")
         return self._compare(jobs, samples)
 
     def _compare(self, jobs: list[Job], samples: list[SampleOutput]) -> list[Difference]:

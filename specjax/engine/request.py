@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from specjax.config import SamplingParams
 from specjax.decode import rng
 
 NO_LIMIT = (1 << 31) - 1
+ERROR = "error"  # why a sample ended whose logits were no distribution
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,8 @@ class SampleOutput:
     Attributes:
       text: without special tokens; cut at a stop string. None when nothing can decode.
       logprobs: of each token in the temperature-scaled distribution.
-      finish_reason: `stop` (a stop token or stop string), `length` or `abort`.
+      finish_reason: `stop` (a stop token or stop string), `length`, `abort`, or `error`: the model's
+        logits for the next token are NaN, +inf, or -inf for every token; see `error`.
       weight_versions: runs of tokens that were sampled by the same weights, as (index of the first
         token, version); see `Engine.version`.
       transformed_logprobs: of each token in the transformed distribution, which is the one that
@@ -74,6 +76,32 @@ class SampleOutput:
     transformed_logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
     top_transformed_logprobs: list[dict[int, float]] | None = None
+
+    @property
+    def error(self) -> str | None:
+        """What went wrong, for a sample that ended by an error; else None."""
+        if self.finish_reason != ERROR:
+            return None
+        count = len(self.token_ids)
+        place = f"the token after {count} generated ones" if count else "the first token"
+        return (
+            f"the model's logits for {place} hold NaN or +inf, or are -inf for every token, so "
+            "there is nothing to sample; the prompt reaches weights that are not finite, or the "
+            "arithmetic overflows: check the checkpoint, or use another dtype"
+        )
+
+
+class InvalidLogitsError(RuntimeError):
+    """Samples ended because the model's logits were no distribution."""
+
+
+def require_valid(
+    samples: Iterable[SampleOutput], name: Callable[[int], str] = "sample {}".format
+) -> None:
+    """Raises InvalidLogitsError if a sample ended by an error; `name` says which it is."""
+    for index, sample in enumerate(samples):
+        if sample.error is not None:
+            raise InvalidLogitsError(f"{name(index)}: {sample.error}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,11 +12,11 @@ from specjax.decode.options import Features
 from specjax.decode.report import Rejections, Report, TopLogprobs
 from specjax.decode.state import INVALID, LENGTH, RUNNING, STOPPED
 from specjax.decode.tree import DynamicTree, Tree
-from specjax.engine.request import Job, SampleOutput, SpecStats
+from specjax.engine.request import ERROR, Job, SampleOutput, SpecStats
 from specjax.engine.stops import Cut, StopStrings
 from specjax.engine.watch import News
 
-FINISH_REASONS = {STOPPED: "stop", LENGTH: "length", INVALID: "error"}
+FINISH_REASONS = {STOPPED: "stop", LENGTH: "length", INVALID: ERROR}
 
 
 @dataclasses.dataclass

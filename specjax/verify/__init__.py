@@ -24,6 +24,7 @@ import numpy as np
 from specjax.config import SpecConfig
 from specjax.config.dtype import AUTO
 from specjax.engine.llm import LLM
+from specjax.engine.request import InvalidLogitsError
 from specjax.engine.sources import settle_draft
 from specjax.hub import find_model
 from specjax.models import hf
@@ -110,9 +111,12 @@ def check(
         raise InputError(f"expected samples and requests >= 1, got {samples} and {requests}")
     ids = _prompt_ids(llm, prompt, seed)
     max_tokens = min(MAX_TOKENS, llm.max_len - 1)
-    checks = [identity_check(llm, requests, max_tokens, seed)]
-    if llm.spec.acceptance != "greedy":  # which is for requests of temperature 0 only
-        checks += chi_square_checks(llm, ids, samples, seed)
+    try:
+        checks = [identity_check(llm, requests, max_tokens, seed)]
+        if llm.spec.acceptance != "greedy":  # which is for requests of temperature 0 only
+            checks += chi_square_checks(llm, ids, samples, seed)
+    except InvalidLogitsError as error:
+        raise InputError(f"there is nothing to compare: {error}") from error
     return Verdict(
         model=name,
         strategy=llm.spec.resolve().name,

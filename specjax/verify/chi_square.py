@@ -10,6 +10,7 @@ from scipy import stats
 
 from specjax.config import SamplingParams
 from specjax.engine.llm import LLM
+from specjax.engine.request import require_valid
 from specjax.verify.joint import ExactJoint, likeliest
 from specjax.verify.statistics import SMALLEST_EXPECTED, Fit, goodness_of_fit
 from specjax.verify.verdict import FAILED, PASSED, Check, Drafts, InputError
@@ -88,6 +89,7 @@ def count_outcomes(
         n = min(llm.max_batch, samples - done)
         sampling = dataclasses.replace(params, n=n, seed=seed + done)
         output = llm.generate([joint.prompt], sampling)[0]
+        require_valid(output.samples)
         cells = joint.index(np.array([s.token_ids for s in output.samples]))
         counts += np.bincount(cells[cells >= 0], minlength=joint.outcomes)
         outside += int((cells < 0).sum())
