@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import inspect
 import json
 import threading
 import time
@@ -26,6 +25,12 @@ from specjax.engine.checks import check_prompt
 from specjax.engine.prompt_scores import PromptScorer, PromptScores, Started
 from specjax.engine.request import Job, SampleOutput, SpecStats, make_jobs
 from specjax.spelling import spelled
+from specjax.tokenizer import (
+    chat_ids,
+    check_template_options,
+    has_chat_template,
+    prompt_ids,
+)
 
 GONE = 499  # nginx's status for a client that went away; nobody reads it
 DEFAULT_TOKENS = 16  # OpenAI's, of completions
@@ -66,8 +71,6 @@ class Generation:
         # Prompts may be long, and the event loop must not wait; tokenizers take one caller a time.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
         self._encoding = threading.Lock()
-        method = getattr(self._tokenizer, "apply_chat_template", self._chat_prompt)
-        self._template_options = set(inspect.signature(method).parameters)
         slots = cfg.engine.max_batch * cfg.engine.replicas
         self._room = slots + cfg.limits.queue
         self._coming = 0  # samples of prompts that are being encoded
@@ -160,7 +163,7 @@ class Generation:
             with self._encoding:
                 if body.messages is not None:
                     return self._chat_prompt(body)
-                return self._encode(body.prompt, add_special_tokens=_adds_special_tokens(body))
+                return self._encode(body.prompt, body)
 
         return await asyncio.get_running_loop().run_in_executor(self._encoder, encode)
 
@@ -253,35 +256,32 @@ class Generation:
         return Ask(body, ids, jobs)
 
     def _chat_prompt(self, body: ChatRequest | TokenizeRequest) -> list[int]:
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not has_chat_template(self._tokenizer):
             raise ApiError(
                 400,
                 "the model has no chat template; use /v1/completions, or start the server with "
                 "chat_template=FILE",
             )
-        more = body.chat_template_kwargs or {}
-        taken = sorted(set(more) & self._template_options)
-        if taken:
-            raise ApiError(400, f"{taken[0]} is not the template's", "chat_template_kwargs")
+        more = body.chat_template_kwargs
         try:
-            text = self._tokenizer.apply_chat_template(
-                [message.for_template() for message in body.messages],
-                tokenize=False,
-                add_generation_prompt=body.add_generation_prompt,
-                **more,
+            check_template_options(self._tokenizer, more)
+        except ValueError as error:
+            raise ApiError(400, str(error), "chat_template_kwargs") from error
+        messages = [message.for_template() for message in body.messages]
+        try:
+            return chat_ids(
+                self._tokenizer,
+                messages,
+                more,
+                body.add_generation_prompt,
+                add_special_tokens=bool(body.add_special_tokens),
             )
-        except Exception as error:  # whatever a template makes of what it was not written for
-            raise ApiError(
-                400,
-                f"the chat template does not take these messages: {type(error).__name__}: {error}",
-                "messages",
-            ) from error
-        # The template has written the special tokens; the tokenizer must not add them again.
-        return self._encode(text, add_special_tokens=bool(body.add_special_tokens))
+        except (TypeError, ValueError) as error:
+            raise ApiError(400, str(error), "messages") from error
 
-    def _encode(self, text: str, **options) -> list[int]:
+    def _encode(self, text: str, body: Sampling | TokenizeRequest) -> list[int]:
         try:
-            return self._tokenizer.encode(text, **options)
+            return prompt_ids(self._tokenizer, text, body.add_special_tokens is not False)
         except (TypeError, ValueError) as error:
             raise ApiError(400, f"the tokenizer cannot encode the prompt: {error}") from error
 
@@ -291,7 +291,7 @@ class Generation:
                 raise ApiError(
                     400, f"{where} is text and the model has no tokenizer; send token ids", "prompt"
                 )
-            prompt = self._encode(prompt, add_special_tokens=_adds_special_tokens(body))
+            prompt = self._encode(prompt, body)
         return check_prompt(where, prompt, self._llm.cfg.vocab_size)
 
     def _tokens(self, body: Sampling, prompt: int, default: int | None) -> int:
@@ -506,11 +506,6 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._on_end()
-
-
-def _adds_special_tokens(body: Sampling | TokenizeRequest) -> bool:
-    """To a prompt that is text."""
-    return body.add_special_tokens is not False
 
 
 def _invalid(index: int, choices: int, sample: SampleOutput) -> ApiError:

@@ -14,6 +14,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -30,10 +31,9 @@ from serve.nothing import (
     with_nothing,
 )
 from specjax import SamplingParams
-from specjax.config.sampling import MAX_TOP_LOGPROBS
+from specjax.config.sampling import MAX_TOP_LOGPROBS, SEED_RANGE, SEEDS, is_seed
 from specjax.control import OFF
 
-SEED = 1 << 63
 T = TypeVar("T")
 
 
@@ -44,11 +44,22 @@ def _whole(text: str) -> str:
     return text
 
 
+def _seed(value: int) -> int:
+    if not is_seed(value):
+        raise ValueError(f"expected {SEED_RANGE}, got {value}")
+    return value
+
+
 Token = Annotated[int, Field(ge=0, lt=1 << 31, title="Token")]
 Text = Annotated[str, AfterValidator(_whole)]
 Word = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_whole)]
 Prompt = Annotated[str, Field(min_length=1), AfterValidator(_whole)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Seed = Annotated[
+    int,
+    AfterValidator(_seed),
+    WithJsonSchema({"type": "integer", "minimum": SEEDS[0], "maximum": SEEDS[-1]}),
+]
 # One thing that is wrong is enough: a body can hold hundreds of thousands, and to list them all
 # would keep everybody else waiting.
 Ids = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
@@ -128,9 +139,7 @@ class Sampling(with_nothing(Body, SAMPLING)):
     temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy; default 1")
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, description="samples of each prompt")
-    seed: int | None = Field(
-        None, ge=-SEED, lt=SEED, description="equal prompts and seeds give equal samples"
-    )
+    seed: Seed | None = Field(None, description="equal prompts and seeds give equal samples")
     stop: Word | Annotated[list[Word], Field(max_length=16, fail_fast=True)] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)

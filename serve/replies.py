@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
+import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from specjax.engine.prompt_scores import PromptScores
 from specjax.engine.request import SampleOutput
@@ -52,11 +54,27 @@ def spec_details(sample: SampleOutput) -> dict:
 
 
 class Pieces:
-    """Tokens as text and bytes, for logprobs."""
+    """Tokens as text and bytes, for logprobs.
+
+    A vocabulary spells its tokens in one of a few ways, which the tokenizer's decoder tells:
+
+        byte-level    every character of a token is a byte, in GPT-2's alphabet
+        sentencepiece `▁` is a space, and `<0x0A>` a byte, where it falls back to bytes
+        any other     what decoding the token alone gives
+
+    To decode a sentencepiece token alone would drop the space that it begins with, and make a
+    replacement character of a byte that is part of one.
+    """
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
-        self._byte_of = _bytes_by_character() if _is_byte_level(tokenizer) else None
+        decoders = _decoders(tokenizer)
+        self._byte_of = _bytes_by_character() if "ByteLevel" in decoders else None
+        self._space = decoders.get("Metaspace", decoders.get("Replace"))
+        self._has_bytes = "ByteFallback" in decoders
+        self._added: dict[int, str] = {}
+        for token, added in getattr(tokenizer, "added_tokens_decoder", {}).items():
+            self._added[token] = getattr(added, "content", str(added))
         self.bytes_of = functools.lru_cache(maxsize=1 << 16)(self._bytes_of)
 
     def text(self, token: int) -> str:
@@ -67,21 +85,62 @@ class Pieces:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
+    def by_text(self, logprobs: Mapping[int, float], chosen: int) -> dict[str, float]:
+        """Log-probabilities by the tokens' texts, in their order.
+
+        Several tokens may have one text. It is that of the token that was generated, or else of the
+        first; the others are called `token_id:N`, as vLLM has it.
+        """
+        texts = {token: self.text(token) for token in logprobs}
+        owner = {text: token for token, text in reversed(texts.items())}
+        if chosen in texts:
+            owner[texts[chosen]] = chosen
+        found = {}
+        for token, logprob in logprobs.items():
+            text = texts[token] if owner[texts[token]] == token else f"token_id:{token}"
+            while text in found:  # a vocabulary may hold that as well
+                text = f"token_id:{text}"
+            found[text] = _least(logprob)
+        return found
+
     def _bytes_of(self, token: int) -> bytes:
         if self._tokenizer is None:
             return f"token_id:{token}".encode()
+        if token in self._added:
+            return self._added[token].encode(errors="replace")
         piece = self._tokenizer.convert_ids_to_tokens(token)
         if piece is None:  # the model's table is longer than the tokenizer's
             return b""
         if self._byte_of is not None and all(c in self._byte_of for c in piece):
-            if piece not in self._tokenizer.all_special_tokens:
-                return bytes(self._byte_of[c] for c in piece)
+            return bytes(self._byte_of[c] for c in piece)
+        if self._has_bytes and (byte := _BYTE.fullmatch(piece)):
+            return bytes([int(byte[1], 16)])
+        if self._space:
+            return piece.replace(self._space, " ").encode(errors="replace")
         return self._tokenizer.decode([token], skip_special_tokens=False).encode(errors="replace")
 
 
-def _is_byte_level(tokenizer) -> bool:
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    return type(decoder).__name__ == "ByteLevel"
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\u2581"  # sentencepiece's
+
+
+def _decoders(tokenizer) -> dict[str, str | None]:
+    """The steps of a tokenizer's decoder, each with what it writes a space as, if it does."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if getattr(backend, "decoder", None) is None:
+        # transformers' wrapper of the sentencepiece library has no such steps.
+        return {"Replace": _SPACE, "ByteFallback": None} if hasattr(tokenizer, "sp_model") else {}
+    decoder = json.loads(backend.to_str())["decoder"]
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    found: dict[str, str | None] = {}
+    for step in steps:
+        kind, space = step["type"], step.get("replacement")
+        if kind == "Replace":
+            space = step["pattern"].get("String") if step["content"] == " " else None
+            if space is None:
+                continue
+        found[kind] = space
+    return found
 
 
 def _bytes_by_character() -> dict[str, int]:
@@ -133,8 +192,8 @@ class CompletionReply:
         likely = None
         if top is not None:
             likely = [
-                entry and {self._pieces.text(t): _least(v) for t, v in entry.items()}
-                for entry in top
+                entry and self._pieces.by_text(entry, token)
+                for entry, token in zip(top, tokens, strict=True)
             ]
         return {
             "tokens": texts,

@@ -1,10 +1,13 @@
-"""Tokenizers, from Hugging Face directories."""
+"""Tokenizers, from Hugging Face directories, and the token ids of prompts and conversations."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from specjax.checkpoint_files import Keys, pointer_problem, read_json
 from specjax.checkpoint_format import CheckpointError, first_line
@@ -57,19 +60,21 @@ def load_tokenizer(path: str | Path, required: bool = True):
             f"{path} has no tokenizer.json; copy the model's tokenizer files there"
         )
     _check_contents(path)
-    named = _checked_settings(path)
+    keys = _checked_settings(path)
+    named = keys and keys.text("tokenizer_class", None)
     plain = named in ("PreTrainedTokenizerFast", "TokenizersBackend")
     # The second takes seconds to import where torch is installed.
     tokenizer = transformers_class("PreTrainedTokenizerFast" if plain else "AutoTokenizer")
     options = {} if plain else {"trust_remote_code": False}
     try:
-        return tokenizer.from_pretrained(path, **options)
+        found = tokenizer.from_pretrained(path, **options)
     except Exception as error:  # tokenizers raises what it finds, down to bare Exceptions
         _diagnose(path)
         raise CheckpointError(
             f"{path}: the tokenizer cannot be read ({first_line(error)}); fetch its files again, "
             "or use versions of transformers and tokenizers that know it"
         ) from error
+    return _with_bos(found, bool(keys and keys.flag("add_bos_token", None)))
 
 
 def check_files(path: Path) -> None:
@@ -96,8 +101,8 @@ def _check_contents(path: Path) -> None:
         )
 
 
-def _checked_settings(path: Path) -> str | None:
-    """The class that tokenizer_config.json names, once its keys have been checked."""
+def _checked_settings(path: Path) -> Keys | None:
+    """What tokenizer_config.json says, once its keys have been checked; None: there is none."""
     file = path / _SETTINGS
     if not file.exists():
         return None
@@ -115,7 +120,8 @@ def _checked_settings(path: Path) -> str | None:
         keys.flag(name, None)
     for token in keys.within("added_tokens_decoder").raw:
         keys.within("added_tokens_decoder").within(token).text("content")
-    return keys.text("tokenizer_class", None)
+    keys.text("tokenizer_class", None)
+    return keys
 
 
 def _diagnose(path: Path) -> None:
@@ -139,3 +145,89 @@ def with_tokenizer_end(cfg: ModelConfig, tokenizer) -> ModelConfig:
     if end is None or end in cfg.eos_token_ids or not 0 <= end < cfg.vocab_size:
         return cfg
     return cfg.replace(eos_token_ids=(*cfg.eos_token_ids, end))
+
+
+def _with_bos(tokenizer, wanted: bool):
+    """The tokenizer; it adds BOS where its settings say `add_bos_token`, which transformers 5 drops
+    beside a tokenizer.json that does not add it by itself."""
+    bos = tokenizer.bos_token_id
+    if wanted and bos is not None and tokenizer.encode("a")[:1] != [bos]:
+        tokenizer.add_bos_token = True
+    return tokenizer
+
+
+def prompt_ids(tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a prompt, with the special tokens that the tokenizer puts around a text.
+
+    Generation, the server and training all read prompts by this function: what a policy is trained
+    on begins as what it is asked later. The beginning-of-sequence token stands in front once where
+    the tokenizer adds it (by its post-processor, or `add_bos_token`), be it written in the text or
+    not; where the tokenizer adds none, there is as much of it as the text has.
+
+    Args:
+      add_special_tokens: False leaves all of them out but those that are written in the text.
+    """
+    if not add_special_tokens:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    ids = list(tokenizer.encode(text))
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is None:
+        return ids
+    if ids[:1] != [bos]:
+        # transformers 4 takes `add_bos_token` of some classes alone.
+        return [bos, *ids] if getattr(tokenizer, "add_bos_token", False) else ids
+    own = list(tokenizer.encode(text, add_special_tokens=False))
+    twice = ids[:2] == [bos, bos] and own[:1] == [bos] and len(ids) > len(own)
+    return ids[1:] if twice else ids
+
+
+def has_chat_template(tokenizer) -> bool:
+    """Whether `chat_ids` can be called."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def chat_ids(
+    tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+    add_special_tokens: bool = False,
+) -> list[int]:
+    """Token ids of a conversation, by the tokenizer's chat template.
+
+    The template writes the special tokens, BOS among them, and nothing is added to what it writes:
+    so transformers and vLLM have it.
+
+    Args:
+      messages: each with `role` and `content`, and whatever else the template knows.
+      options: further variables of the template, such as `enable_thinking`.
+      add_generation_prompt: end where the assistant begins.
+      add_special_tokens: put the tokenizer's own around what the template writes, too.
+
+    Raises:
+      ValueError: there is no template, an option has the name of an argument of transformers' own,
+        or the template does not take the messages.
+    """
+    if not has_chat_template(tokenizer):
+        raise ValueError("the model has no chat template")
+    check_template_options(tokenizer, options)
+    try:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **(options or {}),
+        )
+    except Exception as error:  # whatever a template makes of what it was not written for
+        raise ValueError(
+            f"the chat template does not take these messages: {type(error).__name__}: {error}"
+        ) from error
+    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def check_template_options(tokenizer, options: Mapping[str, Any] | None) -> None:
+    """Raises ValueError if transformers would take one of them for an argument of its own."""
+    own = inspect.signature(tokenizer.apply_chat_template).parameters.values()
+    own = {p.name for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    if taken := sorted(own & set(options or {})):
+        raise ValueError(f"{taken[0]} is not the template's: it is an argument of transformers")

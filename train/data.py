@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specjax.tokenizer import transformers_class
+from specjax.tokenizer import prompt_ids, transformers_class
 from train.answers import ANSWER_MARK
 
 TASKS = ("sums", "gsm8k")
@@ -383,8 +383,8 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int, out_dir: str | Pa
 
 
 def encode_prompt(tokenizer, prompt: str) -> list[int]:
-    """Token ids of a prompt, nothing added: the same ids in training and in rollouts."""
-    return list(tokenizer.encode(prompt, add_special_tokens=False))
+    """Token ids of a prompt: the same in training, in rollouts, and for whoever generates."""
+    return prompt_ids(tokenizer, prompt)
 
 
 def encode_demonstration(tokenizer, demonstration: Demonstration) -> tuple[list[int], list[int]]:

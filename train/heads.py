@@ -45,7 +45,9 @@ def starting_head(
         return model, head
     if source == "random":
         model = model.replace(mtp_num_layers=max(model.mtp_num_layers, 1))
-        return model, _place(init_head_params(model, seed), mesh)
+        # jax takes 32 bits of a seed. Two runs that differ in the others begin with one head, which
+        # changes no token.
+        return model, _place(init_head_params(model, seed % (1 << 32)), mesh)
     path = Path(source)
     if not path.exists():
         raise ConfigError(f"rollout.head: expected checkpoint, random or a path, got {source!r}")

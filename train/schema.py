@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from specjax.config import ModelConfig
 from specjax.config.dtype import AUTO, about_dtype, resolve_dtype
+from specjax.config.sampling import SEED_RANGE, is_seed
 from specjax.distributed import DistributedConfig
 from specjax.schema import Needs, at_least, option
 from specjax.sharding import MeshConfig
@@ -196,6 +197,8 @@ class SFTConfig:
         at_least("", self, steps=0, draft_steps=0, log_every=1, tokenizer_texts=1)
         if self.draft.mode == "auto":
             self.draft.mode = "online"
+        _short_seed("seed", self.seed)
+        _short_seed("data.seed", self.data.seed)
         _rows_divide(self.packing, self.mesh)
 
 
@@ -264,6 +267,14 @@ class RLConfig:
 
     def __post_init__(self):
         at_least("", self, steps=1)
+        # A held-out problem adds its number to the seed.
+        for key, seed, last in (
+            ("seed", self.seed, self.seed),
+            ("eval.seed", self.eval.seed, self.eval.seed + self.eval.problems),
+        ):
+            if not (is_seed(seed) and is_seed(last)):
+                raise ValueError(f"{key}: expected {SEED_RANGE}, got {seed}")
+        _short_seed("data.seed", self.data.seed)
         _rows_divide(self.packing, self.mesh)
         self._settle_draft_mode()
         if self.rollout.source not in ("auto", "head") and self.draft.mode == "online":
@@ -301,6 +312,12 @@ class RLConfig:
         """Devices that a rollout runs on."""
         roll = self.rollout
         return roll.replicas * roll.tp if roll.own_devices else self.mesh.size
+
+
+def _short_seed(key: str, seed: int) -> None:
+    """Of what is shuffled, or drawn by jax, which would drop the further bits."""
+    if not 0 <= seed < 1 << 32:
+        raise ValueError(f"{key}: expected an integer of 32 bits, 0 to {(1 << 32) - 1}, got {seed}")
 
 
 def _rows_divide(packing: PackingSection, mesh: MeshConfig) -> None:

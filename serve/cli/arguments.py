@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
+from typing import Any
 
 from specjax.arguments import ArgumentParser
 from specjax.config import SamplingParams
@@ -14,9 +16,10 @@ from specjax.control.config import CONTROLLERS
 
 EPILOG = """Prompts are arguments, or lines of --file: text, or JSON lines (--json-lines, or a name
 that ends in .jsonl) with "prompt" (text or token ids) or "messages" (for the chat template). A JSON
-line may set sampling options of its own by their Python names ("max_tokens": 9), and its "id" is
-handed on; other keys are passed over. A line that cannot be used is named, the others are
-generated, and the exit status is 1.
+line may set sampling options of its own by their Python names ("max_tokens": 9) and
+"chat_template_kwargs", and its "id" is handed on; other keys are passed over. A name that ends in
+.json is read whole: an array of what JSON lines would hold. A line that cannot be used is named,
+the others are generated, and the exit status is 1; so it is where the model's logits are NaN.
 
 One sample is printed as it grows, several in the order of their prompts. --output writes a JSON
 line per sample when it ends, in the order in which they end ("index" is the prompt's line minus 1),
@@ -79,6 +82,13 @@ def _add_input(group) -> None:
     add("--json-lines", action="store_true", help="--file holds JSON lines, whatever its name")
     add("--chat", action="store_true", help="a text is a user's message, for the chat template")
     add("--chat-template", metavar="T", help="Jinja template or file, in place of the model's own")
+    add(
+        "--chat-template-kwargs",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="""variables of the template, such as '{"enable_thinking": false}'""",
+    )
     add("--output", metavar="FILE", help="JSON lines, one per sample; - is standard output")
     add("--resume", action="store_true", help="go on with an --output that was not completed")
     add("--force", action="store_true", help="replace --output")
@@ -90,6 +100,18 @@ def _add_input(group) -> None:
         "is equal (exit status 1 if not)",
     )
     add("--quiet", action="store_true", help="no progress bar")
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(
+            f"""expected a JSON object such as '{{"enable_thinking": false}}', got {text!r}"""
+        )
+    return value
 
 
 def _add_sampling(group) -> None:

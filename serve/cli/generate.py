@@ -6,9 +6,9 @@ import argparse
 import dataclasses
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from serve.cli import Failure, UsageError, prompts
 from serve.cli.arguments import as_flags, build_parser, sampling_params
@@ -173,7 +173,8 @@ def _ask(llm: LLM, prompt: Prompt, params: SamplingParams, args: argparse.Namesp
 
     if prompt.settings:
         params = dataclasses.replace(params, **prompt.settings)
-    ids = check_prompt("the prompt", _ids(llm, prompt), llm.cfg.vocab_size)
+    ids = _ids(llm, prompt, args.chat_template_kwargs)
+    ids = check_prompt("the prompt", ids, llm.cfg.vocab_size)
     jobs = make_jobs(ids, params, llm.cfg.eos_token_ids, llm.tokenizer, prompt.index)
     llm.engine.check(jobs[0])
     place = args.model if args.revision is None else f"{args.model}@{args.revision}"
@@ -181,26 +182,22 @@ def _ask(llm: LLM, prompt: Prompt, params: SamplingParams, args: argparse.Namesp
     return Asked(prompt, ids, params, jobs, key)
 
 
-def _ids(llm: LLM, prompt: Prompt) -> Sequence[int]:
+def _ids(llm: LLM, prompt: Prompt, options: Mapping[str, Any]) -> Sequence[int]:
+    from specjax.tokenizer import chat_ids, has_chat_template, prompt_ids
+
     tokenizer = llm.tokenizer
     if prompt.text is not None and not isinstance(prompt.text, str):
         return prompt.text
     if tokenizer is None:
         raise ValueError("the model has no tokenizer; expected token ids, in JSON lines")
     if prompt.messages is None:
-        return tokenizer.encode(prompt.text)
-    if not getattr(tokenizer, "chat_template", None):
-        raise ValueError("the model has no chat template; give one with --chat-template")
-    from jinja2 import TemplateError
-
-    try:
-        text = tokenizer.apply_chat_template(
-            prompt.messages, tokenize=False, add_generation_prompt=True
+        return prompt_ids(tokenizer, prompt.text)
+    if not has_chat_template(tokenizer):
+        raise ValueError(
+            "the model has no chat template; give one with --chat-template FILE, or write the "
+            "prompt as the model expects it, as text without --chat"
         )
-    except TemplateError as error:
-        raise ValueError(f"the chat template does not take these messages: {error}") from error
-    # The template has written the special tokens; the tokenizer must not add them again.
-    return tokenizer.encode(text, add_special_tokens=False)
+    return chat_ids(tokenizer, prompt.messages, {**options, **prompt.template})
 
 
 def _origin(llm: LLM, args: argparse.Namespace) -> dict[str, str]:

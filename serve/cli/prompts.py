@@ -18,7 +18,9 @@ from specjax.config import SamplingParams
 STDIN = "-"
 JSON_SUFFIXES = (".jsonl", ".ndjson")
 _SETTINGS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+JSON_SUFFIX = ".json"
 _KEYS = ("prompt", "messages")
+_NO_MESSAGES = "messages must be a list of objects with 'role' and 'content', which is text, got "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Prompt:
       text: of the prompt, or its token ids; None where there are messages.
       messages: of a conversation, for the chat template.
       settings: sampling options of its own, by their names in `SamplingParams`.
+      template: variables of the chat template.
       id: handed on to the output, if the line has one.
     """
 
@@ -40,6 +43,7 @@ class Prompt:
     messages: Sequence[Mapping[str, str]] | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     id: Any = None
+    template: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def of_arguments(texts: Sequence[str], chat: bool) -> list[Prompt]:
@@ -64,9 +68,17 @@ def of_file(name: str, json_lines: bool, chat: bool) -> tuple[list[Prompt], list
         raw = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
     except OSError as error:
         raise UsageError(f"--file {name}: {error.strerror}") from error
-    json_lines = json_lines or name.endswith(JSON_SUFFIXES)
     shown = "standard input" if name == STDIN else name
     prompts, problems = [], []
+    if name.endswith(JSON_SUFFIX) and (values := _whole(raw)) is not None:
+        for index, value in enumerate(values):
+            where = f"{shown} entry {index + 1}"
+            try:
+                prompts.append(_of_value(index, where, value, chat))
+            except (ValueError, RecursionError) as error:
+                problems.append(f"{where}: {error}")
+        return prompts, problems
+    json_lines = json_lines or name.endswith((*JSON_SUFFIXES, JSON_SUFFIX))
     for index, line in enumerate(raw.split(b"\n")):
         where = f"{shown} line {index + 1}"
         try:
@@ -85,38 +97,72 @@ def _of_text(index: int, where: str, text: str, chat: bool) -> Prompt:
     return Prompt(index, where, text)
 
 
+def _whole(raw: bytes) -> list | None:
+    """What a JSON file holds, as a list; None: it is no JSON, but may be JSON lines."""
+    try:
+        value = json.loads(raw.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, list) and not _is_conversation(value) else [value]
+
+
+def _is_conversation(value: Any) -> bool:
+    """Whether a JSON value is the list of messages itself."""
+    return isinstance(value, list) and any(
+        isinstance(message, dict) and "role" in message for message in value
+    )
+
+
 def _of_json(index: int, where: str, line: str, chat: bool) -> Prompt:
-    """Raises ValueError where the line is no prompt."""
-    value = json.loads(line)
+    return _of_value(index, where, json.loads(line), chat)
+
+
+def _of_value(index: int, where: str, value: Any, chat: bool) -> Prompt:
+    """Raises ValueError where the JSON value is no prompt."""
+    if _is_conversation(value):
+        value = {"messages": value}
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {type(value).__name__}")
     json.dumps(value, ensure_ascii=False).encode()  # lone surrogates, which no output could hold
     if sum(key in value for key in _KEYS) != 1:
         raise ValueError(f"expected either {_KEYS[0]!r} or {_KEYS[1]!r}, got {sorted(value)}")
     settings = {key: value[key] for key in value.keys() & _SETTINGS}
+    template = value.get("chat_template_kwargs") or {}
+    if not isinstance(template, dict):
+        raise ValueError(f"chat_template_kwargs must be a JSON object, got {_short(template)}")
     if "messages" in value:
         messages = _checked(value["messages"])
-        return Prompt(index, where, None, messages, settings, value.get("id"))
+        return Prompt(index, where, None, messages, settings, value.get("id"), template)
     text = value["prompt"]
     if isinstance(text, str):
         made = _of_text(index, where, text, chat)
-        return dataclasses.replace(made, settings=settings, id=value.get("id"))
+        return dataclasses.replace(made, settings=settings, id=value.get("id"), template=template)
     if isinstance(text, list) and text and all(type(token) is int for token in text):
         return Prompt(index, where, text, None, settings, value.get("id"))
     raise ValueError(f"prompt must be a string or a list of token ids, got {_short(text)}")
 
 
 def _checked(messages: Any) -> list[dict]:
-    fits = isinstance(messages, list) and all(
-        isinstance(message, dict)
-        and all(isinstance(message.get(key), str) for key in ("role", "content"))
-        for message in messages
-    )
-    if not fits or not messages:
-        raise ValueError(
-            "messages must be a list of objects with 'role' and 'content', got " + _short(messages)
-        )
-    return messages
+    """The messages, with contents that are lists of text parts joined."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(_NO_MESSAGES + _short(messages))
+    return [_message(message) for message in messages]
+
+
+def _message(message: Any) -> dict:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(_NO_MESSAGES + _short(message))
+    content = message.get("content")
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    ):
+        content = "".join(part["text"] for part in content)
+    if content is None and message.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise ValueError(_NO_MESSAGES + _short(message))
+    return {**message, "content": content}
 
 
 def _short(value: Any) -> str:

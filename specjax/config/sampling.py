@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 
 MAX_TOP_LOGPROBS = 20
 SMALLEST_TEMPERATURE = 1e-6
+SEEDS = range(-(1 << 63), 1 << 64)  # what PyTorch takes, and so vLLM and others
+SEED_RANGE = f"an integer of 64 bits, {SEEDS[0]} to {SEEDS[-1]}"
 
 _INTEGER, _REAL = (numbers.Integral,), (numbers.Real,)
 _TYPES = (
@@ -33,7 +35,8 @@ class SamplingParams:
       max_tokens: tokens to generate at most; None is as many as fit. min_tokens: stop tokens are
         masked, and stop strings ignored, before that many.
       seed: the request's seed; with the prompt's token ids it keys every random number, so equal
-        prompts with equal seeds give equal samples. None draws a seed for every request.
+        prompts with equal seeds give equal samples. None draws a seed for every request. It has 64
+        bits, with or without a sign: see `SEEDS`.
       n: samples of this prompt, each with its own noise.
       top_k: keep the k most likely tokens (ties with the last one kept); 0 or -1 keeps all.
       top_p: keep the fewest most likely tokens whose mass is at least top_p.
@@ -48,7 +51,8 @@ class SamplingParams:
         or min_tokens would leave nothing at all to generate, they are lifted for that position.
       ignore_eos: do not stop at the model's end-of-sequence tokens.
       stop_token_ids: further tokens that end a sample; kept as its last token.
-      stop: strings that end a sample; the text is cut before them.
+      stop: strings that end a sample; the text is cut before them. They may be, or hold, the names
+        of special tokens, which the text itself leaves out.
       include_stop_str_in_output: leave the stop string in the text.
       transformed_logprobs: also return each token's log-probability under the distribution that was
         sampled, after all transforms; `logprobs` is always that of the temperature-scaled logits.
@@ -119,6 +123,7 @@ class SamplingParams:
         yield "temperature", 0 <= self.temperature < math.inf, "a finite number >= 0 (0 is greedy)"
         most = math.inf if self.max_tokens is None else self.max_tokens
         yield "max_tokens", most >= 1, "at least 1"
+        yield "seed", self.seed is None or is_seed(self.seed), SEED_RANGE
         yield "n", self.n >= 1, "at least 1"
         fits = 0 <= self.min_tokens <= most
         yield "min_tokens", fits, f"between 0 and max_tokens = {self.max_tokens}"
@@ -140,6 +145,11 @@ class SamplingParams:
         yield "stop", all(isinstance(s, str) and s for s in self.stop), "strings that are not empty"
         within = 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS
         yield "top_logprobs", within, f"between 0 and {MAX_TOP_LOGPROBS}"
+
+
+def is_seed(value: numbers.Integral) -> bool:
+    """Whether it is one of `SEEDS`."""
+    return int(value) in SEEDS  # a range compares one by one with integers that are not Python's
 
 
 def _token_tuple(name: str, ids: Sequence[int]) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ def request_words(seed: int, prompt: Sequence[int], sample: int) -> np.ndarray:
     """Host side: the five uint32 words that identify one sample of one request."""
     digest = hashlib.blake2b(np.asarray(prompt, "<u4").tobytes(), digest_size=8).digest()
     prompt_words = np.frombuffer(digest, "<u4")
-    seed = seed % (1 << 64)
+    seed = int(seed) % (1 << 64)  # a negative one as its two's complement
     return np.array(
         [seed & 0xFFFFFFFF, seed >> 32, prompt_words[0], prompt_words[1], sample], np.uint32
     )

@@ -7,6 +7,7 @@ import logging
 import numbers
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from tqdm import tqdm
@@ -36,10 +37,16 @@ from specjax.hub import find_model
 from specjax.models.transformer import Params
 from specjax.spelling import Say, SettingError, python
 from specjax.telemetry import Collector
-from specjax.tokenizer import load_tokenizer, with_tokenizer_end
+from specjax.tokenizer import (
+    chat_ids,
+    has_chat_template,
+    load_tokenizer,
+    prompt_ids,
+    with_tokenizer_end,
+)
 
 Prompt = str | Sequence[int]
-Message = Mapping[str, str]  # with the keys `role` and `content`
+Message = Mapping[str, Any]  # with the keys `role` and `content`
 log = logging.getLogger(__name__)
 
 
@@ -221,8 +228,8 @@ class LLM:
         """Generates `params.n` samples for each prompt.
 
         Args:
-          prompts: strings (encoded as the tokenizer does, its special tokens included), or lists
-            of token ids; one prompt may be given bare.
+          prompts: strings (see `specjax.tokenizer.prompt_ids`), or lists of token ids; one prompt
+            may be given bare.
           params: one for all, or one per prompt.
           progress: show a bar with tok/s and accept length.
 
@@ -253,6 +260,8 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),  # noqa: B008
         progress: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
         """Generates the next message of one conversation, or of several.
 
@@ -260,24 +269,24 @@ class LLM:
           messages: a conversation is a list of {"role": .., "content": ..}; the tokenizer's chat
             template makes a prompt of it, up to the point where the assistant begins.
           params, progress: as in `generate`.
+          chat_template_kwargs: further variables of the template, such as `enable_thinking`.
+          add_generation_prompt: end the prompt where the assistant begins.
 
         Raises:
-          ValueError: no tokenizer, a tokenizer without a chat template, or as `generate`.
+          ValueError: no tokenizer, a tokenizer without a chat template, messages that it does not
+            take, or as `generate`.
         """
-        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+        if self.tokenizer is None or not has_chat_template(self.tokenizer):
             missing = "no tokenizer" if self.tokenizer is None else "a tokenizer without one"
             raise ValueError(
                 f"chat needs a tokenizer with a chat template, and the checkpoint has {missing}; "
                 "pass LLM(..., tokenizer=...), or use generate"
             )
         single = len(messages) > 0 and isinstance(messages[0], Mapping)
-        prompts = []
-        for conversation in [messages] if single else messages:
-            text = self.tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=True
-            )
-            # The template has written the special tokens; the tokenizer must not add them again.
-            prompts.append(self.tokenizer.encode(text, add_special_tokens=False))
+        prompts = [
+            chat_ids(self.tokenizer, conversation, chat_template_kwargs, add_generation_prompt)
+            for conversation in ([messages] if single else messages)
+        ]
         return self.generate(prompts, params, progress)
 
     def compare_with_plain(
@@ -347,7 +356,7 @@ class LLM:
                         f"{where} is a string but the checkpoint has no tokenizer; pass token "
                         "ids, or LLM(..., tokenizer=...)"
                     )
-                prompt = self.tokenizer.encode(prompt)
+                prompt = prompt_ids(self.tokenizer, prompt)
             ids.append(check_prompt(where, prompt, self.cfg.vocab_size))
             eos = self.cfg.eos_token_ids
             mine = make_jobs(ids[-1], sampling, eos, self.tokenizer, index)

@@ -54,8 +54,8 @@ class SampleOutput:
     Attributes:
       text: without special tokens; cut at a stop string. None when nothing can decode.
       logprobs: of each token in the temperature-scaled distribution.
-      finish_reason: `stop` (a stop token or stop string), `length`, `abort`, or `error`: the model's
-        logits for the next token are NaN, +inf, or -inf for every token; see `error`.
+      finish_reason: `stop` (a stop token or stop string), `length`, `abort`, or `error` (the logits
+        of the next token hold NaN or +inf, or are all -inf; see `error`).
       weight_versions: runs of tokens that were sampled by the same weights, as (index of the first
         token, version); see `Engine.version`.
       transformed_logprobs: of each token in the transformed distribution, which is the one that
@@ -120,7 +120,8 @@ class Job:
       prompt: token ids. limit: prompt and generated tokens at most; NO_LIMIT: as many as fit.
       words: the five uint32 words that key its randomness. stop_ids: tokens that end it.
       params: how it is sampled. bad_words: its bad words as token ids.
-      decode: token ids to text, for stop strings; None where there are none.
+      decode: token ids to text, for stop strings; None where there are none. name: what a special
+        token is called in them.
       request, sample: which one of a call it is; nothing depends on it.
     """
 
@@ -131,6 +132,7 @@ class Job:
     params: SamplingParams
     bad_words: tuple[tuple[int, ...], ...] = ()
     decode: Callable[[Sequence[int]], str] | None = None
+    name: Callable[[int], str] | None = None
     request: int = 0
     sample: int = 0
 
@@ -180,7 +182,7 @@ def make_jobs(
         bad_words = bad_word_ids(params.bad_words, tokenizer)
     except ValueError as error:
         raise ValueError(f"prompt {request}: {error}") from error
-    decode = None
+    decode = name = None
     if params.stop:
         if tokenizer is None:
             raise ValueError(
@@ -192,6 +194,7 @@ def make_jobs(
         def decode(ids):
             return tokenizer.decode(ids, skip_special_tokens=True)
 
+        name = functools.cache(functools.partial(special_name, tokenizer))
     stop_ids = tuple(dict.fromkeys(stops))
     return [
         Job(
@@ -202,11 +205,19 @@ def make_jobs(
             params=params,
             bad_words=bad_words,
             decode=decode,
+            name=name,
             request=request,
             sample=sample,
         )
         for sample in range(params.n)
     ]
+
+
+def special_name(tokenizer, token: int) -> str:
+    """The text of a special token, which decoding leaves out; empty for any other token."""
+    if tokenizer.decode([token], skip_special_tokens=True):
+        return ""
+    return tokenizer.decode([token], skip_special_tokens=False)
 
 
 def bad_word_ids(words: Sequence[str | tuple[int, ...]], tokenizer) -> tuple[tuple[int, ...], ...]:

@@ -108,7 +108,11 @@ class Sequence:
         self._stops = None
         if params.stop:
             self._stops = StopStrings(
-                params.stop, job.decode, params.include_stop_str_in_output, params.min_tokens
+                params.stop,
+                job.decode,
+                params.include_stop_str_in_output,
+                params.min_tokens,
+                job.name,
             )
             self._stops.feed(self.tokens)
 

@@ -2,6 +2,9 @@
 
 A sample's text grows token by token, and each token's text is searched as if it had come alone.
 So where a sample ends follows from its tokens, not from how many of them a chunk brought.
+
+Special tokens are not part of the text, and yet a stop string may be one, or hold one: what is
+searched as well is the text with their names where they stand.
 """
 
 from __future__ import annotations
@@ -97,13 +100,21 @@ class Cut(NamedTuple):
     text: str
 
 
+class _Named(NamedTuple):
+    """A special token's name: where it begins in the text that has names, and its length."""
+
+    at: int
+    length: int
+
+
 class StopStrings:
     """Looks for stop strings in one sample.
 
     Args:
-      decode: token ids to text. include: the text keeps the stop string.
+      decode: token ids to text, special tokens left out. include: the text keeps the stop string.
       min_tokens: strings completed by one of the first `min_tokens` tokens are passed over, as
         stop tokens are masked there.
+      name: what a special token is called; empty for all others. None: there are no special ones.
     """
 
     def __init__(
@@ -112,14 +123,24 @@ class StopStrings:
         decode: Callable[[Sequence[int]], str],
         include: bool = False,
         min_tokens: int = 0,
+        name: Callable[[int], str] | None = None,
     ):
         self._strings, self._include, self._min_tokens = strings, include, min_tokens
-        self._stream = TextStream(decode)
+        self._stream, self._name = TextStream(decode), name
+        self._whole = ""  # the text with the names of special tokens
+        self._names: list[_Named] = []
         self._count = 0
 
     @property
     def text(self) -> str:
-        """Of the tokens so far, in whole characters; it goes on behind a stop string."""
+        """Of the tokens so far, in whole characters, without what may be the beginning of a stop
+        string; it goes on behind a stop string."""
+        longest = max(map(len, self._strings)) - 1
+        for count in range(min(longest, len(self._whole)), 0, -1):
+            at = len(self._whole) - count
+            end = self._whole[at:]
+            if any(len(string) > count and string.startswith(end) for string in self._strings):
+                return self._stream.text[: self._without_names(at)]
         return self._stream.text
 
     def feed(self, tokens: Sequence[int]) -> Cut | None:
@@ -128,21 +149,37 @@ class StopStrings:
         Of several strings that one token completes, the one that begins first counts.
         """
         for token in tokens:
-            searched = len(self._stream.text)
-            self._stream.push(token)
+            searched, searched_whole = len(self._stream.text), len(self._whole)
+            self._push(token)
             self._count += 1
             if self._count <= self._min_tokens:
                 continue
-            found = self._find(searched)
-            if found is not None:
-                return Cut(self._count, self._stream.text[:found])
+            found = self._find(self._stream.text, searched)
+            if self._names:
+                named = self._find(self._whole, searched_whole)
+                found += [(self._without_names(at), string) for at, string in named]
+            if found:
+                at, string = min(found, key=lambda each: (each[0], len(each[1])))
+                return Cut(self._count, self._stream.text[:at] + string * self._include)
         return None
 
-    def _find(self, searched: int) -> int | None:
-        """Where the text is cut, if a string ends past its first `searched` characters."""
-        text, found = self._stream.text, []
+    def _push(self, token: int) -> None:
+        before = len(self._stream.text)
+        self._stream.push(token)
+        self._whole += self._stream.text[before:]
+        if name := self._name and self._name(token):
+            self._names.append(_Named(len(self._whole), len(name)))
+            self._whole += name
+
+    def _find(self, text: str, searched: int) -> list[tuple[int, str]]:
+        """Strings that end past the first `searched` characters of a text, and where they begin."""
+        found = []
         for string in self._strings:
             at = text.find(string, max(0, searched - len(string) + 1))
             if at >= 0:
-                found.append((at, at + len(string) if self._include else at))
-        return min(found)[1] if found else None
+                found.append((at, string))
+        return found
+
+    def _without_names(self, at: int) -> int:
+        """A place in the text with names, as one in the text without them."""
+        return at - sum(min(at - name.at, name.length) for name in self._names if name.at < at)

@@ -16,7 +16,8 @@ class News(NamedTuple):
       rounds: tokens that each round brought. steps, rows: depth and drafted rows of their tree; 0
         where they drafted nothing for this sample.
       text: of the whole sample so far, in whole characters, where it is searched for stop strings;
-        else None. It may hold the string that ends the sample.
+        else None. What may be the beginning of one is left out, but the string that ends the sample
+        may be there.
     """
 
     at: int

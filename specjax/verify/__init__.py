@@ -28,6 +28,7 @@ from specjax.engine.request import InvalidLogitsError
 from specjax.engine.sources import settle_draft
 from specjax.hub import find_model
 from specjax.models import hf
+from specjax.tokenizer import prompt_ids
 from specjax.verify.chi_square import ALPHA, LENGTH, WIDTH, chi_square_checks
 from specjax.verify.identity import identity_check
 from specjax.verify.verdict import Check, InputError, Verdict
@@ -137,7 +138,7 @@ def _prompt_ids(llm: LLM, prompt, seed: int) -> list[int]:
     elif isinstance(prompt, str):
         if llm.tokenizer is None:
             raise InputError("the checkpoint has no tokenizer for a text; give token ids instead")
-        prompt = llm.tokenizer.encode(prompt)
+        prompt = prompt_ids(llm.tokenizer, prompt)
     ids = [int(t) for t in prompt]
     wrong = [t for t in ids if not 0 <= t < vocab]
     if not ids or wrong:

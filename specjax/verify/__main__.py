@@ -90,9 +90,21 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         choices=ENGINE_DTYPES,
         help="default: auto, the checkpoint's on GPU and TPU, float32 on CPU",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=_seed, default=0)
     parser.add_argument("--json", metavar="FILE", help="also write the verdict there")
     return parser
+
+
+def _seed(text: str) -> int:
+    try:
+        seed = int(text)
+    except ValueError:
+        seed = -1
+    if not 0 <= seed < 1 << 63:  # what follows it keys samples as well
+        raise argparse.ArgumentTypeError(
+            f"expected an integer of 63 bits, 0 to {(1 << 63) - 1}, got {text!r}"
+        )
+    return seed
 
 
 def _token_ids(text: str) -> list[int]:
