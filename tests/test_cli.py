@@ -411,7 +411,7 @@ def test_mistakes_in_the_arguments_end_with_status_2_and_a_message(arguments, sa
 
 def test_a_model_that_is_not_there_is_named(capsys):
     assert main(["generate", "--model", "/no/such/model", "a"]) == 2
-    assert "found none at /no/such/model" in capsys.readouterr().err
+    assert "/no/such/model does not exist" in capsys.readouterr().err
 
 
 def test_every_sampling_option_has_a_flag():
