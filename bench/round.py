@@ -143,7 +143,7 @@ def noise_figures(args: argparse.Namespace) -> dict[str, dict]:
     params = SamplingParams(max_tokens=args.max_tokens, seed=args.seed)
     for strategy in args.strategies:
         longest = max(map(len, prompts)) + args.max_tokens
-        llm = LLM(args.model, SpecConfig(strategy), batch, longest)
+        llm = LLM(args.model, SpecConfig(strategy), batch, longest, dtype="float32")
         llm.generate(prompts, params)
         state = jax.device_get(llm.engine.runner.state)
         drawn = int(state.noise.drawn.sum())

@@ -144,8 +144,8 @@ def _downloaded(name: str, revision: str | None, weights: bool, cached: Path | N
     try:
         folder = _snapshot(name, revision, _SMALL)
         if weights and (folder / "config.json").exists():
-            # Of the same commit, should the branch move meanwhile.
-            _snapshot(name, folder.name, [*_weight_names(folder), HEAD_FILE])
+            # All of them once more, should the branch have moved meanwhile.
+            folder = _snapshot(name, revision, [*_SMALL, *_weight_names(folder), HEAD_FILE])
     except CheckpointError:
         raise
     except Exception as error:  # of three libraries below, and they change
@@ -161,7 +161,8 @@ def _downloaded(name: str, revision: str | None, weights: bool, cached: Path | N
     if weights and not all((folder / file).exists() for file in _weight_names(folder)):
         raise CheckpointError(
             f"{_called(name, revision)} has no {WEIGHTS} and no complete set of the files of "
-            f"{INDEX}; specjax reads safetensors only"
+            f"{INDEX}; specjax reads safetensors only (if it has them, its download was "
+            f"interrupted: check the network, or complete {folder})"
         )
     return folder
 

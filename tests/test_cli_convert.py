@@ -11,11 +11,12 @@ import jax
 import numpy as np
 import pytest
 import safetensors
+import safetensors.numpy
 import tiny_run
 
 from serve.admin import read_weights
 from serve.cli.main import main
-from specjax import ModelConfig
+from specjax import LLM, ModelConfig, SamplingParams, SpecConfig
 from specjax.checkpoint import Checkpointer
 from specjax.checkpoint_format import named_leaves
 from specjax.checkpoint_weights import load_model, load_weights
@@ -90,6 +91,33 @@ def test_hugging_face_to_orbax_and_back_is_the_same_to_the_bit(
     assert status == 0 and "Orbax, step 0" in said and ("tokenizer" in said) == (family == "tiny")
     assert convert(tmp_path / "run", tmp_path / "back")[0] == 0
     assert_same_directory(source, tmp_path / "back")
+
+
+def test_a_tied_model_with_a_head_of_its_own_keeps_both_and_says_so(
+    thin_policy, convert, tmp_path, caplog
+):
+    source = tmp_path / "source"
+    shutil.copytree(thin_policy, source)
+    weights = safetensors.numpy.load_file(source / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"][::-1].copy()
+    safetensors.numpy.save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    assert convert(source, tmp_path / "run")[0] == 0
+    assert "tie_word_embeddings is true" in caplog.text
+    caplog.clear()
+    assert convert(tmp_path / "run", tmp_path / "back")[0] == 0
+    assert tensors(tmp_path / "back") == tensors(source)
+    cfg, params, _ = hf.load_checkpoint(tmp_path / "back")
+    assert not cfg.tie_embeddings and not caplog.text
+    assert_same_trees(params, hf.load_checkpoint(source)[1])
+    # Text, too, is that of the head in the file.
+    one, other = (
+        LLM(path, SpecConfig(strategy="off"), max_batch=1, max_len=32)
+        for path in (source, tmp_path / "run")
+    )
+    asked = [5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True)
+    tied = LLM(thin_policy, SpecConfig(strategy="off"), max_batch=1, max_len=32)
+    token_ids = [llm.generate(*asked)[0].samples[0].token_ids for llm in (one, other, tied)]
+    assert token_ids[0] == token_ids[1] != token_ids[2]
 
 
 def test_what_is_written_is_what_llm_the_server_and_training_load(thin_policy, convert, tmp_path):

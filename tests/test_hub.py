@@ -263,6 +263,9 @@ def test_without_a_network_one_line_says_where_it_was_looked_for(remote, home, m
         # Weights without a tokenizer may be all there is of a model.
         folder = fill_cache(home, "someone/tiny", GOLDEN)
         assert hub.find_model("someone/tiny") == folder
+        (folder / "model.safetensors").unlink()
+        said = refused("someone/tiny")
+        assert "check the network" in said and str(folder) in said
 
 
 # --- the doors ----------------------------------------------------------------------------------

@@ -177,8 +177,9 @@ def _ask(llm: LLM, prompt: Prompt, params: SamplingParams, args: argparse.Namesp
     ids = check_prompt("the prompt", ids, llm.cfg.vocab_size)
     jobs = make_jobs(ids, params, llm.cfg.eos_token_ids, llm.tokenizer, prompt.index)
     llm.engine.check(jobs[0])
-    place = args.model if args.revision is None else f"{args.model}@{args.revision}"
-    key = key_of(str(Path(place).resolve()), ids, params)
+    local = Path(args.model).exists()
+    place = str(Path(args.model).resolve()) if local else f"{args.model}@{args.revision or 'main'}"
+    key = key_of(place, ids, params)
     return Asked(prompt, ids, params, jobs, key)
 
 

@@ -244,6 +244,9 @@ def _refuse_unsupported(keys: Keys, model_type: str, layers: int) -> None:
         for name in _MOE_KEYS
         if keys.integer(name, None, least=0)
     ]
+    classes = keys.texts("architectures")
+    if classes and not any(name.endswith("ForCausalLM") for name in classes):
+        problems.append(f"architectures {', '.join(classes)} (expected a language model)")
     if keys.text("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act {keys.raw['hidden_act']!r} (expected 'silu')")
     if keys.flag("mlp_bias", None):

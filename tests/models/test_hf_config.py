@@ -119,6 +119,7 @@ WRONG = {
     "bos_token_id": [*NO_IDS, [1]],
     "pad_token_id": [*NO_IDS, [1]],
     "model_type": [None, 3, ["qwen2"], "", "mixtral"],
+    "architectures": ["Qwen2ForCausalLM", [1], ["Qwen2ForSequenceClassification"], ["Qwen2Model"]],
     "hidden_act": [None, 3, "relu", ["silu"]],
     "dtype": [16, "float8_e4m3fn", ["bfloat16"], "auto", ""],
     "layer_types": ["full_attention", ["full_attention"], [1, 2], ["full_attention", "other"]],

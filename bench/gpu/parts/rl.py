@@ -27,7 +27,13 @@ from train.log import METRICS_FILE, read_metrics
 
 NOT_AHEAD = "it is train.rl, in a process of its own"
 SECONDS = 30.0
-SETTINGS = {"steps": 100_000, "eval.problems": 0, "checkpoint.every": 0, "checkpoint.export": False}
+SETTINGS = {
+    "steps": 100_000,
+    "eval.problems": 0,
+    "checkpoint.every": 0,
+    "checkpoint.export": False,
+    "dtype.compute": "float32",  # on every device, though the policy is stored in bfloat16
+}
 SMALL = {
     "steps": 3,
     "data.max_terms": 3,
