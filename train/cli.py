@@ -12,6 +12,7 @@ from specjax.command_line import ConfigError, parse_config
 from specjax.distributed import DistributedError
 from specjax.engine.request import InvalidLogitsError
 from specjax.models.hf import UnsupportedModelError
+from train.scoring import RewardsFailedError
 
 # What a mistake of the user, a missing package or a damaged file raises: one message, no traceback.
 USER_ERRORS = (
@@ -22,6 +23,7 @@ USER_ERRORS = (
     InvalidLogitsError,
     FileNotFoundError,
     ModuleNotFoundError,
+    RewardsFailedError,
 )
 
 

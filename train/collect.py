@@ -18,11 +18,12 @@ from specjax.config import SamplingParams
 from specjax.engine.engine import Engine
 from specjax.engine.request import Finished, Job, SampleOutput, Totals, make_jobs, require_valid
 from specjax.engine.sequence import Progress
-from train import data
 from train.groups import Choice, Group, Response, Rule, decide, reopen, settle
-from train.rewards import Reward
+from train.prompts import Prompts
 from train.rollout import Rollout, digest, group_seed, rollout_metrics, selection_metrics
 from train.schema import RLConfig
+from train.scoring import Score, Scorer, about_zero, unwinnable
+from train.tasks.layout import Problem
 
 
 class Collection:
@@ -115,7 +116,8 @@ class Collection:
         require_valid([event.sample], lambda _: f"the rollout of problem {place} in the data")
         response = self._running[index].pop(event.ticket)
         self._take(response, event.sample, finished=True)
-        response.reward = event.verdict
+        if event.verdict is not None:
+            response.reward, response.failed = event.verdict
         group = self.groups[index]
         if group.is_complete:
             group.rewards = self._score(group)
@@ -167,29 +169,34 @@ class Rollouts:
     """The rollouts of a run, step by step.
 
     Args:
-      order: problems in the order of draws. eos_ids: tokens that end a response.
-      reward: (response text, answer) -> float.
+      order: problems in the order of draws. prompts: their token ids.
+      eos_ids: tokens that end a response. scorer: the reward.
 
     Attributes:
       position: the next place to draw from.
       carried: groups that the next step goes on with; checkpoints keep them.
+      zero: the text of a response that scored 0, its problem, and whether it was cut off, while
+        none has scored anything else; None from then on.
     """
 
     def __init__(
         self,
         cfg: RLConfig,
-        order: Sequence[data.Problem],
-        tokenizer,
+        order: Sequence[Problem],
+        prompts: Prompts,
         eos_ids: Sequence[int],
-        reward: Reward,
+        scorer: Scorer,
     ):
         roll, algo = cfg.rollout, cfg.algo
-        self.cfg, self._order, self._tokenizer = cfg, order, tokenizer
-        self._eos_ids, self._reward = eos_ids, reward
+        self.cfg, self._order, self._prompts = cfg, order, prompts
+        self._eos_ids, self._scorer = eos_ids, scorer
         self.rule = Rule(roll.prompts, roll.in_air, algo.dynamic_sampling, algo.max_resample)
         self.position = 0
         self.carried: list[Group] = []
-        self._answers: dict[int, str] = {}  # of the groups of a step, by index
+        self.zero: tuple[str, Problem, bool] | None = None
+        self._any_reward = False
+        self._problems: dict[int, Problem] = {}  # of the groups of a step, by index
+        self._looked_at: dict[int, str | None] = {}  # by place: why it was passed over, or cut
 
     def collect(self, engine: Engine, step: int) -> tuple[Rollout, Rollout, dict[str, float | str]]:
         """Runs a step's rollout.
@@ -200,6 +207,7 @@ class Rollouts:
         roll = self.cfg.rollout
         carried, stale = reopen(self.carried, step, roll.max_staleness)
         start = self._at = self.position
+        self._looked_at = {}
         run = Collection(
             engine,
             self.rule,
@@ -219,6 +227,7 @@ class Rollouts:
         run.totals.tokens = sum(r.new for group in kept for r in group.responses)
         metrics = rollout_metrics(done, run.totals, self.cfg.rollout_devices)
         metrics |= selection_metrics(settled, stale, choice.budget, step)
+        metrics |= self._reward_metrics(settled.complete) | self._prompt_metrics()
         if roll.partial:
             metrics["rollout/carried_sha"] = digest(
                 r.tokens for group in settled.carried for r in group.responses
@@ -238,7 +247,7 @@ class Rollouts:
         self.carried = []
         for saved in state["carried"]:
             problem = self._order[saved["place"]]
-            prompt = data.encode_prompt(self._tokenizer, problem.prompt)
+            prompt = self._prompts.ids(problem)
             self.carried.append(Group.from_json(saved, problem, prompt))
 
     def _draw(self, step: int) -> Group:
@@ -247,22 +256,55 @@ class Rollouts:
         Raises:
           ConfigError: there seems to be none.
         """
-        most, passed = self.cfg.rollout.max_prompt_tokens, 100 * self.rule.prompts
+        passed = 100 * self.rule.prompts
         for place in range(self._at, self._at + passed + 1):
             problem = self._order[place]
-            prompt = data.encode_prompt(self._tokenizer, problem.prompt)
-            if len(prompt) <= most:
+            ids, why = self._prompts.look(problem)
+            self._looked_at[place] = why
+            if ids is not None and self._is_winnable(problem):
                 self._at = place + 1
                 responses = [Response() for _ in range(self.cfg.rollout.n)]
-                return Group(place, place + 1, step, problem, prompt, responses)
+                return Group(place, place + 1, step, problem, ids, responses)
+            self._looked_at[place] = why or "unwinnable"
         raise ConfigError(
-            f"{passed + 1} prompts in a row are longer than rollout.max_prompt_tokens = {most}; "
-            "raise it"
+            f"{passed + 1} rows in a row cannot be used: their prompts are longer than "
+            f"rollout.max_prompt_tokens = {self.cfg.rollout.max_prompt_tokens}, or the reward "
+            f"{self._scorer.name} cannot be won; raise it, or look at them with `python -m "
+            "train.data`"
         )
+
+    def _is_winnable(self, problem: Problem) -> bool:
+        """Whether to draw it: data.unwinnable=drop passes over what no answer can win."""
+        return self.cfg.data.unwinnable != "drop" or unwinnable(self._scorer, problem) is None
+
+    def _prompt_metrics(self) -> dict[str, float]:
+        """Of the problems that this step went past: `overlong` were dropped or cut, `unwinnable`
+        dropped."""
+        why = [why for place, why in self._looked_at.items() if place < self.position]
+        names = {"overlong": "rollout/prompts_overlong", "unwinnable": "rollout/prompts_unwinnable"}
+        return {name: float(why.count(key)) for key, name in names.items()}
+
+    def about_zero(self) -> str | None:
+        """An example, while every response of the run scored 0; None from then on."""
+        return None if self.zero is None else about_zero(self._scorer, *self.zero)
+
+    def _reward_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        responses = [r for group in groups for r in group.responses]
+        failed = sum(r.failed for r in responses)
+        if any(r.reward for r in responses):
+            self._any_reward, self.zero = True, None
+        elif not self._any_reward and responses:
+            pairs = [(r, group.problem) for group in groups for r in group.responses]
+            response, problem = next((p for p in pairs if p[0].finish != "length"), pairs[0])
+            self.zero = response.text, problem, response.finish == "length"
+        return {
+            "reward/failed": float(failed),
+            "reward/failed_share": failed / max(len(responses), 1),
+        }
 
     def _jobs(self, index: int, group: Group) -> list[Job]:
         roll = self.cfg.rollout
-        self._answers[index] = group.problem.answer
+        self._problems[index] = group.problem
         params = SamplingParams(
             temperature=roll.temperature,
             max_tokens=roll.max_tokens,
@@ -271,16 +313,16 @@ class Rollouts:
         )
         return make_jobs(group.prompt, params, self._eos_ids, request=index)
 
-    def judge(self, job: Job, sample: SampleOutput) -> float:
+    def judge(self, job: Job, sample: SampleOutput) -> Score:
         """The reward of a sample of this step, for engines that ask where it ran."""
-        return float(self._reward(self._text(sample.token_ids), self._answers[job.request]))
+        return self._scorer(self._text(sample.token_ids), self._problems[job.request])
 
     def _text(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return self._prompts.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _score(self, group: Group) -> list[float]:
         for response in group.responses:
             response.text = self._text(response.tokens)
             if response.reward is None:
-                response.reward = float(self._reward(response.text, group.problem.answer))
+                response.reward, response.failed = self._scorer(response.text, group.problem)
         return [response.reward for response in group.responses]

@@ -1,51 +1,42 @@
 """Problems to be rewarded, demonstrations to be imitated, their order, and a tokenizer for them.
 
-Two tasks. `gsm8k` reads JSON lines with `question` and `answer` (worked, ending in `#### n`).
-`sums` is generated: add a few numbers below 100, worked one by one.
+They are generated (`sums`, see `train.tasks.sums`), or rows of a file: JSON lines, a JSON array or
+parquet, each perhaps gzipped. What a row means, its columns say (`train.tasks`). Which split a
+question belongs to is decided by the hash of its text, so the splits cannot overlap.
 
-    prompt    4+17+9+30=
-    response  " so 4+17=21; then 21+9=30; add 30+30=60; #### 60"
-
-The demonstrator of `sums` is unreliable on purpose, so that a policy that imitates it has something
-left to learn from rewards: it picks its connectives at random, it sometimes gets a step wrong
-(probability `slip`: a forgotten carry, or off by one or ten) and then goes on honestly from the
-wrong number, and it sometimes skips the working and guesses (probability `impatience`).
-
-Problem `i` of a split is a function of (seed, split, i) and of nothing else. Which split a question
-belongs to is decided by the hash of its text, so the splits cannot overlap.
+`python -m train.data PATH --model DIR` shows rows as the model will see them, and what is wrong
+with them (`train.data_report`).
 """
 
+from __future__ import annotations
+
+import functools
 import json
 import logging
 import re
-import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from specjax.tokenizer import prompt_ids, transformers_class
-from train.answers import ANSWER_MARK
-
-TASKS = ("sums", "gsm8k")
-SPLITS = ("train", "heldout")
+from train import tasks
+from train.tasks import sums
+from train.tasks.files import read_rows
+from train.tasks.layout import (
+    Demonstration,
+    Example,
+    Layout,
+    Message,
+    Problem,
+    RowError,
+    check_split,
+    split_of,
+)
 
 PAD_TOKEN, EOS_TOKEN = "<|pad|>", "<|eos|>"
 
-# One question in so many is held out.
-HELDOUT_SHARE = 16
-
-# Common words, each of which becomes one token with its space.
-CONNECTIVES = (
-    " so", " then", " next", " now", " add", " plus",
-    " and", " thus", " hence", " well", " ok", " here",
-)  # fmt: skip
-
-# The number of terms falls off geometrically: between 2 and 12 its mean is 5.
-_TERMS_DECAY = 0.8
-
-_DEFAULT_TEMPLATES = {"sums": "{question}", "gsm8k": "Question: {question}\nAnswer:"}
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 log = logging.getLogger(__name__)
@@ -56,15 +47,24 @@ class DataConfig:
     """Where problems and demonstrations come from.
 
     Attributes:
-      task: `sums` (generated), `gsm8k` (JSON lines), or `auto`: the rows of `path` where it is set,
-        else `sums`.
-      path: training file of `gsm8k`.
-      heldout_path: its held-out file; None holds out a sixteenth of `path`, chosen by hash.
+      task: what rows mean: auto, by their columns (and the generated `sums` without a path); sums;
+        a layout (gsm8k, math, messages, prompt, verl); or module:attribute, a layout of your own.
+      path: training file: JSON lines, a JSON array or parquet, each perhaps gzipped.
+      heldout_path: held-out file; None holds out a sixteenth of `path`, chosen by hash.
       seed: decides generated problems, the demonstrator's whims and the order of training.
-      prompt_template: format string with `{question}`; None takes the task's own.
+      prompt_template: format string with `{question}` for prompts that are text; None takes the
+        layout's own, or the question alone where a chat template is applied.
+      chat: whether a prompt that is text becomes one message of the user: auto, when the tokenizer
+        has a chat template; on; off. Conversations always go through the template.
+      chat_template_kwargs: given to the chat template, such as {enable_thinking: false}.
+      overlong_prompts: what happens to prompts of more than rollout.max_prompt_tokens tokens: drop
+        (verl: filter_overlong_prompts), truncate (on the left, as verl's truncation=left), error.
+      duplicates: keep, or drop rows whose prompt and answer an earlier row has.
+      unwinnable: what happens to rows whose gold answer scores less than 1 by a built-in reward:
+        error ends the run at start, drop passes over them, keep only says so.
       strip_calculator: drop GSM8K's `<<48/2=24>>` annotations from demonstrations.
-      train_size, heldout_size: number of generated problems in each split of `sums`; `heldout_size`
-        also caps the held-out problems of `gsm8k`.
+      train_size: number of generated training problems of `sums`.
+      heldout_size: number of held-out problems at most.
       min_terms, max_terms: how many numbers `sums` adds.
       max_number: the largest of them; the smallest is 1.
       slip: probability that a step of the working is wrong.
@@ -76,6 +76,11 @@ class DataConfig:
     heldout_path: str | None = None
     seed: int = 0
     prompt_template: str | None = None
+    chat: str = "auto"
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    overlong_prompts: str = "drop"
+    duplicates: str = "keep"
+    unwinnable: str = "error"
     strip_calculator: bool = True
     train_size: int = 1_000_000
     heldout_size: int = 512
@@ -86,11 +91,21 @@ class DataConfig:
     impatience: float = 0.3
 
     def __post_init__(self) -> None:
-        if self.task == "auto":
-            self.task = "sums" if self.path is None else "gsm8k"
-        if self.task not in TASKS:
+        named = ("auto", sums.NAME, *tasks.NAMES)
+        if self.task not in named and ":" not in self.task:
             raise ValueError(
-                f"data.task must be one of auto, {', '.join(TASKS)}, got {self.task!r}"
+                f"data.task must be one of {', '.join(named)}, or module:attribute for a layout of "
+                f"your own, got {self.task!r}"
+            )
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"data.{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
+                )
+        if self.task == sums.NAME and self.path:
+            raise ValueError(
+                f"data.task={sums.NAME} is generated and reads no file, but data.path="
+                f"{self.path} is set; leave out data.task to read the file"
             )
         for name in ("slip", "impatience"):
             if not 0 <= getattr(self, name) <= 1:
@@ -105,70 +120,214 @@ class DataConfig:
                 "expected data.max_number >= 9, data.seed >= 0 and sizes >= 1, got "
                 f"{self.max_number}, {self.seed}, {self.train_size}, {self.heldout_size}"
             )
-        self.format_prompt("")
-
-    @property
-    def said(self) -> str:
-        """What is trained on, for a line at start."""
-        if self.task == "sums":
-            return "the embedded task sums, for data.path names no file"
-        return f"{self.path} (task {self.task})"
-
-    def format_prompt(self, question: str) -> str:
-        """The prompt that a question becomes.
-
-        Raises:
-          ValueError: the template has no `{question}`, or other fields.
-        """
-        template = self.prompt_template
-        if template is None:
-            template = _DEFAULT_TEMPLATES[self.task]
-        try:
-            if "{question}" not in template:
-                raise KeyError("question")
-            return template.format(question=question)
-        except (KeyError, IndexError, ValueError) as error:
-            raise ValueError(
-                "data.prompt_template must be a format string whose only field is {question} "
-                f"(literal braces doubled), got {template!r}"
-            ) from error
+        if self.prompt_template is not None:
+            fill_template(self.prompt_template, "")
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A prompt whose response can be checked; `index` is its place in the split."""
-
-    prompt: str
-    answer: str
-    index: int
-
-
-@dataclass(frozen=True)
-class Demonstration:
-    """A prompt with a response to imitate, stop token not included."""
-
-    prompt: str
-    response: str
+_CHOICES = {
+    "chat": ("auto", "on", "off"),
+    "overlong_prompts": ("drop", "truncate", "error"),
+    "duplicates": ("keep", "drop"),
+    "unwinnable": ("error", "drop", "keep"),
+}
 
 
-def split_of(question: str) -> str:
-    """The split that a question belongs to, from the CRC-32 of its text."""
-    return SPLITS[zlib.crc32(question.encode()) % HELDOUT_SHARE == 0]
-
-
-def problems(cfg: DataConfig, split: str) -> Sequence[Problem]:
-    """The problems of a split, `train` or `heldout`, by random access.
+def fill_template(template: str, question: str) -> str:
+    """The prompt that a question becomes.
 
     Raises:
-      ValueError: unknown split, missing path, or a bad line (named).
+      ValueError: the template has no `{question}`, or other fields.
+    """
+    try:
+        if "{question}" not in template:
+            raise KeyError("question")
+        return template.format(question=question)
+    except (KeyError, IndexError, ValueError) as error:
+        raise ValueError(
+            "data.prompt_template must be a format string whose only field is {question} "
+            f"(literal braces doubled), got {template!r}"
+        ) from error
+
+
+# --- problems and demonstrations -----------------------------------------------------------------
+
+
+def problems(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[Problem]:
+    """The problems of a split, `train` or `heldout`, by random access.
+
+    Args:
+      chat: prompts will be messages of a conversation (`uses_chat`): unless the configuration has a
+        template, a question stands alone in its message.
+
+    Raises:
+      ValueError: unknown split, missing path, rows of no known layout, or a bad row (named).
       FileNotFoundError: no such file.
     """
-    return [p for p, _ in _gsm8k(cfg, split)] if cfg.task == "gsm8k" else _Sums(cfg, split, False)
+    layout = find_layout(cfg)
+    if layout is None:
+        return sums.Sums(cfg, split, False)
+    return [
+        Problem(_prompt(cfg, layout, example, chat), example.answer, i, place, example.columns)
+        for i, (place, example) in enumerate(_examples(cfg, layout, split))
+    ]
 
 
-def demonstrations(cfg: DataConfig, split: str) -> Sequence[Demonstration]:
-    """The demonstrations of the same problems, in the same order; raises what `problems` does."""
-    return [d for _, d in _gsm8k(cfg, split)] if cfg.task == "gsm8k" else _Sums(cfg, split, True)
+def demonstrations(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[Demonstration]:
+    """The demonstrations of the same problems, in the same order; raises what `problems` does, and
+    ValueError for rows that have none."""
+    layout = find_layout(cfg)
+    if layout is None:
+        return sums.Sums(cfg, split, True)
+    found = []
+    for place, example in _examples(cfg, layout, split):
+        if example.response is None:
+            raise ValueError(
+                f"{place}: a row of layout {layout.name} without a demonstration (a worked answer, "
+                "a completion, or a last message of the assistant); there is nothing to imitate"
+            )
+        response = example.response
+        if cfg.strip_calculator and layout.name == "gsm8k":
+            response = _CALCULATOR.sub("", response)
+        found.append(Demonstration(_prompt(cfg, layout, example, chat), response))
+    return found
+
+
+def find_layout(cfg: DataConfig) -> Layout | None:
+    """What the rows of `cfg.path` mean; None: problems are generated.
+
+    Raises:
+      ValueError: no layout has the columns of the first row, or a path is missing.
+      FileNotFoundError: no such file.
+    """
+    if cfg.task == sums.NAME or (cfg.task == "auto" and not cfg.path):
+        if cfg.heldout_path:
+            raise ValueError(
+                f"data.heldout_path={cfg.heldout_path} goes with data.path, which is not set; "
+                "the generated task holds out problems of its own"
+            )
+        return None
+    if not cfg.path:
+        raise ValueError(f"task {cfg.task} reads a file: set data.path=/path/to/train.jsonl")
+    if cfg.task != "auto":
+        return tasks.find_layout(cfg.task)
+    return recognise_file(cfg.path)
+
+
+def recognise_file(path: str | Path) -> Layout:
+    """The layout of a file's rows, by the columns of the first one.
+
+    Raises:
+      ValueError: the file is empty, or no layout knows these columns.
+    """
+    _, row = next(read_rows(path), (None, None))
+    if row is None:
+        raise ValueError(f"{path}: the file is empty; expected one row per problem")
+    layout = tasks.recognise(row)
+    if layout is None:
+        raise ValueError(
+            f"{path}: cannot tell what its rows mean: the columns are "
+            f"{', '.join(row) or '(none)'}, and the layouts known are {tasks.known_layouts()}; "
+            "rename the columns, or set data.task to module:attribute, a layout of your own"
+        )
+    return layout
+
+
+def default_reward(cfg: DataConfig) -> str:
+    """The name of the reward that suits the answers."""
+    layout = find_layout(cfg)
+    return sums.REWARD if layout is None else layout.reward
+
+
+class Table(NamedTuple):
+    """The rows of a file.
+
+    Attributes:
+      examples: with the place of each, for messages. duplicates: rows whose prompt and answer an
+        earlier one has; they are among the examples unless they were dropped.
+    """
+
+    examples: list[tuple[str, Example]]
+    duplicates: int
+
+
+def read_table(path: str | Path, layout: Layout, duplicates: str = "keep") -> Table:
+    """Reads a file whole.
+
+    Raises:
+      FileNotFoundError: no such file. ValueError: a row that the layout cannot read, with place,
+        columns and remedy; or an empty file.
+    """
+    status = Path(path).stat() if Path(path).is_file() else None
+    stamp = status and (status.st_mtime_ns, status.st_size)
+    return _read_table(str(path), stamp, layout, duplicates)
+
+
+@functools.lru_cache(maxsize=2)  # both splits of a file are read from it
+def _read_table(path: str, stamp: Any, layout: Layout, duplicates: str) -> Table:
+    examples, seen, repeated = [], {}, 0
+    for place, row in read_rows(path):
+        try:
+            example = layout.read(row)
+        except RowError as error:
+            raise ValueError(
+                f"{place}: {error}; read as layout {layout.name} ({layout.columns}), the row has "
+                f"the columns {', '.join(row)}; fix or delete it"
+            ) from error
+        key = (question_of(example.prompt), example.answer)
+        known = seen.setdefault(key, example)
+        repeated += known is not example
+        if known is example or duplicates == "keep":
+            examples.append((place, example))
+    if not examples:
+        raise ValueError(f"{path}: the file is empty; expected one row per problem")
+    return Table(examples, repeated)
+
+
+def question_of(prompt: str | Sequence[Message]) -> str:
+    """The text that tells prompts apart."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def _examples(cfg: DataConfig, layout: Layout, split: str) -> list[tuple[str, Example]]:
+    """The rows of a split, in the order of the file."""
+    check_split(split)
+    every = read_table(cfg.path, layout, cfg.duplicates).examples
+    if cfg.heldout_path:
+        own = layout if cfg.task != "auto" else recognise_file(cfg.heldout_path)
+        found = read_table(cfg.heldout_path, own, cfg.duplicates).examples
+        if split == "train":
+            heldout = {question_of(example.prompt) for _, example in found}
+            found = [row for row in every if question_of(row[1].prompt) not in heldout]
+            if len(found) < len(every):
+                log.warning(
+                    "left out %d questions of %s that %s holds out",
+                    len(every) - len(found), cfg.path, cfg.heldout_path,
+                )  # fmt: skip
+    else:
+        found = [row for row in every if split_of(question_of(row[1].prompt)) == split]
+    if split == "heldout":
+        found = found[: cfg.heldout_size]
+    if not found:
+        raise ValueError(f"{cfg.path}: no question is left for the split {split!r}; add more rows")
+    return found
+
+
+def _prompt(
+    cfg: DataConfig, layout: Layout, example: Example, chat: bool
+) -> str | tuple[Message, ...]:
+    if not isinstance(example.prompt, str):
+        if cfg.prompt_template is not None:
+            raise ValueError(
+                "data.prompt_template is for prompts that are text, and those of "
+                f"{cfg.path} are conversations; leave it out"
+            )
+        return example.prompt
+    template = cfg.prompt_template
+    if template is None:
+        template = "{question}" if chat else layout.template
+    return fill_template(template, example.prompt)
 
 
 def endless(source: Sequence, seed: int):
@@ -185,150 +344,85 @@ def endless(source: Sequence, seed: int):
     return grain.MapDataset.source(source).shuffle(seed=seed % 2**32).repeat()
 
 
-def _check_split(split: str) -> str:
-    if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}; expected one of {', '.join(SPLITS)}")
-    return split
+# --- tokens --------------------------------------------------------------------------------------
 
 
-class _Sums(Sequence):
-    """Generated sums: either their problems or their demonstrations."""
-
-    def __init__(self, cfg: DataConfig, split: str, demonstrate: bool) -> None:
-        self._cfg, self._split, self._demonstrate = cfg, _check_split(split), demonstrate
-
-    def __len__(self) -> int:
-        return self._cfg.train_size if self._split == "train" else self._cfg.heldout_size
-
-    def __getitem__(self, index: int) -> Problem | Demonstration:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = index + len(self) if index < 0 else index
-        if not 0 <= index < len(self):
-            raise IndexError(f"problem {index} of a split of {len(self)}")
-        key = [self._cfg.seed, SPLITS.index(self._split), index]
-        rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
-        terms = draw_terms(self._cfg, rng)
-        while split_of(_sum_question(terms)) != self._split:
-            terms = draw_terms(self._cfg, rng)
-        prompt = self._cfg.format_prompt(_sum_question(terms))
-        if self._demonstrate:
-            return Demonstration(prompt, demonstrate_sum(self._cfg, terms, rng))
-        return Problem(prompt, str(sum(terms)), index)
-
-    def __repr__(self) -> str:
-        return f"sums({self._split}, seed={self._cfg.seed}, {len(self)} problems)"
-
-
-def draw_terms(cfg: DataConfig, rng: np.random.Generator) -> list[int]:
-    """Numbers to add: mostly few, sometimes `max_terms` of them."""
-    weights = _TERMS_DECAY ** np.arange(cfg.max_terms - cfg.min_terms + 1)
-    count = cfg.min_terms + rng.choice(len(weights), p=weights / weights.sum())
-    return rng.integers(1, cfg.max_number + 1, count).tolist()
-
-
-def demonstrate_sum(cfg: DataConfig, terms: Sequence[int], rng: np.random.Generator) -> str:
-    """Writes what the unreliable demonstrator would (see the module's docstring)."""
-    if rng.random() < cfg.impatience:
-        noise = rng.normal(0.0, 0.1 * sum(terms))
-        return f" {ANSWER_MARK} {max(round(sum(terms) + noise), 1)}"
-    words, total = [], terms[0]
-    for term in terms[1:]:
-        result = total + term
-        if rng.random() < cfg.slip:
-            result = _slip(total, term, rng)
-        words.append(f"{CONNECTIVES[rng.integers(len(CONNECTIVES))]} {total}+{term}={result};")
-        total = result
-    return f"{''.join(words)} {ANSWER_MARK} {total}"
-
-
-def _slip(a: int, b: int, rng: np.random.Generator) -> int:
-    if a % 10 + b % 10 >= 10:
-        return a + b - 10  # the forgotten carry
-    options = [a + b + error for error in (-10, -1, 1, 10) if a + b + error > 0]
-    return options[rng.integers(len(options))]
-
-
-def _sum_question(terms: Sequence[int]) -> str:
-    return "+".join(map(str, terms)) + "="
-
-
-def _gsm8k(cfg: DataConfig, split: str) -> list[tuple[Problem, Demonstration]]:
-    """Question and answer pairs of a split, in the order of the file."""
-    _check_split(split)
-    if not cfg.path:
-        raise ValueError("task gsm8k reads a file: set data.path=/path/to/train.jsonl")
-    if cfg.heldout_path:
-        pairs = read_gsm8k(cfg.heldout_path)
-        if split == "train":
-            heldout = {question for question, _ in pairs}
-            every = read_gsm8k(cfg.path)
-            pairs = [pair for pair in every if pair[0] not in heldout]
-            if len(pairs) < len(every):
-                log.warning(
-                    "left out %d questions of %s that %s holds out",
-                    len(every) - len(pairs), cfg.path, cfg.heldout_path,
-                )  # fmt: skip
-    else:
-        pairs = [pair for pair in read_gsm8k(cfg.path) if split_of(pair[0]) == split]
-    if split == "heldout":
-        pairs = pairs[: cfg.heldout_size]
-    if not pairs:
-        raise ValueError(f"{cfg.path}: no question is left for the split {split!r}; add more lines")
-    return [_gsm8k_pair(cfg, i, *pair) for i, pair in enumerate(pairs)]
-
-
-def _gsm8k_pair(
-    cfg: DataConfig, index: int, question: str, worked: str
-) -> tuple[Problem, Demonstration]:
-    prompt = cfg.format_prompt(question)
-    answer = worked.rpartition(ANSWER_MARK)[2].strip()
-    response = _CALCULATOR.sub("", worked) if cfg.strip_calculator else worked
-    return Problem(prompt, answer, index), Demonstration(prompt, response)
-
-
-def read_gsm8k(path: str | Path) -> list[tuple[str, str]]:
-    """Reads (question, worked answer) pairs from GSM8K-format JSON lines; blank lines are skipped.
+def uses_chat(cfg: DataConfig, tokenizer) -> bool:
+    """Whether prompts that are text become messages of a conversation.
 
     Raises:
-      FileNotFoundError: no such file.
-      ValueError: a line that is not such a pair, with file, line and remedy.
+      ValueError: the configuration says so, and the tokenizer has no chat template; or arguments
+        for a template that is not used.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path}: no such file; expected JSON lines with 'question' and 'answer' "
-            "(set data.path and data.heldout_path)"
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if not has_template and (cfg.chat == "on" or cfg.chat_template_kwargs):
+        name = "chat=on" if cfg.chat == "on" else "chat_template_kwargs"
+        raise ValueError(f"data.{name}: the model's tokenizer has no chat template")
+    return has_template and cfg.chat != "off"
+
+
+def prompt_text(
+    tokenizer,
+    prompt: str | Sequence[Message],
+    chat: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """A prompt as the model reads it: conversations, and with `chat` text as one message of the
+    user, through the chat template.
+
+    Raises:
+      ValueError: the tokenizer has no template for a conversation, or it refuses this one.
+    """
+    if isinstance(prompt, str):
+        if not chat:
+            return prompt
+        prompt = [{"role": "user", "content": prompt}]
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "prompts that are conversations need a chat template, and the model's tokenizer has "
+            "none; use the instruct model's tokenizer files, or rows whose prompts are text"
         )
-    pairs = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                pairs.append(_read_pair(line, f"{path}:{number}"))
-    if not pairs:
-        raise ValueError(f"{path}: the file is empty; expected one JSON object per line")
-    return pairs
+    import jinja2
 
-
-def _read_pair(line: bytes, place: str) -> tuple[str, str]:
-    expected = 'expected {"question": "...", "answer": "... #### n"}'
     try:
-        record = json.loads(line)
-    except ValueError as error:  # bad JSON or bad UTF-8
-        raise ValueError(f"{place}: not JSON ({error}); {expected}; fix or delete it") from error
-    fields = [record.get(k) for k in ("question", "answer")] if isinstance(record, dict) else []
-    if len(fields) != 2 or not all(isinstance(f, str) and f.strip() for f in fields):
-        raise ValueError(
-            f"{place}: 'question' or 'answer' is missing or not text; {expected}, "
-            f"got {line[:80]!r}; fix or delete it"
+        return tokenizer.apply_chat_template(
+            list(prompt), tokenize=False, add_generation_prompt=True, **template_kwargs or {}
         )
-    question, answer = (field.strip() for field in fields)
-    if not answer.rpartition(ANSWER_MARK)[1] or not answer.rpartition(ANSWER_MARK)[2].strip():
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
         raise ValueError(
-            f"{place}: the answer does not end in '#### n'; {expected}, "
-            f"got an answer ending in {answer[-40:]!r}; fix or delete it"
-        )
-    return question, answer
+            f"the chat template refuses a conversation of roles "
+            f"{', '.join(message['role'] for message in prompt)}: {error}"
+        ) from error
+
+
+def encode_prompt(
+    tokenizer,
+    prompt: str | Sequence[Message],
+    chat: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids of a prompt: the same in training, in rollouts, and for whoever generates.
+
+    Args:
+      chat, template_kwargs: see `prompt_text`, which says what is raised.
+    """
+    if isinstance(prompt, str) and not chat:
+        return prompt_ids(tokenizer, prompt)
+    # The template has written the special tokens; the tokenizer must not add them again.
+    text = prompt_text(tokenizer, prompt, chat, template_kwargs)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def encode_demonstration(
+    tokenizer,
+    demonstration: Demonstration,
+    chat: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[list[int], list[int]]:
+    """(prompt ids, response ids with the stop token), encoded apart so that no merge joins them."""
+    response = tokenizer.encode(demonstration.response, add_special_tokens=False)
+    prompt = encode_prompt(tokenizer, demonstration.prompt, chat, template_kwargs)
+    return prompt, [*response, tokenizer.eos_token_id]
 
 
 def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int, out_dir: str | Path):
@@ -382,13 +476,7 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int, out_dir: str | Pa
     return fast
 
 
-def encode_prompt(tokenizer, prompt: str) -> list[int]:
-    """Token ids of a prompt: the same in training, in rollouts, and for whoever generates."""
-    return prompt_ids(tokenizer, prompt)
+if __name__ == "__main__":
+    from train.data_report import main
 
-
-def encode_demonstration(tokenizer, demonstration: Demonstration) -> tuple[list[int], list[int]]:
-    """(prompt ids, response ids with the stop token), encoded apart so that no merge joins them."""
-    response = tokenizer.encode(demonstration.response, add_special_tokens=False)
-    prompt = encode_prompt(tokenizer, demonstration.prompt)
-    return prompt, [*response, tokenizer.eos_token_id]
+    sys.exit(main())

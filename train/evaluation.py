@@ -8,44 +8,48 @@ from collections.abc import Sequence
 from specjax.config import SamplingParams
 from specjax.engine.engine import Engine
 from train import rollout
-from train.data import Problem, encode_prompt
-from train.rewards import Reward
+from train.prompts import Prompts
 from train.schema import RLConfig
+from train.scoring import Scorer
+from train.tasks.layout import Problem
 
 
 def evaluate(
     engine: Engine,
-    tokenizer,
+    prompts: Prompts,
     heldout: Sequence[Problem],
     eos_ids: Sequence[int],
-    reward: Reward,
+    scorer: Scorer,
     cfg: RLConfig,
 ) -> dict[str, float]:
     """Metrics of the first `eval.problems` held-out problems whose prompts fit, by a policy that
     the engine has; their seeds are the same every time."""
     problems = [heldout[i] for i in range(min(cfg.eval.problems, len(heldout)))]
-    prompts = [encode_prompt(tokenizer, p.prompt) for p in problems]
-    fits = [i for i, p in enumerate(prompts) if len(p) <= cfg.rollout.max_prompt_tokens]
+    looked_at = [(problem, *prompts.look(problem)) for problem in problems]
+    fits = [(problem, ids) for problem, ids, _ in looked_at if ids is not None]
+    failures = scorer.failures
     params = [
         SamplingParams(
             temperature=cfg.rollout.temperature,
             max_tokens=cfg.rollout.max_tokens,
-            seed=cfg.eval.seed + problems[i].index,
+            seed=cfg.eval.seed + problem.index,
         )
-        for i in fits
+        for problem, _ in fits
     ]
     result, totals = rollout.generate(
         engine,
-        tokenizer,
-        [problems[i] for i in fits],
-        [prompts[i] for i in fits],
+        prompts.tokenizer,
+        [problem for problem, _ in fits],
+        [ids for _, ids in fits],
         params,
         eos_ids,
-        reward,
+        scorer,
     )
     return {
         "eval/reward": float(result.rewards.mean()),
         "eval/problems": float(len(fits)),
+        "eval/prompts_overlong": float(sum(why is not None for _, _, why in looked_at)),
+        "eval/reward_failed": float(scorer.failures - failures),
         "eval/response_length_mean": totals.tokens / max(len(fits), 1),
         "time/eval": totals.seconds,
     }

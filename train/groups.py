@@ -49,7 +49,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.engine.request import SampleOutput, SpecStats
-from train.data import Problem
+from train.tasks.layout import Problem
 
 # --- the rule --------------------------------------------------------------------------------
 
@@ -149,7 +149,8 @@ class Response:
       given: how many of the tokens earlier steps brought.
       old: the trainer's log-probabilities of these, each under the weights that sampled it.
       versions: runs of these that the same weights sampled, as (index of the first, step).
-      finish: why it ended; None: it has not. reward: once that is known.
+      finish: why it ended; None: it has not. reward: once that is known. failed: the reward gave
+        no number, and counts as 0.
       emitted: tokens of this step, at least. stats, text: of this step, once it ended.
     """
 
@@ -160,6 +161,7 @@ class Response:
     versions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     finish: str | None = None
     reward: float | None = None
+    failed: bool = False
     emitted: int = 0
     stats: SpecStats | None = None
     text: str | None = None
@@ -184,6 +186,7 @@ class Response:
         if over:
             del self.tokens[-over:], self.logprobs[-over:]
             self.finish = self.reward = None
+            self.failed = False
         if self.new:
             self.versions.append((self.given, step))
         return over
@@ -253,6 +256,7 @@ class Group:
                     "versions": [list(run) for run in r.versions],
                     "finish": r.finish,
                     "reward": r.reward,
+                    "failed": r.failed,
                 }
                 for r in self.responses
             ],
@@ -268,6 +272,7 @@ class Group:
                 versions=[tuple(run) for run in r["versions"]],
                 finish=r["finish"],
                 reward=r.get("reward"),  # checkpoints of old have none: it is found again
+                failed=r.get("failed", False),
             )
             for r in saved["responses"]
         ]

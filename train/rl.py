@@ -32,6 +32,7 @@ from train.cli import USER_ERRORS, run_program
 from train.heads import HeadCheckpoints
 from train.log import MetricsLogger, read_metrics
 from train.schema import RLConfig
+from train.scoring import RewardsFailedError
 from train.trainer import Trainer
 
 
@@ -43,10 +44,14 @@ class Watch:
     """Says loudly when speculation or draft training is doing nothing useful."""
 
     def __init__(self, patience: int = 3):
-        self.patience, self.flat = patience, 0
+        self.patience, self.flat, self.zero_shown = patience, 0, False
 
-    def look(self, step: int, metrics: dict[str, float]) -> list[str]:
-        """Warnings for this step."""
+    def look(self, step: int, metrics: dict[str, float], zero: str | None = None) -> list[str]:
+        """Warnings for this step.
+
+        Args:
+          zero: an example, while every response of the run scored 0; shown once.
+        """
         warnings = []
         length = metrics.get("rollout/drafted_accept_length")  # `off` is nobody's fault
         if length is not None:
@@ -56,7 +61,10 @@ class Watch:
                     f"accept length has been {length:.2f} for {self.flat} steps: speculation only "
                     "costs time. Is the head the one that belongs to this policy?"
                 )
-        if metrics.get("rollout/zero_std") == 1:
+        if zero is not None and not self.zero_shown:
+            self.zero_shown = True
+            warnings.append(f"every response so far scored 0, so the policy learns nothing; {zero}")
+        elif metrics.get("rollout/zero_std") == 1:
             warnings.append(
                 "no group has differing rewards: the policy learns nothing from this step. Is the "
                 "task too hard or too easy for it?"
@@ -86,7 +94,8 @@ def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> 
 def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None) -> Path:
     started = time.perf_counter()
     trainer = Trainer(cfg)
-    _say(f"data: {cfg.data.said}, through the tokenizer of {cfg.model}")
+    for line in trainer.notes:
+        _say(line)
     _say(trainer.drafting)
     keep = cfg.checkpoint.keep_last
     heads = HeadCheckpoints(out / "draft", trainer.model, keep)
@@ -153,7 +162,10 @@ def _steps(cfg: RLConfig, trainer: Trainer, log, checkpoints, heads, evaluate_fi
             log.log(0, trainer.evaluate())
     while trainer.done_steps < cfg.steps:
         with _saying_where(trainer.done_steps + 1, checkpoints):
-            metrics = trainer.step()
+            try:
+                metrics = trainer.step()
+            except RewardsFailedError as error:
+                raise RewardsFailedError(f"{error}; {_saved(trainer, checkpoints)}") from error
         step = trainer.done_steps
         last = step == cfg.steps
         due = cfg.eval.every and step % cfg.eval.every == 0
@@ -161,7 +173,7 @@ def _steps(cfg: RLConfig, trainer: Trainer, log, checkpoints, heads, evaluate_fi
             with _saying_where(step, checkpoints):
                 metrics |= trainer.evaluate()
         log.log(step, metrics)
-        for warning in watch.look(step, metrics):
+        for warning in watch.look(step, metrics, trainer.rollouts.about_zero()):
             _say(f"WARNING: step {step}: {warning}")
         end = distributed.told_to_end(step) and not last
         if last or end or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
@@ -191,6 +203,20 @@ def _saying_where(step: int, checkpoints: Checkpointer) -> Iterator[None]:
         elif step > 1:
             advice = "nothing was saved yet: start again with a smaller optim.lr or optim.clip_norm"
         raise InvalidLogitsError(f"step {step}: {error}. {advice}") from error
+
+
+def _saved(trainer: Trainer, checkpoints: Checkpointer) -> str:
+    """Saves what is done, if that is anything, and says how to go on."""
+    step = trainer.done_steps
+    if step == 0:
+        return "no step was done before it. Mend the reward and start again"
+    checkpoints.wait()
+    if step not in checkpoints.all_steps():
+        trainer.save(checkpoints, block=True)
+    return (
+        f"step {step} is saved in {checkpoints.directory}. Mend the reward and start again with "
+        "--resume to go on"
+    )
 
 
 def _export(cfg: RLConfig, trainer: Trainer, path: Path) -> None:

@@ -20,11 +20,11 @@ import numpy as np
 from specjax.config import SamplingParams
 from specjax.engine.engine import Engine
 from specjax.engine.request import SampleOutput, Totals, make_jobs, require_valid
-from train.data import Problem
 from train.groups import Group, Settled, token_versions
 from train.grpo import group_advantages, zero_variance_groups
 from train.packing import PackedBatch, Sample, pack
-from train.rewards import Reward
+from train.scoring import Scorer
+from train.tasks.layout import Problem
 
 
 @dataclasses.dataclass
@@ -79,12 +79,12 @@ def generate(
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
     eos_ids: Sequence[int],
-    reward: Reward,
+    scorer: Scorer,
 ) -> tuple[Rollout, Totals]:
     """Samples `params[i].n` responses to each prompt and scores them.
 
     Args:
-      problems, prompts, params: one entry per group. reward: (response text, answer) -> float.
+      problems, prompts, params: one entry per group.
     """
     jobs = []
     for group, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
@@ -99,7 +99,7 @@ def generate(
         ]
         at += sampling.n
         groups.append(group)
-        rewards.append([float(reward(s.text, problem.answer)) for s in group])
+        rewards.append([scorer(s.text, problem).value for s in group])
     return Rollout(list(problems), [list(p) for p in prompts], groups, np.array(rewards)), totals
 
 

@@ -245,7 +245,15 @@ class RLConfig:
     out: str = option("runs/rl", "directory of the run")
     seed: int = option(0, "run seed: with step and prompt it keys every token")
     steps: int = option(16, "RL steps")
-    reward: str = option("exact", "exact, number, math_verify, or module:function")
+    reward: str = option(
+        "auto",
+        "exact, number, math_verify, or module:function; auto: what suits the rows of data",
+    )
+    max_failed_rewards: float = option(
+        0.5,
+        "largest share of a step's rewards that may fail (raise, or return no finite number): they "
+        "count as 0; where more do, the run ends, and can be resumed",
+    )
     data: DataConfig = option(DataConfig, "problems")
     rollout: RolloutSection = option(RolloutSection, "rollouts")
     algo: AlgoSection = option(AlgoSection, "GRPO")
@@ -275,6 +283,11 @@ class RLConfig:
             if not (is_seed(seed) and is_seed(last)):
                 raise ValueError(f"{key}: expected {SEED_RANGE}, got {seed}")
         _short_seed("data.seed", self.data.seed)
+        if not 0 <= self.max_failed_rewards <= 1:
+            raise ValueError(
+                f"max_failed_rewards: expected a share between 0 and 1, got "
+                f"{self.max_failed_rewards}"
+            )
         _rows_divide(self.packing, self.mesh)
         self._settle_draft_mode()
         if self.rollout.source not in ("auto", "head") and self.draft.mode == "online":

@@ -29,6 +29,7 @@ from train import data
 from train.cli import run_program
 from train.draft import DraftTrainer, draft_metrics
 from train.grpo import count_denominators
+from train.inputs import about_data
 from train.log import MetricsLogger
 from train.packing import pack_demonstrations
 from train.policy import PolicyTrainer, sft_loss
@@ -52,9 +53,10 @@ class PackedDemonstrations:
     """An endless stream of packed updates; `position` is all that must be saved to resume it."""
 
     def __init__(self, cfg: SFTConfig, tokenizer, position: int = 0):
-        source = data.demonstrations(cfg.data, "train")
+        self._chat = data.uses_chat(cfg.data, tokenizer)
+        source = data.demonstrations(cfg.data, "train", self._chat)
         self._source = data.endless(source, cfg.data.seed)
-        self._cfg, self._tokenizer, self.position = cfg, tokenizer, position
+        self._cfg, self.tokenizer, self.position = cfg, tokenizer, position
         self.passed_over = 0
 
     def next_update(self) -> list[dict[str, np.ndarray]]:
@@ -70,7 +72,8 @@ class PackedDemonstrations:
         pairs, in_a_row = [], 0
         while True:
             item = self._source[self.position]
-            pair = data.encode_demonstration(self._tokenizer, item)
+            kwargs = self._cfg.data.chat_template_kwargs
+            pair = data.encode_demonstration(self.tokenizer, item, self._chat, kwargs)
             size = len(pair[0]) + len(pair[1])
             if size > packing.row_length:
                 self.position += 1
@@ -141,6 +144,10 @@ def with_end(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> ModelCon
 def train_tokenizer(cfg: SFTConfig) -> PreTrainedTokenizerBase:
     """A tokenizer of the first `cfg.tokenizer_texts` demonstrations, saved in the run."""
     source = data.demonstrations(cfg.data, "train")
+    if not isinstance(source[0].prompt, str):
+        raise ValueError(
+            "prompts that are conversations need a model's chat template; set init to its directory"
+        )
     texts = []
     for i in range(min(cfg.tokenizer_texts, len(source))):
         texts += [source[i].prompt, source[i].response]
@@ -171,6 +178,7 @@ class Run:
             self.mesh = sharding.make_mesh(cfg.mesh)
             self.about_dtype = cfg.dtype.settle(stored, sharding.platform_of(self.mesh))
             model, params, head, tokenizer = start_model(cfg, self.mesh, keep_tokenizer)
+            self.stream = PackedDemonstrations(cfg, tokenizer)
         except hf.UnsupportedModelError:
             raise
         except ValueError as error:
@@ -188,16 +196,14 @@ class Run:
             attention=cfg.attention,
         )
         self.opt_state = self.policy.init_opt_state(params)
-        self.stream = PackedDemonstrations(cfg, tokenizer)
         self.step, self.stage = 0, "policy"
 
     def describe(self) -> str:
-        """Sizes, and what is trained on, for the first lines."""
+        """Sizes, for the first lines."""
         policy, head = (sum(a.size for a in jax.tree.leaves(t)) for t in (self.params, self.head))
         return (
             f"policy {policy / 1e6:.2f} M parameters, vocabulary {self.model.vocab_size}, "
-            f"head {head / 1e6:.2f} M\ndata: {self.cfg.data.said}, through the tokenizer of "
-            f"{tokenizer_dir(self.cfg)}"
+            f"head {head / 1e6:.2f} M"
         )
 
     def trees(self) -> dict:
@@ -341,6 +347,7 @@ def train(cfg: SFTConfig, resume: bool = False, resume_step: int | None = None) 
         print(f"{cfg.out} holds no complete checkpoint: starting again at step 1")
         resume = False
     run = Run(cfg, keep_tokenizer=resume)
+    print(about_data(cfg.data, data.uses_chat(cfg.data, run.stream.tokenizer), tokenizer_dir(cfg)))
     print(f"{run.describe()}\n{run.about_dtype}")
     with Checkpointer(directory, cfg.checkpoint.keep_last) as checkpoints:
         if resume:

@@ -28,6 +28,7 @@ from train.engines import make_meshes
 from train.evaluation import evaluate
 from train.grpo import count_denominators, finalize_metrics
 from train.heads import HeadCheckpoints, starting_head
+from train.inputs import read_inputs
 from train.packing import empty_batch, pack
 from train.processes import as_one, control_metrics, copies_for, everywhere
 from train.programs import (
@@ -40,9 +41,9 @@ from train.programs import (
     scores_to_add,
     settle_drafting,
 )
-from train.rewards import get_reward
 from train.rollout_schema import ENGINE_SETTINGS, PLACEMENT
 from train.schema import RLConfig
+from train.scoring import RewardsFailedError
 from train.spot import ReplayBuffer, SpotTraining
 from train.trace import TRACE_FILE, Trace
 
@@ -68,7 +69,7 @@ class Trainer:
         if drafts(cfg) and not with_head:
             self.source, self.source_params = self._load_source(cfg.rollout.spec())
         self.rollouts = Rollouts(
-            cfg, self.order, self.tokenizer, self.model.eos_token_ids, self.reward
+            cfg, self.order, self.prompts, self.model.eos_token_ids, self.scorer
         )
         self.done_steps = 0
         self._start_up: StartUp | None = None
@@ -89,14 +90,15 @@ class Trainer:
             self.mesh, self.places = make_meshes(cfg)
             self.copies = copies_for(cfg, self.places)
             self.places = self.copies.own if self.copies else self.places
-            self.reward = get_reward(cfg.reward)
-            self.order = data.endless(data.problems(cfg.data, "train"), cfg.data.seed)
-            self.heldout = data.problems(cfg.data, "heldout") if cfg.eval.problems else []
+            require_config(cfg.model)
+            self.tokenizer_dir = tokenizer_dir(cfg.model).absolute()
+            self.tokenizer = load_tokenizer(self.tokenizer_dir)
+            inputs = read_inputs(cfg, self.tokenizer)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        require_config(cfg.model)
-        self.tokenizer_dir = tokenizer_dir(cfg.model).absolute()
-        self.tokenizer = load_tokenizer(self.tokenizer_dir)
+        self.prompts, self.scorer, self.notes = inputs.prompts, inputs.scorer, inputs.notes
+        self.order = data.endless(inputs.problems, cfg.data.seed)
+        self.heldout = inputs.heldout
 
     def _load_source(self, spec: SpecConfig) -> tuple[DraftSource, Params]:
         """What drafts in the head's place. It stays as it is: nothing here trains it."""
@@ -169,9 +171,22 @@ class Trainer:
     # --- one step ----------------------------------------------------------------------------
 
     def step(self) -> dict[str, float]:
-        """One RL step; returns its metrics."""
+        """One RL step; returns its metrics.
+
+        Raises:
+          RewardsFailedError: a larger share of the step's rewards failed than
+            `max_failed_rewards`. Nothing was learned from it, and the step can be made again.
+        """
         step = self.done_steps + 1
+        before = self.rollouts.state()
         kept, metrics = self._roll_out(step)
+        if metrics["reward/failed_share"] > self.cfg.max_failed_rewards:
+            self.rollouts.load_state(before)
+            raise RewardsFailedError(
+                f"{metrics['reward/failed_share']:.0%} of the rewards of step {step} failed, more "
+                f"than max_failed_rewards={self.cfg.max_failed_rewards:g} allows; the log above "
+                f"names rows and values of reward={self.scorer.name}"
+            )
         self._write_telemetry()
         started = time.perf_counter()
         self._score_carried()
@@ -309,10 +324,10 @@ class Trainer:
         self.eval_engine.set_params(self.params)
         found = evaluate(
             self.eval_engine,
-            self.tokenizer,
+            self.prompts,
             self.heldout,
             self.model.eos_token_ids,
-            self.reward,
+            self.scorer,
             self.cfg,
         )
         self.eval_engine.release()
@@ -333,7 +348,7 @@ class Trainer:
 
     def fingerprint(self) -> dict:
         """The settings that decide what is learned; a resumed run must have the same."""
-        ignored = ("out", "steps", "log", "checkpoint", "eval")
+        ignored = ("out", "steps", "log", "checkpoint", "eval", "max_failed_rewards")
         settings = fingerprint(self.cfg, (*ignored, "mesh", "distributed", "attention", "remat"))
         for name in ("telemetry", *PLACEMENT, *ENGINE_SETTINGS):  # change no token
             settings["rollout"].pop(name)

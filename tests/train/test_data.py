@@ -8,7 +8,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from train.data import (
-    CONNECTIVES,
     DataConfig,
     Demonstration,
     demonstrations,
@@ -16,11 +15,13 @@ from train.data import (
     encode_prompt,
     endless,
     problems,
-    read_gsm8k,
+    read_table,
     split_of,
     train_bpe_tokenizer,
 )
 from train.rewards import exact, number
+from train.tasks import gsm8k
+from train.tasks.sums import CONNECTIVES
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 STEP = re.compile(r" ([a-z]+) (\d+)\+(\d+)=(\d+);")
@@ -159,17 +160,19 @@ def test_gsm8k_questions_never_lie_in_both_splits(tmp_path, caplog):
     "line,message",
     [
         ("{not json", "not JSON"),
-        ('{"question": "a"}', "missing or not text"),
-        ('{"question": "a", "answer": 3}', "missing or not text"),
-        ("[1, 2]", "missing or not text"),
-        ('{"question": "a", "answer": "it is 3"}', "does not end in '#### n'"),
-        ('{"question": "a", "answer": "it is ####"}', "does not end in '#### n'"),
+        ('{"question": "a"}', "column 'answer': expected one answer"),
+        ('{"question": " ", "answer": "3"}', "column 'question': expected text that is not empty"),
+        ('{"question": "a", "answer": null}', "column 'answer': expected one answer"),
+        ('{"question": "a", "answer": ["3", "4"]}', "column 'answer': expected one answer"),
+        ('{"question": "a", "answer": NaN}', "column 'answer': expected one answer"),
+        ("[1, 2]", "expected a JSON object"),
+        ('{"question": "a", "answer": "it is ####"}', "expected an answer after '####'"),
     ],
 )
 def test_a_bad_line_is_named_with_file_and_number(tmp_path, line, message):
     path = write_lines(tmp_path / "bad.jsonl", record(0), line)
     with pytest.raises(ValueError, match=message) as error:
-        read_gsm8k(path)
+        read_table(path, gsm8k.LAYOUT)
     assert f"{path}:2" in str(error.value) and "fix or delete" in str(error.value)
 
 
@@ -179,10 +182,10 @@ def test_missing_and_empty_files_are_clear_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match="no such file"):
         problems(DataConfig(task="gsm8k", path=str(tmp_path / "none.jsonl")), "train")
     with pytest.raises(ValueError, match="empty"):
-        read_gsm8k(write_lines(tmp_path / "empty.jsonl", ""))
+        read_table(write_lines(tmp_path / "empty.jsonl", ""), gsm8k.LAYOUT)
     (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xff", "answer": "#### 1"}\n')
     with pytest.raises(ValueError, match="latin.jsonl:1"):
-        read_gsm8k(tmp_path / "latin.jsonl")
+        read_table(tmp_path / "latin.jsonl", gsm8k.LAYOUT)
 
 
 @pytest.mark.skipif(not (GSM8K / "train.jsonl").exists(), reason="GSM8K is not beside the checkout")

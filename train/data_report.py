@@ -1,0 +1,141 @@
+"""`python -m train.data PATH --model DIR`: rows as the model will see them, and what is wrong with
+them: lengths, duplicates, and gold answers that the reward cannot win.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from specjax.command_line import find_shipped, parse_config
+from specjax.schema import describe
+from specjax.tokenizer import load_tokenizer
+from train import data
+from train.cli import USER_ERRORS
+from train.data import DataConfig
+from train.inputs import about_data
+from train.prompts import FILE_ROWS, Prompts
+from train.scoring import Scorer, check_gold, evenly, row_name
+from train.tasks.layout import Problem
+
+QUANTILES = (0, 0.1, 0.5, 0.9, 0.99, 1)
+
+
+def report(
+    cfg: DataConfig,
+    tokenizer,
+    reward: str = "auto",
+    rows: int = 10,
+    check: int = 2000,
+    longest: int | None = None,
+) -> Iterator[str]:
+    """The lines of the report.
+
+    Args:
+      cfg: names the file. reward: by name; auto: what suits the rows. rows: to be shown.
+      check: gold answers to be looked at.
+      longest: tokens of a prompt at most; None: nothing is too long.
+
+    Raises:
+      ValueError, FileNotFoundError: what a run with these settings would raise.
+    """
+    prompts = Prompts(tokenizer, cfg)
+    scorer = Scorer(data.default_reward(cfg) if reward == "auto" else reward)
+    problems = data.problems(cfg, "train", prompts.chat)
+    yield about_data(cfg, prompts.chat, None, scorer.name)
+    if not cfg.heldout_path:
+        yield (
+            f"{len(problems)} of these are for training; the others are held out (set "
+            "data.heldout_path to hold out a file of its own)"
+        )
+    scorer.check(problems[0])
+    for problem in problems[:rows]:
+        yield from _row(prompts, problem)
+    sizes = _lengths(prompts, problems)
+    yield (
+        "\nprompt length in tokens: "
+        + ", ".join(
+            f"{_quantile(q)} {int(np.quantile(sizes, q, method='nearest'))}" for q in QUANTILES
+        )
+        + f" (of {len(sizes)} rows)"
+    )
+    if longest is not None:
+        yield f"longer than {longest} tokens: {sum(size > longest for size in sizes)}"
+    yield f"duplicates (prompt and answer of an earlier row): {_duplicates(cfg)}"
+    yield from _gold(scorer, problems, check)
+
+
+def _row(prompts: Prompts, problem: Problem) -> Iterator[str]:
+    ids = prompts.whole(problem)
+    yield f"\n--- {row_name(problem)}: {len(ids)} tokens, gold answer {problem.answer!r}"
+    yield prompts.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _lengths(prompts: Prompts, problems: Sequence[Problem]) -> list[int]:
+    return [len(prompts.whole(problems[i])) for i in evenly(problems, FILE_ROWS)]
+
+
+def _quantile(q: float) -> str:
+    return {0: "shortest", 0.5: "median", 1: "longest"}.get(q, f"{q:.0%}")
+
+
+def _duplicates(cfg: DataConfig) -> str:
+    layout = data.find_layout(cfg)
+    table = data.read_table(cfg.path, layout, cfg.duplicates)
+    done = "dropped" if cfg.duplicates == "drop" else "kept, data.duplicates=drop drops them"
+    return f"{table.duplicates} ({done})" if table.duplicates else "none"
+
+
+def _gold(scorer: Scorer, problems: Sequence[Problem], count: int) -> Iterator[str]:
+    if scorer.built_in is None:
+        yield f"gold answers: reward={scorer.name} is one of your own; nothing is known of it"
+        return
+    found, looked_at = check_gold(scorer, problems, count)
+    every = "" if looked_at == len(problems) else f" looked at, of {len(problems)}"
+    yield (f"gold answers that reward={scorer.name} cannot win: {len(found)} of {looked_at}{every}")
+    for row, reason in found:
+        yield f"  {row_name(row)}: {reason}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line.
+
+    Raises:
+      SystemExit: status 1 or 2 after a mistake of the user, with one message.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m train.data",
+        usage="%(prog)s PATH --model DIR [flags] [key=value ...]",
+        description="Shows rows of data as a model will see them, and what is wrong with them.",
+        epilog=f"Settings of the section `data` of train.rl: {describe(DataConfig)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("path", metavar="PATH", help="file of rows")
+    parser.add_argument("--model", required=True, help="directory of the model's tokenizer")
+    parser.add_argument("--reward", default="auto", help="as in train.rl (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=10, help="shown (default: %(default)s)")
+    parser.add_argument(
+        "--check", type=int, default=2000, help="gold answers looked at (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-prompt-tokens", type=int, metavar="N", help="count prompts that are longer"
+    )
+    flags, settings = parser.parse_known_args(argv)
+    settings = [f"path={flags.path}", *(setting.removeprefix("data.") for setting in settings)]
+    cfg, _ = parse_config(DataConfig, settings, "train.data")
+    try:
+        tokenizer = load_tokenizer(find_shipped(flags.model))
+        lines = report(
+            cfg, tokenizer, flags.reward, flags.rows, flags.check, flags.max_prompt_tokens
+        )
+        for line in lines:
+            print(line, flush=True)
+    except BrokenPipeError:  # whoever read the lines has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, *USER_ERRORS) as error:
+        raise SystemExit(f"python -m train.data: error: {error}") from error

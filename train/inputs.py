@@ -1,0 +1,81 @@
+"""What `train.rl` learns: problems, their prompts, the reward, and what is to be said of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from train import data
+from train.prompts import Prompts
+from train.schema import RLConfig
+from train.scoring import Scorer, about_gold, check_gold
+from train.tasks.layout import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Attributes:
+    problems, heldout: of training and evaluation (empty without evaluation).
+    prompts: makes token ids of them. scorer: the reward. notes: lines to be said at start.
+    """
+
+    problems: Sequence[Problem]
+    heldout: Sequence[Problem]
+    prompts: Prompts
+    scorer: Scorer
+    notes: list[str]
+
+
+def read_inputs(cfg: RLConfig, tokenizer) -> Inputs:
+    """Reads the data, and looks for what would make it useless.
+
+    Raises:
+      ValueError: a mistake in the settings or the rows, with one message.
+      FileNotFoundError: no such file. ModuleNotFoundError: the reward needs a library.
+    """
+    prompts = Prompts(tokenizer, cfg.data, cfg.rollout.max_prompt_tokens)
+    name = data.default_reward(cfg.data) if cfg.reward == "auto" else cfg.reward
+    scorer = Scorer(name)
+    problems = data.problems(cfg.data, "train", prompts.chat)
+    heldout = data.problems(cfg.data, "heldout", prompts.chat) if cfg.eval.problems else []
+    scorer.check(problems[0])
+    notes = [about_data(cfg.data, prompts.chat, cfg.model, name)]
+    if over := prompts.about_lengths(problems):
+        notes.append(f"WARNING: {over}")
+    found, looked_at = check_gold(scorer, problems)
+    if found:
+        said = about_gold(scorer, found, looked_at)
+        if cfg.data.unwinnable == "error" or len(found) == looked_at:
+            raise ValueError(
+                f"{said}. Mend the rows, choose another reward, or set data.unwinnable=drop (such "
+                "rows are passed over) or keep (they are trained on all the same)"
+            )
+        notes.append(f"WARNING: {said} (data.unwinnable={cfg.data.unwinnable})")
+    return Inputs(problems, heldout, prompts, scorer, notes)
+
+
+def about_data(cfg: data.DataConfig, chat: bool, model: object, reward: str | None = None) -> str:
+    """One line: where the rows come from, how they are read, and what is made of them.
+
+    Args:
+      model: whose tokenizer reads them, as the user named it; None: unnamed.
+    """
+    layout = data.find_layout(cfg)
+    if layout is None:
+        said = f"data: the embedded task {data.sums.NAME}, for data.path names no file"
+    else:
+        table = data.read_table(cfg.path, layout, cfg.duplicates)
+        said = f"data: {cfg.path}, {len(table.examples)} rows read as {layout.name}"
+        said += f" ({layout.columns})"
+        if table.duplicates:
+            done = "dropped" if cfg.duplicates == "drop" else "kept"
+            said += f", {table.duplicates} duplicates {done} (data.duplicates)"
+        conversations = not isinstance(table.examples[0][1].prompt, str)
+    if layout is not None and conversations:
+        said += "; conversations through the chat template"
+    elif chat:
+        said += "; each prompt one message of the user, through the chat template"
+    else:
+        said += "; prompts as plain text"
+    said += f"; the tokenizer of {model}" if model else ""
+    return said + (f"; reward {reward}" if reward else "")

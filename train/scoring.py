@@ -1,0 +1,221 @@
+"""Rewards of completions, whatever a reward does: what fails is named, counted and scored as 0.
+
+And gold answers, before a run begins: which of them the reward cannot give 1 for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+from train.rewards import BUILT_IN, get_reward
+from train.tasks.layout import Problem, shown
+
+# Rows whose gold answers are looked at before a run begins, evenly spaced.
+ROWS_CHECKED = 300
+# Failures that are described; all are counted.
+_DESCRIBED = 5
+
+log = logging.getLogger(__name__)
+
+
+class RewardsFailedError(RuntimeError):
+    """More rewards failed than the run may go on with."""
+
+
+class Score(NamedTuple):
+    """What a completion earned; `failed`: the reward gave no number, and `value` is 0."""
+
+    value: float
+    failed: bool = False
+
+
+class Scorer:
+    """A reward, called with what it asks for.
+
+    Args:
+      name: a built-in reward, or `module:function`. reward: the function, if it was found already.
+
+    Attributes:
+      built_in: what is known of a built-in reward; None for one of the user's own.
+      failures: how many calls failed so far.
+
+    Raises:
+      ValueError: there is no such reward.
+    """
+
+    def __init__(self, name: str, reward: Callable[..., Any] | None = None):
+        self.name, self._reward = name, reward or get_reward(name)
+        self.built_in = BUILT_IN.get(name) if reward is None else None
+        self._second, self._required, self._takes = _parameters(self._reward)
+        self.failures = 0
+
+    def check(self, problem: Problem) -> None:
+        """Whether a row has all that the reward asks for.
+
+        Raises:
+          ValueError: names the parameters that no column gives, and the columns.
+        """
+        have = _columns(problem)
+        missing = [name for name in self._required if name not in have]
+        if missing:
+            raise ValueError(
+                f"reward {self.name!r} asks for {', '.join(missing)}, and the columns that it can "
+                f"have are {', '.join(have)}; name its parameters after columns, or give them "
+                "defaults"
+            )
+
+    def __call__(self, completion: str, problem: Problem) -> Score:
+        try:
+            value = self._call(completion, problem)
+        except Exception as error:  # a user's function may raise anything; the run goes on
+            return self._failed(problem, f"raised {type(error).__name__}: {_one_line(error)}")
+        found = as_number(value)
+        if found is None:
+            return self._failed(problem, f"returned {shown(value)} ({type(value).__name__})")
+        return Score(found)
+
+    def _call(self, completion: str, problem: Problem) -> Any:
+        columns = _columns(problem)
+        args = [completion]
+        if self._second is not None:
+            args.append(columns.pop(self._second, problem.answer))
+        if self._takes is not None:
+            columns = {name: columns[name] for name in self._takes if name in columns}
+        return self._reward(*args, **columns)
+
+    def _failed(self, problem: Problem, what: str) -> Score:
+        self.failures += 1
+        if self.failures <= _DESCRIBED:
+            log.warning(
+                "reward %r %s for %s; expected a finite number (return float(...)); scored as 0%s",
+                self.name,
+                what,
+                row_name(problem),
+                ". Further failures are only counted, in reward/failed"
+                if self.failures == _DESCRIBED
+                else "",
+            )
+        return Score(0.0, failed=True)
+
+
+def row_name(problem: Problem) -> str:
+    """Where a problem comes from, for messages."""
+    return f"the row {problem.place}" if problem.place else f"problem {problem.index}"
+
+
+def as_number(value: Any) -> float | None:
+    """A finite number as float: Python's, or a scalar of numpy or jax; None: it is anything else,
+    a bool included."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, Decimal)):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def _parameters(reward: Callable[..., Any]) -> tuple[str | None, list[str], list[str] | None]:
+    """What a reward asks for behind the completion: the name of its second parameter, which is the
+    answer where no column has that name (None: there is none); further ones without a default;
+    all further ones by name (None: it takes any)."""
+    kinds = inspect.Parameter
+    try:
+        rest = list(inspect.signature(reward).parameters.values())
+    except (TypeError, ValueError):  # written in C: called by position
+        return "answer", [], []
+    if rest and rest[0].kind is not kinds.VAR_POSITIONAL:
+        rest = rest[1:]
+    second = None
+    if rest and rest[0].kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD):
+        second, *rest = (rest[0].name, *rest[1:])
+    elif rest and rest[0].kind is kinds.VAR_POSITIONAL:
+        second = "answer"
+    named = [p for p in rest if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+    required = [p.name for p in named if p.default is kinds.empty]
+    takes_any = any(p.kind is kinds.VAR_KEYWORD for p in rest)
+    return second, required, None if takes_any else [p.name for p in named]
+
+
+def _columns(problem: Problem) -> dict[str, Any]:
+    """What a reward may ask for, by name."""
+    text = isinstance(problem.prompt, str)
+    own = {"answer": problem.answer, "prompt": problem.prompt if text else list(problem.prompt)}
+    if not text:
+        own["messages"] = list(problem.prompt)
+    return {**problem.columns, **own}
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+# --- gold answers --------------------------------------------------------------------------------
+
+
+def unwinnable(scorer: Scorer, problem: Problem) -> str | None:
+    """Why no completion can earn a built-in reward for this row; None: one can, or the reward is
+    the user's own."""
+    known = scorer.built_in
+    if known is None:
+        return None
+    if not problem.answer.strip():
+        return "the row has no answer"
+    if known.can_win(problem.answer):
+        return None
+    return f"the gold answer {shown(problem.answer)} is not what it reads ({known.wants})"
+
+
+def evenly(source: Sequence, count: int) -> list[int]:
+    """At most `count` indices of a sequence, evenly spaced, the first one included."""
+    if len(source) <= count:
+        return list(range(len(source)))
+    return [i * len(source) // count for i in range(count)]
+
+
+def check_gold(
+    scorer: Scorer, problems: Sequence[Problem], count: int = ROWS_CHECKED
+) -> tuple[list[tuple[Problem, str]], int]:
+    """(rows that cannot be won with the reason of each, how many were looked at)."""
+    if scorer.built_in is None:
+        return [], 0
+    rows = [problems[i] for i in evenly(problems, count)]
+    found = [(row, unwinnable(scorer, row)) for row in rows]
+    return [(row, reason) for row, reason in found if reason], len(rows)
+
+
+def about_gold(
+    scorer: Scorer, found: Sequence[tuple[Problem, str]], looked_at: int, most: int = 5
+) -> str:
+    """What to say of rows that cannot be won, on one line."""
+    named = "; ".join(f"{row_name(row)}: {reason}" for row, reason in found[:most])
+    more = f"; and {len(found) - most} more" if len(found) > most else ""
+    return (
+        f"{len(found)} of {looked_at} gold answers looked at cannot be won with "
+        f"reward={scorer.name}: {named}{more}"
+    )
+
+
+def about_zero(scorer: Scorer, completion: str, problem: Problem, was_cut: bool) -> str:
+    """One completion that scored 0, the answer read in it, and the gold answer: what to look at
+    when all did. `was_cut`: it had reached rollout.max_tokens."""
+    text = completion if len(completion) <= 600 else f"{completion[:300]} [...] {completion[-300:]}"
+    cut = " (cut off at rollout.max_tokens)" if was_cut else ""
+    lines = [f"a completion{cut}: {text!r}"]
+    if scorer.built_in is not None:
+        answer = scorer.built_in.extract(completion)
+        read = "none" if answer is None else repr(answer)
+        lines.append(f"the answer that reward={scorer.name} read in it: {read}")
+        if answer is None:
+            where = "data.prompt_template" if isinstance(problem.prompt, str) else "the prompts"
+            lines.append(f"it reads {scorer.built_in.wants}: ask for that in {where}")
+    lines.append(f"the gold answer: {problem.answer!r}")
+    return "; ".join(lines)

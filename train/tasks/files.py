@@ -1,0 +1,124 @@
+"""Rows of a file: JSON lines, a JSON array or parquet, each perhaps gzipped.
+
+What a file is, its first bytes say, and not its name.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FORMATS = "JSON lines, a JSON array of objects, or parquet, each perhaps gzipped"
+_GZIP, _PARQUET, _LFS = b"\x1f\x8b", b"PAR1", b"version https://git-lfs"
+
+
+def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where it stands, row) of every row in order; blank lines are skipped.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: it is no file of rows, or one is damaged; with place and remedy.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(
+            f"{path}: expected a file of rows ({FORMATS}), got a directory; name one of its files"
+        )
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path}: no such file; expected rows as {FORMATS} (set data.path and "
+            "data.heldout_path)"
+        )
+    with path.open("rb") as file:
+        start = file.read(len(_LFS))
+        file.seek(0)
+        if start.startswith(_LFS):
+            raise ValueError(
+                f"{path}: a git-lfs pointer in place of the file; fetch it with `git lfs pull`"
+            )
+        if start.startswith(_GZIP):
+            yield from _unzipped(file, path)
+        else:
+            yield from _rows(file, path)
+
+
+def _unzipped(file, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        with gzip.open(file) as inside:
+            yield from _rows(inside, path)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path}: the gzip file is damaged ({error}); fetch it again") from error
+
+
+def _rows(file, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    buffered = io.BufferedReader(file)
+    start = buffered.peek(64)[:64]
+    if start.startswith(_PARQUET):
+        yield from _parquet(buffered, path)
+    elif start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        yield from _array(buffered, path)
+    else:
+        yield from _lines(buffered, path)
+
+
+def _parquet(file, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        # Parquet is read from its end: what comes out of gzip would be unpacked again and again.
+        zipped = isinstance(file.raw, gzip.GzipFile)
+        table = pyarrow.parquet.ParquetFile(io.BytesIO(file.read()) if zipped else file)
+        for batch in table.iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}: row {number}", row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path}: the parquet file is damaged ({_one_line(error)}); fetch it again"
+        ) from error
+
+
+def _array(file, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        rows = json.loads(file.read().decode("utf-8-sig"))
+    except ValueError as error:  # bad JSON or bad UTF-8
+        raise ValueError(
+            f"{path}: not JSON ({_one_line(error)}); expected an array of objects"
+        ) from error
+    for number, row in enumerate(rows, start=1):
+        yield f"{path}: row {number}", _object(row, f"{path}: row {number}")
+
+
+def _lines(file, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, line in enumerate(file, start=1):
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{path}:{number}: not JSON ({_one_line(error)}), got {line[:80]!r}; expected "
+                f"{FORMATS}; fix or delete the line"
+            ) from error
+        yield f"{path}:{number}", _object(row, f"{path}:{number}")
+
+
+def _object(row: Any, place: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise ValueError(
+            f"{place}: expected a JSON object, one per row, got {str(row)[:80]!r}; fix or delete it"
+        )
+    return row
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

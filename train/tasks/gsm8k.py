@@ -1,0 +1,25 @@
+"""GSM8K's rows: `question`, and `answer` with the working first and `#### n` last.
+
+An answer without the mark is all answer, and may be a number. `<<48/2=24>>` annotations are taken
+out of demonstrations when `data.strip_calculator` says so.
+"""
+
+from train.answers import ANSWER_MARK
+from train.tasks.layout import Example, Layout, Row, answer_of, gold_of, others, text_of
+
+
+def _read(row: Row) -> Example:
+    question, worked = text_of(row, "question"), answer_of(row.get("answer"), "answer")
+    response = worked if ANSWER_MARK in worked else f"{ANSWER_MARK} {worked}"
+    gold = gold_of(worked, "answer")
+    return Example(question, gold, response, others(row, "question", "answer"))
+
+
+LAYOUT = Layout(
+    name="gsm8k",
+    columns="question, answer",
+    recognises=lambda columns: {"question", "answer"} <= set(columns),
+    read=_read,
+    reward="number",
+    template="Question: {question}\nAnswer:",
+)

@@ -1,0 +1,204 @@
+"""Problems, the interface of row layouts, and what their adapters share: reading of columns."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any
+
+from train.answers import gold_answer
+
+Message = dict[str, Any]  # {"role": ..., "content": text, ...}
+Row = Mapping[str, Any]
+
+
+SPLITS = ("train", "heldout")
+
+# One question in so many is held out.
+HELDOUT_SHARE = 16
+
+
+def split_of(question: str) -> str:
+    """The split that a question belongs to, from the CRC-32 of its text."""
+    return SPLITS[zlib.crc32(question.encode()) % HELDOUT_SHARE == 0]
+
+
+def check_split(split: str) -> str:
+    """`split`, if there is such a one; else a ValueError."""
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}; expected one of {', '.join(SPLITS)}")
+    return split
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt whose response can be checked.
+
+    Attributes:
+      prompt: text, or a conversation. answer: the gold answer. index: its place in the split.
+      place: where it stands in a file, for messages. columns: of its row, for rewards.
+    """
+
+    prompt: str | tuple[Message, ...]
+    answer: str
+    index: int
+    place: str = ""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A prompt with a response to imitate, stop token not included."""
+
+    prompt: str | tuple[Message, ...]
+    response: str
+
+
+class RowError(ValueError):
+    """A row is not what its layout says; the message says which column, and what was expected."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a layout reads in a row.
+
+    Attributes:
+      prompt: a question as text, or a conversation up to the assistant's turn.
+      answer: the gold answer, "" where the row has none.
+      response: a demonstration, without stop token; None: the row has none.
+      columns: further columns, for rewards that ask for them by name.
+    """
+
+    prompt: str | tuple[Message, ...]
+    answer: str
+    response: str | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to write problems down as rows.
+
+    Attributes:
+      name: as in `data.task`. columns: those it needs, for messages.
+      recognises: whether rows with these column names have it.
+      read: makes an example of a row; raises `RowError`.
+      reward: the name of the reward that suits its answers.
+      template: what `data.prompt_template` is by default, for a model without a chat template.
+    """
+
+    name: str
+    columns: str
+    recognises: Callable[[Collection[str]], bool]
+    read: Callable[[Row], Example]
+    reward: str = "math_verify"
+    template: str = "{question}"
+
+
+def text_of(row: Row, column: str) -> str:
+    """A column that must hold text; it is stripped.
+
+    Raises:
+      RowError: it is missing, empty or no text.
+    """
+    value = row.get(column)
+    if not isinstance(value, str) or not value.strip():
+        raise RowError(f"column {column!r}: expected text that is not empty, got {shown(value)}")
+    return value.strip()
+
+
+def answer_of(value: Any, column: str) -> str:
+    """An answer as text: of text, of an int or a float, or of a list with one of these.
+
+    A float that is a whole number is written without its point: files often hold integers so.
+
+    Raises:
+      RowError: it is anything else; lists of several answers are refused, for which of them is the
+        right one is not known.
+    """
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        return answer_of(value[0], column)
+    if isinstance(value, str) and value.strip():
+        return value.strip()
+    if isinstance(value, (int, float, Decimal)) and not isinstance(value, bool):
+        if math.isfinite(value):
+            return str(int(value)) if value == int(value) else str(value)
+    raise RowError(
+        f"column {column!r}: expected one answer (text, a number, or a list that holds one), got "
+        f"{shown(value)}"
+    )
+
+
+def gold_of(value: Any, column: str) -> str:
+    """The gold answer in a worked solution: boxed, or after `####`; else all of it.
+
+    Raises:
+      RowError: there is none, or the mark `####` has nothing behind it.
+    """
+    written = answer_of(value, column)
+    gold = gold_answer(written)
+    if not gold:
+        raise RowError(
+            f"column {column!r}: expected an answer after '####', got text that ends in "
+            f"{written[-40:]!r}"
+        )
+    return gold
+
+
+def messages_of(value: Any, column: str) -> tuple[Message, ...]:
+    """A conversation: a list of {role, content}, contents being text or lists of text parts.
+
+    Raises:
+      RowError: it is anything else, or empty.
+    """
+    if not isinstance(value, (list, tuple)) or not value:
+        raise RowError(
+            f"column {column!r}: expected a list of {{'role', 'content'}}, got {shown(value)}"
+        )
+    return tuple(_message(entry, f"{column}[{i}]") for i, entry in enumerate(value))
+
+
+def _message(entry: Any, place: str) -> Message:
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("role"), str):
+        raise RowError(
+            f"column {place!r}: expected {{'role': ..., 'content': ...}}, got {shown(entry)}"
+        )
+    content = entry.get("content")
+    if isinstance(content, (list, tuple)):
+        parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+    if not isinstance(content, str):
+        raise RowError(
+            f"column {place!r}: expected content that is text, got {shown(entry.get('content'))}"
+        )
+    # Tables of several kinds of messages have null where a message lacks a key.
+    more = {key: value for key, value in entry.items() if value is not None}
+    return {**more, "role": entry["role"], "content": content}
+
+
+def up_to_answer(conversation: Sequence[Message], column: str) -> tuple[Message, ...]:
+    """A conversation that ends where the assistant is to speak.
+
+    Raises:
+      RowError: the assistant has spoken last.
+    """
+    if conversation[-1]["role"] == "assistant":
+        raise RowError(
+            f"column {column!r}: expected a conversation that ends before the assistant's turn, "
+            "got one whose last message is the assistant's"
+        )
+    return tuple(conversation)
+
+
+def others(row: Row, *used: str) -> dict[str, Any]:
+    """The columns of a row that a layout has not used up."""
+    return {name: value for name, value in row.items() if name not in used}
+
+
+def shown(value: Any) -> str:
+    """A value in a message: short."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

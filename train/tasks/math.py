@@ -1,0 +1,28 @@
+"""MATH's rows: `problem`, and `answer` or a worked `solution` with `\\boxed{}`, or both."""
+
+from train.answers import ANSWER_MARK, boxed
+from train.tasks.layout import Example, Layout, Row, RowError, answer_of, gold_of, others, text_of
+
+
+def _read(row: Row) -> Example:
+    problem, solution = text_of(row, "problem"), row.get("solution")
+    if row.get("answer") is not None:
+        gold = gold_of(row["answer"], "answer")
+    elif isinstance(solution, str) and ANSWER_MARK not in solution and boxed(solution) is None:
+        raise RowError(
+            f"column 'solution': expected an answer in \\boxed{{}} or after '####', for there is "
+            f"no column 'answer', got text that ends in {solution[-40:]!r}"
+        )
+    else:
+        gold = gold_of(solution, "solution")
+    response = answer_of(solution, "solution") if solution else None
+    return Example(problem, gold, response, others(row, "problem", "answer"))
+
+
+LAYOUT = Layout(
+    name="math",
+    columns="problem, answer or solution",
+    recognises=lambda columns: "problem" in columns and bool({"answer", "solution"} & {*columns}),
+    read=_read,
+    template="Problem: {question}\nSolution:",
+)

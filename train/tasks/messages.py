@@ -1,0 +1,41 @@
+"""Rows with a conversation in `messages`.
+
+Where the assistant speaks last, its message is a demonstration and no part of the prompt. The gold
+answer is that of a column (see `prompt.py`), else the one in the demonstration, boxed or after
+`####`; else there is none.
+"""
+
+from train.answers import final_answer
+from train.tasks.layout import (
+    Example,
+    Layout,
+    Row,
+    RowError,
+    gold_of,
+    messages_of,
+    others,
+)
+from train.tasks.prompt import gold_column
+
+
+def _read(row: Row) -> Example:
+    conversation, response = messages_of(row.get("messages"), "messages"), None
+    if conversation[-1]["role"] == "assistant":
+        *conversation, last = conversation
+        response = last["content"]
+    if not conversation:
+        raise RowError("column 'messages': expected a message before the assistant's, got none")
+    column = gold_column(row)
+    if column is not None:
+        gold = gold_of(row[column], column)
+    else:
+        gold = final_answer(response or "") or ""
+    return Example(tuple(conversation), gold, response, others(row, "messages"))
+
+
+LAYOUT = Layout(
+    name="messages",
+    columns="messages",
+    recognises=lambda columns: "messages" in columns,
+    read=_read,
+)

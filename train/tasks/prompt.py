@@ -1,0 +1,60 @@
+"""Rows of Open-R1 and TRL: `prompt`, text or a conversation, and any further columns, which rewards
+see by their names.
+
+The gold answer is the first of `answer`, `ground_truth`, `solution` and `target` that there is; a
+row without one has none, and is for rewards of one's own. `completion` is a demonstration.
+"""
+
+from train.tasks.layout import (
+    Example,
+    Layout,
+    Message,
+    Row,
+    RowError,
+    gold_of,
+    messages_of,
+    others,
+    shown,
+    text_of,
+    up_to_answer,
+)
+
+GOLD_COLUMNS = ("answer", "ground_truth", "solution", "target")
+
+
+def read_prompt(row: Row) -> str | tuple[Message, ...]:
+    """The column `prompt`: text as it stands, or a conversation."""
+    if isinstance(row.get("prompt"), str):
+        text_of(row, "prompt")  # spaces at its ends may be meant, but it is not all spaces
+        return row["prompt"]
+    return up_to_answer(messages_of(row.get("prompt"), "prompt"), "prompt")
+
+
+def gold_column(row: Row) -> str | None:
+    """The column that holds the gold answer, if one does."""
+    return next((name for name in GOLD_COLUMNS if row.get(name) is not None), None)
+
+
+def _read(row: Row) -> Example:
+    column = gold_column(row)
+    gold = "" if column is None else gold_of(row[column], column)
+    completion, response = row.get("completion"), None
+    if isinstance(completion, str):
+        response = completion
+    elif completion is not None:
+        turns = messages_of(completion, "completion")
+        if len(turns) != 1:
+            raise RowError(
+                "column 'completion': expected text or one message of the assistant, got "
+                f"{shown(completion)}"
+            )
+        response = turns[0]["content"]
+    return Example(read_prompt(row), gold, response, others(row, "prompt"))
+
+
+LAYOUT = Layout(
+    name="prompt",
+    columns="prompt (text or messages), and answer, ground_truth, solution or target",
+    recognises=lambda columns: "prompt" in columns,
+    read=_read,
+)
