@@ -96,7 +96,10 @@ def _gold(scorer: Scorer, problems: Sequence[Problem], count: int) -> Iterator[s
         return
     found, looked_at = check_gold(scorer, problems, count)
     every = "" if looked_at == len(problems) else f" looked at, of {len(problems)}"
-    yield (f"gold answers that reward={scorer.name} cannot win: {len(found)} of {looked_at}{every}")
+    yield (
+        f"gold answers that reward={scorer.name} cannot win (it reads {scorer.built_in.gold}): "
+        f"{len(found)} of {looked_at}{every}"
+    )
     for row, reason in found:
         yield f"  {row_name(row)}: {reason}"
 

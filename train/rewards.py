@@ -75,13 +75,14 @@ class AnswerReward:
     Attributes:
       function: (completion, answer) -> 0.0 or 1.0. extract: the answer that it reads in a
         completion; None: there is none. write: a completion that gives this answer and no more.
-      wants: what it reads, for messages.
+      wants: where it looks for the answer. gold: what an answer has to be. Both for messages.
     """
 
     function: Reward
     extract: Callable[[str], str | None]
     write: Callable[[str], str]
     wants: str
+    gold: str
 
     def can_win(self, answer: str) -> bool:
         """Whether a completion with the row's own answer scores 1."""
@@ -99,9 +100,13 @@ def _mark(answer: str) -> str:
 
 _ANSWER_PLACES = "\\boxed{...}, a last line '#### ...', or 'answer is ...'"
 BUILT_IN = {
-    "exact": AnswerReward(exact, last_line_answer, _mark, "a line '#### ...'"),
-    "number": AnswerReward(number, final_answer, _box, f"a number: {_ANSWER_PLACES}"),
-    "math_verify": AnswerReward(math_verify, final_answer, _box, _ANSWER_PLACES),
+    "exact": AnswerReward(exact, last_line_answer, _mark, "a line '#### ...'", "one line of text"),
+    "number": AnswerReward(
+        number, final_answer, _box, _ANSWER_PLACES, "a number, a fraction or a quantity"
+    ),
+    "math_verify": AnswerReward(
+        math_verify, final_answer, _box, _ANSWER_PLACES, "formulas that parse, and words"
+    ),
 }
 REWARDS: dict[str, Reward] = {name: known.function for name, known in BUILT_IN.items()}
 

@@ -171,7 +171,7 @@ def unwinnable(scorer: Scorer, problem: Problem) -> str | None:
         return "the row has no answer"
     if known.can_win(problem.answer):
         return None
-    return f"the gold answer {shown(problem.answer)} is not what it reads ({known.wants})"
+    return f"gold answer {shown(problem.answer)}"
 
 
 def evenly(source: Sequence, count: int) -> list[int]:
@@ -200,7 +200,7 @@ def about_gold(
     more = f"; and {len(found) - most} more" if len(found) > most else ""
     return (
         f"{len(found)} of {looked_at} gold answers looked at cannot be won with "
-        f"reward={scorer.name}: {named}{more}"
+        f"reward={scorer.name}, which reads {scorer.built_in.gold}: {named}{more}"
     )
 
 

@@ -1,0 +1,317 @@
+"""Rewards that fail, gold answers that cannot be won, prompts that are too long."""
+
+import json
+import logging
+import re
+from decimal import Decimal
+from fractions import Fraction
+
+import jax.numpy as jnp
+import numpy as np
+import odd_rewards
+import pytest
+import tiny_run
+
+from train import rl
+from train.log import read_metrics
+from train.scoring import Score, Scorer, as_number, check_gold, evenly, unwinnable
+from train.tasks.layout import Problem
+
+# --- one reward ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, 0.5, -2, np.float32(0.5), np.int64(3), np.array(0.25), jnp.float32(2.0), jnp.bfloat16(0.5),
+     jnp.array(1), Fraction(1, 2), Decimal("0.5"), 10**20],
+)  # fmt: skip
+def test_numbers_of_every_library_are_rewards(value):
+    found = as_number(value)
+    assert type(found) is float and found == float(value)
+
+
+@pytest.mark.parametrize("value", [*odd_rewards.NO_NUMBERS, np.array([1.0]), -np.inf,
+                                   jnp.array(jnp.nan), jnp.array(True), np.str_("1"), {}, 10**400,
+                                   float, b"1", Decimal("NaN")])  # fmt: skip
+def test_what_is_no_finite_number_is_named_with_its_row_and_counts_as_nothing(value, caplog):
+    scorer = Scorer("own:reward", lambda completion, answer: value)
+    with caplog.at_level(logging.WARNING):
+        assert scorer("text", Problem("p", "a", 4, "rows.jsonl:5")) == Score(0.0, failed=True)
+    assert scorer.failures == 1
+    message = caplog.text
+    assert "'own:reward' returned" in message and "the row rows.jsonl:5" in message
+    assert type(value).__name__ in message and "scored as 0" in message
+
+
+def test_a_reward_that_raises_is_named_and_described_five_times_at_most(caplog):
+    def raises(completion, answer):
+        raise KeyError(completion)
+
+    scorer = Scorer("own:raises", raises)
+    for i in range(9):
+        assert scorer(f"text {i}", Problem("p", "a", i)).failed
+    assert scorer.failures == 9 and caplog.text.count("raised KeyError: 'text") == 5
+    assert "problem 3" in caplog.text and "only counted" in caplog.text
+    with pytest.raises(KeyboardInterrupt):  # is nobody's reward
+
+        def interrupted(completion, answer):
+            raise KeyboardInterrupt
+
+        Scorer("own:interrupted", interrupted)("text", Problem("p", "a", 0))
+
+
+def positional_only(completion, answer, /):
+    return len(completion) + float(answer)
+
+
+def other_name(text, gold):
+    return len(text) + float(gold)
+
+
+def variadic(*args):
+    return len(args[0]) + float(args[1])
+
+
+def named(completion, **columns):
+    return len(completion) + float(columns["answer"])
+
+
+def column_second(completion, level, flag=True):
+    return len(completion) + level * flag
+
+
+def messages_of_it(completion, messages):
+    return len(completion) + len(messages) + 2
+
+
+class Callable:
+    def __call__(self, completion, answer, unused=None):
+        return len(completion) + float(answer)
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [positional_only, other_name, variadic, named, column_second, messages_of_it, Callable(),
+     lambda c, answer: len(c) + float(answer), lambda c, *, level: len(c) + level],
+)  # fmt: skip
+def test_a_reward_gets_the_columns_that_it_asks_for(reward):
+    conversation = ({"role": "user", "content": "?"},)
+    problem = Problem(conversation, "3", 0, "", {"level": 3, "topic": "x"})
+    scorer = Scorer("own:reward", reward)
+    scorer.check(problem)
+    assert scorer("ab", problem) == Score(5.0)
+
+
+def test_a_reward_that_asks_for_what_no_column_has_is_refused():
+    scorer = Scorer("own:asks", odd_rewards.asks_for_too_much)
+    with pytest.raises(ValueError, match="asks for difficulty, .* are level, answer, prompt"):
+        scorer.check(Problem("p", "a", 0, "", {"level": 1}))
+    scorer.check(Problem("p", "a", 0, "", {"difficulty": 1}))
+
+
+# --- gold answers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reward", "gold", "wins"),
+    [
+        ("number", "5 apples", True), ("number", "1/2", True), ("number", "#### 1,000", True),
+        ("number", r"\frac{3}{4}", True), ("number", "2.5 million", True),
+        ("number", "Paris", False), ("number", r"2\sqrt{2}", False), ("number", "3, 5", False),
+        ("number", "", False), ("number", "x+1", False),
+        ("exact", "Paris", True), ("exact", "some work\n#### 5", True), ("exact", "a\nb", False),
+        ("math_verify", r"2\sqrt{2}", True), ("math_verify", "(1, 2]", True),
+        ("math_verify", r"x \geq 5", True), ("math_verify", "June 20", True),
+        ("math_verify", r"\boxed{\frac{1}{2}}", True), ("math_verify", "", False),
+        ("math_verify", r"\frac{1}{", False), ("math_verify", "((2)", False),
+        ("math_verify", "x + + )", False),
+    ],
+)  # fmt: skip
+def test_gold_answers_that_cannot_be_won_are_known(reward, gold, wins):
+    scorer = Scorer(reward)
+    problem = Problem("p", gold, 3, "rows.jsonl:4")
+    reason = unwinnable(scorer, problem)
+    assert (reason is None) == wins
+    if gold and not wins:
+        assert reason == f"gold answer {gold!r}"
+    assert unwinnable(Scorer("own:reward", lambda c, a: 1.0), problem) is None
+
+
+def test_rows_are_looked_at_evenly():
+    assert evenly(range(5), 300) == [0, 1, 2, 3, 4]
+    some = evenly(range(1000), 300)
+    assert len(some) == len(set(some)) == 300 and some[0] == 0 and some[-1] >= 996
+    problems = [Problem("p", "5" if i % 10 else "five", i) for i in range(100)]
+    found, looked_at = check_gold(Scorer("number"), problems)
+    assert looked_at == 100 and [p.index for p, _ in found] == list(range(0, 100, 10))
+
+
+# --- runs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs():
+    with tiny_run.shared_programs():
+        yield
+
+
+PLAIN = {"draft.mode": "none", "rollout.strategy": "off", "checkpoint.export": "false"}
+
+
+def rows(path, count=40, **changes):
+    """`problem`/`answer` rows with prompts of about ten tokens."""
+    lines = [
+        {"problem": f"{i}+1=", "answer": i + 1, "level": i % 3, **changes} for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def settings(path, **changes):
+    common = {"data.path": path, "data.prompt_template": "{question}", "data.task": "auto"}
+    return {**PLAIN, **{k: f"'{v}'" if "{" in str(v) else v for k, v in common.items()}, **changes}
+
+
+def run(model, out, **changes):
+    rl.main(tiny_run.arguments(model, out, **changes))
+    return [r for r in read_metrics(out) if r["step"] > 0]
+
+
+def failure(capsys, model, out, **changes) -> str:
+    with pytest.raises(SystemExit) as error:
+        rl.main(tiny_run.arguments(model, out, **changes))
+    said = f"{capsys.readouterr().err}{error.value}"
+    assert "error: " in said and "Traceback" not in said
+    return said
+
+
+def test_a_run_survives_rewards_that_fail_now_and_then(thin_policy, tmp_path, caplog, capsys):
+    changes = {"reward": "odd_rewards:sometimes", "max_failed_rewards": 0.9, "eval.problems": 4}
+    steps = run(thin_policy, tmp_path / "run", **PLAIN, **changes)
+    failed = sum(r["reward/failed"] for r in steps)
+    assert len(steps) == 2 and 0 < failed < 32
+    assert all(0 <= r["rollout/reward"] <= 1 for r in steps)
+    assert all(r["reward/failed_share"] == r["reward/failed"] / 16 for r in steps)
+    assert "reward 'odd_rewards:sometimes' " in caplog.text and "problem " in caplog.text
+    everything = read_metrics(tmp_path / "run")
+    assert all("eval/reward_failed" in r for r in everything if "eval/reward" in r)
+
+
+def test_a_run_whose_rewards_fail_ends_and_can_be_resumed(
+    thin_policy, tmp_path, capsys, monkeypatch
+):
+    changes = {**PLAIN, "reward": "odd_rewards:breaks", "steps": 3}
+    whole = run(thin_policy, tmp_path / "whole", **changes)
+    step = rl.Trainer.step
+
+    def breaking(self):
+        monkeypatch.setattr(odd_rewards, "broken", self.done_steps == 1)
+        return step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rl.Trainer, "step", breaking)
+        said = failure(capsys, thin_policy, tmp_path / "run", **changes)
+    assert "100% of the rewards of step 2 failed" in said and "max_failed_rewards=0.5" in said
+    assert "step 1 is saved in" in said and "--resume" in said
+    monkeypatch.setattr(odd_rewards, "broken", False)
+    rl.main([*tiny_run.arguments(thin_policy, tmp_path / "run", **changes), "--resume"])
+    resumed = [r for r in read_metrics(tmp_path / "run") if r["step"] > 0]
+    for name in ("rollout/tokens_sha", "rollout/reward", "train/loss"):
+        assert [r.get(name) for r in resumed] == [r.get(name) for r in whole]
+
+
+def test_a_run_whose_first_rewards_fail_says_that_nothing_was_done(
+    thin_policy, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(odd_rewards, "broken", True)
+    changes = {**PLAIN, "reward": "odd_rewards:breaks", "max_failed_rewards": 0.25}
+    said = failure(capsys, thin_policy, tmp_path / "run", **changes)
+    assert "rewards of step 1 failed" in said and "no step was done before it" in said
+
+
+def test_rewards_of_a_run_see_the_columns_of_rows(thin_policy, tmp_path, capsys):
+    changes = settings(rows(tmp_path / "rows.jsonl"), reward="odd_rewards:by_level", steps=1)
+    (step,) = run(thin_policy, tmp_path / "run", **changes)
+    assert step["reward/failed"] == 0 and step["rollout/reward"] > 0.4
+    assert "40 rows read as math" in capsys.readouterr().out
+    changes["reward"] = "odd_rewards:asks_for_too_much"
+    assert "asks for difficulty" in failure(capsys, thin_policy, tmp_path / "no", **changes)
+
+
+def test_a_first_step_without_any_reward_shows_what_was_read(thin_policy, tmp_path, capsys):
+    for name, changes in (
+        ("number", settings(rows(tmp_path / "rows.jsonl"), reward="number")),
+        (
+            "math_verify",
+            settings(rows(tmp_path / "roots.jsonl", answer=r"2\sqrt{2}"), reward="auto"),
+        ),
+        ("tiny_run:nothing", {**PLAIN, "reward": "tiny_run:nothing"}),
+    ):
+        run(thin_policy, tmp_path / name.replace(":", "-"), **changes)
+        out = capsys.readouterr().out
+        said = [x for x in out.splitlines() if "scored 0" in x]
+        assert len(said) == 1, out
+        assert said[0].startswith("WARNING: step 1: ")
+        assert re.search(r"a completion( \(cut off at rollout.max_tokens\))?: '", said[0])
+        assert "the gold answer: '" in said[0]
+        if "tiny" not in name:
+            assert f"the answer that reward={name} read in it: none" in said[0]
+            assert "data.prompt_template" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer", "reason"),
+    [("number", "Paris", "a number, "), ("math_verify", r"\frac{1}{", "formulas that parse"),
+     ("exact", "a\nb", "one line"), ("number", "12, 13", "a number, ")],
+)  # fmt: skip
+def test_gold_answers_that_cannot_be_won_end_a_run_before_it_begins(
+    thin_policy, tmp_path, capsys, reward, answer, reason
+):
+    path = rows(tmp_path / "rows.jsonl")
+    bad = json.dumps({"problem": "bad", "answer": answer})
+    path.write_text(path.read_text() + bad + "\n")
+    said = failure(capsys, thin_policy, tmp_path / "run", **settings(path, reward=reward))
+    assert "1 of " in said and f"reward={reward}, which reads {reason}" in said
+    assert f": the row {path}:41: gold answer {answer!r}. Mend" in said
+    assert "data.unwinnable=drop" in said and not (tmp_path / "run").exists()
+
+
+def test_rows_that_cannot_be_won_are_dropped_or_kept_by_choice(thin_policy, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    lines = [{"problem": f"{i}=", "answer": i if i % 2 else "five"} for i in range(40)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = {}
+    for choice in ("drop", "keep"):
+        changes = settings(path, reward="number", **{"data.unwinnable": choice})
+        found[choice] = run(thin_policy, tmp_path / choice, **changes)
+        said = capsys.readouterr().out
+        assert "WARNING: 1" in said or "WARNING: 2" in said
+        assert f"data.unwinnable={choice}" in said and "cannot be won with reward=number" in said
+    assert sum(r["rollout/prompts_unwinnable"] for r in found["drop"]) > 0
+    assert sum(r["rollout/prompts_unwinnable"] for r in found["keep"]) == 0
+
+
+def test_prompts_that_are_too_long_are_counted_and_dropped_cut_or_refused(
+    thin_policy, tmp_path, capsys
+):
+    path = tmp_path / "rows.jsonl"
+    lines = [{"prompt": "1" * (4 if i % 3 else 20), "answer": "1"} for i in range(30)]
+    lines = [line | {"prompt": line["prompt"] + f"{i:02d}"} for i, line in enumerate(lines)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    common = {**PLAIN, "data.path": path, "reward": "tiny_run:coin", "eval.problems": 4}
+    digests = {}
+    for choice in ("drop", "truncate"):
+        changes = {**common, "data.overlong_prompts": choice}
+        steps = run(thin_policy, tmp_path / choice, **changes)
+        said = next(x for x in capsys.readouterr().out.splitlines() if "max_prompt_tokens" in x)
+        assert re.search(r"WARNING: \d+ of \d+ prompts looked at have more tokens", said)
+        assert "the longest 22" in said and f"data.overlong_prompts={choice}" in said
+        assert sum(r["rollout/prompts_overlong"] for r in steps) > 0
+        digests[choice] = [r["rollout/tokens_sha"] for r in steps]
+    assert digests["drop"] != digests["truncate"]
+    changes = {**common, "data.overlong_prompts": "error"}
+    said = failure(capsys, thin_policy, tmp_path / "error", **changes)
+    assert re.search(r"the row \S+rows.jsonl:\d+ has a prompt of 22 tokens", said)
+    changes = {**common, "rollout.max_prompt_tokens": 3}
+    said = failure(capsys, thin_policy, tmp_path / "all", **changes)
+    assert re.search(r"all \d+ prompts looked at are longer .* shortest has 6 tokens", said)

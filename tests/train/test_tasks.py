@@ -1,0 +1,433 @@
+"""Rows of every layout and file format, what the model sees of them, and what is refused."""
+
+import gzip
+import json
+import shutil
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from train import data, data_report
+from train.data import DataConfig, demonstrations, encode_prompt, problems
+from train.prompts import Prompts
+from train.tasks import LAYOUTS, recognise
+from train.tasks.layout import Example, Layout
+
+USER = [{"role": "user", "content": "How much is 1+2?"}]
+SYSTEM = [{"role": "system", "content": "Be brief."}, *USER]
+SAYS = {"role": "assistant", "content": "It is $\\boxed{3}$."}
+
+# row -> (layout, prompt, answer, demonstration)
+ROWS = {
+    "gsm8k": (
+        {"question": "How much is 1+2?", "answer": "1+2=<<1+2=3>>3\n#### 3"},
+        ("gsm8k", "Question: How much is 1+2?\nAnswer:", "3", "1+2=3\n#### 3"),
+    ),
+    "question with a bare answer": (
+        {"question": "Where?", "answer": "Paris", "id": 7},
+        ("gsm8k", "Question: Where?\nAnswer:", "Paris", "#### Paris"),
+    ),
+    "question with an integer": (
+        {"question": "How many?", "answer": 12},
+        ("gsm8k", "Question: How many?\nAnswer:", "12", "#### 12"),
+    ),
+    "MATH with both": (
+        {"problem": "Solve.", "solution": "So $x=\\boxed{\\frac{1}{2}}$.", "answer": "\\frac12"},
+        ("math", "Problem: Solve.\nSolution:", "\\frac12", "So $x=\\boxed{\\frac{1}{2}}$."),
+    ),
+    "MATH with a solution": (
+        {"problem": "Solve.", "level": "Level 5", "solution": "So $\\boxed{2\\sqrt{3}}$."},
+        ("math", "Problem: Solve.\nSolution:", "2\\sqrt{3}", "So $\\boxed{2\\sqrt{3}}$."),
+    ),
+    "problem with a float": (
+        {"problem": "Solve.", "answer": 34.0},
+        ("math", "Problem: Solve.\nSolution:", "34", None),
+    ),
+    "Open-R1's mathematics": (
+        {"problem": "Solve.", "answer": "5", "messages": [*USER, SAYS], "uuid": "a"},
+        ("math", "Problem: Solve.\nSolution:", "5", None),
+    ),
+    "DAPO": (
+        {
+            "data_source": "math_dapo", "prompt": SYSTEM, "ability": "MATH",
+            "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
+            "extra_info": {"index": "9a9b6eb4"},
+        },
+        ("verl", tuple(SYSTEM), "34", None),
+    ),
+    "verl with text and a list": (
+        {"prompt": "How much?", "reward_model": {"ground_truth": ["0.25"]}},
+        ("verl", "How much?", "0.25", None),
+    ),
+    "TRL with text": (
+        {"prompt": "How much? ", "answer": 2.5, "level": 3},
+        ("prompt", "How much? ", "2.5", None),
+    ),
+    "TRL with messages": (
+        {"prompt": USER, "solution": "$\\boxed{3}$", "completion": [SAYS]},
+        ("prompt", tuple(USER), "3", SAYS["content"]),
+    ),
+    "a prompt and nothing to compare with": (
+        {"prompt": "Write a poem.", "topic": "rain"},
+        ("prompt", "Write a poem.", "", None),
+    ),
+    "messages": (
+        {"messages": [*SYSTEM, SAYS], "source": "x"},
+        ("messages", tuple(SYSTEM), "3", SAYS["content"]),
+    ),
+    "messages with an answer": (
+        {"messages": USER, "answer": ["7"]},
+        ("messages", tuple(USER), "7", None),
+    ),
+    "messages in parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "1+"},
+                                                    {"type": "text", "text": "2?"}]}, SAYS]},
+        ("messages", ({"role": "user", "content": "1+2?"},), "3", SAYS["content"]),
+    ),
+}  # fmt: skip
+
+
+def lines(rows) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def parquet(rows) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
+    return sink.getvalue().to_pybytes()
+
+
+def array(rows) -> bytes:
+    return b"\xef\xbb\xbf" + json.dumps(rows, indent=2).encode()
+
+
+FORMATS = {
+    "rows.jsonl": lines,
+    "rows.json": array,
+    "rows.parquet": parquet,
+    "rows.jsonl.gz": lambda rows: gzip.compress(lines(rows)),
+    "rows.json.gz": lambda rows: gzip.compress(array(rows)),
+    "rows.parquet.gz": lambda rows: gzip.compress(parquet(rows)),
+    "without a name for it": lines,
+}
+
+
+def config(path, rows, write=lines, **changes) -> DataConfig:
+    """Of a file whose rows are all for training."""
+    path.write_bytes(write(rows))
+    held = path.with_name("held.jsonl")
+    held.write_bytes(lines([{"prompt": "another", "answer": "1"}]))
+    return DataConfig(**{"path": str(path), "heldout_path": str(held), **changes})
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_layout_is_recognised_by_its_columns(tmp_path, name):
+    row, (layout, prompt, answer, response) = ROWS[name]
+    cfg = config(tmp_path / "rows.jsonl", [row])
+    assert data.find_layout(cfg).name == layout
+    (problem,) = problems(cfg, "train")
+    assert (problem.prompt, problem.answer, problem.index) == (prompt, answer, 0)
+    assert problem.place == f"{tmp_path / 'rows.jsonl'}:1"
+    if response is None:
+        with pytest.raises(ValueError, match="rows.jsonl:1: .* without a demonstration"):
+            demonstrations(cfg, "train")
+    else:
+        assert demonstrations(cfg, "train")[0] == data.Demonstration(prompt, response)
+
+
+@pytest.mark.parametrize("file", FORMATS)
+@pytest.mark.parametrize("name", ["gsm8k", "DAPO", "TRL with messages"])
+def test_every_format_gives_the_same_problems(tmp_path, name, file):
+    row, (_, prompt, answer, _) = ROWS[name]
+    question = "question" if "question" in row else "prompt"
+    other = row | {question: "Another one?"} if isinstance(row[question], str) else row | {
+        question: [{"role": "user", "content": "Another one?"}]
+    }  # fmt: skip
+    found = problems(config(tmp_path / file, [row, other], FORMATS[file]), "train")
+    assert [p.answer for p in found] == [answer, answer]
+    assert found[0].prompt == prompt and found[1].prompt != prompt
+
+
+def test_rewards_see_further_columns_of_a_row(tmp_path):
+    rows = [ROWS["TRL with text"][0], {"prompt": "b", "answer": "1", "level": 4}]
+    found = problems(config(tmp_path / "rows.jsonl", rows), "train")
+    assert [p.columns["level"] for p in found] == [3, 4]
+    (dapo,) = problems(config(tmp_path / "rows.jsonl", [ROWS["DAPO"][0]]), "train")
+    assert dapo.columns["extra_info"] == {"index": "9a9b6eb4"}
+    assert dapo.columns["data_source"] == "math_dapo" and dapo.columns["ground_truth"] == "34"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"instruction": "a", "output": "b"}, {"conversations": []}, {"problem": "a", "topic": "b"},
+     {"Question": "a", "Answer": "b"}, {}],
+)  # fmt: skip
+def test_columns_that_nobody_knows_are_listed_with_the_layouts_that_there_are(tmp_path, row):
+    with pytest.raises(ValueError) as error:
+        problems(config(tmp_path / "rows.jsonl", [row]), "train")
+    message = str(error.value)
+    assert "cannot tell what its rows mean" in message and "data.task" in message
+    assert all(column in message for column in row)
+    assert all(f"{layout.name} ({layout.columns})" in message for layout in LAYOUTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gsm8k", {"answer": ["1", "2"]}, r"'answer': expected one answer .* got \['1', '2'\]"),
+        ("gsm8k", {"answer": {"value": 1}}, "'answer': expected one answer"),
+        ("gsm8k", {"answer": True}, "'answer': expected one answer .* got True"),
+        ("gsm8k", {"question": None}, "'question': expected text"),
+        ("MATH with a solution", {"solution": "It is 5."}, "in .boxed{} or after '####'"),
+        ("DAPO", {"reward_model": {"style": "rule"}}, "'reward_model': expected {'ground_truth'"),
+        ("DAPO", {"reward_model": "34"}, "'reward_model': expected"),
+        ("DAPO", {"prompt": []}, "'prompt': expected a list of"),
+        ("DAPO", {"prompt": [*USER, SAYS]}, "ends before the assistant's turn"),
+        ("TRL with text", {"prompt": "  "}, "'prompt': expected text"),
+        ("TRL with text", {"prompt": 5}, "'prompt': expected a list of"),
+        ("TRL with text", {"answer": float("inf")}, "'answer': expected one answer"),
+        ("TRL with messages", {"completion": [SAYS, SAYS]}, "'completion': expected text or one"),
+        ("messages", {"messages": [SAYS]}, "expected a message before the assistant's"),
+        ("messages", {"messages": "hello"}, "'messages': expected a list of"),
+        ("messages", {"messages": [{"from": "human", "value": "a"}]}, r"'messages\[0\]': expected"),
+        ("messages", {"messages": [{"role": "user", "content": None}]}, "content that is text"),
+    ],
+)
+def test_a_row_that_is_not_what_its_columns_say_is_named(tmp_path, name, changes, message):
+    row = ROWS[name][0]
+    cfg = config(tmp_path / "rows.jsonl", [row, row | changes])
+    with pytest.raises(ValueError, match=message) as error:
+        problems(cfg, "train")
+    assert f"{tmp_path / 'rows.jsonl'}:2: " in str(error.value)
+    assert "fix or delete it" in str(error.value) and ", ".join(row) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "git-lfs pointer"),
+        (gzip.compress(lines([ROWS["gsm8k"][0]]) * 50)[:-20], "gzip file is damaged"),
+        (parquet([ROWS["gsm8k"][0]])[:-20], "parquet file is damaged"),
+        (b"question,answer\n1+1?,2\n", "rows:1: not JSON"),
+        (b'[{"prompt": "a"}, ', "not JSON"),
+        (b'[{"prompt": "a"}, 5]', "row 2: expected a JSON object"),
+        (b'"prompt"\n', "rows:1: expected a JSON object"),
+        (b"[]", "the file is empty"),
+        (b"", "the file is empty"),
+    ],
+)
+def test_a_file_that_is_none_of_rows_is_one_clear_message(tmp_path, content, message):
+    (tmp_path / "rows").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        problems(DataConfig(path=str(tmp_path / "rows")), "train")
+    with pytest.raises(ValueError, match="got a directory"):
+        problems(DataConfig(path=str(tmp_path)), "train")
+
+
+def test_a_task_may_be_named_and_must_fit_the_rows(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    row = {"question": "a", "answer": "1", "prompt": "b"}
+    assert problems(config(path, [row], task="prompt"), "train")[0].prompt == "b"
+    with pytest.raises(ValueError, match="rows.jsonl:1: column 'problem': expected text"):
+        problems(config(path, [row], task="math"), "train")
+    with pytest.raises(ValueError, match="generated and reads no file"):
+        config(path, [row], task="sums")
+    with pytest.raises(ValueError, match="data.path"):
+        problems(DataConfig(task="verl"), "train")
+    with pytest.raises(ValueError, match="heldout_path"):
+        problems(DataConfig(heldout_path=str(path)), "train")
+
+
+OWN = Layout(
+    name="riddles",
+    columns="riddle",
+    recognises=lambda columns: "riddle" in columns,
+    read=lambda row: Example(row["riddle"], row["word"], None, {"hint": row["hint"]}),
+    reward="exact",
+    template="Riddle: {question}",
+)
+
+
+def test_a_layout_of_ones_own_is_named_by_its_path(tmp_path):
+    row = {"riddle": "a", "word": "b", "hint": "c"}
+    cfg = config(tmp_path / "rows.jsonl", [row], task="test_tasks:OWN")
+    held = tmp_path / "held.jsonl"
+    held.write_bytes(lines([row | {"riddle": "d"}]))
+    (problem,) = problems(cfg, "train")
+    assert (problem.prompt, problem.answer) == ("Riddle: a", "b")
+    assert problem.columns == {"hint": "c"} and data.default_reward(cfg) == "exact"
+    for task, message in (("test_tasks:ROWS", "is a dict"), ("test_tasks:none", "cannot load")):
+        with pytest.raises(ValueError, match=message):
+            problems(config(tmp_path / "rows.jsonl", [row], task=task), "train")
+
+
+def test_each_layout_knows_its_own_columns_first():
+    for row, (layout, *_) in ROWS.values():
+        assert recognise(row).name == layout
+
+
+def test_duplicates_are_counted_and_dropped_by_choice(tmp_path):
+    row, other = ROWS["DAPO"][0], ROWS["DAPO"][0] | {"prompt": USER}
+    again = row | {"extra_info": {"index": "2"}}
+    for choice, kept in (("keep", 5), ("drop", 2)):
+        cfg = config(tmp_path / "rows.parquet", [row, again, other, again, row], parquet)
+        cfg.duplicates = choice
+        assert len(problems(cfg, "train")) == kept
+        assert data.read_table(cfg.path, data.find_layout(cfg), choice).duplicates == 3
+    with pytest.raises(ValueError, match="data.duplicates must be one of keep, drop"):
+        DataConfig(duplicates="count")
+
+
+def test_both_splits_of_one_file_share_no_prompt(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": f"{i}?"}], "answer": i} for i in range(200)]
+    (tmp_path / "rows.jsonl").write_bytes(lines(rows))
+    cfg = DataConfig(path=str(tmp_path / "rows.jsonl"))
+    train, held = ({p.prompt[0]["content"] for p in problems(cfg, s)} for s in ("train", "heldout"))
+    assert len(train) + len(held) == 200 and held and not train & held
+
+
+# --- the chat template ---------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if think is defined %}{{ think }}{% endif %}"
+    "{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_policy):
+    from specjax.tokenizer import load_tokenizer
+
+    return load_tokenizer(tiny_policy)
+
+
+@pytest.fixture(scope="module")
+def chat_policy(thin_policy, tmp_path_factory):
+    """The tiny policy, its tokenizer with a chat template."""
+    path = shutil.copytree(thin_policy, tmp_path_factory.mktemp("chat") / "policy")
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = TEMPLATE
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+@pytest.fixture(scope="module")
+def chatty(chat_policy):
+    from specjax.tokenizer import load_tokenizer
+
+    return load_tokenizer(chat_policy)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("gsm8k", {}, "<user>How much is 1+2?\n<assistant>"),
+        ("TRL with text", {}, "<user>How much? \n<assistant>"),
+        ("MATH with both", {"chat": "on"}, "<user>Solve.\n<assistant>"),
+        ("MATH with both", {"chat": "off"}, "Problem: Solve.\nSolution:"),
+        ("gsm8k", {"prompt_template": "Q: {question}"}, "<user>Q: How much is 1+2?\n<assistant>"),
+        ("DAPO", {}, "<system>Be brief.\n<user>How much is 1+2?\n<assistant>"),
+        ("DAPO", {"chat": "off"}, "<system>Be brief.\n<user>How much is 1+2?\n<assistant>"),
+        ("messages", {"chat_template_kwargs": {"think": "no"}},
+         "<system>Be brief.\n<user>How much is 1+2?\n<assistant>no"),
+    ],
+)  # fmt: skip
+def test_prompts_go_through_the_chat_template(tmp_path, chatty, name, changes, expected):
+    cfg = config(tmp_path / "rows.jsonl", [ROWS[name][0]], **changes)
+    prompts = Prompts(chatty, cfg)
+    (problem,) = problems(cfg, "train", prompts.chat)
+    assert prompts.text(problem) == expected
+    assert chatty.decode(prompts.ids(problem)) == expected
+    assert prompts.ids(problem) == chatty.encode(expected, add_special_tokens=False)
+
+
+def test_without_a_template_text_stays_text_and_conversations_are_refused(tmp_path, plain):
+    cfg = config(tmp_path / "rows.jsonl", [ROWS["gsm8k"][0]])
+    prompts = Prompts(plain, cfg)
+    (problem,) = problems(cfg, "train", prompts.chat)
+    assert prompts.text(problem) == "Question: How much is 1+2?\nAnswer:"
+    assert prompts.ids(problem) == encode_prompt(plain, problem.prompt)
+    cfg = config(tmp_path / "rows.jsonl", [ROWS["DAPO"][0]])
+    (problem,) = problems(cfg, "train")
+    with pytest.raises(ValueError, match="rows.jsonl:1: .* need a chat template"):
+        Prompts(plain, cfg).ids(problem)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"chat": "on"}, "data.chat=on: the model's tokenizer has no chat template"),
+        ({"chat_template_kwargs": {"a": 1}}, "data.chat_template_kwargs: the model's tokenizer"),
+    ],
+)
+def test_settings_of_a_template_that_there_is_not_are_refused(plain, changes, message):
+    with pytest.raises(ValueError, match=message):
+        Prompts(plain, DataConfig(**changes))
+
+
+def test_a_conversation_that_the_template_refuses_is_named(tmp_path, chatty):
+    row = {"messages": [*USER, {"role": "tool", "content": "x"}], "answer": "1"}
+    cfg = config(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(ValueError, match="rows.jsonl:1: the chat template refuses .*no tools"):
+        Prompts(chatty, cfg).ids(problems(cfg, "train")[0])
+
+
+def test_a_template_for_text_is_refused_where_prompts_are_conversations(tmp_path):
+    cfg = config(tmp_path / "rows.jsonl", [ROWS["DAPO"][0]], prompt_template="Q: {question}")
+    with pytest.raises(ValueError, match="data.prompt_template is for prompts that are text"):
+        problems(cfg, "train")
+
+
+# --- python -m train.data ------------------------------------------------------------------------
+
+
+def show(capsys, *argv) -> str:
+    data_report.main([str(a) for a in argv])
+    return capsys.readouterr().out
+
+
+def test_the_report_shows_rows_as_the_model_sees_them(tmp_path, capsys, chat_policy, thin_policy):
+    rows = [{"problem": f"How much is {i}+{i}?", "answer": 2 * i} for i in range(60)]
+    rows += [rows[3], rows[3] | {"answer": "\\frac{1}{"}]
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(parquet([r | {"answer": str(r["answer"])} for r in rows]))
+    said = show(capsys, path, "--model", chat_policy, "--max-prompt-tokens", 5)
+    assert said.startswith(f"data: {path}, 62 rows read as math (problem, answer or solution), 1 ")
+    assert "one message of the user, through the chat template; reward math_verify" in said
+    assert said.count("\n--- the row ") == 10
+    assert "<user>How much is 2+2?\n<assistant>\n" in said and "gold answer '4'" in said
+    assert "prompt length in tokens: shortest " in said and "median " in said
+    assert "duplicates (prompt and answer of an earlier row): 1 " in said
+    assert "reward=math_verify cannot win (it reads formulas that parse, and words): 1 of" in said
+    assert f"  the row {path}: row 62: gold answer '\\\\frac{{1}}{{'" in said
+    assert "longer than 5 tokens: " in said
+    said = show(capsys, path, "--model", thin_policy, "--rows", 2, "data.duplicates=drop",
+                "prompt_template='Q {question}'", "--reward", "number")  # fmt: skip
+    assert said.count("\n--- the row ") == 2 and "Q How much is 0+0?\n" in said
+    assert "1 duplicates dropped" in said and "plain text; reward number" in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["no.jsonl"], "no.jsonl: no such file"),
+        (["rows.jsonl", "task=gsm"], "data.task must be one of auto, sums, verl"),
+        (["rows.jsonl", "task=math"], "column 'problem': expected text"),
+        (["rows.jsonl", "tusk=math"], "unknown key 'tusk'"),
+        (["rows.jsonl", "--reward", "best"], "unknown reward 'best'"),
+        (["rows.jsonl", "--model", "nowhere"], "nowhere has no tokenizer.json"),
+        (["rows.jsonl", "chat=on"], "has no chat template"),
+    ],
+)
+def test_a_mistake_in_the_report_s_arguments_is_one_message(
+    tmp_path, monkeypatch, capsys, thin_policy, argv, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_bytes(lines([ROWS["gsm8k"][0]] * 40))
+    with pytest.raises(SystemExit) as error:
+        data_report.main([argv[0], "--model", str(thin_policy), *argv[1:]])
+    said = capsys.readouterr().err + str(error.value)
+    assert message in said and "Traceback" not in said
