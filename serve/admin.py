@@ -27,10 +27,11 @@ from specjax.models.transformer import Params
 from specjax.tokenizer import with_tokenizer_end
 
 PATHS = ("/update_weights", "/sleep", "/wake")
-# Of two configs that mean the same model these may differ: they say how it is computed here.
+# Of two configs that mean the same model these may differ: they say how it is computed here, and
+# how it asks to be sampled.
 _OURS = (
     "scan_layers", "remat", "attention", "products", "param_dtype", "compute_dtype",
-    "mtp_num_layers",
+    "mtp_num_layers", "generation",
 )  # fmt: skip
 _HEADS = tuple(name for name in HEAD_SWITCHES if name not in _OURS)
 

@@ -58,7 +58,11 @@ def describe(cfg: ModelConfig, tokenizer: str | Path | None, with_head: bool = T
     config = config_json(cfg, with_head, cfg.param_dtype)
     if with_head:
         config[MTP_KEY] = mtp_json(cfg)  # as it lies in memory
-    return {"config": config, "tokenizer": None if tokenizer is None else str(tokenizer)}
+    return {
+        "config": config,
+        "generation": dict(cfg.generation),
+        "tokenizer": None if tokenizer is None else str(tokenizer),
+    }
 
 
 def load_model(
@@ -221,7 +225,7 @@ def config_in(path: Path, meta: Mapping[str, Any]) -> ModelConfig:
             f"{path} does not say of which model it is a checkpoint; name a Hugging Face directory "
             "of that model (specjax convert --like DIR makes one of it)"
         )
-    return config_of(path, meta["config"], {})
+    return config_of(path, meta["config"], meta.get("generation", {}))
 
 
 def tokenizer_in(path: Path, meta: Mapping[str, Any]) -> Path | None:

@@ -30,6 +30,8 @@ class ModelConfig:
         `hidden_first` (MiMo).
       mtp_target_hidden, mtp_recycle: whether the state handed to the head, by the target and by the
         head's own previous step, is taken after or before the final norm.
+      generation: keys and values of generation_config.json that say how it asks to be sampled, see
+        `specjax.models.generation_config`.
       param_dtype, compute_dtype: storage and arithmetic; softmax, norms and logits are float32.
       scan_layers: `lax.scan` over stacked layers (short compile) or an unrolled loop (fast on CPU).
       remat: recompute each layer in the backward pass instead of keeping its activations.
@@ -60,6 +62,7 @@ class ModelConfig:
     mtp_concat: str = "embedding_first"
     mtp_target_hidden: str = "post_norm"
     mtp_recycle: str = "post_norm"
+    generation: tuple[tuple[str, bool | int | float], ...] = ()
     param_dtype: str = "float32"
     compute_dtype: str = "float32"
     scan_layers: bool = False

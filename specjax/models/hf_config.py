@@ -19,6 +19,7 @@ from specjax.checkpoint_files import Keys, read_json, shown
 from specjax.checkpoint_format import CheckpointError
 from specjax.config import ModelConfig, RopeScaling
 from specjax.config.dtype import DTYPES
+from specjax.models.generation_config import sampling_of
 
 MTP_KEY = "specjax_mtp"
 MTP_COUNT_KEY = "num_nextn_predict_layers"
@@ -109,6 +110,7 @@ def config_of(path: Path, raw: dict[str, Any], generation: Mapping[str, Any]) ->
         **sizes,
         **_rope(keys, sizes["max_position"]),
         **_tokens(keys, Keys(path / "generation_config.json", generation), sizes["vocab_size"]),
+        generation=sampling_of(path / "generation_config.json", generation),
         **_mtp(keys, family),
         model_type=name,
         rms_norm_eps=keys.number("rms_norm_eps", 1e-6, least=0.0),
@@ -364,11 +366,12 @@ def _rope_json(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def generation_json(cfg: ModelConfig) -> dict[str, Any]:
-    """What generation_config.json says: the ids that begin, end and pad a text."""
+    """What generation_config.json says: the ids that begin, end and pad a text, and how to sample
+    one."""
     eos = list(cfg.eos_token_ids)
     ids = {
         "bos_token_id": cfg.bos_token_id,
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "pad_token_id": cfg.pad_token_id,
     }
-    return {k: v for k, v in ids.items() if v is not None}
+    return {k: v for k, v in ids.items() if v is not None} | dict(cfg.generation)

@@ -1,0 +1,110 @@
+"""How a checkpoint asks to be sampled: the sampling keys of its generation_config.json.
+
+They are read as vLLM reads them: temperature, top_p, top_k, min_p, repetition_penalty and
+max_new_tokens are the defaults of whoever says nothing else; do_sample is kept for others and not
+looked at, so that a file with `"do_sample": false` and no temperature is sampled at 1 (transformers
+would decode greedily; a temperature of 0 does so here).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from specjax.checkpoint_format import CheckpointError
+
+FILE = "generation_config.json"
+AUTO, NONE = "auto", ("none", "vllm")  # what else a setting may say than a directory
+Generation = tuple[tuple[str, Any], ...]  # keys and values, as `ModelConfig.generation`
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_integer(value: Any) -> bool:
+    return _is_number(value) and value == int(value)
+
+
+# Key -> whether a value fits, and what is expected. In this order they are told and written.
+_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "do_sample": (lambda v: isinstance(v, bool), "true or false"),
+    "temperature": (lambda v: _is_number(v) and v >= 0, "a number >= 0 (0 is greedy)"),
+    "top_p": (lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and at most 1"),
+    "top_k": (lambda v: _is_integer(v) and v >= -1, "an integer >= 1, or 0 or -1 for all tokens"),
+    "min_p": (lambda v: _is_number(v) and 0 <= v <= 1, "a number between 0 and 1"),
+    "repetition_penalty": (lambda v: _is_number(v) and v > 0, "a number above 0 (1 does nothing)"),
+    "max_new_tokens": (lambda v: _is_integer(v) and 1 <= v < 1 << 31, "an integer >= 1"),
+}
+_WHOLE = ("top_k", "max_new_tokens")
+
+
+def sampling_of(file: Path, raw: Mapping[str, Any]) -> Generation:
+    """The sampling keys of a generation_config.json; null is as good as nothing.
+
+    Args:
+      file: where it lies, for messages. raw: its content.
+
+    Raises:
+      CheckpointError: a value that cannot be meant.
+    """
+    found = []
+    for key, (fits, expected) in _KEYS.items():
+        value = raw.get(key)
+        if value is None:
+            continue
+        if not fits(value):
+            raise CheckpointError(f"{file}: {key}: expected {expected}, got {value!r}")
+        found.append((key, int(value) if key in _WHOLE else value))
+    return tuple(found)
+
+
+def asked_for(setting: str) -> Generation | None:
+    """What a setting `generation_config` means; None: the checkpoint's own.
+
+    Args:
+      setting: `auto` (the checkpoint's own), `none` or `vllm` (nothing), or a directory with a
+        generation_config.json.
+
+    Raises:
+      CheckpointError: there is no such file, or it cannot be used.
+    """
+    from specjax.models.hf_config import read_json
+
+    if setting == AUTO:
+        return None
+    if setting in NONE:
+        return ()
+    folder = Path(setting)
+    file = folder if folder.name == FILE else folder / FILE
+    if not file.is_file():
+        raise CheckpointError(
+            f"generation_config: expected auto, none, or a directory with {FILE}; there is no "
+            f"{file}"
+        )
+    return sampling_of(file, read_json(file))
+
+
+def sampling_defaults(generation: Generation) -> dict[str, Any]:
+    """The same as arguments of `SamplingParams`."""
+    names = {"max_new_tokens": "max_tokens"}
+    return {names.get(key, key): value for key, value in generation if key != "do_sample"}
+
+
+def told(generation: Generation, where: str) -> str | None:
+    """One line about the defaults that are taken, if there are any.
+
+    Args:
+      where: the setting by which to leave them out, as one types it.
+    """
+    taken = {key: value for key, value in generation if key != "do_sample"}
+    greedy = ("do_sample", False) in generation
+    if not taken and not greedy:
+        return None
+    values = ", ".join(f"{key}={value}" for key, value in taken.items()) or "none"
+    line = f"sampling defaults of {FILE}: {values} ({where} leaves them out)"
+    if greedy:
+        line += "; do_sample=false is not looked at, as in vLLM: temperature=0 is greedy"
+    return line
