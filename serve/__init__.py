@@ -3,6 +3,7 @@
 api.py             the routes
 generation.py      what completions and chat completions share: jobs in, answers out
 protocol.py        bodies of requests
+nothing.py         fields that are known and do nothing, and the values that ask for nothing
 schema.py          the OpenAPI document, with the server's limits
 replies.py         bodies of answers
 engine_thread.py   the one thread that owns the engine

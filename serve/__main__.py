@@ -18,6 +18,7 @@ from specjax import LLM
 from specjax.checkpoint import CheckpointError
 from specjax.command_line import ConfigError, parse_config
 from specjax.engine.prompt_scores import PromptScorer
+from specjax.models.generation_config import told
 from specjax.models.hf import UnsupportedModelError
 
 log = logging.getLogger(__name__)
@@ -105,10 +106,12 @@ def _started(cfg: ServeConfig) -> LLM:
         log.info("%s", note)
     weights = sum(leaf.size for leaf in jax.tree.leaves(llm.params))
     log.info("loaded %.4g M weights in %.1f s", weights / 1e6, time.perf_counter() - began)
+    if line := told(llm.generation, "generation_config=none"):
+        log.info(line)
     requests = WARM_UP[cfg.engine.warm_up]
     if requests:
         log.info("compiling for %s", ", ".join(llm.engine.runner.plans))
-        llm.warm_up(requests, Progress())
+        llm.warm_up((*requests, llm.get_default_sampling_params()), Progress())
     if cfg.engine.warm_up == "all":
         PromptScorer(llm.engine.runner, llm.max_len).warm_up()
     # The collector would walk through all that lives as long as the server, again and again.

@@ -24,6 +24,7 @@ from serve.settings import SAY, ServeConfig
 from specjax.engine.checks import check_prompt
 from specjax.engine.prompt_scores import PromptScorer, PromptScores, Started
 from specjax.engine.request import Job, SampleOutput, SpecStats, make_jobs
+from specjax.models.generation_config import sampling_defaults
 from specjax.spelling import spelled
 from specjax.tokenizer import (
     chat_ids,
@@ -71,6 +72,7 @@ class Generation:
         # Prompts may be long, and the event loop must not wait; tokenizers take one caller a time.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
         self._encoding = threading.Lock()
+        self._defaults = sampling_defaults(thread.llm.generation)
         slots = cfg.engine.max_batch * cfg.engine.replicas
         self._room = slots + cfg.limits.queue
         self._coming = 0  # samples of prompts that are being encoded
@@ -248,7 +250,7 @@ class Generation:
                 ids.append(self._ids(f"prompt {index}", prompt, body))
                 # Of no token at all the engine knows nothing: it is asked for one, and never runs.
                 most = self._tokens(body, len(ids[-1]), default) or 1
-                params = body.params(most, body.top)
+                params = body.params(most, body.top, self._defaults)
                 eos = self._llm.cfg.eos_token_ids
                 jobs += make_jobs(ids[-1], params, eos, self._tokenizer, index)
             except ValueError as error:
@@ -316,7 +318,12 @@ class Generation:
             )
         if wanted is not None:
             return wanted
-        sizes = (most - prompt, limits.max_tokens, default and max(default, body.min_tokens))
+        sizes = (
+            most - prompt,
+            limits.max_tokens,
+            default and max(default, body.min_tokens),
+            self._defaults.get("max_tokens"),
+        )
         return min(size for size in sizes if size is not None)
 
     def _require(self, got: int, most: int, what: str, param: str | None = None) -> None:

@@ -6,6 +6,8 @@ dropped gives other tokens than were asked for.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -136,7 +138,9 @@ class Sampling(with_nothing(Body, SAMPLING)):
     """What completions and chat completions share; null is the default everywhere."""
 
     model: str | None = Field(None, description="the model's name, see /v1/models")
-    temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy; default 1")
+    temperature: float | None = Field(
+        None, ge=0, le=100, description="0 is greedy; default 1, or the model's"
+    )
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, description="samples of each prompt")
     seed: Seed | None = Field(None, description="equal prompts and seeds give equal samples")
@@ -191,8 +195,13 @@ class Sampling(with_nothing(Body, SAMPLING)):
     )
     return_spec_details: bool = Field(False, description="choices say what was drafted")
 
-    def params(self, max_tokens: int, top_logprobs: int) -> SamplingParams:
+    def params(
+        self, max_tokens: int, top_logprobs: int, defaults: Mapping[str, Any] = MappingProxyType({})
+    ) -> SamplingParams:
         """How it is sampled.
+
+        Args:
+          defaults: of what the request does not say, by the names of `SamplingParams`.
 
         Raises:
           ApiError: the values do not fit together.
@@ -214,9 +223,10 @@ class Sampling(with_nothing(Body, SAMPLING)):
             "logit_bias": self.logit_bias
             and {int(token): value for token, value in self.logit_bias.items()},
         }
+        said = {name: value for name, value in given.items() if value is not None}
+        options = {**defaults, **said, "max_tokens": max_tokens}
         try:
             return SamplingParams(
-                max_tokens=max_tokens,
                 seed=self.seed,
                 top_logprobs=top_logprobs,
                 include_stop_str_in_output=self.include_stop_str_in_output,
@@ -224,7 +234,7 @@ class Sampling(with_nothing(Body, SAMPLING)):
                 min_tokens=self.min_tokens,
                 speculative=self.speculative not in (False, OFF),
                 strategy=asked if isinstance(asked, str) and asked != OFF else None,
-                **{name: value for name, value in given.items() if value is not None},
+                **options,
             )
         except ValueError as error:
             raise ApiError(400, str(error), _named(str(error))) from error

@@ -198,6 +198,11 @@ class ServeConfig:
     chat_template: str | None = option(
         None, "Jinja template, or a file with one; null: the tokenizer's own"
     )
+    generation_config: str = option(
+        "auto",
+        "whose sampling keys are the defaults of requests: auto, the model's own "
+        "generation_config.json; none; or a directory with one",
+    )
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is all of the machine's")
     port: int = option(8000, "port to listen on; 0 takes a free one and prints it")
     api_key: str | None = option(
@@ -293,6 +298,7 @@ def load_llm(cfg: ServeConfig) -> LLM:
             replicas=engine.replicas,
             tp=engine.tp,
             say=SAY,
+            generation_config=cfg.generation_config,
         )
     except UnsupportedModelError:
         raise

@@ -25,6 +25,7 @@ import numpy as np
 from specjax import distributed, sharding
 from specjax.checkpoint import Checkpointer
 from specjax.command_line import ConfigError
+from specjax.config import ModelConfig
 from specjax.engine.request import InvalidLogitsError
 from specjax.models import hf
 from train import plot, processes
@@ -105,6 +106,8 @@ def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None) -> P
             resume = False
         if resume:
             trainer.restore(checkpoints, resume_step)
+        if line := about_generation(cfg, trainer.model):
+            _say(line)
         _say(trainer.about_dtype)
         _say(f"rollouts: {trainer.warm_up()}")
         for doubt in (about_precision(cfg, trainer.model.compute_dtype), about_slots(cfg)):
@@ -125,6 +128,17 @@ def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None) -> P
     picture = plot.draw(out) if distributed.is_first() else out / plot.PICTURE
     _say(f"total {_since(started)}\nplot: {picture}")
     return picture
+
+
+def about_generation(cfg: RLConfig, model: ModelConfig) -> str | None:
+    """What to say of a checkpoint that asks to be sampled in a way of its own, if it does."""
+    if not model.generation:
+        return None
+    values = ", ".join(f"{name}={value}" for name, value in model.generation)
+    return (
+        f"rollouts sample at rollout.temperature={cfg.rollout.temperature}, top_p=1, and not as "
+        f"generation_config.json asks ({values}): the policy is trained on what it samples itself"
+    )
 
 
 def about_precision(cfg: RLConfig, dtype: str) -> str | None:

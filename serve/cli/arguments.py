@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from specjax.arguments import ArgumentParser
@@ -123,6 +125,13 @@ def _add_sampling(group) -> None:
             flag, dest=field, type=kind, metavar=metavar, help=f"{doc} (default: {default})"
         )
     add = group.add_argument
+    add(
+        "--generation-config",
+        metavar="DIR",
+        default="auto",
+        help="whose generation_config.json has the defaults of the above: auto, the model's own; "
+        "none: the defaults above (default: auto)",
+    )
     add("--stop", action="append", metavar="TEXT", help="ends a sample, before it; repeatable")
     add("--include-stop", action="store_true", help="keep the stop text")
     add("--stop-token-ids", metavar="IDS", help="end a sample, and are kept: 5,17")
@@ -194,8 +203,13 @@ _SETTING = re.compile(
 )
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
+def sampling_params(
+    args: argparse.Namespace, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> SamplingParams:
     """What was asked of every prompt.
+
+    Args:
+      defaults: of what was not said, by the names of `SamplingParams`.
 
     Raises:
       ValueError: an option is out of its range.
@@ -212,7 +226,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     if args.logit_bias is not None:
         asked["logit_bias"] = _biases(args.logit_bias)
     return SamplingParams(
-        **asked,
+        **{**defaults, **asked},
         stop=tuple(args.stop or ()),
         include_stop_str_in_output=args.include_stop,
         ignore_eos=args.ignore_eos,

@@ -47,7 +47,8 @@ def run(argv: Sequence[str]) -> int:
     parser = build_parser()
     args = parser.parse_intermixed_args(argv)
     try:
-        params = sampling_params(args)
+        # The model's defaults may allow for more tokens than those here do.
+        params = sampling_params(args, {"max_tokens": None})
     except ValueError as error:
         raise UsageError(str(error)) from error
     _require_sense(args)
@@ -92,6 +93,7 @@ def _generate(
 ) -> int:
     counts = [prompt.settings.get("n", params.n) for prompt in given]
     llm = _load(args, sum(count for count in counts if isinstance(count, int)))
+    params = _with_defaults(llm, args)
     if lines is not None:
         lines.require_same(_origin(llm, args), args.model)
     asked = []
@@ -122,6 +124,18 @@ def _generate(
     return 1 if failed or invalid else 0
 
 
+def _with_defaults(llm: LLM, args: argparse.Namespace) -> SamplingParams:
+    """What was asked of every prompt, and the model's defaults for the rest."""
+    from specjax.models.generation_config import sampling_defaults, told
+
+    if line := told(llm.generation, "--generation-config none"):
+        _say(line)
+    try:
+        return sampling_params(args, sampling_defaults(llm.generation))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
 def _load(args: argparse.Namespace, samples: int) -> LLM:
     """The model, with no more slots than there are samples."""
     from serve.settings import EngineSection, ServeConfig, SpeculationSection, load_llm
@@ -134,6 +148,7 @@ def _load(args: argparse.Namespace, samples: int) -> LLM:
             model=args.model,
             revision=args.revision,
             chat_template=args.chat_template,
+            generation_config=args.generation_config,
             engine=EngineSection(
                 max_batch=slots,
                 max_len=args.max_len,

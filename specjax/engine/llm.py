@@ -34,6 +34,7 @@ from specjax.engine.settings import EngineConfig
 from specjax.engine.sources import load_source, settle_draft
 from specjax.engine.start_up import OnProgram, StartUp
 from specjax.hub import find_model
+from specjax.models.generation_config import asked_for, sampling_defaults
 from specjax.models.transformer import Params
 from specjax.spelling import Say, SettingError, python
 from specjax.telemetry import Collector
@@ -72,6 +73,8 @@ class LLM:
       control: how strategies are chosen while running; None: always the one of `spec`, which else
         is one of them only if it is listed there. All of them are compiled, and measured, at the
         first request if not by `warm_up` before.
+      generation_config: whose sampling keys are the defaults of `generate` and `chat`: `auto`, the
+        checkpoint's own generation_config.json; `none`, nobody's; or a directory with one.
       replicas: independent engines of `max_batch` slots each, with `tp` devices each, fed from one
         queue.
       say: names settings in what is logged, for programs in which users do not type Python.
@@ -79,6 +82,7 @@ class LLM:
 
     Attributes:
       drafting: what drafts, under which controller.
+      generation: the sampling keys that are the defaults, see `generation_config`.
       notes: what was chosen for the caller, a line each.
       totals: sums over the samples of the last call.
       differences: with `SpecConfig(exact_mode=True)`, the first difference from plain decoding of
@@ -107,8 +111,10 @@ class LLM:
         tp: int = 1,
         say: Say = python,
         revision: str | None = None,
+        generation_config: str = "auto",
     ):
         self.notes: list[str] = []
+        generation = asked_for(generation_config)
         if isinstance(model, (str, Path)):
             found = load_model(find_model(model, revision), dtype, mesh)
             cfg, params, head = found.cfg, found.policy, found.head
@@ -138,6 +144,7 @@ class LLM:
         if self.spec is not None:
             cfg, source, head = load_source(cfg, self.spec, head, tokenizer, mesh)
         self.cfg, self.tokenizer, self.mesh = cfg, tokenizer, mesh
+        self.generation = cfg.generation if generation is None else generation
         self.max_batch, self.max_stop_tokens = max_batch, max_stop_tokens
         self.max_len = min(max_len or 2048, cfg.max_position)
         self.params, self.head = params, head
@@ -171,6 +178,10 @@ class LLM:
             config=self._engine_config,
             control=control,
         )
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """How a prompt is sampled that nothing else is said of, see `generation_config`."""
+        return SamplingParams(**sampling_defaults(self.generation))
 
     @property
     def telemetry(self) -> Collector | None:
@@ -222,7 +233,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),  # noqa: B008
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Generates `params.n` samples for each prompt.
@@ -230,7 +241,7 @@ class LLM:
         Args:
           prompts: strings (see `specjax.tokenizer.prompt_ids`), or lists of token ids; one prompt
             may be given bare.
-          params: one for all, or one per prompt.
+          params: one for all, or one per prompt; None: `get_default_sampling_params()`.
           progress: show a bar with tok/s and accept length.
 
         Returns:
@@ -258,7 +269,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),  # noqa: B008
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
@@ -334,6 +345,8 @@ class LLM:
         prompts = list(prompts)
         if not prompts:
             raise ValueError("no prompts were given; expected at least one")
+        if params is None:
+            params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
         if len(params) != len(prompts):
