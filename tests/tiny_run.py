@@ -68,25 +68,26 @@ def rare(text: str, answer: str) -> float:
 def arguments(model: Path, out: Path, /, **changes) -> list[str]:
     """`key=value` arguments of a tiny `train.rl`; dots of keys are written as two underscores.
 
-    Settings above that the changes leave without effect are left out, for they would be refused.
+    Settings that others leave without effect are left out, for they would be refused.
     """
     changes = {key.replace("__", "."): value for key, value in changes.items()}
     settings = {**SETTINGS, "model": model, "out": out, **changes}
-    idle = _idle(settings, set(SETTINGS) - set(changes))
-    return [f"{key}={value}" for key, value in settings.items() if key not in idle]
+    return with_effect(RLConfig, settings)
 
 
-def _idle(settings: dict, given: set[str]) -> set[str]:
-    keys = {key.name: key for key in schema.keys_of(RLConfig) if not key.section}
+def with_effect(program: type, settings: dict) -> list[str]:
+    """`key=value` arguments, without those that others leave without effect."""
+    keys = {key.name: key for key in schema.keys_of(program) if not key.section}
     controlled = any(name.startswith("rollout.control.") for name in settings)
     values = {
         name: read(str(settings[name]), key) if settings.get(name) is not None else key.default
         for name, key in keys.items()
         if controlled or not name.startswith("rollout.control.")
     }
+    idle = set()
     with contextlib.suppress(KeyError, TypeError):  # a mistake that the program will name
-        return {name for name, _ in schema.idle(RLConfig, values, given)}
-    return set()
+        idle = {name for name, _ in schema.idle(program, values, set(settings) & set(keys))}
+    return [f"{key}={value}" for key, value in settings.items() if key not in idle]
 
 
 # Settings that no program of a rollout, or of the policy, depends on.

@@ -230,6 +230,12 @@ RL_RULES = (
         "draft.mode=online with a head that drafts (rollout.head=random for a new one), or leave "
         "it out",
     ),
+    Needs(
+        ("draft.spot.enabled",),
+        _drafts_with_head,
+        "it trains the draft head, and [rollout.source] with [rollout.draft_model] drafts without "
+        "one; leave it out",
+    ),
     _DEPTH,
     Needs(
         ("draft.spot.gaps", "draft.spot.updates", "draft.spot.buffer_tokens"),

@@ -52,7 +52,7 @@ def check_spot(cfg: RLConfig) -> None:
     spot, piece = cfg.draft.spot, cfg.packing.rows * cfg.packing.row_length
     if not spot.enabled:
         return
-    if cfg.draft.mode != "online" or cfg.rollout.spec().is_off:
+    if cfg.draft.mode not in ("auto", "online") or cfg.rollout.spec().is_off:
         raise ValueError(
             f"draft.spot.enabled trains the draft head, and with draft.mode={cfg.draft.mode} and "
             f"rollout.strategy={cfg.rollout.strategy} there is none to train; set "

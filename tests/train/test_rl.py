@@ -152,7 +152,7 @@ def refusal(capsys, argv) -> str:
         ({"algo.updates_per_rollout": 0}, "algo.updates_per_rollout: expected at least 1"),
         ({"algo.max_resample": 0}, "algo.max_resample: expected at least 1"),
         ({"algo.loss_aggregation": "mean"}, "loss_aggregation must be one of token, sequence"),
-        ({"draft.mode": "sometimes"}, "draft.mode: expected one of none, frozen, online"),
+        ({"draft.mode": "sometimes"}, "draft.mode: expected one of auto, none, frozen, online"),
         ({"draft.unroll_steps": 0}, "draft.unroll_steps and draft.epochs >= 1"),
         ({"draft.loss": "mse"}, "mse"),
         ({"reward": "close_enough"}, "unknown reward 'close_enough'"),

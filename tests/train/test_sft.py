@@ -20,8 +20,10 @@ from specjax.models.transformer import init_params
 from train import rl, sft
 from train.log import read_metrics
 from train.optim import OptimConfig, weight_matrices
+from train.schema import SFTConfig
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"
+
 SETTINGS = {
     "steps": 60,
     "draft_steps": 40,
@@ -46,7 +48,7 @@ SETTINGS = {
 
 
 def arguments(out, **changes) -> list[str]:
-    return [f"{key}={value}" for key, value in {**SETTINGS, "out": out, **changes}.items()]
+    return tiny_run.with_effect(SFTConfig, {**SETTINGS, "out": out, **changes})
 
 
 @pytest.fixture(scope="module", autouse=True)
