@@ -378,3 +378,43 @@ def test_further_combinations_go_through(thin_policy, tmp_path, changes):
     for step in steps:
         assert all(math.isfinite(v) for v in step.values() if not isinstance(v, str))
         assert step["train/mtp_update_norm"] > 0
+
+
+# --- a policy that gives no numbers ---------------------------------------------------------------
+
+
+def of_nan(tree):
+    return jax.tree.map(lambda x: x * np.asarray(np.nan, x.dtype), tree)
+
+
+def test_a_policy_of_nan_is_one_message_at_the_first_step(thin_policy, tmp_path):
+    cfg, policy, head = hf.load_checkpoint(thin_policy)
+    policy = {**policy, "norm": of_nan(policy["norm"])}
+    hf.save_checkpoint(tmp_path / "nan", cfg, policy, head, tokenizer_dir=thin_policy)
+    with pytest.raises(SystemExit) as end:
+        rl.main(tiny_run.arguments(tmp_path / "nan", tmp_path / "out", **HEAD))
+    said = str(end.value)
+    assert said.startswith("train.rl: error: step 1: the rollout of problem ")
+    assert "NaN" in said and "before training began" in said and "\n" not in said
+
+
+def test_a_policy_that_goes_to_nan_ends_the_run_with_what_is_saved(
+    thin_policy, tmp_path, monkeypatch
+):
+    update = Trainer._update_policy
+
+    def diverges(self, *given):
+        done = update(self, *given)
+        if self.done_steps == 1:
+            self.params = of_nan(self.params)
+        return done
+
+    monkeypatch.setattr(Trainer, "_update_policy", diverges)
+    changes = HEAD | {"steps": 5, "checkpoint.every": 1}
+    with pytest.raises(SystemExit) as end:
+        rl.main(tiny_run.arguments(thin_policy, tmp_path / "out", **changes))
+    said = str(end.value)
+    assert "step 3: " in said and "steps 1, 2 are saved in" in said and "--resume_step" in said
+    for record in read_metrics(tmp_path / "out"):
+        json.dumps(record, allow_nan=False)
+    assert [record["step"] for record in read_metrics(tmp_path / "out")] == [1, 2]

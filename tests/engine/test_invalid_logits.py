@@ -1,0 +1,192 @@
+"""A sample whose logits are no distribution ends by an error; nobody else notices."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import apt, tiny_config, tiny_model
+
+from specjax import LLM, SamplingParams, SpecConfig
+from specjax.decode import sampling
+from specjax.engine.request import InvalidLogitsError
+from specjax.models.transformer import Transformer
+
+VOCAB, MAX_LEN, BATCH, TOKENS = 64, 48, 3, 24
+CFG = tiny_config(VOCAB)
+WIDE = dataclasses.replace(CFG, intermediate_size=32, head_dim=16)  # the kernels for CPUs take it
+MASKED = 60  # tokens from here on never come: their logits are -inf, as in padded vocabularies
+UNHEARD = 9  # nor does this one, and its embedding is NaN
+# What becomes of a row whose best token is the one named.
+KINDS = {47: "NaN", 24: "+inf", 33: "nothing"}
+MODES = {
+    "plain": None,
+    "coupled chain": SpecConfig("4_1_5"),
+    "coupled tree": SpecConfig("3_4_12"),
+    "greedy": SpecConfig("4_1_5", acceptance="greedy"),
+    "block": SpecConfig("3_1_4", acceptance="block"),
+    "recursive": SpecConfig("4x2x1", acceptance="recursive"),
+    "n-gram": SpecConfig("4_1_5", source="ngram"),
+    "invariant": SpecConfig("2_1_3", invariant=True),
+    "plain, wide": None,
+    "coupled tree, wide": SpecConfig("3_4_12"),
+}
+SOUND = [[1, 2, 3], [4, 5, 6], [7, 8], [10], [12, 13, 14, 15], [16, 17]]
+PROMPTS = [*SOUND, [UNHEARD], [3, UNHEARD, 4]]
+
+
+def spoilt(logits):
+    """Some rows of raw logits broken, by their best token; all of them masked in part."""
+    token = jnp.arange(VOCAB)
+    logits = jnp.where((token >= MASKED) | (token == UNHEARD), -jnp.inf, logits)
+    finite = jnp.where(jnp.isnan(logits), -1e30, logits)
+    best = jnp.argmax(finite, axis=-1)[..., None]
+    nan, inf, nothing = KINDS
+    logits = jnp.where((best == nan) & (token == 2), jnp.nan, logits)
+    logits = jnp.where((best == inf) & (token == 3), jnp.inf, logits)
+    return jnp.where(best == nothing, -jnp.inf, logits)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def spoilt_model():
+    patch = pytest.MonkeyPatch()
+    sound = Transformer.logits
+    patch.setattr(Transformer, "logits", lambda self, x: spoilt(sound(self, x)))
+    yield
+    patch.undo()
+
+
+@functools.cache
+def weights(cfg=CFG):
+    _, params, head = tiny_model(cfg, 5)
+    embed = np.array(params["embed"])
+    embed[UNHEARD] = np.nan
+    return {**params, "embed": jax.device_put(embed)}, apt(head, cfg)
+
+
+@functools.cache
+def llm(mode: str) -> LLM:
+    cfg = WIDE if "wide" in mode else CFG
+    return LLM((cfg, *weights(cfg)), MODES[mode], max_batch=BATCH, max_len=MAX_LEN)
+
+
+@functools.cache
+def generated(mode: str):
+    temperature = 0.0 if mode == "greedy" else 1.0
+    params = SamplingParams(temperature=temperature, max_tokens=TOKENS, seed=3, n=2)
+    return [s for out in llm(mode).generate(PROMPTS, params) for s in out.samples]
+
+
+def prompt_of(index: int) -> list[int]:
+    return PROMPTS[index // 2]
+
+
+def test_a_row_is_valid_if_it_has_a_finite_sum_and_no_infinity():
+    nan, inf = np.nan, np.inf
+    rows = {
+        "plain": ([0.0, 1.0, 2.0], True),
+        "masked": ([-inf, 1.0, -inf], True),
+        "wide": ([-3e38, 0.0, 3e38], True),
+        "large": ([3e38, 3e38, 3e38], True),
+        "nan": ([0.0, nan, 2.0], False),
+        "-nan": ([0.0, -nan, -inf], False),
+        "inf": ([0.0, inf, 2.0], False),
+        "inf and -inf": ([-inf, inf, -inf], False),
+        "infs": ([inf, inf, inf], False),
+        "nan and inf": ([nan, inf, 0.0], False),
+        "nothing": ([-inf, -inf, -inf], False),
+    }
+    logits = np.array([[row] for row, _ in rows.values()], np.float32)
+    for t in (0.0, 1e-6, 0.5, 1.0, 50.0):
+        temperature = np.full(len(rows), t, np.float32)
+        found = jax.jit(sampling.normaliser)(logits, temperature)
+        assert dict(zip(rows, found.valid[:, 0].tolist(), strict=True)) == {
+            name: valid for name, (_, valid) in rows.items()
+        }
+    many = np.zeros((2, 1, 100_000), np.float32)  # other programs than those of few
+    many[1, 0, 77_777] = nan
+    assert sampling.normaliser(many, np.ones(2, np.float32)).valid[:, 0].tolist() == [True, False]
+
+
+def test_all_kinds_come_up():
+    ends = [(s.finish_reason, len(s.token_ids)) for s in generated("plain")]
+    assert {reason for reason, _ in ends} == {"error", "length"}
+    assert any(0 < count < TOKENS for reason, count in ends if reason == "error")
+    seen = set()
+    for index, sample in enumerate(generated("plain")[:12]):
+        if sample.error is not None:
+            seen.add(best_after(prompt_of(index) + sample.token_ids))
+    assert seen == set(KINDS)
+
+
+def best_after(tokens) -> int:
+    """The best token of the logits before they are spoilt, by the training forward."""
+    from flax import nnx
+
+    from specjax.models.transformer import graphdef
+
+    params, _ = weights()
+    model = nnx.merge(graphdef(CFG), params)
+    ids = jnp.asarray([tokens])
+    x = model.hidden(ids, jnp.arange(len(tokens))[None], jnp.ones_like(ids))
+    logits = np.array(model.final_norm(x)[0, -1] @ model.head_weight())
+    logits[MASKED:] = logits[UNHEARD] = -np.inf
+    return int(np.argmax(logits))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sample_ends_where_its_logits_are_no_distribution(mode):
+    samples = generated(mode)
+    assert all(np.isfinite(s.logprobs).all() for s in samples)
+    for index, sample in enumerate(samples):
+        whole = len(sample.token_ids) == TOKENS
+        assert sample.finish_reason == ("length" if whole else "error")
+        assert (sample.error is None) == whole
+        assert not set(sample.token_ids) & {UNHEARD, *range(MASKED, VOCAB)}
+        if UNHEARD in prompt_of(index):
+            assert sample.token_ids == [] and "first token" in sample.error
+    # Plain decoding ends at once where a sample ended, and not a token sooner.
+    ended = [(i, s) for i, s in enumerate(samples) if s.error and s.token_ids][:4]
+    assert ended or mode == "greedy"
+    for index, sample in ended:
+        prompts = [prompt_of(index) + sample.token_ids[:cut] for cut in (None, -1)]
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        plain = llm("plain, wide" if "wide" in mode else "plain")
+        last, before = (out.samples[0] for out in plain.generate(prompts, params))
+        assert last.finish_reason == "error" and before.finish_reason == "length"
+
+
+EQUAL = {mode: "plain" for mode in ("coupled chain", "coupled tree", "n-gram", "invariant")}
+EQUAL |= {"coupled tree, wide": "plain, wide"}
+
+
+@pytest.mark.parametrize("mode", EQUAL)
+def test_the_samples_are_those_of_plain_decoding(mode):
+    """Whatever is drafted: the token whose embedding is NaN too, of which nobody sees the row."""
+    for plain, drafted in zip(generated(EQUAL[mode]), generated(mode), strict=True):
+        assert (drafted.token_ids, drafted.finish_reason) == (plain.token_ids, plain.finish_reason)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pages_of_a_broken_sample_spoil_nobody(mode):
+    """The sound prompts again, behind a crowd of broken ones, in whatever pages these had."""
+    temperature = 0.0 if mode == "greedy" else 1.0
+    params = SamplingParams(temperature=temperature, max_tokens=TOKENS, seed=3, n=2)
+    crowd = [[UNHEARD, i, i + 1] for i in range(2 * BATCH)]
+    again = llm(mode).generate([*crowd, *PROMPTS[:6]], params)
+    found = [s for out in again[len(crowd) :] for s in out.samples]
+    assert all(s.token_ids == [] for out in again[: len(crowd)] for s in out.samples)
+    expected = generated(mode)[:12]
+    assert [s.token_ids for s in found] == [s.token_ids for s in expected]
+    assert [s.finish_reason for s in found] == [s.finish_reason for s in expected]
+
+
+def test_the_log_names_the_prompts_and_a_comparison_refuses(caplog):
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    sound, broken = llm("coupled chain").generate([[1, 2, 3], [UNHEARD, 5]], params)
+    assert sound.samples[0].error is None and len(sound.samples[0].token_ids) == 1
+    assert "prompt 1, sample 0" in caplog.text and "NaN" in broken.samples[0].error
+    with pytest.raises(InvalidLogitsError, match="prompt 1"):
+        llm("coupled chain").compare_with_plain([[1, 2, 3], [UNHEARD, 5]], params)
