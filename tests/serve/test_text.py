@@ -1,0 +1,141 @@
+"""Over HTTP: stop strings that are special tokens, seeds, and a policy that gives no numbers."""
+
+import asyncio
+import json
+
+import jax
+import numpy as np
+import pytest
+from serving import KEY, Server
+
+from specjax import SamplingParams
+
+PROMPT, EOS, PAD = "17+25+8=", "<|eos|>", "<|pad|>"
+ENDS = {"completions": {"prompt": PROMPT}, "chat/completions": {
+    "messages": [{"role": "user", "content": PROMPT}]
+}}  # fmt: skip
+
+
+def ask(server: Server, end="completions", **body):
+    asked = {"model": "tiny", **ENDS[end], "max_tokens": 30, "seed": 4, **body}
+    return server.post(f"/v1/{end}", key=KEY, content=json.dumps(asked))
+
+
+def events(answer) -> list:
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+# --- stop strings that are special tokens ---------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def some(plain):
+    """A few tokens, special ones among them, that the samples below are made of."""
+    tokenizer = plain.tokenizer
+    letters = [tokenizer.encode(c, add_special_tokens=False)[0] for c in "17+"]
+    return [*letters, tokenizer.eos_token_id, tokenizer.pad_token_id]
+
+
+def special_cases(plain, some):
+    """(stop string, tokens kept, text) by a search in what a whole sample spells."""
+    params = SamplingParams(max_tokens=30, seed=4, allowed_token_ids=some, ignore_eos=True)
+    [whole] = plain.generate(PROMPT, params)[0].samples
+    spelt, shown, ends = "", [], []
+    for token in whole.token_ids:
+        spelt += plain.tokenizer.decode([token], skip_special_tokens=False)
+        shown += [token not in some[-2:]] * (len(spelt) - len(shown))
+        ends.append(len(spelt))
+    at = spelt.index(EOS, 3)
+    stops = {EOS, PAD, spelt[at - 1 : at] + EOS, spelt[at - 2 : at + 1], spelt[at : at + 12]}
+    for stop in sorted(stops):
+        begin = spelt.index(stop)
+        count = next(i for i, end in enumerate(ends, 1) if end >= begin + len(stop))
+        text = "".join(c for c, is_shown in zip(spelt[:begin], shown, strict=False) if is_shown)
+        yield stop, whole.token_ids[:count], text
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_may_be_or_hold_a_special_token(server: Server, plain, some, include):
+    for stop, tokens, text in special_cases(plain, some):
+        shown = text + stop * include
+        own = SamplingParams(
+            max_tokens=30, seed=4, allowed_token_ids=some, ignore_eos=True, stop=stop,
+            include_stop_str_in_output=include,
+        )  # fmt: skip
+        [sample] = plain.generate(PROMPT, own)[0].samples
+        assert (sample.token_ids, sample.text, sample.finish_reason) == (tokens, shown, "stop")
+        body = {
+            "allowed_token_ids": some, "ignore_eos": True, "stop": [stop],
+            "include_stop_str_in_output": include, "return_token_ids": True,
+        }  # fmt: skip
+        choice = ask(server, **body).json()["choices"][0]
+        assert (choice["token_ids"], choice["text"]) == (tokens, shown)
+        streamed = [e["choices"][0] for e in events(ask(server, **body, stream=True))[:-1]]
+        assert "".join(piece["text"] for piece in streamed) == shown
+        assert streamed[-1]["finish_reason"] == choice["finish_reason"] == "stop"
+
+
+def test_without_ignore_eos_the_stop_token_comes_first_and_the_text_is_the_same(plain, some):
+    params = SamplingParams(max_tokens=30, seed=4, allowed_token_ids=some)
+    stopped = SamplingParams(max_tokens=30, seed=4, allowed_token_ids=some, stop=[EOS])
+    [a], [b] = (plain.generate(PROMPT, p)[0].samples for p in (params, stopped))
+    assert (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason)
+    assert a.token_ids[-1] == plain.tokenizer.eos_token_id
+
+
+# --- seeds ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [1 << 64, -(1 << 63) - 1, 10**30, -(10**25), 1.5, True, "7", [3]])
+def test_a_seed_that_has_no_64_bits_is_refused(server: Server, seed):
+    answer = ask(server, seed=seed)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "seed"
+    if isinstance(seed, int) and seed is not True:
+        assert f"{-(1 << 63)} to {(1 << 64) - 1}" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("seed", [0, (1 << 63) - 1, (1 << 64) - 1, -1, -(1 << 63)])
+def test_a_seed_of_64_bits_gives_the_tokens_that_it_gives_everywhere(server: Server, plain, seed):
+    choice = ask(server, seed=seed, max_tokens=6, return_token_ids=True).json()["choices"][0]
+    [sample] = plain.generate(PROMPT, SamplingParams(max_tokens=6, seed=seed))[0].samples
+    assert choice["token_ids"] == sample.token_ids
+
+
+# --- a policy that gives no numbers ---------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(server: Server):
+    """The server, whose policy went to NaN without a word."""
+    thread = server.app.state.thread
+    sound = thread.llm.params
+
+    def set_params(params):
+        update = thread.call(lambda: thread.llm.update_weights(params))
+        asyncio.run_coroutine_threadsafe(update, thread._loop).result(120)
+
+    set_params({**sound, "norm": jax.tree.map(lambda x: x * np.float32(np.nan), sound["norm"])})
+    yield server
+    set_params(sound)
+    assert ask(server).json()["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_nan_is_a_500_that_says_so(broken: Server, end):
+    more = {"logprobs": 2} if end == "completions" else {"logprobs": True, "top_logprobs": 2}
+    for body in ({}, {"n": 2}, {"temperature": 0}, {"stop": ["x"]}, more):
+        answer = ask(broken, end, **body)
+        assert answer.status_code == 500
+        error = json.loads(answer.text, parse_constant=pytest.fail)["error"]
+        assert error["type"] == "server_error" and "NaN" in error["message"]
+        assert error["code"] == "invalid_logits"
+    assert broken.get("/health").json()["status"] == "ok", "the engine runs on"
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_nan_in_a_stream_is_an_error_and_no_success(broken: Server, end):
+    found = events(ask(broken, end, stream=True))
+    assert "NaN" in found[-1]["error"]["message"] and "[DONE]" not in found
+    for event in found[:-1]:
+        assert event["choices"][0]["finish_reason"] is None
