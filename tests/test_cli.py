@@ -24,6 +24,7 @@ from serve.cli.main import COMMANDS, INTERRUPTED, NOBODY_READS, main
 from serve.settings import EngineSection, ServeConfig, SpeculationSection
 from specjax import LLM, SamplingParams
 from specjax.engine.compare import Difference
+from specjax.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -442,3 +443,101 @@ def test_a_file_of_text_is_read_line_by_line_whatever_the_lines_look_like(tmp_pa
     found, problems = prompts.of_file(str(file), json_lines=False, chat=True)
     assert not problems and [prompt.index for prompt in found] == [0, 2]
     assert [p.messages[0]["content"] for p in found] == ['{"prompt": 1}', "  two "]
+
+
+# --- text and numbers of a request ----------------------------------------------------------------
+
+THINKING = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{{ '=' if enable_thinking is not defined or enable_thinking else '+1=' }}{{ mark }}"
+)
+
+
+def test_options_of_the_template_come_from_the_command_line_and_from_lines(run, plain, tmp_path):
+    chat = ["--chat", "17+25+8", "--chat-template", THINKING, "--chat-template-kwargs"]
+    assert run(*chat, "{}")[1] == plain("17+25+8=")[0].text + "\n"
+    assert run(*chat, '{"enable_thinking": false}')[1] == plain("17+25+8+1=")[0].text + "\n"
+    messages = [{"role": "user", "content": [{"type": "text", "text": "2+"}]}]
+    messages += [{"role": "user", "content": "3"}]
+    entries = [
+        {"messages": messages},
+        {"messages": messages, "chat_template_kwargs": {"enable_thinking": True, "mark": "4"}},
+        messages,
+        {"prompt": "2+3"},
+        {"messages": messages, "chat_template_kwargs": 3},
+        {"messages": [{"role": "user"}]},
+    ]
+    file = tmp_path / "conversations.json"
+    file.write_text(json.dumps(entries))
+    asked = ["--file", file, *chat[2:], '{"enable_thinking": false}', "--output", "-", "--chat"]
+    status, said, errors = run(*asked)
+    rows = sorted(map(json.loads, said.splitlines()), key=lambda row: row["index"])
+    texts = [plain(prompt)[0].text for prompt in ("2+3+1=", "2+3=4", "2+3+1=", "2+3+1=")]
+    assert status == 1 and [row["text"] for row in rows] == texts
+    assert "conversations.json entry 5: chat_template_kwargs must be a JSON object" in errors
+    assert "conversations.json entry 6: messages must be a list" in errors
+    # One conversation, and JSON lines under the name of a JSON file.
+    file.write_text(json.dumps(messages))
+    assert run("--file", file, *chat[2:], "{}")[1] == plain("2+3=")[0].text + "\n"
+    file.write_text("\n".join(json.dumps({"prompt": p}) for p in ("1+1=", "2+3=")))
+    assert run("--file", file)[1].count("==> ") == 2
+
+
+@pytest.mark.parametrize("said", ["[1]", "{", "enable_thinking=false", '"text"'])
+def test_options_of_the_template_are_a_json_object(said, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["generate", "--model", "/no/such/model", "a", "--chat-template-kwargs", said])
+    assert end.value.code == 2 and "expected a JSON object such as" in capsys.readouterr().err
+
+
+def test_chat_without_a_template_or_with_options_that_are_not_its_own_says_what_to_do(run):
+    status, said, errors = run("--chat", "17+25+8")
+    assert (status, said) == (1, "") and "give one with --chat-template FILE" in errors
+    options = ("--chat-template", TEMPLATE, "--chat-template-kwargs", '{"tokenize": true}')
+    status, said, errors = run("--chat", "17+25+8", *options)
+    assert (status, said) == (1, "") and "tokenize is not the template's" in errors
+
+
+@pytest.mark.parametrize(
+    "seed", [1 << 64, -(1 << 63) - 1, 10**40, "1.5", "true", "1e3", "0x10", ""]
+)
+def test_a_seed_that_has_no_64_bits_is_refused(seed, capsys):
+    assert main(["generate", "--model", "/no/such/model", "a", f"--seed={seed}"]) == 2
+    said = capsys.readouterr().err
+    expected = "an integer or none" if isinstance(seed, str) else f"{-(1 << 63)} to {(1 << 64) - 1}"
+    assert "seed" in said and expected in said
+
+
+def test_a_stop_string_may_be_a_special_token(run, thin_policy):
+    made = load_tokenizer(thin_policy)
+    some = made.encode("17+", add_special_tokens=False) + [made.eos_token_id]
+    options = ["17+25+8=", "--allowed-token-ids", ",".join(map(str, some)), "--output", "-"]
+    [whole] = map(json.loads, run(*options)[1].splitlines())
+    count = whole["token_ids"].index(made.eos_token_id)
+    before = made.decode(whole["token_ids"][:count])
+    for stop in ("<|eos|>", before[-1] + "<|eos|>"):
+        [row] = map(json.loads, run(*options, "--stop", stop)[1].splitlines())
+        assert row["token_ids"] == whole["token_ids"][: count + 1]
+        assert row["text"] == before.removesuffix(stop.removesuffix("<|eos|>"))
+        assert row["finish_reason"] == "stop"
+        assert run(*options[:-2], "--stop", stop)[1] == row["text"] + "\n"
+
+
+def test_a_policy_that_gives_no_numbers_is_no_success(run, thin_policy, loaded, tmp_path):
+    llm = loaded(
+        ServeConfig(model=str(thin_policy), speculation=SpeculationSection(strategy="2_1_3"))
+    )
+    sound = llm.params
+    llm.update_weights({**sound, "norm": sound["norm"] * float("nan")})
+    try:
+        for arguments in (["17+25+8="], ["17+25+8=", "1+1=", "-n", "2"], ["1=", "--stop", "x"]):
+            status, said, errors = run(*arguments)
+            assert status == 1 and not said.strip()
+            assert "prompt 1, sample 0: the model's logits for the first token hold NaN" in errors
+            assert "samples ended by an error" in errors
+        output = tmp_path / "samples.jsonl"
+        assert run("1+1=", "--output", output)[0] == 1 and not output.read_text()
+    finally:
+        llm.update_weights(sound)
+    assert run("1+1=", "--output", output, "--resume")[0] == 0, "nothing was taken for done"
+    assert len(output.read_text().splitlines()) == 1
