@@ -13,6 +13,7 @@ from shared import compilations_of
 from tiny import apt, prompts_of, tiny_config, tiny_model
 
 from specjax import LLM, EngineConfig, SamplingParams, SpecConfig
+from specjax.decode.rng import request_words
 from specjax.models.transformer import graphdef
 
 VOCAB, MAX_LEN, BATCH, EOS = 64, 64, 3, 7
@@ -347,3 +348,44 @@ def test_a_new_head_alone_changes_the_rounds_and_not_the_tokens(spec_llm):
     spec_llm.update_weights(*weights())
     assert [o.samples[0].token_ids for o in poor] == [o.samples[0].token_ids for o in good]
     assert poor_rounds > good_rounds
+
+
+class Thinking(Chatty):
+    """Its template writes what it is told to think."""
+
+    def apply_chat_template(self, conversation, tokenize, add_generation_prompt, **told):
+        said = super().apply_chat_template(conversation, tokenize, add_generation_prompt)
+        return said + "".join(k[0] + "xy"[bool(v)] for k, v in told.items())
+
+
+def test_chat_hands_options_to_the_template(plain_llm, monkeypatch):
+    greeting = [{"role": "user", "content": "hi"}]
+    params = SamplingParams(max_tokens=1)
+    monkeypatch.setattr(plain_llm, "tokenizer", Thinking())
+
+    def prompt(**options):
+        [out] = plain_llm.chat(greeting, params, **options)
+        return plain_llm.tokenizer.decode(out.prompt_token_ids, True)
+
+    assert prompt() == "buhiz"
+    assert prompt(chat_template_kwargs={"enable_thinking": False, "mark": True}) == "buhizexmy"
+    assert prompt(add_generation_prompt=False) == "buhi"
+    with pytest.raises(ValueError, match="tokenize is not the template's"):
+        prompt(chat_template_kwargs={"tokenize": True})
+    with pytest.raises(ValueError, match="does not take these messages: KeyError"):
+        plain_llm.chat([{"role": "user"}], params)
+
+
+@pytest.mark.parametrize("seed", [1 << 64, -(1 << 63) - 1, 10**30, np.float32(3), True, "7", 2.0])
+def test_a_seed_that_has_no_64_bits_is_refused(seed):
+    with pytest.raises(ValueError, match="seed must be an integer"):
+        SamplingParams(seed=seed)
+
+
+def test_seeds_of_64_bits_are_words_of_their_own():
+    seeds = [0, 1, (1 << 32) - 1, 1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 62)]
+    words = {tuple(request_words(SamplingParams(seed=seed).seed, [1], 0)) for seed in seeds}
+    assert len(words) == len(seeds)
+    for kind in (np.int64, np.uint64):
+        assert SamplingParams(seed=kind(5)).seed == 5
+    assert request_words(np.uint64(7), [1], 0).tolist() == request_words(7, [1], 0).tolist()

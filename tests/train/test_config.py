@@ -372,3 +372,35 @@ def test_rules_name_keys_that_there_are(program):
             assert any(key == name or key.startswith(name.removesuffix("*")) for key in known), name
         named = re.findall(r"\[([\w.]+)\]", rule.why)
         assert set(named) <= set(known), rule
+
+
+BITS_64 = f"expected an integer of 64 bits, {-(1 << 63)} to {(1 << 64) - 1}, got "
+BITS_32 = f"expected an integer of 32 bits, 0 to {(1 << 32) - 1}, got "
+SEEDS = [
+    (RLConfig, "seed", 1 << 64, BITS_64),
+    (RLConfig, "seed", -(1 << 63) - 1, BITS_64),
+    (RLConfig, "eval.seed", 10**30, BITS_64),
+    (RLConfig, "eval.seed", (1 << 64) - 1, BITS_64),  # the problems' numbers come on top
+    (RLConfig, "data.seed", 1 << 32, BITS_32),
+    (RLConfig, "seed", "1.5", "could not be converted to Integer"),
+    (RLConfig, "seed", "true", "could not be converted to Integer"),
+    (RLConfig, "eval.seed", "many", "could not be converted to Integer"),
+    (SFTConfig, "seed", 1 << 32, BITS_32),
+    (SFTConfig, "seed", -1, BITS_32),
+    (SFTConfig, "data.seed", 1 << 40, BITS_32),
+]
+
+
+@pytest.mark.parametrize(("schema", "key", "seed", "said"), SEEDS)
+def test_a_seed_of_too_many_bits_is_refused_and_not_cut(capsys, schema, key, seed, said):
+    with pytest.raises(SystemExit) as end:
+        parse_config(schema, [f"{key}={seed}"], "train", "Trains.")
+    message = capsys.readouterr().err
+    assert end.value.code == 2 and f"{key}: " in message and said in message
+
+
+def test_seeds_that_fit_are_taken_as_they_are():
+    taken = [f"seed={(1 << 64) - 1}", f"eval.seed={-(1 << 63)}", f"data.seed={(1 << 32) - 1}"]
+    cfg, _ = parse_config(RLConfig, taken, "train", "Trains.")
+    seeds = cfg.seed, cfg.eval.seed, cfg.data.seed
+    assert seeds == ((1 << 64) - 1, -(1 << 63), (1 << 32) - 1)
