@@ -382,9 +382,9 @@ SEEDS = [
     (RLConfig, "eval.seed", 10**30, BITS_64),
     (RLConfig, "eval.seed", (1 << 64) - 1, BITS_64),  # the problems' numbers come on top
     (RLConfig, "data.seed", 1 << 32, BITS_32),
-    (RLConfig, "seed", "1.5", "could not be converted to Integer"),
-    (RLConfig, "seed", "true", "could not be converted to Integer"),
-    (RLConfig, "eval.seed", "many", "could not be converted to Integer"),
+    (RLConfig, "seed", "1.5", "expected a whole number (int), got "),
+    (RLConfig, "seed", "true", "expected a whole number (int), got "),
+    (RLConfig, "eval.seed", "many", "expected a whole number (int), got "),
     (SFTConfig, "seed", 1 << 32, BITS_32),
     (SFTConfig, "seed", -1, BITS_32),
     (SFTConfig, "data.seed", 1 << 40, BITS_32),
