@@ -50,7 +50,7 @@ class SpeculationSection:
         choices=("checkpoint", "random"),
     )
     draft_model: str | None = option(
-        None, "Hugging Face directory of a draft model; with it source=auto is model"
+        None, "Hugging Face directory or id of a draft model; with it source=auto is model"
     )
     verify_tokens: int = option(48, "tree rows at most; a larger dynamic tree is cut")
     invariant: bool = option(False, "bits equal with and without speculation; slower")

@@ -101,7 +101,7 @@ def test_training_is_in_float32_on_cpu_and_says_so(half, tmp_path):
     assert trainer.model.compute_dtype == "float32"
     assert "dtype.compute=bfloat16" in trainer.about_dtype
     section = DtypeSection()
-    section.settle("float16", "gpu")
+    assert "would vanish" in section.settle("float16", "gpu")
     assert section.compute == "bfloat16"  # for gradients
 
 

@@ -154,7 +154,7 @@ class RolloutSection:
         "two source=auto is head",
     )
     draft_model: str | None = option(
-        None, "Hugging Face directory of the draft model; with it source=auto is model"
+        None, "Hugging Face directory or id of the draft model; with it source=auto is model"
     )
     ngram_max: int = option(4, "longest suffix that source=ngram looks up")
     ngram_min: int = option(1, "shortest suffix that source=ngram looks up")

@@ -91,10 +91,11 @@ class DtypeSection:
         Args:
           stored: dtype of the checkpoint. platform: of the devices that train.
         """
-        # Gradients in float16 vanish unless the loss is scaled.
-        stored = "bfloat16" if stored == "float16" else stored
         asked, self.compute = self.compute, resolve_dtype(self.compute, stored, platform)
         said = about_dtype(asked, self.compute, stored, "dtype.compute=")
+        if self.compute == "float16":
+            self.compute = "bfloat16"
+            said = "arithmetic in bfloat16, for gradients in the checkpoint's float16 would vanish"
         return f"parameters in {self.params}; {said}"
 
 

@@ -172,7 +172,9 @@ class Run:
             raise ConfigError("revision is of a Hugging Face id, and init names none; leave it out")
         stored = "float32"
         if cfg.init:
-            cfg.init, cfg.revision = str(find_model(cfg.init, cfg.revision)), None
+            # From here on it is a path: of an id that of one commit, which a resumed run must have.
+            path = find_model(cfg.init, cfg.revision)
+            cfg.init, cfg.revision = (cfg.init if Path(cfg.init).exists() else str(path)), None
             stored = hf.read_config(cfg.init).param_dtype
         try:
             self.mesh = sharding.make_mesh(cfg.mesh)

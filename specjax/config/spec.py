@@ -29,7 +29,7 @@ class SpecConfig:
         checkpoint holds one, else n-grams (see `specjax.engine.sources.settle_draft`).
       head: `checkpoint` takes the draft head that lies with the policy, `random` draws one from
         `head_seed` (for training it online from nothing); `auto` is `head` with it.
-      draft_model: directory of the standalone model; `auto` is `model` with it.
+      draft_model: directory or Hugging Face id of the standalone model; `auto` is `model` with it.
       ngram_max, ngram_min: longest and shortest suffix that is looked up.
       ngram_siblings: also look in the other samples of the same prompt that lie in the batch.
       aligned: draft candidates come from logits transformed as the target's are; False ranks them
