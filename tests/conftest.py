@@ -16,6 +16,8 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = os.environ.get("SPECJAX_TEST_PLATFORM", "cpu")
 _CACHE = Path(__file__).resolve().parent.parent / ".cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
+# A name that is no directory is not looked up elsewhere.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Small programs too: workers, modules and the processes that tests start have many in common.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # Compiling is most of what tests spend. Graphs are rewritten and fused as for users; only machine

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from specjax import sharding
+from specjax.checkpoint_format import CheckpointError
 from specjax.command_line import ConfigError, find_shipped
 from specjax.config import ModelConfig
 from specjax.draft.source import DraftSource
@@ -22,7 +23,7 @@ from specjax.engine.engine import Engine
 from specjax.engine.executables import Noted
 from specjax.engine.sources import model_source, source_of
 from specjax.engine.start_up import start_programs
-from specjax.hub import ModelNotFoundError, find_model
+from specjax.hub import find_model
 from specjax.models import hf
 from specjax.models.transformer import Params, init_params, to_decode_layout
 from specjax.reshard import Mover, Reshard, cast
@@ -134,10 +135,10 @@ class Shapes:
         if not path.is_dir():
             try:
                 path = find_model(name, revision, weights=False)
-            except ModelNotFoundError as error:
+            except CheckpointError as error:
                 raise ConfigError(
-                    f"{key}: no directory {name}, and no shapes of that name in {SHAPES}; a "
-                    "plan needs no weights, but the model's config.json"
+                    f"{key}: no directory {name}, and no shapes of that name in {SHAPES} (a plan "
+                    f"needs no weights, but the model's config.json); {error}"
                 ) from error
         return hf.read_config(path), str(path)
 
