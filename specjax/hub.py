@@ -79,6 +79,17 @@ def find_model(name: str | Path, revision: str | None = None, weights: bool = Tr
     return _downloaded(name, revision, weights, cached)
 
 
+def portable(path: str | Path) -> str:
+    """A path for comparison between machines: in a local cache, the id and the commit.
+
+    Caches lie elsewhere on other machines, and hold the same under the same commit.
+    """
+    parts = Path(path).parts[-3:]
+    if len(parts) == 3 and parts[1] == "snapshots" and parts[0].startswith("models--"):
+        return f"{parts[0].removeprefix('models--').replace('--', '/')}@{parts[2]}"
+    return str(path)
+
+
 def _is_id(name: str) -> bool:
     """Whether it has the form `owner/name` of a Hugging Face id."""
     if "--" in name or ".." in name or name.endswith((".git", ".", "-")):

@@ -161,6 +161,13 @@ def test_neither_is_a_path_below_a_directory_or_a_path_object(home, tmp_path, mo
             hub.find_model(name)
 
 
+def test_a_path_in_a_cache_is_compared_by_id_and_commit(tmp_path):
+    inside = tmp_path / "models--owner--name" / "snapshots" / COMMIT
+    assert hub.portable(inside) == hub.portable(Path("/cache") / inside.relative_to(tmp_path))
+    for other in ("assets/sums", "/a/snapshots/b", str(inside / "x")):
+        assert hub.portable(other) == other
+
+
 # --- the local cache ----------------------------------------------------------------------------
 
 
@@ -284,8 +291,10 @@ def test_every_door_takes_an_id_and_a_revision(home, thin_policy, tmp_path, caps
     settings = ["model=owner/thin", "revision=v1", f"out={tmp_path}/rl"]
     trainer = rl.Trainer(parse_config(RLConfig, settings)[0])
     assert trainer.cfg.model == str(folder)  # of this commit, whatever becomes of the tag
+    assert trainer.fingerprint()["model"] == f"owner/thin@{COMMIT}"  # wherever the cache lies
     run = sft.Run(parse_config(SFTConfig, ["init=owner/thin", "revision=v1", "out=sft"])[0])
     assert run.cfg.init == str(folder)
+    assert run.fingerprint()["init"] == f"owner/thin@{COMMIT}"
     capsys.readouterr()
     asked = ["generate", "--model", "owner/thin", "--revision", "v1", "1+2=", "--max-tokens", "2"]
     assert main([*asked, "--no-speculation", "--max-len", "32"]) == 0

@@ -21,7 +21,7 @@ from specjax.command_line import ConfigError, fingerprint, require_same_settings
 from specjax.config import ModelConfig
 from specjax.context import context_of
 from specjax.draft.mtp import init_head_params
-from specjax.hub import find_model
+from specjax.hub import find_model, portable
 from specjax.models import hf
 from specjax.models.transformer import Params, init_params
 from specjax.tokenizer import load_tokenizer, with_tokenizer_end
@@ -216,7 +216,8 @@ class Run:
     def fingerprint(self) -> dict:
         """The settings that decide what is learned; a resumed run must have the same."""
         ignored = ("out", "steps", "draft_steps", "log_every", "export_dtype")
-        return fingerprint(self.cfg, (*ignored, "log", "checkpoint", "mesh", "attention"))
+        settings = fingerprint(self.cfg, (*ignored, "log", "checkpoint", "mesh", "attention"))
+        return settings | {"init": settings["init"] and portable(settings["init"])}
 
     def save(self, checkpoints: Checkpointer, block: bool = False) -> None:
         """Starts saving the state; `block` waits until it is on disk."""

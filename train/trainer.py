@@ -17,7 +17,7 @@ from specjax.config import SpecConfig
 from specjax.draft.source import DraftSource
 from specjax.engine.sources import load_source
 from specjax.engine.start_up import StartUp
-from specjax.hub import ModelNotFoundError, find_model
+from specjax.hub import ModelNotFoundError, find_model, portable
 from specjax.models.transformer import Params
 from specjax.tokenizer import load_tokenizer, with_tokenizer_end
 from train import data
@@ -350,6 +350,7 @@ class Trainer:
         """The settings that decide what is learned; a resumed run must have the same."""
         ignored = ("out", "steps", "log", "checkpoint", "eval", "max_failed_rewards")
         settings = fingerprint(self.cfg, (*ignored, "mesh", "distributed", "attention", "remat"))
+        settings["model"] = portable(settings["model"])
         for name in ("telemetry", *PLACEMENT, *ENGINE_SETTINGS):  # change no token
             settings["rollout"].pop(name)
         settings["draft"]["spot"].pop("gaps")  # changes only when the head is trained
