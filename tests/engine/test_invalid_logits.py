@@ -190,3 +190,17 @@ def test_the_log_names_the_prompts_and_a_comparison_refuses(caplog):
     assert "prompt 1, sample 0" in caplog.text and "NaN" in broken.samples[0].error
     with pytest.raises(InvalidLogitsError, match="prompt 1"):
         llm("coupled chain").compare_with_plain([[1, 2, 3], [UNHEARD, 5]], params)
+
+
+def test_what_is_told_of_rejections_holds_no_nan(tmp_path):
+    spec = SpecConfig("3_1_4", telemetry=True)
+    told = LLM((CFG, *weights()), spec, max_batch=BATCH, max_len=MAX_LEN)
+    params = SamplingParams(max_tokens=TOKENS, seed=3, n=2, top_logprobs=2)
+    samples = [s for out in told.generate(PROMPTS, params) for s in out.samples]
+    assert [s.token_ids for s in samples] == [s.token_ids for s in generated("plain")]
+    assert any(s.error for s in samples)
+    told.telemetry.write_jsonl(tmp_path / "told.jsonl")  # refuses NaN
+    summary = told.telemetry.summary()
+    assert sum(s.stats.rounds for s in samples) >= summary.rejections > 0
+    tops = [value for s in samples for entry in s.top_logprobs for value in entry.values()]
+    assert np.isfinite(tops).all()

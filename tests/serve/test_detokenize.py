@@ -1,6 +1,6 @@
 """The text of a growing sample: in whole characters, and never a part of a stop string."""
 
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from serve.detokenize import Detokenizer
@@ -72,3 +72,71 @@ def test_a_character_that_is_never_completed_comes_at_the_end():
 def test_without_a_tokenizer_there_is_no_text():
     detokenizer = Detokenizer(None)
     assert detokenizer.push([1, 2]) == detokenizer.finish([3], "") == ""
+
+
+# --- stop strings that hold special tokens --------------------------------------------------------
+
+NAMED = ["a", "b", "<", ">", "e", "ab", "<e>", "<p>"]  # the last two are special
+
+
+def named_text(tokens, skip=True) -> str:
+    return "".join(NAMED[t] for t in tokens if t < 6 or not skip)
+
+
+def name_of(token) -> str:
+    return NAMED[token] * (token >= 6)
+
+
+def first_cut(tokens, strings):
+    """(tokens kept, text) by a search in both texts from the start, token by token; None: none."""
+    for count in range(1, len(tokens) + 1):
+        begins = []
+        for skip in (True, False):
+            before, now = (named_text(tokens[:n], skip) for n in (count - 1, count))
+            for string in strings:
+                at = now.find(string, max(0, len(before) - len(string) + 1))
+                if at >= 0:
+                    begins.append(at if skip else visible(tokens, at))
+        if begins:
+            return count, named_text(tokens)[: min(begins)]
+    return None
+
+
+def visible(tokens, at) -> int:
+    """How many of the first `at` characters are not of a special token's name."""
+    shown = [t < 6 for t in tokens for _ in NAMED[t]]
+    return sum(shown[:at])
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    tokens=st.lists(st.integers(0, 7), max_size=14),
+    strings=st.lists(st.text("ab<>ep", min_size=1, max_size=6), min_size=1, max_size=3),
+    chunks=st.randoms(use_true_random=False),
+)
+@example([0, 6, 1], ["<e>"], None)
+@example([0, 1, 6, 0], ["b<e>"], None)
+@example([0, 6, 0, 1, 4], ["<e>ab"], None)
+@example([0, 7, 6, 0], ["><e"], None)
+@example([2, 4, 6, 1], ["<e<"], None)
+@example([0, 6, 1], ["ab"], None)
+def test_stop_strings_are_found_with_and_without_the_names_of_special_tokens(
+    tokens, strings, chunks
+):
+    expected = first_cut(tokens, strings)
+    search = StopStrings(strings, named_text, name=name_of)
+    shown, stream, at, cut = "", Detokenizer(named_text, strings), 0, None
+    while at < len(tokens) and cut is None:
+        end = at + (1 if chunks is None else chunks.randint(1, 3))
+        cut = search.feed(tokens[at:end])
+        if cut is None:
+            shown += stream.push(tokens[at:end], search.text)
+        at = end
+    assert cut == expected
+    text = named_text(tokens) if cut is None else cut.text
+    shown += stream.finish(tokens[at:], text, search.text)
+    assert shown == text, "what is given out is never taken back"
+    kept = StopStrings(strings, named_text, include=True, name=name_of).feed(tokens)
+    if cut is not None:
+        assert kept.tokens == cut.tokens
+        assert any(kept.text == cut.text + string for string in strings)
