@@ -176,9 +176,10 @@ def prompt_ids(tokenizer, text: str, add_special_tokens: bool = True) -> list[in
     if ids[:1] != [bos]:
         # transformers 4 takes `add_bos_token` of some classes alone.
         return [bos, *ids] if getattr(tokenizer, "add_bos_token", False) else ids
+    if ids[:2] != [bos, bos]:
+        return ids
     own = list(tokenizer.encode(text, add_special_tokens=False))
-    twice = ids[:2] == [bos, bos] and own[:1] == [bos] and len(ids) > len(own)
-    return ids[1:] if twice else ids
+    return ids[1:] if len(own) < len(ids) else ids  # one was added to what the text has
 
 
 def has_chat_template(tokenizer) -> bool:
@@ -227,7 +228,9 @@ def chat_ids(
 
 def check_template_options(tokenizer, options: Mapping[str, Any] | None) -> None:
     """Raises ValueError if transformers would take one of them for an argument of its own."""
+    if not options:
+        return
     own = inspect.signature(tokenizer.apply_chat_template).parameters.values()
     own = {p.name for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD}
-    if taken := sorted(own & set(options or {})):
+    if taken := sorted(own & set(options)):
         raise ValueError(f"{taken[0]} is not the template's: it is an argument of transformers")
