@@ -179,7 +179,7 @@ def prompt_ids(tokenizer, text: str, add_special_tokens: bool = True) -> list[in
     if ids[:2] != [bos, bos]:
         return ids
     own = list(tokenizer.encode(text, add_special_tokens=False))
-    return ids[1:] if len(own) < len(ids) else ids  # one was added to what the text has
+    return ids[1:] if ids[1 : 1 + len(own)] == own else ids  # one stands before what the text has
 
 
 def has_chat_template(tokenizer) -> bool:
