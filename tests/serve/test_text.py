@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from serving import KEY, Server
+from tokenizers.processors import TemplateProcessing
 
 from specjax import SamplingParams
 
@@ -139,3 +140,43 @@ def test_nan_in_a_stream_is_an_error_and_no_success(broken: Server, end):
     assert "NaN" in found[-1]["error"]["message"] and "[DONE]" not in found
     for event in found[:-1]:
         assert event["choices"][0]["finish_reason"] is None
+
+
+# --- the beginning-of-sequence token --------------------------------------------------------------
+
+
+@pytest.fixture
+def adds_bos(server: Server):
+    """The server, whose tokenizer puts the pad token in front of every text."""
+    tokenizer = server.llm.tokenizer
+    backend, before, template = (
+        tokenizer.backend_tokenizer,
+        tokenizer.backend_tokenizer.post_processor,
+        tokenizer.chat_template,
+    )
+    token = (PAD, tokenizer.pad_token_id)
+    backend.post_processor = TemplateProcessing(single=f"{PAD} $A", special_tokens=[token])
+    tokenizer.bos_token = PAD
+    yield server
+    backend.post_processor, tokenizer.chat_template = before, template
+    tokenizer.bos_token = None
+
+
+def test_bos_stands_in_front_once(adds_bos: Server):
+    bos, tokenizer = adds_bos.llm.tokenizer.pad_token_id, adds_bos.llm.tokenizer
+    bare = tokenizer.encode(PROMPT, add_special_tokens=False)
+
+    def prompt(end="completions", **body):
+        answer = ask(adds_bos, end, max_tokens=1, return_token_ids=True, **body).json()
+        ids = answer["choices"][0]["prompt_token_ids"]
+        assert answer["usage"]["prompt_tokens"] == len(ids)
+        return ids
+
+    assert prompt() == prompt(prompt=PAD + PROMPT) == [bos, *bare]
+    assert prompt(prompt=bare) == bare, "token ids are taken as they are"
+    for template, once in (("{{ bos_token }}", [bos]), ("", [])):
+        tokenizer.chat_template = template + "{{ messages[0].content }}"
+        assert prompt("chat/completions") == [*once, *bare]
+    tokenizer.chat_template = "{{ 'no' if thinks is false else 'yes' }}"
+    ids = [prompt("chat/completions", chat_template_kwargs={"thinks": t}) for t in (False, True)]
+    assert [tokenizer.decode(each) for each in ids] == ["no", "yes"]

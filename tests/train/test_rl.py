@@ -2,21 +2,25 @@
 
 import json
 import math
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
+from tokenizers.processors import TemplateProcessing
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.command_line import parse_config
 from specjax.models import hf
+from specjax.tokenizer import load_tokenizer, prompt_ids
 from train import grpo, rl
 from train.log import read_metrics
 from train.optim import OptimConfig
 from train.policy import PolicyTrainer, sft_loss
-from train.schema import RLConfig
+from train.schema import RLConfig, SFTConfig
+from train.sft import PackedDemonstrations
 from train.trainer import Trainer
 
 HEAD = {"rollout.strategy": "2_1_3", "draft.unroll_steps": 2}
@@ -418,3 +422,30 @@ def test_a_policy_that_goes_to_nan_ends_the_run_with_what_is_saved(
     for record in read_metrics(tmp_path / "out"):
         json.dumps(record, allow_nan=False)
     assert [record["step"] for record in read_metrics(tmp_path / "out")] == [1, 2]
+
+
+# --- the beginning-of-sequence token --------------------------------------------------------------
+
+
+def test_rollouts_and_demonstrations_begin_with_the_tokenizers_bos(thin_policy, tmp_path):
+    policy = tmp_path / "policy"
+    shutil.copytree(thin_policy, policy)
+    made = load_tokenizer(policy)
+    backend, token = made.backend_tokenizer, ("<|pad|>", made.pad_token_id)
+    backend.post_processor = TemplateProcessing(single="<|pad|> $A", special_tokens=[token])
+    backend.save(str(policy / "tokenizer.json"))
+    settings = json.loads((policy / "tokenizer_config.json").read_text())
+    (policy / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": token[0]}))
+    made, bos = load_tokenizer(policy), token[1]
+    argv = tiny_run.arguments(policy, tmp_path / "out", **HEAD)
+    trainer = rl.Trainer(parse_config(RLConfig, argv)[0])
+    trainer.rollouts._at = 0
+    for group in (trainer.rollouts._draw(1) for _ in range(3)):
+        bare = made.encode(group.problem.prompt, add_special_tokens=False)
+        assert group.prompt == [bos, *bare] == prompt_ids(made, group.problem.prompt)
+    argv = [f"init={policy}", "packing.rows=2", "packing.row_length=64"]
+    packed = PackedDemonstrations(parse_config(SFTConfig, argv)[0], made).next_update()
+    for batch in packed:
+        begins = (batch["segment_ids"] > 0) & (batch["positions"] == 0)
+        assert begins.any() and (batch["tokens"][begins] == bos).all()
+        assert (batch["tokens"][batch["segment_ids"] > 0] == bos).sum() == begins.sum()
