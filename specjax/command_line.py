@@ -233,8 +233,8 @@ def _value_after(name: str, key: Key | None, rest: list[str]) -> str:
 
 
 def _read_overrides(schema: _Schema, overrides: Sequence[str]) -> dict[str, Any]:
-    """Values by dotted name."""
-    found: dict[str, tuple[Any, str]] = {}
+    """Values by dotted name; of several for one key the last wins, as in any command."""
+    found: dict[str, Any] = {}
     for override in overrides:
         name, equals, text = override.partition("=")
         name = underscored(name.strip())
@@ -255,13 +255,8 @@ def _read_overrides(schema: _Schema, overrides: Sequence[str]) -> dict[str, Any]
             value = read(text, schema.key_of(name))
         except ValueProblem as error:
             raise ConfigError(f"command line: {name}: {error}") from error
-        if name in found and found[name][0] != value:
-            raise ConfigError(
-                f"command line: {name} is given twice, as {found[name][1]!r} and as {text!r}; "
-                "leave out one"
-            )
-        found[name] = value, text
-    return {name: value for name, (value, _) in found.items()}
+        found[name] = value
+    return found
 
 
 def _what_may_be_meant(schema: _Schema, name: str) -> str:

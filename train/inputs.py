@@ -62,7 +62,7 @@ def about_data(cfg: data.DataConfig, chat: bool, model: object, reward: str | No
     """
     layout = data.find_layout(cfg)
     if layout is None:
-        said = f"data: the embedded task {data.sums.NAME}, for data.path names no file"
+        said = f"data: the embedded task {data.sums.NAME}"
     else:
         table = data.read_table(cfg.path, layout, cfg.duplicates)
         said = f"data: {cfg.path}, {len(table.examples)} rows read as {layout.name}"
@@ -71,11 +71,13 @@ def about_data(cfg: data.DataConfig, chat: bool, model: object, reward: str | No
             done = "dropped" if cfg.duplicates == "drop" else "kept"
             said += f", {table.duplicates} duplicates {done} (data.duplicates)"
         conversations = not isinstance(table.examples[0][1].prompt, str)
+    said += f", through the tokenizer of {model}" if model else ""
     if layout is not None and conversations:
         said += "; conversations through the chat template"
     elif chat:
         said += "; each prompt one message of the user, through the chat template"
     else:
         said += "; prompts as plain text"
-    said += f"; the tokenizer of {model}" if model else ""
+    if layout is None:
+        said += "; data.path=FILE trains on rows of your own"
     return said + (f"; reward {reward}" if reward else "")

@@ -350,7 +350,7 @@ def train(cfg: SFTConfig, resume: bool = False, resume_step: int | None = None) 
         print(f"{cfg.out} holds no complete checkpoint: starting again at step 1")
         resume = False
     run = Run(cfg, keep_tokenizer=resume)
-    print(about_data(cfg.data, data.uses_chat(cfg.data, run.stream.tokenizer), tokenizer_dir(cfg)))
+    print(about_data(cfg.data, data.uses_chat(cfg.data, run.stream.tokenizer), cfg.init))
     print(f"{run.describe()}\n{run.about_dtype}")
     with Checkpointer(directory, cfg.checkpoint.keep_last) as checkpoints:
         if resume:

@@ -321,9 +321,11 @@ def test_the_text_of_a_text_is_taken_as_it_stands(text, value):
     assert nullable == (value if text else None)
 
 
-def test_a_key_given_twice_with_two_values_is_refused(capsys):
-    message = _error(capsys, "max_batch=4", "--max-batch", "5", schema=Words)
-    assert "max_batch is given twice, as '4' and as '5'; leave out one" in message
+@pytest.mark.parametrize(
+    "argv", [["max_batch=5", "--max-batch", "4"], ["--max_batch=5", "max-batch=4"]]
+)
+def test_of_several_values_for_a_key_the_last_wins_however_it_is_written(argv):
+    assert load_config(Words, argv).max_batch == 4
 
 
 @dataclass

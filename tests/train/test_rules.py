@@ -1,0 +1,209 @@
+"""Pairs of settings that do not go together, or of which one changes nothing: refused by name."""
+
+import pytest
+import tiny_run
+
+from serve.__main__ import main as serve
+from specjax.command_line import ConfigError, parse_config
+from train import rl, sft
+from train.programs import settle_drafting
+from train.schema import RLConfig, SFTConfig
+
+RL = [
+    (["data.path=f.jsonl", "data.task=sums"], "data.path=f.jsonl changes nothing"),
+    (["data.heldout_path=f.jsonl"], "set data.path=FILE"),
+    (["data.path=f", "data.min_terms=3"], "data.path=f is trained on; leave out one of them"),
+    (["data.path=f", "data.train_size=10"], "data.train_size=10 changes nothing"),
+    (["data.slip=0.5"], "which train.sft reads and train.rl does not"),
+    (["data.strip_calculator=false"], "which train.sft reads and train.rl does not"),
+    (["eval.problems=0", "eval.every=2"], "eval.problems=0 evaluates nothing"),
+    (["eval.problems=0", "data.heldout_size=9"], "data.heldout_size=9 changes nothing"),
+    (["rollout.max_staleness=2"], "set rollout.partial=true"),
+    (["rollout.strategy=off", "rollout.source=ngram"], "rollout.source=ngram changes nothing"),
+    (["rollout.strategy=off", "rollout.acceptance=block"], "leave nothing to speculate with"),
+    (["rollout.strategy=off", "draft.mode=online"], "there is no head to train"),
+    (["rollout.strategy=off", "draft.loss=soft_ce"], "no draft head is trained"),
+    (["draft.mode=none", "rollout.strategy=6_1_7"], "draft.mode=none decodes plainly"),
+    (["draft.mode=none", "rollout.control.bs_threshold=4"], "draft.mode=none decodes plainly"),
+    (["draft.mode=none", "rollout.draft_model=d"], "rollout.draft_model=d changes nothing"),
+    (["draft.mode=frozen", "draft.optim.lr=0.1"], "draft.optim.lr=0.1 changes nothing"),
+    (["rollout.source=ngram", "draft.epochs=2"], "rollout.head=random for a new one"),
+    (["rollout.source=ngram", "draft.mode=online"], "nothing drafts with it"),
+    (["rollout.source=ngram", "rollout.head=random"], "drafts without a head"),
+    (["rollout.source=ngram", "checkpoint.draft_only=true"], "no head drafts"),
+    (["rollout.source=head", "rollout.ngram_max=6"], "set rollout.source=ngram"),
+    (["rollout.head=random", "rollout.ngram_min=2"], "n-grams do not draft"),
+    (["rollout.draft_model=d", "rollout.source=ngram"], "choose one"),
+    (["rollout.draft_model=d", "rollout.ngram_siblings=false"], "n-grams do not draft"),
+    (["rollout.tau=0.5"], "rollout.tau=0.5 changes nothing: it scores the paths of a dynamic"),
+    (["rollout.control.ema={candidate_steps: [1, 3]}"], "rollout.control.controller=ema"),
+    (["rollout.control.controller=bandit", "rollout.control.goodput={probe_fraction: 0.1}"],
+     "rollout.control.controller=goodput"),
+    (["rollout.control.initial=2_1_3"], "static or ema"),
+    (["rollout.control.strategies=[off,2_1_3]", "rollout.strategy=6_1_7"], "list it there"),
+    (["rollout.control.controller=ema", "rollout.control.strategies=[off,2_1_3]"],
+     "does not choose among them"),
+    (["draft.step_decay=0.5"], "draft.unroll_steps=1 trains one step"),
+    (["draft.spot.updates=3"], "set draft.spot.enabled=true"),
+    (["algo.tis_cap=3"], "set algo.tis=true"),
+    (["algo.clip_ratio=0.1"], "raise algo.updates_per_rollout"),
+    (["algo.normalize_std=false", "algo.advantage_eps=0.1"], "algo.advantage_eps=0.1 changes"),
+    (["algo.dynamic_sampling=false", "algo.max_resample=3"], "algo.dynamic_sampling=false"),
+    (["optim.final_lr_ratio=0.5"], "set optim.decay_steps"),
+    (["draft.optim.final_lr_ratio=0.5"], "set draft.optim.decay_steps"),
+    (["mesh.cp_order=contiguous"], "mesh.cp=1 splits no row"),
+    (["distributed.mode=off", "distributed.process_id=1"], "distributed.mode=off is one process"),
+]  # fmt: skip
+SFT = [
+    (["data.path=f.jsonl", "data.task=sums"], "data.path=f.jsonl changes nothing"),
+    (["data.path=f", "data.slip=0.5"], "data.path=f is imitated"),
+    (["data.strip_calculator=false"], "set data.path=FILE"),
+    (["data.heldout_size=9"], "evaluates nothing"),
+    (["model=d", "model.num_layers=3"], "init=d has a shape and a tokenizer of its own"),
+    (["--init", "d", "vocab_size=300"], "vocab_size=300 changes nothing"),
+    (["draft_steps=9", "draft.mode=none"], "draft_steps=9 changes nothing"),
+    (["draft_steps=0", "draft.loss=ce"], "draft_steps=0 and draft.mode=auto train no head"),
+    (["draft.spot.enabled=true"], "no gaps"),
+    (["steps=0", "optim.lr=0.1"], "steps=0 trains no policy"),
+    (["steps=0", "loss_on=all"], "loss_on=all changes nothing"),
+    (["optim.final_lr_ratio=0.5"], "set optim.decay_steps"),
+]
+SERVE = [
+    (["speculation.strategy=off", "speculation.source=ngram"], "speculation.source=ngram changes"),
+    (["speculation.strategy=off", "speculation.draft_model=d"], "decodes plainly"),
+    (["speculation.strategies=[off, 2_1_3]"], "set speculation.controller=goodput"),
+    (["speculation.controller=bandit", "speculation.strategies=[off, 2_1_3]",
+      "speculation.strategy=6_1_7"], "list it there"),
+    (["speculation.source=ngram", "speculation.head=random"], "drafts without a head"),
+]  # fmt: skip
+
+
+def refused(program, argv, capsys) -> str:
+    with pytest.raises(SystemExit) as ended:
+        program(argv)
+    message = capsys.readouterr().err
+    assert ended.value.code == 2 and "Traceback" not in message
+    assert len(message.splitlines()) == 2, "one line, and where help is"
+    return message
+
+
+@pytest.mark.parametrize(("argv", "said"), RL)
+def test_train_rl_refuses_what_changes_nothing(argv, said, capsys):
+    assert said in refused(rl.main, argv, capsys)
+
+
+@pytest.mark.parametrize(("argv", "said"), SFT)
+def test_train_sft_refuses_what_changes_nothing(argv, said, capsys):
+    assert said in refused(sft.main, argv, capsys)
+
+
+@pytest.mark.parametrize(("argv", "said"), SERVE)
+def test_the_server_refuses_what_changes_nothing(argv, said, capsys):
+    assert said in refused(serve, ["--model", "d", *argv], capsys)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["data.path=f.jsonl", "data.heldout_path=g.jsonl", "data.heldout_size=9"],
+        ["data.min_terms=3", "data.max_number=20"],
+        ["rollout.source=ngram", "rollout.ngram_max=6", "rollout.strategy=6_4_16", "rollout.tau=1"],
+        ["rollout.ngram_max=6"],  # the checkpoint may have no head
+        ["rollout.head=random", "draft.epochs=2", "draft.optim.lr=0.1"],
+        ["rollout.strategy=off", "draft.mode=frozen"],
+        ["rollout.strategy=off", "draft.mode=none"],
+        ["rollout.control.controller=static", "rollout.control.initial=6_4_16", "rollout.tau=0.5"],
+        ["rollout.control.strategies=[off,2_1_3]", "rollout.strategy=2_1_3"],
+        ["algo.updates_per_rollout=2", "algo.clip_ratio=0.1"],
+        ["rollout.partial=true", "rollout.over_sample=1.5", "algo.clip_ratio=0.1"],
+        ["optim.decay_steps=10", "optim.final_lr_ratio=0.5"],
+    ],
+)
+def test_settings_that_need_each_other_go_together(argv):
+    parse_config(RLConfig, argv)
+
+
+@pytest.mark.parametrize("file", ["sums", "gsm8k", "arms", "schedule", "spot"])
+def test_shipped_configurations_follow_the_rules_and_may_be_turned_off(file):
+    for more in ([], ["rollout.strategy=off"], ["rollout.source=ngram"], ["model=d"]):
+        if file == "arms":
+            continue  # its section `random` is bench.arms's
+        if file == "spot" and more and not more[0].startswith("model"):
+            continue  # there is then no head to train in gaps
+        if file != "gsm8k" and file != "sums" and more == ["rollout.source=ngram"]:
+            continue  # they say draft.mode=online
+        parse_config(RLConfig, ["--config", f"configs/{file}.yaml", *more])
+    for file in ("sums_sft", "gsm8k_sft"):
+        more = ["init=d", "steps=0", "draft_steps=5"]
+        parse_config(SFTConfig, ["--config", f"configs/{file}.yaml", *more])
+
+
+# --- what follows from the checkpoint ------------------------------------------------------------
+
+
+def settled(*argv, has_head):
+    cfg, _ = parse_config(RLConfig, argv)
+    return cfg, settle_drafting(cfg, has_head)
+
+
+def test_a_head_is_trained_and_n_grams_are_not():
+    cfg, said = settled(has_head=True)
+    assert (cfg.rollout.source, cfg.draft.mode, cfg.rollout.control) == ("head", "online", None)
+    assert said.startswith("draft: the checkpoint's head; always 4_1_5; to change it: rollout.")
+    cfg, said = settled("rollout.strategy=3_1_4", has_head=False)
+    assert (cfg.rollout.source, cfg.draft.mode) == ("ngram", "frozen")
+    assert cfg.rollout.control_config().arms == ("off", "3_1_4")
+    assert said.startswith("draft: n-grams, for the checkpoint has no draft head; the controller")
+
+
+def test_a_choice_of_the_user_is_followed():
+    cfg, said = settled("rollout.source=ngram", has_head=True)
+    assert (cfg.rollout.source, cfg.draft.mode, cfg.rollout.control) == ("ngram", "frozen", None)
+    assert said.startswith("draft: n-grams; always 4_1_5; to change it: rollout.source=head")
+    cfg, said = settled("rollout.head=random", has_head=False)
+    assert (cfg.rollout.source, cfg.draft.mode) == ("head", "online")
+    assert "rollout.head=random" in said
+    strategies = ["rollout.control.controller=bandit", "rollout.control.strategies=[off,2_1_3]"]
+    cfg, said = settled(*strategies, has_head=False)
+    assert cfg.rollout.control.controller == "bandit" and "bandit chooses among off, 2_1_3" in said
+
+
+@pytest.mark.parametrize(
+    "argv", [["algo.tis=true"], ["rollout.acceptance=block"], ["rollout.acceptance=recursive"]]
+)
+def test_where_tokens_must_not_depend_on_the_clock_nothing_is_chosen_by_it(argv):
+    cfg, said = settled(*argv, has_head=False)
+    assert cfg.rollout.source == "ngram" and not cfg.rollout.by_the_clock
+    assert "always 4_1_5" in said
+    assert cfg.rollout.ngram_siblings == (argv == ["algo.tis=true"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "has_head", "said"),
+    [
+        (["draft.mode=online"], False, "no draft head; set rollout.head=random"),
+        (["draft.mode=frozen"], False, "no draft head; set rollout.head=random"),
+        (["draft.loss=soft_ce"], False, "draft.loss=soft_ce changes nothing: no draft head is"),
+        (["draft.optim.lr=0.1"], False, "draft.optim.lr=0.1 changes nothing"),
+        (["checkpoint.draft_only=true"], False, "no head drafts"),
+        (["rollout.ngram_max=6"], True, "rollout.ngram_max=6 changes nothing: n-grams do not"),
+        (["rollout.ngram_siblings=false"], True, "set rollout.source=ngram"),
+    ],
+)
+def test_settings_that_the_checkpoint_leaves_without_effect_are_refused(argv, has_head, said):
+    with pytest.raises(ConfigError) as refused:
+        settled(*argv, has_head=has_head)
+    assert said in str(refused.value)
+
+
+def test_settings_of_a_file_may_be_made_idle_by_the_checkpoint(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("draft: {loss: soft_ce, optim: {lr: 0.1}}\n")
+    cfg, _ = settled("--config", str(file), has_head=False)
+    assert cfg.draft.mode == "frozen"
+
+
+def test_a_run_of_a_model_with_a_head_refuses_what_is_for_n_grams(thin_policy, tmp_path):
+    argv = tiny_run.arguments(thin_policy, tmp_path / "run", rollout__ngram_max=6)
+    with pytest.raises(SystemExit, match="set rollout.source=ngram, or leave it out"):
+        rl.main(argv)
