@@ -18,7 +18,7 @@ from specjax.kernels import panels
 from specjax.models.hf import UnsupportedModelError
 from specjax.schema import REQUIRED, Needs, at_least, option
 from specjax.sharding import offer_cpu_devices
-from specjax.spelling import dotted, spelled
+from specjax.spelling import Say, dotted, spelled
 
 WARM_UP = {
     "none": (),
@@ -147,10 +147,25 @@ class LimitSection:
     queue: int = option(256, "samples that wait beside those that run (429)")
 
 
+# How a client's or an operator's setting is typed here.
+SAY = dotted(
+    {
+        **dict.fromkeys(
+            ("strategy", "acceptance", "source", "head", "draft_model", "spec_verify_tokens",
+             "invariant", "controller", "strategies"),
+            "speculation",
+        ),
+        **{field.name: "engine" for field in dataclasses.fields(EngineSection)},
+    },
+    {"spec_verify_tokens": "verify_tokens"},
+)  # fmt: skip
+
+
 @dataclass
 class ServeConfig:
     """What `python -m serve` is told."""
 
+    say: ClassVar[Say] = staticmethod(SAY)
     rules: ClassVar[tuple[Needs, ...]] = (
         Needs(
             ("speculation.*", "!speculation.strategy", "!speculation.telemetry"),
@@ -254,20 +269,6 @@ class ServeConfig:
         """Of the model, in requests and answers."""
         local = find_shipped(self.model).is_dir()
         return self.served_name or (Path(self.model).resolve().name if local else self.model)
-
-
-# How a client's or an operator's setting is typed here.
-SAY = dotted(
-    {
-        **dict.fromkeys(
-            ("strategy", "acceptance", "source", "head", "draft_model", "spec_verify_tokens",
-             "invariant", "controller", "strategies"),
-            "speculation",
-        ),
-        **{field.name: "engine" for field in dataclasses.fields(EngineSection)},
-    },
-    {"spec_verify_tokens": "verify_tokens"},
-)  # fmt: skip
 
 
 def load_llm(cfg: ServeConfig) -> LLM:

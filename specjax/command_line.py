@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from specjax.arguments import ArgumentParser, nearest_flag, underscored
 from specjax.schema import Key, describe, idle, keys_of, show, type_name
 from specjax.setting_values import ValueProblem, Yaml, check, expected, read
+from specjax.spelling import python, spelled
 
 T = TypeVar("T")
 _TYPED = "_typed"  # attribute of a configuration: see `typed_in`
@@ -54,8 +55,8 @@ def parse_config(
 
     Args:
         schema_cls: the dataclass that defines every key. Its class attribute `rules`, if it has
-            one, says which settings need which (see `schema.Needs`), and `aliases` which further
-            names there are for a key.
+            one, says which settings need which (see `schema.Needs`), `aliases` which further names
+            there are for a key, and `say` how settings of the library are typed (`spelling.py`).
         argv: arguments without the program's name; None takes them from `sys.argv`.
         prog: the name shown in messages: of a module, as `train.rl`, or of a whole command.
         description: one line for `--help`.
@@ -431,7 +432,9 @@ def _finish(schema: _Schema, merged: DictConfig) -> Any:
     except OmegaConfBaseException as error:
         raise ConfigError(_type_message(schema, error, "configuration")) from error
     except (ValueError, TypeError, AssertionError) as error:  # a schema's __post_init__
-        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(spelled(error, getattr(schema.cls, "say", python))) from error
 
 
 def _first_line(error: BaseException) -> str:

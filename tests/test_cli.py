@@ -19,6 +19,7 @@ import pytest
 import serve.settings
 from serve.cli import generate as command
 from serve.cli import prompts
+from serve.cli.arguments import as_flags, build_parser
 from serve.cli.bench import find
 from serve.cli.main import COMMANDS, INTERRUPTED, NOBODY_READS, main
 from serve.settings import EngineSection, ServeConfig, SpeculationSection
@@ -100,6 +101,54 @@ def rows_of(file: Path) -> list[dict]:
 
 def tokens_of(rows) -> dict:
     return {(row["index"], row["sample"]): row["token_ids"] for row in rows}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--max-batch", "3", "--top-p=0.5", "--stop-token-ids", "1,2"],
+        ["--max_batch", "3", "--top_p=0.5", "--stop_token_ids", "1,2"],
+        ["--max_batch=3", "--top-p", "0.5", "--stop-token_ids=1,2"],
+    ],
+)
+def test_words_of_a_flag_are_joined_by_dashes_or_underscores(flags):
+    for parse in (build_parser().parse_args, build_parser().parse_intermixed_args):
+        args = parse(["--model", "d", "a_b", *flags])
+        assert (args.max_batch, args.top_p, args.stop_token_ids) == (3, 0.5, "1,2")
+        assert args.prompts == ["a_b"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["generate", "--model", "d", "a", "--max-tokenz", "3"], "did you mean '--max-tokens'?"),
+        (["generate", "--model", "d", "a", "--max_bach=3"], "did you mean '--max-batch'?"),
+        (["convert", "a", "b", "--forse"], "did you mean '--force'?"),
+        (["verify", "--model", "d", "--sampels", "3"], "did you mean '--samples'?"),
+        (["serve", "--model", "d", "--prt", "3"], "did you mean 'port'?"),
+        (["serve", "--model", "d", "--maxbatch=3"], "did you mean 'engine.max_batch'?"),
+        (["serve", "--model", "d", "--port"], "--port: expected a whole number (int) after it"),
+        (["serve", "--model", "d", "--port", "many"], "port: expected a whole number (int), got"),
+    ],
+)
+def test_a_flag_that_there_is_not_is_answered_with_the_nearest(argv, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("message", "flags"),
+    [
+        ("engine.max_batch: expected at least 1", "--max-batch: expected at least 1"),
+        ("set speculation.controller=goodput", "set --controller goodput"),
+        ("model: expected a directory", "--model: expected a directory"),
+        ("a model: 3", "a --model: 3"),
+        ("the search engine is off", "the search engine is off"),
+    ],
+)
+def test_settings_in_messages_become_flags(message, flags):
+    assert as_flags(message) == flags
 
 
 # --- which command ------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ import logging
 import pytest
 import tiny_run
 
+from serve.__main__ import main as serve
 from serve.cli.main import main as command
 from serve.settings import ServeConfig, load_llm
-from specjax import LLM, SamplingParams
+from specjax import LLM, SamplingParams, SpecConfig
 from specjax.command_line import load_config
 from specjax.config import ModelConfig
 from specjax.models import hf
@@ -144,6 +145,48 @@ def test_convert_needs_the_path_alone(directories, family, tmp_path, capsys):
     assert capsys.readouterr().out
     before, after = (p / "config.json" for p in (directories[family], tmp_path / "hf"))
     assert json.loads(before.read_text()) == json.loads(after.read_text())
+
+
+def test_where_the_head_is_asked_for_each_door_says_what_to_type_there(directories, capsys):
+    path = str(directories["llama"])
+    with pytest.raises(ValueError, match=r"no draft head.*SpecConfig\(source='ngram'\)"):
+        LLM(path, SpecConfig(source="head"), max_batch=1, max_len=64)
+    assert command(["generate", "--model", path, "1+1=", "--source=head"]) == 2
+    said = capsys.readouterr().err
+    assert "no draft head" in said and "--source ngram" in said and "--head random" in said
+    assert "SpecConfig" not in said and "speculation." not in said
+    with pytest.raises(SystemExit) as refused:
+        serve(["--model", path, "--speculation.source", "head", "--port", "0"])
+    said = str(refused.value)
+    assert "no draft head" in said and "speculation.source=ngram" in said
+    assert "speculation.draft_model=DIR" in said and "SpecConfig" not in said
+
+
+@pytest.mark.parametrize(
+    ("flag", "setting"),
+    [
+        (["--strategy", "9_1_3"], ["speculation.strategy=9_1_3"]),
+        (["--strategy", "60_1_61"], ["speculation.strategy=60_1_61"]),
+        (["--max-len", "1"], ["engine.max_len=1"]),
+        (["--draft-model", "/no/such"], ["speculation.draft_model=/no/such"]),
+        (["--source", "model"], ["speculation.source=model"]),
+        (["--controller", "ema", "--acceptance", "block"],
+         ["speculation.controller=ema", "speculation.acceptance=block",
+          "speculation.invariant=true"]),
+    ],
+)  # fmt: skip
+def test_no_door_shows_the_spelling_of_another(directories, flag, setting, capsys):
+    path = str(directories["llama"])
+    assert command(["generate", "--model", path, "1+1=", *flag]) in (1, 2)
+    said = capsys.readouterr().err
+    python = ("SpecConfig(", "LLM(", "EngineConfig(", "ControlConfig(", "Traceback")
+    assert said and not any(word in said for word in (*python, "speculation.", "engine."))
+    if flag[0] == "--max-len":
+        return  # a server may start, and refuses requests
+    with pytest.raises(SystemExit) as refused:
+        serve(["--model", path, *setting, "--port=0"])
+    said = f"{refused.value} {capsys.readouterr().err}"
+    assert not any(word in said for word in python), said
 
 
 # --- training ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from specjax.control.config import CONTROLLERS, DEFAULT_STRATEGIES
 from specjax.engine.settings import EngineConfig
 from specjax.kernels import panels
 from specjax.schema import at_least, option
-from specjax.spelling import SettingError, dotted, spelled
+from specjax.spelling import dotted
 
 
 @dataclass
@@ -184,7 +184,7 @@ class RolloutSection:
                 f"{self.over_sample}"
             )
         SamplingParams(self.temperature, self.max_tokens)
-        self.source = self._spec().source  # a draft model implies it
+        self.source = self.spec().source  # a draft model implies it
         exact = self.acceptance in ("coupled", "greedy")
         if self.source == "ngram" and self.ngram_siblings and not exact:
             raise ValueError(
@@ -256,13 +256,6 @@ class RolloutSection:
     def control_config(self) -> ControlConfig | None:
         """How the strategy is chosen; None: it is always `strategy`."""
         return None if self.control is None else self.control.build(self.strategy)
-
-    def _spec(self) -> SpecConfig:
-        """`spec`, whose errors name settings as they are typed here."""
-        try:
-            return self.spec()
-        except SettingError as error:
-            raise ValueError(spelled(error, SAY)) from error
 
     def spec(self) -> SpecConfig:
         """How rollouts speculate.

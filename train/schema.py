@@ -11,11 +11,12 @@ from specjax.config.sampling import SEED_RANGE, is_seed
 from specjax.distributed import DistributedConfig
 from specjax.schema import Needs, at_least, option
 from specjax.sharding import MeshConfig
+from specjax.spelling import Say
 from train.data import DataConfig
 from train.draft import DraftConfig
 from train.grpo import GRPOConfig
 from train.optim import OptimConfig
-from train.rollout_schema import RolloutSection
+from train.rollout_schema import SAY, RolloutSection
 from train.rules import RL_RULES, SFT_RULES
 from train.spot import check_spot
 
@@ -239,6 +240,7 @@ class EvalSection:
 class RLConfig:
     """`python -m train.rl`: GRPO with speculative rollouts and an online-trained draft head."""
 
+    say: ClassVar[Say] = staticmethod(SAY)
     rules: ClassVar[tuple[Needs, ...]] = RL_RULES
 
     model: str = option("assets/sums", "Hugging Face directory or id of the policy (and head)")

@@ -130,11 +130,6 @@ class LLM:
                 lambda say: f"{say('max_batch')} must be at least 1, got {max_batch}"
             )
         self.drafting = settle_draft(spec, control, head is not None)
-        # Without a head it is news, for a user may have forgotten to name what should draft.
-        # Programs with a spelling of their own show the log, or say it themselves.
-        news = self.drafting.by_default and say is python
-        level = logging.WARNING if news else logging.INFO
-        log.log(level, "%s", self.drafting.described(say))
         spec, control = self.drafting.spec, self.drafting.control
         self.spec = None if spec is None or spec.is_off else spec
         # Fused weights, as unrolled layers have them, cannot be split over a mesh.
@@ -143,6 +138,11 @@ class LLM:
         source = None
         if self.spec is not None:
             cfg, source, head = load_source(cfg, self.spec, head, tokenizer, mesh)
+        # Without a head it is news, for a user may have forgotten to name what should draft.
+        # Programs with a spelling of their own show the log, or say it themselves.
+        news = self.drafting.by_default and say is python
+        level = logging.WARNING if news else logging.INFO
+        log.log(level, "%s", self.drafting.described(say))
         self.cfg, self.tokenizer, self.mesh = cfg, tokenizer, mesh
         self.generation = cfg.generation if generation is None else generation
         self.max_batch, self.max_stop_tokens = max_batch, max_stop_tokens

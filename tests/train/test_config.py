@@ -406,3 +406,28 @@ def test_seeds_that_fit_are_taken_as_they_are():
     cfg, _ = parse_config(RLConfig, taken, "train", "Trains.")
     seeds = cfg.seed, cfg.eval.seed, cfg.data.seed
     assert seeds == ((1 << 64) - 1, -(1 << 63), (1 << 32) - 1)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["model=d", "port=8001", "engine.max_batch=3", "speculation.strategies=[off, 2_1_3]"],
+        ["--model=d", "--port=8001", "--engine.max-batch=3",
+         "--speculation.strategies=[off,2_1_3]"],
+        ["--model", "d", "--port", "8001", "--engine.max_batch", "3", "--speculation.strategies",
+         "[off, 2_1_3]"],
+    ],
+)  # fmt: skip
+def test_the_server_takes_every_spelling(argv):
+    cfg = load_config(ServeConfig, [*argv, "speculation.controller=goodput"])
+    assert (cfg.model, cfg.port, cfg.engine.max_batch) == ("d", 8001, 3)
+    assert cfg.speculation.strategies == ["off", "2_1_3"]
+
+
+def test_templates_need_no_quotes_of_their_own():
+    cfg = load_config(RLConfig, [r"data.prompt_template={question}\nThink, then: #### n"])
+    assert cfg.data.prompt_template == "{question}\nThink, then: #### n"
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    assert load_config(
+        ServeConfig, ["--model", "d", "--chat-template", template]
+    ).chat_template == (template)

@@ -162,7 +162,10 @@ def test_a_source_that_cannot_draft_is_refused_with_the_remedy(
         ({"over_sample": 0.5}, "rollout.over_sample: expected a finite number of at least 1"),
         ({"over_sample": "inf"}, "rollout.over_sample: expected a finite number of at least 1"),
         ({"partial": "true"}, "raise over_sample, or set partial=false"),
-        ({"max_staleness": 0}, "rollout.max_staleness: expected at least 1, got 0"),
+        (
+            {"max_staleness": 0, "partial": "true", "over_sample": 2},
+            "rollout.max_staleness: expected at least 1, got 0",
+        ),
         ({"order": "lifo"}, "rollout.order: expected one of fifo, longest_first"),
         ({"chunk_tokens": 0}, "rollout.chunk_tokens must be at least 1"),
         ({"prefill_chunk": 8}, "rollout.prefill_chunk must be at least 16"),
@@ -171,7 +174,10 @@ def test_a_source_that_cannot_draft_is_refused_with_the_remedy(
         ({"control.controler": "bandit"}, "did you mean 'rollout.control.controller'?"),
         ({"control.controller": "best"}, "rollout.control.controller: expected one of goodput"),
         ({"control.strategies": "[wide]"}, "rollout.control: strategy 'wide' is not understood"),
-        ({"control.bandit": "{eps: 1}"}, "unknown setting 'eps' of bandit"),
+        (
+            {"control.controller": "bandit", "control.bandit": "{eps: 1}"},
+            "unknown setting 'eps' of bandit",
+        ),
         ({"control": "{}", "strategy": "off"}, "rollout.strategy=off says that there is no"),
         ({"control": "{}", "acceptance": "block"}, "rollout.acceptance=coupled, or"),
         (
