@@ -17,7 +17,7 @@ import json
 import sys
 import sysconfig
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -116,15 +116,19 @@ def typed_in(config: Any) -> frozenset[str]:
     return getattr(config, _TYPED, frozenset())
 
 
-def require_effect(config: Any) -> None:
-    """Applies the schema's rules once more, when more is known than on the command line.
+def require_effect(config: Any, given: Iterable[str] | None = None) -> None:
+    """Applies the schema's rules where no command line was read, or when more is known than there.
+
+    Args:
+        given: keys that were set; by default those of the command line. What equals its default
+            counts as not set.
 
     Raises:
-        ConfigError: a setting that was given on the command line turns out to change nothing.
+        ConfigError: one of them changes nothing.
     """
     schema = _Schema.of(type(config))
     values = dict(_flatten(dataclasses.asdict(config), schema.sections))
-    _complain(schema, values, typed_in(config))
+    _complain(schema, values, typed_in(config) if given is None else frozenset(given))
 
 
 def fingerprint(config: Any, ignore: Sequence[str] = ()) -> dict[str, Any]:

@@ -144,6 +144,8 @@ def test_a_flag_that_there_is_not_is_answered_with_the_nearest(argv, said, capsy
         ("set speculation.controller=goodput", "set --controller goodput"),
         ("model: expected a directory", "--model: expected a directory"),
         ("a model: 3", "a --model: 3"),
+        ("for speculation.strategies=[off, 2_1_3]; x", "for --strategies off,2_1_3; x"),
+        ("speculation.draft_model=/a/b changes", "--draft-model /a/b changes"),
         ("the search engine is off", "the search engine is off"),
     ],
 )
@@ -450,6 +452,10 @@ def test_compare_says_whether_every_token_is_plain_decodings(run, monkeypatch):
         (["a", "--strategy", "2x2", "--acceptance", "block"], "exact for chains only"),
         (["a", "--controller", "goodput", "--no-speculation"], "leave one of them out"),
         (["a", "--max-batch", "0"], "--max-batch: expected at least 1"),
+        (["a", "--strategies", "off,2_1_3"], "set --controller goodput"),
+        (["a", "--no-speculation", "--source", "ngram"], "--strategy off decodes plainly"),
+        (["a", "--source", "ngram", "--head", "random"], "--head random changes nothing"),
+        (["a", "--source", "ngram", "--draft-model", "d"], "choose one"),
     ],
 )
 def test_mistakes_in_the_arguments_end_with_status_2_and_a_message(arguments, said, capsys):

@@ -192,14 +192,17 @@ def as_flags(message: str) -> str:
     """A message about the server's settings, of which these arguments become some, in flags."""
 
     def flag(match: re.Match) -> str:
-        name = "--" + match["name"].replace("_", "-")
-        return f"{name} {match['value']}" if match["value"] else name
+        name, value = "--" + match["name"].replace("_", "-"), match["value"]
+        if value and value.startswith("["):
+            value = ",".join(part.strip() for part in value[1:-1].split(","))
+        return f"{name} {value}" if value else name
 
     return _SETTING.sub(flag, message)
 
 
 _SETTING = re.compile(
-    r"\b(?:(?:speculation|engine)\.|(?=(?:model|chat_template):))(?P<name>\w+)(?:=(?P<value>\w+))?"
+    r"\b(?:(?:speculation|engine)\.|(?=(?:model|chat_template):))(?P<name>\w+)"
+    r"(?:=(?P<value>\[[^\]]*\]|[^\s,;:)]+))?"
 )
 
 

@@ -32,6 +32,15 @@ if TYPE_CHECKING:  # they import jax
     from specjax.engine.request import Job, SampleOutput, Totals
 
 
+# Told to this command and to the server alike; one of them may leave another without effect.
+_BOTH = [
+    f"speculation.{name}"
+    for name in (
+        "strategy", "acceptance", "source", "head", "draft_model", "controller", "strategies",
+    )
+]  # fmt: skip
+
+
 class Asked(NamedTuple):
     """A prompt that the model can take: its token ids, its options, its samples."""
 
@@ -140,6 +149,7 @@ def _load(args: argparse.Namespace, samples: int) -> LLM:
     """The model, with no more slots than there are samples."""
     from serve.settings import EngineSection, ServeConfig, SpeculationSection, load_llm
     from specjax.checkpoint_format import CheckpointError
+    from specjax.command_line import require_effect
     from specjax.models.hf_config import UnsupportedModelError
 
     slots = min(args.max_batch, -(-max(1, samples) // max(1, args.replicas)))
@@ -169,6 +179,7 @@ def _load(args: argparse.Namespace, samples: int) -> LLM:
                 telemetry=False,
             ),
         )
+        require_effect(cfg, _BOTH)
         llm = load_llm(cfg)
     except (CheckpointError, UnsupportedModelError) as error:
         raise Failure(str(error)) from error
