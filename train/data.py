@@ -10,6 +10,7 @@ with them (`train.data_report`).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -275,9 +276,12 @@ def _read_table(path: str, stamp: Any, layout: Layout, duplicates: str) -> Table
             ) from error
         key = (question_of(example.prompt), example.answer)
         known = seen.setdefault(key, example)
-        repeated += known is not example
-        if known is example or duplicates == "keep":
-            examples.append((place, example))
+        if known is not example:
+            repeated += 1
+            if duplicates == "drop":
+                continue
+            example = dataclasses.replace(example, prompt=known.prompt)  # held once in memory
+        examples.append((place, example))
     if not examples:
         raise ValueError(f"{path}: the file is empty; expected one row per problem")
     return Table(examples, repeated)

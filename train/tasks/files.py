@@ -75,7 +75,7 @@ def _parquet(file, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         # Parquet is read from its end: what comes out of gzip would be unpacked again and again.
         zipped = isinstance(file.raw, gzip.GzipFile)
         table = pyarrow.parquet.ParquetFile(io.BytesIO(file.read()) if zipped else file)
-        for batch in table.iter_batches():
+        for batch in table.iter_batches(batch_size=1024):  # the first rows alone may be wanted
             for row in batch.to_pylist():
                 number += 1
                 yield f"{path}: row {number}", row
