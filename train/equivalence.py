@@ -130,9 +130,8 @@ def _same(gold: str, found: str) -> bool:
     mine, theirs = _relation(gold), _relation(found)
     if mine or theirs:
         return _same_relation(gold, found, mine, theirs)
-    if (_is_union(gold) or _is_union(found)) and (gold_set := _as_set(gold)) is not None:
-        found_set = _as_set(found)
-        return found_set is not None and _same_sets(gold_set, found_set)
+    if (_is_union(gold) or _is_union(found)) and (sets := _as_sets(gold, found)) is not None:
+        return _same_sets(*sets)
     numbers = read_quantity(gold), read_quantity(found)
     if numbers[0] and numbers[1]:
         return numbers[0].equals(numbers[1])
@@ -356,8 +355,7 @@ def _same_relation(gold: str, found: str, mine: list | None, theirs: list | None
         if _is_assignment(theirs):
             theirs = theirs[1:]
         return all(_equal(gold, part) for part, _ in theirs)  # `2+3=5` says 5, `x+1=5` does not
-    sets = _as_set(gold), _as_set(found)
-    if sets[0] is not None and sets[1] is not None:
+    if (sets := _as_sets(gold, found)) is not None:
         return _same_sets(*sets)
     if mine and theirs and len(mine) == len(theirs) == 2:
         return _same_equation(mine, theirs) or _same_formula(gold, found)
@@ -376,6 +374,24 @@ def _same_equation(mine: list, theirs: list) -> bool:
     one, other = sides[0] - sides[1], sides[2] - sides[3]
     ratio = sympy.simplify(one.doit() / other.doit())
     return bool(ratio.is_number and ratio.is_finite and not ratio.is_zero)
+
+
+def _as_sets(gold: str, found: str) -> tuple[Any, Any] | None:
+    """The sets that both describe; None: one describes none, or they are of different variables."""
+    names = _variables(gold), _variables(found)
+    if names[0] and names[1] and names[0] != names[1]:
+        return None
+    sets = _as_set(gold), _as_set(found)
+    return None if sets[0] is None or sets[1] is None else sets
+
+
+def _variables(text: str) -> set[str]:
+    """Names of the variables in the relations of a text."""
+    found = set()
+    for part, _ in _split(text, _COMMA):
+        for side, _ in _relation(part) or ():
+            found |= {symbol.name for symbol in getattr(_formula(side), "free_symbols", ())}
+    return found
 
 
 def _as_set(text: str) -> Any:
