@@ -12,18 +12,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from specjax.cache import KVCache, commit_rows
 from specjax.config.sampling import MAX_TOP_LOGPROBS
 from specjax.decode import shards
+from specjax.decode.tree import chain_bits
+from specjax.draft.source import after_of
 from specjax.models.transformer import Transformer
 
 LOGIT_ROWS = 64  # whose logits exist at once; one takes 0.6 MB where there are 150,000 tokens
 
 
+class Scratch(NamedTuple):
+    """What was read of some prompts so far.
+
+    Attributes:
+      cache: pages of these prompts alone; the first is nobody's.
+    """
+
+    cache: KVCache
+
+
 class Scores(NamedTuple):
     """What followed each position, and what else could have; N = min(20, V).
-
-    Entry i is about the token at i + 1, given those up to i; entries from the last token of a
-    prompt on mean nothing.
 
     Attributes:
       logprobs: of the token that followed. ranks: of it, 1 for the most likely token.
@@ -36,15 +46,30 @@ class Scores(NamedTuple):
     top_logprobs: Float[Array, "B S N"]
 
 
-def score(model: Transformer, tokens: Int[Array, "B S"], lengths: Int[Array, " B"]) -> Scores:
-    """Runs the model once over prompts that are padded on the right.
+def score(
+    model: Transformer,
+    scratch: Scratch,
+    tokens: Int[Array, "B N"],
+    start: Int[Array, " B"],
+    table: Int[Array, "B X"],
+) -> tuple[Scratch, Scores]:
+    """Reads S = N - 1 positions of each prompt, as `admit.prefill` does, and scores what follows.
 
     Logits are made for some positions at a time: those of all would take B S V numbers.
+
+    Args:
+      tokens: from `start` on, and the one after; what is beyond a prompt is arbitrary, and so are
+        its scores.
+      start: a multiple of S. table: the pages of each prompt.
     """
-    batch, width = tokens.shape
-    index = jnp.broadcast_to(jnp.arange(width), tokens.shape)
-    hidden = model.hidden(tokens, index, (index < lengths[:, None]).astype(jnp.int32))
-    following = jnp.roll(tokens, -1, axis=1)
+    batch, width = tokens.shape[0], tokens.shape[1] - 1
+    positions = start[:, None] + jnp.arange(width)
+    hidden, rows = model.decode(
+        tokens[:, :-1], positions, scratch.cache, start, chain_bits(width), table=table
+    )
+    run = math.gcd(width, jax.tree.leaves(scratch.cache)[0].shape[-2])  # within a page
+    kernel = model.cfg.attention
+    cache = commit_rows(scratch.cache, rows, start, after_of(hidden), table, run, kernel=kernel)
     piece = math.gcd(width, max(1, LOGIT_ROWS // batch))
 
     def one(piece):
@@ -59,5 +84,6 @@ def score(model: Transformer, tokens: Int[Array, "B S"], lengths: Int[Array, " B
     def pieces(x):
         return jnp.moveaxis(x.reshape(batch, width // piece, piece, *x.shape[2:]), 1, 0)
 
-    found = jax.lax.map(one, (pieces(hidden), pieces(following)))
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, width, *x.shape[3:]), found)
+    found = jax.lax.map(one, (pieces(hidden), pieces(tokens[:, 1:])))
+    found = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, width, *x.shape[3:]), found)
+    return Scratch(cache), found

@@ -6,7 +6,7 @@ nothing compiles behind the caller's back; `compilations` counts what was built.
     key                                    the program
     prefill, (rows, positions)             reads pieces of so many prompts
     place, count                           starts so many sequences
-    score, (rows, positions)               says how likely so many prompts are
+    score, (rows, positions), (rows, pages)   says how likely pieces of so many prompts are
     chunk, strategy, bucket, features      runs so many slots for a while
 """
 

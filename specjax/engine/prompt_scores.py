@@ -36,52 +36,77 @@ class Started(NamedTuple):
 
     Attributes:
       rows: of each prompt, its token ids, and its batch and row among `batches`.
+      batches: pieces of prompts that were read side by side, in order.
     """
 
     rows: list[tuple[Several[int], int, int]]
-    batches: list[Scores]
+    batches: list[list[Scores]]
 
 
 class PromptScorer:
     """Scores prompts with the weights that a runner holds at the time.
 
+    Prompts are read in pieces, as before they are sampled, into pages of their own that are dropped
+    afterwards.
+
     Args:
       runner: the device side of an engine; used only within `start` and `warm_up`.
       max_len: tokens of a prompt at most.
+
+    Attributes:
+      spans: lengths that prompts are padded to, one program each.
     """
 
     def __init__(self, runner: Runner, max_len: int):
         self._runner = runner
-        widths = [SHORTEST]
-        while widths[-1] < max_len:
-            widths.append(2 * widths[-1])
-        widths[-1] = max(16 * math.ceil(max_len / 16), 16)
-        self.widths = widths
+        self.spans = [SHORTEST]
+        while self.spans[-1] < max_len:
+            self.spans.append(2 * self.spans[-1])
+        self.spans[-1] = max_len
+        self.spans = [
+            self._width(span) * math.ceil(span / self._width(span)) for span in self.spans
+        ]
+
+    def _width(self, span: int) -> int:
+        """Positions that are read at a time of prompts of such a length."""
+        return min(self._runner.stride, 16 * math.ceil(span / 16))
 
     def warm_up(self) -> None:
         """Compiles every program; to be called where `start` may be."""
-        for width in self.widths:
-            self.start([[0] * min(width, self._runner.max_len)])
+        for span in self.spans:
+            self.start([[0] * min(span, self._runner.max_len)])
 
     def start(self, prompts: Several[Several[int]]) -> Started:
         """Asks the device for the scores of prompts; does not wait for it.
 
         Only the thread that steps the engine may call this, between two steps.
         """
-        rows, batches, by_width = [None] * len(prompts), [], {}
+        rows, batches, by_span = [None] * len(prompts), [], {}
         for index, prompt in enumerate(prompts):
-            width = next(width for width in self.widths if width >= len(prompt))
-            by_width.setdefault(width, []).append(index)
-        for width, indices in by_width.items():
-            count = max(1, TOKENS // width)
+            span = next(span for span in self.spans if span >= len(prompt))
+            by_span.setdefault(span, []).append(index)
+        for span, indices in by_span.items():
+            count = max(1, TOKENS // span)
             for at in range(0, len(indices), count):
-                tokens, lengths = np.zeros((count, width), np.int32), np.ones(count, np.int32)
-                for row, index in enumerate(indices[at : at + count]):
-                    prompt = prompts[index]
-                    tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-                    rows[index] = prompt, len(batches), row
-                batches.append(self._runner.score(tokens, lengths))
+                batch = indices[at : at + count]
+                for row, index in enumerate(batch):
+                    rows[index] = prompts[index], len(batches), row
+                batches.append(self._start_batch([prompts[i] for i in batch], count, span))
         return Started(rows, batches)
+
+    def _start_batch(self, prompts: Several[Several[int]], count: int, span: int) -> list[Scores]:
+        width, longest = self._width(span), max(map(len, prompts))
+        tokens = np.zeros((count, span + 1), np.int32)
+        for row, prompt in zip(tokens, prompts, strict=False):
+            row[: len(prompt)] = prompt
+        scratch, table = self._runner.empty_scratch(count, span)
+        pieces = []
+        for first in range(0, longest, width):
+            start = np.full(count, first, np.int32)
+            piece = tokens[:, first : first + width + 1]
+            scratch, scores = self._runner.score(scratch, piece, start, table)
+            pieces.append(scores)
+        return pieces
 
     def read(self, started: Started, top: int) -> list[PromptScores]:
         """Waits for the device; any thread may.
@@ -92,7 +117,10 @@ class PromptScorer:
         Raises:
           FloatingPointError: a log-probability is not a number.
         """
-        batches = [Scores(*map(np.asarray, batch)) for batch in started.batches]
+        batches = [
+            Scores(*(np.concatenate(parts, axis=1) for parts in zip(*pieces, strict=True)))
+            for pieces in started.batches
+        ]
         return [_scores_of(prompt, batches[at], row, top) for prompt, at, row in started.rows]
 
 

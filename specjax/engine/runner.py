@@ -13,16 +13,17 @@ import logging
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from specjax import sharding
-from specjax.cache import page_bytes
+from specjax.cache import empty_cache, page_bytes
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.decode.admit import Admission, Piece, Tails, empty_tails, place, prefill
 from specjax.decode.chunk import Result, Until, run_chunk
 from specjax.decode.options import Features
-from specjax.decode.score import Scores, score
+from specjax.decode.score import Scores, Scratch, score
 from specjax.decode.state import DecodeState, Lineup, Room, empty_state
 from specjax.draft.source import DraftSource
 from specjax.engine.agreement import agreement_of
@@ -326,19 +327,34 @@ class Runner:
         told = new._replace(tokens=None, options=None)  # many, and `words` stand for them
         self.state, self.mark = self._run(("place", len(new.slots)), program, inputs, (0,), told)
 
-    def score(self, tokens: np.ndarray, lengths: np.ndarray) -> Scores:
-        """How likely the policy finds prompts [R S]; one executable per shape."""
+    def empty_scratch(self, rows: int, span: int) -> tuple[Scratch, np.ndarray]:
+        """Pages for so many prompts of `span` positions each, and their table [R X]."""
+        each = pages_for(span, self.page_size)
+        cfg, count = self.cfg, 1 + rows * each
 
-        def program(params, tokens, lengths):
-            scores = score(self.model(params), tokens, lengths)
+        def make():
+            return Scratch(empty_cache(cfg, count, self.page_size, cfg.num_layers, cfg.scan_layers))
+
+        shapes = sharding.shapes(jax.eval_shape(make), self.mesh, sharding.state_shardings)
+        scratch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)
+        return scratch, 1 + np.arange(rows * each, dtype=np.int32).reshape(rows, each)
+
+    def score(
+        self, scratch: Scratch, tokens: np.ndarray, start: np.ndarray, table: np.ndarray
+    ) -> tuple[Scratch, Scores]:
+        """How likely the policy finds pieces of prompts; one executable per shape."""
+
+        def program(params, scratch, tokens, start, table):
+            scratch, scores = score(self.model(params), scratch, tokens, start, table)
             if self.mesh is not None:
                 scores = jax.lax.with_sharding_constraint(scores, sharding.replicated(self.mesh))
-            return (scores,)
+            return scratch, scores
 
-        inputs = (self.params, tokens, lengths)
-        [scores] = self._run(("score", tokens.shape), program, inputs, (), inputs[1:])
+        inputs = (self.params, scratch, tokens, start, table)
+        key = ("score", tokens.shape, table.shape)
+        scratch, scores = self._run(key, program, inputs, (1,), inputs[2:])
         self.mark = scores.ranks
-        return scores
+        return scratch, scores
 
     def chunk(
         self,

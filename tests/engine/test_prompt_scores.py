@@ -1,0 +1,84 @@
+"""Log-probabilities of prompts are those of a full forward, however prompts are put together."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny import tiny_config, tiny_model
+
+from specjax import LLM, EngineConfig
+from specjax.engine.prompt_scores import SHORTEST, PromptScorer
+from specjax.models.transformer import graphdef
+
+VOCAB, MAX_LEN = 64, 150
+CFG = tiny_config(VOCAB, eos_token_ids=(7,))
+LENGTHS = (1, 2, 40, SHORTEST, SHORTEST + 1, 9, 128, MAX_LEN, 3, 5, 6)
+
+
+@pytest.fixture(scope="module")
+def weights():
+    _, params, _ = tiny_model(CFG, 3)
+    return params
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, VOCAB, size=length).tolist() for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def expected(weights, prompts):
+    """Of each prompt, log-probabilities [S V] of what follows each position."""
+    model = nnx.merge(graphdef(CFG), weights)
+    forward = jax.jit(lambda tokens: model.logits(model.prefill(tokens, _lengths(tokens))[0]))
+    return [np.asarray(jax.nn.log_softmax(forward(jnp.asarray([p]))[0])) for p in prompts]
+
+
+def _lengths(tokens):
+    return jnp.full(tokens.shape[:1], tokens.shape[1])
+
+
+def scorer_of(weights, **options):
+    engine = EngineConfig(prefill_chunk=48, page_size=32)  # pieces that cross pages
+    llm = LLM((CFG, weights, None), None, max_batch=2, max_len=MAX_LEN, engine=engine, **options)
+    return PromptScorer(llm.engine.runner, llm.max_len)
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"replicas": 2}, {"scan_layers": True}])
+def test_scores_are_those_of_a_full_forward(weights, prompts, expected, options):
+    scorer = scorer_of(weights, **options)
+    found = scorer.read(scorer.start(prompts), top=3)
+    for prompt, right, scores in zip(prompts, expected, found, strict=True):
+        assert scores.logprobs[0] is scores.ranks[0] is scores.top[0] is None
+        assert len(scores.logprobs) == len(scores.ranks) == len(scores.top) == len(prompt)
+        rows = np.arange(len(prompt) - 1)
+        values = right[rows, prompt[1:]]
+        np.testing.assert_allclose(np.array(scores.logprobs[1:], float), values, atol=2e-5)
+        for i, (rank, top) in enumerate(zip(scores.ranks[1:], scores.top[1:], strict=True)):
+            token = prompt[i + 1]
+            assert (right[i] > values[i] + 1e-5).sum() < rank <= (right[i] > values[i] - 1e-5).sum()
+            assert top[token] == scores.logprobs[i + 1]
+            best = list(top.values())[:3]
+            np.testing.assert_allclose(best, np.sort(right[i])[::-1][:3], atol=2e-5)
+            assert len(top) == 3 + (token not in list(top)[:3])
+
+
+def test_a_length_is_compiled_once_and_ahead(weights, prompts):
+    scorer = scorer_of(weights)
+    assert scorer.spans == [96, 144, 192], "about powers of two, in pieces of 48 tokens"
+    scorer.warm_up()
+    built = scorer._runner.compilations
+    assert built == len(scorer.spans)
+    scorer.start(prompts), scorer.start(prompts[:1]), scorer.start(prompts * 3)
+    assert scorer._runner.compilations == built
+    assert PromptScorer(scorer._runner, 40).spans == [48]
+
+
+def test_what_is_no_number_is_no_score(weights, prompts):
+    broken = jax.tree.map(lambda x: x * float("nan"), weights)
+    scorer = scorer_of(broken)
+    with pytest.raises(FloatingPointError, match="not a number"):
+        scorer.read(scorer.start(prompts[2:3]), top=1)
+    assert scorer.read(scorer.start(prompts[:1]), top=1)[0].logprobs == [None]
