@@ -5,9 +5,8 @@
     python tests/serve/lm_eval_recording.py record DIR http://127.0.0.1:8765
 
 The first writes checkpoint and task. The last needs an environment with torch, transformers, and
-lm-eval 0.4.13 with its `api` and `hf` extras. It
-fails where the two backends differ, and writes lm_eval_recording.json beside this file, which
-test_lm_eval.py replays without any of these.
+lm-eval 0.4.13 with its `api` and `hf` extras. It fails where the two backends differ, and writes
+lm_eval_recording.json beside this file, which test_lm_eval.py replays without any of these.
 """
 
 from __future__ import annotations
