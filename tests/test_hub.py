@@ -27,6 +27,8 @@ GOLDEN = Path(__file__).resolve().parent / "golden" / "qwen3"
 COMMIT, OTHER = "a" * 40, "b" * 40
 OFF = SpecConfig(strategy="off")
 
+pytestmark = pytest.mark.usefixtures("logging_as_it_was")  # `specjax serve` sets it up
+
 
 def fill_cache(home: Path, name: str, source: Path, commit: str = COMMIT, refs=("main",)) -> Path:
     """A model in a local cache as downloads leave it there: blobs, links to them, and refs."""
