@@ -61,6 +61,8 @@ def raise_problems(source: object, problems: list[str]) -> None:
 
     Of very many, as of a wrong number of layers, the first say what is wrong.
     """
+    if len(problems) == 1:
+        raise CheckpointWeightError(f"{source} does not fit the model config: {problems[0]}")
     if problems:
         shown = problems[:_MOST_PROBLEMS]
         if len(problems) > len(shown):

@@ -401,6 +401,15 @@ def test_a_head_without_an_embedding_is_both(folder):
     assert_same(after[1], before[1])
 
 
+def test_a_single_weight_that_does_not_fit_is_one_line(folder, edit_json):
+    path = folder("qwen3")
+    edit_json(path / "config.json", vocab_size=65)
+    with pytest.raises(hf.CheckpointWeightError) as caught:
+        hf.load_checkpoint(path)
+    assert "embed_tokens.weight, expected [65, 32], got [64, 32]" in str(caught.value)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_a_report_of_very_many_weights_ends(folder, edit_json):
     path = folder("llama")
     edit_json(path / "config.json", num_hidden_layers=500)
