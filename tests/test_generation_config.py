@@ -247,7 +247,8 @@ def test_training_does_not_take_them_says_so_and_exports_them(checkpoint, tmp_pa
     assert "\n" not in line
     other = rl.about_generation(cfg(path, rollout__temperature=0.8), model)
     assert "rollout.temperature=0.8" in other
-    assert rl.about_generation(cfg(path), hf.read_config(checkpoint("plain"))) is None
+    for name, keys in (("plain", {}), ("sampled", {"do_sample": True})):
+        assert rl.about_generation(cfg(path), hf.read_config(checkpoint(name, **keys))) is None
 
 
 def test_a_run_says_so_once(checkpoint, tmp_path, capsys):

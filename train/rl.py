@@ -132,9 +132,10 @@ def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None) -> P
 
 def about_generation(cfg: RLConfig, model: ModelConfig) -> str | None:
     """What to say of a checkpoint that asks to be sampled in a way of its own, if it does."""
-    if not model.generation:
+    asked = [(key, value) for key, value in model.generation if (key, value) != ("do_sample", True)]
+    if not asked:
         return None
-    values = ", ".join(f"{name}={value}" for name, value in model.generation)
+    values = ", ".join(f"{key}={value}" for key, value in asked)
     return (
         f"rollouts sample at rollout.temperature={cfg.rollout.temperature}, top_p=1, and not as "
         f"generation_config.json asks ({values}): the policy is trained on what it samples itself"
