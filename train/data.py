@@ -150,6 +150,10 @@ def fill_template(template: str, question: str) -> str:
         ) from error
 
 
+class EmptySplitError(ValueError):
+    """A split has no rows."""
+
+
 # --- problems and demonstrations -----------------------------------------------------------------
 
 
@@ -314,7 +318,10 @@ def _examples(cfg: DataConfig, layout: Layout, split: str) -> list[tuple[str, Ex
     if split == "heldout":
         found = found[: cfg.heldout_size]
     if not found:
-        raise ValueError(f"{cfg.path}: no question is left for the split {split!r}; add more rows")
+        raise EmptySplitError(
+            f"{cfg.path}: no question is left for the split {split!r}; add more rows, or set "
+            "data.heldout_path"
+        )
     return found
 
 

@@ -37,11 +37,21 @@ def read_inputs(cfg: RLConfig, tokenizer) -> Inputs:
     name = data.default_reward(cfg.data) if cfg.reward == "auto" else cfg.reward
     scorer = Scorer(name)
     problems = data.problems(cfg.data, "train", prompts.chat)
-    heldout = data.problems(cfg.data, "heldout", prompts.chat) if cfg.eval.problems else []
     scorer.check(problems[0])
     notes = [about_data(cfg.data, prompts.chat, cfg.model, name)]
-    if over := prompts.about_lengths(problems):
-        notes.append(f"WARNING: {over}")
+    heldout = []
+    if cfg.eval.problems:
+        try:
+            heldout = data.problems(cfg.data, "heldout", prompts.chat)[: cfg.eval.problems]
+        except data.EmptySplitError as error:
+            notes.append(f"WARNING: nothing is evaluated: {error}")
+            cfg.eval.problems = 0
+    for rows, what in ((problems, "prompts"), (heldout, "held-out prompts")):
+        if rows and (over := prompts.about_lengths(rows, what)):
+            notes.append(f"WARNING: {over}")
+    held, of = check_gold(scorer, heldout)
+    if held:
+        notes.append(f"WARNING: held out: {about_gold(scorer, held, of)}")
     found, looked_at = check_gold(scorer, problems)
     if found:
         said = about_gold(scorer, found, looked_at)

@@ -77,8 +77,9 @@ class Prompts:
             "drop or truncate"
         )
 
-    def about_lengths(self, problems: Sequence[Problem]) -> str | None:
-        """What to say before a run begins of prompts that are too long; None: none are.
+    def about_lengths(self, problems: Sequence[Problem], what: str = "prompts") -> str | None:
+        """What to say before a run begins of prompts that are too long; None: none are. `what`
+        names them.
 
         Raises:
           ValueError: some are and that is an error, or all are and would be dropped.
@@ -96,12 +97,12 @@ class Prompts:
         dropped = self.cfg.overlong_prompts == "drop"
         if dropped and len(over) == len(rows):
             raise ValueError(
-                f"all {len(rows)} prompts looked at are longer than rollout.max_prompt_tokens="
+                f"all {len(rows)} {what} looked at are longer than rollout.max_prompt_tokens="
                 f"{self.longest} (the shortest has {min(sizes)} tokens); raise it"
             )
-        what = "dropped" if dropped else f"cut to their last {self.longest}"
+        done = "dropped" if dropped else f"cut to their last {self.longest}"
         return (
-            f"{len(over)} of {len(rows)} prompts looked at have more tokens than "
-            f"rollout.max_prompt_tokens={self.longest} (the longest {max(sizes)}) and are {what} "
+            f"{len(over)} of {len(rows)} {what} looked at have more tokens than "
+            f"rollout.max_prompt_tokens={self.longest} (the longest {max(sizes)}) and are {done} "
             f"(data.overlong_prompts={self.cfg.overlong_prompts})"
         )

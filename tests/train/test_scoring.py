@@ -15,7 +15,7 @@ import tiny_run
 from train import rl
 from train.log import read_metrics
 from train.scoring import Score, Scorer, as_number, check_gold, evenly, unwinnable
-from train.tasks.layout import Problem
+from train.tasks.layout import Problem, split_of
 
 # --- one reward ----------------------------------------------------------------------------------
 
@@ -315,3 +315,31 @@ def test_prompts_that_are_too_long_are_counted_and_dropped_cut_or_refused(
     changes = {**common, "rollout.max_prompt_tokens": 3}
     said = failure(capsys, thin_policy, tmp_path / "all", **changes)
     assert re.search(r"all \d+ prompts looked at are longer .* shortest has 6 tokens", said)
+
+
+def test_a_file_too_small_to_hold_anything_out_is_trained_on_all_the_same(
+    thin_policy, tmp_path, capsys
+):
+    path = tmp_path / "rows.jsonl"
+    lines = [{"prompt": f"{i}?", "answer": i} for i in range(20)]
+    lines = [line for line in lines if split_of(line["prompt"]) == "train"][:3]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    changes = settings(path, reward="tiny_run:coin", **{"eval.problems": 8})
+    steps = run(thin_policy, tmp_path / "run", **changes)
+    assert len(steps) == 2 and all("eval/reward" not in r for r in steps)
+    said = capsys.readouterr().out
+    assert "WARNING: nothing is evaluated: " in said and "data.heldout_path" in said
+
+
+def test_held_out_rows_are_looked_at_too(thin_policy, tmp_path, capsys):
+    held = rows(tmp_path / "held.jsonl", count=6, answer="Paris")
+    held.write_text(held.read_text().replace("1+1=", "1+1+1+1+1+1+1+1="))
+    common = {"data.heldout_path": held, "reward": "number", "eval.problems": 6, "steps": 1}
+    changes = settings(rows(tmp_path / "rows.jsonl", count=9), **common)
+    changes["data.path"].write_text(changes["data.path"].read_text().replace("+1=", "+2="))
+    run(thin_policy, tmp_path / "run", **changes)
+    said = capsys.readouterr().out
+    assert "WARNING: 1 of 6 held-out prompts looked at have more tokens" in said
+    assert "WARNING: held out: 6 of 6 gold answers looked at cannot be won" in said
+    record = read_metrics(tmp_path / "run")[0]
+    assert record["eval/problems"] == 5 and record["eval/prompts_overlong"] == 1

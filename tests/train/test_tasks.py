@@ -8,9 +8,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from train import data, data_report
+from specjax.command_line import parse_config
+from train import data, data_report, sft
 from train.data import DataConfig, demonstrations, encode_prompt, problems
 from train.prompts import Prompts
+from train.schema import SFTConfig
 from train.tasks import LAYOUTS, recognise
 from train.tasks.layout import Example, Layout
 
@@ -379,6 +381,21 @@ def test_a_template_for_text_is_refused_where_prompts_are_conversations(tmp_path
     cfg = config(tmp_path / "rows.jsonl", [ROWS["DAPO"][0]], prompt_template="Q: {question}")
     with pytest.raises(ValueError, match="data.prompt_template is for prompts that are text"):
         problems(cfg, "train")
+
+
+@pytest.mark.parametrize("name", ["messages", "gsm8k", "TRL with messages"])
+def test_demonstrations_are_packed_with_the_same_prompts(tmp_path, chat_policy, chatty, name):
+    cfg = config(tmp_path / "rows.jsonl", [ROWS[name][0]])
+    argv = [f"data.{key}={getattr(cfg, key)}" for key in ("path", "heldout_path")]
+    argv += [f"init={chat_policy}", "packing.row_length=128", "packing.rows=1"]
+    stream = sft.PackedDemonstrations(parse_config(SFTConfig, argv)[0], chatty)
+    batch = stream.next_update()[0]
+    (problem,) = problems(cfg, "train", True)
+    ids = Prompts(chatty, cfg).ids(problem)
+    assert batch["tokens"][0, : len(ids)].tolist() == ids
+    taught = batch["tokens"][0][(batch["loss_mask"][0] > 0) & (batch["segment_ids"][0] == 1)]
+    said = demonstrations(cfg, "train", True)[0].response + chatty.eos_token
+    assert chatty.decode(taught) == said
 
 
 # --- python -m train.data ------------------------------------------------------------------------
