@@ -78,7 +78,9 @@ def _marked(text: str) -> str | None:
     """After the last `####`: on its line, or alone on the next one; None for a heading."""
     _, mark, rest = text.rpartition(ANSWER_MARK)
     lines = [line.strip() for line in rest.splitlines() if line.strip()]
-    return lines[0] if mark and len(lines) == 1 else None
+    if not mark or len(lines) != 1:
+        return None
+    return _stated(lines[0]) or lines[0]  # `#### The answer is 5`
 
 
 def _stated(text: str) -> str | None:

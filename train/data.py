@@ -415,11 +415,11 @@ def encode_prompt(
     """Token ids of a prompt: the same in training, in rollouts, and for whoever generates.
 
     Args:
-      chat, template_kwargs: see `prompt_text`, which says what is raised.
+      chat, template_kwargs: see `prompt_text`, which says what is raised. A chat template writes
+        all special tokens itself.
     """
     if isinstance(prompt, str) and not chat:
         return prompt_ids(tokenizer, prompt)
-    # The template has written the special tokens; the tokenizer must not add them again.
     text = prompt_text(tokenizer, prompt, chat, template_kwargs)
     return list(tokenizer.encode(text, add_special_tokens=False))
 

@@ -45,6 +45,8 @@ def test_the_answer_is_the_line_after_the_last_mark(text, answer):
         ("work\n####\n12\n", "12"),
         ("#### Step 1\nwork\n#### 12", "12"),
         ("#### 12\nwork goes on", None),
+        ("work\n#### The answer is $12$.", "12"),
+        ("work\n#### **Answer:** 12", "12"),
         ("#### Step 1\nthe answer is 9", "9"),
         # else after "answer is"
         ("The answer is 5. I checked it.", "5"),
