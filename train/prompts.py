@@ -98,7 +98,8 @@ class Prompts:
         if dropped and len(over) == len(rows):
             raise ValueError(
                 f"all {len(rows)} {what} looked at are longer than rollout.max_prompt_tokens="
-                f"{self.longest} (the shortest has {min(sizes)} tokens); raise it"
+                f"{self.longest} (they have {min(sizes)} to {max(sizes)} tokens); raise it, and "
+                "packing.row_length with it"
             )
         done = "dropped" if dropped else f"cut to their last {self.longest}"
         return (

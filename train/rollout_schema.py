@@ -103,7 +103,9 @@ class RolloutSection:
     )
     temperature: float = option(1.0, "sampling temperature")
     max_tokens: int = option(160, "response tokens at most")
-    max_prompt_tokens: int = option(64, "prompts that are longer are passed over")
+    max_prompt_tokens: int = option(
+        64, "prompt tokens at most; data.overlong_prompts says what becomes of longer prompts"
+    )
     max_batch: int = option(32, "slots that run at once, on each replica")
     replicas: int = option(
         1, "engines that share the samples, each with devices, weights and caches of its own"

@@ -3,6 +3,9 @@
 import gzip
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -404,6 +407,20 @@ def test_demonstrations_are_packed_with_the_same_prompts(tmp_path, chat_policy, 
 def show(capsys, *argv) -> str:
     data_report.main([str(a) for a in argv])
     return capsys.readouterr().out
+
+
+def test_the_report_is_a_program_that_may_be_cut_short(tmp_path, chat_policy):
+    (tmp_path / "rows.jsonl").write_bytes(lines([{"prompt": "a" * 4000, "answer": 1}] * 60))
+    command = [sys.executable, "-m", "train.data", tmp_path / "rows.jsonl", "--model", chat_policy]
+    with subprocess.Popen(
+        [*command, "--rows=60"],
+        cwd=Path(data.__file__).parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert b"60 rows read as prompt" in process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(120) == 0 and process.stderr.read() == b""
 
 
 def test_the_report_shows_rows_as_the_model_sees_them(tmp_path, capsys, chat_policy, thin_policy):
