@@ -60,7 +60,8 @@ def test_rollouts_without_a_tail_are_said_to_show_nothing():
 )
 def test_settings_that_show_nothing_are_refused(capsys, tmp_path, changes, expected):
     with pytest.raises(SystemExit):
-        spot.main(tiny_run.arguments(tmp_path, tmp_path, steps=4, **changes))
+        argv = tiny_run.arguments(tmp_path, tmp_path, steps=4)
+        spot.main([*argv, *(f"{key}={value}" for key, value in changes.items())])
     assert expected in capsys.readouterr().err
 
 
