@@ -197,7 +197,8 @@ _KNOWN_UNITS = {
         "mi": "mile", "mg": "milligram", "g": "gram", "kg": "kilogram", "lb": "pound",
         "oz": "ounce", "ml": "milliliter millilitre", "l": "liter litre", "s": "sec second",
         "min": "minute",
-        "h": "hr hour", "day": "", "week": "", "month": "", "year": "yr", "mph": "", "kmh": "km/h",
+        "h": "hr hour", "day": "", "week": "", "month": "", "year": "yr", "mph": "",
+        "kmh": "kph",
         "dollar": "usd", "cent": "", "degree": "deg", "radian": "rad", "unit": "",
     }.items()
     for alias in (name, *aliases.split())
@@ -205,8 +206,17 @@ _KNOWN_UNITS = {
 
 
 def known_unit(unit: str) -> str | None:
-    """The one name of a unit of measurement with many (`centimeters`, `cm`); None: not known."""
-    words = unit.lower().replace(".", "").split()
+    """The one name of a unit of measurement with many (`centimeters`, `cm`, `miles per hour`);
+    None: not known."""
+    unit = unit.lower().replace(".", "")
+    parts = [_known_unit(part.split()) for part in re.split(r"\s+per\s+|\s*/\s*", unit)]
+    if not all(parts):
+        return None
+    name = "/".join(parts)
+    return {"mi/h": "mph", "km/h": "kmh"}.get(name, name)
+
+
+def _known_unit(words: list[str]) -> str | None:
     power = ""
     if words and words[-1] in ("^2", "^3"):
         power = words.pop()
@@ -267,12 +277,13 @@ def read_quantity(text: str) -> Quantity | None:
     `\\frac{1}{2}`, `3 1/2`, `3\\frac{1}{2}`, `2.5e3`, `3 \\times 10^8`, `0.\\overline{3}`,
     `5 apples`, `5\\text{ cm}^2`, `90^\\circ`; None if it is anything else."""
     text = without_thousands(_stripped(text))
+    currency = "dollar" if _DOLLARS.match(text) else ""
     text = re.sub(r"\\?[$€£]", " ", text).strip()
     percent = _PERCENT.search(text)
     if percent and percent.start():
         text = text[: percent.start()]
         return _number(text, percent=True)
-    if (found := _number(text)) is not None:
+    if (found := _number(text, unit=currency)) is not None:
         return found
     value, unit = split_unit(text)
     found = _number(value, unit=unit) if unit else None
@@ -280,6 +291,9 @@ def read_quantity(text: str) -> Quantity | None:
     if found is not None and scale in _SCALES:
         found = replace(found, value=found.value * _SCALES[scale], decimals=None, unit=rest)
     return found
+
+
+_DOLLARS = re.compile(r"[-+]?\s*\\?\$[^$]*$")
 
 
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"))

@@ -136,7 +136,9 @@ def _same(gold: str, found: str) -> bool:
     if numbers[0] and numbers[1]:
         return numbers[0].equals(numbers[1])
     if _is_text(gold) or _is_text(found):
-        return _words(gold) == _words(found)
+        listed = _list(gold), _list(found)
+        both = listed[0] is not None and listed[1] is not None
+        return _words(gold) == _words(found) or (both and _matches(*listed))
     if (choice := _CHOICE.fullmatch(_bare(gold))) and _is_choice(gold, found):
         other = _CHOICE.fullmatch(_bare(found))
         return other is not None and other[1] == choice[1]
@@ -314,7 +316,8 @@ def _is_text(text: str) -> bool:
 
 
 def _words(text: str) -> list[str]:
-    return re.findall(r"[\w']+", _bare(text).casefold().replace(".", ""))
+    words = re.findall(r"[\w']+", _bare(text).casefold().replace(".", ""))
+    return [word for word in words if word != "and"]
 
 
 def _is_choice(gold: str, found: str) -> bool:

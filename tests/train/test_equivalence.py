@@ -92,6 +92,9 @@ RIGHT = [
     (r"3\sqrt{5}+1", r"1+3\sqrt5"), ("100", "10^2"), ("1", "1.0"), (r"\boxed{5}", "5"),
     (r"(0,\infty)", r"(0,+\infty)"), (r"\left[0,\frac{\pi}{2}\right)", r"[0,\pi/2)"),
     ("1/3", "0.3333333"),
+    ("12 m/s", "12 meters per second"), ("60 mph", "60 miles per hour"), ("12 m/s", "12"),
+    (r"\$3", "3 dollars"), ("$3", "3"), ("red, blue", "blue and red"), ("5", "5 miles per hour"),
+    ("2 hours 30 minutes", "2 hours and 30 minutes"), ("(1,2)", "x=1, y=2"), ("1.5", r"1\frac12"),
 ]  # fmt: skip
 
 WRONG = [
@@ -135,6 +138,8 @@ WRONG = [
     (r"\frac{22}{7}", r"\pi"), (r"\begin{pmatrix} 1 & 0 \\ 0 & 1 \end{pmatrix}", "1"),
     (r"\begin{pmatrix} 1 \\ 2 \\ 3 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 3 \\ 2 \end{pmatrix}"),
     ("f(x)=2x+1", "f(x)=2x+2"), ("5", "five"), ("2", "2.0000001"), ("-1", "1"), ("[0,1]", "(0,1)"),
+    ("12 m/s", "12 km/h"), (r"\$3", "3 cents"), ("red, blue", "red"), ("5", "5 or 6"),
+    ("5", "x=5, x=6"), ("x^2=4", "x=2"), (r"\pm 2", "2"), ("ABC", "CAB"), ("1.5", "11/2"),
 ]  # fmt: skip
 
 
