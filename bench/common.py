@@ -106,7 +106,7 @@ def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="assets/sums", help="Hugging Face directory of the policy (and head)")
     add("--task", default="sums", choices=data.TASKS, help="where the prompts come from")
-    add("--data", metavar="JSONL", help="question/answer lines, for --task gsm8k")
+    add("--data", metavar="FILE", help="file of rows, for tasks that are not generated")
     add("--max_prompt_tokens", type=int, default=64, help="longer prompts are passed over")
 
 

@@ -328,7 +328,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("what", choices=("load", "throughput"))
     add("--model", default="assets/sums", help="Hugging Face directory of policy and head")
     add("--task", default="sums", choices=data.TASKS, help="where the prompts come from")
-    add("--data", metavar="JSONL", help="question/answer lines, for --task gsm8k")
+    add("--data", metavar="FILE", help="file of rows, for tasks that are not generated")
     add("--prompts", type=int, help="different ones; default: 64 for load, all for throughput")
     add("--requests", type=int, help="default: 2000 for load, 256 for throughput")
     add("--clients", type=int, help="at once; default: 64 for load, 32 for throughput")

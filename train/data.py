@@ -36,6 +36,8 @@ from train.tasks.layout import (
     split_of,
 )
 
+TASKS = ("auto", sums.NAME, *tasks.NAMES)
+
 PAD_TOKEN, EOS_TOKEN = "<|pad|>", "<|eos|>"
 
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
@@ -92,10 +94,9 @@ class DataConfig:
     impatience: float = 0.3
 
     def __post_init__(self) -> None:
-        named = ("auto", sums.NAME, *tasks.NAMES)
-        if self.task not in named and ":" not in self.task:
+        if self.task not in TASKS and ":" not in self.task:
             raise ValueError(
-                f"data.task must be one of {', '.join(named)}, or module:attribute for a layout of "
+                f"data.task must be one of {', '.join(TASKS)}, or module:attribute for a layout of "
                 f"your own, got {self.task!r}"
             )
         for name, choices in _CHOICES.items():
