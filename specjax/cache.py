@@ -6,9 +6,10 @@ the contiguous cache is the case of one page per sequence. Page 0 of a pool that
 is nobody's: what is written for positions without a page lands there or nowhere, and is never read.
 
 A forward pass reads the cache and returns the new rows as scratch; `commit_rows` writes them once,
-to consecutive positions. Rows past the accepted ones may be written as well: they lie at or after
-the next root, and later commits write over them before any prefix reaches so far. Sequences may
-share pages as long as nobody writes to them; who has to write gets a copy first (`copy_pages`).
+to consecutive positions. Values are always finite (`with_marked_keys`). Rows past the accepted ones
+may be written as well: they lie at or after the next root, and later commits write over them before
+any prefix reaches so far. Sequences may share pages as long as nobody writes to them; who has to
+write gets a copy first (`copy_pages`).
 """
 
 from __future__ import annotations

@@ -284,8 +284,7 @@ class Runner:
         return any(x.is_deleted() for x in jax.tree.leaves((self.state, self.tails)))
 
     def reset(self) -> None:
-        """An empty state, zeroed: masked rows of an old cache count for nothing as long as they
-        are finite, and those of weights that went to NaN are not."""
+        """An empty state, zeroed."""
         self.state = self.tails = None
         self.state, self.tails = self._empty()
 

@@ -7,7 +7,8 @@ the keys, which another warpgroup copies from the pages, block by block, a few b
 first split of a slot attends to the tree's own keys under the ancestor words as well; to the others
 these are masked, which costs one block each and keeps the program without branches.
 
-What lies in a page behind a prefix must be finite, as for the reference.
+The values that lie in a page behind a prefix must be finite, as for the reference: they are, by
+`specjax.cache.with_marked_keys`.
 """
 
 from __future__ import annotations
