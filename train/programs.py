@@ -68,6 +68,8 @@ def settle_drafting(cfg: RLConfig, has_head: bool) -> str:
     """
     roll, mode = cfg.rollout, cfg.draft.mode
     if not drafts(cfg):
+        if roll.source == "auto":  # whether a run drafts is one setting of a checkpoint's, not two
+            roll.source = "head" if has_head else "ngram"
         return f"draft: none, for draft.mode={mode} and rollout.strategy={roll.strategy}"
     asked = roll.control_config()
     # TIS weighs by log-probabilities whose last bits depend on the strategy.
