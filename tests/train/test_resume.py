@@ -140,7 +140,7 @@ def test_resuming_with_other_settings_names_them(thin_policy, reference):
     before = (reference / "metrics.jsonl").read_bytes()
     for changes, name in (
         ({"optim.lr": 1e-4}, "optim"),
-        ({"draft.mode": "none"}, "draft"),
+        ({"draft.mode": "frozen"}, "draft"),
         ({"rollout.n": 2}, "rollout"),
     ):
         argv = tiny_run.arguments(thin_policy, reference, **{**CHANGES, **changes}, steps=7)
