@@ -20,9 +20,12 @@ _TOKEN = re.compile(
     r"|(?P<escaped>\\.)|(?P<open>\{)|(?P<close>\})",
     re.DOTALL,
 )
-_STATED = re.compile(r"\banswer(?:\s+is\b|\s*\**\s*:)[\s:*=]*", re.IGNORECASE)
-_MATH_IN_TEXT = re.compile(r"\$\$(.+?)\$\$|\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
-_SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
+_STATED = re.compile(r"\banswer(?:\s{1,20}is\b|[\s*]{0,20}:)[\s:*=]*", re.IGNORECASE)  # linear
+# A formula in a text, or the end of what a sentence says, where a remark may follow.
+_MATH_OR_END = re.compile(
+    r"\$\$([^$]+)\$\$|\$([^$\n]+)(?<!\\)\$(?!\d)|\\\((.+?)\\\)|\\\[((?s:.)+?)\\\]"
+    r"|(?P<end>[.!?](?=\s|$|\*)|\n|,\s+(?:which|since|because|as|so|hence)\b)"
+)
 
 
 def last_line_answer(text: str) -> str | None:
@@ -63,8 +66,8 @@ def boxed(text: str) -> str | None:
 def final_answer(completion: str) -> str | None:
     """The answer of a completion by the rule in the module's docstring, stripped; None: no answer.
 
-    The text after "answer is" ends with its sentence; where a formula stands in it (`$...$`,
-    `\\(...\\)`), the answer is the formula.
+    The text after "answer is" ends with its sentence; where one formula ends it (`$...$`,
+    `\\(...\\)`), the answer is the formula, and of several all that is said.
     """
     found = boxed(completion)
     if found is None:
@@ -88,13 +91,18 @@ def _stated(text: str) -> str | None:
     if not places:
         return None
     rest = text[places[-1].end() :].lstrip()[: 2 * LONGEST]
-    end = _SENTENCE_END.search(rest)
-    sentence = rest[: end.start()] if end else rest
-    formula = _MATH_IN_TEXT.search(rest)
-    if formula and formula.start() < len(sentence):
-        before = rest[: formula.start()].strip(" *")
-        if not re.search(r"\d", before):  # the formula is the answer, not a part of it
-            return next(group for group in formula.groups() if group is not None).strip()
+    formulas, end = [], len(rest)
+    for piece in _MATH_OR_END.finditer(rest):
+        if piece["end"] is not None:
+            end = piece.start()
+            break
+        formulas.append(piece)
+    sentence = rest[:end]
+    if formulas and not re.search(r"\d", rest[: formulas[0].start()]):
+        # Else the formula is a part of the answer; so is what follows it.
+        sentence = sentence[formulas[0].start() :]
+        if not sentence[len(formulas[0][0]) :].strip(" *.,;:"):
+            return next(g for g in formulas[0].groups() if g is not None).strip()
     return sentence.strip().strip("*").strip()
 
 
@@ -103,6 +111,7 @@ def gold_answer(answer: str) -> str:
     found = boxed(answer)
     if found is None:
         found = last_line_answer(answer)
+        found = found and (_stated(found) or found)
     return answer.strip() if found is None else found
 
 
@@ -115,7 +124,8 @@ class Quantity:
 
     Attributes:
       value: exactly. decimals: digits after the point; None: it was written as a fraction, whole.
-      percent: a percent sign followed. unit: the word that followed, in lower case; "" without.
+      percent: a percent sign followed. unit: the words that followed, or the name of a currency
+        ("dollar", "euro", "gbp") for its sign; "" without.
     """
 
     value: Fraction
@@ -124,29 +134,45 @@ class Quantity:
     unit: str = ""
 
     def equals(self, other: Quantity) -> bool:
-        """Whether both are the same number, one of them perhaps correctly rounded to six decimals
-        or more. `50%` is both 50 and 1/2. Units do not count, unless both are known and differ."""
-        mine, theirs = known_unit(self.unit), known_unit(other.unit)
-        if mine and theirs and mine != theirs:
+        """Whether both are the same number, one of them perhaps correctly rounded to six
+        significant digits or more. `50%` is both 50 and 1/2, but no number of anything else. Two
+        units have to be the same one; a number without a unit may be of any."""
+        if not same_unit("%" if self.percent else self.unit, "%" if other.percent else other.unit):
             return False
-        pairs = [(self.value, other.value)]
+        pairs = [(self, other)]
         if self.percent != other.percent:
             pairs.append((self._share(), other._share()))
-        return any(
-            a == b or _rounds_to(a, b, other.decimals) or _rounds_to(b, a, self.decimals)
-            for a, b in pairs
+        return any(a.value == b.value or b._rounds(a) or a._rounds(b) for a, b in pairs)
+
+    def _share(self) -> Quantity:
+        if not self.percent:
+            return self
+        decimals = None if self.decimals is None else self.decimals + 2
+        return replace(self, value=self.value / 100, decimals=decimals)
+
+    def _rounds(self, exact: Quantity) -> bool:
+        if exact.decimals is not None and (self.decimals or 0) < SIGNIFICANT_DIGITS:
+            return False  # $12,345.70 is not $12,345.67
+        return self.rounds(exact.value)
+
+    def rounds(self, exact: Fraction) -> bool:
+        """Whether this is `exact` rounded to the digits that are written, at least six significant
+        ones of them; leading zeros are not significant, and integers are exact."""
+        if not self.decimals:
+            return False
+        significant = len(
+            str(abs(self.value.numerator * 10**self.decimals // self.value.denominator))
         )
-
-    def _share(self) -> Fraction:
-        return self.value / 100 if self.percent else self.value
+        return significant >= SIGNIFICANT_DIGITS and round(exact, self.decimals) == self.value
 
 
-def _rounds_to(exact: Fraction, rounded: Fraction, decimals: int | None) -> bool:
-    return decimals is not None and decimals >= 6 and round(exact, decimals) == rounded
-
-
+SIGNIFICANT_DIGITS = 6
 _THOUSANDS = re.compile(
-    r"(?<![\d.,/])\d{1,3}(?:(?:(?:,|\{,\}|,\\!)\d{3})+(?![\d,])|(?:(?: |\\,)\d{3})+(?! ?[\d,/]))"
+    r"(?<![\d.,/])(?<!\d )(?<!\d\\,)\d{1,3}"
+    r"(?:(?:(?:,|\{,\}|,\\!)\d{3})+(?![\d,])|(?:(?: |\\,)\d{3})+(?! ?[\d,/]))"
+)
+_BRACKET_OR_THOUSANDS = re.compile(
+    rf"(?P<open>[(\[]|\\\{{)|(?P<close>[)\]]|\\\}})|{_THOUSANDS.pattern}"
 )
 _DIGITS = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _SIGN = r"[-+]?"
@@ -157,6 +183,7 @@ _NUMBER_FORMS = {
         r"(?:\{\s*([-+]?\d{1,3})\s*\}|\(?([-+]?\d{1,3})\)?)",
         re.ASCII,
     ),
+    "ten": re.compile(r"10\s*(?:\^|\*\*)\s*(?:\{\s*([-+]?\d{1,3})\s*\}|\(?([-+]?\d)\)?)", re.ASCII),
     "mixed": re.compile(
         r"(\d+)(?:\s+(?:and\s+)?(\d+)\s*/\s*(\d+)"
         r"|\s*\\frac\s*(?:\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)\s*(\d)))",
@@ -172,7 +199,10 @@ _NUMBER_FORMS = {
 }  # fmt: skip
 _SIGNED = re.compile(r"(?:\(\s*(?P<inner>.*)\s*\)|(?P<sign>[-+]?)\s*(?P<rest>.*))", re.DOTALL)
 _PERCENT = re.compile(r"\s*(?:\\?%|\\text\s*\{\s*(?:percent|\\?%)\s*\}|\bpercent\b)$", re.I)
-_DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|°)\s*(?:\\text\s*\{\s*)?[CF]?\s*\}?$")
+_DEGREES = re.compile(
+    r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|°)\s*(?:\\(?:text|mathrm)\s*\{\s*)?(?P<scale>[CF])?\s*\}?$"
+)
+_TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _WRAPPED_UNIT = re.compile(
     r"^(?P<value>.*\S)\s*\\(?:text|textrm|textbf|textit|mathrm|mbox|rm)\s*"
     r"\{(?P<unit>[^{}\\\d]*[a-zA-Z][^{}\\\d]*)\}\s*(?P<power>\^\s*\{?\s*[23]\s*\}?|[²³])?$",
@@ -183,75 +213,136 @@ _PLAIN_UNIT = re.compile(
     r"(?P<power>\s*(?:\^\s*\{?\s*[23]\s*\}?|[²³]))?$",
     re.DOTALL,
 )
-# Words that continue a formula and are no units.
+# Words that continue a formula or a sentence and are no units.
 _NO_UNITS = frozenset(
     "and or pi sqrt log ln sin cos tan cot sec csc exp mod choose plus minus times over to inf "
-    "infinity infty oo if is not".split()
+    "infinity infty oo if is not factorial halves thirds fourths fifths sixths sevenths eighths "
+    "ninths tenths hundredths thousandths millionths below negative root than".split()
 )
-_SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
+_POWERS = {"squared": "^2", "cubed": "^3"}
+_SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
+_SCALES |= {"trillion": 10**12}
 _KNOWN_UNITS = {
     alias: name
     for name, aliases in {
         "mm": "millimeter millimetre", "cm": "centimeter centimetre", "m": "meter metre",
         "km": "kilometer kilometre", "in": "inch inches", "ft": "foot feet", "yd": "yard",
         "mi": "mile", "mg": "milligram", "g": "gram", "kg": "kilogram", "lb": "pound",
-        "oz": "ounce", "ml": "milliliter millilitre", "l": "liter litre", "s": "sec second",
-        "min": "minute",
-        "h": "hr hour", "day": "", "week": "", "month": "", "year": "yr", "mph": "",
-        "kmh": "kph",
-        "dollar": "usd", "cent": "", "degree": "deg", "radian": "rad", "unit": "",
+        "oz": "ounce", "ml": "mL milliliter millilitre", "l": "L liter litre", "s": "sec second",
+        "ms": "millisecond", "min": "minute", "h": "hr hour", "day": "", "week": "wk",
+        "month": "", "year": "yr", "mph": "", "kmh": "kph", "gal": "gallon", "qt": "quart",
+        "tsp": "teaspoon", "tbsp": "tablespoon", "dollar": "usd USD", "cent": "¢",
+        "euro": "eur EUR", "degree": "deg", "radian": "rad", "unit": "", "N": "newton",
+        "kN": "kilonewton", "J": "joule", "kJ": "kilojoule", "W": "watt", "mW": "milliwatt",
+        "kW": "kilowatt", "MW": "megawatt",
+        "Pa": "pascal", "kPa": "kilopascal", "Hz": "hertz", "V": "volt", "A": "amp ampere",
+        "K": "kelvin", "mol": "mole", "C": "celsius", "F": "fahrenheit", "%": "percent",
     }.items()
     for alias in (name, *aliases.split())
 }  # fmt: skip
 
 
-def known_unit(unit: str) -> str | None:
-    """The one name of a unit of measurement with many (`centimeters`, `cm`, `miles per hour`);
-    None: not known."""
-    unit = unit.lower().replace(".", "")
-    parts = [_known_unit(part.split()) for part in re.split(r"\s+per\s+|\s*/\s*", unit)]
-    if not all(parts):
-        return None
-    name = "/".join(parts)
+def same_unit(mine: str, theirs: str) -> bool:
+    """Whether two units of measurement are the same one; "" may be any."""
+    if not mine or not theirs:
+        return True
+    one, other = _unit_name(mine), _unit_name(theirs)
+    if "degree" in (one, other):  # of an angle or of a temperature
+        return one.split()[0] == other.split()[0]
+    return one == other
+
+
+def known_unit(unit: str) -> bool:
+    """Whether every word of it names a unit of measurement (`square centimeters`, `m/s`)."""
+    parts = _unit_parts(unit)
+    return all(words and all(word in _NAMES for word in words) for words, _ in parts)
+
+
+_NAMES = frozenset(_KNOWN_UNITS.values())
+
+
+def _unit_name(unit: str) -> str:
+    """The one name of a unit with many (`centimeters` and `cm`, `miles per hour` and `mph`). Words
+    that are not known are themselves, in the singular."""
+    name = "/".join(f"{' '.join(words)}{power}" for words, power in _unit_parts(unit))
     return {"mi/h": "mph", "km/h": "kmh"}.get(name, name)
 
 
-def _known_unit(words: list[str]) -> str | None:
+def _unit_parts(unit: str) -> list[tuple[list[str], str]]:
+    """(words, "^2", "^3" or "") on each side of `per` or a slash."""
+    return [
+        _unit_part(part.split()) for part in re.split(r"(?:^|\s+)per\s+|\s*/\s*", _spaced(unit))
+    ]
+
+
+def _spaced(unit: str) -> str:
+    return re.sub(r"\^\s*\{?\s*([23])\s*\}?", r" ^\1", unit.replace(".", "")).strip()
+
+
+def _unit_part(words: list[str]) -> tuple[list[str], str]:
     power = ""
-    if words and words[-1] in ("^2", "^3"):
-        power = words.pop()
-    if words and words[0] in ("square", "sq", "cubic", "cu"):
-        power = "^2" if words.pop(0) in ("square", "sq") else "^3"
-    if len(words) != 1:
-        return None
-    word = words[0]
-    name = _KNOWN_UNITS.get(word) or _KNOWN_UNITS.get(word.removesuffix("s"))
-    return f"{name}{power}" if name else None
+    if len(words) > 1 and (words[-1] in ("^2", "^3") or words[-1].lower() in _POWERS):
+        power = _POWERS.get(words[-1].lower(), words[-1])
+        words = words[:-1]
+    if len(words) > 1 and words[0].lower() in ("square", "sq", "cubic", "cu"):
+        power = "^2" if words[0].lower() in ("square", "sq") else "^3"
+        words = words[1:]
+    return [_unit_word(word) for word in words], power
+
+
+def _unit_word(word: str) -> str:
+    """Upper and lower case differ in symbols (`mW`, `MW`) and not in words."""
+    lower = word.lower()
+    spelled = [word] if len(word) < 4 and not (word.isupper() and len(word) > 1) else [word, lower]
+    if len(word) == 3 and word.istitle():
+        spelled.append(lower)
+    for name in spelled:
+        for singular in (name, name.removesuffix("s"), name.removesuffix("es")):
+            if singular in _KNOWN_UNITS:
+                return _KNOWN_UNITS[singular]
+    if len(word) < 4:
+        return word
+    if lower.endswith("ies"):
+        return f"{lower[:-3]}y"
+    if re.search(r"(?:s|x|z|ch|sh|o)es$", lower):
+        return lower[:-2]
+    return lower[:-1] if lower.endswith("s") and not lower.endswith("ss") else lower
 
 
 def split_unit(text: str) -> tuple[str, str]:
     """(value, unit): cuts a unit such as `\\text{ cm}^2`, `apples` or `^\\circ` off; the unit is ""
-    where nothing after the value is one."""
+    where nothing after the value is one.
+
+    Letters that are not wrapped in `\\text` or `\\mathrm` are a unit after a plain number alone:
+    in `\\pi r^2 h` they are a factor. Names of units that nobody writes for a product
+    (`10\\sqrt{3} units`) are one after any value.
+    """
     degrees = _DEGREES.search(text)
-    if degrees and degrees.start():
-        return text[: degrees.start()], "degree"
+    if degrees and degrees.start() and not _TRIGONOMETRY.search(text):
+        return text[: degrees.start()], f"degree {degrees['scale'] or ''}".strip()
     for pattern in (_WRAPPED_UNIT, _PLAIN_UNIT):
         match = pattern.match(text)
         if match is None:
             continue
         unit = match["unit"].strip()
         words = unit.replace(".", " ").lower().split()
-        if not words or _NO_UNITS & set(words):
+        if not words or words[0] in _POWERS or _NO_UNITS & set(words):
             continue
-        power = "^" + re.sub(r"\D", "", _digits(match["power"])) if match["power"] else ""
-        if pattern is _PLAIN_UNIT and not known_unit(unit):
-            # `2 xy` and `2abc` are products; `5 apples` is not
-            if not match["space"] or not any(len(word) >= 3 for word in words):
-                continue
-        if pattern is _PLAIN_UNIT and len(unit) == 1 and not match["space"]:
-            continue  # `5m` may be five times m
-        return match["value"].strip(), f"{unit.lower()} {power}".strip()
+        if pattern is _PLAIN_UNIT and not _is_plain_unit(match["value"], match["space"], unit):
+            continue
+        power = f"^{re.sub(r'[^23]', '', _digits(match['power']))}" if match["power"] else ""
+        return match["value"].strip(), f"{unit} {power}".strip()
     return text, ""
+
+
+def _is_plain_unit(value: str, space: str, unit: str) -> bool:
+    known = known_unit(unit)
+    if _number(value) is None:
+        return known and all(len(word) >= 4 for word in unit.split() if word != "per")
+    if not known:
+        # `2 xy` and `2abc` are products; `5 apples` is not
+        return bool(space) and any(len(word) >= 3 for word in unit.split())
+    return len(unit) > 1 or bool(space)  # `5m` may be five times m
 
 
 def _digits(text: str) -> str:
@@ -261,23 +352,26 @@ def _digits(text: str) -> str:
 def without_thousands(text: str) -> str:
     """`1,234,567`, `1{,}234`, `1,\\!234` and `1\\,234` without separators; not
     inside of brackets, where commas separate the elements of tuples, intervals and sets."""
-    return _THOUSANDS.sub(
-        lambda m: m[0] if _in_brackets(text, m.start()) else re.sub(r"[^\d]", "", m[0]), text
-    )
+    depth = 0
 
+    def joined(match: re.Match) -> str:
+        nonlocal depth
+        if match["open"] or match["close"]:
+            depth += 1 if match["open"] else -1
+            return match[0]
+        return match[0] if depth > 0 else re.sub(r"[^\d]", "", match[0])
 
-def _in_brackets(text: str, place: int) -> bool:
-    before = text[:place]
-    opened = len(re.findall(r"[(\[]|\\\{", before))
-    return opened > len(re.findall(r"[)\]]|\\\}", before))
+    return _BRACKET_OR_THOUSANDS.sub(joined, text)
 
 
 def read_quantity(text: str) -> Quantity | None:
     """Reads a number with what may surround it: `1,234`, `$ 5.50`, `-$3`, `40%`, `7.`, `1/2`,
     `\\frac{1}{2}`, `3 1/2`, `3\\frac{1}{2}`, `2.5e3`, `3 \\times 10^8`, `0.\\overline{3}`,
     `5 apples`, `5\\text{ cm}^2`, `90^\\circ`; None if it is anything else."""
+    if len(text) > LONGEST:
+        return None
     text = without_thousands(_stripped(text))
-    currency = "dollar" if _DOLLARS.match(text) else ""
+    currency = next((_CURRENCIES[sign] for sign in text if sign in _CURRENCIES), "")
     text = re.sub(r"\\?[$€£]", " ", text).strip()
     percent = _PERCENT.search(text)
     if percent and percent.start():
@@ -287,23 +381,33 @@ def read_quantity(text: str) -> Quantity | None:
         return found
     value, unit = split_unit(text)
     found = _number(value, unit=unit) if unit else None
-    scale, _, rest = unit.partition(" ")
-    if found is not None and scale in _SCALES:
-        found = replace(found, value=found.value * _SCALES[scale], decimals=None, unit=rest)
+    first, _, rest = unit.partition(" ")
+    while found is not None and first.lower() in _SCALES:
+        found = replace(found, value=found.value * _SCALES[first.lower()], decimals=None)
+        found, unit = replace(found, unit=rest), rest
+        first, _, rest = unit.partition(" ")
+    if found is not None and currency:
+        per = unit[unit.index("per ") :] if re.match(r"(?:\w+ )?per ", unit) else ""
+        found = replace(found, unit=f"{currency} {per}".strip())
     return found
 
 
-_DOLLARS = re.compile(r"[-+]?\s*\\?\$[^$]*$")
+_CURRENCIES = {"$": "dollar", "€": "euro", "£": "gbp"}
 
 
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"))
+
+
+_SPACES = re.compile(r"\s+")
+_WHOLE_TEXT = re.compile(r"^\\(?:text|textrm|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}$")
 
 
 def _stripped(text: str) -> str:
     """Without spaces, math delimiters around all of it, emphasis and a final period."""
     before = None
     while text != before:
-        before, text = text, text.strip().rstrip(".;").strip()
+        before, text = text, _SPACES.sub(" ", text).strip().rstrip(".; ")
+        text = _WHOLE_TEXT.sub(r"\1", text)
         for left, right in _DELIMITERS:
             inside = text[len(left) : -len(right)]
             whole = len(text) > len(left) + len(right) and left not in inside
@@ -348,6 +452,10 @@ def _power(groups: list[str]) -> tuple[Fraction, None]:
     return Fraction(groups[0].removesuffix(".")) * Fraction(10) ** int(groups[1]), None
 
 
+def _ten(groups: list[str]) -> tuple[Fraction, None]:
+    return Fraction(10) ** int(groups[0]), None
+
+
 def _repeating(groups: list[str]) -> tuple[Fraction, None]:
     whole, fixed, repeated = groups
     scale = 10 ** len(fixed)
@@ -356,6 +464,6 @@ def _repeating(groups: list[str]) -> tuple[Fraction, None]:
 
 
 _VALUES = {
-    "repeating": _repeating, "power": _power, "mixed": _mixed, "fraction": _ratio,
+    "repeating": _repeating, "power": _power, "ten": _ten, "mixed": _mixed, "fraction": _ratio,
     "slash": _ratio, "plain": _plain,
 }  # fmt: skip

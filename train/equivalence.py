@@ -3,13 +3,18 @@
 The library compares expressions well, but what a bare LaTeX string is as a whole (a list, a tuple,
 a relation, words) it guesses from context that an answer does not have. So that is decided here:
 
-    x=5; (x,y)=(1,2)      names on the left count only where both answers have them
+    x=5; (x,y)=(1,2)      names on the left count only where both answers have them, and say in
+                          which order what has none stands: `y=1, x=2` is (2,1)
     x \\ge 5; 1<x<3        as sets; an interval says the same, a bound alone does not
     3, 5, 7; 2 or 3       lists in any order, all of them; so are sets {1, 2}
-    (1,2); [1,2); <1,2>   in order, with the brackets that they have
+    (1,2); [1,2); <1,2>   in order, with the brackets that they have: `1, 2` is no point
+    1101_2; A3_{16}       digits and base: bare digits are decimal, whatever the question asked,
+                          so `1101` is another number than `1101_2`, and so is `13`
     3:4; 1:2:3            ratios, by proportion
     5 apples, 50%, 1,234  numbers, exactly (see `train.answers`)
-    (B), June 20, Evelyn  words, whatever their case and punctuation
+    (B), June 20, Evelyn  words, whatever their case, quotes and commas; numbers, signs, operators
+                          and brackets among them count
+    (D) 12                a choice and what it says: either is enough, both have to be right
 
 and the parts between commas, brackets and relation signs go to the library, each as one formula.
 
@@ -20,11 +25,19 @@ Nothing here bounds how long sympy takes: callers run it where it can be killed
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
-from train.answers import read_quantity, split_unit, without_thousands
+from train.answers import (
+    LONGEST,
+    read_quantity,
+    same_unit,
+    split_unit,
+    without_thousands,
+)
 
 _UNICODE = {
     "π": "\\pi ", "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "−": "-", "–": "-",
@@ -38,6 +51,7 @@ _UNICODE = {
 _SPELLINGS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        (r"\s+", " "),
         (r"√\s*(\d+|[a-zA-Z]|\{[^{}]*\}|\([^()]*\))", r"\\sqrt{\1}"),
         (r"\\\$|\$|\\\(|\\\)|(?<!\\)\\\[|\\\](?!\])|\*\*", " "),
         (r"\\(?:left|right|[bB]ig+[lrm]?|displaystyle|textstyle|limits)(?![a-zA-Z])", ""),
@@ -67,6 +81,10 @@ _SPELLINGS = [
         (r"(?<![a-zA-Z\\])(sin|cos|tan|cot|sec|csc|ln|log|exp)(?![a-zA-Z])", r"\\\1 "),
         (r"\\(?:mathrm|text|operatorname)\s*\{\s*([ie])\s*\}", r"\1"),
         (r"\\(?:text|mathrm|mbox|textbf|textit|textrm)\s*\{(\s*,?\s*(?:and|or)\s*)\}", r" \1 "),
+        (r"\\(?:ldots|cdots|dotsc)(?![a-zA-Z])|\.\.\.|…", r"\\dots "),
+        (r"\\pmod\s*([a-zA-Z0-9])", r"\\pmod{\1}"),
+        (r"\\mathbb\s*([A-Z])(?![a-zA-Z])", r"\\mathbb{\1}"),
+        (r"^\s*(?:\\text\s*\{\s*)?all real(?: number)?s\.?\s*\}?\.?\s*$", r"\\mathbb{R}"),
         (r"\s+", " "),
         (r"^ ?\\\{\s*[a-zA-Z]\s*(?:\\mid|\\vert|:|\|)(.*)\\\} ?$", r"\1"),
     )
@@ -89,11 +107,13 @@ _OPENING, _CLOSING = ("(", "[", "\\{"), (")", "]", "\\}")
 _FORMULA_WORDS = frozenset(
     "and sin cos tan cot sec csc log exp sqrt frac mod gcd lcm max min".split()
 )
-_CHOICE = re.compile(r"\(?\s*([A-Z])\s*[).]?")
+_CHOICE = re.compile(r"\(\s*([A-Z])\s*\)\.?|([A-Z])\s*[).]?")
 
 
 def same_answer(gold: str, found: str) -> bool:
     """Whether an answer that was found is the right one. Neither has to be wrapped in `$`."""
+    if len(gold) > LONGEST or len(found) > LONGEST:
+        return False
     gold, found = _clean(gold), _clean(found)
     if not gold or not found or not is_readable(gold):
         return False
@@ -104,6 +124,8 @@ def same_answer(gold: str, found: str) -> bool:
 
 def is_readable(gold: str) -> bool:
     """Whether a right answer in another spelling could be told from a wrong one."""
+    if len(gold) > LONGEST:
+        return False
     gold = without_thousands(_clean(gold))
     return bool(gold) and _reads(gold)
 
@@ -127,6 +149,13 @@ def _squeezed(text: str) -> str:
 
 
 def _same(gold: str, found: str) -> bool:
+    numerals = _NUMERAL.fullmatch(gold), _NUMERAL.fullmatch(found)
+    if any(numerals):
+        return all(numerals) and len({(m[1], _base(m[2] or m[3])) for m in numerals}) == 1
+    if (labelled := _same_choice(gold, found)) is not None:
+        return labelled
+    if (named := _same_names(gold, found)) is not None:
+        return named
     mine, theirs = _relation(gold), _relation(found)
     if mine or theirs:
         return _same_relation(gold, found, mine, theirs)
@@ -139,12 +168,14 @@ def _same(gold: str, found: str) -> bool:
         listed = _list(gold), _list(found)
         both = listed[0] is not None and listed[1] is not None
         return _words(gold) == _words(found) or (both and _matches(*listed))
-    if (choice := _CHOICE.fullmatch(_bare(gold))) and _is_choice(gold, found):
-        other = _CHOICE.fullmatch(_bare(found))
-        return other is not None and other[1] == choice[1]
     listed = _list(gold), _list(found)
     if listed[0] or listed[1]:
-        return _same_lists(gold, found, *listed)
+        if listed[0] and listed[1]:
+            return _matches(*listed)
+        bracketed = _bracketed(found if listed[0] else gold)  # `1, 2` is {1,2} and not (1,2)
+        if bracketed is None or bracketed[0] != "\\{":
+            return False
+        return _matches(listed[0] or bracketed[2], listed[1] or bracketed[2])
     bracketed = _bracketed(gold), _bracketed(found)
     if bracketed[0] and bracketed[1]:
         (left, right, mine), (other_left, other_right, theirs) = bracketed
@@ -191,14 +222,34 @@ _COMMA = re.compile(r",\s*(?:and\s|or\s)?|\s(?:and|or)\s|;")
 
 
 def _list(text: str) -> list[str] | None:
-    """The elements of `3, 5 and 7`, or of `1 \\pm \\sqrt{2}`; None: it is no list."""
+    """The elements of `3, 5 and 7`, of `1 \\pm \\sqrt{2}` or `(\\pm 1, 2)`; None: it is no list."""
     parts = [part for part, _ in _split(text, _COMMA)]
-    if len(parts) > 1:
-        return parts if all(parts) else None
-    if len(_PLUS_MINUS.findall(text)) == 1 and not _bracketed(text):
-        plus, minus = (_PLUS_MINUS.sub(lambda m, s=s: s, text) for s in "+-")
-        return [plus.strip().removeprefix("+"), minus]
-    return None
+    if not all(parts):
+        return None
+    parts = [element for part in parts for element in _both_signs(part)]
+    return parts if len(parts) > 1 else None
+
+
+def _both_signs(text: str) -> list[str]:
+    """What a formula with `\\pm` says. Several of them are independent, unless a `\\mp` among them
+    says that they belong together."""
+    signs = _PLUS_MINUS.findall(text)
+    bracketed = _bracketed(text)
+    if not signs or len(signs) > 3 or (bracketed and bracketed[0] == "\\{"):
+        return [text]
+    if "mp" in signs:
+        choices = [tuple(s if sign == "pm" else "-+"[s == "-"] for sign in signs) for s in "+-"]
+    else:
+        choices = list(itertools.product("+-", repeat=len(signs)))
+    found = []
+    for choice in choices:
+        left = iter(choice)
+        signed = _PLUS_MINUS.sub(lambda _, left=left: next(left), text)
+        found.append(_LEADING_PLUS.sub(r"\1", signed).strip())
+    return found
+
+
+_LEADING_PLUS = re.compile(r"(^|[(\[{,])\s*\+\s*")
 
 
 def _bracketed(text: str) -> tuple[str, str, list[str]] | None:
@@ -213,7 +264,9 @@ def _bracketed(text: str) -> tuple[str, str, list[str]] | None:
     if not _is_balanced(inside):
         return None
     parts = [part for part, _ in _split(inside, _COMMA)]
-    if left != "\\{" and len(parts) == 1:
+    if left == "\\{":
+        parts = _list(inside) or parts
+    elif len(parts) == 1:
         return None
     return left, right, parts
 
@@ -252,25 +305,68 @@ def _equal(gold: str, found: str) -> bool:
     return _squeezed(gold) == _squeezed(found) or _same(gold, found)
 
 
-def _same_lists(gold: str, found: str, mine: list[str] | None, theirs: list[str] | None) -> bool:
-    if mine and theirs:
-        names = [_names(parts) for parts in (mine, theirs)]
-        # `x=1, y=2` and `2, 1` say different things, `x=1, x=2` and `2, 1` do not.
-        if any(len(set(found)) > 1 for found in names) and len({bool(n) for n in names}) == 2:
-            return _in_order(mine, theirs)
-        return _matches(mine, theirs)
-    bracketed = _bracketed(found if mine else gold)
-    if bracketed is None:
-        return False
-    left, right, elements = bracketed
-    if left == "\\{":
-        return _matches(mine or elements, elements if mine else theirs)
-    return (left, right) == ("(", ")") and _in_order(mine or elements, elements if mine else theirs)
+def _same_names(gold: str, found: str) -> bool | None:
+    """Compares `x=1, y=2` and `(x,y)=(1,2)` with each other, or with a tuple or list without names,
+    which stands in the order of the names; None: neither has several names."""
+    mine, theirs = _named(gold), _named(found)
+    if mine is None and theirs is None:
+        return None
+    if mine is not None and theirs is not None:
+        return mine.keys() == theirs.keys() and all(_equal(mine[n], theirs[n]) for n in mine)
+    bare = found if theirs is None else gold
+    bracketed = _bracketed(bare)
+    values = [part for part, _ in _split(bare, _COMMA)]
+    if bracketed and bracketed[:2] == ("(", ")"):
+        values = bracketed[2]
+    return _in_order(
+        values if mine is None else list(mine.values()),
+        values if theirs is None else list(theirs.values()),
+    )
 
 
-def _names(parts: Sequence[str]) -> list[str]:
-    found = [_relation(part) for part in parts]
-    return [_squeezed(r[0][0]) for r in found if r and _is_assignment(r)]
+def _named(text: str) -> dict[str, str] | None:
+    """{name: value} of several names that differ: variables of one letter in the order of the
+    alphabet and of their numbers, others as they stand; None: there are no such names."""
+    relation = _relation(text)
+    if relation and len(relation) == 2 and _is_assignment(relation):
+        names, values = (_bracketed(side) for side, _ in relation)
+        if not names or not values or len(names[2]) != len(values[2]):
+            return None
+        pairs = list(zip(names[2], values[2], strict=True))
+    else:
+        relations = [_relation(part) for part, _ in _split(text, _COMMA)]
+        if len(relations) < 2 or not all(
+            r and len(r) == 2 and _is_assignment(r) for r in relations
+        ):
+            return None
+        pairs = [(r[0][0], r[1][0]) for r in relations]
+    pairs = [(_squeezed(name), value) for name, value in pairs]
+    if len({name for name, _ in pairs}) < len(pairs) or any("(" in name for name, _ in pairs):
+        return None
+    keys = [_VARIABLE.fullmatch(name) for name, _ in pairs]
+    if all(keys):
+        order = [(key[1], int(key[2] or 0)) for key in keys]
+        pairs = [pair for _, pair in sorted(zip(order, pairs, strict=True))]
+    return dict(pairs)
+
+
+_VARIABLE = re.compile(r"(\\?[a-zA-Z]|\\[a-z]+)(?:_\{?(\d{1,3})\}?)?")
+# Digits and their base; a letter alone with an index that is too small for it is a variable.
+_NUMERAL = re.compile(
+    r"\(?((?=[A-F]*\d)[0-9A-Z]+|[A-F]+(?=_\{?1[6-9]))\)?\s*_\s*"
+    r"(?:\{\s*(?:\\text\s*\{)?\s*(?:base)?\s*(\d{1,2}|[a-z]+)\s*\}?\s*\}|(\d))"
+)
+_BASES = dict(
+    zip(
+        "two three four five six seven eight nine ten eleven twelve sixteen".split(),
+        (*range(2, 13), 16),
+        strict=True,
+    )
+)
+
+
+def _base(text: str) -> int | str:
+    return int(text) if text.isdigit() else _BASES.get(text, text)
 
 
 def _ratio(text: str) -> list[str] | None:
@@ -315,14 +411,63 @@ def _is_text(text: str) -> bool:
     return any(len(word) >= 3 and word not in _FORMULA_WORDS for word in words)
 
 
-def _words(text: str) -> list[str]:
-    words = re.findall(r"[\w']+", _bare(text).casefold().replace(".", ""))
-    return [word for word in words if word != "and"]
+def _words(text: str) -> list[str | Fraction]:
+    """Words in lower case, numbers, and every operator and bracket between them."""
+    found: list[str | Fraction] = []
+    for token in _TOKEN.finditer(_bare(text).casefold().replace("\\%", "%")):
+        if token["number"]:
+            found.append(Fraction(token["number"]))
+        elif token["word"]:
+            found.append(re.sub(r"[.'\"]", "", token["word"]))
+        elif token["sign"]:
+            found.append(token["sign"])
+    return [word for word in found if word != "and"]
 
 
-def _is_choice(gold: str, found: str) -> bool:
-    """Whether a capital letter is that of a choice: one of both is in parentheses, or text."""
-    return any(_bare(t) != t or t.startswith("(") or t.endswith(")") for t in (gold, found))
+# Commas, quotes, a hyphen within a word, and a period or a colon behind one say nothing.
+_TOKEN = re.compile(
+    r"(?P<number>\d+(?:\.\d+)?|\.\d+)|(?P<word>[^\W\d_]+(?:[.'][^\W\d_]+)*(?:(?<=[^\W\d_]{2})')?)"
+    r"(?:[.:]|(?<=[^\W\d_]{2})[-!](?=[^\W\d_]{2}|$))?|[,;\"\s]|(?<!\S)'|'(?!\S)|\.$"
+    r"|(?P<sign>.)",
+    re.DOTALL,
+)
+
+
+def _same_choice(gold: str, found: str) -> bool | None:
+    """Compares letters of choices: `(C)`, `A and D` in any order, or one with what it says; None:
+    one side is no choice."""
+    mine, theirs = _choices(gold), _choices(found)
+    if mine and theirs:
+        if not (_is_marked(gold) or _is_marked(found)):
+            return None  # variables, perhaps
+        return sorted(mine) == sorted(theirs)
+    labels = _LABELLED.fullmatch(gold), _LABELLED.fullmatch(found)
+    if all(labels):
+        return labels[0][1] == labels[1][1] and _equal(labels[0][2], labels[1][2])
+    if labels[0]:
+        return labels[0][1] == theirs[0] if theirs else _equal(labels[0][2], found)
+    if labels[1]:
+        return labels[1][1] == mine[0] if mine else _equal(gold, labels[1][2])
+    return None
+
+
+_LABELLED = re.compile(
+    r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{\s*\(([A-Z])\)\s*\}\s*(?!,|and\b|or\b)(\S.*)"
+)
+
+
+def _choices(text: str) -> list[str] | None:
+    """The letters of `(C)`, `\\text{C}` or `(A), (C)`; None: it is anything else."""
+    parts = [part for part, _ in _split(_bare(text), _COMMA)]
+    letters = [_CHOICE.fullmatch(part) for part in parts]
+    if not all(letters):
+        return None
+    return [m[1] or m[2] for m in letters]
+
+
+def _is_marked(text: str) -> bool:
+    """Whether a capital letter is that of a choice: it is in parentheses, or text."""
+    return _bare(text) != text or text.startswith("(") or text.endswith(")")
 
 
 # --- relations ------------------------------------------------------------------------------------
@@ -338,9 +483,11 @@ def _relation(text: str) -> list[tuple[str, str]] | None:
 
 
 def _is_assignment(parts: list[tuple[str, str]]) -> bool:
-    """A name, or a tuple of names, and what it is."""
+    """A name, or a tuple of names, and what it is, with no bound behind it."""
     left, sign = parts[0]
     if sign not in ("=", "==", "\\approx", "\\in", "\\to"):
+        return False
+    if any(sign in _ORDER for _, sign in parts):
         return False
     names = _bracketed(left)
     names = names[2] if names else [left]
@@ -353,7 +500,10 @@ def _same_relation(gold: str, found: str, mine: list | None, theirs: list | None
             return _equal(mine[-1][0], found)
         if _is_assignment(theirs):
             same_name = _squeezed(mine[0][0]) == _squeezed(theirs[0][0])
-            return same_name and _equal(mine[-1][0], theirs[-1][0])
+            if same_name:
+                return _equal(mine[-1][0], theirs[-1][0])
+            # `y=x` and `x=y`
+            return len(mine) == len(theirs) == 2 and _same_equation(mine, theirs)
     elif mine is None and theirs and all(sign not in _ORDER for _, sign in theirs):
         if _is_assignment(theirs):
             theirs = theirs[1:]
@@ -442,7 +592,11 @@ def _reads(text: str) -> bool:
     """Whether every part of an answer is a number, words, or a formula that the library parses."""
     if not _is_balanced(text) or text.count("\\begin{") != text.count("\\end{"):
         return False
-    if read_quantity(text) or _is_text(text):
+    if read_quantity(text) or _is_text(text) or _NUMERAL.fullmatch(text) or _choices(text):
+        return True
+    if (labelled := _LABELLED.fullmatch(text)) is not None:
+        return _reads(labelled[2])
+    if text == "\\dots":
         return True
     relation = _relation(text)
     if relation:
@@ -460,18 +614,68 @@ def _reads(text: str) -> bool:
 def _same_formula(gold: str, found: str) -> bool:
     from math_verify import verify
 
-    gold, found = split_unit(gold)[0], split_unit(found)[0]
-    sides = _formula(gold), _formula(found)
+    (mine, my_unit), (theirs, their_unit) = split_unit(gold), split_unit(found)
+    if not same_unit(my_unit, their_unit):
+        return False
+    sides = _formula(mine), _formula(theirs)
     if sides[0] is None or sides[1] is None:
         return False
+    if all(_is_number(side) for side in sides):
+        return (
+            _same_number(*sides) or _is_rounded(*sides, theirs) or _is_rounded(*sides[::-1], mine)
+        )
     return bool(
         verify(
             [sides[0]],
             [sides[1]],
+            float_rounding=_DIGITS,
             timeout_seconds=None,
             allow_set_relation_comp=True,
         )
     )
+
+
+_DIGITS = 12  # of relative precision at which numbers with a decimal point in them are the same
+
+
+def _is_number(value: Any) -> bool:
+    import sympy
+
+    return (
+        isinstance(value, sympy.Expr)
+        and bool(value.is_number)
+        and not value.has(sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
+    )
+
+
+def _same_number(gold: Any, found: Any) -> bool:
+    """Whether two numbers are the same, to more digits than any that was written."""
+    import sympy
+
+    gold, found = gold.doit(), found.doit()
+    if gold == found:
+        return True
+    if gold.is_Rational and found.is_Rational:
+        return False
+    digits = _DIGITS if gold.has(sympy.Float) or found.has(sympy.Float) else 40
+    values = [sympy.N(side, digits + 10) for side in (gold, found)]
+    if not all(value.is_number and value.is_finite for value in values):
+        return False
+    difference = abs(sympy.N(values[0] - values[1], digits + 10))
+    return bool(difference <= abs(values[0]) * sympy.Rational(1, 10**digits))
+
+
+def _is_rounded(gold: Any, found: Any, text: str) -> bool:
+    """Whether the decimal that was found is the other number, rounded to enough digits."""
+    import sympy
+
+    quantity = read_quantity(text)
+    if quantity is None or not quantity.decimals:
+        return False
+    value = sympy.N(gold.doit(), quantity.decimals + 40)
+    if not value.is_Float:
+        return False
+    return quantity.rounds(Fraction(str(sympy.Rational(value))))
 
 
 @functools.lru_cache(maxsize=64)
@@ -489,8 +693,11 @@ def _formula(text: str) -> Any:
             basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
         ),
     )
-    if _APART.search(text):  # the library reads `1 2` as 12
+    if _APART.search(text) or _BASED.search(text):  # the library reads `1 2` and `1_2` as 12
         return None
+    if _TRIGONOMETRY.search(text):
+        text = _DEGREE.sub(r"(\1\\cdot\\frac{\\pi}{180})", text)
+    text = _MIXED.sub(_mixed, text)
     found = parse(f"${text}$", [config], fallback_mode="no_fallback", parsing_timeout=None)
     if not found:
         return None
@@ -499,3 +706,15 @@ def _formula(text: str) -> Any:
 
 
 _APART = re.compile(r"(?<!\\frac )(?<!_)\d\s+\d")
+_BASED = re.compile(r"\d\s*_")
+_TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
+_DEGREE = re.compile(r"(\d+(?:\.\d+)?|[a-zA-Z])\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))")
+# A whole number directly before a proper fraction of numbers: `2\frac{1}{3}\pi` is 7/3 of pi.
+_MIXED = re.compile(
+    r"(?<![\d.^_}\w])(\d+)\s*\\frac\s*(?:\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)\s*(\d))"
+)
+
+
+def _mixed(match: re.Match) -> str:
+    whole, over, under = (group for group in match.groups() if group is not None)
+    return f"({whole}+\\frac{{{over}}}{{{under}}})" if int(over) < int(under) else match[0]
