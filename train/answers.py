@@ -342,7 +342,8 @@ def _is_plain_unit(value: str, space: str, unit: str) -> bool:
     if not known:
         # `2 xy` and `2abc` are products; `5 apples` is not
         return bool(space) and any(len(word) >= 3 for word in unit.split())
-    return len(unit) > 1 or bool(space)  # `5m` may be five times m
+    # `5m` may be five times m, and `\\frac{1}{2} g` is a formula
+    return len(unit) > 1 or (bool(space) and "\\" not in value)
 
 
 def _digits(text: str) -> str:

@@ -84,7 +84,7 @@ _SPELLINGS = [
         (r"\\(?:ldots|cdots|dotsc)(?![a-zA-Z])|\.\.\.|…", r"\\dots "),
         (r"\\pmod\s*([a-zA-Z0-9])", r"\\pmod{\1}"),
         (r"\\mathbb\s*([A-Z])(?![a-zA-Z])", r"\\mathbb{\1}"),
-        (r"^\s*(?:\\text\s*\{\s*)?all real(?: number)?s\.?\s*\}?\.?\s*$", r"\\mathbb{R}"),
+        (r"^\s*(?:\\text\s*\{\s*)?(?i:all real(?: number)?s)\.?\s*\}?\.?\s*$", r"\\mathbb{R}"),
         (r"\s+", " "),
         (r"^ ?\\\{\s*[a-zA-Z]\s*(?:\\mid|\\vert|:|\|)(.*)\\\} ?$", r"\1"),
     )
@@ -353,7 +353,7 @@ def _named(text: str) -> dict[str, str] | None:
 _VARIABLE = re.compile(r"(\\?[a-zA-Z]|\\[a-z]+)(?:_\{?(\d{1,3})\}?)?")
 # Digits and their base; a letter alone with an index that is too small for it is a variable.
 _NUMERAL = re.compile(
-    r"\(?((?=[A-F]*\d)[0-9A-Z]+|[A-F]+(?=_\{?1[6-9]))\)?\s*_\s*"
+    r"\(?(-?(?=[A-F]*\d)[0-9A-Z]+|[A-F]+(?=_\{?1[6-9]))\)?\s*_\s*"
     r"(?:\{\s*(?:\\text\s*\{)?\s*(?:base)?\s*(\d{1,2}|[a-z]+)\s*\}?\s*\}|(\d))"
 )
 _BASES = dict(
@@ -521,7 +521,8 @@ def _same_equation(mine: list, theirs: list) -> bool:
         return False
     import sympy
 
-    sides = [_formula(part) for part in (mine[0][0], mine[1][0], theirs[0][0], theirs[1][0])]
+    texts = mine[0][0], mine[1][0], theirs[0][0], theirs[1][0]
+    sides = [_formula(text) for text in _told_apart(*texts)]
     if any(side is None or not isinstance(side, sympy.Expr) for side in sides):
         return False
     one, other = sides[0] - sides[1], sides[2] - sides[3]
@@ -617,6 +618,9 @@ def _same_formula(gold: str, found: str) -> bool:
     (mine, my_unit), (theirs, their_unit) = split_unit(gold), split_unit(found)
     if not same_unit(my_unit, their_unit):
         return False
+    if _PRIMES.findall(mine) != _PRIMES.findall(theirs):  # the library drops them
+        return False
+    mine, theirs = _told_apart(mine, theirs)
     sides = _formula(mine), _formula(theirs)
     if sides[0] is None or sides[1] is None:
         return False
@@ -678,6 +682,21 @@ def _is_rounded(gold: Any, found: Any, text: str) -> bool:
     return quantity.rounds(Fraction(str(sympy.Rational(value))))
 
 
+def _told_apart(*texts: str) -> list[str]:
+    """With another name for each capital letter whose small letter stands in them, too: the library
+    takes both for one variable, and `R - r` for 0."""
+    letters = {m[1] for text in texts for m in _LETTER.finditer(text) if m[1]}
+    both = sorted(letter for letter in letters if letter.isupper() and letter.lower() in letters)
+    unused = [c for c in "kpqrstuvwzabcmnxylj" if not {c, c.upper()} & letters]
+    names = dict(zip(both, unused, strict=False))
+    return [_LETTER.sub(lambda m: names.get(m[1], m[0]), text) for text in texts]
+
+
+_LETTER = re.compile(
+    r"\\(?:mathbb|begin|end|text\w*|math\w+|mbox|operatorname)\s*\{[^{}]*\}|\\[a-zA-Z]+|([a-zA-Z])"
+)
+
+
 @functools.lru_cache(maxsize=64)
 def _formula(text: str) -> Any:
     """What the library reads in one formula; None: nothing."""
@@ -706,6 +725,7 @@ def _formula(text: str) -> Any:
 
 
 _APART = re.compile(r"(?<!\\frac )(?<!_)\d\s+\d")
+_PRIMES = re.compile(r"'|\\prime(?![a-zA-Z])")
 _BASED = re.compile(r"\d\s*_")
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _DEGREE = re.compile(r"(\d+(?:\.\d+)?|[a-zA-Z])\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))")

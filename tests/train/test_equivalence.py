@@ -118,6 +118,12 @@ RIGHT = [
     (r"\cos 60^{\circ}", "0.5"), ("y=2x", "x=y/2"), ("A, C", "C and A"), ("5 gallons", "5 gal"),
     ("2.50 dollars", r"\$2.5"), (r"\text{don't know}", "don’t know"), ("x-axis", r"x\text{-axis}"),
     (r"\text{No solution!}", "no solution"),
+    (r"\pi(R^2-r^2)", r"\pi R^2-\pi r^2"), (r"\frac{2n}{2N}", r"\frac{n}{N}"),
+    ("ma=F", "F=am"), ("-1101_2", "-1101_2"), ("all reals", r"\mathbb R"),
+    (r"100\pi", "314.159265"),
+    ("3 dozen eggs", "36"), (r"\$5 per hour", "5 dollars per hour"), (r"\tan 45^\circ", "1"),
+    (r"(\pm 3, \mp 2)", "(3,-2),(-3,2)"), (r"\text{length}=4, \text{width}=3", "4, 3"),
+    (r"\textbf{(E) } 7", "7"), ("s=t^2", "t^2=s"), (r"1\frac12 x", r"\frac{3x}{2}"),
 ]  # fmt: skip
 
 WRONG = [
@@ -187,6 +193,11 @@ WRONG = [
     ("x=1, y=2", "[1,2]"), (r"f(x)=x^2 \text{ for } x>0", r"f(x)=x^2 \text{ for } x<0"),
     ("1, 2", "[1,2]"), ("5 cubed", "5"), ("k t", "k"), ("x^2 l", "x^2"),
     (r"\frac{a}{b} s", r"\frac{a}{b}"), ("(1,2)", "1, 2"), ("x=1+1=2", "x=3=3"),
+    (r"\pi(R^2-r^2)", "0"), (r"\frac{n}{N}", "1"), ("2X", "2x"), ("y'", "y"), ("-1101_2", "1101_2"),
+    (r"\frac{1}{2} g", r"\frac12"), ("(1101_2, 3)", "(1101_3, 3)"), ("e^{-20}", "0.000000"),
+    ("b=1, a=3", "(1,3)"), (r"8^\circ F", r"8^\circ C"), ("£3", "$3"), ("6 trillion", "6 billion"),
+    (r"\text{x > 3}", r"\text{x < 3}"), (r"\text{at least } 3.5", r"\text{at least } 35"),
+    (r"\begin{pmatrix}10^{-8}\end{pmatrix}", r"\begin{pmatrix}0\end{pmatrix}"), ("R=r+1", "r=R+1"),
 ]  # fmt: skip
 
 
