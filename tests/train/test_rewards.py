@@ -6,7 +6,8 @@ import time
 import pytest
 
 from train import math_worker, rewards
-from train.answers import final_answer, last_line_answer
+from train.answers import final_answer, last_line_answer, read_quantity, without_thousands
+from train.equivalence import is_readable
 from train.rewards import exact, get_reward, math_verify, number
 
 
@@ -55,6 +56,16 @@ def test_the_answer_is_the_line_after_the_last_mark(text, answer):
         ("the answer is 3.5 cm.", "3.5 cm"),
         ("the answer is 1. No, the answer is **2**", "2"),
         ("work\nAnswer: 34", "34"),
+        # several formulas, or a formula and more, are all of it
+        ("The answer is $3$ or $4$.", "$3$ or $4$"),
+        ("The answer is $x=3$ and $y=4$. Done.", "$x=3$ and $y=4$"),
+        (r"The answer is \(2\), \(3\) and \(5\).", r"\(2\), \(3\) and \(5\)"),
+        ("The answer is $5$ apples.", "$5$ apples"),
+        ("The answer is either $1$ or $2$.", "$1$ or $2$"),
+        ("The answer is $7$, since $x > 0$.", "7"),
+        ("The answer is 8, because 9 is too much.", "8"),
+        ("The answer is **$9$**.", "9"),
+        ("The answer is \\[\\frac{1. 5}{2}\\]", r"\frac{1. 5}{2}"),
         ("answer is", None),
         ("it is 5", None),
         ("", None),
@@ -71,6 +82,52 @@ def test_an_answer_that_is_endless_is_none():
     assert final_answer("\\boxed{" * 20_000 + "5}") == "5"
     final_answer("####" * 50_000 + "answer is " * 50_000)
     assert time.monotonic() - start < 5
+
+
+def test_answers_of_any_length_take_time_that_grows_with_it():
+    # Patterns that backtrack over runs of spaces or groups of digits would need hours here.
+    size = 100_000
+    for text in ("answer" + " " * size + "x", "answer " + "*" * size + "x", "answer " * size):
+        assert final_answer(text) is None
+    assert without_thousands("1" + ",111" * size) == "1" + "111" * size
+    assert without_thousands("1" + " 111" * size + "/") == "1" + " 111" * size + "/"
+    assert without_thousands("(1,000) 1,000 " * size) == "(1,000) 1000 " * size
+    assert read_quantity("5" + " " * size + "x") is None
+    assert not is_readable("(" * size) and not is_readable("1" + " " * size + "+")
+    assert math_verify("\\boxed{5}", "5" + " ." * size) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("#### 42", "#### Final Answer: 42"),
+        ("#### Final Answer: 42", "42"),
+        ("#### Answer: $5", "so\n#### The final answer is $5$."),
+        ("\\boxed{1/3}", "0.333333"),
+        ("\\boxed{0.0000333333}", "1/30000"),
+        ("#### 3 dozen eggs", "36"),
+        ("#### 6.63e-34", r"6.63\times10^{-34}"),
+    ],
+)
+def test_number_reads_what_stands_around_and_how_it_is_rounded(text, answer):
+    assert number(text, answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("#### 0.000000", "1e-7"),
+        ("#### 0.000000", r"10^{-9}"),
+        ("#### 0.0000014", "0.000001"),
+        ("#### 0.00001", "0.00002"),
+        ("#### 5 liters", "5 gallons"),
+        ("#### 5 dozen", "5"),
+        ("#### 3 squared", "3"),
+        ("#### 20%", "20 degrees"),
+    ],
+)
+def test_number_refuses_other_units_and_numbers_that_round_to_nothing(text, answer):
+    assert number(text, answer) == 0.0
 
 
 def test_exact_wants_every_character():
