@@ -217,7 +217,15 @@ def test_a_row_that_is_not_what_its_columns_say_is_named(tmp_path, name, changes
         (b"question,answer\n1+1?,2\n", "rows:1: not JSON"),
         (b'[{"prompt": "a"}, ', "not JSON"),
         (b'[{"prompt": "a"}, 5]', "row 2: expected a JSON object"),
+        (b'[{"prompt": "a"} {"prompt": "b"}]', "row 1: not JSON .Expecting ',' or ']'"),
+        (b'[{"prompt": "a"}, ]', "row 2: not JSON"),
+        (b'[{"prompt": "a"}] []', "more text after the array"),
+        (b'[{"prompt": "\xff"}]', "not JSON"),
         (b'"prompt"\n', "rows:1: expected a JSON object"),
+        (b"[" * 100_000, "rows: row 1: not JSON .* nested too deeply"),
+        (b' [{"prompt": "a"},' + b'{"a":[' * 50_000, "rows: row 2: not JSON .* nested too deeply"),
+        (b'{"question":' * 50_000, "rows:1: not JSON .* nested too deeply"),
+        (b'{"prompt": "a", "answer": "1"}\n{"a":' + b"[" * 50_000, "rows:2: .* nested too deeply"),
         (b"[]", "the file is empty"),
         (b"", "the file is empty"),
     ],
@@ -228,6 +236,42 @@ def test_a_file_that_is_none_of_rows_is_one_clear_message(tmp_path, content, mes
         problems(DataConfig(path=str(tmp_path / "rows")), "train")
     with pytest.raises(ValueError, match="got a directory"):
         problems(DataConfig(path=str(tmp_path)), "train")
+
+
+@pytest.mark.parametrize(
+    ("rows", "place", "column"),
+    [
+        (b'{"question": "a\\ud800", "answer": "3"}', "rows.jsonl:1", "question"),
+        (
+            b'{"question": "a", "answer": "3"}\n{"question": "b", "answer": "\\uDFFF3"}',
+            ":2",
+            "answer",
+        ),
+        (
+            b'[{"prompt": [{"role": "user", "content": "\\udc00"}], "label": "3"}]',
+            "row 1",
+            "prompt",
+        ),
+        (b'{"problem": "a", "answer": "3", "tags": {"\\ud83d": 1}}', "rows.jsonl:1", "tags"),
+    ],
+)
+def test_half_of_a_character_is_named_with_its_row_and_column(
+    tmp_path, monkeypatch, capsys, thin_policy, rows, place, column
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_bytes(rows)
+    with pytest.raises(SystemExit) as error:
+        data_report.main(["rows.jsonl", "--model", str(thin_policy)])
+    said = capsys.readouterr().err + str(error.value)
+    assert f"{place}: column '{column}' holds half of a character" in said
+    assert "Traceback" not in said and len(said.strip().splitlines()) == 1
+
+
+def test_a_character_of_two_surrogates_is_text(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b'{"question": "a \\ud83d\\ude00?", "answer": "3"}\n' * 2)
+    assert (
+        "\U0001f600" in problems(DataConfig(path=str(tmp_path / "rows.jsonl")), "train")[0].prompt
+    )
 
 
 def test_a_task_may_be_named_and_must_fit_the_rows(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,7 +80,7 @@ def _parquet(file, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             for row in batch.to_pylist():
                 number += 1
                 yield f"{path}: row {number}", row
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{path}: the parquet file is damaged ({_one_line(error)}); fetch it again"
         ) from error
@@ -87,13 +88,39 @@ def _parquet(file, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _array(file, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        rows = json.loads(file.read().decode("utf-8-sig"))
-    except ValueError as error:  # bad JSON or bad UTF-8
+        text = file.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path}: not JSON ({_one_line(error)}); expected an array of objects"
+            f"{path}: not JSON ({_one_line(error)}); expected an array of objects in UTF-8"
         ) from error
-    for number, row in enumerate(rows, start=1):
-        yield f"{path}: row {number}", _object(row, f"{path}: row {number}")
+    number, at = 0, _SPACE.match(text, text.index("[") + 1).end()
+    closed = text.startswith("]", at)
+    if closed:
+        at = _SPACE.match(text, at + 1).end()
+    while not closed:
+        number += 1
+        place = f"{path}: row {number}"
+        try:
+            row, at = _DECODER.raw_decode(text, at)
+            at = _SPACE.match(text, at).end()
+            closed = text.startswith("]", at)
+            if not closed and not text.startswith(",", at):
+                raise json.JSONDecodeError("Expecting ',' or ']' after the row", text, at)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{place}: not JSON ({_reason(error)}); expected an array of objects"
+            ) from error
+        yield place, _object(row, place)
+        at = _SPACE.match(text, at + 1).end()
+    if at < len(text):
+        raise ValueError(
+            f"{path}: not JSON (more text after the array, got {text[at : at + 40]!r}); expected "
+            "one array of objects"
+        )
+
+
+_DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def _lines(file, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -104,12 +131,18 @@ def _lines(file, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"{path}:{number}: not JSON ({_one_line(error)}), got {line[:80]!r}; expected "
+                f"{path}:{number}: not JSON ({_reason(error)}), got {line[:80]!r}; expected "
                 f"{FORMATS}; fix or delete the line"
             ) from error
         yield f"{path}:{number}", _object(row, f"{path}:{number}")
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, RecursionError):
+        return "objects or arrays are nested too deeply"
+    return _one_line(error)
 
 
 def _object(row: Any, place: str) -> dict[str, Any]:
@@ -117,7 +150,30 @@ def _object(row: Any, place: str) -> dict[str, Any]:
         raise ValueError(
             f"{place}: expected a JSON object, one per row, got {str(row)[:80]!r}; fix or delete it"
         )
+    if (damaged := _unencodable(row)) is not None:
+        raise ValueError(
+            f"{place}: column {damaged!r} holds half of a character (a lone surrogate such as "
+            "\\ud800), which no tokenizer takes; expected text; fix or delete the row"
+        )
     return row
+
+
+def _unencodable(row: dict[str, Any]) -> str | None:
+    """The first column with a text, however deep in it, that is no UTF-8."""
+    for column, value in row.items():
+        left = [column, value]
+        while left:
+            item = left.pop()
+            if isinstance(item, str) and not item.isascii() and _SURROGATE.search(item):
+                return column
+            if isinstance(item, dict):
+                left += [*item.keys(), *item.values()]
+            elif isinstance(item, list):
+                left += item
+    return None
+
+
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 def _one_line(error: BaseException) -> str:
