@@ -111,8 +111,16 @@ def gold_answer(answer: str) -> str:
     found = boxed(answer)
     if found is None:
         found = last_line_answer(answer)
-        found = found and (_stated(found) or found)
     return answer.strip() if found is None else found
+
+
+def stated_gold(answer: str) -> str:
+    """The same without a phrase that announces it: `Final Answer: 42` is 42."""
+    gold = gold_answer(answer)
+    return (_stated(gold) or gold) if _ANNOUNCED.match(gold) else gold
+
+
+_ANNOUNCED = re.compile(r"\W{0,9}(?:the )?(?:final |correct )?answer\b", re.IGNORECASE)
 
 
 # --- numbers -------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from train.answers import final_answer, gold_answer, last_line_answer, read_quantity
+from train.answers import final_answer, last_line_answer, read_quantity, stated_gold
 from train.math_worker import WORKER
 
 Reward = Callable[..., Any]
@@ -36,10 +36,11 @@ def exact(response_text: str, answer: str) -> float:
 def number(response_text: str, answer: str) -> float:
     """1.0 if the completion's answer is a number equal to the row's.
 
-    Thousands separators, `$`, `%`, units, spaces and a trailing period do not count; fractions and
-    mixed numbers are numbers (`train.answers.read_quantity`), and `x = 5` is 5.
+    Thousands separators, spaces and a trailing period do not count; `$`, `%` and units count where
+    both have one. Fractions and mixed numbers are numbers (`train.answers.read_quantity`), a
+    decimal may be rounded to six significant digits, and `x = 5` is 5.
     """
-    found, gold = _as_number(final_answer(response_text)), _as_number(gold_answer(answer))
+    found, gold = _as_number(final_answer(response_text)), _as_number(stated_gold(answer))
     return float(found is not None and gold is not None and gold.equals(found))
 
 
@@ -59,7 +60,7 @@ def math_verify(response_text: str, answer: str) -> float:
     Raises:
       ModuleNotFoundError: the math-verify library is not installed.
     """
-    found, gold = final_answer(response_text), gold_answer(answer)
+    found, gold = final_answer(response_text), stated_gold(answer)
     if found is None or not gold:
         return 0.0
     numbers = read_quantity(gold), read_quantity(found)
@@ -90,7 +91,7 @@ class AnswerReward:
 
 
 def _box(answer: str) -> str:
-    return f"\\boxed{{{gold_answer(answer)}}}"
+    return f"\\boxed{{{stated_gold(answer)}}}"
 
 
 def _mark(answer: str) -> str:

@@ -113,6 +113,14 @@ def test_number_reads_what_stands_around_and_how_it_is_rounded(text, answer):
     assert number(text, answer) == 1.0
 
 
+def test_a_gold_answer_that_is_announced_can_win_and_exact_keeps_all_of_it():
+    for gold in ("#### Final Answer: 42", "The answer is $42$.", "**Answer:** 42"):
+        assert rewards.BUILT_IN["number"].can_win(gold)
+        assert math_verify("\\boxed{42}", gold) == 1.0 == number("#### 42", gold)
+        assert math_verify("\\boxed{41}", gold) == 0.0 == number("#### 41", gold)
+    assert exact("#### Final Answer: 42", "#### Final Answer: 42") == 1.0
+
+
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
