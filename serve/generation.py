@@ -23,7 +23,7 @@ from serve.replies import ChatReply, CompletionReply, Pieces, origins, spec_deta
 from serve.settings import SAY, ServeConfig
 from specjax.engine.checks import check_prompt
 from specjax.engine.prompt_scores import PromptScorer, PromptScores, Started
-from specjax.engine.request import Job, SampleOutput, SpecStats, make_jobs
+from specjax.engine.request import InvalidLogitsError, Job, SampleOutput, SpecStats, make_jobs
 from specjax.models.generation_config import sampling_defaults
 from specjax.spelling import spelled
 from specjax.tokenizer import (
@@ -201,6 +201,8 @@ class Generation:
             raise ApiError(503, str(error)) from error
         except EngineDead as error:
             raise ApiError(500, str(error)) from error
+        except InvalidLogitsError as error:
+            raise _invalid(str(error)) from error
         except Exception as error:
             told = f"the prompt's logprobs could not be computed: {type(error).__name__}: {error}"
             raise ApiError(500, told) from error
@@ -366,7 +368,7 @@ class Generation:
             if sample is None:
                 continue
             if sample.error is not None:
-                raise _invalid(index, len(ask.jobs), sample)
+                raise _invalid(sample.error, index, len(ask.jobs))
             written += len(sample.token_ids)
             tokens, values, top = sample.token_ids, sample.logprobs, sample.top_logprobs
             text, scores = self._text(sample), self._scores(ask, index)
@@ -424,7 +426,7 @@ class Generation:
                 return
             index, sample = update.index, update.sample
             if sample is not None and sample.error is not None:
-                error = _invalid(index, len(ask.jobs), sample)
+                error = _invalid(sample.error, index, len(ask.jobs))
                 yield f"data: {json.dumps(error.body())}\n\n"
                 return
             tokens = [token for news in update.news for token in news.tokens]
@@ -515,10 +517,11 @@ class EventStream(StreamingResponse):
             self._on_end()
 
 
-def _invalid(index: int, choices: int, sample: SampleOutput) -> ApiError:
-    """The answer where the model has no next token: no text that it had before is a success."""
+def _invalid(told: str, index: int = 0, choices: int = 1) -> ApiError:
+    """The answer where the model's logits are no distribution: neither the text that there was
+    before nor the score of another token is a success."""
     which = f"choice {index}: " if choices > 1 else ""
-    return ApiError(500, f"{which}{sample.error}", code="invalid_logits")
+    return ApiError(500, f"{which}{told}", code="invalid_logits")
 
 
 async def _updates(request: Request) -> AsyncIterator[Update]:

@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import KVCache, commit_rows
 from specjax.config.sampling import MAX_TOP_LOGPROBS
 from specjax.decode import shards
+from specjax.decode.sampling import normaliser
 from specjax.decode.tree import chain_bits
 from specjax.draft.source import after_of
 from specjax.models.transformer import Transformer
@@ -38,12 +39,14 @@ class Scores(NamedTuple):
     Attributes:
       logprobs: of the token that followed. ranks: of it, 1 for the most likely token.
       top_ids, top_logprobs: of the most likely tokens, best first.
+      valid: the logits are a distribution, see `normaliser`; else the rest is arbitrary.
     """
 
     logprobs: Float[Array, "B S"]
     ranks: Int[Array, "B S"]
     top_ids: Int[Array, "B S N"]
     top_logprobs: Float[Array, "B S N"]
+    valid: Bool[Array, "B S"]
 
 
 def score(
@@ -71,15 +74,17 @@ def score(
     kernel = model.cfg.attention
     cache = commit_rows(scratch.cache, rows, start, after_of(hidden), table, run, kernel=kernel)
     piece = math.gcd(width, max(1, LOGIT_ROWS // batch))
+    untempered = jnp.ones(batch, jnp.float32)
 
     def one(piece):
         states, token = piece
         logits = shards.pin(model.logits(states))
-        total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        log_sum, valid = normaliser(logits, untempered)
+        total = log_sum[..., None]
         chosen = jnp.take_along_axis(logits, token[..., None], axis=-1)
         best, ids = shards.top_k(logits, min(MAX_TOP_LOGPROBS, logits.shape[-1]))
         ranks = 1 + (logits > chosen).sum(axis=-1, dtype=jnp.int32)
-        return Scores((chosen - total)[..., 0], ranks, ids, best - total)
+        return Scores((chosen - total)[..., 0], ranks, ids, best - total, valid)
 
     def pieces(x):
         return jnp.moveaxis(x.reshape(batch, width // piece, piece, *x.shape[2:]), 1, 0)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specjax.decode.score import Scores
+from specjax.engine.request import InvalidLogitsError, why_invalid
 from specjax.engine.runner import Runner
 
 SHORTEST = 64  # positions that a prompt is padded to, at least
@@ -115,24 +116,26 @@ class PromptScorer:
           top: most likely tokens to give at each position, at most 20.
 
         Raises:
-          FloatingPointError: a log-probability is not a number.
+          InvalidLogitsError: the logits somewhere in a prompt are no distribution.
         """
         batches = [
             Scores(*(np.concatenate(parts, axis=1) for parts in zip(*pieces, strict=True)))
             for pieces in started.batches
         ]
-        return [_scores_of(prompt, batches[at], row, top) for prompt, at, row in started.rows]
+        found = []
+        for index, (prompt, at, row) in enumerate(started.rows):
+            # What follows the last token was not given, and what lies beyond it is arbitrary.
+            scores = Scores(*(x[row, : len(prompt) - 1] for x in batches[at]))
+            if not scores.valid.all():
+                place = f"token {int(scores.valid.argmin()) + 1} of prompt {index}"
+                raise InvalidLogitsError(why_invalid(place, "it has no log-probability"))
+            found.append(_scores_of(prompt, scores, top))
+        return found
 
 
-def _scores_of(prompt: Several[int], batch: Scores, row: int, top: int) -> PromptScores:
-    count = len(prompt) - 1
-    logprobs, ranks, ids, best = (x[row, :count] for x in batch)
-    if np.isnan(logprobs).any():
-        raise FloatingPointError(
-            f"the log-probability of the token at {int(np.isnan(logprobs).argmax()) + 1} of a "
-            "prompt is not a number: the policy's weights, or what it makes of this prompt, "
-            "are not finite"
-        )
+def _scores_of(prompt: Several[int], scores: Scores, top: int) -> PromptScores:
+    logprobs, ranks, ids, best, _ = scores
+    count = len(logprobs)
     given = [
         dict(zip(ids[i, :top].tolist(), best[i, :top].tolist(), strict=True)) for i in range(count)
     ]

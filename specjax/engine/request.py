@@ -84,15 +84,24 @@ class SampleOutput:
             return None
         count = len(self.token_ids)
         place = f"the token after {count} generated ones" if count else "the first token"
-        return (
-            f"the model's logits for {place} hold NaN or +inf, or are -inf for every token, so "
-            "there is nothing to sample; the prompt reaches weights that are not finite, or the "
-            "arithmetic overflows: check the checkpoint, or use another dtype"
-        )
+        return why_invalid(place, "there is nothing to sample")
+
+
+def why_invalid(place: str, so: str) -> str:
+    """What to say of logits that are no distribution.
+
+    Args:
+      place: the token that they are for. so: what cannot be had for that reason.
+    """
+    return (
+        f"the model's logits for {place} hold NaN or +inf, or are -inf for every token, so {so}; "
+        "the prompt reaches weights that are not finite, or the arithmetic overflows: check the "
+        "checkpoint, or use another dtype"
+    )
 
 
 class InvalidLogitsError(RuntimeError):
-    """Samples ended because the model's logits were no distribution."""
+    """The model's logits were no distribution: samples ended, or a prompt has no scores."""
 
 
 def require_valid(

@@ -9,6 +9,7 @@ from tiny import tiny_config, tiny_model
 
 from specjax import LLM, EngineConfig
 from specjax.engine.prompt_scores import SHORTEST, PromptScorer
+from specjax.engine.request import InvalidLogitsError
 from specjax.models.transformer import graphdef
 
 VOCAB, MAX_LEN = 64, 150
@@ -76,9 +77,48 @@ def test_a_length_is_compiled_once_and_ahead(weights, prompts):
     assert PromptScorer(scorer._runner, 40).spans == [48]
 
 
-def test_what_is_no_number_is_no_score(weights, prompts):
-    broken = jax.tree.map(lambda x: x * float("nan"), weights)
-    scorer = scorer_of(broken)
-    with pytest.raises(FloatingPointError, match="not a number"):
-        scorer.read(scorer.start(prompts[2:3]), top=1)
+NOT_FINITE = {
+    "NaN everywhere": lambda weights: jax.tree.map(lambda x: x * float("nan"), weights),
+    "one +inf in lm_head": lambda weights: with_lm_head(weights, float("inf")),
+    "one NaN in lm_head": lambda weights: with_lm_head(weights, float("nan")),
+}
+
+
+def with_lm_head(weights, value):
+    return {**weights, "lm_head": weights["lm_head"].at[3, 5].set(value)}
+
+
+@pytest.mark.parametrize("what", NOT_FINITE)
+def test_logits_that_are_no_distribution_give_no_score(weights, prompts, what):
+    scorer = scorer_of(NOT_FINITE[what](weights))
+    with pytest.raises(InvalidLogitsError, match=r"token \d+ of prompt 1 hold NaN or \+inf"):
+        scorer.read(scorer.start([prompts[0], prompts[2]]), top=1)
+    # Of one token there is nothing to say: what lies beyond a prompt does not count.
     assert scorer.read(scorer.start(prompts[:1]), top=1)[0].logprobs == [None]
+
+
+def test_what_lies_beyond_the_end_of_a_prompt_does_not_count(weights, prompts):
+    bad = 63
+    embed = weights["embed"].at[bad].set(float("nan"))
+    scorer = scorer_of({**weights, "embed": embed})
+    fine = [5, 9, 33, bad]  # the last is read, and nothing that follows it is asked for
+    found = scorer.read(scorer.start([fine]), top=1)[0].logprobs
+    assert np.isfinite(found[1:]).all()
+    with pytest.raises(InvalidLogitsError, match="token 3 of prompt 1"):
+        scorer.read(scorer.start([fine, [5, 9, bad, 33]]), top=1)
+
+
+def test_a_token_that_is_impossible_is_no_error(weights):
+    """An infinite weight gives +inf or -inf, by the sign of the state that it is multiplied by."""
+    scorer, outcomes = scorer_of(with_lm_head(weights, float("inf"))), set()
+    for first in range(1, 12):
+        started = scorer.start([[first, 5]])
+        try:
+            [found] = scorer.read(started, top=2)
+        except InvalidLogitsError:
+            outcomes.add("error")
+        else:
+            assert found.logprobs[1] == float("-inf") and found.ranks[1] == VOCAB
+            assert np.isfinite([v for t, v in found.top[1].items() if t != 5]).all()
+            outcomes.add("impossible")
+    assert outcomes == {"error", "impossible"}

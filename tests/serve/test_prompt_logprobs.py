@@ -162,10 +162,25 @@ def test_scoring_neither_disturbs_what_runs_nor_compiles_twice(server: Server, p
     assert server.metrics()["compilations_total"] == built
 
 
-def test_weights_that_are_no_numbers_are_an_error_and_not_a_score(server: Server, monkeypatch):
+SCORED = {
+    "echo": {"prompt": [5, 6, 7], "echo": True, "logprobs": 1},
+    "echo of more likely tokens alone": {"prompt": [5, 6, 7], "echo": True, "logprobs": 5},
+    "prompt_logprobs": {"prompt": [5, 6, 7], "prompt_logprobs": 2},
+    "nothing generated": {"prompt": [5, 6, 7], "echo": True, "logprobs": 0, "max_tokens": 0},
+    "a stream": {"prompt": [5, 6, 7], "echo": True, "logprobs": 2, "stream": True},
+}
+LM_HEADS = {"NaN": float("nan"), "+inf": float("inf"), "-inf": float("-inf")}
+
+
+@pytest.mark.parametrize("value", LM_HEADS)
+def test_logits_that_are_no_distribution_are_an_error_and_not_a_score(
+    server: Server, monkeypatch, value
+):
     runner = server.llm.engine.runner
-    broken = jax.tree.map(lambda x: x * float("nan"), runner.params)
-    monkeypatch.setattr(runner, "params", broken)
-    asked = {"model": "tiny", "prompt": [5, 6, 7], "echo": True, "logprobs": 1, "max_tokens": 0}
-    answer = server.post("/v1/completions", json=asked)
-    assert answer.status_code == 500 and "not a number" in answer.json()["error"]["message"]
+    column = runner.params["lm_head"].at[:, 9].set(LM_HEADS[value])  # NaN: inf minus inf
+    monkeypatch.setattr(runner, "params", {**runner.params, "lm_head": column})
+    for what, body in SCORED.items():
+        answer = server.post("/v1/completions", json={"model": "tiny", "max_tokens": 1, **body})
+        assert answer.status_code == 500, what
+        error = answer.json()["error"]
+        assert error["code"] == "invalid_logits" and "hold NaN or +inf" in error["message"], what
