@@ -52,6 +52,7 @@ FAMILIES = {
 }
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _LARGEST_HEADER = 100_000_000  # bytes, as safetensors itself limits it
+_THETA = 10_000.0  # of RoPE, where a file does not say
 _MOST_LAYERS = 10_000  # each has a name in the files: a larger number would exhaust the memory
 _MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -153,9 +154,15 @@ def _sizes(keys: Keys, model_type: str) -> dict[str, int]:
 
 
 def _rope(keys: Keys, max_position: int) -> dict[str, Any]:
-    # What transformers 5 writes wins over what files in the wild have.
-    inside = "rope_parameters" if keys.within("rope_parameters").raw else "rope_scaling"
-    raw = {**keys.within("rope_scaling").raw, **keys.within("rope_parameters").raw}
+    new, old = (keys.within(name).raw for name in ("rope_parameters", "rope_scaling"))
+    # transformers lets `rope_scaling` replace `rope_parameters` as a whole, other readers do not.
+    if new and old and _plain_rope(keys, new) != _plain_rope(keys, old):
+        raise UnsupportedModelError(
+            f"{keys.file}: rope_parameters {shown(new)} and rope_scaling {shown(old)} differ; "
+            "expected one of the two, or both with the same parameters: remove what the model was "
+            "not trained with"
+        )
+    inside, raw = ("rope_parameters", new) if new else ("rope_scaling", old)
     rope = Keys(keys.file, raw, inside)
     kind = rope.text("rope_type", None) or rope.text("type", None) or "default"
     if kind not in ("default", "llama3") or any(isinstance(v, dict) for v in raw.values()):
@@ -179,7 +186,17 @@ def _rope(keys: Keys, max_position: int) -> dict[str, Any]:
         scaling = RopeScaling(*factors, original or max_position)
     theta = rope.number("rope_theta", None)
     theta = keys.number("rope_theta", None) if theta is None else theta
-    return {"rope_theta": 10_000.0 if theta is None else theta, "rope_scaling": scaling}
+    return {"rope_theta": _THETA if theta is None else theta, "rope_scaling": scaling}
+
+
+def _plain_rope(keys: Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of one of the two keys with what the file says of them elsewhere, for comparison:
+    an old file has `type`, and its `rope_theta` lies beside the object."""
+    given = {name: value for name, value in raw.items() if value is not None}
+    kind = given.pop("type", "default")
+    theta = keys.raw.get("rope_theta")
+    defaults = {"rope_type": kind, "rope_theta": _THETA if theta is None else theta}
+    return {**defaults, **given}
 
 
 def _tokens(keys: Keys, generation: Keys, vocabulary: int) -> dict[str, Any]:

@@ -166,10 +166,51 @@ def test_values_that_cannot_be_meant_are_one_line_that_names_file_and_key(key, f
 def test_rope_is_checked_in_both_dialects(family, rope, key, folder, edit_json):
     path = folder(family)
     for name in ("rope_parameters", "rope_scaling"):
-        edit_json(path / "config.json", **{"rope_parameters": ..., name: rope})
+        edit_json(path / "config.json", rope_parameters=..., rope_scaling=...)
+        edit_json(path / "config.json", **{name: rope})
         with pytest.raises((hf.CheckpointError, hf.UnsupportedModelError), match=key):
             hf.read_config(path)
-        edit_json(path / "config.json", rope_scaling=...)
+
+
+PLAIN = {"rope_type": "default", "rope_theta": 1e6}
+SCALED = {**LLAMA3, "high_freq_factor": 4.0, "rope_theta": 1e6}
+
+
+@pytest.mark.parametrize(
+    ("new", "old"),
+    [
+        ({"rope_type": "default"}, {"rope_type": "yarn", "factor": 4.0}),
+        (PLAIN, {"type": "linear", "factor": 2.0, "rope_theta": 1e6}),
+        (PLAIN, SCALED),
+        (SCALED, PLAIN),
+        (SCALED, {**SCALED, "factor": 4.0}),
+        (PLAIN, {"rope_type": "default"}),  # whose theta is 10000: transformers drops the other
+    ],
+)
+def test_two_sets_of_rope_parameters_that_differ_are_refused(new, old, folder, edit_json):
+    path = folder("qwen3")
+    edit_json(path / "config.json", rope_parameters=new, rope_scaling=old, rope_theta=...)
+    with pytest.raises(hf.UnsupportedModelError, match="rope_parameters .* rope_scaling .* differ"):
+        hf.read_config(path)
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "theta"),
+    [
+        (PLAIN, PLAIN, ...),
+        (PLAIN, {"type": "default", "factor": None}, 1e6),
+        (SCALED, {**SCALED, "type": "llama3"}, ...),
+        ({"rope_type": "default"}, {"rope_theta": 10_000}, ...),
+        (SCALED, None, ...),
+        (PLAIN, {}, 5.0),
+    ],
+)
+def test_two_equal_sets_of_rope_parameters_are_read(new, old, theta, folder, edit_json):
+    path = folder("qwen3")
+    edit_json(path / "config.json", rope_parameters=new, rope_scaling=old, rope_theta=theta)
+    cfg = hf.read_config(path)
+    assert cfg.rope_theta == new.get("rope_theta", 10_000.0)
+    assert (cfg.rope_scaling is None) == (new["rope_type"] == "default")
 
 
 @pytest.mark.parametrize("key", ["eos_token_id", "bos_token_id", "pad_token_id"])
