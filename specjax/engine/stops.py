@@ -4,7 +4,8 @@ A sample's text grows token by token, and each token's text is searched as if it
 So where a sample ends follows from its tokens, not from how many of them a chunk brought.
 
 Special tokens are not part of the text, and yet a stop string may be one, or hold one: what is
-searched as well is the text with their names where they stand.
+searched as well is the text with their names where they stand. A name counts as a whole: what holds
+only a part of it, as `eos` of `<|eos|>`, is not there.
 """
 
 from __future__ import annotations
@@ -139,6 +140,8 @@ class StopStrings:
         for count in range(min(longest, len(self._whole)), 0, -1):
             at = len(self._whole) - count
             end = self._whole[at:]
+            if self._cuts_a_name(at, len(self._whole)):
+                continue
             if any(len(string) > count and string.startswith(end) for string in self._strings):
                 return self._stream.text[: self._without_names(at)]
         return self._stream.text
@@ -156,7 +159,7 @@ class StopStrings:
                 continue
             found = self._find(self._stream.text, searched)
             if self._names:
-                named = self._find(self._whole, searched_whole)
+                named = self._find(self._whole, searched_whole, self._cuts_a_name)
                 found += [(self._without_names(at), string) for at, string in named]
             if found:
                 at, string = min(found, key=lambda each: (each[0], len(each[1])))
@@ -171,14 +174,32 @@ class StopStrings:
             self._names.append(_Named(len(self._whole), len(name)))
             self._whole += name
 
-    def _find(self, text: str, searched: int) -> list[tuple[int, str]]:
-        """Strings that end past the first `searched` characters of a text, and where they begin."""
+    def _find(
+        self, text: str, searched: int, refused: Callable[[int, int], bool] | None = None
+    ) -> list[tuple[int, str]]:
+        """Strings that end past the first `searched` characters of a text, and where they begin.
+
+        Args:
+          refused: whether a string does not count that stands from one place to another.
+        """
         found = []
         for string in self._strings:
             at = text.find(string, max(0, searched - len(string) + 1))
+            while at >= 0 and refused and refused(at, at + len(string)):
+                at = text.find(string, at + 1)
             if at >= 0:
                 found.append((at, string))
         return found
+
+    def _cuts_a_name(self, start: int, end: int) -> bool:
+        """Whether this part of the text with names holds some of a name, and not all of it."""
+        for name in reversed(self._names):
+            after = name.at + name.length
+            if after <= start:
+                break
+            if name.at < end and (name.at < start or after > end):
+                return True
+        return False
 
     def _without_names(self, at: int) -> int:
         """A place in the text with names, as one in the text without them."""

@@ -94,12 +94,23 @@ def first_cut(tokens, strings):
         for skip in (True, False):
             before, now = (named_text(tokens[:n], skip) for n in (count - 1, count))
             for string in strings:
-                at = now.find(string, max(0, len(before) - len(string) + 1))
-                if at >= 0:
-                    begins.append(at if skip else visible(tokens, at))
+                for at in range(max(0, len(before) - len(string) + 1), len(now)):
+                    inside = range(at, at + len(string))
+                    if now.startswith(string, at) and (skip or names_are_whole(tokens, inside)):
+                        begins.append(at if skip else visible(tokens, at))
         if begins:
             return count, named_text(tokens)[: min(begins)]
     return None
+
+
+def names_are_whole(tokens, inside) -> bool:
+    """Whether of each special token all characters are inside, or none."""
+    owners = [(i, t) for i, t in enumerate(tokens) for _ in NAMED[t]]
+    return all(
+        sum(owners[at][0] == i for at in inside) in (0, len(NAMED[t]))
+        for i, t in enumerate(tokens)
+        if t >= 6
+    )
 
 
 def visible(tokens, at) -> int:
@@ -120,6 +131,10 @@ def visible(tokens, at) -> int:
 @example([0, 7, 6, 0], ["><e"], None)
 @example([2, 4, 6, 1], ["<e<"], None)
 @example([0, 6, 1], ["ab"], None)
+@example([0, 6, 1, 4], ["e"], None)
+@example([0, 7, 1, 7], [">b<p"], None)
+@example([0, 7, 6, 6], ["><e>", "e><e>"], None)
+@example([7, 6, 0, 1], [">ab"], None)
 def test_stop_strings_are_found_with_and_without_the_names_of_special_tokens(
     tokens, strings, chunks
 ):
