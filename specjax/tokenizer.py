@@ -183,8 +183,42 @@ def prompt_ids(tokenizer, text: str, add_special_tokens: bool = True) -> list[in
 
 
 def has_chat_template(tokenizer) -> bool:
-    """Whether `chat_ids` can be called."""
+    """Whether `chat_text` and `chat_ids` can be called."""
     return bool(getattr(tokenizer, "chat_template", None))
+
+
+def chat_text(
+    tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+) -> str:
+    """A conversation as the tokenizer's chat template writes it.
+
+    Args:
+      messages: each with `role` and `content`, and whatever else the template knows.
+      options: further variables of the template, such as `enable_thinking`.
+      add_generation_prompt: end where the assistant begins.
+
+    Raises:
+      ValueError: there is no template, an option has the name of an argument of transformers' own,
+        or the template does not take the messages.
+    """
+    if not has_chat_template(tokenizer):
+        raise ValueError("the model has no chat template")
+    check_template_options(tokenizer, options)
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **(options or {}),
+        )
+    except Exception as error:  # whatever a template makes of what it was not written for
+        told = " ".join(str(error).split())
+        raise ValueError(
+            f"the chat template does not take these messages: {type(error).__name__}: {told}"
+        ) from error
 
 
 def chat_ids(
@@ -200,29 +234,10 @@ def chat_ids(
     so transformers and vLLM have it.
 
     Args:
-      messages: each with `role` and `content`, and whatever else the template knows.
-      options: further variables of the template, such as `enable_thinking`.
-      add_generation_prompt: end where the assistant begins.
+      messages, options, add_generation_prompt: see `chat_text`, which says what is raised.
       add_special_tokens: put the tokenizer's own around what the template writes, too.
-
-    Raises:
-      ValueError: there is no template, an option has the name of an argument of transformers' own,
-        or the template does not take the messages.
     """
-    if not has_chat_template(tokenizer):
-        raise ValueError("the model has no chat template")
-    check_template_options(tokenizer, options)
-    try:
-        text = tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **(options or {}),
-        )
-    except Exception as error:  # whatever a template makes of what it was not written for
-        raise ValueError(
-            f"the chat template does not take these messages: {type(error).__name__}: {error}"
-        ) from error
+    text = chat_text(tokenizer, messages, options, add_generation_prompt)
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 

@@ -4,7 +4,7 @@ They are generated (`sums`, see `train.tasks.sums`), or rows of a file: JSON lin
 parquet, each perhaps gzipped. What a row means, its columns say (`train.tasks`). Which split a
 question belongs to is decided by the hash of its text, so the splits cannot overlap.
 
-`python -m train.data PATH --model DIR` shows rows as the model will see them, and what is wrong
+`python -m train.data PATH --model MODEL` shows rows as the model will see them, and what is wrong
 with them (`train.data_report`).
 """
 
@@ -21,7 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specjax.tokenizer import prompt_ids, transformers_class
+from specjax.tokenizer import (
+    chat_text,
+    check_template_options,
+    has_chat_template,
+    prompt_ids,
+    transformers_class,
+)
 from train import tasks
 from train.tasks import sums
 from train.tasks.files import read_rows
@@ -364,12 +370,16 @@ def uses_chat(cfg: DataConfig, tokenizer) -> bool:
 
     Raises:
       ValueError: the configuration says so, and the tokenizer has no chat template; or arguments
-        for a template that is not used.
+        for a template that is not used, or that are not the template's.
     """
-    has_template = bool(getattr(tokenizer, "chat_template", None))
+    has_template = has_chat_template(tokenizer)
     if not has_template and (cfg.chat == "on" or cfg.chat_template_kwargs):
         name = "chat=on" if cfg.chat == "on" else "chat_template_kwargs"
         raise ValueError(f"data.{name}: the model's tokenizer has no chat template")
+    try:
+        check_template_options(tokenizer, cfg.chat_template_kwargs)
+    except ValueError as error:
+        raise ValueError(f"data.chat_template_kwargs: {error}") from error
     return has_template and cfg.chat != "off"
 
 
@@ -389,22 +399,12 @@ def prompt_text(
         if not chat:
             return prompt
         prompt = [{"role": "user", "content": prompt}]
-    if not getattr(tokenizer, "chat_template", None):
+    if not has_chat_template(tokenizer):
         raise ValueError(
             "prompts that are conversations need a chat template, and the model's tokenizer has "
             "none; use the instruct model's tokenizer files, or rows whose prompts are text"
         )
-    import jinja2
-
-    try:
-        return tokenizer.apply_chat_template(
-            list(prompt), tokenize=False, add_generation_prompt=True, **template_kwargs or {}
-        )
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"the chat template refuses a conversation of roles "
-            f"{', '.join(message['role'] for message in prompt)}: {error}"
-        ) from error
+    return chat_text(tokenizer, prompt, template_kwargs)
 
 
 def encode_prompt(

@@ -417,10 +417,29 @@ def test_settings_of_a_template_that_there_is_not_are_refused(plain, changes, me
         Prompts(plain, DataConfig(**changes))
 
 
+@pytest.mark.parametrize("name", ["chat_template", "add_generation_prompt", "tokenize"])
+def test_a_setting_of_transformers_is_no_argument_of_the_template(chatty, name):
+    with pytest.raises(ValueError, match=f"data.chat_template_kwargs: {name} is not the template"):
+        Prompts(chatty, DataConfig(chat_template_kwargs={"think": "no", name: "{{ 1 }}"}))
+
+
+@pytest.mark.parametrize("template", ["{{ 1 // 0 }}", "{{ [].pop() }}", "{{ messages[3].x.y }}"])
+def test_whatever_a_template_raises_is_one_line_with_the_row(
+    tmp_path, chatty, monkeypatch, template
+):
+    monkeypatch.setattr(chatty, "chat_template", template)
+    cfg = config(tmp_path / "rows.jsonl", [ROWS["DAPO"][0]])
+    message = (
+        r"^the row \S*rows.jsonl:1: the chat template does not take these messages: \w+: [^\n]*$"
+    )
+    with pytest.raises(ValueError, match=message):
+        Prompts(chatty, cfg).ids(problems(cfg, "train")[0])
+
+
 def test_a_conversation_that_the_template_refuses_is_named(tmp_path, chatty):
     row = {"messages": [*USER, {"role": "tool", "content": "x"}], "answer": "1"}
     cfg = config(tmp_path / "rows.jsonl", [row])
-    with pytest.raises(ValueError, match="rows.jsonl:1: the chat template refuses .*no tools"):
+    with pytest.raises(ValueError, match="rows.jsonl:1: the chat template does not .*no tools"):
         Prompts(chatty, cfg).ids(problems(cfg, "train")[0])
 
 
@@ -496,7 +515,9 @@ def test_the_report_shows_rows_as_the_model_sees_them(tmp_path, capsys, chat_pol
         (["rows.jsonl", "task=math"], "column 'problem': expected text"),
         (["rows.jsonl", "tusk=math"], "unknown key 'tusk'"),
         (["rows.jsonl", "--reward", "best"], "unknown reward 'best'"),
-        (["rows.jsonl", "--model", "nowhere"], "nowhere has no tokenizer.json"),
+        (["rows.jsonl", "--model", "nowhere"], "nowhere does not exist; expected a checkpoint"),
+        (["rows.jsonl", "--model", "."], "has no tokenizer.json"),
+        (["rows.jsonl", "--revision", "v1"], "revision 'v1' is of a Hugging Face id"),
         (["rows.jsonl", "chat=on"], "has no chat template"),
     ],
 )
