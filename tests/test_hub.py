@@ -20,7 +20,7 @@ from specjax import LLM, SpecConfig, hub, verify
 from specjax.checkpoint_format import CheckpointError
 from specjax.command_line import parse_config
 from specjax.models import hf
-from train import rl, sft
+from train import data_report, rl, sft
 from train.schema import RLConfig, SFTConfig
 
 GOLDEN = Path(__file__).resolve().parent / "golden" / "qwen3"
@@ -297,7 +297,12 @@ def test_every_door_takes_an_id_and_a_revision(home, thin_policy, tmp_path, caps
     run = sft.Run(parse_config(SFTConfig, ["init=owner/thin", "revision=v1", "out=sft"])[0])
     assert run.cfg.init == str(folder)
     assert run.fingerprint()["init"] == f"owner/thin@{COMMIT}"
-    capsys.readouterr()
+    rows = (json.dumps({"prompt": f"{i}+2=", "answer": i + 2}) for i in range(40))
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    for model in (["owner/thin", "--revision", "v1"], ["run"]):
+        capsys.readouterr()
+        data_report.main(["rows.jsonl", "--model", *model])
+        assert "prompt length in tokens: " in capsys.readouterr().out
     asked = ["generate", "--model", "owner/thin", "--revision", "v1", "1+2=", "--max-tokens", "2"]
     assert main([*asked, "--no-speculation", "--max-len", "32"]) == 0
     assert capsys.readouterr().out
@@ -321,6 +326,7 @@ def test_every_door_says_in_a_line_that_an_id_cannot_be_had(home, tmp_path, caps
         ends(main, "verify", "--model", "owner/none"),
         ends(rl.main, "model=owner/none"),
         ends(sft.main, "init=owner/none"),
+        ends(data_report.main, "rows.jsonl", "--model", "owner/none"),
     ):
         assert "owner/none is not in the local cache" in said and "Traceback" not in said, said
     with pytest.raises(CheckpointError, match="owner/none is not in the local cache"):

@@ -1,5 +1,5 @@
-"""`python -m train.data PATH --model DIR`: rows as the model will see them, and what is wrong with
-them: lengths, duplicates, and gold answers that the reward cannot win.
+"""`python -m train.data PATH --model MODEL`: rows as the model will see them, and what is wrong
+with them: lengths, duplicates, and gold answers that the reward cannot win.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from specjax.command_line import find_shipped, parse_config
+from specjax.checkpoint_weights import tokenizer_dir
+from specjax.command_line import parse_config
+from specjax.hub import find_model
 from specjax.schema import describe
 from specjax.tokenizer import load_tokenizer
 from train import data
@@ -112,14 +114,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(
         prog="python -m train.data",
-        usage="%(prog)s PATH --model DIR [flags] [key=value ...]",
+        usage="%(prog)s PATH --model MODEL [flags] [key=value ...]",
         description="Shows rows of data as a model will see them, and what is wrong with them.",
         epilog=f"Settings of the section `data` of train.rl: {describe(DataConfig)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("path", metavar="PATH", help="file of rows")
-    parser.add_argument("--model", required=True, help="directory of the model's tokenizer")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="whose tokenizer reads them: a model's directory, that of a run, or a Hugging Face id",
+    )
+    parser.add_argument("--revision", help="branch, tag or commit of a Hugging Face id")
     parser.add_argument("--reward", default="auto", help="as in train.rl (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=10, help="shown (default: %(default)s)")
     parser.add_argument(
@@ -132,7 +139,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = [f"path={flags.path}", *(setting.removeprefix("data.") for setting in settings)]
     cfg, _ = parse_config(DataConfig, settings, "train.data")
     try:
-        tokenizer = load_tokenizer(find_shipped(flags.model))
+        model = find_model(flags.model, flags.revision, weights=False)
+        tokenizer = load_tokenizer(tokenizer_dir(model))
         lines = report(
             cfg, tokenizer, flags.reward, flags.rows, flags.check, flags.max_prompt_tokens
         )
