@@ -271,8 +271,11 @@ class ServeConfig:
         return self.served_name or (Path(self.model).resolve().name if local else self.model)
 
 
-def load_llm(cfg: ServeConfig) -> LLM:
+def load_llm(cfg: ServeConfig, say: Say = SAY) -> LLM:
     """The model with its engine; nothing has been compiled yet.
+
+    Args:
+      say: names settings where they are typed.
 
     Raises:
       ConfigError: there is no such model, or the settings do not fit it. Its cause is what the
@@ -298,13 +301,13 @@ def load_llm(cfg: ServeConfig) -> LLM:
             control=speculation.control(),
             replicas=engine.replicas,
             tp=engine.tp,
-            say=SAY,
+            say=say,
             generation_config=cfg.generation_config,
         )
     except UnsupportedModelError:
         raise
     except ValueError as error:
-        raise ConfigError(spelled(error, SAY)) from error
+        raise ConfigError(spelled(error, say)) from error
     if cfg.chat_template is not None:
         if llm.tokenizer is None:
             raise ConfigError("chat_template: the model has no tokenizer to give it to")

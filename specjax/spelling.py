@@ -21,7 +21,7 @@ Say = Callable[..., str]  # (name) or (name, value) -> as it is typed
 _CALLS = {
     "LLM": (
         "spec", "control", "max_batch", "max_len", "dtype", "mesh", "tokenizer", "max_stop_tokens",
-        "replicas", "tp",
+        "replicas", "tp", "generation_config",
     ),
     "EngineConfig": (
         "page_size", "cache_bytes", "chunk_tokens", "stretch", "prefill_chunk", "order", "products",

@@ -25,6 +25,7 @@ from serve.cli.main import COMMANDS, INTERRUPTED, NOBODY_READS, main
 from serve.settings import EngineSection, ServeConfig, SpeculationSection
 from specjax import LLM, SamplingParams
 from specjax.engine.compare import Difference
+from specjax.spelling import flags
 from specjax.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,7 +55,7 @@ def loaded():
             )
         )
 
-    def load(cfg):
+    def load(cfg, say=flags):
         llm = once(cfg.model, cfg.speculation.strategy)
         llm.tokenizer.chat_template = cfg.chat_template
         return llm
@@ -146,6 +147,8 @@ def test_a_flag_that_there_is_not_is_answered_with_the_nearest(argv, said, capsy
         ("a model: 3", "a --model: 3"),
         ("for speculation.strategies=[off, 2_1_3]; x", "for --strategies off,2_1_3; x"),
         ("speculation.draft_model=/a/b changes", "--draft-model /a/b changes"),
+        ("with speculation.draft_model=null", "with --draft-model none"),
+        ("engine.max_len=null, the", "--max-len none, the"),
         ("the search engine is off", "the search engine is off"),
     ],
 )
@@ -312,6 +315,7 @@ def test_bad_lines_of_a_file_are_named_and_the_others_are_generated(run, plain, 
         (12, "more than --max-len 96"), (13, "expected a JSON object, got list"), (14, "decode"),
     ):  # fmt: skip
         assert re.search(f"prompts.jsonl line {number}: .*{re.escape(words)}", errors), number
+    assert not re.search(r"\bprompt \d", errors), "a prompt has one number"
     assert "9 of 13 prompts could not be used" in errors
     rows = rows_of(output)
     assert tokens_of(rows) == {
@@ -455,6 +459,7 @@ def test_compare_says_whether_every_token_is_plain_decodings(run, monkeypatch):
         (["a", "--strategies", "off,2_1_3"], "set --controller goodput"),
         (["a", "--no-speculation", "--source", "ngram"], "--strategy off decodes plainly"),
         (["a", "--source", "ngram", "--head", "random"], "--head random changes nothing"),
+        (["a", "--source", "ngram", "--head", "random"], "with --draft-model none drafts"),
         (["a", "--source", "ngram", "--draft-model", "d"], "choose one"),
     ],
 )

@@ -47,10 +47,10 @@ def test_the_rule(stored):
 
 
 def test_one_line_says_what_was_chosen_and_how_to_ask_for_another():
-    said = about_dtype("auto", "float32", "bfloat16")
-    assert "float32" in said and "on CPU" in said and "dtype bfloat16" in said
-    assert "the checkpoint's" in about_dtype("auto", "bfloat16", "bfloat16")
-    assert "as asked" in about_dtype("float32", "float32", "bfloat16")
+    said = about_dtype("auto", "float32", "bfloat16", "--dtype bfloat16")
+    assert "in float32" in said and "on CPU" in said and "(--dtype bfloat16 is the che" in said
+    assert "the checkpoint's" in about_dtype("auto", "bfloat16", "bfloat16", "x")
+    assert "as asked" in about_dtype("float32", "float32", "bfloat16", "x")
 
 
 def dtypes(tree) -> set[str]:
@@ -61,13 +61,19 @@ def test_engines_are_in_float32_on_cpu_unless_told(half, capsys):
     llm = LLM(half, OFF, max_batch=1, max_len=32)
     assert llm.cfg.compute_dtype == "float32" and dtypes(llm.params) == {"float32"}
     assert len(llm.notes) == 1 and "float32" in llm.notes[0]
+    assert "(LLM(dtype='bfloat16') is the checkpoint's)" in llm.notes[0]
     told = LLM(half, OFF, max_batch=1, max_len=32, dtype="bfloat16")
     assert told.cfg.compute_dtype == "bfloat16" and dtypes(told.params) == {"bfloat16"}
     with pytest.raises(ValueError, match="dtype must be one of"):
         LLM(half, OFF, dtype="float8")
     asked = ["generate", "--model", str(half), "1+2=", "--max-tokens", "2", "--no-speculation"]
     assert main([*asked, "--max-len", "32"]) == 0
-    assert "specjax generate: arithmetic in float32" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "specjax generate: arithmetic in float32" in said and "(--dtype bfloat16 is" in said
+    section = EngineSection(max_batch=1, max_len=32)
+    off = SpeculationSection(strategy="off")
+    served = load_llm(ServeConfig(model=str(half), engine=section, speculation=off))
+    assert "(engine.dtype=bfloat16 is the checkpoint's)" in served.notes[0]
 
 
 def test_engines_are_in_the_checkpoint_s_dtype_elsewhere(half, thin_policy, on_gpu):

@@ -93,7 +93,7 @@ class DtypeSection:
           stored: dtype of the checkpoint. platform: of the devices that train.
         """
         asked, self.compute = self.compute, resolve_dtype(self.compute, stored, platform)
-        said = about_dtype(asked, self.compute, stored, "dtype.compute=")
+        said = about_dtype(asked, self.compute, stored, f"dtype.compute={stored}")
         if self.compute == "float16":
             self.compute = "bfloat16"
             said = "arithmetic in bfloat16, for gradients in the checkpoint's float16 would vanish"

@@ -193,7 +193,9 @@ def as_flags(message: str) -> str:
 
     def flag(match: re.Match) -> str:
         name, value = "--" + match["name"].replace("_", "-"), match["value"]
-        if value and value.startswith("["):
+        if value == "null":
+            value = "none"
+        elif value and value.startswith("["):
             value = ",".join(part.strip() for part in value[1:-1].split(","))
         return f"{name} {value}" if value else name
 

@@ -180,7 +180,7 @@ def _load(args: argparse.Namespace, samples: int) -> LLM:
             ),
         )
         require_effect(cfg, _BOTH)
-        llm = load_llm(cfg)
+        llm = load_llm(cfg, flags)
     except (CheckpointError, UnsupportedModelError) as error:
         raise Failure(str(error)) from error
     except ValueError as error:  # a ConfigError among them
@@ -200,8 +200,9 @@ def _ask(llm: LLM, prompt: Prompt, params: SamplingParams, args: argparse.Namesp
     if prompt.settings:
         params = dataclasses.replace(params, **prompt.settings)
     ids = _ids(llm, prompt, args.chat_template_kwargs)
-    ids = check_prompt("the prompt", ids, llm.cfg.vocab_size)
-    jobs = make_jobs(ids, params, llm.cfg.eos_token_ids, llm.tokenizer, prompt.index)
+    where, eos = "the prompt", llm.cfg.eos_token_ids  # whoever shows an error says which it is
+    ids = check_prompt(where, ids, llm.cfg.vocab_size)
+    jobs = make_jobs(ids, params, eos, llm.tokenizer, prompt.index, where)
     llm.engine.check(jobs[0])
     local = Path(args.model).exists()
     place = str(Path(args.model).resolve()) if local else f"{args.model}@{args.revision or 'main'}"

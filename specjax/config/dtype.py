@@ -25,17 +25,17 @@ def resolve_dtype(asked: str, stored: str, platform: str) -> str:
     return "float32" if platform == "cpu" else stored
 
 
-def about_dtype(asked: str, chosen: str, stored: str, setting: str = "dtype ") -> str:
+def about_dtype(asked: str, chosen: str, stored: str, setting: str) -> str:
     """One line that says what was chosen, and why.
 
     Args:
-      setting: how one asks for another.
+      setting: how one asks for that of the checkpoint, as it is typed.
     """
     if asked != AUTO:
         return f"arithmetic in {chosen}, as asked (the checkpoint is in {stored})"
     if chosen == stored:
         return f"arithmetic in {chosen}, the checkpoint's dtype"
     return (
-        f"arithmetic in {chosen}, as always on CPU unless asked otherwise ({setting}{stored} is "
-        "the checkpoint's)"
+        f"arithmetic in {chosen}, as always on CPU unless asked otherwise ({setting} is the "
+        "checkpoint's)"
     )

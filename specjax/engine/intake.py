@@ -72,7 +72,7 @@ class Intake:
         asked, there = job.params.strategy, self._runner.plans
         if asked is not None and asked not in there:
             raise ValueError(
-                f"prompt {job.request} asks for strategy {asked!r}, and only "
+                f"{job.where} asks for strategy {asked!r}, and only "
                 f"{', '.join(there)} were compiled; list it among the controller's strategies"
             )
         limit, runner = min(job.limit, self._runner.max_len), self._runner
@@ -80,7 +80,7 @@ class Intake:
         if wanted > there:
             raise SettingError(
                 lambda say: (
-                    f"prompt {job.request} may take {wanted} cache pages of "
+                    f"{job.where} may take {wanted} cache pages of "
                     f"{runner.page_size} positions, and there are {there}; raise "
                     f"{say('cache_bytes')} "
                     f"(a page takes {runner.page_bytes} bytes), or lower {say('max_tokens')}"
@@ -90,13 +90,13 @@ class Intake:
             return features
         if job.params.transformed_logprobs or job.params.top_logprobs:
             raise ValueError(
-                f"prompt {job.request} continues an earlier run and asks for transformed or top "
+                f"{job.where} continues an earlier run and asks for transformed or top "
                 "logprobs, which are not kept across runs; leave them out"
             )
         room = limit - len(job.prompt)
         if len(progress.tokens) >= room:
             raise ValueError(
-                f"prompt {job.request} continues an earlier run that has {len(progress.tokens)} "
+                f"{job.where} continues an earlier run that has {len(progress.tokens)} "
                 f"tokens already, and there is room for {room}; it has ended, or raise max_tokens"
             )
         return features
@@ -115,7 +115,7 @@ class Intake:
             and job.bad_words is last.bad_words
             and job.limit == last.limit
         ):
-            check_job(f"prompt {job.request}", job, self.limits)
+            check_job(job.where, job, self.limits)
             features = features_of(job, self._runner.cfg.vocab_size)
             self._last_asked = job, features
         return features

@@ -77,7 +77,8 @@ class LLM:
         checkpoint's own generation_config.json; `none`, nobody's; or a directory with one.
       replicas: independent engines of `max_batch` slots each, with `tp` devices each, fed from one
         queue.
-      say: names settings in what is logged, for programs in which users do not type Python.
+      say: names settings in notes, in what is logged, and in some errors, for programs in which
+        users do not type Python.
       revision: branch, tag or commit of a Hugging Face id.
 
     Attributes:
@@ -114,12 +115,13 @@ class LLM:
         generation_config: str = "auto",
     ):
         self.notes: list[str] = []
-        generation = asked_for(generation_config)
+        generation = asked_for(generation_config, say)
         if isinstance(model, (str, Path)):
             found = load_model(find_model(model, revision), dtype, mesh)
             cfg, params, head = found.cfg, found.policy, found.head
             if (dtype, found.stored) != (AUTO, "float32"):  # else there was no choice
-                self.notes.append(about_dtype(dtype, cfg.param_dtype, found.stored))
+                setting = say("dtype", found.stored)
+                self.notes.append(about_dtype(dtype, cfg.param_dtype, found.stored, setting))
             if tokenizer is None and found.tokenizer is not None:
                 tokenizer = load_tokenizer(found.tokenizer, required=False)
             cfg = with_tokenizer_end(cfg, tokenizer)

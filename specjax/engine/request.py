@@ -131,7 +131,8 @@ class Job:
       params: how it is sampled. bad_words: its bad words as token ids.
       decode: token ids to text, for stop strings; None where there are none. name: what a special
         token is called in them.
-      request, sample: which one of a call it is; nothing depends on it.
+      request, sample: which one of a call it is; nothing depends on it. where: what messages call
+        its prompt.
     """
 
     prompt: Sequence[int]
@@ -144,6 +145,7 @@ class Job:
     name: Callable[[int], str] | None = None
     request: int = 0
     sample: int = 0
+    where: str = "the prompt"
 
     @functools.cached_property
     def prompt_hash(self) -> int:
@@ -175,27 +177,30 @@ def make_jobs(
     eos_ids: Sequence[int],
     tokenizer=None,
     request: int = 0,
+    where: str | None = None,
 ) -> list[Job]:
     """One job per sample of a request.
 
     Args:
+      where: what messages call the prompt; by default they give the number of the request.
       tokenizer: needed for stop strings, and for bad words that are strings.
 
     Raises:
       ValueError: there are strings and no tokenizer.
     """
+    where = where or f"prompt {request}"
     stops = tuple(params.stop_token_ids) + (() if params.ignore_eos else tuple(eos_ids))
     most = NO_LIMIT if params.max_tokens is None else len(prompt) + params.max_tokens
     seed = secrets.randbits(63) if params.seed is None else params.seed
     try:
         bad_words = bad_word_ids(params.bad_words, tokenizer)
     except ValueError as error:
-        raise ValueError(f"prompt {request}: {error}") from error
+        raise ValueError(f"{where}: {error}") from error
     decode = name = None
     if params.stop:
         if tokenizer is None:
             raise ValueError(
-                f"prompt {request}: stop holds strings, got {params.stop!r}, and there is no "
+                f"{where}: stop holds strings, got {params.stop!r}, and there is no "
                 "tokenizer to find them with; pass one (LLM(..., tokenizer=...)), or use "
                 "stop_token_ids"
             )
@@ -217,6 +222,7 @@ def make_jobs(
             name=name,
             request=request,
             sample=sample,
+            where=where,
         )
         for sample in range(params.n)
     ]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax.checkpoint_format import CheckpointError
+from specjax.spelling import Say, python
 
 FILE = "generation_config.json"
 AUTO, NONE = "auto", ("none", "vllm")  # what else a setting may say than a directory
@@ -61,12 +62,13 @@ def sampling_of(file: Path, raw: Mapping[str, Any]) -> Generation:
     return tuple(found)
 
 
-def asked_for(setting: str) -> Generation | None:
+def asked_for(setting: str, say: Say = python) -> Generation | None:
     """What a setting `generation_config` means; None: the checkpoint's own.
 
     Args:
       setting: `auto` (the checkpoint's own), `none` or `vllm` (nothing), or a directory with a
         generation_config.json.
+      say: names the setting where it is typed.
 
     Raises:
       CheckpointError: there is no such file, or it cannot be used.
@@ -81,8 +83,8 @@ def asked_for(setting: str) -> Generation | None:
     file = folder if folder.name == FILE else folder / FILE
     if not file.is_file():
         raise CheckpointError(
-            f"generation_config: expected auto, none, or a directory with {FILE}; there is no "
-            f"{file}"
+            f"{say('generation_config')}: expected auto, none, or a directory with {FILE}; there "
+            f"is no {file}"
         )
     return sampling_of(file, read_json(file))
 

@@ -28,6 +28,7 @@ from specjax.engine.request import InvalidLogitsError
 from specjax.engine.sources import settle_draft
 from specjax.hub import find_model
 from specjax.models import hf
+from specjax.spelling import Say, python
 from specjax.tokenizer import prompt_ids
 from specjax.verify.chi_square import ALPHA, LENGTH, WIDTH, chi_square_checks
 from specjax.verify.identity import identity_check
@@ -46,6 +47,7 @@ def load(
     spec: SpecConfig | None = None,
     dtype: str = AUTO,
     revision: str | None = None,
+    say: Say = python,
 ) -> LLM:
     """An `LLM` that can be checked, which always speculates.
 
@@ -53,7 +55,7 @@ def load(
 
     Args:
       model: a Hugging Face directory or id. revision: branch, tag or commit of an id.
-      dtype: see `LLM`.
+      dtype, say: see `LLM`.
 
     Raises:
       ValueError, OSError, CheckpointError: the directory holds no checkpoint that can be read, or
@@ -70,7 +72,7 @@ def load(
     width = cfg.vocab_size * (spec.resolve().steps + 1)
     batch = int(np.clip(NOISE_NUMBERS // width, 1, LARGEST_BATCH))
     max_len = min(256, cfg.max_position)
-    llm = LLM(path, drafting.spec, max_batch=batch, max_len=max_len, dtype=dtype)
+    llm = LLM(path, drafting.spec, max_batch=batch, max_len=max_len, dtype=dtype, say=say)
     llm.drafting = drafting  # says why
     return llm
 

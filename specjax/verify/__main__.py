@@ -44,7 +44,7 @@ def _check(args: argparse.Namespace, prog: str) -> Verdict:
             source=args.source,
             draft_model=args.draft_model,
         )
-        llm = load(args.model, spec, args.dtype, args.revision)
+        llm = load(args.model, spec, args.dtype, args.revision, flags)
     except (ValueError, OSError, CheckpointError) as error:
         raise InputError(spelled(error, flags)) from error
     for note in (*llm.notes, f"{prog}: {llm.drafting.described(flags)}"):
