@@ -239,11 +239,14 @@ class Rollouts:
         return {
             "position": self.position,
             "carried": [group.to_json() for group in self.carried],
+            "any_reward": self._any_reward,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state` returned."""
         self.position = state["position"]
+        # Where an older version did not write it, nobody knows, and nothing is said of it.
+        self._any_reward, self.zero = state.get("any_reward", True), None
         self.carried = []
         for saved in state["carried"]:
             problem = self._order[saved["place"]]

@@ -26,8 +26,11 @@ class Inputs:
     notes: list[str]
 
 
-def read_inputs(cfg: RLConfig, tokenizer) -> Inputs:
+def read_inputs(cfg: RLConfig, tokenizer, model: str) -> Inputs:
     """Reads the data, and looks for what would make it useless.
+
+    Args:
+      model: whose tokenizer it is, as the user named it.
 
     Raises:
       ValueError: a mistake in the settings or the rows, with one message.
@@ -38,7 +41,7 @@ def read_inputs(cfg: RLConfig, tokenizer) -> Inputs:
     scorer = Scorer(name)
     problems = data.problems(cfg.data, "train", prompts.chat)
     scorer.check(problems[0])
-    notes = [about_data(cfg.data, prompts.chat, cfg.model, name)]
+    notes = [about_data(cfg.data, prompts.chat, model, name)]
     heldout = []
     if cfg.eval.problems:
         try:

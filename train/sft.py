@@ -349,8 +349,9 @@ def train(cfg: SFTConfig, resume: bool = False, resume_step: int | None = None) 
     if resume and not any(path.name.isdigit() for path in directory.iterdir()):
         print(f"{cfg.out} holds no complete checkpoint: starting again at step 1")
         resume = False
+    named = cfg.init
     run = Run(cfg, keep_tokenizer=resume)
-    print(about_data(cfg.data, data.uses_chat(cfg.data, run.stream.tokenizer), cfg.init))
+    print(about_data(cfg.data, data.uses_chat(cfg.data, run.stream.tokenizer), named))
     print(f"{run.describe()}\n{run.about_dtype}")
     with Checkpointer(directory, cfg.checkpoint.keep_last) as checkpoints:
         if resume:

@@ -79,6 +79,7 @@ class Trainer:
     def _read_inputs(self) -> None:
         """What a mistake of the user shows in, before anything is computed."""
         cfg = self.cfg
+        named = cfg.model
         try:
             # From here on it is a path: of an id that of one commit, which a resumed run must have.
             cfg.model, cfg.revision = str(find_model(cfg.model, cfg.revision)), None
@@ -93,7 +94,7 @@ class Trainer:
             require_config(cfg.model)
             self.tokenizer_dir = tokenizer_dir(cfg.model).absolute()
             self.tokenizer = load_tokenizer(self.tokenizer_dir)
-            inputs = read_inputs(cfg, self.tokenizer)
+            inputs = read_inputs(cfg, self.tokenizer, named)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.prompts, self.scorer, self.notes = inputs.prompts, inputs.scorer, inputs.notes

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import types
 from decimal import Decimal
 from fractions import Fraction
 
@@ -13,7 +14,9 @@ import pytest
 import tiny_run
 
 from train import rl
+from train.collect import Rollouts
 from train.log import read_metrics
+from train.schema import RLConfig
 from train.scoring import Score, Scorer, as_number, check_gold, evenly, unwinnable
 from train.tasks.layout import Problem, split_of
 
@@ -257,6 +260,34 @@ def test_a_first_step_without_any_reward_shows_what_was_read(thin_policy, tmp_pa
         if "tiny" not in name:
             assert f"the answer that reward={name} read in it: none" in said[0]
             assert "data.prompt_template" in said[0]
+
+
+def rewarded(rewards):
+    responses = [
+        types.SimpleNamespace(reward=reward, failed=False, finish="stop", text="x")
+        for reward in rewards
+    ]
+    return [types.SimpleNamespace(responses=responses, problem=Problem("p", "1", 0))]
+
+
+@pytest.mark.parametrize(
+    ("before", "then", "said"),
+    [([0, 0], [0, 0], True), ([0, 1], [0, 0], False), ([0, -1.0], [0], False), ([0], [1], False)],
+)
+def test_a_resumed_run_knows_whether_there_was_a_reward_before(before, then, said):
+    def rollouts():
+        return Rollouts(RLConfig(model="x", out="y"), [], None, (), Scorer("number"))
+
+    first, resumed = rollouts(), rollouts()
+    first._reward_metrics(rewarded(before))
+    resumed.load_state(json.loads(json.dumps(first.state())))
+    assert resumed.about_zero() is None, "nothing was sampled yet"
+    resumed._reward_metrics(rewarded(then))
+    assert (resumed.about_zero() is not None) == said
+    older = {key: value for key, value in first.state().items() if key != "any_reward"}
+    resumed.load_state(older)
+    resumed._reward_metrics(rewarded([0]))
+    assert resumed.about_zero() is None
 
 
 @pytest.mark.parametrize(
