@@ -89,6 +89,11 @@ def take_path(x: Array, path: Int[Array, "B E"]) -> Array:
     return take_along(x, path[..., None], axis=1)
 
 
+def after_of(x: Float[Array, "B T D"]) -> Int[Array, " B"]:
+    """Numbers >= 0 that follow from x, for `after` of `commit_rows`."""
+    return (x[:, 0] > 0).sum(axis=-1)
+
+
 def commit_rows(
     cache: KVCache,
     rows: KVCache,

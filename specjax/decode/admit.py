@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from specjax.cache import commit_rows, copy_pages
+from specjax.cache import after_of, commit_rows, copy_pages
 from specjax.decode import rng
 from specjax.decode.options import Options
 from specjax.decode.plan import Plan
 from specjax.decode.state import RUNNING, DecodeState, per_slot
 from specjax.decode.tree import chain_bits
-from specjax.draft.source import Memory, after_of
+from specjax.draft.source import Memory
 from specjax.indexing import put, take, take_along
 from specjax.models.transformer import Transformer
 

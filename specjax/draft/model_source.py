@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from specjax.cache import KVCache, Table, commit_rows, empty_cache, page_bytes
+from specjax.cache import KVCache, Table, after_of, commit_rows, empty_cache, page_bytes
 from specjax.config import ModelConfig
 from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits
-from specjax.draft.source import ABSORBED, Level, Memory, after_of
+from specjax.draft.source import ABSORBED, Level, Memory
 from specjax.kernels import panels
 from specjax.models.transformer import Params, Transformer, graphdef
 

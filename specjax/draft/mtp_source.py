@@ -11,12 +11,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from specjax.cache import KVCache, Table, commit_rows, empty_cache, page_bytes
+from specjax.cache import KVCache, Table, after_of, commit_rows, empty_cache, page_bytes
 from specjax.config import ModelConfig
 from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits
 from specjax.draft.mtp import head_graphdef, to_panels
-from specjax.draft.source import ABSORBED, WINDOW, Level, Memory, after_of, take_parents
+from specjax.draft.source import ABSORBED, WINDOW, Level, Memory, take_parents
 from specjax.indexing import take_along
 from specjax.models.transformer import lm_logits
 

@@ -141,11 +141,6 @@ class DraftSource(Protocol):
         """
 
 
-def after_of(x: Float[Array, "B T D"]) -> Int[Array, " B"]:
-    """Numbers >= 0 that follow from x, for `commit_rows`."""
-    return (x[:, 0] > 0).sum(axis=-1)
-
-
 def take_parents(x: Float[Array, "B Q D"], parents: Int[Array, "..."]) -> Float[Array, "B R D"]:
     """What the rows of a level inherit from their parents among the previous call's rows."""
     if parents.ndim == 1:
