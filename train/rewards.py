@@ -15,7 +15,6 @@ What counts as the answer of a completion for `number` and `math_verify` says `t
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any
 
 from train.answers import final_answer, last_line_answer, read_quantity, stated_gold
 from train.math_worker import WORKER
+from train.own import load_own
 
 Reward = Callable[..., Any]
 
@@ -120,19 +120,7 @@ def get_reward(name: str) -> Reward:
     """
     if name in REWARDS:
         return REWARDS[name]
-    module, colon, attribute = name.partition(":")
-    if not colon or not module or not attribute:
-        raise ValueError(
-            f"unknown reward {name!r}; choose one of {', '.join(REWARDS)}, or give your own as "
-            "'package.module:function'"
-        )
-    try:
-        reward = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"cannot load reward {name!r}: {error}; expected an importable module (check the "
-            "working directory and PYTHONPATH) with a function of that name"
-        ) from error
+    reward = load_own("reward", name, REWARDS, "package.module:function", "a function")
     if not callable(reward):
         raise ValueError(
             f"reward {name!r} is a {type(reward).__name__}; expected a function "

@@ -211,7 +211,10 @@ def test_a_row_that_is_not_what_its_columns_say_is_named(tmp_path, name, changes
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "git-lfs pointer"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n",
+            "is a Git LFS pointer.*`git lfs pull`",
+        ),
         (gzip.compress(lines([ROWS["gsm8k"][0]]) * 50, mtime=0)[:-20], "gzip file is damaged"),
         (parquet([ROWS["gsm8k"][0]])[:-20], "parquet file is damaged"),
         (b"question,answer\n1+1?,2\n", "rows:1: not JSON"),
@@ -306,7 +309,13 @@ def test_a_layout_of_ones_own_is_named_by_its_path(tmp_path):
     (problem,) = problems(cfg, "train")
     assert (problem.prompt, problem.answer) == ("Riddle: a", "b")
     assert problem.columns == {"hint": "c"} and data.default_reward(cfg) == "exact"
-    for task, message in (("test_tasks:ROWS", "is a dict"), ("test_tasks:none", "cannot load")):
+    for task, message in (
+        ("test_tasks:", "unknown layout"),
+        (":x", "unknown layout"),
+        ("no.module:x", "cannot load"),
+        ("test_tasks:ROWS", "is a dict"),
+        ("test_tasks:none", "cannot load"),
+    ):
         with pytest.raises(ValueError, match=message):
             problems(config(tmp_path / "rows.jsonl", [row], task=task), "train")
 

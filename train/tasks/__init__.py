@@ -7,9 +7,9 @@ table; users name their own as `module:attribute`.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Collection
 
+from train.own import load_own
 from train.tasks import gsm8k, math, messages, prompt, verl
 from train.tasks.layout import Layout
 
@@ -43,21 +43,8 @@ def find_layout(name: str) -> Layout:
     for layout in LAYOUTS:
         if layout.name == name:
             return layout
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise ValueError(
-            f"unknown layout {name!r}; choose one of {', '.join(NAMES)}, or give your own as "
-            "'package.module:attribute'"
-        )
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"cannot load layout {name!r}: {error}; expected an importable module (check the "
-            "working directory and PYTHONPATH) with a train.tasks.layout.Layout of that name"
-        ) from error
+    expected = "a train.tasks.layout.Layout"
+    found = load_own("layout", name, NAMES, "package.module:attribute", expected)
     if not isinstance(found, Layout):
-        raise ValueError(
-            f"layout {name!r} is a {type(found).__name__}; expected a train.tasks.layout.Layout"
-        )
+        raise ValueError(f"layout {name!r} is a {type(found).__name__}; expected {expected}")
     return found

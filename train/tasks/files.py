@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from specjax.checkpoint_files import pointer_problem
+
 FORMATS = "JSON lines, a JSON array of objects, or parquet, each perhaps gzipped"
-_GZIP, _PARQUET, _LFS = b"\x1f\x8b", b"PAR1", b"version https://git-lfs"
+_GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -36,12 +38,10 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
             "data.heldout_path)"
         )
     with path.open("rb") as file:
-        start = file.read(len(_LFS))
+        start = file.read(len(_GZIP))
         file.seek(0)
-        if start.startswith(_LFS):
-            raise ValueError(
-                f"{path}: a git-lfs pointer in place of the file; fetch it with `git lfs pull`"
-            )
+        if problem := pointer_problem(path):
+            raise ValueError(problem)
         if start.startswith(_GZIP):
             yield from _unzipped(file, path)
         else:
