@@ -184,8 +184,11 @@ def layout_of(path: Path) -> str:
     return HUGGING_FACE if any(path.glob("*.safetensors*")) else HEAD
 
 
-def require_config(path: str | Path) -> None:
+def read_config(path: str | Path) -> ModelConfig:
     """Reads what a directory says of its model, which takes no time beside its weights.
+
+    Args:
+      path: as for `load_model`; of a run the newest checkpoint is read.
 
     Raises:
       CheckpointError, UnsupportedModelError: as `load_model` would, later.
@@ -194,7 +197,8 @@ def require_config(path: str | Path) -> None:
     if not path.is_dir():
         raise CheckpointError(f"{path} is no directory; expected a checkpoint directory")
     if layout_of(path) != RUN:
-        hf.read_config(path)
+        return hf.read_config(path)
+    return config_in(path, _newest(path)["meta"])
 
 
 def tokenizer_dir(path: str | Path) -> Path:
@@ -206,12 +210,17 @@ def tokenizer_dir(path: str | Path) -> Path:
     path = Path(path)
     if layout_of(path) != RUN:
         return path
-    inside = _checkpoints(path)
-    steps = sorted(int(child.name) for child in inside.iterdir() if child.name.isdigit())
-    found = tokenizer_in(path, _chosen(inside, steps, None)[1]["meta"])
+    found = tokenizer_in(path, _newest(path)["meta"])
     if found is None:
         raise CheckpointError(f"{path} has no tokenizer; copy its files to {path / TOKENIZER}")
     return found
+
+
+def _newest(path: Path) -> dict[str, Any]:
+    """The record of the newest checkpoint of a run."""
+    inside = _checkpoints(path)
+    steps = sorted(int(child.name) for child in inside.iterdir() if child.name.isdigit())
+    return _chosen(inside, steps, None)[1]
 
 
 def config_in(path: Path, meta: Mapping[str, Any]) -> ModelConfig:

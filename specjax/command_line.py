@@ -31,7 +31,8 @@ from specjax.setting_values import ValueProblem, Yaml, check, expected, read
 from specjax.spelling import python, spelled
 
 T = TypeVar("T")
-_TYPED = "_typed"  # attribute of a configuration: see `typed_in`
+# Attributes of a configuration: see `typed_in` and `given_in`.
+_TYPED, _GIVEN = "_typed", "_given"
 
 
 def load_config(
@@ -102,6 +103,7 @@ def parse_config(
         config = _finish(schema, merged)
         _require_effect(schema, merged, given)
         setattr(config, _TYPED, given.typed)
+        setattr(config, _GIVEN, given.typed | given.filed)
         return config, flags
     except ConfigError as error:
         parser.error(str(error))
@@ -114,6 +116,11 @@ class ConfigError(ValueError):
 def typed_in(config: Any) -> frozenset[str]:
     """Keys that were given on the command line that `config` was read from."""
     return getattr(config, _TYPED, frozenset())
+
+
+def given_in(config: Any) -> frozenset[str]:
+    """Keys that were given on the command line that `config` was read from, or in its file."""
+    return getattr(config, _GIVEN, frozenset())
 
 
 def require_effect(config: Any, given: Iterable[str] | None = None) -> None:

@@ -63,6 +63,8 @@ def make_plan(
         )
     place = topology.for_replica(cfg.rollout.tp)
     shapes = Shapes(cfg, topology.devices, place, topology.platform)
+    if shapes.fitted:
+        print(shapes.fitted, file=sys.stderr, flush=True)
     plan, programs = Plan(config, topology, shapes, [], command=command), list(shapes.programs())
     try:
         wanted = re.compile(only)

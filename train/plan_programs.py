@@ -16,6 +16,7 @@ import numpy as np
 
 from specjax import sharding
 from specjax.checkpoint_format import CheckpointError
+from specjax.checkpoint_weights import read_config
 from specjax.command_line import ConfigError, find_shipped
 from specjax.config import ModelConfig
 from specjax.draft.source import DraftSource
@@ -24,7 +25,6 @@ from specjax.engine.executables import Noted
 from specjax.engine.sources import model_source, source_of
 from specjax.engine.start_up import start_programs
 from specjax.hub import find_model
-from specjax.models import hf
 from specjax.models.transformer import Params, init_params, to_decode_layout
 from specjax.reshard import Mover, Reshard, cast
 from train.draft import FIELDS, frozen_policy_parts
@@ -39,9 +39,9 @@ from train.programs import (
     build_programs,
     drafts,
     drafts_with_head,
-    require_length,
     scores_to_add,
     settle_drafting,
+    settle_length,
 )
 from train.schema import RLConfig
 
@@ -82,7 +82,8 @@ class Shapes:
     Attributes:
       mesh, places: as `make_meshes` makes them of `devices`; with `for_replica` every replica's
         place is there. apart: whether that is so. target: where weights go, of `devices`.
-      model: the policy. built: its programs. params, opt, draft_opt: shapes with shardings.
+      model: the policy. fitted: what `settle_length` says of the run. built: the model's programs.
+      params, opt, draft_opt: shapes with shardings.
       head: the same of what drafts, be it a head or a model; None: it has no weights.
     """
 
@@ -107,7 +108,7 @@ class Shapes:
         model, self.read_from = self._read("model", cfg.model, cfg.revision)
         cfg.dtype.settle(model.param_dtype, platform or sharding.platform_of(self.mesh))
         model = model.replace(param_dtype=cfg.dtype.params)
-        require_length(cfg, model)
+        self.fitted = settle_length(cfg, model)
         settle_drafting(cfg, model.mtp_num_layers > 0)
         self.head = None
         if drafts_with_head(cfg):
@@ -140,7 +141,7 @@ class Shapes:
                     f"{key}: no directory {name}, and no shapes of that name in {SHAPES} (a plan "
                     f"needs no weights, but the model's config.json); {error}"
                 ) from error
-        return hf.read_config(path), str(path)
+        return read_config(path), str(path)
 
     def _params(self, model: ModelConfig) -> Params:
         return self._like_params(lambda: init_params(model))

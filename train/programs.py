@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specjax.command_line import ConfigError, require_effect
+from specjax.command_line import ConfigError, given_in, require_effect
 from specjax.config import ModelConfig
 from specjax.context import context_of
 from specjax.decode.options import Features
@@ -20,7 +20,7 @@ from specjax.spelling import spelled
 from train.draft import DraftTrainer
 from train.engines import Mesh, build_engines
 from train.policy import PolicyTrainer, rl_loss
-from train.rollout_schema import SAY, ControlSection
+from train.rollout_schema import SAY, ControlSection, RolloutSection
 from train.schema import RLConfig
 
 # What the chunks of rollouts and evaluation serve: a config asks for a temperature, and no more.
@@ -109,14 +109,38 @@ def scores_to_add(cfg: RLConfig) -> list[str]:
     return [] if on_policy(cfg) else [old]
 
 
-def require_length(cfg: RLConfig, model: ModelConfig) -> None:
-    """Raises ConfigError if a sample may be longer than the model can read."""
-    longest = cfg.rollout.max_prompt_tokens + cfg.rollout.max_tokens
-    if longest > model.max_position:
+def settle_length(cfg: RLConfig, model: ModelConfig) -> str | None:
+    """Fits the default lengths of prompts and responses to a model of fewer positions.
+
+    Prompts get half of the positions at most, and responses the rest.
+
+    Returns:
+      one line for the user; None: nothing had to be changed.
+
+    Raises:
+      ConfigError: a sample may be longer than the model can read, as the user asked.
+    """
+    roll, most = cfg.rollout, model.max_position
+    longest = roll.max_prompt_tokens + roll.max_tokens
+    if longest <= most:
+        return None
+    names = "max_prompt_tokens", "max_tokens"
+    asked = any(
+        f"rollout.{name}" in given_in(cfg) or getattr(roll, name) != getattr(RolloutSection, name)
+        for name in names
+    )
+    if asked or most < 2:
         raise ConfigError(
             "rollout.max_prompt_tokens + rollout.max_tokens must be at most "
-            f"{model.max_position}, the longest sequence of {cfg.model}; got {longest}"
+            f"{most}, the longest sequence of {cfg.model}; got {longest}"
         )
+    roll.max_prompt_tokens = min(roll.max_prompt_tokens, most // 2)
+    roll.max_tokens = min(roll.max_tokens, most - roll.max_prompt_tokens)
+    return (
+        f"the longest sequence of {cfg.model} is {most} tokens: rollout.max_prompt_tokens="
+        f"{roll.max_prompt_tokens} and rollout.max_tokens={roll.max_tokens} in place of the "
+        f"defaults {RolloutSection.max_prompt_tokens} and {RolloutSection.max_tokens}"
+    )
 
 
 def as_computed(cfg: RLConfig, model: ModelConfig) -> ModelConfig:

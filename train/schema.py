@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -104,11 +105,27 @@ class DtypeSection:
 class PackingSection:
     """Packed micro-batches: R rows of S tokens."""
 
-    row_length: int = option(256, "tokens per row S; no sample may be longer")
+    row_length: int | None = option(
+        None,
+        "tokens per row S; no sample may be longer; null: 256, or for longer rollouts the "
+        "smallest multiple of 128 with room for one",
+    )
     rows: int = option(16, "rows per micro-batch R")
 
     def __post_init__(self):
-        at_least("packing", self, row_length=1, rows=1)
+        at_least("packing", self, rows=1)
+        if self.row_length is not None:
+            at_least("packing", self, row_length=1)
+
+    def settle(self, longest: int, multiple: int) -> None:
+        """Fills in `row_length` where it is null.
+
+        Args:
+          longest: tokens of a sample at most. multiple: that rows must be of.
+        """
+        if self.row_length is None:
+            step = math.lcm(128, multiple)
+            self.row_length = math.ceil(max(256, longest) / step) * step
 
 
 @dataclass
@@ -201,6 +218,7 @@ class SFTConfig:
             self.draft.mode = "online"
         _short_seed("seed", self.seed)
         _short_seed("data.seed", self.data.seed)
+        self.packing.settle(0, self.mesh.row_multiple)
         _rows_divide(self.packing, self.mesh)
 
 
@@ -291,6 +309,8 @@ class RLConfig:
                 f"max_failed_rewards: expected a share between 0 and 1, got "
                 f"{self.max_failed_rewards}"
             )
+        longest = self.rollout.max_prompt_tokens + self.rollout.max_tokens
+        self.packing.settle(longest, self.mesh.row_multiple)
         _rows_divide(self.packing, self.mesh)
         self._settle_draft_mode()
         if self.rollout.source not in ("auto", "head") and self.draft.mode == "online":
@@ -306,7 +326,6 @@ class RLConfig:
                 "choose these by time or load: what is learned would depend on the clock. Set "
                 "algo.tis=false, or rollout.control.controller=static and rollout.replicas=1"
             )
-        longest = self.rollout.max_prompt_tokens + self.rollout.max_tokens
         if longest > self.packing.row_length:
             raise ValueError(
                 "a sample of rollout.max_prompt_tokens + rollout.max_tokens = "

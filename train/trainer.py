@@ -11,7 +11,7 @@ import numpy as np
 
 from specjax import sharding
 from specjax.checkpoint import Checkpointer
-from specjax.checkpoint_weights import describe, load_model, require_config, tokenizer_dir
+from specjax.checkpoint_weights import describe, load_model, read_config, tokenizer_dir
 from specjax.command_line import ConfigError, fingerprint, require_same_settings
 from specjax.config import SpecConfig
 from specjax.draft.source import DraftSource
@@ -37,9 +37,9 @@ from train.programs import (
     build_programs,
     drafts,
     drafts_with_head,
-    require_length,
     scores_to_add,
     settle_drafting,
+    settle_length,
 )
 from train.rollout_schema import ENGINE_SETTINGS, PLACEMENT
 from train.schema import RLConfig
@@ -58,7 +58,6 @@ class Trainer:
         self.about_dtype = cfg.dtype.settle(found.stored, sharding.platform_of(self.mesh))
         model, self.params, head = found.cfg, found.policy, found.head
         model = with_tokenizer_end(model, self.tokenizer)
-        require_length(cfg, model)
         self.drafting = settle_drafting(cfg, head is not None)
         with_head = drafts_with_head(cfg)
         if with_head:
@@ -91,13 +90,14 @@ class Trainer:
             self.mesh, self.places = make_meshes(cfg)
             self.copies = copies_for(cfg, self.places)
             self.places = self.copies.own if self.copies else self.places
-            require_config(cfg.model)
+            fitted = settle_length(cfg, read_config(cfg.model))
             self.tokenizer_dir = tokenizer_dir(cfg.model).absolute()
             self.tokenizer = load_tokenizer(self.tokenizer_dir)
             inputs = read_inputs(cfg, self.tokenizer, named)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        self.prompts, self.scorer, self.notes = inputs.prompts, inputs.scorer, inputs.notes
+        self.prompts, self.scorer = inputs.prompts, inputs.scorer
+        self.notes = ([fitted] if fitted else []) + inputs.notes
         self.order = data.endless(inputs.problems, cfg.data.seed)
         self.heldout = inputs.heldout
 

@@ -1,0 +1,94 @@
+"""Lengths of prompts, responses and rows that nobody set follow the model and each other."""
+
+import jax
+import pytest
+import tiny_run
+
+from specjax.command_line import parse_config
+from train import plan, rl, sft
+from train.plan_programs import Shapes
+from train.schema import RLConfig, SFTConfig
+from train.trainer import Trainer
+
+UNSET = ("rollout.max_prompt_tokens", "rollout.max_tokens", "packing.row_length")
+
+
+def arguments(model, out, *more: str) -> list[str]:
+    """Of a tiny run that leaves every length at its default."""
+    given = tiny_run.arguments(model, out, steps=1, rollout__chunk_tokens=8)
+    return [a for a in given if a.partition("=")[0] not in UNSET] + list(more)
+
+
+def policy(folder, positions: int):
+    return tiny_run.write_policy(folder / "policy", num_layers=1, max_position=positions)
+
+
+@pytest.mark.parametrize(("positions", "prompt", "response"), [(48, 24, 24), (200, 64, 136)])
+def test_default_lengths_are_fitted_to_a_model_of_few_positions(
+    tmp_path, positions, prompt, response
+):
+    argv = arguments(policy(tmp_path, positions), tmp_path / "run")
+    said = f"rollout.max_prompt_tokens={prompt} and rollout.max_tokens={response} in place of"
+    trainer = Trainer(parse_config(RLConfig, argv)[0])
+    shapes = Shapes(parse_config(RLConfig, argv)[0], jax.devices())
+    assert trainer.notes[0] == shapes.fitted and said in shapes.fitted
+    for cfg in (trainer.cfg, shapes.cfg):
+        assert (cfg.rollout.max_prompt_tokens, cfg.rollout.max_tokens) == (prompt, response)
+    assert trainer.prompts.longest == prompt
+
+
+def test_a_run_from_a_fitted_run_is_fitted_too(tmp_path, capsys):
+    first, second = tmp_path / "first", tmp_path / "second"
+    rl.main(arguments(policy(tmp_path, 40), first))
+    rl.main(arguments(first, second))
+    said = capsys.readouterr().out
+    line = "is 40 tokens: rollout.max_prompt_tokens=20 and rollout.max_tokens=20 in place of"
+    assert said.count(line) == 2 and (second / "metrics.jsonl").is_file()
+    argv = arguments(first, tmp_path / "plan", "mesh.fsdp=2", "mesh.tp=2")
+    plan.main([*argv, "--topology", "h200:8"])
+    assert line in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "asked", ["rollout.max_tokens=160", "rollout.max_tokens=150", "rollout.max_prompt_tokens=64"]
+)
+@pytest.mark.parametrize("in_file", [False, True])
+def test_lengths_that_were_asked_for_are_refused(tmp_path, asked, in_file):
+    more = [asked]
+    if in_file:
+        key, value = asked.removeprefix("rollout.").split("=")
+        (tmp_path / "c.yaml").write_text(f"rollout: {{{key}: {value}}}\n")
+        more = ["--config", str(tmp_path / "c.yaml")]
+    argv = arguments(policy(tmp_path, 48), tmp_path / "run", *more)
+    for program in (rl.main, lambda argv: plan.main([*argv, "--topology", "cpu:8"])):
+        with pytest.raises(SystemExit, match="must be at most 48, the longest sequence of"):
+            program([*argv, "mesh.fsdp=2", "mesh.tp=1"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "length"),
+    [
+        ([], 256),
+        (["rollout.max_tokens=192"], 256),
+        (["rollout.max_tokens=193"], 384),
+        (["rollout.max_tokens=448"], 512),
+        (["rollout.max_tokens=20", "rollout.max_prompt_tokens=300"], 384),
+        (["mesh.cp=3"], 384),
+        (["rollout.max_tokens=400", "packing.row_length=600"], 600),
+    ],
+)
+def test_rows_that_were_not_asked_for_have_room_for_a_sample(argv, length):
+    assert parse_config(RLConfig, argv)[0].packing.row_length == length
+
+
+def test_rows_that_were_asked_for_stay_as_they_are(capsys):
+    for length in (256, 300):
+        with pytest.raises(SystemExit):
+            parse_config(RLConfig, ["rollout.max_tokens=300", f"packing.row_length={length}"])
+        said = capsys.readouterr().err
+        assert f"must fit a row, got packing.row_length={length}" in said
+    assert parse_config(SFTConfig, [])[0].packing.row_length == 256
+    for program in (rl, sft):
+        with pytest.raises(SystemExit):
+            program.main(["packing.row_length=0"])
+        assert "packing.row_length: expected at least 1, got 0" in capsys.readouterr().err
