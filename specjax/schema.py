@@ -22,10 +22,11 @@ import copy
 import dataclasses
 import functools
 import inspect
+import math
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from omegaconf import MISSING
@@ -33,7 +34,14 @@ from omegaconf import MISSING
 REQUIRED: Any = MISSING  # the default of an option that the user must set
 
 
-def option(default: Any, doc: str, choices: Sequence[Any] | None = None) -> Any:
+def option(
+    default: Any,
+    doc: str,
+    choices: Sequence[Any] | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    infinite: bool = False,
+) -> Any:
     """A documented dataclass field.
 
     Args:
@@ -41,8 +49,14 @@ def option(default: Any, doc: str, choices: Sequence[Any] | None = None) -> Any:
             `REQUIRED`.
         doc: one line for `--help`, with the unit where there is one.
         choices: the only values allowed.
+        least, below: a number is at least this, and below that.
+        infinite: a number may be infinite.
     """
-    metadata = {"doc": doc, "choices": None if choices is None else tuple(choices)}
+    metadata = {
+        "doc": doc,
+        "choices": None if choices is None else tuple(choices),
+        "bounds": Bounds(least, below, infinite),
+    }
     if isinstance(default, type) and dataclasses.is_dataclass(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     if isinstance(default, (list, dict)) or dataclasses.is_dataclass(default):
@@ -115,6 +129,29 @@ def idle(
                 break
 
 
+class Bounds(NamedTuple):
+    """Of the numbers that a setting takes; NaN is never one of them.
+
+    Attributes:
+      least, below: a number is at least this, and below that; None: no such bound.
+      infinite: it may be infinite.
+    """
+
+    least: float | None = None
+    below: float | None = None
+    infinite: bool = False
+
+    def wanted(self, number: float) -> str | None:
+        """What was expected in place of a number; None: it is one of those."""
+        if math.isnan(number) or (math.isinf(number) and not self.infinite):
+            return "a number, or inf" if self.infinite else "a finite number"
+        if self.least is not None and number < self.least:
+            return f"at least {self.least}"
+        if self.below is not None and number >= self.below:
+            return f"a number below {self.below}"
+        return None
+
+
 @dataclasses.dataclass(frozen=True)
 class Key:
     name: str  # dotted
@@ -123,6 +160,7 @@ class Key:
     doc: str
     choices: tuple[Any, ...] | None
     section: bool
+    bounds: Bounds = Bounds()
 
 
 @functools.cache
@@ -153,7 +191,8 @@ def _keys_below(schema_cls: type, prefix: str = "", section_default: Any = None)
         meta = field.metadata
         name = prefix + field.name
         doc = meta.get("doc") or docs.get(field.name, "")
-        yield Key(name, kind, default, doc, meta.get("choices"), section)
+        bounds = meta.get("bounds") or Bounds()
+        yield Key(name, kind, default, doc, meta.get("choices"), section, bounds)
         if inner is not None:
             below = default if isinstance(default, inner) else None
             yield from _keys_below(inner, f"{name}.", below)

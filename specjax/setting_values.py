@@ -93,9 +93,12 @@ def check(key: Key, value: Any) -> Any:
     """The value as the setting's type has it.
 
     Raises:
-      ValueProblem: it is of another type, or none of the choices.
+      ValueProblem: it is of another type, none of the choices, or outside of the bounds.
     """
     value = _checked(key.type, value)
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, int | float) and (wanted := key.bounds.wanted(number)):
+            raise ValueProblem(f"expected {wanted}, got {show(value)}")
     if key.choices is not None and value not in key.choices:
         choices = ", ".join(show(choice) for choice in key.choices)
         raise ValueProblem(

@@ -75,10 +75,12 @@ class DraftConfig:
         choices=tuple(DRAFT_LOSSES),
     )
     unroll_steps: int = option(1, "recursive steps trained per token")
-    step_decay: float = option(1.0, "weight of each further recursive step relative to the last")
-    mtp_loss_scaling_factor: float = option(1.0, "factor on the head's loss")
+    step_decay: float = option(
+        1.0, "weight of each further recursive step relative to the last", least=0
+    )
+    mtp_loss_scaling_factor: float = option(1.0, "factor on the head's loss", least=0)
     epochs: int = option(1, "passes over the step's micro-batches")
-    max_microbatches: int = option(0, "micro-batches of each step used at most; 0 is all")
+    max_microbatches: int = option(0, "micro-batches of each step used at most; 0 is all", least=0)
     optim: OptimConfig = field(
         default_factory=lambda: OptimConfig(lr=1e-3),
         metadata={"doc": "the head's own optimizer", "choices": None},

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from train import data
-from train.prompts import Prompts
+from train.prompts import Prompts, require_template
 from train.schema import RLConfig
 from train.scoring import Scorer, about_gold, check_gold
 from train.tasks.layout import Problem
@@ -40,6 +40,7 @@ def read_inputs(cfg: RLConfig, tokenizer, model: str) -> Inputs:
     name = data.default_reward(cfg.data) if cfg.reward == "auto" else cfg.reward
     scorer = Scorer(name)
     problems = data.problems(cfg.data, "train", prompts.chat)
+    require_template(cfg, problems[0].prompt)
     scorer.check(problems[0])
     notes = [about_data(cfg.data, prompts.chat, model, name)]
     heldout = []

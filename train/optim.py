@@ -14,14 +14,20 @@ from specjax.schema import option
 class OptimConfig:
     """One optimizer. Policy and draft head have one each, and never share a clip norm."""
 
-    lr: float = option(3e-4, "peak learning rate")
-    warmup_steps: int = option(0, "updates of linear warm-up")
-    decay_steps: int = option(0, "updates of cosine decay after warm-up; 0 keeps the rate constant")
-    final_lr_ratio: float = option(0.1, "rate at the end of the decay, relative to the peak")
-    weight_decay: float = option(0.0, "decoupled weight decay, on weight matrices only")
-    b1: float = option(0.9, "Adam's first moment decay")
-    b2: float = option(0.95, "Adam's second moment decay")
-    clip_norm: float = option(1.0, "global gradient norm at most")
+    lr: float = option(3e-4, "peak learning rate", least=0)
+    warmup_steps: int = option(0, "updates of linear warm-up", least=0)
+    decay_steps: int = option(
+        0, "updates of cosine decay after warm-up; 0 keeps the rate constant", least=0
+    )
+    final_lr_ratio: float = option(
+        0.1, "rate at the end of the decay, relative to the peak", least=0
+    )
+    weight_decay: float = option(0.0, "decoupled weight decay, on weight matrices only", least=0)
+    b1: float = option(0.9, "Adam's first moment decay", least=0, below=1)
+    b2: float = option(0.95, "Adam's second moment decay", least=0, below=1)
+    clip_norm: float = option(
+        1.0, "global gradient norm at most; inf: whatever it is", least=0, infinite=True
+    )
 
     def schedule(self) -> optax.Schedule:
         """Rate of update i (from 0): lr (i + 1) / warmup_steps up to lr, then cosine or constant.

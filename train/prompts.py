@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from specjax.command_line import ConfigError
+from specjax.command_line import ConfigError, typed_in
+from specjax.schema import show
 from train import data
 from train.data import DataConfig
 from train.scoring import evenly, row_name
-from train.tasks.layout import Problem
+from train.tasks.layout import Message, Problem
+
+if TYPE_CHECKING:
+    from train.schema import RLConfig, SFTConfig
 
 # Prompts whose lengths are looked at before a run begins: of a file, and of generated problems.
 FILE_ROWS, GENERATED_ROWS = 20_000, 500
 
 OVERLONG = "overlong"
+
+
+def require_template(cfg: RLConfig | SFTConfig, prompt: str | Sequence[Message]) -> None:
+    """Refuses arguments of a chat template that is applied to no prompt.
+
+    What a file sets may be made idle by the command line.
+
+    Args:
+      prompt: the first one.
+
+    Raises:
+      ConfigError: there are such arguments, and the prompt stays text.
+    """
+    key, asked = "data.chat_template_kwargs", cfg.data.chat_template_kwargs
+    if not asked or cfg.data.chat != "off" or not isinstance(prompt, str):
+        return
+    if key in typed_in(cfg) or "data.chat" not in typed_in(cfg):
+        raise ConfigError(
+            f"{key}={show(asked)} changes nothing: the prompts of {cfg.data.path} are text, and "
+            "with data.chat=off no chat template is applied; leave out one of them"
+        )
 
 
 class Prompts:

@@ -74,13 +74,6 @@ _SUMS_ARE_GENERATED = (
 )
 _DATA = (
     Needs(
-        ("data.path",),
-        lambda v: v["data.task"] != "sums",
-        "data.task=sums is generated and reads no file; leave out one of them (with data.path "
-        "alone "
-        "the rows of the file are trained on)",
-    ),
-    Needs(
         ("data.heldout_path",), lambda v: not _generates_sums(v), _SUMS_ARE_GENERATED
     ),
     Needs(
@@ -88,6 +81,17 @@ _DATA = (
         _generates_sums,
         "it shapes the sums that data.task=sums generates, and [data.path] is trained on; leave "
         "out one of them",
+    ),
+    Needs(
+        ("data.duplicates",),
+        lambda v: not _generates_sums(v),
+        "the task is sums, which is generated and has no rows; set data.path=FILE, or leave it out",
+    ),
+    Needs(
+        ("data.chat_template_kwargs",),
+        lambda v: not (_generates_sums(v) and v["data.chat"] == "off"),
+        "the task is sums, whose prompts are text, and with [data.chat] no chat template is "
+        "applied; leave out one of them",
     ),
 )  # fmt: skip
 _MESH = (
@@ -122,6 +126,18 @@ RL_RULES = (
         lambda v: False,
         "it is about worked answers to imitate, which train.sft reads and train.rl does not; leave "
         "it out",
+    ),
+    Needs(
+        ("data.unwinnable",),
+        lambda v: not _generates_sums(v),
+        "the task is sums, which is generated, and every problem of it can be won; set "
+        "data.path=FILE, or leave it out",
+    ),
+    Needs(
+        ("data.unwinnable",),
+        lambda v: ":" not in v["reward"],
+        "gold answers are checked with a built-in reward only, and [reward] is your own; leave it "
+        "out",
     ),
     Needs(
         ("data.heldout_size", "data.heldout_path", "eval.every", "eval.max_batch", "eval.seed"),
@@ -308,6 +324,22 @@ SFT_RULES = (
         ("data.strip_calculator",),
         lambda v: not _generates_sums(v),
         "the generated task sums has no such annotations; set data.path=FILE, or leave it out",
+    ),
+    Needs(
+        ("data.strip_calculator",),
+        lambda v: v["data.task"] in ("auto", "gsm8k") or ":" in v["data.task"],
+        "such annotations are GSM8K's, and [data.task] has none; leave it out",
+    ),
+    Needs(
+        ("data.unwinnable",),
+        lambda v: False,
+        "it is about gold answers, which train.rl checks and train.sft does not; leave it out",
+    ),
+    Needs(
+        ("data.overlong_prompts",),
+        lambda v: False,
+        "it is about rollout.max_prompt_tokens of train.rl; train.sft passes over demonstrations "
+        "longer than [packing.row_length]: raise that, and leave this out",
     ),
     Needs(
         (

@@ -32,7 +32,7 @@ class ModelSection:
     num_heads: int = option(6, "query heads N")
     num_kv_heads: int = option(2, "key/value heads K")
     head_dim: int = option(32, "head size H")
-    rope_theta: float = option(10000.0, "RoPE base")
+    rope_theta: float = option(10000.0, "RoPE base", least=1)
     max_position: int = option(1024, "longest sequence, tokens")
     mtp_num_layers: int = option(1, "modules of the draft head")
     mtp_concat: str = option(

@@ -17,7 +17,7 @@ import numpy as np
 from specjax import sharding
 from specjax.checkpoint import Checkpointer
 from specjax.checkpoint_weights import TOKENIZER, describe
-from specjax.command_line import ConfigError, fingerprint, require_same_settings
+from specjax.command_line import ConfigError, fingerprint, require_same_settings, typed_in
 from specjax.config import ModelConfig
 from specjax.context import context_of
 from specjax.draft.mtp import init_head_params
@@ -33,6 +33,7 @@ from train.inputs import about_data
 from train.log import MetricsLogger
 from train.packing import pack_demonstrations
 from train.policy import PolicyTrainer, sft_loss
+from train.prompts import require_template
 from train.schema import SFTConfig
 
 if TYPE_CHECKING:  # slow to import, and needed for nothing but its name
@@ -55,6 +56,8 @@ class PackedDemonstrations:
     def __init__(self, cfg: SFTConfig, tokenizer, position: int = 0):
         self._chat = data.uses_chat(cfg.data, tokenizer)
         source = data.demonstrations(cfg.data, "train", self._chat)
+        require_template(cfg, source[0].prompt)
+        _require_calculator(cfg)
         self._source = data.endless(source, cfg.data.seed)
         self._cfg, self.tokenizer, self.position = cfg, tokenizer, position
         self.passed_over = 0
@@ -94,6 +97,18 @@ class PackedDemonstrations:
             self.position += 1
         return pack_demonstrations(
             pairs, packing.row_length, packing.rows, packing.microbatches, self._cfg.loss_on
+        )
+
+
+def _require_calculator(cfg: SFTConfig) -> None:
+    """Refuses `data.strip_calculator` where the columns say that rows are not GSM8K's."""
+    key, layout = "data.strip_calculator", data.find_layout(cfg.data)
+    if cfg.data.strip_calculator or key not in typed_in(cfg) or layout is None:
+        return
+    if layout.name != "gsm8k":
+        raise ConfigError(
+            f"{key}=false changes nothing: such annotations are GSM8K's, and {cfg.data.path} is "
+            f"read as {layout.name}; leave it out"
         )
 
 

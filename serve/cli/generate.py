@@ -69,6 +69,7 @@ def run(argv: Sequence[str]) -> int:
         _say(problem)
     if not asked:
         raise Failure("no prompt is left to generate for" if problems else "there are no prompts")
+    _require_conversation(args, asked)
     lines = None if args.output is None else JsonLines(args.output, args.resume, args.force)
     with closing(lines):
         return _generate(args, params, asked, len(problems), lines)
@@ -91,6 +92,22 @@ def _require_sense(args: argparse.Namespace) -> None:
         if off:
             why = "--strategy off drafts nothing; leave one of them out"
         raise UsageError(f"--compare holds drafted tokens against plain decoding's, and {why}")
+
+
+def _require_conversation(args: argparse.Namespace, asked: list[Prompt]) -> None:
+    """Refuses flags of the chat template where no prompt goes through it."""
+    if any(prompt.messages is not None for prompt in asked):
+        return
+    given = {
+        "--chat-template-kwargs": args.chat_template_kwargs,
+        "--chat-template": args.chat_template,
+    }
+    for flag, value in given.items():
+        if value:
+            raise UsageError(
+                f"{flag} changes nothing: no prompt is a conversation, and without --chat a text "
+                "does not go through the chat template; add --chat, or leave it out"
+            )
 
 
 def _generate(

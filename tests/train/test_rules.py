@@ -4,13 +4,20 @@ import pytest
 import tiny_run
 
 from serve.__main__ import main as serve
+from specjax import schema
 from specjax.command_line import ConfigError, parse_config
 from train import rl, sft
 from train.programs import settle_drafting
 from train.schema import RLConfig, SFTConfig
 
 RL = [
-    (["data.path=f.jsonl", "data.task=sums"], "data.path=f.jsonl changes nothing"),
+    (["data.path=f.jsonl", "data.task=sums"], "leave out data.task to read the file"),
+    (["data.duplicates=drop"], "generated and has no rows; set data.path=FILE"),
+    (["data.duplicates=drop", "data.task=sums"], "data.duplicates=drop changes nothing"),
+    (["data.unwinnable=drop"], "every problem of it can be won"),
+    (["data.unwinnable=keep", "reward=number"], "data.unwinnable=keep changes nothing"),
+    (["data.unwinnable=drop", "data.path=f", "reward=m:f"], "reward=m:f is your own"),
+    (["data.chat=off", "data.chat_template_kwargs={a: 1}"], "with data.chat=off no chat template"),
     (["data.heldout_path=f.jsonl"], "set data.path=FILE"),
     (["data.path=f", "data.min_terms=3"], "data.path=f is trained on; leave out one of them"),
     (["data.path=f", "data.train_size=10"], "data.train_size=10 changes nothing"),
@@ -55,7 +62,15 @@ RL = [
     (["distributed.mode=off", "distributed.process_id=1"], "distributed.mode=off is one process"),
 ]  # fmt: skip
 SFT = [
-    (["data.path=f.jsonl", "data.task=sums"], "data.path=f.jsonl changes nothing"),
+    (["data.path=f.jsonl", "data.task=sums"], "leave out data.task to read the file"),
+    (["data.duplicates=drop"], "generated and has no rows; set data.path=FILE"),
+    (["data.unwinnable=drop"], "which train.rl checks and train.sft does not"),
+    (["data.unwinnable=keep", "data.path=f"], "data.unwinnable=keep changes nothing"),
+    (["data.overlong_prompts=truncate"], "longer than packing.row_length=null"),
+    (["data.overlong_prompts=error", "data.path=f"], "data.overlong_prompts=error changes nothing"),
+    (["data.strip_calculator=false", "data.task=math", "data.path=f"], "and data.task=math has"),
+    (["data.strip_calculator=false", "data.task=verl", "data.path=f"], "GSM8K's"),
+    (["data.chat=off", "data.chat_template_kwargs={a: 1}"], "with data.chat=off no chat template"),
     (["data.path=f", "data.slip=0.5"], "data.path=f is imitated"),
     (["data.strip_calculator=false"], "set data.path=FILE"),
     (["data.heldout_size=9"], "evaluates nothing"),
@@ -76,6 +91,89 @@ SERVE = [
       "speculation.strategy=6_1_7"], "list it there"),
     (["speculation.source=ngram", "speculation.head=random"], "drafts without a head"),
 ]  # fmt: skip
+
+
+# Keys that something reads whatever the others say; what is here or in a rule was thought about.
+RUN_KEYS = """
+    out revision seed steps data.task data.path data.seed data.prompt_template data.chat
+    packing.row_length packing.rows dtype.params dtype.compute mesh.data mesh.fsdp mesh.tp mesh.cp
+    remat attention checkpoint.every checkpoint.keep_last log.tensorboard log.wandb
+"""
+ALWAYS_READ = {
+    RLConfig: f"""{RUN_KEYS}
+        model reward max_failed_rewards data.overlong_prompts rollout.prompts rollout.n
+        rollout.over_sample rollout.partial rollout.temperature rollout.max_tokens
+        rollout.max_prompt_tokens rollout.max_batch rollout.replicas rollout.tp rollout.order
+        rollout.page_size rollout.cache_bytes rollout.chunk_tokens rollout.stretch
+        rollout.prefill_chunk rollout.products rollout.scan_layers algo.loss_aggregation
+        algo.kl_loss_coef algo.tis algo.normalize_std algo.updates_per_rollout
+        algo.dynamic_sampling optim.lr optim.warmup_steps optim.decay_steps optim.weight_decay
+        optim.b1 optim.b2 optim.clip_norm eval.problems checkpoint.export distributed.mode
+    """,
+    SFTConfig: f"""{RUN_KEYS}
+        init log_every export_dtype model.mtp_num_layers model.mtp_concat model.mtp_target_hidden
+        model.mtp_recycle packing.microbatches draft.mode
+    """,
+}
+
+
+@pytest.mark.parametrize("program", ALWAYS_READ)
+def test_every_setting_stands_in_a_rule_or_is_always_read(program):
+    keys = {key.name for key in schema.keys_of(program) if not key.section}
+    ruled = {name for name in keys if any(rule.covers(name) for rule in program.rules)}
+    named = {name for rule in program.rules for name in rule.names if "*" not in name}
+    always = set(ALWAYS_READ[program].split())
+    assert keys - ruled == always - ruled, "a key is in no rule, and not in the list"
+    assert {name.lstrip("!") for name in named} | always <= keys, "there is no such key"
+
+
+# Numbers that make no sense, in settings of every section.
+NUMBERS = [
+    (RLConfig, "optim.lr=nan", "optim.lr: expected a finite number, got nan"),
+    (RLConfig, "optim.lr=inf", "optim.lr: expected a finite number, got inf"),
+    (RLConfig, "optim.lr=1e999", "optim.lr: expected a finite number, got inf"),
+    (RLConfig, "optim.lr=-0.1", "optim.lr: expected at least 0, got -0.1"),
+    (RLConfig, "draft.optim.lr=-.inf", "draft.optim.lr: expected a finite number, got -inf"),
+    (RLConfig, "optim.b2=1", "optim.b2: expected a number below 1, got 1.0"),
+    (RLConfig, "optim.warmup_steps=-1", "optim.warmup_steps: expected at least 0, got -1"),
+    (RLConfig, "optim.clip_norm=nan", "optim.clip_norm: expected a number, or inf, got nan"),
+    (RLConfig, "algo.kl_loss_coef=nan", "algo.kl_loss_coef: expected a finite number"),
+    (RLConfig, "algo.clip_ratio_high=inf", "algo.clip_ratio_high: expected a finite number"),
+    (RLConfig, "max_failed_rewards=nan", "max_failed_rewards: expected a finite number"),
+    (RLConfig, "rollout.tau=nan", "rollout.tau: expected a finite number, got nan"),
+    (RLConfig, "distributed.lost_after=inf", "distributed.lost_after: expected a finite number"),
+    (SFTConfig, "optim.weight_decay=-1", "optim.weight_decay: expected at least 0, got -1"),
+    (SFTConfig, "draft.step_decay=nan", "draft.step_decay: expected a finite number"),
+    (SFTConfig, "model.rope_theta=inf", "model.rope_theta: expected a finite number"),
+]
+
+
+@pytest.mark.parametrize(("program", "setting", "said"), NUMBERS)
+@pytest.mark.parametrize("in_file", [False, True])
+def test_numbers_that_make_no_sense_are_refused(program, setting, said, in_file, tmp_path, capsys):
+    argv = [setting]
+    if in_file:
+        name, value = setting.split("=")
+        *above, last = name.split(".")
+        text = f"{last}: {value}"
+        for section in reversed(above):
+            text = f"{section}: {{{text}}}"
+        (tmp_path / "c.yaml").write_text(text)
+        argv = ["--config", str(tmp_path / "c.yaml")]
+    with pytest.raises(SystemExit) as ended:
+        parse_config(program, argv)
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", [RLConfig, SFTConfig])
+def test_no_number_of_any_setting_is_nan(program, capsys):
+    numbers = [k for k in schema.keys_of(program) if k.type in (float, float | None)]
+    assert len(numbers) > 10
+    for key in numbers:
+        with pytest.raises(SystemExit):
+            parse_config(program, [f"{key.name}=nan"])
+        assert f"{key.name}: expected a " in capsys.readouterr().err
+    assert parse_config(program, ["optim.clip_norm=inf"])[0].optim.clip_norm == float("inf")
 
 
 def refused(program, argv, capsys) -> str:
@@ -107,6 +205,9 @@ def test_the_server_refuses_what_changes_nothing(argv, said, capsys):
     [
         ["data.path=f.jsonl", "data.heldout_path=g.jsonl", "data.heldout_size=9"],
         ["data.min_terms=3", "data.max_number=20"],
+        ["data.path=f.jsonl", "data.duplicates=drop", "data.unwinnable=drop", "reward=number"],
+        ["data.path=f.jsonl", "data.chat=off", "data.chat_template_kwargs={a: 1}"],
+        ["data.chat=on", "data.chat_template_kwargs={a: 1}"],
         ["rollout.source=ngram", "rollout.ngram_max=6", "rollout.strategy=6_4_16", "rollout.tau=1"],
         ["rollout.ngram_max=6"],  # the checkpoint may have no head
         ["rollout.head=random", "draft.epochs=2", "draft.optim.lr=0.1"],
