@@ -550,6 +550,19 @@ def test_options_of_the_template_are_a_json_object(said, capsys):
     assert end.value.code == 2 and "expected a JSON object such as" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "flag", [("--chat-template-kwargs", '{"a": 1}'), ("--chat-template", "{{ messages }}")]
+)
+@pytest.mark.parametrize("in_file", [False, True])
+def test_flags_of_the_template_are_refused_where_no_prompt_goes_through_it(
+    flag, in_file, tmp_path, capsys
+):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": [3, 4]}\n')
+    given = ["--file", str(tmp_path / "p.jsonl")] if in_file else ["1+1=", "2+3="]
+    assert main(["generate", "--model", "/no/such/model", *given, *flag]) == 2
+    assert f"{flag[0]} changes nothing: no prompt is a conversation" in capsys.readouterr().err
+
+
 def test_chat_without_a_template_or_with_options_that_are_not_its_own_says_what_to_do(run):
     status, said, errors = run("--chat", "17+25+8")
     assert (status, said) == (1, "") and "give one with --chat-template FILE" in errors

@@ -11,11 +11,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from specjax.command_line import parse_config
-from train import data, data_report, sft
+from specjax.command_line import ConfigError, parse_config
+from train import data, data_report, rl, sft
 from train.data import DataConfig, demonstrations, encode_prompt, problems
-from train.prompts import Prompts
-from train.schema import SFTConfig
+from train.prompts import Prompts, require_template
+from train.schema import RLConfig, SFTConfig
 from train.tasks import LAYOUTS, recognise
 from train.tasks.layout import Example, Layout
 
@@ -471,6 +471,61 @@ def test_demonstrations_are_packed_with_the_same_prompts(tmp_path, chat_policy, 
     taught = batch["tokens"][0][(batch["loss_mask"][0] > 0) & (batch["segment_ids"][0] == 1)]
     said = demonstrations(cfg, "train", True)[0].response + chatty.eos_token
     assert chatty.decode(taught) == said
+
+
+def run_arguments(cfg, chat_policy, out, *more: str) -> list[str]:
+    """Of a run whose settings are refused before it computes anything."""
+    given = [f"data.{key}={getattr(cfg, key)}" for key in ("path", "heldout_path")]
+    return [*given, f"model={chat_policy}", f"out={out}", *more]
+
+
+KWARGS, OFF = "data.chat_template_kwargs={think: no}", "data.chat=off"
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "MATH with both"])
+@pytest.mark.parametrize("program", [rl, sft])
+def test_arguments_of_a_template_are_refused_where_prompts_stay_text(
+    tmp_path, chat_policy, program, name, capsys
+):
+    cfg = config(tmp_path / "rows.jsonl", [ROWS[name][0]])
+    argv = run_arguments(cfg, chat_policy, tmp_path / "run", KWARGS, OFF)
+    with pytest.raises(SystemExit) as ended:
+        program.main(argv)
+    said = f"{ended.value} {capsys.readouterr().err}"
+    assert "data.chat_template_kwargs={think: 'no'} changes nothing: the prompts of" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "filed"),
+    [
+        ("messages", [KWARGS, OFF], ""),  # conversations go through the template all the same
+        ("gsm8k", [KWARGS], ""),
+        ("gsm8k", [OFF], "data: {chat_template_kwargs: {think: no}}"),  # files are shared by runs
+    ],
+)
+def test_arguments_of_a_template_that_is_applied_are_taken(
+    tmp_path, chat_policy, chatty, name, typed, filed
+):
+    cfg = config(tmp_path / "rows.jsonl", [ROWS[name][0]])
+    (tmp_path / "c.yaml").write_text(filed)
+    more = [*typed, "--config", str(tmp_path / "c.yaml")]
+    argv = run_arguments(cfg, chat_policy, tmp_path / "run", *more)
+    require_template(parse_config(RLConfig, argv)[0], problems(cfg, "train", True)[0].prompt)
+    sft.PackedDemonstrations(parse_config(SFTConfig, argv)[0], chatty)
+
+
+@pytest.mark.parametrize("name", ["MATH with both", "messages"])
+def test_annotations_are_kept_of_rows_that_may_have_them_only(tmp_path, chat_policy, chatty, name):
+    keep = "data.strip_calculator=false"
+    for row, refused in ((name, True), ("gsm8k", False)):
+        cfg = config(tmp_path / "rows.jsonl", [ROWS[row][0]])
+        argv = run_arguments(cfg, chat_policy, tmp_path / "run", keep)
+        cfg = parse_config(SFTConfig, argv)[0]
+        if not refused:
+            sft.PackedDemonstrations(cfg, chatty)
+            continue
+        with pytest.raises(ConfigError, match="strip_calculator=false changes nothing: such ann"):
+            sft.PackedDemonstrations(cfg, chatty)
 
 
 # --- python -m train.data ------------------------------------------------------------------------
