@@ -183,8 +183,7 @@ RL_RULES = (
         ("rollout.ngram_max", "rollout.ngram_min", "rollout.ngram_siblings"),
         _may_look_up,
         "n-grams do not draft, with [rollout.source], [rollout.draft_model] and [rollout.head]; "
-        "set "
-        "rollout.source=ngram, or leave it out",
+        "set rollout.source=ngram, or leave it out",
     ),
     Needs(
         ("rollout.tau",),

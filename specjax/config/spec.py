@@ -81,8 +81,8 @@ class SpecConfig:
         if self.source == "model" and self.draft_model is None:
             raise SettingError(
                 lambda say: (
-                    f"{say('source', 'model')} needs {say('draft_model')}, the directory "
-                    "of a checkpoint"
+                    f"{say('source', 'model')} needs {say('draft_model')}, the directory of a "
+                    "checkpoint"
                 )
             )
         if self.source == "auto" and self.head == "random":
@@ -92,8 +92,8 @@ class SpecConfig:
         if not 1 <= self.ngram_min <= self.ngram_max <= NGRAM_LIMIT:
             raise SettingError(
                 lambda say: (
-                    f"expected 1 <= {say('ngram_min')} <= {say('ngram_max')} <= "
-                    f"{NGRAM_LIMIT}, got {self.ngram_min} and {self.ngram_max}"
+                    f"expected 1 <= {say('ngram_min')} <= {say('ngram_max')} <= {NGRAM_LIMIT}, got "
+                    f"{self.ngram_min} and {self.ngram_max}"
                 )
             )
         if self.is_off:
@@ -118,8 +118,8 @@ class SpecConfig:
         if self.adaptive_width and not strategy.is_dynamic:
             raise SettingError(
                 lambda say: (
-                    f"{say('adaptive_width')} changes the width of dynamic trees, {where}; "
-                    f"use one such as '6_4_16', or {say('adaptive_width', False)}"
+                    f"{say('adaptive_width')} changes the width of dynamic trees, {where}; use one "
+                    f"such as '6_4_16', or {say('adaptive_width', False)}"
                 )
             )
         by_token = self.acceptance in ("coupled", "greedy")

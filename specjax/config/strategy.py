@@ -116,17 +116,15 @@ class Strategy:
                 lambda say: (
                     f"strategy {self.name!r} has {self.rows} rows, more than "
                     f"{say('spec_verify_tokens')} = {rows}; raise it, or use a smaller or a "
-                    f"dynamic "
-                    "tree"
+                    "dynamic tree"
                 )
             )
         if rows <= self.steps:
             raise SettingError(
                 lambda say: (
                     f"strategy {self.name!r} needs a row for the root and for each of its "
-                    f"{self.steps} steps, and {say('spec_verify_tokens')} = {rows} cuts it "
-                    f"below that; "
-                    f"raise it to {self.steps + 1} or more, or take fewer steps"
+                    f"{self.steps} steps, and {say('spec_verify_tokens')} = {rows} cuts it below "
+                    f"that; raise it to {self.steps + 1} or more, or take fewer steps"
                 )
             )
         return _parse_steps_topk_rows(*self.dynamic[:2], rows)
@@ -137,8 +135,8 @@ def _parse_steps_topk_rows(steps: int, topk: int, rows: int) -> Strategy:
     if topk == 1:
         if steps < 1 or rows != steps + 1:
             raise ValueError(
-                f"chain {name!r} needs steps >= 1 and rows = steps + 1 (the root counts); "
-                f"use '{max(steps, 1)}_1_{max(steps, 1) + 1}'"
+                f"chain {name!r} needs steps >= 1 and rows = steps + 1 (the root counts); use "
+                f"'{max(steps, 1)}_1_{max(steps, 1) + 1}'"
             )
         return Strategy(name, tuple((0,) * d for d in range(1, steps + 1)))
     if steps < 1 or topk < 1:

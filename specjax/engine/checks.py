@@ -55,18 +55,15 @@ def check_job(where: str, job: Job, limits: Limits) -> None:
             lambda say: (
                 f"{where} has {len(job.prompt)} tokens and {say('max_tokens')} is "
                 f"{params.max_tokens}, together more than {say('max_len')} {limits.max_len}; "
-                f"shorten "
-                f"one, let {say('max_tokens', None)} take what fits, or raise {say('max_len')} "
-                f"(the "
-                f"model's own limit is {cfg.max_position})"
+                f"shorten one, let {say('max_tokens', None)} take what fits, or raise "
+                f"{say('max_len')} (the model's own limit is {cfg.max_position})"
             )
         )
     if len(job.stop_ids) > limits.stop_width:
         raise SettingError(
             lambda say: (
-                f"{where} has {len(job.stop_ids)} stop tokens, the model's own included; "
-                f"at most {limits.stop_width}; raise {say('max_stop_tokens', ...)}, or stop at "
-                f"strings "
+                f"{where} has {len(job.stop_ids)} stop tokens, the model's own included; at most "
+                f"{limits.stop_width}; raise {say('max_stop_tokens', ...)}, or stop at strings "
                 "(stop)"
             )
         )

@@ -72,18 +72,17 @@ class Intake:
         asked, there = job.params.strategy, self._runner.plans
         if asked is not None and asked not in there:
             raise ValueError(
-                f"{job.where} asks for strategy {asked!r}, and only "
-                f"{', '.join(there)} were compiled; list it among the controller's strategies"
+                f"{job.where} asks for strategy {asked!r}, and only {', '.join(there)} "
+                "were compiled; list it among the controller's strategies"
             )
         limit, runner = min(job.limit, self._runner.max_len), self._runner
         wanted, there = runner.pages_of(limit), runner.pages - 1
         if wanted > there:
             raise SettingError(
                 lambda say: (
-                    f"{job.where} may take {wanted} cache pages of "
-                    f"{runner.page_size} positions, and there are {there}; raise "
-                    f"{say('cache_bytes')} "
-                    f"(a page takes {runner.page_bytes} bytes), or lower {say('max_tokens')}"
+                    f"{job.where} may take {wanted} cache pages of {runner.page_size} "
+                    f"positions, and there are {there}; raise {say('cache_bytes')} (a page takes "
+                    f"{runner.page_bytes} bytes), or lower {say('max_tokens')}"
                 )
             )
         if progress is None:

@@ -126,8 +126,7 @@ class Runner:
                     lambda say: (
                         f"{say('cache_bytes')} {cache_bytes} is less than two pages of "
                         f"{self.page_bytes} bytes, of which one is spare; raise it, or use a "
-                        f"smaller "
-                        f"{say('page_size')}"
+                        f"smaller {say('page_size')}"
                     )
                 )
         self.params: Params | None = None

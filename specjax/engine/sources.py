@@ -161,12 +161,10 @@ def load_source(
     elif head is None:
         raise SettingError(
             lambda say: (
-                "the checkpoint has no draft head, and "
-                f"{say('source', spec.source)} with {say('head', spec.head)} asks for it; use "
-                f"{say('source', 'auto')} (n-grams, where there is no head), "
-                f"{say('source', 'ngram')}, "
-                f"{say('draft_model', 'DIR')}, {say('head', 'random')} to train one online, or "
-                f"{say('strategy', 'off')}"
+                f"the checkpoint has no draft head, and {say('source', spec.source)} with "
+                f"{say('head', spec.head)} asks for it; use {say('source', 'auto')} (n-grams, "
+                f"where there is no head), {say('source', 'ngram')}, {say('draft_model', 'DIR')}, "
+                f"{say('head', 'random')} to train one online, or {say('strategy', 'off')}"
             )
         )
     return cfg, source_of(cfg, spec), head
