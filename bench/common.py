@@ -29,6 +29,7 @@ import numpy as np
 
 from specjax.arguments import ArgumentParser
 from train import data
+from train.data_config import TASKS
 
 T = TypeVar("T")
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -105,7 +106,7 @@ def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
     """Which policy, and which of its held-out problems."""
     add = parser.add_argument
     add("--model", default="assets/sums", help="Hugging Face directory of the policy (and head)")
-    add("--task", default="sums", choices=data.TASKS, help="where the prompts come from")
+    add("--task", default="sums", choices=TASKS, help="where the prompts come from")
     add("--data", metavar="FILE", help="file of rows, for tasks that are not generated")
     add("--max_prompt_tokens", type=int, default=64, help="longer prompts are passed over")
 

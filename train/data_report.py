@@ -18,7 +18,7 @@ from specjax.schema import describe
 from specjax.tokenizer import load_tokenizer
 from train import data
 from train.cli import USER_ERRORS
-from train.data import DataConfig
+from train.data_config import DataConfig
 from train.inputs import about_data
 from train.prompts import FILE_ROWS, Prompts
 from train.scoring import Scorer, check_gold, evenly, row_name

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from train import data
+from train.data_config import SUMS, DataConfig
 from train.prompts import Prompts, require_template
 from train.schema import RLConfig
 from train.scoring import Scorer, about_gold, check_gold
@@ -68,7 +69,7 @@ def read_inputs(cfg: RLConfig, tokenizer, model: str) -> Inputs:
     return Inputs(problems, heldout, prompts, scorer, notes)
 
 
-def about_data(cfg: data.DataConfig, chat: bool, model: object, reward: str | None = None) -> str:
+def about_data(cfg: DataConfig, chat: bool, model: object, reward: str | None = None) -> str:
     """One line: where the rows come from, how they are read, and what is made of them.
 
     Args:
@@ -76,7 +77,7 @@ def about_data(cfg: data.DataConfig, chat: bool, model: object, reward: str | No
     """
     layout = data.find_layout(cfg)
     if layout is None:
-        said = f"data: the embedded task {data.sums.NAME}"
+        said = f"data: the embedded task {SUMS}"
     else:
         table = data.read_table(cfg.path, layout, cfg.duplicates)
         said = f"data: {cfg.path}, {len(table.examples)} rows read as {layout.name}"

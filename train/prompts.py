@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from specjax.command_line import ConfigError, typed_in
 from specjax.schema import show
 from train import data
-from train.data import DataConfig
+from train.data_config import DataConfig
 from train.scoring import evenly, row_name
 from train.tasks.layout import Message, Problem
 

@@ -13,13 +13,12 @@ from specjax.distributed import DistributedConfig
 from specjax.schema import Needs, at_least, option
 from specjax.sharding import MeshConfig
 from specjax.spelling import Say
-from train.data import DataConfig
+from train.data_config import DataConfig
 from train.draft import DraftConfig
 from train.grpo import GRPOConfig
 from train.optim import OptimConfig
 from train.rollout_schema import SAY, RolloutSection
 from train.rules import RL_RULES, SFT_RULES
-from train.spot import check_spot
 
 
 @dataclass
@@ -331,7 +330,7 @@ class RLConfig:
                 "a sample of rollout.max_prompt_tokens + rollout.max_tokens = "
                 f"{longest} tokens must fit a row, got packing.row_length={self.packing.row_length}"
             )
-        check_spot(self)
+        _check_spot(self)
 
     def _settle_draft_mode(self) -> None:
         """`draft.mode=auto` follows what drafts, once that is known (see `settle_drafting`)."""
@@ -365,4 +364,35 @@ def _rows_divide(packing: PackingSection, mesh: MeshConfig) -> None:
         raise ValueError(
             f"packing.row_length must be a multiple of {mesh.row_multiple}, for mesh.cp={mesh.cp} "
             f"cuts rows into chunks in {mesh.cp_order} order, got {packing.row_length}"
+        )
+
+
+def _check_spot(cfg: RLConfig) -> None:
+    """Refuses settings with which no head could be trained in gaps, or not where it should be."""
+    spot, piece = cfg.draft.spot, cfg.packing.rows * cfg.packing.row_length
+    if not spot.enabled:
+        return
+    if cfg.draft.mode not in ("auto", "online") or cfg.rollout.spec().is_off:
+        raise ValueError(
+            f"draft.spot.enabled trains the draft head, and with draft.mode={cfg.draft.mode} and "
+            f"rollout.strategy={cfg.rollout.strategy} there is none to train; set "
+            "draft.mode=online and a strategy, or draft.spot.enabled=false"
+        )
+    if spot.gaps and cfg.rollout.replicas == 1:
+        raise ValueError(
+            "draft.spot trains the head on replicas that have nothing to do while others run, and "
+            "with rollout.replicas=1 there is no other: on one engine it could only move serial "
+            "work. Raise rollout.replicas, set draft.spot.enabled=false, or draft.spot.gaps=false "
+            "for the same schedule without gaps"
+        )
+    if cfg.mesh.size > 1:
+        raise ValueError(
+            "draft.spot trains the head on one device of a replica, and mesh spreads training over "
+            f"{cfg.mesh.size}; set mesh.data, mesh.fsdp and mesh.tp to 1, or "
+            "draft.spot.enabled=false"
+        )
+    if spot.buffer_tokens < piece:
+        raise ValueError(
+            "draft.spot.buffer_tokens: expected room for a micro-batch of packing.rows * "
+            f"packing.row_length = {piece} positions, got {spot.buffer_tokens}"
         )

@@ -27,7 +27,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,44 +38,6 @@ from specjax.models.transformer import Params
 from train.draft import FIELDS, DraftConfig, DraftTrainer, add_sums, frozen_policy_parts
 from train.packing import empty_batch
 from train.trace import Trace
-
-if TYPE_CHECKING:
-    from train.schema import RLConfig
-
-
-def check_spot(cfg: RLConfig) -> None:
-    """Refuses settings with which nothing could be trained, or not where it should be.
-
-    Raises:
-      ValueError: says what to change.
-    """
-    spot, piece = cfg.draft.spot, cfg.packing.rows * cfg.packing.row_length
-    if not spot.enabled:
-        return
-    if cfg.draft.mode not in ("auto", "online") or cfg.rollout.spec().is_off:
-        raise ValueError(
-            f"draft.spot.enabled trains the draft head, and with draft.mode={cfg.draft.mode} and "
-            f"rollout.strategy={cfg.rollout.strategy} there is none to train; set "
-            "draft.mode=online and a strategy, or draft.spot.enabled=false"
-        )
-    if spot.gaps and cfg.rollout.replicas == 1:
-        raise ValueError(
-            "draft.spot trains the head on replicas that have nothing to do while others run, and "
-            "with rollout.replicas=1 there is no other: on one engine it could only move serial "
-            "work. Raise rollout.replicas, set draft.spot.enabled=false, or draft.spot.gaps=false "
-            "for the same schedule without gaps"
-        )
-    if cfg.mesh.size > 1:
-        raise ValueError(
-            "draft.spot trains the head on one device of a replica, and mesh spreads training over "
-            f"{cfg.mesh.size}; set mesh.data, mesh.fsdp and mesh.tp to 1, or "
-            "draft.spot.enabled=false"
-        )
-    if spot.buffer_tokens < piece:
-        raise ValueError(
-            "draft.spot.buffer_tokens: expected room for a micro-batch of packing.rows * "
-            f"packing.row_length = {piece} positions, got {spot.buffer_tokens}"
-        )
 
 
 class Entry(NamedTuple):

@@ -22,9 +22,9 @@ from train.answers import ANSWER_MARK
 from train.tasks.layout import SPLITS, Demonstration, Problem, check_split, split_of
 
 if TYPE_CHECKING:
-    from train.data import DataConfig
+    from train.data_config import DataConfig
 
-NAME, REWARD, TEMPLATE = "sums", "exact", "{question}"
+REWARD, TEMPLATE = "exact", "{question}"
 
 # Common words, each of which becomes one token with its space.
 CONNECTIVES = (
