@@ -29,7 +29,7 @@ def check_prompt(where: str, prompt: Iterable, vocab: int) -> list[int]:
       ValueError: it is empty, or holds something that is no token id below `vocab`.
     """
     prompt = list(prompt)
-    wrong = [t for t in prompt if not isinstance(t, numbers.Integral)]
+    wrong = [t for t in prompt if not isinstance(t, numbers.Integral) or isinstance(t, bool)]
     if wrong:
         raise ValueError(f"{where} holds {wrong[0]!r}; expected token ids, which are integers")
     if not prompt:

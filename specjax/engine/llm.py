@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import numbers
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,14 @@ from specjax.engine.checks import check_job, check_prompt
 from specjax.engine.compare import Difference, first_difference
 from specjax.engine.engine import Engine
 from specjax.engine.options_rows import features_of
+from specjax.engine.prompt_forms import (
+    Message,
+    Prompt,
+    PromptDict,
+    as_conversations,
+    as_params,
+    as_prompts,
+)
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import (
     Job,
@@ -46,8 +53,6 @@ from specjax.tokenizer import (
     with_tokenizer_end,
 )
 
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]  # with the keys `role` and `content`
 log = logging.getLogger(__name__)
 
 
@@ -234,28 +239,32 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | PromptDict | Sequence[Prompt | PromptDict],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
+        *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Generates `params.n` samples for each prompt.
 
         Args:
-          prompts: strings (see `specjax.tokenizer.prompt_ids`), or lists of token ids; one prompt
-            may be given bare.
+          prompts: strings (see `specjax.tokenizer.prompt_ids`), lists of token ids, or vLLM's
+            {"prompt": text} and {"prompt_token_ids": ids}; one prompt may be given bare.
           params: one for all, or one per prompt; None: `get_default_sampling_params()`.
           progress: show a bar with tok/s and accept length.
+          sampling_params: vLLM's name of `params`; give one of the two.
 
         Returns:
           one `RequestOutput` per prompt, in order. Samples whose logits were no distribution have
           the finish reason `error` and say why in `error`; the others are as they would be alone.
 
         Raises:
-          ValueError: empty or over-long prompt, ids out of range, more stop tokens, biases or bad
-            words than there is room for, no tokenizer for a string, a temperature that the
-            acceptance mode does not take, as many params as neither one nor the prompts. Nothing
-            has run by then.
+          ValueError: prompts or params of another form, empty or over-long prompt, ids out of
+            range, more stop tokens, biases or bad words than there is room for, no tokenizer for a
+            string, a temperature that the acceptance mode does not take, as many params as neither
+            one nor the prompts. Nothing has run by then.
         """
+        params = _one_of(params, sampling_params)
         ids, jobs = self._jobs(*self._normalise(prompts, params))
         samples, self.totals = self._run(jobs, progress)
         for job, sample in zip(jobs, samples, strict=True):
@@ -275,13 +284,15 @@ class LLM:
         progress: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Generates the next message of one conversation, or of several.
 
         Args:
           messages: a conversation is a list of {"role": .., "content": ..}; the tokenizer's chat
             template makes a prompt of it, up to the point where the assistant begins.
-          params, progress: as in `generate`.
+          params, progress, sampling_params: as in `generate`.
           chat_template_kwargs: further variables of the template, such as `enable_thinking`.
           add_generation_prompt: end the prompt where the assistant begins.
 
@@ -295,15 +306,17 @@ class LLM:
                 f"chat needs a tokenizer with a chat template, and the checkpoint has {missing}; "
                 "pass LLM(..., tokenizer=...), or use generate"
             )
-        single = len(messages) > 0 and isinstance(messages[0], Mapping)
+        params = _one_of(params, sampling_params)
         prompts = [
             chat_ids(self.tokenizer, conversation, chat_template_kwargs, add_generation_prompt)
-            for conversation in ([messages] if single else messages)
+            for conversation in as_conversations(messages)
         ]
         return self.generate(prompts, params, progress)
 
     def compare_with_plain(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Prompt | PromptDict | Sequence[Prompt | PromptDict],
+        params: SamplingParams | Sequence[SamplingParams],
     ) -> list[Difference]:
         """Generates with and without speculation and explains every sample that differs.
 
@@ -340,23 +353,10 @@ class LLM:
     # --- input and output ------------------------------------------------------------------------
 
     def _normalise(self, prompts, params) -> tuple[list[Prompt], list[SamplingParams]]:
-        if isinstance(prompts, str) or (
-            len(prompts) > 0 and all(isinstance(t, numbers.Integral) for t in prompts)
-        ):
-            prompts = [prompts]
-        prompts = list(prompts)
-        if not prompts:
-            raise ValueError("no prompts were given; expected at least one")
+        prompts = as_prompts(prompts)
         if params is None:
             params = self.get_default_sampling_params()
-        if isinstance(params, SamplingParams):
-            params = [params] * len(prompts)
-        if len(params) != len(prompts):
-            raise ValueError(
-                f"got {len(params)} SamplingParams for {len(prompts)} prompts; give one for all, "
-                "or one for each"
-            )
-        return prompts, list(params)
+        return prompts, as_params(params, len(prompts))
 
     def _jobs(
         self, prompts: list[Prompt], params: list[SamplingParams]
@@ -399,3 +399,10 @@ class LLM:
                 sample = dataclasses.replace(sample, text=text)
             outputs[job.request].samples.append(sample)
         return outputs
+
+
+def _one_of(params, sampling_params):
+    """What is given under one of the two names of `params`."""
+    if params is not None and sampling_params is not None:
+        raise ValueError("params and sampling_params are two names of one argument; give one")
+    return sampling_params if params is None else params

@@ -78,6 +78,78 @@ def test_bad_input_is_one_clear_error_before_any_work(spec_llm, monkeypatch, pro
         assert words in str(error.value)
 
 
+FORMS = "expected text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
+ONE_KEY = "expected a dict with one key, {'prompt': text} or {'prompt_token_ids': ids}"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        (None, [FORMS, "got None (NoneType)"]),
+        (b"hi", [FORMS, "got b'hi' (bytes)"]),
+        ({1, 2}, [FORMS, "got {1, 2} (set)"]),
+        (7, [FORMS, "got 7 (int)"]),
+        (2.5, [FORMS, "got 2.5 (float)"]),
+        ([[1], None], ["prompt 1: " + FORMS, "got None"]),
+        ([[1], frozenset({1})], ["prompt 1: " + FORMS, "(frozenset)"]),
+        (["a", bytearray(b"x")], ["prompt 1: " + FORMS, "(bytearray)"]),
+        ([True, False], ["prompt 0 holds True", "token ids, which are integers"]),
+        ([[1], [2, False]], ["prompt 1 holds False"]),
+        ({"prompt_token_ids": [True]}, ["prompt 0 holds True"]),
+        (np.array([1.0, 2.0]), ["prompt 0 holds 1.0"]),
+        ([1, [2]], ["prompt 0 holds [2]"]),
+        ({"text": "hi"}, ["the prompt: " + ONE_KEY, "got {'text': 'hi'} (dict)"]),
+        ({"prompt": 3}, [ONE_KEY]),
+        ({"prompt_token_ids": "ab"}, [ONE_KEY]),
+        ({}, [ONE_KEY]),
+        ([[1], {"prompt": "a", "prompt_token_ids": [1]}], ["prompt 1: " + ONE_KEY]),
+        ([{"role": "user", "content": "hi"}], ["prompt 0: " + ONE_KEY, "use LLM.chat"]),
+    ],
+)
+@pytest.mark.parametrize("door", ["generate", "compare_with_plain"])
+def test_what_is_no_prompt_is_refused_on_one_line(spec_llm, monkeypatch, door, prompts, said):
+    monkeypatch.setattr(spec_llm, "_run", lambda *_: pytest.fail("work was begun"))
+    with pytest.raises(ValueError) as error:
+        getattr(spec_llm, door)(prompts, SamplingParams(max_tokens=2))
+    assert all(words in str(error.value) for words in said), error.value
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, 3, "greedy", [{"n": 2}], b"x"])
+def test_what_are_no_sampling_params_is_refused(spec_llm, params):
+    with pytest.raises(ValueError, match=r"params: expected SamplingParams.*write SamplingParams"):
+        spec_llm.generate([[1]], params)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    ["hi", {"role": "user", "content": "hi"}, [{"role": "user"}], [{"content": "hi"}], None, [],
+     [["hi"]], [[]], [{"role": "user", "content": 3}], [{"role": "user", "content": None}], 5],
+)  # fmt: skip
+def test_what_are_no_messages_is_refused_with_what_messages_are(plain_llm, monkeypatch, messages):
+    monkeypatch.setattr(plain_llm, "tokenizer", Chatty())
+    with pytest.raises(ValueError) as error:
+        plain_llm.chat(messages, SamplingParams(max_tokens=1))
+    said = str(error.value)
+    assert said.startswith("messages are a list of {'role': 'user', 'content': text}")
+    assert "got " in said and "\n" not in said
+
+
+def test_prompts_are_taken_in_vllms_forms_and_params_by_vllms_name(plain_llm):
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    forms = [
+        [5, 9], (5, 9), np.array([5, 9]), jnp.array([5, 9]), {"prompt_token_ids": [5, 9]},
+        {"prompt_token_ids": np.array([5, 9])},
+    ]  # fmt: skip
+    outs = [plain_llm.generate(form, sampling_params=params) for form in forms]
+    outs += [[out] for out in plain_llm.generate(forms, params)]
+    assert all(len(out) == 1 and out[0].prompt_token_ids == [5, 9] for out in outs)
+    assert len({tuple(out[0].samples[0].token_ids) for out in outs}) == 1
+    assert plain_llm.compare_with_plain({"prompt_token_ids": [5, 9]}, params) == []
+    with pytest.raises(ValueError, match="two names of one argument"):
+        plain_llm.generate([5], params, sampling_params=params)
+
+
 def test_the_number_of_params_must_be_one_or_that_of_the_prompts(spec_llm):
     with pytest.raises(ValueError, match="got 2 SamplingParams for 3 prompts"):
         spec_llm.generate([[1], [2], [3]], [SamplingParams()] * 2)
@@ -246,6 +318,7 @@ def test_one_prompt_may_be_given_bare_and_text_is_encoded_and_decoded(plain_llm,
     assert by_ids.samples[0].text is None
     monkeypatch.setattr(plain_llm, "tokenizer", tokenizer)
     by_text = plain_llm.generate("cab", params)[0]
+    assert plain_llm.generate({"prompt": "cab"}, params)[0].prompt_token_ids == [2, 0, 1]
     assert by_text.prompt_token_ids == [2, 0, 1]
     assert by_text.samples[0].token_ids == by_ids.samples[0].token_ids
     assert by_text.samples[0].text == tokenizer.decode(by_ids.samples[0].token_ids, True)
@@ -372,8 +445,8 @@ def test_chat_hands_options_to_the_template(plain_llm, monkeypatch):
     assert prompt(add_generation_prompt=False) == "buhi"
     with pytest.raises(ValueError, match="tokenize is not the template's"):
         prompt(chat_template_kwargs={"tokenize": True})
-    with pytest.raises(ValueError, match="does not take these messages: KeyError"):
-        plain_llm.chat([{"role": "user"}], params)
+    with pytest.raises(ValueError, match="does not take these messages: TypeError"):
+        plain_llm.chat([{"role": "user", "content": [{"type": "text", "text": "hi"}]}], params)
 
 
 @pytest.mark.parametrize("seed", [1 << 64, -(1 << 63) - 1, 10**30, np.float32(3), True, "7", 2.0])
