@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from specjax.checkpoint import CheckpointError
+from specjax.checkpoint_weights import TOKENIZER
 from specjax.command_line import ConfigError, parse_config
 from specjax.distributed import DistributedError
 from specjax.engine.request import InvalidLogitsError
 from specjax.models.hf import UnsupportedModelError
+from train.log import METRICS_FILE
 from train.scoring import RewardsFailedError
 
 # What a mistake of the user, a missing package or a damaged file raises: one message, no traceback.
@@ -25,6 +29,12 @@ USER_ERRORS = (
     ModuleNotFoundError,
     RewardsFailedError,
 )
+INTERRUPTED = 130  # the exit status after Ctrl-C
+CHECKPOINTS = "checkpoints"  # of a run, in its directory
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with where it came and what is saved."""
 
 
 def run_program(
@@ -37,13 +47,77 @@ def run_program(
     """Parses the settings and calls `run(config, resume, resume_step)`; returns what it returns.
 
     Raises:
-      SystemExit: a mistake of the user, with one message.
+      SystemExit: a mistake of the user, with one message; or Ctrl-C, likewise, with status 130.
     """
-    cfg, flags = parse_config(schema, argv, prog, description, _add_resume)
     try:
+        cfg, flags = parse_config(schema, argv, prog, description, _add_resume)
         return run(cfg, flags.resume or flags.resume_step is not None, flags.resume_step)
     except USER_ERRORS as error:
         sys.exit(f"{prog}: error: {error}")
+    except KeyboardInterrupt as error:
+        where = str(error) or "interrupted before the run began; nothing was saved yet"
+        print(f"\n{prog}: {where}", file=sys.stderr, flush=True)
+        sys.exit(INTERRUPTED)
+
+
+class Place:
+    """How far a run is; `steps` gives the steps that are done and all that there will be."""
+
+    def __init__(self) -> None:
+        self.steps: Callable[[], tuple[int, int]] | None = None  # None: it is being set up
+
+    def __str__(self) -> str:
+        if self.steps is None:
+            return "during set-up"
+        done, total = self.steps()
+        return f"at step {done + 1}" if done < total else f"after step {done}, the last one"
+
+
+@contextlib.contextmanager
+def interruptible(out: Path) -> Iterator[Place]:
+    """Ctrl-C within it becomes `Interrupted`; saves in flight must have ended when it leaves."""
+    place = Place()
+    try:
+        yield place
+    except KeyboardInterrupt:
+        saved = complete_steps(out)
+        directory = (out / CHECKPOINTS).absolute()
+        told = "nothing was saved yet"
+        if saved:
+            names = ", ".join(map(str, saved))
+            told = f"steps {names} are" if saved[1:] else f"step {names} is"
+            told += f" saved in {directory}; go on with --resume"
+        raise Interrupted(f"interrupted {place}; {told}") from None
+
+
+def complete_steps(out: Path) -> list[int]:
+    """The steps of a run's checkpoints; what was killed while it was saved is none."""
+    return sorted(int(p.name) for p in (out / CHECKPOINTS).glob("*") if p.name.isdigit())
+
+
+def can_resume(out: Path, step: int | None, say: Callable[[str], None]) -> bool:
+    """Whether a run has a checkpoint to go on from; if not, it says that it starts again.
+
+    Args:
+      step: that was asked for by number.
+
+    Raises:
+      ConfigError: `out` is no directory of a run, or the step was asked for and there is none.
+    """
+    if complete_steps(out):
+        return True
+    if not any((out / name).exists() for name in (CHECKPOINTS, METRICS_FILE, TOKENIZER)):
+        raise ConfigError(
+            f"nothing to resume: expected out= to name the directory of a run, which holds "
+            f"{CHECKPOINTS} and {METRICS_FILE}, and {out} holds neither; run without --resume"
+        )
+    if step is not None:
+        raise ConfigError(
+            f"{out} holds no complete checkpoint, and --resume_step asks for step {step}; leave it "
+            "out to start again at step 1"
+        )
+    say(f"{out} holds no complete checkpoint: starting again at step 1")
+    return False
 
 
 def _add_resume(parser: argparse.ArgumentParser) -> None:

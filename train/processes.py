@@ -23,6 +23,7 @@ from specjax.engine.hosts import Copies, Hosts
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job, SampleOutput
 from specjax.lifeline import Lifeline
+from train.cli import INTERRUPTED
 from train.schema import RLConfig
 
 # How messages of XLA and of its transports begin; some come as ValueError (seen with jax 0.10.2).
@@ -30,7 +31,9 @@ _STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|CANCELLED|DEADLINE_
 
 
 @contextlib.contextmanager
-def watched(cfg: RLConfig, out: Path, user_errors: tuple[type[Exception], ...]) -> Iterator[None]:
+def watched(
+    cfg: RLConfig, out: Path, user_errors: tuple[type[BaseException], ...]
+) -> Iterator[None]:
     """Runs the body in every process of the job; with one process nothing more.
 
     An error in one process, or its loss, ends all of them: with the error's own message where it
@@ -65,7 +68,7 @@ def watched(cfg: RLConfig, out: Path, user_errors: tuple[type[Exception], ...]) 
         else:
             traceback.print_exception(error)
         line.fail(error)
-        lifeline.leave(1)
+        lifeline.leave(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
     line.close()
 
 

@@ -24,12 +24,19 @@ import numpy as np
 
 from specjax import distributed, sharding
 from specjax.checkpoint import Checkpointer
-from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.engine.request import InvalidLogitsError
 from specjax.models import hf
 from train import plot, processes
-from train.cli import USER_ERRORS, run_program
+from train.cli import (
+    CHECKPOINTS,
+    USER_ERRORS,
+    Interrupted,
+    Place,
+    can_resume,
+    interruptible,
+    run_program,
+)
 from train.heads import HeadCheckpoints
 from train.log import MetricsLogger, read_metrics
 from train.schema import RLConfig
@@ -86,13 +93,13 @@ def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> 
     out = Path(cfg.out)
     if not resume:
         out = distributed.of_first(lambda: _fresh(out), "run directory")
-    if resume and not (out / "checkpoints").is_dir():
-        raise ConfigError(f"nothing to resume: {out} holds no checkpoints; run without --resume")
-    with processes.watched(cfg, out, (*USER_ERRORS, Terminated)):
-        return _train(cfg, out, resume, resume_step)
+    resume = resume and can_resume(out, resume_step, _say)
+    ends = (*USER_ERRORS, Terminated, Interrupted)
+    with processes.watched(cfg, out, ends), interruptible(out) as place:
+        return _train(cfg, out, resume, resume_step, place)
 
 
-def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None) -> Path:
+def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None, place: Place) -> Path:
     started = time.perf_counter()
     trainer = Trainer(cfg)
     for line in trainer.notes:
@@ -100,10 +107,7 @@ def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None) -> P
     _say(trainer.drafting)
     keep = cfg.checkpoint.keep_last
     heads = HeadCheckpoints(out / "draft", trainer.model, keep)
-    with Checkpointer(out / "checkpoints", keep) as checkpoints, heads:
-        if resume and not checkpoints.all_steps():  # killed before the first one was complete
-            _say(f"{out} holds no complete checkpoint: starting again at step 1")
-            resume = False
+    with Checkpointer(out / CHECKPOINTS, keep) as checkpoints, heads:
         if resume:
             trainer.restore(checkpoints, resume_step)
         if line := about_generation(cfg, trainer.model):
@@ -114,6 +118,7 @@ def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None) -> P
             if doubt:
                 _say(f"WARNING: {doubt}")
         first = trainer.done_steps + 1
+        place.steps = lambda: (trainer.done_steps, cfg.steps)
         for line in sharding.replicated_dims(trainer.mesh, trainer.params):
             _say(f"kept whole on every device: {line}")
         _say(f"run {out}: steps {first} to {cfg.steps}, set-up {_since(started)}")
@@ -280,7 +285,7 @@ def summary(records: list[dict]) -> list[dict]:
 def _fresh(out: Path) -> Path:
     """`out`, or the first free `out-N` when an earlier run has checkpoints there."""
     candidate, number = out, 2
-    while any((candidate / "checkpoints").glob("[0-9]*")):
+    while any((candidate / CHECKPOINTS).glob("[0-9]*")):
         candidate, number = out.with_name(f"{out.name}-{number}"), number + 1
     return candidate
 

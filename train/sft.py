@@ -26,7 +26,7 @@ from specjax.models import hf
 from specjax.models.transformer import Params, init_params
 from specjax.tokenizer import load_tokenizer, with_tokenizer_end
 from train import data
-from train.cli import run_program
+from train.cli import CHECKPOINTS, Place, can_resume, interruptible, run_program
 from train.draft import DraftTrainer, draft_metrics
 from train.grpo import count_denominators
 from train.inputs import about_data
@@ -308,12 +308,9 @@ class Run:
             self.save(checkpoints, block=True)
 
     def train_head(self, log: MetricsLogger, checkpoints: Checkpointer) -> None:
-        """The head stage, which only `draft.mode=online` has."""
+        """The head stage."""
         cfg = self.cfg
-        if cfg.draft.mode != "online":
-            print(f"draft.mode={cfg.draft.mode}: the head is not trained, only exported as it was")
-            return
-        if self.stage == "head" or cfg.draft_steps == 0:
+        if self.stage == "head" or head_steps(cfg) == 0:
             return
         self.stage, self.opt_state = "head", None
         trainer = DraftTrainer(
@@ -353,25 +350,29 @@ def train(cfg: SFTConfig, resume: bool = False, resume_step: int | None = None) 
     Raises:
       ConfigError: `cfg.out` holds checkpoints and is not to be resumed, or the other way round.
     """
-    directory = Path(cfg.out) / "checkpoints"
-    if resume and not directory.is_dir():
-        raise ConfigError(f"nothing to resume: {cfg.out} holds no checkpoints; leave out --resume")
+    directory = Path(cfg.out) / CHECKPOINTS
     if not resume and any(directory.glob("*")):
         raise ConfigError(
             f"{cfg.out} holds checkpoints of an earlier run; set out= to another, or use --resume"
         )
-    # Killed before the first one was complete?
-    if resume and not any(path.name.isdigit() for path in directory.iterdir()):
-        print(f"{cfg.out} holds no complete checkpoint: starting again at step 1")
-        resume = False
-    named = cfg.init
+    resume = resume and can_resume(Path(cfg.out), resume_step, print)
+    with interruptible(Path(cfg.out)) as place:
+        return _train(cfg, directory, resume, resume_step, place)
+
+
+def _train(
+    cfg: SFTConfig, directory: Path, resume: bool, resume_step: int | None, place: Place
+) -> Path:
+    named = cfg.init  # as the user did
     run = Run(cfg, keep_tokenizer=resume)
     print(about_data(cfg.data, data.uses_chat(cfg.data, run.stream.tokenizer), named))
     print(f"{run.describe()}\n{run.about_dtype}")
+    print(about_stages(cfg), flush=True)
     with Checkpointer(directory, cfg.checkpoint.keep_last) as checkpoints:
         if resume:
             run.restore(checkpoints, resume_step)
             print(f"resumed at step {run.step}")
+        place.steps = lambda: (run.step, cfg.steps + head_steps(cfg))
         first = run.step + 1 if resume else None
         with MetricsLogger(
             cfg.out, cfg.log.tensorboard, cfg.log.wandb, first, console_fields=CONSOLE
@@ -379,6 +380,24 @@ def train(cfg: SFTConfig, resume: bool = False, resume_step: int | None = None) 
             run.train_policy(log, checkpoints)
             run.train_head(log, checkpoints)
     return run.export()
+
+
+def head_steps(cfg: SFTConfig) -> int:
+    """Updates of the head stage, which only `draft.mode=online` has."""
+    return cfg.draft_steps if cfg.draft.mode == "online" else 0
+
+
+def about_stages(cfg: SFTConfig) -> str:
+    """What will be trained, for how many updates, and how to change that."""
+    policy = f"trains the policy for {cfg.steps} updates (steps={cfg.steps})"
+    if cfg.draft.mode != "online":
+        return f"{policy}; draft.mode={cfg.draft.mode}: the head is not trained, only exported"
+    if not cfg.draft_steps:
+        return f"{policy}; draft_steps=0: the head is not trained, only exported"
+    return (
+        f"{policy}, then the draft head for {cfg.draft_steps} (draft_steps={cfg.draft_steps}; 0 "
+        "leaves that out)"
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

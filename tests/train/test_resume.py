@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -152,6 +153,32 @@ def test_resuming_with_other_settings_names_them(thin_policy, reference):
 def test_nothing_to_resume_is_said_before_any_work(thin_policy, tmp_path):
     argv = tiny_run.arguments(thin_policy, tmp_path / "none")
     assert "run without --resume" in refusal([*argv, "--resume"])
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [
+        (0, "interrupted at step 1; nothing was saved yet"),
+        (1, r"interrupted at step 2; step 1 is saved in \S+checkpoints; go on with --resume"),
+        (None, "interrupted during set-up; nothing was saved yet"),
+    ],
+)
+def test_ctrl_c_is_one_line_that_says_what_is_saved(
+    thin_policy, tmp_path, monkeypatch, capsys, at, said
+):
+    step = rl.Trainer.step
+
+    def interrupted(self):
+        if at in (None, self.done_steps):
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(rl.Trainer, "warm_up" if at is None else "step", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        rl.main(tiny_run.arguments(thin_policy, tmp_path / "run", **CHANGES, steps=6))
+    errors = capsys.readouterr().err
+    assert ended.value.code == 130 and "Traceback" not in errors
+    assert re.fullmatch(rf"train\.rl: {said}", errors.strip().splitlines()[-1])
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -14,10 +15,12 @@ import tiny_run
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import Checkpointer
+from specjax.command_line import ConfigError
 from specjax.draft.mtp import init_head_params
 from specjax.models import hf
 from specjax.models.transformer import init_params
 from train import rl, sft
+from train.cli import can_resume
 from train.log import read_metrics
 from train.optim import OptimConfig, weight_matrices
 from train.schema import SFTConfig
@@ -168,13 +171,13 @@ class Killed(Exception):
     pass
 
 
-def kill_after(monkeypatch, trainer: type, updates: int) -> None:
+def kill_after(monkeypatch, trainer: type, updates: int, error: type = Killed) -> None:
     """The program dies in place of the update after so many."""
     update, done = trainer.update, []
 
     def counted(*arguments):
         if len(done) == updates:
-            raise Killed
+            raise error
         done.append(1)
         return update(*arguments)
 
@@ -259,6 +262,53 @@ def test_without_a_checkpoint_there_is_nothing_to_resume_and_a_partial_one_is_no
     assert (tmp_path / "early" / "tokenizer" / "tokenizer.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("updates", "said"),
+    [
+        (None, "interrupted during set-up; nothing was saved yet"),
+        (1, "interrupted at step 2; nothing was saved yet"),
+        (4, r"interrupted at step 5; steps 2, 4 are saved in \S+checkpoints; go on with --resume"),
+    ],
+)
+def test_ctrl_c_is_one_line_that_says_what_is_saved(tmp_path, monkeypatch, capsys, updates, said):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    out, changes = tmp_path / "run", {"steps": 6, "draft_steps": 0, "checkpoint.every": 2}
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+        if updates is None:
+            patch.setattr(sft.Run, "describe", interrupt)
+        else:
+            kill_after(patch, sft.PolicyTrainer, updates, KeyboardInterrupt)
+        sft.main(arguments(out, **changes))
+    told = capsys.readouterr()
+    assert ended.value.code == 130 and "Traceback" not in told.err
+    assert re.fullmatch(rf"train\.sft: {said}", told.err.strip().splitlines()[-1])
+    assert updates is None or "policy for 6 updates (steps=6); draft_steps=0: the head" in told.out
+
+
+@pytest.mark.parametrize("left", ["checkpoints/", "metrics.jsonl", "tokenizer/"])
+def test_what_a_run_left_is_resumed_at_step_one(tmp_path, capsys, left):
+    path = tmp_path / left
+    path.mkdir() if left.endswith("/") else path.write_text("")
+    assert not can_resume(tmp_path, None, print)
+    assert f"{tmp_path} holds no complete checkpoint: starting again at step 1" in (
+        capsys.readouterr().out
+    )
+    with pytest.raises(ConfigError, match="--resume_step asks for step 3; leave it out"):
+        can_resume(tmp_path, 3, print)
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    assert can_resume(tmp_path, None, print)
+
+
+@pytest.mark.parametrize("file", [None, "notes.txt", "config.json"])
+def test_a_directory_of_no_run_is_not_resumed(tmp_path, file):
+    if file:
+        (tmp_path / file).write_text("")
+    with pytest.raises(ConfigError, match="nothing to resume: .* run without --resume"):
+        can_resume(tmp_path, None, print)
+
+
 # --- the head's settings, the export's dtype ------------------------------------------------------
 
 
@@ -272,7 +322,8 @@ def test_a_head_that_is_not_trained_is_exported_as_it_started(tmp_path, capsys):
         "model.mtp_recycle": "pre_norm",
     }
     sft.main(arguments(tmp_path / "run", **changes))
-    assert "draft.mode=frozen: the head is not trained" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "updates (steps=2); draft.mode=frozen: the head is not trained" in told
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
     model, _, head = hf.load_checkpoint(tmp_path / "run" / "hf")
     switches = (model.mtp_concat, model.mtp_target_hidden, model.mtp_recycle)
