@@ -9,8 +9,10 @@ import inspect
 import logging
 import math
 import numbers
+import traceback
 from collections.abc import Callable, Sequence
 from decimal import Decimal
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from train.rewards import BUILT_IN, get_reward
@@ -54,6 +56,7 @@ class Scorer:
         self.built_in = BUILT_IN.get(name) if reward is None else None
         self._second, self._required, self._takes = _parameters(self._reward)
         self.failures = 0
+        self._described: set[tuple[str, str]] = set()  # (row, what went wrong)
 
     def check(self, problem: Problem) -> None:
         """Whether a row has all that the reward asks for.
@@ -74,10 +77,12 @@ class Scorer:
         try:
             value = self._call(completion, problem)
         except Exception as error:  # a user's function may raise anything; the run goes on
-            return self._failed(problem, f"raised {type(error).__name__}: {_one_line(error)}")
+            where = _line_of(error, self._reward)
+            return self._failed(problem, f"raised {type(error).__name__}{where}", _one_line(error))
         found = as_number(value)
         if found is None:
-            return self._failed(problem, f"returned {shown(value)} ({type(value).__name__})")
+            what = f"returned {shown(value)} ({type(value).__name__})"
+            return self._failed(problem, what, "expected a finite number (return float(...))")
         return Score(found)
 
     def _call(self, completion: str, problem: Problem) -> Any:
@@ -89,18 +94,22 @@ class Scorer:
             columns = {name: columns[name] for name in self._takes if name in columns}
         return self._reward(*args, **columns)
 
-    def _failed(self, problem: Problem, what: str) -> Score:
+    def _failed(self, problem: Problem, what: str, more: str) -> Score:
+        """Counts a failure, and describes it if the row has not failed like this before."""
         self.failures += 1
-        if self.failures <= _DESCRIBED:
-            log.warning(
-                "reward %r %s for %s; expected a finite number (return float(...)); scored as 0%s",
-                self.name,
-                what,
-                row_name(problem),
-                ". Further failures are only counted, in reward/failed"
-                if self.failures == _DESCRIBED
-                else "",
-            )
+        key = row_name(problem), f"{what}: {more}"
+        if key in self._described or len(self._described) >= _DESCRIBED:
+            return Score(0.0, failed=True)
+        self._described.add(key)
+        last = len(self._described) == _DESCRIBED
+        log.warning(
+            "reward %r %s for %s: %s; scored as 0%s",
+            self.name,
+            what,
+            row_name(problem),
+            more,
+            ". Further failures are only counted, in reward/failed" if last else "",
+        )
         return Score(0.0, failed=True)
 
 
@@ -152,6 +161,24 @@ def _columns(problem: Problem) -> dict[str, Any]:
     if not text:
         own["messages"] = list(problem.prompt)
     return {**problem.columns, **own}
+
+
+def _line_of(error: BaseException, reward: Callable[..., Any]) -> str:
+    """Where a reward raised, as ` at module.py:LINE`: the innermost frame of the user's own code,
+    which is what lies beside the reward's file or below its directory; "" if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)[2:]  # behind those of this module
+    inner = inspect.unwrap(reward)
+    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+    home = Path(code.co_filename).parent if code is not None else None
+    packages = {"site-packages", "dist-packages"}
+    own = [
+        frame
+        for frame in frames
+        if home is not None
+        and home in Path(frame.filename).parents
+        and not packages & set(Path(frame.filename).relative_to(home).parts)
+    ]
+    return f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
 
 
 def _one_line(error: BaseException) -> str:

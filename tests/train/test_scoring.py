@@ -53,7 +53,9 @@ def test_a_reward_that_raises_is_named_and_described_five_times_at_most(caplog):
     scorer = Scorer("own:raises", raises)
     for i in range(9):
         assert scorer(f"text {i}", Problem("p", "a", i)).failed
-    assert scorer.failures == 9 and caplog.text.count("raised KeyError: 'text") == 5
+    assert scorer.failures == 9 and caplog.text.count("raised KeyError at test_scoring.py:") == 5
+    assert "for problem 3: 'text 3'; scored as 0" in caplog.text
+    assert "finite number" not in caplog.text
     assert "problem 3" in caplog.text and "only counted" in caplog.text
     with pytest.raises(KeyboardInterrupt):  # is nobody's reward
 
@@ -61,6 +63,32 @@ def test_a_reward_that_raises_is_named_and_described_five_times_at_most(caplog):
             raise KeyboardInterrupt
 
         Scorer("own:interrupted", interrupted)("text", Problem("p", "a", 0))
+
+
+def divides(completion, answer):
+    return 1 / len(answer)
+
+
+def parses(completion, answer):
+    return json.loads(completion)  # raises in the standard library
+
+
+def helps(completion, answer):
+    return divides(completion, answer)
+
+
+@pytest.mark.parametrize(
+    ("reward", "inner", "kind"),
+    [(divides, divides, "ZeroDivisionError"), (parses, parses, "JSONDecodeError"),
+     (helps, divides, "ZeroDivisionError")],
+)  # fmt: skip
+def test_a_reward_that_raises_is_named_with_the_line_of_the_users_code(reward, inner, kind, caplog):
+    scorer = Scorer("own:reward", reward)
+    for index in (0, 0, 0, 1):
+        assert scorer("", Problem("p", "", index)).failed
+    line = inner.__code__.co_firstlineno + 1
+    assert caplog.text.count(f"raised {kind} at test_scoring.py:{line} for problem 0: ") == 1
+    assert len(caplog.messages) == 2 and scorer.failures == 4
 
 
 def positional_only(completion, answer, /):
