@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -94,7 +95,13 @@ def _require_free(cfg: ServeConfig) -> None:
     try:
         socket.create_server((cfg.host, cfg.port), family=family).close()
     except OSError as error:
-        raise ConfigError(f"cannot listen on {cfg.host}:{cfg.port}: {error}") from error
+        why = error.strerror or str(error)
+        advice = "host=ADDRESS or port=NUMBER"
+        if error.errno == errno.EADDRINUSE:
+            why, advice = "another program listens there", "another port=NUMBER, or port=0 for any"
+        raise ConfigError(
+            f"cannot listen on host={cfg.host} port={cfg.port}: {why}; choose {advice}"
+        ) from error
 
 
 def _started(cfg: ServeConfig) -> LLM:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,6 +75,12 @@ _KINDS = {
     "dict_type": "an object", "model_type": "an object", "model_attributes_type": "an object",
 }  # fmt: skip
 
+KNOWN_FIELDS: set[str] = set()  # of all bodies; each adds its own
+_TOO_SHORT = {
+    "string_too_short": "text of at least one character",
+    "too_short": "a list of at least one entry",
+}
+
 
 def _told(errors: Sequence[dict[str, Any]]) -> tuple[list[str], str]:
     """Where a body is wrong, and what was expected and got there.
@@ -101,13 +108,23 @@ def _told(errors: Sequence[dict[str, Any]]) -> tuple[list[str], str]:
     if first["type"] == "missing":
         return where, "is required, and missing"
     if first["type"] == "extra_forbidden":
-        return where, f"there is no such field here, got {got}"
+        return where, f"there is no such field here, got {got}{_nearest(first)}"
     if first["type"] == REFUSAL:
         return where, first["msg"]
+    if first["type"] in _TOO_SHORT and first["ctx"]["min_length"] == 1:
+        return where, f"expected {_TOO_SHORT[first['type']]}, got {got}"
+    if first["type"] == "value_error":  # of a validator here, which says what it expected and got
+        return where, str(first["ctx"]["error"])
     message = first["msg"].replace("Input should", "it should")
     for words in (" after validation", f", not {first.get('ctx', {}).get('actual_length')}"):
         message = message.replace(words, "")
     return where, f"{message}, got {got}"
+
+
+def _nearest(error: dict[str, Any]) -> str:
+    """The field that an unknown one may be meant for, where one is close."""
+    close = difflib.get_close_matches(str(error["loc"][-1]), KNOWN_FIELDS, 1, 0.7)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _fields(loc: Sequence[str | int]) -> list[str]:

@@ -53,11 +53,11 @@ class Guard:
                     403, f"{path} needs an admin key, and the server was started without one"
                 )
             if not _same(sent, self._admin_key):
-                return ApiError(401, "wrong or missing admin key", code="invalid_api_key")
+                return ApiError(401, _no_key("admin key", sent), code="invalid_api_key")
         elif self._api_key is not None and path not in OPEN:
             keys = [key for key in (self._api_key, self._admin_key) if key is not None]
             if not any([_same(sent, key) for key in keys]):  # all of them, whichever is right
-                return ApiError(401, "wrong or missing API key", code="invalid_api_key")
+                return ApiError(401, _no_key("API key", sent), code="invalid_api_key")
         return None
 
     def _too_long(self, headers: dict[bytes, bytes]) -> ApiError | None:
@@ -95,6 +95,11 @@ def _key_of(authorization: bytes) -> bytes:
     """What follows `Bearer`, which may be written in any case; or the bare key."""
     scheme, space, key = authorization.strip().partition(b" ")
     return key.strip() if space and scheme.lower() == b"bearer" else authorization.strip()
+
+
+def _no_key(what: str, sent: bytes) -> str:
+    got = f"a wrong {what}" if sent else f"no {what}"
+    return f"expected the header Authorization: Bearer KEY, got {got}"
 
 
 def _same(sent: bytes, key: str) -> bool:

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from serve.errors import ApiError
+from serve.errors import KNOWN_FIELDS, ApiError
 from serve.nothing import (
     CHATS,
     COMPLETIONS,
@@ -70,6 +70,11 @@ Several = Annotated[list[T], Field(min_length=1, fail_fast=True)]
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        KNOWN_FIELDS.update(cls.model_fields)
 
     @model_validator(mode="before")
     @classmethod

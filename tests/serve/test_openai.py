@@ -4,6 +4,7 @@ import asyncio
 import functools
 import http.client
 import json
+import re
 
 import httpx
 import openai
@@ -297,6 +298,29 @@ def test_what_cannot_be_served_is_a_400_that_says_why(server: Server, what):
         assert error["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("completions", {"seed": 1 << 70}, r"seed: expected an integer of 64 bits[^:]*, got \d+"),
+        ("chat/completions", {"seed": -(1 << 64)}, r"seed: expected an integer [^:]*, got -\d+"),
+        ("completions", {"prompt": ""}, 'prompt: expected text of at least one character, got ""'),
+        ("completions", {"prompt": []}, r"prompt: expected a list of at least one entry, got \[\]"),
+        ("chat/completions", {"messages": []},
+         r"messages: expected a list of at least one entry, got \[\]"),
+        ("completions", {"max_token": 3},
+         r"max_token: there is no such field here, got 3; did you mean max_tokens\?"),
+        ("chat/completions", {"temprature": 1},
+         r"temprature: there is no such field here, got 1; did you mean temperature\?"),
+        ("completions", {"xyzzy": 1}, "xyzzy: there is no such field here, got 1"),
+    ],
+)  # fmt: skip
+def test_a_400_says_once_what_was_expected_and_got(server: Server, path, body, said):
+    asks = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hi"}
+    answer = server.post(f"/v1/{path}", json={"model": "tiny", **asks, **body})
+    assert answer.status_code == 400
+    assert re.fullmatch(said, answer.json()["error"]["message"]), answer.text
+
+
 def test_errors_are_those_that_openais_client_knows(server: Server):
     client = server.client()
     with pytest.raises(openai.NotFoundError, match="model 'gpt-9' does not exist"):
@@ -304,7 +328,9 @@ def test_errors_are_those_that_openais_client_knows(server: Server):
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt=PROMPT, max_tokens=MAX_LEN)
     assert caught.value.code == "context_length_exceeded"
-    with pytest.raises(openai.AuthenticationError, match="API key"):
+    with pytest.raises(
+        openai.AuthenticationError, match="header Authorization: Bearer KEY, got a wrong API"
+    ):
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="no", max_retries=0).models.list()
     assert 3 * 8 < BATCH + QUEUE < 5 * 8
     with pytest.raises(openai.BadRequestError, match="prompts times n is 40, .* takes 28"):
