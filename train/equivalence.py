@@ -165,7 +165,7 @@ def _same(gold: str, found: str) -> bool:
     if numbers[0] and numbers[1]:
         return numbers[0].equals(numbers[1])
     if _is_text(gold) or _is_text(found):
-        listed = _list(gold), _list(found)
+        listed = _list(_bare(gold)), _list(_bare(found))
         both = listed[0] is not None and listed[1] is not None
         return _words(gold) == _words(found) or (both and _matches(*listed))
     listed = _list(gold), _list(found)

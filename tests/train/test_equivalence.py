@@ -121,6 +121,7 @@ RIGHT = [
     (r"\pi(R^2-r^2)", r"\pi R^2-\pi r^2"), (r"\frac{2n}{2N}", r"\frac{n}{N}"),
     ("ma=F", "F=am"), ("-1101_2", "-1101_2"), ("all reals", r"\mathbb R"),
     (r"100\pi", "314.159265"),
+    (r"\text{Alice and Bob}", "Bob, Alice"), ("cat or dog", r"\text{dog, cat}"),
     ("3 dozen eggs", "36"), (r"\$5 per hour", "5 dollars per hour"), (r"\tan 45^\circ", "1"),
     (r"(\pm 3, \mp 2)", "(3,-2),(-3,2)"), (r"\text{length}=4, \text{width}=3", "4, 3"),
     (r"\textbf{(E) } 7", "7"), ("s=t^2", "t^2=s"), (r"1\frac12 x", r"\frac{3x}{2}"),
