@@ -16,8 +16,11 @@ from serve.settings import ServeConfig, load_llm
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.command_line import load_config
 from specjax.config import ModelConfig
+from specjax.engine.sources import settle_draft
 from specjax.models import hf
 from specjax.models.transformer import init_params
+from specjax.spelling import flags
+from specjax.verify.__main__ import _parser as verify_parser
 from train import data, rl, sft
 from train.log import read_metrics
 
@@ -95,6 +98,19 @@ def test_llm_drafts_with_n_grams_and_gives_the_tokens_of_plain_decoding(model, c
     assert plain.drafting.described() == "draft: none, by plain decoding"
     tokens = [x.generate("1+1=", FEW)[0].samples[0].token_ids for x in (llm, plain)]
     assert tokens[0] == tokens[1] and len(tokens[0]) == 6
+
+
+@pytest.mark.parametrize("source", ["auto", "ngram", "head", "model"])
+@pytest.mark.parametrize("has_head", [False, True])
+def test_verify_advises_what_it_takes(source, has_head):
+    model = {"draft_model": "DIR"} if source == "model" else {}
+    drafting = settle_draft(SpecConfig(source=source, **model), None, has_head)
+    line = drafting.described(flags, always_drafts=True)
+    advised = line.partition("to change it: ")[2].replace("or ", "").split(", ")
+    for advice in advised:
+        verify_parser("verify").parse_args(["--model", "x", "--prompt", "y", *advice.split()])
+    assert advised and "off" not in line.partition("to change it: ")[2]
+    assert "--strategy off" in drafting.described(flags)
 
 
 @pytest.mark.parametrize("chat", [[], ["--chat"]])

@@ -60,17 +60,23 @@ class Drafting(NamedTuple):
     control: ControlConfig | None
     by_default: bool = False
 
-    def described(self, say: Say = python) -> str:
-        """One line: what drafts, why, and how to change that as one types it."""
+    def described(self, say: Say = python, always_drafts: bool = False) -> str:
+        """One line: what drafts, why, and how to change that as one types it.
+
+        Args:
+          always_drafts: where the line is shown plain decoding cannot be asked for, and
+            `source="head"` gives a checkpoint without a head a random one.
+        """
         spec = self.spec
         if spec is None or spec.is_off:
             return "draft: none, by plain decoding"
         others = {name: say("source", name) for name in ("head", "ngram") if name != spec.source}
-        if self.by_default:
+        if self.by_default and not always_drafts:
             others["head"] = say("head", "random")
         if spec.source != "model":
             others["model"] = say("draft_model", "DIR")
-        change = f"to change it: {', '.join(others.values())}, or {say('strategy', 'off')}"
+        ways = [*others.values(), *([] if always_drafts else [say("strategy", "off")])]
+        change = f"to change it: {', '.join(ways[:-1])}{', or ' if ways[1:] else ''}{ways[-1]}"
         arms = () if self.control is None else self.control.arms
         how = f"always {Strategy.parse(spec.strategy).name}"
         if len(arms) > 1:

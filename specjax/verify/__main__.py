@@ -47,7 +47,7 @@ def _check(args: argparse.Namespace, prog: str) -> Verdict:
         llm = load(args.model, spec, args.dtype, args.revision, flags)
     except (ValueError, OSError, CheckpointError) as error:
         raise InputError(spelled(error, flags)) from error
-    for note in (*llm.notes, f"{prog}: {llm.drafting.described(flags)}"):
+    for note in (*llm.notes, f"{prog}: {llm.drafting.described(flags, always_drafts=True)}"):
         print(note, file=sys.stderr)
     try:
         verdict = check(
