@@ -15,6 +15,7 @@ An engine that raises is dead: what runs and what comes is answered with `Engine
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import queue
 import threading
@@ -26,9 +27,11 @@ from serve.live import Live
 from serve.metrics import Metrics, Snapshot
 from serve.notes import Answer, Asleep, Brought, ClientGone, EngineDead, Note, Request, Update
 from specjax import LLM
+from specjax.decode.options import Features
 from specjax.engine.engine import Engine
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job
+from specjax.engine.start_up import count_programs
 from specjax.engine.watch import News
 from specjax.telemetry import Collector
 
@@ -57,7 +60,7 @@ class EngineThread:
         several = isinstance(llm.engine, Replicas)
         self._engines = llm.engine.engines if several else (llm.engine,)
         for engine in self._engines:
-            engine.runner.executables.before_build = self._tell  # who has an answer need not wait
+            engine.runner.executables.before_build = functools.partial(self._compiles, engine)
         self.live = Live(llm, self._engines, metrics)
         self._notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
         self._gone: queue.SimpleQueue[Request] = queue.SimpleQueue()  # whose clients have left
@@ -69,10 +72,23 @@ class EngineThread:
         self._changed = False  # whether something else is to be told of
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running = True
+        self._said_to_compile = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         if self._engine.telemetry is not None:
             count_only(self._engine)
         self._look()
+
+    def _compiles(self, engine: Engine) -> None:
+        """Called before each program is compiled: who has an answer need not wait for it."""
+        if not self._said_to_compile and not engine.runner.compilations:
+            self._said_to_compile = True
+            log.info(
+                "compiling up to %d programs while the first requests wait; fewer: "
+                "speculation.strategy=off, fewer in speculation.strategies, or a smaller "
+                "engine.max_batch; engine.warm_up=sampled compiles before the server listens",
+                sum(count_programs(each.loop, [Features()]) for each in self._engines),
+            )
+        self._tell()
 
     # --- for the event loop ----------------------------------------------------------------------
 

@@ -108,7 +108,9 @@ def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None, plac
     keep = cfg.checkpoint.keep_last
     heads = HeadCheckpoints(out / "draft", trainer.model, keep)
     with Checkpointer(out / CHECKPOINTS, keep) as checkpoints, heads:
-        if resume:
+        strategies = len(trainer.engines[0].runner.plans)
+        _say(about_compiling(cfg, trainer.programs_to_compile(), strategies))
+        if resume:  # which compiles, too
             trainer.restore(checkpoints, resume_step)
         if line := about_generation(cfg, trainer.model):
             _say(line)
@@ -145,6 +147,21 @@ def about_generation(cfg: RLConfig, model: ModelConfig) -> str | None:
         f"rollouts sample at rollout.temperature={cfg.rollout.temperature}, top_p=1, and not as "
         f"generation_config.json asks ({values}): the policy is trained on what it samples itself"
     )
+
+
+def about_compiling(cfg: RLConfig, programs: int, strategies: int) -> str:
+    """What to say before rollouts are compiled, which may take minutes.
+
+    Args:
+      programs: that will be compiled. strategies: that they are for.
+    """
+    fewer = ["a smaller rollout.max_batch"] if cfg.rollout.max_batch > 1 else []
+    if strategies > 1:
+        fewer = ["rollout.strategy=off", "fewer in rollout.control.strategies", *fewer]
+    elif cfg.rollout.spec() is not None and not cfg.rollout.spec().is_off:
+        fewer = ["rollout.strategy=off (smaller ones)", *fewer]
+    advice = f"; to compile less: {', or '.join(fewer)}" if fewer else ""
+    return f"rollouts: compiling {programs} programs, which may take minutes{advice}"
 
 
 def about_precision(cfg: RLConfig, dtype: str) -> str | None:

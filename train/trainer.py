@@ -16,7 +16,7 @@ from specjax.command_line import ConfigError, fingerprint, require_same_settings
 from specjax.config import SpecConfig
 from specjax.draft.source import DraftSource
 from specjax.engine.sources import load_source
-from specjax.engine.start_up import StartUp
+from specjax.engine.start_up import StartUp, count_programs
 from specjax.hub import ModelNotFoundError, find_model, portable
 from specjax.models.transformer import Params
 from specjax.tokenizer import load_tokenizer, with_tokenizer_end
@@ -147,6 +147,10 @@ class Trainer:
         """Hands policy and draft to the engine; compiles nothing after the first time."""
         draft = self.head if self.source is None else self.source_params
         self.engine.set_params(self.params, draft)
+
+    def programs_to_compile(self) -> int:
+        """How many programs of rollouts `warm_up` compiles."""
+        return sum(count_programs(engine.loop, FEATURES) for engine in self.engines)
 
     def warm_up(self) -> StartUp:
         """Compiles what rollouts and evaluation will need, before the first timed step.

@@ -176,7 +176,10 @@ def test_ctrl_c_is_one_line_that_says_what_is_saved(
     monkeypatch.setattr(rl.Trainer, "warm_up" if at is None else "step", interrupted)
     with pytest.raises(SystemExit) as ended:
         rl.main(tiny_run.arguments(thin_policy, tmp_path / "run", **CHANGES, steps=6))
-    errors = capsys.readouterr().err
+    told, errors = capsys.readouterr()
+    before, said_first, _ = told.partition("rollouts: compiling ")
+    assert said_first and "rollouts: compiled" not in before
+    assert re.search(r"compiling \d+ programs, .*; to compile less: rollout.strategy=off", told)
     assert ended.value.code == 130 and "Traceback" not in errors
     assert re.fullmatch(rf"train\.rl: {said}", errors.strip().splitlines()[-1])
 
