@@ -12,6 +12,9 @@ with a function that names settings; whoever shows it gives the function of that
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -87,3 +90,33 @@ def _text(value: Any, none: str = "null") -> str:
     if value is None:
         return none
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# What other libraries call a parameter that has another name here.
+_ELSEWHERE = {
+    "logprobs": "top_logprobs",
+    "max_new_tokens": "max_tokens",
+    "max_model_len": "max_len",
+    "max_num_seqs": "max_batch",
+    "tensor_parallel_size": "tp",
+    "data_parallel_size": "replicas",
+}
+
+
+def checks_keywords(cls: type) -> type:
+    """A class whose constructor names the parameter that an unknown keyword is meant for."""
+    construct = cls.__init__
+    known = [name for name in inspect.signature(construct).parameters if name != "self"]
+
+    @functools.wraps(construct)
+    def checked(self, *args, **keywords):
+        for name in keywords:
+            if name not in known:
+                close = [_ELSEWHERE[name]] if _ELSEWHERE.get(name) in known else []
+                close = close or difflib.get_close_matches(name, known, 1, 0.7)
+                hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+                raise TypeError(f"{cls.__name__} has no parameter {name}; {hint}")
+        construct(self, *args, **keywords)
+
+    cls.__init__ = checked
+    return cls

@@ -8,6 +8,8 @@ import numbers
 import operator
 from collections.abc import Mapping, Sequence
 
+from specjax.spelling import checks_keywords
+
 MAX_TOP_LOGPROBS = 20
 SMALLEST_TEMPERATURE = 1e-6
 SEEDS = range(-(1 << 63), 1 << 64)  # what PyTorch takes, and so vLLM and others
@@ -23,6 +25,7 @@ _TYPES = (
 )
 
 
+@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled. Names and meanings are OpenAI's and vLLM's.

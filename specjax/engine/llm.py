@@ -43,7 +43,7 @@ from specjax.engine.start_up import OnProgram, StartUp
 from specjax.hub import find_model
 from specjax.models.generation_config import asked_for, sampling_defaults
 from specjax.models.transformer import Params
-from specjax.spelling import Say, SettingError, python
+from specjax.spelling import Say, SettingError, checks_keywords, python
 from specjax.telemetry import Collector
 from specjax.tokenizer import (
     chat_ids,
@@ -56,6 +56,7 @@ from specjax.tokenizer import (
 log = logging.getLogger(__name__)
 
 
+@checks_keywords
 class LLM:
     """A policy with its draft source, ready to generate.
 
