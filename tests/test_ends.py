@@ -91,7 +91,7 @@ def test_rl_stops_at_both_and_exports_both(differing, tmp_path):
 def test_sft_ends_with_the_tokenizer_s_token_and_exports_it(differing, tmp_path):
     path, token, never = differing
     run = sft.Run(parse_config(SFTConfig, [f"init={path}", f"out={tmp_path}/sft"])[0])
-    assert run.stream._tokenizer.eos_token_id == token
+    assert run.stream.tokenizer.eos_token_id == token
     exported = run.export()
     assert hf.read_config(exported).eos_token_ids == (never, token)
     generation = json.loads((exported / "generation_config.json").read_text())
@@ -103,7 +103,7 @@ def test_sft_ends_with_the_model_s_token_where_the_tokenizer_has_none(ends, thin
     path = policy(thin_policy, tmp_path / "policy", ends, None)
     run = sft.Run(parse_config(SFTConfig, [f"init={path}", f"out={tmp_path}/sft"])[0])
     first = ends if isinstance(ends, int) else ends[0]
-    assert run.stream._tokenizer.eos_token_id == first == run.model.eos_token_ids[0]
+    assert run.stream.tokenizer.eos_token_id == first == run.model.eos_token_ids[0]
 
 
 def test_sft_without_any_end_is_refused(thin_policy, tmp_path, capsys):

@@ -209,7 +209,7 @@ def test_no_door_shows_the_spelling_of_another(directories, flag, setting, capsy
 
 SHORT = [
     "data.max_terms=3", "rollout.prompts=4", "rollout.n=4", "rollout.max_tokens=20",
-    "rollout.max_prompt_tokens=12", "rollout.max_batch=1", "rollout.strategy=1_1_2",
+    "rollout.max_prompt_tokens=32", "rollout.max_batch=1", "rollout.strategy=1_1_2",
     "packing.row_length=64", "packing.rows=2", "eval.problems=0", "reward=tiny_run:coin",
 ]  # fmt: skip
 

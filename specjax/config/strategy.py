@@ -69,7 +69,9 @@ class Strategy:
         if not isinstance(spec, str):
             return cls.from_paths(spec)
         if spec.lower() in OFF_NAMES:
-            raise ValueError(f"{spec!r} is plain decoding, which drafts no tree")
+            raise ValueError(
+                f"{spec!r} is plain decoding, which drafts no tree; name one, such as '4_1_5'"
+            )
         if spec == "default":
             return dataclasses.replace(cls.from_paths(DEFAULT_TREE_PATHS), name="default")
         if re.fullmatch(r"\d+_\d+_\d+", spec):

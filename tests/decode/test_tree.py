@@ -161,7 +161,7 @@ def test_the_default_tree_is_the_twelve_known_paths():
         ("0x2", ["0x2", "at least one child"]),
         ("4x", ["'4x'", "4x2x1", "default"]),
         ("", ["''", "4_1_5"]),
-        ("off", ["'off'", "plain decoding", "spec=None"]),
+        ("off", ["'off'", "plain decoding", "4_1_5"]),
         ("Disable", ["'Disable'", "plain decoding"]),
         ([], ["at least one path", "'off'"]),
         ([(0,), (1,), (2, 0)], ["(2, 0)", "no parent", "add (2,)"]),

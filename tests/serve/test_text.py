@@ -48,7 +48,8 @@ def special_cases(plain, some):
         shown += [token not in some[-2:]] * (len(spelt) - len(shown))
         ends.append(len(spelt))
     at = spelt.index(EOS, 3)
-    stops = {EOS, PAD, spelt[at - 1 : at] + EOS, spelt[at - 2 : at + 1], spelt[at : at + 12]}
+    after = next(end for end in ends if end >= at + 12)  # names are matched whole or not at all
+    stops = {EOS, PAD, spelt[at - 1 : at] + EOS, spelt[at - 2 : at] + EOS, spelt[at:after]}
     for stop in sorted(stops):
         begin = spelt.index(stop)
         count = next(i for i, end in enumerate(ends, 1) if end >= begin + len(stop))
