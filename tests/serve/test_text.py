@@ -47,9 +47,13 @@ def special_cases(plain, some):
         spelt += plain.tokenizer.decode([token], skip_special_tokens=False)
         shown += [token not in some[-2:]] * (len(spelt) - len(shown))
         ends.append(len(spelt))
+    # Names are matched whole or not at all: alone, behind another token, behind text, in a row.
     at = spelt.index(EOS, 3)
-    after = next(end for end in ends if end >= at + 12)  # names are matched whole or not at all
-    stops = {EOS, PAD, spelt[at - 1 : at] + EOS, spelt[at - 2 : at] + EOS, spelt[at:after]}
+    before = max(start for start in (0, *ends) if start < at)
+    first = next(i for i, is_shown in enumerate(shown) if not is_shown)
+    named = spelt[first : next(end for end in ends if end > first)]
+    after = next(end for end in ends if end >= at + 12)
+    stops = {EOS, PAD, spelt[before:at] + EOS, spelt[first - 2 : first] + named, spelt[at:after]}
     for stop in sorted(stops):
         begin = spelt.index(stop)
         count = next(i for i, end in enumerate(ends, 1) if end >= begin + len(stop))
