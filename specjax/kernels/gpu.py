@@ -170,6 +170,7 @@ def merge(
     return (out * weights[..., None]).sum(0) / total[..., None], peak + jnp.log(total)
 
 
+@functools.partial(jax.jit, static_argnums=0)  # layers alike are traced and lowered once
 def _call(shape: Shape, rows, k_tree, v_tree, words, lens, table, k_pages, v_pages):
     """Per split, slot and packed row: what it attended to [Z B K M H], and log-sum-exp."""
     b, kv_heads, m, h = rows.shape
