@@ -108,7 +108,7 @@ def can_resume(out: Path, step: int | None, say: Callable[[str], None]) -> bool:
         return True
     if not any((out / name).exists() for name in (CHECKPOINTS, METRICS_FILE, TOKENIZER)):
         raise ConfigError(
-            f"nothing to resume: expected out= to name the directory of a run, which holds "
+            "nothing to resume: expected out= to name the directory of a run, which holds "
             f"{CHECKPOINTS} and {METRICS_FILE}, and {out} holds neither; run without --resume"
         )
     if step is not None:

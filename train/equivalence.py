@@ -101,7 +101,6 @@ _NAME = re.compile(
     r"(?:\\?[a-zA-Z]+|\\(?:text|mathrm|mathbf|vec|hat|bar|overline|angle)\s*\{?[^{}=]*\}?)"
     r"(?:_(?:\{[^{}]*\}|\w))?'*(?:\([\w\s,]*\))?|[A-Za-z][A-Za-z ]*"
 )
-_CONNECTIVE = re.compile(r"\s*,?\s+(?:and|or)\s+|\s*;\s*")
 _PLUS_MINUS = re.compile(r"\\(pm|mp)(?![a-zA-Z])")
 _OPENING, _CLOSING = ("(", "[", "\\{"), (")", "]", "\\}")
 _FORMULA_WORDS = frozenset(

@@ -305,7 +305,7 @@ class RLConfig:
         _short_seed("data.seed", self.data.seed)
         if not 0 <= self.max_failed_rewards <= 1:
             raise ValueError(
-                f"max_failed_rewards: expected a share between 0 and 1, got "
+                "max_failed_rewards: expected a share between 0 and 1, got "
                 f"{self.max_failed_rewards}"
             )
         longest = self.rollout.max_prompt_tokens + self.rollout.max_tokens

@@ -52,7 +52,7 @@ def choose(
       ValueError: what is asked for is unknown, or cannot be used there.
     """
     if asked == "auto":
-        choice = _default(platform, kind, cfg, decoding, decoding and not invariant, devices)
+        choice = _default(platform, kind, cfg, devices, decoding, invariant)
     else:
         choice = _asked(platform, kind, cfg, asked, devices)
     if invariant and choice.name != "reference":
@@ -62,7 +62,7 @@ def choose(
 
 
 def _default(
-    platform: str, kind: str, cfg: ModelConfig, decoding: bool, rounds: bool, devices: int
+    platform: str, kind: str, cfg: ModelConfig, devices: int, decoding: bool, invariant: bool
 ) -> Choice:
     if platform == "tpu":
         reason = _no_tpu_kernel(kind, cfg)
@@ -80,7 +80,7 @@ def _default(
         return choice._replace(line=line, loud=True)
     line = "XLA reference"
     if platform == "cpu":
-        if not rounds:
+        if invariant or not decoding:
             return Choice("reference", line)
         reason, loud = _no_cpu_kernel(cfg, devices)
         if reason is None:

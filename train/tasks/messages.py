@@ -11,11 +11,10 @@ from train.tasks.layout import (
     Layout,
     Row,
     RowError,
-    gold_of,
     messages_of,
     others,
 )
-from train.tasks.prompt import gold_column
+from train.tasks.prompt import gold_of_row
 
 
 def _read(row: Row) -> Example:
@@ -25,10 +24,8 @@ def _read(row: Row) -> Example:
         response = last["content"]
     if not conversation:
         raise RowError("column 'messages': expected a message before the assistant's, got none")
-    column = gold_column(row)
-    if column is not None:
-        gold = gold_of(row[column], column)
-    else:
+    gold = gold_of_row(row)
+    if gold is None:
         gold = final_answer(response or "") or ""
     return Example(tuple(conversation), gold, response, others(row, "messages"))
 

@@ -30,14 +30,14 @@ def read_prompt(row: Row) -> str | tuple[Message, ...]:
     return up_to_answer(messages_of(row.get("prompt"), "prompt"), "prompt")
 
 
-def gold_column(row: Row) -> str | None:
-    """The column that holds the gold answer, if one does."""
-    return next((name for name in GOLD_COLUMNS if row.get(name) is not None), None)
+def gold_of_row(row: Row) -> str | None:
+    """The gold answer, if a column holds one."""
+    column = next((name for name in GOLD_COLUMNS if row.get(name) is not None), None)
+    return None if column is None else gold_of(row[column], column)
 
 
 def _read(row: Row) -> Example:
-    column = gold_column(row)
-    gold = "" if column is None else gold_of(row[column], column)
+    gold = gold_of_row(row) or ""
     completion, response = row.get("completion"), None
     if isinstance(completion, str):
         response = completion
