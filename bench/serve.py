@@ -61,7 +61,8 @@ from train import data
 from train.data_config import TASKS
 
 LOAD = (
-    "speculation.controller=goodput",
+    "speculation.control.controller=goodput",
+    "speculation.control.strategies=[off, 4_1_5]",
     "engine.warm_up=all",  # else programs are compiled while clients wait
     "chat_template='{{ messages[-1].content }}'",  # the embedded policy has none
 )

@@ -84,7 +84,7 @@ class EngineThread:
             self._said_to_compile = True
             log.info(
                 "compiling up to %d programs while the first requests wait; fewer: "
-                "speculation.strategy=off, fewer in speculation.strategies, or a smaller "
+                "speculation.strategy=off, fewer in speculation.control.strategies, or a smaller "
                 "engine.max_batch; engine.warm_up=sampled compiles before the server listens",
                 sum(count_programs(each.loop, [Features()]) for each in self._engines),
             )

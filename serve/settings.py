@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from specjax import LLM, ControlConfig, EngineConfig, SamplingParams, SpecConfig
+from specjax import LLM, EngineConfig, SamplingParams
 from specjax.command_line import ConfigError, find_shipped
 from specjax.config.dtype import AUTO, ENGINE_DTYPES
-from specjax.config.spec import ACCEPTANCE_MODES, DRAFT_SOURCES
-from specjax.config.strategy import OFF_NAMES
-from specjax.control.config import CONTROLLERS
 from specjax.hub import ModelNotFoundError, find_model
 from specjax.kernels import panels
+from specjax.kernels.names import ATTENTION, ATTENTION_DOC
 from specjax.models.hf import UnsupportedModelError
 from specjax.schema import REQUIRED, Needs, at_least, option
 from specjax.sharding import offer_cpu_devices
+from specjax.speculation import SpeculationSettings, sections_of
+from specjax.speculation_rules import speculation_rules
 from specjax.spelling import Say, dotted, spelled
 
 WARM_UP = {
@@ -33,58 +33,19 @@ WARM_UP = {
 
 
 @dataclass
-class SpeculationSection:
+class SpeculationSection(SpeculationSettings):
     """How to speculate; requests may opt out."""
 
-    strategy: str = option("4_1_5", "what a round drafts; off: no speculation")
-    acceptance: str = option("coupled", "acceptance mode", choices=ACCEPTANCE_MODES)
-    source: str = option(
-        "auto",
-        "what drafts; auto: the head that the checkpoint holds, else n-grams under a controller "
-        "that may choose off",
-        choices=DRAFT_SOURCES,
-    )
-    head: str = option(
-        "checkpoint",
-        "the model's own head, or a random one, to be updated; random: source=auto is head",
-        choices=("checkpoint", "random"),
-    )
-    draft_model: str | None = option(
-        None, "Hugging Face directory or id of a draft model; with it source=auto is model"
-    )
-    verify_tokens: int = option(48, "tree rows at most; a larger dynamic tree is cut")
-    invariant: bool = option(False, "bits equal with and without speculation; slower")
-    controller: str | None = option(
-        None,
-        "who chooses the strategy while running; null: always `strategy`, but goodput where "
-        "source=auto takes n-grams",
-        choices=(None, *CONTROLLERS),
-    )
-    strategies: list[str] = option(
-        [], "for the controller to choose from; none: `off` and `strategy`"
-    )
-    telemetry: bool = option(True, "count why drafts are rejected")
+    telemetry: bool | None = option(True, "count why drafts are rejected")
 
-    def spec(self) -> SpecConfig:
-        return SpecConfig(
-            strategy=self.strategy,
-            acceptance=self.acceptance,
-            source=self.source,
-            head=self.head,
-            draft_model=self.draft_model,
-            spec_verify_tokens=self.verify_tokens,
-            invariant=self.invariant,
-            telemetry=self.telemetry,
-        )
-
-    def control(self) -> ControlConfig | None:
-        if self.controller is None:
-            return None
-        return ControlConfig(
-            controller=self.controller,
-            strategies=tuple(self.strategies) or ("off", self.strategy),
-            initial=self.strategy if self.controller == "static" else None,
-        )
+    def __post_init__(self):
+        super().__post_init__()
+        if self.exact_mode:
+            raise ValueError(
+                "speculation.exact_mode compares whole answers with plain decoding's, and a server "
+                "sends them as they grow; ask twice, once with speculative=false, or use "
+                "`specjax generate --exact-mode`"
+            )
 
 
 @dataclass
@@ -115,6 +76,7 @@ class EngineSection:
         "by what weights are multiplied: panels, specjax's own kernel on one CPU device; xla",
         choices=panels.ASKED,
     )
+    attention: str = option("auto", ATTENTION_DOC, choices=ATTENTION)
     max_stop_tokens: int = option(8, "stop tokens of a request at most, the model's own included")
     warm_up: str = option(
         "all",
@@ -132,6 +94,7 @@ class EngineSection:
             cache_bytes=self.cache_bytes,
             prefill_chunk=self.prefill_chunk,
             products=self.products,
+            attention=self.attention,
         )
 
 
@@ -149,16 +112,9 @@ class LimitSection:
 
 # How a client's or an operator's setting is typed here.
 SAY = dotted(
-    {
-        **dict.fromkeys(
-            ("strategy", "acceptance", "source", "head", "draft_model", "spec_verify_tokens",
-             "invariant", "controller", "strategies"),
-            "speculation",
-        ),
-        **{field.name: "engine" for field in dataclasses.fields(EngineSection)},
-    },
-    {"spec_verify_tokens": "verify_tokens"},
-)  # fmt: skip
+    {field.name: "engine" for field in dataclasses.fields(EngineSection)}
+    | sections_of(SpeculationSection)
+)
 
 
 @dataclass
@@ -166,42 +122,13 @@ class ServeConfig:
     """What `python -m serve` is told."""
 
     say: ClassVar[Say] = staticmethod(SAY)
-    rules: ClassVar[tuple[Needs, ...]] = (
-        Needs(
-            ("speculation.*", "!speculation.strategy", "!speculation.telemetry"),
-            lambda v: str(v["speculation.strategy"]).lower() not in OFF_NAMES,
-            "speculation.strategy=off decodes plainly; leave out one of them",
-        ),
-        Needs(
-            ("speculation.strategies",),
-            lambda v: v["speculation.controller"] is not None,
-            "no controller chooses among them; set speculation.controller=goodput, or leave it out",
-        ),
-        Needs(
-            ("speculation.strategy",),
-            lambda v: (
-                v["speculation.controller"] in (None, "static")
-                or not v["speculation.strategies"]
-                or v["speculation.strategy"] in v["speculation.strategies"]
-            ),
-            "[speculation.controller] chooses among [speculation.strategies]; list it there, or "
-            "leave it out",
-            unless="off",
-        ),
-        Needs(
-            ("speculation.strategies",),
-            lambda v: v["speculation.controller"] not in ("static", "ema"),
-            "[speculation.controller] does not choose among them; leave it out",
-        ),
-        Needs(
-            ("speculation.head",),
-            lambda v: (
-                v["speculation.source"] in ("auto", "head") and v["speculation.draft_model"] is None
-            ),
-            "[speculation.source] with [speculation.draft_model] drafts without a head; leave out "
-            "one of them",
-        ),
-    )
+    rules: ClassVar[tuple[Needs, ...]] = speculation_rules("speculation")
+    # What these were called before there was one section for all programs.
+    aliases: ClassVar[dict[str, str]] = {
+        "speculation.controller": "speculation.control.controller",
+        "speculation.strategies": "speculation.control.strategies",
+        "speculation.verify_tokens": "speculation.spec_verify_tokens",
+    }
 
     model: str = option(REQUIRED, "Hugging Face directory or id (also --model MODEL)")
     revision: str | None = option(
@@ -257,12 +184,6 @@ class ServeConfig:
             if getattr(self.limits, name) is not None:
                 at_least("limits", self.limits, **{name: 1})
         self.engine.config()
-        if self.speculation.spec().is_off and self.speculation.controller is not None:
-            raise ValueError(
-                "speculation.controller chooses between strategies, and speculation.strategy=off "
-                "says that there is no speculation; leave one of them out"
-            )
-        self.speculation.control()
 
     @property
     def name(self) -> str:
@@ -298,7 +219,7 @@ def load_llm(cfg: ServeConfig, say: Say = SAY) -> LLM:
             dtype=engine.dtype,
             max_stop_tokens=engine.max_stop_tokens,
             engine=engine.config(),
-            control=speculation.control(),
+            control=speculation.control_config(),
             replicas=engine.replicas,
             tp=engine.tp,
             say=say,

@@ -295,7 +295,7 @@ def _merge(
     filed: frozenset[str] = frozenset()
     if config is not None:
         path = _find(config)
-        raw = _file(path)
+        raw = _by_new_names(schema, _file(path), str(path))
         merged = _apply(schema, merged, raw, str(path))
         filed = frozenset(name for name, _ in _flatten(raw, schema.sections))
     alone = merged
@@ -306,6 +306,22 @@ def _merge(
     merged = _apply(schema, merged, nested, "command line")
     typed = frozenset(name for name, _ in _flatten(nested, schema.sections))
     return merged, _Given(typed, filed, alone)
+
+
+def _by_new_names(schema: _Schema, raw: dict[str, Any], source: str) -> dict[str, Any]:
+    """What a file says, with the keys that it has by another name under their own."""
+    given = dict(_flatten(raw, schema.sections))
+    for alias, name in schema.aliases.items():
+        if alias not in given or isinstance(given[alias], dict):
+            continue
+        if name in given:
+            raise ConfigError(f"{source}: {alias} is another name of {name}, and both are given")
+        *above, last = alias.split(".")
+        holder = raw
+        for part in above:
+            holder = holder[part]
+        _put(raw, name, holder.pop(last))
+    return raw
 
 
 def _put(nested: dict[str, Any], name: str, value: Any) -> None:

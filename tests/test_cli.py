@@ -19,12 +19,14 @@ import pytest
 import serve.settings
 from serve.cli import generate as command
 from serve.cli import prompts
-from serve.cli.arguments import as_flags, build_parser
+from serve.cli.arguments import build_parser
 from serve.cli.bench import find
 from serve.cli.main import COMMANDS, INTERRUPTED, NOBODY_READS, main
 from serve.settings import EngineSection, ServeConfig, SpeculationSection
 from specjax import LLM, SamplingParams
 from specjax.engine.compare import Difference
+from specjax.speculation import SpeculationSettings
+from specjax.speculation_flags import as_flags, settings_of
 from specjax.spelling import flags
 from specjax.tokenizer import load_tokenizer
 
@@ -456,7 +458,7 @@ def test_compare_says_whether_every_token_is_plain_decodings(run, monkeypatch):
         (["a", "--strategy", "2x2", "--acceptance", "block"], "exact for chains only"),
         (["a", "--controller", "goodput", "--no-speculation"], "leave one of them out"),
         (["a", "--max-batch", "0"], "--max-batch: expected at least 1"),
-        (["a", "--strategies", "off,2_1_3"], "set --controller goodput"),
+        (["a", "--initial", "2_1_3"], "use --controller static or ema"),
         (["a", "--no-speculation", "--source", "ngram"], "--strategy off decodes plainly"),
         (["a", "--source", "ngram", "--head", "random"], "--head random changes nothing"),
         (["a", "--source", "ngram", "--head", "random"], "with --draft-model none drafts"),
@@ -494,7 +496,8 @@ def test_every_sampling_option_has_a_flag():
         bad_words=("z",), allowed_token_ids=(1, 2, 5), logit_bias=((5, -100.0), (17, 2.5)),
     )  # fmt: skip
     args = parser.parse_intermixed_args(["--model", "m", "a"])
-    assert command.sampling_params(args) == SamplingParams() and args.strategy == "4_1_5"
+    assert command.sampling_params(args) == SamplingParams()
+    assert settings_of(args) == SpeculationSettings()
 
 
 def test_a_file_of_text_is_read_line_by_line_whatever_the_lines_look_like(tmp_path):

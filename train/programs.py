@@ -16,11 +16,12 @@ from specjax.decode.options import Features
 from specjax.draft.source import DraftSource
 from specjax.engine.engine import Engine
 from specjax.engine.sources import settle_draft
+from specjax.speculation import ControlSection
 from specjax.spelling import spelled
 from train.draft import DraftTrainer
 from train.engines import Mesh, build_engines
 from train.policy import PolicyTrainer, rl_loss
-from train.rollout_schema import SAY, ControlSection, RolloutSection
+from train.rollout_schema import SAY, RolloutSection
 from train.schema import RLConfig
 
 # What the chunks of rollouts and evaluation serve: a config asks for a temperature, and no more.

@@ -9,55 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specjax.config.strategy import OFF_NAMES, Strategy
 from specjax.schema import Needs
+from specjax.speculation_rules import drafts_with_head, is_off, speculation_rules
 
 Values = Mapping[str, Any]
 
 
 def _speculates(v: Values) -> bool:
-    return v["draft.mode"] != "none" and str(v["rollout.strategy"]).lower() not in OFF_NAMES
+    return v["draft.mode"] != "none" and not is_off(v["rollout.strategy"])
 
 
 def _drafts_with_head(v: Values) -> bool:
-    """Whether the head may draft; `auto` is not known before the checkpoint is."""
-    return v["rollout.source"] in ("auto", "head") and v["rollout.draft_model"] is None
+    return drafts_with_head(v, "rollout")
 
 
 def _trains_head(v: Values) -> bool:
     return _speculates(v) and _drafts_with_head(v) and v["draft.mode"] in ("auto", "online")
-
-
-def _may_look_up(v: Values) -> bool:
-    """Whether n-grams may draft."""
-    asked = v["rollout.draft_model"] is not None or v["rollout.head"] != "checkpoint"
-    return v["rollout.source"] == "ngram" or (v["rollout.source"] == "auto" and not asked)
-
-
-def _strategies(v: Values) -> list[str]:
-    """Those that a rollout may use, `rollout.strategy` among them where it is one."""
-    controller = v.get("rollout.control.controller")
-    listed = list(v.get("rollout.control.strategies") or ())
-    if controller is None or v.get("rollout.control.fastrl") or controller == "ema":
-        return [v["rollout.strategy"], *listed]
-    if controller == "static":
-        return [v["rollout.strategy"], *listed, v.get("rollout.control.initial")]
-    return listed
-
-
-def _grows_trees(v: Values) -> bool:
-    for strategy in filter(None, _strategies(v)):
-        try:
-            if Strategy.parse(strategy).is_dynamic:
-                return True
-        except ValueError:  # `off`, or a mistake that is named elsewhere
-            continue
-    return False
-
-
-def _strategy_is_used(v: Values) -> bool:
-    off = str(v["rollout.strategy"]).lower() in OFF_NAMES
-    return off or v["rollout.strategy"] in _strategies(v)
 
 
 def _several_devices(v: Values) -> bool:
@@ -150,14 +117,8 @@ RL_RULES = (
         "[rollout.partial] carries nothing from step to step; set rollout.partial=true, or leave "
         "it out",
     ),
-    # Speculation. First what turns all of it off.
-    Needs(
-        (
-            "rollout.source", "rollout.head", "rollout.draft_model", "rollout.ngram_max",
-            "rollout.ngram_min", "rollout.ngram_siblings", "rollout.acceptance", "rollout.aligned",
-            "rollout.tau", "rollout.adaptive_width", "rollout.spec_verify_tokens",
-            "rollout.telemetry",
-        ),
+    *speculation_rules(
+        "rollout",
         _speculates,
         "[draft.mode] and [rollout.strategy] leave nothing to speculate with; set a strategy and "
         "leave out draft.mode, or leave this out",
@@ -172,67 +133,6 @@ RL_RULES = (
         ("draft.mode",),
         lambda v: _speculates(v) or v["draft.mode"] != "online",
         "[rollout.strategy] decodes plainly, and there is no head to train; leave out one of them",
-    ),
-    Needs(
-        ("rollout.head",),
-        _drafts_with_head,
-        "[rollout.source] with [rollout.draft_model] drafts without a head; set "
-        "rollout.source=head, or leave it out",
-    ),
-    Needs(
-        ("rollout.ngram_max", "rollout.ngram_min", "rollout.ngram_siblings"),
-        _may_look_up,
-        "n-grams do not draft, with [rollout.source], [rollout.draft_model] and [rollout.head]; "
-        "set rollout.source=ngram, or leave it out",
-    ),
-    Needs(
-        ("rollout.tau",),
-        lambda v: _grows_trees(v) and v["rollout.acceptance"] == "coupled",
-        "it scores the paths of a dynamic tree, and [rollout.strategy] is none; use one such as "
-        "6_4_16, or leave it out",
-    ),
-    Needs(
-        ("rollout.strategy",),
-        _strategy_is_used,
-        "rollout.control.strategies does not list it, and [rollout.control.controller] chooses "
-        "among these; list it there, or leave it out",
-    ),
-    # Controllers, each with settings of its own.
-    Needs(
-        ("rollout.control.initial",),
-        lambda v: v["rollout.control.controller"] in ("static", "ema"),
-        "[rollout.control.controller] starts where its measurements say; use "
-        "rollout.control.controller=static or ema, or leave it out",
-    ),
-    Needs(
-        ("rollout.control.ema", "rollout.control.ema_file"),
-        lambda v: v["rollout.control.controller"] == "ema",
-        "[rollout.control.controller] has other settings; use rollout.control.controller=ema, or "
-        "leave it out",
-    ),
-    Needs(
-        ("rollout.control.bandit",),
-        lambda v: v["rollout.control.controller"] == "bandit",
-        "[rollout.control.controller] has other settings; use rollout.control.controller=bandit, "
-        "or leave it out",
-    ),
-    Needs(
-        ("rollout.control.goodput",),
-        lambda v: v["rollout.control.controller"] == "goodput",
-        "[rollout.control.controller] has other settings; use rollout.control.controller=goodput, "
-        "or leave it out",
-    ),
-    Needs(
-        ("rollout.control.strategies",),
-        lambda v: (
-            v["rollout.control.controller"] != "ema"
-            and not (
-                v["rollout.control.controller"] == "static"
-                and v["rollout.control.initial"] is not None
-            )
-        ),
-        "[rollout.control.controller] does not choose among them (ema has those of its "
-        "candidate_steps, static the one of rollout.control.initial); leave it out",
     ),
     # Training of the head.
     Needs(

@@ -10,6 +10,7 @@ from specjax.config import ModelConfig
 from specjax.config.dtype import AUTO, about_dtype, resolve_dtype
 from specjax.config.sampling import SEED_RANGE, is_seed
 from specjax.distributed import DistributedConfig
+from specjax.kernels.names import ATTENTION, ATTENTION_DOC
 from specjax.schema import Needs, at_least, option
 from specjax.sharding import MeshConfig
 from specjax.spelling import Say
@@ -203,11 +204,7 @@ class SFTConfig:
     draft: DraftConfig = option(DraftConfig(loss="soft_ce", unroll_steps=4), "the head's training")
     mesh: MeshConfig = option(MeshConfig, "devices per axis")
     remat: bool = option(False, "recompute activations in the backward pass")
-    attention: str = option(
-        "auto",
-        "the kernel: auto, the platform's own, with a line at start that says which; or by name: "
-        "reference, cpu, tpu, library",
-    )
+    attention: str = option("auto", ATTENTION_DOC, choices=ATTENTION)
     checkpoint: CheckpointSection = option(CheckpointSection, "checkpoints")
     log: LogSection = option(LogSection, "further sinks")
 
@@ -284,11 +281,7 @@ class RLConfig:
     dtype: DtypeSection = option(DtypeSection, "dtypes")
     mesh: MeshConfig = option(MeshConfig, "devices per axis")
     remat: bool = option(False, "recompute activations in the backward pass")
-    attention: str = option(
-        "auto",
-        "the kernel: auto, the platform's own, with a line at start that says which; or by name: "
-        "reference, cpu, tpu, library",
-    )
+    attention: str = option("auto", ATTENTION_DOC, choices=ATTENTION)
     checkpoint: RLCheckpointSection = option(RLCheckpointSection, "checkpoints")
     log: LogSection = option(LogSection, "further sinks")
     distributed: DistributedConfig = option(DistributedConfig, "the processes of the job")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -12,9 +11,7 @@ from typing import Any
 from specjax.arguments import ArgumentParser
 from specjax.config import SamplingParams
 from specjax.config.dtype import AUTO, ENGINE_DTYPES
-from specjax.config.spec import ACCEPTANCE_MODES, DRAFT_SOURCES
-from specjax.control import ControlConfig
-from specjax.control.config import CONTROLLERS
+from specjax.speculation_flags import add_flags
 
 EPILOG = """Prompts are arguments, or lines of --file: text, or JSON lines (--json-lines, or a name
 that ends in .jsonl) with "prompt" (text or token ids) or "messages" (for the chat template). A JSON
@@ -73,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--revision", help="branch, tag or commit of a Hugging Face id")
     _add_input(parser.add_argument_group("input and output"))
     _add_sampling(parser.add_argument_group("sampling"))
-    _add_speculation(parser.add_argument_group("speculation"))
+    add_flags(parser.add_argument_group("speculation"))
     _add_engine(parser.add_argument_group("engine"))
     return parser
 
@@ -141,37 +138,6 @@ def _add_sampling(group) -> None:
     add("--logit-bias", metavar="ID:X,..", help="added to logits: 5:-100,17:2.5")
 
 
-def _add_speculation(group) -> None:
-    add = group.add_argument
-    add("--strategy", default="4_1_5", help="what a round drafts (default: %(default)s)")
-    add("--acceptance", default="coupled", choices=ACCEPTANCE_MODES, help="(default: coupled)")
-    add(
-        "--source",
-        default="auto",
-        choices=DRAFT_SOURCES,
-        help="what drafts (default: auto, the head that the model holds, else n-grams under a "
-        "controller that may choose off)",
-    )
-    add("--draft-model", metavar="MODEL", help="a smaller model that drafts: directory or id")
-    add(
-        "--head",
-        default="checkpoint",
-        choices=("checkpoint", "random"),
-        help="the model's own, or a random one (default: checkpoint)",
-    )
-    add("--controller", choices=CONTROLLERS, help="chooses the strategy while running")
-    listed = ",".join(ControlConfig().strategies)
-    add("--strategies", metavar="A,B", help=f"for it to choose from, such as {listed}")
-    add(
-        "--no-speculation",
-        dest="strategy",
-        action="store_const",
-        const="off",
-        default=argparse.SUPPRESS,  # that of --strategy
-        help="decode plainly: --strategy off",
-    )
-
-
 def _add_engine(group) -> None:
     add = group.add_argument
     add("--max-batch", type=int, default=32, help="samples that run at once (default: 32)")
@@ -186,26 +152,6 @@ def _add_engine(group) -> None:
     add("--replicas", type=int, default=1, help="engines with devices of their own (default: 1)")
     add("--tp", type=int, default=1, help="devices of each (default: 1)")
     add("--max-stop-tokens", type=int, default=8, help="of a prompt, the model's own included")
-
-
-def as_flags(message: str) -> str:
-    """A message about the server's settings, of which these arguments become some, in flags."""
-
-    def flag(match: re.Match) -> str:
-        name, value = "--" + match["name"].replace("_", "-"), match["value"]
-        if value == "null":
-            value = "none"
-        elif value and value.startswith("["):
-            value = ",".join(part.strip() for part in value[1:-1].split(","))
-        return f"{name} {value}" if value else name
-
-    return _SETTING.sub(flag, message)
-
-
-_SETTING = re.compile(
-    r"\b(?:(?:speculation|engine)\.|(?=(?:model|chat_template):))(?P<name>\w+)"
-    r"(?:=(?P<value>\[[^\]]*\]|[^\s,;:)]+))?"
-)
 
 
 def sampling_params(

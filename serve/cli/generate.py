@@ -6,12 +6,12 @@ import argparse
 import dataclasses
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from serve.cli import Failure, UsageError, prompts
-from serve.cli.arguments import as_flags, build_parser, sampling_params
+from serve.cli.arguments import build_parser, sampling_params
 from serve.cli.outputs import (
     EXACT,
     JsonLines,
@@ -24,21 +24,13 @@ from serve.cli.outputs import (
 )
 from serve.cli.prompts import Prompt
 from specjax.config import SamplingParams
-from specjax.config.strategy import OFF_NAMES
+from specjax.speculation_flags import as_flags, settings_of
 from specjax.spelling import flags, spelled
 
 if TYPE_CHECKING:  # they import jax
     from specjax import LLM
+    from specjax.engine.compare import Difference
     from specjax.engine.request import Job, SampleOutput, Totals
-
-
-# Told to this command and to the server alike; one of them may leave another without effect.
-_BOTH = [
-    f"speculation.{name}"
-    for name in (
-        "strategy", "acceptance", "source", "head", "draft_model", "controller", "strategies",
-    )
-]  # fmt: skip
 
 
 class Asked(NamedTuple):
@@ -58,6 +50,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         # The model's defaults may allow for more tokens than those here do.
         params = sampling_params(args, {"max_tokens": None})
+        args.speculation = settings_of(args)
     except ValueError as error:
         raise UsageError(str(error)) from error
     _require_sense(args)
@@ -86,9 +79,9 @@ def _require_sense(args: argparse.Namespace) -> None:
         raise UsageError("--resume and --force are for --output FILE")
     if args.resume and args.force:
         raise UsageError("--resume goes on with a file and --force replaces it; choose one")
-    off = args.strategy.lower() in OFF_NAMES
-    if args.compare and (off or args.acceptance not in EXACT):
-        why = f"--acceptance {args.acceptance} is equal in distribution only; use `specjax verify`"
+    off, acceptance = args.speculation.spec().is_off, args.speculation.acceptance
+    if args.compare and (off or acceptance not in EXACT):
+        why = f"--acceptance {acceptance} is equal in distribution only; use `specjax verify`"
         if off:
             why = "--strategy off drafts nothing; leave one of them out"
         raise UsageError(f"--compare holds drafted tokens against plain decoding's, and {why}")
@@ -138,13 +131,18 @@ def _generate(
     kept = sum(len(one.jobs) for one in asked) - len(open_)
     if kept:
         _say(f"{kept} samples are in {args.output} already")
-    totals, compiling, invalid = _run(llm, open_, lines, args)
+    totals, compiling, ended = _run(llm, open_, lines, args)
+    invalid = sum(sample.error is not None for _, sample in ended)
     if args.stats:
-        _say(_stats(args, _source(llm), totals, len(open_), compiling))
+        _say(_stats(llm, totals, len(open_), compiling))
+    if llm.telemetry is not None:
+        _say_rejections(llm)
     if failed:
         _say(f"{failed} of {failed + len(asked)} prompts could not be used")
     if invalid:
         _say(f"{invalid} of {len(open_)} samples ended by an error")
+    elif args.speculation.exact_mode and ended and not _compare_ended(llm, ended, asked):
+        return 1
     elif args.compare and asked and not _compare(llm, asked):
         return 1
     return 1 if failed or invalid else 0
@@ -164,9 +162,8 @@ def _with_defaults(llm: LLM, args: argparse.Namespace) -> SamplingParams:
 
 def _load(args: argparse.Namespace, samples: int) -> LLM:
     """The model, with no more slots than there are samples."""
-    from serve.settings import EngineSection, ServeConfig, SpeculationSection, load_llm
+    from serve.settings import EngineSection, ServeConfig, load_llm
     from specjax.checkpoint_format import CheckpointError
-    from specjax.command_line import require_effect
     from specjax.models.hf_config import UnsupportedModelError
 
     slots = min(args.max_batch, -(-max(1, samples) // max(1, args.replicas)))
@@ -184,19 +181,10 @@ def _load(args: argparse.Namespace, samples: int) -> LLM:
                 tp=args.tp,
                 chunk_tokens=16 if samples == 1 else 32,
                 max_stop_tokens=args.max_stop_tokens,
+                attention=args.attention,
             ),
-            speculation=SpeculationSection(
-                strategy=args.strategy,
-                acceptance=args.acceptance,
-                source=args.source,
-                head=args.head,
-                draft_model=args.draft_model,
-                controller=args.controller,
-                strategies=args.strategies.split(",") if args.strategies else [],
-                telemetry=False,
-            ),
+            speculation=args.speculation,
         )
-        require_effect(cfg, _BOTH)
         llm = load_llm(cfg, flags)
     except (CheckpointError, UnsupportedModelError) as error:
         raise Failure(str(error)) from error
@@ -246,8 +234,8 @@ def _ids(llm: LLM, prompt: Prompt, options: Mapping[str, Any]) -> Sequence[int]:
 
 
 def _origin(llm: LLM, args: argparse.Namespace) -> dict[str, str]:
-    drafts = f"{args.strategies or args.strategy} of {_source(llm)}"
-    return origin_of(llm, args.acceptance, drafts)
+    drafts = f"{', '.join(llm.drafting.strategies)} of {_source(llm)}"
+    return origin_of(llm, args.speculation.acceptance, drafts)
 
 
 def _source(llm: LLM) -> str:
@@ -258,12 +246,13 @@ def _source(llm: LLM) -> str:
 
 def _run(
     llm: LLM, jobs: list[tuple[Asked, Job]], lines: JsonLines | None, args: argparse.Namespace
-) -> tuple[Totals, float, int]:
+) -> tuple[Totals, float, list[tuple[Job, SampleOutput]]]:
     """All jobs to their end; each sample goes out when it ends.
 
     Returns:
       sums, over the time after the first step; the seconds of that: it compiles, and waits for
-      nothing else; and the samples that ended by an error, of which no JSON line is written.
+      nothing else; and the jobs with their samples. Of those that ended by an error no JSON line
+      is written.
     """
     import numpy as np
     from tqdm import tqdm
@@ -271,7 +260,7 @@ def _run(
     from specjax.engine.request import Totals
 
     steps = llm.engine.runner.steps
-    totals, invalid = Totals(steps, np.zeros(steps + 2, np.int64)), 0
+    totals, samples = Totals(steps, np.zeros(steps + 2, np.int64)), []
     live = ordered = None
     origin = _origin(llm, args)
     if lines is None and len(jobs) == 1 and llm.tokenizer is not None:
@@ -293,8 +282,8 @@ def _run(
                     one, job = tickets[event.ticket]
                     sample = ended = _with_text(llm, event.sample)
                     totals.add(sample)
+                    samples.append((job, sample))
                     if sample.error is not None:
-                        invalid += 1
                         _say(f"{one.prompt.where}, sample {job.sample}: {sample.error}")
                         if ordered is not None:
                             ordered.leave_out(one.prompt, job.sample)
@@ -315,7 +304,7 @@ def _run(
         llm.engine.watcher = None
     compiled = compiled or start
     totals.seconds = time.perf_counter() - compiled
-    return totals, compiled - start, invalid
+    return totals, compiled - start, samples
 
 
 def _decoder(llm: LLM):
@@ -335,19 +324,32 @@ def _shown(sample: SampleOutput) -> str:
 def _compare(llm: LLM, asked: list[Asked]) -> bool:
     """Generates with and without speculation, and says whether every token is equal."""
     differences = llm.compare_with_plain([a.ids for a in asked], [a.params for a in asked])
-    samples, tokens = sum(len(one.jobs) for one in asked), llm.totals.tokens
+    samples = sum(len(one.jobs) for one in asked)
+    where = [one.prompt.where for one in asked]
+    return _same(differences, samples, llm.totals.tokens, lambda request: where[request])
+
+
+def _compare_ended(llm: LLM, ended: list[tuple[Job, SampleOutput]], asked: list[Asked]) -> bool:
+    """Decodes what was generated plainly as well, and says whether every token is equal."""
+    jobs, samples = zip(*ended, strict=True)
+    where = {one.prompt.index: one.prompt.where for one in asked}
+    tokens = sum(len(sample.token_ids) for sample in samples)
+    return _same(llm.compare_samples(jobs, samples), len(jobs), tokens, where.__getitem__)
+
+
+def _same(
+    differences: list[Difference], samples: int, tokens: int, where: Callable[[int], str]
+) -> bool:
     if not differences:
         _say(f"compared: all {tokens} tokens of {samples} samples are those of plain decoding")
         return True
     _say(f"compared: {len(differences)} of {samples} samples differ from plain decoding")
     for difference in differences:
-        _say(f"  {asked[difference.request].prompt.where}: {difference}")
+        _say(f"  {where(difference.request)}: {difference}")
     return False
 
 
-def _stats(
-    args: argparse.Namespace, source: str, totals: Totals, samples: int, compiling: float
-) -> str:
+def _stats(llm: LLM, totals: Totals, samples: int, compiling: float) -> str:
     rate = totals.tokens / totals.seconds if totals.seconds else 0.0
     said = (
         f"{samples} samples, {totals.tokens} tokens in {totals.seconds:.2f} s ({rate:.0f} tok/s), "
@@ -359,12 +361,23 @@ def _stats(
         f"{depth}: {'-' if share != share else f'{share:.0%}'}"
         for depth, share in enumerate(totals.per_depth(), 1)
     )
+    how = f"{', '.join(llm.drafting.strategies)}, {llm.spec.acceptance}, {_source(llm)}"
     return (
         f"{said}\naccept length {totals.accept_length:.2f} tokens per round over {totals.rounds} "
-        f"rounds, {totals.rounds - totals.drafted_rounds} of them plain ({args.strategy}, "
-        f"{args.acceptance}, {source})\naccepted {totals.accept_rate:.0%} of what was drafted in "
-        f"depth; at depth {depths}"
+        f"rounds, {totals.rounds - totals.drafted_rounds} of them plain ({how})\n"
+        f"accepted {totals.accept_rate:.0%} of what was drafted in depth; at depth {depths}"
     )
+
+
+def _say_rejections(llm: LLM) -> None:
+    """Tables of why drafts were rejected."""
+    from rich.console import Console
+
+    from specjax.telemetry.__main__ import tables
+
+    console = Console(stderr=True, highlight=False)
+    for table in tables(llm.telemetry.summary()):
+        console.print(table)
 
 
 def _say(text: str) -> None:

@@ -27,7 +27,7 @@ COMMANDS = {
 EXAMPLES = """examples:
   specjax generate --model assets/sums "17+25+8="
   specjax generate --model DIR --file prompts.jsonl --output samples.jsonl --stats
-  specjax serve --model DIR speculation.controller=goodput
+  specjax serve --model DIR speculation.control.controller=goodput
   specjax convert runs/sums exported/
   specjax bench decode --model assets/sums
 

@@ -185,7 +185,7 @@ function doubtOf(drafted, plain) {
   if (drafts.length) {
     return "this server has no program for plain decoding, and the run without speculation went "
       + `through that of ${drafts.join(", ")}, which costs more (list off in `
-      + "speculation.strategies)";
+      + "speculation.control.strategies)";
   }
   return difference(drafted.ids, plain.ids) === null ? "" : "the answers differ";
 }

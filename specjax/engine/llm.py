@@ -140,6 +140,11 @@ class LLM:
         self.drafting = settle_draft(spec, control, head is not None)
         spec, control = self.drafting.spec, self.drafting.control
         self.spec = None if spec is None or spec.is_off else spec
+        if self.spec is not None and self.spec.exact_mode:
+            self.notes.append(
+                f"exact mode: acceptance {self.spec.acceptance}, whose tokens are those of plain "
+                "decoding; every sample is decoded again without speculation, and compared"
+            )
         # Fused weights, as unrolled layers have them, cannot be split over a mesh.
         scan = cfg.scan_layers if scan_layers is None else scan_layers
         cfg = cfg.replace(scan_layers=scan or mesh is not None)
@@ -273,7 +278,7 @@ class LLM:
                 log.error("prompt %d, sample %d: %s", job.request, job.sample, sample.error)
         self.differences = None
         if self.spec is not None and self.spec.exact_mode:
-            self.differences = self._compare(jobs, samples)
+            self.differences = self.compare_samples(jobs, samples)
             for difference in self.differences:
                 log.warning("speculative and plain decoding differ: %s", difference)
         return self._group(ids, jobs, samples)
@@ -332,10 +337,16 @@ class LLM:
         _, jobs = self._jobs(*self._normalise(prompts, params))
         samples, self.totals = self._run(jobs, progress=False)
         require_valid(samples, lambda index: f"prompt {jobs[index].request}")
-        return self._compare(jobs, samples)
+        return self.compare_samples(jobs, samples)
 
-    def _compare(self, jobs: list[Job], samples: list[SampleOutput]) -> list[Difference]:
-        """Decodes the jobs plainly as well; the first difference of each sample that differs."""
+    def compare_samples(
+        self, jobs: Sequence[Job], samples: Sequence[SampleOutput]
+    ) -> list[Difference]:
+        """Decodes the jobs plainly as well; the first difference of each sample that differs.
+
+        Args:
+          samples: what the jobs have become, in their order.
+        """
         if self.spec is not None and self.spec.invariant:
             plain, _ = self.engine.generate([job.without_speculation() for job in jobs])
         else:

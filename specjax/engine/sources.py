@@ -60,6 +60,14 @@ class Drafting(NamedTuple):
     control: ControlConfig | None
     by_default: bool = False
 
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """Those that may be used, by name; `off` is plain decoding."""
+        if self.control is not None:
+            return self.control.arms
+        plain = self.spec is None or self.spec.is_off
+        return (OFF,) if plain else (self.spec.resolve().name,)
+
     def described(self, say: Say = python, always_drafts: bool = False) -> str:
         """One line: what drafts, why, and how to change that as one types it.
 
@@ -77,12 +85,10 @@ class Drafting(NamedTuple):
             others["model"] = say("draft_model", "DIR")
         ways = [*others.values(), *([] if always_drafts else [say("strategy", "off")])]
         change = f"to change it: {', '.join(ways[:-1])}{', or ' if ways[1:] else ''}{ways[-1]}"
-        arms = () if self.control is None else self.control.arms
-        how = f"always {Strategy.parse(spec.strategy).name}"
+        arms = self.strategies
+        how = f"always {arms[0]}"
         if len(arms) > 1:
             how = f"the controller {self.control.controller} chooses among {', '.join(arms)}"
-        elif arms:
-            how = f"always {arms[0]}"
         what = {
             "head": "a random head" if spec.head == "random" else "the checkpoint's head",
             "ngram": "n-grams",

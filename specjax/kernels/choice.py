@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 from specjax.config import ModelConfig
 from specjax.kernels import cpu, gpu, library, tpu
+from specjax.kernels.names import ATTENTION
 
-# What users may ask for, beside a full name such as `tpu:v5e`.
-ASKED = ("auto", "reference", "cpu", "tpu", "tpu:interpret", "library", "gpu")
 # As `jax.Device.device_kind` says it.
 GENERATIONS = {
     "TPU v5 lite": "v5e",
@@ -44,7 +43,7 @@ def choose(
     """The kernel for a model on a device.
 
     Args:
-      platform, kind: of the device, as jax names them. asked: one of `ASKED`, or a full name.
+      platform, kind: of the device, as jax names them. asked: one of `ATTENTION`.
       invariant: rounds attend by position, which only the reference does.
       devices: of the mesh. decoding: and not training, for which CPUs have no kernel.
 
@@ -127,7 +126,7 @@ def _asked(platform: str, kind: str, cfg: ModelConfig, asked: str, devices: int)
         if reason:
             refuse(reason)
         return Choice(asked, GPU_LINE)
-    raise ValueError(f"attention must be one of {', '.join(ASKED)}; got {asked!r}")
+    raise ValueError(f"attention must be one of {', '.join(ATTENTION)}; got {asked!r}")
 
 
 def _tpu(generation: str) -> Choice:

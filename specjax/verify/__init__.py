@@ -21,10 +21,12 @@ from pathlib import Path
 
 import numpy as np
 
-from specjax.config import SpecConfig
+from specjax.config import SpecConfig, Strategy
 from specjax.config.dtype import AUTO
+from specjax.control import OFF, ControlConfig
 from specjax.engine.llm import LLM
 from specjax.engine.request import InvalidLogitsError
+from specjax.engine.settings import EngineConfig
 from specjax.engine.sources import settle_draft
 from specjax.hub import find_model
 from specjax.models import hf
@@ -48,6 +50,8 @@ def load(
     dtype: str = AUTO,
     revision: str | None = None,
     say: Say = python,
+    control: ControlConfig | None = None,
+    attention: str = "auto",
 ) -> LLM:
     """An `LLM` that can be checked, which always speculates.
 
@@ -55,7 +59,7 @@ def load(
 
     Args:
       model: a Hugging Face directory or id. revision: branch, tag or commit of an id.
-      dtype, say: see `LLM`.
+      dtype, say, control: see `LLM`. attention: see `EngineConfig`.
 
     Raises:
       ValueError, OSError, CheckpointError: the directory holds no checkpoint that can be read, or
@@ -68,11 +72,24 @@ def load(
     cfg = hf.read_config(path)
     if spec.source == "head" and spec.head == "checkpoint" and not cfg.mtp_num_layers:
         spec = dataclasses.replace(spec, head="random")
-    drafting = settle_draft(spec, None, cfg.mtp_num_layers > 0, by_the_clock=False)
-    width = cfg.vocab_size * (spec.resolve().steps + 1)
+    drafting = settle_draft(spec, control, cfg.mtp_num_layers > 0, by_the_clock=False)
+    arms = [Strategy.parse(arm) for arm in control.arms if arm != OFF] if control else []
+    if control is not None and not arms:
+        raise InputError("the controller may choose 'off' only, which leaves nothing to check")
+    steps = max(each.steps for each in (*arms, spec.resolve()))
+    width = cfg.vocab_size * (steps + 1)
     batch = int(np.clip(NOISE_NUMBERS // width, 1, LARGEST_BATCH))
     max_len = min(256, cfg.max_position)
-    llm = LLM(path, drafting.spec, max_batch=batch, max_len=max_len, dtype=dtype, say=say)
+    llm = LLM(
+        path,
+        drafting.spec,
+        max_batch=batch,
+        max_len=max_len,
+        dtype=dtype,
+        say=say,
+        control=control,
+        engine=EngineConfig(attention=attention),
+    )
     llm.drafting = drafting  # says why
     return llm
 
@@ -122,7 +139,7 @@ def check(
         raise InputError(f"there is nothing to compare: {error}") from error
     return Verdict(
         model=name,
-        strategy=llm.spec.resolve().name,
+        strategy=", ".join(llm.drafting.strategies),
         acceptance=llm.spec.acceptance,
         source=_source(llm.spec),
         dtype=llm.cfg.compute_dtype,

@@ -14,10 +14,18 @@ import sys
 
 from specjax.arguments import ArgumentParser
 from specjax.checkpoint_format import CheckpointError
-from specjax.config import ACCEPTANCE_MODES, SpecConfig
 from specjax.config.dtype import AUTO, ENGINE_DTYPES
+from specjax.speculation_flags import add_flags, settings_of
 from specjax.spelling import flags, spelled
 from specjax.verify import InputError, Verdict, check, load
+
+# What is of no use here.
+_REFUSED = {
+    "exact_mode": "the check of identity compares every token with plain decoding's anyway; leave "
+    "it out",
+    "telemetry": "the requests of the checks are drawn at random, and why their drafts are "
+    "rejected says nothing of yours; use `specjax generate --telemetry` with prompts of your own",
+}
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m specjax.verify") -> int:
@@ -38,13 +46,16 @@ def main(argv: list[str] | None = None, prog: str = "python -m specjax.verify") 
 
 def _check(args: argparse.Namespace, prog: str) -> Verdict:
     try:
-        spec = SpecConfig(
-            strategy=args.strategy,
-            acceptance=args.acceptance,
-            source=args.source,
-            draft_model=args.draft_model,
+        settings = settings_of(args)
+        llm = load(
+            args.model,
+            settings.spec(),
+            args.dtype,
+            args.revision,
+            flags,
+            settings.control_config(),
+            args.attention,
         )
-        llm = load(args.model, spec, args.dtype, args.revision, flags)
     except (ValueError, OSError, CheckpointError) as error:
         raise InputError(spelled(error, flags)) from error
     for note in (*llm.notes, f"{prog}: {llm.drafting.described(flags, always_drafts=True)}"):
@@ -69,16 +80,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", required=True, help="a Hugging Face directory or id")
     parser.add_argument("--revision", help="branch, tag or commit of a Hugging Face id")
-    parser.add_argument("--strategy", default="4_1_5", help="what to draft (default: 4_1_5)")
-    parser.add_argument("--acceptance", default="coupled", choices=ACCEPTANCE_MODES)
-    parser.add_argument(
-        "--source",
-        default="auto",
-        choices=("auto", "head", "ngram"),
-        help="what drafts: auto, the checkpoint's head, else n-grams; head: a random one where "
-        "there is none (default: auto)",
-    )
-    parser.add_argument("--draft-model", help="directory of a smaller model that drafts instead")
+    add_flags(parser.add_argument_group("speculation"), _REFUSED)
     parser.add_argument("--samples", type=int, default=20_000, help="per chi-square check")
     parser.add_argument("--requests", type=int, default=32, help="of the identity check")
     group = parser.add_mutually_exclusive_group()

@@ -18,6 +18,7 @@ from serving import ADMIN, Server, config, served
 from serve.settings import load_llm
 from specjax import SamplingParams
 from specjax.engine.prompt_scores import PromptScorer
+from specjax.speculation import ControlSection
 
 FITS, DOES_NOT = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
 SHARES = {
@@ -37,7 +38,7 @@ PROMPTS = ("17+25+8=", "93+4=", "1+2=")
 def spread(thin_policy):
     cfg = config(thin_policy)
     cfg.engine.max_batch, cfg.engine.replicas = 1, 2  # the fewest programs to compile
-    cfg.speculation.controller, cfg.speculation.strategies = "bandit", ["off", "1_1_2"]
+    cfg.speculation.control = ControlSection("bandit", ["off", "1_1_2"])
     cfg.speculation.strategy = "1_1_2"
     cfg.limits.max_tokens, cfg.limits.n, cfg.limits.prompts = 24, 2, 2
     llm = load_llm(cfg)

@@ -18,6 +18,7 @@ from serve.page import document
 from serve.settings import load_llm
 from specjax import SamplingParams
 from specjax.control import CostTable, Goodput, Observation, make_controller
+from specjax.speculation import ControlSection
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT, SEED, TOKENS = "17+25+8=", 16, 60
@@ -33,7 +34,7 @@ def server(thin_policy):
     """
     cfg = config(thin_policy)
     cfg.speculation.source, cfg.speculation.draft_model = "model", str(thin_policy)
-    cfg.speculation.controller, cfg.speculation.strategies = "bandit", ["off", "2_1_3"]
+    cfg.speculation.control = ControlSection("bandit", ["off", "2_1_3"])
     llm = load_llm(cfg)
     llm.warm_up((SamplingParams(),))
     llm.engine.controller = make_controller("static", ("2_1_3",))

@@ -411,17 +411,18 @@ def test_seeds_that_fit_are_taken_as_they_are():
 @pytest.mark.parametrize(
     "argv",
     [
-        ["model=d", "port=8001", "engine.max_batch=3", "speculation.strategies=[off, 2_1_3]"],
+        ["model=d", "port=8001", "engine.max_batch=3",
+         "speculation.control.strategies=[off, 2_1_3]"],
         ["--model=d", "--port=8001", "--engine.max-batch=3",
-         "--speculation.strategies=[off,2_1_3]"],
-        ["--model", "d", "--port", "8001", "--engine.max_batch", "3", "--speculation.strategies",
-         "[off, 2_1_3]"],
+         "--speculation.control.strategies=[off,2_1_3]"],
+        ["--model", "d", "--port", "8001", "--engine.max_batch", "3",
+         "--speculation.control.strategies", "[off, 2_1_3]"],
     ],
 )  # fmt: skip
 def test_the_server_takes_every_spelling(argv):
-    cfg = load_config(ServeConfig, [*argv, "speculation.controller=goodput"])
+    cfg = load_config(ServeConfig, [*argv, "speculation.control.controller=goodput"])
     assert (cfg.model, cfg.port, cfg.engine.max_batch) == ("d", 8001, 3)
-    assert cfg.speculation.strategies == ["off", "2_1_3"]
+    assert cfg.speculation.control.strategies == ["off", "2_1_3"]
 
 
 def test_templates_need_no_quotes_of_their_own():

@@ -86,7 +86,6 @@ SFT = [
 SERVE = [
     (["speculation.strategy=off", "speculation.source=ngram"], "speculation.source=ngram changes"),
     (["speculation.strategy=off", "speculation.draft_model=d"], "decodes plainly"),
-    (["speculation.strategies=[off, 2_1_3]"], "set speculation.controller=goodput"),
     (["speculation.controller=bandit", "speculation.strategies=[off, 2_1_3]",
       "speculation.strategy=6_1_7"], "list it there"),
     (["speculation.source=ngram", "speculation.head=random"], "drafts without a head"),
