@@ -8,6 +8,7 @@ on later lines); else what follows the last "answer is" or "answer:".
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -104,6 +105,15 @@ def _stated(text: str) -> str | None:
         if not sentence[len(formulas[0][0]) :].strip(" *.,;:"):
             return next(g for g in formulas[0].groups() if g is not None).strip()
     return sentence.strip().strip("*").strip()
+
+
+# One gold answer, or several of which any is right.
+Gold = str | tuple[str, ...]
+
+
+def each_gold(answer: str | Sequence[str]) -> tuple[str, ...]:
+    """The gold answers, of which any is right."""
+    return (answer,) if isinstance(answer, str) else tuple(answer)
 
 
 def gold_answer(answer: str) -> str:

@@ -28,6 +28,7 @@ from specjax.tokenizer import (
     transformers_class,
 )
 from train import tasks
+from train.answers import each_gold
 from train.data_config import SUMS, DataConfig, fill_template
 from train.tasks import sums
 from train.tasks.files import read_rows
@@ -177,7 +178,7 @@ def _read_table(path: str, stamp: Any, layout: Layout, duplicates: str) -> Table
                 f"{place}: {error}; read as layout {layout.name} ({layout.columns}), the row has "
                 f"the columns {', '.join(row)}; fix or delete it"
             ) from error
-        key = (question_of(example.prompt), example.answer)
+        key = (question_of(example.prompt), each_gold(example.answer))
         known = seen.setdefault(key, example)
         if known is not example:
             repeated += 1

@@ -21,7 +21,7 @@ from train.cli import USER_ERRORS
 from train.data_config import DataConfig
 from train.inputs import about_data
 from train.prompts import FILE_ROWS, Prompts
-from train.scoring import Scorer, check_gold, evenly, row_name
+from train.scoring import Scorer, check_gold, evenly, row_name, shown_gold
 from train.tasks.layout import Problem
 
 QUANTILES = (0, 0.1, 0.5, 0.9, 0.99, 1)
@@ -73,7 +73,7 @@ def report(
 
 def _row(prompts: Prompts, problem: Problem) -> Iterator[str]:
     ids = prompts.whole(problem)
-    yield f"\n--- {row_name(problem)}: {len(ids)} tokens, gold answer {problem.answer!r}"
+    yield f"\n--- {row_name(problem)}: {len(ids)} tokens, {shown_gold(problem)}"
     yield prompts.tokenizer.decode(ids, skip_special_tokens=False)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from train import data
+from train.answers import each_gold
 from train.data_config import SUMS, DataConfig
 from train.prompts import Prompts, require_template
 from train.schema import RLConfig
@@ -85,6 +86,9 @@ def about_data(cfg: DataConfig, chat: bool, model: object, reward: str | None = 
         if table.duplicates:
             done = "dropped" if cfg.duplicates == "drop" else "kept"
             said += f", {table.duplicates} duplicates {done} (data.duplicates)"
+        several = sum(len(each_gold(example.answer)) > 1 for _, example in table.examples)
+        if several:
+            said += f", {several} with several gold answers, of which any is right"
         conversations = not isinstance(table.examples[0][1].prompt, str)
     said += f", through the tokenizer of {model}" if model else ""
     if layout is not None and conversations:

@@ -6,39 +6,59 @@ A reward is a function of a completion's text and the row of data that it answer
     reward(completion, **columns) -> float
 
 The first parameter is the completion; every other one is passed by its name, which is `answer`
-(the gold answer as text), `prompt` (as text), `messages` (a list of {role, content}, where the
-prompt is one) or a further column of the row. A second parameter of any other name is the answer.
+(the gold answer as text; a list of texts where the row has several), `prompt` (as text), `messages`
+(a list of {role, content}, where the prompt is one) or a further column of the row. A second
+parameter of any other name is the answer.
 
 What counts as the answer of a completion for `number` and `math_verify` says `train.answers`;
-`exact` takes the line after the last `####`.
+`exact` takes the line after the last `####`. Of several gold answers any is right.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from train.answers import final_answer, last_line_answer, read_quantity, stated_gold
+from train.answers import (
+    each_gold,
+    final_answer,
+    last_line_answer,
+    read_quantity,
+    stated_gold,
+)
 from train.math_worker import WORKER
 from train.own import load_own
 
 Reward = Callable[..., Any]
 
 
+def _of_any(reward: Callable[[str, str], float]) -> Reward:
+    """The same reward for an answer that may be several: the most that one of them earns."""
+
+    @functools.wraps(reward)
+    def scored(response_text: str, answer: str | Sequence[str]) -> float:
+        return max((reward(response_text, gold) for gold in each_gold(answer)), default=0.0)
+
+    return scored
+
+
+@_of_any
 def exact(response_text: str, answer: str) -> float:
     """1.0 if the text after the last `####` is the answer, character for character."""
     found, gold = last_line_answer(response_text), last_line_answer(answer)
     return float(found is not None and found == (answer.strip() if gold is None else gold))
 
 
+@_of_any
 def number(response_text: str, answer: str) -> float:
     """1.0 if the completion's answer is a number equal to the row's.
 
     Thousands separators, spaces and a trailing period do not count; `$`, `%` and units count where
     both have one. Fractions and mixed numbers are numbers (`train.answers.read_quantity`), a
-    decimal may be rounded to six significant digits, and `x = 5` is 5.
+    decimal may be rounded to six significant digits or cut off after seven, and `x = 5` is 5.
     """
     found, gold = _as_number(final_answer(response_text)), _as_number(stated_gold(answer))
     return float(found is not None and gold is not None and gold.equals(found))
@@ -51,6 +71,7 @@ def _as_number(text: str | None):
 _NAMED = re.compile(r"^[\s$]*\\?[a-zA-Z][\w ]*=")  # `x = 5`
 
 
+@_of_any
 def math_verify(response_text: str, answer: str) -> float:
     """1.0 if the completion's answer is mathematically equivalent to the row's, which may be bare
     LaTeX (`train.equivalence` has the rules). Equal numbers need no library.
@@ -85,9 +106,9 @@ class AnswerReward:
     wants: str
     gold: str
 
-    def can_win(self, answer: str) -> bool:
-        """Whether a completion with the row's own answer scores 1."""
-        return self.function(self.write(answer), answer) == 1.0
+    def can_win(self, answer: str | Sequence[str]) -> bool:
+        """Whether a completion with the row's own answer, or one of them, scores 1."""
+        return any(self.function(self.write(gold), gold) == 1.0 for gold in each_gold(answer))
 
 
 def _box(answer: str) -> str:

@@ -15,6 +15,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from train.answers import each_gold
 from train.rewards import BUILT_IN, get_reward
 from train.tasks.layout import Problem, shown
 
@@ -89,7 +90,7 @@ class Scorer:
         columns = _columns(problem)
         args = [completion]
         if self._second is not None:
-            args.append(columns.pop(self._second, problem.answer))
+            args.append(columns.pop(self._second, columns["answer"]))
         if self._takes is not None:
             columns = {name: columns[name] for name in self._takes if name in columns}
         return self._reward(*args, **columns)
@@ -158,6 +159,8 @@ def _columns(problem: Problem) -> dict[str, Any]:
     """What a reward may ask for, by name."""
     text = isinstance(problem.prompt, str)
     own = {"answer": problem.answer, "prompt": problem.prompt if text else list(problem.prompt)}
+    if not isinstance(problem.answer, str):
+        own["answer"] = list(problem.answer)
     if not text:
         own["messages"] = list(problem.prompt)
     return {**problem.columns, **own}
@@ -194,11 +197,19 @@ def unwinnable(scorer: Scorer, problem: Problem) -> str | None:
     known = scorer.built_in
     if known is None:
         return None
-    if not problem.answer.strip():
+    if not any(gold.strip() for gold in each_gold(problem.answer)):
         return "the row has no answer"
     if known.can_win(problem.answer):
         return None
-    return f"gold answer {shown(problem.answer)}"
+    return shown_gold(problem)
+
+
+def shown_gold(problem: Problem) -> str:
+    """The gold answer, or answers, in a message."""
+    golds = each_gold(problem.answer)
+    if len(golds) == 1:
+        return f"gold answer {shown(golds[0])}"
+    return f"gold answers (any is right) {', '.join(map(shown, golds))}"
 
 
 def evenly(source: Sequence, count: int) -> list[int]:
@@ -244,5 +255,5 @@ def about_zero(scorer: Scorer, completion: str, problem: Problem, was_cut: bool)
         if answer is None:
             where = "data.prompt_template" if isinstance(problem.prompt, str) else "the prompts"
             lines.append(f"it reads {scorer.built_in.wants}: ask for that in {where}")
-    lines.append(f"the gold answer: {problem.answer!r}")
+    lines.append(f"the {shown_gold(problem)}")
     return "; ".join(lines)

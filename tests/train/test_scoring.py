@@ -133,6 +133,30 @@ def test_a_reward_gets_the_columns_that_it_asks_for(reward):
     assert scorer("ab", problem) == Score(5.0)
 
 
+@pytest.mark.parametrize("reward", ["exact", "number", "math_verify"])
+def test_any_of_several_gold_answers_is_right(reward):
+    scorer, write = Scorer(reward), "#### {}".format
+    problem = Problem("p", ("12", "15", "((("), 0, "rows.jsonl:1")
+    assert [scorer(write(x), problem).value for x in ("12", "15", "13", "12, 15")] == [1, 1, 0, 0]
+    assert unwinnable(scorer, problem) is None
+    if reward != "exact":
+        neither = Problem("p", ("(((", "x +"), 0)
+        assert unwinnable(scorer, neither) == "gold answers (any is right) '(((', 'x +'"
+    assert unwinnable(scorer, Problem("p", ("", " "), 0)) == "the row has no answer"
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [lambda c, answer: answer, lambda c, **columns: columns["answer"], lambda c, gold: gold],
+)
+def test_a_users_reward_gets_several_gold_answers_as_a_list(reward):
+    seen = []
+    scorer = Scorer("own:reward", reward)
+    scorer._reward = lambda *args, **columns: seen.append((*args, *columns.values())[1]) or 1.0
+    scorer("c", Problem("p", ("1", "2"), 0))
+    assert seen == [["1", "2"]]
+
+
 def test_a_reward_that_asks_for_what_no_column_has_is_refused():
     scorer = Scorer("own:asks", odd_rewards.asks_for_too_much)
     with pytest.raises(ValueError, match="asks for difficulty, .* are level, answer, prompt"):
@@ -284,7 +308,7 @@ def test_a_first_step_without_any_reward_shows_what_was_read(thin_policy, tmp_pa
         assert len(said) == 1, out
         assert said[0].startswith("WARNING: step 1: ")
         assert re.search(r"a completion( \(cut off at rollout.max_tokens\))?: '", said[0])
-        assert "the gold answer: '" in said[0]
+        assert "the gold answer '" in said[0]
         if "tiny" not in name:
             assert f"the answer that reward={name} read in it: none" in said[0]
             assert "data.prompt_template" in said[0]

@@ -14,6 +14,7 @@ import pytest
 from specjax.command_line import ConfigError, parse_config
 from train import data, data_report, rl, sft
 from train.data import DataConfig, demonstrations, encode_prompt, problems
+from train.inputs import about_data
 from train.prompts import Prompts, require_template
 from train.schema import RLConfig, SFTConfig
 from train.tasks import LAYOUTS, recognise
@@ -64,6 +65,22 @@ ROWS = {
     "verl with text and a list": (
         {"prompt": "How much?", "reward_model": {"ground_truth": ["0.25"]}},
         ("verl", "How much?", "0.25", None),
+    ),
+    "verl with a list written as JSON": (
+        {"prompt": "How much?", "reward_model": {"ground_truth": '["\\\\frac{1}{4}"]'}},
+        ("verl", "How much?", "\\frac{1}{4}", None),
+    ),
+    "several answers": (
+        {"question": "Where?", "answer": ["Paris", "#### Lyon", 5.0, "5"]},
+        ("gsm8k", "Question: Where?\nAnswer:", ("Paris", "Lyon", "5"), "#### Paris"),
+    ),
+    "several answers written as JSON": (
+        {"problem": "Solve.", "answer": '["1", "\\\\boxed{2}"]'},
+        ("math", "Problem: Solve.\nSolution:", ("1", "2"), None),
+    ),
+    "an interval, and no list": (
+        {"problem": "Solve.", "answer": "[1, 2]"},
+        ("math", "Problem: Solve.\nSolution:", "[1, 2]", None),
     ),
     "TRL with text": (
         {"prompt": "How much? ", "answer": 2.5, "level": 3},
@@ -180,9 +197,12 @@ def test_columns_that_nobody_knows_are_listed_with_the_layouts_that_there_are(tm
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("gsm8k", {"answer": ["1", "2"]}, r"'answer': expected one answer .* got \['1', '2'\]"),
-        ("gsm8k", {"answer": {"value": 1}}, "'answer': expected one answer"),
-        ("gsm8k", {"answer": True}, "'answer': expected one answer .* got True"),
+        ("gsm8k", {"answer": ["1", None]}, r"'answer': expected an answer .* got \['1', None\]"),
+        ("gsm8k", {"answer": []}, r"'answer': expected an answer .* got \[\]"),
+        ("gsm8k", {"answer": [["1"], ["2"]]}, "'answer': expected an answer"),
+        ("gsm8k", {"answer": ["#### 1", "2 ####"]}, "expected an answer after '####'"),
+        ("gsm8k", {"answer": {"value": 1}}, "'answer': expected an answer"),
+        ("gsm8k", {"answer": True}, "'answer': expected an answer .* got True"),
         ("gsm8k", {"question": None}, "'question': expected text"),
         ("MATH with a solution", {"solution": "It is 5."}, "in .boxed{} or after '####'"),
         ("DAPO", {"reward_model": {"style": "rule"}}, "'reward_model': expected {'ground_truth'"),
@@ -191,7 +211,7 @@ def test_columns_that_nobody_knows_are_listed_with_the_layouts_that_there_are(tm
         ("DAPO", {"prompt": [*USER, SAYS]}, "ends before the assistant's turn"),
         ("TRL with text", {"prompt": "  "}, "'prompt': expected text"),
         ("TRL with text", {"prompt": 5}, "'prompt': expected a list of"),
-        ("TRL with text", {"answer": float("inf")}, "'answer': expected one answer"),
+        ("TRL with text", {"answer": float("inf")}, "'answer': expected an answer"),
         ("TRL with messages", {"completion": [SAYS, SAYS]}, "'completion': expected text or one"),
         ("messages", {"messages": [SAYS]}, "expected a message before the assistant's"),
         ("messages", {"messages": "hello"}, "'messages': expected a list of"),
@@ -335,6 +355,16 @@ def test_duplicates_are_counted_and_dropped_by_choice(tmp_path):
         assert data.read_table(cfg.path, data.find_layout(cfg), choice).duplicates == 3
     with pytest.raises(ValueError, match="data.duplicates must be one of keep, drop"):
         DataConfig(duplicates="count")
+
+
+def test_rows_with_several_gold_answers_are_counted_at_start(tmp_path):
+    rows = [{"prompt": "a", "answer": ["1", "2"]}, {"prompt": "b", "answer": ["3"]}]
+    rows += [{"prompt": "a", "answer": ["1", "2"]}, {"prompt": "c", "answer": '["4", "5"]'}]
+    cfg = config(tmp_path / "rows.jsonl", rows)
+    said = about_data(cfg, chat=False, model=None)
+    assert "4 rows" in said and "1 duplicates kept" in said
+    assert "3 with several gold answers, of which any is right" in said
+    assert "several gold" not in about_data(config(tmp_path / "one.jsonl", rows[1:2]), False, None)
 
 
 def test_both_splits_of_one_file_share_no_prompt(tmp_path):

@@ -5,13 +5,14 @@ out of demonstrations when `data.strip_calculator` says so.
 """
 
 from train.answers import ANSWER_MARK
-from train.tasks.layout import Example, Layout, Row, answer_of, gold_of, others, text_of
+from train.tasks.layout import Example, Layout, Row, answers_of, gold_of, others, text_of
 
 
 def _read(row: Row) -> Example:
-    question, worked = text_of(row, "question"), answer_of(row.get("answer"), "answer")
+    question = text_of(row, "question")
+    worked, *_ = answers_of(row.get("answer"), "answer")
     response = worked if ANSWER_MARK in worked else f"{ANSWER_MARK} {worked}"
-    gold = gold_of(worked, "answer")
+    gold = gold_of(row["answer"], "answer")
     return Example(question, gold, response, others(row, "question", "answer"))
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from train.answers import gold_answer
+from train.answers import Gold, gold_answer
 
 Message = dict[str, Any]  # {"role": ..., "content": text, ...}
 Row = Mapping[str, Any]
@@ -38,12 +40,13 @@ class Problem:
     """A prompt whose response can be checked.
 
     Attributes:
-      prompt: text, or a conversation. answer: the gold answer. index: its place in the split.
+      prompt: text, or a conversation. answer: the gold answer, or several of which any is right.
+      index: its place in the split.
       place: where it stands in a file, for messages. columns: of its row, for rewards.
     """
 
     prompt: str | tuple[Message, ...]
-    answer: str
+    answer: Gold
     index: int
     place: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -67,13 +70,13 @@ class Example:
 
     Attributes:
       prompt: a question as text, or a conversation up to the assistant's turn.
-      answer: the gold answer, "" where the row has none.
+      answer: the gold answer, "" where the row has none; several of which any is right.
       response: a demonstration, without stop token; None: the row has none.
       columns: further columns, for rewards that ask for them by name.
     """
 
     prompt: str | tuple[Message, ...]
-    answer: str
+    answer: Gold
     response: str | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
 
@@ -110,42 +113,67 @@ def text_of(row: Row, column: str) -> str:
     return value.strip()
 
 
-def answer_of(value: Any, column: str) -> str:
-    """An answer as text: of text, of an int or a float, or of a list with one of these.
+def answers_of(value: Any, column: str) -> list[str]:
+    """Answers as text: of text, of a number, or of a list with one or more of these, which may be
+    written as JSON (`'["34"]'`). No answer is there twice.
 
     A float that is a whole number is written without its point: files often hold integers so.
 
     Raises:
-      RowError: it is anything else; lists of several answers are refused, for which of them is the
-        right one is not known.
+      RowError: it is anything else, or an empty list.
     """
-    if isinstance(value, (list, tuple)) and len(value) == 1:
-        return answer_of(value[0], column)
-    if isinstance(value, str) and value.strip():
-        return value.strip()
+    if isinstance(value, str) and _JSON_LIST.match(value):
+        value = _from_json(value)
+    values = value if isinstance(value, (list, tuple)) else [value]
+    while len(values) == 1 and isinstance(values[0], (list, tuple)):
+        values = values[0]
+    found = [_answer(one) for one in values]
+    if not found or None in found:
+        raise RowError(
+            f"column {column!r}: expected an answer (text, a number, or a list of these, of which "
+            f"any is right), got {shown(value)}"
+        )
+    return list(dict.fromkeys(found))
+
+
+_JSON_LIST = re.compile(r'\s*\[\s*"')  # `[1, 2]` is an interval
+
+
+def _from_json(text: str) -> str | list[str]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    return found if all(isinstance(one, str) for one in found) else text
+
+
+def _answer(value: Any) -> str | None:
+    if isinstance(value, str):
+        return value.strip() or None
     if isinstance(value, (int, float, Decimal)) and not isinstance(value, bool):
         if math.isfinite(value):
             return str(int(value)) if value == int(value) else str(value)
-    raise RowError(
-        f"column {column!r}: expected one answer (text, a number, or a list that holds one), got "
-        f"{shown(value)}"
-    )
+    return None
 
 
-def gold_of(value: Any, column: str) -> str:
-    """The gold answer in a worked solution: boxed, or after `####`; else all of it.
+def gold_of(value: Any, column: str) -> Gold:
+    """The gold answer in a worked solution: boxed, or after `####`; else all of it. Several, where
+    the column holds a list of several: any of them is right.
 
     Raises:
       RowError: there is none, or the mark `####` has nothing behind it.
     """
-    written = answer_of(value, column)
-    gold = gold_answer(written)
-    if not gold:
-        raise RowError(
-            f"column {column!r}: expected an answer after '####', got text that ends in "
-            f"{written[-40:]!r}"
-        )
-    return gold
+    found = []
+    for written in answers_of(value, column):
+        gold = gold_answer(written)
+        if not gold:
+            raise RowError(
+                f"column {column!r}: expected an answer after '####', got text that ends in "
+                f"{written[-40:]!r}"
+            )
+        found.append(gold)
+    found = list(dict.fromkeys(found))
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 def messages_of(value: Any, column: str) -> tuple[Message, ...]:

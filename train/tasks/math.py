@@ -1,7 +1,7 @@
 """MATH's rows: `problem`, and `answer` or a worked `solution` with `\\boxed{}`, or both."""
 
 from train.answers import ANSWER_MARK, boxed
-from train.tasks.layout import Example, Layout, Row, RowError, answer_of, gold_of, others, text_of
+from train.tasks.layout import Example, Layout, Row, RowError, answers_of, gold_of, others, text_of
 
 
 def _read(row: Row) -> Example:
@@ -15,7 +15,7 @@ def _read(row: Row) -> Example:
         )
     else:
         gold = gold_of(solution, "solution")
-    response = answer_of(solution, "solution") if solution else None
+    response = answers_of(solution, "solution")[0] if solution else None
     return Example(problem, gold, response, others(row, "problem", "answer"))
 
 

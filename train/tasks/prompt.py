@@ -5,6 +5,7 @@ The gold answer is the first of `answer`, `ground_truth`, `solution` and `target
 row without one has none, and is for rewards of one's own. `completion` is a demonstration.
 """
 
+from train.answers import Gold
 from train.tasks.layout import (
     Example,
     Layout,
@@ -30,8 +31,8 @@ def read_prompt(row: Row) -> str | tuple[Message, ...]:
     return up_to_answer(messages_of(row.get("prompt"), "prompt"), "prompt")
 
 
-def gold_of_row(row: Row) -> str | None:
-    """The gold answer, if a column holds one."""
+def gold_of_row(row: Row) -> Gold | None:
+    """The gold answer, or answers, if a column holds one."""
     column = next((name for name in GOLD_COLUMNS if row.get(name) is not None), None)
     return None if column is None else gold_of(row[column], column)
 
