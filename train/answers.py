@@ -153,8 +153,10 @@ class Quantity:
 
     def equals(self, other: Quantity) -> bool:
         """Whether both are the same number, one of them perhaps correctly rounded to six
-        significant digits or more. `50%` is both 50 and 1/2, but no number of anything else. Two
-        units have to be the same one; a number without a unit may be of any."""
+        significant digits or more (see `rounds`). `50%` is both 50 and 1/2, but no number of
+        anything else. Two units have to be the same one, but for dollars and cents; a number
+        without a unit may be of any."""
+        self, other = _in_one_currency(self, other)
         if not same_unit("%" if self.percent else self.unit, "%" if other.percent else other.unit):
             return False
         pairs = [(self, other)]
@@ -163,10 +165,7 @@ class Quantity:
         return any(a.value == b.value or b._rounds(a) or a._rounds(b) for a, b in pairs)
 
     def _share(self) -> Quantity:
-        if not self.percent:
-            return self
-        decimals = None if self.decimals is None else self.decimals + 2
-        return replace(self, value=self.value / 100, decimals=decimals)
+        return _hundredth(self, self.unit) if self.percent else self
 
     def _rounds(self, exact: Quantity) -> bool:
         if exact.decimals is not None and (self.decimals or 0) < SIGNIFICANT_DIGITS:
@@ -175,13 +174,17 @@ class Quantity:
 
     def rounds(self, exact: Fraction) -> bool:
         """Whether this is `exact` rounded to the digits that are written, at least six significant
-        ones of them; leading zeros are not significant, and integers are exact."""
+        ones of them, or cut off after at least seven, which is as near; leading zeros are not
+        significant, and integers are exact."""
         if not self.decimals:
             return False
-        significant = len(
-            str(abs(self.value.numerator * 10**self.decimals // self.value.denominator))
-        )
-        return significant >= SIGNIFICANT_DIGITS and round(exact, self.decimals) == self.value
+        scale = 10**self.decimals
+        significant = len(str(abs(int(self.value * scale))))
+        if significant < SIGNIFICANT_DIGITS:
+            return False
+        if self.value == round(exact, self.decimals):
+            return True
+        return significant > SIGNIFICANT_DIGITS and self.value * scale == int(exact * scale)
 
 
 SIGNIFICANT_DIGITS = 6
@@ -268,6 +271,21 @@ def same_unit(mine: str, theirs: str) -> bool:
     if "degree" in (one, other):  # of an angle or of a temperature
         return one.split()[0] == other.split()[0]
     return one == other
+
+
+def _in_one_currency(one: Quantity, other: Quantity) -> tuple[Quantity, Quantity]:
+    """Both in dollars, if one of them is and the other is in cents: `5¢` is `$0.05`."""
+    units = [_unit_name(amount.unit).partition("/") for amount in (one, other)]
+    if {unit[0] for unit in units} != {"dollar", "cent"}:
+        return one, other
+    if units[0][0] == "cent":
+        return _hundredth(one, f"dollar{''.join(units[0][1:])}"), other
+    return one, _hundredth(other, f"dollar{''.join(units[1][1:])}")
+
+
+def _hundredth(amount: Quantity, unit: str) -> Quantity:
+    decimals = None if amount.decimals is None else amount.decimals + 2
+    return replace(amount, value=amount.value / 100, decimals=decimals, unit=unit)
 
 
 def known_unit(unit: str) -> bool:
@@ -391,7 +409,7 @@ def read_quantity(text: str) -> Quantity | None:
         return None
     text = without_thousands(_stripped(text))
     currency = next((_CURRENCIES[sign] for sign in text if sign in _CURRENCIES), "")
-    text = re.sub(r"\\?[$€£]", " ", text).strip()
+    text = re.sub(r"\\?[$€£¢]", " ", text).strip()
     percent = _PERCENT.search(text)
     if percent and percent.start():
         text = text[: percent.start()]
@@ -411,7 +429,7 @@ def read_quantity(text: str) -> Quantity | None:
     return found
 
 
-_CURRENCIES = {"$": "dollar", "€": "euro", "£": "gbp"}
+_CURRENCIES = {"$": "dollar", "€": "euro", "£": "gbp", "¢": "cent"}
 
 
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"))
@@ -434,7 +452,11 @@ def _stripped(text: str) -> str:
                 text = inside if text[-len(right) - 1] != "\\" else text
     text = text.replace("−", "-").replace("–", "-").replace("\\dfrac", "\\frac")
     text = text.replace("\\tfrac", "\\frac").replace("\\cfrac", "\\frac")
+    text = _CENTS.sub("¢", text)
     return re.sub(r"\\[,;: ]|\\!|~", " ", text.replace(",\\!", ",")).strip()
+
+
+_CENTS = re.compile(r"\\(?:text|mathrm)\s*\{\s*¢\s*\}|\\(?:text)?cent(?![a-zA-Z])")
 
 
 def _number(text: str, percent: bool = False, unit: str = "") -> Quantity | None:

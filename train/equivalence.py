@@ -11,7 +11,10 @@ a relation, words) it guesses from context that an answer does not have. So that
     1101_2; A3_{16}       digits and base: bare digits are decimal, whatever the question asked,
                           so `1101` is another number than `1101_2`, and so is `13`
     3:4; 1:2:3            ratios, by proportion
-    5 apples, 50%, 1,234  numbers, exactly (see `train.answers`)
+    6:15; 6:15 p.m.       a gold answer that may be a time of day is one, and no ratio
+    5 apples, 50%, 1,234  numbers, exactly; a decimal may be the right one rounded to at least six
+                          significant digits, or cut off after seven (see `train.answers`)
+    2+3, 6 \\cdot 7        arithmetic that was not done: right where the gold answer is that, too
     (B), June 20, Evelyn  words, whatever their case, quotes and commas; numbers, signs, operators
                           and brackets among them count
     (D) 12                a choice and what it says: either is enough, both have to be right
@@ -26,10 +29,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from train.answers import (
     LONGEST,
@@ -56,6 +60,7 @@ _SPELLINGS = [
         (r"\\\$|\$|\\\(|\\\)|(?<!\\)\\\[|\\\](?!\])|\*\*", " "),
         (r"\\(?:left|right|[bB]ig+[lrm]?|displaystyle|textstyle|limits)(?![a-zA-Z])", ""),
         (r"\{,\}|,\\!", ","),
+        (r"\{:\}", ":"),
         (r"(?<!\\)\\[!,;: ]|\\q?quad(?![a-zA-Z])|~", " "),
         (r"\\[dtc]frac", r"\\frac"),
         (r"\\[dt]?binom\s*(\d)\s*(\d)", r"\\binom{\1}{\2}"),
@@ -148,51 +153,80 @@ def _squeezed(text: str) -> str:
 
 
 def _same(gold: str, found: str) -> bool:
-    numerals = _NUMERAL.fullmatch(gold), _NUMERAL.fullmatch(found)
-    if any(numerals):
-        return all(numerals) and len({(m[1], _base(m[2] or m[3])) for m in numerals}) == 1
-    if (labelled := _same_choice(gold, found)) is not None:
-        return labelled
-    if (named := _same_names(gold, found)) is not None:
-        return named
-    mine, theirs = _relation(gold), _relation(found)
-    if mine or theirs:
-        return _same_relation(gold, found, mine, theirs)
-    if (_is_union(gold) or _is_union(found)) and (sets := _as_sets(gold, found)) is not None:
-        return _same_sets(*sets)
-    numbers = read_quantity(gold), read_quantity(found)
-    if numbers[0] and numbers[1]:
-        return numbers[0].equals(numbers[1])
-    if _is_text(gold) or _is_text(found):
-        listed = _list(_bare(gold)), _list(_bare(found))
-        both = listed[0] is not None and listed[1] is not None
-        return _words(gold) == _words(found) or (both and _matches(*listed))
-    listed = _list(gold), _list(found)
-    if listed[0] or listed[1]:
-        if listed[0] and listed[1]:
-            return _matches(*listed)
-        bracketed = _bracketed(found if listed[0] else gold)  # `1, 2` is {1,2} and not (1,2)
-        if bracketed is None or bracketed[0] != "\\{":
-            return False
-        return _matches(listed[0] or bracketed[2], listed[1] or bracketed[2])
-    bracketed = _bracketed(gold), _bracketed(found)
-    if bracketed[0] and bracketed[1]:
-        (left, right, mine), (other_left, other_right, theirs) = bracketed
-        if left == other_left == "\\{":
-            return _matches(mine, theirs)
-        return (left, right) == (other_left, other_right) and _in_order(mine, theirs)
-    if bracketed[0] or bracketed[1]:
-        one = bracketed[0] or bracketed[1]
-        other = found if bracketed[0] else gold
-        if one[0] == "\\{" and len(one[2]) == 1:  # {5} is 5
-            return _same(one[2][0], other)
-        return False
-    ratios = _ratio(gold), _ratio(found)
-    if ratios[0] and ratios[1]:
-        return _proportional(*ratios)
-    if (ratios[0] or ratios[1]) and len(ratios[0] or ratios[1]) > 2:
+    """What the first kind says that one of both is of; else they are formulas."""
+    for kind in _KINDS:
+        verdict = kind(gold, found)
+        if verdict is not None:
+            return verdict
+    if _is_undone(found) and not _is_undone(gold):
         return False
     return _same_formula(gold, found)
+
+
+def _same_numerals(gold: str, found: str) -> bool | None:
+    """Compares `1101_2` with anything; None: neither has a base."""
+    numerals = _NUMERAL.fullmatch(gold), _NUMERAL.fullmatch(found)
+    if not any(numerals):
+        return None
+    return all(numerals) and len({(m[1], _base(m[2] or m[3])) for m in numerals}) == 1
+
+
+def _same_unions(gold: str, found: str) -> bool | None:
+    """Compares unions of sets with sets; None: neither is a union, or one is no set."""
+    if not (_is_union(gold) or _is_union(found)):
+        return None
+    sets = _as_sets(gold, found)
+    return None if sets is None else _same_sets(*sets)
+
+
+def _same_quantities(gold: str, found: str) -> bool | None:
+    """Compares numbers with units; None: one is none."""
+    mine, theirs = read_quantity(gold), read_quantity(found)
+    return mine.equals(theirs) if mine and theirs else None
+
+
+def _same_texts(gold: str, found: str) -> bool | None:
+    """Compares words, or lists of them, with anything; None: neither is words."""
+    if not (_is_text(gold) or _is_text(found)):
+        return None
+    if _words(gold) == _words(found):
+        return True
+    mine, theirs = _list(_bare(gold)), _list(_bare(found))
+    return mine is not None and theirs is not None and _matches(mine, theirs)
+
+
+def _same_lists(gold: str, found: str) -> bool | None:
+    """Compares `1, 2` with a list or a set; None: neither is a list."""
+    mine, theirs = _list(gold), _list(found)
+    if mine is None and theirs is None:
+        return None
+    if mine is None or theirs is None:
+        bracketed = _bracketed(gold if mine is None else found)  # `1, 2` is {1,2} and not (1,2)
+        if bracketed is None or bracketed[0] != "\\{":
+            return False
+        mine, theirs = mine or bracketed[2], theirs or bracketed[2]
+    return _matches(mine, theirs)
+
+
+def _same_brackets(gold: str, found: str) -> bool | None:
+    """Compares tuples, intervals and sets with each other, and {5} with 5; None: neither is any."""
+    mine, theirs = _bracketed(gold), _bracketed(found)
+    if mine is None and theirs is None:
+        return None
+    if mine and theirs:
+        if mine[0] == theirs[0] == "\\{":
+            return _matches(mine[2], theirs[2])
+        return mine[:2] == theirs[:2] and _in_order(mine[2], theirs[2])
+    left, _, elements = mine or theirs
+    return left == "\\{" and len(elements) == 1 and _same(elements[0], found if mine else gold)
+
+
+def _same_ratios(gold: str, found: str) -> bool | None:
+    """Compares ratios, and those of two numbers with a number; None: neither is a ratio."""
+    mine, theirs = _ratio(gold), _ratio(found)
+    if mine and theirs:
+        return _proportional(mine, theirs)
+    return False if (mine or theirs) and len(mine or theirs) > 2 else None
 
 
 def _split(text: str, separator: re.Pattern) -> list[tuple[str, str]]:
@@ -368,6 +402,54 @@ def _base(text: str) -> int | str:
     return int(text) if text.isdigit() else _BASES.get(text, text)
 
 
+def _same_times(gold: str, found: str) -> bool | None:
+    """Compares a gold time of day with a time, a ratio or a number; None: it is none. `5:12`, which
+    may be a ratio in lowest terms, may be given as a fraction."""
+    mine, theirs = _time(gold), _time(found)
+    if mine is None:
+        return None
+    if theirs is not None:
+        return mine.equals(theirs)
+    may_be_ratio = math.gcd(*map(int, re.findall(r"\d+", gold))) == 1 and not _ratio(found)
+    return None if mine.half or may_be_ratio else False
+
+
+class _Time(NamedTuple):
+    """A time of day in seconds. half: whether `am` or `pm` was written; clock: 24, where the hour
+    says so, 12 where it may be of either half."""
+
+    seconds: int
+    half: bool
+    clock: int
+
+    def equals(self, other: _Time) -> bool:
+        """The half of the day counts where both say one."""
+        one_says = self.half != other.half and 12 in (self.clock, other.clock)
+        return (self.seconds - other.seconds) % (86_400 if not one_says else 43_200) == 0
+
+
+def _time(text: str) -> _Time | None:
+    """Reads `6:15`, `18:15:30`, `6:15 p.m.` and `6 PM`; None: it is no time of day."""
+    match = _CLOCK.fullmatch(_bare(text))
+    if match is None:
+        return None
+    hour, minute, second = (int(match[name] or 0) for name in ("hour", "minute", "second"))
+    half = (match["half"] or "").lower()
+    if (not half and match["minute"] is None) or hour > 24 or (half and not 1 <= hour <= 12):
+        return None
+    clock = 24 if half or hour in (0, *range(13, 25)) else 12
+    if half:
+        hour = hour % 12 + 12 * (half == "p")
+    return _Time(hour * 3600 + minute * 60 + second, bool(half), clock)
+
+
+_CLOCK = re.compile(
+    r"(?P<hour>\d{1,2})(?::(?P<minute>[0-5]\d)(?::(?P<second>[0-5]\d))?)?"
+    r"(?:\s*(?P<half>[ap])\.?\s?m\.?)?",
+    re.IGNORECASE | re.ASCII,
+)
+
+
 def _ratio(text: str) -> list[str] | None:
     parts = [part for part, _ in _split(text, re.compile(r":"))]
     return parts if len(parts) > 1 and all(parts) else None
@@ -455,6 +537,15 @@ _LABELLED = re.compile(
 )
 
 
+def _same_short_words(gold: str, found: str) -> bool | None:
+    """Compares words too short to be told from variables by their letters; None: one is none."""
+    words = {_bare(text).casefold() for text in (gold, found)}
+    return len(words) == 1 if words <= _SHORT_WORDS else None
+
+
+_SHORT_WORDS = frozenset("n/a no ok up in on he it we".split())
+
+
 def _choices(text: str) -> list[str] | None:
     """The letters of `(C)`, `\\text{C}` or `(A), (C)`; None: it is anything else."""
     parts = [part for part, _ in _split(_bare(text), _COMMA)]
@@ -493,7 +584,11 @@ def _is_assignment(parts: list[tuple[str, str]]) -> bool:
     return all(_NAME.fullmatch(name) for name in names)
 
 
-def _same_relation(gold: str, found: str, mine: list | None, theirs: list | None) -> bool:
+def _same_relations(gold: str, found: str) -> bool | None:
+    """Compares relations with anything; None: neither is one."""
+    mine, theirs = _relation(gold), _relation(found)
+    if not (mine or theirs):
+        return None
     if mine and _is_assignment(mine):
         if theirs is None:
             return _equal(mine[-1][0], found)
@@ -506,7 +601,9 @@ def _same_relation(gold: str, found: str, mine: list | None, theirs: list | None
     elif mine is None and theirs and all(sign not in _ORDER for _, sign in theirs):
         if _is_assignment(theirs):
             theirs = theirs[1:]
-        return all(_equal(gold, part) for part, _ in theirs)  # `2+3=5` says 5, `x+1=5` does not
+        # `2+3=5` says 5, `x+1=5` does not
+        *steps, last = [part for part, _ in theirs]
+        return _equal(gold, last) and all(_equal(gold, s) or _same_formula(gold, s) for s in steps)
     if (sets := _as_sets(gold, found)) is not None:
         return _same_sets(*sets)
     if mine and theirs and len(mine) == len(theirs) == 2:
@@ -681,6 +778,18 @@ def _is_rounded(gold: Any, found: Any, text: str) -> bool:
     return quantity.rounds(Fraction(str(sympy.Rational(value))))
 
 
+def _is_undone(text: str) -> bool:
+    """Whether it is arithmetic of plain numerals that was written down and not done: `2+3`."""
+    text = split_unit(text)[0]
+    return bool(_ARITHMETIC.fullmatch(text) and _OPERATION.search(text))
+
+
+_ARITHMETIC = re.compile(
+    r"(?:[\d.+\-*/(){}%\s]|\\(?:cdot|times|div|frac)(?![a-zA-Z])|\\%)+", re.ASCII
+)
+_OPERATION = re.compile(r"[\d)}%]\s*[-+]|\*|\\(?:cdot|times)|[\d)]\s*\(")
+
+
 def _told_apart(*texts: str) -> list[str]:
     """With another name for each capital letter whose small letter stands in them, too: the library
     takes both for one variable, and `R - r` for 0."""
@@ -737,3 +846,23 @@ _MIXED = re.compile(
 def _mixed(match: re.Match) -> str:
     whole, over, under = (group for group in match.groups() if group is not None)
     return f"({whole}+\\frac{{{over}}}{{{under}}})" if int(over) < int(under) else match[0]
+
+
+# --- kinds ----------------------------------------------------------------------------------------
+
+# What answers can be, the first that one of both is of decides: each function says whether two
+# answers are the same, or None where it is not for it to say.
+_KINDS = (
+    _same_numerals,
+    _same_choice,
+    _same_short_words,
+    _same_names,
+    _same_relations,
+    _same_unions,
+    _same_quantities,
+    _same_times,
+    _same_texts,
+    _same_lists,
+    _same_brackets,
+    _same_ratios,
+)
