@@ -121,7 +121,7 @@ def _started(cfg: ServeConfig) -> LLM:
         llm.warm_up((*requests, llm.get_default_sampling_params()), Progress())
     if cfg.engine.warm_up == "all":
         log.info("compiling for the logprobs of prompts")
-        PromptScorer(llm.engine.runner, llm.max_len).warm_up()
+        PromptScorer(llm.engine, llm.max_len).warm_up()
     # The collector would walk through all that lives as long as the server, again and again.
     gc.collect()
     gc.freeze()

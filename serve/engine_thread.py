@@ -57,8 +57,7 @@ class EngineThread:
         self.asleep = False
         self._engine = llm.engine
         self._engine.watcher, self._engine.on_look = self, self._tell
-        several = isinstance(llm.engine, Replicas)
-        self._engines = llm.engine.engines if several else (llm.engine,)
+        self._engines = llm.engine.engines
         for engine in self._engines:
             engine.runner.executables.before_build = functools.partial(self._compiles, engine)
         self.live = Live(llm, self._engines, metrics)
@@ -380,5 +379,5 @@ class EngineThread:
 def count_only(engine: Engine | Replicas) -> None:
     """Telemetry that counts and keeps no records: a server runs for ever."""
     collector = Collector(max_records=0)
-    for one in engine.engines if isinstance(engine, Replicas) else (engine,):
+    for one in engine.engines:
         one.loop.telemetry = collector

@@ -68,7 +68,7 @@ class Generation:
         self._cfg, self._thread, self._llm = cfg, thread, thread.llm
         self._tokenizer = thread.llm.tokenizer
         self._pieces = Pieces(self._tokenizer)
-        self._scorer = PromptScorer(thread.llm.engine.runner, thread.llm.max_len)
+        self._scorer = PromptScorer(thread.llm.engine, thread.llm.max_len)
         # Prompts may be long, and the event loop must not wait; tokenizers take one caller a time.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
         self._encoding = threading.Lock()

@@ -99,6 +99,11 @@ class Engine:
         self._is_warm = len(self.runner.plans) == 1  # several strategies are compiled ahead
 
     @property
+    def engines(self) -> tuple[Engine, ...]:
+        """Itself; `Replicas` have several."""
+        return (self,)
+
+    @property
     def controller(self) -> Controller:
         """Chooses the strategy of each chunk."""
         return self.loop.controller

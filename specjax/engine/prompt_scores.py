@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from specjax.decode.score import Scores
+from specjax.engine.engine import Engine
+from specjax.engine.replicas import Replicas
 from specjax.engine.request import InvalidLogitsError, why_invalid
 from specjax.engine.runner import Runner
 
@@ -45,21 +47,23 @@ class Started(NamedTuple):
 
 
 class PromptScorer:
-    """Scores prompts with the weights that a runner holds at the time.
+    """Scores prompts with the weights that an engine holds at the time.
 
     Prompts are read in pieces, as before they are sampled, into pages of their own that are dropped
-    afterwards.
+    afterwards. Replicas share the work: what is read side by side goes to the one that has read
+    the least so far, and its scores are those of any other.
 
     Args:
-      runner: the device side of an engine; used only within `start` and `warm_up`.
+      engine: used only within `start` and `warm_up`.
       max_len: tokens of a prompt at most.
 
     Attributes:
       spans: lengths that prompts are padded to, one program each.
     """
 
-    def __init__(self, runner: Runner, max_len: int):
-        self._runner = runner
+    def __init__(self, engine: Engine | Replicas, max_len: int):
+        self._runners = [one.runner for one in engine.engines]
+        self._read = [0] * len(self._runners)  # positions, by replica
         self.spans = [SHORTEST]
         while self.spans[-1] < max_len:
             self.spans.append(2 * self.spans[-1])
@@ -70,12 +74,14 @@ class PromptScorer:
 
     def _width(self, span: int) -> int:
         """Positions that are read at a time of prompts of such a length."""
-        return min(self._runner.stride, 16 * math.ceil(span / 16))
+        return min(self._runners[0].stride, 16 * math.ceil(span / 16))
 
     def warm_up(self) -> None:
-        """Compiles every program; to be called where `start` may be."""
+        """Compiles every program for every replica; to be called where `start` may be."""
         for span in self.spans:
-            self.start([[0] * min(span, self._runner.max_len)])
+            for runner in self._runners:
+                prompt = [0] * min(span, runner.max_len)
+                self._start_batch(runner, [prompt], self._rows(span), span)
 
     def start(self, prompts: Several[Several[int]]) -> Started:
         """Asks the device for the scores of prompts; does not wait for it.
@@ -87,25 +93,35 @@ class PromptScorer:
             span = next(span for span in self.spans if span >= len(prompt))
             by_span.setdefault(span, []).append(index)
         for span, indices in by_span.items():
-            count = max(1, TOKENS // span)
+            count = self._rows(span)
             for at in range(0, len(indices), count):
                 batch = indices[at : at + count]
                 for row, index in enumerate(batch):
                     rows[index] = prompts[index], len(batches), row
-                batches.append(self._start_batch([prompts[i] for i in batch], count, span))
+                replica = self._read.index(min(self._read))
+                self._read[replica] += count * span
+                read = [prompts[i] for i in batch]
+                batches.append(self._start_batch(self._runners[replica], read, count, span))
         return Started(rows, batches)
 
-    def _start_batch(self, prompts: Several[Several[int]], count: int, span: int) -> list[Scores]:
+    @staticmethod
+    def _rows(span: int) -> int:
+        """Prompts that one program reads side by side."""
+        return max(1, TOKENS // span)
+
+    def _start_batch(
+        self, runner: Runner, prompts: Several[Several[int]], count: int, span: int
+    ) -> list[Scores]:
         width, longest = self._width(span), max(map(len, prompts))
         tokens = np.zeros((count, span + 1), np.int32)
         for row, prompt in zip(tokens, prompts, strict=False):
             row[: len(prompt)] = prompt
-        scratch, table = self._runner.empty_scratch(count, span)
+        scratch, table = runner.empty_scratch(count, span)
         pieces = []
         for first in range(0, longest, width):
             start = np.full(count, first, np.int32)
             piece = tokens[:, first : first + width + 1]
-            scratch, scores = self._runner.score(scratch, piece, start, table)
+            scratch, scores = runner.score(scratch, piece, start, table)
             pieces.append(scores)
         return pieces
 

@@ -44,10 +44,10 @@ def _lengths(tokens):
 def scorer_of(weights, **options):
     engine = EngineConfig(prefill_chunk=48, page_size=32)  # pieces that cross pages
     llm = LLM((CFG, weights, None), None, max_batch=2, max_len=MAX_LEN, engine=engine, **options)
-    return PromptScorer(llm.engine.runner, llm.max_len)
+    return PromptScorer(llm.engine, llm.max_len)
 
 
-@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"replicas": 2}, {"scan_layers": True}])
+@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"scan_layers": True}])
 def test_scores_are_those_of_a_full_forward(weights, prompts, expected, options):
     scorer = scorer_of(weights, **options)
     found = scorer.read(scorer.start(prompts), top=3)
@@ -66,15 +66,42 @@ def test_scores_are_those_of_a_full_forward(weights, prompts, expected, options)
             assert len(top) == 3 + (token not in list(top)[:3])
 
 
+def test_replicas_share_prompts_and_give_the_same_scores(weights, prompts):
+    engine = EngineConfig(prefill_chunk=48, page_size=32)
+    llm = LLM((CFG, weights, None), None, 2, MAX_LEN, engine=engine, replicas=2)
+    scorer = PromptScorer(llm.engine, llm.max_len)
+    ran, runners = [], scorer._runners
+    for at, runner in enumerate(runners):
+        runner.score = lambda *args, at=at, score=runner.score: ran.append(at) or score(*args)
+    scorer.warm_up()
+    assert set(ran) == {0, 1} and len(runners) == 2
+    built = [runner.compilations for runner in runners]
+    assert built[0] == built[1] == len(scorer.spans)
+    alone = PromptScorer(llm.engine.engines[0], llm.max_len)
+    right = alone.read(alone.start(prompts), top=3)
+    ran.clear()
+    assert scorer.read(scorer.start(prompts), top=3) == right
+    assert min(ran.count(0), ran.count(1)) >= 2, "both have work"
+    # One prompt at a time, they take turns.
+    for prompt, scores in zip(prompts[:4], right, strict=False):
+        ran.clear()
+        assert scorer.read(scorer.start([prompt]), top=3) == [scores]
+        assert scorer.read(scorer.start([prompt]), top=3) == [scores]
+        assert set(ran) == {0, 1}
+    assert [runner.compilations for runner in runners] == built
+
+
 def test_a_length_is_compiled_once_and_ahead(weights, prompts):
     scorer = scorer_of(weights)
     assert scorer.spans == [96, 144, 192], "about powers of two, in pieces of 48 tokens"
+    llm = LLM((CFG, weights, None), None, max_batch=2, max_len=40)
+    assert PromptScorer(llm.engine, llm.max_len).spans == [48]
     scorer.warm_up()
-    built = scorer._runner.compilations
+    [runner] = scorer._runners
+    built = runner.compilations
     assert built == len(scorer.spans)
     scorer.start(prompts), scorer.start(prompts[:1]), scorer.start(prompts * 3)
-    assert scorer._runner.compilations == built
-    assert PromptScorer(scorer._runner, 40).spans == [48]
+    assert runner.compilations == built
 
 
 NOT_FINITE = {

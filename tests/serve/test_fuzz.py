@@ -43,7 +43,7 @@ def spread(thin_policy):
     cfg.limits.max_tokens, cfg.limits.n, cfg.limits.prompts = 24, 2, 2
     llm = load_llm(cfg)
     llm.warm_up([SamplingParams(top_logprobs=1, presence_penalty=0.1)])
-    PromptScorer(llm.engine.runner, llm.max_len).warm_up()
+    PromptScorer(llm.engine, llm.max_len).warm_up()
     with served(cfg, llm) as running:
         yield running
 
@@ -141,3 +141,17 @@ def test_the_document_says_what_this_server_takes(spread: Server):
     assert kind("model", "string")["enum"] == ["tiny"]
     answers = spread.app.openapi()["paths"]["/v1/completions"]["post"]["responses"]
     assert set(answers) == {"200", "4XX", "5XX"}
+
+
+def test_replicas_score_prompts_in_turns_and_alike(spread: Server, monkeypatch):
+    ran = []
+    for at, engine in enumerate(spread.llm.engine.engines):
+        score = engine.runner.score
+        monkeypatch.setattr(
+            engine.runner, "score", lambda *a, at=at, score=score: ran.append(at) or score(*a)
+        )
+    body = {"model": "tiny", "prompt": PROMPTS[0], "echo": True, "logprobs": 2, "max_tokens": 1}
+    told = [spread.client().completions.create(**body, temperature=0) for _ in range(4)]
+    scores = [answer.choices[0].logprobs for answer in told]
+    assert all(one == scores[0] for one in scores) and None not in scores[0].token_logprobs[1:]
+    assert sorted(ran) == [0, 0, 1, 1]
