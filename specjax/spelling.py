@@ -100,13 +100,22 @@ _ELSEWHERE = {
     "max_num_seqs": "max_batch",
     "tensor_parallel_size": "tp",
     "data_parallel_size": "replicas",
+    "block_size": "page_size",
+    "max_num_batched_tokens": "prefill_chunk",
+    "prompt_lookup_max": "ngram_max",
+    "prompt_lookup_min": "ngram_min",
+    "speculative_config": "spec",
 }
+# Parameters of the classes whose keywords are checked, by the class's name.
+_PARAMETERS: dict[str, list[str]] = {}
 
 
 def checks_keywords(cls: type) -> type:
-    """A class whose constructor names the parameter that an unknown keyword is meant for."""
+    """A class whose constructor names the parameter that an unknown keyword is meant for, of this
+    class or of another one that is decorated so."""
     construct = cls.__init__
     known = [name for name in inspect.signature(construct).parameters if name != "self"]
+    _PARAMETERS[cls.__name__] = known
 
     @functools.wraps(construct)
     def checked(self, *args, **keywords):
@@ -115,6 +124,9 @@ def checks_keywords(cls: type) -> type:
                 close = [_ELSEWHERE[name]] if _ELSEWHERE.get(name) in known else []
                 close = close or difflib.get_close_matches(name, known, 1, 0.7)
                 hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+                others = [cls for cls, names in _PARAMETERS.items() if name in names]
+                if others and not close:
+                    hint = f"{' and '.join(sorted(others))} {'have' if others[1:] else 'has'} it"
                 raise TypeError(f"{cls.__name__} has no parameter {name}; {hint}")
         construct(self, *args, **keywords)
 

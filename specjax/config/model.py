@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from specjax.config.checks import choice
+from specjax.spelling import checks_keywords
 
 
+@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
     """The `llama3` frequency rescaling of RoPE (Llama 3.1); lengths in tokens."""
@@ -17,6 +19,7 @@ class RopeScaling:
     original_max_position: int
 
 
+@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer: Llama 3, Qwen2, Qwen3 and MiMo are settings of it.

@@ -7,7 +7,7 @@ import os
 
 from specjax.config.checks import choice
 from specjax.config.strategy import OFF_NAMES, Strategy
-from specjax.spelling import SettingError
+from specjax.spelling import SettingError, checks_keywords
 
 ACCEPTANCE_MODES = ("coupled", "block", "recursive", "greedy")
 DRAFT_SOURCES = ("auto", "head", "model", "ngram")
@@ -15,6 +15,7 @@ NGRAM_LIMIT = 127  # match lengths are kept as int8
 TELEMETRY_VARIABLE = "SPECJAX_TELEMETRY"
 
 
+@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class SpecConfig:
     """How to speculate.

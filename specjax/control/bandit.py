@@ -18,11 +18,13 @@ import numpy as np
 from specjax.config.checks import choice
 from specjax.config.strategy import Strategy
 from specjax.control.base import Controller, Observation, log
+from specjax.spelling import checks_keywords
 
 REWARDS = ("throughput", "accept_length")
 SCORES = ("median", "mean")
 
 
+@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class BanditConfig:
     """Settings of the bandit.

@@ -16,11 +16,13 @@ from specjax.control.ema import EmaConfig, EmaTiers, tier_name
 from specjax.control.fastrl import FastRLSettings, read_fastrl
 from specjax.control.goodput import Goodput, GoodputConfig
 from specjax.control.static import Gate, Static
+from specjax.spelling import checks_keywords
 
 CONTROLLERS = ("goodput", "static", "ema", "bandit")
 DEFAULT_STRATEGIES = (OFF, "1_1_2", "2_1_3", "4_1_5", "7_1_8")
 
 
+@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class ControlConfig:
     """How the strategy is chosen while running.

@@ -15,8 +15,10 @@ from typing import Any
 
 from specjax.config.checks import from_known_keys
 from specjax.control.base import OFF, Controller, Observation, log
+from specjax.spelling import checks_keywords
 
 
+@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class EmaConfig:
     """Keys of SGLang's `--speculative-adaptive-config`.

@@ -10,6 +10,7 @@ from typing import Any
 from specjax.config.strategy import Strategy
 from specjax.control.bandit import BanditConfig
 from specjax.control.base import OFF, canonical, log
+from specjax.spelling import checks_keywords
 
 _TOP = ("enable", "spec_strategy", "bs_threshold", "eagle")
 _EAGLE = (
@@ -18,6 +19,7 @@ _EAGLE = (
 )  # fmt: skip
 
 
+@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class FastRLSettings:
     """What the section asks for.

@@ -30,6 +30,7 @@ from specjax.control.base import OFF, Controller, Observation, log
 from specjax.control.beginnings import Beginnings
 from specjax.control.costs import CostTable
 from specjax.control.tries import WAITING_ROUNDS, Candidate, Tries
+from specjax.spelling import checks_keywords
 
 _ENDS_WITHIN = 4096.0  # tokens after which an observed end of a sample counts half
 _BOTH = 2  # what a try takes to begin, and what goes on after it likewise
@@ -37,6 +38,7 @@ _SHORT = 8  # rounds of a chunk: it tells little of costs where another strategy
 _OVERDUE = 4000  # rounds after which plain decoding is measured again, however dear it seems
 
 
+@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class GoodputConfig:
     """Settings of the goodput controller.

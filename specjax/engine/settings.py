@@ -12,7 +12,7 @@ from specjax.control.base import parse_arms
 from specjax.draft.source import WINDOW
 from specjax.engine.prompts import padded_widths
 from specjax.kernels import panels
-from specjax.spelling import SettingError
+from specjax.spelling import SettingError, checks_keywords
 
 PREFILL_TOKENS = 512  # of all rows of one prefill, about
 
@@ -27,6 +27,7 @@ def stretched(chunk_tokens: int, stretch: int, rows: int, remembers: bool = Fals
     return min(tokens, max(chunk_tokens, WINDOW)) if remembers else tokens
 
 
+@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """How an engine uses its device; nothing of it changes a token but by rounding.

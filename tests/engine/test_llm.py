@@ -150,23 +150,6 @@ def test_prompts_are_taken_in_vllms_forms_and_params_by_vllms_name(plain_llm):
         plain_llm.generate([5], params, sampling_params=params)
 
 
-@pytest.mark.parametrize(
-    ("build", "keyword", "meant"),
-    [(SamplingParams, "max_token", "max_tokens"), (SamplingParams, "logprobs", "top_logprobs"),
-     (SamplingParams, "max_new_tokens", "max_tokens"),
-     (SamplingParams, "temprature", "temperature"),
-     (LLM, "max_model_len", "max_len"), (LLM, "tensor_parallel_size", "tp"),
-     (LLM, "max_num_seqs", "max_batch"), (LLM, "tokeniser", "tokenizer")],
-)  # fmt: skip
-def test_an_unknown_keyword_names_the_parameter_here(build, keyword, meant):
-    given = ("/nowhere",) if build is LLM else ()
-    said = f"{build.__name__} has no parameter {keyword}; did you mean {meant}\\?"
-    with pytest.raises(TypeError, match=said):
-        build(*given, **{keyword: 3})
-    with pytest.raises(TypeError, match="has no parameter xyzzy; there are "):
-        build(*given, xyzzy=1)
-
-
 def test_the_number_of_params_must_be_one_or_that_of_the_prompts(spec_llm):
     with pytest.raises(ValueError, match="got 2 SamplingParams for 3 prompts"):
         spec_llm.generate([[1], [2], [3]], [SamplingParams()] * 2)
