@@ -226,6 +226,8 @@ class Engine:
         scheduler = self.scheduler
         if running == "recompute" or self._caches_are_spoilt:
             self._step_back(keep=True)
+        else:  # those that stand by have had no row yet
+            self._step_back(keep=True, first=self.loop.slots)
         scheduler.forget_prompts()
         self.stale_positions += scheduler.positions  # of those that run on
         self.runner.set_params(params, self.runner.head if head is None else head)
@@ -243,9 +245,10 @@ class Engine:
         head = self.runner.checksums.get("draft")
         return head is not None and not head.finite
 
-    def _step_back(self, keep: bool = False) -> None:
-        """All that run wait again, in order; `keep`: see `Loop.step_back`."""
-        for sequence in reversed(list(self.scheduler.running.values())):
+    def _step_back(self, keep: bool = False, first: int = 0) -> None:
+        """All that run wait again, in order, from the one on that started as the `first`; `keep`:
+        see `Loop.step_back`."""
+        for sequence in reversed(list(self.scheduler.running.values())[first:]):
             self.loop.step_back(sequence, keep)
 
     def set_head(self, head: Params) -> None:
