@@ -9,6 +9,9 @@ what is kept. The tokens that come out have the target's joint distribution, wha
     decision = speculative_accept(proposal, verified, seed=0, position=len(context) - 1)
     context += decision.tokens
 
+A target that has no distribution after the last draft passes p [2, V]; when both drafts are kept,
+no token follows them in that round.
+
 `probs` are probabilities after every transform (temperature, top-p, penalties, ...), p's and q's
 own. Nothing of a model is needed or imported here; the rules are those that the library decodes
 with (block.py, recursive.py). For whole sequences see `specjax.engine.speculate`.
@@ -113,6 +116,8 @@ class VerifyResult:
     Attributes:
       probs: [n+1 V] its distribution after the context and the first 0, 1, .., n drafted tokens.
         The last row is the bonus: when every draft is accepted, one more token comes for free.
+        [n V], for n > 0, leaves it out: then a round that accepts every draft emits these n tokens
+        alone. Which tokens are kept does not depend on that row.
 
     Raises:
       ValueError: shapes or probabilities that cannot be meant.
@@ -124,7 +129,8 @@ class VerifyResult:
         rows = _table(
             "VerifyResult.probs",
             self.probs,
-            "[n + 1, V] with a row for each drafted token and one after the last",
+            "[n + 1, V] with a row for each drafted token and one after the last, or [n, V] for "
+            "n > 0 drafted tokens without the one after the last",
             None,
         )
         _check_distributions("VerifyResult.probs", rows, np.arange(len(rows)))
@@ -137,22 +143,22 @@ class AcceptDecision(NamedTuple):
     Attributes:
       accepted: the drafted tokens that were kept, 0 to n.
       next_token: the one that follows: drawn from the residual after a rejection, from the bonus
-        row after none.
+        row after none. None where there was no rejection and no bonus row.
       all_accepted: whether there was no rejection.
     """
 
     accepted: tuple[int, ...]
-    next_token: int
+    next_token: int | None
     all_accepted: bool
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        return (*self.accepted, self.next_token)
+        return self.accepted if self.next_token is None else (*self.accepted, self.next_token)
 
     @property
     def total_tokens(self) -> int:
-        """1 to n + 1: every round emits at least one token."""
-        return len(self.accepted) + 1
+        """1 to n + 1, or 1 to n without the bonus row: every round emits at least one token."""
+        return len(self.tokens)
 
 
 def speculative_accept(
@@ -182,17 +188,24 @@ def speculative_accept(
     if position < 0:
         raise ValueError(f"position must be that of the last context token, >= 0, got {position}")
     n, vocab = proposal.probs.shape
-    if verified.probs.shape != (n + 1, vocab):
+    shapes = [(n + 1, vocab), (n, vocab)] if n else [(1, vocab)]
+    if verified.probs.shape not in shapes:
+        without = f", or [n, V] = {(n, vocab)} without that row, where no bonus is wanted"
         raise ValueError(
             f"expected VerifyResult.probs of shape [n + 1, V] = {(n + 1, vocab)} for {n} drafted "
-            f"tokens, got {verified.probs.shape}; the last row is the target's distribution after "
-            "all drafts"
+            "tokens, the last row being the target's distribution after all drafts"
+            f"{without if n else ''}; got {verified.probs.shape}"
         )
+    p = verified.probs
+    bonus = len(p) > n
+    if not bonus:
+        p = np.concatenate([p, p[-1:]])  # any distribution: its token is left out below
     words = rng.request_words(seed, (), 0)[None]
-    drafted, q, p = (x[None] for x in (proposal.tokens, proposal.probs, verified.probs))
+    drafted, q, p = (x[None] for x in (proposal.tokens, proposal.probs, p))
     out = accept_chains(acceptance, words, np.array([position], np.int32), drafted, q, p)
-    count, tokens = int(out.count[0]), np.asarray(out.tokens[0]).tolist()
-    return AcceptDecision(tuple(tokens[: count - 1]), tokens[count - 1], count == n + 1)
+    kept, tokens = int(out.count[0]) - 1, np.asarray(out.tokens[0]).tolist()
+    follows = tokens[kept] if bonus or kept < n else None
+    return AcceptDecision(tuple(tokens[:kept]), follows, kept == n)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -210,6 +223,8 @@ def accept_chains(
       words: what identifies each sequence, see `rng.request_words`.
       position: of the last token of each context.
       q: zero where the drafted token is -1.
+      p: the last row decides nothing but the token after n accepted drafts. Who wants no such token
+        gives any distribution there, and drops it.
     """
     batch, steps = drafted.shape
     keys = rng.request_keys(words)

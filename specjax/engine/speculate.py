@@ -23,19 +23,24 @@ from specjax.decode.plain_arrays import (
 
 
 class Speculator(Protocol):
-    """A model. One that drafts needs `propose`, one that verifies `verify`, and both `commit`."""
+    """A model. One that drafts needs `propose`, one that verifies `verify`; `commit` is optional."""
 
     def propose(self, context: Sequence[int], n: int) -> DraftProposal:
         """At most `n` tokens to follow the context; their randomness must be the draft's own."""
 
     def verify(self, context: Sequence[int], tokens: Sequence[int]) -> VerifyResult:
-        """The target's distributions at each drafted token and after the last.
+        """The target's distributions at each drafted token and, for a bonus token, after the last.
 
-        Rows after a token of -1 decide nothing; they must be distributions all the same.
+        Rows after a token of -1 decide nothing; they must be distributions all the same. Without
+        drafted tokens there is one row, the target's distribution after the context.
         """
 
     def commit(self, context: Sequence[int], tokens: Sequence[int]) -> None:
-        """Is told what was emitted after the context; models with a state advance it here."""
+        """Is told what was emitted after the context; models with a state advance it here.
+
+        Does nothing unless a model has its own; a model without a state needs no such method.
+        """
+        return None
 
 
 class Speculation(NamedTuple):
@@ -46,7 +51,7 @@ class Speculation(NamedTuple):
 
     @property
     def accept_length(self) -> float:
-        """Tokens per round, bonus included; 0 without a round."""
+        """Tokens per round, bonus tokens included; 0 without a round."""
         return sum(d.total_tokens for d in self.decisions) / max(len(self.decisions), 1)
 
 
@@ -61,6 +66,9 @@ def speculate(
     stop_ids: Collection[int] = (),
 ) -> Speculation:
     """Rounds of propose, verify, accept and commit, until `max_tokens` or a stop token.
+
+    A target that gives no distribution after the last draft gets no bonus token: a round that
+    accepts all n drafts emits n tokens.
 
     Args:
       context: at least one token. n: drafted tokens per round; the draft may propose fewer.
@@ -80,8 +88,10 @@ def speculate(
         emitted = decision.tokens[: max_tokens - (len(context) - start)]
         stops = [i for i, token in enumerate(emitted) if token in stop_ids]
         emitted = emitted[: stops[0] + 1] if stops else emitted
-        draft.commit(tuple(context), emitted)
-        target.commit(tuple(context), emitted)
+        for model in (draft, target):
+            commit = getattr(model, "commit", None)
+            if commit is not None:
+                commit(tuple(context), emitted)
         context += emitted
         decisions.append(decision)
         if stops:

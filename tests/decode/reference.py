@@ -63,7 +63,8 @@ def block_accept(
     """Block verification (Sun et al. 2024, algorithm 2) of one chain.
 
     Args:
-      p: [K+1, V] target, row i after i drafts. q: [K, V] draft, row i is what drafted[i] came from.
+      p: [K+1, V] target, row i after i drafts, or [K, V]: then no token follows K kept drafts.
+      q: [K, V] draft, row i is what drafted[i] came from.
       flip: a coin that shows True with the given probability. pick: a draw from given weights.
 
     Returns:
@@ -85,6 +86,8 @@ def block_accept(
         if flip(threshold):
             kept = i
     if kept == steps:
+        if len(p) == steps:
+            return list(drafted), thresholds
         final = pick(p[steps])
     else:
         residual = np.maximum(weights[kept] * p[kept] - q[kept], 0.0)
@@ -96,14 +99,17 @@ def leviathan_accept(
     p: np.ndarray,
     q: np.ndarray,
     drafted: Sequence[int],
-    flip: Callable[[float], bool],
+    flip: Callable[[float, int], bool],
     pick: Callable[[np.ndarray], int],
 ) -> list[int]:
-    """Token-wise rejection along a chain (Leviathan et al. 2023, algorithm 1); an oracle only."""
+    """Token-wise rejection along a chain (Leviathan et al. 2023, algorithm 1); an oracle only.
+
+    Args: as those of `block_accept`.
+    """
     for i, token in enumerate(drafted):
-        if not flip(min(1.0, p[i][token] / q[i][token])):
+        if not flip(min(1.0, p[i][token] / q[i][token]), i + 1):
             return [*drafted[:i], pick(np.maximum(p[i] - q[i], 0.0))]
-    return [*drafted, pick(p[len(drafted)])]
+    return [*drafted, *([pick(p[len(drafted)])] if len(p) > len(drafted) else [])]
 
 
 def recursive_accept(

@@ -55,13 +55,18 @@ def tree_round(p, q, parent):
     return one_round
 
 
-def chain_round(p, q, rule, lengths=(2,)):
-    """Rounds on chains; how many tokens are drafted may depend on what was drafted so far."""
+def chain_round(p, q, rule, lengths=(2,), bonus=True):
+    """Rounds on chains; how many tokens are drafted may depend on what was drafted so far.
+
+    Args:
+      bonus: whether the rule is given the target's distribution after the last draft.
+    """
 
     def one_round(tape, context):
         steps = lengths[sum(context) % len(lengths)]
         drafted = draw_chain(q, context, steps, tape.pick)
         rows = rows_along(p, context, drafted), rows_along(q, context, drafted)[:-1]
+        rows = rows if bonus or not steps else (rows[0][:-1], rows[1])
         emitted = rule(*rows, drafted, tape.flip, tape.pick)
         return emitted[0] if rule is block_accept else emitted
 
@@ -92,6 +97,22 @@ def test_chain_rules_give_the_autoregressive_joint_exactly(rule, lengths):
     vocab = 4 if max(lengths) == 2 else 3
     p, q = tables(vocab)
     assert bias(chain_round(p, q, rule, lengths), p, vocab) < ROUNDING
+
+
+@pytest.mark.parametrize("rule", [block_accept, leviathan_accept])
+@pytest.mark.parametrize("lengths", [(1,), (2,), (0, 1, 2)])
+def test_chain_rules_without_a_bonus_token_give_the_autoregressive_joint_exactly(rule, lengths):
+    """And would not if, without a row for it, a token were emitted after all drafts."""
+    p, q = tables(4 if max(lengths) == 2 else 3)
+    vocab = 4 if max(lengths) == 2 else 3
+    assert bias(chain_round(p, q, rule, lengths, bonus=False), p, vocab) < ROUNDING
+
+    def last_row_again(p_rows, q_rows, drafted, flip, pick):
+        p_rows = p_rows if len(p_rows) > len(drafted) else [*p_rows, p_rows[-1]]
+        emitted = rule(p_rows, q_rows, drafted, flip, pick)
+        return emitted[0] if rule is block_accept else emitted
+
+    assert bias(chain_round(p, q, last_row_again, lengths, bonus=False), p, vocab) > 0.02
 
 
 def test_recursive_rejection_on_a_chain_is_leviathans_rule_outcome_by_outcome():

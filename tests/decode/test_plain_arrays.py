@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference import Injected, block_accept, leviathan_accept
 from scipy import stats
 
 from specjax.decode import rng
@@ -96,6 +97,45 @@ def test_certain_targets_emit_the_matching_prefix_and_their_own_next_token(
     found = speculative_accept(deterministic, VerifyResult(one_hot(targets)), 0, 4, acceptance)
     assert found.tokens == emitted and found.total_tokens == len(emitted)
     assert found.all_accepted == (len(emitted) == len(drafts) + 1)
+
+
+@pytest.mark.parametrize("acceptance", RULES)
+def test_without_the_bonus_row_all_accepted_drafts_are_all_that_is_emitted(acceptance):
+    drafts = [1, 2, 3]
+    found = decide(drafts, one_hot(drafts), one_hot(drafts), acceptance=acceptance)
+    assert found == AcceptDecision((1, 2, 3), None, True)
+    assert found.tokens == (1, 2, 3) and found.total_tokens == 3
+    found = decide(drafts, one_hot(drafts), one_hot([1, 2, 7]), acceptance=acceptance)
+    assert found == AcceptDecision((1, 2), 7, False) and found.total_tokens == 3
+
+
+@pytest.mark.parametrize("bonus", [True, False])
+@pytest.mark.parametrize(
+    ("acceptance", "rule"), [("block", block_accept), ("recursive", leviathan_accept)]
+)
+def test_decisions_are_those_of_the_enumerated_rules_with_and_without_the_bonus_row(
+    acceptance, rule, bonus
+):
+    """With the coins and the noise of the seed and position; test_exact.py enumerates the rules."""
+    counts, seeds = set(), range(60)
+    keys = rng.request_keys(np.stack([rng.request_words(seed, (), 0) for seed in seeds]))
+    root = np.full(len(seeds), 4)
+    coins = np.asarray(rng.round_coins(keys, root, np.arange(1, 4)))
+    noise = np.asarray(rng.round_noise(keys, rng.RESIDUAL, root, np.zeros(1, int), 4))[:, 0]
+    for seed in seeds:
+        q, p = random_rows(3, 4, seed), random_rows(3 + bonus, 4, 1000 + seed)
+        generator = np.random.default_rng(seed)
+        tokens = [int(generator.choice(4, p=row)) for row in q]
+        given = Injected(coins[seed], noise[seed])
+        wanted = rule(p, q, tokens, given.flip, given.pick)
+        wanted = wanted[0] if rule is block_accept else wanted
+        if min(given.margins) < 1e-4:
+            continue
+        found = decide(tokens, q, p, seed, acceptance=acceptance)
+        assert found.tokens == tuple(wanted)
+        assert (found.next_token is None) == (found.all_accepted and not bonus)
+        counts.add(found.total_tokens)
+    assert counts == ({1, 2, 3, 4} if bonus else {1, 2, 3})
 
 
 def test_greedy_accepts_the_argmax_of_a_soft_target_and_emits_nothing_else():
@@ -194,7 +234,8 @@ def test_a_proposal_that_cannot_be_meant_is_refused(tokens, probs, message):
     [
         (
             ROW,
-            "[n + 1, V] with a row for each drafted token and one after the last, got shape (3,)",
+            "[n + 1, V] with a row for each drafted token and one after the last, or [n, V] for "
+            "n > 0 drafted tokens without the one after the last, got shape (3,)",
         ),
         (np.zeros((0, 3)), "got shape (0, 3)"),
         ([ROW, [0.0, 0.0, 0.0]], "row 1 of VerifyResult.probs must be probabilities"),
@@ -206,15 +247,20 @@ def test_a_result_that_cannot_be_meant_is_refused(probs, message):
         VerifyResult(np.array(probs))
 
 
-def test_a_result_without_the_bonus_row_is_refused():
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_result_with_other_rows_than_the_drafts_and_one_more_is_refused(rows):
     with pytest.raises(
-        ValueError, match=r"shape \[n \+ 1, V\] = \(3, 3\).*got \(2, 3\).*all drafts"
+        ValueError,
+        match=r"\[n \+ 1, V\] = \(3, 3\) for 2.*all drafts, or \[n, V\] = \(2, 3\) without "
+        rf"that row, where no bonus is wanted; got \({rows}, 3\)",
     ):
-        decide([0, 1], [ROW] * 2, [ROW] * 2)
+        decide([0, 1], [ROW] * 2, [ROW] * rows)
+    with pytest.raises(ValueError, match=r"= \(1, 3\) for 0 .*after all drafts; got \(2, 3\)"):
+        decide([], np.zeros((0, 3)), [ROW] * 2)
 
 
 def test_vocabularies_that_differ_are_refused():
-    with pytest.raises(ValueError, match=r"\(2, 3\) for 1 drafted tokens, got \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"\(2, 3\) for 1 drafted tokens.*got \(2, 4\)"):
         decide([0], [ROW], [[0.25] * 4] * 2)
 
 

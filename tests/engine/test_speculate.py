@@ -7,7 +7,7 @@ from scipy import stats
 
 from specjax.decode.plain_arrays import DraftProposal, VerifyResult
 from specjax.engine import speculate as module
-from specjax.engine.speculate import speculate
+from specjax.engine.speculate import Speculator, speculate
 
 ALPHA = 1e-6
 
@@ -99,6 +99,33 @@ def test_speculate_ends_within_a_round_and_commits_what_was_emitted(cut):
     assert len(found.decisions) == 2 and found.accept_length == 4
     assert draft.committed == target.committed
     assert draft.committed == [((0,), (1, 2, 3, 4)), ((0, 1, 2, 3, 4), (5, 6))]
+
+
+class Stateless:
+    """A model without `commit`, whose target has no distribution after the last draft."""
+
+    def __init__(self, table):
+        self.propose = table.propose
+        self.whole = table
+
+    def verify(self, context, tokens):
+        rows = self.whole.verify(context, tokens).probs
+        return VerifyResult(rows[:-1] if tokens else rows)
+
+
+def test_speculate_takes_models_without_commit_and_targets_without_a_bonus_row():
+    both = Stateless(Table(lambda c: one_hot(len(c) % 10), 10))
+    found = speculate(both, both, [0], 3, 0, max_tokens=8)
+    assert found.tokens == (1, 2, 3, 4, 5, 6, 7, 8)
+    assert [d.total_tokens for d in found.decisions] == [3, 3, 3] and found.accept_length == 3
+    assert all(d.next_token is None for d in found.decisions)
+
+
+def test_the_protocols_own_commit_does_nothing():
+    class Mine(Speculator):
+        propose = verify = None
+
+    assert Mine().commit((0,), (1,)) is None
 
 
 def test_speculate_takes_a_draft_that_has_nothing_to_propose():
