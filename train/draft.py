@@ -7,6 +7,7 @@ and language-model head enter as constants, and the gradient of the policy is ze
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,7 +79,12 @@ class DraftConfig:
     step_decay: float = option(
         1.0, "weight of each further recursive step relative to the last", least=0
     )
-    mtp_loss_scaling_factor: float = option(1.0, "factor on the head's loss", least=0)
+    mtp_loss_scaling_factor: float = option(
+        1.0,
+        "factor on the head's updates, as if on draft.optim.lr (on the loss alone, clip and Adam "
+        "would take it away again); 0: the head is not trained",
+        least=0,
+    )
     epochs: int = option(1, "passes over the step's micro-batches")
     max_microbatches: int = option(0, "micro-batches of each step used at most; 0 is all", least=0)
     optim: OptimConfig = field(
@@ -93,6 +99,32 @@ class DraftConfig:
                 "expected draft.unroll_steps and draft.epochs >= 1, got "
                 f"{self.unroll_steps} and {self.epochs}"
             )
+        if self.mode == "online" and not self.moves:
+            raise ValueError(
+                "draft.mode=online trains the draft head, and draft.mtp_loss_scaling_factor=0 "
+                "makes each of its updates 0; raise the factor, or leave out draft.mode: the head "
+                "then stays as it is"
+            )
+
+    @property
+    def moves(self) -> bool:
+        """Whether training would change the head."""
+        return self.mtp_loss_scaling_factor > 0
+
+    def about_mode(self) -> str:
+        """The mode as it would be typed, once it is known, with what decided it."""
+        why = "" if self.moves else ", for draft.mtp_loss_scaling_factor=0 makes every update 0"
+        return f"draft.mode={self.mode}{why}"
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """The head's own, every update scaled by `mtp_loss_scaling_factor`.
+
+        Where policy and head share an optimizer, as in Megatron, a factor on the head's loss says
+        how much of an update is the head's. Here the head has an optimizer of its own: its clip and
+        its moments would divide the factor out, so it multiplies what comes out of them.
+        """
+        rate = self.mtp_loss_scaling_factor * self.optim.lr
+        return dataclasses.replace(self.optim, lr=rate).build()
 
 
 def frozen_policy_parts(params: Params) -> Params:
@@ -149,7 +181,7 @@ def head_loss(
         sums.append((loss_sum, aux["top1_matches"], aux["overlap"], count))
     names = ("mtp_loss_sum", "mtp_top1", "mtp_overlap", "mtp_tokens")
     stacked = {n: jnp.stack(v) for n, v in zip(names, zip(*sums, strict=True), strict=True)}
-    return draft.mtp_loss_scaling_factor * total / weights, jax.lax.stop_gradient(stacked)
+    return total / weights, jax.lax.stop_gradient(stacked)
 
 
 class DraftTrainer:
@@ -167,7 +199,7 @@ class DraftTrainer:
         cfg = settled(cfg, mesh, attention, "the head's training attention", context)
         self.cfg, self.draft, self.mesh, self.temperature = cfg, draft, mesh, temperature
         self.context = context
-        self.optimizer = draft.optim.build()
+        self.optimizer = draft.optimizer()
         program = sharding.traced_on(mesh, self._update_program)
         self._update = jax.jit(program, donate_argnums=(0, 1), out_shardings=self._shardings())
 

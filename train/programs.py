@@ -91,9 +91,9 @@ def settle_drafting(cfg: RLConfig, has_head: bool) -> str:
             roll.ngram_siblings = False
     with_head = roll.source == "head"
     if mode == "auto":
-        cfg.draft.mode = "online" if with_head else "frozen"
+        cfg.draft.mode = "online" if with_head and cfg.draft.moves else "frozen"
     require_effect(cfg)
-    trained = "" if not with_head else f" (draft.mode={cfg.draft.mode})"
+    trained = "" if not with_head else f" ({cfg.draft.about_mode()})"
     if with_head and roll.head != "checkpoint":
         return f"draft: the head rollout.head={roll.head}{trained}"
     return drafting.described(SAY) + trained

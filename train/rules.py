@@ -23,8 +23,13 @@ def _drafts_with_head(v: Values) -> bool:
     return drafts_with_head(v, "rollout")
 
 
+def _may_train(v: Values) -> bool:
+    """Whether the head is trained where there is one."""
+    return v["draft.mode"] in ("auto", "online") and v["draft.mtp_loss_scaling_factor"] > 0
+
+
 def _trains_head(v: Values) -> bool:
-    return _speculates(v) and _drafts_with_head(v) and v["draft.mode"] in ("auto", "online")
+    return _speculates(v) and _drafts_with_head(v) and _may_train(v)
 
 
 def _several_devices(v: Values) -> bool:
@@ -79,6 +84,11 @@ def _decay(section: str) -> Needs:
     )
 
 
+_NOT_TRAINED = (
+    "no draft head is trained, with [draft.mode], [draft.mtp_loss_scaling_factor], "
+    "[rollout.strategy] and [rollout.source]; set draft.mode=online with a head that drafts "
+    "(rollout.head=random for a new one), or leave it out"
+)
 _DEPTH = Needs(
     ("draft.step_decay",),
     lambda v: v["draft.unroll_steps"] > 1,
@@ -137,14 +147,13 @@ RL_RULES = (
     # Training of the head.
     Needs(
         (
-            "draft.loss", "draft.unroll_steps", "draft.step_decay", "draft.mtp_loss_scaling_factor",
-            "draft.epochs", "draft.max_microbatches", "draft.optim.*",
+            "draft.loss", "draft.unroll_steps", "draft.step_decay", "draft.epochs",
+            "draft.max_microbatches", "draft.optim.*",
         ),
         _trains_head,
-        "no draft head is trained, with [draft.mode], [rollout.strategy] and [rollout.source]; set "
-        "draft.mode=online with a head that drafts (rollout.head=random for a new one), or leave "
-        "it out",
+        _NOT_TRAINED,
     ),
+    Needs(("draft.mtp_loss_scaling_factor",), _trains_head, _NOT_TRAINED, unless=0),
     Needs(
         ("draft.spot.enabled",),
         _drafts_with_head,
@@ -206,6 +215,10 @@ RL_RULES = (
     ),
 )  # fmt: skip
 
+_NO_HEAD_STAGE = (
+    "[draft_steps], [draft.mode] and [draft.mtp_loss_scaling_factor] train no head; raise "
+    "draft_steps and leave out draft.mode, or leave this out"
+)
 SFT_RULES = (
     *_DATA,
     Needs(
@@ -251,8 +264,9 @@ SFT_RULES = (
     ),
     Needs(
         ("draft_steps",),
-        lambda v: v["draft.mode"] in ("auto", "online"),
-        "[draft.mode] trains no head; leave out draft.mode, or leave this out",
+        _may_train,
+        "[draft.mode] with [draft.mtp_loss_scaling_factor] trains no head; leave out these, or "
+        "leave this out",
         unless=0,
     ),
     Needs(
@@ -261,10 +275,15 @@ SFT_RULES = (
         "train.sft has no rollouts, and so no gaps in them; leave it out",
     ),
     Needs(
-        ("draft.*", "!draft.mode"),
-        lambda v: v["draft_steps"] > 0 and v["draft.mode"] in ("auto", "online"),
-        "[draft_steps] and [draft.mode] train no head; raise draft_steps and leave out draft.mode, "
-        "or leave this out",
+        ("draft.*", "!draft.mode", "!draft.mtp_loss_scaling_factor"),
+        lambda v: v["draft_steps"] > 0 and _may_train(v),
+        _NO_HEAD_STAGE,
+    ),
+    Needs(
+        ("draft.mtp_loss_scaling_factor",),
+        lambda v: v["draft_steps"] > 0 and _may_train(v),
+        _NO_HEAD_STAGE,
+        unless=0,
     ),
     _DEPTH,
     Needs(

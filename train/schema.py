@@ -211,7 +211,7 @@ class SFTConfig:
     def __post_init__(self):
         at_least("", self, steps=0, draft_steps=0, log_every=1, tokenizer_texts=1)
         if self.draft.mode == "auto":
-            self.draft.mode = "online"
+            self.draft.mode = "online" if self.draft.moves else "frozen"
         _short_seed("seed", self.seed)
         _short_seed("data.seed", self.data.seed)
         self.packing.settle(0, self.mesh.row_multiple)
@@ -332,7 +332,8 @@ class RLConfig:
         if self.rollout.spec().is_off:
             self.draft.mode = "none"
         elif self.rollout.source != "auto":
-            self.draft.mode = "online" if self.rollout.source == "head" else "frozen"
+            trained = self.rollout.source == "head" and self.draft.moves
+            self.draft.mode = "online" if trained else "frozen"
 
     @property
     def rollout_devices(self) -> int:
@@ -365,11 +366,13 @@ def _check_spot(cfg: RLConfig) -> None:
     spot, piece = cfg.draft.spot, cfg.packing.rows * cfg.packing.row_length
     if not spot.enabled:
         return
-    if cfg.draft.mode not in ("auto", "online") or cfg.rollout.spec().is_off:
+    trained = cfg.draft.mode in ("auto", "online") and cfg.draft.moves
+    if not trained or cfg.rollout.spec().is_off:
         raise ValueError(
-            f"draft.spot.enabled trains the draft head, and with draft.mode={cfg.draft.mode} and "
+            f"draft.spot.enabled trains the draft head, and with draft.mode={cfg.draft.mode}, "
+            f"draft.mtp_loss_scaling_factor={cfg.draft.mtp_loss_scaling_factor:g} and "
             f"rollout.strategy={cfg.rollout.strategy} there is none to train; set "
-            "draft.mode=online and a strategy, or draft.spot.enabled=false"
+            "draft.mode=online, a factor above 0 and a strategy, or draft.spot.enabled=false"
         )
     if spot.gaps and cfg.rollout.replicas == 1:
         raise ValueError(

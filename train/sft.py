@@ -391,7 +391,7 @@ def about_stages(cfg: SFTConfig) -> str:
     """What will be trained, for how many updates, and how to change that."""
     policy = f"trains the policy for {cfg.steps} updates (steps={cfg.steps})"
     if cfg.draft.mode != "online":
-        return f"{policy}; draft.mode={cfg.draft.mode}: the head is not trained, only exported"
+        return f"{policy}; {cfg.draft.about_mode()}: the head is not trained, only exported"
     if not cfg.draft_steps:
         return f"{policy}; draft_steps=0: the head is not trained, only exported"
     return (

@@ -324,7 +324,7 @@ def test_scanned_and_looped_layers_give_the_same_loss_and_gradient(tiny_policy):
 
 @pytest.fixture(scope="module")
 def modes(thin_policy, tmp_path_factory):
-    """Three steps in every mode; `random` is online too, with an absurd weight on its loss."""
+    """Three steps in every mode; `random` is online too, with updates that are absurdly large."""
     out = tmp_path_factory.mktemp("modes")
     changes = {
         "none": {"draft.mode": "none"},

@@ -34,6 +34,11 @@ RL = [
     (["draft.mode=none", "rollout.control.bs_threshold=4"], "draft.mode=none decodes plainly"),
     (["draft.mode=none", "rollout.draft_model=d"], "rollout.draft_model=d changes nothing"),
     (["draft.mode=frozen", "draft.optim.lr=0.1"], "draft.optim.lr=0.1 changes nothing"),
+    (["draft.mode=online", "draft.mtp_loss_scaling_factor=0"], "makes each of its updates 0"),
+    (["draft.mode=frozen", "draft.mtp_loss_scaling_factor=0.2"], "no draft head is trained, with"),
+    (["draft.mtp_loss_scaling_factor=0", "draft.epochs=2"], "mtp_loss_scaling_factor=0.0, rollout"),
+    (["rollout.head=random", "rollout.replicas=2", "draft.spot.enabled=true",
+      "draft.mtp_loss_scaling_factor=0"], "a factor above 0"),
     (["rollout.source=ngram", "draft.epochs=2"], "rollout.head=random for a new one"),
     (["rollout.source=ngram", "draft.mode=online"], "nothing drafts with it"),
     (["rollout.source=ngram", "rollout.head=random"], "drafts without a head"),
@@ -77,7 +82,9 @@ SFT = [
     (["model=d", "model.num_layers=3"], "init=d has a shape and a tokenizer of its own"),
     (["--init", "d", "vocab_size=300"], "vocab_size=300 changes nothing"),
     (["draft_steps=9", "draft.mode=none"], "draft_steps=9 changes nothing"),
-    (["draft_steps=0", "draft.loss=ce"], "draft_steps=0 and draft.mode=auto train no head"),
+    (["draft_steps=0", "draft.loss=ce"], "draft_steps=0, draft.mode=auto and"),
+    (["draft_steps=9", "draft.mtp_loss_scaling_factor=0"], "draft_steps=9 changes nothing"),
+    (["draft.epochs=2", "draft.mtp_loss_scaling_factor=0"], "draft.epochs=2 changes nothing"),
     (["draft.spot.enabled=true"], "no gaps"),
     (["steps=0", "optim.lr=0.1"], "steps=0 trains no policy"),
     (["steps=0", "loss_on=all"], "loss_on=all changes nothing"),
@@ -266,6 +273,18 @@ def test_a_choice_of_the_user_is_followed():
     strategies = ["rollout.control.controller=bandit", "rollout.control.strategies=[off,2_1_3]"]
     cfg, said = settled(*strategies, has_head=False)
     assert cfg.rollout.control.controller == "bandit" and "bandit chooses among off, 2_1_3" in said
+
+
+@pytest.mark.parametrize("argv", [[], ["rollout.source=head"], ["rollout.head=random"]])
+def test_a_head_whose_updates_are_scaled_to_nothing_stays_as_it_is_and_a_line_says_so(argv):
+    cfg, said = settled("draft.mtp_loss_scaling_factor=0", *argv, has_head=True)
+    assert (cfg.rollout.source, cfg.draft.mode) == ("head", "frozen")
+    why = "for draft.mtp_loss_scaling_factor=0 makes every update 0"
+    assert said.endswith(f"(draft.mode=frozen, {why})")
+    demonstrations, _ = parse_config(SFTConfig, ["draft.mtp_loss_scaling_factor=0"])
+    assert sft.head_steps(demonstrations) == 0
+    assert f"draft.mode=frozen, {why}: the head is not" in sft.about_stages(demonstrations)
+    parse_config(RLConfig, ["draft.mtp_loss_scaling_factor=0.2"])
 
 
 @pytest.mark.parametrize(
