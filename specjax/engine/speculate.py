@@ -23,7 +23,7 @@ from specjax.decode.plain_arrays import (
 
 
 class Speculator(Protocol):
-    """A model: one that drafts has `propose`, one that verifies `verify`, and `commit` is optional."""
+    """A model. To draft it needs `propose`, to verify it needs `verify`; `commit` is optional."""
 
     def propose(self, context: Sequence[int], n: int) -> DraftProposal:
         """At most `n` tokens to follow the context; their randomness must be the draft's own."""
