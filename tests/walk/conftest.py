@@ -1,0 +1,19 @@
+"""The tiny models of the engine's tests serve here, too, and so do the policies of training's."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+for folder in ("engine", "serve"):
+    sys.path.append(str(Path(__file__).resolve().parent.parent / folder))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def walked_policy(thin_policy, tmp_path_factory):
+    """Rows are tables of functions, and take the policy from their module's place of it."""
+    import rows
+
+    rows.PLACES.policy = thin_policy
+    rows.PLACES.scratch = tmp_path_factory.mktemp("walk")
+    return thin_policy
