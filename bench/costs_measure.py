@@ -11,7 +11,6 @@ import functools
 import platform
 import statistics
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +29,7 @@ from specjax.decode.history import context_of
 from specjax.decode.options import Features
 from specjax.decode.state import put_positions, take_slots
 from specjax.draft.mtp import init_head_params
+from specjax.engine.compiling import CompilePool
 from specjax.engine.parcel import Parcel
 from specjax.engine.runner import Runner
 from specjax.models import hf
@@ -111,16 +111,26 @@ class Bench:
 
     def compile(self, on_built: Callable[[int, int], None]) -> None:
         """Every chunk and every drafting, several at once where that helps."""
-        executables = self.runner.executables
+        executables, done = self.runner.executables, 0
+        total = len(self.batches) * (len(self.rows) + 1)
         self.runner.reset()
-        with executables.together(on_built):
+        self._drafts: dict[int, jax.stages.Compiled] = {}
+
+        def ready(count: int) -> None:
+            nonlocal done
+            done += count
+            on_built(done, total)
+
+        with CompilePool(executables.threads, ready) as pool:
+            with executables.ahead(pool):
+                for batch in self.batches:
+                    for rows in self.rows:
+                        self._start(chain(rows), batch)
+                pool.finish()
             for batch in self.batches:
-                for rows in self.rows:
-                    self._start(chain(rows), batch)
-        with ThreadPoolExecutor(executables.threads) as pool:
-            lowered = [self._drafting(batch) for batch in self.batches]
-            built = pool.map(jax.stages.Lowered.compile, lowered)
-        self._drafts = dict(zip(self.batches, built, strict=True))
+                keep = functools.partial(self._drafts.__setitem__, batch)
+                pool.submit(self._drafting(batch).compile, keep)
+            pool.finish()
 
     def _start(self, strategy: str, batch: int) -> Parcel[Result]:
         lineup = self.runner.alone(everyone(self.runner, batch))

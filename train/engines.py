@@ -62,7 +62,9 @@ def build_engines(
         "max_len": roll.max_prompt_tokens + roll.max_tokens,
         "stop_width": max(1, len(model.eos_token_ids)),
         "prompt_widths": [roll.max_prompt_tokens],  # one width, one set of executables
-        "config": dataclasses.replace(roll.engine_config(), attention=cfg.attention),
+        "config": dataclasses.replace(
+            roll.engine_config(), attention=cfg.attention, named_strategies=False
+        ),
     }
     spec = roll.spec() if speculate else None
     control = roll.control_config() if speculate else None

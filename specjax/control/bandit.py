@@ -103,6 +103,9 @@ class Bandit(Controller):
         log.debug("MAB selected: %s, group %d, scores: %s", name, group, scores)
         return name
 
+    def _first(self) -> str:
+        return max(self.arms, key=self._scores[0].__getitem__)
+
     def _learn(self, seen: Observation) -> None:
         reward = self._reward(seen)
         if reward is None:  # nothing was measured; a zero would bury the arm

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("specjax.control")
 
 OFF = "off"
-LOG_EVERY = 100  # chunks between two lines with the accept length, when the strategy stays
+LOG_EVERY = 100  # chunks between two lines with a strategy, or with an accept length
 
 
 def canonical(name: str) -> str:
@@ -161,6 +161,8 @@ class Controller(abc.ABC):
         self._tokens_per_sec: float | None = None
         self._chunks = 0
         self._log_level = logging.INFO  # a gate lowers that of the controller behind it
+        self._said: str | None = None  # the strategy that the log named last
+        self._unsaid = LOG_EVERY  # chunks selected since then
 
     def select(self, batch_size: int) -> str:
         """The strategy of the next chunk, for `batch_size` running slots."""
@@ -169,7 +171,16 @@ class Controller(abc.ABC):
         name = self._choose(int(batch_size))
         if name not in self.drafts:
             raise AssertionError(f"{self.kind} chose {name!r}, which is none of {self.arms}")
-        if name != self.current:
+        self._say(name, batch_size)
+        self.current = name
+        return name
+
+    def _say(self, name: str, batch_size: int) -> None:
+        """Logs a strategy that is new; one that stays is named soon, and of those that change all
+        the time one now and then."""
+        self._unsaid += 1
+        if name != self._said and self._unsaid >= LOG_EVERY:
+            self._said, self._unsaid = name, 0
             log.log(
                 self._log_level,
                 "Using strategy: %s (batch size %d, %s)",
@@ -177,8 +188,19 @@ class Controller(abc.ABC):
                 batch_size,
                 self.kind,
             )
-        self.current = name
-        return name
+
+    @property
+    def active(self) -> str:
+        """The strategy that was chosen last; before the first choice, the one that a batch of one
+        would get, were nothing explored."""
+        return self.current or self._first()
+
+    def _first(self) -> str:
+        return self.arms[0]
+
+    def may_choose(self, strategy: str, batch_size: int) -> bool:
+        """Whether a strategy may be chosen for batches of this size, or of some larger one."""
+        return strategy in self.drafts
 
     def observe(self, seen: Observation) -> None:
         """Learns from a finished chunk.
@@ -190,11 +212,11 @@ class Controller(abc.ABC):
             return
         self._learn(seen)
         self._chunks += 1
-        changed = self._accept_length is None
+        first = self._accept_length is None
         self._accept_length = seen.accept_length
         if seen.seconds_per_round is not None:
             self._tokens_per_sec = seen.tokens / float(seen.seconds)
-        if changed or self._chunks % LOG_EVERY == 0:
+        if first or self._chunks % LOG_EVERY == 0:
             log.log(
                 self._log_level, "Acceptance length: %.2f (%s)", self._accept_length, seen.strategy
             )

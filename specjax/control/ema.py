@@ -108,6 +108,11 @@ class EmaTiers(Controller):
     def _choose(self, batch_size: int) -> str:
         return tier_name(self.steps)
 
+    @property
+    def active(self) -> str:
+        """The tier, though its first chunk be still to come."""
+        return tier_name(self.steps)
+
     def _learn(self, seen: Observation) -> None:
         if seen.strategy != tier_name(self.steps):
             return

@@ -81,7 +81,6 @@ def read_fastrl(section: Mapping[str, Any], seed: int = 0) -> FastRLSettings:
             raise ValueError("mab_configs lists no strategy; give some, such as '8_4_32'")
         controller, strategies = "bandit", tuple(dict.fromkeys([*listed, OFF]))
     threshold = section.get("bs_threshold")
-    log.info("Speculative decoding enabled: %s", strategies != (OFF,))
     return FastRLSettings(
         controller=controller,
         strategies=strategies,

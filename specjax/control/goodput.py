@@ -159,6 +159,10 @@ class Goodput(Controller):
         self.acceptance.forget()
         self.tries.weights_changed()
 
+    def _first(self) -> str:
+        scores = self.scores(1)
+        return max(self.arms, key=scores.__getitem__)
+
     @property
     def is_curious(self) -> bool:
         return self.tries.is_wanted

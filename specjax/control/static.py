@@ -56,6 +56,15 @@ class Gate(Controller):
         self.inner.observe(seen)
 
     @property
+    def active(self) -> str:
+        return OFF if self._closed else self.inner.active
+
+    def may_choose(self, strategy: str, batch_size: int) -> bool:
+        if strategy == OFF:  # larger ones close the gate
+            return True
+        return batch_size <= self.bs_threshold and self.inner.may_choose(strategy, batch_size)
+
+    @property
     def is_curious(self) -> bool:
         return self.inner.is_curious
 

@@ -6,7 +6,6 @@ up); `loop` is the host loop, `scheduler` decides what runs next, `runner` holds
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
@@ -19,6 +18,7 @@ from specjax.decode.options import Features
 from specjax.decode.plan import Plan
 from specjax.draft.source import DraftSource
 from specjax.engine.checks import Limits
+from specjax.engine.compiling import OnProgram
 from specjax.engine.intake import Intake
 from specjax.engine.loop import Loop
 from specjax.engine.programs import all_of
@@ -28,7 +28,8 @@ from specjax.engine.runner import Runner
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Progress
 from specjax.engine.settings import EngineConfig, piece_widths, strategies_of
-from specjax.engine.start_up import OnProgram, StartUp, calibrate, compile_ahead
+from specjax.engine.start_up import StartUp, calibrate
+from specjax.engine.start_up import warm_up as start_up_of
 from specjax.engine.watch import Watcher
 from specjax.models.transformer import Params
 from specjax.telemetry import Collector
@@ -152,7 +153,9 @@ class Engine:
         return self.loop.version
 
     def warm_up(
-        self, features: Several[Features] = (Features(),), on_program: OnProgram | None = None
+        self,
+        features: Several[Features] = (Features(),),
+        on_program: OnProgram | None = None,
     ) -> StartUp:
         """Compiles all that generation can need, and measures it if the controller asks for that.
 
@@ -162,26 +165,32 @@ class Engine:
           features: one set of programs each. The default one serves requests that ask for nothing
             but a temperature; `Features.all()` serves all, slower. A request that no set covers
             compiles its own when it comes.
-          on_program: hears of each program that is ready: how many are, and of how many.
+          on_program: hears of each program that is ready: how many are, and of how many; see
+            `compile_ahead`.
 
         Raises:
           RuntimeError: samples run, whose caches would be overwritten.
         """
+        start_up = start_up_of([self], features, on_program)
+        log.info("%s", start_up)
+        return start_up
+
+    def prepare_to_warm_up(self) -> None:
+        """Refuses where samples run, see `warm_up`."""
         if self.scheduler.positions:
             raise RuntimeError(
                 "warm_up would overwrite the caches of samples that run; call it before add(), or "
                 "suspend() them and add them again"
             )
         self._is_warm = True
-        start_up = compile_ahead(self.loop, features, on_program)
-        if self.control is not None and self.control.controller == "goodput":
-            costs, seconds = calibrate(self.loop, features[0])
-            start_up = dataclasses.replace(start_up, calibration_seconds=seconds)
+
+    def calibrate(self, features: Features) -> bool:
+        """Measures costs, if the controller asks for that; says whether it does."""
+        wanted = self.control is not None and self.control.controller == "goodput"
+        if wanted:
+            costs, _ = calibrate(self.loop, features)
             self.controller.calibrated(costs)
-        self.runner.agreement.settle()
-        self.runner.reset()
-        log.info("%s", start_up)
-        return start_up
+        return wanted
 
     def _controller(self) -> Controller:
         if self.control is None:

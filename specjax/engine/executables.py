@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator
 
 import jax
 
 from specjax import sharding
 from specjax.decode.options import Features
+from specjax.engine.compiling import CompilePool, said_if_slow
 
 
 class Noted:
@@ -53,7 +53,8 @@ class Executables:
         self.compilations = 0
         self.before_build: Callable[[], None] = lambda: None
         self.build: Callable = lambda key, lower, donate: lower().compile()
-        self._noted: dict[tuple, tuple[jax.stages.Lowered, tuple[int, ...]]] | None = None
+        self._pool: CompilePool | None = None
+        self._is_ahead = False
 
     def get(self, key: tuple, program: Callable, inputs: tuple, donate: tuple[int, ...]):
         """The executable of a program whose output begins with its donated inputs, in order."""
@@ -70,11 +71,18 @@ class Executables:
                 out = tuple(sharding.state_shardings(self._mesh, shape) for shape in shapes)
             return jax.jit(program, donate_argnums=donate, out_shardings=out).lower(*inputs)
 
-        if self._noted is None:
+        if self._pool is not None:
+            lowered = lower()
+            self.by_key[key] = Noted(donate)
+            self._pool.submit(
+                lambda: self.build(key, lambda: lowered, donate),
+                lambda built: self._keep(key, built),
+            )
+        elif self._is_ahead:  # whoever compiles ahead says how far that is
             self._keep(key, self.build(key, lower, donate))
         else:
-            self._noted[key] = lower(), donate
-            self.by_key[key] = Noted(donate)
+            with said_if_slow(_described(key)):
+                self._keep(key, self.build(key, lower, donate))
         return self.by_key[key]
 
     def _keep(self, key: tuple, built: Callable) -> None:
@@ -83,43 +91,32 @@ class Executables:
 
     @property
     def threads(self) -> int:
-        """Programs that are worth compiling at once. One for CPUs, whose compiler has threads of
-        its own, and on several hosts, whose compilers may wait for each other's choices."""
-        if jax.process_count() > 1 or jax.default_backend() == "cpu":
-            return 1
+        """Programs that are worth compiling at once: one for each core, for compilers do a good
+        part of their work in one thread (XLA for CPUs 25% to 30% of it).
+
+        One where the devices belong to several hosts: XLA's autotuner for GPUs has hosts wait for
+        each other's measurements, program by program, so all must compile them in one order.
+        """
+        if self._mesh is not None:
+            if len({device.process_index for device in self._mesh.devices.flat}) > 1:
+                return 1
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
     @contextlib.contextmanager
-    def together(self, on_built: Callable[[int, int], None]) -> Iterator[None]:
-        """What is asked for within is compiled at the end, several at once.
-
-        Within, programs do nothing: they give back the inputs they are donated, and None.
+    def ahead(self, pool: CompilePool | None) -> Iterator[None]:
+        """Of what is asked for within nobody is told that it compiles: the caller says so.
 
         Args:
-          on_built: hears how many are compiled, and of how many.
+          pool: compiles what is asked for, and must be waited for within. Meanwhile such a program
+            does nothing: it gives back the inputs that it is donated, and None. None: each program
+            is compiled when it is asked for.
         """
-        self._noted = {}
+        self._pool, self._is_ahead = pool, True
         try:
             yield
-            noted, self._noted = self._noted, None
-            self._build_all(noted, on_built)
         finally:
-            self._noted = None
+            self._pool, self._is_ahead = None, False
             self.by_key = {k: v for k, v in self.by_key.items() if not isinstance(v, Noted)}
-
-    def _build_all(self, noted: Mapping, on_built: Callable[[int, int], None]) -> None:
-        with ThreadPoolExecutor(self.threads, "compile") as pool:
-            started = {
-                pool.submit(self.build, key, lambda lowered=lowered: lowered, donate): key
-                for key, (lowered, donate) in noted.items()
-            }
-            try:
-                for done, built in enumerate(as_completed(started), 1):
-                    self._keep(started[built], built.result())
-                    on_built(done, len(started))
-            except BaseException:  # Ctrl-C, too, need not wait for what nobody began
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
 
     def rows(self, positions: int) -> list[int]:
         """Of the programs that read pieces of so many positions, how many each reads at once."""
@@ -151,3 +148,15 @@ class Executables:
             "code": sum(a.generated_code_size_in_bytes for a in found),
             "temporaries": max((a.temp_size_in_bytes for a in found), default=0),
         }
+
+
+def _described(key: tuple) -> str:
+    """A program in words, for who waits for it."""
+    kind, *sizes = key
+    if kind == "chunk":
+        return f"strategy {sizes[0]} for a batch of {sizes[1]}"
+    if kind == "place":
+        return f"the start of {sizes[0]} samples"
+    rows, positions = sizes[0]
+    does = "reads" if kind == "prefill" else "scores"
+    return f"what {does} {positions} positions of {rows} prompts"

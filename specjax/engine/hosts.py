@@ -25,6 +25,7 @@ from specjax.collectives import received
 from specjax.decode.options import Features
 from specjax.distributed import gather
 from specjax.engine.checksum import checksum
+from specjax.engine.compiling import OnProgram
 from specjax.engine.engine import Engine
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import Finished, Job, SampleOutput, SpecStats, Totals
@@ -217,9 +218,13 @@ class Hosts:
         """Samples that were added and are not known to have ended."""
         return len(self._running)
 
-    def warm_up(self, features: Several[Features] = (Features(),)) -> StartUp:
+    def warm_up(
+        self,
+        features: Several[Features] = (Features(),),
+        on_program: OnProgram | None = None,
+    ) -> StartUp:
         """Compiles for the replicas of this process; returns what these took."""
-        return self.own.warm_up(features)
+        return self.own.warm_up(features, on_program)
 
     def set_params(self, params: Params, head: Params | None = None, running: str = "recompute"):
         """Gives every replica new weights, see `Engine.set_params`.

@@ -18,6 +18,7 @@ from specjax.config.dtype import AUTO, about_dtype
 from specjax.control import ControlConfig
 from specjax.engine.checks import check_job, check_prompt
 from specjax.engine.compare import Difference, first_difference
+from specjax.engine.compiling import OnProgram
 from specjax.engine.engine import Engine
 from specjax.engine.options_rows import features_of
 from specjax.engine.prompt_forms import (
@@ -39,7 +40,7 @@ from specjax.engine.request import (
 )
 from specjax.engine.settings import EngineConfig
 from specjax.engine.sources import load_source, settle_draft
-from specjax.engine.start_up import OnProgram, StartUp
+from specjax.engine.start_up import StartUp
 from specjax.hub import find_model
 from specjax.models.generation_config import asked_for, sampling_defaults
 from specjax.models.transformer import Params

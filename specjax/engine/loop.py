@@ -109,6 +109,11 @@ class Loop:
         """Length that a sample is expected to have, by those of its prompt."""
         return self.lengths.expected(sequence.job.prompt_hash)
 
+    def reached(self, strategy: str, bucket: int) -> bool:
+        """Whether a chunk of that size may have the strategy."""
+        smaller = max((size for size in self.buckets if size < bucket), default=0)
+        return self.config.named_strategies or self.controller.may_choose(strategy, smaller + 1)
+
     @property
     def running(self) -> list[Sequence]:
         """Those that have a row as far as the host knows, in the order in which they started."""

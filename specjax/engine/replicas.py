@@ -16,12 +16,14 @@ import jax
 
 from specjax.decode.options import Features
 from specjax.engine.checksum import require_same
+from specjax.engine.compiling import OnProgram
 from specjax.engine.engine import Engine
 from specjax.engine.request import Finished, Job, SampleOutput, Totals
 from specjax.engine.run import run_to_the_end
 from specjax.engine.runner import STANDBY
 from specjax.engine.sequence import Progress
-from specjax.engine.start_up import OnProgram, StartUp
+from specjax.engine.start_up import StartUp
+from specjax.engine.start_up import warm_up as start_up_of
 from specjax.engine.watch import News, Watcher
 from specjax.models.transformer import Params
 from specjax.reshard import Mover, cast
@@ -152,17 +154,16 @@ class Replicas:
         return [i for i, engine in enumerate(self.engines) if not engine.has_work]
 
     def warm_up(
-        self, features: Several[Features] = (Features(),), on_program: OnProgram | None = None
+        self,
+        features: Several[Features] = (Features(),),
+        on_program: OnProgram | None = None,
     ) -> StartUp:
         """Compiles for every replica, see `Engine.warm_up`; returns what all of them took."""
-        count, took = len(self.engines), []
-        for before, engine in enumerate(self.engines):
+        return start_up_of(self.engines, features, on_program)
 
-            def told(done: int, total: int, before: int = before) -> None:
-                on_program(before * total + done, count * total)
-
-            took.append(engine.warm_up(features, on_program and told))
-        return StartUp.sum(took)
+    def replica_of(self, ticket: int) -> int | None:
+        """On which replica a sample runs; None: on none, or it has ended."""
+        return self._where.get(ticket, (None, 0))[0]
 
     def set_params(self, params: Params, head: Params | None = None, running: str = "recompute"):
         """Gives every replica new weights, see `Engine.set_params`.

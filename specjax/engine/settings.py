@@ -50,6 +50,8 @@ class EngineConfig:
         elsewhere, see `specjax.kernels.panels`.
       follow_ups: whoever gets a sample adds another one at once, as the next turn of a
         conversation: chunks end early when slots become free, as they do while requests wait.
+      named_strategies: requests may name the strategy that they run by. If none does, strategies
+        are not compiled ahead for batches for which the controller never chooses them.
     """
 
     chunk_tokens: int = 32
@@ -59,6 +61,7 @@ class EngineConfig:
     prefill_chunk: int = PREFILL_TOKENS
     order: str = "fifo"
     follow_ups: bool = False
+    named_strategies: bool = True
     attention: str = "auto"
     products: str = "auto"
 

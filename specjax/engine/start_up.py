@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from specjax.control.costs import CostTable, of_rounds
 from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
 from specjax.decode.state import Lineup
+from specjax.engine.compiling import CompilePool, CompileProgress, OnProgram
 from specjax.engine.inputs import admission_of, piece_of, place_size, place_sizes
 from specjax.engine.pages import pages_for
 from specjax.engine.parcel import Parcel
@@ -26,11 +28,11 @@ from specjax.engine.scheduler import Start
 from specjax.engine.sequence import Sequence
 
 if TYPE_CHECKING:
+    from specjax.engine.engine import Engine
     from specjax.engine.loop import Loop
 
 CONTEXT = 256  # tokens of a sequence while costs are measured, at most
 REPEATS_BESIDE = 2  # of every strategy: were it too long by a hiccup, rounds would look cheap
-OnProgram = Callable[[int, int], None]  # programs that are ready, and all that there will be
 IN_A_ROW = 3  # measurements of quick rounds
 SAMPLE_SECONDS = 0.01  # of one measurement, about; where a round takes longer it is one round
 SLOW_SECONDS = SAMPLE_SECONDS / 4  # of a round: the first one is a measurement, too
@@ -42,7 +44,8 @@ class StartUp:
     """What starting took.
 
     Attributes:
-      programs: that were compiled. seconds: for that. calibration_seconds: for measuring them.
+      programs: that were compiled. seconds: for that, and for running each once.
+      calibration_seconds: for measuring them.
       code_bytes, temporary_bytes: of all programs, and of the one with the largest temporaries; 0
         where the platform does not tell. cache_bytes: of all pages.
     """
@@ -53,12 +56,6 @@ class StartUp:
     code_bytes: int
     temporary_bytes: int
     cache_bytes: int
-
-    @classmethod
-    def sum(cls, several: Several[StartUp]) -> StartUp:
-        """What several engines took, one after the other."""
-        rows = map(dataclasses.astuple, several)
-        return cls(*map(sum, zip(*rows, strict=True)))
 
     def __str__(self) -> str:
         sizes = {
@@ -77,43 +74,90 @@ def _mib(count: int) -> str:
     return f"{count / 2**20:.1f} MiB"
 
 
-def compile_ahead(
-    loop: Loop, features: Several[Features], on_program: OnProgram | None = None
+def warm_up(
+    engines: Several[Engine],
+    features: Several[Features],
+    on_program: OnProgram | None = None,
 ) -> StartUp:
-    """Builds every program, see `start_programs`.
+    """`Engine.warm_up`, of several engines whose programs are compiled side by side.
+
+    Programs of replicas are alike, and JAX has no way to load one on other devices than those that
+    it was compiled for. (With a cache directory they are found there on GPUs.)
+    """
+    for engine in engines:
+        engine.prepare_to_warm_up()
+    start_up = compile_ahead([engine.loop for engine in engines], features, on_program)
+    started = time.perf_counter()
+    measured = [engine.calibrate(features[0]) for engine in engines]
+    if any(measured):
+        seconds = time.perf_counter() - started
+        start_up = dataclasses.replace(start_up, calibration_seconds=seconds)
+    for engine in engines:
+        engine.runner.agreement.settle()
+        engine.runner.reset()
+    return start_up
+
+
+def compile_ahead(
+    loops: Several[Loop], features: Several[Features], on_program: OnProgram | None = None
+) -> StartUp:
+    """Builds every program of every loop, see `start_programs`.
 
     Each runs once, over a prefix: the first run of a program takes many times as long as those that
     follow, and what it skips then is as slow when it comes.
 
     Args:
-      on_program: hears of each program that is ready.
+      on_program: hears at the beginning, of each program that is ready, and now and then between,
+        how many are ready, and of how many; None: a warning is logged when it takes long.
     """
-    runner, started = loop.runner, time.perf_counter()
-    built, total = runner.compilations, count_programs(loop, features)
-    runner.reset()
-    tell = on_program or (lambda done, total: None)
-    if several := runner.executables.threads > 1:
-        with runner.executables.together(tell):
-            for _ in start_programs(loop, features):
-                pass
-    for done, result in enumerate(start_programs(loop, features), 1):
-        jax.block_until_ready(result)
-        if not several:
-            tell(done, total)
-    jax.block_until_ready(runner.state)
-    memory = runner.executables.memory()
+    started, tell = time.perf_counter(), on_program or CompileProgress()
+    runners = [loop.runner for loop in loops]
+    built = sum(runner.compilations for runner in runners)
+    done, total = 0, sum(count_programs(loop, features) for loop in loops)
+
+    def ready(count: int) -> None:
+        nonlocal done
+        done += count
+        tell(done, total)
+
+    ready(0)
+    for runner in runners:
+        runner.reset()
+    side_by_side = [loop for loop in loops if loop.runner.executables.threads > 1]
+    if side_by_side:
+        threads = min(loop.runner.executables.threads for loop in side_by_side)
+        with contextlib.ExitStack() as stack, CompilePool(threads, ready) as pool:
+            for loop in side_by_side:
+                stack.enter_context(loop.runner.executables.ahead(pool))
+                submitted = pool.submitted
+                for _ in start_programs(loop, features):
+                    if pool.submitted == submitted:  # it was compiled before
+                        ready(1)
+                    submitted = pool.submitted
+                    pool.collect()
+            pool.finish()
+    for loop in loops:
+        with loop.runner.executables.ahead(None):
+            for result in start_programs(loop, features):
+                jax.block_until_ready(result)
+                if loop not in side_by_side:
+                    ready(1)
+        jax.block_until_ready(loop.runner.state)
+    memory = [runner.executables.memory() for runner in runners]
     return StartUp(
-        programs=runner.compilations - built,
+        programs=sum(runner.compilations for runner in runners) - built,
         seconds=time.perf_counter() - started,
         calibration_seconds=0.0,
-        code_bytes=memory["code"],
-        temporary_bytes=memory["temporaries"],
-        cache_bytes=runner.pages * runner.page_bytes,
+        code_bytes=sum(sizes["code"] for sizes in memory),
+        temporary_bytes=sum(sizes["temporaries"] for sizes in memory),
+        cache_bytes=sum(runner.pages * runner.page_bytes for runner in runners),
     )
 
 
 def start_programs(loop: Loop, features: Several[Features]) -> Iterator[Result | None]:
     """Starts every program: prefill by width, placement by size, chunks by strategy and bucket.
+
+    Chunks that the controller never asks for are left out, see `Loop.reached`.
 
     Yields:
       what each brings for the host.
@@ -124,20 +168,18 @@ def start_programs(loop: Loop, features: Several[Features]) -> Iterator[Result |
             yield runner.prefill(piece_of([], rows, width, runner))
     for count in place_sizes(runner.batch):
         yield runner.place(admission_of(_starts(runner, 1, 1), count, runner))
-    buckets = _buckets(loop)
     # Smallest first: what a larger program covers already would not be compiled.
     features = sorted(features, key=lambda f: f.size)
-    for strategy in runner.plans:
-        for bucket in buckets:
-            for wanted in features:
-                runner.place(admission_of(_starts(runner, 1, _context(runner)), 1, runner))
-                yield _start_chunk(runner, strategy, wanted, bucket, rounds=1)
+    for strategy, bucket in _chunks(loop):
+        for wanted in features:
+            runner.place(admission_of(_starts(runner, 1, _context(runner)), 1, runner))
+            yield _start_chunk(runner, strategy, wanted, bucket, rounds=1)
 
 
 def count_programs(loop: Loop, features: Several[Features]) -> int:
     """How many `start_programs` starts."""
     reads = sum(len(_rows_at_once(loop, width)) for width in loop.piece_widths)
-    chunks = len(loop.runner.plans) * len(_buckets(loop)) * len(features)
+    chunks = len(_chunks(loop)) * len(features)
     return reads + len(place_sizes(loop.runner.batch)) + chunks
 
 
@@ -146,8 +188,12 @@ def _rows_at_once(loop: Loop, width: int) -> list[int]:
     return [most] if loop.runner.plan.invariant else sorted({1, min(FEW, most), most})
 
 
-def _buckets(loop: Loop) -> list[int]:
-    return [loop.runner.batch] if loop.runner.plan.invariant else loop.buckets
+def _chunks(loop: Loop) -> list[tuple[str, int]]:
+    """Strategies and buckets that chunks may have."""
+    plans, buckets = loop.runner.plans, loop.buckets
+    if loop.runner.plan.invariant:
+        return [(strategy, loop.runner.batch) for strategy in plans]
+    return [(s, bucket) for s in plans for bucket in buckets if loop.reached(s, bucket)]
 
 
 def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
@@ -176,11 +222,12 @@ def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
             yield runner.agreement.agree(time.perf_counter() - begin), count
 
     for bucket in loop.buckets:
+        names = [name for name in runner.plans if loop.reached(name, bucket)]
         beside[bucket] = statistics.median(
-            min(next(measured(name, 0))[0] for _ in range(REPEATS_BESIDE)) for name in runner.plans
+            min(next(measured(name, 0))[0] for _ in range(REPEATS_BESIDE)) for name in names
         )
         firsts = {}
-        for name in runner.plans:
+        for name in names:
             seconds, _ = next(measured(name, 1))
             firsts[name] = first = of_rounds(seconds, beside[bucket])
             samples[name, bucket] = [first] if first >= SLOW_SECONDS else []
