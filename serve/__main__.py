@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # Ctrl-C from here on
+    from specjax import interrupts
+
+    interrupts.begin("python -m serve")
+
 import errno
 import gc
 import logging
@@ -145,4 +150,4 @@ class Progress:
 
 
 if __name__ == "__main__":
-    main()
+    interrupts.run(main)

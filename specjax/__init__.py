@@ -1,7 +1,15 @@
 """specjax: speculative rollouts for reinforcement learning, in JAX, without changing a token."""
 
-from specjax.config import ModelConfig, SamplingParams, SpecConfig, Strategy
-from specjax.control import ControlConfig
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from specjax.config import ModelConfig, SamplingParams, SpecConfig, Strategy
+    from specjax.control import ControlConfig
+    from specjax.engine.llm import LLM
+    from specjax.engine.settings import EngineConfig
 
 __version__ = "0.1.0"
 __all__ = [
@@ -13,16 +21,24 @@ __all__ = [
     "SpecConfig",
     "Strategy",
 ]
+# Each is imported when it is asked for: the engine needs jax and the tokenizer library, which
+# configuration alone should not, and a program can import `specjax.interrupts` before all of it.
+_HOMES = {
+    "LLM": "specjax.engine.llm",
+    "ControlConfig": "specjax.control",
+    "EngineConfig": "specjax.engine.settings",
+    "ModelConfig": "specjax.config",
+    "SamplingParams": "specjax.config",
+    "SpecConfig": "specjax.config",
+    "Strategy": "specjax.config",
+}
 
 
 def __getattr__(name: str):
-    # The engine imports the tokenizer library; configuration alone should not.
-    if name == "LLM":
-        from specjax.engine.llm import LLM
+    if name not in _HOMES:
+        raise AttributeError(f"module 'specjax' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
-        return LLM
-    if name == "EngineConfig":
-        from specjax.engine.settings import EngineConfig
 
-        return EngineConfig
-    raise AttributeError(f"module 'specjax' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

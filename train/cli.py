@@ -14,6 +14,7 @@ from specjax.checkpoint_weights import TOKENIZER
 from specjax.command_line import ConfigError, parse_config
 from specjax.distributed import DistributedError
 from specjax.engine.request import InvalidLogitsError
+from specjax.interrupts import INTERRUPTED
 from specjax.models.hf import UnsupportedModelError
 from train.log import METRICS_FILE
 from train.scoring import RewardsFailedError
@@ -29,7 +30,6 @@ USER_ERRORS = (
     ModuleNotFoundError,
     RewardsFailedError,
 )
-INTERRUPTED = 130  # the exit status after Ctrl-C
 CHECKPOINTS = "checkpoints"  # of a run, in its directory
 
 

@@ -10,6 +10,11 @@ with them (`train.data_report`).
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # Ctrl-C from here on
+    from specjax import interrupts
+
+    interrupts.begin("train.data")
+
 import dataclasses
 import functools
 import json
@@ -389,4 +394,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interrupts.run(main)

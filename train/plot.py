@@ -6,6 +6,11 @@ run does not have is left out.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # Ctrl-C from here on
+    from specjax import interrupts
+
+    interrupts.begin("train.plot")
+
 import math
 import re
 import sys
@@ -307,4 +312,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interrupts.run(main)

@@ -15,6 +15,11 @@ not depend on the draft head either.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # Ctrl-C from here on
+    from specjax import interrupts
+
+    interrupts.begin("train.rl")
+
 import contextlib
 import time
 from collections.abc import Iterator
@@ -316,4 +321,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interrupts.run(main)

@@ -7,6 +7,11 @@ embedded policy; its config is in `configs/`. `--resume` goes on with a run that
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # Ctrl-C from here on
+    from specjax import interrupts
+
+    interrupts.begin("train.sft")
+
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -407,4 +412,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interrupts.run(main)

@@ -1,8 +1,9 @@
 """`python -m serve.cli` is the command `specjax`."""
 
-import sys
-
-from serve.cli.main import main
+from specjax import interrupts
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupts.begin("specjax")
+    from serve.cli.main import main
+
+    interrupts.run(main)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from serve.cli import Failure, UsageError
+from specjax.interrupts import INTERRUPTED
 
 COMMANDS = {
     "generate": "generate text, with speculation, from prompts or a file of them",
@@ -32,7 +33,7 @@ EXAMPLES = """examples:
   specjax bench decode --model assets/sums
 
 JAX_PLATFORMS chooses the device; JAX_COMPILATION_CACHE_DIR=DIR keeps compiled programs."""
-INTERRUPTED, NOBODY_READS = 130, 141
+NOBODY_READS = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,6 +15,11 @@ chi-square: do three tokens after a prompt follow the target's joint distributio
 
 from __future__ import annotations
 
+from specjax import interrupts
+
+if interrupts.is_run_as("specjax.verify"):  # Ctrl-C from here on
+    interrupts.begin("python -m specjax.verify")
+
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import sys
 
+from specjax import interrupts
 from specjax.arguments import ArgumentParser
 from specjax.checkpoint_format import CheckpointError
 from specjax.config.dtype import AUTO, ENGINE_DTYPES
@@ -117,4 +118,4 @@ def _token_ids(text: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupts.run(main)

@@ -1,0 +1,66 @@
+"""Ctrl-C while a program imports what it needs: one line and status 130, as later on.
+
+    if __name__ == "__main__":  # above the other imports
+        from specjax import interrupts
+
+        interrupts.begin("train.rl")
+    ...
+    if __name__ == "__main__":
+        interrupts.run(main)
+
+It imports nothing that takes time, and neither does the package around it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+INTERRUPTED = 130  # the exit status after Ctrl-C, as shells have it
+_state = {"prog": "", "imports": False}
+
+
+def begin(prog: str) -> None:
+    """From now until `run`, Ctrl-C ends the process at once: there is nothing to put in order yet.
+
+    An exception would come out of whatever module is being imported, with a traceback, or be taken
+    for something else by those that try one import after the other.
+
+    Args:
+      prog: the program, for messages.
+    """
+    _state["prog"] = prog
+    # A background job of a shell ignores Ctrl-C, and goes on doing so.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+        _state["imports"] = True
+
+
+def is_run_as(module: str) -> bool:
+    """Whether `python -m module` is importing the package that the module is, or lies in."""
+    return sys.argv[:1] == ["-m"] and module in sys.orig_argv
+
+
+def run(main: Callable[[], Any]) -> None:
+    """Runs a program whose imports are done, and exits with what it returns.
+
+    Raises:
+      SystemExit: with status 130 after Ctrl-C that the program does not handle itself.
+    """
+    if _state["imports"]:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _state["imports"] = False
+    try:
+        status = main()
+    except KeyboardInterrupt:
+        print(f"\n{_state['prog']}: interrupted", file=sys.stderr, flush=True)
+        status = INTERRUPTED
+    sys.exit(status)
+
+
+def _end(number: int, frame: object) -> None:
+    os.write(2, f"\n{_state['prog']}: interrupted before it began\n".encode())
+    os._exit(INTERRUPTED)
