@@ -8,15 +8,19 @@
     if __name__ == "__main__":
         interrupts.run(main)
 
+A program that imports within its functions does so `with interrupts.at_once(prog)`.
+
 It imports nothing that takes time, and neither does the package around it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 INTERRUPTED = 130  # the exit status after Ctrl-C, as shells have it
@@ -26,17 +30,34 @@ _state = {"prog": "", "imports": False}
 def begin(prog: str) -> None:
     """From now until `run`, Ctrl-C ends the process at once: there is nothing to put in order yet.
 
-    An exception would come out of whatever module is being imported, with a traceback, or be taken
-    for something else by those that try one import after the other.
+    An exception would come out of whatever module is being imported, with a traceback, or be lost:
+    in callbacks of jax, and where modules try one import after the other.
 
     Args:
       prog: the program, for messages.
     """
     _state["prog"] = prog
     # A background job of a shell ignores Ctrl-C, and goes on doing so.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_default and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _end)
         _state["imports"] = True
+
+
+def _ready() -> None:
+    if _state["imports"]:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _state["imports"] = False
+
+
+@contextlib.contextmanager
+def at_once(prog: str) -> Iterator[None]:
+    """Ctrl-C within it ends the process at once, see `begin`."""
+    begin(prog)
+    try:
+        yield
+    finally:
+        _ready()
 
 
 def is_run_as(module: str) -> bool:
@@ -50,9 +71,7 @@ def run(main: Callable[[], Any]) -> None:
     Raises:
       SystemExit: with status 130 after Ctrl-C that the program does not handle itself.
     """
-    if _state["imports"]:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        _state["imports"] = False
+    _ready()
     try:
         status = main()
     except KeyboardInterrupt:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from serve.cli import Failure, UsageError
 from serve.cli.main import nearest
+from specjax import interrupts
 
 USAGE = "usage: specjax bench NAME [ARGUMENTS]"
 
@@ -32,9 +33,10 @@ def run(argv: Sequence[str]) -> int:
     if name not in benches:
         raise UsageError(f"there is no bench {name!r}{nearest(name, benches)}")
     try:
-        bench = importlib.import_module(f"bench.{name}")
-        if not hasattr(bench, "main"):  # a package, whose program is a module of its own
-            bench = importlib.import_module(f"bench.{name}.__main__")
+        with interrupts.at_once("specjax bench"):
+            bench = importlib.import_module(f"bench.{name}")
+            if not hasattr(bench, "main"):  # a package, whose program is a module of its own
+                bench = importlib.import_module(f"bench.{name}.__main__")
     except ModuleNotFoundError as error:
         raise Failure(f"{error}; pip install 'specjax[dev]' has what benches need") from error
     return bench.main(rest) or 0

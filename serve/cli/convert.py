@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 
 from serve.cli import Failure
+from specjax import interrupts
 from specjax.arguments import ArgumentParser
 
 EPILOG = """The source may be a Hugging Face directory or id, the directory of a run of train.rl or
@@ -67,9 +68,10 @@ def run(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed
 
-    from specjax.checkpoint_convert import convert
-    from specjax.checkpoint_format import CheckpointError
-    from specjax.models.hf_config import UnsupportedModelError
+    with interrupts.at_once("specjax convert"):
+        from specjax.checkpoint_convert import convert
+        from specjax.checkpoint_format import CheckpointError
+        from specjax.models.hf_config import UnsupportedModelError
 
     try:
         print(convert(**vars(args)))

@@ -23,6 +23,7 @@ from serve.cli.outputs import (
     row_of,
 )
 from serve.cli.prompts import Prompt
+from specjax import interrupts
 from specjax.config import SamplingParams
 from specjax.speculation_flags import as_flags, settings_of
 from specjax.spelling import flags, spelled
@@ -111,7 +112,8 @@ def _generate(
     lines: JsonLines | None,
 ) -> int:
     counts = [prompt.settings.get("n", params.n) for prompt in given]
-    llm = _load(args, sum(count for count in counts if isinstance(count, int)))
+    with interrupts.at_once("specjax generate"):  # it imports, and has nothing to put in order
+        llm = _load(args, sum(count for count in counts if isinstance(count, int)))
     params = _with_defaults(llm, args)
     if lines is not None:
         lines.require_same(_origin(llm, args), args.model)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from serve.cli import Failure, UsageError
+from specjax import interrupts
 from specjax.interrupts import INTERRUPTED
 
 COMMANDS = {
@@ -74,16 +75,13 @@ def _run(args: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         raise UsageError(f"there is no command {name!r}{nearest(name, COMMANDS)}")
+    modules = {"serve": "serve.__main__", "verify": "specjax.verify.__main__"}
+    with interrupts.at_once(f"specjax {name}"):
+        command = importlib.import_module(modules.get(name, f"serve.cli.{name}"))
     if name == "serve":
-        from serve.__main__ import main as serve
-
-        serve(rest, "specjax serve")
+        command.main(rest, "specjax serve")
         return 0
-    if name == "verify":
-        from specjax.verify.__main__ import main as verify
-
-        return verify(rest, "specjax verify")
-    return importlib.import_module(f"serve.cli.{name}").run(rest)
+    return command.main(rest, "specjax verify") if name == "verify" else command.run(rest)
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
