@@ -172,9 +172,6 @@ def _add_views(app: FastAPI, cfg: ServeConfig, thread: EngineThread) -> None:
     @app.get("/server_info")
     async def server_info():
         now, plans = metrics.snapshot, thread.llm.engine.runner.plans
-        # A list with one entry per replica group, as SGLang has it; there is one engine behind all.
-        current = next((name for name in now.strategies if name), next(iter(plans)))
-        tree = plans[current].tree
         return {
             "version": specjax.__version__,
             "jax": jax.__version__,
@@ -183,15 +180,18 @@ def _add_views(app: FastAPI, cfg: ServeConfig, thread: EngineThread) -> None:
             "settings": public(cfg),
             "strategies": list(plans),
             "weights": weights_info(thread.llm),
+            "num_queued_reqs": now.waiting - sum(replica.waiting for replica in now.replicas),
+            # One entry per replica, with SGLang's names.
             "internal_states": [
                 {
-                    "speculative_num_steps": 0 if tree is None else tree.steps,
-                    "avg_spec_accept_length": metrics.accept_length,
-                    "strategy": current,
-                    "num_running_reqs": now.running,
-                    "num_waiting_reqs": now.waiting,
+                    "speculative_num_steps": plans[replica.strategy].steps,
+                    "avg_spec_accept_length": metrics.accept_length(index),
+                    "strategy": replica.strategy,
+                    "num_running_reqs": replica.running,
+                    "num_waiting_reqs": replica.waiting,
                     "asleep": thread.asleep,
                 }
+                for index, replica in enumerate(now.replicas)
             ],
         }
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from serve.live import Live
-from serve.metrics import Metrics, Snapshot
+from serve.metrics import Metrics, Replica, Snapshot
 from serve.notes import Answer, Asleep, Brought, ClientGone, EngineDead, Note, Request, Update
 from specjax import LLM
 from specjax.decode.options import Features
@@ -178,7 +178,8 @@ class EngineThread:
         self._coming.chunks.append((strategy, bucket, rounds))
 
     def news(self, ticket: int, news: News) -> None:
-        self._coming.news.append((ticket, news))
+        replica = self._engine.replica_of(ticket) if len(self._engines) > 1 else 0
+        self._coming.news.append((ticket, news, replica))
 
     # --- the thread ------------------------------------------------------------------------------
 
@@ -275,9 +276,9 @@ class EngineThread:
             self.metrics.chunk(strategy, bucket, rounds)
             self.live.chunk(strategy, rounds)
         fresh: dict[int, list[News]] = {}
-        for ticket, news in step.news:
+        for ticket, news, replica in step.news:
             known, end = self._seen.get(ticket, news.at), news.at + len(news.tokens)
-            self.metrics.news(news)
+            self.metrics.news(news, replica)
             self.live.news(news, max(end - known, 0))
             # Else its client has gone, or they come again, see `News`.
             if ticket in self._owners and end > known:
@@ -314,7 +315,8 @@ class EngineThread:
         """Leaves numbers for /metrics, which must not ask a running engine for them."""
         engine, several = self._engine, self._engines
         schedulers = [one.scheduler for one in several]
-        running = sum(len(one.loop.running) for one in several)
+        counts = [len(one.loop.running) for one in several]
+        running = sum(counts)
         sums = {
             name: value
             for one in several
@@ -330,7 +332,10 @@ class EngineThread:
             compilations=sum(one.runner.compilations for one in several),
             version=engine.version,
             rejections={} if engine.telemetry is None else engine.telemetry.causes,
-            strategies=tuple(one.controller.current or "" for one in several),
+            replicas=tuple(
+                Replica(one.controller.active, count, one.outstanding - count)
+                for one, count in zip(several, counts, strict=True)
+            ),
             bucket=sum(
                 one.loop.latest[1] for one in several if one.scheduler.running and one.loop.latest
             ),

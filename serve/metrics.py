@@ -9,6 +9,8 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+from collections import Counter as Counts
+from typing import NamedTuple
 
 from prometheus_client import (
     CollectorRegistry,
@@ -30,6 +32,19 @@ from specjax.engine.watch import News
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
+class Replica(NamedTuple):
+    """What one replica does.
+
+    Attributes:
+      strategy: that its controller chose last, or will begin with, see `Controller.active`.
+      running, waiting: samples that it has. Those that no replica has yet wait beside them.
+    """
+
+    strategy: str
+    running: int
+    waiting: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
     """The engine as it stood after its last chunk.
@@ -38,8 +53,7 @@ class Snapshot:
       running, waiting: samples. pages_used, pages: of the caches, in all.
       preemptions, compilations: so far. version: of the weights.
       rejections: so far, by cause; empty without telemetry.
-      strategies: what the controllers chose last. bucket: of the last chunk, summed over the
-        replicas that run anything.
+      replicas: one entry each. bucket: of the last chunk, summed over those that run anything.
       alarms: what is wrong with the weights, in words.
     """
 
@@ -51,7 +65,7 @@ class Snapshot:
     compilations: int = 0
     version: int = 0
     rejections: dict[str, int] = dataclasses.field(default_factory=dict)
-    strategies: tuple[str, ...] = ()
+    replicas: tuple[Replica, ...] = ()
     bucket: int = 0
     alarms: tuple[str, ...] = ()
 
@@ -91,6 +105,7 @@ class Metrics(PrometheusCollector):
         self.snapshot = Snapshot()
         self.drafts = self.drafted = self.accepted = 0
         self._by_depth: list[int] = []  # rounds that accepted a draft there
+        self._drafts_of, self._accepted_of = Counts(), Counts()  # by replica
         self._last: dict[int, str] = {}  # bucket -> strategy of its last chunk
         registry = self.registry
 
@@ -122,23 +137,26 @@ class Metrics(PrometheusCollector):
         self._chunk_rounds.labels(strategy, bucket).inc(rounds)
         self._last[bucket] = strategy
 
-    def news(self, news: News) -> None:
-        """Counts a sample's rounds."""
+    def news(self, news: News, replica: int) -> None:
+        """Counts a sample's rounds, which ran on a replica."""
         rounds, by_depth = news.rounds, self._by_depth
         if not news.steps:
             return
         self.drafts += len(rounds)
         self.drafted += len(rounds) * news.rows
         self.accepted += sum(rounds) - len(rounds)
+        self._drafts_of[replica] += len(rounds)
+        self._accepted_of[replica] += sum(rounds) - len(rounds)
         by_depth += [0] * (max(rounds) - 1 - len(by_depth))
         for count in rounds:
             for position in range(count - 1):
                 by_depth[position] += 1
 
-    @property
-    def accept_length(self) -> float | None:
-        """Tokens per round that drafted, bonus included (SGLang's); None before the first."""
-        return 1 + self.accepted / self.drafts if self.drafts else None
+    def accept_length(self, replica: int) -> float | None:
+        """Tokens per round of a replica that drafted, bonus included (SGLang's); None before the
+        first."""
+        drafts = self._drafts_of[replica]
+        return 1 + self._accepted_of[replica] / drafts if drafts else None
 
     # --- read by Prometheus ----------------------------------------------------------------------
 

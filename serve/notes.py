@@ -64,12 +64,13 @@ class Brought(NamedTuple):
     """What one step brought.
 
     Attributes:
-      chunks: strategy, bucket and rounds of each. news: of samples, with their tickets.
+      chunks: strategy, bucket and rounds of each. news: of samples, with their tickets, and the
+        replicas that they run on.
       ended: samples, by ticket.
     """
 
     chunks: list[tuple[str, int, int]]
-    news: list[tuple[int, News]]
+    news: list[tuple[int, News, int]]
     ended: dict[int, SampleOutput]
 
 

@@ -57,7 +57,7 @@ class Gate(Controller):
 
     @property
     def active(self) -> str:
-        return OFF if self._closed else self.inner.active
+        return OFF if self._closed or not self.bs_threshold else self.inner.active
 
     def may_choose(self, strategy: str, batch_size: int) -> bool:
         if strategy == OFF:  # larger ones close the gate

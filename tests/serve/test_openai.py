@@ -434,6 +434,8 @@ def test_what_is_served_can_be_asked(server: Server):
     [state] = info["internal_states"]
     assert info["strategies"] == ["2_1_3"] and info["weights"]["version"] == 1
     assert state["speculative_num_steps"] == 2 and 1 < state["avg_spec_accept_length"] <= 3
+    assert state["strategy"] == "2_1_3" and not state["asleep"]
+    assert state["num_running_reqs"] == state["num_waiting_reqs"] == info["num_queued_reqs"] == 0
     assert KEY not in json.dumps(info)
     found = server.metrics()
     assert found['active_strategy{bucket="4",strategy="2_1_3"}'] == 1

@@ -1,0 +1,96 @@
+"""/server_info before the first request and after some, whatever chooses the strategy."""
+
+import pytest
+from serving import KEY, config
+from starlette.testclient import TestClient
+
+from serve.api import create_app
+from specjax import LLM, ControlConfig, EngineConfig, SamplingParams, SpecConfig
+from specjax.control import EmaConfig
+
+STRATEGIES = ("off", "1_1_2", "2_1_3")
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+
+
+def ask(client, path, **body) -> dict:
+    answer = client.request("POST" if body else "GET", path, json=body or None, headers=HEADERS)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def llm_of(policy, spec="2_1_3", replicas=1, **control) -> LLM:
+    return LLM(
+        policy,
+        SpecConfig(spec),
+        max_batch=1,
+        max_len=64,
+        control=ControlConfig(**control) if control else None,
+        replicas=replicas,
+        engine=EngineConfig(prefill_chunk=16, stretch=1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "strategy", "steps"),
+    [
+        ({"spec": "off"}, "off", 0),
+        ({}, "2_1_3", 2),
+        ({"spec": "2x2"}, "2x2", 2),
+        ({"controller": "static", "strategies": ("1_1_2",)}, "1_1_2", 1),
+        ({"controller": "static", "initial": "2_1_3", "bs_threshold": 2}, "2_1_3", 2),
+        ({"controller": "static", "initial": "2_1_3", "bs_threshold": 0}, "off", 0),
+        ({"controller": "ema"}, "3_1_4", 3),
+        ({"controller": "ema", "initial": "6_1_7"}, "7_1_8", 7),
+        ({"controller": "ema", "initial": "off", "bs_threshold": 4}, "1_1_2", 1),
+        ({"controller": "bandit", "strategies": STRATEGIES[::-1]}, "2_1_3", 2),
+        ({"controller": "goodput", "strategies": STRATEGIES}, "2_1_3", 2),  # by its guesses
+    ],
+    ids=str,
+)
+def test_it_names_the_tier_before_the_first_request(thin_policy, how, strategy, steps):
+    llm = llm_of(thin_policy, **how)
+    with TestClient(create_app(config(thin_policy), llm)) as client:
+        [state] = ask(client, "/server_info")["internal_states"]
+    assert llm.engine.runner.compilations == 0, "nobody asked for anything"
+    assert state == {
+        "speculative_num_steps": steps,
+        "avg_spec_accept_length": None,
+        "strategy": strategy,
+        "num_running_reqs": 0,
+        "num_waiting_reqs": 0,
+        "asleep": False,
+    }
+
+
+def test_there_is_an_entry_for_each_replica_with_figures_of_its_own(thin_policy):
+    """The tier of one goes down, for it ran what a random head drafts; the other had no request."""
+    tiers = EmaConfig(candidate_steps=(1, 2))
+    llm = llm_of(thin_policy, replicas=2, controller="ema", initial="2_1_3", ema=tiers)
+    with TestClient(create_app(config(thin_policy), llm)) as client:
+        states = ask(client, "/server_info")["internal_states"]
+        assert [s["speculative_num_steps"] for s in states] == [2, 2]
+        ask(
+            client, "/v1/completions", model="tiny", prompt=[5, 6, 7], max_tokens=40,
+            ignore_eos=True, temperature=1.0, seed=0,
+        )  # fmt: skip
+        info = ask(client, "/server_info")
+    states = info["internal_states"]
+    ran = [state for state in states if state["avg_spec_accept_length"] is not None]
+    assert len(ran) == 1 and 1 <= ran[0]["avg_spec_accept_length"] < 2
+    assert ran[0]["speculative_num_steps"] == 1 and ran[0]["strategy"] == "1_1_2"
+    [other] = [state for state in states if state is not ran[0]]
+    assert (other["speculative_num_steps"], other["strategy"]) == (2, "2_1_3")
+    assert info["num_queued_reqs"] == 0
+
+
+def test_waiting_samples_are_counted_where_they_wait(thin_policy):
+    llm = llm_of(thin_policy, "off", replicas=2)
+    thread = create_app(config(thin_policy), llm).state.thread
+    params = SamplingParams(max_tokens=3, n=5)
+    for job in llm._jobs([[1, 2]], [params])[1]:
+        llm.engine.add(job)
+    llm.engine._feed()
+    thread._look()
+    now = thread.metrics.snapshot
+    assert [replica.waiting for replica in now.replicas] == [1, 1]
+    assert now.waiting - 2 == 3, "no replica has them yet"
