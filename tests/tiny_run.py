@@ -92,7 +92,7 @@ def with_effect(program: type, settings: dict) -> list[str]:
 
 # Settings that no program of a rollout, or of the policy, depends on.
 OF_NO_ROLLOUT = {"prompts", "n", "temperature", "over_sample", "partial", "max_staleness", "order"}
-OF_NO_UPDATE = {"dynamic_sampling", "max_resample"}
+OF_NO_UPDATE = {"dynamic_sampling", "max_num_gen_batches"}
 # Those that the evaluation's engine takes from the rollout's.
 OF_EVALUATION = (
     "max_prompt_tokens", "max_tokens", "page_size", "chunk_tokens", "prefill_chunk", "scan_layers",

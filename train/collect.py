@@ -175,6 +175,7 @@ class Rollouts:
     Attributes:
       position: the next place to draw from.
       carried: groups that the next step goes on with; checkpoints keep them.
+      short: why the last step had fewer groups to learn from than it wants; None: it had enough.
       zero: the text of a response that scored 0, its problem, and whether it was cut off, while
         none has scored anything else; None from then on.
     """
@@ -190,11 +191,14 @@ class Rollouts:
         roll, algo = cfg.rollout, cfg.algo
         self.cfg, self._order, self._prompts = cfg, order, prompts
         self._eos_ids, self._scorer = eos_ids, scorer
-        self.rule = Rule(roll.prompts, roll.in_air, algo.dynamic_sampling, algo.max_resample)
+        self.rule = Rule(
+            roll.prompts, roll.in_air, algo.dynamic_sampling, max(algo.max_num_gen_batches, 0)
+        )
         self.position = 0
         self.carried: list[Group] = []
         self.zero: tuple[str, Problem, bool] | None = None
         self._any_reward = False
+        self.short: str | None = None
         self._problems: dict[int, Problem] = {}  # of the groups of a step, by index
         self._looked_at: dict[int, str | None] = {}  # by place: why it was passed over, or cut
 
@@ -222,6 +226,7 @@ class Rollouts:
         drawn = run.groups[len(carried) : choice.places]
         self.position = drawn[-1].after if drawn else start
         self.carried = settled.carried
+        self.short = self._about_short(len(settled.selected), choice.places)
         done = Rollout.of(settled.complete)
         kept = (*settled.complete, *settled.carried)
         run.totals.tokens = sum(r.new for group in kept for r in group.responses)
@@ -290,6 +295,16 @@ class Rollouts:
     def about_zero(self) -> str | None:
         """An example, while every response of the run scored 0; None from then on."""
         return None if self.zero is None else about_zero(self._scorer, *self.zero)
+
+    def _about_short(self, selected: int, places: int) -> str | None:
+        if selected >= self.rule.prompts:
+            return None
+        return (
+            f"{selected} groups of {places} have differing rewards, fewer than rollout.prompts="
+            f"{self.rule.prompts}, and algo.max_num_gen_batches={self.rule.batches} lets a step "
+            "look at no more: the policy learns from these alone. Raise it (0: no limit), or is "
+            "the task too hard or too easy for the policy?"
+        )
 
     def _reward_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         responses = [r for group in groups for r in group.responses]

@@ -5,15 +5,16 @@ longest sample needs in this step; what a carried sample brought along does not 
 candidates are the groups carried from the step before, then the next problems in order. With a
 budget T the step
 
-    places(T)   looks at the first `in_air` candidates, and at one more for each group among them
-                with a budget of T or less that teaches nothing, for these are replaced (and theirs,
-                `resample` - 1 times over; only with dynamic sampling)
+    places(T)   looks at the first `in_air` candidates, and at one more for each group that it looks
+                at with a budget of T or less that teaches nothing, for these are replaced, and so
+                are their replacements (only with dynamic sampling, and up to `most` in all)
     fit(T)      finds among these the groups with a budget of T or less that teach something
                 (without dynamic sampling: all of them do)
 
 and the budget of the step is the smallest T that fits `prompts` groups. These groups, the first
-`prompts` by budget and then by place, are *selected*. If no T fits so many, all candidates run to
-their end, and those that teach something are selected. The other candidates
+`prompts` by budget and then by place, are *selected*. If no T fits so many, for `most` candidates
+were looked at, all of these run to their end, and those that teach something are selected: the step
+is short of groups, and says so. The other candidates
 
     with a budget of T or less    were complete: they are dropped if they teach nothing, else they
                                   wait for the next step, or are dropped without `partial`
@@ -61,13 +62,20 @@ class Rule:
     Attributes:
       prompts: groups to select. in_air: groups to start with, at least `prompts`.
       dynamic: only groups whose rewards differ count, and the others are replaced.
-      resample: times that the step draws at most, the first one included.
+      batches: candidates that are looked at at most, in units of `in_air`; 0: there is no limit.
     """
 
     prompts: int
     in_air: int
     dynamic: bool = False
-    resample: int = 1
+    batches: int = 1
+
+    @property
+    def most(self) -> int | None:
+        """Candidates that a step looks at at most; None: as many as it takes."""
+        if not self.dynamic:
+            return self.in_air
+        return self.in_air * self.batches if self.batches > 0 else None
 
 
 class Seen(NamedTuple):
@@ -118,12 +126,11 @@ def _may_fit(seen: Seen, budget: int | None) -> bool:
 
 
 def _places(rule: Rule, seen: Sequence[Seen], budget: int | None) -> int:
-    places = rule.in_air
-    for _ in range(rule.resample - 1 if rule.dynamic else 0):
-        dull = sum(_within(s, budget) and not s.informative for s in seen[:places])
-        if rule.in_air + dull == places:
+    places, most = rule.in_air, rule.most
+    for index, group in enumerate(seen):
+        if index >= places or places == most:
             break
-        places = rule.in_air + dull
+        places += rule.dynamic and _within(group, budget) and not group.informative
     return places
 
 
@@ -304,16 +311,21 @@ class Settled(NamedTuple):
       complete: within the budget of the step, but for those that are carried, in order.
       selected: of these, by index.
       carried: to the next step; those that are complete have teaching to do there.
-      dropped: not complete.
-      fresh: groups that were drawn in this step and count. cut: tokens that were sampled in vain.
+      unfinished: not complete, and dropped.
+      drawn: groups that were drawn in this step and count. cut: tokens that were sampled in vain.
     """
 
     complete: list[Group]
     selected: list[int]
     carried: list[Group]
-    dropped: list[Group]
-    fresh: int
+    unfinished: list[Group]
+    drawn: int
     cut: int
+
+    @property
+    def dropped(self) -> int:
+        """Groups that nothing is learned from, now or later."""
+        return len(self.complete) - len(self.selected) + len(self.unfinished)
 
 
 def settle(
@@ -321,7 +333,7 @@ def settle(
 ) -> Settled:
     """Ends a step: applies a choice that is certain, and cuts what is not complete."""
     here, beyond = groups[: choice.places], groups[choice.places :]
-    complete, selected, carried, dropped, cut = [], [], [], [], 0
+    complete, selected, carried, unfinished, cut = [], [], [], [], 0
     for index, group in enumerate(here):
         seen = group.seen()
         within, chosen = _within(seen, choice.budget), index in choice.selected
@@ -331,11 +343,11 @@ def settle(
         if partial and wanted and not chosen:
             carried.append(group)
         else:
-            (complete if within else dropped).append(group)
+            (complete if within else unfinished).append(group)
         cut += sum(r.close(step, None if within else choice.budget) for r in group.responses)
-    cut += sum(r.new for group in (*dropped, *beyond) for r in group.responses)
-    fresh = sum(group.step == step for group in here)
-    return Settled(complete, selected, carried, dropped, fresh, cut)
+    cut += sum(r.new for group in (*unfinished, *beyond) for r in group.responses)
+    drawn = sum(group.step == step for group in here)
+    return Settled(complete, selected, carried, unfinished, drawn, cut)
 
 
 def reopen(

@@ -4,7 +4,7 @@ One step, and nothing more:
 
     problems  -> rollout (specjax.engine, speculative, same tokens as plain decoding), which ends as
                  soon as it is certain which groups to learn from (train.groups)
-              -> rewards, group-relative advantages, groups without variance dropped
+              -> rewards, group-relative advantages (groups without variance are replaced)
               -> packed micro-batches -> policy update(s), which hand out the policy's states
               -> draft update on those states (its own program, optimizer and clip norm)
               -> both sets of weights back to the engine -> metrics, checkpoint
@@ -59,11 +59,18 @@ class Watch:
     def __init__(self, patience: int = 3):
         self.patience, self.flat, self.zero_shown = patience, 0, False
 
-    def look(self, step: int, metrics: dict[str, float], zero: str | None = None) -> list[str]:
+    def look(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        zero: str | None = None,
+        short: str | None = None,
+    ) -> list[str]:
         """Warnings for this step.
 
         Args:
           zero: an example, while every response of the run scored 0; shown once.
+          short: why dynamic sampling did not fill the batch, if it did not.
         """
         warnings = []
         length = metrics.get("rollout/drafted_accept_length")  # `off` is nobody's fault
@@ -77,6 +84,8 @@ class Watch:
         if zero is not None and not self.zero_shown:
             self.zero_shown = True
             warnings.append(f"every response so far scored 0, so the policy learns nothing; {zero}")
+        elif short is not None:
+            warnings.append(short)
         elif metrics.get("rollout/zero_std") == 1:
             warnings.append(
                 "no group has differing rewards: the policy learns nothing from this step. Is the "
@@ -215,7 +224,8 @@ def _steps(cfg: RLConfig, trainer: Trainer, log, checkpoints, heads, evaluate_fi
             with _saying_where(step, checkpoints):
                 metrics |= trainer.evaluate()
         log.log(step, metrics)
-        for warning in watch.look(step, metrics, trainer.rollouts.about_zero()):
+        zero, short = trainer.rollouts.about_zero(), trainer.rollouts.short
+        for warning in watch.look(step, metrics, zero, short):
             _say(f"WARNING: step {step}: {warning}")
         end = distributed.told_to_end(step) and not last
         if last or end or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):

@@ -195,12 +195,12 @@ def selection_metrics(
     """
     selected = [settled.complete[i] for i in settled.selected]
     rest = [g for i, g in enumerate(settled.complete) if i not in settled.selected]
-    rest += [*settled.carried, *settled.dropped, *stale]
+    rest += [*settled.carried, *settled.unfinished, *stale]
     metrics: dict[str, float | str] = {
-        "rollout/groups_started": float(settled.fresh),
+        "rollout/groups_drawn": float(settled.drawn),
         "rollout/groups_selected": float(len(selected)),
         "rollout/groups_carried": float(len(settled.carried)),
-        "rollout/groups_dropped": float(len(settled.dropped)),
+        "rollout/groups_dropped": float(settled.dropped),
         "rollout/groups_dropped_stale": float(len(stale)),
         "rollout/tokens_cut": float(settled.cut),
     }

@@ -197,7 +197,7 @@ RL_RULES = (
         "[algo.normalize_std] divides by nothing; set algo.normalize_std=true, or leave it out",
     ),
     Needs(
-        ("algo.max_resample",),
+        ("algo.max_num_gen_batches",),
         lambda v: v["algo.dynamic_sampling"],
         "[algo.dynamic_sampling] replaces no group; set algo.dynamic_sampling=true, or leave it "
         "out",

@@ -224,17 +224,20 @@ class AlgoSection(GRPOConfig):
 
     Attributes:
       updates_per_rollout: policy updates that the samples of a step are divided among.
-      dynamic_sampling: train only on groups whose rewards differ (DAPO, arXiv 2503.14476).
-      max_resample: times that a step samples at most, with new problems for the groups dropped.
+      dynamic_sampling: train only on groups whose rewards differ, and draw the next problems in the
+        place of the others until rollout.prompts of them do (DAPO, arXiv 2503.14476).
+      max_num_gen_batches: groups that a step looks at at most, in batches of rollout.prompts (times
+        over_sample); the first batch counts, and 0 or less is no limit (as in verl). A step that
+        comes to the limit learns from fewer groups, and says so.
     """
 
     updates_per_rollout: int = 1
     dynamic_sampling: bool = True
-    max_resample: int = 1
+    max_num_gen_batches: int = 10
 
     def __post_init__(self):
         super().__post_init__()
-        at_least("algo", self, updates_per_rollout=1, max_resample=1)
+        at_least("algo", self, updates_per_rollout=1)
 
 
 @dataclass

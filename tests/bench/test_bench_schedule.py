@@ -49,7 +49,7 @@ def test_both_schedules_run_and_are_written(thin_policy, tmp_path, monkeypatch):
     assert [(r["arm"], r["step"]) for r in records] == [
         ("plain", 0), ("partial", 0), ("plain", 1), ("partial", 1), ("partial", 2), ("plain", 2),
     ]  # fmt: skip
-    started = {r["arm"]: r["rollout/groups_started"] for r in records if r["step"] == 1}
+    started = {r["arm"]: r["rollout/groups_drawn"] for r in records if r["step"] == 1}
     assert started == {"plain": 4, "partial": 6}
     figures = json.loads((tmp_path / "schedule.json").read_text())["figures"]
     assert figures["rollout_ratio"]["value"] > 0

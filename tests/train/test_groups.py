@@ -129,7 +129,7 @@ def worlds():
 
 def rules():
     return st.builds(
-        lambda prompts, more, dynamic, resample: Rule(prompts, prompts + more, dynamic, resample),
+        lambda prompts, more, dynamic, batches: Rule(prompts, prompts + more, dynamic, batches),
         st.integers(1, 4),
         st.integers(0, 4),
         st.booleans(),
@@ -180,9 +180,14 @@ def run_steps(
                 [settled.complete[i].place for i in settled.selected],
                 [contents(settled.complete[i]) for i in settled.selected],
                 [contents(g) for g in settled.carried],
-                [g.place for g in settled.dropped],
+                [g.place for g in settled.unfinished],
             )
         )
+        kept = len(settled.selected) + len(settled.carried)
+        assert settled.drawn + len(run.groups[:choice.places]) - len(drawn) == (
+            kept + settled.dropped
+        ), "every group is in one place"
+
     return seen, fake.sampled
 
 
@@ -286,9 +291,11 @@ def test_the_choice_is_the_one_of_the_rule_applied_to_everything(world, rule, sl
     teaches = [not rule.dynamic or len(set(world.rewards(p))) > 1 for p in range(200)]
 
     def places(budget):
-        count = rule.in_air
-        for _ in range(rule.resample - 1):
-            count = rule.in_air + sum(budgets[p] <= budget and not teaches[p] for p in range(count))
+        count, before = rule.in_air, None
+        while count != before:  # until nobody is left to be replaced
+            before = count
+            dull = sum(budgets[p] <= budget and not teaches[p] for p in range(count))
+            count = min(rule.in_air + dull, rule.in_air * rule.batches)
         return count
 
     def fit(budget):
@@ -326,11 +333,23 @@ def test_early_stopping_saves_tokens():
 
 
 def test_a_group_that_teaches_nothing_is_replaced_at_once():
-    rule = Rule(prompts=2, in_air=2, dynamic=True, resample=3)
+    rule = Rule(prompts=2, in_air=2, dynamic=True, batches=3)
     running = [Seen(1), Seen(5, 5, informative=False)]
     assert decide(rule, running).places == 3
-    assert decide(dataclasses.replace(rule, resample=1), running).places == 2
+    assert decide(dataclasses.replace(rule, batches=1), running).places == 2
     assert decide(dataclasses.replace(rule, dynamic=False), running).places == 2
+
+
+def test_replacements_are_replaced_up_to_the_limit_which_may_be_none():
+    rule = Rule(prompts=2, in_air=2, dynamic=True, batches=3)
+    dull = [Seen(5, 5, informative=False)]
+    for number in range(1, 6):
+        assert decide(rule, [Seen(1), *dull * number]).places == min(2 + number, 6)
+    short = decide(rule, [Seen(4, 4), *dull * 5])
+    assert short == (None, 6, [0], True), "the step ends with what there is"
+    unlimited = dataclasses.replace(rule, batches=0)
+    assert decide(unlimited, [Seen(4, 4), *dull * 40]).places == 42
+    assert decide(unlimited, [Seen(4, 4), *dull * 40, Seen(3, 3)]) == (5, 42, [41, 0], True)
 
 
 def test_a_choice_waits_for_what_may_still_be_shorter():
@@ -343,7 +362,7 @@ def test_a_choice_waits_for_what_may_still_be_shorter():
 
 def test_groups_drawn_beyond_the_places_that_count_are_drawn_again():
     # Place 1 ends late and teaches nothing; by the time this is known place 2 was drawn for it.
-    rule = Rule(prompts=1, in_air=2, dynamic=True, resample=2)
+    rule = Rule(prompts=1, in_air=2, dynamic=True, batches=2)
     choice = decide(rule, [Seen(3, 3), Seen(9, 9, informative=False), Seen(1)])
     assert choice == (3, 2, [0], True)
 
@@ -366,7 +385,7 @@ def test_groups_that_were_dropped_as_stale_count_in_the_length_bias():
         response = Response(tokens=[1] * length, versions=[(0, 4)], finish="stop")
         return Group(0, 1, 4, Problem("", "", 0), [1], [response])
 
-    settled = Settled([group(4), group(6)], [0, 1], [group(9)], [group(11)], fresh=4, cut=0)
+    settled = Settled([group(4), group(6)], [0, 1], [group(9)], [group(11)], drawn=4, cut=0)
     bias = {n: selection_metrics(settled, [group(20)] * n, 8, 5) for n in (0, 1)}
     assert bias[0]["rollout/length_bias"] == 5 - np.mean([4, 6, 9, 11])
     assert bias[1]["rollout/length_bias"] == 5 - np.mean([4, 6, 9, 11, 20])

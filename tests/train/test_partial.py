@@ -54,7 +54,7 @@ def same(a, b) -> bool:
 def learned(metrics: dict) -> dict:
     """Of a step's metrics those that must not depend on how the rollout was run."""
     names = [
-        "tokens", "tokens_sha", "carried_sha", "reward", "budget", "groups_started",
+        "tokens", "tokens_sha", "carried_sha", "reward", "budget", "groups_drawn",
         "groups_selected", "groups_carried", "groups_dropped_stale", "stale_token_share",
         "staleness_mean", "length_bias",
     ]  # fmt: skip
@@ -85,8 +85,8 @@ def test_over_sampling_takes_the_shortest_groups_and_stops_early(thin_policy, tm
     for mine, i in zip(early.last_rollout.groups, complete, strict=True):
         assert [s.token_ids for s in mine] == [s.token_ids for s in samples[i]]
     assert stopped["rollout/tokens"] + stopped["rollout/tokens_cut"] < full["rollout/tokens"]
-    assert stopped["rollout/groups_started"] == 4 and stopped["rollout/groups_selected"] == 2
-    assert stopped["rollout/groups_dropped"] == 4 - len(complete)
+    assert stopped["rollout/groups_drawn"] == 4 and stopped["rollout/groups_selected"] == 2
+    assert stopped["rollout/groups_dropped"] == 2
     lengths = [len(s.token_ids) for i in shortest for s in samples[i]]
     assert stopped["rollout/selected_length_mean"] == pytest.approx(np.mean(lengths))
     assert stopped["rollout/length_bias"] < 0 == full["rollout/length_bias"]
@@ -123,7 +123,7 @@ def test_unfinished_groups_are_carried_and_finished_later(partial):
     assert any(s["rollout/stale_token_share"] > 0 for s in steps)
     for before, after in zip(steps, steps[1:], strict=False):
         kept = before["rollout/groups_carried"] - after["rollout/groups_dropped_stale"]
-        assert after["rollout/groups_started"] == 4 - kept
+        assert after["rollout/groups_drawn"] == 4 - kept
     ages = [
         token_versions(s.weight_versions, len(s.token_ids))
         for rollout in taken for group in rollout.groups for s in group
@@ -243,7 +243,7 @@ def test_dynamic_sampling_keeps_the_batch_full_and_takes_the_first_informative_g
     thin_policy, tmp_path
 ):
     changes = {
-        "reward": "tiny_run:rare", "algo.max_resample": 8, "rollout.max_batch": 3,
+        "reward": "tiny_run:rare", "rollout.max_batch": 3,
         "rollout.chunk_tokens": 2, "rollout.strategy": "off", "rollout.cache_bytes": 1 << 20,
     }  # fmt: skip
     trainer = make(thin_policy, tmp_path, **changes)
@@ -255,7 +255,7 @@ def test_dynamic_sampling_keeps_the_batch_full_and_takes_the_first_informative_g
 
     engine.loop._enqueue = watched
     metrics = trainer.step()
-    drawn = int(metrics["rollout/groups_started"])
+    drawn = int(metrics["rollout/groups_drawn"])
     assert drawn > 4 and metrics["rollout/groups_selected"] == 4
     rewards = trainer.last_rollout.rewards
     assert len(rewards) == drawn

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHANGES = {
     "steps": 5,
     "reward": "tiny_run:rare",
-    "algo.max_resample": 2,
+    "algo.max_num_gen_batches": 2,
     "rollout.over_sample": 1.5,
     "rollout.partial": "true",
     "optim.lr": 1e-3,

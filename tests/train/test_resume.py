@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # position that depends on rewards, groups that are carried, and a head that is trained online.
 CHANGES = {
     "reward": "tiny_run:rare",
-    "algo.max_resample": 2,
+    "algo.max_num_gen_batches": 2,
     "rollout.over_sample": 1.5,
     "rollout.partial": "true",
     "algo.kl_loss_coef": 0.1,

@@ -154,7 +154,6 @@ def refusal(capsys, argv) -> str:
         ({"rollout.max_tokens": 250, "packing.row_length": 262}, "the longest sequence of"),
         ({"packing.microbatches": 2}, "unknown key 'packing.microbatches'"),
         ({"algo.updates_per_rollout": 0}, "algo.updates_per_rollout: expected at least 1"),
-        ({"algo.max_resample": 0}, "algo.max_resample: expected at least 1"),
         ({"algo.loss_aggregation": "mean"}, "loss_aggregation must be one of token, sequence"),
         ({"draft.mode": "sometimes"}, "draft.mode: expected one of auto, none, frozen, online"),
         ({"draft.unroll_steps": 0}, "draft.unroll_steps and draft.epochs >= 1"),
@@ -269,25 +268,33 @@ def test_several_updates_per_rollout_are_off_policy_and_clipped_by_two_bounds(va
 
 def test_dynamic_sampling_drops_and_replaces_groups_that_teach_nothing(thin_policy, tmp_path):
     changes = {"reward": "tiny_run:rare", "draft.mode": "none"}
+    one = {"algo.max_num_gen_batches": 1}
     off = train(thin_policy, tmp_path, 1, **changes, **{"algo.dynamic_sampling": "false"})[1][0]
-    on = train(thin_policy, tmp_path, 1, **changes)[1][0]
-    more = train(thin_policy, tmp_path, 1, **changes, **{"algo.max_resample": 8})[1][0]
+    trainer, (on,) = train(thin_policy, tmp_path, 1, **changes, **one)
+    replacing, (more,) = train(thin_policy, tmp_path, 1, **changes)
     informative = round(4 * (1 - off["rollout/zero_std"]))
     assert off["rollout/groups_selected"] == 4 and 0 < informative < 4
     assert on["rollout/groups_selected"] == informative
+    assert on["rollout/groups_dropped"] == 4 - informative and on["rollout/groups_drawn"] == 4
     assert on["rollout/tokens"] == off["rollout/tokens"]
     assert more["rollout/groups_selected"] == 4
+    assert more["rollout/groups_drawn"] == 4 + more["rollout/groups_dropped"] > 4
     assert more["rollout/tokens"] > on["rollout/tokens"]
     assert off["train/tokens"] == off["rollout/tokens"]
     assert on["train/tokens"] < on["rollout/tokens"]
+    said = trainer.rollouts.short
+    assert said.startswith(f"{informative} groups of 4 have differing rewards, fewer than rollout.")
+    assert "algo.max_num_gen_batches=1" in said and said in rl.Watch().look(1, on, short=said)
+    assert replacing.rollouts.short is None
 
 
 def test_a_step_in_which_every_group_is_dropped_moves_nothing(thin_policy, tmp_path):
-    trainer, _ = train(thin_policy, tmp_path, 0, reward="tiny_run:nothing")
+    trainer, _ = train(thin_policy, tmp_path, 0, reward="tiny_run:nothing", **{"algo.max_num_gen_batches": 2})
     before = leaves(trainer.params) + leaves(trainer.head)
     metrics = trainer.step()
     after = leaves(trainer.params) + leaves(trainer.head)
     assert metrics["rollout/groups_selected"] == 0 and metrics["rollout/zero_std"] == 1
+    assert metrics["rollout/groups_drawn"] == metrics["rollout/groups_dropped"] == 8
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
     assert all(math.isfinite(v) for v in metrics.values() if not isinstance(v, str))
 

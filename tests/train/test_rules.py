@@ -60,7 +60,7 @@ RL = [
     (["algo.tis_cap=3"], "set algo.tis=true"),
     (["algo.clip_ratio=0.1"], "raise algo.updates_per_rollout"),
     (["algo.normalize_std=false", "algo.advantage_eps=0.1"], "algo.advantage_eps=0.1 changes"),
-    (["algo.dynamic_sampling=false", "algo.max_resample=3"], "algo.dynamic_sampling=false"),
+    (["algo.dynamic_sampling=false", "algo.max_num_gen_batches=3"], "algo.dynamic_sampling=false"),
     (["optim.final_lr_ratio=0.5"], "set optim.decay_steps"),
     (["draft.optim.final_lr_ratio=0.5"], "set draft.optim.decay_steps"),
     (["mesh.cp_order=contiguous"], "mesh.cp=1 splits no row"),
