@@ -19,7 +19,6 @@ import jax
 from bench.common import alternate_prepared, machine, versions
 from bench.full_batch import everyone, fill
 from bench.random_weights import random_weights
-from specjax.command_line import find_shipped
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.control import OFF
 from specjax.decode import rng
@@ -35,6 +34,7 @@ from specjax.engine.runner import Runner
 from specjax.models import hf
 from specjax.models.hf_config import read_config
 from specjax.models.transformer import Params, init_params
+from specjax.shipped import find_shipped
 
 DRAFT_CHAIN = 4  # drafted tokens over which the cost of one is averaged
 

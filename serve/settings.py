@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from specjax import LLM, EngineConfig, SamplingParams
-from specjax.command_line import ConfigError, find_shipped
+from specjax.command_line import ConfigError
 from specjax.config.dtype import AUTO, ENGINE_DTYPES
 from specjax.hub import ModelNotFoundError, find_model
 from specjax.kernels import panels
@@ -16,6 +16,7 @@ from specjax.kernels.names import ATTENTION, ATTENTION_DOC
 from specjax.models.hf import UnsupportedModelError
 from specjax.schema import REQUIRED, Needs, at_least, option
 from specjax.sharding import offer_cpu_devices
+from specjax.shipped import find_shipped
 from specjax.speculation import SpeculationSettings, sections_of
 from specjax.speculation_rules import speculation_rules
 from specjax.spelling import Say, dotted, spelled

@@ -15,7 +15,6 @@ import dataclasses
 import difflib
 import json
 import sys
-import sysconfig
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from specjax.arguments import ArgumentParser, nearest_flag, underscored
 from specjax.schema import Key, describe, idle, keys_of, show, type_name
 from specjax.setting_values import ValueProblem, Yaml, check, expected, read
+from specjax.shipped import find_shipped, roots
 from specjax.spelling import python, spelled
 
 T = TypeVar("T")
@@ -337,24 +337,13 @@ def _put(nested: dict[str, Any], name: str, value: Any) -> None:
         nested[last] = value
 
 
-def _roots() -> list[Path]:
-    """Where shipped files lie: the working directory, the checkout, the installed package."""
-    installed = Path(sysconfig.get_path("data")) / "share" / "specjax"
-    return [Path.cwd(), Path(__file__).resolve().parent.parent, installed]
-
-
-def find_shipped(name: str) -> Path:
-    """The file or directory `name` itself, else the shipped one; `name` unchanged if neither."""
-    return next((root / name for root in _roots() if (root / name).exists()), Path(name))
-
-
 def _find(config: str) -> Path:
     """The config file of that name."""
     path = find_shipped(config)
     if path.is_file():
         return path
     found = "a directory, not a file," if path.is_dir() else "no file"
-    shipped = {path.name for root in _roots() for path in (root / "configs").glob("*.yaml")}
+    shipped = {path.name for root in roots() for path in (root / "configs").glob("*.yaml")}
     known = f"; shipped: {', '.join(f'configs/{name}' for name in sorted(shipped))}"
     raise ConfigError(f"--config: {found} {config}{known if shipped else ''}")
 

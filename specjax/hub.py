@@ -17,10 +17,10 @@ from pathlib import Path
 
 from specjax.checkpoint_files import CheckpointError
 from specjax.checkpoint_format import first_line
-from specjax.command_line import find_shipped
 from specjax.models.hf import files_in_index
 from specjax.models.hf_export import TOKENIZER_FILES
 from specjax.models.hf_names import HEAD_FILE, INDEX, WEIGHTS
+from specjax.shipped import find_shipped
 
 _SMALL = ("config.json", "generation_config.json", INDEX, *TOKENIZER_FILES)
 _ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")

@@ -17,7 +17,7 @@ import numpy as np
 from specjax import sharding
 from specjax.checkpoint_format import CheckpointError
 from specjax.checkpoint_weights import read_config
-from specjax.command_line import ConfigError, find_shipped
+from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.draft.source import DraftSource
 from specjax.engine.engine import Engine
@@ -27,6 +27,7 @@ from specjax.engine.start_up import start_programs
 from specjax.hub import find_model
 from specjax.models.transformer import Params, init_params, to_decode_layout
 from specjax.reshard import Mover, Reshard, cast
+from specjax.shipped import find_shipped
 from train.draft import FIELDS, frozen_policy_parts
 from train.engines import Mesh, make_meshes
 from train.grpo import Denominators

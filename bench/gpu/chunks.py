@@ -22,7 +22,6 @@ from bench.full_batch import everyone, fill
 from bench.gpu.program import Place, Program, traced_once
 from bench.random_weights import random_weights
 from specjax import ModelConfig, SpecConfig
-from specjax.command_line import find_shipped
 from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
 from specjax.decode.state import prefix_lengths, take_positions, take_slots
@@ -32,6 +31,7 @@ from specjax.engine.executables import Noted
 from specjax.engine.runner import Runner
 from specjax.models.hf_config import read_config
 from specjax.models.transformer import init_params
+from specjax.shipped import find_shipped
 
 OFF = "off"
 DEFAULT = MappingProxyType({"": {}})  # one arm: the compiler's own options

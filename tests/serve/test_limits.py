@@ -18,10 +18,11 @@ from serve import engine_thread
 from serve.notes import Request
 from serve.protocol import ChatRequest, CompletionRequest
 from serve.settings import WARM_UP, EngineSection, LimitSection, ServeConfig, load_llm
-from specjax.command_line import find_shipped, load_config
+from specjax.command_line import load_config
 from specjax.decode.options import Features
 from specjax.engine.options_rows import features_of
 from specjax.engine.request import make_jobs
+from specjax.shipped import find_shipped
 
 PROMPT, TOKENS = 20, 10  # limits
 # As a template may do that nobody wrote for such messages: it divides, looks up, recurses.

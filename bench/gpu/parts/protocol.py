@@ -8,7 +8,7 @@ from bench import protocol
 from bench.gpu.job import Job
 from bench.gpu.parts.round_parts import model_of, sizes_of
 from bench.workloads import WORKLOADS, Point, points
-from specjax.command_line import find_shipped
+from specjax.shipped import find_shipped
 from specjax.tokenizer import load_tokenizer
 from train import data
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from bench.common import figure, median_interval
 from bench.gpu.job import Job
 from bench.random_weights import random_weights
-from specjax.command_line import find_shipped
 from specjax.draft.mtp import init_head_params
 from specjax.models import hf
 from specjax.models.transformer import init_params
+from specjax.shipped import find_shipped
 from train.log import METRICS_FILE, read_metrics
 
 NOT_AHEAD = "it is train.rl, in a process of its own"

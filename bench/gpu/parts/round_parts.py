@@ -38,12 +38,12 @@ from bench.round import turn_times
 from bench.round_parts import EMPTY, ROUND, Parts
 from bench.workloads import Point, Workload
 from specjax import ModelConfig, SpecConfig
-from specjax.command_line import find_shipped
 from specjax.decode.options import Features
 from specjax.draft.mtp import init_head_params
 from specjax.engine.runner import Runner
 from specjax.models.hf_config import read_config
 from specjax.models.transformer import Params, init_params
+from specjax.shipped import find_shipped
 
 NOT_AHEAD = "each of its programs is made from what the one before has computed"
 SHAPE = "assets/shapes/Qwen3-8B"

@@ -24,7 +24,7 @@ from bench.gpu.job import Absent, Job
 from bench.gpu.parts.round_parts import plain_model, sizes_of
 from bench.workloads import GREEDY, Point, Workload
 from specjax import LLM
-from specjax.command_line import find_shipped
+from specjax.shipped import find_shipped
 
 NOT_AHEAD = "its programs are the peer's, and an engine's that other parts compile"
 

@@ -1,0 +1,17 @@
+"""Where the files lie that come with specjax: configurations, tokenizers, shapes of models."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+
+def find_shipped(name: str | Path) -> Path:
+    """The file or directory `name` itself, else the shipped one; `name` unchanged if neither."""
+    return next((root / name for root in roots() if (root / name).exists()), Path(name))
+
+
+def roots() -> list[Path]:
+    """Where they may lie: the working directory, the checkout, the installed package."""
+    installed = Path(sysconfig.get_path("data")) / "share" / "specjax"
+    return [Path.cwd(), Path(__file__).resolve().parent.parent, installed]
