@@ -39,6 +39,8 @@ class KVCache(NamedTuple):
     k: Array | tuple[Array, ...]
     v: Array | tuple[Array, ...]
 
+    AXES = dict.fromkeys("kv", ("heads", None, None))  # by which a mesh splits them
+
     def layer(self, i: int) -> tuple[Array, Array]:
         """Keys and values of one layer, each [P K S H]."""
         return self.k[i], self.v[i]

@@ -293,28 +293,39 @@ def replicated(mesh: jax.sharding.Mesh) -> jax.NamedSharding:
     return jax.NamedSharding(mesh, jax.P())
 
 
-def _in_cache(path) -> bool:
-    return any(getattr(p, "name", None) == "cache" for p in path)
+def _map_stated(one: Callable, state):
+    """`one(array, axes)` for the arrays of a state, as a tree like it.
+
+    axes: logical names of the last dimensions, where the type of the tuple that holds the array
+    states some as `AXES` (a cache's heads, the noise's vocabulary); None: it states none.
+    """
+
+    def is_stated(node) -> bool:
+        return hasattr(type(node), "AXES")
+
+    def mapped(node):
+        if not is_stated(node):
+            return one(node, None)
+        parts = node._asdict().items()
+        return type(node)(*(_mapped(one, part, node.AXES.get(name)) for name, part in parts))
+
+    return jax.tree.map(mapped, state, is_leaf=is_stated)
 
 
-def _is_noise(path) -> bool:
-    """The noise ring's rows [B E V]: a device holds those of its own part of the vocabulary."""
-    return [getattr(p, "name", None) for p in path[-2:]] == ["noise", "rows"]
+def _mapped(one: Callable, part, axes: tuple | None):
+    return jax.tree.map(lambda leaf: one(leaf, axes), part)
 
 
 def state_shardings(mesh: jax.sharding.Mesh, state):
     """Shardings of a decode state between chunks: key/value heads and noise over `tp`, all else
-    whole."""
+    whole, slots included."""
 
-    def one(path, leaf):
-        axes = (None,) * leaf.ndim
-        if _in_cache(path):
-            axes = (None,) * (leaf.ndim - 3) + ("heads", None, None)
-        elif _is_noise(path):
-            axes = (None, None, "vocab")
-        return jax.NamedSharding(mesh, spec_for(mesh, axes, leaf.shape))
+    def one(leaf, axes):
+        inside = tuple(None if name == "batch" else name for name in axes or ())
+        whole = (None,) * (leaf.ndim - len(inside))
+        return jax.NamedSharding(mesh, spec_for(mesh, whole + inside, leaf.shape))
 
-    return jax.tree_util.tree_map_with_path(one, state)
+    return _map_stated(one, state)
 
 
 def pin_slots(mesh: jax.sharding.Mesh | None, state):
@@ -322,14 +333,15 @@ def pin_slots(mesh: jax.sharding.Mesh | None, state):
     if mesh is None:
         return state
 
-    def one(path, leaf):
-        if _in_cache(path):
+    def one(leaf, axes):
+        if axes is None:
+            axes = ("batch", *(None,) * (leaf.ndim - 1))
+        if "batch" not in axes:  # pages, which are of no one slot
             return leaf
-        inside = (None, "vocab") if _is_noise(path) else (None,) * (leaf.ndim - 1)
-        spec = spec_for(mesh, ("batch", *inside), leaf.shape)
+        spec = spec_for(mesh, axes, leaf.shape)
         return jax.lax.with_sharding_constraint(leaf, jax.NamedSharding(mesh, spec))
 
-    return jax.tree_util.tree_map_with_path(one, state)
+    return _map_stated(one, state)
 
 
 def shapes(tree, mesh: jax.sharding.Mesh | None, shardings: Callable):

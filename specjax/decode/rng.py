@@ -102,6 +102,8 @@ class NoiseRing(NamedTuple):
     until: Int[Array, " B"]
     drawn: Int[Array, " B"]
 
+    AXES = {"rows": ("batch", None, "vocab")}  # a device holds those of its part of the vocabulary
+
 
 def empty_ring(batch: int, positions: int, vocab: int) -> NoiseRing:
     """A ring in which nothing has been generated."""

@@ -26,8 +26,7 @@ class Scratch(NamedTuple):
     """What was read of some prompts so far.
 
     Attributes:
-      cache: pages of these prompts alone; the first belongs to no prompt. It is sharded as the
-        cache of a decode state, by this name (`sharding.state_shardings`).
+      cache: pages of these prompts alone; the first belongs to no prompt.
     """
 
     cache: KVCache
