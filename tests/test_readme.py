@@ -1,4 +1,4 @@
-"""What README tells people to type works."""
+"""What README and the pages in docs/ tell people to type works."""
 
 import functools
 import importlib.util
@@ -13,6 +13,11 @@ import specjax
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    page: page.read_text(encoding="utf-8")
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+WORDS = 2500  # of README at most: what is longer belongs into docs/
 
 
 def test_the_first_snippet_runs_and_finds_every_token_equal(monkeypatch, capsys):
@@ -25,19 +30,45 @@ def test_the_first_snippet_runs_and_finds_every_token_equal(monkeypatch, capsys)
     assert said[-1] == "[]" and len(said) == 5  # two samples of two prompts, and no difference
 
 
-def test_commands_name_modules_and_targets_that_exist():
+def test_a_new_user_can_read_it_and_everything_else_is_linked():
+    assert len(README.split()) <= WORDS
+    linked = {(ROOT / link).resolve() for link in re.findall(r"\]\(([\w./]+)\)", README)}
+    assert PAGES.keys() - {ROOT / "README.md"} <= linked
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_name_modules_and_targets_that_exist(page):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    named = set(re.findall(r"^make ([a-z-]+)", README, re.M))
-    assert {"rl", "test"} <= named <= targets
-    modules = set(re.findall(r"python -m ([\w.]+)", README))
-    assert {"train.rl", "bench.identity", "specjax.verify"} <= modules
-    for module in modules:
+    assert set(re.findall(r"^make ([a-z-]+)", PAGES[page], re.M)) <= targets
+    for module in set(re.findall(r"python -m ([\w.]+)", PAGES[page])):
         assert importlib.util.find_spec(module), module
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([\w./]+)\)", README))))
-def test_links_point_at_files(path):
-    assert (ROOT / path).is_file()
+def test_the_commands_of_the_first_minutes_are_there():
+    assert {"rl", "test"} <= set(re.findall(r"^make ([a-z-]+)", README, re.M))
+    modules = set(re.findall(r"python -m ([\w.]+)", README))
+    assert {"train.rl", "train.data", "serve", "bench.identity"} <= modules
+
+
+LINKS = [
+    (page, link) for page, text in PAGES.items() for link in re.findall(r"\]\(([\w./]+)\)", text)
+]
+
+
+@pytest.mark.parametrize(("page", "link"), sorted(set(LINKS)), ids=lambda x: getattr(x, "name", x))
+def test_links_point_at_files(page, link):
+    assert (page.parent / link).is_file()
+
+
+def test_figures_stand_in_the_table_of_all_and_name_their_command():
+    every = (ROOT / "docs/measurements.md").read_text(encoding="utf-8").replace("](../", "](")
+    rows = [line for line in every.splitlines() if line.startswith("| ")]
+    assert len(rows) > 30
+    for row in rows[1:]:
+        command = row.rsplit(" | ", 1)[1]
+        assert re.match(r"`([A-Z_]+=\S+ )*(python -m bench\.|make rl)|same \|", command), row
+    mine = [line for line in README.splitlines() if re.match(r"\| .* \| .* \| (`|same)", line)]
+    assert len(mine) > 4 and set(mine) <= set(rows)
 
 
 def test_the_range_of_jax_ends_with_the_versions_that_are_tested():

@@ -269,9 +269,9 @@ def test_by_default_no_request_finds_anything_left_to_compile(server: Server):
     assert {Features(), Features(top_p=True).widened()} <= found, "and the usual ones cost less"
 
 
-def test_the_readme_names_every_limit_and_its_default():
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
-    [sentence] = re.findall(r"so is what exceeds (.*?)\. All", readme, re.S)
+def test_the_docs_name_every_limit_and_its_default():
+    page = (Path(__file__).resolve().parents[2] / "docs/serving.md").read_text(encoding="utf-8")
+    [sentence] = re.findall(r"so is what exceeds (.*?)\. All", page, re.S)
     named = dict(re.findall(r"`([a-z_.]+)`(?: and\s+`[a-z_.]+`)?\s+\((\w+)", sentence))
     named["limits.prompt_tokens"] = named["limits.max_tokens"] = "null"
     defaults = {f"limits.{f.name}": f.default for f in dataclasses.fields(LimitSection)}
