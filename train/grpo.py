@@ -35,11 +35,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specjax.context import Context, shift
 
 LOSS_AGGREGATIONS = ("token", "sequence")
+LOGPROBS = ("temperature", "processed")
 
 # exp() of a larger difference would overflow float32 and turn one stray token into a NaN update.
 MAX_LOG_RATIO = 20.0
@@ -191,7 +192,24 @@ def token_logprobs(
     temperature = jnp.asarray(temperature, jnp.float32)
     temperature = jnp.where(temperature > 0, temperature, 1.0)
     logprobs, entropy = _score_next(logits, shift(tokens, 1, context), temperature)
+    return own_tokens(logprobs, entropy, segment_ids, context)
+
+
+def own_tokens(
+    logprobs: Float[Array, "R S"],
+    entropy: Float[Array, "R S"],
+    segment_ids: Int[Array, "R S"],
+    context: Context | None = None,
+    among: Bool[Array, "R S"] | None = None,
+) -> tuple[Float[Array, "R S"], Float[Array, "R S"]]:
+    """What each token says of the next one, moved to that one; 0 where nothing does.
+
+    Args:
+      among: the tokens that it is wanted of; None: all that have one before them in their segment.
+    """
     predicted = (shift(segment_ids, 1, context) == segment_ids) & (segment_ids > 0)
+    if among is not None:
+        predicted &= shift(among, 1, context)
 
     def place(x):
         return shift(jnp.where(predicted, x, 0.0), -1, context)
@@ -201,7 +219,13 @@ def token_logprobs(
 
 @jax.checkpoint
 def _score_next(logits, next_tokens, temperature):
-    scaled = logits.astype(jnp.float32) / temperature
+    return logprobs_and_entropy(logits.astype(jnp.float32) / temperature, next_tokens)
+
+
+def logprobs_and_entropy(
+    scaled: Float[Array, "*R V"], next_tokens: Int[Array, "*R"]
+) -> tuple[Float[Array, "*R"], Float[Array, "*R"]]:
+    """Of the softmax of scores, which may be -inf but for some; the entropy has no gradient."""
     log_z = jax.nn.logsumexp(scaled, axis=-1)
     picked = jnp.take_along_axis(scaled, next_tokens[..., None], axis=-1)[..., 0]
     fixed, fixed_z = jax.lax.stop_gradient((scaled, log_z))

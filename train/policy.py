@@ -25,6 +25,7 @@ from specjax.context import Context
 from specjax.kernels import dispatch
 from specjax.models.transformer import Params, Transformer, graphdef, init_params
 from train.grpo import Denominators, GRPOConfig, grpo_loss, token_logprobs
+from train.processed import Transforms, processed_logprobs
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ class PolicyTrainer:
       loss: see `sft_loss`, `rl_loss`.
       optimizer: from `OptimConfig.build`. mesh: None is one device.
       temperature: at which tokens are scored; the rollout's.
+      transforms: with which tokens are scored in the temperature's place, see `train.processed`.
       context: how the mesh splits rows. What is handed out per token is then in its order, as are
         the batches that `place` makes; `fetch` undoes it.
       attention: the kernel, see `specjax.kernels.dispatch.settle`.
@@ -124,11 +126,12 @@ class PolicyTrainer:
         temperature: float = 1.0,
         context: Context | None = None,
         attention: str = "auto",
+        transforms: Transforms | None = None,
     ):
         cfg = settled(cfg, mesh, attention, "training attention", context)
         self.cfg = cfg.replace(scan_layers=True)
         self.loss, self.optimizer, self.mesh = loss, optimizer, mesh
-        self.temperature, self.context = temperature, context
+        self.temperature, self.transforms, self.context = temperature, transforms, context
         params, opt_state, rows, whole = self._shardings()
         self._accumulate = jax.jit(
             self._accumulate_program, donate_argnums=1, out_shardings=(params, rows, whole)
@@ -238,12 +241,11 @@ class PolicyTrainer:
 
     def _token_logprobs(self, params: Params, batch: Batch):
         model, states = self._forward(params, batch)
+        logits = model.logits(states)
+        if self.transforms is not None:
+            return *processed_logprobs(logits, batch, self.transforms, self.context), states
         logprobs, entropy = token_logprobs(
-            model.logits(states),
-            batch["tokens"],
-            batch["segment_ids"],
-            self.temperature,
-            self.context,
+            logits, batch["tokens"], batch["segment_ids"], self.temperature, self.context
         )
         return logprobs, entropy, states
 

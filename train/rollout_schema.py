@@ -6,12 +6,13 @@ import math
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from specjax.config import SamplingParams
+from specjax.config.dtype import AUTO, ENGINE_DTYPES
 from specjax.engine.settings import EngineConfig
 from specjax.kernels import panels
 from specjax.schema import at_least, option
 from specjax.speculation import SpeculationSettings, sections_of
 from specjax.spelling import dotted
+from train.sampling_section import SamplingSection
 
 # What decides where and when rollouts run, and no token.
 PLACEMENT = ("replicas", "tp", "max_batch", "scan_layers")
@@ -21,8 +22,8 @@ ENGINE_SETTINGS = (
 
 
 @dataclass
-class RolloutSection(SpeculationSettings):
-    """How rollouts are generated, and how they speculate."""
+class RolloutSection(SamplingSection, SpeculationSettings):
+    """How rollouts are generated: how they sample, and how they speculate."""
 
     section: ClassVar[str] = "rollout"
     head_may_be_path: ClassVar[bool] = True
@@ -42,8 +43,6 @@ class RolloutSection(SpeculationSettings):
     max_staleness: int = option(
         4, "steps since the oldest token of a carried group at most; older groups are dropped"
     )
-    temperature: float = option(1.0, "sampling temperature")
-    max_tokens: int = option(160, "response tokens at most")
     max_prompt_tokens: int = option(
         64, "prompt tokens at most; data.overlong_prompts says what becomes of longer prompts"
     )
@@ -78,6 +77,12 @@ class RolloutSection(SpeculationSettings):
         "by what weights are multiplied: panels, specjax's own kernel on one CPU device; xla",
         choices=panels.ASKED,
     )
+    dtype: str = option(
+        AUTO,
+        "dtype of weights and arithmetic in rollouts and evaluation, cast when new weights come; "
+        "auto: dtype.compute",
+        choices=ENGINE_DTYPES,
+    )
     scan_layers: bool = option(
         False, "scan over layers while decoding: short compile, slower on CPU"
     )
@@ -90,7 +95,7 @@ class RolloutSection(SpeculationSettings):
                 f"rollout.over_sample: expected a finite number of at least 1, got "
                 f"{self.over_sample}"
             )
-        SamplingParams(self.temperature, self.max_tokens)
+        self.sampling_params()
         super().__post_init__()
         self._check_acceptance()
         if self.source == "ngram" and self.ngram_siblings and not self._same_tokens:

@@ -11,6 +11,7 @@ from typing import Any
 
 from specjax.schema import Needs
 from specjax.speculation_rules import drafts_with_head, is_off, speculation_rules
+from train.sampling_section import FILTERS, TRANSFORMS, transforms
 
 Values = Mapping[str, Any]
 
@@ -30,6 +31,12 @@ def _may_train(v: Values) -> bool:
 
 def _trains_head(v: Values) -> bool:
     return _speculates(v) and _drafts_with_head(v) and _may_train(v)
+
+
+def _samples_by_more(v: Values) -> bool:
+    """Whether rollouts sample with more than a temperature."""
+    own = {name: v[f"rollout.{name}"] for name in ("temperature", *TRANSFORMS)}
+    return bool(transforms(own))
 
 
 def _several_devices(v: Values) -> bool:
@@ -127,11 +134,34 @@ RL_RULES = (
         "[rollout.partial] carries nothing from step to step; set rollout.partial=true, or leave "
         "it out",
     ),
+    Needs(
+        tuple(f"rollout.{name}" for name in FILTERS),
+        lambda v: v["rollout.temperature"] > 0,
+        "[rollout.temperature] takes the most likely token each time; raise rollout.temperature, "
+        "or leave it out",
+    ),
+    Needs(
+        ("rollout.include_stop_str_in_output",),
+        lambda v: bool(v["rollout.stop"]),
+        "[rollout.stop] names no string; set rollout.stop, or leave it out",
+    ),
+    Needs(
+        ("algo.logprobs",),
+        _samples_by_more,
+        "rollouts sample with a temperature alone, of which temperature and processed "
+        "log-probabilities are the same; set rollout.top_p or another transform, or leave it out",
+    ),
     *speculation_rules(
         "rollout",
         _speculates,
         "[draft.mode] and [rollout.strategy] leave nothing to speculate with; set a strategy and "
         "leave out draft.mode, or leave this out",
+    ),
+    Needs(
+        ("rollout.aligned",),
+        _samples_by_more,
+        "rollouts sample with a temperature alone, which drafts always have; set rollout.top_p or "
+        "another transform, or leave it out",
     ),
     Needs(
         ("rollout.strategy", "rollout.control.*"),

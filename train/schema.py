@@ -16,10 +16,11 @@ from specjax.sharding import MeshConfig
 from specjax.spelling import Say
 from train.data_config import DataConfig
 from train.draft import DraftConfig
-from train.grpo import GRPOConfig
+from train.grpo import LOGPROBS, GRPOConfig
 from train.optim import OptimConfig
 from train.rollout_schema import SAY, RolloutSection
 from train.rules import RL_RULES, SFT_RULES
+from train.sampling_section import PENALTIES, SamplingSection
 
 
 @dataclass
@@ -231,6 +232,13 @@ class AlgoSection(GRPOConfig):
         comes to the limit learns from fewer groups, and says so.
     """
 
+    logprobs: str = option(
+        "temperature",
+        "log-probabilities that ratio, TIS, KL and entropy are made of: temperature, of the "
+        "temperature-scaled logits; processed, after penalties, bias, masks and filters as well, "
+        "of the very distribution that was sampled (see docs/rl.md)",
+        choices=LOGPROBS,
+    )
     updates_per_rollout: int = 1
     dynamic_sampling: bool = True
     max_num_gen_batches: int = 10
@@ -242,7 +250,7 @@ class AlgoSection(GRPOConfig):
 
 @dataclass
 class EvalSection:
-    """Held-out reward, sampled at the rollout's temperature."""
+    """Held-out reward, sampled as the rollout samples (temperature, filters, penalties, stops)."""
 
     problems: int = option(512, "held-out problems; 0 is no evaluation")
     every: int = option(0, "steps between evaluations; 0: only at start and end")
@@ -321,6 +329,14 @@ class RLConfig:
                 "choose these by time or load: what is learned would depend on the clock. Set "
                 "algo.tis=false, or rollout.control.controller=static and rollout.replicas=1"
             )
+        if self.algo.logprobs == "processed" and self.mesh.cp > 1:
+            for name in PENALTIES:
+                if getattr(self.rollout, name) != getattr(SamplingSection, name):
+                    raise ValueError(
+                        f"algo.logprobs=processed with rollout.{name} counts the tokens before "
+                        f"each one, and mesh.cp={self.mesh.cp} splits them over devices; set "
+                        "mesh.cp=1, or algo.logprobs=temperature"
+                    )
         if longest > self.packing.row_length:
             raise ValueError(
                 "a sample of rollout.max_prompt_tokens + rollout.max_tokens = "
