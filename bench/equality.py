@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 import numpy as np
 
-from specjax.config import SamplingParams
 from specjax.engine.compare import Difference, first_difference
 from specjax.engine.request import make_jobs
-from train.rollout import Rollout, group_seed, tokens_digest
+from train.rollout import Rollout, group_params, tokens_digest
 from train.trainer import Trainer
 
 # A step whose tokens differ in more samples than this has a few of them judged, not all.
@@ -145,13 +144,9 @@ def explain(reference: Trainer, other: Trainer, step: int, params_before) -> Ite
     runner.set_params(params_before, other.head)
     for group, index in pairs[:JUDGED_AT_MOST]:
         rollout = other.last_rollout
-        sampling = SamplingParams(
-            temperature=cfg.rollout.temperature,
-            max_tokens=cfg.rollout.max_tokens,
-            seed=group_seed(cfg.seed, step, rollout.problems[group].index),
-            n=cfg.rollout.n,
-        )
-        job = make_jobs(rollout.prompts[group], sampling, other.model.eos_token_ids)[index]
+        sampling = group_params(cfg, step, rollout.problems[group].index)
+        eos_ids, tokenizer = other.model.eos_token_ids, other.tokenizer
+        job = make_jobs(rollout.prompts[group], sampling, eos_ids, tokenizer)[index]
         yield first_difference(
             runner,
             group,

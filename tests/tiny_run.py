@@ -96,7 +96,7 @@ OF_NO_UPDATE = {"dynamic_sampling", "max_num_gen_batches"}
 # Those that the evaluation's engine takes from the rollout's.
 OF_EVALUATION = (
     "max_prompt_tokens", "max_tokens", "page_size", "chunk_tokens", "prefill_chunk", "scan_layers",
-    "products",
+    "products", "dtype",
 )  # fmt: skip
 
 
@@ -126,6 +126,8 @@ def shared_programs():
         roll, common = settings(cfg.rollout, OF_NO_ROLLOUT), (model, cfg.mesh, cfg.attention)
         common = (*common, cfg.rollout.temperature, cfg.draft)
         loss = settings(cfg.algo, OF_NO_UPDATE), cfg.rollout.partial
+        if cfg.algo.logprobs == "processed":
+            loss = (*loss, cfg.rollout.sampling_params())
         built.policy = first(built.policy, *common, *loss, cfg.optim)
         built.draft = first(built.draft, *common)
         if places == [None]:

@@ -14,13 +14,19 @@ from typing import Any
 import numpy as np
 
 from specjax.command_line import ConfigError
-from specjax.config import SamplingParams
 from specjax.engine.engine import Engine
 from specjax.engine.request import Finished, Job, SampleOutput, Totals, make_jobs, require_valid
 from specjax.engine.sequence import Progress
 from train.groups import Choice, Group, Response, Rule, decide, reopen, settle
 from train.prompts import Prompts
-from train.rollout import Rollout, digest, group_seed, rollout_metrics, selection_metrics
+from train.rollout import (
+    ResponseText,
+    Rollout,
+    digest,
+    group_params,
+    rollout_metrics,
+    selection_metrics,
+)
 from train.schema import RLConfig
 from train.scoring import Score, Scorer, about_zero, unwinnable
 from train.tasks.layout import Problem
@@ -106,7 +112,9 @@ class Collection:
                 continue
             progress = None
             if response.tokens:
-                progress = Progress(list(response.tokens), list(response.logprobs), [])
+                progress = Progress(
+                    list(response.tokens), list(response.logprobs), [], response.transformed
+                )
             ticket = self.engine.add(job, progress)
             running[ticket], self._group_of[ticket] = response, index
 
@@ -191,6 +199,7 @@ class Rollouts:
         roll, algo = cfg.rollout, cfg.algo
         self.cfg, self._order, self._prompts = cfg, order, prompts
         self._eos_ids, self._scorer = eos_ids, scorer
+        self._text = ResponseText(prompts.tokenizer, roll.sampling_params())
         self.rule = Rule(
             roll.prompts, roll.in_air, algo.dynamic_sampling, max(algo.max_num_gen_batches, 0)
         )
@@ -321,22 +330,14 @@ class Rollouts:
         }
 
     def _jobs(self, index: int, group: Group) -> list[Job]:
-        roll = self.cfg.rollout
         self._problems[index] = group.problem
-        params = SamplingParams(
-            temperature=roll.temperature,
-            max_tokens=roll.max_tokens,
-            seed=group_seed(self.cfg.seed, group.step, group.place),
-            n=roll.n,
-        )
-        return make_jobs(group.prompt, params, self._eos_ids, request=index)
+        params = group_params(self.cfg, group.step, group.place)
+        tokenizer = self._prompts.tokenizer
+        return make_jobs(group.prompt, params, self._eos_ids, tokenizer, request=index)
 
     def judge(self, job: Job, sample: SampleOutput) -> Score:
         """The reward of a sample of this step, for engines that ask where it ran."""
         return self._scorer(self._text(sample.token_ids), self._problems[job.request])
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return self._prompts.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _score(self, group: Group) -> list[float]:
         for response in group.responses:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specjax.config import SamplingParams
 from specjax.engine.engine import Engine
 from train import rollout
 from train.prompts import Prompts
@@ -23,19 +22,13 @@ def evaluate(
     cfg: RLConfig,
 ) -> dict[str, float]:
     """Metrics of the first `eval.problems` held-out problems whose prompts fit, by a policy that
-    the engine has; their seeds are the same every time."""
+    the engine has. One response to each is sampled as the rollout samples (temperature, filters,
+    penalties, bias, stops), with seeds that are the same every time."""
     problems = [heldout[i] for i in range(min(cfg.eval.problems, len(heldout)))]
     looked_at = [(problem, *prompts.look(problem)) for problem in problems]
     fits = [(problem, ids) for problem, ids, _ in looked_at if ids is not None]
     failures = scorer.failures
-    params = [
-        SamplingParams(
-            temperature=cfg.rollout.temperature,
-            max_tokens=cfg.rollout.max_tokens,
-            seed=cfg.eval.seed + problem.index,
-        )
-        for problem, _ in fits
-    ]
+    params = [cfg.rollout.sampling_params(cfg.eval.seed + problem.index) for problem, _ in fits]
     result, totals = rollout.generate(
         engine,
         prompts.tokenizer,

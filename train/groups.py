@@ -152,7 +152,9 @@ class Response:
     """A sample, perhaps on its way.
 
     Attributes:
-      tokens: as far as they were taken out of the engine. logprobs: by the engine, of each.
+      tokens: as far as they were taken out of the engine. logprobs: by the engine, of each, of the
+        temperature-scaled logits. transformed: likewise after all transforms; None unless the run
+        is trained with these.
       given: how many of the tokens earlier steps brought.
       old: the trainer's log-probabilities of these, each under the weights that sampled it.
       versions: runs of these that the same weights sampled, as (index of the first, step).
@@ -172,6 +174,7 @@ class Response:
     emitted: int = 0
     stats: SpecStats | None = None
     text: str | None = None
+    transformed: list[float] | None = None
 
     @property
     def new(self) -> int:
@@ -180,6 +183,8 @@ class Response:
 
     def take(self, sample: SampleOutput, finished: bool) -> None:
         self.tokens, self.logprobs = list(sample.token_ids), list(sample.logprobs)
+        if sample.transformed_logprobs is not None:
+            self.transformed = list(sample.transformed_logprobs)
         self.stats, self.emitted = sample.stats, max(self.emitted, self.new)
         self.finish = sample.finish_reason if finished else None
 
@@ -192,6 +197,8 @@ class Response:
         over = 0 if budget is None else max(0, self.new - budget)
         if over:
             del self.tokens[-over:], self.logprobs[-over:]
+            if self.transformed is not None:
+                del self.transformed[-over:]
             self.finish = self.reward = None
             self.failed = False
         if self.new:
@@ -212,6 +219,7 @@ class Response:
             finish_reason=self.finish or "abort",
             stats=self.stats or nothing,
             weight_versions=tuple(self.versions),
+            transformed_logprobs=self.transformed,
         )
 
 
@@ -259,6 +267,7 @@ class Group:
                 {
                     "tokens": _encode(r.tokens, "<i4"),
                     "logprobs": _encode(r.logprobs, "<f4"),
+                    "transformed": r.transformed and _encode(r.transformed, "<f4"),
                     "old": _encode(r.old, "<f4"),
                     "versions": [list(run) for run in r.versions],
                     "finish": r.finish,
@@ -280,6 +289,7 @@ class Group:
                 finish=r["finish"],
                 reward=r.get("reward"),  # checkpoints of old have none: it is found again
                 failed=r.get("failed", False),
+                transformed=(t := r.get("transformed")) and _decode(t, "<f4"),
             )
             for r in saved["responses"]
         ]

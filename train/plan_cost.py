@@ -213,13 +213,18 @@ def with_prefix(cost: Cost, shapes: Shapes, strategy: str, slots: int, context: 
     )
     total = Cost()
     total.add(cost)
-    total.add(Cost(flops=operations / ways, bytes=_width(model) * read))
+    total.add(Cost(flops=operations / ways, bytes=_rolled_out(shapes) * read))
     return total
 
 
 def _width(model: ModelConfig) -> int:
     """Bytes of a number that is computed with."""
-    return 2 if model.compute_dtype == "bfloat16" else 4
+    return 2 if model.compute_dtype in ("bfloat16", "float16") else 4
+
+
+def _rolled_out(shapes: Shapes) -> int:
+    """Bytes of a number that rollouts compute with."""
+    return _width(shapes.engine.runner.cfg)
 
 
 def split(shapes: Shapes) -> int:
@@ -280,8 +285,8 @@ def _count(program: Program, given: Mapping[str, float], shapes: Shapes) -> Cost
     drafting = drafted_rows(shapes, strategy) * draft_weights(shapes)
     # The first step's weights are among what the program is given, but for the output matrix if it
     # is the policy's.
-    again = _width(model) * max(steps - 1, 0) * draft_weights(shapes)
-    outputs = _width(model) * min(steps, 1) * model.vocab_size * model.hidden_size
+    again = _rolled_out(shapes) * max(steps - 1, 0) * draft_weights(shapes)
+    outputs = _rolled_out(shapes) * min(steps, 1) * model.vocab_size * model.hidden_size
     outputs *= drafter(shapes)[0] is model
     operations = 2 * slots * (weights * rows + drafting)
     return Cost(operations / ways, read + (again + outputs) / ways)

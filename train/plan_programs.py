@@ -19,6 +19,7 @@ from specjax.checkpoint_format import CheckpointError
 from specjax.checkpoint_weights import read_config
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
+from specjax.decode.options import Features
 from specjax.draft.source import DraftSource
 from specjax.engine.engine import Engine
 from specjax.engine.executables import Noted
@@ -34,10 +35,11 @@ from train.grpo import Denominators
 from train.heads import head_shapes
 from train.packing import empty_batch
 from train.programs import (
-    FEATURES,
     Programs,
     as_computed,
+    as_rolled_out,
     build_programs,
+    chunk_features,
     drafts,
     drafts_with_head,
     scores_to_add,
@@ -155,12 +157,13 @@ class Shapes:
     def _source(self) -> tuple[DraftSource, Params | None]:
         """What drafts in the head's place, and its weights; see `load_draft_model`."""
         spec = self.cfg.rollout.spec()
+        model = as_rolled_out(self.cfg, self.model)
         if spec.source != "model":
-            return source_of(self.model, spec), None
-        dtype = self.model.compute_dtype
+            return source_of(model, spec), None
+        dtype = model.compute_dtype
         cfg, _ = self._read("rollout.draft_model", spec.draft_model, None)
         cfg = cfg.replace(param_dtype=dtype, compute_dtype=dtype)
-        source = model_source(cfg, self.model, self.mesh)
+        source = model_source(cfg, model, self.mesh)
         made = self._like_params(lambda: to_decode_layout(init_params(cfg), source.cfg))
         return source, made
 
@@ -170,9 +173,11 @@ class Shapes:
         """All of them."""
         yield from self.training()
         yield from self.handing_over()
-        yield from engine_programs(self.engine, "roll out")
+        features = chunk_features(self.cfg, self.model)
+        yield from engine_programs(self.engine, "roll out", features)
         if self.built.eval_engine is not None:
-            yield from engine_programs(self.built.eval_engine, "evaluate")
+            features = chunk_features(self.cfg, self.model, evaluating=True)
+            yield from engine_programs(self.built.eval_engine, "evaluate", features)
 
     @property
     def engine(self) -> Engine:
@@ -295,7 +300,7 @@ def _resharding(whose: str, weights: Params, moves: Reshard) -> Program:
     return Program(f"resharding, {whose}", "train", ("reshard", whose), moves.lower, given, moves)
 
 
-def engine_programs(engine: Engine, part: str) -> Iterator[Program]:
+def engine_programs(engine: Engine, part: str, features: Features) -> Iterator[Program]:
     """Prefill, placement and chunks, as the engine's start-up asks for them."""
     runner, found = engine.runner, []
 
@@ -304,7 +309,7 @@ def engine_programs(engine: Engine, part: str) -> Iterator[Program]:
         return Noted(donate)
 
     runner.executables.build = build
-    for _ in start_programs(engine.loop, FEATURES):
+    for _ in start_programs(engine.loop, (features,)):
         while found:
             key, lower = found.pop(0)
             pages, state = caches(runner.state)

@@ -1,15 +1,15 @@
 """Log-probabilities under the distribution that a rollout sampled from, after all its transforms.
 
-The transforms are the engine's own (`specjax.decode.sampling.transform`), at every token of a packed
-row with the history of its own sample: what the penalties count, and how many tokens the response
-has, which decides whether stop tokens are masked yet. What the filters (top-k, top-p, min-p) keep
-follows the policy that is scored. So a token that was sampled may lie outside of what they keep
-now: the policy has changed since, or the engine's arithmetic differs at the edge. Its probability
-there would be 0 and its logarithm -inf, of which no ratio, KL, or gradient can be made. Hence the
-filters always keep the token that was sampled, beside those that they keep anyway: where they would
-have kept it this is the distribution itself, and elsewhere the token counts as the least likely one
-that is kept, with a gradient that can bring it back. (NeMo-RL takes such tokens out of the loss;
-DeepSeek-V3.2, arXiv 2512.02556, stores what the filters kept when the token was sampled.)
+The transforms are the engine's own (`specjax.decode.sampling.transform`), at every token of a
+packed row with the history of its own sample: what the penalties count, and how many tokens the
+response has, which decides whether stop tokens are masked yet. What the filters (top-k, top-p,
+min-p) keep follows the policy that is scored. So a token that was sampled may lie outside of what
+they keep now: the policy has changed since, or the engine's arithmetic differs at the edge. Its
+probability there would be 0 and its logarithm -inf, of which no ratio, KL, or gradient can be made.
+Hence the filters always keep the token that was sampled, beside those that they keep anyway: where
+they would have kept it this is the distribution itself, and elsewhere the token counts as the least
+likely one that is kept, with a gradient that can bring it back. (NeMo-RL takes such tokens out of
+the loss; DeepSeek-V3.2, arXiv 2512.02556, stores what the filters kept when the token was sampled.)
 
 The filters' choice of tokens carries no gradient; all other transforms do.
 """
@@ -54,7 +54,7 @@ class Transforms:
 
     @classmethod
     def of(cls, params: SamplingParams, eos_ids: Sequence[int], vocab: int) -> Transforms:
-        """The transforms of a rollout. Stop strings are none: they end a sample, and mask nothing."""
+        """The transforms of a rollout. Stop strings are none: they mask no token."""
         plain = dataclasses.replace(params, n=1, stop=(), transformed_logprobs=False)
         job = make_jobs([0], plain, eos_ids)[0]
         options = option_rows([job], vocab, max(1, len(job.stop_ids)))
@@ -81,9 +81,7 @@ class Transforms:
         history = History(jnp.full(batch, -1), counts, None)
         rows = Rows(length, jnp.zeros((*logits.shape[:2], 0), jnp.int32))
         masked = self._split(filters=False)
-        scores = sampling.transform(
-            logits.astype(jnp.float32), options, masked, history, rows
-        )
+        scores = sampling.transform(logits.astype(jnp.float32), options, masked, history, rows)
         if not self._filters:
             return scores
         untempered = options._replace(temperature=jnp.ones(batch, jnp.float32))  # they are already

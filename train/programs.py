@@ -6,29 +6,32 @@ asks the compiler what they would need. Nothing here holds a weight.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from specjax.command_line import ConfigError, given_in, require_effect
 from specjax.config import ModelConfig
+from specjax.config.dtype import AUTO
 from specjax.context import context_of
 from specjax.decode.options import Features
 from specjax.draft.source import DraftSource
+from specjax.engine.checks import Limits, check_job
 from specjax.engine.engine import Engine
+from specjax.engine.options_rows import features_of
+from specjax.engine.request import make_jobs
 from specjax.engine.sources import settle_draft
 from specjax.speculation import ControlSection
 from specjax.spelling import spelled
 from train.draft import DraftTrainer
 from train.engines import Mesh, build_engines
 from train.policy import PolicyTrainer, rl_loss
+from train.processed import Transforms
+from train.rollout import group_params
 from train.rollout_schema import SAY, RolloutSection
 from train.schema import RLConfig
 
-# What the chunks of rollouts and evaluation serve: a config asks for a temperature, and no more.
-FEATURES = (Features(),)
 
-
-@dataclass
+@dataclasses.dataclass
 class Programs:
     """The jitted parts of a run.
 
@@ -99,6 +102,31 @@ def settle_drafting(cfg: RLConfig, has_head: bool) -> str:
     return drafting.described(SAY) + trained
 
 
+def chunk_features(cfg: RLConfig, model: ModelConfig, evaluating: bool = False) -> Features:
+    """What the chunks of a rollout, or of an evaluation, take into account: the same for all of its
+    samples, so that no other programs are compiled.
+
+    Raises:
+      ConfigError: a setting does not fit the model.
+    """
+    params = cfg.rollout.sampling_params() if evaluating else group_params(cfg, 0, 0)
+    # Stop strings are looked for by the host.
+    [job] = make_jobs([0], dataclasses.replace(params, n=1, stop=()), model.eos_token_ids)
+    longest = cfg.rollout.max_prompt_tokens + cfg.rollout.max_tokens
+    try:
+        check_job("rollout", job, Limits(model, longest, len(job.stop_ids), None))
+    except ValueError as error:
+        raise ConfigError(spelled(error, SAY)) from error
+    return features_of(job, model.vocab_size)
+
+
+def transforms(cfg: RLConfig, model: ModelConfig) -> Transforms | None:
+    """With which tokens are scored in training; None: with the temperature alone."""
+    if cfg.algo.logprobs != "processed":
+        return None
+    return Transforms.of(cfg.rollout.sampling_params(), model.eos_token_ids, model.vocab_size)
+
+
 def on_policy(cfg: RLConfig) -> bool:
     """Whether a rollout feeds a single update, so that the policy is its own old policy."""
     return cfg.algo.updates_per_rollout == 1
@@ -149,6 +177,12 @@ def as_computed(cfg: RLConfig, model: ModelConfig) -> ModelConfig:
     return model.replace(compute_dtype=cfg.dtype.compute, remat=cfg.remat)
 
 
+def as_rolled_out(cfg: RLConfig, model: ModelConfig) -> ModelConfig:
+    """A model of `as_computed` with the arithmetic of rollouts, for engines and draft sources."""
+    asked = cfg.rollout.dtype
+    return model if asked == AUTO else model.replace(compute_dtype=asked)
+
+
 def build_programs(
     cfg: RLConfig, model: ModelConfig, source: DraftSource | None, mesh: Mesh, places: Sequence
 ) -> Programs:
@@ -163,14 +197,23 @@ def build_programs(
     roll, speculate = cfg.rollout, drafts(cfg)
     loss = rl_loss(cfg.algo, on_policy(cfg), stale=roll.partial)
     context, kernel = context_of(cfg.mesh, mesh), cfg.attention
+    chunk_features(cfg, model)
     policy = PolicyTrainer(
-        model, loss, cfg.optim.build(), mesh, roll.temperature, context, attention=kernel
+        model,
+        loss,
+        cfg.optim.build(),
+        mesh,
+        roll.temperature,
+        context,
+        attention=kernel,
+        transforms=transforms(cfg, model),
     )
     draft = None
     if speculate and cfg.draft.mode == "online":
         draft = DraftTrainer(model, cfg.draft, roll.temperature, mesh, context, attention=kernel)
+    decoded = as_rolled_out(cfg, model)
     try:
-        engines = build_engines(cfg, model, speculate, source, mesh, places)
+        engines = build_engines(cfg, decoded, speculate, source, mesh, places)
     except ValueError as error:
         raise ConfigError(f"rollout: {spelled(error, SAY)}") from error
     return Programs(policy, draft, *engines)

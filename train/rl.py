@@ -32,6 +32,7 @@ from specjax.checkpoint import Checkpointer
 from specjax.config import ModelConfig
 from specjax.engine.request import InvalidLogitsError
 from specjax.models import hf
+from specjax.models.generation_config import sampling_defaults
 from train import plot, processes
 from train.cli import (
     CHECKPOINTS,
@@ -130,7 +131,8 @@ def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None, plac
             _say(line)
         _say(trainer.about_dtype)
         _say(f"rollouts: {trainer.warm_up()}")
-        for doubt in (about_precision(cfg, trainer.model.compute_dtype), about_slots(cfg)):
+        dtype = trainer.engines[0].runner.cfg.compute_dtype
+        for doubt in (about_precision(cfg, dtype), about_slots(cfg)):
             if doubt:
                 _say(f"WARNING: {doubt}")
         first = trainer.done_steps + 1
@@ -153,13 +155,22 @@ def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None, plac
 
 def about_generation(cfg: RLConfig, model: ModelConfig) -> str | None:
     """What to say of a checkpoint that asks to be sampled in a way of its own, if it does."""
-    asked = [(key, value) for key, value in model.generation if (key, value) != ("do_sample", True)]
+    own = cfg.rollout.sampling_params()
+    asked = sampling_defaults(model.generation)
+    asked = {name: value for name, value in asked.items() if value != getattr(own, name)}
+    if max(own.top_k, asked.get("top_k", 0)) <= 0:
+        asked.pop("top_k", None)  # 0 and -1 both keep all tokens
+    names = [*asked]
+    if ("do_sample", False) in model.generation and own.temperature > 0:
+        asked["do_sample"] = False
+        names += [] if "temperature" in asked else ["temperature"]
     if not asked:
         return None
-    values = ", ".join(f"{key}={value}" for key, value in asked)
+    ours = ", ".join(f"rollout.{name}={getattr(own, name)}" for name in names)
+    theirs = ", ".join(f"{name}={value}" for name, value in asked.items())
     return (
-        f"rollouts sample at rollout.temperature={cfg.rollout.temperature}, top_p=1, and not as "
-        f"generation_config.json asks ({values}): the policy is trained on what it samples itself"
+        f"rollouts sample with {ours}, and not as generation_config.json asks ({theirs}): the "
+        "policy is trained on what it samples itself; set these to sample as the file asks"
     )
 
 
@@ -186,7 +197,7 @@ def about_precision(cfg: RLConfig, dtype: str) -> str | None:
         f"in {dtype} about one token in 500 depends on the strategy and the batch that it is "
         "sampled in, and rollout.control or rollout.replicas choose these by time or load. What is "
         "learned is as good, but --resume will not repeat the tokens of a run that was killed. "
-        "For that set dtype.compute=float32, or rollout.control.controller=static and "
+        "For that set rollout.dtype=float32, or rollout.control.controller=static and "
         "rollout.replicas=1"
     )
 

@@ -12,6 +12,7 @@ larger.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 
@@ -19,10 +20,12 @@ import numpy as np
 
 from specjax.config import SamplingParams
 from specjax.engine.engine import Engine
-from specjax.engine.request import SampleOutput, Totals, make_jobs, require_valid
+from specjax.engine.request import SampleOutput, Totals, make_jobs, require_valid, special_name
+from specjax.engine.stops import StopStrings
 from train.groups import Group, Settled, token_versions
 from train.grpo import group_advantages, zero_variance_groups
 from train.packing import PackedBatch, Sample, pack
+from train.schema import RLConfig
 from train.scoring import Scorer
 from train.tasks.layout import Problem
 
@@ -72,6 +75,43 @@ def group_seed(run_seed: int, step: int, place: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
+def group_params(cfg: RLConfig, step: int, place: int) -> SamplingParams:
+    """How the samples of one group are drawn."""
+    processed = cfg.algo.logprobs == "processed"
+    return cfg.rollout.sampling_params(group_seed(cfg.seed, step, place), cfg.rollout.n, processed)
+
+
+def behaviour_logprobs(sample: SampleOutput) -> list[float]:
+    """The engine's log-probabilities of a sample's tokens, of the kind that `algo.logprobs` says:
+    whoever trains with processed ones asks the engine for them, and nobody else does."""
+    processed = sample.transformed_logprobs
+    return sample.logprobs if processed is None else processed
+
+
+class ResponseText:
+    """The text of a response, which rewards see: without special tokens, and cut where one of the
+    rollout's stop strings ends it.
+
+    Its tokens alone decide it, wherever and in how many pieces they were sampled.
+    """
+
+    def __init__(self, tokenizer, params: SamplingParams):
+        self._tokenizer, self._params = tokenizer, params
+        self._name = functools.cache(functools.partial(special_name, tokenizer))
+
+    def __call__(self, tokens: Sequence[int]) -> str:
+        params, cut = self._params, None
+        if params.stop:
+            include = params.include_stop_str_in_output
+            cut = StopStrings(
+                params.stop, self._decode, include, params.min_tokens, self._name
+            ).feed(tokens)
+        return self._decode(tokens) if cut is None else cut.text
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+
 def generate(
     engine: Engine,
     tokenizer,
@@ -88,14 +128,14 @@ def generate(
     """
     jobs = []
     for group, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
-        jobs += make_jobs(prompt, sampling, eos_ids, request=group)
+        jobs += make_jobs(prompt, sampling, eos_ids, tokenizer, request=group)
     samples, totals = engine.generate(jobs)
     require_valid(samples, lambda index: f"prompt {jobs[index].request}")
     groups, rewards, at = [], [], 0
     for problem, sampling in zip(problems, params, strict=True):
+        text = ResponseText(tokenizer, sampling)
         group = [
-            dataclasses.replace(s, text=tokenizer.decode(s.token_ids, skip_special_tokens=True))
-            for s in samples[at : at + sampling.n]
+            dataclasses.replace(s, text=text(s.token_ids)) for s in samples[at : at + sampling.n]
         ]
         at += sampling.n
         groups.append(group)
@@ -126,7 +166,7 @@ def to_samples(
                     sample_id=p * per_group + g,
                     prompt_ids=rollout.prompts[p],
                     response_ids=sample.token_ids,
-                    behaviour_logprobs=sample.logprobs,
+                    behaviour_logprobs=behaviour_logprobs(sample),
                     old_logprobs=old,
                     staleness=staleness,
                     advantage=float(advantages[p, g]),
@@ -240,7 +280,9 @@ def rollout_metrics(rollout: Rollout, totals: Totals, devices: int) -> dict[str,
         "rollout/tokens_per_sec": rate,
         "rollout/tokens_per_gpu_per_sec": rate / devices,
         "rollout/longest_sample_tokens_per_sec": totals.longest / max(totals.seconds, 1e-9),
-        "rollout/logprob_mean": float(np.mean(np.concatenate([s.logprobs for s in samples]))),
+        "rollout/logprob_mean": float(
+            np.mean(np.concatenate([behaviour_logprobs(s) for s in samples]))
+        ),
     }
     if totals.steps and totals.rounds:  # a step may live on what was carried alone
         metrics["rollout/spec_accept_length"] = totals.accept_length

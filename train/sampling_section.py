@@ -28,7 +28,8 @@ class SamplingSection:
     top_p: float = option(1.0, "keep the fewest most likely tokens with this share of the mass")
     min_p: float = option(0.0, "keep tokens at least so many times as likely as the likeliest one")
     repetition_penalty: float = option(
-        1.0, "divides positive logits of tokens seen in prompt or response, multiplies negative ones"
+        1.0,
+        "divides positive logits of tokens seen in prompt or response, multiplies negative ones",
     )
     presence_penalty: float = option(0.0, "subtracted from logits of tokens of the response")
     frequency_penalty: float = option(0.0, "likewise, once per occurrence")
@@ -46,7 +47,7 @@ class SamplingSection:
         """How a group of n samples is drawn.
 
         Args:
-          transformed_logprobs: the engine also tells how likely each token was after all transforms.
+          transformed_logprobs: the engine tells how likely tokens were after all transforms, too.
 
         Raises:
           ValueError: a value is none that there is.
@@ -54,9 +55,7 @@ class SamplingSection:
         own = {f.name: getattr(self, f.name) for f in fields(SamplingSection)}
         own |= {"stop": tuple(self.stop), "logit_bias": tuple(self.logit_bias.items())}
         try:
-            return SamplingParams(
-                **own, seed=seed, n=n, transformed_logprobs=transformed_logprobs
-            )
+            return SamplingParams(**own, seed=seed, n=n, transformed_logprobs=transformed_logprobs)
         except ValueError as error:
             raise ValueError(f"rollout.{error}") from error
 

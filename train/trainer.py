@@ -14,6 +14,8 @@ from specjax.checkpoint import Checkpointer
 from specjax.checkpoint_weights import describe, load_model, read_config, tokenizer_dir
 from specjax.command_line import ConfigError, fingerprint, require_same_settings
 from specjax.config import SpecConfig
+from specjax.config.dtype import AUTO
+from specjax.decode.options import Features
 from specjax.draft.source import DraftSource
 from specjax.engine.sources import load_source
 from specjax.engine.start_up import StartUp, count_programs
@@ -32,9 +34,10 @@ from train.inputs import read_inputs
 from train.packing import empty_batch, pack
 from train.processes import as_one, control_metrics, copies_for, everywhere
 from train.programs import (
-    FEATURES,
     as_computed,
+    as_rolled_out,
     build_programs,
+    chunk_features,
     drafts,
     drafts_with_head,
     scores_to_add,
@@ -56,6 +59,8 @@ class Trainer:
         self._read_inputs()
         found = load_model(cfg.model, cfg.dtype.params, self.mesh)
         self.about_dtype = cfg.dtype.settle(found.stored, sharding.platform_of(self.mesh))
+        if cfg.rollout.dtype not in (AUTO, cfg.dtype.compute):
+            self.about_dtype += f"; rollouts and evaluation in {cfg.rollout.dtype} (rollout.dtype)"
         model, self.params, head = found.cfg, found.policy, found.head
         model = with_tokenizer_end(model, self.tokenizer)
         self.drafting = settle_drafting(cfg, head is not None)
@@ -104,7 +109,8 @@ class Trainer:
     def _load_source(self, spec: SpecConfig) -> tuple[DraftSource, Params]:
         """What drafts in the head's place. It stays as it is: nothing here trains it."""
         try:
-            _, source, params = load_source(self.model, spec, None, self.tokenizer, self.mesh)
+            model = as_rolled_out(self.cfg, self.model)
+            _, source, params = load_source(model, spec, None, self.tokenizer, self.mesh)
         except (ValueError, OSError) as error:
             raise ConfigError(f"rollout.draft_model: {error}") from error
         return source, params
@@ -150,7 +156,12 @@ class Trainer:
 
     def programs_to_compile(self) -> int:
         """How many programs of rollouts `warm_up` compiles."""
-        return sum(count_programs(engine.loop, FEATURES) for engine in self.engines)
+        return sum(count_programs(engine.loop, self._features) for engine in self.engines)
+
+    @property
+    def _features(self) -> tuple[Features]:
+        """What the chunks of rollouts take into account."""
+        return (chunk_features(self.cfg, self.model),)
 
     def warm_up(self) -> StartUp:
         """Compiles what rollouts and evaluation will need, before the first timed step.
@@ -159,11 +170,12 @@ class Trainer:
         """
         if self._start_up is not None:
             return self._start_up
-        self._start_up = self.engine.warm_up(FEATURES)
+        self._start_up = self.engine.warm_up(self._features)
         self.engine.release(weights=False)
         if self.eval_engine is not None:
             self.eval_engine.set_params(self.params)
-            self.eval_engine.warm_up(FEATURES)
+            features = chunk_features(self.cfg, self.model, evaluating=True)
+            self.eval_engine.warm_up((features,))
             self.eval_engine.release()
         if self.cfg.rollout.partial:
             rows, length = self.cfg.packing.rows, self.cfg.packing.row_length

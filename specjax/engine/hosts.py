@@ -269,7 +269,14 @@ class Hosts:
         self.own.check(job, progress)  # all have the same room
         self._tickets += 1
         begun = progress or Progress([], [], [])
-        sample = SampleOutput(begun.tokens, None, begun.logprobs, "abort", _NOTHING)
+        sample = SampleOutput(
+            begun.tokens,
+            None,
+            begun.logprobs,
+            "abort",
+            _NOTHING,
+            transformed_logprobs=begun.transformed,
+        )
         together = self._prompts.setdefault(job.prompt_hash, {})
         if together:
             home = self._running[next(iter(together))].home
@@ -365,13 +372,18 @@ class Hosts:
     def _news(self, ticket: int, sample: SampleOutput) -> tuple[int, int, SampleOutput]:
         """A sample without what was told already, and where that ends."""
         begin = min(self.emitted(ticket), len(sample.token_ids))
-        rest = {"token_ids": sample.token_ids[begin:], "logprobs": sample.logprobs[begin:]}
+        rest = {name: getattr(sample, name) for name in _PER_TOKEN}
+        rest = {name: values and values[begin:] for name, values in rest.items()}
         return ticket, begin, dataclasses.replace(sample, **rest)
 
 
+# What is told piece by piece; None where nobody asked for it.
+_PER_TOKEN = ("token_ids", "logprobs", "transformed_logprobs")
+
+
 def _joined(before: SampleOutput, begin: int, news: SampleOutput) -> SampleOutput:
-    return dataclasses.replace(
-        news,
-        token_ids=before.token_ids[:begin] + news.token_ids,
-        logprobs=before.logprobs[:begin] + news.logprobs,
-    )
+    def joined(name):
+        new = getattr(news, name)
+        return None if new is None else [*(getattr(before, name) or ())[:begin], *new]
+
+    return dataclasses.replace(news, **{name: joined(name) for name in _PER_TOKEN})

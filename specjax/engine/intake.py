@@ -87,10 +87,18 @@ class Intake:
             )
         if progress is None:
             return features
-        if job.params.transformed_logprobs or job.params.top_logprobs:
+        if job.params.top_logprobs:
             raise ValueError(
-                f"{job.where} continues an earlier run and asks for transformed or top "
-                "logprobs, which are not kept across runs; leave them out"
+                f"{job.where} continues an earlier run and asks for top logprobs, which are not "
+                "kept across runs; leave them out"
+            )
+        if job.params.transformed_logprobs and len(progress.transformed or ()) < len(
+            progress.tokens
+        ):
+            raise ValueError(
+                f"{job.where} continues an earlier run and asks for transformed logprobs, which "
+                f"that run was not asked for: expected {len(progress.tokens)} of them, got "
+                f"{len(progress.transformed or ())}; leave them out"
             )
         room = limit - len(job.prompt)
         if len(progress.tokens) >= room:

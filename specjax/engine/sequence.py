@@ -26,11 +26,13 @@ class Progress:
     Attributes:
       tokens, logprobs: one entry per generated token. versions: runs of tokens that were sampled
         by the same weights, as (index of the first token, version of the weights).
+      transformed: as `SampleOutput.transformed_logprobs`; None unless asked for.
     """
 
     tokens: list[int]
     logprobs: list[float]
     versions: list[tuple[int, int]]
+    transformed: list[float] | None = None
 
 
 class Brought(NamedTuple):
@@ -100,7 +102,9 @@ class Sequence:
         params = job.params
         self.tokens, self.logprobs = list(given.tokens), list(given.logprobs)
         self.versions = list(given.versions)
-        self._transformed: list[float] | None = [] if params.transformed_logprobs else None
+        self._transformed: list[float] | None = None
+        if params.transformed_logprobs:
+            self._transformed = list(given.transformed or [])
         self._top = _Top([], []) if params.top_logprobs else None
         self._histogram = [0] * (self._steps + 2)
         self._drafted = self._accepted = 0
@@ -144,7 +148,8 @@ class Sequence:
         return self.job.limit - len(self.job.prompt)
 
     def progress(self) -> Progress:
-        return Progress(list(self.tokens), list(self.logprobs), list(self.versions))
+        transformed = None if self._transformed is None else list(self._transformed)
+        return Progress(list(self.tokens), list(self.logprobs), list(self.versions), transformed)
 
     def look(
         self, row: int, brought: Brought, tree: Tree | DynamicTree | None, version: int

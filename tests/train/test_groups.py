@@ -184,7 +184,7 @@ def run_steps(
             )
         )
         kept = len(settled.selected) + len(settled.carried)
-        assert settled.drawn + len(run.groups[:choice.places]) - len(drawn) == (
+        assert settled.drawn + len(run.groups[: choice.places]) - len(drawn) == (
             kept + settled.dropped
         ), "every group is in one place"
 

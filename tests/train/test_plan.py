@@ -15,8 +15,8 @@ import pytest
 import tiny_run
 
 from specjax import chips
-from specjax.command_line import parse_config
-from specjax.config import SamplingParams
+from specjax.checkpoint_weights import read_config
+from specjax.command_line import ConfigError, parse_config
 from specjax.engine.options_rows import features_of
 from specjax.engine.request import make_jobs
 from specjax.models import hf
@@ -24,7 +24,8 @@ from specjax.sharding import MeshConfig, make_mesh
 from train import plan, plan_cost, plan_report, plan_table, rl
 from train.plan_hlo import Module
 from train.plan_programs import SHAPES, Shapes
-from train.programs import FEATURES
+from train.programs import chunk_features
+from train.rollout import group_params
 from train.schema import RLConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -331,12 +332,28 @@ def test_every_strategy_size_and_evaluation_of_a_run_is_planned(tiny_policy, tmp
     assert {f"prefill {r} x {n}" for r, n in read} <= names
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_the_planned_chunks_serve_what_a_config_samples_with(temperature):
-    """So that a run compiles no others: nothing but a temperature is asked for in `train.rl`."""
-    params = SamplingParams(temperature, max_tokens=9, seed=1, n=2)
-    [job, _] = make_jobs([1, 2], params, eos_ids=(3,))
-    assert any(f.covers(features_of(job, 272)) for f in FEATURES)
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ([], "sampled"),
+        (["rollout.temperature=0", "rollout.min_tokens=2"], "min_tokens"),
+        (["rollout.top_p=0.9", "rollout.presence_penalty=1"], "sampled top_p penalties"),
+        (["rollout.top_k=3", "algo.logprobs=processed"], "sampled top_k transformed_logprobs"),
+    ],
+)
+def test_the_planned_chunks_are_those_that_a_config_samples_with(tiny_policy, changes, names):
+    cfg, model = parse_config(RLConfig, changes)[0], read_config(tiny_policy)
+    [job, *_] = make_jobs([1, 2], group_params(cfg, 1, 0), model.eos_token_ids)
+    assert features_of(job, model.vocab_size) == chunk_features(cfg, model)
+    assert set(chunk_features(cfg, model).names) == set(names.split())
+    evaluating = chunk_features(cfg, model, evaluating=True)
+    assert set(evaluating.names) == set(names.split()) - {"transformed_logprobs"}
+
+
+def test_sampling_that_does_not_fit_the_model_is_refused_at_start(tiny_policy):
+    cfg, _ = parse_config(RLConfig, ["rollout.logit_bias={99999: 1.0}"])
+    with pytest.raises(ConfigError, match="logit_bias holds token id 99999; expected 0 <= id <"):
+        chunk_features(cfg, read_config(tiny_policy))
 
 
 def test_states_that_the_head_does_not_learn_from_are_not_kept(run):

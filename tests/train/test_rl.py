@@ -289,7 +289,9 @@ def test_dynamic_sampling_drops_and_replaces_groups_that_teach_nothing(thin_poli
 
 
 def test_a_step_in_which_every_group_is_dropped_moves_nothing(thin_policy, tmp_path):
-    trainer, _ = train(thin_policy, tmp_path, 0, reward="tiny_run:nothing", **{"algo.max_num_gen_batches": 2})
+    trainer, _ = train(
+        thin_policy, tmp_path, 0, reward="tiny_run:nothing", **{"algo.max_num_gen_batches": 2}
+    )
     before = leaves(trainer.params) + leaves(trainer.head)
     metrics = trainer.step()
     after = leaves(trainer.params) + leaves(trainer.head)
