@@ -5,9 +5,11 @@ import functools
 import numpy as np
 import oracle
 import pytest
-from shared import CFG, PROMPTS, VOCAB, shared_llm, weights
+from shared import CFG, EOS, PROMPTS, VOCAB, shared_llm, weights
 
 from specjax import SamplingParams
+from specjax.engine.request import make_jobs
+from specjax.engine.sequence import Progress
 
 CASES = {
     "nothing asked for": {},
@@ -133,6 +135,34 @@ def test_logprobs_of_a_long_sample_are_in_place_over_many_chunks_and_slots(engin
         assert len(a.transformed_logprobs) == len(a.top_logprobs) == sampling.max_tokens
         assert a == b
         assert all(t in top for t, top in zip(a.token_ids, a.top_logprobs, strict=True))
+
+
+def test_transformed_logprobs_of_what_is_suspended_are_kept():
+    llm = shared_llm("plain")
+    asks = SamplingParams(
+        max_tokens=30, ignore_eos=True, transformed_logprobs=True, top_p=0.8, presence_penalty=0.5
+    )
+    [whole] = llm.generate([PROMPTS[0]], asks)[0].samples
+    engine, [job] = llm.engine, make_jobs(PROMPTS[0], asks, (EOS,))
+    engine.controller.rounds_hint = 2
+    try:
+        ticket = engine.add(job)
+        while not engine.emitted(ticket):
+            engine.step()
+        [(_, job, progress)] = engine.suspend()
+        assert 0 < len(progress.transformed) == len(progress.tokens) < 30
+        engine.add(job, progress)
+        while engine.has_work:
+            ended = engine.step()
+    finally:
+        engine.controller.rounds_hint = None
+    assert ended[0].sample.token_ids == whole.token_ids
+    np.testing.assert_allclose(
+        ended[0].sample.transformed_logprobs, whole.transformed_logprobs, atol=1e-5
+    )
+    plain = Progress([1, 2], [-1.0] * 2, [(0, 1)])
+    with pytest.raises(ValueError, match="expected 2 of them, got 0; leave them out"):
+        engine.check(job, plain)
 
 
 def test_at_most_twenty_best_tokens_are_returned_and_the_generated_one():

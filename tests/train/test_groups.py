@@ -55,13 +55,14 @@ class FakeEngine:
     def add(self, job, progress=None) -> int:
         self._tickets += 1
         tokens = list(progress.tokens) if progress else []
+        assert not progress or list(progress.transformed) == doubled(progress.tokens)
         self._samples[self._tickets] = (job, tokens, [-float(t) for t in tokens])
         return self._tickets
 
     def progress(self, ticket):
         if ticket in self._samples:
             _, tokens, logprobs = self._samples[ticket]
-            return Progress(list(tokens), list(logprobs), [])
+            return Progress(list(tokens), list(logprobs), [], doubled(tokens))
         return None
 
     def check(self, job, progress=None):
@@ -99,7 +100,20 @@ class FakeEngine:
         _, tokens, logprobs = sample
         versions = ((0, self.version),) if tokens else ()
         stats = SpecStats(rounds=0, drafted=0, accepted=0, histogram=(0, 0, 0))
-        return SampleOutput(list(tokens), None, list(logprobs), reason, stats, versions)
+        return SampleOutput(
+            list(tokens),
+            None,
+            list(logprobs),
+            reason,
+            stats,
+            versions,
+            transformed_logprobs=doubled(tokens),
+        )
+
+
+def doubled(tokens) -> list[float]:
+    """Log-probabilities after all transforms, in this world: twice those of the temperature."""
+    return [-2.0 * t for t in tokens]
 
 
 def token(place: int, sample: int, position: int, version: int) -> int:
@@ -193,7 +207,13 @@ def run_steps(
 
 def contents(group: Group):
     return group.place, [
-        (list(r.tokens), list(r.logprobs), list(r.versions), r.finish) for r in group.responses
+        (
+            list(r.tokens),
+            list(r.logprobs) if (r.transformed or []) == doubled(r.tokens) else None,
+            list(r.versions),
+            r.finish,
+        )
+        for r in group.responses
     ]
 
 
@@ -409,6 +429,7 @@ def test_a_group_survives_json_bit_by_bit():
     response = Response(
         tokens=[5, 7], logprobs=[-0.1, -1e-30], old=[-0.125], versions=[(0, 3), (1, 4)]
     )
+    response.transformed = [-0.5, -0.25]
     response.logprobs = np.float32(response.logprobs).tolist()
     group = Group(8, 9, 3, Problem("a", "b", 2), [1, 2], [response, Response([3], [-1.0])])
     group.responses[1].finish, group.responses[1].reward = "stop", 0.25

@@ -1,6 +1,7 @@
 """Log-probabilities after all sampling transforms, against a float64 reference of one token."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,15 @@ import numpy as np
 import pytest
 from decode import transform_reference as reference
 
+from specjax import sharding
+from specjax.command_line import parse_config
 from specjax.config import SamplingParams
+from specjax.context import context_of
+from specjax.sharding import MeshConfig, make_mesh
 from train.grpo import token_logprobs
 from train.packing import Sample, pack
 from train.processed import Transforms, processed_logprobs
+from train.schema import RLConfig
 
 ROWS, LENGTH, VOCAB, STOPS = 2, 32, 13, (3, 4)
 FILTERS = {"top_k": 6, "top_p": 0.8, "min_p": 0.05}
@@ -131,6 +137,49 @@ def test_stop_tokens_of_a_prompt_that_are_masked_spoil_no_gradient():
             return jnp.square(jnp.exp(processed_logprobs(logits, batch, transforms)[0])).sum()
 
         assert np.isfinite(jax.grad(squares)(logits)).all()
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.parametrize(
+    ("case", "axes"),
+    [("everything", {"data": 2, "tp": 2}), ("masks", {"cp": 2, "data": 2}), ("filters", {"cp": 4})],
+)
+def test_split_over_devices_they_are_the_same(case, axes):
+    """Rows over data, the vocabulary over tp, and the tokens of rows over cp."""
+    _, batch, logits = packed(3)
+    logits = np.concatenate([logits, np.full((ROWS, LENGTH, 3), -1e9, np.float32)], -1)
+    transforms = Transforms.of(SamplingParams(**CASES[case], max_tokens=9), STOPS, VOCAB + 3)
+    config = MeshConfig(**axes)
+    mesh = make_mesh(config)
+    context, rows = context_of(config, mesh), sharding.rows_sharding(mesh)
+    arrays = {**batch, "logits": logits}
+    if context is not None:
+        arrays = {name: context.permute(x) for name, x in arrays.items()}
+    arrays = {name: jax.device_put(x, rows) for name, x in arrays.items()}
+    if "tp" in axes:
+        spec = jax.P(*rows.spec[:1], None, "tp")
+        arrays["logits"] = jax.device_put(arrays["logits"], jax.NamedSharding(mesh, spec))
+
+    def scored(arrays, context=None):
+        def total(logits):
+            logprobs, entropy = processed_logprobs(logits, arrays, transforms, context)
+            return jnp.sum(logprobs * jnp.cos(logprobs)), (logprobs, entropy)
+
+        gradient, found = jax.grad(total, has_aux=True)(arrays["logits"])
+        return *found, gradient
+
+    whole = jax.jit(scored)({**batch, "logits": logits})
+    split = jax.jit(functools.partial(scored, context=context))(arrays)
+    for a, b in zip(whole, split, strict=True):
+        b = np.asarray(b) if context is None else context.restore(np.asarray(b))
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_penalties_over_split_rows_are_refused(capsys):
+    argv = ["algo.logprobs=processed", "rollout.presence_penalty=1", "mesh.cp=2"]
+    with pytest.raises(SystemExit):
+        parse_config(RLConfig, argv)
+    assert "set mesh.cp=1, or algo.logprobs=temperature" in capsys.readouterr().err
 
 
 def test_transforms_are_those_that_the_engine_is_asked_for():

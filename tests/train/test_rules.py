@@ -61,6 +61,12 @@ RL = [
     (["algo.clip_ratio=0.1"], "raise algo.updates_per_rollout"),
     (["algo.normalize_std=false", "algo.advantage_eps=0.1"], "algo.advantage_eps=0.1 changes"),
     (["algo.dynamic_sampling=false", "algo.max_num_gen_batches=3"], "algo.dynamic_sampling=false"),
+    (["rollout.aligned=false"], "rollouts sample with a temperature alone, which drafts always"),
+    (["rollout.aligned=false", "rollout.top_k=-1"], "rollout.aligned=false changes nothing"),
+    (["algo.logprobs=processed"], "set rollout.top_p or another transform"),
+    (["algo.logprobs=processed", "rollout.stop=[x]"], "algo.logprobs=processed changes nothing"),
+    (["rollout.temperature=0", "rollout.top_p=0.9"], "takes the most likely token each time"),
+    (["rollout.include_stop_str_in_output=true"], "names no string; set rollout.stop"),
     (["optim.final_lr_ratio=0.5"], "set optim.decay_steps"),
     (["draft.optim.final_lr_ratio=0.5"], "set draft.optim.decay_steps"),
     (["mesh.cp_order=contiguous"], "mesh.cp=1 splits no row"),
@@ -111,7 +117,9 @@ ALWAYS_READ = {
         rollout.over_sample rollout.partial rollout.temperature rollout.max_tokens
         rollout.max_prompt_tokens rollout.max_batch rollout.replicas rollout.tp rollout.order
         rollout.page_size rollout.cache_bytes rollout.chunk_tokens rollout.stretch
-        rollout.prefill_chunk rollout.products rollout.scan_layers algo.loss_aggregation
+        rollout.prefill_chunk rollout.products rollout.dtype rollout.scan_layers
+        rollout.min_tokens rollout.repetition_penalty rollout.presence_penalty
+        rollout.frequency_penalty rollout.logit_bias rollout.stop algo.loss_aggregation
         algo.kl_loss_coef algo.tis algo.normalize_std algo.updates_per_rollout
         algo.dynamic_sampling optim.lr optim.warmup_steps optim.decay_steps optim.weight_decay
         optim.b1 optim.b2 optim.clip_norm eval.problems checkpoint.export distributed.mode
@@ -222,6 +230,9 @@ def test_the_server_refuses_what_changes_nothing(argv, said, capsys):
         ["rollout.control.controller=static", "rollout.control.initial=6_4_16", "rollout.tau=0.5"],
         ["rollout.control.strategies=[off,2_1_3]", "rollout.strategy=2_1_3"],
         ["algo.updates_per_rollout=2", "algo.clip_ratio=0.1"],
+        ["rollout.top_p=0.9", "rollout.aligned=false", "algo.logprobs=processed"],
+        ["rollout.temperature=0", "rollout.min_tokens=3", "rollout.aligned=false"],
+        ["rollout.logit_bias={3: 1}", "algo.logprobs=processed", "mesh.cp=2"],
         ["rollout.partial=true", "rollout.over_sample=1.5", "algo.clip_ratio=0.1"],
         ["optim.decay_steps=10", "optim.final_lr_ratio=0.5"],
     ],
