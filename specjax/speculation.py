@@ -126,8 +126,9 @@ class SpeculationSettings:
     spec_verify_tokens: int = option(48, "tree rows at most; a larger dynamic tree is cut")
     invariant: bool = option(
         False,
-        "equal bits with and without speculation: one program throughout, attention by position in "
-        "XLA; slower",
+        "equal bits of tokens and log-probabilities with and without speculation, by any strategy, "
+        "beside any others, on any replica: one program throughout, attention by position in XLA; "
+        "slower",
     )
     exact_mode: bool = option(
         False,

@@ -81,7 +81,7 @@ def speculation_rules(
             tuple(
                 key + each.name
                 for each in keys_of(SpeculationSettings)
-                if each.name.partition(".")[0] not in ("strategy", "control")
+                if each.name.partition(".")[0] not in ("strategy", "control", "invariant")
             ),
             speculates or on,
             instead or f"{key}strategy=off decodes plainly; leave out one of them",

@@ -130,8 +130,9 @@ def shared_programs():
             loss = (*loss, cfg.rollout.sampling_params())
         built.policy = first(built.policy, *common, *loss, cfg.optim)
         built.draft = first(built.draft, *common)
+        for engine, place in zip(built.engines, places, strict=True):
+            share(engine, str(place and place.devices), model, roll, cfg.dtype, engine.spec)
         if places == [None]:
-            share(built.engines[0], model, roll, cfg.dtype, built.engines[0].spec)
             if built.eval_engine is not None:
                 plain = {name: getattr(cfg.rollout, name) for name in OF_EVALUATION}
                 share(built.eval_engine, model, plain, cfg.eval)

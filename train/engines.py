@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 
 from specjax import distributed, sharding
-from specjax.config import ModelConfig
+from specjax.config import ModelConfig, SpecConfig
 from specjax.draft.source import DraftSource
 from specjax.engine.engine import Engine
 from train.schema import RLConfig
@@ -66,7 +66,8 @@ def build_engines(
             roll.engine_config(), attention=cfg.attention, named_strategies=False
         ),
     }
-    spec = roll.spec() if speculate else None
+    plain = SpecConfig("off", invariant=roll.invariant)
+    spec = roll.spec() if speculate else plain
     control = roll.control_config() if speculate else None
 
     def build(spec, batch: int, place: Mesh, **more) -> Engine:
@@ -80,7 +81,7 @@ def build_engines(
     ]
     if not cfg.eval.problems:
         return engines, None
-    return engines, build(None, cfg.eval.max_batch, _rollout_mesh(mesh))
+    return engines, build(plain, cfg.eval.max_batch, _rollout_mesh(mesh))
 
 
 def _rollout_mesh(mesh: Mesh) -> Mesh:

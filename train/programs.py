@@ -76,8 +76,7 @@ def settle_drafting(cfg: RLConfig, has_head: bool) -> str:
             roll.source = "head" if has_head else "ngram"
         return f"draft: none, for draft.mode={mode} and rollout.strategy={roll.strategy}"
     asked = roll.control_config()
-    # TIS weighs by log-probabilities whose last bits depend on the strategy.
-    drafting = settle_draft(roll.spec(), asked, has_head, by_the_clock=not cfg.algo.tis)
+    drafting = settle_draft(roll.spec(), asked, has_head)
     if drafting.by_default and mode != "auto":
         raise ConfigError(
             f"draft.mode={mode} is about the draft head, and the policy's checkpoint has no draft "

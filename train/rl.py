@@ -9,8 +9,8 @@ One step, and nothing more:
               -> draft update on those states (its own program, optimizer and clip norm)
               -> both sets of weights back to the engine -> metrics, checkpoint
 
-What is learned depends on config and seeds, never on the clock; with `coupled` acceptance it does
-not depend on the draft head either.
+What is learned depends on config and seeds, never on the clock, but for the last bits that
+`about_precision` tells of; with `coupled` acceptance it does not depend on the draft head either.
 """
 
 from __future__ import annotations
@@ -190,15 +190,29 @@ def about_compiling(cfg: RLConfig, programs: int, strategies: int) -> str:
 
 
 def about_precision(cfg: RLConfig, dtype: str) -> str | None:
-    """What to say of tokens that may depend on the clock, if any may."""
-    if dtype == "float32" or not cfg.rollout.by_the_clock:
+    """What to say of tokens and parameters that may depend on the clock, if any may.
+
+    Args:
+      dtype: that rollouts compute in.
+    """
+    if not cfg.rollout.by_the_clock:
+        return None
+    chosen = "and rollout.control or rollout.replicas choose these by time or load"
+    exact = "rollout.invariant=true, or rollout.control.controller=static and rollout.replicas=1"
+    if cfg.algo.tis:
+        return (
+            "algo.tis weighs the loss by the log-probabilities of rollouts, whose last bits depend "
+            f"on the strategy and the batch that a token is sampled in, {chosen}. What is learned "
+            "is as good, but parameters, and hence later tokens, may differ between repetitions of "
+            f"this run, and from what --resume goes on with. For runs that repeat exactly set "
+            f"{exact}"
+        )
+    if dtype == "float32":
         return None
     return (
         f"in {dtype} about one token in 500 depends on the strategy and the batch that it is "
-        "sampled in, and rollout.control or rollout.replicas choose these by time or load. What is "
-        "learned is as good, but --resume will not repeat the tokens of a run that was killed. "
-        "For that set rollout.dtype=float32, or rollout.control.controller=static and "
-        "rollout.replicas=1"
+        f"sampled in, {chosen}. What is learned is as good, but --resume will not repeat the "
+        f"tokens of a run that was killed. For that set rollout.dtype=float32, {exact}"
     )
 
 

@@ -141,9 +141,19 @@ class RolloutSection(SamplingSection, SpeculationSettings):
 
     @property
     def by_the_clock(self) -> bool:
-        """Whether it depends on time in which batch and by which strategy a token is sampled."""
+        """Whether it depends on time in which batch and by which strategy a token is sampled, and
+        the last bits of its log-probability do on these."""
         control = self.control_config()
-        return self.replicas > 1 or (control is not None and len(control.arms) > 1)
+        several = self.replicas > 1 or (control is not None and len(control.arms) > 1)
+        return several and not self.invariant
+
+    @property
+    def may_change(self) -> tuple[str, ...]:
+        """Settings that a resumed run may have otherwise and learn the same."""
+        if not self.invariant:
+            return ("telemetry", *PLACEMENT, *ENGINE_SETTINGS)
+        # Bits are those of one program: what it is compiled for must stay.
+        return ("order", "replicas") if self.own_devices else ("order",)
 
     @property
     def in_air(self) -> int:

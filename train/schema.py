@@ -322,13 +322,6 @@ class RLConfig:
                 f"{self.rollout.source} nothing drafts with it; leave out draft.mode, or set "
                 "rollout.source=head"
             )
-        if self.algo.tis and self.rollout.by_the_clock:
-            raise ValueError(
-                "algo.tis weighs the loss by the engine's log-probabilities, whose last bits "
-                "depend on strategy and size of the batch. rollout.control and rollout.replicas "
-                "choose these by time or load: what is learned would depend on the clock. Set "
-                "algo.tis=false, or rollout.control.controller=static and rollout.replicas=1"
-            )
         if self.algo.logprobs == "processed" and self.mesh.cp > 1:
             for name in PENALTIES:
                 if getattr(self.rollout, name) != getattr(SamplingSection, name):

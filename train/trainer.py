@@ -44,7 +44,6 @@ from train.programs import (
     settle_drafting,
     settle_length,
 )
-from train.rollout_schema import ENGINE_SETTINGS, PLACEMENT
 from train.schema import RLConfig
 from train.scoring import RewardsFailedError
 from train.spot import ReplayBuffer, SpotTraining
@@ -368,7 +367,7 @@ class Trainer:
         ignored = ("out", "steps", "log", "checkpoint", "eval", "max_failed_rewards")
         settings = fingerprint(self.cfg, (*ignored, "mesh", "distributed", "attention", "remat"))
         settings["model"] = portable(settings["model"])
-        for name in ("telemetry", *PLACEMENT, *ENGINE_SETTINGS):  # change no token
+        for name in self.cfg.rollout.may_change:
             settings["rollout"].pop(name)
         settings["draft"]["spot"].pop("gaps")  # changes only when the head is trained
         return settings

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Int
 
 from specjax.decode import report
 from specjax.decode.history import count_tokens
+from specjax.decode.part import Part
 from specjax.decode.plan import Plan
 from specjax.decode.report import Report
 from specjax.decode.round import Side, plain_round, spec_round
@@ -105,6 +106,7 @@ def run_chunk(
     capacity: int,
     until: Until,
     pin: Callable[[DecodeState], DecodeState],
+    part: Part | None = None,
 ) -> tuple[DecodeState, Result]:
     """Rounds of a lineup's sequences, as many at once as there are rows.
 
@@ -112,6 +114,7 @@ def run_chunk(
       state: of all slots. rows: static; the first so many of the lineup have them to begin with,
         and one at least of those is active. capacity: rounds that the report has room for;
         `until.rounds` is at most that. pin: lays the state of a batch over a mesh.
+      part: of the plan's tree that is drafted; None: all of it.
     """
     begin, sequences = take(state.length, lineup.slots), len(lineup.slots)
     few = max(1, rows // TAKE_OVER_SHARE)
@@ -138,7 +141,9 @@ def run_chunk(
         least = jnp.where(others > 0, jnp.maximum(running - few, 0), until.leave_at)
         enough = jnp.maximum(least, running - more)
         here = pin(take_slots(needed, mine))
-        here, side, ran = _run_batch(model, draft_params, plan, here, side, until.rounds, enough)
+        here, side, ran = _run_batch(
+            model, draft_params, plan, part, here, side, until.rounds, enough
+        )
         state = put_slots(carry.state, here, mine.slots)
         told = report.put_sequences(carry.report, who, side.report)
         return _Carry(state, told, who, ran, jnp.bool_(True))
@@ -153,7 +158,14 @@ def run_chunk(
 
 
 def _run_batch(
-    model: Transformer, draft_params, plan: Plan, state: DecodeState, side: Side, most, enough
+    model: Transformer,
+    draft_params,
+    plan: Plan,
+    part: Part | None,
+    state: DecodeState,
+    side: Side,
+    most,
+    enough,
 ) -> tuple[DecodeState, Side, Int[Array, ""]]:
     """Rounds of one batch until the chunk had `most`, or no more than `enough` of its rows run.
 
@@ -183,7 +195,7 @@ def _run_batch(
         if plan.tree is None:
             state, side = plain_round(model, plan, state, side, rounds)
         else:
-            state, side = spec_round(model, draft_params, plan, state, side, rounds)
+            state, side = spec_round(model, draft_params, plan, state, side, rounds, part)
         return state, side, rounds + 1
 
     state, side, rounds = jax.lax.while_loop(go_on, body, (state, side, side.first))

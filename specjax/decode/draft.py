@@ -31,6 +31,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.decode.candidates import Candidates, candidates
 from specjax.decode.history import Context
+from specjax.decode.part import GrownPart, Part
 from specjax.decode.plan import Plan
 from specjax.decode.state import DecodeState, take_positions
 from specjax.decode.tree import Tree, TreeShape, grown_shape, pack_bits, pack_words
@@ -60,21 +61,32 @@ class Draft(NamedTuple):
 
 
 def draft_tree(
-    model: Transformer, draft_params, plan: Plan, state: DecodeState, context: Context
+    model: Transformer,
+    draft_params,
+    plan: Plan,
+    state: DecodeState,
+    context: Context,
+    part: Part | None = None,
 ) -> Draft:
     """Proposes a tree below the root of every slot.
 
     Args:
       draft_params: of the draft source.
       context: what the transforms need of the slots' history.
+      part: of the tree that is drafted; None: all of it. Not with rules that need q.
     """
-    grow = _grow_dynamic if plan.tree.is_dynamic else _grow_static
-    draft = grow(model, draft_params, plan, state, context)
+    if plan.tree.is_dynamic:
+        draft = _grow_dynamic(model, draft_params, plan, state, context, part)
+        inside = True
+    else:
+        draft = _grow_static(model, draft_params, plan, state, context)
+        inside = True if part is None else part.drafted
     # Who opted out has no drafts: tokens of -1, and q = 0, which no rule accepts. Its paths may
     # stay as they are, for they only matter below accepted drafts.
-    drafting = state.options.speculate[:, None]
-    tokens = jnp.where(drafting | (np.arange(plan.tree.rows) == 0), draft.tokens, -1)
-    q = None if draft.q is None else jnp.where(drafting[..., None], draft.q, 0.0)
+    speculates = state.options.speculate[:, None]
+    drafting = (speculates & inside) | (np.arange(plan.tree.rows) == 0)
+    tokens = jnp.where(drafting, draft.tokens, -1)
+    q = None if draft.q is None else jnp.where(speculates[..., None], draft.q, 0.0)
     return draft._replace(tokens=tokens, q=q)
 
 
@@ -150,7 +162,14 @@ class _Grown(NamedTuple):
     logprobs: Float[Array, "B N"]
 
 
-def _grow_dynamic(model, draft_params, plan: Plan, state: DecodeState, context: Context) -> Draft:
+def _grow_dynamic(
+    model,
+    draft_params,
+    plan: Plan,
+    state: DecodeState,
+    context: Context,
+    part: GrownPart | None,
+) -> Draft:
     """Expands the `topk` best nodes of each depth, then keeps the best rows of all depths."""
     tree, batch, topk = plan.tree, state.length.shape[0], plan.tree.topk
     size, total = tree.offsets[-1], topk * (tree.steps - 1)
@@ -169,6 +188,8 @@ def _grow_dynamic(model, draft_params, plan: Plan, state: DecodeState, context: 
         if step:
             depth = slice(tree.offsets[step - 1], tree.offsets[step])
             score, best = jax.lax.top_k(grown.score[:, depth], topk)
+            if part is not None:
+                score = jnp.where(np.arange(topk) < part.topk, score, -jnp.inf)
             frontier, parents = best + depth.start, best // topk
             paths = jnp.take_along_axis(grown.paths, frontier[..., None], axis=1)
             first = topk * (step - 1)  # they see what their parents see, and themselves
@@ -185,8 +206,11 @@ def _grow_dynamic(model, draft_params, plan: Plan, state: DecodeState, context: 
             )
             logits, work = plan.source.step(model, draft_params, work, level)
         found = candidates(plan, state, context, logits, paths[..., :step], frontier, topk)
+        if part is not None:
+            inside = (np.arange(topk) < part.topk) & (step < part.steps)
+            found = found._replace(gain=jnp.where(inside, found.gain, -jnp.inf))
         grown = _add_level(grown, tree.offsets[step], step, frontier, score, paths, found)
-    return _best_rows(plan, state, grown, work)
+    return _best_rows(plan, state, grown, work, part)
 
 
 def _add_level(
@@ -212,7 +236,9 @@ def _add_level(
     )
 
 
-def _best_rows(plan: Plan, state: DecodeState, grown: _Grown, work: Work) -> Draft:
+def _best_rows(
+    plan: Plan, state: DecodeState, grown: _Grown, work: Work, part: GrownPart | None
+) -> Draft:
     """The root and the best `rows` - 1 candidates, in the order of their depth.
 
     A parent scores at least as well as its child and stands before it, and `top_k` takes the
@@ -220,6 +246,10 @@ def _best_rows(plan: Plan, state: DecodeState, grown: _Grown, work: Work) -> Dra
     """
     tree = plan.tree
     _, kept = jax.lax.top_k(grown.score, tree.rows - 1)
+    if part is not None:  # the worst rows go: no child is better than its parent
+        beyond = np.arange(tree.rows - 1)[:, None] >= part.rows - 1
+        beyond &= np.arange(grown.score.shape[1]) == kept[..., None]
+        grown = grown._replace(score=jnp.where(beyond.any(1), -jnp.inf, grown.score))
     kept = jnp.sort(kept, axis=1)
     # Row of each candidate that is kept: how many were kept up to it (row 0 is the root).
     row_of = jnp.cumsum((jnp.arange(grown.score.shape[1]) == kept[..., None]).any(1), axis=1)

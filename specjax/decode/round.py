@@ -45,6 +45,7 @@ from specjax.decode.history import (
     context_of,
     root_rows,
 )
+from specjax.decode.part import Part
 from specjax.decode.plan import Plan
 from specjax.decode.report import Report, RoundView
 from specjax.decode.state import (
@@ -132,13 +133,20 @@ class Side(NamedTuple):
 
 
 def spec_round(
-    model: Transformer, draft_params, plan: Plan, state: DecodeState, side: Side, index: Array
+    model: Transformer,
+    draft_params,
+    plan: Plan,
+    state: DecodeState,
+    side: Side,
+    index: Array,
+    part: Part | None = None,
 ) -> tuple[DecodeState, Side]:
     """One draft -> verify -> accept -> commit cycle for every slot.
 
     Args:
       draft_params: of the draft source.
       index: how many rounds of the chunk went before.
+      part: of the tree that is drafted; None: all of it.
     """
     root = state.length - 1
     if plan.draws_noise:
@@ -146,7 +154,7 @@ def spec_round(
         noise = rng.refill(state.noise, state.keys, root, wanted, plan.steps + 1)
         state = state._replace(noise=noise)
     context = context_of(state.tokens, state.length, plan.features, side.counts)
-    draft = draft_tree(model, draft_params, plan, state, context)
+    draft = draft_tree(model, draft_params, plan, state, context, part)
     verified = verify(model, plan, state, draft)
     rows = Rows(draft.shape.depth, draft.paths)
     transformed = sampling.transform(verified.logits, state.options, plan.features, context, rows)

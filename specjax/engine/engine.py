@@ -71,11 +71,11 @@ class Engine:
     ):
         self.config = config or EngineConfig()
         widths = piece_widths(self.config, max_len, prompt_widths)
-        spec = None if spec is None or spec.is_off else spec
+        asked, spec = spec, None if spec is None or spec.is_off else spec
         self.spec, self.control = spec, control
         self.runner = Runner(
             cfg,
-            spec,
+            asked,
             batch,
             max_len,
             stop_width,

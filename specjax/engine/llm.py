@@ -171,10 +171,10 @@ class LLM:
                 )
             meshes = sharding.replica_meshes(replicas, tp)
             self.cfg = cfg.replace(scan_layers=True)
-            engines = [self._engine(self.spec, source, control, place) for place in meshes]
+            engines = [self._engine(spec, source, control, place) for place in meshes]
             self.engine = Replicas(engines)
         else:
-            self.engine = self._engine(self.spec, source, control, mesh)
+            self.engine = self._engine(spec, source, control, mesh)
         self.engine.set_params(params, head if self.spec else None)
         self._plain: Engine | None = None
         self.totals: Totals | None = None

@@ -57,7 +57,7 @@ class Loop:
       watcher: is told what each chunk brings; None: nobody is.
       on_look: is called by `step` once the device has all the work there is, see `Engine.on_look`.
       latest: strategy and bucket of the chunk that came in last; None before the first.
-      buckets: compiled sizes of a batch. slots: that run at once.
+      buckets: compiled sizes of a batch, one in `invariant` mode. slots: that run at once.
     """
 
     controller: Controller
@@ -72,7 +72,7 @@ class Loop:
     ):
         self.runner, self.intake, self.config = runner, intake, config
         self.piece_widths, self.telemetry = piece_widths, telemetry
-        self.buckets = powers(runner.batch, 2)
+        self.buckets = [runner.batch] if runner.plan.invariant else powers(runner.batch, 2)
         self.lengths = LengthHistory()
         self.version, self.preemptions = 0, 0
         self.watcher: Watcher | None = None
@@ -310,7 +310,7 @@ class Loop:
         lineup = lineup_of(alive, bucket, others, ended, self._table, self.runner)
         ends = Until.of(rounds)
         if not is_try:
-            smaller = self.runner.executables.buckets(strategy, features)
+            smaller = self.runner.buckets(strategy, features)
             smaller = max((b for b in smaller if b < bucket), default=0)
             ends = until(rounds, len(alive), len(others), self._others_wait, smaller)
         enqueued, mark = time.perf_counter(), self.runner.mark
@@ -340,6 +340,8 @@ class Loop:
         brought, lineup = Brought.of(result), chunk.rows + chunk.standby
         self._cut_short = False
         tree = self.runner.plans[chunk.strategy].tree
+        # In a program that can draft the draft reads what is emitted, whether it drafts or not.
+        reads = self.runner.arms[chunk.strategy].plan.tree is not None
         rejections = None if self.telemetry is None else result.report.rejections
         who: list[SlotInfo | None] = [None] * len(result.length)
         ends = np.full(len(who), self.runner.max_len)
@@ -360,7 +362,7 @@ class Loop:
                     self._finish(sequence, sample)
                 continue
             catch_up = max(catch_up, sequence.unread)
-            sequence.unread = 0 if tree is not None else sequence.unread + sequence.length - known
+            sequence.unread = 0 if reads else sequence.unread + sequence.length - known
             if self.watcher is not None:
                 self.watcher.news(sequence.ticket, sequence.news())
             if sample is not None:
@@ -379,11 +381,14 @@ class Loop:
     ) -> None:
         rounds, rows = int(result.rounds), [s for s in chunk.rows if s is not None]
         opted_out = [s for s in rows if not s.job.params.speculative]
+        accepted = result.report.accepted[:rounds]
+        if self.runner.plans[chunk.strategy].tree is None:  # as a program of plain decoding tells
+            accepted = np.where(result.report.counts[:rounds] > 0, 0, accepted)
         seen = functools.partial(
             Observation,
             batch_size=len(rows),
             strategy=chunk.strategy,
-            accepted=result.report.accepted[:rounds],
+            accepted=accepted,
             tokens=int(result.report.counts[:rounds].sum()),
             rounds=rounds,
             catch_up=catch_up,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.control import OFF
+from specjax.decode.part import Part, common_strategy, part_of
 from specjax.decode.plan import Plan
 from specjax.decode.tree import build_tree
 from specjax.draft.source import DraftSource
 from specjax.engine.sources import source_of
+from specjax.spelling import SettingError
 
 
 def make_plans(
@@ -25,7 +28,7 @@ def make_plans(
       ValueError: a strategy is wider than the vocabulary, or not exact under `spec`'s rule.
     """
     if spec is None or spec.is_off:
-        return {OFF: Plan(cfg)}
+        return {OFF: Plan(cfg, invariant=spec is not None and spec.invariant)}
     source = source or source_of(cfg, spec)
     if strategies is None:
         own = spec.resolve()
@@ -52,6 +55,51 @@ def _plan(cfg: ModelConfig, spec: SpecConfig, source: DraftSource, strategy: Str
             f"vocabulary's {cfg.vocab_size} tokens; use a narrower tree"
         )
     return Plan(cfg, build_tree(strategy), source, **settings)
+
+
+class Arm(NamedTuple):
+    """How chunks of a strategy run.
+
+    Attributes:
+      program: the name of their program. plan: that it is compiled for.
+      part: of the plan's tree that the strategy drafts; None: all of it.
+    """
+
+    program: str
+    plan: Plan
+    part: Part | None = None
+
+
+def make_arms(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Arm]:
+    """Each strategy has a program of its own, and in `invariant` mode all of them have one.
+
+    Args:
+      plans: see `make_plans`. most_rows: of a tree.
+
+    Raises:
+      ValueError: no tree of so many rows holds those of all strategies in that mode.
+    """
+    if len(plans) == 1 or not all(plan.invariant for plan in plans.values()):
+        return {name: Arm(name, plan) for name, plan in plans.items()}
+    strategies = [plan.tree.strategy for plan in plans.values() if plan.tree]
+    common = common_strategy(strategies)
+    if common.rows > most_rows:
+        raise SettingError(
+            lambda say: (
+                f"with {say('invariant', True)} all strategies run one program, whose tree holds "
+                f"those of {', '.join(s.name for s in strategies)}: it has {common.rows} rows, "
+                f"more than {say('spec_verify_tokens')} = {most_rows}; raise it, or use smaller "
+                "trees or fewer of them"
+            )
+        )
+    tree = build_tree(common)
+    drafting = [plan for plan in plans.values() if plan.tree]
+    by_width = any(plan.adaptive_width for plan in drafting)  # a chain's nodes have one child
+    shared = dataclasses.replace(drafting[0], tree=tree, adaptive_width=by_width)
+    return {
+        name: Arm(common.name, shared, part_of(tree, plan.tree and plan.tree.strategy))
+        for name, plan in plans.items()
+    }
 
 
 def own_name(spec: SpecConfig | None, plans: Mapping[str, Plan]) -> str:

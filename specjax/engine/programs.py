@@ -60,11 +60,11 @@ def choose_program(loop: Loop, strategy: str, alive: list[Sequence]) -> tuple[Fe
     wanted = all_of(asked)
     if runner.plan.invariant:
         return loop.intake.seen.widened(), runner.batch
-    if not any(b >= len(alive) for b in runner.executables.buckets(strategy, wanted)):
+    if not any(b >= len(alive) for b in runner.buckets(strategy, wanted)):
         most = min(runner.batch, len(loop.intake))
         return wanted.widened(), next(b for b in loop.buckets if b >= most)
     here = wanted if len(asked) == 1 else all_of({s.features for s in alive})
-    return here, min(b for b in runner.executables.buckets(strategy, here) if b >= len(alive))
+    return here, min(b for b in runner.buckets(strategy, here) if b >= len(alive))
 
 
 def stand_by(others: list[Sequence], alive: list[Sequence], features: Features) -> list[Sequence]:

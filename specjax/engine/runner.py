@@ -31,7 +31,7 @@ from specjax.engine.checksum import Checksum, require_same
 from specjax.engine.executables import Executables
 from specjax.engine.pages import NOBODYS, pages_for
 from specjax.engine.parcel import Parcel
-from specjax.engine.plans import make_plans, own_name
+from specjax.engine.plans import make_arms, make_plans, own_name
 from specjax.engine.settings import stretched
 from specjax.engine.sources import page_multiple, with_kernel
 from specjax.kernels import dispatch, panels
@@ -67,9 +67,11 @@ class Runner:
 
     Attributes:
       cfg: with the kernel that runs.
-      plans: by strategy. plan: `spec`'s own. slots: slots of the state; the last one is always
-        empty and fills up buckets. standby: slots beside those of the batch, for sequences that
-        take the rows of those that end.
+      plans: what each strategy drafts. plan: `spec`'s own.
+      arms: how chunks of each strategy run. programs: the plans that chunks are compiled for, by
+        program; the strategies' own, or in `invariant` mode one for all.
+      slots: of the state; the last one is always empty and fills up buckets. standby: those beside
+        the batch's, for sequences that take the rows of those that end.
       mark: is ready when what was enqueued last is done; None if that was a chunk.
       checksums: of the weights held, `policy` and `draft`.
       executables: what was compiled. agreement: of the hosts that the mesh lies over.
@@ -96,7 +98,8 @@ class Runner:
         products: str = "auto",
         stretch: int = 1,
     ):
-        invariant = spec is not None and spec.invariant
+        drafts = spec is not None and not spec.is_off
+        invariant = drafts and spec.invariant
         settle = functools.partial(dispatch.settle, mesh=mesh, asked=attention, invariant=invariant)
         cfg, source = settle(cfg, whose="attention"), with_kernel(source, settle)
         cfg = panels.settle(cfg, mesh, products)
@@ -109,7 +112,9 @@ class Runner:
         self.batch, self.max_len, self.stop_width, self.mesh = batch, max_len, stop_width, mesh
         self.plans = make_plans(cfg, spec, source, strategies)
         self.plan = self.plans[own_name(spec, self.plans)]
-        self.longest = max(self.plans.values(), key=lambda plan: plan.steps)
+        self.arms = make_arms(self.plans, spec.spec_verify_tokens if drafts else 1)
+        self.programs = {arm.program: arm.plan for arm in self.arms.values()}
+        self.longest = max(self.programs.values(), key=lambda plan: plan.steps)
         self.page_size = min(PAGE_SIZE if page_size is None else page_size or max_len, max_len)
         multiple = page_multiple(cfg, source)
         self.page_size = -(-self.page_size // multiple) * multiple
@@ -181,7 +186,7 @@ class Runner:
 
     def rounds(self, strategy: str, rows: int | None = None) -> int:
         """Rounds of one chunk of so many rows at most; None: many."""
-        plan = self.plans[strategy]
+        plan = self.arms[strategy].plan
         remembers = plan.tree is None and bool(self.tail)
         tokens = stretched(self.chunk_tokens, self.stretch, rows or self.stretch, remembers)
         return max(1, tokens // (plan.steps + 1))
@@ -189,6 +194,10 @@ class Runner:
     def most_tokens(self, rows: int) -> int:
         """Tokens that one of so many rows can emit in a chunk."""
         return max(self.rounds(s, rows) * (plan.steps + 1) for s, plan in self.plans.items())
+
+    def buckets(self, strategy: str, features: Features) -> list[int]:
+        """Sizes of a batch for which a program was compiled that serves this, in order."""
+        return self.executables.buckets(self.arms[strategy].program, features)
 
     # --- weights and state -----------------------------------------------------------------------
 
@@ -369,20 +378,24 @@ class Runner:
           lineup: of different slots, or the empty one: a row of the batch each, and `standby` more,
             see `alone`. Of those that are not to run all pages are `NOBODYS`.
         """
-        bucket = len(lineup.slots) - self.standby
-        features = self.executables.covering(strategy, bucket, features)
-        inputs = (self.params, self.head, self.state, lineup, until)
+        bucket, arm = len(lineup.slots) - self.standby, self.arms[strategy]
+        features = self.executables.covering(arm.program, bucket, features)
+        inputs = (self.params, self.head, self.state, lineup, until, arm.part)
         program = functools.partial(self._chunk_program, strategy, features, bucket)
-        key = ("chunk", strategy, bucket, features)
+        key = ("chunk", arm.program, bucket, features)
         self.state, result = self._run(key, program, inputs, (2,), inputs[3:])
         self.mark = None
         return result
 
-    def _chunk_program(self, strategy, features, bucket, params, head, state, lineup, until):
-        plan = dataclasses.replace(self.plans[strategy], features=features)
+    def _chunk_program(
+        self, strategy, features, bucket, params, head, state, lineup, until, part=None
+    ):
+        plan = dataclasses.replace(self.arms[strategy].plan, features=features)
         model, capacity = self.model(params), self.rounds(strategy, bucket)
         pin = functools.partial(sharding.pin_slots, self.mesh)
-        state, result = run_chunk(model, head, plan, state, lineup, bucket, capacity, until, pin)
+        state, result = run_chunk(
+            model, head, plan, state, lineup, bucket, capacity, until, pin, part
+        )
         if self.mesh is not None:  # each array on its own: then no layout of them all is needed
             result = jax.lax.with_sharding_constraint(result, sharding.replicated(self.mesh))
         return state, Parcel.of(result)

@@ -110,14 +110,6 @@ def strategies_of(
             )
         )
     arms = parse_arms(control.arms)
-    if spec.invariant and len(arms) > 1:
-        raise SettingError(
-            lambda say: (
-                "invariant mode runs one program throughout, and the controller may choose "
-                f"between {', '.join(arms)}; use {say('controller', 'static')}, or "
-                f"{say('invariant', False)}"
-            )
-        )
     most = spec.spec_verify_tokens
     return {
         name: arm and dataclasses.replace(arm.capped(most), name=name) for name, arm in arms.items()

@@ -102,24 +102,23 @@ def settle_draft(
     spec: SpecConfig | None,
     control: ControlConfig | None,
     has_head: bool,
-    by_the_clock: bool = True,
+    may_stop: bool = True,
 ) -> Drafting:
     """What `SpecConfig(source="auto")` means for a checkpoint: its head, or else n-grams.
 
     N-grams may find nothing, and then cost time. So where nobody chose them, and no controller
     either, `goodput` decides while running between the strategy and none. It does not where the
-    tokens would depend on what it chooses (`block`, `recursive`), or its choice on the clock is
-    not wanted.
+    tokens would depend on what it chooses (`block`, `recursive`), or where all must be drafted for.
 
     Args:
       has_head: whether the checkpoint holds a draft head.
-      by_the_clock: whether a controller may choose at all.
+      may_stop: whether a controller may choose to draft nothing.
     """
     if spec is None or spec.is_off or spec.source != "auto":
         return Drafting(spec, control)
     if has_head:
         return Drafting(dataclasses.replace(spec, source="head"), control)
-    free = spec.acceptance in ("coupled", "greedy") and not spec.invariant and by_the_clock
+    free = spec.acceptance in ("coupled", "greedy") and may_stop
     if control is None and free:
         control = ControlConfig(strategies=(OFF, Strategy.parse(spec.strategy)))
     return Drafting(dataclasses.replace(spec, source="ngram"), control, by_default=True)

@@ -189,11 +189,15 @@ def _rows_at_once(loop: Loop, width: int) -> list[int]:
 
 
 def _chunks(loop: Loop) -> list[tuple[str, int]]:
-    """Strategies and buckets that chunks may have."""
-    plans, buckets = loop.runner.plans, loop.buckets
-    if loop.runner.plan.invariant:
-        return [(strategy, loop.runner.batch) for strategy in plans]
-    return [(s, bucket) for s in plans for bucket in buckets if loop.reached(s, bucket)]
+    """A strategy and a bucket for each program that chunks may need."""
+    runner = loop.runner
+    found = {
+        (runner.arms[strategy].program, bucket): (strategy, bucket)
+        for strategy in runner.plans
+        for bucket in loop.buckets
+        if loop.reached(strategy, bucket)
+    }
+    return list(found.values())
 
 
 def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:

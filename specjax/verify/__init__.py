@@ -77,7 +77,7 @@ def load(
     cfg = hf.read_config(path)
     if spec.source == "head" and spec.head == "checkpoint" and not cfg.mtp_num_layers:
         spec = dataclasses.replace(spec, head="random")
-    drafting = settle_draft(spec, control, cfg.mtp_num_layers > 0, by_the_clock=False)
+    drafting = settle_draft(spec, control, cfg.mtp_num_layers > 0, may_stop=False)
     arms = [Strategy.parse(arm) for arm in control.arms if arm != OFF] if control else []
     if control is not None and not arms:
         raise InputError("the controller may choose 'off' only, which leaves nothing to check")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from specjax.decode.candidates import top_candidates
 from specjax.decode.draft import draft_tree
 from specjax.decode.history import context_of, count_tokens
 from specjax.decode.options import Features, neutral
+from specjax.decode.part import common_strategy, part_of
 from specjax.decode.plan import Plan
 from specjax.decode.tree import ancestors, build_tree
 from specjax.draft.source import take_parents
@@ -92,7 +94,7 @@ def state_of(temperature, **options):
 
 
 def program_of(plan):
-    def program(tokens, length, keys, options):
+    def program(tokens, length, keys, options, part=None):
         ring = rng.empty_ring(BATCH, 8, VOCAB)
         ring = rng.refill(ring, keys, length - 1, jnp.ones(BATCH, bool), 8)
         arrays = SimpleNamespace(
@@ -102,7 +104,7 @@ def program_of(plan):
         if plan.features.penalties:
             counts = count_tokens(tokens, length, options.prompt_len, VOCAB)
         context = context_of(tokens, length, plan.features, counts)
-        return draft_tree(None, None, plan, arrays, context)
+        return draft_tree(None, None, plan, arrays, context, part)
 
     return program
 
@@ -271,6 +273,51 @@ def test_a_slot_that_opts_out_gets_no_draft_and_the_others_keep_theirs():
     draft = draft_of(plan, state_of(temperature, speculate=np.array([True, False, True])))
     np.testing.assert_array_equal(draft.tokens[::2], all_in.tokens[::2])
     assert (draft.tokens[1, 1:] == -1).all() and draft.tokens[1, 0] == all_in.tokens[1, 0]
+
+
+@pytest.mark.parametrize(
+    ("strategies", "common", "settings"),
+    [
+        (("off", "1_1_2", "4_1_5"), "4_1_5", {}),
+        (("off", "2_1_3", "3x2x1", "1x1x1x1"), "3x2x1+1x1x1x1", {}),
+        (("off", "2_1_3", "3_2_6", "2_4_12", "4_3_8"), "4_4_12", {}),
+        (("2_2_4", "3_4_9"), "3_4_9", {"adaptive_width": True, "tau": 1.0}),
+    ],
+)
+def test_one_program_drafts_for_each_strategy_what_its_own_program_drafts(
+    strategies, common, settings
+):
+    """Of trees of several kinds, where some tokens are never proposed and where none is missing."""
+    parsed = [s if s == "off" else Strategy.parse(s) for s in strategies]
+    shared = common_strategy([s for s in parsed if s != "off"])
+    if "+" in common:
+        held = {p for name in common.split("+") for p in Strategy.parse(name).paths}
+        assert set(shared.paths) == held
+    else:
+        assert shared == Strategy.parse(common)
+    for missing in ((), FEW):
+        source = TableSource(missing=missing)
+        plan, state = Plan(None, build_tree(shared), source, **settings), state_of((0.0, 0.7, 1.0))
+        program = jax.jit(program_of(plan))
+        drafts = []
+        for strategy in parsed:
+            part = part_of(plan.tree, None if strategy == "off" else strategy)
+            draft = program(state.tokens, state.length, state.keys, state.options, part)
+            drafts.append([set(nodes_of(draft, slot)) for slot in range(BATCH)])
+            if strategy == "off":
+                assert drafts[-1] == [{()}] * BATCH
+                continue
+            own = draft_of(Plan(None, build_tree(strategy), source, **settings), state)
+            assert drafts[-1] == [set(nodes_of(own, slot)) for slot in range(BATCH)], strategy
+        assert program._cache_size() == 1
+        assert all(a != b for a, b in itertools.pairwise(drafts))
+
+
+def test_what_no_tree_holds_is_refused_with_the_reason():
+    mixed = [Strategy.parse(name) for name in ("2_1_3", "2x2", "3_2_6")]
+    with pytest.raises(ValueError, match="no tree holds both '3_2_6' .* and '2x2'"):
+        common_strategy(mixed)
+    assert common_strategy(mixed[:2]) == mixed[1] and common_strategy(mixed[::2]) == mixed[2]
 
 
 @pytest.mark.parametrize("mode", ["block", "recursive"])

@@ -89,12 +89,18 @@ def test_several_strategies_are_compiled_at_the_first_request_if_not_before():
     assert llm.engine.runner.compilations == built
 
 
-def test_control_without_speculation_and_in_invariant_mode_is_refused():
+def test_control_without_speculation_and_over_what_has_no_common_program_is_refused():
     control = ControlConfig(strategies=ARMS)
     with pytest.raises(ValueError, match="spec is None; give a SpecConfig"):
         LLM((CFG, *weights()), None, max_len=32, control=control)
-    with pytest.raises(ValueError, match="invariant mode runs one program throughout"):
-        LLM((CFG, *weights()), SpecConfig("1_1_2", invariant=True), max_len=32, control=control)
+    for arms, rows, reason in (
+        (("off", "2x2", "3_2_6"), 48, "no tree holds both '3_2_6' .* and '2x2'"),
+        (("1x3", "2x2"), 7, "holds those of 1x3, 2x2: it has 8 rows, more than spec_verify_tokens"),
+    ):
+        in_one = SpecConfig("1_1_2", invariant=True, spec_verify_tokens=rows)
+        mixed = ControlConfig(strategies=arms)
+        with pytest.raises(ValueError, match=reason):
+            LLM((CFG, *weights()), in_one, max_len=32, control=mixed)
     with pytest.raises(ValueError, match="exact for chains only"):
         trees = ControlConfig(strategies=("off", "2x2"))
         LLM((CFG, *weights()), SpecConfig("1_1_2", acceptance="block"), max_len=32, control=trees)

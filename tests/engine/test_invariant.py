@@ -1,13 +1,19 @@
-"""`invariant=True`: a request gives the same bits with speculation and without it."""
+"""`invariant=True`: a request gives the same bits with speculation and without it, by whichever
+strategy a controller chooses, on whichever replica, and however often it is interrupted."""
 
 import dataclasses
 import functools
 
 import numpy as np
 import pytest
+from scripted import Flips
 from tiny import apt, tiny_config, tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig
+from specjax.control import ControlConfig
+from specjax.decode.options import Features
+from specjax.engine import runner
+from specjax.engine.plans import Arm
 from specjax.engine.settings import EngineConfig
 from specjax.verify.requests import random_requests
 
@@ -30,11 +36,13 @@ def model(dtype: str, layers: int):
     return cfg, params, apt(head, cfg)
 
 
-def make_llm(dtype: str, strategy: str, layers=1, **spec) -> LLM:
+def make_llm(dtype: str, strategy: str, layers=1, arms=(), config=None, **spec) -> LLM:
     spec = SpecConfig(strategy=strategy, **spec)
     # By XLA, whose bits depend on what stands beside: specjax's kernels for CPUs would hide it.
-    by_xla = EngineConfig(products="xla", attention="reference")
-    return LLM(model(dtype, layers), spec, max_batch=4, max_len=MAX_LEN, engine=by_xla)
+    by_xla = EngineConfig(products="xla", attention="reference", **(config or {}))
+    control = ControlConfig(controller="bandit", strategies=arms) if arms else None
+    size = {"max_batch": 4, "max_len": MAX_LEN}
+    return LLM(model(dtype, layers), spec, **size, engine=by_xla, control=control)
 
 
 def requests(count: int):
@@ -94,3 +102,74 @@ def test_not_a_bit_depends_on_speculation_in_invariant_mode(dtype, strategy, lay
 def test_bits_do_depend_on_it_without_invariant_mode(dtype, count, layers):
     """Else the test above would prove nothing. In bfloat16 rounding hides most of it."""
     assert differing(make_llm(dtype, "2x2", layers), count)[1] > 0
+
+
+# --- several strategies ----------------------------------------------------------------------
+
+
+def told_by(llm: LLM, count: int, order=None, **changes) -> list:
+    """Tokens and both kinds of log-probabilities of the samples of each request."""
+    prompts, params = requests(count)
+    order = range(count) if order is None else order
+    outputs = llm.generate(
+        [prompts[i] for i in order], [dataclasses.replace(params[i], **changes) for i in order]
+    )
+    found = {
+        i: [(s.token_ids, s.logprobs, s.transformed_logprobs) for s in output.samples]
+        for i, output in zip(order, outputs, strict=True)
+    }
+    return [found[i] for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arms", "layers"),
+    [("float32", ("off", "1_1_2", "3_2_6"), 1)]
+    + [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            ("bfloat16", ("off", "1_1_2", "3_1_4", "7_1_8"), 2),
+            ("bfloat16", ("2x2", "4x2x1", "off"), 2),
+        ]
+    ],
+)
+def test_not_a_bit_depends_on_who_chooses_which_strategy_in_invariant_mode(dtype, arms, layers):
+    count = 8 if layers == 1 else 16
+    drafting = [arm for arm in arms if arm != "off"]
+    llm = make_llm(dtype, drafting[-1], layers, arms, invariant=True)
+    llm.engine.warm_up([Features.all()])
+    accepted = []
+
+    def ran(names, **more) -> list:
+        llm.engine.controller = Flips(arms, names)
+        found = told_by(llm, count, **more)
+        accepted.append(llm.totals.accepted)
+        return found
+
+    backwards = range(count)[::-1]
+    first = ran(arms)
+    assert all(len(request[0][0]) > 1 for request in first)
+    assert ran(arms[::-1], order=backwards) == first
+    for arm in arms:
+        assert ran([arm]) == first, arm
+    assert told_by(llm, count, order=backwards, speculative=False) == first
+    assert accepted[2 + arms.index("off")] == 0 and len(set(accepted)) > len(arms)
+    assert min(accepted[i + 2] for i, arm in enumerate(arms) if arm != "off") > 30
+    chunks = [key for key in llm.engine.runner.executables.by_key if key[0] == "chunk"]
+    assert len(chunks) == 1
+
+
+def test_bits_do_depend_on_the_strategy_where_each_runs_its_own_program(monkeypatch):
+    """Else the test above would prove nothing."""
+
+    def apart(plans, most_rows):
+        return {name: Arm(name, plan) for name, plan in plans.items()}
+
+    monkeypatch.setattr(runner, "make_arms", apart)
+    arms = ("off", "2x2")
+    llm = make_llm("float32", "2x2", 1, arms, invariant=True)
+    found = []
+    for arm in arms:
+        llm.engine.controller = Flips(arms, [arm])
+        found.append(told_by(llm, 8))
+    assert [[s[0] for s in r] for r in found[0]] == [[s[0] for s in r] for r in found[1]]
+    assert found[0] != found[1]

@@ -200,11 +200,20 @@ def test_wrong_keys_of_a_rollout_say_what_to_do(settings, said, thin_policy, tmp
 
 
 @pytest.mark.parametrize("changed", ["rollout.control={}", "rollout.replicas=2"])
-def test_weights_by_the_engines_logprobs_need_batches_that_no_clock_decides(changed, capsys):
-    parse_config(RLConfig, ["algo.tis=true", "rollout.control.controller=static"])
-    with pytest.raises(SystemExit):
-        parse_config(RLConfig, ["algo.tis=true", changed])
-    assert "what is learned would depend on the clock" in capsys.readouterr().err
+def test_a_run_says_where_the_last_bits_of_its_weights_depend_on_the_clock(changed):
+    """They do where the loss is weighed by log-probabilities of rollouts."""
+
+    def said(*argv, dtype="float32"):
+        return rl.about_precision(parse_config(RLConfig, [*argv])[0], dtype)
+
+    told = said("algo.tis=true", changed)
+    assert "parameters, and hence later tokens, may differ between repetitions" in told
+    assert "set rollout.invariant=true, or rollout.control.controller=static" in told
+    assert said("algo.tis=true", changed, dtype="bfloat16") == told
+    assert said(changed) is None and "rollout.invariant=true" in said(changed, dtype="bfloat16")
+    for dtype in ("float32", "bfloat16"):
+        assert said("algo.tis=true", changed, "rollout.invariant=true", dtype=dtype) is None
+        assert said("algo.tis=true", dtype=dtype) is None
 
 
 def section(**settings):

@@ -118,7 +118,7 @@ ALWAYS_READ = {
         rollout.max_prompt_tokens rollout.max_batch rollout.replicas rollout.tp rollout.order
         rollout.page_size rollout.cache_bytes rollout.chunk_tokens rollout.stretch
         rollout.prefill_chunk rollout.products rollout.dtype rollout.scan_layers
-        rollout.min_tokens rollout.repetition_penalty rollout.presence_penalty
+        rollout.invariant rollout.min_tokens rollout.repetition_penalty rollout.presence_penalty
         rollout.frequency_penalty rollout.logit_bias rollout.stop algo.loss_aggregation
         algo.kl_loss_coef algo.tis algo.normalize_std algo.updates_per_rollout
         algo.dynamic_sampling optim.lr optim.warmup_steps optim.decay_steps optim.weight_decay
@@ -298,14 +298,20 @@ def test_a_head_whose_updates_are_scaled_to_nothing_stays_as_it_is_and_a_line_sa
     parse_config(RLConfig, ["draft.mtp_loss_scaling_factor=0.2"])
 
 
-@pytest.mark.parametrize(
-    "argv", [["algo.tis=true"], ["rollout.acceptance=block"], ["rollout.acceptance=recursive"]]
-)
-def test_where_tokens_must_not_depend_on_the_clock_nothing_is_chosen_by_it(argv):
-    cfg, said = settled(*argv, has_head=False)
+@pytest.mark.parametrize("acceptance", ["block", "recursive"])
+def test_where_tokens_must_not_depend_on_the_clock_nothing_is_chosen_by_it(acceptance):
+    cfg, said = settled(f"rollout.acceptance={acceptance}", has_head=False)
     assert cfg.rollout.source == "ngram" and not cfg.rollout.by_the_clock
-    assert "always 4_1_5" in said
-    assert cfg.rollout.ngram_siblings == (argv == ["algo.tis=true"])
+    assert "always 4_1_5" in said and not cfg.rollout.ngram_siblings
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_where_only_bits_could_depend_on_the_clock_it_is_chosen_by(invariant):
+    argv = ["algo.tis=true", f"rollout.invariant={invariant}"]
+    cfg, said = settled(*argv, has_head=False)
+    assert cfg.rollout.control_config().arms == ("off", "4_1_5") and "goodput chooses" in said
+    assert cfg.rollout.by_the_clock != invariant and cfg.rollout.ngram_siblings
+    assert cfg.rollout.spec().invariant == invariant
 
 
 @pytest.mark.parametrize(

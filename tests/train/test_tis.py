@@ -1,0 +1,153 @@
+"""Truncated importance sampling where strategies and replicas are chosen by time or load."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+from scripted import Flips
+
+from specjax.checkpoint import Checkpointer
+from specjax.command_line import ConfigError, parse_config
+from specjax.engine import engine, sequence
+from train import rl
+from train.log import read_metrics
+from train.schema import RLConfig
+
+ARMS = ("off", "1_1_2", "2_1_3")
+# By XLA, whose bits depend on what stands beside: specjax's kernels for CPUs would hide it.
+WEIGHED = {"algo.tis": "true", "rollout.products": "xla", "attention": "reference"}
+CHANGES = {
+    **WEIGHED,
+    "rollout.control.controller": "bandit",
+    "rollout.control.strategies": f"[{','.join(ARMS)}]",
+    "rollout.replicas": 2,
+    "rollout.max_batch": 2,
+    "rollout.chunk_tokens": 6,
+    "rollout.stretch": 1,
+    "rollout.over_sample": 1.5,
+    "rollout.partial": "true",
+}
+STEPS = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs():
+    with tiny_run.shared_programs():
+        yield
+
+
+def config(policy, out, **changes) -> RLConfig:
+    return parse_config(RLConfig, tiny_run.arguments(policy, out, **changes))[0]
+
+
+def choosing(monkeypatch, *scripts, arms=ARMS) -> None:
+    """The controllers of the replicas that are built next, in order."""
+    rest = [Flips(arms, names) for names in scripts]
+    monkeypatch.setattr(engine, "make_controller", lambda *_: rest.pop(0))
+
+
+def behaviour(trainer) -> list:
+    """Tokens and log-probabilities of the rollout, as the engines gave them."""
+    return [[(s.token_ids, s.logprobs) for s in group] for group in trainer.last_rollout.groups]
+
+
+LEARNED = (
+    "rollout/tokens_sha", "rollout/carried_sha", "train/loss", "train/tis", "train/grad_norm",
+    "train/train_rollout_logprob_abs_diff",
+)  # fmt: skip
+
+
+def steps_of(trainer, count) -> list:
+    """What some steps sampled and learned."""
+    found = []
+    for _ in range(count):
+        metrics = trainer.step()
+        found.append((behaviour(trainer), {name: metrics.get(name) for name in LEARNED}))
+    return found
+
+
+def assert_same_weights(ours, theirs) -> None:
+    trees = [(t.params, t.opt_state, t.head) for t in (ours, theirs)]
+    for a, b in zip(*map(jax.tree.leaves, trees), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
+def test_in_invariant_mode_runs_repeat_exactly_whoever_chooses_what(
+    thin_policy, tmp_path, monkeypatch
+):
+    """Over runs and resumes, with groups that are carried and steps that end early."""
+    cfg = config(thin_policy, tmp_path, **CHANGES, rollout__invariant="true")
+    chosen = [(ARMS, ARMS[::-1]), (("2_1_3", "off", "2_1_3"), ("off",))]
+    found = []
+    for scripts in chosen:
+        choosing(monkeypatch, *scripts)
+        trainer = rl.Trainer(cfg)
+        trainer.warm_up()
+        assert len(trainer.engines) == 2
+        steps = steps_of(trainer, 1)
+        if not found:
+            with Checkpointer(tmp_path / "checkpoints") as checkpoints:
+                trainer.save(checkpoints, block=True)
+        found.append((trainer, steps + steps_of(trainer, STEPS - 1)))
+    (first, steps), (second, same) = found
+    assert steps == same
+    assert_same_weights(first, second)
+    assert len({metrics["rollout/tokens_sha"] for _, metrics in steps}) == STEPS
+    assert all(metrics["train/train_rollout_logprob_abs_diff"] > 0 for _, metrics in steps)
+
+    choosing(monkeypatch, ("1_1_2",), ("2_1_3", "off"))
+    resumed = rl.Trainer(cfg)
+    with Checkpointer(tmp_path / "checkpoints") as checkpoints:
+        resumed.restore(checkpoints, 1)
+    assert steps_of(resumed, STEPS - 1) == steps[1:]
+    assert_same_weights(resumed, first)
+
+    resumed.cfg.rollout.max_batch = 1  # other programs, and so other bits
+    with (
+        Checkpointer(tmp_path / "checkpoints") as checkpoints,
+        pytest.raises(ConfigError, match="made with other settings of rollout"),
+    ):
+        resumed.restore(checkpoints, 1)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
+def test_without_that_mode_they_run_and_say_that_parameters_may_differ(
+    thin_policy, tmp_path, monkeypatch, capsys
+):
+    arms = ("off", "1_1_2")
+    few = {"rollout.control.strategies": f"[{','.join(arms)}]", "rollout.max_batch": 1}
+    changes = {**CHANGES, **few, "checkpoint.export": "false", "steps": 1}
+    choosing(monkeypatch, *[["off"]] * 2, arms=arms)
+    rl.main(tiny_run.arguments(thin_policy, tmp_path, **changes))
+    assert "parameters, and hence later tokens, may differ between" in capsys.readouterr().out
+    [plain] = [r for r in read_metrics(tmp_path) if r["step"] == 1]
+    choosing(monkeypatch, *[["1_1_2"]] * 2, arms=arms)
+    drafted = rl.Trainer(config(thin_policy, tmp_path, **changes)).step()
+    assert plain["rollout/tokens_sha"] == drafted["rollout/tokens_sha"]
+    assert plain["train/tis"] == pytest.approx(drafted["train/tis"], abs=1e-4)
+    bits = "train/train_rollout_logprob_abs_diff"
+    assert 0 < plain[bits] != drafted[bits], "else the test above would prove nothing"
+
+
+def test_the_weight_is_that_of_the_log_probabilities_that_came_with_the_tokens(
+    thin_policy, tmp_path, monkeypatch
+):
+    """Were they the trainer's own, or computed anew, the weight would be 1."""
+    told = sequence.Brought.of
+
+    def shifted(result):
+        brought = told(result)
+        moved = [[x + math.log(4) for x in row] for row in brought.logprobs]
+        return brought._replace(logprobs=moved)
+
+    plain, weighed = (rl.Trainer(config(thin_policy, tmp_path, **WEIGHED)) for _ in range(2))
+    as_it_is = plain.step()
+    monkeypatch.setattr(sequence.Brought, "of", shifted)
+    moved = weighed.step()
+    assert as_it_is["rollout/tokens_sha"] == moved["rollout/tokens_sha"]
+    assert as_it_is["train/tis"] == pytest.approx(1, abs=1e-4)
+    assert moved["train/tis"] == pytest.approx(0.25, rel=1e-4)
+    assert moved["train/grad_norm"] == pytest.approx(as_it_is["train/grad_norm"] / 4, rel=1e-3)
