@@ -79,6 +79,7 @@ class Replicas:
             engine.loop.lengths = first.loop.lengths
         self._slots = sum(engine.batch for engine in self.engines)
         self._tickets = 0
+        self._seen = Features()  # by which `invariant` mode chooses a program: all replicas alike
         self._unfed: dict[int, Waiting] = {}  # by ticket
         self._queue: dict[int, dict[int, Waiting]] = {}  # the same, by prompt and ticket
         self._where: dict[int, tuple[int, int]] = {}  # ticket -> replica and its own ticket
@@ -210,7 +211,10 @@ class Replicas:
 
     def add(self, job: Job, progress: Progress | None = None) -> int:
         """Queues a sample, see `Engine.add`."""
-        self.check(job, progress)
+        features = self.engines[0].intake.check(job, progress)
+        self._seen = self._seen | features if self.outstanding else features
+        for engine in self.engines:
+            engine.intake.seen |= features
         self._tickets += 1
         self._unfed[self._tickets] = waiting = Waiting(self._tickets, job, progress)
         self._queue.setdefault(job.prompt_hash, {})[self._tickets] = waiting
@@ -323,6 +327,7 @@ class Replicas:
             for waiting in together[:count]:
                 self._pop(waiting)
                 own = self.engines[replica].add(waiting.job, waiting.progress)
+                self.engines[replica].intake.seen |= self._seen
                 self._where[waiting.ticket] = replica, own
                 self._tickets_of[replica][own] = waiting.ticket
         for engine in self.engines:

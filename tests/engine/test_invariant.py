@@ -14,6 +14,8 @@ from specjax.control import ControlConfig
 from specjax.decode.options import Features
 from specjax.engine import runner
 from specjax.engine.plans import Arm
+from specjax.engine.request import make_jobs
+from specjax.engine.sequence import Progress
 from specjax.engine.settings import EngineConfig
 from specjax.verify.requests import random_requests
 
@@ -107,23 +109,39 @@ def test_bits_do_depend_on_it_without_invariant_mode(dtype, count, layers):
 # --- several strategies ----------------------------------------------------------------------
 
 
-def told_by(llm: LLM, count: int, order=None, **changes) -> list:
-    """Tokens and both kinds of log-probabilities of the samples of each request."""
-    prompts, params = requests(count)
-    order = range(count) if order is None else order
+def told_by(llm: LLM, order, **changes) -> dict:
+    """Tokens and both kinds of log-probabilities of the samples of some requests, by number."""
+    prompts, params = requests(16)
+    for i in range(0, 16, 3):  # they are read in several pieces
+        prompts[i] = (prompts[i] * 20)[:20]
+        params[i] = dataclasses.replace(params[i], max_tokens=36, min_tokens=0)
     outputs = llm.generate(
         [prompts[i] for i in order], [dataclasses.replace(params[i], **changes) for i in order]
     )
-    found = {
+    return {
         i: [(s.token_ids, s.logprobs, s.transformed_logprobs) for s in output.samples]
         for i, output in zip(order, outputs, strict=True)
     }
-    return [found[i] for i in range(count)]
+
+
+def restless_llm(dtype: str, layers: int, arms) -> LLM:
+    """In `invariant` mode, with small pages and too few of them for four long samples."""
+    drafting = [arm for arm in arms if arm != "off"]
+    small = {"page_size": 16, "chunk_tokens": 8, "stretch": 1, "prefill_chunk": 16}
+    page = make_llm(dtype, drafting[-1], layers, arms, small).engine.runner.page_bytes
+    small["cache_bytes"] = 10 * page
+    llm = make_llm(dtype, drafting[-1], layers, arms, small, invariant=True)
+    llm.engine.warm_up([Features.all()])
+    return llm
+
+
+FEW = ("off", "1_1_2", "3_2_6")
+restless = functools.cache(lambda: restless_llm("float32", 1, FEW))
 
 
 @pytest.mark.parametrize(
     ("dtype", "arms", "layers"),
-    [("float32", ("off", "1_1_2", "3_2_6"), 1)]
+    [("float32", FEW, 1)]
     + [
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
@@ -133,29 +151,56 @@ def told_by(llm: LLM, count: int, order=None, **changes) -> list:
     ],
 )
 def test_not_a_bit_depends_on_who_chooses_which_strategy_in_invariant_mode(dtype, arms, layers):
-    count = 8 if layers == 1 else 16
-    drafting = [arm for arm in arms if arm != "off"]
-    llm = make_llm(dtype, drafting[-1], layers, arms, invariant=True)
-    llm.engine.warm_up([Features.all()])
-    accepted = []
+    """Nor on who is preempted, on how many prompts are read at once, or on who runs beside whom."""
+    llm = restless() if arms is FEW else restless_llm(dtype, layers, arms)
+    everything, accepted = range(8 if layers == 1 else 16), []
 
-    def ran(names, **more) -> list:
+    def ran(names, order=everything, **more) -> dict:
         llm.engine.controller = Flips(arms, names)
-        found = told_by(llm, count, **more)
+        found = told_by(llm, order, **more)
         accepted.append(llm.totals.accepted)
         return found
 
-    backwards = range(count)[::-1]
     first = ran(arms)
-    assert all(len(request[0][0]) > 1 for request in first)
-    assert ran(arms[::-1], order=backwards) == first
+    assert llm.engine.preemptions > 0
+    assert ran(arms[::-1], order=everything[::-1]) == first
     for arm in arms:
         assert ran([arm]) == first, arm
-    assert told_by(llm, count, order=backwards, speculative=False) == first
-    assert accepted[2 + arms.index("off")] == 0 and len(set(accepted)) > len(arms)
-    assert min(accepted[i + 2] for i, arm in enumerate(arms) if arm != "off") > 30
+    of_arm = dict(zip(arms, accepted[2:], strict=True))
+    assert of_arm.pop("off") == 0 and min(of_arm.values()) > 30 and len(set(accepted)) > len(arms)
+    assert told_by(llm, everything[::-1], speculative=False) == first
+    before = llm.engine.preemptions
+    for i in everything:
+        assert ran(arms, order=[i]) == {i: first[i]}
+    assert llm.engine.preemptions == before
     chunks = [key for key in llm.engine.runner.executables.by_key if key[0] == "chunk"]
     assert len(chunks) == 1
+
+
+def test_samples_that_go_on_give_the_same_bits_whoever_chooses_what_in_invariant_mode():
+    """Their tokens are read, not generated: the bits are not those of an uninterrupted run."""
+    llm, prompts = restless(), requests(8)[0]
+    engine, params = llm.engine, SamplingParams(max_tokens=40, ignore_eos=True, seed=3)
+    engine.controller = Flips(FEW, FEW)
+    jobs = [job for i, p in enumerate(prompts) for job in make_jobs(p, params, (), request=i)]
+    whole, _ = engine.generate(jobs)
+    given = [Progress(s.token_ids[: 3 + i], s.logprobs[: 3 + i], []) for i, s in enumerate(whole)]
+
+    def gone_on(names, jobs, given):
+        engine.controller = Flips(FEW, names)
+        at = {engine.add(job, g): i for i, (job, g) in enumerate(zip(jobs, given, strict=True))}
+        found = {}
+        while engine.has_work:
+            found |= {at[e.ticket]: (e.sample.token_ids, e.sample.logprobs) for e in engine.step()}
+        return [found[i] for i in range(len(jobs))]
+
+    before = engine.preemptions
+    first = gone_on(FEW, jobs, given)
+    assert engine.preemptions > before, "some had to be generated anew from where they were given"
+    assert [tokens for tokens, _ in first] == [sample.token_ids for sample in whole]
+    assert gone_on(FEW[::-1], jobs[::-1], given[::-1]) == first[::-1]
+    alone = [gone_on(["3_2_6"], [job], [g])[0] for job, g in zip(jobs, given, strict=True)]
+    assert alone == first
 
 
 def test_bits_do_depend_on_the_strategy_where_each_runs_its_own_program(monkeypatch):
@@ -170,6 +215,7 @@ def test_bits_do_depend_on_the_strategy_where_each_runs_its_own_program(monkeypa
     found = []
     for arm in arms:
         llm.engine.controller = Flips(arms, [arm])
-        found.append(told_by(llm, 8))
-    assert [[s[0] for s in r] for r in found[0]] == [[s[0] for s in r] for r in found[1]]
+        found.append(told_by(llm, range(8)))
+    tokens = [[[s[0] for s in request] for request in run.values()] for run in found]
+    assert tokens[0] == tokens[1]
     assert found[0] != found[1]

@@ -271,3 +271,21 @@ def test_hosts_that_would_run_different_programs_end_before_they_wait_for_each_o
     with pytest.raises(DistributedError, match=r"process 0 runs \('chunk'.* where \[1\] run some"):
         engine.generate(make_jobs(PROMPTS[0], params, ()))
     assert waited == [3] and not engine.has_work
+
+
+def test_replicas_choose_programs_by_what_all_samples_ask_for():
+    """In `invariant` mode the bits of a sample must not depend on who else its replica got."""
+    engine = replicated().engine
+    [narrow], [wide] = (
+        make_jobs([1, 2], SamplingParams(top_k=k, max_tokens=8), ()) for k in (0, 3)
+    )
+    for job in [narrow] * 5 + [wide]:
+        engine.add(job)
+    engine._feed()
+    assert [e.outstanding for e in engine.engines] == [2, 2], "the wide one waits"
+    assert all(e.intake.seen.top_k for e in engine.engines)
+    engine.clear()
+    engine.add(narrow)
+    engine._feed()
+    assert not any(e.intake.seen.top_k for e in engine.engines)
+    engine.clear()
