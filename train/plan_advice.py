@@ -70,7 +70,7 @@ def _without_refused(plan: Plan, program: Figures) -> str:
 
 def _without(plan: Plan, strategy: str) -> str:
     """A list of strategies in which this one is missing, if there are others."""
-    others = len(plan.shapes.engine.runner.plans) > 1
+    others = len(plan.shapes.engine.runner.programs) > 1
     return f"rollout.control.strategies without {strategy}, " if others else ""
 
 

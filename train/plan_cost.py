@@ -314,20 +314,20 @@ def attention_pairs(cfg) -> int:
 
 def rows_of(shapes: Shapes, strategy: str) -> int:
     """Rows per slot that a round of the strategy verifies."""
-    tree = shapes.engine.runner.plans[strategy].tree
+    tree = shapes.engine.runner.programs[strategy].tree
     return tree.rows if tree is not None else 1
 
 
 def steps_of(shapes: Shapes, strategy: str) -> int:
     """Times that head or draft model run in a round of the strategy; 0 if there is none."""
-    return shapes.engine.runner.plans[strategy].steps if shapes.head is not None else 0
+    return shapes.engine.runner.programs[strategy].steps if shapes.head is not None else 0
 
 
 def drafted_rows(shapes: Shapes, strategy: str) -> int:
     """Rows per slot that head or draft model are run on in a round, all steps together."""
     if not steps_of(shapes, strategy):
         return 0
-    tree = shapes.engine.runner.plans[strategy].tree
+    tree = shapes.engine.runner.programs[strategy].tree
     return 1 + tree.topk * (tree.steps - 1) if tree.is_dynamic else len(tree.expanded_rows)
 
 

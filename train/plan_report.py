@@ -248,7 +248,7 @@ def _sources() -> str:
 def _accept_lengths(plan: Plan, chunk: Figures) -> list[float]:
     """Accept lengths to show for a strategy: 1, where it gains nothing, and some above, as far as
     its drafts reach."""
-    longest = 1 + plan.shapes.engine.runner.plans[chunk.key[1]].steps
+    longest = 1 + plan.shapes.engine.runner.programs[chunk.key[1]].steps
     return [1.0] + [a for a in (1.5, 2.0, 3.0, 4.0, 6.0, 8.0) if a <= longest]
 
 

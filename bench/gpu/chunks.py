@@ -133,8 +133,10 @@ class Chunk:
                 cfg, spec, size.batch, longest, chunk_tokens=tokens, attention=size.attention
             )
         if rule is not None:
-            plans = self.runner.plans
-            self.runner.plans = {k: dataclasses.replace(p, rule=rule) for k, p in plans.items()}
+            self.runner.arms = {
+                name: arm._replace(plan=dataclasses.replace(arm.plan, rule=rule))
+                for name, arm in self.runner.arms.items()
+            }
         self.cfg, self.name = self.runner.cfg, next(iter(self.runner.plans))
         head = None if spec is None else jax.eval_shape(lambda: init_head_params(cfg))
         self.runner.hold_shapes(jax.eval_shape(lambda: init_params(cfg)), head)

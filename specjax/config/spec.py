@@ -39,8 +39,9 @@ class SpecConfig:
       adaptive_width: in a dynamic tree, a node has as many children as the rounded perplexity of
         its q, topk at most: rows go where the draft is unsure.
       spec_verify_tokens: rows at most; a larger dynamic tree is cut.
-      invariant: decode so that speculation and its absence (`SamplingParams(speculative=False)`)
-        run the same arithmetic, bit by bit; slower (`coupled`, `greedy`).
+      invariant: decode so that speculation and its absence (`SamplingParams(speculative=False)`),
+        and all strategies of a controller, run the same arithmetic, bit by bit, in one program;
+        slower (`coupled`, `greedy`).
       exact_mode: decode everything plainly as well, compare, and report the first difference.
       telemetry: record why drafts are rejected; None asks the environment variable
         SPECJAX_TELEMETRY.

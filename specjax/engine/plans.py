@@ -93,9 +93,8 @@ def make_arms(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Arm]:
             )
         )
     tree = build_tree(common)
-    drafting = [plan for plan in plans.values() if plan.tree]
-    by_width = any(plan.adaptive_width for plan in drafting)  # a chain's nodes have one child
-    shared = dataclasses.replace(drafting[0], tree=tree, adaptive_width=by_width)
+    drafting = next(plan for plan in plans.values() if plan.tree)
+    shared = dataclasses.replace(drafting, tree=tree)
     return {
         name: Arm(common.name, shared, part_of(tree, plan.tree and plan.tree.strategy))
         for name, plan in plans.items()

@@ -42,7 +42,7 @@ def make_llm(dtype: str, strategy: str, layers=1, arms=(), config=None, **spec) 
     spec = SpecConfig(strategy=strategy, **spec)
     # By XLA, whose bits depend on what stands beside: specjax's kernels for CPUs would hide it.
     by_xla = EngineConfig(products="xla", attention="reference", **(config or {}))
-    control = ControlConfig(controller="bandit", strategies=arms) if arms else None
+    control = ControlConfig(strategies=arms) if arms else None
     size = {"max_batch": 4, "max_len": MAX_LEN}
     return LLM(model(dtype, layers), spec, **size, engine=by_xla, control=control)
 
@@ -111,8 +111,8 @@ def test_bits_do_depend_on_it_without_invariant_mode(dtype, count, layers):
 
 def told_by(llm: LLM, order, **changes) -> dict:
     """Tokens and both kinds of log-probabilities of the samples of some requests, by number."""
-    prompts, params = requests(16)
-    for i in range(0, 16, 3):  # they are read in several pieces
+    prompts, params = requests(8)
+    for i in range(0, 8, 3):  # they are read in several pieces
         prompts[i] = (prompts[i] * 20)[:20]
         params[i] = dataclasses.replace(params[i], max_tokens=36, min_tokens=0)
     outputs = llm.generate(
@@ -145,7 +145,7 @@ restless = functools.cache(lambda: restless_llm("float32", 1, FEW))
     + [
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
-            ("bfloat16", ("off", "1_1_2", "3_1_4", "7_1_8"), 2),
+            ("bfloat16", ("off", "3_1_4", "7_1_8"), 2),
             ("bfloat16", ("2x2", "4x2x1", "off"), 2),
         ]
     ],
@@ -153,7 +153,7 @@ restless = functools.cache(lambda: restless_llm("float32", 1, FEW))
 def test_not_a_bit_depends_on_who_chooses_which_strategy_in_invariant_mode(dtype, arms, layers):
     """Nor on who is preempted, on how many prompts are read at once, or on who runs beside whom."""
     llm = restless() if arms is FEW else restless_llm(dtype, layers, arms)
-    everything, accepted = range(8 if layers == 1 else 16), []
+    everything, accepted = range(8), []
 
     def ran(names, order=everything, **more) -> dict:
         llm.engine.controller = Flips(arms, names)
@@ -219,3 +219,11 @@ def test_bits_do_depend_on_the_strategy_where_each_runs_its_own_program(monkeypa
     tokens = [[[s[0] for s in request] for request in run.values()] for run in found]
     assert tokens[0] == tokens[1]
     assert found[0] != found[1]
+
+
+def test_not_a_bit_of_plain_decoding_depends_on_who_runs_beside_whom_in_invariant_mode():
+    llm = make_llm("float32", "off", invariant=True)
+    assert llm.engine.spec is None and llm.engine.loop.buckets == [4]
+    together = told_by(llm, range(8))
+    assert together == told_by(llm, range(8)[::-1])
+    assert together == {i: told_by(llm, [i])[i] for i in range(8)}
