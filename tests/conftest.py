@@ -51,6 +51,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("specjax")
 
+_TESTS = os.environ.get("SPECJAX_TESTS", "all")  # `jax`: see `same_with_any_jax.py`
 _EXPECT_TORCH = os.environ.get("SPECJAX_EXPECT_TORCH") == "1"
 
 
@@ -108,7 +109,7 @@ jax.monitoring.register_event_listener(_count_cache_hit)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A worker sends its counts to the process that started it; without workers there is one."""
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["programs"] = _programs
+        session.config.workeroutput |= {"programs": _programs, "left_out": _left_out}
     else:
         _add_to_totals(_programs)
 
@@ -116,7 +117,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error) -> None:
     """A worker of pytest-xdist has ended."""
-    _add_to_totals(getattr(node, "workeroutput", {}).get("programs", {}))
+    told = getattr(node, "workeroutput", {})
+    _add_to_totals(told.get("programs", {}))
+    _left_out.update(told.get("left_out", {}))
 
 
 def _add_to_totals(counts: dict[str, float]) -> None:
@@ -135,6 +138,11 @@ def report_line(counts: dict[str, float], seconds: float) -> str:
 
 def pytest_terminal_summary(terminalreporter) -> None:
     terminalreporter.write_line(report_line(_totals, time.monotonic() - _BEGAN))
+    if _left_out:
+        terminalreporter.write_line(
+            f"left out, as any jax gives the same: {sum(_left_out.values()):,} tests of "
+            f"{len(_left_out)} files (tests/same_with_any_jax.py says why)"
+        )
 
 
 # Workers take modules in turn: those that take half a minute and more come first, so that no worker
@@ -148,8 +156,32 @@ LONG = {
 }  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # after -m and -k
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem not in LONG)
+    if _TESTS == "jax":
+        leave_out(config, items)
+    elif _TESTS != "all":
+        raise pytest.UsageError(f"SPECJAX_TESTS must be 'all' or 'jax', got {_TESTS!r}")
+
+
+_left_out: dict[str, int] = {}  # file -> tests of it that were left out
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Takes the tests of `same_with_any_jax.py` out of a list."""
+    from same_with_any_jax import left_out
+
+    files, gone, rest = left_out(), [], []
+    for item in items:
+        name = item.path.relative_to(Path(__file__).parent).as_posix()
+        if name in files:
+            gone.append(item)
+            _left_out[name] = _left_out.get(name, 0) + 1
+        else:
+            rest.append(item)
+    config.hook.pytest_deselected(items=gone)
+    items[:] = rest
 
 
 def pytest_collection_finish():

@@ -1,16 +1,20 @@
-"""The last lines of a test run say what was compiled and how long everything took."""
+"""The last lines of a test run say what was compiled, what was left out, and how long it took."""
 
+import ast
+import types
 from pathlib import Path
 
 import jax
 import pytest
+from same_with_any_jax import LEFT_OUT, left_out
+
+TESTS = Path(__file__).parent
 
 
 @pytest.fixture
 def conftest(request):
     """The module, as pytest knows it: several folders have one of this name."""
-    path = Path(__file__).with_name("conftest.py")
-    return request.config.pluginmanager.get_plugin(str(path))
+    return request.config.pluginmanager.get_plugin(str(TESTS / "conftest.py"))
 
 
 def test_the_report_tells_compiled_programs_from_those_of_the_cache(conftest):
@@ -21,13 +25,17 @@ def test_the_report_tells_compiled_programs_from_those_of_the_cache(conftest):
 
 def test_every_process_adds_to_the_report(conftest, monkeypatch):
     monkeypatch.setattr(conftest, "_totals", {"asked": 1, "cached": 1, "seconds": 0.5})
+    monkeypatch.setattr(conftest, "_left_out", {})
 
     class Node:
-        workeroutput = {"programs": {"asked": 4, "cached": 2, "seconds": 1.0}}
+        workeroutput = {
+            "programs": {"asked": 4, "cached": 2, "seconds": 1.0}, "left_out": {"test_cli.py": 9}
+        }  # fmt: skip
 
     conftest.pytest_testnodedown(Node(), None)
     conftest.pytest_testnodedown(object(), None)  # a worker that died has sent nothing
     assert conftest._totals == {"asked": 5, "cached": 3, "seconds": 1.5}
+    assert conftest._left_out == {"test_cli.py": 9}
 
 
 def test_what_jax_says_of_a_program_is_counted(conftest, monkeypatch):
@@ -35,3 +43,43 @@ def test_what_jax_says_of_a_program_is_counted(conftest, monkeypatch):
     monkeypatch.setattr(conftest, "_programs", counts)
     jax.jit(lambda x: x * 3 + 1).lower(1.5).compile()
     assert counts["asked"] == 1 and counts["seconds"] > 0 and counts["cached"] in (0, 1)
+
+
+def test_files_that_are_left_out_with_the_newest_jax_exist_and_stand_there_once():
+    names = [name for names in LEFT_OUT.values() for name in names.split()]
+    assert len(names) == len(set(names)) == len(left_out()) > 20
+    assert [name for name in names if not (TESTS / f"{name}.py").is_file()] == []
+    every = {path.relative_to(TESTS).as_posix() for path in TESTS.glob("**/test_*.py")}
+    stay = {name.split("/")[0] for name in every - left_out().keys() if "/" in name}
+    assert {"decode", "draft", "engine", "kernels", "models", "serve", "train"} <= stay
+
+
+@pytest.mark.parametrize("name", LEFT_OUT["never reaches jax: pure Python and numpy"].split())
+def test_files_said_never_to_reach_jax_do_not_name_it(name):
+    tree = ast.parse((TESTS / f"{name}.py").read_text(encoding="utf-8"))
+    imported = {
+        name.split(".")[0]
+        for node in ast.walk(tree)
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert not imported & {"jax", "flax", "optax"}
+
+
+def test_tests_are_left_out_by_file_and_counted(conftest, monkeypatch):
+    monkeypatch.setattr(conftest, "_left_out", {})
+    gone, stays = [
+        types.SimpleNamespace(path=TESTS / name)
+        for name in ("train/test_tasks.py", "test_cache.py")
+    ]
+    told = []
+    hook = types.SimpleNamespace(pytest_deselected=lambda items: told.extend(items))
+    items = [gone, stays]
+    conftest.leave_out(types.SimpleNamespace(hook=hook), items)
+    assert items == [stays] and told == [gone]
+    assert conftest._left_out == {"train/test_tasks.py": 1}

@@ -1,0 +1,51 @@
+"""Which test files say nothing of the version of jax, and why.
+
+The whole suite runs once, on Python 3.11 with the first supported jax. The second run, on Python
+3.12 with the newest jax, leaves these files out (`SPECJAX_TESTS=jax`, a step of `.ci/run`). It is
+there for what a version of jax can change: what programs compute, how they are compiled, placed and
+shared out, and jax's own interfaces. A file goes in here when its tests never reach jax, or reach
+it only through calls that files which stay make, too.
+"""
+
+# reason -> files below tests/, without `.py`
+LEFT_OUT = {
+    "never reaches jax: pure Python and numpy": """
+        bench/test_bench_control bench/test_bench_longtail bench/test_bench_replay
+        bench/test_bench_schedule bench/test_bench_serve bench/test_gpu_check bench/test_gpu_queue
+        control/test_bandit control/test_belief control/test_controllers control/test_ema
+        control/test_goodput control/test_goodput_costs control/test_goodput_noise
+        control/test_goodput_tries
+        engine/test_spelling
+        serve/test_access_log serve/test_page_words
+        test_readme test_tokenizer
+        train/test_config train/test_data train/test_equivalence train/test_rewards
+        train/test_rules train/test_tasks
+    """,
+    "benches run the library's own programs, and their figures are made with one version": """
+        bench/test_bench bench/test_bench_acceptance bench/test_bench_identity
+        bench/test_bench_peers bench/test_bench_protocol bench/test_bench_spot bench/test_gpu_parts
+    """,
+    "the server is HTTP around the engine; serve/test_openai and test_prompt_logprobs stay": """
+        serve/test_admin serve/test_clients serve/test_detokenize serve/test_fuzz serve/test_limits
+        serve/test_lm_eval serve/test_page serve/test_process serve/test_server_info
+        serve/test_text serve/test_token_bytes
+    """,
+    "command lines, and files of checkpoints, around what other tests call as functions": """
+        test_checkpoint_doors test_cli test_cli_convert test_generation_config test_headless_models
+        test_hub test_interrupts test_lifeline test_verify_cli
+    """,
+    "rows, messages and logs of runs whose programs train/test_rl compiles, too": """
+        train/test_lengths train/test_log train/test_scoring train/test_watch
+    """,
+    "every setting changes something, in programs that other tests compile, too": """
+        walk/test_settings_walk
+    """,
+    "statistics of accept rules, which decode/ compares with references, and broken rules": """
+        engine/test_chi_square engine/test_chi_square_sources engine/test_mutations
+    """,
+}
+
+
+def left_out() -> dict[str, str]:
+    """Path below tests/ -> why it is left out."""
+    return {f"{name}.py": reason for reason, names in LEFT_OUT.items() for name in names.split()}
