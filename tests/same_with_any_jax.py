@@ -40,6 +40,10 @@ LEFT_OUT = {
     "every setting changes something, in programs that other tests compile, too": """
         walk/test_settings_walk
     """,
+    "what the host loop keeps and tells, around programs that engine/test_engine runs, too": """
+        engine/test_chaos engine/test_follow_ups engine/test_news engine/test_pages
+        engine/test_rejections engine/test_request_strategy engine/test_stops test_telemetry
+    """,
     "statistics of accept rules, which decode/ compares with references, and broken rules": """
         engine/test_chi_square engine/test_chi_square_sources engine/test_mutations
     """,
