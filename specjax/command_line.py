@@ -51,6 +51,7 @@ def parse_config(
     prog: str | None = None,
     description: str = "",
     add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
+    require: Callable[[T], None] | None = None,
 ) -> tuple[T, argparse.Namespace]:
     """Reads the command line of a program.
 
@@ -62,6 +63,7 @@ def parse_config(
         prog: the name shown in messages: of a module, as `train.rl`, or of a whole command.
         description: one line for `--help`.
         add_arguments: adds the program's own flags (`--resume`); the namespace returned has them.
+        require: raises ValueError where this program cannot use a configuration that others can.
 
     Returns:
         (config, flags): an instance of `schema_cls`, and argparse's namespace.
@@ -79,7 +81,9 @@ def parse_config(
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of the keys below")
     parser.add_argument(
-        "--print-config", action="store_true", help="print the merged configuration and exit"
+        "--print-config",
+        action="store_true",
+        help="print the merged configuration and exit; what a run would refuse is refused",
     )
     parser.add_argument(
         "overrides",
@@ -97,11 +101,13 @@ def parse_config(
     flags = parser.parse_intermixed_args(arguments)
     try:
         merged, given = _merge(schema, flags.config, overrides)
+        config = _finish(schema, merged)
+        _require_effect(schema, merged, given)
+        if require is not None:
+            _require(require, config)
         if flags.print_config:
             print(OmegaConf.to_yaml(merged), end="")
             sys.exit(0)
-        config = _finish(schema, merged)
-        _require_effect(schema, merged, given)
         setattr(config, _TYPED, given.typed)
         setattr(config, _GIVEN, given.typed | given.filed)
         return config, flags
@@ -451,6 +457,13 @@ def _finish(schema: _Schema, merged: DictConfig) -> Any:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(spelled(error, getattr(schema.cls, "say", python))) from error
+
+
+def _require(require: Callable[[T], None], config: T) -> None:
+    try:
+        require(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _first_line(error: BaseException) -> str:

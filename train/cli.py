@@ -50,7 +50,9 @@ def run_program(
       SystemExit: a mistake of the user, with one message; or Ctrl-C, likewise, with status 130.
     """
     try:
-        cfg, flags = parse_config(schema, argv, prog, description, _add_resume)
+        cfg, flags = parse_config(
+            schema, argv, prog, description, _add_resume, lambda cfg: cfg.data.require_path()
+        )
         return run(cfg, flags.resume or flags.resume_step is not None, flags.resume_step)
     except USER_ERRORS as error:
         sys.exit(f"{prog}: error: {error}")

@@ -116,8 +116,7 @@ def find_layout(cfg: DataConfig) -> Layout | None:
                 "the generated task holds out problems of its own"
             )
         return None
-    if not cfg.path:
-        raise ValueError(f"task {cfg.task} reads a file: set data.path=/path/to/train.jsonl")
+    cfg.require_path()
     if cfg.task != "auto":
         return tasks.find_layout(cfg.task)
     return recognise_file(cfg.path)

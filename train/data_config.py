@@ -91,6 +91,11 @@ class DataConfig:
         if self.prompt_template is not None:
             fill_template(self.prompt_template, "")
 
+    def require_path(self) -> None:
+        """Raises ValueError where the task reads a file and none is named."""
+        if self.task not in ("auto", SUMS) and not self.path:
+            raise ValueError(f"task {self.task} reads a file: set data.path=/path/to/train.jsonl")
+
 
 _CHOICES = {
     "chat": ("auto", "on", "off"),

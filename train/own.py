@@ -7,22 +7,35 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def load_own(kind: str, name: str, known: Iterable[str], example: str, expected: str) -> Any:
-    """What lies at the dotted path `module:attribute`.
+def require_name(kind: str, name: str, known: Iterable[str], example: str) -> None:
+    """Refuses what is neither a known name nor a dotted path `module:attribute`; imports nothing.
 
     Args:
       kind: what it is, and `known` those of the kind that have a name. example: a path for
-        messages. expected: what should lie there.
+        messages.
 
     Raises:
-      ValueError: the name is no such path, or the path leads nowhere.
+      ValueError: it is neither.
     """
     module, _, attribute = name.partition(":")
-    if not module or not attribute:
+    if name not in known and not (module and attribute):
         raise ValueError(
             f"unknown {kind} {name!r}; choose one of {', '.join(known)}, or give your own as "
             f"{example!r}"
         )
+
+
+def load_own(kind: str, name: str, known: Iterable[str], example: str, expected: str) -> Any:
+    """What lies at the dotted path `module:attribute`.
+
+    Args:
+      kind, known, example: see `require_name`. expected: what should lie there.
+
+    Raises:
+      ValueError: the name is no such path, or the path leads nowhere.
+    """
+    require_name(kind, name, known, example)
+    module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:

@@ -130,6 +130,7 @@ BUILT_IN = {
         math_verify, final_answer, _box, _ANSWER_PLACES, "formulas that parse, and words"
     ),
 }
+EXAMPLE = "package.module:function"  # of a reward of the user's own
 REWARDS: dict[str, Reward] = {name: known.function for name, known in BUILT_IN.items()}
 
 
@@ -141,7 +142,7 @@ def get_reward(name: str) -> Reward:
     """
     if name in REWARDS:
         return REWARDS[name]
-    reward = load_own("reward", name, REWARDS, "package.module:function", "a function")
+    reward = load_own("reward", name, REWARDS, EXAMPLE, "a function")
     if not callable(reward):
         raise ValueError(
             f"reward {name!r} is a {type(reward).__name__}; expected a function "

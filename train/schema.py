@@ -18,6 +18,8 @@ from train.data_config import DataConfig
 from train.draft import DraftConfig
 from train.grpo import LOGPROBS, GRPOConfig
 from train.optim import OptimConfig
+from train.own import require_name
+from train.rewards import BUILT_IN, EXAMPLE
 from train.rollout_schema import SAY, RolloutSection
 from train.rules import RL_RULES, SFT_RULES
 from train.sampling_section import PENALTIES, SamplingSection
@@ -211,6 +213,8 @@ class SFTConfig:
 
     def __post_init__(self):
         at_least("", self, steps=0, draft_steps=0, log_every=1, tokenizer_texts=1)
+        if self.revision is not None and not self.init:
+            raise ValueError("revision is of a Hugging Face id, and init names none; leave it out")
         if self.draft.mode == "auto":
             self.draft.mode = "online" if self.draft.moves else "frozen"
         _short_seed("seed", self.seed)
@@ -299,6 +303,8 @@ class RLConfig:
 
     def __post_init__(self):
         at_least("", self, steps=1)
+        if self.reward != "auto":
+            require_name("reward", self.reward, BUILT_IN, EXAMPLE)
         # A held-out problem adds its number to the seed.
         for key, seed, last in (
             ("seed", self.seed, self.seed),

@@ -188,8 +188,6 @@ class Run:
 
     def __init__(self, cfg: SFTConfig, keep_tokenizer: bool = False):
         self.cfg = cfg
-        if cfg.revision is not None and not cfg.init:
-            raise ConfigError("revision is of a Hugging Face id, and init names none; leave it out")
         stored = "float32"
         if cfg.init:
             # From here on it is a path: of an id that of one commit, which a resumed run must have.
