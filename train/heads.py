@@ -12,13 +12,15 @@ from pathlib import Path
 import jax
 
 from specjax import distributed, sharding
-from specjax.checkpoint import PendingSave, load_draft, save_draft
+from specjax.checkpoint import PendingSave, save_draft
 from specjax.checkpoint_weights import HEAD_SWITCHES, describe
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.draft.mtp import init_head_params
-from specjax.models import hf
+from specjax.engine.heads import head_config, load_head
 from specjax.models.transformer import Params
+from specjax.spelling import SettingError, spelled
+from train.rollout_schema import SAY
 
 
 def starting_head(
@@ -27,8 +29,8 @@ def starting_head(
     """The head that a run starts from, and the model config with the switches of that head.
 
     Args:
-      source: `checkpoint` (the head that came with the policy), `random` (drawn from `seed`), a
-        directory that `HeadCheckpoints` wrote, or what `hf.load_head` reads.
+      source: `checkpoint` (the head that came with the policy), `random` (drawn from `seed`), or
+        what `specjax.engine.heads.load_head` reads.
       head: what came with the policy, if anything.
 
     Raises:
@@ -48,22 +50,10 @@ def starting_head(
         # jax takes 32 bits of a seed. Two runs that differ in the others begin with one head, which
         # changes no token.
         return model, _place(init_head_params(model, seed % (1 << 32)), mesh)
-    path = Path(source)
-    if not path.exists():
-        raise ConfigError(f"rollout.head: expected checkpoint, random or a path, got {source!r}")
-    if path.is_file() or any(path.glob("*.safetensors*")):
-        model = model.replace(mtp_num_layers=max(model.mtp_num_layers, 1))
-        return model, hf.load_head(path, model, mesh)
-    _, meta = load_draft(path)
-    model = model.replace(**{name: meta[name] for name in HEAD_SWITCHES})
-    wanted = jax.eval_shape(lambda: init_head_params(model))
-    if mesh is not None:
-        wanted = jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
-            wanted,
-            sharding.param_shardings(mesh, wanted),
-        )
-    return model, load_draft(path, wanted)[0]
+    try:
+        return load_head(source, model, mesh)
+    except SettingError as error:
+        raise ConfigError(spelled(error, SAY)) from error
 
 
 def head_shapes(source: str, model: ModelConfig) -> tuple[ModelConfig, Params]:
@@ -74,10 +64,11 @@ def head_shapes(source: str, model: ModelConfig) -> tuple[ModelConfig, Params]:
     """
     if source == "checkpoint" and not model.mtp_num_layers:
         return starting_head(source, model, None, 0, None)  # says what is wrong
-    if source not in ("checkpoint", "random") and Path(source).is_dir():
-        if not any(Path(source).glob("*.safetensors*")):
-            _, meta = load_draft(Path(source))
-            model = model.replace(**{name: meta[name] for name in HEAD_SWITCHES})
+    if source not in ("checkpoint", "random"):
+        try:
+            model = head_config(source, model)
+        except SettingError as error:
+            raise ConfigError(spelled(error, SAY)) from error
     model = model.replace(mtp_num_layers=max(model.mtp_num_layers, 1))
     return model, jax.eval_shape(lambda: init_head_params(model))
 

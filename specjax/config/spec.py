@@ -29,7 +29,8 @@ class SpecConfig:
         (continuations of earlier occurrences of the last tokens), or `auto`: the head where the
         checkpoint holds one, else n-grams (see `specjax.engine.sources.settle_draft`).
       head: `checkpoint` takes the draft head that lies with the policy, `random` draws one from
-        `head_seed` (for training it online from nothing); `auto` is `head` with it.
+        `head_seed` (for training it online from nothing), and anything else is the path of one (or
+        the Hugging Face id, see `specjax.engine.heads`); with the latter two `auto` is `head`.
       draft_model: directory or Hugging Face id of the standalone model; `auto` is `model` with it.
       ngram_max, ngram_min: longest and shortest suffix that is looked up.
       ngram_siblings: also look in the other samples of the same prompt that lie in the batch.
@@ -66,7 +67,7 @@ class SpecConfig:
 
     def __post_init__(self):
         choice("acceptance", self.acceptance, ACCEPTANCE_MODES)
-        choice("head", self.head, ("checkpoint", "random"))
+        object.__setattr__(self, "head", str(self.head))
         if isinstance(self.strategy, list):
             object.__setattr__(self, "strategy", tuple(map(tuple, self.strategy)))
         if self.draft_model is not None:
@@ -87,7 +88,7 @@ class SpecConfig:
                     "checkpoint"
                 )
             )
-        if self.source == "auto" and self.head == "random":
+        if self.source == "auto" and self.head != "checkpoint":
             object.__setattr__(self, "source", "head")
         if not 0 < self.tau < float("inf"):
             raise ValueError(f"tau must be a finite number greater than 0, got {self.tau}")
@@ -131,6 +132,11 @@ class SpecConfig:
                     f"{name} is about equal tokens, and acceptance {self.acceptance!r} equals "
                     "plain decoding in distribution only; use acceptance 'coupled'"
                 )
+
+    @property
+    def head_path(self) -> str | None:
+        """Where the head lies, if it does not lie with the policy."""
+        return None if self.head in ("checkpoint", "random") else self.head
 
     @property
     def is_off(self) -> bool:

@@ -15,7 +15,7 @@ from specjax import sharding
 from specjax.checkpoint_weights import load_model
 from specjax.config import ModelConfig, SamplingParams, SpecConfig
 from specjax.config.dtype import AUTO, about_dtype
-from specjax.control import ControlConfig
+from specjax.control import OFF, ControlConfig
 from specjax.engine.checks import check_job, check_prompt
 from specjax.engine.compare import Difference, first_difference
 from specjax.engine.compiling import OnProgram
@@ -140,6 +140,8 @@ class LLM:
             )
         self.drafting = settle_draft(spec, control, head is not None)
         spec, control = self.drafting.spec, self.drafting.control
+        if self.drafting.strategies == (OFF,):  # nothing drafts: no head is needed
+            spec, control = None, None
         self.spec = None if spec is None or spec.is_off else spec
         if self.spec is not None and self.spec.exact_mode:
             self.notes.append(

@@ -17,6 +17,7 @@ from specjax.draft.mtp import init_head_params
 from specjax.draft.mtp_source import MTPSource
 from specjax.draft.ngram import NgramSource
 from specjax.draft.source import DraftSource
+from specjax.engine.heads import load_head
 from specjax.hub import find_model
 from specjax.kernels import dispatch
 from specjax.models import hf
@@ -48,6 +49,9 @@ def source_of(cfg: ModelConfig, spec: SpecConfig) -> DraftSource:
     )
 
 
+_HEADS = {"checkpoint": "the checkpoint's head", "random": "a random head"}
+
+
 class Drafting(NamedTuple):
     """What `settle_draft` decided.
 
@@ -76,7 +80,7 @@ class Drafting(NamedTuple):
             `source="head"` gives a checkpoint without a head a random one.
         """
         spec = self.spec
-        if spec is None or spec.is_off:
+        if self.strategies == (OFF,):
             return "draft: none, by plain decoding"
         others = {name: say("source", name) for name in ("head", "ngram") if name != spec.source}
         if self.by_default and not always_drafts:
@@ -90,7 +94,7 @@ class Drafting(NamedTuple):
         if len(arms) > 1:
             how = f"the controller {self.control.controller} chooses among {', '.join(arms)}"
         what = {
-            "head": "a random head" if spec.head == "random" else "the checkpoint's head",
+            "head": _HEADS.get(spec.head, f"the head {spec.head}"),
             "ngram": "n-grams",
             "model": f"the model {spec.draft_model}",
         }[spec.source]
@@ -157,8 +161,9 @@ def load_source(
         draft model must share it.
 
     Raises:
-      ValueError: the checkpoint's head is asked for and there is none; see also
-        `load_draft_model`.
+      ValueError: the checkpoint's head is asked for and there is none, or there is none at its
+        path; see also `load_draft_model`.
+      CheckpointError: see `load_head`.
     """
     if spec.source == "model":
         source, params = load_draft_model(spec.draft_model, cfg, tokenizer, cfg.compute_dtype, mesh)
@@ -169,6 +174,8 @@ def load_source(
         # A checkpoint without a head still gets one of one module.
         cfg = cfg.replace(mtp_num_layers=max(cfg.mtp_num_layers, 1))
         head = init_head_params(cfg, spec.head_seed)
+    elif spec.head_path is not None:
+        cfg, head = load_head(spec.head_path, cfg, mesh)
     elif head is None:
         raise SettingError(
             lambda say: (

@@ -201,7 +201,6 @@ def test_a_speculation_config_refuses_what_it_cannot_do_when_it_is_made():
         ),
         (dict(ngram_max=300), "ngram_max <= 127, got 1 and 300"),
         (dict(tau=float("inf")), "finite number greater than 0, got inf"),
-        (dict(head="mine"), "checkpoint, random; got 'mine'"),
         (dict(source="model"), "needs draft_model"),
         (dict(source="ngram", draft_model="somewhere"), "choose one"),
         (dict(source="oracle"), "head, model, ngram; got 'oracle'"),
