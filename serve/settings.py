@@ -10,6 +10,7 @@ from typing import ClassVar
 from specjax import LLM, EngineConfig, SamplingParams
 from specjax.command_line import ConfigError
 from specjax.config.dtype import AUTO, ENGINE_DTYPES
+from specjax.engine.settings import strategies_of
 from specjax.hub import ModelNotFoundError, find_model
 from specjax.kernels import panels
 from specjax.kernels.names import ATTENTION, ATTENTION_DOC
@@ -47,6 +48,7 @@ class SpeculationSection(SpeculationSettings):
                 "sends them as they grow; ask twice, once with speculative=false, or use "
                 "`specjax generate --exact-mode`"
             )
+        strategies_of(self.spec(), self.control_config())
 
 
 @dataclass

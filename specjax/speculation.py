@@ -49,8 +49,9 @@ class ControlSection:
     goodput: dict[str, Any] = option({}, "settings of goodput, such as {probe_fraction: 0.01}")
     fastrl: dict[str, Any] = option(
         {},
-        "FastRL's `speculative:` section as it stands, in place of all the above; its "
-        "spec_verify_tokens and spec_model_path become spec_verify_tokens and head",
+        "FastRL's `speculative:` section as it stands, in place of all the above, but for what "
+        "`bandit` says that it has no key for, such as the reward; its spec_verify_tokens and "
+        "spec_model_path become spec_verify_tokens and head, and enable: false is strategy=off",
     )
 
     def build(self, own: str | None = None) -> ControlConfig:
@@ -64,12 +65,13 @@ class ControlSection:
         """
         settings = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "fastrl"}
         if self.fastrl:
-            if settings != {name: getattr(_NO_CONTROL, name) for name in settings}:
+            others = {name: value for name, value in settings.items() if name != "bandit"}
+            if others != {name: getattr(_NO_CONTROL, name) for name in others}:
                 raise ValueError(
-                    "fastrl stands in place of all other keys, and some of them are set, too; "
-                    "leave out one or the other"
+                    "fastrl stands in place of all other keys but bandit, and some of them are "
+                    "set, too; leave out one or the other"
                 )
-            return ControlConfig.of_fastrl(self.fastrl_settings())
+            return ControlConfig.of_fastrl(read_fastrl(self.fastrl), self.bandit)
         listed = self.strategies
         if self.initial is None and (
             self.controller == "ema" or (self.controller == "static" and listed is None)
@@ -80,9 +82,6 @@ class ControlSection:
             settings["strategies"] = (*DEFAULT_STRATEGIES, *more)
         return ControlConfig.from_dict(settings)
 
-    def fastrl_settings(self) -> FastRLSettings | None:
-        return read_fastrl(self.fastrl) if self.fastrl else None
-
 
 _NO_CONTROL = ControlSection()
 
@@ -92,7 +91,6 @@ class SpeculationSettings:
     """How to speculate; the fields are those of `SpecConfig`, and `control` beside them."""
 
     section: ClassVar[str] = "speculation"  # where the keys stand
-    head_may_be_path: ClassVar[bool] = False
 
     strategy: str = option("4_1_5", "what a round drafts; off: no speculation")
     acceptance: str = option(
@@ -145,19 +143,29 @@ class SpeculationSettings:
     )
 
     def __post_init__(self):
-        control = self._built_control() and self.control
-        if control is not None and (fastrl := control.fastrl_settings()) is not None:
-            self.spec_verify_tokens = fastrl.spec_verify_tokens
-            if fastrl.spec_model_path is not None and self.head == "checkpoint":
-                self.head = fastrl.spec_model_path
-        if self._head_is_path and not self.head_may_be_path:
-            raise ValueError(
-                f"{self.section}.head: expected checkpoint or random, got {self.head!r}"
-            )
+        if self._built_control() is not None and self.control.fastrl:
+            self._take_fastrl(read_fastrl(self.control.fastrl))
         spec = self.spec()
         self.source = spec.source  # a draft model or a head implies it
-        if control is not None:
+        if self.control is not None:
             self._check_strategies(spec)
+
+    def _take_fastrl(self, fastrl: FastRLSettings) -> None:
+        """What FastRL's section says that is not the controller's."""
+        if not fastrl.enabled:
+            self.strategy, self.control = OFF, None
+            return
+        self.spec_verify_tokens = fastrl.spec_verify_tokens
+        path = fastrl.spec_model_path
+        if path is None:
+            return
+        if self.head not in ("checkpoint", path) or self.draft_model is not None:
+            mine = "head" if self.draft_model is None else "draft_model"
+            raise ValueError(
+                f"{self.section}.{mine}={getattr(self, mine)} drafts, and spec_model_path={path} "
+                f"of {self.section}.control.fastrl is a head that would; leave out one of them"
+            )
+        self.head = path
 
     def _check_strategies(self, spec: SpecConfig) -> None:
         """Refuses a controller without a choice, and one that may choose what is not exact."""
@@ -171,10 +179,6 @@ class SpeculationSettings:
         for arm in self.control_config().arms:
             if arm != OFF:
                 dataclasses.replace(spec, strategy=arm, adaptive_width=False).resolve()
-
-    @property
-    def _head_is_path(self) -> bool:
-        return self.head not in ("checkpoint", "random")
 
     def _built_control(self) -> ControlConfig | None:
         if self.control is None:
@@ -200,10 +204,6 @@ class SpeculationSettings:
         """
         values = {f.name: getattr(self, f.name) for f in fields(SpeculationSettings)}
         del values["control"]
-        if self._head_is_path:
-            values["head"] = "checkpoint"
-            if self.source == "auto" and self.draft_model is None:
-                values["source"] = "head"
         return SpecConfig(**values)
 
 

@@ -124,7 +124,12 @@ def speculation_rules(
             f"{control}controller=static or ema, or leave it out",
         ),
         of_one("ema", "ema", "ema_file"),
-        of_one("bandit", "bandit"),
+        Needs(
+            (f"{control}bandit",),
+            lambda v: v.get(f"{control}controller") == "bandit" or v.get(f"{control}fastrl"),
+            f"[{control}controller] has other settings; use {control}controller=bandit, or leave "
+            "it out",
+        ),
         of_one("goodput", "goodput"),
         Needs(
             (f"{control}strategies",),

@@ -1,6 +1,7 @@
 """The command `specjax`: what it prints, what it leaves on disk, and how it ends."""
 
 import ast
+import dataclasses
 import functools
 import importlib.metadata
 import json
@@ -438,6 +439,24 @@ def test_compare_says_whether_every_token_is_plain_decodings(run, monkeypatch):
     status, _, errors = run("17+25+8=", "1+1=", "--compare")
     assert status == 1 and "1 of 2 samples differ from plain decoding" in errors
     assert "prompt 2: request 1 sample 0 position 7" in errors and "NOT explained" in errors
+
+
+def test_exact_mode_compares_what_was_generated(run, monkeypatch):
+    status, out, errors = run("17+25+8=", "1+1=", "-n", "2", "--exact-mode")
+    assert status == 0
+    assert "all 96 tokens of 4 samples are those of plain decoding" in errors
+    assert out == run("17+25+8=", "1+1=", "-n", "2")[1]
+
+    compare = LLM.compare_samples
+
+    def other_samples(llm, jobs, samples):
+        changed = dataclasses.replace(samples[1], token_ids=[*samples[1].token_ids[:-1], 1])
+        return compare(llm, jobs, [samples[0], changed, *samples[2:]])
+
+    monkeypatch.setattr(LLM, "compare_samples", other_samples)
+    status, _, errors = run("17+25+8=", "1+1=", "--exact-mode")
+    assert status == 1 and "1 of 2 samples differ from plain decoding" in errors
+    assert "sample 0 position 27: plain" in errors  # the last of 24 after a prompt of 4
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,29 @@ import json
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 
+from serve.__main__ import main as serve
+from serve.cli import UsageError, generate
 from serve.cli.arguments import build_parser
-from serve.settings import ServeConfig
-from specjax import SpecConfig
+from serve.settings import ServeConfig, load_llm
+from specjax import LLM, SpecConfig, verify
+from specjax.checkpoint import CheckpointError
 from specjax.command_line import parse_config
-from specjax.control import ControlConfig
+from specjax.control import ControlConfig, from_fastrl, make_controller
+from specjax.draft.mtp import init_head_params
 from specjax.kernels import choice, tpu
 from specjax.kernels.names import ATTENTION
+from specjax.models import hf
 from specjax.schema import keys_of
 from specjax.speculation import ControlSection, SpeculationSettings
 from specjax.speculation_flags import KEYS, settings_of
 from specjax.verify.__main__ import _parser as verify_parser
+from train import rl, sft
+from train.heads import HeadCheckpoints
+from train.programs import drafts, settle_drafting
 from train.schema import RLConfig, SFTConfig
 
 DOORS = ("train.rl", "serve", "generate", "verify")
@@ -257,3 +267,210 @@ def test_the_names_of_kernels_are_those_that_are_known():
 def test_the_flags_are_made_without_importing_jax():
     code = "import sys, serve.cli.arguments as a; a.build_parser(); assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- FastRL's section ----------------------------------------------------------------------------
+
+EAGLE = {"tune_algorithm": "BEG", "mab_configs": ["8_4_32", "4_1_5"], "spec_verify_tokens": 40}
+FASTRL = {"enable": True, "bs_threshold": 32, "eagle": {**EAGLE, "spec_model_path": "some/head"}}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_fastrls_section_is_taken_as_it_stands(door):
+    found = read(door, {"control.fastrl": json.dumps(FASTRL)})
+    control = found.control_config()
+    assert (control.controller, control.arms) == ("bandit", ("8_4_32", "4_1_5", "off"))
+    assert (control.bs_threshold, control.bandit.reward) == (32, "throughput")
+    spec = found.spec()
+    assert (spec.head, spec.source, spec.spec_verify_tokens) == ("some/head", "head", 40)
+    named = read(door, {"control.fastrl": json.dumps({"speculative": FASTRL})})
+    assert (named.spec(), named.control_config()) == (spec, control)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_the_bandits_other_reward_stands_beside_fastrls_section(door):
+    bandit = {"reward": "accept_length", "epsilon": 0.2}
+    settings = {"control.fastrl": json.dumps(FASTRL), "control.bandit": json.dumps(bandit)}
+    found = read(door, settings).control_config().bandit
+    assert (found.reward, found.epsilon, found.thresholds) == ("accept_length", 0.2, (1, 2, 5, 21))
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_fastrl_switched_off_is_plain_decoding_with_no_head(door):
+    found = read(door, {"control.fastrl": json.dumps({**FASTRL, "enable": False})})
+    assert found.spec().is_off and found.control_config() is None
+    assert (found.head, found.source) == ("checkpoint", "auto")  # none is asked for
+
+
+def test_fastrl_switched_off_trains_no_head():
+    off = json.dumps({**FASTRL, "enable": False})
+    cfg = parse_config(RLConfig, [f"rollout.control.fastrl={off}"])[0]
+    assert cfg.draft.mode == "none" and not drafts(cfg)
+    assert "draft: none" in settle_drafting(cfg, has_head=True)
+
+
+FASTRL_REFUSED = [
+    ({"control.controller": "bandit"}, {}, "in place of all other keys but bandit"),
+    ({"strategy": "2_1_3"}, {}, "says which strategies there are"),
+    ({"spec_verify_tokens": "12"}, {}, "says which strategies there are, and how many rows"),
+    ({"head": "random"}, {}, "spec_model_path=some/head"),
+    ({"draft_model": "d"}, {}, "drafts, and spec_model_path=some/head"),
+    ({"control.bandit": '{"thresholds": [1, 2]}'}, {}, "are FastRL's mab_bs_threshold"),
+    ({"control.bandit": '{"eps": 1}'}, {}, "unknown setting 'eps' of bandit"),
+    ({"control.bandit": '{"epsilon": 0.2}'}, {"tune_algorithm": None}, "it asks for no bandit"),
+    ({}, {"mode": 1}, "speculative.eagle has unknown keys mode"),
+    ({}, {"mab_configs": []}, "mab_configs lists no strategy"),
+]
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(("settings", "eagle", "said"), FASTRL_REFUSED)
+def test_what_contradicts_fastrls_section_is_refused(door, settings, eagle, said, capsys):
+    section = {**FASTRL, "eagle": {**FASTRL["eagle"], **eagle}}
+    message = refused(door, {"control.fastrl": json.dumps(section), **settings}, capsys)
+    assert said in message
+
+
+@pytest.mark.parametrize("door", ["generate", "verify"])
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_a_flag_takes_the_file_with_fastrls_section(door, suffix, tmp_path, capsys):
+    file = tmp_path / f"fastrl.{suffix}"
+    file.write_text(json.dumps({"speculative": FASTRL}))  # which is YAML, too
+    assert read(door, {"control.fastrl": str(file)}).spec().head == "some/head"
+    assert "/no/such" in refused(door, {"control.fastrl": "/no/such"}, capsys)
+
+
+def test_python_is_given_both_configurations_of_fastrls_section():
+    spec, control = from_fastrl({"speculative": FASTRL}, {"reward": "accept_length"})
+    assert spec == SpecConfig("8_4_32", head="some/head", spec_verify_tokens=40)
+    assert control.arms == ("8_4_32", "4_1_5", "off")
+    assert control.bandit.reward == "accept_length"
+    assert from_fastrl({"enable": False, "eagle": EAGLE}) == (None, None)
+    with pytest.raises(ValueError, match="spec_model_path=some/head .* use specjax.control.from"):
+        ControlConfig.from_fastrl(FASTRL)
+    with pytest.raises(ValueError, match="spec_verify_tokens=40"):
+        ControlConfig.from_fastrl({"eagle": EAGLE})
+    with pytest.raises(ValueError, match="enable must be true or false, got 'no'"):
+        from_fastrl({"enable": "no"})
+    with pytest.raises(ValueError, match="must be a map"):
+        from_fastrl({"eagle": "BEG"})
+
+
+# --- a head that lies apart ----------------------------------------------------------------------
+
+
+def loaded(door: str, model: str, head: str):
+    """The LLM of a program that drafts with the head at a path; nothing is compiled."""
+    if door == "LLM":
+        return LLM(model, SpecConfig(head=head), max_batch=1, max_len=32)
+    if door == "serve":
+        argv = [f"model={model}", f"speculation.head={head}", "engine.max_batch=1"]
+        return load_llm(parse_config(ServeConfig, argv)[0])
+    argv = ["--model", model, "--head", head]
+    if door == "verify":
+        settings = settings_of(verify_parser("verify").parse_args(argv))
+        return verify.load(model, settings.spec())
+    args = build_parser().parse_args(argv)
+    args.speculation = settings_of(args)
+    return generate._load(args, 1)
+
+
+@pytest.fixture(scope="module")
+def heads(thin_policy, tmp_path_factory):
+    """Paths of one head that is not the policy's own, by layout, with its parameters."""
+    directory = tmp_path_factory.mktemp("heads")
+    model, policy, _ = hf.load_checkpoint(thin_policy)
+    head = init_head_params(model, 11)
+    hf.save_head(directory / "head.safetensors", model, head)
+    with HeadCheckpoints(directory / "draft", model, keep_last=1) as saved:
+        saved.save(7, head)
+    paths = {"file": "head.safetensors", "draft": "draft/7", "newest": "draft"}
+    return {name: str(directory / path) for name, path in paths.items()}, head
+
+
+@pytest.mark.parametrize(
+    ("door", "layout"),
+    [("LLM", "file"), ("LLM", "draft"), ("LLM", "newest"), ("serve", "file"), ("generate", "draft"),
+     ("verify", "file")],
+)  # fmt: skip
+def test_a_head_at_a_path_drafts(door, layout, heads, thin_policy):
+    paths, head = heads
+    llm = loaded(door, str(thin_policy), paths[layout])
+    assert llm.spec.source == "head"
+    for found, there in zip(jax.tree.leaves(llm.head), jax.tree.leaves(head), strict=True):
+        np.testing.assert_array_equal(found, there)
+    assert f"draft: the head {paths[layout]}; always 4_1_5" in llm.drafting.described()
+
+
+@pytest.mark.parametrize("door", ["LLM", "serve", "generate", "verify"])
+def test_a_head_that_is_not_there_is_named(door, thin_policy):
+    with pytest.raises((ValueError, UsageError)) as ended:
+        loaded(door, str(thin_policy), "/no/such")
+    said = str(ended.value)
+    name = {"serve": "speculation.head", "generate": "--head"}.get(door, "head")
+    assert f"{name}: expected checkpoint, random or a path, got '/no/such'" in said
+
+
+def test_a_head_of_another_policy_is_refused(heads, thin_policy, tmp_path):
+    model, _, _ = hf.load_checkpoint(thin_policy)
+    wide = model.replace(hidden_size=32)
+    with HeadCheckpoints(tmp_path, wide, keep_last=1) as saved:
+        saved.save(1, init_head_params(wide, 0))
+    for path in (tmp_path / "1", tmp_path):
+        with pytest.raises(CheckpointError, match=r"in the checkpoint and .* in the model"):
+            loaded("LLM", str(thin_policy), str(path))
+
+
+def test_a_controller_that_may_only_decode_plainly_asks_for_no_head(thin_policy):
+    model, policy, _ = hf.load_checkpoint(thin_policy)
+    bare = model.replace(mtp_num_layers=0), policy, None
+    off = ControlConfig.from_fastrl({"enable": False})
+    llm = LLM(bare, SpecConfig(source="head"), max_batch=1, max_len=32, control=off)
+    assert llm.spec is None and llm.head is None
+    assert llm.drafting.described() == "draft: none, by plain decoding"
+
+
+def test_the_servers_ema_starts_at_the_tier_next_to_its_strategy():
+    for strategy, tier in (("7_1_8", "7_1_8"), ("5_1_6", "7_1_8"), ("2_1_3", "3_1_4")):
+        settings = {"strategy": strategy, "control.controller": "ema"}
+        controller = make_controller(read("serve", settings).control_config())
+        assert controller.select(1) == tier
+    settings = {"strategy": "6_4_16", "control.controller": "ema"}
+    assert make_controller(read("serve", settings).control_config()).select(1) == "6_4_16"
+
+
+# --- --print-config ------------------------------------------------------------------------------
+
+PRINTS = [
+    (rl.main, [], "steps: 16"),
+    (sft.main, [], "draft_steps: 300"),
+    (serve, ["model=d"], "model: d"),
+]
+REFUSES = [
+    (rl.main, ["rollout.tau=0.3"], "rollout.tau=0.3 changes nothing"),
+    (rl.main, ["reward=exakt"], "unknown reward 'exakt'; choose one of exact"),
+    (rl.main, ["data.task=gsm8k"], "task gsm8k reads a file"),
+    (rl.main, ["packing.row_length=8"], "must fit a row"),
+    (rl.main, ["rollout.control.strategies=[wide]"], "strategy 'wide'"),
+    (sft.main, ["revision=main"], "init names none"),
+    (sft.main, ["steps=0", "optim.lr=0.1"], "steps=0 trains no policy"),
+    (sft.main, ["packing.rows=0"], "packing.rows: expected at least 1"),
+    (serve, [], "no value for the required keys ['model']"),
+    (serve, ["model=d", "port=99999"], "port: expected at most 65535"),
+    (serve, ["model=d", "speculation.tau=0.3"], "speculation.tau=0.3 changes nothing"),
+]
+
+
+@pytest.mark.parametrize(("program", "argv", "said"), PRINTS)
+def test_a_configuration_that_would_run_is_printed(program, argv, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        program([*argv, "--print-config"])
+    assert ended.value.code == 0 and said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("program", "argv", "said"), REFUSES)
+def test_a_configuration_that_would_not_run_is_not_printed(program, argv, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        program([*argv, "--print-config"])
+    captured = capsys.readouterr()
+    assert ended.value.code == 2 and said in captured.err and not captured.out

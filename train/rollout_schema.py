@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from specjax.config.dtype import AUTO, ENGINE_DTYPES
-from specjax.engine.settings import EngineConfig
+from specjax.engine.settings import EngineConfig, strategies_of
 from specjax.kernels import panels
 from specjax.schema import at_least, option
 from specjax.speculation import SpeculationSettings, sections_of
@@ -26,7 +26,6 @@ class RolloutSection(SamplingSection, SpeculationSettings):
     """How rollouts are generated: how they sample, and how they speculate."""
 
     section: ClassVar[str] = "rollout"
-    head_may_be_path: ClassVar[bool] = True
 
     prompts: int = option(16, "prompts per step P")
     n: int = option(8, "samples per prompt G")
@@ -98,6 +97,7 @@ class RolloutSection(SamplingSection, SpeculationSettings):
         self.sampling_params()
         super().__post_init__()
         self._check_acceptance()
+        strategies_of(self.spec(), self.control_config())
         if self.source == "ngram" and self.ngram_siblings and not self._same_tokens:
             raise ValueError(
                 f"rollout.ngram_siblings with acceptance={self.acceptance}: tokens would depend on "

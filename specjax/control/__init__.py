@@ -2,7 +2,7 @@
 
 from specjax.control.bandit import Bandit, BanditConfig
 from specjax.control.base import OFF, Controller, Observation
-from specjax.control.config import ControlConfig, make_controller
+from specjax.control.config import ControlConfig, from_fastrl, make_controller
 from specjax.control.costs import CostTable
 from specjax.control.ema import EmaConfig, EmaTiers
 from specjax.control.fastrl import FastRLSettings, read_fastrl
@@ -24,6 +24,7 @@ __all__ = [
     "GoodputConfig",
     "Observation",
     "Static",
+    "from_fastrl",
     "make_controller",
     "read_fastrl",
 ]

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from specjax.config.checks import choice, from_known_keys
+from specjax.config.spec import SpecConfig
 from specjax.config.strategy import Strategy
 from specjax.control.bandit import Bandit, BanditConfig
 from specjax.control.base import OFF, Controller, canonical, log, parse_arms
 from specjax.control.costs import CostTable
 from specjax.control.ema import EmaConfig, EmaTiers, tier_name
-from specjax.control.fastrl import FastRLSettings, read_fastrl
+from specjax.control.fastrl import FASTRL_ROWS, FastRLSettings, read_fastrl
 from specjax.control.goodput import Goodput, GoodputConfig
 from specjax.control.static import Gate, Static
 from specjax.spelling import checks_keywords
@@ -89,19 +90,52 @@ class ControlConfig:
 
     @classmethod
     def from_fastrl(cls, section: Mapping[str, Any], seed: int = 0) -> ControlConfig:
-        """From FastRL's `speculative:` section.
+        """From FastRL's `speculative:` section, which must say nothing of head and rows.
 
-        What it says of the draft and of the rows is not the controller's: see `read_fastrl`.
+        Raises:
+          ValueError: it does, and `specjax.control.from_fastrl` gives what takes them; or it is not
+            valid, see `read_fastrl`.
         """
-        return cls.of_fastrl(read_fastrl(section, seed))
+        settings = read_fastrl(section, seed)
+        if settings.spec_model_path is not None or settings.spec_verify_tokens != FASTRL_ROWS:
+            raise ValueError(
+                f"spec_model_path={settings.spec_model_path} and spec_verify_tokens="
+                f"{settings.spec_verify_tokens} are the head and the rows, which no ControlConfig "
+                "has; use specjax.control.from_fastrl(section), which gives the SpecConfig beside "
+                "it"
+            )
+        return cls.of_fastrl(settings)
 
     @classmethod
-    def of_fastrl(cls, settings: FastRLSettings) -> ControlConfig:
+    def of_fastrl(
+        cls, settings: FastRLSettings, bandit: Mapping[str, Any] | None = None
+    ) -> ControlConfig:
+        """Of the section as it was read.
+
+        Args:
+          bandit: settings of the bandit that FastRL's section has no key for, such as
+            {"reward": "accept_length"}.
+
+        Raises:
+          ValueError: it does not ask for the bandit, or says itself what `bandit` says.
+        """
+        more = dict(bandit or {})
+        if more and settings.controller != "bandit":
+            raise ValueError(
+                "settings of the bandit stand beside FastRL's section, and it asks for no bandit; "
+                "set its tune_algorithm to 'BEG' or 'EG', or leave them out"
+            )
+        if "thresholds" in more:
+            raise ValueError(
+                "thresholds of the bandit are FastRL's mab_bs_threshold; set that, and leave "
+                "thresholds out"
+            )
+        values = dataclasses.asdict(settings.bandit)
         return cls(
             controller=settings.controller,
             strategies=settings.strategies,
             bs_threshold=settings.bs_threshold,
-            bandit=settings.bandit,
+            bandit=from_known_keys(BanditConfig, values | more, where=" of bandit"),
         )
 
     @property
@@ -121,6 +155,32 @@ class ControlConfig:
         if initial in (None, OFF) or Strategy.parse(initial).is_chain:
             return None
         return f"its tiers are chains (topk 1), and {initial!r} is a tree"
+
+
+def from_fastrl(
+    section: Mapping[str, Any], bandit: Mapping[str, Any] | None = None, seed: int = 0
+) -> tuple[SpecConfig | None, ControlConfig | None]:
+    """What FastRL's `speculative:` section asks for: `LLM(DIR, spec, control=control)`.
+
+    Args:
+      bandit: see `ControlConfig.of_fastrl`.
+
+    Returns:
+      spec and control; (None, None), which is plain decoding, for `enable: false`.
+
+    Raises:
+      ValueError: see `read_fastrl` and `ControlConfig.of_fastrl`.
+    """
+    settings = read_fastrl(section, seed)
+    control = ControlConfig.of_fastrl(settings, bandit)
+    if not settings.enabled:
+        return None, None
+    spec = SpecConfig(
+        next(name for name in settings.strategies if name != OFF),
+        head=settings.spec_model_path or "checkpoint",
+        spec_verify_tokens=settings.spec_verify_tokens,
+    )
+    return spec, control
 
 
 def _name(spec: str | Strategy) -> str:

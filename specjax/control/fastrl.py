@@ -17,6 +17,7 @@ _EAGLE = (
     "spec_model_path", "spec_steps", "spec_topk", "spec_verify_tokens", "tune_algorithm",
     "mab_configs", "mab_bs_threshold",
 )  # fmt: skip
+FASTRL_ROWS = 48  # spec_verify_tokens where the section does not say
 
 
 @checks_keywords
@@ -25,6 +26,7 @@ class FastRLSettings:
     """What the section asks for.
 
     Attributes:
+      enabled: whether to speculate at all.
       controller: `bandit`, or `static` where speculation is off or not tuned.
       strategies: the arms, or the one strategy.
       bs_threshold: speculate only in running batches of at most so many; None: always.
@@ -33,6 +35,7 @@ class FastRLSettings:
       spec_verify_tokens: rows at most, as in `SpecConfig`.
     """
 
+    enabled: bool
     controller: str
     strategies: tuple[str, ...]
     bs_threshold: int | None
@@ -51,17 +54,20 @@ def read_fastrl(section: Mapping[str, Any], seed: int = 0) -> FastRLSettings:
     Raises:
       ValueError: a key is not known, or its value is not supported.
     """
-    if set(section) == {"speculative"}:
+    if isinstance(section, Mapping) and set(section) == {"speculative"}:
         section = section["speculative"]
+    _check_keys("speculative", section, _TOP)
     eagle = section.get("eagle") or {}
-    _refuse_unknown("speculative", section, _TOP)
-    _refuse_unknown("speculative.eagle", eagle, _EAGLE)
+    _check_keys("speculative.eagle", eagle, _EAGLE)
+    enabled = section.get("enable", True)
+    if not isinstance(enabled, bool):
+        raise ValueError(f"enable must be true or false, got {enabled!r}")
     if section.get("spec_strategy", "eagle") != "eagle":
         raise ValueError(
             f"spec_strategy must be 'eagle', got {section['spec_strategy']!r}; other drafts are "
             "chosen by SpecConfig.source"
         )
-    most = int(eagle.get("spec_verify_tokens", 48))
+    most = int(eagle.get("spec_verify_tokens", FASTRL_ROWS))
     tune = eagle.get("tune_algorithm")
     if tune not in ("BEG", "EG", None):
         raise ValueError(
@@ -69,7 +75,7 @@ def read_fastrl(section: Mapping[str, Any], seed: int = 0) -> FastRLSettings:
             f"or null (no tuning), got {tune!r}"
         )
     thresholds = eagle.get("mab_bs_threshold", (1, 2, 5, 21)) if tune == "BEG" else (1,)
-    if not section.get("enable", True):
+    if not enabled:
         controller, strategies = "static", (OFF,)
     elif tune is None:
         steps, topk = int(eagle.get("spec_steps", 8)), int(eagle.get("spec_topk", 4))
@@ -82,6 +88,7 @@ def read_fastrl(section: Mapping[str, Any], seed: int = 0) -> FastRLSettings:
         controller, strategies = "bandit", tuple(dict.fromkeys([*listed, OFF]))
     threshold = section.get("bs_threshold")
     return FastRLSettings(
+        enabled=enabled,
         controller=controller,
         strategies=strategies,
         bs_threshold=None if threshold is None else int(threshold),
@@ -91,7 +98,9 @@ def read_fastrl(section: Mapping[str, Any], seed: int = 0) -> FastRLSettings:
     )
 
 
-def _refuse_unknown(where: str, section: Mapping[str, Any], known: tuple[str, ...]) -> None:
+def _check_keys(where: str, section: Any, known: tuple[str, ...]) -> None:
+    if not isinstance(section, Mapping):
+        raise ValueError(f"{where} must be a map with keys such as {known[0]}, got {section!r}")
     unknown = sorted(set(section) - set(known))
     if unknown:
         raise ValueError(
