@@ -12,7 +12,8 @@ Both rolled masks must be 1: a token that the policy did not generate can neithe
 stand between the state and the prediction. The denominator is the sum of the product.
 
 Nothing here reaches the policy: labels, masks and target logits are detached. Logits of both sides
-are divided by the rollout's temperature, since that is how `p` and `q` meet in decoding.
+are divided by the rollout's temperature, since that is how `p` and `q` meet in decoding. Penalties,
+masks and filters are no part of the target: decoding applies them to the draft's logits as well.
 """
 
 from collections.abc import Callable
