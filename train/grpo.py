@@ -2,9 +2,9 @@
 
 One update, in prose. Every prompt has G samples; the advantage of a sample is its reward minus the
 group's mean, divided by the group's standard deviation if asked for. The trainer scores the sampled
-tokens with the current policy (`token_logprobs`, at the rollout's temperature; or after all sampling
-transforms, see `train.processed`) and compares them with `old_logprobs`, which the same program
-computed before the first update of the step:
+tokens with the current policy (`token_logprobs`, at the rollout's temperature; or after all
+sampling transforms, see `train.processed`) and compares them with `old_logprobs`, which the same
+program computed before the first update of the step:
 
     ratio_t  = exp(logprob_t - old_logprob_t)
     policy_t = -min(ratio_t * A, clip(ratio_t, 1 - clip_ratio, 1 + clip_ratio_high) * A)
