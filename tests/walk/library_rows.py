@@ -9,7 +9,7 @@ import re
 import jax
 import numpy as np
 from pieces import Pieces
-from rows import PLACES, Reaches, Row, Shown, outcome, written
+from rows import PLACES, Row, outcome, written
 from shared import CFG, NOTHING, PROMPTS, shared_llm, weights
 
 from specjax import ControlConfig, EngineConfig, SamplingParams, SpecConfig
@@ -103,7 +103,9 @@ SAMPLING = {
 
 
 def tree_rows(spec: SpecConfig):
-    return {name: plan.tree and plan.tree.rows for name, plan in make_plans(CFG, spec, None).items()}
+    return {
+        name: plan.tree and plan.tree.rows for name, plan in make_plans(CFG, spec, None).items()
+    }
 
 
 def engine_of(spec=None, config=None, control=None, batch=4) -> Engine:
@@ -292,4 +294,3 @@ LIBRARY = {
     EngineConfig: ENGINE,
     ControlConfig: CONTROL,
 }
-__all__ = ["LIBRARY", "Reaches", "Shown"]

@@ -17,7 +17,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -135,11 +135,18 @@ def _default(field: dataclasses.Field) -> Any:
 # --- the check ------------------------------------------------------------------------------------
 
 
-def check(program: type, name: str, row: AnyRow, library: Mapping[type, Mapping[str, AnyRow]]):
+def check(
+    program: type,
+    name: str,
+    row: AnyRow,
+    library: Mapping[type, Mapping[str, AnyRow]],
+    base: Mapping[str, Any],
+):
     """Fails where a row does not show that its setting changes something.
 
     Args:
       library: rows of the classes that `Reaches` may name.
+      base: settings that every configuration of the program needs.
     """
     __tracebackhide__ = True
     if isinstance(row, Shown):
@@ -147,25 +154,26 @@ def check(program: type, name: str, row: AnyRow, library: Mapping[type, Mapping[
         return
     value = row.value() if callable(row.value) else row.value
     assert not same(value, leaves(program)[name].default), f"{name}: the row gives its default"
-    with_value = {**row.beside, name: value}
+    without = {**base, **row.beside}
+    with_value = {**without, name: value}
     if isinstance(row, Refused):
         try:
             make(program, with_value)
         except ValueError as error:
             assert row.said in str(error), f"{name}: {error}"
-            make(program, row.beside)
+            make(program, without)
             return
         raise AssertionError(f"{name}={value!r} is taken; give it a row with an effect")
-    usual, changed = (make(program, settings) for settings in (row.beside, with_value))
+    usual, changed = (make(program, settings) for settings in (without, with_value))
     if isinstance(row, Reaches):
-        assert isinstance(library[row.library].get(row.field), (Row, Shown)), (
-            f"{row.library.__name__} has no row for {row.field} that shows what it does"
-        )
+        known = [k for k in library[row.library] if k.split(".")[0] == row.field]
+        assert known, f"{row.library.__name__} has no row for {row.field}"
         usual, changed = (row.arrives(cfg) for cfg in (usual, changed))
         assert isinstance(changed, row.library), f"{name}: {type(changed).__name__} arrives"
         usual, changed = getattr(usual, row.field), getattr(changed, row.field)
     else:
         usual, changed = (row.effect(cfg) for cfg in (usual, changed))
+    assert not (_has_failed(usual) and _has_failed(changed)), f"{name}: {usual!r}, {changed!r}"
     assert not same(usual, changed), f"{name}={value!r} changes nothing: {usual!r}"
 
 
@@ -204,11 +212,25 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def outcome(work: Callable[[], Any]) -> Any:
-    """What it returns, or the message of what it raises."""
+    """What it returns, or what it raises for the user's sake."""
     try:
         return work()
+    except (TypeError, AttributeError, NameError, LookupError):  # a mistake of the row
+        raise
     except (Exception, SystemExit) as error:
-        return f"{type(error).__name__}: {error}"
+        return Raised(type(error).__name__, str(error))
+
+
+class Raised(NamedTuple):
+    """An error, as a result."""
+
+    kind: str
+    message: str
+
+
+def _has_failed(result: Any) -> bool:
+    found = jax.tree.leaves(result, is_leaf=lambda x: isinstance(x, Raised))
+    return any(isinstance(leaf, Raised) for leaf in found)
 
 
 class Stopped(Exception):

@@ -3,23 +3,100 @@
 The settings come from the schemas themselves, so that a new one fails here until it has a row.
 """
 
+import dataclasses
+
 import pytest
-from library_rows import LIBRARY
-from rows import check, leaves
+import serve_rows
+import train_rows
+from library_rows import CHAIN, LIBRARY, chunk
+from rows import Reaches, Refused, Row, Shown, check, leaves, make
 
-TABLES = {**LIBRARY}
+from serve.settings import ServeConfig
+from specjax import SpecConfig
+from specjax.command_line import parse_config
+from train.schema import RLConfig, SFTConfig
+
+TABLES = {**LIBRARY, **train_rows.TRAIN, ServeConfig: serve_rows.SERVE}
+BASE = {**train_rows.BASE, **serve_rows.BASE}
+SETTINGS = [
+    pytest.param(program, name, id=f"{program.__name__}-{name}")
+    for program, table in TABLES.items()
+    for name in sorted({*leaves(program), *table})
+]
 
 
-def settings():
-    for program, table in TABLES.items():
-        for name in sorted({*leaves(program), *table}):
-            yield pytest.param(program, name, id=f"{program.__name__}-{name}")
-
-
-@pytest.mark.parametrize(("program", "name"), settings())
+@pytest.mark.parametrize(("program", "name"), SETTINGS)
 def test_a_setting_changes_something(program, name):
     __tracebackhide__ = True
     assert name in leaves(program), f"{program.__name__} has no setting {name}; remove its row"
     row = TABLES[program].get(name)
     assert row is not None, f"{program.__name__}.{name} has no row in tests/walk"
-    check(program, name, row, LIBRARY)
+    check(program, name, row, LIBRARY, BASE.get(program, {}))
+
+
+# --- the walk itself ------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Program:
+    """Attributes:
+    idle: nothing reads it. used: something does. off: never taken.
+    """
+
+    idle: int = 0
+    used: int = 0
+    off: int = 0
+
+    def __post_init__(self):
+        if self.off:
+            raise ValueError("off changes nothing here")
+
+
+def used(cfg: Program) -> int:
+    return 2 * cfg.used
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "said"),
+    [
+        ("idle", Row(1, used), "idle=1 changes nothing"),
+        ("used", Row(0, used), "the row gives its default"),
+        ("used", Refused(1, "nothing here"), "is taken; give it a row"),
+        ("off", Refused(1, "another reason"), "off changes nothing here"),
+        ("used", Reaches(1, lambda cfg: cfg, Program, "off"), "no row for off"),
+        ("used", Reaches(1, lambda cfg: 3, Program, "used"), "int arrives"),
+        ("idle", Reaches(1, lambda cfg: Program(), Program, "used"), "idle=1 changes nothing"),
+        ("used", Shown("tests/walk/test_settings_walk.py::test_nothing"), "there is no test"),
+        ("idle", Shown("tests/walk/test_settings_walk.py::used"), "does not name idle"),
+    ],
+)
+def test_a_row_that_shows_nothing_fails(name, row, said):
+    with pytest.raises(AssertionError, match=said):
+        check(Program, name, row, {Program: {"used": Row(1, used)}}, {})
+
+
+def test_rows_that_show_something_pass():
+    library = {Program: {"used": Row(1, used)}}
+    check(Program, "used", Row(1, used), library, {})
+    check(Program, "used", Reaches(1, lambda cfg: cfg, Program, "used"), library, {})
+    check(Program, "off", Refused(1, "nothing here"), library, {})
+    check(Program, "used", Shown("tests/walk/test_settings_walk.py::used"), library, {})
+
+
+def test_programs_of_equal_settings_are_traced_alike():
+    """Or a row would be shown by the noise of tracing."""
+    traced = [chunk.__wrapped__(SpecConfig(**CHAIN)) for _ in range(2)]
+    assert traced[0] == traced[1]
+
+
+@pytest.mark.parametrize(
+    ("program", "settings"),
+    [
+        (RLConfig, {"optim.lr": 0.5, "rollout.control.controller": "bandit", "eval.every": 3}),
+        (SFTConfig, {"draft.optim.lr": 0.5, "packing.rows": 4}),
+        (ServeConfig, {"model": "d", "limits.n": 3, "speculation.strategy": "2_1_3"}),
+    ],
+)
+def test_configurations_of_the_walk_are_those_of_the_command_line(program, settings):
+    typed, _ = parse_config(program, [f"{name}={value}" for name, value in settings.items()])
+    assert make(program, settings) == typed

@@ -1,0 +1,955 @@
+"""Rows of `train.rl` and `train.sft`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import shutil
+import sys
+import types
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rows import (
+    PLACES,
+    Reaches,
+    Refused,
+    Row,
+    Stopped,
+    called_with,
+    outcome,
+    reads,
+    scratch,
+    written,
+)
+
+from specjax import ControlConfig, EngineConfig, SamplingParams, SpecConfig, distributed
+from specjax.config import ModelConfig
+from specjax.context import context_of
+from specjax.draft.mtp import init_head_params
+from specjax.engine.sources import load_source
+from specjax.kernels import panels
+from specjax.models import hf
+from specjax.models.transformer import init_params
+from specjax.tokenizer import load_tokenizer, with_tokenizer_end
+from train import collect, data, processes, rl, sft
+from train.draft import DraftConfig, DraftTrainer
+from train.engines import make_meshes
+from train.evaluation import evaluate
+from train.groups import Group, Response, Seen, decide
+from train.grpo import Denominators
+from train.inputs import read_inputs
+from train.packing import Sample, pack
+from train.programs import as_computed, build_programs, drafts, drafts_with_head, settle_drafting
+from train.prompts import Prompts
+from train.rollout import Rollout
+from train.schema import RLConfig, SFTConfig
+from train.scoring import Scorer
+from train.spot import SpotTraining
+from train.tasks.layout import Problem
+from train.trainer import Trainer
+
+# --- a run of RL, as far as an effect needs it ----------------------------------------------------
+
+
+@functools.cache
+def policy() -> ModelConfig:
+    cfg = hf.read_config(PLACES.policy)
+    return with_tokenizer_end(cfg, tokenizer())
+
+
+@functools.cache
+def tokenizer():
+    return load_tokenizer(PLACES.policy)
+
+
+@functools.cache
+def templated():
+    """A tokenizer with a chat template that takes a variable."""
+    found = load_tokenizer(PLACES.policy)
+    found.chat_template = "{{ mark }}{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    return found
+
+
+def settled(cfg: RLConfig) -> RLConfig:
+    cfg.dtype.settle("float32", "cpu")
+    settle_drafting(cfg, has_head=True)
+    return cfg
+
+
+def built(cfg: RLConfig):
+    """The programs of a run; nothing is compiled."""
+    settled(cfg)
+    mesh, places = make_meshes(cfg)
+    model, source = as_computed(cfg, policy()), None
+    if drafts(cfg) and not drafts_with_head(cfg):
+        _, source, _ = load_source(model, cfg.rollout.spec(), None, tokenizer(), mesh)
+    return build_programs(cfg, model, source, mesh, places)
+
+
+def engine(cfg: RLConfig):
+    return built(cfg).engines[0]
+
+
+def runner(field: str):
+    return lambda cfg: outcome(lambda: reads(field)(engine(cfg).runner))
+
+
+def trainer(cfg: RLConfig) -> Trainer:
+    return Trainer(cfg)
+
+
+def rollouts(cfg: RLConfig) -> collect.Rollouts:
+    prompts = Prompts(tokenizer(), cfg.data, cfg.rollout.max_prompt_tokens)
+    order = data.endless(data.problems(cfg.data, "train", prompts.chat), cfg.data.seed)
+    return collect.Rollouts(cfg, order, prompts, policy().eos_token_ids, Scorer("exact"))
+
+
+def jobs(cfg: RLConfig):
+    """The samples of the first group of a step, as the engine gets them."""
+    found = rollouts(cfg)
+    found._at = 0  # where a step begins to draw
+    return found._jobs(0, found._draw(1))
+
+
+def asked(cfg: RLConfig) -> SamplingParams:
+    return jobs(cfg)[0].params
+
+
+def prompt(cfg: RLConfig):
+    return jobs(cfg)[0].prompt
+
+
+def chosen(cfg: RLConfig):
+    """What a step makes of groups of which the second teaches nothing."""
+    seen = [Seen(3, 3), Seen(4, 4, informative=False), Seen(5, 5), Seen(6, 6)]
+    return decide(rollouts(cfg).rule, seen)
+
+
+def collected(cfg: RLConfig):
+    """How a step's collection begins in step 9, when a group of step 4 and one of 8 are carried."""
+    found = rollouts(cfg)
+    for step in (4, 8):
+        response = Response(tokens=[1, 2], logprobs=[0.0, 0.0], versions=[(0, step)])
+        found.carried.append(Group(step, step + 1, step, Problem("", "", 0), [1], [response]))
+    bound = called_with(collect, "Collection", lambda: found.collect(None, 9))
+    return bound.arguments["partial"], [g.step for g in bound.arguments["carried"]]
+
+
+TINY = {
+    "rollout.prompts": 2,
+    "rollout.n": 2,
+    "rollout.max_tokens": 20,
+    "rollout.max_prompt_tokens": 12,
+    "rollout.strategy": "1_1_2",
+    "packing.row_length": 64,
+    "packing.rows": 2,
+}
+
+
+def loss(cfg: RLConfig):
+    """Of the policy, and its gradient, on a batch whose ratios leave the clip."""
+    programs = built(cfg)
+    samples = [Sample(i, [1, 2], [3, 4, 5][: i + 1], advantage=(-1.0) ** i) for i in range(3)]
+    [batch] = pack(samples, 16, 1)
+    generator = np.random.default_rng(0)
+    shape = batch["tokens"].shape
+    batch |= {"fresh_logprobs": np.zeros(shape, np.float32)}
+    batch["behaviour_logprobs"] = generator.normal(size=shape).astype(np.float32)
+    batch["staleness"] = np.ones(shape, np.int32)
+    if cfg.algo.kl_loss_coef:
+        batch["ref_logprobs"] = np.full(shape, -0.5, np.float32)
+    logprobs = jnp.asarray(generator.normal(size=shape), jnp.float32)
+
+    def value(logprobs):
+        counts = Denominators(np.float32(6), np.float32(3))
+        return programs.policy.loss(logprobs, jnp.zeros(shape), batch, counts)[0]
+
+    return jax.value_and_grad(value)(logprobs)
+
+
+class Handed:
+    """A policy that keeps what its updates are given."""
+
+    def __init__(self):
+        self.given = []
+
+    def place(self, batch):
+        return dict(batch)
+
+    def logprobs(self, params, batch):
+        return np.zeros_like(batch["advantages"])
+
+    def update(self, params, opt_state, batches, counts, keep):
+        self.given.append((batches, keep))
+        states = [None] * len(batches)
+        sums = dict.fromkeys(("tokens", "loss", "policy_loss", "kl_loss", "grad_norm"), 1.0)
+        return params, opt_state, states[:keep], sums
+
+
+def updates(cfg: RLConfig):
+    """The batches that the policy is updated with, and how many states the head gets."""
+    settled(cfg)
+    run = Trainer.__new__(Trainer)
+    run.cfg, run.policy, run.params, run.opt_state = cfg, Handed(), None, None
+    run.reference, run.draft = None, cfg.draft.mode == "online" or None
+    rewards = np.array([[0.0, 1.0], [0.0, 3.0]])
+    outputs = [
+        [Response([5] * (4 * i + 4), [0.0] * (4 * i + 4), finish="stop").output() for i in range(2)]
+        for _ in range(2)
+    ]
+    kept = Rollout([], [[1, 2], [3]], outputs, rewards)
+    _, states = run._update_policy(kept, {}, 1)
+    return run.policy.given, len(states)
+
+
+def steps_of(optimizer: optax.GradientTransformation):
+    """What four updates of a matrix and a norm's scale are."""
+    params = {"w": jnp.full((2, 2), 2.0), "norm": jnp.ones(2)}
+    state, found = optimizer.init(params), []
+    for i in range(4):
+        gradient = jax.tree.map(lambda x, i=i: x * (0.1 + 3 * (i % 2)), params)
+        step, state = optimizer.update(gradient, state, params)
+        found.append(step)
+    return found
+
+
+def optimizer_rows(prefix: str, steps) -> dict:
+    """Of an optimizer; `steps` gives its updates for a configuration."""
+    return {
+        f"{prefix}.{name}": Row(value, steps, {f"{prefix}.{k}": v for k, v in beside.items()})
+        for name, value, beside in (
+            ("lr", 0.02, {}),
+            ("warmup_steps", 3, {}),
+            ("decay_steps", 3, {}),
+            ("final_lr_ratio", 0.5, {"decay_steps": 3}),
+            ("weight_decay", 0.1, {}),
+            ("b1", 0.5, {}),
+            ("b2", 0.5, {}),
+            ("clip_norm", 0.5, {}),
+        )
+    }
+
+
+# --- the loop of a run, with a trainer that does nothing ------------------------------------------
+
+
+class Idle:
+    """Stands in for a trainer: steps take no time, and what is asked of it is noted."""
+
+    def __init__(self, cfg: RLConfig):
+        settled(cfg)
+        self.cfg, self.done_steps, self.notes, self.said = cfg, 0, [], []
+        self.drafting, self.about_dtype, self.model = "", "", policy()
+        self.params = self.head = self.mesh = None
+        self.engines = [types.SimpleNamespace(runner=types.SimpleNamespace(plans={"off": None}))]
+        self.eval_engine = True
+        self.rollouts = types.SimpleNamespace(about_zero=lambda: None)
+        self.tokenizer_dir = PLACES.policy
+
+    def programs_to_compile(self):
+        return 0
+
+    def warm_up(self):
+        return ""
+
+    def step(self):
+        self.done_steps += 1
+        return {"train/mtp_tokens": 1.0}
+
+    def evaluate(self):
+        self.said.append(("evaluated", self.done_steps))
+        return {}
+
+    def save(self, checkpoints, heads=None, block=False):
+        self.said.append(("saved", self.done_steps, heads is not None))
+
+
+def ran(cfg: RLConfig):
+    """What a run of this configuration writes and does, in order."""
+    cfg.steps = min(cfg.steps, 5)
+    trainers, kept = [], []
+
+    def start(cfg):
+        trainers.append(Idle(cfg))
+        return trainers[-1]
+
+    @contextlib.contextmanager
+    def holder(path, *more):
+        kept.append((Path(path).name, more[-1]))
+        yield types.SimpleNamespace(wait=lambda: None, all_steps=lambda: [], directory=path)
+
+    boards = types.ModuleType("wandb")
+    boards.init = lambda **settings: types.SimpleNamespace(
+        log=lambda *_, **__: trainers[-1].said.append("wandb"), finish=lambda: None
+    )
+    out = Path(cfg.out)
+    shutil.rmtree(out, ignore_errors=True)
+    with (
+        mock.patch.object(rl, "Trainer", start),
+        mock.patch.object(rl, "Checkpointer", holder),
+        mock.patch.object(rl, "HeadCheckpoints", holder),
+        mock.patch.object(rl.sharding, "replicated_dims", lambda *_: []),
+        mock.patch.object(rl.plot, "draw", lambda out: out / "rl.png"),
+        mock.patch.object(rl.hf, "save_checkpoint", lambda path, *_, **__: path.mkdir()),
+        mock.patch.dict(sys.modules, {"wandb": boards}),
+        contextlib.redirect_stdout(None),
+    ):
+        picture = rl.run(cfg)
+    return picture, kept, trainers[-1].said, sorted(p.name for p in out.iterdir())
+
+
+# --- several processes ----------------------------------------------------------------------------
+
+
+def joined(cfg: RLConfig):
+    """What jax is told of the job, or why there is none."""
+    calls = []
+    with (
+        mock.patch.object(jax.distributed, "initialize", lambda **given: calls.append(given)),
+        mock.patch.object(distributed.sharding, "offer_cpu_devices", lambda *_: None),
+        mock.patch.object(jax.config, "update", lambda *_: None),
+        mock.patch.dict("os.environ", {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "a,b"}),
+    ):
+        return outcome(lambda: distributed.start(cfg.distributed, 2)), calls
+
+
+def watches(cfg: RLConfig):
+    """How long a process may be silent."""
+    with (
+        mock.patch.object(processes.distributed, "is_several", lambda: True),
+        mock.patch.object(processes.distributed, "of_first", lambda *_: "token"),
+    ):
+
+        def watch():
+            with processes.watched(cfg, scratch("watched"), ()):
+                raise AssertionError("it begins without a lifeline")
+
+        bound = called_with(processes, "Lifeline", watch)
+    return list(bound.arguments.values())[4]
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+def _lines(*rows: dict) -> str:
+    return "\n".join(json.dumps(row) for row in rows) + "\n"
+
+
+def _rows(count: int, **more) -> list[dict]:
+    return [
+        {"question": f"What is {i} + 1?", "answer": f"{i}+1=<<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}"}
+        | more
+        for i in range(count)
+    ]
+
+
+GSM8K = written("gsm8k.jsonl", _lines(*_rows(40), *_rows(2)))
+HELDOUT = written("heldout.jsonl", _lines(*_rows(3)))
+UNWINNABLE = written(
+    "none.jsonl",
+    _lines(*({"question": f"Is it {i}?", "answer": "no number"} for i in range(9)), *_rows(40)),
+)
+DAPO = written(
+    "both.jsonl", _lines(*({**row, "prompt": "Another: " + row["question"]} for row in _rows(40)))
+)
+
+
+def problems(cfg):
+    found = data.problems(cfg.data, "train")
+    return len(found), [found[i].prompt for i in range(5)]
+
+
+def heldout(cfg):
+    found = data.problems(cfg.data, "heldout")
+    return len(found), [found[i].prompt for i in range(min(3, len(found)))]
+
+
+def order(cfg):
+    drawn = data.endless(data.problems(cfg.data, "train"), cfg.data.seed)
+    return [drawn[i].prompt for i in range(3)]
+
+
+def first_prompt(cfg):
+    """As text, by a tokenizer that has a chat template."""
+    [problem] = [data.problems(cfg.data, "train", data.uses_chat(cfg.data, templated()))[0]]
+    return Prompts(templated(), cfg.data).text(problem)
+
+
+def looked_at(cfg: RLConfig):
+    """What becomes of a prompt that is too long."""
+    prompts = Prompts(tokenizer(), cfg.data, cfg.rollout.max_prompt_tokens)
+    return outcome(lambda: prompts.look(Problem("1+1=" * 20, "2", 0)))
+
+
+def unwinnable(cfg: RLConfig):
+    """What a run says of a row that cannot be won."""
+    return outcome(lambda: read_inputs(cfg, tokenizer(), "policy").notes)
+
+
+def scored(cfg: RLConfig):
+    """How a run scores three completions."""
+    scorer = read_inputs(cfg, tokenizer(), "policy").scorer
+    texts = ("#### 5", "\\boxed{5}", "#### five")
+    return [scorer(text, Problem("", "5", 0)) for text in texts]
+
+
+def kept_on(cfg: RLConfig):
+    """Whether a step goes on in which six rewards of ten failed."""
+    run = Trainer.__new__(Trainer)
+    run.cfg, run.done_steps = cfg, 0
+    run.rollouts = types.SimpleNamespace(state=dict, load_state=lambda state: None)
+    run.scorer = types.SimpleNamespace(name="mine")
+    run._roll_out = lambda step: (None, {"reward/failed_share": 0.6})
+    with mock.patch.object(Trainer, "_write_telemetry", mock.Mock(side_effect=Stopped)):
+        return outcome(run.step).kind
+
+
+def evaluated(cfg: RLConfig):
+    """Which held-out problems are sampled, how, and by how many slots."""
+    inputs, found = read_inputs(cfg, tokenizer(), "policy"), []
+    stand_in = types.SimpleNamespace(generate=lambda jobs: found.extend(jobs) or _stop())
+    if not inputs.heldout:
+        return None
+    outcome(lambda: evaluate(stand_in, inputs.prompts, inputs.heldout, (1,), inputs.scorer, cfg))
+    return [(job.prompt, job.params) for job in found]
+
+
+def _stop():
+    raise Stopped
+
+
+DATA = {
+    "data.task": Row("prompt", lambda cfg: outcome(lambda: problems(cfg)), {"data.path": DAPO}),
+    "data.path": Row(GSM8K, problems),
+    "data.heldout_path": Row(HELDOUT, problems, {"data.path": GSM8K}),
+    "data.seed": Row(7, order),
+    "data.prompt_template": Row("Q: {question}", problems, {"data.path": GSM8K}),
+    "data.chat": Row("off", first_prompt),
+    "data.chat_template_kwargs": Row({"mark": "!"}, first_prompt),
+    "data.duplicates": Row("drop", problems, {"data.path": GSM8K}),
+    "data.train_size": Row(100, problems),
+    "data.min_terms": Row(8, problems),
+    "data.max_terms": Row(3, problems),
+    "data.max_number": Row(9, problems),
+}
+
+# --- the head -------------------------------------------------------------------------------------
+
+
+def pieces(cfg: DraftConfig) -> int:
+    """How many updates of the head five micro-batches bring."""
+    calls, run = [], DraftTrainer.__new__(DraftTrainer)
+    run.draft = cfg
+    run.piece = lambda head, opt, *_: calls.append(1) or (head, opt, {"n": np.ones(1)})
+    run.update(None, None, {}, [{}] * 5, [None] * 5)
+    return len(calls)
+
+
+TRACED: dict[str, str] = {}
+
+
+@functools.cache
+def _shapes():
+    model = policy()
+    params = jax.eval_shape(lambda: init_params(model))
+    head = jax.eval_shape(lambda: init_head_params(model))
+    [batch] = pack([Sample(0, [1, 2], [3, 4, 5])], 8, 1)
+    return model, params, head, batch, jax.ShapeDtypeStruct((1, 8, model.hidden_size), np.float32)
+
+
+def head_update(draft: DraftConfig) -> str:
+    """The program of an update of the head, as traced."""
+    found = TRACED.get(repr(draft))
+    if found is None:
+        found = TRACED[repr(draft)] = _traced(draft)
+    return found
+
+
+def _traced(draft: DraftConfig) -> str:
+    model, params, head, batch, states = _shapes()
+    run = DraftTrainer(model, draft)
+    opt = jax.eval_shape(run.init_opt_state, head)
+    batch = {name: batch[name] for name in ("tokens", "positions", "segment_ids", "loss_mask")}
+    return str(jax.make_jaxpr(run._update_program)(head, opt, params, batch, states))
+
+
+def spot(cfg: RLConfig) -> SpotTraining:
+    settled(cfg)
+    noted = types.SimpleNamespace(draft=lambda *_: None)
+    return SpotTraining(types.SimpleNamespace(piece=None), cfg.draft, jax.devices()[:2], noted)
+
+
+def planned(cfg: RLConfig):
+    """The steps whose micro-batches the head learns from in step 4."""
+    run = spot(cfg)
+    batch = {name: np.zeros((2, 64)) for name in ("tokens", "positions", "segment_ids")}
+    batch["loss_mask"] = batch["tokens"]
+    for step in (1, 2, 3):
+        run.keep(step, [batch], [np.zeros((2, 64, 2))])
+    return [e.step for e in run.buffer.plan(4, cfg.draft.spot.updates, cfg.draft.epochs)]
+
+
+def sent_in_gap(cfg: RLConfig):
+    """Whether a replica that has nothing to do is sent an update."""
+    run, sent = spot(cfg), []
+    run._left, run._running, run._place = [1], None, None
+    run._send = lambda replica, in_gap: sent.append((replica, in_gap))
+    run.look([1])
+    return sent
+
+
+def has_spot(cfg: RLConfig):
+    """Whether the head is trained by `SpotTraining`."""
+    run = Trainer.__new__(Trainer)
+    settled(cfg)
+    run.cfg, run.copies, run.engines, run.draft = cfg, None, [1, 2], object()
+    run.places, run.engine = [None, None], types.SimpleNamespace()
+    run._build_spot()
+    return run.spot is None
+
+
+SPOT = {
+    "rollout.replicas": 2,
+    "draft.spot.enabled": True,
+    "rollout.source": "head",
+    "packing.row_length": 64,
+    "packing.rows": 2,
+    "rollout.max_tokens": 20,
+    "rollout.max_prompt_tokens": 12,
+}
+
+
+def draft_of(cfg) -> DraftConfig:
+    return cfg.draft
+
+
+HEAD = {
+    "loss": ("soft_ce", head_update, {}),
+    "unroll_steps": (2, head_update, {}),
+    "step_decay": (0.5, head_update, {"unroll_steps": 2}),
+    "mtp_loss_scaling_factor": (0.2, lambda draft: steps_of(draft.optimizer()), {}),
+    "epochs": (2, pieces, {}),
+    "max_microbatches": (3, pieces, {}),
+}
+
+
+def head_rows(arrives, other: dict) -> dict:
+    """Of `draft`; `arrives` is the section as the trainer of the head gets it.
+
+    Args:
+      other: values in place of those that are the program's defaults.
+    """
+    found = {}
+    for name, (value, effect, beside) in HEAD.items():
+        value = other.get(name, value)
+        found[f"draft.{name}"] = Row(
+            value,
+            lambda cfg, effect=effect: effect(arrives(cfg)),
+            {f"draft.{key}": v for key, v in beside.items() if key not in other},
+        )
+    return found | optimizer_rows("draft.optim", lambda cfg: steps_of(arrives(cfg).optimizer()))
+
+
+def rl_draft(cfg: RLConfig) -> DraftConfig:
+    return built(cfg).draft.draft
+
+
+# --- train.rl -------------------------------------------------------------------------------------
+
+
+def other_policy() -> str:
+    """The policy with another constant of its norms, which its config.json says."""
+    path = scratch("other")
+    if not path.exists():
+        shutil.copytree(PLACES.policy, path)
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
+    return str(path)
+
+
+def other_products() -> str:
+    auto = panels.settle(policy(), None, "auto").products
+    return "xla" if auto == "panels" else "panels"
+
+
+def rl_spec(cfg: RLConfig) -> SpecConfig:
+    return engine(cfg).spec
+
+
+def rl_control(cfg: RLConfig) -> ControlConfig:
+    return engine(cfg).control or ControlConfig(controller="static")
+
+
+def rl_engine(cfg: RLConfig) -> EngineConfig:
+    return engine(cfg).config
+
+
+def mesh(cfg):
+    found, _ = make_meshes(cfg)
+    return found and dict(found.shape)
+
+
+def context(cfg, field):
+    return getattr(context_of(cfg.mesh, make_meshes(cfg)[0]), field)
+
+
+def trained_by(cfg, field: str):
+    """A field of the model that the policy's programs are made for."""
+    return outcome(lambda: getattr(built(cfg).policy.cfg, field))
+
+
+PARTIAL = {"rollout.partial": True, "rollout.over_sample": 1.5}
+CONTROL = {"rollout.control.controller": "goodput", "rollout.control.strategies": ["off", "4_1_5"]}
+EMA, BANDIT = ({"rollout.control.controller": name} for name in ("ema", "bandit"))
+FASTRL = {"enable": True, "eagle": {"tune_algorithm": "BEG", "mab_configs": ["2_1_3"]}}
+
+
+def _reaches_spec(value, field, **beside):
+    return Reaches(value, rl_spec, SpecConfig, field, _named("rollout", beside))
+
+
+def _reaches_control(value, field, beside=None):
+    return Reaches(value, rl_control, ControlConfig, field, beside or {})
+
+
+def _reaches_engine(value, field):
+    return Reaches(value, rl_engine, EngineConfig, field)
+
+
+def _named(section: str, settings: dict) -> dict:
+    return {f"{section}.{name}": value for name, value in settings.items()}
+
+
+RL = {
+    "model": Row(other_policy, lambda cfg: trainer(cfg).model),
+    "revision": Row("main", lambda cfg: outcome(lambda: trainer(cfg).model)),
+    "out": Row(lambda: str(scratch("elsewhere")), lambda cfg: ran(cfg)[0]),
+    "seed": Row(1, lambda cfg: asked(cfg).seed),
+    "steps": Row(2, ran),
+    "reward": Row("number", scored),
+    "max_failed_rewards": Row(0.7, kept_on),
+    **DATA,
+    "data.overlong_prompts": Row("truncate", looked_at),
+    "data.unwinnable": Row("drop", unwinnable, {"data.path": UNWINNABLE}),
+    "data.heldout_size": Row(4, heldout),
+    "data.slip": Refused(0.5, "which train.sft reads"),
+    "data.impatience": Refused(0.5, "which train.sft reads"),
+    "data.strip_calculator": Refused(False, "which train.sft reads"),
+    "rollout.prompts": Row(2, chosen),
+    "rollout.n": Row(4, lambda cfg: len(jobs(cfg))),
+    "rollout.over_sample": Row(1.5, chosen, {"rollout.prompts": 4}),
+    "rollout.partial": Row(True, collected, {"rollout.over_sample": 1.5}),
+    "rollout.max_staleness": Row(5, collected, PARTIAL),
+    "rollout.temperature": Reaches(0.5, asked, SamplingParams, "temperature"),
+    "rollout.max_tokens": Reaches(30, asked, SamplingParams, "max_tokens"),
+    "rollout.max_prompt_tokens": Row(200, looked_at),
+    "rollout.max_batch": Row(4, runner("batch")),
+    "rollout.replicas": Row(2, lambda cfg: len(built(cfg).engines)),
+    "rollout.tp": Row(2, lambda cfg: engine(cfg).runner.mesh and engine(cfg).runner.mesh.size),
+    "rollout.order": _reaches_engine("longest_first", "order"),
+    "rollout.page_size": _reaches_engine(16, "page_size"),
+    "rollout.cache_bytes": _reaches_engine(2_000_000, "cache_bytes"),
+    "rollout.chunk_tokens": _reaches_engine(8, "chunk_tokens"),
+    "rollout.stretch": _reaches_engine(1, "stretch"),
+    "rollout.prefill_chunk": _reaches_engine(32, "prefill_chunk"),
+    "rollout.products": _reaches_engine(other_products, "products"),
+    "rollout.scan_layers": Row(True, runner("cfg.scan_layers")),
+    "rollout.strategy": _reaches_spec("2_1_3", "strategy"),
+    "rollout.acceptance": _reaches_spec("block", "acceptance"),
+    "rollout.source": _reaches_spec("ngram", "source"),
+    "rollout.head": Row("random", lambda cfg: trainer(cfg).head),
+    "rollout.draft_model": _reaches_spec(lambda: str(PLACES.policy), "draft_model"),
+    "rollout.ngram_max": _reaches_spec(3, "ngram_max", source="ngram"),
+    "rollout.ngram_min": _reaches_spec(2, "ngram_min", source="ngram"),
+    "rollout.ngram_siblings": _reaches_spec(False, "ngram_siblings", source="ngram"),
+    "rollout.aligned": _reaches_spec(False, "aligned"),
+    "rollout.tau": _reaches_spec(0.5, "tau", strategy="2_2_4"),
+    "rollout.adaptive_width": _reaches_spec(True, "adaptive_width", strategy="2_2_4"),
+    "rollout.spec_verify_tokens": _reaches_spec(30, "spec_verify_tokens"),
+    "rollout.telemetry": _reaches_spec(True, "telemetry"),
+    "rollout.control.controller": _reaches_control("bandit", "controller", CONTROL),
+    "rollout.control.strategies": _reaches_control(["off", "4_1_5"], "strategies"),
+    "rollout.control.initial": _reaches_control("7_1_8", "initial", EMA),
+    "rollout.control.bs_threshold": _reaches_control(4, "bs_threshold"),
+    "rollout.control.ema_file": _reaches_control(
+        written("rl_ema.json", '{"ema_alpha": 0.5}'), "ema", EMA
+    ),
+    "rollout.control.ema": _reaches_control({"ema_alpha": 0.5}, "ema", EMA),
+    "rollout.control.bandit": _reaches_control({"epsilon": 0.5}, "bandit", BANDIT),
+    "rollout.control.goodput": _reaches_control({"prior": 0.5}, "goodput"),
+    "rollout.control.fastrl": _reaches_control(FASTRL, "controller"),
+    "algo.clip_ratio": Row(0.1, loss, {"algo.updates_per_rollout": 2}),
+    "algo.clip_ratio_high": Row(0.1, loss, {"algo.updates_per_rollout": 2}),
+    "algo.loss_aggregation": Row("sequence", loss),
+    "algo.kl_loss_coef": Row(0.1, loss),
+    "algo.tis": Row(True, loss),
+    "algo.tis_cap": Row(1.1, loss, {"algo.tis": True}),
+    "algo.normalize_std": Row(False, updates, TINY),
+    "algo.advantage_eps": Row(0.5, updates, TINY),
+    "algo.updates_per_rollout": Row(2, updates, TINY),
+    "algo.dynamic_sampling": Row(False, chosen, {"rollout.prompts": 3}),
+    "algo.max_resample": Row(2, chosen, {"rollout.prompts": 3}),
+    **optimizer_rows("optim", lambda cfg: steps_of(built(cfg).policy.optimizer)),
+    "draft.mode": Row("frozen", lambda cfg: built(cfg).draft is None),
+    **head_rows(rl_draft, {}),
+    "draft.spot.enabled": Row(True, has_spot, {k: v for k, v in SPOT.items() if "spot" not in k}),
+    "draft.spot.gaps": Row(False, sent_in_gap, SPOT),
+    "draft.spot.updates": Row(5, planned, SPOT),
+    "draft.spot.buffer_tokens": Row(128, planned, {**SPOT, "draft.spot.updates": 5}),
+    "packing.row_length": Row(32, updates, TINY | {"packing.rows": 1}),
+    "packing.rows": Row(1, updates, TINY),
+    "eval.problems": Row(3, evaluated),
+    "eval.every": Row(2, ran),
+    "eval.max_batch": Row(2, lambda cfg: built(cfg).eval_engine.batch),
+    "eval.seed": Row(5, evaluated, {"eval.problems": 3}),
+    "dtype.params": Row("bfloat16", lambda cfg: trainer(cfg).params["norm"].dtype),
+    "dtype.compute": Row("bfloat16", lambda cfg: trained_by(cfg, "compute_dtype")),
+    "mesh.data": Row(2, mesh),
+    "mesh.fsdp": Row(2, mesh),
+    "mesh.tp": Row(2, mesh),
+    "mesh.cp": Row(2, mesh),
+    "mesh.cp_order": Row(
+        "contiguous",
+        lambda cfg: context_of(cfg.mesh, make_meshes(cfg)[0]).places(8),
+        {"mesh.cp": 2},
+    ),
+    "mesh.cp_attention": Row(
+        "all_gather", lambda cfg: built(cfg).policy.context.attention, {"mesh.cp": 2}
+    ),
+    "remat": Row(True, lambda cfg: trained_by(cfg, "remat")),
+    "attention": Row(
+        "tpu", lambda cfg: (trained_by(cfg, "attention"), runner("cfg.attention")(cfg))
+    ),
+    "checkpoint.every": Row(2, ran),
+    "checkpoint.keep_last": Row(3, ran),
+    "checkpoint.export": Row(False, ran),
+    "checkpoint.draft_only": Row(True, ran),
+    "log.tensorboard": Row(True, lambda cfg: outcome(lambda: ran(cfg))),
+    "log.wandb": Row(True, ran),
+    "distributed.mode": Row("off", joined),
+    "distributed.coordinator": Row("host:1", joined),
+    "distributed.process_id": Row(1, joined, {"distributed.num_processes": 2}),
+    "distributed.num_processes": Row(3, joined),
+    "distributed.local_devices": Row(1, joined),
+    "distributed.start_timeout": Row(9, joined),
+    "distributed.lost_after": Row(9.0, watches),
+}
+
+# --- train.sft ------------------------------------------------------------------------------------
+
+
+def started(cfg: SFTConfig):
+    """The model that a run starts with, its weights' seeds, and its tokenizer's size."""
+    made = []
+
+    def noted(model, seed):
+        made.append((seed, model.param_dtype))
+        return {"norm": np.zeros(1)}
+
+    shutil.rmtree(scratch("sft"), ignore_errors=True)
+    with (
+        mock.patch.object(sft, "init_params", noted),
+        mock.patch.object(sft, "init_head_params", noted),
+    ):
+        cfg.dtype.settle("float32", "cpu")
+        model, params, head, found = sft.start_model(cfg, None)
+    return model, made, len(found), jax.tree.map(np.asarray, (params, head)) if cfg.init else None
+
+
+def stream(cfg: SFTConfig) -> sft.PackedDemonstrations:
+    return sft.PackedDemonstrations(cfg, templated())
+
+
+def demonstrated(cfg: SFTConfig):
+    """The micro-batches of the first update."""
+    return outcome(lambda: stream(cfg).next_update())
+
+
+def sft_run(cfg: SFTConfig) -> sft.Run:
+    """A run without a model, whose updates do nothing."""
+    run = sft.Run.__new__(sft.Run)
+    run.cfg, run.stage, run.step = cfg, "policy", 0
+    run.params = run.opt_state = run.mesh = None
+    run.head, run.model = None, policy()
+    batch = {"segment_ids": np.ones((1, 4)), "loss_mask": np.ones((1, 4)), "tokens": np.ones(1)}
+    run.stream = types.SimpleNamespace(
+        next_update=lambda: [batch], passed_over=0, tokenizer=templated()
+    )
+    sums = {"loss": 0.0, "entropy": 0.0, "tokens": 1.0, "grad_norm": 0.0}
+    run.policy = types.SimpleNamespace(
+        place=lambda b: b,
+        update=lambda p, o, *_: (p, o, [], sums),
+        states=lambda *_: None,
+        context=None,
+    )
+    return run
+
+
+def stages(cfg: SFTConfig):
+    """What is logged and saved in the policy's stage, and how many updates the head has."""
+    cfg.steps = min(cfg.steps, 5)
+    run, said, count = sft_run(cfg), [], []
+    log = types.SimpleNamespace(log=lambda step, metrics: said.append(("logged", step)))
+    checkpoints = types.SimpleNamespace(wait=lambda: None, all_steps=lambda: [])
+    run.save = lambda *_, **__: said.append(("saved", run.step))
+    sums = {
+        "mtp_loss_sum": np.ones(1), "mtp_top1": np.ones(1), "mtp_overlap": np.ones(1),
+        "mtp_tokens": np.ones(1), "draft_update_norm": np.ones(()),
+    }  # fmt: skip
+    head = types.SimpleNamespace(
+        init_opt_state=lambda head: None,
+        update=lambda h, o, *_: count.append(1) or (h, o, sums),
+    )
+    run.train_policy(log, checkpoints)
+    with mock.patch.object(sft, "DraftTrainer", lambda *_, **__: head):
+        run.train_head(log, checkpoints)
+    return said, len(count)
+
+
+def sft_draft(cfg: SFTConfig) -> DraftConfig:
+    """The section as the head's trainer gets it."""
+    cfg.steps = 0
+    run = sft_run(cfg)
+    bound = called_with(sft, "DraftTrainer", lambda: run.train_head(None, None))
+    return bound.arguments["draft"]
+
+
+def sft_programs(cfg: SFTConfig):
+    """What a run makes its policy's programs with, and on which mesh; or why it cannot."""
+    with (
+        mock.patch.object(sft, "start_model", lambda *_: (policy(), {}, {}, None)),
+        mock.patch.object(sft, "PackedDemonstrations", lambda *_: None),
+    ):
+        kept = []
+        real = sft.PolicyTrainer
+
+        def noting(*args, **kwargs):
+            kept.append(real(*args, **kwargs))
+            raise Stopped
+
+        with mock.patch.object(sft, "PolicyTrainer", noting):
+            said = outcome(lambda: sft.Run(cfg))
+    return kept[0] if kept else said
+
+
+def _sft_mesh(cfg: SFTConfig):
+    found = sft_programs(cfg)
+    return found if isinstance(found, str) else found.mesh and dict(found.mesh.shape)
+
+
+def finished(cfg: SFTConfig):
+    """How a run begins and ends: its directory, checkpoints kept, sinks, and what is exported."""
+    run, said = sft_run(cfg), []
+    run.stage = "head"
+
+    @contextlib.contextmanager
+    def holder(path, keep):
+        said.append((str(path), keep))
+        yield types.SimpleNamespace(wait=lambda: None, all_steps=lambda: [0])
+
+    run.describe, run.about_dtype = lambda: "", ""
+    cfg.steps, cfg.draft_steps = 0, 0
+    out = Path(cfg.out)
+    boards = types.ModuleType("wandb")
+    boards.init = lambda **settings: said.append("wandb") or mock.Mock()
+    with (
+        mock.patch.object(sft, "Run", lambda *_, **__: run),
+        mock.patch.object(sft, "Checkpointer", holder),
+        mock.patch.object(sft.hf, "save_checkpoint", lambda *a, **k: said.append((a, k))),
+        mock.patch.dict(sys.modules, {"wandb": boards}),
+        contextlib.redirect_stdout(None),
+    ):
+        shutil.rmtree(out, ignore_errors=True)
+        end = outcome(lambda: sft.train(cfg))
+    files = sorted(p.name for p in out.iterdir()) if out.exists() else []
+    return end, [str(x) for x in said], files
+
+
+def refused_at_start(cfg: SFTConfig):
+    """Whether a run is refused before it begins."""
+    with mock.patch.object(sft, "start_model", mock.Mock(side_effect=Stopped)):
+        return getattr(outcome(lambda: sft.Run(cfg)), "kind", None)
+
+
+NEW = {"tokenizer_texts": 50}  # soon trained
+SHORT = {"data.max_terms": 3, "packing.row_length": 128, "packing.rows": 1}
+GSM8K_ROWS = {"data.path": GSM8K, "packing.row_length": 128, "packing.rows": 1}
+SFT = {
+    "out": Row(lambda: str(scratch("sft-elsewhere")), lambda cfg: finished(cfg)[0]),
+    "init": Row(lambda: str(PLACES.policy), lambda cfg: started(cfg)[0]),
+    "revision": Row("main", refused_at_start),
+    "seed": Row(1, started, NEW),
+    "steps": Row(2, stages),
+    "draft_steps": Row(3, stages),
+    "vocab_size": Row(272, started, NEW),
+    "tokenizer_texts": Row(1, started, NEW),
+    "loss_on": Row("all", demonstrated, SHORT),
+    "log_every": Row(2, stages),
+    "export_dtype": Row("float32", finished),
+    **{
+        f"model.{name}": Row(value, started, NEW)
+        for name, value in {
+            "hidden_size": 96,
+            "intermediate_size": 64,
+            "num_layers": 2,
+            "num_heads": 2,
+            "num_kv_heads": 1,
+            "head_dim": 16,
+            "rope_theta": 500.0,
+            "max_position": 512,
+            "mtp_num_layers": 2,
+            "mtp_concat": "hidden_first",
+            "mtp_target_hidden": "pre_norm",
+            "mtp_recycle": "pre_norm",
+        }.items()
+    },
+    "dtype.params": Row("bfloat16", started, NEW),
+    "dtype.compute": Row("bfloat16", started, NEW),
+    **DATA,
+    "data.prompt_template": Row("Q: {question}", demonstrated, GSM8K_ROWS),
+    "data.overlong_prompts": Refused("truncate", "train.sft passes over"),
+    "data.unwinnable": Refused("drop", "train.sft does not"),
+    "data.heldout_size": Refused(9, "evaluates nothing"),
+    "data.strip_calculator": Row(False, demonstrated, GSM8K_ROWS),
+    "data.slip": Row(0.9, demonstrated, SHORT),
+    "data.impatience": Row(0.9, demonstrated, SHORT),
+    "packing.row_length": Row(64, demonstrated, SHORT),
+    "packing.rows": Row(2, demonstrated, SHORT),
+    "packing.microbatches": Row(1, demonstrated, SHORT),
+    **optimizer_rows("optim", lambda cfg: steps_of(sft_programs(cfg).optimizer)),
+    "draft.mode": Row("frozen", stages),
+    **head_rows(sft_draft, {"loss": "ce", "unroll_steps": 2, "step_decay": 0.5}),
+    "draft.spot.enabled": Refused(True, "no gaps"),
+    "draft.spot.gaps": Refused(False, "no gaps"),
+    "draft.spot.updates": Refused(3, "no gaps"),
+    "draft.spot.buffer_tokens": Refused(9, "no gaps"),
+    "mesh.data": Row(2, _sft_mesh),
+    "mesh.fsdp": Row(2, _sft_mesh),
+    "mesh.tp": Row(2, _sft_mesh),
+    "mesh.cp": Row(2, _sft_mesh),
+    "mesh.cp_order": Row(
+        "contiguous", lambda cfg: sft_programs(cfg).context.places(8), {"mesh.cp": 2}
+    ),
+    "mesh.cp_attention": Row(
+        "all_gather", lambda cfg: sft_programs(cfg).context.attention, {"mesh.cp": 2}
+    ),
+    "remat": Row(True, started, NEW),
+    "attention": Row("tpu", lambda cfg: getattr(sft_programs(cfg), "cfg", sft_programs(cfg))),
+    "checkpoint.every": Row(2, stages),
+    "checkpoint.keep_last": Row(3, finished),
+    "log.tensorboard": Row(True, finished),
+    "log.wandb": Row(True, finished),
+}
+
+
+BASE = {
+    RLConfig: {"model": lambda: str(PLACES.policy), "out": lambda: str(scratch("rl"))},
+    SFTConfig: {"out": lambda: str(scratch("sft"))},
+}
+TRAIN = {RLConfig: RL, SFTConfig: SFT}
