@@ -198,6 +198,13 @@ def first_to_start(config: EngineConfig):
     return engine.scheduler._next_key()
 
 
+def reached(config: EngineConfig):
+    """For which batches a strategy is compiled that the controller has for one sample alone."""
+    control = ControlConfig(strategies=("off", "1_1_2"), bs_threshold=1)
+    loop = engine_of(SpecConfig("1_1_2"), config, control).loop
+    return [loop.reached("1_1_2", bucket) for bucket in loop.buckets]
+
+
 def kernel(config: EngineConfig):
     """The kernel that the engine settles on, or why it cannot have the one that is asked for."""
     return outcome(lambda: runner_of(config).cfg.attention)
@@ -226,6 +233,7 @@ ENGINE = {
     "prefill_chunk": Row(32, lambda config: engine_of(None, config).loop.piece_widths),
     "order": Row("longest_first", first_to_start),
     "follow_ups": Row(True, lambda config: engine_of(None, config).loop._others_wait),
+    "named_strategies": Row(False, reached),
     "attention": Row(other_kernel, kernel),
     "products": Row(other_products, products),
 }

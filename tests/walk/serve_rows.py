@@ -8,9 +8,10 @@ import types
 from unittest import mock
 
 import uvicorn
-from rows import PLACES, Reaches, Row, called_with, outcome, scratch
+from library_rows import other_kernel
+from rows import PLACES, Reaches, Refused, Row, called_with, outcome, scratch
 from starlette.testclient import TestClient
-from train_rows import other_policy, other_products
+from train_rows import control_rows, other_policy, other_products
 
 import serve.__main__ as program
 from serve import settings
@@ -120,10 +121,10 @@ def listens(cfg: ServeConfig, name: str):
     return bound.arguments[name]
 
 
-GOODPUT = {
-    "speculation.controller": "goodput",
-    "speculation.strategies": ["off", "4_1_5", "2_1_3"],
-}
+def _speculation(beside: dict) -> dict:
+    return {f"speculation.{name}": value for name, value in beside.items()}
+
+
 SERVE = {
     "model": Row(other_policy, loaded(lambda llm: llm.cfg)),
     "revision": Row("main", loaded(lambda llm: llm.cfg)),
@@ -150,6 +151,7 @@ SERVE = {
     "engine.cache_bytes": Reaches(2_000_000, engine, EngineConfig, "cache_bytes"),
     "engine.prefill_chunk": Reaches(32, engine, EngineConfig, "prefill_chunk"),
     "engine.products": Reaches(other_products, engine, EngineConfig, "products"),
+    "engine.attention": Reaches(other_kernel, engine, EngineConfig, "attention"),
     "engine.max_stop_tokens": Row(9, loaded(lambda llm: llm.engine.limits)),
     "engine.warm_up": Row("sampled", warmed),
     "speculation.strategy": Reaches("2_1_3", spec, SpecConfig, "strategy"),
@@ -157,13 +159,22 @@ SERVE = {
     "speculation.source": Reaches("ngram", spec, SpecConfig, "source"),
     "speculation.head": Reaches("random", spec, SpecConfig, "head"),
     "speculation.draft_model": Reaches(lambda: str(PLACES.policy), spec, SpecConfig, "draft_model"),
-    "speculation.verify_tokens": Reaches(30, spec, SpecConfig, "spec_verify_tokens"),
-    "speculation.invariant": Reaches(True, spec, SpecConfig, "invariant"),
-    "speculation.telemetry": Reaches(False, spec, SpecConfig, "telemetry"),
-    "speculation.controller": Reaches("bandit", control, ControlConfig, "controller"),
-    "speculation.strategies": Reaches(
-        ["off", "4_1_5", "1_1_2"], control, ControlConfig, "strategies", GOODPUT
-    ),
+    **{
+        f"speculation.{name}": Reaches(value, spec, SpecConfig, name, _speculation(beside))
+        for name, value, beside in (
+            ("spec_verify_tokens", 30, {}),
+            ("aligned", False, {}),
+            ("tau", 0.5, {"strategy": "2_2_4"}),
+            ("adaptive_width", True, {"strategy": "2_2_4"}),
+            ("ngram_max", 3, {"source": "ngram"}),
+            ("ngram_min", 2, {"source": "ngram"}),
+            ("ngram_siblings", False, {"source": "ngram"}),
+            ("invariant", True, {}),
+            ("telemetry", False, {}),
+        )
+    },
+    "speculation.exact_mode": Refused(True, "use `specjax generate --exact-mode`"),
+    **control_rows("speculation", control),
     "limits.body_bytes": Row(20, completion),
     "limits.prompt_tokens": Row(2, completion),
     "limits.prompts": Row(1, lambda cfg: completion(cfg, prompt=[[3], [4]])),

@@ -247,9 +247,10 @@ class Idle:
         self.cfg, self.done_steps, self.notes, self.said = cfg, 0, [], []
         self.drafting, self.about_dtype, self.model = "", "", policy()
         self.params = self.head = self.mesh = None
-        self.engines = [types.SimpleNamespace(runner=types.SimpleNamespace(plans={"off": None}))]
+        runner = types.SimpleNamespace(plans={"off": None}, cfg=policy())
+        self.engines = [types.SimpleNamespace(runner=runner)]
         self.eval_engine = True
-        self.rollouts = types.SimpleNamespace(about_zero=lambda: None)
+        self.rollouts = types.SimpleNamespace(about_zero=lambda: None, short=None)
         self.tokenizer_dir = PLACES.policy
 
     def programs_to_compile(self):
@@ -605,8 +606,7 @@ def trained_by(cfg, field: str):
 
 
 PARTIAL = {"rollout.partial": True, "rollout.over_sample": 1.5}
-CONTROL = {"rollout.control.controller": "goodput", "rollout.control.strategies": ["off", "4_1_5"]}
-EMA, BANDIT = ({"rollout.control.controller": name} for name in ("ema", "bandit"))
+ARMS = ["off", "4_1_5"]
 FASTRL = {"enable": True, "eagle": {"tune_algorithm": "BEG", "mab_configs": ["2_1_3"]}}
 
 
@@ -614,8 +614,26 @@ def _reaches_spec(value, field, **beside):
     return Reaches(value, rl_spec, SpecConfig, field, _named("rollout", beside))
 
 
-def _reaches_control(value, field, beside=None):
-    return Reaches(value, rl_control, ControlConfig, field, beside or {})
+def control_rows(section: str, arrives) -> dict:
+    """Of the section of control below `section`; `arrives` gives what the engine is made with."""
+    ema, bandit, goodput = (
+        {f"{section}.control.controller": name} for name in ("ema", "bandit", "goodput")
+    )
+    values = {
+        "controller": ("bandit", "controller", goodput | {f"{section}.control.strategies": ARMS}),
+        "strategies": (ARMS, "strategies", {}),
+        "initial": ("7_1_8", "initial", ema),
+        "bs_threshold": (4, "bs_threshold", {}),
+        "ema_file": (written(f"{section}.json", '{"ema_alpha": 0.5}'), "ema", ema),
+        "ema": ({"ema_alpha": 0.5}, "ema", ema),
+        "bandit": ({"epsilon": 0.5}, "bandit", bandit),
+        "goodput": ({"prior": 0.5}, "goodput", {}),
+        "fastrl": (FASTRL, "controller", {}),
+    }
+    return {
+        f"{section}.control.{name}": Reaches(value, arrives, ControlConfig, field, beside)
+        for name, (value, field, beside) in values.items()
+    }
 
 
 def _reaches_engine(value, field):
@@ -646,8 +664,25 @@ RL = {
     "rollout.over_sample": Row(1.5, chosen, {"rollout.prompts": 4}),
     "rollout.partial": Row(True, collected, {"rollout.over_sample": 1.5}),
     "rollout.max_staleness": Row(5, collected, PARTIAL),
-    "rollout.temperature": Reaches(0.5, asked, SamplingParams, "temperature"),
-    "rollout.max_tokens": Reaches(30, asked, SamplingParams, "max_tokens"),
+    **{
+        f"rollout.{name}": Reaches(value, asked, SamplingParams, name)
+        for name, value in {
+            "temperature": 0.5,
+            "max_tokens": 30,
+            "min_tokens": 3,
+            "top_k": 5,
+            "top_p": 0.5,
+            "min_p": 0.1,
+            "repetition_penalty": 2.0,
+            "presence_penalty": 1.0,
+            "frequency_penalty": 1.0,
+            "logit_bias": {5: 1.0},
+            "stop": ["a"],
+        }.items()
+    },
+    "rollout.include_stop_str_in_output": Reaches(
+        True, asked, SamplingParams, "include_stop_str_in_output", {"rollout.stop": ["a"]}
+    ),
     "rollout.max_prompt_tokens": Row(200, looked_at),
     "rollout.max_batch": Row(4, runner("batch")),
     "rollout.replicas": Row(2, lambda cfg: len(built(cfg).engines)),
@@ -659,6 +694,7 @@ RL = {
     "rollout.stretch": _reaches_engine(1, "stretch"),
     "rollout.prefill_chunk": _reaches_engine(32, "prefill_chunk"),
     "rollout.products": _reaches_engine(other_products, "products"),
+    "rollout.dtype": Row("bfloat16", runner("cfg.compute_dtype")),
     "rollout.scan_layers": Row(True, runner("cfg.scan_layers")),
     "rollout.strategy": _reaches_spec("2_1_3", "strategy"),
     "rollout.acceptance": _reaches_spec("block", "acceptance"),
@@ -668,22 +704,14 @@ RL = {
     "rollout.ngram_max": _reaches_spec(3, "ngram_max", source="ngram"),
     "rollout.ngram_min": _reaches_spec(2, "ngram_min", source="ngram"),
     "rollout.ngram_siblings": _reaches_spec(False, "ngram_siblings", source="ngram"),
-    "rollout.aligned": _reaches_spec(False, "aligned"),
+    "rollout.aligned": _reaches_spec(False, "aligned", top_p=0.5),
+    "rollout.invariant": _reaches_spec(True, "invariant"),
+    "rollout.exact_mode": Refused(True, "training reads one"),
     "rollout.tau": _reaches_spec(0.5, "tau", strategy="2_2_4"),
     "rollout.adaptive_width": _reaches_spec(True, "adaptive_width", strategy="2_2_4"),
     "rollout.spec_verify_tokens": _reaches_spec(30, "spec_verify_tokens"),
     "rollout.telemetry": _reaches_spec(True, "telemetry"),
-    "rollout.control.controller": _reaches_control("bandit", "controller", CONTROL),
-    "rollout.control.strategies": _reaches_control(["off", "4_1_5"], "strategies"),
-    "rollout.control.initial": _reaches_control("7_1_8", "initial", EMA),
-    "rollout.control.bs_threshold": _reaches_control(4, "bs_threshold"),
-    "rollout.control.ema_file": _reaches_control(
-        written("rl_ema.json", '{"ema_alpha": 0.5}'), "ema", EMA
-    ),
-    "rollout.control.ema": _reaches_control({"ema_alpha": 0.5}, "ema", EMA),
-    "rollout.control.bandit": _reaches_control({"epsilon": 0.5}, "bandit", BANDIT),
-    "rollout.control.goodput": _reaches_control({"prior": 0.5}, "goodput"),
-    "rollout.control.fastrl": _reaches_control(FASTRL, "controller"),
+    **control_rows("rollout", rl_control),
     "algo.clip_ratio": Row(0.1, loss, {"algo.updates_per_rollout": 2}),
     "algo.clip_ratio_high": Row(0.1, loss, {"algo.updates_per_rollout": 2}),
     "algo.loss_aggregation": Row("sequence", loss),
@@ -694,7 +722,12 @@ RL = {
     "algo.advantage_eps": Row(0.5, updates, TINY),
     "algo.updates_per_rollout": Row(2, updates, TINY),
     "algo.dynamic_sampling": Row(False, chosen, {"rollout.prompts": 3}),
-    "algo.max_resample": Row(2, chosen, {"rollout.prompts": 3}),
+    "algo.max_num_gen_batches": Row(1, chosen, {"rollout.prompts": 3}),
+    "algo.logprobs": Row(
+        "processed",
+        lambda cfg: (asked(cfg).transformed_logprobs, built(cfg).policy.transforms),
+        {"rollout.top_p": 0.5},
+    ),
     **optimizer_rows("optim", lambda cfg: steps_of(built(cfg).policy.optimizer)),
     "draft.mode": Row("frozen", lambda cfg: built(cfg).draft is None),
     **head_rows(rl_draft, {}),
