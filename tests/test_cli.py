@@ -29,6 +29,7 @@ from specjax.engine.compare import Difference
 from specjax.speculation import SpeculationSettings
 from specjax.speculation_flags import as_flags, settings_of
 from specjax.spelling import flags
+from specjax.telemetry import Collector
 from specjax.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -149,6 +150,9 @@ def test_a_flag_that_there_is_not_is_answered_with_the_nearest(argv, said, capsy
         ("model: expected a directory", "--model: expected a directory"),
         ("a model: 3", "a --model: 3"),
         ("for speculation.strategies=[off, 2_1_3]; x", "for --strategies off,2_1_3; x"),
+        ("set speculation.control.controller=ema", "set --controller ema"),
+        ("speculation.control.strategies=[off, 2_1_3]", "--strategies off,2_1_3"),
+        ("speculation.control: strategy 'x' is", "strategy 'x' is"),
         ("speculation.draft_model=/a/b changes", "--draft-model /a/b changes"),
         ("with speculation.draft_model=null", "with --draft-model none"),
         ("engine.max_len=null, the", "--max-len none, the"),
@@ -457,6 +461,12 @@ def test_exact_mode_compares_what_was_generated(run, monkeypatch):
     status, _, errors = run("17+25+8=", "1+1=", "--exact-mode")
     assert status == 1 and "1 of 2 samples differ from plain decoding" in errors
     assert "sample 0 position 27: plain" in errors  # the last of 24 after a prompt of 4
+
+
+def test_telemetry_ends_with_tables_of_why_drafts_were_rejected(run, monkeypatch):
+    monkeypatch.setattr(LLM, "telemetry", Collector())
+    status, _, errors = run("1+1=")
+    assert status == 0 and "Why drafts were rejected" in errors and "rejections" in errors
 
 
 @pytest.mark.parametrize(

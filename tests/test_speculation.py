@@ -43,7 +43,7 @@ CANNOT = {
 }
 
 
-def read(door: str, settings: dict[str, str], file=None) -> SpeculationSettings:
+def read(door: str, settings: dict[str, str]) -> SpeculationSettings:
     """The section of a program that is told these settings, by their names below it."""
     if door in ("generate", "verify"):
         parser = build_parser() if door == "generate" else verify_parser("verify")
@@ -57,7 +57,8 @@ def read(door: str, settings: dict[str, str], file=None) -> SpeculationSettings:
         return settings_of(parser.parse_args(argv))
     program, section = (RLConfig, "rollout") if door == "train.rl" else (ServeConfig, "speculation")
     argv = [] if door == "train.rl" else ["model=d"]
-    argv += [] if file is None else ["--config", str(file)]
+    if door == "train.rl" and "aligned" in settings:
+        argv.append("rollout.top_p=0.9")  # else there is nothing to align with
     argv += [f"{section}.{name}={value}" for name, value in settings.items()]
     return getattr(parse_config(program, argv)[0], section)
 

@@ -98,6 +98,15 @@ def test_without_a_draft_head_a_random_one_may_draft_and_the_verdict_says_so(hea
     assert "identity with plain decoding, greedy requests" in said
 
 
+@pytest.mark.slow  # programs for two strategies
+def test_a_controller_is_verified_with_all_that_it_may_choose(checkpoint, tmp_path, capsys):
+    file = tmp_path / "verdict.json"
+    few = ["--model", checkpoint, *SMALL, "--json", str(file)]
+    assert main([*few, "--controller", "bandit", "--strategies", "off,1_1_2,2_1_3"]) == 0
+    assert json.loads(file.read_text())["strategy"] == "off, 1_1_2, 2_1_3"
+    assert "the controller bandit chooses among off, 1_1_2, 2_1_3" in capsys.readouterr().err
+
+
 @pytest.mark.slow  # a third engine
 def test_where_hardly_any_draft_is_accepted_the_verdict_is_inconclusive(
     weights, tmp_path, capsys, monkeypatch
