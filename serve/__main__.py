@@ -23,6 +23,7 @@ from serve.settings import WARM_UP, ServeConfig, load_llm
 from specjax import LLM
 from specjax.checkpoint import CheckpointError
 from specjax.command_line import ConfigError, parse_config
+from specjax.engine.compiling import CompileProgress
 from specjax.engine.prompt_scores import PromptScorer
 from specjax.models.generation_config import told
 from specjax.models.hf import UnsupportedModelError
@@ -123,7 +124,8 @@ def _started(cfg: ServeConfig) -> LLM:
     requests = WARM_UP[cfg.engine.warm_up]
     if requests:
         log.info("compiling for %s", ", ".join(llm.engine.runner.plans))
-        llm.warm_up((*requests, llm.get_default_sampling_params()), Progress())
+        progress = CompileProgress(log.info, moment=0)
+        llm.warm_up((*requests, llm.get_default_sampling_params()), progress)
     if cfg.engine.warm_up == "all":
         log.info("compiling for the logprobs of prompts")
         PromptScorer(llm.engine, llm.max_len).warm_up()
@@ -133,20 +135,6 @@ def _started(cfg: ServeConfig) -> LLM:
     # The engine's thread is not to wait 5 ms for the interpreter whenever the event loop is busy.
     sys.setswitchinterval(0.0001)
     return llm
-
-
-class Progress:
-    """Says how many programs are ready, every few seconds."""
-
-    def __init__(self, every: float = 5.0):
-        self._every = every
-        self._began = self._said = time.perf_counter()
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.perf_counter()
-        if done == total or now - self._said >= self._every:
-            log.info("%d of %d programs are ready, after %.0f s", done, total, now - self._began)
-            self._said = now
 
 
 if __name__ == "__main__":

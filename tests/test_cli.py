@@ -337,7 +337,9 @@ def test_bad_lines_of_a_file_are_named_and_the_others_are_generated(run, plain, 
     assert first["text"] == plain("17+25+8=")[0].text and first["finish_reason"] == "length"
     assert 1 <= first["accept_length"] <= 3 and len(first["logprobs"]) == 24
     assert re.search(r"5 samples, 105 tokens in [\d.]+ s \(\d+ tok/s\), after [\d.]+ s", errors)
-    assert re.search(r"accept length [\d.]+ .*2_1_3, coupled, head.*", errors)
+    assert re.search(r"Acceptance length: [\d.]+ .*2_1_3, coupled, head.*", errors)
+    for line in ("Speculative decoding enabled: True", "Using strategy: 2_1_3", "attention kernel"):
+        assert errors.count(f"specjax generate: {line}") == 1
     assert re.search(r"at depth 1: \d+%  2: \d+%", errors)
 
 

@@ -26,7 +26,8 @@ METRICS_FILE = "metrics.jsonl"
 # What the line printed per step shows, where present: (metric, label, format).
 CONSOLE_FIELDS: tuple[tuple[str, str, str], ...] = (
     ("rollout/reward", "reward", "{:.3f}"),
-    ("rollout/spec_accept_length", "accept", "{:.2f}"),
+    ("control/strategy", "strategy", "{}"),
+    ("rollout/spec_accept_length", "accept length", "{:.2f}"),
     ("rollout/tokens_per_sec", "tok/s", "{:.0f}"),
     ("rollout/response_length_mean", "length", "{:.0f}"),
     ("train/loss", "loss", "{:+.4f}"),
@@ -149,7 +150,7 @@ class MetricsLogger:
         parts = [f"step {step:>4}"]
         for name, label, form in self._fields:
             value = record.get(name)
-            if isinstance(value, (int, float)):
+            if isinstance(value, (str, int, float)):
                 text = form.format(value)
                 parts.append(f"[dim]{label}[/dim] {text}")
             elif name in record.get("nonfinite", ()):

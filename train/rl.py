@@ -30,6 +30,7 @@ import numpy as np
 from specjax import distributed, sharding
 from specjax.checkpoint import Checkpointer
 from specjax.config import ModelConfig
+from specjax.engine.compiling import CompileProgress
 from specjax.engine.request import InvalidLogitsError
 from specjax.models import hf
 from specjax.models.generation_config import sampling_defaults
@@ -119,7 +120,9 @@ def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None, plac
     trainer = Trainer(cfg)
     for line in trainer.notes:
         _say(line)
-    _say(trainer.drafting)
+    for line in (trainer.drafting, *trainer.start_lines()):
+        _say(line)
+    trainer.on_program = CompileProgress(_say)
     keep = cfg.checkpoint.keep_last
     heads = HeadCheckpoints(out / "draft", trainer.model, keep)
     with Checkpointer(out / CHECKPOINTS, keep) as checkpoints, heads:
@@ -232,7 +235,7 @@ def about_slots(cfg: RLConfig) -> str | None:
 
 def _steps(cfg: RLConfig, trainer: Trainer, log, checkpoints, heads, evaluate_first: bool) -> None:
     """All steps that are left, with what is evaluated, logged and saved in between."""
-    watch = Watch()
+    watch, first = Watch(), True
     if evaluate_first and trainer.eval_engine is not None:
         with _saying_where(0, checkpoints):
             log.log(0, trainer.evaluate())
@@ -249,6 +252,10 @@ def _steps(cfg: RLConfig, trainer: Trainer, log, checkpoints, heads, evaluate_fi
             with _saying_where(step, checkpoints):
                 metrics |= trainer.evaluate()
         log.log(step, metrics)
+        if first and "rollout/drafted_accept_length" in metrics:
+            length = metrics["rollout/drafted_accept_length"]
+            _say(f"Acceptance length: {length:.2f} at step {step}; each step's line has its own")
+            first = False
         zero, short = trainer.rollouts.about_zero(), trainer.rollouts.short
         for warning in watch.look(step, metrics, zero, short):
             _say(f"WARNING: step {step}: {warning}")

@@ -17,6 +17,8 @@ from specjax.config import SpecConfig
 from specjax.config.dtype import AUTO
 from specjax.decode.options import Features
 from specjax.draft.source import DraftSource
+from specjax.engine.about import start_lines
+from specjax.engine.compiling import OnProgram
 from specjax.engine.sources import load_source
 from specjax.engine.start_up import StartUp, count_programs
 from specjax.hub import ModelNotFoundError, find_model, portable
@@ -51,10 +53,15 @@ from train.trace import TRACE_FILE, Trace
 
 
 class Trainer:
-    """A run: policy, head, optimizers, engine, data position. `step()` advances it by one."""
+    """A run: policy, head, optimizers, engine, data position. `step()` advances it by one.
+
+    Attributes:
+      on_program: hears how far `warm_up` is, see `Engine.warm_up`.
+    """
 
     def __init__(self, cfg: RLConfig):
         self.cfg = cfg
+        self.on_program: OnProgram | None = None
         self._read_inputs()
         found = load_model(cfg.model, cfg.dtype.params, self.mesh)
         self.about_dtype = cfg.dtype.settle(found.stored, sharding.platform_of(self.mesh))
@@ -153,6 +160,11 @@ class Trainer:
         draft = self.head if self.source is None else self.source_params
         self.engine.set_params(self.params, draft)
 
+    def start_lines(self) -> list[str]:
+        """What to say of rollouts before they begin."""
+        *lines, kernel = start_lines(self.engines)
+        return [*lines, f"{kernel} for rollouts, {self.policy.cfg.attention} for training"]
+
     def programs_to_compile(self) -> int:
         """How many programs of rollouts `warm_up` compiles."""
         return sum(count_programs(engine.loop, self._features) for engine in self.engines)
@@ -169,12 +181,12 @@ class Trainer:
         """
         if self._start_up is not None:
             return self._start_up
-        self._start_up = self.engine.warm_up(self._features)
+        self._start_up = self.engine.warm_up(self._features, self.on_program)
         self.engine.release(weights=False)
         if self.eval_engine is not None:
             self.eval_engine.set_params(self.params)
             features = chunk_features(self.cfg, self.model, evaluating=True)
-            self.eval_engine.warm_up((features,))
+            self.eval_engine.warm_up((features,), self.on_program)
             self.eval_engine.release()
         if self.cfg.rollout.partial:
             rows, length = self.cfg.packing.rows, self.cfg.packing.row_length

@@ -98,7 +98,7 @@ def _add_input(group) -> None:
         help="then generate twice more, with and without speculation, and say whether every token "
         "is equal (exit status 1 if not)",
     )
-    add("--quiet", action="store_true", help="no progress bar")
+    add("--quiet", action="store_true", help="no progress, neither of samples nor of compiling")
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 import time
@@ -25,6 +26,7 @@ from serve.cli.outputs import (
 from serve.cli.prompts import Prompt
 from specjax import interrupts
 from specjax.config import SamplingParams
+from specjax.engine.compiling import unsaid
 from specjax.speculation_flags import as_flags, settings_of
 from specjax.spelling import flags, spelled
 
@@ -133,7 +135,8 @@ def _generate(
     kept = sum(len(one.jobs) for one in asked) - len(open_)
     if kept:
         _say(f"{kept} samples are in {args.output} already")
-    totals, compiling, ended = _run(llm, open_, lines, args)
+    with unsaid() if args.quiet else contextlib.nullcontext():
+        totals, compiling, ended = _run(llm, open_, lines, args)
     invalid = sum(sample.error is not None for _, sample in ended)
     if args.stats:
         _say(_stats(llm, totals, len(open_), compiling))
@@ -166,6 +169,7 @@ def _load(args: argparse.Namespace, samples: int) -> LLM:
     """The model, with no more slots than there are samples."""
     from serve.settings import EngineSection, ServeConfig, load_llm
     from specjax.checkpoint_format import CheckpointError
+    from specjax.engine.about import start_lines
     from specjax.models.hf_config import UnsupportedModelError
 
     slots = min(args.max_batch, -(-max(1, samples) // max(1, args.replicas)))
@@ -196,6 +200,9 @@ def _load(args: argparse.Namespace, samples: int) -> LLM:
         _say(note)
     if llm.drafting.by_default or args.stats:  # with a head of its own it is no news
         _say(llm.drafting.described(flags))
+    if args.stats:
+        for line in start_lines(llm.engine.engines):
+            _say(line)
     return llm
 
 
@@ -365,8 +372,8 @@ def _stats(llm: LLM, totals: Totals, samples: int, compiling: float) -> str:
     )
     how = f"{', '.join(llm.drafting.strategies)}, {llm.spec.acceptance}, {_source(llm)}"
     return (
-        f"{said}\naccept length {totals.accept_length:.2f} tokens per round over {totals.rounds} "
-        f"rounds, {totals.rounds - totals.drafted_rounds} of them plain ({how})\n"
+        f"{said}\nAcceptance length: {totals.accept_length:.2f} tokens per round over "
+        f"{totals.rounds} rounds, {totals.rounds - totals.drafted_rounds} of them plain ({how})\n"
         f"accepted {totals.accept_rate:.0%} of what was drafted in depth; at depth {depths}"
     )
 

@@ -50,7 +50,7 @@ class CompilePool:
     def collect(self, seconds: float = 0.0) -> None:
         """Takes in what is ready, after so many seconds if nothing is; raises what a build did."""
         ready, _ = wait(self._keep, seconds, FIRST_COMPLETED)
-        for future in ready:
+        for future in [future for future in self._keep if future in ready]:
             self._keep.pop(future)(future.result())
             self._on_built(1)
         if seconds and not ready:
@@ -78,15 +78,30 @@ class CompileProgress:
 
     def __init__(self, say: Callable[[str], None] = log.warning, moment: float = MOMENT):
         self._say, self._moment = say, moment
-        self._began = time.perf_counter()
-        self._next = max(moment, MOMENT)
+        self._began: float | None = None  # it begins with its first call, and anew after its last
+        self._next = MOMENT
 
     def __call__(self, done: int, total: int) -> None:
-        seconds = time.perf_counter() - self._began
-        last = done == total and seconds >= self._moment
-        if last or seconds >= self._next:
-            self._next = float("inf") if last else seconds + EVERY
+        now = time.perf_counter()
+        if self._began is None:
+            self._began, self._next = now, MOMENT
+        seconds = now - self._began
+        last = done == total
+        if seconds >= (self._moment if last else self._next):
+            self._next = seconds + EVERY
             self._say(f"compiling: {done} of {total} programs are ready after {seconds:.0f} s")
+        if last:
+            self._began = None
+
+
+@contextlib.contextmanager
+def unsaid() -> Iterator[None]:
+    """Nothing is said by default of what compiles within."""
+    log.disabled, before = True, log.disabled
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from specjax.checkpoint_weights import load_model
 from specjax.config import ModelConfig, SamplingParams, SpecConfig
 from specjax.config.dtype import AUTO, about_dtype
 from specjax.control import OFF, ControlConfig
+from specjax.engine.about import start_lines
 from specjax.engine.checks import check_job, check_prompt
 from specjax.engine.compare import Difference, first_difference
 from specjax.engine.compiling import OnProgram
@@ -177,6 +178,8 @@ class LLM:
             self.engine = Replicas(engines)
         else:
             self.engine = self._engine(spec, source, control, mesh)
+        for line in start_lines(self.engine.engines):
+            log.info("%s", line)
         self.engine.set_params(params, head if self.spec else None)
         self._plain: Engine | None = None
         self.totals: Totals | None = None
@@ -211,12 +214,14 @@ class LLM:
     ) -> StartUp:
         """Compiles ahead of the first request: all strategies, for every size of the batch.
 
-        Without it a call compiles what it needs at its beginning, for one size of the batch.
+        Without it a call compiles what it needs at its beginning, for one size of the batch. When
+        compiling takes more than a few seconds, warnings in the log say how far it is.
 
         Args:
           requests: such as will come. A request whose options go beyond theirs compiles a program
             when it comes: one of a few, each of which serves all further requests of its kind.
-          on_program: called with how many programs are ready, and of how many.
+          on_program: called now and then with how many programs are ready, and of how many, in
+            place of the log.
 
         Returns:
           what it took.

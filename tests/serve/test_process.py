@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import logging
 import os
 import re
 import signal
@@ -17,7 +16,7 @@ import httpx
 import openai
 import pytest
 
-from serve.__main__ import Progress, main
+from serve.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -118,16 +117,6 @@ def test_after_kill_9_it_serves_again_on_the_same_port(killed, restarted):
     assert re.search(r"loading .*policy\n(.*\n)*loaded .* weights", said) and restarted.url in said
     compiling = r"compiling up to \d+ programs while the first requests wait; fewer: speculation\."
     assert len(re.findall(compiling, said)) == 1
-
-
-def test_it_says_how_much_is_compiled(caplog):
-    caplog.set_level(logging.INFO)
-    progress = Progress(every=1000)
-    for done in range(1, 4):
-        progress(done, 3)
-    assert caplog.messages == ["3 of 3 programs are ready, after 0 s"]
-    Progress(every=0)(1, 3)
-    assert caplog.messages[1:] == ["1 of 3 programs are ready, after 0 s"]
 
 
 def test_a_port_that_is_taken_is_said_before_anything_is_compiled(restarted, capsys):
