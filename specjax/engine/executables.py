@@ -45,6 +45,7 @@ class Executables:
       before_build: is called before a program is compiled, which takes seconds.
       build: makes what runs of a program, given its key, what lowers it, and which inputs it is
         donated.
+      threads: programs that are compiled at once.
     """
 
     def __init__(self, mesh: jax.sharding.Mesh | None):
@@ -53,6 +54,7 @@ class Executables:
         self.compilations = 0
         self.before_build: Callable[[], None] = lambda: None
         self.build: Callable = lambda key, lower, donate: lower().compile()
+        self.threads = threads_for(mesh)
         self._pool: CompilePool | None = None
         self._is_ahead = False
 
@@ -88,19 +90,6 @@ class Executables:
     def _keep(self, key: tuple, built: Callable) -> None:
         self.by_key[key] = built
         self.compilations += 1
-
-    @property
-    def threads(self) -> int:
-        """Programs that are worth compiling at once: one for each core, for compilers do a good
-        part of their work in one thread (XLA for CPUs 25% to 30% of it).
-
-        One where the devices belong to several hosts: XLA's autotuner for GPUs has hosts wait for
-        each other's measurements, program by program, so all must compile them in one order.
-        """
-        if self._mesh is not None:
-            if len({device.process_index for device in self._mesh.devices.flat}) > 1:
-                return 1
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
     @contextlib.contextmanager
     def ahead(self, pool: CompilePool | None) -> Iterator[None]:
@@ -148,6 +137,18 @@ class Executables:
             "code": sum(a.generated_code_size_in_bytes for a in found),
             "temporaries": max((a.temp_size_in_bytes for a in found), default=0),
         }
+
+
+def threads_for(mesh: jax.sharding.Mesh | None) -> int:
+    """Programs that are worth compiling at once: one for each core, for compilers do a good part of
+    their work in one thread (`python -m bench.start` says how much).
+
+    One where the devices belong to several hosts: XLA's autotuner for GPUs has hosts wait for each
+    other's measurements, program by program, so all must compile them in one order.
+    """
+    if mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1:
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _described(key: tuple) -> str:

@@ -28,7 +28,7 @@ from specjax.control.costs import CostTable
 from specjax.decode.options import Features
 from specjax.engine import in_flight, start_up
 from specjax.engine.engine import Engine
-from specjax.engine.executables import Executables
+from specjax.engine.executables import threads_for
 from specjax.engine.in_flight import Chunk, InFlight
 from specjax.engine.request import SpecStats, Totals
 from specjax.engine.settings import EngineConfig
@@ -310,7 +310,7 @@ def test_ema_steps_down_where_the_head_is_of_no_use_and_up_where_it_is():
         assert seen[0] == "3_1_4" and (seen[-1] == "1_1_2") == (given is useless), seen
 
 
-def test_programs_are_compiled_side_by_side_but_in_one_order_where_hosts_share_them(monkeypatch):
+def test_programs_are_compiled_side_by_side_or_one_at_a_time():
     names, told, together, number = set(), [], threading.Barrier(2), itertools.count()
 
     def build(key, lower, donate):
@@ -319,8 +319,9 @@ def test_programs_are_compiled_side_by_side_but_in_one_order_where_hosts_share_t
             together.wait(timeout=60)  # or it is broken: nobody else compiles meanwhile
         return lower().compile()
 
-    def warm(llm) -> None:
-        llm.engine.runner.executables.build = build
+    def warm(llm, threads=3) -> None:
+        executables = llm.engine.runner.executables
+        executables.build, executables.threads = build, threads
         took = llm.warm_up(on_program=lambda done, total: told.append((done, total)))
         ready = list(dict.fromkeys(told))  # it is called now and then though nothing is new
         assert ready == [(i, took.programs) for i in range(took.programs + 1)]
@@ -333,7 +334,6 @@ def test_programs_are_compiled_side_by_side_but_in_one_order_where_hosts_share_t
         return LLM((CFG, *weights()), SpecConfig("1_1_2"), 2, 64, control=control, engine=how)
 
     prompts = prompts_of(3, VOCAB, seed=8)
-    monkeypatch.setattr(Executables, "threads", 3)
     llm = make()
     warm(llm)
     assert names == {"compile"}
@@ -346,7 +346,7 @@ def test_programs_are_compiled_side_by_side_but_in_one_order_where_hosts_share_t
         raise RuntimeError(f"no memory for {key[0]}")
 
     other = make()
-    other.engine.runner.executables.build = broken
+    other.engine.runner.executables.build, other.engine.runner.executables.threads = broken, 3
     with pytest.raises(RuntimeError, match="no memory for"):
         other.warm_up()
     told.clear()
@@ -354,8 +354,7 @@ def test_programs_are_compiled_side_by_side_but_in_one_order_where_hosts_share_t
     assert compilations_of(lambda: other.warm_up()) == 0
     names.clear()
     told.clear()
-    monkeypatch.setattr(Executables, "threads", 1)
-    warm(make())
+    warm(make(), threads=1)
     assert names == {threading.current_thread().name.partition("_")[0]}
 
 
@@ -364,9 +363,8 @@ def test_hosts_that_share_a_program_compile_one_at_a_time():
         devices = np.array([types.SimpleNamespace(process_index=p) for p in processes])
         return types.SimpleNamespace(devices=devices)
 
-    cores = Executables(None).threads
-    assert Executables(mesh_of(1, 1)).threads == cores, "a replica of one of several hosts"
-    assert Executables(mesh_of(0, 1)).threads == 1
+    assert threads_for(mesh_of(1, 1)) == threads_for(None), "a replica of one of several hosts"
+    assert threads_for(mesh_of(0, 1)) == 1
 
 
 def test_calibration_measures_a_round_and_not_the_first_run_of_its_program(monkeypatch):
