@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 import threading
 import types
 
@@ -26,7 +27,7 @@ from specjax.control import (
 from specjax.control.base import Controller
 from specjax.control.costs import CostTable
 from specjax.decode.options import Features
-from specjax.engine import in_flight, start_up
+from specjax.engine import compiling, in_flight, start_up
 from specjax.engine.engine import Engine
 from specjax.engine.executables import threads_for
 from specjax.engine.in_flight import Chunk, InFlight
@@ -288,6 +289,25 @@ def test_above_bs_threshold_nothing_is_drafted():
     assert [s.token_ids for s in samples] == tokens_of(jobs)
 
 
+def test_what_a_gate_never_lets_through_is_not_compiled_ahead_unless_requests_may_name_it():
+    control = ControlConfig("bandit", ARMS, bs_threshold=2)
+    chunks = {}
+    for named in (False, True):
+        engine = engine_of(batch=8, control=control, named_strategies=named)
+        reached = [(s, b) for s in ARMS for b in (1, 2, 4, 8) if engine.loop.reached(s, b)]
+        chunks[named] = len(reached)
+        others = start_up.count_programs(engine.loop, [])
+        assert start_up.count_programs(engine.loop, [Features()]) == others + len(reached)
+        assert {bucket for strategy, bucket in reached if strategy == "off"} == {1, 2, 4, 8}
+        drafting = {bucket for strategy, bucket in reached if strategy != "off"}
+        assert drafting == ({1, 2, 4, 8} if named else {1, 2})
+    assert chunks == {False: 8, True: 12}
+    # A batch of three has the program for four, and the gate opens for it.
+    engine = engine_of(batch=8, control=dataclasses.replace(control, bs_threshold=3))
+    assert engine.loop.controller.may_choose("3_1_4", 3), "the smallest that it runs"
+    assert not engine.loop.controller.may_choose("3_1_4", 5)
+
+
 TAIL = [(1, 8), (3, 80)]
 
 
@@ -358,6 +378,21 @@ def test_programs_are_compiled_side_by_side_or_one_at_a_time():
     assert names == {threading.current_thread().name.partition("_")[0]}
 
 
+def test_a_call_that_compiles_for_long_says_so_where_nobody_has_set_up_a_log(monkeypatch, caplog):
+    """How many of those that are compiled ahead are ready, and the one that a request needs."""
+    monkeypatch.setattr(compiling, "MOMENT", 0.0)
+    adaptive().warm_up()
+    assert caplog.records[0].levelname == "WARNING"
+    assert re.match(r"compiling: 0 of \d+ programs are ready after 0 s", caplog.messages[0])
+    caplog.clear()
+    engine = engine_of(None, batch=1, prefill_chunk=16)
+    engine.generate(jobs_of([3, 4, 5], dataclasses.replace(ONE, max_tokens=2)))
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    named = {message.partition(" takes ")[0] for message in caplog.messages}
+    assert "compiling strategy off for a batch of 1" in named, named
+    assert "compiling what reads 16 positions of 1 prompts" in named, named
+
+
 def test_hosts_that_share_a_program_compile_one_at_a_time():
     def mesh_of(*processes):
         devices = np.array([types.SimpleNamespace(process_index=p) for p in processes])
@@ -391,6 +426,10 @@ def test_calibration_measures_a_round_and_not_the_first_run_of_its_program(monke
     for strategy, bucket in itertools.product(ARMS, (1, 2)):
         assert costs.seconds(strategy, bucket) == pytest.approx(per_round[strategy], rel=1e-6)
         assert costs.beside(bucket) == pytest.approx(overhead, rel=1e-6)
+    monkeypatch.setattr(type(engine.loop), "reached", lambda loop, s, b: s == "off" or b == 1)
+    costs, _ = start_up.calibrate(engine.loop, Features())
+    known = {(s, b) for s, b in itertools.product(ARMS, (1, 2)) if costs.known(s, b)}
+    assert known == {("off", 1), ("1_1_2", 1), ("3_1_4", 1), ("off", 2)}
 
 
 @pytest.mark.slow  # other shapes of what is above
