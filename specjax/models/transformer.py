@@ -12,6 +12,7 @@ copy it every step. Unrolled weights may lie in panels, see `specjax.kernels.pan
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -179,9 +180,12 @@ class Transformer(nnx.Module):
 def run_layers(layers, cfg: ModelConfig, layer: Callable, x, cache: KVCache | None, keep_kv: bool):
     """Runs `layer(block, x, (k, v))` over all layers; scanned or unrolled, see the module text."""
     if not isinstance(layers, Block):
+        run = functools.partial(_run_block, layer)
+        if isinstance(x, jax.core.Tracer):  # layers that are alike are traced and lowered once
+            run = jax.jit(run, static_argnums=0)
         rows = []
         for i, block in enumerate(layers):
-            x, new = layer(block, x, None if cache is None else cache.layer(i))
+            x, new = run(*nnx.split(block), x, None if cache is None else cache.layer(i))
             rows.append(new)
         return x, _collect(rows) if keep_kv else None
 
@@ -203,6 +207,10 @@ def run_layers(layers, cfg: ModelConfig, layer: Callable, x, cache: KVCache | No
         x, new = body(x, (here, None if cache is None else cache.layer(i)))
         rows.append(new)
     return x, _collect(rows) if keep_kv else None
+
+
+def _run_block(layer: Callable, graphdef, state, x, layer_cache):
+    return layer(nnx.merge(graphdef, state), x, layer_cache)
 
 
 def layers_by_kernel(
