@@ -7,11 +7,9 @@ its own, without a cache of compiled programs:
     together   as many at once as there are cores, while further ones are traced
 
 The ratio of their wall times is of this machine, with its cores and whoever else uses them: the
-result has the load at its end. Seconds of processors do not depend on that. `one thread` is the
-share of the compiler's that lie in the thread that called it, which is what programs that are
-compiled one after the other wait for however many cores there are; from it follows what the ratio
-would be with 2, 8 and 32 cores that nobody else uses, if what the compiler does in threads of its
-own were spread evenly.
+result has the load at its end, and means little where that is more than the cores. Seconds of
+processors do not depend on it: those of the compiler, and those of tracing and of running each
+program once.
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ from specjax import LLM, SpecConfig
 from specjax.control import OFF, ControlConfig
 
 WAYS = ("alone", "together")
-CORES = (2, 8, 32)
 
 
 def start(args: argparse.Namespace) -> dict[str, Any]:
@@ -49,23 +46,26 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
     spec = SpecConfig(next(name for name in args.strategies if name != OFF))
     control = ControlConfig(controller="bandit", strategies=tuple(args.strategies))
     llm = LLM(args.model, spec, max_batch=args.batch, max_len=args.max_len, control=control)
-    found = {"compiling": 0.0, "one_thread": 0.0}
-    executables = llm.engine.runner.executables
+    executables, compiling = llm.engine.runner.executables, 0.0
 
     def build(key, lower, donate):
-        lowered = lower()
-        whole, mine = time.process_time(), time.thread_time()
+        nonlocal compiling
+        lowered, before = lower(), time.process_time()
         compiled = lowered.compile()
-        found["compiling"] += time.process_time() - whole
-        found["one_thread"] += time.thread_time() - mine
+        compiling += time.process_time() - before
         return compiled
 
     if args.once == "alone":  # else threads would count each other's seconds
         executables.build, executables.threads = build, 1
     began = time.process_time()
     took = llm.warm_up(on_program=lambda done, total: None)
-    found |= {"cpu": time.process_time() - began, "wall": took.seconds}
-    return found | {"programs": took.programs, "threads": executables.threads}
+    return {
+        "cpu": time.process_time() - began,
+        "compiling": compiling,
+        "wall": took.seconds,
+        "programs": took.programs,
+        "threads": executables.threads,
+    }
 
 
 def figures(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, dict[str, Any]]:
@@ -79,7 +79,6 @@ def figures(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, dict
         return min(run[name] for run in runs[way])
 
     cpu, compiling = least("alone", "cpu"), least("alone", "compiling")
-    one_thread = least("alone", "one_thread")
     result = {
         "programs": figure(runs["alone"][0]["programs"], "programs"),
         "together_to_alone": figure(ratio, "ratio of wall times", interval),
@@ -87,27 +86,10 @@ def figures(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, dict
         "cpu_together": figure(least("together", "cpu"), "seconds of processors"),
         "cpu_compiling": figure(compiling, "seconds of processors"),
         "cpu_tracing_and_running": figure(cpu - compiling, "seconds of processors"),
-        "one_thread": figure(one_thread / compiling, "share of compiling"),
     }
     for way in WAYS:
         result[f"wall_{way}"] = figure(least(way, "wall"), "seconds")
-    for cores in CORES:
-        value = predicted(cpu - compiling, one_thread, compiling, cores)
-        result[f"predicted_{cores}_cores"] = figure(value, "ratio of wall times, computed")
     return result
-
-
-def predicted(rest: float, one_thread: float, compiling: float, cores: int) -> float:
-    """Wall time together / alone on so many free cores.
-
-    Args:
-      rest: seconds of tracing and running, in one thread. one_thread, compiling: of the compiler,
-        those of the calling threads and all.
-    """
-    alone = rest + one_thread + (compiling - one_thread) / cores
-    # While further programs are traced, the other cores compile.
-    together = max(rest, (rest + compiling) / cores)
-    return together / alone
 
 
 def run(args: argparse.Namespace) -> Path:

@@ -141,12 +141,15 @@ class Executables:
 
 def threads_for(mesh: jax.sharding.Mesh | None) -> int:
     """Programs that are worth compiling at once: one for each core, for compilers do a good part of
-    their work in one thread (`python -m bench.start` says how much).
+    their work in one thread (XLA for CPUs a quarter to a third of a chunk's).
 
-    One where the devices belong to several hosts: XLA's autotuner for GPUs has hosts wait for each
-    other's measurements, program by program, so all must compile them in one order.
+    One where all hosts of a replica compile a program, for they have to do so in one order, and in
+    jobs of several processes on GPUs: there XLA's autotuner shares out what it measures among the
+    processes, and waits for all of them, program by program.
     """
-    if mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1:
+    devices = jax.devices()[:1] if mesh is None else [*mesh.devices.flat]
+    several = len({device.process_index for device in devices}) > 1
+    if several or (jax.process_count() > 1 and devices[0].platform == "gpu"):
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 

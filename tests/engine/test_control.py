@@ -393,13 +393,16 @@ def test_a_call_that_compiles_for_long_says_so_where_nobody_has_set_up_a_log(mon
     assert "compiling what reads 16 positions of 1 prompts" in named, named
 
 
-def test_hosts_that_share_a_program_compile_one_at_a_time():
-    def mesh_of(*processes):
-        devices = np.array([types.SimpleNamespace(process_index=p) for p in processes])
-        return types.SimpleNamespace(devices=devices)
+def test_hosts_that_share_programs_compile_one_at_a_time(monkeypatch):
+    def threads(platform, *processes):
+        devices = [types.SimpleNamespace(process_index=p, platform=platform) for p in processes]
+        return threads_for(types.SimpleNamespace(devices=np.array(devices)))
 
-    assert threads_for(mesh_of(1, 1)) == threads_for(None), "a replica of one of several hosts"
-    assert threads_for(mesh_of(0, 1)) == 1
+    cores = threads_for(None)
+    assert cores >= 1 and threads("gpu", 0, 0) == cores
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert threads("cpu", 1, 1) == threads("tpu", 1) == cores, "a replica of one of several hosts"
+    assert threads("cpu", 0, 1) == threads("tpu", 0, 1) == threads("gpu", 1) == 1
 
 
 def test_calibration_measures_a_round_and_not_the_first_run_of_its_program(monkeypatch):
