@@ -270,6 +270,7 @@ class Controller(abc.ABC):
         self._tokens_per_sec = state["tokens_per_sec"]
         self._chunks = state["chunks"]
         self.rounds_hint = None
+        self._said, self._unsaid = None, LOG_EVERY  # another process has another log
         self._load(state)
 
     def log_fields(self) -> dict[str, float | str]:

@@ -23,6 +23,7 @@ from specjax.control import (
     Static,
     make_controller,
 )
+from specjax.control.base import LOG_EVERY
 
 CONFIGS = {
     "goodput": ControlConfig(strategies=("off", "1_1_2", "4_1_5", "8_4_16", "4x2x1")),
@@ -100,13 +101,13 @@ def test_a_restored_controller_continues_identically(name, before, after):
 
 
 def contents(thing):
-    """Everything that an object holds, but what is computed anew or belongs to one choice."""
+    """Everything that an object holds, but what is computed anew, of one choice, or of the log."""
     if isinstance(thing, np.ndarray):
         return thing.tolist()
     if isinstance(thing, np.random.Generator):
         return thing.bit_generator.state
     if isinstance(thing, dict):
-        passing = ("rounds_hint", "_rates", "config")
+        passing = ("rounds_hint", "_rates", "config", "_said", "_unsaid")
         return {key: contents(value) for key, value in thing.items() if key not in passing}
     if isinstance(thing, (list, tuple, deque)):
         return [contents(item) for item in thing]
@@ -242,3 +243,23 @@ def test_a_batch_of_nobody_is_refused():
 def test_it_imports_without_jax():
     code = "import sys, specjax.control; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_strategies_that_change_all_the_time_are_named_now_and_then_and_one_that_stays_soon(caplog):
+    caplog.set_level("INFO", "specjax.control")
+    arms = ["off", "1_1_2"]
+    controller = build("bandit")
+    controller.drafts = dict.fromkeys(arms)
+
+    def named(choices):
+        caplog.clear()
+        for choice in choices:
+            controller._choose = lambda batch_size, choice=choice: choice
+            controller.select(1)
+        return [record.message.split()[2] for record in caplog.records]
+
+    assert named(arms * 500)[0] == "off", "the first at once"
+    assert 5 <= len(named(arms * 500)) <= 1000 // LOG_EVERY + 1
+    named(["off"] * LOG_EVERY)
+    assert named(["1_1_2"] * LOG_EVERY) == ["1_1_2"]
+    assert named(["1_1_2"] * 3 * LOG_EVERY) == []
