@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import json
 import sys
 import typing
@@ -297,7 +298,7 @@ class _Given(NamedTuple):
 def _merge(
     schema: _Schema, config: str | None, overrides: Sequence[str]
 ) -> tuple[DictConfig, _Given]:
-    merged = OmegaConf.structured(schema.cls)
+    merged = _structured(schema.cls)
     filed: frozenset[str] = frozenset()
     if config is not None:
         path = _find(config)
@@ -328,6 +329,12 @@ def _by_new_names(schema: _Schema, raw: dict[str, Any], source: str) -> dict[str
             holder = holder[part]
         _put(raw, name, holder.pop(last))
     return raw
+
+
+@functools.cache
+def _structured(cls: type) -> DictConfig:
+    """The schema as OmegaConf knows it, which is slow to make; merging copies it."""
+    return OmegaConf.structured(cls)
 
 
 def _put(nested: dict[str, Any], name: str, value: Any) -> None:

@@ -124,7 +124,8 @@ RL_RULES = (
         "out",
     ),
     Needs(
-        ("data.heldout_size", "data.heldout_path", "eval.every", "eval.max_batch", "eval.seed"),
+        # What data.heldout_path holds is left out of training all the same.
+        ("data.heldout_size", "eval.every", "eval.max_batch", "eval.seed"),
         lambda v: v["eval.problems"] > 0,
         "[eval.problems] evaluates nothing; raise eval.problems, or leave it out",
     ),

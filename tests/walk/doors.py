@@ -84,15 +84,6 @@ def sampled(**given) -> Callable:
     return ask
 
 
-def both(prefix_rl: str, prefix_server: str, flag: str, value: str) -> dict[str, Settings]:
-    """The same setting under the names of each door."""
-    return {
-        "flags": [f"--{flag}", value] if value != "true" else [f"--{flag}"],
-        "rl": [f"{prefix_rl}={value}"],
-        "server": [f"{prefix_server}={value}"],
-    }
-
-
 def speculates(name: str, value: str, python: Callable, **other: str) -> dict[str, Any]:
     """A key of the section of speculation; `other`: keys beside it."""
     pairs = {**other, name: value}
@@ -103,6 +94,11 @@ def speculates(name: str, value: str, python: Callable, **other: str) -> dict[st
         "rl": [f"rollout.{k}={v}" for k, v in pairs.items()],
         "server": [f"speculation.{k}={v}" for k, v in pairs.items()],
     }
+
+
+def more(feature: dict[str, Any], rl: Settings) -> dict[str, Any]:
+    """With what `train.rl` needs beside it."""
+    return {**feature, "rl": [*feature["rl"], *rl]}
 
 
 def controls(python: Callable, **pairs: str) -> dict[str, Any]:
@@ -140,7 +136,7 @@ def trains(*given: str) -> dict[str, Any]:
 
     return {
         "python": ask,
-        "flags": [f"--{name.rpartition('.')[2].replace('_', '-')}={v}" for name, _, v in names],
+        "flags": [x for name, _, v in names for x in _flag(name.rpartition(".")[2], v)],
         "rl": given,
         "server": given,
     }
@@ -185,7 +181,10 @@ FEATURES: dict[str, list[Feature]] = {
             "`tau` of dynamic trees",
             **speculates("tau", "0.5", spec(strategy="2_2_4", tau=0.5), strategy="2_2_4"),
         ),
-        Feature("`aligned=false`", **speculates("aligned", "false", spec(aligned=False))),
+        Feature(
+            "`aligned=false`",
+            **more(speculates("aligned", "false", spec(aligned=False)), rl=["rollout.top_p=0.9"]),
+        ),
     ],
     "What accepts": [
         *(
@@ -201,7 +200,13 @@ FEATURES: dict[str, list[Feature]] = {
                 strategy="2x1",
             ),
         ),
-        Feature("`greedy`", **speculates("acceptance", "greedy", spec(acceptance="greedy"))),
+        Feature(
+            "`greedy` (temperature 0)",
+            **more(
+                speculates("acceptance", "greedy", spec(acceptance="greedy")),
+                rl=["rollout.temperature=0"],
+            ),
+        ),
         Feature("`invariant`", **speculates("invariant", "true", spec(invariant=True))),
         Feature("exact mode", **speculates("exact_mode", "true", spec(exact_mode=True))),
         Feature("telemetry", **speculates("telemetry", "true", spec(telemetry=True))),
@@ -232,7 +237,8 @@ FEATURES: dict[str, list[Feature]] = {
             "`bandit` by accept length",
             **controls(
                 control(controller="bandit", bandit=BanditConfig(reward="accept_length")),
-                **{"controller": "bandit", "bandit.reward": "accept_length"},
+                controller="bandit",
+                bandit="{reward: accept_length}",
             ),
         ),
         Feature(
@@ -316,7 +322,7 @@ FEATURES: dict[str, list[Feature]] = {
             "processed log-probabilities",
             python=sampled(transformed_logprobs=True),
             flags=["--transformed-logprobs"],
-            rl=["algo.logprobs=processed"],
+            rl=["algo.logprobs=processed", "rollout.top_p=0.9"],
             body={"transformed_logprobs": True},
         ),
         Feature(
@@ -425,6 +431,16 @@ FEATURES: dict[str, list[Feature]] = {
             "the same under a controller",
             **trains("algo.tis=true", "rollout.control.controller=goodput"),
         ),
+        Feature(
+            "the same under a controller, `invariant`",
+            **trains(
+                "algo.tis=true", "rollout.control.controller=goodput", "rollout.invariant=true"
+            ),
+        ),
+        Feature(
+            "the same with processed log-probabilities",
+            **trains("algo.tis=true", "algo.logprobs=processed", "rollout.top_p=0.9"),
+        ),
         Feature("dynamic sampling that replaces groups", **trains("algo.dynamic_sampling=true")),
         Feature("over-sampling", **trains("rollout.over_sample=1.5")),
         Feature("partial rollouts", **trains("rollout.partial=true", "rollout.over_sample=1.5")),
@@ -508,10 +524,12 @@ def trainer(*more: str, several: bool = False) -> Callable[[Feature], None]:
     """`train.rl`, up to where it would compile."""
 
     def door(feature: Feature) -> None:
-        own = [setting for setting in _filled(feature.rl)]
+        own = _filled(feature.rl)
         named = {setting.partition("=")[0] for setting in own}
         argv = [f"model={PLACES.policy}", "rollout.max_batch=2", "eval.problems=0"]
         argv += [setting for setting in more if setting.partition("=")[0] not in named]
+        if several and "rollout.tp=2" in own:  # as many devices, in fewer replicas
+            own = [*own, "rollout.replicas=4"]
         cfg, _ = parse_config(RLConfig, [*argv, *own])
         with _processes() if several else contextlib.nullcontext():
             mesh, places = make_meshes(cfg)
@@ -567,7 +585,7 @@ def cell(door: Callable[[Feature], None], feature: Feature) -> str:
     except (AssertionError, NameError, LookupError):  # a mistake here
         raise
     except (Exception, SystemExit) as error:
-        text = f"{said.getvalue()} {error}" if isinstance(error, SystemExit) else str(error)
+        text = said.getvalue() if isinstance(error, SystemExit) else str(error)
         return NONE if UNKNOWN.search(text) else shortened(text)
     return "yes"
 

@@ -79,6 +79,7 @@ class Shown:
 
 
 AnyRow = Row | Reaches | Refused | Shown
+Rows = AnyRow | tuple[AnyRow, ...]  # of a setting that acts in several places, each of which counts
 
 
 # --- configurations -------------------------------------------------------------------------------
@@ -138,8 +139,8 @@ def _default(field: dataclasses.Field) -> Any:
 def check(
     program: type,
     name: str,
-    row: AnyRow,
-    library: Mapping[type, Mapping[str, AnyRow]],
+    row: Rows,
+    library: Mapping[type, Mapping[str, Rows]],
     base: Mapping[str, Any],
 ):
     """Fails where a row does not show that its setting changes something.
@@ -149,6 +150,10 @@ def check(
       base: settings that every configuration of the program needs.
     """
     __tracebackhide__ = True
+    if isinstance(row, tuple):
+        for each in row:
+            check(program, name, each, library, base)
+        return
     if isinstance(row, Shown):
         _require_named(row.node, name)
         return

@@ -159,9 +159,9 @@ def loss(cfg: RLConfig):
     [batch] = pack(samples, 16, 1)
     generator = np.random.default_rng(0)
     shape = batch["tokens"].shape
-    batch |= {"fresh_logprobs": np.zeros(shape, np.float32)}
+    batch |= {"fresh_logprobs": np.full(shape, 0.1, np.float32)}
     batch["behaviour_logprobs"] = generator.normal(size=shape).astype(np.float32)
-    batch["staleness"] = np.ones(shape, np.int32)
+    batch["staleness"] = np.arange(shape[1], dtype=np.int32)[None] % 2
     if cfg.algo.kl_loss_coef:
         batch["ref_logprobs"] = np.full(shape, -0.5, np.float32)
     logprobs = jnp.asarray(generator.normal(size=shape), jnp.float32)
@@ -200,7 +200,7 @@ def updates(cfg: RLConfig):
     run.reference, run.draft = None, cfg.draft.mode == "online" or None
     rewards = np.array([[0.0, 1.0], [0.0, 3.0]])
     outputs = [
-        [Response([5] * (4 * i + 4), [0.0] * (4 * i + 4), finish="stop").output() for i in range(2)]
+        [Response([5] * (8 * i + 8), [0.0] * (8 * i + 8), finish="stop").output() for i in range(2)]
         for _ in range(2)
     ]
     kept = Rollout([], [[1, 2], [3]], outputs, rewards)
@@ -492,7 +492,7 @@ def planned(cfg: RLConfig):
     batch = {name: np.zeros((2, 64)) for name in ("tokens", "positions", "segment_ids")}
     batch["loss_mask"] = batch["tokens"]
     for step in (1, 2, 3):
-        run.keep(step, [batch], [np.zeros((2, 64, 2))])
+        run.keep(step, [batch] * 2, [np.zeros((2, 64, 2))] * 2)
     return [e.step for e in run.buffer.plan(4, cfg.draft.spot.updates, cfg.draft.epochs)]
 
 
@@ -605,6 +605,7 @@ def trained_by(cfg, field: str):
     return outcome(lambda: getattr(built(cfg).policy.cfg, field))
 
 
+ONE_ROW = {"packing.rows": 1, "packing.row_length": 32}
 PARTIAL = {"rollout.partial": True, "rollout.over_sample": 1.5}
 ARMS = ["off", "4_1_5"]
 FASTRL = {"enable": True, "eagle": {"tune_algorithm": "BEG", "mab_configs": ["2_1_3"]}}
@@ -648,7 +649,10 @@ RL = {
     "model": Row(other_policy, lambda cfg: trainer(cfg).model),
     "revision": Row("main", lambda cfg: outcome(lambda: trainer(cfg).model)),
     "out": Row(lambda: str(scratch("elsewhere")), lambda cfg: ran(cfg)[0]),
-    "seed": Row(1, lambda cfg: asked(cfg).seed),
+    "seed": (
+        Row(1, lambda cfg: asked(cfg).seed),
+        Row(1, lambda cfg: trainer(cfg).head, {"rollout.head": "random"}),
+    ),
     "steps": Row(2, ran),
     "reward": Row("number", scored),
     "max_failed_rewards": Row(0.7, kept_on),
@@ -662,12 +666,14 @@ RL = {
     "rollout.prompts": Row(2, chosen),
     "rollout.n": Row(4, lambda cfg: len(jobs(cfg))),
     "rollout.over_sample": Row(1.5, chosen, {"rollout.prompts": 4}),
-    "rollout.partial": Row(True, collected, {"rollout.over_sample": 1.5}),
+    "rollout.partial": (
+        Row(True, collected, {"rollout.over_sample": 1.5}),
+        Row(True, loss, {"rollout.over_sample": 1.5, "algo.updates_per_rollout": 2}),
+    ),
     "rollout.max_staleness": Row(5, collected, PARTIAL),
     **{
         f"rollout.{name}": Reaches(value, asked, SamplingParams, name)
         for name, value in {
-            "temperature": 0.5,
             "max_tokens": 30,
             "min_tokens": 3,
             "top_k": 5,
@@ -680,6 +686,11 @@ RL = {
             "stop": ["a"],
         }.items()
     },
+    "rollout.temperature": (
+        Reaches(0.5, asked, SamplingParams, "temperature"),
+        Row(0.5, lambda cfg: (built(cfg).policy.temperature, built(cfg).draft.temperature)),
+        Row(0.5, evaluated, {"eval.problems": 3}),
+    ),
     "rollout.include_stop_str_in_output": Reaches(
         True, asked, SamplingParams, "include_stop_str_in_output", {"rollout.stop": ["a"]}
     ),
@@ -694,7 +705,10 @@ RL = {
     "rollout.stretch": _reaches_engine(1, "stretch"),
     "rollout.prefill_chunk": _reaches_engine(32, "prefill_chunk"),
     "rollout.products": _reaches_engine(other_products, "products"),
-    "rollout.dtype": Row("bfloat16", runner("cfg.compute_dtype")),
+    "rollout.dtype": (
+        Row("bfloat16", runner("cfg.compute_dtype")),
+        Row("bfloat16", lambda cfg: built(cfg).eval_engine.runner.cfg.compute_dtype),
+    ),
     "rollout.scan_layers": Row(True, runner("cfg.scan_layers")),
     "rollout.strategy": _reaches_spec("2_1_3", "strategy"),
     "rollout.acceptance": _reaches_spec("block", "acceptance"),
@@ -731,11 +745,16 @@ RL = {
     **optimizer_rows("optim", lambda cfg: steps_of(built(cfg).policy.optimizer)),
     "draft.mode": Row("frozen", lambda cfg: built(cfg).draft is None),
     **head_rows(rl_draft, {}),
+    "draft.max_microbatches": (
+        Row(3, lambda cfg: pieces(rl_draft(cfg))),
+        Row(1, lambda cfg: updates(cfg)[1], TINY | ONE_ROW),
+        Row(1, planned, SPOT | {"draft.spot.updates": 5}),
+    ),
     "draft.spot.enabled": Row(True, has_spot, {k: v for k, v in SPOT.items() if "spot" not in k}),
     "draft.spot.gaps": Row(False, sent_in_gap, SPOT),
     "draft.spot.updates": Row(5, planned, SPOT),
     "draft.spot.buffer_tokens": Row(128, planned, {**SPOT, "draft.spot.updates": 5}),
-    "packing.row_length": Row(32, updates, TINY | {"packing.rows": 1}),
+    "packing.row_length": Row(32, updates, TINY | ONE_ROW | {"packing.row_length": 64}),
     "packing.rows": Row(1, updates, TINY),
     "eval.problems": Row(3, evaluated),
     "eval.every": Row(2, ran),
@@ -756,8 +775,9 @@ RL = {
         "all_gather", lambda cfg: built(cfg).policy.context.attention, {"mesh.cp": 2}
     ),
     "remat": Row(True, lambda cfg: trained_by(cfg, "remat")),
-    "attention": Row(
-        "tpu", lambda cfg: (trained_by(cfg, "attention"), runner("cfg.attention")(cfg))
+    "attention": (
+        Row("tpu", lambda cfg: trained_by(cfg, "attention")),
+        Reaches("reference", rl_engine, EngineConfig, "attention"),
     ),
     "checkpoint.every": Row(2, ran),
     "checkpoint.keep_last": Row(3, ran),
