@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specjax.arguments import ArgumentParser, nearest_flag, underscored
-from specjax.schema import Key, describe, idle, keys_of, show, type_name
+from specjax.schema import Key, describe, elsewhere_of, idle, keys_of, show, type_name
 from specjax.setting_values import ValueProblem, Yaml, check, expected, read
 from specjax.shipped import find_shipped, roots
 from specjax.spelling import python, spelled
@@ -59,7 +59,8 @@ def parse_config(
     Args:
         schema_cls: the dataclass that defines every key. Its class attribute `rules`, if it has
             one, says which settings need which (see `schema.Needs`), `aliases` which further names
-            there are for a key, and `say` how settings of the library are typed (`spelling.py`).
+            there are for a key, `elsewhere` which keys of shared sections it does not have and why
+            (`schema.keys_of`), and `say` how settings of the library are typed (`spelling.py`).
         argv: arguments without the program's name; None takes them from `sys.argv`.
         prog: the name shown in messages: of a module, as `train.rl`, or of a whole command.
         description: one line for `--help`.
@@ -107,7 +108,7 @@ def parse_config(
         if require is not None:
             _require(require, config)
         if flags.print_config:
-            print(OmegaConf.to_yaml(merged), end="")
+            print(OmegaConf.to_yaml(_shown(schema, merged)), end="")
             sys.exit(0)
         setattr(config, _TYPED, given.typed)
         setattr(config, _GIVEN, given.typed | given.filed)
@@ -194,7 +195,10 @@ class _Schema(NamedTuple):
         return None if key is None or key.section else key
 
     def suggestion(self, name: str) -> str:
-        """What may have been meant."""
+        """What may have been meant, or why there is no such key."""
+        for gone, why in elsewhere_of(self.cls).items():
+            if name == gone or name.startswith(f"{gone}."):
+                return f": {why}"
         known = [*self.keys, *self.aliases]
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
         if not close:  # the right key in the wrong section, or without its section
@@ -329,6 +333,15 @@ def _by_new_names(schema: _Schema, raw: dict[str, Any], source: str) -> dict[str
             holder = holder[part]
         _put(raw, name, holder.pop(last))
     return raw
+
+
+def _shown(schema: _Schema, merged: DictConfig) -> Any:
+    """The configuration without the keys that the program does not have."""
+    values = typing.cast(dict, OmegaConf.to_container(merged))
+    for name in elsewhere_of(schema.cls):
+        *above, last = name.split(".")
+        del functools.reduce(dict.__getitem__, above, values)[last]
+    return OmegaConf.create(values)
 
 
 @functools.cache

@@ -163,10 +163,22 @@ class Key:
     bounds: Bounds = Bounds()
 
 
+def elsewhere_of(schema_cls: type) -> Mapping[str, str]:
+    """Keys and sections that a program does not have, though it shares the section that holds them
+    with programs that do, and why: its class attribute `elsewhere`."""
+    return getattr(schema_cls, "elsewhere", {})
+
+
 @functools.cache
 def keys_of(schema_cls: type) -> tuple[Key, ...]:
-    """Every key of the schema, depth first, sections before what they hold."""
-    return tuple(_keys_below(schema_cls))
+    """Every key of the schema, depth first, sections before what they hold, without those that are
+    `elsewhere`."""
+    gone = elsewhere_of(schema_cls)
+    return tuple(
+        key
+        for key in _keys_below(schema_cls)
+        if not any(key.name == name or key.name.startswith(f"{name}.") for name in gone)
+    )
 
 
 def _keys_below(schema_cls: type, prefix: str = "", section_default: Any = None) -> Iterator[Key]:

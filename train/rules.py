@@ -103,14 +103,26 @@ _DEPTH = Needs(
     "leave it out",
 )
 
+# Keys of sections that both programs have, of which one of them reads nothing.
+RL_ELSEWHERE = dict.fromkeys(
+    ("data.slip", "data.impatience", "data.strip_calculator"),
+    "it is about worked answers to imitate, which train.sft reads and train.rl does not; leave it "
+    "out",
+)
+SFT_ELSEWHERE = {
+    "data.heldout_size": "train.sft evaluates nothing; leave it out",
+    "data.unwinnable": (
+        "it is about gold answers, which train.rl checks and train.sft does not; leave it out"
+    ),
+    "data.overlong_prompts": (
+        "it is about rollout.max_prompt_tokens of train.rl; train.sft passes over demonstrations "
+        "longer than packing.row_length: raise that, and leave this out"
+    ),
+    "draft.spot": "train.sft has no rollouts, and so no gaps in them; leave it out",
+}
+
 RL_RULES = (
     *_DATA,
-    Needs(
-        ("data.slip", "data.impatience", "data.strip_calculator"),
-        lambda v: False,
-        "it is about worked answers to imitate, which train.sft reads and train.rl does not; leave "
-        "it out",
-    ),
     Needs(
         ("data.unwinnable",),
         lambda v: not _generates_sums(v),
@@ -253,11 +265,6 @@ _NO_HEAD_STAGE = (
 SFT_RULES = (
     *_DATA,
     Needs(
-        ("data.heldout_size",),
-        lambda v: False,
-        "train.sft evaluates nothing; leave it out",
-    ),
-    Needs(
         ("data.slip", "data.impatience"),
         _generates_sums,
         "it shapes the demonstrations that data.task=sums generates, and [data.path] is imitated; "
@@ -274,17 +281,6 @@ SFT_RULES = (
         "such annotations are GSM8K's, and [data.task] has none; leave it out",
     ),
     Needs(
-        ("data.unwinnable",),
-        lambda v: False,
-        "it is about gold answers, which train.rl checks and train.sft does not; leave it out",
-    ),
-    Needs(
-        ("data.overlong_prompts",),
-        lambda v: False,
-        "it is about rollout.max_prompt_tokens of train.rl; train.sft passes over demonstrations "
-        "longer than [packing.row_length]: raise that, and leave this out",
-    ),
-    Needs(
         (
             "model.*", "!model.mtp_num_layers", "!model.mtp_concat", "!model.mtp_target_hidden",
             "!model.mtp_recycle", "vocab_size", "tokenizer_texts",
@@ -299,11 +295,6 @@ SFT_RULES = (
         "[draft.mode] with [draft.mtp_loss_scaling_factor] trains no head; leave out these, or "
         "leave this out",
         unless=0,
-    ),
-    Needs(
-        ("draft.spot.*",),
-        lambda v: False,
-        "train.sft has no rollouts, and so no gaps in them; leave it out",
     ),
     Needs(
         ("draft.*", "!draft.mode", "!draft.mtp_loss_scaling_factor"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +22,7 @@ from train.optim import OptimConfig
 from train.own import require_name
 from train.rewards import BUILT_IN, EXAMPLE
 from train.rollout_schema import SAY, RolloutSection
-from train.rules import RL_RULES, SFT_RULES
+from train.rules import RL_ELSEWHERE, RL_RULES, SFT_ELSEWHERE, SFT_RULES
 from train.sampling_section import PENALTIES, SamplingSection
 
 
@@ -176,6 +177,7 @@ class SFTConfig:
     """`python -m train.sft`: trains policy and head on demonstrations."""
 
     rules: ClassVar[tuple[Needs, ...]] = SFT_RULES
+    elsewhere: ClassVar[Mapping[str, str]] = SFT_ELSEWHERE
     aliases: ClassVar[dict[str, str]] = {"model": "init"}  # as `train.rl` calls it
 
     out: str = option("runs/sft", "directory of the run")
@@ -271,6 +273,7 @@ class RLConfig:
 
     say: ClassVar[Say] = staticmethod(SAY)
     rules: ClassVar[tuple[Needs, ...]] = RL_RULES
+    elsewhere: ClassVar[Mapping[str, str]] = RL_ELSEWHERE
 
     model: str = option("assets/sums", "Hugging Face directory or id of the policy (and head)")
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")

@@ -97,6 +97,8 @@ def make(program: type, settings: Mapping[str, Any]) -> Any:
       ValueError: the settings do not fit together, or one of them changes nothing.
     """
     settings = {name: value() if callable(value) else value for name, value in settings.items()}
+    unknown = sorted(settings.keys() - leaves(program).keys())
+    assert not unknown, f"{program.__name__} has no setting {', '.join(unknown)}"
     values = {name: key.default for name, key in leaves(program).items()}
     sections = {k.name for k in schema.keys_of(program) if k.section and k.default is None}
     unset = [s for s in sections if not any(name.startswith(f"{s}.") for name in settings)]
