@@ -108,7 +108,7 @@ def platform_of(mesh: jax.sharding.Mesh | None) -> str:
 
 
 def make_mesh(config: MeshConfig, devices: Devices = None) -> jax.sharding.Mesh | None:
-    """A mesh over the first `config.size` devices; None when the config asks for one device.
+    """A mesh over `config.size` devices, see `dealt`; None when the config asks for one device.
 
     Args:
       devices: to take them from; they may be such as programs can only be compiled for.
@@ -120,7 +120,7 @@ def make_mesh(config: MeshConfig, devices: Devices = None) -> jax.sharding.Mesh 
         return None
     if devices is None:
         offer_cpu_devices(config.size)
-        devices = all_devices()
+        devices = dealt(config.size // config.tp, config.tp)
     if len(devices) < config.size:
         raise ValueError(
             f"mesh data={config.data} fsdp={config.fsdp} tp={config.tp} cp={config.cp} needs "
@@ -163,7 +163,7 @@ def replica_meshes(
     devices: Devices = None,
     training: jax.sharding.Mesh | None = None,
 ) -> list[jax.sharding.Mesh]:
-    """One mesh of `tp` devices per replica, over the first replicas * tp devices.
+    """One mesh of `tp` devices per replica, over replicas * tp devices, see `dealt`.
 
     Args:
       training: if the replicas divide its devices among them they are grouped by `rollout_mesh`.
@@ -175,7 +175,7 @@ def replica_meshes(
         raise ValueError(f"replicas and tp must be at least 1, got {replicas} and {tp}")
     if devices is None:
         offer_cpu_devices(replicas * tp)
-        devices = all_devices()
+        devices = dealt(replicas, tp)
     if len(devices) < replicas * tp:
         raise ValueError(
             f"{replicas} replicas of {tp} devices need {replicas * tp}, got {len(devices)}; use "
@@ -375,33 +375,91 @@ def all_devices() -> list[jax.Device]:
     return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
 
 
+def dealt(groups: int, unit: int = 1) -> list[jax.Device]:
+    """Devices of `groups` groups of `unit` neighbours, as many groups in each process as possible;
+    the first devices, fewer than asked for if there are no more, where processes cannot share them
+    out like that."""
+    devices = all_devices()
+    processes = jax.process_count()
+    here = len(devices) // processes
+    counts = [groups // processes + (i < groups % processes) for i in range(processes)]
+    if here * processes != len(devices) or max(counts) * unit > here:
+        return devices[: groups * unit]
+    return [d for i, n in enumerate(counts) for d in devices[i * here : i * here + n * unit]]
+
+
 def put(tree, shardings):
     """Arrays that every process has whole, to devices: each sends what its own are to hold."""
     if not jax.distributed.is_initialized():
         return jax.device_put(tree, shardings)
 
     def one(leaf, where):
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        if isinstance(leaf, jax.Array) and leaf.sharding.device_set == where.device_set:
             return jax.device_put(leaf, where)  # moves between layouts of the same devices
         whole = np.asarray(leaf)
-        return jax.make_array_from_callback(whole.shape, where, lambda index: whole[index])
+        return jax.make_array_from_callback(
+            whole.shape, where, lambda index: whole[index], dtype=whole.dtype
+        )
 
     return jax.tree.map(one, tree, shardings)
 
 
+def owners(array: jax.Array) -> list[int]:
+    """The processes that have a device of an array, ascending."""
+    return sorted({device.process_index for device in array.sharding.device_set})
+
+
 def fetch(tree):
-    """`jax.device_get`, also of what lies on devices of other processes; then all must call it."""
+    """`jax.device_get` of arrays of the whole job, wherever they lie; all processes must call it.
+
+    A process that has no part of an array gets it from one that has.
+    """
     if not jax.distributed.is_initialized():
         return jax.device_get(tree)
 
     def one(leaf):
-        if isinstance(leaf, jax.Array) and not (
-            leaf.is_fully_addressable or leaf.is_fully_replicated
-        ):
-            return _gathered(leaf)
-        return jax.device_get(leaf)
+        if not isinstance(leaf, jax.Array):
+            return jax.device_get(leaf)
+        those, me = owners(leaf), jax.process_index()
+        whole = leaf
+        if me in those:
+            here = leaf.is_fully_addressable or leaf.is_fully_replicated
+            whole = jax.device_get(leaf) if here else _gathered(leaf)
+        return whole if len(those) == jax.process_count() else spread(whole, those[0])
 
     return jax.tree.map(one, tree)
+
+
+# Bytes that are sent at once: few sizes, so that few programs are compiled.
+_SPREAD_BYTES = (1 << 26, 1 << 22, 1 << 18, 1 << 14)
+
+
+def spread(tree, source: int):
+    """The arrays that process `source` has, on the host of every process; all must call it.
+
+    Args:
+      tree: arrays; in other processes than `source` their shapes and dtypes alone are read.
+    """
+    is_source = jax.process_index() == source
+    return jax.tree.map(lambda leaf: _spread(leaf, is_source), tree)
+
+
+def _spread(leaf, is_source: bool) -> np.ndarray:
+    dtype = np.dtype(leaf.dtype)
+    out = np.zeros(math.prod(leaf.shape) * dtype.itemsize, np.uint8)
+    if is_source:
+        out[:] = np.ascontiguousarray(jax.device_get(leaf)).reshape(-1).view(np.uint8)
+    begin = 0
+    while begin < len(out):
+        left = len(out) - begin
+        size = next((n for n in _SPREAD_BYTES if n <= left), _SPREAD_BYTES[-1])
+        block = np.zeros(size // 4, np.uint32)  # sums of integers are exact
+        count = min(size, left)
+        block.view(np.uint8)[:count] = out[begin : begin + count]
+        told = multihost_utils.broadcast_one_to_all(block, is_source=is_source)
+        out[begin : begin + count] = np.asarray(told).view(np.uint8)[:count]
+        begin += count
+    return out.view(dtype).reshape(leaf.shape)
 
 
 GATHER_BYTES = 256 << 20  # of an array that is gathered in one piece

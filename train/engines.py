@@ -20,7 +20,8 @@ def make_meshes(cfg: RLConfig, devices: sharding.Devices = None) -> tuple[Mesh, 
     """Where the run trains, and where each of its replicas rolls out.
 
     Without devices of its own a rollout has those of training: its slots are split over all axes
-    but `tp`, and weights over `tp` alone, so that no step has to gather them.
+    but `tp`, and weights over `tp` alone, so that no step has to gather them. In a job of several
+    processes each replica has devices of its own, and one device that trains is a mesh, too.
 
     Args:
       devices: to take them from, see `sharding.make_mesh`.
@@ -31,12 +32,14 @@ def make_meshes(cfg: RLConfig, devices: sharding.Devices = None) -> tuple[Mesh, 
     roll = cfg.rollout
     if devices is None:
         sharding.offer_cpu_devices(max(cfg.mesh.size, cfg.rollout_devices))
-    mesh = sharding.make_mesh(cfg.mesh, devices)
-    if not roll.own_devices:
+    mesh, several = sharding.make_mesh(cfg.mesh, devices), distributed.is_several()
+    if several and mesh is None:
+        mesh = sharding.replica_meshes(1)[0]
+    if not roll.own_devices and not several:
         return mesh, [_rollout_mesh(mesh)]
     # A replica must not straddle processes, and `rollout_mesh` keeps neighbours together only where
     # tp grows.
-    near = mesh if not distributed.is_several() or roll.tp % cfg.mesh.tp == 0 else None
+    near = mesh if not several or roll.tp % cfg.mesh.tp == 0 else None
     return mesh, sharding.replica_meshes(roll.replicas, roll.tp, devices, near)
 
 
@@ -51,12 +54,14 @@ def build_engines(
     """One engine for each place, and one for evaluation on `mesh` if the run evaluates.
 
     Args:
-      places: of this process. With several processes each evaluates on the first of these.
+      places: of this process. With several processes each evaluates on the first of these. One
+        that has none gets engines on its first device that never run, and only know what an engine
+        takes.
 
     Raises:
       ValueError: the settings do not fit together.
     """
-    roll = cfg.rollout
+    roll, places = cfg.rollout, places or [None]
     mesh = places[0] if distributed.is_several() else mesh
     settings = {
         "max_len": roll.max_prompt_tokens + roll.max_tokens,

@@ -23,6 +23,7 @@ from specjax.engine.hosts import Copies, Hosts
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job, SampleOutput
 from specjax.lifeline import Lifeline
+from specjax.telemetry import Collector
 from train.cli import INTERRUPTED
 from train.schema import RLConfig
 
@@ -109,53 +110,61 @@ def _agree(cfg: RLConfig, out: Path, line: Lifeline) -> None:
 # --- engines --------------------------------------------------------------------------------------
 
 
-def copies_for(cfg: RLConfig, places: Sequence[jax.sharding.Mesh | None]) -> Copies | None:
+def copies_for(
+    cfg: RLConfig, mesh: jax.sharding.Mesh | None, places: Sequence[jax.sharding.Mesh | None]
+) -> Copies | None:
     """What brings weights to all replicas of the job; None: there is one process.
 
     Args:
-      places: see `train.engines.make_meshes`.
+      mesh, places: see `train.engines.make_meshes`.
 
     Raises:
-      ValueError: some processes would have nothing to do, or a part of several replicas.
+      ValueError: processes have different numbers of devices, or a process has parts of several
+        replicas.
     """
     if not distributed.is_several():
         return None
-    _check_devices(cfg)
-    return Copies(places)
-
-
-def _check_devices(cfg: RLConfig) -> None:
-    """Refuses settings that leave devices of a job of several processes without work.
-
-    Raises:
-      ValueError: says what to change.
-    """
-    roll, all_of_them, here = cfg.rollout, jax.device_count(), jax.local_device_count()
-    job = f"{jax.process_count()} processes with {all_of_them} devices, {here} in each,"
+    all_of_them, here = jax.device_count(), jax.local_device_count()
     if here * jax.process_count() != all_of_them:
-        raise ValueError(f"expected the same number of devices in each process, got {job} of them")
-    if here % roll.tp and roll.tp % here:
         raise ValueError(
-            f"rollout.tp={roll.tp}: a replica must have a part of one process's devices, or all "
-            f"those of several, and there are {job} of which some would be left over; set "
-            f"rollout.tp to a divisor or a multiple of {here}"
+            f"expected the same number of devices in each process, got {all_of_them} in "
+            f"{jax.process_count()} processes and {here} in process {jax.process_index()}: what "
+            "processes tell each other takes a program with as many devices in each; set "
+            "distributed.local_devices to the smallest number that a process has"
         )
-    if cfg.mesh.size != all_of_them:
-        raise ValueError(
-            f"{job} all train: the product of the axes of mesh must be {all_of_them}, got "
-            f"{cfg.mesh.size}"
+    return Copies(places, mesh)
+
+
+def about_idle(
+    mesh: jax.sharding.Mesh | None, places: Sequence[jax.sharding.Mesh | None]
+) -> list[str]:
+    """What to say of devices of a job of several processes that have nothing to do.
+
+    Args:
+      mesh: where it trains. places: where its replicas roll out, all of them.
+    """
+    if not distributed.is_several():
+        return []
+    used = {
+        "training": (mesh.devices.flat, "the axes of mesh"),
+        "rollouts": ([d for p in places for d in p.devices.flat], "rollout.replicas * rollout.tp"),
+    }
+    lines, sets = [], {part: set(devices) for part, (devices, _) in used.items()}
+    for part, (_, setting) in used.items():
+        idle = jax.device_count() - len(sets[part])
+        without = sorted(set(range(jax.process_count())) - {d.process_index for d in sets[part]})
+        if idle:
+            none = f"; processes {without} have none for it" if without else ""
+            lines.append(
+                f"WARNING: {part}: {idle} of the job's {jax.device_count()} devices have no part "
+                f"in it ({setting} come to {len(sets[part])}){none}"
+            )
+    if sets["training"] != sets["rollouts"]:
+        lines.append(
+            "weights go from training to rollouts through the memory of the hosts, for these have "
+            "other devices"
         )
-    if roll.replicas * roll.tp != all_of_them:
-        raise ValueError(
-            f"{job} all roll out: rollout.replicas * rollout.tp must be {all_of_them}; set "
-            f"rollout.replicas={all_of_them // roll.tp} with rollout.tp={roll.tp}, got "
-            f"rollout.replicas={roll.replicas}"
-        )
-    if roll.spec().telemetry_on:
-        raise ValueError(
-            "rollout.telemetry tells of the samples of one process alone; turn it off (and unset "
-            "SPECJAX_TELEMETRY), or look at it in a run of one process"
-        )
+    return lines
 
 
 def as_one(
@@ -176,6 +185,24 @@ def everywhere(own: Sequence[Engine], look: Callable[[Engine], Any]) -> list:
     """What `look` gives for each replica of the job; `own` are those of this process."""
     told = [look(engine) for engine in own if engine.runner.agreement.is_first]
     return [*itertools.chain(*distributed.gather(told, "replicas"))]
+
+
+def joined_telemetry(own: Sequence[Engine]) -> Collector:
+    """What the replicas of all processes collected; `own` are those of this process, which share a
+    collector."""
+    speaks = own and own[0].runner.agreement.is_first
+    parts = distributed.gather(own[0].telemetry if speaks else None, "telemetry")
+    return Collector.joined([part for part in parts if part is not None])
+
+
+def joined_events(own: Sequence[Engine], events: list[dict]) -> list[dict]:
+    """The events of the replicas of all processes, see `train.trace`; `own` are the replicas of
+    this process, and `events` theirs. That of the whole rollout is the first process's."""
+    if not (own and own[0].runner.agreement.is_first):
+        events = []
+    if not distributed.is_first():
+        events = [event for event in events if event["replica"] is not None]
+    return [*itertools.chain(*distributed.gather(events, "trace"))]
 
 
 def control_metrics(engines: Sequence[Engine]) -> dict[str, float | str]:

@@ -7,8 +7,12 @@ asks the compiler what they would need. Nothing here holds a weight.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
+import jax
+
+from specjax import distributed
 from specjax.command_line import ConfigError, given_in, require_effect
 from specjax.config import ModelConfig
 from specjax.config.dtype import AUTO
@@ -37,11 +41,14 @@ class Programs:
 
     Attributes:
       policy: the policy's update and scoring. draft: the head's update; None: it is not trained.
+      pieces: the head's update on the devices of each replica (of this process), for spot training;
+        empty: it trains where `draft` does.
       engines: that roll out. eval_engine: None: nothing is evaluated.
     """
 
     policy: PolicyTrainer
     draft: DraftTrainer | None
+    pieces: list[DraftTrainer]
     engines: list[Engine]
     eval_engine: Engine | None
 
@@ -126,6 +133,16 @@ def transforms(cfg: RLConfig, model: ModelConfig) -> Transforms | None:
     return Transforms.of(cfg.rollout.sampling_params(), model.eos_token_ids, model.vocab_size)
 
 
+def trains_in_replicas(cfg: RLConfig, mesh: Mesh) -> bool:
+    """Whether spot training has the devices of replicas: each lies in one process, apart from the
+    training mesh, or the run has a single device."""
+    if not cfg.draft.spot.enabled:
+        return False
+    if distributed.is_several():
+        return cfg.rollout.tp <= jax.local_device_count()
+    return cfg.rollout.own_devices or mesh is None
+
+
 def on_policy(cfg: RLConfig) -> bool:
     """Whether a rollout feeds a single update, so that the policy is its own old policy."""
     return cfg.algo.updates_per_rollout == 1
@@ -207,12 +224,23 @@ def build_programs(
         attention=kernel,
         transforms=transforms(cfg, model),
     )
-    draft = None
+    draft, pieces = None, []
     if speculate and cfg.draft.mode == "online":
-        draft = DraftTrainer(model, cfg.draft, roll.temperature, mesh, context, attention=kernel)
+        train_head = functools.partial(
+            DraftTrainer, model, cfg.draft, roll.temperature, attention=kernel
+        )
+        draft = train_head(mesh, context)
+        if trains_in_replicas(cfg, mesh):
+            alone = draft if mesh is None else None
+            for place in places:
+                if roll.tp > 1:
+                    pieces.append(train_head(place))
+                else:  # one program, which jax compiles for each device that it runs on
+                    alone = alone or train_head()
+                    pieces.append(alone)
     decoded = as_rolled_out(cfg, model)
     try:
         engines = build_engines(cfg, decoded, speculate, source, mesh, places)
     except ValueError as error:
         raise ConfigError(f"rollout: {spelled(error, SAY)}") from error
-    return Programs(policy, draft, *engines)
+    return Programs(policy, draft, pieces, *engines)

@@ -402,12 +402,6 @@ def _check_spot(cfg: RLConfig) -> None:
             "work. Raise rollout.replicas, set draft.spot.enabled=false, or draft.spot.gaps=false "
             "for the same schedule without gaps"
         )
-    if cfg.mesh.size > 1:
-        raise ValueError(
-            "draft.spot trains the head on one device of a replica, and mesh spreads training over "
-            f"{cfg.mesh.size}; set mesh.data, mesh.fsdp and mesh.tp to 1, or "
-            "draft.spot.enabled=false"
-        )
     if spot.buffer_tokens < piece:
         raise ValueError(
             "draft.spot.buffer_tokens: expected room for a micro-batch of packing.rows * "

@@ -18,12 +18,24 @@ has another number of replicas, ends with the same head.
 A piece is one update, on one micro-batch. The next one is sent off only when it is done and some
 replica is still drained, so samples that come to the replica meanwhile wait for one piece at most.
 The loop that feeds the engines is never kept waiting: it sends pieces off, and asks whether they
-are done. One replica trains at a time, on one device, for each update begins where the last ended.
+are done. One replica trains at a time, for each update begins where the last ended.
+
+A piece runs on the devices of one replica and in the replica's layout, wherever `mesh` has the
+policy's training: the same program, and so the same bits, on each replica, in a gap or after the
+rollout. Where a replica has no devices of its own, or lies over several processes, there are no
+gaps, and pieces run on the training mesh.
+
+In a job of several processes a gap is known to one of them alone, and nothing that all processes
+must enter together may wait for it. So before the rollout all of them fetch what the step's updates
+read. During the rollout each process makes the updates in its own gaps, for itself, and no process
+waits for another: equal programs and inputs give equal bits. After the rollout the process that
+came furthest makes the updates that are left, and sends the head to the others.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -34,9 +46,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from specjax import sharding
+from specjax.config import ModelConfig
+from specjax.context import Context
+from specjax.distributed import gather
 from specjax.models.transformer import Params
 from train.draft import FIELDS, DraftConfig, DraftTrainer, add_sums, frozen_policy_parts
 from train.packing import empty_batch
+from train.schema import RLConfig
 from train.trace import Trace
 
 
@@ -102,10 +119,17 @@ class ReplayBuffer:
         return {f"{i:04d}": _arrays(entry) for i, entry in enumerate(self.entries)}
 
     @staticmethod
-    def abstract(state: Mapping[str, Any]) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-        """The structure of `tree`, from what `state` returned."""
+    def abstract(
+        state: Mapping[str, Any], mesh: jax.sharding.Mesh | None = None
+    ) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+        """The structure of `tree`, from what `state` returned.
+
+        Args:
+          mesh: that the policy is trained on.
+        """
+        where = None if mesh is None else sharding.rows_sharding(mesh)
         arrays = {
-            name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+            name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=where)
             for name, (shape, dtype) in state["arrays"].items()
         }
         return {f"{i:04d}": dict(arrays) for i in range(len(state["steps"]))}
@@ -123,52 +147,150 @@ def _arrays(entry: Entry) -> dict[str, Array]:
     return {**entry.batch, "states": entry.states}
 
 
+def about_spot(cfg: RLConfig, in_replicas: bool) -> str:
+    """One line for the user: where and when the head is trained.
+
+    Args:
+      in_replicas: see `train.programs.trains_in_replicas`.
+    """
+    spot, tp = cfg.draft.spot, cfg.rollout.tp
+    if not in_replicas:
+        why = "rollouts have no devices of their own"
+        if cfg.rollout.own_devices:
+            why = f"a replica of rollout.tp={tp} devices lies over several processes"
+        return (
+            f"draft.spot: the head is trained after each rollout, on the training mesh, for {why}"
+        )
+    devices = "one device" if tp == 1 else f"the {tp} devices"
+    when = "in gaps of rollouts and after them" if spot.gaps else "after each rollout"
+    return f"draft.spot: the head is trained {when}, on {devices} of a replica"
+
+
+class Place:
+    """Devices that updates of the head run on: those of a replica, or of the training mesh.
+
+    Args:
+      draft: the program for them. device: where `draft` has no mesh.
+      trains: these are the devices that the policy is trained on, of any number of processes.
+    """
+
+    def __init__(self, draft: DraftTrainer, device: jax.Device | None = None, trains: bool = False):
+        self.draft, self._device, self.trains = draft, device, trains
+        if trains and draft.context is not None:
+            where = sharding.rows_sharding(draft.mesh)
+            self._ordered = jax.jit(_taken, out_shardings=where)
+
+    def weights(self, tree: Params, overwritten: bool = True) -> Params:
+        """Weights, or an optimizer's state, there.
+
+        Args:
+          overwritten: an update will overwrite them: copies, for what comes from the trainer may be
+            what an engine drafts with.
+        """
+        mesh, where = self.draft.mesh, self._device
+        if mesh is not None:
+            where = sharding.param_shardings(mesh, tree)
+        if not (self.trains and mesh is not None):
+            tree = jax.device_put(tree, where)  # which leaves shards where they are
+        if not overwritten:
+            return tree
+        return jax.jit(_copied, out_shardings=None if mesh is None else where)(tree)
+
+    def rows(self, tree):
+        """Packed rows [R S ..] there, in the order of the devices."""
+        if self.draft.mesh is None:
+            return jax.device_put(tree, self._device)
+        where = jax.tree.map(lambda _: sharding.rows_sharding(self.draft.mesh), tree)
+        if not self.trains:
+            return jax.device_put(tree, where)
+        tree = sharding.put(tree, where)
+        context = self.draft.context
+        if context is None:
+            return tree
+        return jax.tree.map(lambda a: self._ordered(a, context.places(a.shape[1])), tree)
+
+
+def _copied(tree):
+    return jax.tree.map(jnp.copy, tree)
+
+
+def _taken(rows: Array, order: Array) -> Array:
+    return jnp.take(rows, order, axis=1)
+
+
 class SpotTraining:
     """The head's updates of each step, piece by piece.
 
     Between `begin` and `finish` call `look` as often as possible.
 
     Args:
-      draft: the program. devices: one of each replica, on which its pieces run.
+      places: one for each replica of this process, with equal programs; or the training mesh alone.
       trace: is told of every piece.
+      apart: each process of the job makes the updates for itself, see above.
+      context: how the batches and states that `keep` is given are split.
 
     Attributes:
-      buffer: what the head learns from.
+      buffer: what the head learns from; tokens are in the order of the rows.
       in_gaps, after: updates that this step made in gaps, and after its rollout.
+      seconds: that an update took last; 0: not known yet.
     """
 
     def __init__(
-        self, draft: DraftTrainer, cfg: DraftConfig, devices: Sequence[jax.Device], trace: Trace
+        self,
+        places: Sequence[Place],
+        cfg: DraftConfig,
+        trace: Trace,
+        apart: bool = False,
+        context: Context | None = None,
     ):
-        self.draft, self._cfg, self._devices, self._trace = draft, cfg, list(devices), trace
+        self.places, self._cfg, self._trace = list(places), cfg, trace
+        self._apart, self._context = apart, context
+        self.gaps = cfg.spot.gaps and not any(place.trains for place in places)
         self.buffer = ReplayBuffer(cfg.spot.buffer_tokens)
+        if context is not None:
+            where = sharding.rows_sharding(context.mesh)
+            self._ordered = jax.jit(_taken, out_shardings=where)
         self._left: deque[Entry] = deque()
-        self._running: tuple[dict, float, bool] | None = None
+        self._running: _Piece | None = None
         self.in_gaps = self.after = 0
+        self.seconds = 0.0
 
-    def warm_up(self, head: Params, opt_state, policy: Params, rows: int, length: int) -> None:
-        """Compiles an update for every replica, on padding, so that no gap has to."""
+    def warm_up(
+        self, model: ModelConfig, head: Params, opt_state, policy: Params, rows: int, length: int
+    ) -> None:
+        """Compiles an update for every replica, on padding, so that no gap has to; nothing is
+        learned from that."""
         batch = empty_batch(rows, length)
-        model = self.draft.cfg
         states = np.zeros((rows, length, model.hidden_size), jnp.dtype(model.compute_dtype))
         entry = Entry(0, {name: batch[name] for name in FIELDS}, states)
-        for replica in range(len(self._devices) if self._cfg.spot.gaps else 1):
-            self.begin(1, head, opt_state, policy)
+        self._begin([entry], head, opt_state, policy)
+        replicas = [*range(len(self.places) if self.gaps else 1)] if self.places else []
+        for replica in [*replicas, *replicas[-1:]]:  # the second one says how long they take
             self._left = deque([entry])
             self._send(replica, in_gap=False)
-            self.finish()
+            self._wait()
+        self.finish()
 
     def begin(self, step: int, head: Params, opt_state, policy: Params) -> None:
-        """Lists the updates of a step.
+        """Lists the updates of a step; in a job of several processes all call it together.
 
         Args:
           head, opt_state: to go on from; they stay valid. policy: that the rollout runs under; it
             must stay valid until `finish`.
         """
-        self._left = deque(self.buffer.plan(step, self._cfg.spot.updates, self._cfg.epochs))
-        self._trees, self._policy = (head, opt_state), frozen_policy_parts(policy)
-        self._homes = jax.tree.map(lambda a: a.sharding, self._trees)
-        self._here: Params | None = None  # parts of the policy, on the device of `_place`
+        plan = self.buffer.plan(step, self._cfg.spot.updates, self._cfg.epochs)
+        self._begin(plan, head, opt_state, policy)
+
+    def _begin(self, plan: Sequence[Entry], head: Params, opt_state, policy: Params) -> None:
+        self._given = self._trees = head, opt_state
+        self._policy = frozen_policy_parts(policy)
+        if self._apart and plan:
+            fetched = {id(entry): entry for entry in plan}
+            fetched = {key: Entry(*sharding.fetch(tuple(e))) for key, e in fetched.items()}
+            plan = [fetched[id(entry)] for entry in plan]
+            self._trees, self._policy = sharding.fetch((self._trees, self._policy))
+        self._left, self._planned = deque(plan), len(plan)
+        self._here: Params | None = None  # parts of the policy, on the devices of `_place`
         self._place: int | None = None
         self._running, self._sums = None, None
         self.in_gaps = self.after = 0
@@ -176,41 +298,82 @@ class SpotTraining:
     def keep(self, step: int, batches: Sequence[Mapping], states: Sequence[Array]) -> None:
         """What the policy update of a step handed out, for later steps."""
         limit = self._cfg.max_microbatches or len(states)
-        self.buffer.add(step, batches[:limit], states[:limit])
+        batches, states = batches[:limit], states[:limit]
+        if self._context is not None and states:
+            order = np.argsort(self._context.places(states[0].shape[1]))
+            batches = [{n: self._ordered(batch[n], order) for n in FIELDS} for batch in batches]
+            states = [self._ordered(here, order) for here in states]
+        self.buffer.add(step, batches, states)
 
-    def look(self, drained: Sequence[int]) -> None:
+    @property
+    def wanted(self) -> float:
+        """Seconds of a gap that an update needs; 0: none is left, or none runs in gaps."""
+        return self.seconds if self.gaps and self._left else 0.0
+
+    def look(self, gaps: Sequence[int], seconds: float = math.inf) -> bool:
         """Takes in a piece that is done, and sends off the next one; never waits.
 
         Args:
-          drained: replicas that have nothing to do, by index. If all have, the rollout is over, and
-            this is no gap.
+          gaps: replicas that have nothing to do while others run, by index.
+          seconds: until somebody needs the replicas for something else; a piece that would not be
+            done by then is not sent off.
+
+        Returns:
+          whether a piece is on its way.
         """
         if self._running is not None:
-            if not all(a.is_ready() for a in jax.tree.leaves(self._running[0])):
-                return
+            if not all(a.is_ready() for a in jax.tree.leaves(self._running.sums)):
+                return True
             self._take()
-        is_gap = 0 < len(drained) < len(self._devices)
-        if self._left and is_gap and self._cfg.spot.gaps:
+        if self._left and gaps and self.gaps and self.seconds <= seconds:
             # Where the head is already, if possible: moving it takes time.
-            self._send(self._place if self._place in drained else drained[0], in_gap=True)
+            self._send(self._place if self._place in gaps else gaps[0], in_gap=True)
+        return self._running is not None
+
+    def rest(self) -> None:
+        """Waits for the piece that is on its way."""
+        if self._running is not None:
+            self._wait()
 
     def finish(self) -> tuple[Params, Any, dict | None]:
-        """Makes the updates that are left, and waits for them.
+        """Makes the updates that are left, and waits for them; in a job of several processes all
+        call it together.
 
         Returns:
           head, opt_state, metric sums of the step; None if it had no update.
         """
-        while self._running is not None or self._left:
-            if self._running is not None:
-                jax.block_until_ready(self._running[0])
-                self._take()
-            if self._left:
-                self._send(self._place or 0, in_gap=False)
-        trees = self._trees
-        if self._place is not None:
-            trees = jax.device_put(trees, self._homes)
-        self._trees = self._here = self._policy = None
+        self.rest()
+        if self._apart and self._planned:
+            trees = self._furthest()
+        else:
+            self._finish_here()
+            trees = self._trees
+            if self._place is not None and not self.places[self._place].trains:
+                trees = jax.device_put(trees, self._homes)
+        self._given = self._trees = self._here = self._policy = None
         return *trees, self._sums
+
+    @property
+    def _homes(self):
+        return jax.tree.map(lambda a: a.sharding, self._given)
+
+    def _finish_here(self) -> None:
+        while self._left:
+            self._send(self._place or 0, in_gap=False)
+            self._wait()
+
+    def _furthest(self) -> tuple[Params, Any]:
+        """The head and its optimizer's state after all updates, from the process that is nearest to
+        that by now."""
+        done = gather(self.in_gaps if self.places else -1, "head")
+        source = done.index(max(done))
+        is_source = source == jax.process_index()
+        if is_source:
+            self._finish_here()
+        told = gather((self._sums, self.in_gaps, self.after), "head's updates")
+        self._sums, self.in_gaps, self.after = told[source]
+        trees = sharding.spread(self._trees, source)
+        return sharding.put(trees, self._homes)
 
     def metrics(self) -> dict[str, float]:
         """Of the step that was finished."""
@@ -221,23 +384,37 @@ class SpotTraining:
         }
 
     def _send(self, replica: int, in_gap: bool) -> None:
-        started, device = time.perf_counter(), self._devices[replica]
-        if self._place != replica:
-            # Copies: what came from the trainer may be what an engine drafts with, and an update
-            # overwrites its inputs.
-            self._trees = jax.device_put(self._trees, device, may_alias=False)
-            self._here = jax.device_put(self._policy, device)
+        started, place, moves = time.perf_counter(), self.places[replica], self._place != replica
+        if moves:
+            self._trees = tuple(place.weights(tree) for tree in self._trees)
+            self._here = place.weights(self._policy, overwritten=False)
             self._place = replica
         entry = self._left.popleft()
-        batch, states = jax.device_put((entry.batch, entry.states), device)
-        head, opt_state, sums = self.draft.piece(*self._trees, self._here, batch, states)
+        batch, states = place.rows((entry.batch, entry.states))
+        head, opt_state, sums = place.draft.piece(*self._trees, self._here, batch, states)
         self._trees = head, opt_state
-        self._running = sums, started, in_gap
+        self._running = _Piece(sums, started, in_gap, moves)
+
+    def _wait(self) -> None:
+        jax.block_until_ready(self._running.sums)
+        self._take()
 
     def _take(self) -> None:
-        sums, started, in_gap = self._running
-        self._running = None
-        self._sums = add_sums(self._sums, jax.device_get(sums))
-        self.in_gaps += in_gap
-        self.after += not in_gap
-        self._trace.draft(self._place, started, in_gap)
+        piece, self._running = self._running, None
+        fetch = sharding.fetch if self.places[self._place].trains else jax.device_get
+        self._sums = add_sums(self._sums, fetch(piece.sums))
+        self.in_gaps += piece.in_gap
+        self.after += not piece.in_gap
+        if not piece.moved:
+            self.seconds = time.perf_counter() - piece.started
+        self._trace.draft(self._place, piece.started, piece.in_gap)
+
+
+class _Piece(NamedTuple):
+    """An update that is on its way: its metric sums, when it was sent off, whether in a gap, and
+    whether the head was moved for it."""
+
+    sums: dict
+    started: float
+    in_gap: bool
+    moved: bool

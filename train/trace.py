@@ -25,14 +25,14 @@ class Trace:
     """The events of one step after the other.
 
     Args:
-      replicas: how many there are.
+      replicas: how many this process has. first: number of the first of them, in the job.
 
     Attributes:
       events: of the step that runs, or ran last.
     """
 
-    def __init__(self, replicas: int):
-        self.replicas = replicas
+    def __init__(self, replicas: int, first: int = 0):
+        self.replicas, self._first = replicas, first
         self.events: list[dict[str, Any]] = []
         self._truncated = False
         self.begin(0)
@@ -64,15 +64,20 @@ class Trace:
             self._close(replica, now)
         self._add(None, "rollout", 0.0, now)
 
-    def write(self, path: Path) -> None:
-        """Appends the step; of a run that is gone back, later steps are dropped first."""
+    def write(self, path: Path, events: Sequence[dict[str, Any]] | None = None) -> None:
+        """Appends the step; of a run that is gone back, later steps are dropped first.
+
+        Args:
+          events: of all processes; None: those of this one.
+        """
+        events = self.events if events is None else events
         if not self._truncated:
             kept = [e for e in read_lines(path) if e["step"] < self._step] if path.exists() else []
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(json.dumps(e) + "\n" for e in kept), encoding="utf-8")
             self._truncated = True
         with path.open("a", encoding="utf-8") as stream:
-            stream.writelines(json.dumps(event) + "\n" for event in self.events)
+            stream.writelines(json.dumps(event) + "\n" for event in events)
 
     def _close(self, replica: int, now: float) -> None:
         if now > self._since[replica]:
@@ -84,7 +89,7 @@ class Trace:
         self.events.append(
             {
                 "step": self._step,
-                "replica": replica,
+                "replica": None if replica is None else self._first + replica,
                 "event": event,
                 "start": round(start, 6),
                 "end": round(end, 6),

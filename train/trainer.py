@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import sharding
+from specjax import distributed, sharding
 from specjax.checkpoint import Checkpointer
 from specjax.checkpoint_weights import describe, load_model, read_config, tokenizer_dir
 from specjax.command_line import ConfigError, fingerprint, require_same_settings
@@ -27,14 +28,22 @@ from specjax.tokenizer import load_tokenizer, with_tokenizer_end
 from train import data
 from train import rollout as rollouts
 from train.collect import Rollouts
-from train.draft import draft_metrics
+from train.draft import DraftTrainer, draft_metrics
 from train.engines import make_meshes
 from train.evaluation import evaluate
 from train.grpo import count_denominators, finalize_metrics
 from train.heads import HeadCheckpoints, starting_head
 from train.inputs import read_inputs
 from train.packing import empty_batch, pack
-from train.processes import as_one, control_metrics, copies_for, everywhere
+from train.processes import (
+    about_idle,
+    as_one,
+    control_metrics,
+    copies_for,
+    everywhere,
+    joined_events,
+    joined_telemetry,
+)
 from train.programs import (
     as_computed,
     as_rolled_out,
@@ -45,10 +54,11 @@ from train.programs import (
     scores_to_add,
     settle_drafting,
     settle_length,
+    trains_in_replicas,
 )
 from train.schema import RLConfig
 from train.scoring import RewardsFailedError
-from train.spot import ReplayBuffer, SpotTraining
+from train.spot import Place, ReplayBuffer, SpotTraining, about_spot
 from train.trace import TRACE_FILE, Trace
 
 
@@ -99,7 +109,8 @@ class Trainer:
             ) from error
         try:
             self.mesh, self.places = make_meshes(cfg)
-            self.copies = copies_for(cfg, self.places)
+            self.copies = copies_for(cfg, self.mesh, self.places)
+            idle = about_idle(self.mesh, self.places)
             self.places = self.copies.own if self.copies else self.places
             fitted = settle_length(cfg, read_config(cfg.model))
             self.tokenizer_dir = tokenizer_dir(cfg.model).absolute()
@@ -108,7 +119,7 @@ class Trainer:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.prompts, self.scorer = inputs.prompts, inputs.scorer
-        self.notes = ([fitted] if fitted else []) + inputs.notes
+        self.notes = idle + ([fitted] if fitted else []) + inputs.notes
         self.order = data.endless(inputs.problems, cfg.data.seed)
         self.heldout = inputs.heldout
 
@@ -125,35 +136,49 @@ class Trainer:
         cfg = self.cfg
         built = build_programs(cfg, self.model, self.source, self.mesh, self.places)
         self.policy, self.draft = built.policy, built.draft
-        self.engines, self.eval_engine = built.engines, built.eval_engine
+        self.engines = built.engines if self.places else []  # those that run
         self.opt_state = self.policy.init_opt_state(self.params)
         self.reference = jax.tree.map(jnp.copy, self.params) if cfg.algo.kl_loss_coef else None
         self.draft_opt = self.draft.init_opt_state(self.head) if self.draft else None
-        self.engine = as_one(self.engines, self.copies, self.rollouts.judge)
+        self.engine = as_one(built.engines, self.copies, self.rollouts.judge)
+        self.eval_engine = built.eval_engine
         if self.eval_engine is not None:
             self.eval_engine = as_one([self.eval_engine], self.copies)
-        self._build_spot()
+        self._build_spot(built.pieces)
         self.sync_weights()
 
-    def _build_spot(self) -> None:
+    def _build_spot(self, pieces: Sequence[DraftTrainer]) -> None:
         """The trace of replicas, and what trains the head in their gaps; None without."""
         cfg, self.trace, self.spot = self.cfg, None, None
+        spot = self.draft is not None and cfg.draft.spot.enabled
+        if cfg.rollout.replicas > 1 or spot:
+            self.trace = Trace(len(self.engines), self.copies.before if self.copies else 0)
+        if spot:
+            inside = trains_in_replicas(cfg, self.mesh)
+            places = [Place(self.draft, jax.devices()[0], trains=True)]
+            if inside:
+                first = [mesh.devices.flat[0] if mesh else jax.devices()[0] for mesh in self.places]
+                places = [*map(Place, pieces, first)]
+            apart, context = inside and self.copies is not None, self.policy.context
+            self.spot = SpotTraining(places, cfg.draft, self.trace, apart, context)
+            self.notes.append(about_spot(cfg, inside))
         if self.copies is not None:
-            return  # a trace has the replicas of one process, and the mesh of several has no spot
-        if len(self.engines) > 1 or cfg.draft.spot.enabled:
-            self.trace = Trace(len(self.engines))
-        if self.draft is not None and cfg.draft.spot.enabled:
-            first = [mesh.devices.flat[0] if mesh else jax.devices()[0] for mesh in self.places]
-            self.spot = SpotTraining(self.draft, cfg.draft, first, self.trace)
-        if len(self.engines) > 1:
             self.engine.on_look = self._look
+            if self.spot is not None and self.spot.gaps:
+                self.engine.gaps = self.spot
+        elif len(self.engines) > 1:
+            self.engine.on_look = self._look_and_train
 
     def _look(self) -> None:
         """Called all the time while replicas run."""
-        drained = self.engine.drained
-        self.trace.look(drained)
+        if self.trace is not None:
+            self.trace.look(self.engine.drained)
+
+    def _look_and_train(self) -> None:
+        """The same in a job of one process."""
+        self._look()
         if self.spot is not None:
-            self.spot.look(drained)
+            self.spot.look(self.engine.gaps)
 
     def sync_weights(self) -> None:
         """Hands policy and draft to the engine; compiles nothing after the first time."""
@@ -193,7 +218,7 @@ class Trainer:
             self.policy.logprobs(self.params, self.policy.place(empty_batch(rows, length)))
         if self.spot is not None:
             shape = self.cfg.packing.rows, self.cfg.packing.row_length
-            self.spot.warm_up(self.head, self.draft_opt, self.params, *shape)
+            self.spot.warm_up(self.model, self.head, self.draft_opt, self.params, *shape)
         return self._start_up
 
     # --- one step ----------------------------------------------------------------------------
@@ -231,7 +256,9 @@ class Trainer:
         self.sync_weights()
         jax.block_until_ready([engine.runner.params for engine in self.engines])
         metrics["time/sync"] = time.perf_counter() - started
-        metrics["sync/bytes_per_device"] = float(max(e.runner.moved for e in self.engines))
+        metrics["sync/bytes_per_device"] = float(
+            max((e.runner.moved for e in self.engines), default=0)
+        )
         self.done_steps = step
         return metrics
 
@@ -251,21 +278,25 @@ class Trainer:
             metrics |= control_metrics(self.engines)
         if self.trace is not None:
             self.trace.end()
+        self.engine.release()  # what follows has the room, and ends with other weights
         if self.spot is not None:
             started = time.perf_counter()
             self.head, self.draft_opt, sums = self.spot.finish()
             metrics["time/draft"] = time.perf_counter() - started
             metrics |= self.spot.metrics() | (draft_metrics(sums) if sums else {})
         if self.trace is not None:
-            self.trace.write(Path(self.cfg.out) / TRACE_FILE)
-        self.engine.release()  # what follows has the room, and ends with other weights
+            events = joined_events(self.engines, self.trace.events)
+            if distributed.is_first():
+                self.trace.write(Path(self.cfg.out) / TRACE_FILE, events)
         return kept, metrics
 
     def _write_telemetry(self) -> None:
         """Appends this step's rejections to their file, and forgets them."""
         collector = self.engine.telemetry
         if collector is not None:
-            collector.write_jsonl(Path(self.cfg.out) / "telemetry.jsonl", append=True)
+            whole = joined_telemetry(self.engines)
+            if distributed.is_first():
+                whole.write_jsonl(Path(self.cfg.out) / "telemetry.jsonl", append=True)
             collector.clear()
 
     def _score_carried(self) -> None:
@@ -422,7 +453,7 @@ class Trainer:
         )
         replay = meta["replay"]
         if replay is not None and replay["steps"]:
-            abstract["replay"] = ReplayBuffer.abstract(replay)
+            abstract["replay"] = ReplayBuffer.abstract(replay, self.mesh)
         trees, meta = checkpoints.restore(meta["step"], abstract)
         self.params, self.opt_state = trees["policy"], trees["policy_opt"]
         self.head = trees.get("draft")

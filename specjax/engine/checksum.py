@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +30,17 @@ class Checksum(int):
         return self
 
 
-def checksum(params: Params, dtype: str, tied: bool = False) -> Checksum:
+def checksum(
+    params: Params, dtype: str, tied: bool = False, fetch: Callable = jax.device_get
+) -> Checksum:
     """The checksum of weights, in the stacked layout or a decode layout, on any devices.
 
     A sum does not depend on the order, so stacking, fusing and transposing do not change it.
 
     Args:
       dtype: that decoding casts them to. tied: the language-model head is the embedding, which
-        some layouts hold twice.
+        some layouts hold twice. fetch: brings results to the host; `sharding.fetch` for weights of
+        all processes of a job, which must then all call this.
     """
     leaves = [
         leaf
@@ -44,7 +48,7 @@ def checksum(params: Params, dtype: str, tied: bool = False) -> Checksum:
         if not (names := {getattr(p, "key", None) for p in path}) & set(_REPEATED)
         and not (tied and "lm_head" in names)
     ]
-    total, finite = jax.device_get(_sums(leaves, dtype))
+    total, finite = fetch(_sums(leaves, dtype))
     return Checksum(int(total), bool(finite))
 
 

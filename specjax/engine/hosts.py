@@ -6,15 +6,20 @@ the same calls in the same order (a sample is added everywhere, and runs where i
 now and then they tell each other how far their samples came. What `step`, `abort` and `emitted`
 answer is what was told last, so that it is the same everywhere, and whoever decides by it decides
 the same everywhere; the clock has a say in *when* something is told, in nothing else.
+
+An exchange runs on the devices, behind what they do. Whoever uses the replicas of a process in gaps
+(see `Gaps`) is done by the next exchange, so that no process waits for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Several
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +32,7 @@ from specjax.distributed import gather
 from specjax.engine.checksum import checksum
 from specjax.engine.compiling import OnProgram
 from specjax.engine.engine import Engine
-from specjax.engine.replicas import Replicas
+from specjax.engine.replicas import POLL, Replicas
 from specjax.engine.request import Finished, Job, SampleOutput, SpecStats, Totals
 from specjax.engine.run import run_to_the_end
 from specjax.engine.sequence import Progress
@@ -40,13 +45,16 @@ log = logging.getLogger(__name__)
 # Seconds of running between two exchanges, unless a process has nothing left to run: telling costs
 # all of them a moment, and what stops samples early need not be quicker than this.
 EXCHANGE = 1.0
+# Where somebody uses a gap for longer the time between two exchanges is so many times as long.
+_ROOM = 1.25
 
 
 class Home(NamedTuple):
     """Processes that run the same samples: one with replicas of its own, or all of one replica.
 
     Attributes:
-      index: which one it is. count: how many there are. tells: this process speaks for it.
+      index: which one it is; -1: this process has no part of a replica. count: how many there are.
+      tells: this process speaks for it.
     """
 
     index: int
@@ -54,22 +62,53 @@ class Home(NamedTuple):
     tells: bool
 
 
+class Gaps(Protocol):
+    """What uses replicas that have nothing to do while others run.
+
+    Attributes:
+      wanted: seconds that it needs a replica for; 0: it has no use for any.
+    """
+
+    wanted: float
+
+    def look(self, gaps: Several[int], seconds: float) -> bool:
+        """Called often; never waits.
+
+        Args:
+          gaps: own replicas that have nothing to do. seconds: by when it must be done.
+
+        Returns:
+          whether it uses one.
+        """
+
+    def rest(self) -> None:
+        """Waits until it uses none."""
+
+
 class Copies:
     """Brings weights from the devices that train to the replicas of all processes.
 
+    They go from device to device where both are the same devices. Otherwise they go through the
+    memory of the hosts, one weight at a time.
+
     Args:
-      places: a mesh for every replica of the job, in the order of processes; together they have
-        the devices of the training mesh.
+      places: a mesh for every replica of the job, in the order of processes.
+      training: that weights come from; None: one with the devices of the replicas.
 
     Attributes:
-      own: those of this process. before: how many there are of the homes before its own. home: of
-        this process. received: bytes that a device received for the last tree.
+      own: those of this process, if any. before: how many there are of the homes before its own.
+      home: of this process. received: bytes that a device received for the last tree.
+      through_hosts: whether weights go through the memory of the hosts.
 
     Raises:
-      ValueError: a process has a part of one replica beside another, or none.
+      ValueError: a process has a part of one replica beside another.
     """
 
-    def __init__(self, places: Several[jax.sharding.Mesh]):
+    def __init__(
+        self,
+        places: Several[jax.sharding.Mesh],
+        training: jax.sharding.Mesh | None = None,
+    ):
         grid = np.concatenate([place.devices for place in places])
         self.mesh = jax.sharding.Mesh(grid, places[0].axis_names)
         hosts = [sorted({d.process_index for d in place.devices.flat}) for place in places]
@@ -83,12 +122,14 @@ class Copies:
                 )
         process = jax.process_index()
         mine = [r for r, here in enumerate(hosts) if process in here]
-        if not mine:
-            raise ValueError(f"process {process} has no device of any replica; use more replicas")
         firsts = sorted({here[0] for here in hosts})
-        first = hosts[mine[0]][0]
-        self.own, self.before = [places[r] for r in mine], mine[0]
-        self.home = Home(firsts.index(first), len(firsts), tells=process == first)
+        self.own, self.before = [places[r] for r in mine], mine[0] if mine else 0
+        self.home = Home(-1, len(firsts), tells=False)
+        if mine:
+            first = hosts[mine[0]][0]
+            self.home = Home(firsts.index(first), len(firsts), tells=process == first)
+        devices = set(self.mesh.devices.flat)
+        self.through_hosts = training is not None and set(training.devices.flat) != devices
         self.received = 0
         self._programs: dict[Any, tuple[Callable, int]] = {}
 
@@ -102,12 +143,31 @@ class Copies:
         self.received = 0
         if not leaves:
             return [tree for _ in self.own]
+        if self.through_hosts:
+            return self._fetched(tree, dtype)
         key = structure, dtype, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
         if key not in self._programs:
             self._programs[key] = self._program(tree, dtype)
         program, self.received = self._programs[key]
         everywhere = program(tree)
         return [jax.tree.map(lambda a, p=place: _part(a, p), everywhere) for place in self.own]
+
+    def _fetched(self, tree: Params, dtype: str | None) -> list[Params]:
+        """Weight by weight, for a host may not have room for all of them."""
+        flat, structure = jax.tree_util.tree_flatten_with_path(tree)
+        targets = [jax.tree.leaves(sharding.param_shardings(place, tree)) for place in self.own]
+        placed: list[list[jax.Array]] = [[] for _ in self.own]
+        convert = cast(dtype) if dtype else None
+        for i, (_, leaf) in enumerate(flat):
+            whole = sharding.fetch(convert(leaf) if convert else leaf)
+            for here, where in zip(placed, targets, strict=True):
+                here.append(sharding.put(whole, where[i]))
+        for where in targets[:1]:
+            self.received = sum(
+                math.prod(target.shard_shape(leaf.shape)) * np.dtype(dtype or leaf.dtype).itemsize
+                for target, (_, leaf) in zip(where, flat, strict=True)
+            )
+        return [jax.tree.unflatten(structure, here) for here in placed]
 
     def _program(self, tree: Params, dtype: str | None) -> tuple[Callable, int]:
         """Makes copies, for training overwrites its own; without a byte too many if the `tp` of
@@ -164,11 +224,16 @@ class Hosts:
     the other homes.
 
     Args:
-      own: of this process; all have such a one, with equal settings.
+      own: of this process; all have such a one, with equal settings. Where the process has no part
+        of a replica it runs nothing, and only knows what others take.
       copies: brings the weights there.
       judge: asked about a sample that ended, where it ran; what it says comes with the event.
       home: of this process; None: as `copies` found.
       tell: gives what each process has, see `distributed.gather`.
+
+    Attributes:
+      gaps: uses own replicas that have nothing to do while others of the job run; None: nobody.
+      on_look: called whenever `step` has looked at the own replicas.
     """
 
     def __init__(
@@ -182,7 +247,13 @@ class Hosts:
         self.own, self.copies, self._judge, self._tell = own, copies, judge, tell
         self._home = home or copies.home
         self.engines = own.engines if isinstance(own, Replicas) else (own,)
-        self._tickets = 0
+        if self._home.index < 0:
+            self.engines = ()
+        self.gaps: Gaps | None = None
+        self.on_look: Callable[[], None] | None = None
+        if isinstance(own, Replicas):
+            own.on_look = self._look
+        self._tickets, self._interval, self._until = 0, EXCHANGE, 0.0
         self.clear()
 
     # --- what an engine has ----------------------------------------------------------------------
@@ -214,6 +285,22 @@ class Hosts:
         return bool(self._running)
 
     @property
+    def drained(self) -> list[int]:
+        """Own replicas that have nothing to do, by index."""
+        if isinstance(self.own, Replicas):
+            return self.own.drained
+        return [i for i, engine in enumerate(self.engines) if not engine.has_work]
+
+    @property
+    def _own_gaps(self) -> list[int]:
+        """The same while others run, on any process, as far as this one knows."""
+        drained = self.drained
+        if len(drained) < len(self.engines):
+            return drained
+        others = sum(load for home, load in enumerate(self._load) if home != self._home.index)
+        return drained if others else []
+
+    @property
     def outstanding(self) -> int:
         """Samples that were added and are not known to have ended."""
         return len(self._running)
@@ -224,6 +311,8 @@ class Hosts:
         on_program: OnProgram | None = None,
     ) -> StartUp:
         """Compiles for the replicas of this process; returns what these took."""
+        if not self.engines:
+            return StartUp(0, 0.0, 0.0, 0, 0, 0)
         return self.own.warm_up(features, on_program)
 
     def set_params(self, params: Params, head: Params | None = None, running: str = "recompute"):
@@ -241,7 +330,8 @@ class Hosts:
         if head is not None:
             heads = self._copied("draft", head, False)
             brought += self.copies.received
-        for engine, here, draft in zip(self.engines, placed, heads, strict=True):
+        # An engine for evaluation is on the first replica of the process alone.
+        for engine, here, draft in zip(self.engines, placed, heads, strict=False):
             engine.set_params(here, draft, running)
             engine.runner.moved += brought
 
@@ -253,7 +343,8 @@ class Hosts:
         placed = self.copies(tree, cast)
         if jax.tree.leaves(tree):
             dtype = self.runner.cfg.compute_dtype
-            sent, arrived = checksum(tree, dtype, tied), checksum(placed[0], dtype, tied)
+            sent = checksum(tree, dtype, tied, sharding.fetch)
+            arrived = checksum(placed[0], dtype, tied) if placed else sent
             if sent != arrived:
                 raise RuntimeError(
                     f"the {name}'s weights have checksum {sent:08x} where they are trained, and "
@@ -337,25 +428,40 @@ class Hosts:
           the samples that ended, on any process: the same list everywhere.
         """
         clock, ended = self.runner.agreement, []
-        until = clock.now + EXCHANGE
+        self._until = clock.now + self._interval
         while self.own.has_work:
             # Who was aborted may have ended before; then nobody asks any more.
             ended += [e for e in self.own.step() if e.ticket in self._own_tickets]
-            if clock.now >= until:
+            if clock.now >= self._until:
                 break
+        while self._look():
+            time.sleep(POLL)
+        if self.gaps is not None:
+            self.gaps.rest()
+        wanted = self.gaps.wanted if self.gaps is not None and self._own_gaps else 0.0
         news = []
         if self._home.tells:
             news += [self._ended(event) for event in ended]
             news += self._came_further({event.ticket for event in ended})
         events = []
-        for told in self._tell(news, "rollout"):
-            for ticket, begin, sample, has_ended, verdict in told:
+        told = self._tell((news, wanted), "rollout")
+        self._interval = max(EXCHANGE, _ROOM * max(seconds for _, seconds in told))
+        for heard, _ in told:
+            for ticket, begin, sample, has_ended, verdict in heard:
                 known = self._running[ticket]
                 known.sample = _joined(known.sample, begin, sample)
                 if has_ended:
                     events.append(Finished(ticket, known.job, known.sample, verdict))
                     self._forget(ticket)
         return events
+
+    def _look(self) -> bool:
+        """Lets gaps be used; whether one is."""
+        if self.on_look is not None:
+            self.on_look()
+        if self.gaps is None:
+            return False
+        return self.gaps.look(self._own_gaps, self._until - self.runner.agreement.now)
 
     def _ended(self, event: Finished) -> tuple:
         verdict = self._judge and self._judge(event.job, event.sample)

@@ -154,6 +154,12 @@ class Replicas:
             return []
         return [i for i, engine in enumerate(self.engines) if not engine.has_work]
 
+    @property
+    def gaps(self) -> list[int]:
+        """Replicas that have nothing to do while others run, by index."""
+        drained = self.drained
+        return drained if len(drained) < len(self.engines) else []
+
     def warm_up(
         self,
         features: Several[Features] = (Features(),),

@@ -210,7 +210,9 @@ def _place(weights: _Weights, slots: list[Slot], dtype: str, mesh) -> Params:
             return pieces[key]
 
         target = _at(shardings, slot.path)
-        arrays[slot.path] = jax.make_array_from_callback(slot.shape, target, fill)
+        arrays[slot.path] = jax.make_array_from_callback(
+            slot.shape, target, fill, dtype=jnp.dtype(dtype)
+        )
     return _nest(arrays)
 
 

@@ -78,6 +78,19 @@ class Collector:
         self.max_records = max_records
         self.clear()
 
+    @classmethod
+    def joined(cls, parts: Sequence[Collector]) -> Collector:
+        """What several collected. Records are in the order of requests, samples and positions, so
+        that it does not matter who collected which."""
+        whole = cls(sum(part.max_records for part in parts))
+        for part in parts:
+            whole._tally.merge(part._tally)
+        records = [record for part in parts for record in part.records]
+        whole.records = sorted(
+            records, key=lambda r: (str(r.request).zfill(20), r.sample, r.position)
+        )
+        return whole
+
     def clear(self) -> None:
         """Forgets everything, for instance after `write_jsonl`."""
         self.records: list[Rejection] = []

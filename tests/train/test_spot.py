@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from specjax.checkpoint import Checkpointer
 from specjax.command_line import ConfigError, parse_config
+from specjax.engine.replicas import Replicas
 from train import rl
 from train.draft import DraftConfig, SpotConfig
 from train.log import read_lines
 from train.schema import RLConfig
-from train.spot import ReplayBuffer, SpotTraining
+from train.spot import Place, ReplayBuffer, SpotTraining
 from train.trace import TRACE_FILE, Trace
 
 # Groups are carried, steps end early, the head is trained: all that could depend on the clock does.
@@ -67,7 +68,7 @@ def pair(thin_policy, tmp_path_factory):
         trainer, steps = rl.Trainer(config(thin_policy, out / name, **changes)), []
         if found:  # the first of the two replicas alone; and nothing is compiled a second time
             first = found[0][0]
-            trainer.policy, trainer.spot.draft = first.policy, first.draft
+            trainer.policy, trainer.spot.places = first.policy, first.spot.places[:1]
             trainer.engine, trainer.engines = first.engines[0], first.engines[:1]
             trainer.sync_weights()
         trainer.warm_up()
@@ -113,7 +114,8 @@ def test_the_head_learns_in_gaps_while_other_replicas_run(pair):
 
 def test_nothing_is_compiled_in_a_gap(pair):
     (gaps, _), _, _ = pair
-    assert gaps.draft._update._cache_size() == len(gaps.engines)
+    (program,) = {place.draft for place in gaps.spot.places}
+    assert program._update._cache_size() == len(gaps.engines)
 
 
 def test_a_resumed_run_has_the_replay_buffer_and_ends_with_the_same_bits(pair):
@@ -132,13 +134,42 @@ def test_without_spot_training_no_replica_trains(thin_policy, tmp_path):
     assert len(trainer.engines) == 2 and trainer.spot is None and trainer.draft is not None
 
 
+def test_a_mesh_and_replicas_of_several_devices_learn_what_one_device_does(
+    pair, thin_policy, tmp_path
+):
+    """Rows are split over two devices, which are in another order there, and weights over two."""
+    if jax.device_count() < 4:
+        pytest.skip("needs 4 devices")
+    _, (_, expected), _ = pair
+    more = {"mesh.cp": 2, "mesh.tp": 2, "rollout.tp": 2}
+    trainer = rl.Trainer(config(thin_policy, tmp_path, **GAPS, **more))
+    assert trainer.notes[-1].endswith("after them, on the 2 devices of a replica")
+    trainer.warm_up()
+    steps = [trainer.step()]
+    with Checkpointer(tmp_path / "checkpoints") as checkpoints:
+        trainer.save(checkpoints, block=True)
+        steps += [trainer.step() for _ in range(STEPS - 1)]
+        learnt = jax.device_get(trainer.trees())
+        trainer.restore(checkpoints, 1)
+    assert sum(m["draft/updates_in_gaps"] for m in steps) > 0
+    for mine, theirs in zip(steps, expected, strict=True):
+        for name, value in learned(theirs).items():
+            rounded = name.startswith("train/") and value is not None
+            assert mine.get(name) == (pytest.approx(value, rel=2e-3) if rounded else value), name
+    trainer.spot.gaps = False
+    again = [trainer.step() for _ in range(STEPS - 1)]
+    assert [learned(m) for m in again] == [learned(m) for m in steps[1:]]
+    assert not any(m["draft/updates_in_gaps"] for m in again)
+    for name, tree in trainer.trees().items():
+        assert same(tree, learnt[name]), name
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({}, "rollout.replicas=1"),
         ({**GAPS, "draft.mode": "frozen"}, "there is none to train"),
         ({**GAPS, "rollout.strategy": "off"}, "there is none to train"),
-        ({**GAPS, "mesh.data": 2, "packing.rows": 2}, "set mesh.data, mesh.fsdp and mesh.tp to 1"),
         ({**GAPS, "draft.spot.buffer_tokens": 63}, "row_length = 64 positions, got 63"),
         ({**GAPS, "draft.spot.updates": -1}, "draft.spot.updates: expected at least 0"),
         ({"rollout.replicas": 0}, "rollout.replicas: expected at least 1"),
@@ -232,9 +263,10 @@ def spot_of(gaps: bool = True):
         sent.append((int(batch["tokens"][0, 0]), list(head.devices())[0].id, Later()))
         return head + 1, opt_state, {"count": sent[-1][2]}
 
-    devices = [jax.devices()[i % jax.device_count()] for i in range(3)]
+    draft = types.SimpleNamespace(piece=piece, mesh=None, context=None)
+    places = [Place(draft, jax.devices()[i % jax.device_count()]) for i in range(3)]
     cfg = DraftConfig(spot=SpotConfig(enabled=True, gaps=gaps), max_microbatches=3)
-    spot = SpotTraining(types.SimpleNamespace(piece=piece), cfg, devices, Trace(3))
+    spot = SpotTraining(places, cfg, Trace(3))
     spot.keep(1, *microbatches(1, 5))
     head = jax.numpy.zeros(())
     spot.begin(2, head, jax.numpy.zeros(()), {"embed": head, "norm": head})
@@ -245,14 +277,15 @@ def test_one_piece_at_a_time_is_sent_off_and_only_to_a_drained_replica():
     spot, sent = spot_of()
     spot.look([])
     assert not sent
-    spot.look([0, 1, 2])  # the rollout is over: no gap
+    spot.seconds = 2.0
+    assert not spot.look([2], 1.0) and spot.wanted == 2  # it would not be done by then
     assert not sent
-    spot.look([2])
+    assert spot.look([2], 3.0)
     spot.look([1, 2])
     assert [s[:2] for s in sent] == [(100, jax.devices()[2].id)]
     sent[0][2].ready = True
     spot.look([])  # everybody has got work again
-    assert len(sent) == 1 and spot.in_gaps == 1
+    assert len(sent) == 1 and spot.in_gaps == 1 and spot.seconds == 2  # moving the head counts not
     spot.look([1, 2])  # the head stays where it is
     assert [s[:2] for s in sent[1:]] == [(101, jax.devices()[2].id)]
     head, _, sums = spot.finish()
@@ -265,8 +298,17 @@ def test_switched_off_all_pieces_come_after_the_rollout():
     spot, sent = spot_of(gaps=False)
     spot.look([1])
     assert not sent
+    assert spot.wanted == 0
     spot.finish()
     assert [s[0] for s in sent] == [100, 101, 102] and (spot.in_gaps, spot.after) == (0, 3)
+
+
+def test_a_replica_is_in_a_gap_only_while_others_run():
+    busy, idle = (types.SimpleNamespace(has_work=work) for work in (True, False))
+    for engines, expected in (([busy, idle, idle], [1, 2]), ([idle, idle], []), ([busy], [])):
+        replicas = object.__new__(Replicas)
+        replicas._queue, replicas.engines = {}, engines
+        assert replicas.gaps == expected
 
 
 # --- the trace ------------------------------------------------------------------------------------
