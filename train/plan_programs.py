@@ -223,17 +223,24 @@ class Shapes:
             given = {"parameters": self.params, "batch": batch}
             yield Program("policy, scoring", "train", ("score",), lower, given)
         if self.built.draft is not None:
-            parts, fields = frozen_policy_parts(self.params), {name: batch[name] for name in FIELDS}
-            inputs = self.head, self.draft_opt, parts, fields, self.states()
-            given = {
-                "parameters": (self.head, parts),
-                "optimizer": self.draft_opt,
-                "batch": fields,
-                "state": inputs[-1],
-            }
-            update = self.built.draft.programs["update"]
-            lower = lambda: update.lower(*inputs)  # noqa: E731
-            yield Program("draft, a micro-batch", "train", ("draft",), lower, given)
+            yield self._head_update()
+
+    def _head_update(self) -> Program:
+        """Of one micro-batch. On the devices of a replica it works on copies of its own."""
+        parts, batch = frozen_policy_parts(self.params), self.batch()
+        weights = self.head, self.draft_opt, parts
+        rows = {name: batch[name] for name in FIELDS}, self.states()
+        trainer = self.built.draft
+        given = {"parameters": (self.head, parts), "optimizer": self.draft_opt}
+        given |= {"batch": rows[0], "state": rows[1]}
+        if self.built.pieces:
+            trainer = self.built.pieces[0]
+            weights = sharding.shapes(weights, trainer.mesh, sharding.param_shardings)
+            rows = sharding.shapes(rows, trainer.mesh, _all_rows)
+            given = {"copies": weights, "batch": rows}
+        update = trainer.programs["update"]
+        lower = lambda: update.lower(*weights, *rows)  # noqa: E731
+        return Program("draft, a micro-batch", "train", ("draft",), lower, given)
 
     def handing_over(self) -> Iterator[Program]:
         """From the trainer's layout to the engines', as `Mover` does it."""
@@ -292,6 +299,10 @@ class Shapes:
             CACHE: device_bytes(pages),
             STATE: device_bytes((state, runner.tails)),
         }
+
+
+def _all_rows(mesh: jax.sharding.Mesh, tree):
+    return jax.tree.map(lambda _: sharding.rows_sharding(mesh), tree)
 
 
 def _resharding(whose: str, weights: Params, moves: Reshard) -> Program:

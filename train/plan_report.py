@@ -57,7 +57,8 @@ class Plan:
 
     def held_during(self, program: Figures) -> dict[str, float]:
         """Bytes that are there while it runs, whether it is given them or not, by kind."""
-        in_gaps = program.key == ("draft",) and self.shapes.cfg.draft.spot.enabled
+        gaps = self.shapes.built.pieces and self.shapes.cfg.draft.spot.gaps
+        in_gaps = program.key == ("draft",) and bool(gaps)
         held = self.held("roll out" if in_gaps else program.part)
         if program.key == ("reshard", "draft"):  # the policy's have come, in which its own count
             held[WEIGHTS] = self.resident.get(WEIGHTS, 0.0) - program.given["results"]
@@ -70,7 +71,7 @@ class Plan:
             rest = held - sum(
                 size
                 for kind, size in program.given.items()
-                if kind not in ("gradients", "batch", "results")
+                if kind not in ("gradients", "batch", "results", "copies")
             )
             return program.needs + max(rest, 0.0)
         return held + program.extra
