@@ -29,7 +29,7 @@ from typing import Any
 import jax
 import orbax.checkpoint.experimental.v1 as ocp
 
-from specjax import distributed
+from specjax import distributed, sharding
 from specjax.checkpoint_format import (
     CheckpointError,
     PyTree,
@@ -125,6 +125,7 @@ class Checkpointer:
             TypeError: a leaf is not a jax array, or `meta` is not JSON.
         """
         arrays, record = pack(trees, meta)
+        arrays = _writable(arrays)
         custom_metadata = {_RECORD: json.dumps(record)}
         self.wait()
         self._prepare(step)
@@ -196,12 +197,13 @@ class Checkpointer:
             raise CheckpointError(self._damaged(chosen, problem))
         abstract = match(abstract_trees, record["trees"], path)
         try:
-            loaded = self._manager.load_checkpointables(chosen, abstract) if abstract else {}
+            readable = _readable(abstract)
+            loaded = self._manager.load_checkpointables(chosen, readable) if abstract else {}
         except Exception as error:
             raise CheckpointError(self._damaged(chosen, first_line(error))) from error
         if chosen != steps[-1]:
             self._rewound_to = chosen
-        return unpack(loaded, abstract_trees, record["trees"]), record["meta"]
+        return unpack(_as_wanted(loaded, abstract), abstract_trees, record["trees"]), record["meta"]
 
     def close(self) -> None:
         """Waits for the save in flight and releases Orbax's threads."""
@@ -299,6 +301,7 @@ def save_draft(
     if path.exists():
         raise CheckpointError(f"{path} exists: expected a new directory for the draft head")
     arrays, record = pack({"draft": draft_params}, draft_config_meta)
+    arrays = _writable(arrays)
     custom_metadata = {_RECORD: json.dumps(record)}
     if not arrays:
         raise CheckpointError(f"{path}: expected the parameters of a draft head, got an empty tree")
@@ -367,10 +370,40 @@ def load_draft(
     wanted = {"draft": abstract_params}
     abstract = match(wanted, record["trees"], path)
     try:
-        loaded = ocp.load_checkpointables(path, abstract)
+        loaded = ocp.load_checkpointables(path, _readable(abstract))
     except Exception as error:
         raise CheckpointError(f"draft head {path} is damaged: {first_line(error)}") from error
+    loaded = _as_wanted(loaded, abstract)
     return unpack(loaded, wanted, record["trees"])["draft"], record["meta"]
+
+
+# Orbax 0.12.8 neither writes nor reads arrays of which some process of the job has no part: on their
+# way they lie on a device of each.
+
+
+def _writable(arrays: PyTree) -> PyTree:
+    def one(array):
+        where = sharding.over_all(array.sharding, array.shape)
+        return array if where is array.sharding else sharding.put(sharding.fetch(array), where)
+
+    return jax.tree.map(one, arrays) if distributed.is_several() else arrays
+
+
+def _readable(abstract: PyTree) -> PyTree:
+    def one(leaf):
+        where = leaf.sharding and sharding.over_all(leaf.sharding, leaf.shape)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    return jax.tree.map(one, abstract) if distributed.is_several() else abstract
+
+
+def _as_wanted(loaded: PyTree, abstract: PyTree) -> PyTree:
+    def one(array, wanted):
+        if wanted.sharding in (None, array.sharding):
+            return array
+        return sharding.put(sharding.fetch(array), wanted.sharding)
+
+    return jax.tree.map(one, loaded, abstract) if distributed.is_several() else loaded
 
 
 def _keep(record: logging.LogRecord) -> bool:

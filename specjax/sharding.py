@@ -430,6 +430,18 @@ def fetch(tree):
     return jax.tree.map(one, tree)
 
 
+def over_all(where: jax.sharding.Sharding, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+    """A sharding of which every process of the job has a device: `where` itself if it is one, else
+    over one device of each process."""
+    processes = jax.process_count()
+    if len({device.process_index for device in where.device_set}) == processes:
+        return where
+    devices = {d.process_index: d for d in reversed(all_devices())}
+    mesh = jax.sharding.Mesh(np.array([devices[i] for i in range(processes)]), ("process",))
+    axis = next((i for i, size in enumerate(shape) if size % processes == 0), None)
+    return jax.NamedSharding(mesh, jax.P() if axis is None else jax.P(*[None] * axis, "process"))
+
+
 # Bytes that are sent at once: few sizes, so that few programs are compiled.
 _SPREAD_BYTES = (1 << 26, 1 << 22, 1 << 18, 1 << 14)
 

@@ -51,13 +51,20 @@ class SpotConfig:
         "of the head per step, over all steps in the buffer, the latest first; 0: draft.epochs "
         "passes over the step before",
     )
-    buffer_tokens: int = option(
-        65536, "positions of packed rows kept with the policy's states, padding included"
+    buffer_tokens: int | None = option(
+        None,
+        "positions of packed rows kept with the policy's states, padding included; null: 65536, or "
+        "what draft.max_microbatches micro-batches (0: one) have if that is more",
     )
 
     def __post_init__(self):
         if self.updates < 0:
             raise ValueError(f"draft.spot.updates: expected at least 0, got {self.updates}")
+
+    def settle(self, needed: int) -> None:
+        """Fills in `buffer_tokens` where it is null; `needed`: what it holds at least."""
+        if self.buffer_tokens is None:
+            self.buffer_tokens = max(65536, needed)
 
 
 @dataclass

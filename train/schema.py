@@ -402,6 +402,7 @@ def _check_spot(cfg: RLConfig) -> None:
             "work. Raise rollout.replicas, set draft.spot.enabled=false, or draft.spot.gaps=false "
             "for the same schedule without gaps"
         )
+    spot.settle(max(1, cfg.draft.max_microbatches) * piece)
     if spot.buffer_tokens < piece:
         raise ValueError(
             "draft.spot.buffer_tokens: expected room for a micro-batch of packing.rows * "

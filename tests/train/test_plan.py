@@ -23,8 +23,8 @@ from specjax.models import hf
 from specjax.sharding import MeshConfig, make_mesh
 from train import plan, plan_cost, plan_report, plan_table, rl
 from train.plan_hlo import Module
-from train.plan_programs import SHAPES, Shapes
-from train.programs import chunk_features
+from train.plan_programs import SHAPES, Shapes, device_bytes
+from train.programs import chunk_features, trains_in_replicas
 from train.rollout import group_params
 from train.schema import RLConfig
 
@@ -620,6 +620,46 @@ def test_a_pod_config_is_valid_and_uses_its_pod_wholly(config):
     assert (ROOT / SHAPES / Path(cfg.model).name / "config.json").is_file()
     command = f"--config configs/pods/{config.name} --topology "
     assert command in config.read_text()
+
+
+# Each alone, and all together: what pod jobs are asked for beside what their configs say.
+SWITCHES = {
+    "tis": "algo.tis=true",
+    "spot": "draft.spot.enabled=true",
+    "telemetry": "rollout.telemetry=true",
+    "invariant": "rollout.invariant=true",
+    "dynamic sampling": "algo.dynamic_sampling=true",
+}
+# The layouts of 64 chips on eight devices.
+ON_EIGHT = {
+    "v5e_8x8": ("mesh.fsdp=1", "mesh.cp=2", "rollout.replicas=2"),
+    "v5p_4x4x4": ("mesh.fsdp=2", "packing.rows=2", "rollout.replicas=2"),
+}
+
+
+@pytest.mark.parametrize("config", PODS, ids=lambda path: path.stem)
+def test_a_pod_config_takes_each_switch_and_all_of_them_together(config):
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices")
+    for switch in SWITCHES.values():
+        parse_config(RLConfig, ["--config", str(config), switch])
+    fewer = next((more for end, more in ON_EIGHT.items() if config.stem.endswith(end)), ())
+    arguments = ["--config", str(config), *fewer, *SWITCHES.values()]
+    cfg, _ = parse_config(RLConfig, arguments)
+    shapes = Shapes(cfg, jax.devices()[:8], platform="cpu")
+    piece, engine = shapes.built.pieces[0], shapes.engine
+    assert piece.mesh.size == cfg.rollout.tp and shapes.built.policy.mesh.size == 8
+    assert engine.telemetry is not None and engine.spec.invariant and cfg.algo.tis
+    update = next(p for p in shapes.training() if p.key == ("draft",))
+    assert device_bytes(update.given["copies"]) > device_bytes((shapes.head, shapes.draft_opt))
+
+
+def test_spot_training_takes_replicas_of_one_device_each_beside_a_mesh():
+    config = ROOT / "configs" / "pods" / "mimo_7b_h200_8.yaml"
+    more = ["draft.spot.enabled=true", "rollout.replicas=8", "rollout.tp=1"]
+    cfg, _ = parse_config(RLConfig, ["--config", str(config), *more])
+    assert cfg.mesh.size == 8 and trains_in_replicas(cfg, object())
+    assert cfg.draft.spot.buffer_tokens == 4 * cfg.packing.rows * cfg.packing.row_length
 
 
 PLANS = sorted((ROOT / "bench" / "results" / "pods").glob("*.json"))

@@ -1,5 +1,6 @@
 """`train.rl` on several real processes, which meet over loopback, is the run of one process."""
 
+import dataclasses
 import json
 import os
 import re
@@ -15,12 +16,14 @@ import numpy as np
 import pytest
 import tiny_run
 
-from specjax import distributed
+from specjax import distributed, sharding
 from specjax.checkpoint import Checkpointer
 from specjax.command_line import parse_config
-from train import processes, rl
-from train.log import read_metrics
+from specjax.telemetry.collector import read_jsonl
+from train import engines, processes, rl
+from train.log import read_lines, read_metrics
 from train.schema import RLConfig
+from train.trace import TRACE_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 # Groups that are carried and drawn again, in two updates per step: a decision that two processes
@@ -105,11 +108,16 @@ def learned(metrics: dict) -> dict:
     return {name: metrics.get(f"rollout/{name}") for name in names}
 
 
+# Each process trains the head for itself, while the other rolls out or after that.
+SPOT = {"draft.spot.enabled": "true", "draft.spot.updates": 2, "rollout.telemetry": "true"}
+NO_GAPS = {**SPOT, "draft.spot.gaps": "false"}
+
+
 @pytest.fixture(scope="module")
 def two(thin_policy, tmp_path_factory):
     """A run of five steps in two processes, and what they printed."""
     out = tmp_path_factory.mktemp("two") / "run"
-    return out, finish(start(thin_policy, out, 2))
+    return out, finish(start(thin_policy, out, 2, **SPOT))
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +127,7 @@ def one(thin_policy, tmp_path_factory):
     Returns:
       (its trainer, metrics of each step, leaves of policy and head after step 5)
     """
-    trainer = trainer_of(thin_policy, tmp_path_factory.mktemp("one"))
+    trainer = trainer_of(thin_policy, tmp_path_factory.mktemp("one"), **NO_GAPS)
     metrics = [trainer.step() for _ in range(5)]
     weights = leaves((trainer.params, trainer.head))
     return trainer, [*metrics, trainer.step()], weights
@@ -138,6 +146,16 @@ def test_two_processes_sample_and_learn_what_one_does(two, one):
             assert mine.get(name) == pytest.approx(theirs.get(name), rel=1e-4, abs=1e-5), name
     assert any(r["rollout/groups_carried"] for r in records), "decisions were taken"
     assert any("train/loss" in r for r in records)
+
+
+def test_the_head_learns_in_gaps_and_the_first_process_tells_of_all_replicas(two):
+    records, events = read_metrics(two[0]), read_lines(two[0] / TRACE_FILE)
+    assert [r["draft/updates"] for r in records] == [0, 2, 2, 2, 2]
+    assert {e["replica"] for e in events if e["event"] in ("busy", "idle")} == {0, 1}
+    assert [e["step"] for e in events if e["event"] == "rollout"] == [1, 2, 3, 4, 5]
+    told = read_jsonl(two[0] / "telemetry.jsonl")
+    assert len({r.request for r in told.records}) > 2
+    assert sum(told.causes.values()) == len(told.records) == told.summary().rejections
 
 
 def test_one_process_goes_on_from_the_checkpoint_of_two(two, one):
@@ -240,26 +258,80 @@ def test_who_is_out_of_memory_does_not_wait_to_hear_whom_it_lost(words, waits):
     assert processes._may_be_loss(jax.errors.JaxRuntimeError(words)) == waits
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"rollout.tp": 6}, "set rollout.tp to a divisor or a multiple of 4"),
-        ({"rollout.tp": 8, "mesh.data": 8, "rollout.replicas": 2}, "must be 8; set rollout.repl"),
-        ({"mesh.data": 4}, "the product of the axes of mesh must be 8, got 4"),
-        ({"mesh.data": 8}, "set rollout.replicas=8 with rollout.tp=1, got rollout.replicas=1"),
-        (
-            {"mesh.data": 8, "rollout.replicas": 8, "rollout.telemetry": "true"},
-            "rollout.telemetry tells of the samples of one process alone",
-        ),
-    ],
-)
-def test_what_would_leave_processes_without_work_is_refused(monkeypatch, changes, expected):
-    for name, value in {"process_count": 2, "device_count": 8, "local_device_count": 4}.items():
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """As much of a device as meshes look at."""
+
+    id: int
+    process_index: int
+    platform: str = "cpu"
+
+
+@pytest.fixture
+def four_and_four(monkeypatch):
+    """This process is the first of two with four devices each, which nothing can run on."""
+    devices = [Device(i, i // 4) for i in range(8)]
+    counts = {"process_count": 2, "device_count": 8, "local_device_count": 4, "process_index": 0}
+    for name, value in {**counts, "devices": devices}.items():
         monkeypatch.setattr(jax, name, lambda value=value: value)
     monkeypatch.setattr(distributed, "is_several", lambda: True)
-    argv = tiny_run.arguments("model", "out", **{"packing.rows": 8, **changes})
-    with pytest.raises(ValueError, match=re.escape(expected)):
-        processes.copies_for(parse_config(RLConfig, argv)[0], [])
+    return devices
+
+
+def laid_out(**changes):
+    changes = {"packing.rows": 8, **changes}
+    cfg = parse_config(RLConfig, tiny_run.arguments("model", "out", **changes))[0]
+    return cfg, *engines.make_meshes(cfg)
+
+
+@pytest.mark.parametrize(
+    ("changes", "training", "rollouts", "said"),
+    [
+        ({"mesh.data": 8, "rollout.replicas": 8}, range(8), range(8), []),
+        (
+            {"mesh.data": 2, "rollout.replicas": 2},
+            (0, 4),
+            (0, 4),
+            ["training: 6 of the job's 8 devices", "rollouts: 6 of the job's 8 devices"],
+        ),
+        (
+            {"rollout.replicas": 3},
+            (0,),
+            (0, 1, 4),
+            ["come to 1); processes [1] have none for it", "rollouts: 5 of", "memory of the hosts"],
+        ),
+        (
+            {"mesh.data": 2, "mesh.tp": 4, "rollout.tp": 3, "rollout.replicas": 2},
+            range(8),
+            (0, 1, 2, 4, 5, 6),
+            ["rollouts: 2 of the job's 8", "memory of the hosts"],
+        ),
+        ({"mesh.data": 8}, range(8), (0,), ["processes [1] have none", "memory of the hosts"]),
+    ],
+)
+def test_devices_without_work_are_shared_out_and_named(
+    four_and_four, changes, training, rollouts, said
+):
+    cfg, mesh, places = laid_out(**changes)
+    copies = processes.copies_for(cfg, mesh, places)
+    assert [d.id for d in mesh.devices.flat] == [*training]
+    assert [d.id for place in places for d in place.devices.flat] == [*rollouts]
+    assert copies.through_hosts == (set(training) != set(rollouts))
+    lines = processes.about_idle(mesh, places)
+    assert len(lines) == len(said) and all(map(str.__contains__, lines, said)), lines
+
+
+def test_a_replica_of_one_process_and_a_part_of_the_next_is_refused(four_and_four):
+    cfg, mesh, places = laid_out(**{"mesh.data": 8, "rollout.tp": 3, "rollout.replicas": 2})
+    places = sharding.replica_meshes(2, 3, four_and_four)
+    with pytest.raises(ValueError, match="Make rollout.tp a multiple, or a divisor"):
+        processes.copies_for(cfg, mesh, places)
+
+
+def test_processes_with_different_numbers_of_devices_are_refused(four_and_four, monkeypatch):
+    monkeypatch.setattr(jax, "local_device_count", lambda: 3)
+    with pytest.raises(ValueError, match="set distributed.local_devices to the smallest number"):
+        processes.copies_for(None, None, [])
 
 
 # --- how it ends before its time ------------------------------------------------------------------
