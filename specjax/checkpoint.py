@@ -377,7 +377,7 @@ def load_draft(
     return unpack(loaded, wanted, record["trees"])["draft"], record["meta"]
 
 
-# Orbax 0.12.8 neither writes nor reads arrays of which some process of the job has no part: on their
+# Orbax 0.12.8 neither writes nor reads arrays of which a process of the job has no part: on their
 # way they lie on a device of each.
 
 

@@ -254,6 +254,7 @@ class Hosts:
         if isinstance(own, Replicas):
             own.on_look = self._look
         self._tickets, self._interval, self._until = 0, EXCHANGE, 0.0
+        self._sets = 0  # of weights
         self.clear()
 
     # --- what an engine has ----------------------------------------------------------------------
@@ -278,7 +279,7 @@ class Hosts:
 
     @property
     def version(self) -> int:
-        return self.own.version
+        return self.own.version if self.engines else self._sets
 
     @property
     def has_work(self) -> bool:
@@ -324,7 +325,7 @@ class Hosts:
         Raises:
           RuntimeError: what arrived is not what was sent.
         """
-        cfg = self.runner.cfg
+        cfg, self._sets = self.runner.cfg, self._sets + 1
         placed = self._copied("policy", params, cfg.tie_embeddings, cfg.compute_dtype)
         heads, brought = [None] * len(placed), self.copies.received
         if head is not None:
