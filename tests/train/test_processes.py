@@ -108,6 +108,15 @@ def learned(metrics: dict) -> dict:
     return {name: metrics.get(f"rollout/{name}") for name in names}
 
 
+def assert_close(mine: dict, theirs: dict, rel: float = 1e-4) -> None:
+    """Figures that programs of another layout have in other last bits."""
+    for name in ("train/loss", "train/grad_norm", "train/mtp_loss", "train/entropy"):
+        expected = theirs.get(name)
+        assert (mine.get(name) is None) == (expected is None), name
+        if expected is not None:
+            assert mine[name] == pytest.approx(expected, rel=rel, abs=1e-5), name
+
+
 # Each process trains the head for itself, while the other rolls out or after that.
 SPOT = {"draft.spot.enabled": "true", "draft.spot.updates": 2, "rollout.telemetry": "true"}
 NO_GAPS = {**SPOT, "draft.spot.gaps": "false"}
@@ -142,8 +151,7 @@ def test_two_processes_sample_and_learn_what_one_does(two, one):
     assert [r["step"] for r in records] == [1, 2, 3, 4, 5]
     for mine, theirs in zip(records, one[1], strict=False):
         assert learned(mine) == learned(theirs)
-        for name in ("train/loss", "train/grad_norm", "train/mtp_loss", "train/entropy"):
-            assert mine.get(name) == pytest.approx(theirs.get(name), rel=1e-4, abs=1e-5), name
+        assert_close(mine, theirs)
     assert any(r["rollout/groups_carried"] for r in records), "decisions were taken"
     assert any("train/loss" in r for r in records)
 
@@ -171,11 +179,48 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(two, one):
 def test_only_the_first_process_writes_and_prints(two):
     out, (first, second) = two
     assert "step    5" in first and "plot:" in first
-    # What one machine of a job lacks, its own process says; nothing else.
-    allowed = "Gloo", "no C++ compiler"
+    # What one machine of a job lacks, or is slow at, its own process says; nothing else.
+    allowed = "Gloo", "no C++ compiler", "programs are ready after"
     lines = [line for line in second.splitlines() if not any(word in line for word in allowed)]
     assert not lines, second
     assert (out / "metrics.png").exists() and not list(out.parent.glob("run-*"))
+
+
+# --- all of it together ---------------------------------------------------------------------------
+
+TOGETHER = {
+    "steps": 3,
+    "checkpoint.every": 2,
+    "algo.tis": "true",
+    "rollout.invariant": "true",
+    "rollout.control.controller": "goodput",
+    "rollout.control.strategies": "[off,1_1_2]",
+}
+
+
+@pytest.mark.slow
+def test_a_pod_job_with_everything_repeats_exactly_and_samples_what_one_device_does(
+    thin_policy, tmp_path
+):
+    """A mesh over two processes, two replicas in each, spot training, TIS, control, telemetry."""
+    out = tmp_path / "run"
+    layout = {"mesh.data": 1, "mesh.fsdp": 2, "mesh.tp": 2, "rollout.replicas": 4}
+    changes = {**TOGETHER, **SPOT, **layout}
+    finish(start(thin_policy, out, 2, devices=2, **changes))
+    once = read_metrics(out)
+    counted = read_jsonl(out / "telemetry.jsonl")
+    trainer = trainer_of(thin_policy, tmp_path / "one", **TOGETHER, **NO_GAPS)
+    alone = [trainer.step() for _ in range(3)]
+    for mine, theirs in zip(once, alone, strict=True):
+        assert learned(mine) == learned(theirs)
+        assert_close(mine, theirs, 1e-3)
+    assert "control/replica_3/strategy" in once[-1] and counted.records
+    assert any("train/tis" in r for r in once)
+    finish(start(thin_policy, out, 2, "--resume", "--resume_step", "2", devices=2, **changes))
+    (again,) = (r for r in read_metrics(out) if r["step"] == 3)
+    assert learned(again) == learned(once[-1])
+    for name in ("train/loss", "train/grad_norm", "train/mtp_loss", "train/mtp_update_norm"):
+        assert again[name] == once[-1][name], name
 
 
 # --- one replica over several processes -----------------------------------------------------------
