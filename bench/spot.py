@@ -154,7 +154,7 @@ class Comparison:
         self.trainers = {arm: Trainer(cfg.of_arm(arm, out)) for arm in ARMS}
         first, other = self.trainers.values()
         other.policy, other.draft = first.policy, first.draft  # one set of executables for both
-        other.spot.draft = first.draft
+        other.spot.places = first.spot.places
         self.steps: dict[str, list[Step]] = {arm: [] for arm in ARMS}
         self.identical = 0
 
