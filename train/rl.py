@@ -126,7 +126,7 @@ def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None, plac
     keep = cfg.checkpoint.keep_last
     heads = HeadCheckpoints(out / "draft", trainer.model, keep)
     with Checkpointer(out / CHECKPOINTS, keep) as checkpoints, heads:
-        strategies = len(trainer.engines[0].runner.programs)
+        strategies = len(trainer.engine.runner.programs)
         _say(about_compiling(cfg, trainer.programs_to_compile(), strategies))
         if resume:  # which compiles, too
             trainer.restore(checkpoints, resume_step)

@@ -171,7 +171,8 @@ class Place:
 
     Args:
       draft: the program for them. device: where `draft` has no mesh.
-      trains: these are the devices that the policy is trained on, of any number of processes.
+      trains: they are those of `draft`'s mesh on which the policy is trained, of any number of
+        processes.
     """
 
     def __init__(self, draft: DraftTrainer, device: jax.Device | None = None, trains: bool = False):
@@ -190,7 +191,7 @@ class Place:
         mesh, where = self.draft.mesh, self._device
         if mesh is not None:
             where = sharding.param_shardings(mesh, tree)
-        if not (self.trains and mesh is not None):
+        if not self.trains:
             tree = jax.device_put(tree, where)  # which leaves shards where they are
         if not overwritten:
             return tree

@@ -155,8 +155,9 @@ class Trainer:
             self.trace = Trace(len(self.engines), self.copies.before if self.copies else 0)
         if spot:
             inside = trains_in_replicas(cfg, self.mesh)
-            places = [Place(self.draft, jax.devices()[0], trains=True)]
-            if inside:
+            if not inside:
+                places = [Place(self.draft, trains=True)]
+            else:
                 first = [mesh.devices.flat[0] if mesh else jax.devices()[0] for mesh in self.places]
                 places = [*map(Place, pieces, first)]
             apart, context = inside and self.copies is not None, self.policy.context

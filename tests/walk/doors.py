@@ -533,7 +533,7 @@ def trainer(*more: str, several: bool = False) -> Callable[[Feature], None]:
         cfg, _ = parse_config(RLConfig, [*argv, *own])
         with _processes() if several else contextlib.nullcontext():
             mesh, places = make_meshes(cfg)
-            copies = processes.copies_for(cfg, places)
+            copies = processes.copies_for(cfg, mesh, places)
             places = (copies.own if copies else places)[:2]
             cfg.dtype.settle("float32", "cpu")
             settle_drafting(cfg, has_head=True)

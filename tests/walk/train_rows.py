@@ -50,7 +50,7 @@ from train.prompts import Prompts
 from train.rollout import Rollout
 from train.schema import RLConfig, SFTConfig
 from train.scoring import Scorer
-from train.spot import SpotTraining
+from train.spot import Place, SpotTraining
 from train.tasks.layout import Problem
 from train.trainer import Trainer
 
@@ -483,7 +483,8 @@ def _traced(draft: DraftConfig) -> str:
 def spot(cfg: RLConfig) -> SpotTraining:
     settled(cfg)
     noted = types.SimpleNamespace(draft=lambda *_: None)
-    return SpotTraining(types.SimpleNamespace(piece=None), cfg.draft, jax.devices()[:2], noted)
+    draft = types.SimpleNamespace(piece=None, mesh=None)
+    return SpotTraining([Place(draft, device) for device in jax.devices()[:2]], cfg.draft, noted)
 
 
 def planned(cfg: RLConfig):
@@ -510,8 +511,9 @@ def has_spot(cfg: RLConfig):
     run = Trainer.__new__(Trainer)
     settled(cfg)
     run.cfg, run.copies, run.engines, run.draft = cfg, None, [1, 2], object()
-    run.places, run.engine = [None, None], types.SimpleNamespace()
-    run._build_spot()
+    run.places, run.engine, run.mesh = [None, None], types.SimpleNamespace(), None
+    run.policy, run.notes = types.SimpleNamespace(context=None), []
+    run._build_spot([run.draft] * 2)
     return run.spot is None
 
 
