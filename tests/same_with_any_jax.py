@@ -37,6 +37,10 @@ LEFT_OUT = {
     "rows, messages and logs of runs whose programs train/test_rl compiles, too": """
         train/test_lengths train/test_log train/test_scoring train/test_watch
     """,
+    "settings and choices that pick among programs which test_identity and test_rl run, too": """
+        engine/test_control engine/test_exact_mode engine/test_spec_settings
+        train/test_groups train/test_partial train/test_rollout_keys train/test_sampling_keys
+    """,
     "every setting changes something, in programs that other tests compile, too": """
         walk/test_doors walk/test_settings_walk
     """,
