@@ -114,12 +114,14 @@ def as_flags(message: str) -> str:
     """A message about settings of the server, which flags stand for, in flags."""
 
     def flag(match: re.Match) -> str:
-        name, value = "--" + match["name"].replace("_", "-"), match["value"]
+        name, value = match["name"], match["value"]
+        if value in ("true", "false"):
+            return flags(name, value == "true")
         if value == "null":
             value = "none"
         elif value and value.startswith("["):
             value = ",".join(part.strip() for part in value[1:-1].split(","))
-        return f"{name} {value}" if value else name
+        return flags(name, value) if value else flags(name)
 
     return _SETTING.sub(flag, message.removeprefix("speculation.control: "))
 

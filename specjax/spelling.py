@@ -78,8 +78,10 @@ def dotted(sections: Mapping[str, str], other_names: Mapping[str, str] | None = 
 
 
 def flags(name: str, *value: Any) -> str:
-    """Names settings as `--name value`."""
+    """Names settings as `--name value`; what is true or false as `--name` or `--no-name`."""
     flag = "--" + name.replace("_", "-")
+    if value and isinstance(value[0], bool):
+        return flag if value[0] else f"--no{flag[1:]}"
     return f"{flag} {_text(value[0], none='none')}" if value else flag
 
 

@@ -152,6 +152,8 @@ def test_a_flag_that_there_is_not_is_answered_with_the_nearest(argv, said, capsy
         ("for speculation.strategies=[off, 2_1_3]; x", "for --strategies off,2_1_3; x"),
         ("set speculation.control.controller=ema", "set --controller ema"),
         ("speculation.control.strategies=[off, 2_1_3]", "--strategies off,2_1_3"),
+        ("or speculation.invariant=false", "or --no-invariant"),
+        ("speculation.exact_mode=true changes", "--exact-mode changes"),
         ("speculation.control: strategy 'x' is", "strategy 'x' is"),
         ("speculation.draft_model=/a/b changes", "--draft-model /a/b changes"),
         ("with speculation.draft_model=null", "with --draft-model none"),
