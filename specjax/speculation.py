@@ -143,7 +143,7 @@ class SpeculationSettings:
     )
 
     def __post_init__(self):
-        if self._built_control() is not None and self.control.fastrl:
+        if self.control_config() is not None and self.control.fastrl:
             self._take_fastrl(read_fastrl(self.control.fastrl))
         spec = self.spec()
         self.source = spec.source  # a draft model or a head implies it
@@ -180,21 +180,18 @@ class SpeculationSettings:
             if arm != OFF:
                 dataclasses.replace(spec, strategy=arm, adaptive_width=False).resolve()
 
-    def _built_control(self) -> ControlConfig | None:
-        if self.control is None:
-            return None
-        try:
-            return self.control.build(self.strategy)
-        except (ValueError, TypeError, OSError) as error:
-            raise ValueError(f"{self.section}.control: {error}") from error
-
     def control_config(self) -> ControlConfig | None:
         """How the strategy is chosen; None: it is always `strategy`.
 
         Raises:
           ValueError: a key of `control` is not known, or a value is not valid.
         """
-        return self._built_control()
+        if self.control is None:
+            return None
+        try:
+            return self.control.build(self.strategy)
+        except (ValueError, TypeError, OSError) as error:
+            raise ValueError(f"{self.section}.control: {error}") from error
 
     def spec(self) -> SpecConfig:
         """How to speculate.
