@@ -380,7 +380,9 @@ class Runner:
         """
         bucket, arm = len(lineup.slots) - self.standby, self.arms[strategy]
         features = self.executables.covering(arm.program, bucket, features)
-        inputs = (self.params, self.head, self.state, lineup, until, arm.part)
+        inputs = (self.params, self.head, self.state, lineup, until)
+        if arm.part is not None:
+            inputs = (*inputs, arm.part)
         program = functools.partial(self._chunk_program, strategy, features, bucket)
         key = ("chunk", arm.program, bucket, features)
         self.state, result = self._run(key, program, inputs, (2,), inputs[3:])
