@@ -18,7 +18,7 @@ from specjax.cache import KVCache, commit_rows, empty_cache
 from specjax.config import ModelConfig, RopeScaling, Strategy
 from specjax.decode.tree import build_tree, chain_bits
 from specjax.draft.mtp import head_graphdef, init_head_params
-from specjax.models import hf
+from specjax.models import hf, transformer
 from specjax.models.transformer import graphdef, unroll_layers
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -390,3 +390,18 @@ def head_from_tensors(tensors, modules):
             "layer": layer,
         }
     return {"blocks": blocks}
+
+
+def test_unrolled_layers_that_are_alike_are_traced_and_lowered_once(monkeypatch):
+    calls, qkv = [], transformer.Block.qkv
+    monkeypatch.setattr(
+        transformer.Block, "qkv", lambda block, *args: calls.append(block) or qkv(block, *args)
+    )
+    cfg, params, _ = hf.load_checkpoint(GOLDEN / "qwen2", "float32")
+    model = merged(cfg.replace(attention="reference"), params, "unrolled")
+    assert cfg.num_layers > 1
+    tokens, lengths = jnp.arange(8)[None] % cfg.vocab_size, jnp.array([8])
+    text = jax.jit(model.prefill).lower(tokens, lengths).as_text()
+    assert len(calls) == 1
+    assert text.count("call @_run_block") == cfg.num_layers
+    assert text.count("func.func private @_run_block") == 1
