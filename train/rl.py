@@ -120,8 +120,7 @@ def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None, plac
     trainer = Trainer(cfg)
     for line in trainer.notes:
         _say(line)
-    for line in (trainer.drafting, *trainer.start_lines()):
-        _say(line)
+    _say(trainer.drafting)
     trainer.on_program = CompileProgress(_say)
     keep = cfg.checkpoint.keep_last
     heads = HeadCheckpoints(out / "draft", trainer.model, keep)
@@ -130,6 +129,8 @@ def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None, plac
         _say(about_compiling(cfg, trainer.programs_to_compile(), strategies))
         if resume:  # which compiles, too
             trainer.restore(checkpoints, resume_step)
+        for line in trainer.start_lines():
+            _say(line)
         if line := about_generation(cfg, trainer.model):
             _say(line)
         _say(trainer.about_dtype)

@@ -137,6 +137,7 @@ class Trainer:
         built = build_programs(cfg, self.model, self.source, self.mesh, self.places)
         self.policy, self.draft = built.policy, built.draft
         self.engines = built.engines if self.places else []  # those that run
+        self._any_engine = built.engines[0]  # it has the settings of all, and may never run
         self.opt_state = self.policy.init_opt_state(self.params)
         self.reference = jax.tree.map(jnp.copy, self.params) if cfg.algo.kl_loss_coef else None
         self.draft_opt = self.draft.init_opt_state(self.head) if self.draft else None
@@ -188,7 +189,7 @@ class Trainer:
 
     def start_lines(self) -> list[str]:
         """What to say of rollouts before they begin."""
-        *lines, kernel = start_lines(self.engines)
+        *lines, kernel = start_lines(self._any_engine)
         return [*lines, f"{kernel} for rollouts, {self.policy.cfg.attention} for training"]
 
     def programs_to_compile(self) -> int:

@@ -201,7 +201,7 @@ def _load(args: argparse.Namespace, samples: int) -> LLM:
     if llm.drafting.by_default or args.stats:  # with a head of its own it is no news
         _say(llm.drafting.described(flags))
     if args.stats:
-        for line in start_lines(llm.engine.engines):
+        for line in start_lines(llm.engine.engines[0]):
             _say(line)
     return llm
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Several
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from specjax.engine.engine import Engine
 
 
-def start_lines(engines: Several[Engine]) -> list[str]:
+def start_lines(engine: Engine) -> list[str]:
     """Lines for the log or the console of a program that is about to generate.
 
     Later a controller names the strategy and the accept length in the log of `specjax.control`, at
     `LOG_EVERY` chunks or more between two lines of a kind.
 
     Args:
-      engines: replicas, which have equal settings.
+      engine: the one, or any of several replicas.
     """
-    engine = engines[0]
     controller, plans = engine.controller, engine.runner.plans
     using = f"Using strategy: {controller.active}"
     if len(plans) > 1:

@@ -178,7 +178,7 @@ class LLM:
             self.engine = Replicas(engines)
         else:
             self.engine = self._engine(spec, source, control, mesh)
-        for line in start_lines(self.engine.engines):
+        for line in start_lines(self.engine.engines[0]):
             log.info("%s", line)
         self.engine.set_params(params, head if self.spec else None)
         self._plain: Engine | None = None
