@@ -158,11 +158,18 @@ def test_a_flag_that_there_is_not_is_answered_with_the_nearest(argv, said, capsy
         ("speculation.draft_model=/a/b changes", "--draft-model /a/b changes"),
         ("with speculation.draft_model=null", "with --draft-model none"),
         ("engine.max_len=null, the", "--max-len none, the"),
+        ("or speculation.adaptive_width=false", "or --no-adaptive-width"),
+        ("with speculation.invariant=true", "with --invariant"),
         ("the search engine is off", "the search engine is off"),
     ],
 )
 def test_settings_in_messages_become_flags(message, flags):
     assert as_flags(message) == flags
+
+
+def test_messages_of_the_library_name_switches_as_they_are_typed():
+    assert [flags("exact_mode", on) for on in (True, False)] == ["--exact-mode", "--no-exact-mode"]
+    assert flags("max_len", 3) == "--max-len 3"
 
 
 # --- which command ------------------------------------------------------------------------------
