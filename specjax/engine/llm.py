@@ -142,7 +142,7 @@ class LLM:
         self.drafting = settle_draft(spec, control, head is not None)
         spec, control = self.drafting.spec, self.drafting.control
         if self.drafting.strategies == (OFF,):  # nothing drafts: no head is needed
-            spec, control = None, None
+            spec, control = spec and dataclasses.replace(spec, strategy=OFF), None
         self.spec = None if spec is None or spec.is_off else spec
         if self.spec is not None and self.spec.exact_mode:
             self.notes.append(
