@@ -155,6 +155,18 @@ def test_what_is_only_counted_adds_up_to_the_same_figures():
     assert counted.causes == kept.causes == causes and causes["mask"] == 1
 
 
+def test_what_several_collected_does_not_depend_on_who_collected_which():
+    one, other = Collector(), Collector()
+    others = tuple(slot and dataclasses.replace(slot, request="b") for slot in SLOTS)
+    one.add(chunk(), others)
+    other.add(chunk(), SLOTS)
+    whole, same = Collector.joined([one, other]), Collector.joined([other, one])
+    assert whole.records == same.records and whole.summary() == same.summary()
+    assert [r.request for r in whole.records] == ["a"] * 5 + ["b"] * 5
+    places = [(r.request, r.sample, r.position) for r in whole.records]
+    assert places == sorted(places) and whole.summary().rejections == 10
+
+
 def test_a_batch_of_another_size_is_refused():
     with pytest.raises(ValueError, match="got 2 slots for rejections of 3"):
         Collector().add(chunk(), SLOTS[:2])

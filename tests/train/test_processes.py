@@ -186,6 +186,27 @@ def test_only_the_first_process_writes_and_prints(two):
     assert (out / "metrics.png").exists() and not list(out.parent.glob("run-*"))
 
 
+# --- devices and processes without work -----------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_process_with_no_part_in_training_or_rollouts_goes_along(thin_policy, tmp_path, one):
+    """2 x 2 devices, of which one trains and one rolls out: weights, checkpoints and figures reach
+    the process that has none."""
+    out = tmp_path / "run"
+    layout = {"mesh.data": 1, "rollout.replicas": 1, **NO_GAPS}
+    more = {"eval.problems": 3, "checkpoint.export": "true", "checkpoint.draft_only": "true"}
+    printed = finish(start(thin_policy, out, 2, devices=2, **layout, **more, steps=2))
+    assert printed[0].count("processes [1] have none for it") == 2, printed
+    finish(start(thin_policy, out, 2, "--resume", devices=2, **layout, **more, steps=3))
+    records = [r for r in read_metrics(out) if r["step"]]
+    assert [learned(r) for r in records] == [learned(r) for r in one[1][:3]]
+    for mine, theirs in zip(records, one[1], strict=False):
+        assert_close(mine, theirs)
+    assert "eval/reward" in records[-1] and (out / "hf" / "config.json").exists()
+    assert (out / "draft" / "3").is_dir()
+
+
 # --- all of it together ---------------------------------------------------------------------------
 
 TOGETHER = {

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from specjax.checkpoint import Checkpointer
 from specjax.command_line import ConfigError, parse_config
+from specjax.engine import hosts
 from specjax.engine.replicas import Replicas
 from train import rl
 from train.draft import DraftConfig, SpotConfig
@@ -265,7 +266,8 @@ def spot_of(gaps: bool = True):
 
     draft = types.SimpleNamespace(piece=piece, mesh=None, context=None)
     places = [Place(draft, jax.devices()[i % jax.device_count()]) for i in range(3)]
-    cfg = DraftConfig(spot=SpotConfig(enabled=True, gaps=gaps), max_microbatches=3)
+    spot = SpotConfig(enabled=True, gaps=gaps, buffer_tokens=100)
+    cfg = DraftConfig(spot=spot, max_microbatches=3)
     spot = SpotTraining(places, cfg, Trace(3))
     spot.keep(1, *microbatches(1, 5))
     head = jax.numpy.zeros(())
@@ -292,6 +294,46 @@ def test_one_piece_at_a_time_is_sent_off_and_only_to_a_drained_replica():
     assert [s[0] for s in sent] == [100, 101, 102] and float(head) == 3
     assert (spot.in_gaps, spot.after, float(sums["count"])) == (2, 1, 3)
     assert head.devices() == {jax.devices()[0]}
+
+
+class Noted:
+    """Uses gaps for four seconds each, in name, and notes what it was asked."""
+
+    wanted = 4.0
+
+    def __init__(self):
+        self.asked, self.rested = [], 0
+
+    def look(self, gaps, seconds) -> bool:
+        self.asked.append((list(gaps), round(seconds)))
+        return len(self.asked) == 1  # it is done at the second look
+
+    def rest(self) -> None:
+        self.rested += 1
+
+
+def test_processes_tell_each_other_less_often_while_a_gap_is_used():
+    """A process whose own samples have ended, while another's run."""
+    told, agreement = [], types.SimpleNamespace(now=0.0)
+    own = types.SimpleNamespace(
+        has_work=False, clear=lambda: None, runner=types.SimpleNamespace(agreement=agreement)
+    )
+
+    def tell(mine, place):
+        told.append(mine)
+        return [mine, ([], 0.0)]
+
+    host = hosts.Hosts(own, None, home=hosts.Home(0, 2, tells=True), tell=tell)
+    host.gaps = noted = Noted()
+    host._load = [0, 3]
+    host.step()
+    assert noted.asked == [([0], hosts.EXCHANGE), ([0], hosts.EXCHANGE)] and noted.rested == 1
+    host.step()
+    assert noted.asked[2:] == [([0], 5)]  # an update has room until the next exchange
+    host._load = [0, 0]
+    host.step()
+    assert noted.asked[3:] == [([], 5)]  # nobody runs: the rollout is over
+    assert [wanted for _, wanted in told] == [4.0, 4.0, 0.0] and host._interval == hosts.EXCHANGE
 
 
 def test_switched_off_all_pieces_come_after_the_rollout():
