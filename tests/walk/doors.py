@@ -32,6 +32,7 @@ from specjax.command_line import parse_config
 from specjax.control.bandit import BanditConfig
 from specjax.engine.sources import load_source
 from specjax.models import hf
+from specjax.tokenizer import load_tokenizer
 from train import processes
 from train.engines import make_meshes
 from train.programs import as_computed, build_programs, drafts, drafts_with_head, settle_drafting
@@ -481,7 +482,8 @@ def make_llm(model: Any = None, **given) -> LLM:
     spec = given.get("spec")
     if getattr(spec, "draft_model", None) == "DIR":
         given["spec"] = dataclasses.replace(spec, draft_model=str(PLACES.policy))
-    defaults = {"max_batch": 2, "max_len": MAX_LEN, "tokenizer": tokenizer()}
+    # Of its own: the server may give it a chat template.
+    defaults = {"max_batch": 2, "max_len": MAX_LEN, "tokenizer": load_tokenizer(PLACES.policy)}
     given.pop("revision", None)
     return LLM(_model(), **{**defaults, **given})
 

@@ -247,8 +247,7 @@ class Idle:
         self.cfg, self.done_steps, self.notes, self.said = cfg, 0, [], []
         self.drafting, self.about_dtype, self.model = "", "", policy()
         self.params = self.head = self.mesh = None
-        runner = types.SimpleNamespace(plans={"off": None}, cfg=policy())
-        self.engines = [types.SimpleNamespace(runner=runner)]
+        self.engines = [mock.MagicMock()]
         self.eval_engine = True
         self.rollouts = types.SimpleNamespace(about_zero=lambda: None, short=None)
         self.tokenizer_dir = PLACES.policy
@@ -935,7 +934,7 @@ GSM8K_ROWS = {"data.path": GSM8K, "packing.row_length": 128, "packing.rows": 1}
 SFT = {
     "out": Row(lambda: str(scratch("sft-elsewhere")), lambda cfg: finished(cfg)[0]),
     "init": Row(lambda: str(PLACES.policy), lambda cfg: started(cfg)[0]),
-    "revision": Row("main", refused_at_start),
+    "revision": Row("main", refused_at_start, {"init": lambda: str(PLACES.policy)}),
     "seed": Row(1, started, NEW),
     "steps": Row(2, stages),
     "draft_steps": Row(3, stages),
