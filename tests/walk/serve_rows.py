@@ -11,7 +11,7 @@ import uvicorn
 from library_rows import other_kernel
 from rows import PLACES, Reaches, Refused, Row, called_with, outcome, scratch
 from starlette.testclient import TestClient
-from train_rows import control_rows, other_policy, other_products
+from train_rows import control_rows, other_policy
 
 import serve.__main__ as program
 from serve import settings
@@ -150,7 +150,7 @@ SERVE = {
     "engine.page_size": Reaches(16, engine, EngineConfig, "page_size"),
     "engine.cache_bytes": Reaches(2_000_000, engine, EngineConfig, "cache_bytes"),
     "engine.prefill_chunk": Reaches(32, engine, EngineConfig, "prefill_chunk"),
-    "engine.products": Reaches(other_products, engine, EngineConfig, "products"),
+    "engine.products": Reaches("xla", engine, EngineConfig, "products"),
     "engine.attention": Reaches(other_kernel, engine, EngineConfig, "attention"),
     "engine.max_stop_tokens": Row(9, loaded(lambda llm: llm.engine.limits)),
     "engine.warm_up": Row("sampled", warmed),

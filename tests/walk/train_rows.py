@@ -33,7 +33,6 @@ from specjax.config import ModelConfig
 from specjax.context import context_of
 from specjax.draft.mtp import init_head_params
 from specjax.engine.sources import load_source
-from specjax.kernels import panels
 from specjax.models import hf
 from specjax.models.transformer import init_params
 from specjax.tokenizer import load_tokenizer, with_tokenizer_end
@@ -239,35 +238,25 @@ def optimizer_rows(prefix: str, steps) -> dict:
 # --- the loop of a run, with a trainer that does nothing ------------------------------------------
 
 
-class Idle:
-    """Stands in for a trainer: steps take no time, and what is asked of it is noted."""
+def idle(cfg: RLConfig) -> mock.MagicMock:
+    """Stands in for a trainer: steps take no time, and what is asked of it is noted in `said`."""
+    settled(cfg)
+    trainer = mock.MagicMock(cfg=cfg, done_steps=0, notes=[], said=[], model=policy(), head=None)
+    trainer.rollouts = types.SimpleNamespace(about_zero=lambda: None, short=None)
 
-    def __init__(self, cfg: RLConfig):
-        settled(cfg)
-        self.cfg, self.done_steps, self.notes, self.said = cfg, 0, [], []
-        self.drafting, self.about_dtype, self.model = "", "", policy()
-        self.params = self.head = self.mesh = None
-        self.engines = [mock.MagicMock()]
-        self.eval_engine = True
-        self.rollouts = types.SimpleNamespace(about_zero=lambda: None, short=None)
-        self.tokenizer_dir = PLACES.policy
-
-    def programs_to_compile(self):
-        return 0
-
-    def warm_up(self):
-        return ""
-
-    def step(self):
-        self.done_steps += 1
+    def step():
+        trainer.done_steps += 1
         return {"train/mtp_tokens": 1.0}
 
-    def evaluate(self):
-        self.said.append(("evaluated", self.done_steps))
+    def evaluate():
+        trainer.said.append(("evaluated", trainer.done_steps))
         return {}
 
-    def save(self, checkpoints, heads=None, block=False):
-        self.said.append(("saved", self.done_steps, heads is not None))
+    def save(checkpoints, heads=None, block=False):
+        trainer.said.append(("saved", trainer.done_steps, heads is not None))
+
+    trainer.step, trainer.evaluate, trainer.save = step, evaluate, save
+    return trainer
 
 
 def ran(cfg: RLConfig):
@@ -276,7 +265,7 @@ def ran(cfg: RLConfig):
     trainers, kept = [], []
 
     def start(cfg):
-        trainers.append(Idle(cfg))
+        trainers.append(idle(cfg))
         return trainers[-1]
 
     @contextlib.contextmanager
@@ -575,11 +564,6 @@ def other_policy() -> str:
     return str(path)
 
 
-def other_products() -> str:
-    auto = panels.settle(policy(), None, "auto").products
-    return "xla" if auto == "panels" else "panels"
-
-
 def rl_spec(cfg: RLConfig) -> SpecConfig:
     return engine(cfg).spec
 
@@ -702,7 +686,7 @@ RL = {
     "rollout.chunk_tokens": _reaches_engine(8, "chunk_tokens"),
     "rollout.stretch": _reaches_engine(1, "stretch"),
     "rollout.prefill_chunk": _reaches_engine(32, "prefill_chunk"),
-    "rollout.products": _reaches_engine(other_products, "products"),
+    "rollout.products": _reaches_engine("xla", "products"),
     "rollout.dtype": (
         Row("bfloat16", runner("cfg.compute_dtype")),
         Row("bfloat16", lambda cfg: built(cfg).eval_engine.runner.cfg.compute_dtype),
