@@ -241,7 +241,7 @@ def _named(array: jax.Array, target: jax.NamedSharding) -> jax.Array:
     """The same buffers, of the target's devices, under its mesh; no byte moves."""
     devices = target.addressable_devices
     pieces = [shard.data for shard in array.addressable_shards if shard.device in devices]
-    return jax.make_array_from_single_device_arrays(array.shape, target, pieces)
+    return jax.make_array_from_single_device_arrays(array.shape, target, pieces, dtype=array.dtype)
 
 
 # --- which way a weight goes ----------------------------------------------------------------------
