@@ -5,6 +5,7 @@ Its weights are random but sharpened, so that the next token depends on the cont
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import time
@@ -91,10 +92,12 @@ def with_effect(program: type, settings: dict) -> list[str]:
 
 
 # Settings that no program of a rollout, or of the policy, depends on.
-OF_NO_ROLLOUT = {"prompts", "n", "temperature", "over_sample", "partial", "max_staleness", "order"}
+OF_NO_ROLLOUT = {
+    "prompts", "n", "temperature", "over_sample", "partial", "max_staleness", "order", "exact_mode",
+}  # fmt: skip
 OF_NO_UPDATE = {"dynamic_sampling", "max_num_gen_batches"}
-# Those that the evaluation's engine takes from the rollout's.
-OF_EVALUATION = (
+# Those that engines that decode plainly take from the rollout's.
+OF_PLAIN = (
     "max_prompt_tokens", "max_tokens", "page_size", "chunk_tokens", "prefill_chunk", "scan_layers",
     "products", "dtype",
 )  # fmt: skip
@@ -131,10 +134,13 @@ def shared_programs():
         built.policy = first(built.policy, *common, *loss, cfg.optim)
         built.draft = first(built.draft, *common)
         for engine, place in zip(built.engines, places, strict=True):
-            share(engine, str(place and place.devices), model, roll, cfg.dtype, engine.spec)
+            spec = dataclasses.replace(engine.spec, exact_mode=False)
+            share(engine, str(place and place.devices), model, roll, cfg.dtype, spec)
         if places == [None]:
+            plain = {name: getattr(cfg.rollout, name) for name in OF_PLAIN}
+            for engine in built.plain_engines:
+                share(engine, model, plain, cfg.rollout.max_batch, cfg.algo.logprobs)
             if built.eval_engine is not None:
-                plain = {name: getattr(cfg.rollout, name) for name in OF_EVALUATION}
                 share(built.eval_engine, model, plain, cfg.eval)
         return built
 

@@ -17,6 +17,7 @@ from specjax.command_line import ConfigError
 from specjax.engine.engine import Engine
 from specjax.engine.request import Finished, Job, SampleOutput, Totals, make_jobs, require_valid
 from specjax.engine.sequence import Progress
+from train.exact import up_to
 from train.groups import Choice, Group, Response, Rule, decide, reopen, settle
 from train.prompts import Prompts
 from train.rollout import (
@@ -209,6 +210,7 @@ class Rollouts:
         self._any_reward = False
         self.short: str | None = None
         self._problems: dict[int, Problem] = {}  # of the groups of a step, by index
+        self._kept: tuple[Group, ...] = ()  # of the last step: complete, or carried
         self._looked_at: dict[int, str | None] = {}  # by place: why it was passed over, or cut
 
     def collect(self, engine: Engine, step: int) -> tuple[Rollout, Rollout, dict[str, float | str]]:
@@ -237,8 +239,8 @@ class Rollouts:
         self.carried = settled.carried
         self.short = self._about_short(len(settled.selected), choice.places)
         done = Rollout.of(settled.complete)
-        kept = (*settled.complete, *settled.carried)
-        run.totals.tokens = sum(r.new for group in kept for r in group.responses)
+        self._kept = (*settled.complete, *settled.carried)
+        run.totals.tokens = sum(r.new for group in self._kept for r in group.responses)
         metrics = rollout_metrics(done, run.totals, self.cfg.rollout_devices)
         metrics |= selection_metrics(settled, stale, choice.budget, step)
         metrics |= self._reward_metrics(settled.complete) | self._prompt_metrics()
@@ -247,6 +249,19 @@ class Rollouts:
                 r.tokens for group in settled.carried for r in group.responses
             )
         return done, done.select(settled.selected), metrics
+
+    def begun(self) -> list[tuple[Job, list[int]]]:
+        """The samples of complete and carried groups that the last step began: each as a job, whose
+        request is the place of its problem, and its tokens. Those that the step cut end there."""
+        found = []
+        for group in self._kept:
+            for response, job in zip(
+                group.responses, self._jobs_of(group, group.place), strict=True
+            ):
+                if response.given == 0 and response.new:
+                    cut = response.finish is None
+                    found.append((up_to(job, response.tokens) if cut else job, response.tokens))
+        return found
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint's metadata: JSON."""
@@ -331,9 +346,13 @@ class Rollouts:
 
     def _jobs(self, index: int, group: Group) -> list[Job]:
         self._problems[index] = group.problem
+        return self._jobs_of(group, index)
+
+    def _jobs_of(self, group: Group, request: int) -> list[Job]:
         params = group_params(self.cfg, group.step, group.place)
-        tokenizer = self._prompts.tokenizer
-        return make_jobs(group.prompt, params, self._eos_ids, tokenizer, request=index)
+        return make_jobs(
+            group.prompt, params, self._eos_ids, self._prompts.tokenizer, request=request
+        )
 
     def judge(self, job: Job, sample: SampleOutput) -> Score:
         """The reward of a sample of this step, for engines that ask where it ran."""

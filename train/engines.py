@@ -1,4 +1,4 @@
-"""The engines of a run: those that roll out, and the one that evaluates."""
+"""The engines of a run: those that roll out, those of exact mode, and the one that evaluates."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ def build_engines(
     source: DraftSource | None,
     mesh: Mesh,
     places: Sequence[Mesh],
-) -> tuple[list[Engine], Engine | None]:
-    """One engine for each place, and one for evaluation on `mesh` if the run evaluates.
+) -> tuple[list[Engine], list[Engine], Engine | None]:
+    """One engine for each place; one more for each that decodes plainly, if exact mode needs these;
+    and one for evaluation on `mesh` if the run evaluates.
 
     Args:
       places: of this process. With several processes each evaluates on the first of these. One
@@ -74,6 +75,13 @@ def build_engines(
     plain = SpecConfig("off", invariant=roll.invariant)
     spec = roll.spec() if speculate else plain
     control = roll.control_config() if speculate else None
+    exact = speculate and roll.exact_mode
+    if exact and distributed.is_several() and roll.tp > jax.local_device_count():
+        raise ValueError(
+            f"rollout.exact_mode explains a difference by logits that one process computes, and "
+            f"with rollout.tp={roll.tp} a replica has devices of several processes, which have "
+            f"{jax.local_device_count()} each; use a smaller rollout.tp, or leave out exact_mode"
+        )
 
     def build(spec, batch: int, place: Mesh, **more) -> Engine:
         # Fused weights, as unrolled layers have them, cannot be split.
@@ -84,9 +92,12 @@ def build_engines(
     engines = [
         build(spec, roll.max_batch, place, source=source, control=control) for place in places
     ]
+    plain_engines = []
+    if exact and not roll.invariant:  # in that mode one program has to decode both ways
+        plain_engines = [build(plain, roll.max_batch, place) for place in places]
     if not cfg.eval.problems:
-        return engines, None
-    return engines, build(plain, cfg.eval.max_batch, _rollout_mesh(mesh))
+        return engines, plain_engines, None
+    return engines, plain_engines, build(plain, cfg.eval.max_batch, _rollout_mesh(mesh))
 
 
 def _rollout_mesh(mesh: Mesh) -> Mesh:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from train.plan_programs import CACHE, EVALUATION, STATE, WEIGHTS
+from train.plan_programs import CACHE, EVALUATION, EXACT, STATE, WEIGHTS
 
 if TYPE_CHECKING:
     from train.plan_cost import Figures
@@ -44,6 +44,8 @@ def _remedy(plan: Plan, kind: str) -> str:
         )
     if kind == EVALUATION:
         return "eval.problems=0, or a smaller eval.max_batch: its engine has a cache of its own"
+    if kind == EXACT:
+        return "rollout.exact_mode=false: it decodes with a cache of its own"
     if kind != "temporaries":
         return f"a larger mesh.fsdp (now {cfg.mesh.fsdp}) or mesh.tp (now {cfg.mesh.tp})"
     name, key = plan.worst.name, plan.worst.key

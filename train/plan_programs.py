@@ -50,11 +50,13 @@ from train.schema import RLConfig
 
 SHAPES = "assets/shapes"  # config.json of models whose weights nobody ships
 WEIGHTS, CACHE, STATE, EVALUATION = "parameters to roll out", "cache", "decode state", "evaluation"
+EXACT = "exact mode"
 # What engines have given back while something else runs, see `Engine.release`; by part.
 GONE = {
-    "train": (WEIGHTS, CACHE, STATE, EVALUATION),
-    "roll out": (EVALUATION,),
-    "evaluate": (CACHE, STATE),
+    "train": (WEIGHTS, CACHE, STATE, EVALUATION, EXACT),
+    "roll out": (EVALUATION, EXACT),
+    "evaluate": (CACHE, STATE, EXACT),
+    EXACT: (WEIGHTS, CACHE, STATE, EVALUATION),
 }
 
 
@@ -123,7 +125,8 @@ class Shapes:
         if drafts(cfg) and not drafts_with_head(cfg):
             self.source, self.head = self._source()
         self.built: Programs = build_programs(cfg, self.model, self.source, self.mesh, self.places)
-        for engine, head in ((self.engine, self.head), (self.built.eval_engine, None)):
+        plain = (*self.built.plain_engines[:1], self.built.eval_engine)
+        for engine, head in ((self.engine, self.head), *((engine, None) for engine in plain)):
             if engine is not None:
                 engine.runner.hold_shapes(self.params, head)
         self.opt = self._like_params(self.built.policy.init_opt_state, self.params)
@@ -175,6 +178,8 @@ class Shapes:
         yield from self.handing_over()
         features = chunk_features(self.cfg, self.model)
         yield from engine_programs(self.engine, "roll out", features)
+        for engine in self.built.plain_engines[:1]:
+            yield from engine_programs(engine, EXACT, features)
         if self.built.eval_engine is not None:
             features = chunk_features(self.cfg, self.model, evaluating=True)
             yield from engine_programs(self.built.eval_engine, "evaluate", features)
@@ -286,6 +291,8 @@ class Shapes:
             found["states for the head"] = kept * device_bytes(self.states())
         if self.built.eval_engine is not None:
             found[EVALUATION] = sum(self._held_by(self.built.eval_engine).values())
+        for engine in self.built.plain_engines[:1]:
+            found[EXACT] = sum(self._held_by(engine).values())
         return {kind: size for kind, size in found.items() if size}
 
     def _held_by(self, engine: Engine) -> dict[str, float]:

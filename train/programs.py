@@ -43,13 +43,16 @@ class Programs:
       policy: the policy's update and scoring. draft: the head's update; None: it is not trained.
       pieces: the head's update on the devices of each replica (of this process), for spot training;
         empty: it trains where `draft` does.
-      engines: that roll out. eval_engine: None: nothing is evaluated.
+      engines: that roll out. plain_engines: beside each of these one that decodes plainly, for
+        exact mode; empty: nothing is compared, or the engines decode plainly themselves.
+      eval_engine: None: nothing is evaluated.
     """
 
     policy: PolicyTrainer
     draft: DraftTrainer | None
     pieces: list[DraftTrainer]
     engines: list[Engine]
+    plain_engines: list[Engine]
     eval_engine: Engine | None
 
 

@@ -258,7 +258,14 @@ def _steps(cfg: RLConfig, trainer: Trainer, log, checkpoints, heads, evaluate_fi
             _say(f"Acceptance length: {length:.2f} at step {step}; each step's line has its own")
             first = False
         zero, short = trainer.rollouts.about_zero(), trainer.rollouts.short
-        for warning in watch.look(step, metrics, zero, short):
+        warnings = watch.look(step, metrics, zero, short)
+        if trainer.exact is not None:
+            warnings += [
+                f"speculative and plain decoding differ (a request's number is the place of its "
+                f"problem in the order of draws): {difference}"
+                for difference in trainer.exact.differences
+            ]
+        for warning in warnings:
             _say(f"WARNING: step {step}: {warning}")
         end = distributed.told_to_end(step) and not last
         if last or end or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):

@@ -133,11 +133,6 @@ class RolloutSection(SamplingSection, SpeculationSettings):
                 "rollout.acceptance=coupled, or rollout.control.controller=static without "
                 "bs_threshold"
             )
-        if self.exact_mode:
-            raise ValueError(
-                "rollout.exact_mode would decode every rollout twice, and training reads one; "
-                "compare with `specjax generate --exact-mode` on the same model and prompts"
-            )
 
     @property
     def by_the_clock(self) -> bool:
@@ -151,9 +146,10 @@ class RolloutSection(SamplingSection, SpeculationSettings):
     def may_change(self) -> tuple[str, ...]:
         """Settings that a resumed run may have otherwise and learn the same."""
         if not self.invariant:
-            return ("telemetry", *PLACEMENT, *ENGINE_SETTINGS)
+            return ("telemetry", "exact_mode", *PLACEMENT, *ENGINE_SETTINGS)
         # Bits are those of one program: what it is compiled for must stay.
-        return ("order", "replicas") if self.own_devices else ("order",)
+        fixed = ("order", "exact_mode")
+        return (*fixed, "replicas") if self.own_devices else fixed
 
     @property
     def in_air(self) -> int:

@@ -31,6 +31,7 @@ from train.collect import Rollouts
 from train.draft import DraftTrainer, draft_metrics
 from train.engines import make_meshes
 from train.evaluation import evaluate
+from train.exact import ExactMode
 from train.grpo import count_denominators, finalize_metrics
 from train.heads import HeadCheckpoints, starting_head
 from train.inputs import read_inputs
@@ -67,6 +68,7 @@ class Trainer:
 
     Attributes:
       on_program: hears how far `warm_up` is, see `Engine.warm_up`.
+      exact: compares rollouts with plain decoding; None unless `rollout.exact_mode` is on.
     """
 
     def __init__(self, cfg: RLConfig):
@@ -142,6 +144,10 @@ class Trainer:
         self.reference = jax.tree.map(jnp.copy, self.params) if cfg.algo.kl_loss_coef else None
         self.draft_opt = self.draft.init_opt_state(self.head) if self.draft else None
         self.engine = as_one(built.engines, self.copies, self.rollouts.judge)
+        self.exact, self._plain_engines = None, built.plain_engines if self.places else []
+        if cfg.rollout.exact_mode and drafts(cfg):
+            plain = built.plain_engines and as_one(built.plain_engines, self.copies)
+            self.exact = ExactMode(self.engine, plain or None, self.sync_weights)
         self.eval_engine = built.eval_engine
         if self.eval_engine is not None:
             self.eval_engine = as_one([self.eval_engine], self.copies)
@@ -190,11 +196,14 @@ class Trainer:
     def start_lines(self) -> list[str]:
         """What to say of rollouts before they begin."""
         *lines, kernel = start_lines(self._any_engine)
+        if self.exact is not None:
+            lines.append(self.exact.about())
         return [*lines, f"{kernel} for rollouts, {self.policy.cfg.attention} for training"]
 
     def programs_to_compile(self) -> int:
         """How many programs of rollouts `warm_up` compiles."""
-        return sum(count_programs(engine.loop, self._features) for engine in self.engines)
+        engines = [*self.engines, *self._plain_engines]
+        return sum(count_programs(engine.loop, self._features) for engine in engines)
 
     @property
     def _features(self) -> tuple[Features]:
@@ -210,6 +219,8 @@ class Trainer:
             return self._start_up
         self._start_up = self.engine.warm_up(self._features, self.on_program)
         self.engine.release(weights=False)
+        if self.exact is not None:
+            self.exact.warm_up(self.params, self._features, self.on_program)
         if self.eval_engine is not None:
             self.eval_engine.set_params(self.params)
             features = chunk_features(self.cfg, self.model, evaluating=True)
@@ -280,6 +291,8 @@ class Trainer:
             metrics |= control_metrics(self.engines)
         if self.trace is not None:
             self.trace.end()
+        if self.exact is not None:
+            metrics |= self.exact.compare(self.params, self.rollouts.begun())
         self.engine.release()  # what follows has the room, and ends with other weights
         if self.spot is not None:
             started = time.perf_counter()

@@ -411,8 +411,12 @@ class Hosts:
     def generate(
         self, jobs: Several[Job], on_progress: Callable[[int, Totals], None] | None = None
     ) -> tuple[list[SampleOutput], Totals]:
-        """Runs all jobs to their end, see `Engine.generate`."""
-        return run_to_the_end(self, jobs, on_progress)
+        """Runs all jobs to their end, see `Engine.generate`; the judge is not asked."""
+        judge, self._judge = self._judge, None
+        try:
+            return run_to_the_end(self, jobs, on_progress)
+        finally:
+            self._judge = judge
 
     def clear(self) -> None:
         """Drops everything that waits or runs; all processes do, or none."""

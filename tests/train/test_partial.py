@@ -8,9 +8,12 @@ import tiny_run
 
 from specjax.checkpoint import Checkpointer
 from specjax.command_line import parse_config
+from specjax.decode import round as decode_round
+from specjax.engine.start_up import count_programs
 from train import rl
 from train.groups import token_versions
 from train.grpo import Denominators, GRPOConfig
+from train.log import read_metrics
 from train.packing import Sample, pack
 from train.policy import rl_loss
 from train.schema import RLConfig
@@ -100,10 +103,11 @@ def test_over_sampling_takes_the_shortest_groups_and_stops_early(thin_policy, tm
 def partial(thin_policy, tmp_path_factory):
     """(trainer, metrics of six steps, weights that sampled each, rollouts, saved at the third).
 
-    Its strategy is chosen by the clock.
+    Its strategy is chosen by the clock, and everything is decoded again plainly.
     """
     out = tmp_path_factory.mktemp("partial")
-    trainer, steps, weights = make(thin_policy, out, **PARTIAL, **CONTROL), [], {}
+    exact = {"rollout.exact_mode": "true"}
+    trainer, steps, weights = make(thin_policy, out, **PARTIAL, **CONTROL, **exact), [], {}
     trainer.warm_up()
     taken = []
     for step in range(1, STEPS + 1):
@@ -206,6 +210,46 @@ def test_the_controllers_choices_are_in_the_logs(partial):
     for step in steps:
         drafted = step["rollout/drafted_share"] * step["rollout/spec_accept_rate"]
         assert step["rollout/spec_accept_length"] == pytest.approx(1 + drafted), "one draft each"
+
+
+# --- exact mode -----------------------------------------------------------------------------------
+
+
+def test_exact_mode_decodes_all_that_a_step_began_again_and_finds_no_difference(partial):
+    trainer, steps, *_ = partial
+    assert "exact mode: acceptance coupled" in trainer.start_lines()[-2]
+    assert trainer.programs_to_compile() > count_programs(trainer.engine.loop, trainer._features)
+    for metrics in steps:  # every carried sample has tokens of the step that drew its group
+        assert metrics["rollout/exact_compared"] == 2 * metrics["rollout/groups_drawn"]
+        assert metrics["rollout/exact_differences"] == metrics["rollout/exact_unexplained"] == 0
+    assert steps[0]["rollout/groups_carried"] and steps[0]["rollout/exact_compared"] == 8
+    assert sum(s["rollout/exact_compared"] for s in steps) < 6 * 8, "some groups were carried"
+    compiled = [engine.runner.compilations for engine in trainer._plain_engines]
+    assert len(compiled) == 1 and compiled[0] > 0
+    assert trainer.exact.differences == []
+
+
+def test_exact_mode_warns_of_each_difference_with_its_step(
+    thin_policy, tmp_path, monkeypatch, capsys
+):
+    """Where a draft is accepted the neighbours of its tokens are emitted."""
+    accept = decode_round.accept
+
+    def broken(*args):
+        found = accept(*args)
+        return found._replace(tokens=(found.tokens + (found.count == 2)[:, None]) % 272)
+
+    monkeypatch.setattr(decode_round, "accept", broken)
+    own_programs = {"rollout.stretch": 1}  # else those of another run here would be taken
+    changes = {"rollout.exact_mode": "true", "steps": 1, "checkpoint.export": "false"}
+    rl.main(tiny_run.arguments(thin_policy, tmp_path, **{**OVER, **own_programs, **changes}))
+    said = capsys.readouterr().out.splitlines()
+    said = [line for line in said if "plain decoding differ" in line]
+    [metrics] = [r for r in read_metrics(tmp_path) if r["step"] == 1]
+    assert 0 < metrics["rollout/exact_differences"] <= metrics["rollout/exact_compared"]
+    assert metrics["rollout/exact_differences"] == metrics["rollout/exact_unexplained"] == len(said)
+    assert all(line.startswith("WARNING: step 1: ") for line in said)
+    assert all("sample" in line and line.endswith("NOT explained: a bug") for line in said)
 
 
 def test_stale_tokens_are_weighed_against_the_policy_that_sampled_them():

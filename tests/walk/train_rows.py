@@ -18,7 +18,6 @@ import optax
 from rows import (
     PLACES,
     Reaches,
-    Refused,
     Row,
     Stopped,
     called_with,
@@ -702,7 +701,10 @@ RL = {
     "rollout.ngram_siblings": _reaches_spec(False, "ngram_siblings", source="ngram"),
     "rollout.aligned": _reaches_spec(False, "aligned", top_p=0.5),
     "rollout.invariant": _reaches_spec(True, "invariant"),
-    "rollout.exact_mode": Refused(True, "training reads one"),
+    "rollout.exact_mode": (
+        _reaches_spec(True, "exact_mode"),
+        Row(True, lambda cfg: [e.spec.is_off for e in built(cfg).plain_engines]),
+    ),
     "rollout.tau": _reaches_spec(0.5, "tau", strategy="2_2_4"),
     "rollout.adaptive_width": _reaches_spec(True, "adaptive_width", strategy="2_2_4"),
     "rollout.spec_verify_tokens": _reaches_spec(30, "spec_verify_tokens"),

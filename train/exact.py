@@ -1,0 +1,109 @@
+"""`rollout.exact_mode`: what a step sampled is decoded again plainly, and compared.
+
+It happens after the rollout and before the weights move, with the same seeds, and token by token.
+Samples that an earlier step began are left out, for their first tokens are of other weights. What
+is found is said and counted, and nothing of it is trained on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+from specjax import distributed
+from specjax.decode.options import Features
+from specjax.engine.compare import Difference, first_difference
+from specjax.engine.compiling import OnProgram
+from specjax.engine.engine import Engine
+from specjax.engine.hosts import Hosts
+from specjax.engine.replicas import Replicas
+from specjax.engine.request import Job
+from specjax.models.transformer import Params
+
+AnEngine = Engine | Replicas | Hosts
+
+
+class ExactMode:
+    """Compares the rollouts of an engine with plain decoding.
+
+    Args:
+      engine: that rolls out. plain: one like it, without speculation; None: `engine` decodes
+        plainly as well, in `invariant` mode.
+      load: gives `engine` the weights of the step again.
+
+    Attributes:
+      differences: of the last step, the first of each sample that differs; their requests are the
+        places of problems in the order of draws.
+    """
+
+    def __init__(self, engine: AnEngine, plain: AnEngine | None, load: Callable[[], None]):
+        self._engine, self._plain, self._load = engine, plain, load
+        self.differences: list[Difference] = []
+
+    def about(self) -> str:
+        """What to say of it before rollouts begin."""
+        return (
+            f"exact mode: acceptance {self._engine.spec.acceptance}, whose tokens are those of "
+            "plain decoding; every sample that a step begins is decoded again without speculation "
+            "and compared, so each of its tokens is decoded twice"
+        )
+
+    def warm_up(
+        self, params: Params, features: Sequence[Features], on_program: OnProgram | None
+    ) -> None:
+        """Compiles what plain decoding needs beside what the rollout does."""
+        if self._plain is not None:
+            self._plain.set_params(params)
+            self._plain.warm_up(features, on_program)
+            self._plain.release()
+
+    def compare(
+        self, params: Params, begun: Sequence[tuple[Job, list[int]]]
+    ) -> dict[str, float | str]:
+        """Decodes samples plainly, and returns metrics of what differs.
+
+        The engine of the rollout may have given back its weights and caches afterwards.
+
+        Args:
+          params: that sampled them. begun: samples as jobs, and their tokens.
+        """
+        started = time.perf_counter()
+        jobs = [job for job, _ in begun]
+        if self._plain is None:
+            plain, _ = self._engine.generate([job.without_speculation() for job in jobs])
+        else:
+            self._engine.release()  # there may be no room for both
+            self._plain.set_params(params)
+            plain, _ = self._plain.generate(jobs)
+            self._plain.release()
+        differing = [
+            (job, sample.token_ids, tokens)
+            for (job, tokens), sample in zip(begun, plain, strict=True)
+            if sample.token_ids != tokens
+        ]
+        self.differences = self._explained(differing) if differing else []
+        return {
+            "rollout/exact_compared": float(len(begun)),
+            "rollout/exact_differences": float(len(self.differences)),
+            "rollout/exact_unexplained": float(sum(not d.explained for d in self.differences)),
+            "time/exact": time.perf_counter() - started,
+        }
+
+    def _explained(self, differing: Sequence[tuple[Job, list[int], list[int]]]) -> list[Difference]:
+        """The first difference of each; a process that has no replica hears it from the others."""
+        if self._plain is not None:
+            self._load()
+        found = []
+        if self._engine.engines:
+            runner = self._engine.runner
+            found = [
+                first_difference(runner, job.request, job.sample, job, plain, tokens)
+                for job, plain, tokens in differing
+            ]
+        return next(filter(None, distributed.gather(found, "exact mode")))
+
+
+def up_to(job: Job, tokens: Sequence[int]) -> Job:
+    """The same sample, ended after as many tokens as these."""
+    return dataclasses.replace(job, limit=len(job.prompt) + len(tokens))
