@@ -134,7 +134,7 @@ def shared_programs():
         built.policy = first(built.policy, *common, *loss, cfg.optim)
         built.draft = first(built.draft, *common)
         for engine, place in zip(built.engines, places, strict=True):
-            spec = dataclasses.replace(engine.spec, exact_mode=False)
+            spec = engine.spec and dataclasses.replace(engine.spec, exact_mode=False)
             share(engine, str(place and place.devices), model, roll, cfg.dtype, spec)
         if places == [None]:
             plain = {name: getattr(cfg.rollout, name) for name in OF_PLAIN}

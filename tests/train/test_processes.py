@@ -120,6 +120,13 @@ def assert_close(mine: dict, theirs: dict, rel: float = 1e-4) -> None:
 # Each process trains the head for itself, while the other rolls out or after that.
 SPOT = {"draft.spot.enabled": "true", "draft.spot.updates": 2, "rollout.telemetry": "true"}
 NO_GAPS = {**SPOT, "draft.spot.gaps": "false"}
+EXACT = {"rollout.exact_mode": "true"}
+
+
+def assert_exact(records: list[dict]) -> None:
+    """Everything that was sampled is what plain decoding gives."""
+    assert all(r["rollout/exact_compared"] > 0 for r in records)
+    assert not any(r["rollout/exact_differences"] for r in records)
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +203,7 @@ def test_a_process_with_no_part_in_training_or_rollouts_goes_along(thin_policy, 
     out = tmp_path / "run"
     layout = {"mesh.data": 1, "rollout.replicas": 1, **NO_GAPS}
     more = {"eval.problems": 3, "checkpoint.export": "true", "checkpoint.draft_only": "true"}
+    more |= EXACT
     printed = finish(start(thin_policy, out, 2, devices=2, **layout, **more, steps=2))
     assert printed[0].count("processes [1] have none for it") == 2, printed
     finish(start(thin_policy, out, 2, "--resume", devices=2, **layout, **more, steps=3))
@@ -203,6 +211,7 @@ def test_a_process_with_no_part_in_training_or_rollouts_goes_along(thin_policy, 
     assert [learned(r) for r in records] == [learned(r) for r in one[1][:3]]
     for mine, theirs in zip(records, one[1], strict=False):
         assert_close(mine, theirs)
+    assert_exact(records)
     assert "eval/reward" in records[-1] and (out / "hf" / "config.json").exists()
     assert (out / "draft" / "3").is_dir()
 
@@ -223,10 +232,11 @@ TOGETHER = {
 def test_a_pod_job_with_everything_repeats_exactly_and_samples_what_one_device_does(
     thin_policy, tmp_path
 ):
-    """A mesh over two processes, two replicas in each, spot training, TIS, control, telemetry."""
+    """A mesh over two processes, two replicas in each, spot training, TIS, control, telemetry, and
+    everything decoded again plainly."""
     out = tmp_path / "run"
     layout = {"mesh.data": 1, "mesh.fsdp": 2, "mesh.tp": 2, "rollout.replicas": 4}
-    changes = {**TOGETHER, **SPOT, **layout}
+    changes = {**TOGETHER, **SPOT, **layout, **EXACT}
     finish(start(thin_policy, out, 2, devices=2, **changes))
     once = read_metrics(out)
     counted = read_jsonl(out / "telemetry.jsonl")
@@ -236,6 +246,7 @@ def test_a_pod_job_with_everything_repeats_exactly_and_samples_what_one_device_d
         assert learned(mine) == learned(theirs)
         assert_close(mine, theirs, 1e-3)
     assert "control/replica_3/strategy" in once[-1] and counted.records
+    assert_exact(once)
     assert any("train/tis" in r for r in once)
     finish(start(thin_policy, out, 2, "--resume", "--resume_step", "2", devices=2, **changes))
     (again,) = (r for r in read_metrics(out) if r["step"] == 3)

@@ -68,10 +68,12 @@ LEARNED = (
 
 
 def steps_of(trainer, count) -> list:
-    """What some steps sampled and learned."""
+    """What some steps sampled and learned; exact mode, if it is on, finds no difference."""
     found = []
     for _ in range(count):
         metrics = trainer.step()
+        if trainer.exact is not None:
+            assert metrics["rollout/exact_compared"] > 0 == metrics["rollout/exact_differences"]
         found.append((behaviour(trainer), {name: metrics.get(name) for name in LEARNED}))
     return found
 
@@ -86,13 +88,16 @@ def assert_same_weights(ours, theirs) -> None:
 def test_in_invariant_mode_runs_repeat_exactly_whoever_chooses_what(
     wide_policy, tmp_path, monkeypatch
 ):
-    """Over runs and resumes, with groups that are carried and steps that end early."""
-    cfg = config(wide_policy, tmp_path, **CHANGES, rollout__invariant="true")
-    chosen = [(ARMS, ARMS[::-1]), (("2_1_3", "off", "2_1_3"), ("off",))]
+    """Over runs and resumes, with groups that are carried and steps that end early; and whether
+    the same engines decode everything again plainly."""
+    invariant = {**CHANGES, "rollout.invariant": "true"}
+    cfg = config(wide_policy, tmp_path, **invariant)
+    exact = config(wide_policy, tmp_path, **invariant, rollout__exact_mode="true")
+    chosen = [(exact, ARMS, ARMS[::-1]), (cfg, ("2_1_3", "off", "2_1_3"), ("off",))]
     found = []
-    for scripts in chosen:
+    for settings, *scripts in chosen:
         choosing(monkeypatch, *scripts)
-        trainer = rl.Trainer(cfg)
+        trainer = rl.Trainer(settings)
         trainer.warm_up()
         assert len(trainer.engines) == 2
         steps = steps_of(trainer, 1)

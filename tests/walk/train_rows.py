@@ -703,7 +703,7 @@ RL = {
     "rollout.invariant": _reaches_spec(True, "invariant"),
     "rollout.exact_mode": (
         _reaches_spec(True, "exact_mode"),
-        Row(True, lambda cfg: [e.spec.is_off for e in built(cfg).plain_engines]),
+        Row(True, lambda cfg: [e.runner.tree for e in built(cfg).plain_engines]),
     ),
     "rollout.tau": _reaches_spec(0.5, "tau", strategy="2_2_4"),
     "rollout.adaptive_width": _reaches_spec(True, "adaptive_width", strategy="2_2_4"),
