@@ -63,6 +63,13 @@ def build_engines(
       ValueError: the settings do not fit together.
     """
     roll, places = cfg.rollout, places or [None]
+    exact = speculate and roll.exact_mode
+    if exact and distributed.is_several() and roll.tp > jax.local_device_count():
+        raise ValueError(
+            "rollout.exact_mode explains a difference by logits that one process computes, and "
+            f"with rollout.tp={roll.tp} a replica has devices of several processes, which have "
+            f"{jax.local_device_count()} each; use a smaller rollout.tp, or leave out exact_mode"
+        )
     mesh = places[0] if distributed.is_several() else mesh
     settings = {
         "max_len": roll.max_prompt_tokens + roll.max_tokens,
@@ -75,13 +82,6 @@ def build_engines(
     plain = SpecConfig("off", invariant=roll.invariant)
     spec = roll.spec() if speculate else plain
     control = roll.control_config() if speculate else None
-    exact = speculate and roll.exact_mode
-    if exact and distributed.is_several() and roll.tp > jax.local_device_count():
-        raise ValueError(
-            f"rollout.exact_mode explains a difference by logits that one process computes, and "
-            f"with rollout.tp={roll.tp} a replica has devices of several processes, which have "
-            f"{jax.local_device_count()} each; use a smaller rollout.tp, or leave out exact_mode"
-        )
 
     def build(spec, batch: int, place: Mesh, **more) -> Engine:
         # Fused weights, as unrolled layers have them, cannot be split.

@@ -405,6 +405,15 @@ def test_a_replica_of_one_process_and_a_part_of_the_next_is_refused(four_and_fou
         processes.copies_for(cfg, mesh, places)
 
 
+def test_exact_mode_is_refused_where_a_replica_has_devices_of_several_processes(
+    four_and_four, monkeypatch
+):
+    monkeypatch.setattr(jax, "local_device_count", lambda: 4)
+    cfg, mesh, places = laid_out(**{"mesh.tp": 8, "rollout.tp": 8, **EXACT})
+    with pytest.raises(ValueError, match="has devices of several processes, which have 4 each"):
+        engines.build_engines(cfg, None, True, None, mesh, places)
+
+
 def test_processes_with_different_numbers_of_devices_are_refused(four_and_four, monkeypatch):
     monkeypatch.setattr(jax, "local_device_count", lambda: 3)
     with pytest.raises(ValueError, match="set distributed.local_devices to the smallest number"):
