@@ -38,7 +38,8 @@ class SpecConfig:
         by temperature alone (for measuring).
       tau: a dynamic tree scores paths by log_softmax((log q + noise) / tau) (`coupled`).
       adaptive_width: in a dynamic tree, a node has as many children as the rounded perplexity of
-        its q, topk at most: rows go where the draft is unsure.
+        its q, topk at most: rows go where the draft is unsure. Other strategies that a controller
+        may choose are drafted as ever; an engine with no dynamic tree refuses it.
       spec_verify_tokens: rows at most; a larger dynamic tree is cut.
       invariant: decode so that speculation and its absence (`SamplingParams(speculative=False)`),
         and all strategies of a controller, run the same arithmetic, bit by bit, in one program;
@@ -105,7 +106,7 @@ class SpecConfig:
 
     def _refuse_what_is_not_exact(self) -> None:
         strategy = self.resolve()
-        where = f"got strategy {self.strategy!r}"
+        where = f"got strategy {Strategy.parse(self.strategy).name!r}"
         if self.acceptance == "block" and not strategy.is_chain:
             nearest = "'coupled'" if strategy.is_dynamic else "'recursive' or 'coupled'"
             raise ValueError(
@@ -117,13 +118,6 @@ class SpecConfig:
                 "acceptance 'recursive' draws its candidates without replacement and is exact only "
                 "if the tree's shape is fixed before they are drawn (re-ranking is biased), "
                 f"{where}; use acceptance 'coupled', or a static tree such as '4x2x1'"
-            )
-        if self.adaptive_width and not strategy.is_dynamic:
-            raise SettingError(
-                lambda say: (
-                    f"{say('adaptive_width')} changes the width of dynamic trees, {where}; use one "
-                    f"such as '6_4_16', or {say('adaptive_width', False)}"
-                )
             )
         by_token = self.acceptance in ("coupled", "greedy")
         for name in ("exact_mode", "invariant"):

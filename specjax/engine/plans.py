@@ -25,7 +25,8 @@ def make_plans(
     """The static half of a round, per strategy, before anybody asked for a feature.
 
     Raises:
-      ValueError: a strategy is wider than the vocabulary, or not exact under `spec`'s rule.
+      ValueError: a strategy is wider than the vocabulary, or not exact under `spec`'s rule; or the
+        width is to be adaptive, and no strategy is a dynamic tree.
     """
     if spec is None or spec.is_off:
         return {OFF: Plan(cfg, invariant=spec is not None and spec.invariant)}
@@ -33,6 +34,14 @@ def make_plans(
     if strategies is None:
         own = spec.resolve()
         strategies = {own.name: own}
+    if spec.adaptive_width and not any(s and s.is_dynamic for s in strategies.values()):
+        raise SettingError(
+            lambda say: (
+                f"{say('adaptive_width')} changes the width of dynamic trees, got strategies "
+                f"{', '.join(strategies)}; use one such as '6_4_16', or "
+                f"{say('adaptive_width', False)}"
+            )
+        )
     return {name: _plan(cfg, spec, source, strategy) for name, strategy in strategies.items()}
 
 
@@ -41,7 +50,7 @@ def _plan(cfg: ModelConfig, spec: SpecConfig, source: DraftSource, strategy: Str
         mode=spec.acceptance,
         aligned=spec.aligned,
         tau=spec.tau,
-        adaptive_width=spec.adaptive_width,
+        adaptive_width=spec.adaptive_width and strategy is not None and strategy.is_dynamic,
         invariant=spec.invariant,
         telemetry=spec.telemetry_on,
     )
@@ -94,7 +103,9 @@ def make_arms(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Arm]:
         )
     tree = build_tree(common)
     drafting = next(plan for plan in plans.values() if plan.tree)
-    shared = dataclasses.replace(drafting, tree=tree)
+    # The part of a chain is one node wide, which no width makes narrower.
+    adaptive = any(plan.adaptive_width for plan in plans.values())
+    shared = dataclasses.replace(drafting, tree=tree, adaptive_width=adaptive)
     return {
         name: Arm(common.name, shared, part_of(tree, plan.tree and plan.tree.strategy))
         for name, plan in plans.items()
