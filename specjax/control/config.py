@@ -67,6 +67,25 @@ class ControlConfig:
             object.__setattr__(self, "ema", EmaConfig.from_file(Path(self.ema_file)))
 
     @classmethod
+    def of(cls, asked: ControlConfig | Mapping[str, Any] | str) -> ControlConfig:
+        """Of the name of a controller, or of maps with the keys of a configuration.
+
+        Raises:
+          ValueError: see `from_dict`.
+          TypeError: it is none of these.
+        """
+        if isinstance(asked, str):
+            return cls(controller=asked)
+        if isinstance(asked, Mapping):
+            return cls.from_dict(asked)
+        if not isinstance(asked, cls):
+            raise TypeError(
+                f"control: expected a ControlConfig, the name of a controller or a map of its "
+                f"settings, got {asked!r}"
+            )
+        return asked
+
+    @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> ControlConfig:
         """From nested maps, such as YAML gives.
 
@@ -204,11 +223,9 @@ def make_controller(
     Raises:
       ValueError: the configuration is not valid, or asks for what is not compiled.
     """
-    if isinstance(config, str):
-        listed = DEFAULT_STRATEGIES if strategies is None else tuple(strategies)
-        config = ControlConfig(controller=config, strategies=listed)
-    elif isinstance(config, Mapping):
-        config = ControlConfig.from_dict(config)
+    if isinstance(config, str) and strategies is not None:
+        config = ControlConfig(controller=config, strategies=tuple(strategies))
+    config = ControlConfig.of(config)
     compiled = parse_arms(config.arms if strategies is None else strategies)
     missing = [name for name in config.arms if name not in compiled]
     if missing:

@@ -78,9 +78,10 @@ class LLM:
       scan_layers: scan over the layers instead of unrolling them: compiles faster, decodes slower
         on CPU. None: as the config says, which for a directory is unrolled.
       engine: chunks, cache pages, order of requests.
-      control: how strategies are chosen while running; None: always the one of `spec`, which else
-        is one of them only if it is listed there. All of them are compiled, and measured, at the
-        first request if not by `warm_up` before.
+      control: how strategies are chosen while running: a ControlConfig, a map of its settings, or
+        the name of a controller; None: always the one of `spec`, which else is one of them only if
+        it is listed there. All of them are compiled, and measured, at the first request if not by
+        `warm_up` before.
       generation_config: whose sampling keys are the defaults of `generate` and `chat`: `auto`, the
         checkpoint's own generation_config.json; `none`, nobody's; or a directory with one.
       replicas: independent engines of `max_batch` slots each, with `tp` devices each, fed from one
@@ -99,7 +100,7 @@ class LLM:
 
     Raises:
       ValueError: speculation is asked for and the checkpoint has no draft head, or the draft
-        model's vocabulary is not the target's.
+        model's vocabulary is not the target's; or a controller stands beside plain decoding.
       CheckpointError, UnsupportedModelError: there is no such model, or it cannot be used.
     """
 
@@ -115,7 +116,7 @@ class LLM:
         scan_layers: bool | None = None,
         max_stop_tokens: int = 8,
         engine: EngineConfig | None = None,
-        control: ControlConfig | None = None,
+        control: ControlConfig | Mapping[str, Any] | str | None = None,
         replicas: int = 1,
         tp: int = 1,
         say: Say = python,

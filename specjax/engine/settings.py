@@ -105,6 +105,20 @@ def strategies_of(
     """What the controller may choose, cut to the rows that `spec` allows; None: `spec`'s own."""
     if control is None:
         return None
+    require_speculation(spec)
+    arms = parse_arms(control.arms)
+    most = spec.spec_verify_tokens
+    return {
+        name: arm and dataclasses.replace(arm.capped(most), name=name) for name, arm in arms.items()
+    }
+
+
+def require_speculation(spec: SpecConfig | None) -> None:
+    """Refuses a controller beside settings that leave it no choice.
+
+    Raises:
+      ValueError: `spec` is plain decoding.
+    """
     if spec is None:
         raise SettingError(
             lambda say: (
@@ -112,11 +126,14 @@ def strategies_of(
                 f"None; give a SpecConfig, or no {say('control')}"
             )
         )
-    arms = parse_arms(control.arms)
-    most = spec.spec_verify_tokens
-    return {
-        name: arm and dataclasses.replace(arm.capped(most), name=name) for name, arm in arms.items()
-    }
+    if spec.is_off:
+        raise SettingError(
+            lambda say: (
+                f"{say('control')} chooses between ways to speculate, and "
+                f"{say('strategy', 'off')} says that there is no speculation; leave one of them "
+                f"out ('off' may be one of the controller's strategies)"
+            )
+        )
 
 
 def piece_widths(config: EngineConfig, max_len: int, asked: Several[int] | None) -> list[int]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -18,6 +18,7 @@ from specjax.draft.mtp_source import MTPSource
 from specjax.draft.ngram import NgramSource
 from specjax.draft.source import DraftSource
 from specjax.engine.heads import load_head
+from specjax.engine.settings import require_speculation
 from specjax.hub import find_model
 from specjax.kernels import dispatch
 from specjax.models import hf
@@ -104,7 +105,7 @@ class Drafting(NamedTuple):
 
 def settle_draft(
     spec: SpecConfig | None,
-    control: ControlConfig | None,
+    control: ControlConfig | Mapping[str, Any] | str | None,
     has_head: bool,
     may_stop: bool = True,
 ) -> Drafting:
@@ -117,7 +118,13 @@ def settle_draft(
     Args:
       has_head: whether the checkpoint holds a draft head.
       may_stop: whether a controller may choose to draft nothing.
+
+    Raises:
+      ValueError: there is a controller, and `spec` is plain decoding.
     """
+    if control is not None:
+        control = ControlConfig.of(control)
+        require_speculation(spec)
     if spec is None or spec.is_off or spec.source != "auto":
         return Drafting(spec, control)
     if has_head:

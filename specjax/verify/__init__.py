@@ -21,8 +21,9 @@ if interrupts.is_run_as("specjax.verify"):  # Ctrl-C from here on
     interrupts.begin("python -m specjax.verify")
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +56,7 @@ def load(
     dtype: str = AUTO,
     revision: str | None = None,
     say: Say = python,
-    control: ControlConfig | None = None,
+    control: ControlConfig | Mapping[str, Any] | str | None = None,
     attention: str = "auto",
 ) -> LLM:
     """An `LLM` that can be checked, which always speculates.
@@ -78,6 +79,7 @@ def load(
     if spec.source == "head" and spec.head == "checkpoint" and not cfg.mtp_num_layers:
         spec = dataclasses.replace(spec, head="random")
     drafting = settle_draft(spec, control, cfg.mtp_num_layers > 0, may_stop=False)
+    control = drafting.control
     arms = [Strategy.parse(arm) for arm in control.arms if arm != OFF] if control else []
     if control is not None and not arms:
         raise InputError("the controller may choose 'off' only, which leaves nothing to check")
