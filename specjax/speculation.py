@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from specjax.config.spec import ACCEPTANCE_MODES, DRAFT_SOURCES, SpecConfig
-from specjax.control.base import OFF
+from specjax.config.strategy import Strategy
+from specjax.control.base import OFF, canonical
 from specjax.control.config import CONTROLLERS, DEFAULT_STRATEGIES, ControlConfig
 from specjax.control.fastrl import FastRLSettings, read_fastrl
 from specjax.schema import option
@@ -51,8 +52,13 @@ class ControlSection:
         {},
         "FastRL's `speculative:` section as it stands, in place of all the above, but for what "
         "`bandit` says that it has no key for, such as the reward; its spec_verify_tokens and "
-        "spec_model_path become spec_verify_tokens and head, and enable: false is strategy=off",
+        "spec_model_path become spec_verify_tokens and head, and enable: false decodes plainly",
     )
+
+    @property
+    def is_switched_off(self) -> bool:
+        """Whether FastRL's section says that nothing is drafted."""
+        return bool(self.fastrl) and not read_fastrl(self.fastrl).enabled
 
     def build(self, own: str | None = None) -> ControlConfig:
         """The configuration of the controller.
@@ -143,18 +149,16 @@ class SpeculationSettings:
     )
 
     def __post_init__(self):
-        if self.control_config() is not None and self.control.fastrl:
+        control = self.control_config()
+        if control is not None and self.control.fastrl:
             self._take_fastrl(read_fastrl(self.control.fastrl))
         spec = self.spec()
         self.source = spec.source  # a draft model or a head implies it
-        if self.control is not None:
-            self._check_strategies(spec)
+        if control is not None:
+            self._check_strategies(spec, control)
 
     def _take_fastrl(self, fastrl: FastRLSettings) -> None:
         """What FastRL's section says that is not the controller's."""
-        if not fastrl.enabled:
-            self.strategy, self.control = OFF, None
-            return
         self.spec_verify_tokens = fastrl.spec_verify_tokens
         path = fastrl.spec_model_path
         if path is None:
@@ -167,7 +171,7 @@ class SpeculationSettings:
             )
         self.head = path
 
-    def _check_strategies(self, spec: SpecConfig) -> None:
+    def _check_strategies(self, spec: SpecConfig, control: ControlConfig) -> None:
         """Refuses a controller without a choice, and one that may choose what is not exact."""
         if spec.is_off:
             key = f"{self.section}.control"
@@ -176,12 +180,12 @@ class SpeculationSettings:
                 f"{self.strategy} says that there is no speculation; leave one of them out "
                 f"({OFF!r} may be one of {key}.strategies)"
             )
-        for arm in self.control_config().arms:
+        for arm in control.arms:
             if arm != OFF:
-                dataclasses.replace(spec, strategy=arm, adaptive_width=False).resolve()
+                dataclasses.replace(spec, strategy=arm)  # refuses what is not exact
 
     def control_config(self) -> ControlConfig | None:
-        """How the strategy is chosen; None: it is always `strategy`.
+        """How the strategy is chosen; None: it is always that of `spec()`.
 
         Raises:
           ValueError: a key of `control` is not known, or a value is not valid.
@@ -189,9 +193,10 @@ class SpeculationSettings:
         if self.control is None:
             return None
         try:
-            return self.control.build(self.strategy)
+            found = self.control.build(self.strategy)
         except (ValueError, TypeError, OSError) as error:
             raise ValueError(f"{self.section}.control: {error}") from error
+        return None if self.control.is_switched_off else found
 
     def spec(self) -> SpecConfig:
         """How to speculate.
@@ -201,7 +206,34 @@ class SpeculationSettings:
         """
         values = {f.name: getattr(self, f.name) for f in fields(SpeculationSettings)}
         del values["control"]
-        return SpecConfig(**values)
+        control = self.control_config()
+        strategy = self._own_strategy(control)
+        arms = (strategy,) if control is None else control.arms
+        # Where no strategy is a dynamic tree, the rules tell who asked for it.
+        adaptive = self.adaptive_width and any(
+            canonical(arm) != OFF and Strategy.parse(arm).is_dynamic for arm in arms
+        )
+        return SpecConfig(**{**values, "strategy": strategy, "adaptive_width": adaptive})
+
+    def _own_strategy(self, control: ControlConfig | None) -> str:
+        """The strategy beside the controller. It is the first that drafts of the controller's own
+        where nobody set `strategy`, and it is FastRL's or the default may not be selected."""
+        if self.control is not None and self.control.is_switched_off:
+            return OFF
+        unset = self.strategy == SpeculationSettings.strategy
+        # ema starts at the tier next to it, which need not be equal.
+        if control is None or control.controller == "ema" or not unset:
+            return self.strategy
+        drafting = [arm for arm in control.arms if arm != OFF]
+        stays = not drafting or (self.strategy in drafting and not self.control.fastrl)
+        return self.strategy if stays else drafting[0]
+
+    @property
+    def plain_by(self) -> str:
+        """The setting that decides whether there is speculation at all, as it is typed."""
+        if self.control is not None and self.control.is_switched_off:
+            return f"{self.section}.control.fastrl with enable: false"
+        return f"{self.section}.strategy={self.strategy}"
 
 
 def sections_of(cls: type[SpeculationSettings]) -> dict[str, str]:

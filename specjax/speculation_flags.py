@@ -120,7 +120,7 @@ def as_flags(message: str) -> str:
         if value == "null":
             value = "none"
         elif value and value.startswith("["):
-            value = ",".join(part.strip() for part in value[1:-1].split(","))
+            value = ",".join(part.strip(" '") for part in value[1:-1].split(","))
         return flags(name, value) if value else flags(name)
 
     return _SETTING.sub(flag, message.removeprefix("speculation.control: "))

@@ -3,18 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from specjax.config.strategy import OFF_NAMES, Strategy
-from specjax.control.config import DEFAULT_STRATEGIES
+from specjax.control.base import OFF, canonical
+from specjax.control.config import ControlConfig
 from specjax.schema import Needs, keys_of
-from specjax.speculation import SpeculationSettings
+from specjax.speculation import ControlSection, SpeculationSettings
 
 Values = Mapping[str, Any]
 
 
-def is_off(strategy: Any) -> bool:
-    return str(strategy).lower() in OFF_NAMES
+def _control_of(v: Values, section: str) -> ControlSection | None:
+    names = [each.name for each in fields(ControlSection)]
+    if f"{section}.control.{names[0]}" not in v:
+        return None
+    return ControlSection(**{name: v[f"{section}.control.{name}"] for name in names})
+
+
+def is_switched_off(v: Values, section: str) -> bool:
+    """Whether FastRL's section says that nothing is drafted."""
+    control = _control_of(v, section)
+    try:
+        return control is not None and control.is_switched_off
+    except ValueError:  # a mistake that is named elsewhere
+        return False
+
+
+def is_off(v: Values, section: str) -> bool:
+    """Whether the strategy, or FastRL's section, says that nothing is drafted."""
+    off = str(v[f"{section}.strategy"]).lower() in OFF_NAMES
+    return off or is_switched_off(v, section)
+
+
+def switched_on(section: str, names: tuple[str, ...], unless: Any = None) -> Needs:
+    """The row of settings that nothing reads where FastRL's section says `enable: false`."""
+    return Needs(
+        names,
+        lambda v: not is_switched_off(v, section),
+        f"{section}.control.fastrl says enable: false, which decodes plainly; set enable: true, or "
+        "leave this out",
+        unless=unless,
+    )
 
 
 def drafts_with_head(v: Values, section: str) -> bool:
@@ -35,7 +66,7 @@ def speculation_rules(
     key, control = f"{section}.", f"{section}.control."
 
     def on(v: Values) -> bool:
-        return not is_off(v[f"{key}strategy"])
+        return not is_off(v, section)
 
     def may_look_up(v: Values) -> bool:
         """Whether n-grams may draft."""
@@ -43,27 +74,50 @@ def speculation_rules(
         source = v[f"{key}source"]
         return source == "ngram" or (source == "auto" and not asked)
 
-    def strategies(v: Values) -> list[str]:
-        """Those that may be used, `strategy` among them where it is one."""
-        own, controller = v[f"{key}strategy"], v.get(f"{control}controller")
-        listed = v.get(f"{control}strategies")
-        if controller is None or controller == "ema" or listed is None:
-            more = () if controller is None or listed is not None else DEFAULT_STRATEGIES
-            return [own, *(listed or more), *_initial(v)]
-        return [own, *listed, *_initial(v)] if controller == "static" else list(listed)
+    def built(v: Values) -> ControlConfig | None:
+        """The controller; None: there is none, or it is a mistake that is named elsewhere."""
+        asked = _control_of(v, section)
+        try:
+            return None if asked is None else asked.build(v[f"{key}strategy"])
+        except (ValueError, TypeError, OSError):
+            return None
 
-    def _initial(v: Values) -> list[str]:
-        found = v.get(f"{control}initial")
-        return [] if found is None else [found]
+    def selectable(v: Values) -> list[Strategy] | None:
+        """Those that may be selected and draft; None: one is a mistake that is named elsewhere."""
+        found = built(v)
+        names = (v[f"{key}strategy"],) if found is None else found.arms
+        try:
+            return [Strategy.parse(name) for name in names if canonical(name) != OFF]
+        except ValueError:
+            return None
 
     def grows_trees(v: Values) -> bool:
-        for strategy in strategies(v):
-            try:
-                if Strategy.parse(strategy).is_dynamic:
-                    return True
-            except ValueError:  # `off`, or a mistake that is named elsewhere
-                continue
-        return False
+        found = selectable(v)
+        return found is None or any(strategy.is_dynamic for strategy in found)
+
+    def is_selectable(v: Values) -> bool:
+        """Whether `strategy` may be selected, or is where the controller starts."""
+        found = selectable(v)
+        if found is None or controlled_by("ema")(v) or is_off(v, section):
+            return True
+        try:
+            own = Strategy.parse(v[f"{key}strategy"])
+        except ValueError:  # likewise
+            return True
+        return own.name in [strategy.name for strategy in found]
+
+    def has_initial(v: Values) -> bool:
+        return v.get(f"{control}initial") is not None
+
+    def all_selectable(v: Values) -> bool:
+        """Whether each strategy that is listed may be selected."""
+        found = built(v)
+        return found is None or set(found.strategies) <= set(found.arms)
+
+    no_tree = (
+        "no strategy that may be selected is one; use one such as 6_4_16, as "
+        f"{key}strategy or among {control}strategies, or leave it out"
+    )
 
     def controlled_by(*names: str) -> Callable[[Values], bool]:
         return lambda v: v.get(f"{control}controller") in names
@@ -76,13 +130,15 @@ def speculation_rules(
             "it out",
         )
 
+    idle_when_plain = tuple(
+        key + each.name
+        for each in keys_of(SpeculationSettings)
+        if each.name.partition(".")[0] not in ("strategy", "control", "invariant")
+    )
     return (
+        switched_on(section, idle_when_plain),
         Needs(
-            tuple(
-                key + each.name
-                for each in keys_of(SpeculationSettings)
-                if each.name.partition(".")[0] not in ("strategy", "control", "invariant")
-            ),
+            idle_when_plain,
             speculates or on,
             instead or f"{key}strategy=off decodes plainly; leave out one of them",
         ),
@@ -107,13 +163,28 @@ def speculation_rules(
         ),
         Needs(
             (f"{key}tau",),
-            lambda v: grows_trees(v) and v[f"{key}acceptance"] == "coupled",
-            f"it scores the paths of a dynamic tree, and [{key}strategy] is none; use one such as "
-            "6_4_16, or leave it out",
+            grows_trees,
+            f"it scores the paths of a dynamic tree, and {no_tree}",
+        ),
+        Needs(
+            (f"{key}tau",),
+            lambda v: v[f"{key}acceptance"] == "coupled",
+            f"[{key}acceptance] adds no noise to what is drafted; use {key}acceptance=coupled, or "
+            "leave it out",
+        ),
+        Needs(
+            (f"{key}adaptive_width",),
+            grows_trees,
+            f"it changes the width of dynamic trees, and {no_tree}",
         ),
         Needs(
             (f"{key}strategy",),
-            lambda v: is_off(v[f"{key}strategy"]) or v[f"{key}strategy"] in strategies(v),
+            lambda v: not (controlled_by("static")(v) and has_initial(v)) or is_selectable(v),
+            f"{control}controller=static always has [{control}initial]; leave out one of them",
+        ),
+        Needs(
+            (f"{key}strategy",),
+            is_selectable,
             f"{control}strategies does not list it, and [{control}controller] chooses among these; "
             "list it there, or leave it out",
         ),
@@ -134,13 +205,15 @@ def speculation_rules(
         Needs(
             (f"{control}strategies",),
             lambda v: (
-                v.get(f"{control}controller") != "ema"
-                and not (
-                    v.get(f"{control}controller") == "static"
-                    and v.get(f"{control}initial") is not None
-                )
+                not (controlled_by("ema")(v) or (controlled_by("static")(v) and has_initial(v)))
             ),
             f"[{control}controller] does not choose among them (ema has those of its "
             f"candidate_steps, static the one of {control}initial); leave it out",
+        ),
+        Needs(
+            (f"{control}strategies",),
+            all_selectable,
+            f"{control}controller=static always has the first of them; list that one alone, or use "
+            "a controller that chooses, such as goodput",
         ),
     )

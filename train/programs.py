@@ -84,7 +84,7 @@ def settle_drafting(cfg: RLConfig, has_head: bool) -> str:
     if not drafts(cfg):
         if roll.source == "auto":  # whether a run drafts is one setting of a checkpoint's, not two
             roll.source = "head" if has_head else "ngram"
-        return f"draft: none, for draft.mode={mode} and rollout.strategy={roll.strategy}"
+        return f"draft: none, for draft.mode={mode} and {roll.plain_by}"
     asked = roll.control_config()
     drafting = settle_draft(roll.spec(), asked, has_head)
     if drafting.by_default and mode != "auto":

@@ -10,14 +10,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from specjax.schema import Needs
-from specjax.speculation_rules import drafts_with_head, is_off, speculation_rules
+from specjax.speculation_rules import (
+    drafts_with_head,
+    is_off,
+    is_switched_off,
+    speculation_rules,
+    switched_on,
+)
 from train.sampling_section import FILTERS, TRANSFORMS, transforms
 
 Values = Mapping[str, Any]
 
 
 def _speculates(v: Values) -> bool:
-    return v["draft.mode"] != "none" and not is_off(v["rollout.strategy"])
+    return v["draft.mode"] != "none" and not is_off(v, "rollout")
 
 
 def _drafts_with_head(v: Values) -> bool:
@@ -181,6 +187,20 @@ RL_RULES = (
         lambda v: v["draft.mode"] != "none",
         "draft.mode=none decodes plainly; leave out one of them",
         unless="off",
+    ),
+    switched_on(
+        "rollout",
+        (
+            "draft.loss", "draft.unroll_steps", "draft.step_decay", "draft.epochs",
+            "draft.max_microbatches", "draft.optim.*", "draft.spot.*", "checkpoint.draft_only",
+        ),
+    ),
+    switched_on("rollout", ("draft.mtp_loss_scaling_factor",), unless=0),
+    Needs(
+        ("draft.mode",),
+        lambda v: v["draft.mode"] != "online" or not is_switched_off(v, "rollout"),
+        "rollout.control.fastrl says enable: false, which decodes plainly, and there is no head to "
+        "train; set enable: true, or leave out draft.mode",
     ),
     Needs(
         ("draft.mode",),

@@ -274,6 +274,7 @@ class RLConfig:
     say: ClassVar[Say] = staticmethod(SAY)
     rules: ClassVar[tuple[Needs, ...]] = RL_RULES
     elsewhere: ClassVar[Mapping[str, str]] = RL_ELSEWHERE
+    renamed: ClassVar[dict[str, str]] = {"algo.max_resample": "algo.max_num_gen_batches"}
 
     model: str = option("assets/sums", "Hugging Face directory or id of the policy (and head)")
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")
@@ -392,7 +393,7 @@ def _check_spot(cfg: RLConfig) -> None:
         raise ValueError(
             f"draft.spot.enabled trains the draft head, and with draft.mode={cfg.draft.mode}, "
             f"draft.mtp_loss_scaling_factor={cfg.draft.mtp_loss_scaling_factor:g} and "
-            f"rollout.strategy={cfg.rollout.strategy} there is none to train; set "
+            f"{cfg.rollout.plain_by} there is none to train; set "
             "draft.mode=online, a factor above 0 and a strategy, or draft.spot.enabled=false"
         )
     if spot.gaps and cfg.rollout.replicas == 1:

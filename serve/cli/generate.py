@@ -86,7 +86,7 @@ def _require_sense(args: argparse.Namespace) -> None:
     if args.compare and (off or acceptance not in EXACT):
         why = f"--acceptance {acceptance} is equal in distribution only; use `specjax verify`"
         if off:
-            why = "--strategy off drafts nothing; leave one of them out"
+            why = f"{as_flags(args.speculation.plain_by)} drafts nothing; leave one of them out"
         raise UsageError(f"--compare holds drafted tokens against plain decoding's, and {why}")
 
 

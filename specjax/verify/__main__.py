@@ -16,7 +16,7 @@ from specjax import interrupts
 from specjax.arguments import ArgumentParser
 from specjax.checkpoint_format import CheckpointError
 from specjax.config.dtype import AUTO, ENGINE_DTYPES
-from specjax.speculation_flags import add_flags, settings_of
+from specjax.speculation_flags import add_flags, as_flags, settings_of
 from specjax.spelling import flags, spelled
 from specjax.verify import InputError, Verdict, check, load
 
@@ -48,6 +48,9 @@ def main(argv: list[str] | None = None, prog: str = "python -m specjax.verify") 
 def _check(args: argparse.Namespace, prog: str) -> Verdict:
     try:
         settings = settings_of(args)
+        if settings.spec().is_off:
+            plain = as_flags(settings.plain_by)
+            raise InputError(f"{plain} is plain decoding, which leaves nothing to check")
         llm = load(
             args.model,
             settings.spec(),
