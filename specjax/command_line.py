@@ -59,8 +59,9 @@ def parse_config(
     Args:
         schema_cls: the dataclass that defines every key. Its class attribute `rules`, if it has
             one, says which settings need which (see `schema.Needs`), `aliases` which further names
-            there are for a key, `elsewhere` which keys of shared sections it does not have and why
-            (`schema.keys_of`), and `say` how settings of the library are typed (`spelling.py`).
+            there are for a key, `renamed` which key is meant by a name that is gone, `elsewhere`
+            which keys of shared sections it does not have and why (`schema.keys_of`), and `say`
+            how settings of the library are typed (`spelling.py`).
         argv: arguments without the program's name; None takes them from `sys.argv`.
         prog: the name shown in messages: of a module, as `train.rl`, or of a whole command.
         description: one line for `--help`.
@@ -199,10 +200,17 @@ class _Schema(NamedTuple):
         for gone, why in elsewhere_of(self.cls).items():
             if name == gone or name.startswith(f"{gone}."):
                 return f": {why}"
-        known = [*self.keys, *self.aliases]
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-        if not close:  # the right key in the wrong section, or without its section
-            last = name.rsplit(".", 1)[-1]
+        renamed = getattr(self.cls, "renamed", {}).get(name)
+        if renamed is not None:
+            return f"; did you mean {renamed!r}?"
+        # The right key in the wrong section, or without its section.
+        last = name.rsplit(".", 1)[-1]
+        same = [key for key in self.keys if key.rsplit(".", 1)[-1] == last]
+        close = difflib.get_close_matches(name, same, n=1, cutoff=0.0)
+        if not close:
+            known = [*self.keys, *self.aliases]
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        if not close:  # likewise, and not quite
             tails = {key.rsplit(".", 1)[-1]: key for key in self.keys}
             close = [tails[t] for t in difflib.get_close_matches(last, tails, n=1, cutoff=0.7)]
         return f"; did you mean {close[0]!r}?" if close else "; --help lists every key"
@@ -256,8 +264,13 @@ def _value_after(name: str, key: Key | None, rest: list[str]) -> str:
 
 
 def _read_overrides(schema: _Schema, overrides: Sequence[str]) -> dict[str, Any]:
-    """Values by dotted name; of several for one key the last wins, as in any command."""
+    """Values by dotted name; of several for one key the last wins, as in any command.
+
+    Raises:
+      ConfigError: a text is no value, or a key is given by two names.
+    """
     found: dict[str, Any] = {}
+    typed: dict[str, str] = {}
     for override in overrides:
         name, equals, text = override.partition("=")
         name = underscored(name.strip())
@@ -266,8 +279,15 @@ def _read_overrides(schema: _Schema, overrides: Sequence[str]) -> dict[str, Any]
                 f"expected key=value, got {override!r}{_what_may_be_meant(schema, name)}"
             )
         alias = schema.aliases.get(name)
+        asked = name
         if alias is not None and not text.lstrip().startswith("{"):
             name = alias
+        before = typed.setdefault(name, asked)
+        if before != asked:
+            raise ConfigError(
+                f"command line: {before if asked == name else asked} is another name of {name}, "
+                "and both are given"
+            )
         above = name.rpartition(".")[0]
         outer = schema.key_of(above)
         if outer is not None and typing.get_origin(outer.type) is not dict:
