@@ -132,10 +132,28 @@ def _checked(kind: Any, value: Any) -> Any:
     if origin is dict:
         if not isinstance(value, Mapping):
             raise ValueProblem(f"expected {expected(asked)}, got {_shown(value)}")
-        return value
+        return _mapping(kind, value)
     found = _scalar(kind, value)
     if found is None:
         raise ValueProblem(f"expected {expected(asked)}, got {_shown(value)}{_remedy(kind, value)}")
+    return found
+
+
+def _mapping(kind: Any, value: Mapping) -> Mapping:
+    """A mapping whose keys are numbers where they are to be: in JSON they are text."""
+    of_key, of_value = typing.get_args(kind) or (Any, Any)
+    if of_key is not int:
+        return value
+    found: dict[int, Any] = {}
+    for name, each in value.items():
+        key = _scalar(int, name)
+        if key is None or key in found:
+            problem = "is given twice" if key in found else "is no whole number (int)"
+            raise ValueProblem(f"the key {name!r} {problem}")
+        try:
+            found[key] = _checked(of_value, each)
+        except ValueProblem as error:
+            raise ValueProblem(f"entry {key}: {error}") from error
     return found
 
 
@@ -163,8 +181,15 @@ def _scalar(kind: type, value: Any) -> Any:
     if kind is float:
         return number
     if kind is int:
-        return int(value) if isinstance(value, int) or number.is_integer() else None
+        try:
+            return int(value) if isinstance(value, int | str) else _whole(number)
+        except ValueError:  # text such as 1e3
+            return _whole(number)
     return value
+
+
+def _whole(number: float) -> int | None:
+    return int(number) if number.is_integer() else None
 
 
 def _remedy(kind: type, value: Any) -> str:

@@ -489,6 +489,8 @@ def test_telemetry_ends_with_tables_of_why_drafts_were_rejected(run, monkeypatch
         (["a", "--top-p", "2"], "top_p must be"),
         (["a", "--seed", "x"], "--seed: expected an integer or none, got 'x'"),
         (["a", "--logit-bias", "5"], "pairs such as 5:-100"),
+        (["a", "--logit-bias", '{"x": 1}'], "the key 'x' is no whole number (int)"),
+        (["a", "--logit-bias", '{"5": "y"}'], "entry 5: expected a number (float), got 'y'"),
         (["a", "--stop-token-ids", "x"], "token ids such as 5,17"),
         (["a", "--resume"], "are for --output FILE"),
         (["a", "--output", "o", "--resume", "--force"], "choose one"),
@@ -538,6 +540,12 @@ def test_every_sampling_option_has_a_flag():
     args = parser.parse_intermixed_args(["--model", "m", "a"])
     assert command.sampling_params(args) == SamplingParams()
     assert settings_of(args) == SpeculationSettings()
+
+
+@pytest.mark.parametrize("said", ['{"5": -100, "17": 2.5}', "{5: -100, 17: 2.5}"])
+def test_a_bias_may_be_an_object(said):
+    args = command.build_parser().parse_args(["--model", "m", "a", "--logit-bias", said])
+    assert command.sampling_params(args).logit_bias == ((5, -100.0), (17, 2.5))
 
 
 def test_a_file_of_text_is_read_line_by_line_whatever_the_lines_look_like(tmp_path):

@@ -59,6 +59,8 @@ def read(door: str, settings: dict[str, str]) -> SpeculationSettings:
     argv = [] if door == "train.rl" else ["model=d"]
     if door == "train.rl" and "aligned" in settings:
         argv.append("rollout.top_p=0.9")  # else there is nothing to align with
+    if door == "train.rl" and settings.get("acceptance") == "greedy":
+        argv.append("rollout.temperature=0")
     argv += [f"{section}.{name}={value}" for name, value in settings.items()]
     return getattr(parse_config(program, argv)[0], section)
 
@@ -120,8 +122,33 @@ CHANGED = [
     ),
     (
         {"control.controller": "static", "control.initial": "2_1_3"},
-        SpecConfig(),
+        SpecConfig("2_1_3"),
         ControlConfig("static", initial="2_1_3"),
+    ),
+    (  # one of the strategies is a dynamic tree
+        {"strategy": "4_4_16", "adaptive_width": "true", "control.controller": "goodput"},
+        SpecConfig("4_4_16", adaptive_width=True),
+        ControlConfig(strategies=(*ControlConfig().strategies, "4_4_16")),
+    ),
+    (
+        {"adaptive_width": "true", "tau": "0.5", "control.strategies": "[off,4_1_5,8_4_32]"},
+        SpecConfig("4_1_5", adaptive_width=True, tau=0.5),
+        ControlConfig(strategies=("off", "4_1_5", "8_4_32")),
+    ),
+    (  # nobody set the strategy, and the default is none of those
+        {"adaptive_width": "true", "tau": "0.5", "control.strategies": "[off,8_4_32]"},
+        SpecConfig("8_4_32", adaptive_width=True, tau=0.5),
+        ControlConfig(strategies=("off", "8_4_32")),
+    ),
+    (
+        {"control.strategies": "[off,1_1_2]", "spec_verify_tokens": "3"},
+        SpecConfig("1_1_2", spec_verify_tokens=3),
+        ControlConfig(strategies=("off", "1_1_2")),
+    ),
+    (
+        {"adaptive_width": "true", "control.controller": "static", "control.initial": "8_4_32"},
+        SpecConfig("8_4_32", adaptive_width=True),
+        ControlConfig("static", (*ControlConfig().strategies,), "8_4_32"),
     ),
 ]  # fmt: skip
 
@@ -165,6 +192,11 @@ REFUSED = [
     ({"tau": "0.0"}, "tau must be a finite number greater than 0"),
     ({"tau": "0.3"}, "it scores the paths of a dynamic tree"),
     ({"adaptive_width": "true"}, "changes the width of dynamic trees"),
+    (
+        {"adaptive_width": "true", "control.strategies": "[off,2_1_3]"},
+        "no strategy that may be selected is one",
+    ),
+    ({"strategy": "6_4_16", "tau": "0.3", "acceptance": "greedy"}, "adds no noise"),
     ({"strategy": "off", "source": "ngram"}, "changes nothing"),
     ({"strategy": "off", "control.controller": "ema"}, "leave one of them out"),
     ({"source": "ngram", "head": "random"}, "drafts without a head"),
@@ -174,6 +206,14 @@ REFUSED = [
     ({"control.strategies": "[wide]"}, "strategy 'wide' is not understood"),
     ({"control.strategies": "[off,9_4_64]", "spec_verify_tokens": "6"}, "raise it to 10 or more"),
     ({"control.strategies": "[off,2_1_3]", "strategy": "6_1_7"}, "list it there"),
+    (
+        {"control.controller": "static", "control.strategies": "[1_1_2,2_1_3]"},
+        "always has the first of them",
+    ),
+    (
+        {"control.controller": "static", "control.initial": "2_1_3", "strategy": "6_1_7"},
+        "leave out one of them",
+    ),
     ({"control.initial": "2_1_3"}, "static or ema"),
     ({"control.ema": '{"candidate_steps": [1]}'}, "has other settings"),
     ({"control.controller": "ema", "control.ema": '{"steps": 1}'}, "adaptive setting 'steps'"),
@@ -181,6 +221,9 @@ REFUSED = [
     ({"control.controller": "bandit", "control.bandit": '{"eps": 1}'}, "'eps' of bandit"),
     ({"control.controller": "bandit", "control.goodput": '{"probe_fraction": 0.1}'}, "goodput"),
     ({"control.bs_threshold": "-1"}, "bs_threshold must be at least 0"),
+    ({"control.fastrl": '{"enable": false}', "head": "random"}, "says enable: false"),
+    ({"control.fastrl": '{"enable": false}', "source": "ngram"}, "says enable: false"),
+    ({"control.fastrl": '{"enable": false}', "spec_verify_tokens": "9"}, "says enable: false"),
 ]  # fmt: skip
 
 
@@ -191,7 +234,8 @@ def test_every_program_refuses_the_same_in_its_own_spelling(door, settings, said
     assert said in message
     if door in ("generate", "verify"):
         assert "speculation." not in message and "SpecConfig(" not in message
-        assert " false" not in message.replace("true or false", "")  # --no-NAME
+        ours = message.replace("true or false", "").replace("enable: false", "")  # FastRL's key
+        assert " false" not in ours  # --no-NAME
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -240,6 +284,12 @@ def test_a_name_and_its_earlier_one_are_not_both_taken(tmp_path, capsys):
     with pytest.raises(SystemExit):
         parse_config(ServeConfig, ["--config", str(file)])
     assert "another name of speculation.spec_verify_tokens" in capsys.readouterr().err
+    both = ["speculation.controller=goodput", "speculation.control.controller=ema"]
+    for argv in (both, both[::-1]):
+        with pytest.raises(SystemExit):
+            parse_config(ServeConfig, ["model=d", *argv])
+        said = "speculation.controller is another name of speculation.control.controller"
+        assert said in capsys.readouterr().err
 
 
 # --- attention -----------------------------------------------------------------------------------
@@ -271,6 +321,29 @@ def test_the_flags_are_made_without_importing_jax():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+# --- keys that are not known ---------------------------------------------------------------------
+
+MEANT = [
+    (RLConfig, "algo.max_resample", "algo.max_num_gen_batches"),
+    (RLConfig, "rollout.attention", "attention"),
+    (RLConfig, "rollout.lr", "optim.lr"),
+    (RLConfig, "draft.lr", "draft.optim.lr"),
+    (RLConfig, "rollout.control.controler", "rollout.control.controller"),
+    (ServeConfig, "speculation.attention", "engine.attention"),
+]
+
+
+@pytest.mark.parametrize(("program", "name", "meant"), MEANT)
+def test_a_key_that_is_not_there_names_the_one_that_is_meant(program, name, meant, capsys):
+    with pytest.raises(SystemExit):
+        parse_config(program, [f"{name}=2", *(["model=d"] if program is ServeConfig else [])])
+    assert f"unknown key {name!r}; did you mean {meant!r}?" in capsys.readouterr().err
+
+
+def test_what_a_name_that_is_gone_stands_for_is_there():
+    assert set(RLConfig.renamed.values()) <= {key.name for key in keys_of(RLConfig)}
+
+
 # --- FastRL's section ----------------------------------------------------------------------------
 
 EAGLE = {"tune_algorithm": "BEG", "mab_configs": ["8_4_32", "4_1_5"], "spec_verify_tokens": 40}
@@ -284,7 +357,8 @@ def test_fastrls_section_is_taken_as_it_stands(door):
     assert (control.controller, control.arms) == ("bandit", ("8_4_32", "4_1_5", "off"))
     assert (control.bs_threshold, control.bandit.reward) == (32, "throughput")
     spec = found.spec()
-    assert (spec.head, spec.source, spec.spec_verify_tokens) == ("some/head", "head", 40)
+    same = SpecConfig("8_4_32", head="some/head", spec_verify_tokens=40)
+    assert dataclasses.replace(spec, telemetry=None) == same
     named = read(door, {"control.fastrl": json.dumps({"speculative": FASTRL})})
     assert (named.spec(), named.control_config()) == (spec, control)
 
@@ -304,11 +378,37 @@ def test_fastrl_switched_off_is_plain_decoding_with_no_head(door):
     assert (found.head, found.source) == ("checkpoint", "auto")  # none is asked for
 
 
+@pytest.mark.parametrize("door", DOORS)
+def test_settings_of_trees_go_with_those_of_fastrls_section(door):
+    settings = {"control.fastrl": json.dumps({"eagle": EAGLE}), "adaptive_width": "true"}
+    spec = read(door, settings | {"tau": "0.5"}).spec()
+    same = SpecConfig("8_4_32", tau=0.5, adaptive_width=True, spec_verify_tokens=40)
+    assert dataclasses.replace(spec, telemetry=None) == same
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("draft.mode=online", "there is no head to train"),
+        ("draft.loss=soft_ce", "changes nothing"),
+        ("draft.mtp_loss_scaling_factor=0.5", "changes nothing"),
+        ("checkpoint.draft_only=true", "changes nothing"),
+        ("draft.spot.enabled=true", "there is none to train"),
+    ],
+)
+def test_fastrl_switched_off_is_named_where_the_head_is_to_be_trained(key, said, capsys):
+    with pytest.raises(SystemExit):
+        parse_config(RLConfig, ["rollout.control.fastrl={enable: false}", key])
+    message = capsys.readouterr().err
+    assert said in message and "enable: false" in message and "rollout.strategy" not in message
+
+
 def test_fastrl_switched_off_trains_no_head():
     off = json.dumps({**FASTRL, "enable": False})
     cfg = parse_config(RLConfig, [f"rollout.control.fastrl={off}"])[0]
     assert cfg.draft.mode == "none" and not drafts(cfg)
     assert "draft: none" in settle_drafting(cfg, has_head=True)
+    assert "rollout.control.fastrl with enable: false" in settle_drafting(cfg, has_head=True)
 
 
 FASTRL_REFUSED = [
@@ -430,6 +530,50 @@ def test_a_controller_that_may_only_decode_plainly_asks_for_no_head(thin_policy)
     llm = LLM(bare, SpecConfig(source="head"), max_batch=1, max_len=32, control=off)
     assert llm.spec is None and llm.head is None
     assert llm.drafting.described() == "draft: none, by plain decoding"
+
+
+@pytest.mark.parametrize("control", ["ema", {"controller": "ema"}, ControlConfig("ema")])
+def test_python_takes_a_controller_by_name_by_map_or_by_configuration(control, thin_policy):
+    llm = LLM(str(thin_policy), max_batch=1, max_len=32, control=control)
+    assert llm.engine.control == ControlConfig("ema")
+    assert "the controller ema chooses among 1_1_2, 3_1_4, 7_1_8" in llm.drafting.described()
+
+
+PYTHON_REFUSED = [
+    (SpecConfig("off"), ControlConfig(strategies=("off", "2_1_3")), "leave one of them out"),
+    (None, ControlConfig(), "give a SpecConfig"),
+    (SpecConfig(), {"controler": "ema"}, "unknown control setting 'controler'"),
+    (SpecConfig(), "best", "controller must be one of goodput"),
+    (SpecConfig(adaptive_width=True), None, "got strategies 4_1_5; use one such as '6_4_16'"),
+    (
+        SpecConfig("4_4_16", adaptive_width=True),
+        ControlConfig(strategies=("off", "2_1_3")),
+        "got strategies off, 2_1_3; use one",
+    ),
+]
+
+
+@pytest.mark.parametrize(("spec", "control", "said"), PYTHON_REFUSED)
+def test_python_is_refused_what_the_sections_refuse(spec, control, said, thin_policy):
+    with pytest.raises(ValueError) as ended:
+        LLM(str(thin_policy), spec, max_batch=1, max_len=32, control=control)
+    assert said in str(ended.value)
+
+
+def test_what_is_no_controller_is_refused(thin_policy):
+    with pytest.raises(TypeError, match="expected a ControlConfig, the name of a controller"):
+        LLM(str(thin_policy), max_batch=1, max_len=32, control=["off", "2_1_3"])
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_the_width_of_dynamic_trees_alone_is_adaptive(invariant, thin_policy):
+    spec = SpecConfig("4_4_16", adaptive_width=True, invariant=invariant)
+    control = ControlConfig(strategies=("off", "2_1_3", "4_4_16"))
+    engine = LLM(str(thin_policy), spec, max_batch=1, max_len=32, control=control).engine
+    widths = {name: plan.adaptive_width for name, plan in engine.runner.plans.items()}
+    assert widths == {"off": False, "2_1_3": False, "4_4_16": True}
+    programs = {name: plan.adaptive_width for name, plan in engine.runner.programs.items()}
+    assert programs == ({"4_4_16": True} if invariant else widths)
 
 
 def test_the_servers_ema_starts_at_the_tier_next_to_its_strategy():

@@ -33,7 +33,9 @@ class SamplingSection:
     )
     presence_penalty: float = option(0.0, "subtracted from logits of tokens of the response")
     frequency_penalty: float = option(0.0, "likewise, once per occurrence")
-    logit_bias: dict[int, float] = option({}, "token id -> number added to its logit")
+    logit_bias: dict[int, float] = option(
+        {}, 'token id -> number added to its logit, such as {5: -100} or {"5": -100}'
+    )
     stop: list[str] = option(
         [],
         "strings that end a response; it is trained on with the tokens of the string, and the "

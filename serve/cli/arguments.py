@@ -11,6 +11,8 @@ from typing import Any
 from specjax.arguments import ArgumentParser
 from specjax.config import SamplingParams
 from specjax.config.dtype import AUTO, ENGINE_DTYPES
+from specjax.schema import Key
+from specjax.setting_values import ValueProblem, check, read
 from specjax.speculation_flags import add_flags
 
 EPILOG = """Prompts are arguments, or lines of --file: text, or JSON lines (--json-lines, or a name
@@ -33,6 +35,7 @@ examples:
   specjax generate --model DIR --file prompts.jsonl --output samples.jsonl --max-tokens 512
   cat prompts.txt | specjax generate --model DIR --file - --output - | head"""
 
+_BIASES = Key("logit_bias", dict[int, float], {}, "", None, False)
 # Flag, field of SamplingParams, type, help.
 _SAMPLING = (
     ("--temperature", "temperature", float, "0 is greedy"),
@@ -135,7 +138,11 @@ def _add_sampling(group) -> None:
     add("--ignore-eos", action="store_true", help="do not stop at the model's own stop tokens")
     add("--bad-words", action="append", metavar="TEXT", help="never generated; repeatable")
     add("--allowed-token-ids", metavar="IDS", help="nothing else is generated: 5,17")
-    add("--logit-bias", metavar="ID:X,..", help="added to logits: 5:-100,17:2.5")
+    add(
+        "--logit-bias",
+        metavar="ID:X,..",
+        help="""added to logits: 5:-100,17:2.5 or '{"5": -100}'""",
+    )
 
 
 def _add_engine(group) -> None:
@@ -203,10 +210,16 @@ def _ids(flag: str, text: str) -> tuple[int, ...]:
 
 
 def _biases(text: str) -> tuple[tuple[int, float], ...]:
+    if text.lstrip().startswith("{"):
+        try:
+            return tuple(check(_BIASES, read(text, _BIASES)).items())
+        except ValueProblem as error:
+            raise ValueError(f"--logit-bias: {error}") from error
     try:
         pairs = [pair.split(":") for pair in text.replace(",", " ").split()]
         return tuple((int(token), float(value)) for token, value in pairs)
     except ValueError:
         raise ValueError(
-            f"--logit-bias: expected pairs such as 5:-100,17:2.5, got {text!r}"
+            f"--logit-bias: expected pairs such as 5:-100,17:2.5, or an object such as "
+            f'{{"5": -100}}, got {text!r}'
         ) from None

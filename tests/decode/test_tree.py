@@ -189,7 +189,6 @@ def test_a_speculation_config_refuses_what_it_cannot_do_when_it_is_made():
         (dict(strategy="4x2x1", acceptance="block"), "chains only.*'4x2x1'.*recursive.*coupled"),
         (dict(strategy="4_4_16", acceptance="block"), "chains only.*'coupled'"),
         (dict(strategy="4_4_16", acceptance="recursive"), "re-ranking is biased.*coupled.*4x2x1"),
-        (dict(strategy="4x2x1", adaptive_width=True), "dynamic trees.*6_4_16"),
         (dict(acceptance="typical"), "coupled, block, recursive, greedy; got 'typical'"),
         (
             dict(acceptance="block", exact_mode=True),

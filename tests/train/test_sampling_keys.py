@@ -22,7 +22,7 @@ SAMPLING = {
     "rollout.top_p": 0.8,
     "rollout.repetition_penalty": 1.3,
     "rollout.presence_penalty": 0.5,
-    "rollout.logit_bias": "{7: 2.0}",
+    "rollout.logit_bias": '{"7": 2.0}',
     "rollout.min_tokens": 3,
 }
 # Over two updates, against a reference, with tokens that older weights sampled.
