@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specjax.arguments import ArgumentParser, nearest_flag, underscored
-from specjax.schema import Key, describe, elsewhere_of, idle, keys_of, show, type_name
+from specjax.schema import REQUIRED, Key, describe, elsewhere_of, idle, keys_of, show, type_name
 from specjax.setting_values import ValueProblem, Yaml, check, expected, read
 from specjax.shipped import find_shipped, roots
 from specjax.spelling import python, spelled
@@ -153,18 +153,54 @@ def fingerprint(config: Any, ignore: Sequence[str] = ()) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in ignore}
 
 
-def require_same_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def require_same_settings(
+    saved: Mapping[str, Any], current: Mapping[str, Any], schema_cls: type
+) -> None:
     """Compares the fingerprint in a checkpoint with that of the run that resumes it.
+
+    A key that the checkpoint lacks, for its version had no such setting, is the same as long as it
+    has its default.
+
+    Args:
+        schema_cls: of the configuration that `current` is of.
 
     Raises:
         ConfigError: they differ; the message names the top-level keys that do.
     """
-    changed = sorted(name for name in current if current[name] != saved.get(name))
+    keys = _Schema.of(schema_cls).keys
+    changed = sorted(name for name in current if not _as_saved(keys, name, saved, current))
     if changed:
         raise ConfigError(
             f"the checkpoint was made with other settings of {', '.join(changed)}; resume with "
             "the same configuration, or start a new run in another directory"
         )
+
+
+def _as_saved(
+    keys: Mapping[str, Key], name: str, saved: Mapping[str, Any], current: Mapping[str, Any]
+) -> bool:
+    """Whether a key, or all of a section, is what was saved.
+
+    Args:
+        name: dotted. saved, current: what is directly above it in both.
+    """
+    last, key = name.rpartition(".")[2], keys.get(name)
+    mine = current[last]
+    if last in saved:
+        theirs = saved[last]
+    elif key is None:  # of a section that programs share, and this one does not read it
+        return True
+    elif key.default == REQUIRED:
+        return False
+    else:
+        theirs = json.loads(json.dumps(key.default, default=dataclasses.asdict))
+    nested = key is not None and key.section
+    if not (nested and isinstance(mine, dict) and isinstance(theirs, dict)):
+        return mine == theirs
+    if any(f"{name}.{inner}" not in keys for inner in theirs.keys() - mine.keys()):
+        return False  # this version has no such setting
+    # What there is in `theirs` alone is left out of the fingerprint: it may have changed.
+    return all(_as_saved(keys, f"{name}.{inner}", theirs, mine) for inner in mine)
 
 
 class _Parser(ArgumentParser):

@@ -427,6 +427,8 @@ class Trainer:
         settings["model"] = portable(settings["model"])
         for name in self.cfg.rollout.may_change:
             settings["rollout"].pop(name)
+        if self.cfg.rollout.invariant and "replicas" in self.cfg.rollout.may_change:
+            settings["rollout"]["replicas"] = "any"  # but not 1 without devices of its own
         settings["draft"]["spot"].pop("gaps")  # changes only when the head is trained
         return settings
 
@@ -460,7 +462,7 @@ class Trainer:
           ConfigError: it was made with other settings. CheckpointError: it cannot be used.
         """
         _, meta = checkpoints.restore(step, {})
-        require_same_settings(meta.get("settings", {}), self.fingerprint())
+        require_same_settings(meta.get("settings", {}), self.fingerprint(), type(self.cfg))
         found = self.trees()
         found.pop("replay", None)
         abstract = jax.tree.map(

@@ -1,15 +1,24 @@
 """The command line of every program: what it accepts, what it says when it does not."""
 
+import functools
 import re
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 
 from serve.settings import ServeConfig
-from specjax.command_line import load_config, parse_config
+from specjax.command_line import (
+    ConfigError,
+    fingerprint,
+    load_config,
+    parse_config,
+    require_same_settings,
+)
 from specjax.schema import REQUIRED, Needs, keys_of, option
 from train.schema import RLConfig, SFTConfig
+from train.trainer import Trainer
 
 
 @dataclass
@@ -432,3 +441,64 @@ def test_templates_need_no_quotes_of_their_own():
     assert load_config(
         ServeConfig, ["--model", "d", "--chat-template", template]
     ).chat_template == (template)
+
+
+# --- settings in a checkpoint ---------------------------------------------------------------------
+
+
+def saved_settings(*gone: str, schema=RLConfig) -> dict:
+    """The default settings as a version saved them that did not have these yet."""
+    settings = fingerprint(schema())
+    for name in gone:
+        *above, last = name.split(".")
+        del functools.reduce(dict.__getitem__, above, settings)[last]
+    return settings
+
+
+@pytest.mark.parametrize(
+    "gone", ["seed", "algo", "rollout.invariant", "draft.spot.gaps", "rollout.control", "reward"]
+)
+def test_a_setting_that_the_version_before_lacked_is_no_difference_at_its_default(gone):
+    require_same_settings(saved_settings(gone), fingerprint(RLConfig()), RLConfig)
+
+
+@pytest.mark.parametrize(
+    ("gone", "setting", "section"),
+    [
+        ("seed", "seed=3", "seed"),
+        ("algo", "algo.tis=true", "algo"),
+        ("algo.tis", "algo.tis=true", "algo"),
+        ("rollout.control", "rollout.control.bs_threshold=4", "rollout"),
+        ("draft.spot.updates", "optim.lr=0.5", "optim"),
+    ],
+)
+def test_but_where_it_has_another_value_the_run_is_not_resumed(gone, setting, section):
+    current = fingerprint(parse_config(RLConfig, [setting])[0])
+    with pytest.raises(ConfigError, match=f"made with other settings of {section};"):
+        require_same_settings(saved_settings(gone), current, RLConfig)
+
+
+def test_a_setting_that_is_gone_since_or_has_no_default_is_a_difference():
+    saved = saved_settings()
+    saved["algo"]["of_old"] = None
+    with pytest.raises(ConfigError, match="made with other settings of algo;"):
+        require_same_settings(saved, fingerprint(RLConfig()), RLConfig)
+
+    @dataclass
+    class Asks:
+        width: int = option(REQUIRED, "of it")
+
+    with pytest.raises(ConfigError, match="made with other settings of width;"):
+        require_same_settings({}, {"width": 3}, Asks)
+
+
+def test_in_invariant_mode_one_replica_without_devices_of_its_own_is_another_program():
+    def settings(*given) -> dict:
+        cfg, _ = parse_config(RLConfig, ["model=m", "rollout.invariant=true", *given])
+        return Trainer.fingerprint(SimpleNamespace(cfg=cfg))
+
+    one, two, three = settings(), *(settings(f"rollout.replicas={n}") for n in (2, 3))
+    require_same_settings(two, three, RLConfig)
+    for saved, current in ((one, two), (two, one)):
+        with pytest.raises(ConfigError, match="made with other settings of rollout;"):
+            require_same_settings(saved, current, RLConfig)
