@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +63,16 @@ from train.schema import RLConfig
 from train.scoring import RewardsFailedError
 from train.spot import Place, ReplayBuffer, SpotTraining, about_spot
 from train.trace import TRACE_FILE, Trace
+
+
+class _Before(NamedTuple):
+    """What is put back when a step is given up after its rollout: `Rollouts.state()`, the head
+    and its optimizer's state, and the states of the controllers of this process."""
+
+    rollouts: dict[str, Any]
+    head: Params | None
+    draft_opt: Any
+    controllers: list[dict[str, Any]]
 
 
 class Trainer:
@@ -241,18 +253,20 @@ class Trainer:
 
         Raises:
           RewardsFailedError: a larger share of the step's rewards failed than
-            `max_failed_rewards`. Nothing was learned from it, and the step can be made again.
+            `max_failed_rewards`. Nothing was learned from it, policy, head and controllers are as
+            before, and the step can be made again.
         """
         step = self.done_steps + 1
-        before = self.rollouts.state()
+        before = self._before_rollout()
         kept, metrics = self._roll_out(step)
         if metrics["reward/failed_share"] > self.cfg.max_failed_rewards:
-            self.rollouts.load_state(before)
+            self._take_back(before)
             raise RewardsFailedError(
                 f"{metrics['reward/failed_share']:.0%} of the rewards of step {step} failed, more "
                 f"than max_failed_rewards={self.cfg.max_failed_rewards:g} allows; the log above "
                 f"names rows and values of reward={self.scorer.name}"
             )
+        self._write_trace()
         self._write_telemetry()
         started = time.perf_counter()
         self._score_carried()
@@ -299,11 +313,29 @@ class Trainer:
             self.head, self.draft_opt, sums = self.spot.finish()
             metrics["time/draft"] = time.perf_counter() - started
             metrics |= self.spot.metrics() | (draft_metrics(sums) if sums else {})
+        return kept, metrics
+
+    def _before_rollout(self) -> _Before:
+        """What a rollout changes; spot training leaves the trees that it is given valid."""
+        controllers = [copy.deepcopy(engine.controller.state()) for engine in self.engines]
+        return _Before(self.rollouts.state(), self.head, self.draft_opt, controllers)
+
+    def _take_back(self, before: _Before) -> None:
+        """As if the rollout since then had not been; nothing of it is written."""
+        self.rollouts.load_state(before.rollouts)
+        self.head, self.draft_opt = before.head, before.draft_opt
+        for engine, state in zip(self.engines, before.controllers, strict=True):
+            engine.controller.load_state(state)
+        if self.engine.telemetry is not None:
+            self.engine.telemetry.clear()
+        self.sync_weights()  # the rollout ended by releasing them
+
+    def _write_trace(self) -> None:
+        """Appends this step's events to their file."""
         if self.trace is not None:
             events = joined_events(self.engines, self.trace.events)
             if distributed.is_first():
                 self.trace.write(Path(self.cfg.out) / TRACE_FILE, events)
-        return kept, metrics
 
     def _write_telemetry(self) -> None:
         """Appends this step's rejections to their file, and forgets them."""

@@ -11,6 +11,7 @@ from specjax.telemetry import read_jsonl
 from train import rl
 from train.rollout_schema import RolloutSection
 from train.schema import RLConfig
+from train.scoring import RewardsFailedError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,6 +63,14 @@ def test_a_run_with_telemetry_writes_its_rejections_and_may_resume_without(
     summary = read_jsonl(tmp_path / "telemetry.jsonl").summary()
     assert summary.rounds == rounds and summary.rejections > 0
     assert watched.engine.telemetry.records == []
+    told = (tmp_path / "telemetry.jsonl").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(watched.cfg, "max_failed_rewards", -1.0)
+        with pytest.raises(RewardsFailedError):
+            watched.step()
+    # Nothing of a step that is given up is told, then or with the next one.
+    assert watched.engine.telemetry.records == []
+    assert (tmp_path / "telemetry.jsonl").read_bytes() == told
     assert trainer().fingerprint() == watched.fingerprint()
     assert trainer().engine.telemetry is None
     fewer = {"rollout.max_batch": 3, "rollout.scan_layers": "true", "remat": "true"}

@@ -1,5 +1,6 @@
 """Rollouts on several replicas, the head trained in their gaps: what is learned stays the same."""
 
+import copy
 import types
 
 import jax
@@ -17,6 +18,7 @@ from train import rl
 from train.draft import DraftConfig, SpotConfig
 from train.log import read_lines
 from train.schema import RLConfig
+from train.scoring import RewardsFailedError
 from train.spot import Place, ReplayBuffer, SpotTraining
 from train.trace import TRACE_FILE, Trace
 
@@ -127,6 +129,30 @@ def test_a_resumed_run_has_the_replay_buffer_and_ends_with_the_same_bits(pair):
     assert [learned(one.step()) for _ in range(2)] == [learned(m) for m in some[2:]]
     for name, tree in gaps.trees().items():
         assert same(tree, one.trees()[name]), name
+
+
+def test_a_step_whose_rewards_failed_leaves_nothing_and_can_be_made_again(pair, monkeypatch):
+    (_, some), (trainer, _), out = pair
+    with Checkpointer(out / "checkpoints") as checkpoints:
+        trainer.restore(checkpoints, 2)
+    before, state = trainer.trees(), trainer.rollouts.state()
+    controllers = [copy.deepcopy(e.controller.state()) for e in trainer.engines]
+    told = (out / "one" / TRACE_FILE).read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.cfg, "max_failed_rewards", -1.0)
+        with pytest.raises(RewardsFailedError, match="of the rewards of step 3 failed"):
+            trainer.step()
+    assert trainer.spot.in_gaps + trainer.spot.after == 5, "the head was trained meanwhile"
+    after = trainer.trees()
+    assert before.keys() == after.keys() and all(same(before[n], after[n]) for n in after)
+    assert trainer.rollouts.state() == state and trainer.done_steps == 2
+    assert [e.controller.state() for e in trainer.engines] == controllers
+    assert (out / "one" / TRACE_FILE).read_bytes() == told
+    with Checkpointer(out / "saved") as checkpoints:  # as the program does before it ends
+        trainer.save(checkpoints, block=True)
+        assert learned(trainer.step()) == learned(some[2])
+        trainer.restore(checkpoints, 2)
+    assert learned(trainer.step()) == learned(some[2])
 
 
 def test_without_spot_training_no_replica_trains(thin_policy, tmp_path):
