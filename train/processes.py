@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 import secrets
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ import jax
 from specjax import distributed, lifeline
 from specjax.checkpoint_format import CheckpointError
 from specjax.command_line import ConfigError, fingerprint
+from specjax.config.spec import TELEMETRY_VARIABLE
 from specjax.engine.engine import Engine
 from specjax.engine.hosts import Copies, Hosts
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job, SampleOutput
+from specjax.kernels.cpu import FLAGS_VARIABLE, TARGET_VARIABLE
 from specjax.lifeline import Lifeline
 from specjax.telemetry import Collector
 from train.cli import INTERRUPTED
@@ -81,19 +84,69 @@ def _may_be_loss(error: BaseException) -> bool:
     return broken or _STATUS.match(str(error)) is not None
 
 
+# Settings of jax, which its environment variables set too, that change what is traced.
+_TRACED = (
+    "jax_debug_nans",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_disable_jit",
+    "jax_enable_x64",
+    "jax_numpy_dtype_promotion",
+    "jax_threefry_partitionable",
+)
+# Variables that may change how the same program is compiled, and so last bits.
+_COMPILED = (
+    "XLA_FLAGS",
+    "LIBTPU_INIT_ARGS",
+    "NVIDIA_TF32_OVERRIDE",
+    TARGET_VARIABLE,
+    FLAGS_VARIABLE,
+)
+# Those of jax that are about one process, or about what is kept and printed.
+_OWN = re.compile(
+    r"JAX_(PROCESS_ID|NUM_PROCESSES|COORDINATOR_\w+|\w*CACHE\w*|\w*VISIBLE_DEVICES|LOG\w*|DEBUG_LOG\w*"
+    r"|DUMP_\w+|\w*TRACEBACK\w*)"
+)
+
+
+def _must_agree(cfg: RLConfig) -> dict[str, Any]:
+    """What all processes must have alike, by the names under which a user can change it."""
+    mine = fingerprint(cfg, ("distributed",)) | {"the version of jax": jax.__version__}
+    if cfg.rollout.telemetry is None:
+        mine[TELEMETRY_VARIABLE] = cfg.rollout.spec().telemetry_on
+    return mine | {name.upper(): getattr(jax.config, name) for name in _TRACED}
+
+
+def _should_agree(environment: Mapping[str, str]) -> dict[str, list[str]]:
+    """The words of environment variables that may change last bits."""
+    traced = {name.upper() for name in _TRACED}
+    names = {n for n in environment if n.startswith("JAX_") and not _OWN.fullmatch(n)} - traced
+    return {n: sorted(environment[n].split()) for n in names.union(_COMPILED) if environment.get(n)}
+
+
 def _agree(cfg: RLConfig, out: Path, line: Lifeline) -> None:
     """All have the same settings and see the same files.
 
     Raises:
       ConfigError: says what differs.
     """
-    mine = fingerprint(cfg, ("distributed",)) | {"the version of jax": jax.__version__}
-    for process, theirs in enumerate(distributed.gather(mine, "settings")):
+    mine, bits = _must_agree(cfg), _should_agree(os.environ)
+    gathered = distributed.gather((mine, bits), "settings")
+    for process, (theirs, _) in enumerate(gathered):
         differing = sorted(key for key in mine if mine[key] != theirs.get(key))
         if differing:
             raise ConfigError(
                 f"process {process} was started with another value of {', '.join(differing)} than "
                 f"process {jax.process_index()}; start all with the same settings"
+            )
+    for process, (_, theirs) in enumerate(gathered):
+        differing = sorted(n for n in bits.keys() | theirs if bits.get(n) != theirs.get(n))
+        if differing and distributed.is_first():
+            print(
+                f"WARNING: process {process} has another value of {', '.join(differing)} in its "
+                "environment than process 0: what should be equal to the last bit may differ "
+                "between them; start all with the same",
+                flush=True,
             )
     until = time.monotonic() + cfg.distributed.lost_after
     while missing := line.unseen():

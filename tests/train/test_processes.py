@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -18,7 +19,7 @@ import tiny_run
 
 from specjax import distributed, sharding
 from specjax.checkpoint import Checkpointer
-from specjax.command_line import parse_config
+from specjax.command_line import ConfigError, parse_config
 from specjax.telemetry.collector import read_jsonl
 from train import engines, processes, rl
 from train.log import read_lines, read_metrics
@@ -50,12 +51,14 @@ def start(
     last=(),
     module="train.rl",
     env=(),
+    last_env=(),
     **changes,
 ) -> list[subprocess.Popen]:
     """`python -m train.rl` in each process of a job.
 
     Args:
       last: arguments of the last process alone. module: what runs in its place. env: variables.
+      last_env: variables of the last process alone.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -72,7 +75,7 @@ def start(
         subprocess.Popen(
             [sys.executable, "-m", module, *argv, f"distributed.process_id={i}", *flags]
             + (list(last) if i == count - 1 else []),
-            env=environment,
+            env=environment | (dict(last_env) if i == count - 1 else {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -467,11 +470,77 @@ def test_a_lost_process_ends_the_job_with_its_name(thin_policy, tmp_path, victim
 
 
 @pytest.mark.slow
-def test_processes_with_other_settings_do_not_begin(thin_policy, tmp_path):
-    job = start(thin_policy, tmp_path / "run", 2, last=["seed=4"])
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"last": ["seed=4"]}, "seed"),
+        ({"last_env": {"SPECJAX_TELEMETRY": "1"}}, "SPECJAX_TELEMETRY"),
+    ],
+)
+def test_processes_with_other_settings_do_not_begin(thin_policy, tmp_path, given, name):
+    job = start(thin_policy, tmp_path / "run", 2, **given)
     printed = outputs(job, 120)
     assert all(process.returncode == 1 for process in job), printed
-    assert any("was started with another value of seed" in said for said in printed), printed
+    assert any(f"was started with another value of {name} than" in said for said in printed)
+
+
+def agree_with(monkeypatch, environment, *settings, **config) -> None:
+    """What a process says to one that has these variables, and these settings of jax."""
+    cfg = parse_config(RLConfig, tiny_run.arguments("model", "out") + [*settings])[0]
+    with monkeypatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        before = {name: getattr(jax.config, name) for name in config}
+        for name, value in config.items():
+            jax.config.update(name, value)
+        theirs = processes._must_agree(cfg), processes._should_agree(os.environ)
+        for name, value in before.items():
+            jax.config.update(name, value)
+    alone = types.SimpleNamespace(unseen=list)
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed, "gather", lambda mine, place: [mine, theirs])
+        processes._agree(cfg, Path("out"), alone)
+
+
+@pytest.mark.parametrize(
+    ("environment", "config", "name"),
+    [
+        ({"SPECJAX_TELEMETRY": "1"}, {}, "SPECJAX_TELEMETRY"),
+        ({}, {"jax_default_matmul_precision": "high"}, "JAX_DEFAULT_MATMUL_PRECISION"),
+        ({}, {"jax_default_prng_impl": "rbg"}, "JAX_DEFAULT_PRNG_IMPL"),
+        ({}, {"jax_enable_x64": True}, "JAX_ENABLE_X64"),
+    ],
+)
+def test_variables_that_change_what_processes_run_must_be_alike(
+    monkeypatch, environment, config, name
+):
+    monkeypatch.delenv("SPECJAX_TELEMETRY", raising=False)
+    with pytest.raises(ConfigError, match=f"process 1 was started with another value of {name} th"):
+        agree_with(monkeypatch, environment, **config)
+
+
+def test_what_the_settings_decide_the_variable_does_not(monkeypatch, capsys):
+    monkeypatch.delenv("SPECJAX_TELEMETRY", raising=False)
+    agree_with(monkeypatch, {"SPECJAX_TELEMETRY": "1"}, "rollout.telemetry=false")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "warns"),
+    [
+        ("XLA_FLAGS", "--xla_gpu_deterministic_ops=true", True),
+        ("JAX_EXEC_TIME_OPTIMIZATION_EFFORT", "0.5", True),
+        ("SPECJAX_CPU_TARGET", "-march=x86-64-v3", True),
+        ("JAX_PROCESS_ID", "1", False),
+        ("JAX_COMPILATION_CACHE_DIR", "/elsewhere", False),
+        ("JAX_TRACEBACK_FILTERING", "off", False),
+    ],
+)
+def test_variables_that_may_change_last_bits_are_told(monkeypatch, capsys, name, value, warns):
+    agree_with(monkeypatch, {name: value})
+    said = capsys.readouterr().out
+    assert (f"WARNING: process 1 has another value of {name} in its environment" in said) == warns
+    assert warns or not said
 
 
 @pytest.mark.slow
