@@ -7,12 +7,15 @@ starts first, how it speculates) decides how long that takes, and never what com
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from specjax import distributed
 from specjax.command_line import ConfigError
 from specjax.engine.engine import Engine
 from specjax.engine.request import Finished, Job, SampleOutput, Totals, make_jobs, require_valid
@@ -31,6 +34,12 @@ from train.rollout import (
 from train.schema import RLConfig
 from train.scoring import Score, Scorer, about_zero, unwinnable
 from train.tasks.layout import Problem
+
+# Batches of groups that a step looks at before it says that it is not full, and before it says so
+# again.
+_PATIENCE = 10
+
+log = logging.getLogger(__name__)
 
 
 class Collection:
@@ -93,6 +102,9 @@ class Collection:
         """What can be said by now; draws the groups that this asks for, stops what is too long."""
         choice = self._decide()
         while len(self.groups) < choice.places:
+            if self.groups and len(self.groups) % (_PATIENCE * self.rule.in_air) == 0:
+                if distributed.is_first():
+                    log.warning("%s", about_long(self.rule, self.groups))
             self._enter(self._draw())
         if choice.budget is not None:
             self._trim(choice.budget)
@@ -172,6 +184,24 @@ class Collection:
         sample = response and self.engine.abort(ticket)
         if sample is not None:
             self._take(response, sample, finished=False)
+
+
+def about_long(rule: Rule, groups: Sequence[Group]) -> str:
+    """What a step that goes on replacing groups has found so far."""
+    complete = [group for group in groups if group.rewards is not None]
+    alike = Counter(g.rewards[0] for g in complete if not g.seen().informative)
+    values = ", ".join(f"{reward:g} in {count}" for reward, count in alike.most_common(3))
+    more = ", ..." if len(alike) > 3 else ""
+    limit = "algo.max_num_gen_batches=0 sets no limit"
+    if rule.most is not None:
+        limit = f"algo.max_num_gen_batches={rule.batches} lets it look at {rule.most}"
+    return (
+        f"step {groups[-1].step} has looked at {len(groups)} groups, of which {len(complete)} are "
+        f"complete, and is not full: {len(complete) - alike.total()} have differing rewards, of "
+        f"rollout.prompts={rule.prompts} that it wants; in {alike.total()} all rewards are equal "
+        f"({values or 'none'}{more}) and teach nothing. It goes on, and {limit}. Is the task too "
+        "hard or too easy for the policy, or does the reward not see the difference?"
+    )
 
 
 class Rollouts:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specjax import distributed
 from specjax.engine import hosts
 from specjax.engine.agreement import Alone
 from specjax.engine.request import Finished, SampleOutput, SpecStats, Totals
@@ -223,6 +224,32 @@ def test_neither_speed_nor_order_nor_slots_change_what_is_selected_or_carried(
 ):
     expected, _ = run_steps(world, rule, partial, 0, 50)
     assert run_steps(world, rule, partial, seed, slots)[0] == expected
+
+
+def said_of(caplog, rule: Rule, informative: tuple[bool, ...]) -> list[str]:
+    """What is logged of a step in a world of such groups, over and over."""
+    caplog.clear()
+    run_steps(Data(((2, 3),), informative), rule, False, 1, 4, steps=1)
+    return [record.message for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_step_that_does_not_fill_says_so_every_ten_batches(caplog, monkeypatch):
+    # In batches of 3: 32 groups teach nothing, then come three that do.
+    rare = (*[False] * 32, True, True, True)
+    lines = said_of(caplog, Rule(3, 3, True, batches=0), rare)
+    assert len(lines) == 1
+    assert "step 1 has looked at 30 groups" in lines[0] and "=0 sets no limit" in lines[0]
+    assert "0 have differing rewards, of rollout.prompts=3" in lines[0]
+    assert "all rewards are equal (1 in " in lines[0]
+    rarer = (*[False] * 64, True, True, True)
+    assert len(said_of(caplog, Rule(3, 3, True, batches=0), rarer)) == 2
+    (line,) = said_of(caplog, Rule(3, 3, True, batches=15), rarer)
+    assert "=15 lets it look at 45" in line
+    # What ends with ten batches has a line of its own, after the step.
+    assert not said_of(caplog, Rule(3, 3, True, batches=10), rarer)
+    assert not said_of(caplog, Rule(3, 3, False), rarer)
+    monkeypatch.setattr(distributed, "is_first", lambda: False)
+    assert not said_of(caplog, Rule(3, 3, True, batches=0), rarer)
 
 
 class Meeting:
