@@ -9,7 +9,6 @@ may be `Reaches`: the value arrives in the library's own object, whose row shows
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
 import inspect
@@ -25,7 +24,6 @@ import numpy as np
 from specjax import schema
 from specjax.spelling import python, spelled
 
-TESTS = Path(__file__).resolve().parent.parent
 PLACES = types.SimpleNamespace(policy=None, scratch=None)
 
 
@@ -71,14 +69,7 @@ class Refused:
     beside: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True)
-class Shown:
-    """A test that shows the effect: it must exist and name the setting."""
-
-    node: str
-
-
-AnyRow = Row | Reaches | Refused | Shown
+AnyRow = Row | Reaches | Refused
 Rows = AnyRow | tuple[AnyRow, ...]  # of a setting that acts in several places, each of which counts
 
 
@@ -156,9 +147,6 @@ def check(
         for each in row:
             check(program, name, each, library, base)
         return
-    if isinstance(row, Shown):
-        _require_named(row.node, name)
-        return
     value = row.value() if callable(row.value) else row.value
     assert not same(value, leaves(program)[name].default), f"{name}: the row gives its default"
     without = {**base, **row.beside}
@@ -182,18 +170,6 @@ def check(
         usual, changed = (row.effect(cfg) for cfg in (usual, changed))
     assert not (_has_failed(usual) and _has_failed(changed)), f"{name}: {usual!r}, {changed!r}"
     assert not same(usual, changed), f"{name}={value!r} changes nothing: {usual!r}"
-
-
-def _require_named(node: str, name: str) -> None:
-    file, _, function = node.partition("::")
-    path = TESTS.parent / file
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    found = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == function]
-    assert found, f"there is no test {node}"
-    source = ast.get_source_segment(path.read_text(encoding="utf-8"), found[0])
-    last = name.rpartition(".")[2]
-    decorators = "".join(ast.unparse(d) for d in found[0].decorator_list)
-    assert last in source + decorators, f"{node} does not name {last}"
 
 
 def same(a: Any, b: Any) -> bool:
