@@ -132,6 +132,13 @@ class Strategy:
         return _parse_steps_topk_rows(*self.dynamic[:2], rows)
 
 
+def in_words(name: str) -> str:
+    """A strategy, or `off`, for messages: a tree of many paths has a long name."""
+    if name.startswith("paths:"):
+        return f"a static tree of {Strategy.parse(name).rows} rows"
+    return f"strategy {name}"
+
+
 def _parse_steps_topk_rows(steps: int, topk: int, rows: int) -> Strategy:
     name = f"{steps}_{topk}_{rows}"
     if topk == 1:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 from specjax import sharding
+from specjax.config.strategy import in_words
 from specjax.decode.options import Features
 from specjax.engine.compiling import CompilePool, said_if_slow
 
@@ -158,7 +159,7 @@ def _described(key: tuple) -> str:
     """A program in words, for who waits for it."""
     kind, *sizes = key
     if kind == "chunk":
-        return f"strategy {sizes[0]} for a batch of {sizes[1]}"
+        return f"{in_words(sizes[0])} for a batch of {sizes[1]}"
     if kind == "place":
         return f"the start of {sizes[0]} samples"
     rows, positions = sizes[0]

@@ -7,8 +7,11 @@ import types
 
 import pytest
 
+from specjax.config import Strategy
+from specjax.decode.part import common_strategy
 from specjax.engine import compiling
 from specjax.engine.compiling import CompilePool, CompileProgress, said_if_slow, unsaid
+from specjax.engine.executables import _described
 
 
 @pytest.fixture
@@ -103,3 +106,11 @@ def test_programs_begin_in_order_and_none_begins_after_a_failure():
             pool.finish()
             pytest.fail("it should have raised")
     assert begun[:2] == ["a", "b"] and kept == ["a"]
+
+
+def test_programs_have_short_names_in_messages():
+    program = common_strategy([Strategy.parse(name) for name in ("3x2x1", "1x1x1x1")]).name
+    assert program.startswith("paths:")
+    assert _described(("chunk", program, 8, None)) == "a static tree of 17 rows for a batch of 8"
+    for name in ("off", "3x2x1", "4_1_5"):
+        assert _described(("chunk", name, 8, None)) == f"strategy {name} for a batch of 8"
