@@ -1,6 +1,5 @@
 """`train.rl` on several real processes, which meet over loopback, is the run of one process."""
 
-import dataclasses
 import json
 import os
 import re
@@ -12,6 +11,7 @@ import time
 import types
 from pathlib import Path
 
+import fake_devices
 import jax
 import numpy as np
 import pytest
@@ -338,24 +338,10 @@ def test_who_is_out_of_memory_does_not_wait_to_hear_whom_it_lost(words, waits):
     assert processes._may_be_loss(jax.errors.JaxRuntimeError(words)) == waits
 
 
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """As much of a device as meshes look at."""
-
-    id: int
-    process_index: int
-    platform: str = "cpu"
-
-
 @pytest.fixture
-def four_and_four(monkeypatch):
-    """This process is the first of two with four devices each, which nothing can run on."""
-    devices = [Device(i, i // 4) for i in range(8)]
-    counts = {"process_count": 2, "device_count": 8, "local_device_count": 4, "process_index": 0}
-    for name, value in {**counts, "devices": devices}.items():
-        monkeypatch.setattr(jax, name, lambda value=value: value)
-    monkeypatch.setattr(distributed, "is_several", lambda: True)
-    return devices
+def four_and_four():
+    with fake_devices.four_and_four() as devices:
+        yield devices
 
 
 def laid_out(**changes):

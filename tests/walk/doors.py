@@ -11,13 +11,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import jax
+from fake_devices import four_and_four
 from rows import PLACES, Stopped
 from shared import MAX_LEN
 from train_rows import policy, tokenizer
@@ -27,15 +30,26 @@ from serve.api import create_app
 from serve.cli import generate
 from serve.protocol import ChatRequest, CompletionRequest
 from serve.settings import ServeConfig, load_llm
-from specjax import LLM, ControlConfig, EngineConfig, SamplingParams, SpecConfig, distributed
+from specjax import LLM, ControlConfig, EngineConfig, SamplingParams, SpecConfig
 from specjax.command_line import parse_config
+from specjax.config import ModelConfig
 from specjax.control.bandit import BanditConfig
+from specjax.engine.hosts import Copies
 from specjax.engine.sources import load_source
 from specjax.models import hf
 from specjax.tokenizer import load_tokenizer
 from train import processes
+from train.collect import Rollouts
 from train.engines import make_meshes
-from train.programs import as_computed, build_programs, drafts, drafts_with_head, settle_drafting
+from train.groups import Seen, decide
+from train.programs import (
+    Programs,
+    as_computed,
+    build_programs,
+    drafts,
+    drafts_with_head,
+    settle_drafting,
+)
 from train.schema import RLConfig
 
 Settings = Sequence[str]
@@ -46,7 +60,8 @@ class Feature:
     """Attributes:
     name: in the table. python: uses a library with it, given a maker of an `LLM`.
     flags: of `specjax generate`. server: settings of the server. body: of a request to it.
-    rl: settings of `train.rl`.
+    rl: settings of `train.rl`. trained: uses what it builds of them, given the configuration, the
+      programs, and what brings weights to replicas of several processes.
     """
 
     name: str
@@ -55,6 +70,11 @@ class Feature:
     rl: Settings
     server: Settings = ()
     body: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    trained: Callable[[RLConfig, Programs, Copies | None], Any] | None = None
+
+
+class NoSuchSetting(Exception):
+    """Raised by a feature for a door that has no place to ask for it."""
 
 
 def spec(**given) -> Callable:
@@ -77,6 +97,8 @@ def sampled(**given) -> Callable:
     """Asks `LLM` to sample like this."""
 
     def ask(make):
+        if given.keys() - {field.name for field in dataclasses.fields(SamplingParams)}:
+            raise NoSuchSetting
         llm = make()
         _, jobs = llm._jobs(*llm._normalise([[1, 2]], SamplingParams(max_tokens=4, **given)))
         for job in jobs:
@@ -133,7 +155,9 @@ def trains(*given: str) -> dict[str, Any]:
     names = [setting.partition("=") for setting in given]
 
     def ask(make):
-        return make(**{name.rpartition(".")[2]: value for name, _, value in names})
+        keys = {name.rpartition(".")[2] for name, _, _ in names}
+        assert not keys & inspect.signature(LLM).parameters.keys(), "LLM has it: ask for it"
+        raise NoSuchSetting
 
     return {
         "python": ask,
@@ -143,13 +167,60 @@ def trains(*given: str) -> dict[str, Any]:
     }
 
 
-def method(llm: str, route: str, trainer: Settings, flag: str) -> dict[str, Any]:
-    """Something that is done rather than set: a method of `LLM`, a route of the server."""
+def new_weights(make: Callable[..., LLM]) -> None:
+    llm, (params, head) = make(), weights_of_policy()
+    params, version = jax.tree.map(lambda a: 2 * a, params), llm.engine.version
+    llm.update_weights(params, head)
+    assert llm.params is params and llm.engine.version > version
+
+
+def new_head(make: Callable[..., LLM]) -> None:
+    llm, (_, head) = make(), weights_of_policy()
+    head = jax.tree.map(lambda a: 2 * a, head)
+    llm.update_head(head)
+    assert llm.head is head
+
+
+def synchronised(cfg: RLConfig, built: Programs, copies: Copies | None) -> None:
+    """As each step ends."""
+    if copies is None:  # the others lie nowhere
+        processes.as_one(built.engines, None).set_params(*weights_of_policy())
+    assert copies is None or copies.home.count == 2
+
+
+def head_trains(cfg: RLConfig, built: Programs, copies: Copies | None) -> None:
+    assert cfg.draft.mode == "online" and built.draft is not None
+
+
+def replaces(cfg: RLConfig, built: Programs, copies: Copies | None) -> None:
+    """A group that teaches nothing makes place for another one, and is not selected."""
+    prompts = SimpleNamespace(tokenizer=tokenizer())
+    rule = Rollouts(cfg, order=(), prompts=prompts, eos_ids=(), scorer=None).rule
+    seen = [Seen(2, 2, informative=False), *[Seen(2, 2)] * (rule.in_air - 1)]
+    choice = decide(rule, seen)
+    assert choice.places == rule.in_air + 1 and not choice.certain
+    choice = decide(rule, [*seen, Seen(2, 2)])
+    assert choice.certain and 0 not in choice.selected and len(choice.selected) == rule.prompts
+
+
+def chats(template: str, prompt: str, **variables: Any) -> Callable:
+    """Asks `LLM` to chat with this template, up to where it would generate.
+
+    Args:
+      prompt: that the template makes. variables: of the template.
+    """
 
     def ask(make):
-        return getattr(make(), llm)
+        known = load_tokenizer(PLACES.policy)
+        known.chat_template = template
+        llm, messages = make(tokenizer=known), [{"role": "user", "content": "a"}]
+        with mock.patch.object(LLM, "_run", side_effect=Stopped) as run:
+            with contextlib.suppress(Stopped):
+                llm.chat(messages, SamplingParams(max_tokens=4), chat_template_kwargs=variables)
+        (job,) = run.call_args.args[0]
+        assert job.prompt == known.encode(prompt, add_special_tokens=False), job.prompt
 
-    return {"python": ask, "flags": [flag], "rl": trainer, "server": [f"route:{route}"]}
+    return ask
 
 
 FEATURES: dict[str, list[Feature]] = {
@@ -344,7 +415,7 @@ FEATURES: dict[str, list[Feature]] = {
     "How prompts are written": [
         Feature(
             "a chat template",
-            python=lambda make: make().chat,
+            python=chats("<{{ messages[0].content }}>", "<a>"),
             flags=["--chat", "--chat-template", "{{ messages[0].content }}"],
             rl=["data.chat=on"],
             server=["chat_template={{ messages[0].content }}"],
@@ -352,7 +423,7 @@ FEATURES: dict[str, list[Feature]] = {
         ),
         Feature(
             "options of the template",
-            python=lambda make: LLM.chat.__kwdefaults__ and make().chat,
+            python=chats("{{ a }}", "1", a=1),
             flags=["--chat", "--chat-template", "{{ a }}", "--chat-template-kwargs", '{"a": 1}'],
             rl=["data.chat=on", "data.chat_template_kwargs={a: 1}"],
             server=["chat_template={{ a }}"],
@@ -414,12 +485,21 @@ FEATURES: dict[str, list[Feature]] = {
         ),
     ],
     "Weights that change": [
-        Feature("new weights", **method("update_weights", "/update_weights", [], "--update")),
+        Feature(
+            "new weights",
+            python=new_weights,
+            flags=["--update"],
+            rl=[],
+            server=["route:/update_weights"],
+            trained=synchronised,
+        ),
         Feature(
             "a head that is trained meanwhile",
-            **{
-                **method("update_head", "/update_weights", ["draft.mode=online"], "--online"),
-            },
+            python=new_head,
+            flags=["--online"],
+            rl=["draft.mode=online"],
+            server=["route:/update_weights"],
+            trained=head_trains,
         ),
         Feature(
             "a head trained in the gaps of rollouts (spot)",
@@ -442,7 +522,11 @@ FEATURES: dict[str, list[Feature]] = {
             "the same with processed log-probabilities",
             **trains("algo.tis=true", "algo.logprobs=processed", "rollout.top_p=0.9"),
         ),
-        Feature("dynamic sampling that replaces groups", **trains("algo.dynamic_sampling=true")),
+        Feature(
+            "dynamic sampling that replaces groups",
+            **trains("algo.dynamic_sampling=true"),
+            trained=replaces,
+        ),
         Feature("over-sampling", **trains("rollout.over_sample=1.5")),
         Feature("partial rollouts", **trains("rollout.partial=true", "rollout.over_sample=1.5")),
         Feature("a penalty on KL to the reference", **trains("algo.kl_loss_coef=0.1")),
@@ -533,29 +617,30 @@ def trainer(*more: str, several: bool = False) -> Callable[[Feature], None]:
         if several and "rollout.tp=2" in own:  # as many devices, in fewer replicas
             own = [*own, "rollout.replicas=4"]
         cfg, _ = parse_config(RLConfig, [*argv, *own])
-        with _processes() if several else contextlib.nullcontext():
+        cfg.dtype.settle("float32", "cpu")
+        settle_drafting(cfg, has_head=True)
+        model = as_computed(cfg, policy())
+        # No weights can lie on devices of the stand-in for two processes.
+        source = _source(cfg, model, None) if several else None
+        with four_and_four() if several else contextlib.nullcontext():
             mesh, places = make_meshes(cfg)
             copies = processes.copies_for(cfg, mesh, places)
+            if several:  # half of the replicas are this process's, and the others come after
+                assert copies.before == 0 and 2 * len(copies.own) == len(places), copies.own
             places = (copies.own if copies else places)[:2]
-            cfg.dtype.settle("float32", "cpu")
-            settle_drafting(cfg, has_head=True)
-            model, source = as_computed(cfg, policy()), None
-            if drafts(cfg) and not drafts_with_head(cfg):
-                _, source, _ = load_source(model, cfg.rollout.spec(), None, tokenizer(), mesh)
-            build_programs(cfg, model, source, mesh, places)
+            source = source or _source(cfg, model, mesh)
+            built = build_programs(cfg, model, source, mesh, places)
+            if feature.trained is not None:
+                feature.trained(cfg, built, copies)
 
     return door
 
 
-@contextlib.contextmanager
-def _processes():
-    """As if half of the devices were another process's."""
-    with (
-        mock.patch.object(distributed, "is_several", lambda: True),
-        mock.patch.object(jax, "process_count", lambda: 2),
-        mock.patch.object(jax, "local_device_count", lambda: 4),
-    ):
-        yield
+def _source(cfg: RLConfig, model: ModelConfig, mesh: jax.sharding.Mesh | None):
+    """What drafts in the place of the head, if anything does."""
+    if not drafts(cfg) or drafts_with_head(cfg):
+        return None
+    return load_source(model, cfg.rollout.spec(), None, tokenizer(), mesh)[1]
 
 
 MESH = ("mesh.data=2", "mesh.fsdp=4", "packing.rows=8")
@@ -572,8 +657,8 @@ DOORS: dict[str, Callable[[Feature], None]] = {
 # --- the table ------------------------------------------------------------------------------------
 
 UNKNOWN = re.compile(
-    r"unknown key|unknown option|unrecognized arguments|has no parameter|unexpected keyword"
-    r"|no field|Extra inputs|has no attribute|not permitted|unknown argument"
+    r"unknown key|unknown option|unrecognized arguments|Extra inputs|not permitted"
+    r"|unknown argument"
 )
 NONE = "no such setting"
 
@@ -584,7 +669,9 @@ def cell(door: Callable[[Feature], None], feature: Feature) -> str:
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
             door(feature)
-    except (AssertionError, NameError, LookupError):  # a mistake here
+    except NoSuchSetting:
+        return NONE
+    except (AssertionError, NameError, LookupError, TypeError, AttributeError):  # a mistake here
         raise
     except (Exception, SystemExit) as error:
         text = said.getvalue() if isinstance(error, SystemExit) else str(error)
@@ -604,10 +691,12 @@ HEAD = """# Which door takes which feature
 
 Made by `make doors`; a test compares it with what the programs say. Each cell is what the door
 itself makes of the feature, asked for by its own keyword, flag, key or request: `yes`, a number of
-one of the refusals below, or that it has no such setting. The doors are Python (`LLM`),
-`specjax generate`, the server, and `train.rl` on one device, with `rollout.replicas=2`, on a mesh
-(`mesh.data=2 mesh.fsdp=4`), and in two processes (the same mesh, `rollout.replicas=8`). The model
-has a draft head and a tokenizer without a chat template.
+one of the refusals below, or that it has no such setting. A `yes` means that the program accepts
+the settings and builds what they ask for, up to compiling; what then comes out is for other tests.
+The doors are Python (`LLM`), `specjax generate`, the server, and `train.rl` on one device, with
+`rollout.replicas=2`, on a mesh (`mesh.data=2 mesh.fsdp=4`), and in the first of two processes (the
+same mesh, `rollout.replicas=8`). The model has a draft head, and a tokenizer without a chat
+template.
 """
 
 

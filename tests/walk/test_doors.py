@@ -3,7 +3,8 @@
 import os
 from pathlib import Path
 
-from doors import table
+import pytest
+from doors import NONE, Feature, NoSuchSetting, cell, control, engine, spec, table
 
 DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "doors.md"
 
@@ -15,3 +16,23 @@ def test_the_matrix_of_features_and_doors_is_what_the_doors_say():
     assert DOCUMENT.read_text(encoding="utf-8") == found, (
         "run `make doors`, and look at what changed"
     )
+
+
+def raising(error: Exception):
+    def door(feature):
+        raise error
+
+    return door
+
+
+def test_a_mistake_of_a_row_fails_and_is_no_cell():
+    feature = Feature("any", python=None, flags=[], rl=[])
+    assert cell(raising(ValueError("it cannot be")), feature) == "it cannot be"
+    assert cell(raising(NoSuchSetting()), feature) == NONE
+    assert cell(lambda feature: None, feature) == "yes"
+    for kind in (TypeError, AttributeError, AssertionError, LookupError, NameError):
+        with pytest.raises(kind, match="of the row"):
+            cell(raising(kind("of the row")), feature)
+    for ask in (spec(strategies="off"), control(arms=()), engine(kernel="none")):
+        with pytest.raises(TypeError, match="unexpected keyword"):
+            cell(lambda feature, ask=ask: ask(lambda **given: None), feature)
