@@ -285,7 +285,7 @@ def test_a_slot_that_opts_out_gets_no_draft_and_the_others_keep_theirs():
             for case in [
                 (("off", "1_1_2", "4_1_5"), "4_1_5", FEW, {}),
                 (("off", "2_1_3", "3_2_6", "2_4_12", "4_3_8"), "4_4_12", (), {}),
-                (("2_2_4", "3_4_9"), "3_4_9", (), {"adaptive_width": True, "tau": 1.0}),
+                (("2_1_3", "2_2_4", "3_4_9"), "3_4_9", (), {"adaptive_width": True, "tau": 1.0}),
             ]
         ),
     ],
