@@ -73,11 +73,12 @@ class CompileProgress:
     """An `OnProgram` that says how many programs are ready, once compiling takes long.
 
     Args:
-      say: gets each line. moment: seconds of which nothing is said; 0: the last line always comes.
+      say: gets each line. moment: seconds of which nothing is said, `MOMENT` if None; 0: the last
+        line always comes.
     """
 
-    def __init__(self, say: Callable[[str], None] = log.warning, moment: float = MOMENT):
-        self._say, self._moment = say, moment
+    def __init__(self, say: Callable[[str], None] = log.warning, moment: float | None = None):
+        self._say, self._moment = say, MOMENT if moment is None else moment
         self._began: float | None = None  # it begins with its first call, and anew after its last
         self._next = MOMENT
 

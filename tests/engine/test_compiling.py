@@ -17,6 +17,7 @@ from specjax.engine.executables import _described
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
+    monkeypatch.setattr(compiling, "MOMENT", 5.0)
     monkeypatch.setattr(compiling, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     return now
 
