@@ -30,7 +30,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 test test-full: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install rl serve plan test test-full doors lint gpu-check gpu-wheels clean
+.PHONY: help install rl serve plan test test-full features lint gpu-check gpu-wheels clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1@\2/' | column -t -s @ 2>/dev/null \
@@ -56,8 +56,8 @@ test-full: $(STAMP) ## ruff and every test, with machine code as users get it
 	$(BIN)/ruff check .
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope --no-loadscope-reorder -rs $(ARGS)
 
-doors: $(STAMP) ## write docs/doors.md anew, from what the programs say
-	SPECJAX_WRITE_DOORS=1 $(BIN)/python -m pytest -q tests/walk/test_doors.py
+features: $(STAMP) ## write docs/features.md anew, from what the programs say
+	SPECJAX_WRITE_FEATURES=1 $(BIN)/python -m pytest -q tests/settings/test_feature_table.py
 
 lint: $(STAMP) ## ruff alone
 	$(BIN)/ruff check .

@@ -1,9 +1,9 @@
-"""How to speculate and who chooses the strategy: one section of settings for every door.
+"""How to speculate and who chooses the strategy: one section of settings for every program.
 
 `train.rl` has its keys under `rollout`, the server under `speculation`, and `specjax generate` and
 `verify` have a flag for each (`speculation_flags.py`). What they make of it are the `SpecConfig`
 and the `ControlConfig` that `LLM` takes. Keys, defaults and checks are the same everywhere; what a
-door cannot do it refuses itself.
+program cannot do it refuses itself.
 """
 
 from __future__ import annotations

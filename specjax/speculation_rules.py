@@ -1,4 +1,4 @@
-"""Which speculation settings need which others, for every door that has them."""
+"""Which speculation settings need which others, for every program that has them."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def drafts_with_head(v: Values, section: str) -> bool:
 def speculation_rules(
     section: str, speculates: Callable[[Values], bool] | None = None, instead: str | None = None
 ) -> tuple[Needs, ...]:
-    """The rows of a door.
+    """The rows of a program.
 
     Args:
-      section: where the door has the keys.
+      section: where the program has the keys.
       speculates, instead: whether it speculates at all, and what is said where it does not; by
         default the strategy decides.
     """

@@ -156,9 +156,8 @@ LONG = {
     "test_bench", "test_bench_control", "test_bench_serve", "test_chaos", "test_chi_square",
     "test_chi_square_sources", "test_control", "test_engine", "test_features", "test_fuzz",
     "test_identity", "test_invariant", "test_llm", "test_mutations", "test_no_recompile",
-    "test_doors", "test_page", "test_process", "test_processes", "test_replicas", "test_resume",
-    "test_rl", "test_settings_walk",
-    "test_sharding", "test_verify_cli",
+    "test_every_setting", "test_feature_table", "test_page", "test_process", "test_processes",
+    "test_replicas", "test_resume", "test_rl", "test_sharding", "test_verify_cli",
 }  # fmt: skip
 
 

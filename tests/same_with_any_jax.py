@@ -31,7 +31,7 @@ LEFT_OUT = {
         serve/test_text serve/test_token_bytes
     """,
     "command lines, and files of checkpoints, around what other tests call as functions": """
-        test_checkpoint_doors test_cli test_cli_convert test_generation_config test_headless_models
+        test_bad_checkpoints test_cli test_cli_convert test_generation_config test_headless_models
         test_hub test_interrupts test_lifeline test_verify_cli
     """,
     "rows, messages and logs of runs whose programs train/test_rl compiles, too": """
@@ -42,7 +42,7 @@ LEFT_OUT = {
         train/test_groups train/test_partial train/test_rollout_keys train/test_sampling_keys
     """,
     "every setting changes something, in programs that other tests compile, too": """
-        walk/test_doors walk/test_settings_walk
+        settings/test_feature_table settings/test_every_setting
     """,
     "what the host loop keeps and tells, around programs that engine/test_engine runs, too": """
         engine/test_chaos engine/test_follow_ups engine/test_news engine/test_pages

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -165,7 +164,19 @@ MODEL = ModelConfig(
     vocab_size=64, hidden_size=32, intermediate_size=32, num_layers=2, num_heads=8,
     num_kv_heads=4, head_dim=4, mtp_num_layers=1, tie_embeddings=False, scan_layers=True,
 )  # fmt: skip
-STEP = SimpleNamespace(build=lambda: optax.sgd(1.0))
+
+
+@dataclasses.dataclass
+class Sgd:
+    """Stands in for `OptimConfig`."""
+
+    lr: float = 1.0
+
+    def build(self) -> optax.GradientTransformation:
+        return optax.sgd(self.lr)
+
+
+STEP = Sgd()
 DRAFT = dataclasses.replace(DraftConfig(loss="soft_ce", unroll_steps=2), optim=STEP)
 
 

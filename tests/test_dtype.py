@@ -1,4 +1,4 @@
-"""dtype `auto`: the checkpoint's on GPU and TPU, float32 on CPU, by one rule at every door."""
+"""dtype `auto`: the checkpoint's on GPU and TPU, float32 on CPU, by one rule by every program."""
 
 import json
 import shutil

@@ -1,7 +1,7 @@
-"""A model as people have it, instruction-tuned and without a draft head, at every door.
+"""A model as people have it, instruction-tuned and without a draft head, by every program.
 
 Tiny random directories of three families, saved in bfloat16, with a tokenizer and a chat template.
-Each door is given the model's path and what keeps the test short, and nothing that it requires.
+Each program is given the model's path and what keeps the test short, and nothing that it requires.
 """
 
 import json

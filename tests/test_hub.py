@@ -277,7 +277,7 @@ def test_without_a_network_one_line_says_where_it_was_looked_for(remote, home, m
         assert "check the network" in said and str(folder) in said
 
 
-# --- the doors ----------------------------------------------------------------------------------
+# --- the programs ---------------------------------------------------------------------------------
 
 
 def test_every_door_takes_an_id_and_a_revision(home, thin_policy, tmp_path, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""Texts and conversations become the same token ids at every door, with BOS once."""
+"""Texts and conversations become the same token ids by every program, with BOS once."""
 
 import dataclasses
 

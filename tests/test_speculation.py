@@ -30,7 +30,7 @@ from train.heads import HeadCheckpoints
 from train.programs import drafts, settle_drafting
 from train.schema import RLConfig, SFTConfig
 
-DOORS = ("train.rl", "serve", "generate", "verify")
+ENTRIES = ("train.rl", "serve", "generate", "verify")
 # Keys that a program refuses, with the reason.
 CANNOT = {
     "train.rl": {},
@@ -43,10 +43,10 @@ CANNOT = {
 }
 
 
-def read(door: str, settings: dict[str, str]) -> SpeculationSettings:
+def read(entry: str, settings: dict[str, str]) -> SpeculationSettings:
     """The section of a program that is told these settings, by their names below it."""
-    if door in ("generate", "verify"):
-        parser = build_parser() if door == "generate" else verify_parser("verify")
+    if entry in ("generate", "verify"):
+        parser = build_parser() if entry == "generate" else verify_parser("verify")
         argv = ["--model", "d"]
         for name, value in settings.items():
             flag = "--" + name.rpartition(".")[2].replace("_", "-")
@@ -55,20 +55,22 @@ def read(door: str, settings: dict[str, str]) -> SpeculationSettings:
             else:
                 argv += [flag, value.strip("[]") if name.endswith("strategies") else value]
         return settings_of(parser.parse_args(argv))
-    program, section = (RLConfig, "rollout") if door == "train.rl" else (ServeConfig, "speculation")
-    argv = [] if door == "train.rl" else ["model=d"]
-    if door == "train.rl" and "aligned" in settings:
+    program, section = (
+        (RLConfig, "rollout") if entry == "train.rl" else (ServeConfig, "speculation")
+    )
+    argv = [] if entry == "train.rl" else ["model=d"]
+    if entry == "train.rl" and "aligned" in settings:
         argv.append("rollout.top_p=0.9")  # else there is nothing to align with
-    if door == "train.rl" and settings.get("acceptance") == "greedy":
+    if entry == "train.rl" and settings.get("acceptance") == "greedy":
         argv.append("rollout.temperature=0")
     argv += [f"{section}.{name}={value}" for name, value in settings.items()]
     return getattr(parse_config(program, argv)[0], section)
 
 
-def refused(door: str, settings: dict[str, str], capsys) -> str:
+def refused(entry: str, settings: dict[str, str], capsys) -> str:
     """What a program says when it refuses them."""
     with pytest.raises((SystemExit, ValueError)) as ended:
-        read(door, settings)
+        read(entry, settings)
     if isinstance(ended.value, SystemExit):
         assert ended.value.code == 2
     return f"{ended.value} {capsys.readouterr().err}"
@@ -153,15 +155,15 @@ CHANGED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize(("settings", "spec", "control"), CHANGED)
-def test_every_program_makes_the_same_of_a_setting(door, settings, spec, control, capsys):
-    for name in settings.keys() & CANNOT[door].keys():
-        assert CANNOT[door][name] in refused(door, settings, capsys)
+def test_every_program_makes_the_same_of_a_setting(entry, settings, spec, control, capsys):
+    for name in settings.keys() & CANNOT[entry].keys():
+        assert CANNOT[entry][name] in refused(entry, settings, capsys)
         return
-    if door == "serve":
+    if entry == "serve":
         spec = dataclasses.replace(spec, telemetry=True)
-    found = read(door, settings)
+    found = read(entry, settings)
     assert found.spec() == spec
     assert found.control_config() == control
 
@@ -173,14 +175,16 @@ def test_every_key_is_among_the_settings_that_were_tried():
     assert len(KEYS) == len(keys), "two keys would have one flag"
 
 
-@pytest.mark.parametrize("door", ["train.rl", "serve"])
-def test_the_sections_have_the_same_keys_and_defaults(door):
-    program, section = (RLConfig, "rollout") if door == "train.rl" else (ServeConfig, "speculation")
+@pytest.mark.parametrize("entry", ["train.rl", "serve"])
+def test_the_sections_have_the_same_keys_and_defaults(entry):
+    program, section = (
+        (RLConfig, "rollout") if entry == "train.rl" else (ServeConfig, "speculation")
+    )
     there = {key.name: key for key in keys_of(program)}
     for key in keys_of(SpeculationSettings):
         found = there[f"{section}.{key.name}"]
         same = dataclasses.replace(found, name=key.name)
-        if (door, key.name) == ("serve", "telemetry"):
+        if (entry, key.name) == ("serve", "telemetry"):
             assert found.default is True  # for the metrics of rejections
             same = dataclasses.replace(same, default=key.default, doc=key.doc)
         assert same == key
@@ -227,35 +231,35 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize(("settings", "said"), REFUSED)
-def test_every_program_refuses_the_same_in_its_own_spelling(door, settings, said, capsys):
-    message = refused(door, settings, capsys)
+def test_every_program_refuses_the_same_in_its_own_spelling(entry, settings, said, capsys):
+    message = refused(entry, settings, capsys)
     assert said in message
-    if door in ("generate", "verify"):
+    if entry in ("generate", "verify"):
         assert "speculation." not in message and "SpecConfig(" not in message
         ours = message.replace("true or false", "").replace("enable: false", "")  # FastRL's key
         assert " false" not in ours  # --no-NAME
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_settings_of_ema_may_lie_in_a_file(door, tmp_path):
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_settings_of_ema_may_lie_in_a_file(entry, tmp_path):
     file = tmp_path / "ema.json"
     file.write_text(json.dumps({"candidate_steps": [2, 5], "ema_alpha": 0.5}))
-    found = read(door, {"control.controller": "ema", "control.ema_file": str(file)})
+    found = read(entry, {"control.controller": "ema", "control.ema_file": str(file)})
     assert found.control_config().arms == ("2_1_3", "5_1_6")
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("strategy", ["6_4_16", "4x2x1"])
-def test_ema_stays_with_a_tree(door, strategy):
-    found = read(door, {"control.controller": "ema", "strategy": strategy})
+def test_ema_stays_with_a_tree(entry, strategy):
+    found = read(entry, {"control.controller": "ema", "strategy": strategy})
     assert found.control_config().arms == (strategy,)
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_strategy_of_ones_own_is_among_those_that_are_not_listed(door):
-    found = read(door, {"control.controller": "goodput", "strategy": "6_4_16"})
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_strategy_of_ones_own_is_among_those_that_are_not_listed(entry):
+    found = read(entry, {"control.controller": "goodput", "strategy": "6_4_16"})
     assert found.control_config().arms == (*ControlConfig().arms, "6_4_16")
 
 
@@ -350,38 +354,38 @@ EAGLE = {"tune_algorithm": "BEG", "mab_configs": ["8_4_32", "4_1_5"], "spec_veri
 FASTRL = {"enable": True, "bs_threshold": 32, "eagle": {**EAGLE, "spec_model_path": "some/head"}}
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_fastrls_section_is_taken_as_it_stands(door):
-    found = read(door, {"control.fastrl": json.dumps(FASTRL)})
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_fastrls_section_is_taken_as_it_stands(entry):
+    found = read(entry, {"control.fastrl": json.dumps(FASTRL)})
     control = found.control_config()
     assert (control.controller, control.arms) == ("bandit", ("8_4_32", "4_1_5", "off"))
     assert (control.bs_threshold, control.bandit.reward) == (32, "throughput")
     spec = found.spec()
     same = SpecConfig("8_4_32", head="some/head", spec_verify_tokens=40)
     assert dataclasses.replace(spec, telemetry=None) == same
-    named = read(door, {"control.fastrl": json.dumps({"speculative": FASTRL})})
+    named = read(entry, {"control.fastrl": json.dumps({"speculative": FASTRL})})
     assert (named.spec(), named.control_config()) == (spec, control)
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_the_bandits_other_reward_stands_beside_fastrls_section(door):
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_the_bandits_other_reward_stands_beside_fastrls_section(entry):
     bandit = {"reward": "accept_length", "epsilon": 0.2}
     settings = {"control.fastrl": json.dumps(FASTRL), "control.bandit": json.dumps(bandit)}
-    found = read(door, settings).control_config().bandit
+    found = read(entry, settings).control_config().bandit
     assert (found.reward, found.epsilon, found.thresholds) == ("accept_length", 0.2, (1, 2, 5, 21))
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_fastrl_switched_off_is_plain_decoding_with_no_head(door):
-    found = read(door, {"control.fastrl": json.dumps({**FASTRL, "enable": False})})
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_fastrl_switched_off_is_plain_decoding_with_no_head(entry):
+    found = read(entry, {"control.fastrl": json.dumps({**FASTRL, "enable": False})})
     assert found.spec().is_off and found.control_config() is None
     assert (found.head, found.source) == ("checkpoint", "auto")  # none is asked for
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_settings_of_trees_go_with_those_of_fastrls_section(door):
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_settings_of_trees_go_with_those_of_fastrls_section(entry):
     settings = {"control.fastrl": json.dumps({"eagle": EAGLE}), "adaptive_width": "true"}
-    spec = read(door, settings | {"tau": "0.5"}).spec()
+    spec = read(entry, settings | {"tau": "0.5"}).spec()
     same = SpecConfig("8_4_32", tau=0.5, adaptive_width=True, spec_verify_tokens=40)
     assert dataclasses.replace(spec, telemetry=None) == same
 
@@ -425,21 +429,21 @@ FASTRL_REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize(("settings", "eagle", "said"), FASTRL_REFUSED)
-def test_what_contradicts_fastrls_section_is_refused(door, settings, eagle, said, capsys):
+def test_what_contradicts_fastrls_section_is_refused(entry, settings, eagle, said, capsys):
     section = {**FASTRL, "eagle": {**FASTRL["eagle"], **eagle}}
-    message = refused(door, {"control.fastrl": json.dumps(section), **settings}, capsys)
+    message = refused(entry, {"control.fastrl": json.dumps(section), **settings}, capsys)
     assert said in message
 
 
-@pytest.mark.parametrize("door", ["generate", "verify"])
+@pytest.mark.parametrize("entry", ["generate", "verify"])
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
-def test_a_flag_takes_the_file_with_fastrls_section(door, suffix, tmp_path, capsys):
+def test_a_flag_takes_the_file_with_fastrls_section(entry, suffix, tmp_path, capsys):
     file = tmp_path / f"fastrl.{suffix}"
     file.write_text(json.dumps({"speculative": FASTRL}))  # which is YAML, too
-    assert read(door, {"control.fastrl": str(file)}).spec().head == "some/head"
-    assert "/no/such" in refused(door, {"control.fastrl": "/no/such"}, capsys)
+    assert read(entry, {"control.fastrl": str(file)}).spec().head == "some/head"
+    assert "/no/such" in refused(entry, {"control.fastrl": "/no/such"}, capsys)
 
 
 def test_python_is_given_both_configurations_of_fastrls_section():
@@ -461,15 +465,15 @@ def test_python_is_given_both_configurations_of_fastrls_section():
 # --- a head that lies apart ----------------------------------------------------------------------
 
 
-def loaded(door: str, model: str, head: str):
+def loaded(entry: str, model: str, head: str):
     """The LLM of a program that drafts with the head at a path; nothing is compiled."""
-    if door == "LLM":
+    if entry == "LLM":
         return LLM(model, SpecConfig(head=head), max_batch=1, max_len=32)
-    if door == "serve":
+    if entry == "serve":
         argv = [f"model={model}", f"speculation.head={head}", "engine.max_batch=1"]
         return load_llm(parse_config(ServeConfig, argv)[0])
     argv = ["--model", model, "--head", head]
-    if door == "verify":
+    if entry == "verify":
         settings = settings_of(verify_parser("verify").parse_args(argv))
         return verify.load(model, settings.spec())
     args = build_parser().parse_args(argv)
@@ -491,25 +495,25 @@ def heads(thin_policy, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("door", "layout"),
+    ("entry", "layout"),
     [("LLM", "file"), ("LLM", "draft"), ("LLM", "newest"), ("serve", "file"), ("generate", "draft"),
      ("verify", "file")],
 )  # fmt: skip
-def test_a_head_at_a_path_drafts(door, layout, heads, thin_policy):
+def test_a_head_at_a_path_drafts(entry, layout, heads, thin_policy):
     paths, head = heads
-    llm = loaded(door, str(thin_policy), paths[layout])
+    llm = loaded(entry, str(thin_policy), paths[layout])
     assert llm.spec.source == "head"
     for found, there in zip(jax.tree.leaves(llm.head), jax.tree.leaves(head), strict=True):
         np.testing.assert_array_equal(found, there)
     assert f"draft: the head {paths[layout]}; always 4_1_5" in llm.drafting.described()
 
 
-@pytest.mark.parametrize("door", ["LLM", "serve", "generate", "verify"])
-def test_a_head_that_is_not_there_is_named(door, thin_policy):
+@pytest.mark.parametrize("entry", ["LLM", "serve", "generate", "verify"])
+def test_a_head_that_is_not_there_is_named(entry, thin_policy):
     with pytest.raises((ValueError, UsageError)) as ended:
-        loaded(door, str(thin_policy), "/no/such")
+        loaded(entry, str(thin_policy), "/no/such")
     said = str(ended.value)
-    name = {"serve": "speculation.head", "generate": "--head"}.get(door, "head")
+    name = {"serve": "speculation.head", "generate": "--head"}.get(entry, "head")
     assert f"{name}: expected checkpoint, random or a path, got '/no/such'" in said
 
 

@@ -149,7 +149,7 @@ def threads_for(mesh: jax.sharding.Mesh | None) -> int:
     processes, and waits for all of them, program by program.
     """
     devices = jax.devices()[:1] if mesh is None else [*mesh.devices.flat]
-    several = len({device.process_index for device in devices}) > 1
+    several = len(devices) > 1 and len({device.process_index for device in devices}) > 1
     if several or (jax.process_count() > 1 and devices[0].platform == "gpu"):
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

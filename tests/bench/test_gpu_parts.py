@@ -482,7 +482,7 @@ class Hopper(Place):
     platform, kind, card = "gpu", CARDS["h100"].kind, CARDS["h100"]
 
     def seen(self):
-        device = SimpleNamespace(platform=self.platform, device_kind=self.kind, process_index=0)
+        device = SimpleNamespace(platform=self.platform, device_kind=self.kind)
         return mock.patch("jax.devices", lambda *_: [device])
 
 

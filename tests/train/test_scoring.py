@@ -328,7 +328,8 @@ def rewarded(rewards):
 )
 def test_a_resumed_run_knows_whether_there_was_a_reward_before(before, then, said):
     def rollouts():
-        return Rollouts(RLConfig(model="x", out="y"), [], None, (), Scorer("number"))
+        prompts = types.SimpleNamespace(tokenizer=None)
+        return Rollouts(RLConfig(model="x", out="y"), [], prompts, (), Scorer("number"))
 
     first, resumed = rollouts(), rollouts()
     first._reward_metrics(rewarded(before))

@@ -393,6 +393,9 @@ def kept_on(cfg: RLConfig):
     run.cfg, run.done_steps = cfg, 0
     run.rollouts = types.SimpleNamespace(state=dict, load_state=lambda state: None)
     run.scorer = types.SimpleNamespace(name="mine")
+    run.engines, run.trace, run.engine = [], None, types.SimpleNamespace(telemetry=None)
+    run.head = run.draft_opt = None
+    run.sync_weights = lambda: None
     run._roll_out = lambda step: (None, {"reward/failed_share": 0.6})
     with mock.patch.object(Trainer, "_write_telemetry", mock.Mock(side_effect=Stopped)):
         return outcome(run.step).kind

@@ -1,8 +1,8 @@
-"""What a row of the settings walk is: a value of a setting, and something that changes with it.
+"""What a row of the tables is: a value of a setting, and something that changes with it.
 
 A row says for one setting which value it is given, what else has to be set so that something reads
 it (`beside`), and an effect: a function of the whole configuration that runs the code which the
-setting is for, as cheap a part of it as shows a difference. The walk calls it with and without the
+setting is for, as cheap a part of it as shows a difference. The test calls it with and without the
 value and fails where both are the same. Where a program hands a setting on to the library, the row
 may be `Reaches`: the value arrives in the library's own object, whose row shows what it does there.
 """
@@ -226,7 +226,7 @@ def reads(field: str) -> Callable[[Any], Any]:
 
 
 def scratch(name: str) -> Path:
-    """A path of that name below the walk's directory."""
+    """A path of that name below the tests' directory."""
     return PLACES.scratch / name
 
 

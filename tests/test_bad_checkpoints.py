@@ -1,4 +1,4 @@
-"""A checkpoint that cannot be used is one line at every door, which names file and key."""
+"""A checkpoint that cannot be used is one line by every program, which names file and key."""
 
 import json
 import shutil
@@ -104,7 +104,7 @@ CASES = {
     "index list": (index([]), "index.json: expected a JSON object"),
     "torch files": (torch_files, "convert pytorch_model-00001-of-00002.bin to safetensors"),
 }
-DOORS = {
+PROGRAMS = {
     "generate": lambda path, out: main(["generate", "--model", str(path), "1+2="]),
     "serve": lambda path, out: main(["serve", "--model", str(path), "port=0"]),
     "convert": lambda path, out: main(["convert", str(path), str(out)]),
@@ -119,7 +119,7 @@ def test_it_is_one_line_at_every_door(case, thin_policy, tmp_path, capsys):
     spoil, words = CASES[case]
     path = Path(shutil.copytree(thin_policy, tmp_path / "policy"))
     spoil(path)
-    for door, run in DOORS.items():
+    for program, run in PROGRAMS.items():
         try:
             status = run(path, tmp_path / "out")
         except SystemExit as end:  # as the interpreter prints it
@@ -130,8 +130,8 @@ def test_it_is_one_line_at_every_door(case, thin_policy, tmp_path, capsys):
         captured = capsys.readouterr()
         lines = [*captured.err.splitlines(), *captured.out.splitlines()]
         lines = [line for line in lines if not line.startswith("loading")]
-        assert status in (1, 2) and len(lines) == 1, (door, status, lines)
-        assert words in lines[0] and str(path) in lines[0], (door, lines)
+        assert status in (1, 2) and len(lines) == 1, (program, status, lines)
+        assert words in lines[0] and str(path) in lines[0], (program, lines)
         assert not (tmp_path / "out" / "config.json").exists()
     with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
         LLM(path)

@@ -1,28 +1,28 @@
-"""docs/doors.md says which door takes which feature, as the doors themselves say it."""
+"""docs/features.md says which program takes which feature, as the programs say it."""
 
 import os
 from pathlib import Path
 
 import pytest
-from doors import NONE, Feature, NoSuchSetting, cell, control, engine, spec, table
+from feature_table import NONE, Feature, NoSuchSetting, cell, control, engine, spec, table
 
-DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "doors.md"
+DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "features.md"
 
 
 def test_the_matrix_of_features_and_doors_is_what_the_doors_say():
     found = table()
-    if os.environ.get("SPECJAX_WRITE_DOORS") == "1":
+    if os.environ.get("SPECJAX_WRITE_FEATURES") == "1":
         DOCUMENT.write_text(found, encoding="utf-8")
     assert DOCUMENT.read_text(encoding="utf-8") == found, (
-        "run `make doors`, and look at what changed"
+        "run `make features`, and look at what changed"
     )
 
 
 def raising(error: Exception):
-    def door(feature):
+    def entry(feature):
         raise error
 
-    return door
+    return entry
 
 
 def test_a_mistake_of_a_row_fails_and_is_no_cell():

@@ -10,10 +10,10 @@ for folder in ("engine", "serve"):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def walked_policy(thin_policy, tmp_path_factory):
+def settings_policy(thin_policy, tmp_path_factory):
     """Rows are tables of functions, and take the policy from their module's place of it."""
     import rows
 
     rows.PLACES.policy = thin_policy
-    rows.PLACES.scratch = tmp_path_factory.mktemp("walk")
+    rows.PLACES.scratch = tmp_path_factory.mktemp("settings")
     return thin_policy

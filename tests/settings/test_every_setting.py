@@ -31,11 +31,11 @@ def test_a_setting_changes_something(program, name):
     __tracebackhide__ = True
     assert name in leaves(program), f"{program.__name__} has no setting {name}; remove its row"
     row = TABLES[program].get(name)
-    assert row is not None, f"{program.__name__}.{name} has no row in tests/walk"
+    assert row is not None, f"{program.__name__}.{name} has no row in tests/settings"
     check(program, name, row, LIBRARY, BASE.get(program, {}))
 
 
-# --- the walk itself ------------------------------------------------------------------------------
+# --- the tables themselves ------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -109,6 +109,6 @@ def test_keys_that_a_program_does_not_have_are_in_no_help_and_print_and_say_why(
         (ServeConfig, {"model": "d", "limits.n": 3, "speculation.strategy": "2_1_3"}),
     ],
 )
-def test_configurations_of_the_walk_are_those_of_the_command_line(program, settings):
+def test_configurations_of_rows_are_those_of_the_command_line(program, settings):
     typed, _ = parse_config(program, [f"{name}={value}" for name, value in settings.items()])
     assert make(program, settings) == typed

@@ -1,9 +1,9 @@
-"""Which feature each door takes: the matrix of docs/doors.md, computed by the doors themselves.
+"""Which program takes which feature: the table of docs/features.md, computed by the programs.
 
-A door is a way in: `LLM`, `specjax generate`, the server, and `train.rl` on one device, with
+An entry point is `LLM`, `specjax generate`, the server, and `train.rl` on one device, with
 replicas, on a mesh, in several processes. A feature says how each of them is asked for it. A cell
-is what the door's own code makes of that, up to where it would compile: `yes`, or what it refuses
-it with.
+is what the entry point's own code makes of that, up to where it would compile: `yes`, or what it
+refuses it with.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Feature:
 
 
 class NoSuchSetting(Exception):
-    """Raised by a feature for a door that has no place to ask for it."""
+    """Raised by a feature for an entry point that has no place to ask for it."""
 
 
 def spec(**given) -> Callable:
@@ -151,7 +151,7 @@ def samples(name: str, value: Any, rl: str | None = None) -> dict[str, Any]:
 
 
 def trains(*given: str) -> dict[str, Any]:
-    """What only training knows: other doors are asked for it by its key."""
+    """What only training knows: other entry points are asked for it by its key."""
     names = [setting.partition("=") for setting in given]
 
     def ask(make):
@@ -536,7 +536,7 @@ FASTRL = {"enable": True, "eagle": {"tune_algorithm": "BEG", "mab_configs": ["2_
 
 
 def ema_file() -> str:
-    path = PLACES.scratch / "doors.json"
+    path = PLACES.scratch / "features.json"
     path.write_text('{"candidate_steps": [1, 2]}')
     return str(path)
 
@@ -547,7 +547,7 @@ def _filled(settings: Settings) -> list[str]:
     return [re.sub(r"\b(DIR|EMA)\b", lambda m: places[m[0]], text) for text in settings]
 
 
-# --- the doors ------------------------------------------------------------------------------------
+# --- the entry points -----------------------------------------------------------------------------
 
 
 @functools.cache
@@ -609,7 +609,7 @@ def server(feature: Feature) -> None:
 def trainer(*more: str, several: bool = False) -> Callable[[Feature], None]:
     """`train.rl`, up to where it would compile."""
 
-    def door(feature: Feature) -> None:
+    def entry(feature: Feature) -> None:
         own = _filled(feature.rl)
         named = {setting.partition("=")[0] for setting in own}
         argv = [f"model={PLACES.policy}", "rollout.max_batch=2", "eval.problems=0"]
@@ -633,7 +633,7 @@ def trainer(*more: str, several: bool = False) -> Callable[[Feature], None]:
             if feature.trained is not None:
                 feature.trained(cfg, built, copies)
 
-    return door
+    return entry
 
 
 def _source(cfg: RLConfig, model: ModelConfig, mesh: jax.sharding.Mesh | None):
@@ -644,7 +644,7 @@ def _source(cfg: RLConfig, model: ModelConfig, mesh: jax.sharding.Mesh | None):
 
 
 MESH = ("mesh.data=2", "mesh.fsdp=4", "packing.rows=8")
-DOORS: dict[str, Callable[[Feature], None]] = {
+ENTRIES: dict[str, Callable[[Feature], None]] = {
     "`LLM`": python,
     "`specjax generate`": command,
     "server": server,
@@ -663,12 +663,12 @@ UNKNOWN = re.compile(
 NONE = "no such setting"
 
 
-def cell(door: Callable[[Feature], None], feature: Feature) -> str:
+def cell(entry: Callable[[Feature], None], feature: Feature) -> str:
     """`yes`, or why not."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-            door(feature)
+            entry(feature)
     except NoSuchSetting:
         return NONE
     except (AssertionError, NameError, LookupError, TypeError, AttributeError):  # a mistake here
@@ -687,13 +687,15 @@ def shortened(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-HEAD = """# Which door takes which feature
+HEAD = """# Which program takes which feature
 
-Made by `make doors`; a test compares it with what the programs say. Each cell is what the door
-itself makes of the feature, asked for by its own keyword, flag, key or request: `yes`, a number of
-one of the refusals below, or that it has no such setting. A `yes` means that the program accepts
-the settings and builds what they ask for, up to compiling; what then comes out is for other tests.
-The doors are Python (`LLM`), `specjax generate`, the server, and `train.rl` on one device, with
+Made by `make features`; a test compares it with what the programs say. Each cell is what the
+program itself makes of the feature, asked for by its own keyword, flag, key or request: `yes`, a
+number of one of the refusals below, or that it has no such setting. A `yes` means that the program
+accepts the settings and builds what they ask for, up to compiling; what then comes out is for other
+tests.
+
+The columns are Python (`LLM`), `specjax generate`, the server, and `train.rl` on one device, with
 `rollout.replicas=2`, on a mesh (`mesh.data=2 mesh.fsdp=4`), and in the first of two processes (the
 same mesh, `rollout.replicas=8`). The model has a draft head, and a tokenizer without a chat
 template.
@@ -703,13 +705,13 @@ template.
 def table() -> str:
     """The document."""
     reasons: dict[str, int] = {}
-    lines = [HEAD, f"| | {' | '.join(DOORS)} |", f"|---|{'---|' * len(DOORS)}"]
+    lines = [HEAD, f"| | {' | '.join(ENTRIES)} |", f"|---|{'---|' * len(ENTRIES)}"]
     for group, features in FEATURES.items():
-        lines.append(f"| **{group}** |{' |' * len(DOORS)}")
+        lines.append(f"| **{group}** |{' |' * len(ENTRIES)}")
         for feature in features:
             cells = []
-            for door in DOORS.values():
-                said = cell(door, feature)
+            for entry in ENTRIES.values():
+                said = cell(entry, feature)
                 if said not in ("yes", NONE):
                     said = f"no ({reasons.setdefault(said, len(reasons) + 1)})"
                 cells.append(said)
