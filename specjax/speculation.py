@@ -13,8 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from specjax.config.spec import ACCEPTANCE_MODES, DRAFT_SOURCES, SpecConfig
-from specjax.config.strategy import Strategy
-from specjax.control.base import OFF, canonical
+from specjax.control.base import OFF, parse_arms
 from specjax.control.config import CONTROLLERS, DEFAULT_STRATEGIES, ControlConfig
 from specjax.control.fastrl import FastRLSettings, read_fastrl
 from specjax.schema import option
@@ -211,7 +210,7 @@ class SpeculationSettings:
         arms = (strategy,) if control is None else control.arms
         # Where no strategy is a dynamic tree, the rules tell who asked for it.
         adaptive = self.adaptive_width and any(
-            canonical(arm) != OFF and Strategy.parse(arm).is_dynamic for arm in arms
+            arm is not None and arm.is_dynamic for arm in parse_arms(arms).values()
         )
         return SpecConfig(**{**values, "strategy": strategy, "adaptive_width": adaptive})
 

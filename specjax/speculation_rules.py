@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from specjax.config.strategy import OFF_NAMES, Strategy
-from specjax.control.base import OFF, canonical
+from specjax.config.strategy import Strategy
+from specjax.control.base import OFF, canonical, parse_arms
 from specjax.control.config import ControlConfig
 from specjax.schema import Needs, keys_of
 from specjax.speculation import ControlSection, SpeculationSettings
@@ -33,8 +33,7 @@ def is_switched_off(v: Values, section: str) -> bool:
 
 def is_off(v: Values, section: str) -> bool:
     """Whether the strategy, or FastRL's section, says that nothing is drafted."""
-    off = str(v[f"{section}.strategy"]).lower() in OFF_NAMES
-    return off or is_switched_off(v, section)
+    return canonical(str(v[f"{section}.strategy"])) == OFF or is_switched_off(v, section)
 
 
 def switched_on(section: str, names: tuple[str, ...], unless: Any = None) -> Needs:
@@ -87,7 +86,7 @@ def speculation_rules(
         found = built(v)
         names = (v[f"{key}strategy"],) if found is None else found.arms
         try:
-            return [Strategy.parse(name) for name in names if canonical(name) != OFF]
+            return [strategy for strategy in parse_arms(names).values() if strategy is not None]
         except ValueError:
             return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -123,9 +124,15 @@ def _arm(name: str, most: int) -> str:
         if topk > 1 and 1 < rows <= steps:
             steps = rows - 1
         if name != f"{steps}_{topk}_{rows}":
-            log.warning(
-                "%s runs as %d_%d_%d: rows are at most %d, and no path is deeper than rows - 1",
-                name, steps, topk, rows, most,
-            )  # fmt: skip
+            _say_cut(name, f"{steps}_{topk}_{rows}", most)
         name = f"{steps}_{topk}_{rows}"
     return Strategy.parse(name).name
+
+
+@functools.cache  # a section is read by every check of the settings around it
+def _say_cut(name: str, runs_as: str, most: int) -> None:
+    """Warns once of a strategy that runs as another."""
+    log.warning(
+        "%s runs as %s: rows are at most %d, and no path is deeper than rows - 1",
+        name, runs_as, most,
+    )  # fmt: skip

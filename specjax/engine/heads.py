@@ -8,12 +8,12 @@ import jax
 
 from specjax import sharding
 from specjax.checkpoint_files import CheckpointError
-from specjax.checkpoint_format import named_leaves
 from specjax.checkpoint_weights import (
     HEAD_SWITCHES,
     HUGGING_FACE,
     RUN,
     config_in,
+    fitted_to,
     layout_of,
     load_weights,
 )
@@ -70,8 +70,10 @@ def load_head(name: str, model: ModelConfig, mesh: Mesh = None) -> tuple[ModelCo
     if layout == RUN:
         _, head, meta = load_weights(path, head_alone=True)
         model = _with_switches(path, model, meta)
-        _require_shapes(path, head, model)
-        head = _cast(head, model)
+        if head is None:
+            raise CheckpointError(f"{path} holds no draft head; expected one")
+        wanted = jax.eval_shape(lambda: init_head_params(_with_a_head(model)))
+        head = _cast(fitted_to(wanted, head, f"the draft head in {path}"), model)
         shardings = None if mesh is None else sharding.param_shardings(mesh, head)
         return model, head if shardings is None else sharding.put(head, shardings)
     saved, meta = load_draft(path)
@@ -106,20 +108,6 @@ def _with_switches(path: Path, model: ModelConfig, meta: dict) -> ModelConfig:
     """The policy's config with what the metadata of a head say of it."""
     said = vars(config_in(path, meta)) if "config" in meta else meta
     return model.replace(**{n: said[n] for n in HEAD_SWITCHES if n in said})
-
-
-def _require_shapes(path: Path, head: Params | None, model: ModelConfig) -> None:
-    if head is None:
-        raise CheckpointError(f"{path} holds no draft head; expected one")
-    shapes = jax.eval_shape(lambda: init_head_params(_with_a_head(model)))
-    wanted = {name: array.shape for name, array in named_leaves(shapes).items()}
-    found = {name: array.shape for name, array in named_leaves(head).items()}
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
-            raise CheckpointError(
-                f"{path}: {name} of the draft head is {found.get(name)} in the checkpoint and "
-                f"{wanted.get(name)} in the model; expected the head of this policy"
-            )
 
 
 def _cast(head: Params, model: ModelConfig) -> Params:
