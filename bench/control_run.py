@@ -29,7 +29,7 @@ from specjax.control import (
 from specjax.control.base import parse_arms
 from specjax.control.config import DEFAULT_STRATEGIES
 from specjax.decode.options import Features
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.engine.engine import Engine
 from specjax.engine.request import Job, make_jobs
 from specjax.engine.start_up import StartUp, calibrate

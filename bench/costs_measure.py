@@ -27,7 +27,7 @@ from specjax.decode.draft import draft_tree
 from specjax.decode.history import context_of
 from specjax.decode.options import Features
 from specjax.decode.state import put_positions, take_slots
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.engine.compiling import CompilePool
 from specjax.engine.parcel import Parcel
 from specjax.engine.runner import Runner

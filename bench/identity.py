@@ -23,7 +23,7 @@ from bench.common import figure, write_result
 from specjax import LLM, ModelConfig, SamplingParams, SpecConfig
 from specjax.arguments import ArgumentParser
 from specjax.config import DEFAULT_TREE_PATHS
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.engine.compare import Difference, first_difference
 from specjax.engine.request import make_jobs
 from specjax.models import hf

@@ -54,7 +54,7 @@ from bench.round_parts import PARTS, Parts
 from bench.workloads import CPU_SCALE, WORKLOADS, Point, long_prompts, points
 from specjax import LLM, SpecConfig
 from specjax.decode.chunk import Until
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.engine.runner import Runner
 from specjax.models import hf
 from specjax.models.transformer import init_params

@@ -35,7 +35,7 @@ from bench.common import alternate, bench_parser, figure, heldout_prompts, user_
 from bench.round_parts import EMPTY, PARTS, Parts
 from specjax import LLM, ModelConfig, SamplingParams, SpecConfig
 from specjax.decode.options import Features
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.engine.runner import Runner
 from specjax.models.transformer import init_params
 from specjax.tokenizer import load_tokenizer

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from specjax.cache import page_bytes
 from specjax.config import ModelConfig
+from specjax.memory import page_bytes
 from specjax.models.transformer import Params
 
 

@@ -15,8 +15,8 @@ from specjax.hub import ModelNotFoundError, find_model
 from specjax.kernels import panels
 from specjax.kernels.names import ATTENTION, ATTENTION_DOC
 from specjax.models.hf import UnsupportedModelError
+from specjax.parallel.sharding import offer_cpu_devices
 from specjax.schema import REQUIRED, Needs, at_least, option
-from specjax.sharding import offer_cpu_devices
 from specjax.shipped import find_shipped
 from specjax.speculation import SpeculationSettings, sections_of
 from specjax.speculation_rules import speculation_rules

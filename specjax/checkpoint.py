@@ -29,7 +29,6 @@ from typing import Any
 import jax
 import orbax.checkpoint.experimental.v1 as ocp
 
-from specjax import distributed, sharding
 from specjax.checkpoint_format import (
     CheckpointError,
     PyTree,
@@ -41,6 +40,7 @@ from specjax.checkpoint_format import (
     unpack,
     write_manifest,
 )
+from specjax.parallel import distributed, sharding
 
 _RECORD = "specjax"  # key of our JSON string in Orbax's custom metadata
 _TMP_MARK = ".orbax-checkpoint-tmp"

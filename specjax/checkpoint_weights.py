@@ -14,15 +14,15 @@ from typing import Any
 
 import jax
 
-from specjax import distributed, sharding
 from specjax.checkpoint_format import CheckpointError, named_leaves, nest
 from specjax.config import ModelConfig
 from specjax.config.dtype import resolve_dtype
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.models import hf
 from specjax.models.hf_config import MTP_KEY, config_json, config_of, mtp_json
 from specjax.models.hf_export import TOKENIZER_FILES
 from specjax.models.transformer import Params, init_params
+from specjax.parallel import distributed, sharding
 
 # What the metadata of a head says of the model that it drafts for.
 HEAD_SWITCHES = ("mtp_num_layers", "mtp_concat", "mtp_target_hidden", "mtp_recycle")
@@ -77,7 +77,7 @@ def load_model(
       path: a Hugging Face directory, the directory of a run of `train.rl` or `train.sft`, or the
         one of its checkpoints.
       dtype: of the parameters; that of the files by default. `auto`: see `resolve_dtype`.
-      mesh: place the parameters by the table in `specjax.sharding`.
+      mesh: place the parameters by the table in `specjax.parallel.sharding`.
       step: of a run; None is the newest.
 
     Raises:

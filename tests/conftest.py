@@ -25,7 +25,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 _FLAGS = {
     "--xla_force_host_platform_device_count": "8",
-    "--xla_cpu_enable_concurrency_optimized_scheduler": "false",  # see specjax/sharding.py
+    "--xla_cpu_enable_concurrency_optimized_scheduler": "false",  # see specjax/parallel/sharding.py
     # Programs are built side by side by the workers already: one that is cut into 32 modules to be
     # built by as many threads takes a third more.
     "--xla_cpu_parallel_codegen_split_count": "1",

@@ -7,7 +7,7 @@ from unittest import mock
 
 import jax
 
-from specjax import distributed
+from specjax.parallel import distributed
 
 
 @dataclasses.dataclass(frozen=True)

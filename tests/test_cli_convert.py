@@ -21,7 +21,7 @@ from specjax.checkpoint import Checkpointer
 from specjax.checkpoint_format import named_leaves
 from specjax.checkpoint_weights import load_model, load_weights
 from specjax.command_line import parse_config
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.models import hf
 from specjax.models.transformer import init_params
 from train import rl, sft

@@ -17,7 +17,7 @@ from specjax import LLM, SpecConfig, verify
 from specjax.checkpoint import CheckpointError
 from specjax.command_line import parse_config
 from specjax.control import ControlConfig, from_fastrl, make_controller
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.kernels import choice, tpu
 from specjax.kernels.names import ATTENTION
 from specjax.models import hf

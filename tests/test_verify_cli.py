@@ -10,8 +10,8 @@ from scipy import stats
 from specjax import LLM, ModelConfig, SpecConfig
 from specjax import verify as checker
 from specjax.decode import accept
-from specjax.draft import ngram
-from specjax.draft.mtp import init_head_params
+from specjax.drafts import ngram
+from specjax.drafts.mtp import init_head_params
 from specjax.models import hf
 from specjax.models.transformer import init_params
 from specjax.verify.__main__ import main

@@ -17,7 +17,7 @@ import pytest
 
 from specjax import schema
 from specjax.config import ModelConfig
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.models import hf
 from specjax.models.transformer import init_params
 from specjax.setting_values import read

@@ -12,10 +12,10 @@ from typing import Any
 from specjax.checkpoint import CheckpointError
 from specjax.checkpoint_weights import TOKENIZER
 from specjax.command_line import ConfigError, parse_config
-from specjax.distributed import DistributedError
 from specjax.engine.request import InvalidLogitsError
 from specjax.interrupts import INTERRUPTED
 from specjax.models.hf import UnsupportedModelError
+from specjax.parallel.distributed import DistributedError
 from train.log import METRICS_FILE
 from train.scoring import RewardsFailedError
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from specjax import distributed
 from specjax.command_line import ConfigError
 from specjax.engine.engine import Engine
 from specjax.engine.request import Finished, Job, SampleOutput, Totals, make_jobs, require_valid
 from specjax.engine.sequence import Progress
+from specjax.parallel import distributed
 from train.exact import up_to
 from train.groups import Choice, Group, Response, Rule, decide, reopen, settle
 from train.prompts import Prompts

@@ -19,12 +19,12 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from specjax import sharding
 from specjax.config import ModelConfig
-from specjax.context import Context
-from specjax.draft.mtp import MTPHead, head_graphdef, init_head_params
+from specjax.drafts.mtp import MTPHead, head_graphdef, init_head_params
 from specjax.models.layers import rms_norm
 from specjax.models.transformer import Params, embed_tokens, lm_logits
+from specjax.parallel import sharding
+from specjax.parallel.context import Context
 from specjax.schema import option
 from train.draft_loss import DRAFT_LOSSES, draft_step_loss, draft_target_logits, draft_targets
 from train.optim import OptimConfig

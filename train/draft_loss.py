@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, Shaped
 
-from specjax.context import Context
-from specjax.context import shift as shift_rows
+from specjax.parallel.context import Context
+from specjax.parallel.context import shift as shift_rows
 
 
 class DraftTargets(NamedTuple):

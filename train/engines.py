@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import jax
 
-from specjax import distributed, sharding
 from specjax.config import ModelConfig, SpecConfig
-from specjax.draft.source import DraftSource
+from specjax.drafts.source import DraftSource
 from specjax.engine.engine import Engine
+from specjax.parallel import distributed, sharding
 from train.schema import RLConfig
 
 Mesh = jax.sharding.Mesh | None  # None is one device, the first

@@ -11,7 +11,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
-from specjax import distributed
 from specjax.decode.options import Features
 from specjax.engine.compare import Difference, first_difference
 from specjax.engine.compiling import OnProgram
@@ -20,6 +19,7 @@ from specjax.engine.hosts import Hosts
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job
 from specjax.models.transformer import Params
+from specjax.parallel import distributed
 
 AnEngine = Engine | Replicas | Hosts
 

@@ -38,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.context import Context, shift
+from specjax.parallel.context import Context, shift
 
 LOSS_AGGREGATIONS = ("token", "sequence")
 LOGPROBS = ("temperature", "processed")

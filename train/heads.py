@@ -11,14 +11,14 @@ from pathlib import Path
 
 import jax
 
-from specjax import distributed, sharding
 from specjax.checkpoint import PendingSave, save_draft
 from specjax.checkpoint_weights import HEAD_SWITCHES, describe
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.engine.heads import head_config, load_head
 from specjax.models.transformer import Params
+from specjax.parallel import distributed, sharding
 from specjax.spelling import SettingError, spelled
 from train.rollout_schema import SAY
 

@@ -14,9 +14,9 @@ import jax
 
 from specjax import chips
 from specjax.chips import Chip
-from specjax.collectives import received
 from specjax.config import ModelConfig
-from specjax.draft.model_source import ModelSource
+from specjax.drafts.model import ModelSource
+from specjax.parallel.collectives import received
 from train.plan_hlo import Cost, Module
 from train.plan_programs import Program, Shapes, caches, device_bytes
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from specjax.collectives import group_size
+from specjax.parallel.collectives import group_size
 
 _WIDTHS = {"pred": 1, "s4": 0.5, "u4": 0.5, "c64": 8, "c128": 16, "bf16": 2, "token": 0}
 _SHAPE = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](\{[^}]*\})?")

@@ -14,20 +14,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax import sharding
 from specjax.checkpoint_format import CheckpointError
 from specjax.checkpoint_weights import read_config
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.decode.options import Features
-from specjax.draft.source import DraftSource
+from specjax.drafts.source import DraftSource
 from specjax.engine.engine import Engine
 from specjax.engine.executables import Noted
 from specjax.engine.sources import model_source, source_of
 from specjax.engine.start_up import start_programs
 from specjax.hub import find_model
 from specjax.models.transformer import Params, init_params, to_decode_layout
-from specjax.reshard import Mover, Reshard, cast
+from specjax.parallel import sharding
+from specjax.parallel.reshard import Mover, Reshard, cast
 from specjax.shipped import find_shipped
 from train.draft import FIELDS, frozen_policy_parts
 from train.engines import Mesh, make_meshes

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import jax
 
-from specjax import sharding
 from specjax.chips import CHIPS, Chip
 from specjax.command_line import ConfigError
+from specjax.parallel import sharding
 
 # The slices that hosts are or make up, by how many dimensions a topology has.
 _SLICES = {2: ("2x2", "2x4", "4x4", "4x8", "8x8"), 3: ("2x2x1", "2x2x2", "2x2x4", "2x4x4")}

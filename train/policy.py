@@ -18,12 +18,12 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from specjax import sharding
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
-from specjax.context import Context
 from specjax.kernels import dispatch
 from specjax.models.transformer import Params, Transformer, graphdef, init_params
+from specjax.parallel import sharding
+from specjax.parallel.context import Context
 from train.grpo import Denominators, GRPOConfig, grpo_loss, token_logprobs
 from train.processed import Transforms, processed_logprobs
 

@@ -27,13 +27,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.config import SamplingParams
-from specjax.context import Context, shift
 from specjax.decode import sampling
 from specjax.decode.history import Context as History
 from specjax.decode.history import Counts, Rows
 from specjax.decode.options import Features, Options
 from specjax.engine.options_rows import features_of, option_rows
 from specjax.engine.request import make_jobs
+from specjax.parallel.context import Context, shift
 from train.grpo import logprobs_and_entropy, own_tokens
 
 BLOCK = 16  # positions whose scores exist at once in the backward pass, where tokens are counted

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 
-from specjax import distributed, lifeline
 from specjax.checkpoint_format import CheckpointError
 from specjax.command_line import ConfigError, fingerprint
 from specjax.config.spec import TELEMETRY_VARIABLE
@@ -25,7 +24,8 @@ from specjax.engine.hosts import Copies, Hosts
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job, SampleOutput
 from specjax.kernels.cpu import FLAGS_VARIABLE, TARGET_VARIABLE
-from specjax.lifeline import Lifeline
+from specjax.parallel import distributed, lifeline
+from specjax.parallel.lifeline import Lifeline
 from specjax.telemetry import Collector
 from train.cli import INTERRUPTED
 from train.schema import RLConfig

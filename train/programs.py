@@ -12,18 +12,18 @@ from collections.abc import Sequence
 
 import jax
 
-from specjax import distributed
 from specjax.command_line import ConfigError, given_in, require_effect
 from specjax.config import ModelConfig
 from specjax.config.dtype import AUTO
-from specjax.context import context_of
 from specjax.decode.options import Features
-from specjax.draft.source import DraftSource
+from specjax.drafts.source import DraftSource
 from specjax.engine.checks import Limits, check_job
 from specjax.engine.engine import Engine
 from specjax.engine.options_rows import features_of
 from specjax.engine.request import make_jobs
 from specjax.engine.sources import settle_draft
+from specjax.parallel import distributed
+from specjax.parallel.context import context_of
 from specjax.speculation import ControlSection
 from specjax.spelling import spelled
 from train.draft import DraftTrainer

@@ -10,10 +10,10 @@ from typing import ClassVar
 from specjax.config import ModelConfig
 from specjax.config.dtype import AUTO, about_dtype, resolve_dtype
 from specjax.config.sampling import SEED_RANGE, is_seed
-from specjax.distributed import DistributedConfig
 from specjax.kernels.names import ATTENTION, ATTENTION_DOC
+from specjax.parallel.distributed import DistributedConfig
+from specjax.parallel.sharding import MeshConfig
 from specjax.schema import Needs, at_least, option
-from specjax.sharding import MeshConfig
 from specjax.spelling import Say
 from train.data_config import DataConfig
 from train.draft import DraftConfig

@@ -46,11 +46,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from specjax import sharding
 from specjax.config import ModelConfig
-from specjax.context import Context
-from specjax.distributed import gather
 from specjax.models.transformer import Params
+from specjax.parallel import sharding
+from specjax.parallel.context import Context
+from specjax.parallel.distributed import gather
 from train.draft import FIELDS, DraftConfig, DraftTrainer, add_sums, frozen_policy_parts
 from train.packing import empty_batch
 from train.schema import RLConfig

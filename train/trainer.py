@@ -12,20 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import distributed, sharding
 from specjax.checkpoint import Checkpointer
 from specjax.checkpoint_weights import describe, load_model, read_config, tokenizer_dir
 from specjax.command_line import ConfigError, fingerprint, require_same_settings
 from specjax.config import SpecConfig
 from specjax.config.dtype import AUTO
 from specjax.decode.options import Features
-from specjax.draft.source import DraftSource
+from specjax.drafts.source import DraftSource
 from specjax.engine.about import start_lines
 from specjax.engine.compiling import OnProgram
 from specjax.engine.sources import load_source
 from specjax.engine.start_up import StartUp, count_programs
 from specjax.hub import ModelNotFoundError, find_model, portable
 from specjax.models.transformer import Params
+from specjax.parallel import distributed, sharding
 from specjax.tokenizer import load_tokenizer, with_tokenizer_end
 from train import data
 from train import rollout as rollouts

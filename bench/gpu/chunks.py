@@ -26,7 +26,7 @@ from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
 from specjax.decode.state import prefix_lengths, take_positions, take_slots
 from specjax.decode.tree import chain_bits
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.engine.executables import Noted
 from specjax.engine.runner import Runner
 from specjax.models.hf_config import read_config

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from specjax.cache import after_of, commit_rows, copy_pages
 from specjax.decode import rng
 from specjax.decode.options import Options
 from specjax.decode.plan import Plan
 from specjax.decode.state import RUNNING, DecodeState, per_slot
 from specjax.decode.tree import chain_bits
-from specjax.draft.source import Memory
+from specjax.drafts.source import Memory
 from specjax.indexing import put, take, take_along
+from specjax.memory import after_of, commit_rows, copy_pages
 from specjax.models.transformer import Transformer
 
 Tails = Float[Array, "Q tail D"] | None  # per prompt: the target's states that a slot starts from

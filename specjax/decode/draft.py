@@ -35,7 +35,7 @@ from specjax.decode.part import GrownPart, Part
 from specjax.decode.plan import Plan
 from specjax.decode.state import DecodeState, take_positions
 from specjax.decode.tree import Tree, TreeShape, grown_shape, pack_bits, pack_words
-from specjax.draft.source import Level, Work
+from specjax.drafts.source import Level, Work
 from specjax.models.transformer import Transformer
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from specjax.config import ModelConfig
 from specjax.decode.options import Features
 from specjax.decode.tree import DynamicTree, Tree
-from specjax.draft.source import DraftSource
+from specjax.drafts.source import DraftSource
 
 
 @dataclasses.dataclass(frozen=True)

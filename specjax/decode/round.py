@@ -33,7 +33,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.cache import commit_rows, take_path, take_rows
 from specjax.decode import report, rng, sampling, shards
 from specjax.decode.accept import accept
 from specjax.decode.draft import Draft, draft_tree
@@ -60,6 +59,7 @@ from specjax.decode.state import (
 )
 from specjax.decode.tree import Acceptance, plain_bits
 from specjax.decode.verify import Verified, verify
+from specjax.memory import commit_rows, take_path, take_rows
 from specjax.models.transformer import Transformer
 
 

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.cache import KVCache, after_of, commit_rows
 from specjax.config.sampling import MAX_TOP_LOGPROBS
 from specjax.decode import shards
 from specjax.decode.sampling import normaliser
 from specjax.decode.tree import chain_bits
+from specjax.memory import KVCache, after_of, commit_rows
 from specjax.models.transformer import Transformer
 
 LOGIT_ROWS = 64  # whose logits exist at once; one takes 0.6 MB where there are 150,000 tokens

@@ -7,8 +7,8 @@ generator counts, so a token's bits at a position are the same whoever asks). Wh
 is a few numbers per row: `argmax` and `top_k` take each shard's own best and look among those.
 
 The mesh is the ambient one at lowering (`jax.set_mesh`). Where there is none, or its `tp` is 1 or
-does not divide V (then the head is kept whole as well, see `specjax.sharding`), every function here
-is the plain operation and adds nothing to the program.
+does not divide V (then the head is kept whole as well, see `specjax.parallel.sharding`), every
+function here is the plain operation and adds nothing to the program.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from specjax.sharding import PHYSICAL, spec_for
+from specjax.parallel.sharding import PHYSICAL, spec_for
 
 [AXIS] = PHYSICAL["vocab"]
 

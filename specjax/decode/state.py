@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
-from specjax.cache import KVCache, Table, empty_cache
 from specjax.decode.options import Options, neutral
 from specjax.decode.plan import Plan
 from specjax.decode.rng import NoiseRing, empty_ring
-from specjax.draft.source import Memory
+from specjax.drafts.source import Memory
 from specjax.indexing import put, take, take_along
+from specjax.memory import KVCache, Table, empty_cache
 
 RUNNING, STOPPED, LENGTH, EMPTY, INVALID = 0, 1, 2, 3, 4
 

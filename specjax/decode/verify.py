@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float
 
-from specjax.cache import KVCache
 from specjax.decode.draft import Draft
 from specjax.decode.plan import Plan
 from specjax.decode.state import DecodeState, prefix_lengths
+from specjax.memory import KVCache
 from specjax.models.transformer import Transformer
 
 

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specjax import sharding
-from specjax.distributed import DistributedError, is_several
+from specjax.parallel import sharding
+from specjax.parallel.distributed import DistributedError, is_several
 
 Then = Callable[[float], None]
 _FIGURES = 2  # of each host: its clock, and what it measured

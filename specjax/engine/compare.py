@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from specjax import sharding
 from specjax.config import ModelConfig
 from specjax.decode import history, rng, sampling
 from specjax.decode.options import Features, Options
@@ -29,6 +28,7 @@ from specjax.engine.options_rows import features_of, option_rows
 from specjax.engine.prompts import padded_widths
 from specjax.engine.request import Job
 from specjax.models.transformer import graphdef
+from specjax.parallel import sharding
 
 # Rounding beyond this share of the largest logit is not rounding.
 ROUNDING_LIMIT = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}

@@ -16,7 +16,7 @@ from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.control import OFF, ControlConfig, Controller, make_controller
 from specjax.decode.options import Features
 from specjax.decode.plan import Plan
-from specjax.draft.source import DraftSource
+from specjax.drafts.source import DraftSource
 from specjax.engine.checks import Limits
 from specjax.engine.compiling import OnProgram
 from specjax.engine.intake import Intake

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from specjax import sharding
 from specjax.config.strategy import in_words
 from specjax.decode.options import Features
 from specjax.engine.compiling import CompilePool, said_if_slow
+from specjax.parallel import sharding
 
 
 class Noted:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import jax
 
-from specjax import sharding
 from specjax.checkpoint_files import CheckpointError
 from specjax.checkpoint_weights import (
     HEAD_SWITCHES,
@@ -18,10 +17,11 @@ from specjax.checkpoint_weights import (
     load_weights,
 )
 from specjax.config import ModelConfig
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.hub import ModelNotFoundError, find_model
 from specjax.models import hf
 from specjax.models.transformer import Params
+from specjax.parallel import sharding
 from specjax.spelling import SettingError
 
 Mesh = jax.sharding.Mesh | None

@@ -25,10 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import sharding
-from specjax.collectives import received
 from specjax.decode.options import Features
-from specjax.distributed import gather
 from specjax.engine.checksum import checksum
 from specjax.engine.compiling import OnProgram
 from specjax.engine.engine import Engine
@@ -38,7 +35,10 @@ from specjax.engine.run import run_to_the_end
 from specjax.engine.sequence import Progress
 from specjax.engine.start_up import StartUp
 from specjax.models.transformer import Params
-from specjax.reshard import Reshard, Unrelated, cast
+from specjax.parallel import sharding
+from specjax.parallel.collectives import received
+from specjax.parallel.distributed import gather
+from specjax.parallel.reshard import Reshard, Unrelated, cast
 
 log = logging.getLogger(__name__)
 

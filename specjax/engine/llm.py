@@ -11,7 +11,6 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from specjax import sharding
 from specjax.checkpoint_weights import load_model
 from specjax.config import ModelConfig, SamplingParams, SpecConfig
 from specjax.config.dtype import AUTO, about_dtype
@@ -45,6 +44,7 @@ from specjax.engine.start_up import StartUp
 from specjax.hub import find_model
 from specjax.models.generation_config import asked_for, sampling_defaults
 from specjax.models.transformer import Params
+from specjax.parallel import sharding
 from specjax.spelling import Say, SettingError, checks_keywords, python
 from specjax.telemetry import Collector
 from specjax.tokenizer import (
@@ -72,7 +72,7 @@ class LLM:
         2,048 at most.
       dtype: of parameters and arithmetic: `"float32"`, `"bfloat16"`, `"float16"`; `"auto"` is the
         checkpoint's on GPU and TPU, and float32 on CPU. A ModelConfig has its own.
-      mesh: shard over it; see `specjax.sharding.make_mesh`.
+      mesh: shard over it; see `specjax.parallel.sharding.make_mesh`.
       tokenizer: overrides the one in the directory; without one, prompts are token ids.
       max_stop_tokens: per request at most, the model's own included.
       scan_layers: scan over the layers instead of unrolling them: compiles faster, decodes slower

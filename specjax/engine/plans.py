@@ -11,7 +11,7 @@ from specjax.control import OFF
 from specjax.decode.part import Part, common_strategy, part_of
 from specjax.decode.plan import Plan
 from specjax.decode.tree import build_tree
-from specjax.draft.source import DraftSource
+from specjax.drafts.source import DraftSource
 from specjax.engine.sources import source_of
 from specjax.spelling import SettingError
 

@@ -26,8 +26,8 @@ from specjax.engine.start_up import StartUp
 from specjax.engine.start_up import warm_up as start_up_of
 from specjax.engine.watch import News, Watcher
 from specjax.models.transformer import Params
-from specjax.reshard import Mover, cast
-from specjax.sharding import joined_mesh
+from specjax.parallel.reshard import Mover, cast
+from specjax.parallel.sharding import joined_mesh
 
 POLL = 1e-3  # seconds between looks when no replica has anything new; its next chunk is enqueued
 

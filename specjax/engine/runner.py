@@ -17,15 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from specjax import sharding
-from specjax.cache import empty_cache, page_bytes
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.decode.admit import Admission, Piece, Tails, empty_tails, place, prefill
 from specjax.decode.chunk import Result, Until, run_chunk
 from specjax.decode.options import Features
 from specjax.decode.score import Scores, Scratch, score
 from specjax.decode.state import DecodeState, Lineup, Room, empty_state
-from specjax.draft.source import DraftSource
+from specjax.drafts.source import DraftSource
 from specjax.engine.agreement import agreement_of
 from specjax.engine.checksum import Checksum, require_same
 from specjax.engine.executables import Executables
@@ -35,8 +33,10 @@ from specjax.engine.plans import make_arms, make_plans, own_name
 from specjax.engine.settings import stretched
 from specjax.engine.sources import page_multiple, with_kernel
 from specjax.kernels import dispatch, panels
+from specjax.memory import empty_cache, page_bytes
 from specjax.models.transformer import Params, graphdef, to_decode_layout
-from specjax.reshard import Mover
+from specjax.parallel import sharding
+from specjax.parallel.reshard import Mover
 from specjax.spelling import SettingError
 
 PAGE_SIZE = 128

@@ -9,7 +9,7 @@ from specjax.config import SpecConfig, Strategy
 from specjax.config.checks import choice
 from specjax.control import ControlConfig
 from specjax.control.base import parse_arms
-from specjax.draft.source import WINDOW
+from specjax.drafts.source import WINDOW
 from specjax.engine.prompts import padded_widths
 from specjax.kernels import panels
 from specjax.kernels.names import ATTENTION

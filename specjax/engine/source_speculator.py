@@ -19,15 +19,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from specjax.cache import KVCache, commit_rows, empty_cache
 from specjax.config import ModelConfig
 from specjax.decode import rng, sampling, shards
 from specjax.decode.plain_arrays import DraftProposal, VerifyResult
 from specjax.decode.state import RUNNING, put_positions, take_positions
 from specjax.decode.tree import chain_bits
-from specjax.draft.source import DraftSource, Level, Memory, Work
+from specjax.drafts.source import DraftSource, Level, Memory, Work
 from specjax.engine.sources import page_multiple, with_kernel
 from specjax.kernels import dispatch
+from specjax.memory import KVCache, commit_rows, empty_cache
 from specjax.models.transformer import Params, graphdef, to_decode_layout
 
 SHORTEST_PREFILL = 16  # contexts are padded to powers of two from here on

@@ -9,20 +9,20 @@ from typing import Any, NamedTuple
 
 import jax
 
-from specjax import sharding
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.control import OFF, ControlConfig
-from specjax.draft.model_source import ModelSource
-from specjax.draft.mtp import init_head_params
-from specjax.draft.mtp_source import MTPSource
-from specjax.draft.ngram import NgramSource
-from specjax.draft.source import DraftSource
+from specjax.drafts.model import ModelSource
+from specjax.drafts.mtp import init_head_params
+from specjax.drafts.mtp_source import MTPSource
+from specjax.drafts.ngram import NgramSource
+from specjax.drafts.source import DraftSource
 from specjax.engine.heads import load_head
 from specjax.engine.settings import require_speculation
 from specjax.hub import find_model
 from specjax.kernels import dispatch
 from specjax.models import hf
 from specjax.models.transformer import Params, to_decode_layout
+from specjax.parallel import sharding
 from specjax.spelling import Say, SettingError, python
 from specjax.tokenizer import load_tokenizer
 

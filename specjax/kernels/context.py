@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from specjax.context import AXIS, Context
 from specjax.kernels.reference import NEG_INF, Running
-from specjax.sharding import spec_for
+from specjax.parallel.context import AXIS, Context
+from specjax.parallel.sharding import spec_for
 
 
 def causal_attention(

@@ -43,7 +43,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from specjax.config import ModelConfig
 
 if TYPE_CHECKING:
-    from specjax.cache import Table
+    from specjax.memory import Table
 
 SOURCE = Path(__file__).with_name("cpu.cc")  # includes the others
 READ = tuple(sorted(path for path in SOURCE.parent.glob("cpu*") if path.suffix in (".cc", ".h")))
@@ -236,7 +236,7 @@ def commit(
     start: Int[Array, " B"],
     table: Table = None,
 ) -> list[Array]:
-    """See `specjax.cache.commit_rows`; what has no place in the tables is not written."""
+    """See `specjax.memory.commit_rows`; what has no place in the tables is not written."""
     if table is None:
         table = jnp.arange(start.shape[0], dtype=jnp.int32)[:, None]
     load()

@@ -26,14 +26,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from specjax import sharding
-from specjax.cache import Table
 from specjax.config import ModelConfig
-from specjax.context import Context
 from specjax.kernels import context as over_devices
 from specjax.kernels import cpu, gpu, library, reference, tpu
 from specjax.kernels.choice import choose
 from specjax.kernels.reference import tree_attention_by_position
+from specjax.memory import Table
+from specjax.parallel import sharding
+from specjax.parallel.context import Context
 
 __all__ = [
     "causal_attention",

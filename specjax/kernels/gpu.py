@@ -8,7 +8,7 @@ first split of a slot attends to the tree's own keys under the ancestor words as
 these are masked, which costs one block each and keeps the program without branches.
 
 The values that lie in a page behind a prefix must be finite, as for the reference: they are, by
-`specjax.cache.with_marked_keys`.
+`specjax.memory.with_marked_keys`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from specjax.cache import Table
 from specjax.config import ModelConfig
 from specjax.kernels import library
 from specjax.kernels.gpu_body import KEYS, ROWS, WORDS, Shape, program
@@ -33,6 +32,7 @@ from specjax.kernels.reference import (
     with_sink,
     within_window,
 )
+from specjax.memory import Table
 
 MULTIPROCESSORS = 132  # of an H100 or H200
 SHARED_BYTES = 227 * 1024  # that one program may have

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from specjax.cache import Table, contiguous
 from specjax.indexing import divide, take, take_slice
+from specjax.memory import Table, contiguous
 
 NEG_INF = -1e30
 BLOCK = 128  # cache slots per step of the loop over a prefix
@@ -114,7 +114,7 @@ def tree_attention(
 
     The prefix part is masked by length only, the tree part by the ancestor bitmask (self
     included), which is one for all slots or one per slot; one softmax spans both, in float32.
-    Plain decoding is the case T = 1. See `specjax.cache` for pages and tables.
+    Plain decoding is the case T = 1. See `specjax.memory` for pages and tables.
 
     The cache is read a block at a time, as far as the longest prefix goes and no further. A block
     past a slot's own prefix adds exactly nothing to it: what a slot gets does not depend, not even

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from specjax import sharding
 from specjax.checkpoint_files import Keys, pointer_problem, read_json
 from specjax.checkpoint_format import CheckpointError
 from specjax.config import ModelConfig
@@ -50,6 +49,7 @@ from specjax.models.hf_names import (
     zero_biases,
 )
 from specjax.models.transformer import Params
+from specjax.parallel import sharding
 
 __all__ = [
     "CheckpointError",
@@ -290,7 +290,7 @@ def load_checkpoint(
 
     Args:
       param_dtype: dtype of the parameters, and of the config's arithmetic; the file's by default.
-      mesh: place the parameters by the table in `specjax.sharding`; None is the default device.
+      mesh: place the parameters as `specjax.parallel.sharding` says; None is the default device.
       mtp_concat: order in which the head is held in memory; the checkpoint's by default.
 
     Where config.json ties the embedding and the language-model head and the file has two that

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from specjax.checkpoint_format import CheckpointError
 from specjax.config import ModelConfig
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.models.hf_config import FAMILIES
 from specjax.models.transformer import Params, init_params
 

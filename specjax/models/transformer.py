@@ -2,7 +2,7 @@
 
 Three ways through the same layers: `hidden` (training on packed rows), `prefill` (prompts, keys and
 values out) and `decode` (tree rows against a read-only cache, new keys and values out). The cache
-is never written inside the layer loop: new rows leave as outputs and `specjax.cache` commits them.
+is never written inside the layer loop: new rows leave as outputs and `specjax.memory` commits them.
 
 Parameters come in two layouts. `stacked` keeps one array per weight for all layers, for training,
 sharding and checkpoints. `unrolled` keeps one array per weight and layer, with the projections that
@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from specjax.cache import KVCache, Table, with_marked_keys
 from specjax.config import ModelConfig
-from specjax.context import Context, pin_rows
 from specjax.kernels import cpu, dispatch, panels
+from specjax.memory import KVCache, Table, with_marked_keys
 from specjax.models.layers import INIT_STD, Block, fuse_block, rms_norm
 from specjax.models.rope import rope_tables
+from specjax.parallel.context import Context, pin_rows
 
 Params = dict
 
@@ -103,7 +103,7 @@ class Transformer(nnx.Module):
           visible_bits: numbers the scratch rows first, then the T rows themselves.
           by_position: (path_rows, depth) of the tree: attend as `tree_attention_by_position`.
           scratch: buffers of earlier tree rows [.. B K total H], and how many they hold so far.
-          table: the pages of each sequence, see `specjax.cache`.
+          table: the pages of each sequence, see `specjax.memory`.
 
         Returns:
           states, and keys and values: of the T rows, or the buffers with these filled in.

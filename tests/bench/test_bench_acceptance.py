@@ -12,7 +12,7 @@ from bench.acceptance_arms import ALIGNED_SETTINGS, SETTINGS, TREES, Arm, aligne
 from specjax import ModelConfig, SpecConfig
 from specjax.decode.chunk import Until
 from specjax.decode.options import Features
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.engine.pages import NOBODYS
 from specjax.engine.runner import Runner
 from specjax.models import hf

@@ -10,7 +10,7 @@ import pytest
 
 from bench import hlo, host, protocol, traffic, workloads
 from specjax import LLM, ModelConfig, SamplingParams, SpecConfig
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.models import hf
 from specjax.models.transformer import init_params, to_decode_layout
 from specjax.tokenizer import load_tokenizer

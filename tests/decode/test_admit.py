@@ -22,9 +22,9 @@ from specjax.decode.state import (
     take_slots,
 )
 from specjax.decode.tree import build_tree, chain_bits, plain_bits
-from specjax.draft.mtp import head_graphdef, init_head_params
-from specjax.draft.mtp_source import MTPSource
-from specjax.draft.source import Level
+from specjax.drafts.mtp import head_graphdef, init_head_params
+from specjax.drafts.mtp_source import MTPSource
+from specjax.drafts.source import Level
 from specjax.models.transformer import graphdef, init_params, to_decode_layout
 
 VOCAB, MAX_LEN, PAGE = 24, 32, 8

@@ -20,7 +20,7 @@ from specjax.decode.options import Features, neutral
 from specjax.decode.part import common_strategy, part_of
 from specjax.decode.plan import Plan
 from specjax.decode.tree import ancestors, build_tree
-from specjax.draft.source import take_parents
+from specjax.drafts.source import take_parents
 from specjax.kernels.reference import unpack_bits
 
 VOCAB, BATCH = 11, 3

@@ -47,7 +47,7 @@ def test_importing_it_imports_no_model_no_engine_and_no_flax():
         "from specjax.decode import plain_arrays\n"
         "assert speculative_accept is plain_arrays.speculative_accept\n"
         "wrong = [m for m in sys.modules if m.split('.')[0] in ('flax', 'transformers', 'torch') "
-        "or m.startswith(('specjax.models', 'specjax.engine', 'specjax.draft.'))]\n"
+        "or m.startswith(('specjax.models', 'specjax.engine', 'specjax.drafts.'))]\n"
         "print(wrong); sys.exit(bool(wrong))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -22,7 +22,7 @@ from transform_cases import (
 
 from specjax.decode import block, filters, rng, sampling, shards
 from specjax.decode.candidates import top_candidates
-from specjax.sharding import MeshConfig, make_mesh
+from specjax.parallel.sharding import MeshConfig, make_mesh
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 

@@ -12,9 +12,9 @@ from tiny import prompts_of
 
 from specjax import LLM, EngineConfig, SamplingParams, SpecConfig
 from specjax.control import ControlConfig
-from specjax.distributed import DistributedError
 from specjax.engine.agreement import Agreement
 from specjax.engine.request import make_jobs
+from specjax.parallel.distributed import DistributedError
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 

@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 from tiny import apt, sharpened, tiny_config, tiny_model
 
-from specjax.draft.model_source import ModelSource
-from specjax.draft.mtp_source import MTPSource
-from specjax.draft.ngram import NgramSource
+from specjax.drafts.model import ModelSource
+from specjax.drafts.mtp_source import MTPSource
+from specjax.drafts.ngram import NgramSource
 from specjax.engine.source_speculator import SourceSpeculator
 from specjax.engine.speculate import speculate
 from specjax.models.transformer import graphdef, init_params, to_decode_layout

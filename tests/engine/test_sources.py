@@ -5,13 +5,14 @@ import numpy as np
 import pytest
 from tiny import tiny_config, tiny_model
 
-from specjax import SpecConfig, sharding
-from specjax.draft.mtp_source import MTPSource
-from specjax.draft.ngram import NgramSource
+from specjax import SpecConfig
+from specjax.drafts.mtp_source import MTPSource
+from specjax.drafts.ngram import NgramSource
 from specjax.engine.runner import Runner
 from specjax.engine.sources import check_vocabulary, load_draft_model
 from specjax.models import hf
 from specjax.models.transformer import to_decode_layout
+from specjax.parallel import sharding
 from specjax.tokenizer import load_tokenizer
 
 VOCAB = 32

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 from tiny import apt, tiny_config, tiny_model
 
-from specjax import LLM, SamplingParams, SpecConfig, sharding
+from specjax import LLM, SamplingParams, SpecConfig
 from specjax.decode import shards
 from specjax.decode.chunk import Until
 from specjax.decode.options import Features
 from specjax.decode.state import Lineup
 from specjax.engine.compare import first_difference
 from specjax.engine.request import make_jobs
-from specjax.sharding import MeshConfig, make_mesh
+from specjax.parallel import sharding
+from specjax.parallel.sharding import MeshConfig, make_mesh
 from specjax.verify.requests import random_requests
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from specjax.config import ModelConfig
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.models.transformer import init_params
 
 

@@ -21,17 +21,17 @@ from jax.experimental import topologies
 from tpu_programs import MODEL, STRATEGY
 
 from bench.gpu.cards import CARDS
-from specjax import sharding
 from specjax.config import SpecConfig, Strategy
 from specjax.control import OFF
 from specjax.decode.admit import prefill
 from specjax.decode.chunk import Until
 from specjax.decode.options import Features
 from specjax.decode.state import Lineup
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.engine.inputs import piece_of
 from specjax.engine.runner import Runner
 from specjax.models.transformer import init_params
+from specjax.parallel import sharding
 
 SLOTS, ROOM = 64, 2048
 

@@ -18,7 +18,7 @@ from tiny import prompts_of, tiny_config, tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.decode.tree import chain_bits
-from specjax.draft.model_source import ModelSource
+from specjax.drafts.model import ModelSource
 from specjax.engine.engine import Engine
 from specjax.engine.request import make_jobs
 from specjax.engine.settings import EngineConfig

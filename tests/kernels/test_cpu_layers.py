@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from test_cpu import MODEL, normal, pytestmark  # noqa: F401  (skips without a compiler)
 from test_tpu import random_case
 
-from specjax.cache import KVCache, commit_rows
 from specjax.decode.tree import chain_bits
-from specjax.draft.mtp import head_graphdef, init_head_params, to_panels
+from specjax.drafts.mtp import head_graphdef, init_head_params, to_panels
 from specjax.kernels import cpu
+from specjax.memory import KVCache, commit_rows
 from specjax.models.transformer import graphdef, init_params, to_decode_layout
 
 PANELS = MODEL.replace(products="panels", attention="reference")

@@ -11,12 +11,13 @@ import pytest
 from test_tpu import expected, random_case
 from tiny import prompts_of, tiny_config, tiny_model
 
-from specjax import LLM, SamplingParams, SpecConfig, sharding
+from specjax import LLM, SamplingParams, SpecConfig
 from specjax.command_line import parse_config
 from specjax.engine.settings import EngineConfig
 from specjax.kernels import dispatch, library, reference, tpu
 from specjax.kernels.choice import choose
-from specjax.sharding import MeshConfig, make_mesh
+from specjax.parallel import sharding
+from specjax.parallel.sharding import MeshConfig, make_mesh
 from train import rl
 from train.draft import DraftConfig, DraftTrainer
 from train.grpo import count_denominators

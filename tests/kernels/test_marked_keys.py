@@ -10,9 +10,9 @@ from flax import nnx
 from test_tpu import random_case
 from tiny import tiny_config, tiny_model
 
-from specjax.cache import empty_cache, with_marked_keys
 from specjax.decode.tree import chain_bits
 from specjax.kernels import cpu, dispatch, reference
+from specjax.memory import empty_cache, with_marked_keys
 from specjax.models.transformer import graphdef, to_decode_layout
 
 BATCH, ROWS, PREFIX = 3, 7, [40, 17, 0]

@@ -17,18 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 
-from specjax import sharding
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.decode import admit
 from specjax.decode.chunk import Until
 from specjax.decode.options import Features
 from specjax.decode.state import Lineup
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.engine.inputs import piece_of
 from specjax.engine.runner import PAGE_SIZE, Runner
 from specjax.kernels import dispatch
 from specjax.models.transformer import init_params, to_decode_layout
-from specjax.sharding import MESH_AXES
+from specjax.parallel import sharding
+from specjax.parallel.sharding import MESH_AXES
 from train.draft import DraftConfig, DraftTrainer, frozen_policy_parts
 from train.grpo import count_denominators
 from train.optim import OptimConfig

@@ -12,11 +12,11 @@ import pytest
 import safetensors
 from safetensors.numpy import load_file, save_file
 
-from specjax import sharding
 from specjax.config import ModelConfig, RopeScaling
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.models import hf
 from specjax.models.transformer import init_params
+from specjax.parallel import sharding
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 SMALL = ModelConfig(

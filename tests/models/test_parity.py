@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from specjax.cache import KVCache, commit_rows, empty_cache
 from specjax.config import ModelConfig, RopeScaling, Strategy
 from specjax.decode.tree import build_tree, chain_bits
-from specjax.draft.mtp import head_graphdef, init_head_params
+from specjax.drafts.mtp import head_graphdef, init_head_params
+from specjax.memory import KVCache, commit_rows, empty_cache
 from specjax.models import hf, transformer
 from specjax.models.transformer import graphdef, unroll_layers
 

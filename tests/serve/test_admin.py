@@ -17,7 +17,7 @@ from serve.admin import weights_info
 from specjax import LLM, EngineConfig
 from specjax.checkpoint import Checkpointer, save_draft
 from specjax.checkpoint_convert import convert
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.models import hf
 
 PROMPT = "17+25+8="

@@ -17,7 +17,7 @@ from specjax.control import Bandit, Goodput, Observation, make_controller
 from specjax.decode.chunk import Until
 from specjax.decode.options import Features
 from specjax.decode.state import Lineup
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.engine.engine import Engine
 from specjax.engine.plans import make_plans
 from specjax.engine.request import make_jobs

@@ -27,13 +27,14 @@ from rows import (
     written,
 )
 
-from specjax import ControlConfig, EngineConfig, SamplingParams, SpecConfig, distributed
+from specjax import ControlConfig, EngineConfig, SamplingParams, SpecConfig
 from specjax.config import ModelConfig
-from specjax.context import context_of
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.engine.sources import load_source
 from specjax.models import hf
 from specjax.models.transformer import init_params
+from specjax.parallel import distributed
+from specjax.parallel.context import context_of
 from specjax.tokenizer import load_tokenizer, with_tokenizer_end
 from train import collect, data, processes, rl, sft
 from train.draft import DraftConfig, DraftTrainer

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specjax import distributed
 from specjax.engine import hosts
 from specjax.engine.agreement import Alone
 from specjax.engine.request import Finished, SampleOutput, SpecStats, Totals
 from specjax.engine.sequence import Progress
+from specjax.parallel import distributed
 from train.collect import Collection
 from train.data import Problem
 from train.groups import (

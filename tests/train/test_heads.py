@@ -7,7 +7,7 @@ import tiny_run
 
 from specjax.checkpoint import CheckpointError, load_draft
 from specjax.command_line import ConfigError, parse_config
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.models import hf
 from train import rl
 from train.heads import HeadCheckpoints, starting_head

@@ -20,7 +20,7 @@ from specjax.command_line import ConfigError, parse_config
 from specjax.engine.options_rows import features_of
 from specjax.engine.request import make_jobs
 from specjax.models import hf
-from specjax.sharding import MeshConfig, make_mesh
+from specjax.parallel.sharding import MeshConfig, make_mesh
 from train import plan, plan_cost, plan_report, plan_table, rl
 from train.plan_hlo import Module
 from train.plan_programs import SHAPES, Shapes, device_bytes

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from decode import transform_reference as reference
 
-from specjax import sharding
 from specjax.command_line import parse_config
 from specjax.config import SamplingParams
-from specjax.context import context_of
-from specjax.sharding import MeshConfig, make_mesh
+from specjax.parallel import sharding
+from specjax.parallel.context import context_of
+from specjax.parallel.sharding import MeshConfig, make_mesh
 from train.grpo import token_logprobs
 from train.packing import Sample, pack
 from train.processed import Transforms, processed_logprobs

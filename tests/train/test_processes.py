@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import tiny_run
 
-from specjax import distributed, sharding
 from specjax.checkpoint import Checkpointer
 from specjax.command_line import ConfigError, parse_config
+from specjax.parallel import distributed, sharding
 from specjax.telemetry.collector import read_jsonl
 from train import engines, processes, rl
 from train.log import read_lines, read_metrics

@@ -16,7 +16,7 @@ import tiny_run
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import Checkpointer
 from specjax.command_line import ConfigError
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.models import hf
 from specjax.models.transformer import init_params
 from train import rl, sft

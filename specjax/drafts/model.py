@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from specjax.cache import KVCache, Table, after_of, commit_rows, empty_cache, page_bytes
 from specjax.config import ModelConfig
 from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits
-from specjax.draft.source import ABSORBED, Level, Memory
+from specjax.drafts.source import ABSORBED, Level, Memory
 from specjax.kernels import panels
+from specjax.memory import KVCache, Table, after_of, commit_rows, empty_cache, page_bytes
 from specjax.models.transformer import Params, Transformer, graphdef
 
 
@@ -53,7 +53,7 @@ class _Work(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ModelSource:
-    """See `specjax.draft.source.DraftSource`; parameters are in the model's decode layout.
+    """See `specjax.drafts.source.DraftSource`; parameters are in the model's decode layout.
 
     Attributes:
       cfg: of the draft model; `scan_layers` says which layout (`to_decode_layout`).

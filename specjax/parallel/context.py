@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
-from specjax.sharding import MeshConfig, rows_sharding
+from specjax.parallel.sharding import MeshConfig, rows_sharding
 
 AXIS = "cp"
 
@@ -32,7 +32,7 @@ class Context:
 
     Attributes:
       mesh: has more than one device on axis `cp`.
-      order, attention: `mesh.cp_order` and `mesh.cp_attention` of `specjax.sharding.MeshConfig`.
+      order, attention: `mesh.cp_order` and `mesh.cp_attention` of `MeshConfig`.
     """
 
     mesh: jax.sharding.Mesh

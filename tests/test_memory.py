@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from specjax.cache import (
+from specjax.config import ModelConfig
+from specjax.memory import (
     KVCache,
     commit_rows,
     contiguous,
@@ -17,10 +18,9 @@ from specjax.cache import (
     page_bytes,
     take_rows,
 )
-from specjax.collectives import received
-from specjax.config import ModelConfig
 from specjax.models.transformer import graphdef, init_params
-from specjax.sharding import MESH_AXES
+from specjax.parallel.collectives import received
+from specjax.parallel.sharding import MESH_AXES
 
 CFG = ModelConfig(32, 16, 24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
 BATCH, STRETCHES = 3, 3

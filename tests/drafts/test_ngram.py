@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specjax.decode.state import EMPTY, STOPPED
-from specjax.draft.ngram import HALF_FULL, OCCURRENCES, PER_TOKEN, NgramSource, prompt_hash
+from specjax.drafts.ngram import HALF_FULL, OCCURRENCES, PER_TOKEN, NgramSource, prompt_hash
 
 MAX_LEN = 24
 

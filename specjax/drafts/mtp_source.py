@@ -11,13 +11,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from specjax.cache import KVCache, Table, after_of, commit_rows, empty_cache, page_bytes
 from specjax.config import ModelConfig
 from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits
-from specjax.draft.mtp import head_graphdef, to_panels
-from specjax.draft.source import ABSORBED, WINDOW, Level, Memory, take_parents
+from specjax.drafts.mtp import head_graphdef, to_panels
+from specjax.drafts.source import ABSORBED, WINDOW, Level, Memory, take_parents
 from specjax.indexing import take_along
+from specjax.memory import KVCache, Table, after_of, commit_rows, empty_cache, page_bytes
 from specjax.models.transformer import lm_logits
 
 
@@ -69,7 +69,7 @@ class _Pass(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MTPSource:
-    """See `specjax.draft.source.DraftSource`; parameters are those of an `MTPHead`."""
+    """See `specjax.drafts.source.DraftSource`; parameters are those of an `MTPHead`."""
 
     cfg: ModelConfig
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from specjax.decode.state import EMPTY, RUNNING
 from specjax.decode.tree import ancestors, pack_bits, pack_words
-from specjax.draft.source import Level, Memory
+from specjax.drafts.source import Level, Memory
 
 GARBAGE = 1e3  # states of what was not accepted or does not exist: far from any real one
 

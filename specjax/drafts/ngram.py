@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specjax.decode.state import EMPTY, take_positions
-from specjax.draft.source import Level, Memory, take_parents
+from specjax.drafts.source import Level, Memory, take_parents
 
 OCCURRENCES = 32  # earlier places that speak for the continuations of a row at most
 OTHERS = 7  # sibling slots searched at most, the longest first
@@ -53,7 +53,7 @@ class _Work(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NgramSource:
-    """See `specjax.draft.source.DraftSource`; there are no parameters (`{}`).
+    """See `specjax.drafts.source.DraftSource`; there are no parameters (`{}`).
 
     Logits are log-weights of at most `OCCURRENCES` tokens and -inf elsewhere; a row that was
     found nowhere has -inf throughout and no draft.

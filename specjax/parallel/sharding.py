@@ -213,7 +213,7 @@ def offer_cpu_devices(count: int) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} {_ONE_ORDER}".strip()  # read when backends come up
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
-    if jax.distributed.is_initialized():  # `specjax.distributed` gave each process its share
+    if jax.distributed.is_initialized():  # `distributed.py` gave each process its share
         return
     try:
         jax.config.update("jax_num_cpu_devices", count)

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from specjax import sharding
-from specjax.lifeline import Reporter
+from specjax.parallel import sharding
+from specjax.parallel.lifeline import Reporter
 
 MODES = ("auto", "on", "off")
 _BLOCKS = (1 << 14, 1 << 20)  # bytes of what is gathered first, and of each further piece
@@ -158,7 +158,7 @@ def start(cfg: DistributedConfig, devices: int) -> None:
             # A launcher that runs here, too, has nothing to say where all is said.
             cluster_detection_method="deactivate" if None not in job else None,
             initialization_timeout=cfg.start_timeout,
-            # `specjax.lifeline` knows sooner, and says what to do.
+            # `specjax.parallel.lifeline` knows sooner, and says what to do.
             heartbeat_timeout_seconds=int(max(100, 3 * cfg.lost_after)),
         )
     except (RuntimeError, ValueError) as error:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from specjax import lifeline
-from specjax.lifeline import STATUS, Lifeline
+from specjax.parallel import lifeline
+from specjax.parallel.lifeline import STATUS, Lifeline
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -96,7 +96,7 @@ def test_who_is_done_is_not_missed(tmp_path, left, capfd):
 
 def test_a_process_that_is_killed_is_spoken_for(tmp_path):
     program = (
-        "import os, pathlib; from specjax.lifeline import Lifeline; "
+        "import os, pathlib; from specjax.parallel.lifeline import Lifeline; "
         f"Lifeline(pathlib.Path({str(tmp_path)!r}), 1, 2, 'now', 60, 'Start again.'); "
         "os.kill(os.getpid(), 9)"
     )

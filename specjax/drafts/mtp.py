@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from specjax.cache import Table, with_marked_keys
 from specjax.config import ModelConfig
-from specjax.context import Context
 from specjax.kernels import cpu, dispatch, panels
+from specjax.memory import Table, with_marked_keys
 from specjax.models.layers import INIT_STD, Block, dense, fuse_block, rms_norm
 from specjax.models.rope import rope_tables
 from specjax.models.transformer import Params, append_rows, layers_by_kernel
+from specjax.parallel.context import Context
 
 
 class MTPModule(nnx.Module):
@@ -87,7 +87,7 @@ class MTPHead(nnx.Module):
         Args:
           visible_bits: numbers the scratch rows first, then the T rows themselves.
           scratch: buffers of keys and values [B K total H], and how many rows they hold so far.
-          table: the pages of each sequence, see `specjax.cache`.
+          table: the pages of each sequence, see `specjax.memory`.
 
         Returns:
           states for the head [B T D], states to recycle [B T D], keys and values: of the T rows,

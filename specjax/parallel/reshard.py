@@ -11,7 +11,7 @@ that it does not keep. For a weight [D N] that training splits over D and N, in 
 
 Left to itself XLA often gathers whole weights and cuts them up afterwards ("involuntary full
 rematerialization", seen with jax 0.10.2 wherever `tp` grows and `fsdp` does not vanish in it).
-`specjax.collectives` reads from a compiled program what it really does.
+`specjax.parallel.collectives` reads from a compiled program what it really does.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import sharding
-from specjax.collectives import Collective, received
 from specjax.models.transformer import Params
+from specjax.parallel import sharding
+from specjax.parallel.collectives import Collective, received
 
 log = logging.getLogger(__name__)
 Axes = tuple[str, ...]

@@ -10,13 +10,13 @@ import numpy as np
 import optax
 import pytest
 
-from specjax import sharding
 from specjax.config import ModelConfig
-from specjax.context import Context, context_of, shift
-from specjax.draft.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params
 from specjax.kernels import dispatch
 from specjax.models.transformer import init_params
-from specjax.sharding import MeshConfig, make_mesh
+from specjax.parallel import sharding
+from specjax.parallel.context import Context, context_of, shift
+from specjax.parallel.sharding import MeshConfig, make_mesh
 from train.draft import DraftConfig, DraftTrainer
 from train.grpo import GRPOConfig, count_denominators
 from train.packing import Sample, pack

@@ -16,9 +16,9 @@ from flax import nnx
 from tiny import sharpened, tiny_config
 
 from specjax.decode.state import STOPPED
-from specjax.draft import mtp_source
-from specjax.draft.mtp import head_graphdef, init_head_params
-from specjax.draft.mtp_source import MTPSource
+from specjax.drafts import mtp_source
+from specjax.drafts.mtp import head_graphdef, init_head_params
+from specjax.drafts.mtp_source import MTPSource
 
 VOCAB, MAX_LEN, STEPS = 24, 64, 3
 

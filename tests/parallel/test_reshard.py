@@ -7,15 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from specjax import sharding
-from specjax.collectives import received
 from specjax.config import ModelConfig
 from specjax.engine.engine import Engine
 from specjax.engine.hosts import Copies, Hosts
 from specjax.engine.replicas import Replicas
 from specjax.models.transformer import init_params
-from specjax.reshard import UNNAMED, Mover, Reshard, Unrelated, bytes_missing, cast
-from specjax.sharding import MeshConfig, make_mesh, rollout_mesh
+from specjax.parallel import sharding
+from specjax.parallel.collectives import received
+from specjax.parallel.reshard import UNNAMED, Mover, Reshard, Unrelated, bytes_missing, cast
+from specjax.parallel.sharding import MeshConfig, make_mesh, rollout_mesh
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
@@ -139,7 +139,7 @@ def test_hosts_get_their_weights_by_the_same_program_where_tp_is_the_same():
 
 
 def test_hosts_with_more_tp_than_training_get_no_more_than_they_keep(monkeypatch):
-    from specjax import distributed
+    from specjax.parallel import distributed
     from train.engines import make_meshes
     from train.rollout_schema import RolloutSection
     from train.schema import RLConfig

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxtyping import Array, Float, Int, UInt32
 
-from specjax.cache import KVCache, Table
 from specjax.indexing import take_along
+from specjax.memory import KVCache, Table
 
 ABSORBED = 32  # rows that a source takes in at a time when it catches up
 Slots = Any  # what a source keeps per slot: arrays with the slots in front

@@ -13,7 +13,7 @@ class Collective(NamedTuple):
     Attributes:
       kind: `all-gather`, `all-to-all`, ... group: devices that take part together.
       result: bytes that a device holds of its result. received: bytes that came from others.
-      name: of the weight, in a program of `specjax.reshard`; None: the compiler names none.
+      name: of the weight, in a program of `reshard.py`; None: the compiler names none.
     """
 
     kind: str

@@ -9,7 +9,7 @@ from flax import nnx
 from tiny import sharpened, tiny_config
 
 from specjax.decode.state import STOPPED
-from specjax.draft.model_source import ModelSource
+from specjax.drafts.model import ModelSource
 from specjax.models.transformer import graphdef, init_params, to_decode_layout
 
 VOCAB, MAX_LEN, LONG = 32, 40, 100

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from specjax import distributed
-from specjax.distributed import DistributedConfig, DistributedError, Job, find_job
+from specjax.parallel import distributed
+from specjax.parallel.distributed import DistributedConfig, DistributedError, Job, find_job
 
 ROOT = Path(__file__).resolve().parents[1]
 SLURM = {"SLURM_STEP_NODELIST": "node[1-2]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
@@ -57,7 +57,7 @@ def test_half_a_job_is_refused(settings, expected):
 
 def test_a_process_that_waits_in_vain_says_for_whom():
     program = (
-        "from specjax.distributed import DistributedConfig, start; "
+        "from specjax.parallel.distributed import DistributedConfig, start; "
         "start(DistributedConfig(coordinator='127.0.0.1:1', num_processes=2, process_id=1, "
         "start_timeout=1), 2)"
     )
