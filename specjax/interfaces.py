@@ -1,0 +1,401 @@
+"""The protocols between the parts of specjax, and the types that several parts share.
+
+Each protocol is one kind of thing that can be added with one new file, one row of a table in
+`specjax.registry` (or a user's own path `module:attribute`), and one test:
+
+    Family     a Hugging Face `model_type`: its config, its parameters, the names in its files
+    Mixer      how a layer mixes positions: attention, or a recurrence
+    Mlp        how a layer works on each position by itself: dense, or a mixture of experts
+    Draft      what proposes tokens: a head, a standalone model, n-grams
+    Weight     how a matrix is stored, and how it multiplies
+    Reader     a file format of checkpoints
+    Backend    kernels of a platform, by operation
+    Objective  what the policy is trained on
+    Task       what a row of a data set means
+
+Letters name dimensions: B slots, T rows of a tree or of a piece of a prompt, D width, L layers,
+N query heads, K key and value heads, H head size, P pages, S positions of a page, X pages of a
+sequence, E tokens that a round can emit, V vocabulary.
+
+This module imports nothing of specjax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+Params = dict[str, Any]  # nested dicts of arrays, or of `Weight` where decoding has its own layout
+Table = Int[Array, "B X"] | None  # page of each stretch of positions; None: page b is sequence b's
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+    """One array of a model, or of a layer: all that anyone needs to know of it.
+
+    Initialising, loading, exporting, sharding and comparing weights read these rows and nothing
+    else.
+
+    Attributes:
+      shape: in memory; projections are `[in, out]`.
+      axes: a logical axis per dimension, see `specjax.parallel.sharding.PHYSICAL`; None is never
+        split.
+      names: the tensor in a file, with `{layer}` for the number of the layer; the first is
+        written, the others are read as well.
+      transpose: the tensor in a file is `[out, in]`.
+      init: standard deviation of random values; None: all ones; 0: all zeros.
+      matrix: rows of activations are multiplied with it, so that it may become a `Weight`.
+      fused: (name, order) of the array that holds it, in this order, beside others along the last
+        axis where decoding fuses projections that share their input; None: it is left alone.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    names: tuple[str, ...] = ()
+    transpose: bool = False
+    init: float | None = 0.02
+    matrix: bool = False
+    fused: tuple[str, int] | None = None
+
+
+# --- what a sequence keeps ------------------------------------------------------------------------
+
+
+class Memory(NamedTuple):
+    """What is kept of each sequence between forward passes, of one layer or of a whole model.
+
+    Attributes:
+      pages: arrays [.. P K S H] that tables point into: keys and values, which grow with a
+        sequence; None where nothing grows.
+      slots: arrays with the sequences in front [B ..], of fixed size: recurrent states and the
+        inputs of a convolution; None where there are none.
+    """
+
+    pages: Any
+    slots: Any
+
+
+class Cost(NamedTuple):
+    """Bytes of `Memory`: of one page, and of one slot."""
+
+    page: int
+    slot: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """The sizes of a memory: sequences, pages, and positions of a page."""
+
+    slots: int
+    pages: int
+    page_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """Where the rows of a forward pass stand, and what each of them sees.
+
+    Attributes:
+      form: `train` (packed rows [B S], causal within segments), `tree` (rows of a tree, or a piece
+        of a prompt as a chain, behind a prefix that the memory holds), or `by_position` (as `tree`,
+        each row attending to its ancestors in the order of their positions: invariant mode).
+      positions: [B T] for RoPE: the root's and the depth.
+      segments: [B S] in training; 0 is padding.
+      prefix: [B] positions that the memory holds of each sequence.
+      visible: [T W] or [B T W] words of bits: bit j is set iff row j is the row or an ancestor of
+        it. Rows of `scratch` that came before are numbered first.
+      held: of those earlier rows there are so many (a Python integer).
+      path_rows, depth: rows of each row's path from the root down, and its depth (`by_position`).
+      table: the pages of each sequence.
+      context: how the tokens of packed rows are split over devices.
+    """
+
+    form: str
+    positions: Int[Array, "B T"]
+    segments: Int[Array, "B S"] | None = None
+    prefix: Int[Array, " B"] | None = None
+    visible: UInt32[Array, "*B T W"] | None = None
+    held: int = 0
+    path_rows: Int[Array, "*B T P"] | None = None
+    depth: Int[Array, "*B T"] | None = None
+    table: Table = None
+    context: Any = None
+
+
+jax.tree_util.register_dataclass(
+    Where,
+    data_fields=(
+        "positions", "segments", "prefix", "visible", "path_rows", "depth", "table",
+    ),
+    meta_fields=("form", "held", "context"),
+)  # fmt: skip
+
+
+class Forward(NamedTuple):
+    """What a forward pass brings.
+
+    Attributes:
+      x: [B T D] states before the final norm.
+      scratch: what each layer would have to remember of the rows, for `commit`.
+      taps: [B T D] each, the hidden states that were asked for.
+      records: facts per row of each layer that has any, with the rows in front [B T ..]: which
+        experts were chosen. `commit` keeps those of accepted rows.
+    """
+
+    x: Float[Array, "B T D"]
+    scratch: Any = None
+    taps: tuple[Float[Array, "B T D"], ...] = ()
+    records: Any = None
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class Family(Protocol):
+    """A `model_type` of Hugging Face: config in and out, and the rows of its parameters."""
+
+    model_type: str
+    architecture: str
+
+    def read(self, raw: Any) -> Any:
+        """The `ModelConfig` that a config.json means.
+
+        Raises:
+          UnsupportedModelError: it asks for what is not implemented, by name.
+        """
+
+    def write(self, cfg: Any) -> dict[str, Any]:
+        """The config.json of a model.
+
+        Raises:
+          UnsupportedModelError: the family cannot express the config.
+        """
+
+    def params(self, cfg: Any) -> Mapping[tuple, Param]:
+        """One row per array of the policy, by its path in the tree of parameters."""
+
+
+class Mixer(Protocol):
+    """How a layer mixes positions. Implementations are frozen dataclasses: their own config.
+
+    `w` is the layer's dict of arrays by the names of `params`. Everything is a pure function.
+    """
+
+    def params(self, width: int) -> Mapping[str, Param]:
+        """Its arrays by name, for a model of this width, without its norm."""
+
+    def empty(self, run: Any, room: Room) -> Memory:
+        """The memory of one layer, as before the first token of every sequence."""
+
+    def cost(self, run: Any, page_size: int) -> Cost:
+        """Bytes of one layer's memory."""
+
+    def run(
+        self, w: Params, x: Float[Array, "B T D"], where: Where, memory: Memory, scratch: Any
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """The rows after mixing, without the residual, and scratch for `commit`.
+
+        Args:
+          memory: of this layer, read only. None in training.
+          scratch: of the rows that were run before in this round, where `where.held` is not 0.
+        """
+
+    def commit(
+        self,
+        memory: Sequence[Memory],
+        scratch: Sequence[Any],
+        path: Int[Array, "B E"] | None,
+        count: Int[Array, " B"],
+        where: Any,
+    ) -> list[Memory]:
+        """Memory after the first `count` rows of a path, of all layers that have this mixer.
+
+        All at once, because one write of many arrays is cheaper than many writes.
+
+        Args:
+          path: rows of the scratch along the accepted path; None: they stand in order.
+        """
+
+
+class Mlp(Protocol):
+    """How a layer works on each row by itself. Implementations are frozen dataclasses."""
+
+    def params(self, width: int) -> Mapping[str, Param]:
+        """Its arrays by name, without its norm."""
+
+    def run(
+        self, w: Params, x: Float[Array, "B T D"], where: Where, given: Any = None
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """The rows, without the residual, and facts about each row [B T ..], or None.
+
+        Args:
+          given: such facts, to be used again (the experts that a rollout chose); None: choose.
+        """
+
+
+# --- drafts ---------------------------------------------------------------------------------------
+
+
+class Needs(NamedTuple):
+    """What a draft asks of the target.
+
+    Attributes:
+      taps: hidden states of the target, see `Forward`.
+      states: of how many positions, up to that of the token before the root, it needs these taps to
+        begin.
+      siblings: it drafts for one slot from the tokens of others.
+      history: it is fed finished samples from the host, see `Draft.feed`.
+    """
+
+    taps: tuple[Any, ...] = ()
+    states: int = 0
+    siblings: bool = False
+    history: bool = False
+
+
+class Level(NamedTuple):
+    """The R rows that a draft step expands, all at one depth of the tree.
+
+    Rows that were expanded in this round are numbered in order: `offset` came in earlier levels,
+    these follow, and there will be `total` in all (python integers).
+
+    Attributes:
+      step: their depth, 1 or more.
+      tokens: [B R]; negative where a row is not valid.
+      parents: [R] or [B R], index of each row's parent among the rows of the previous call; the
+        first call, `begin`, has one row: the root.
+      visible: [R W] or [B R W] bit j is set iff expanded row j is the row or an ancestor of it.
+      path: [B R step] tokens from below the root down to the row itself.
+    """
+
+    step: int
+    offset: int
+    total: int
+    tokens: Int[Array, "B R"]
+    parents: Int[Array, "..."]
+    visible: UInt32[Array, "... R W"]
+    path: Int[Array, "B R P"]
+
+
+class Proposal(NamedTuple):
+    """What a draft thinks of the tokens below R rows.
+
+    Attributes:
+      scores: [B R C] raw logits.
+      ids: the tokens of the target that they are of: [C] for all rows, [B R C] for each row, or
+        None: C is the whole vocabulary, in order.
+    """
+
+    scores: Float[Array, "B R C"]
+    ids: Int[Array, " C"] | Int[Array, "B R C"] | None = None
+
+
+class Draft(Protocol):
+    """Proposes tokens. Implementations are frozen dataclasses, so that they can be static in a jit.
+
+    Whatever is proposed, however wrong, costs time and nothing else. A sequence comes in by
+    `prefill` (its prompt, piece by piece) and `start` (into a slot). The rounds of a batch begin
+    with `resume` and end with `pause`, so that the next may use another strategy. In a round
+    `begin` is called once, `step` once per further level, `commit` once; after rounds of plain
+    decoding `commit` alone, without work.
+    """
+
+    needs: Needs
+
+    def margin(self, steps: int) -> int:
+        """Positions past the longest sequence that it may write to."""
+
+    def cost(self, page_size: int) -> Cost:
+        """Bytes of its memory."""
+
+    def empty(self, room: Room, steps: int) -> Memory:
+        """Its memory before the first sequence, as it is between chunks of up to `steps` steps."""
+
+
+# --- number formats, files, kernels ---------------------------------------------------------------
+
+
+class Weight(Protocol):
+    """A matrix [I O] in some format. Implementations are pytrees; a plain array is one, too."""
+
+    shape: tuple[int, int]
+
+    def dot(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+        """`x @ weight`."""
+
+    def dot_t(self, x: Float[Array, "... O"]) -> Float[Array, "... I"]:
+        """`x @ weight.T`: a language-model head that is the embedding."""
+
+    def rows(self, ids: Int[Array, "..."]) -> Float[Array, "... O"]:
+        """Rows of the matrix: embeddings."""
+
+
+class Reader(Protocol):
+    """A file format of checkpoints."""
+
+    def config(self) -> dict[str, Any]:
+        """What config.json would hold."""
+
+    def tokenizer(self) -> Any:
+        """The tokenizer that the checkpoint holds; None: it holds none."""
+
+    def tensors(self) -> Mapping[str, Any]:
+        """Lazy arrays by the names of Hugging Face's files."""
+
+
+class Backend(Protocol):
+    """Kernels of a platform, by the names of operations, see `specjax.kernels.dispatch`."""
+
+    name: str
+    operations: Mapping[str, Callable]
+
+    def refuses(self, operation: str, device: Any, cfg: Any) -> str | None:
+        """Why it cannot be used for an operation of this model on this device; None: it can."""
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+class Objective(Protocol):
+    """What the policy is trained on: advantages of samples, and a loss per token."""
+
+    def advantages(self, rewards: Float[np.ndarray, "P G"], cfg: Any) -> Float[np.ndarray, "P G"]:
+        """The advantage of each sample, from the rewards of its group."""
+
+    def per_token(
+        self,
+        logprobs: Mapping[str, Float[Array, "R S"]],
+        advantages: Float[Array, "R S"],
+        segments: Int[Array, "R S"],
+        loss_mask: Bool[Array, "R S"],
+        cfg: Any,
+    ) -> tuple[Float[Array, "R S"], dict[str, Float[Array, "R S"]]]:
+        """The loss of each token, and what is logged of it by name.
+
+        Args:
+          logprobs: `new`, the only one with a gradient, `old`, `behaviour`, and `reference` where
+            there is one.
+        """
+
+
+@runtime_checkable
+class Task(Protocol):
+    """What a row of a data set means."""
+
+    name: str
+    reward: str
+
+    def recognises(self, columns: Any) -> bool:
+        """Whether rows with these columns have this layout."""
+
+    def read(self, row: Mapping[str, Any]) -> Any:
+        """The prompt, gold answer and demonstration of a row."""

@@ -1,0 +1,74 @@
+"""One table for each kind of thing that can be added: its names, and where each one lies.
+
+A row is `name -> "module:attribute"`, and the module is imported when the name is first used. A
+user's own `module:attribute` is accepted wherever a name is, in flags and configurations of the
+user; names that come out of a checkpoint's files are looked up with `named` and never imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+
+class Registry:
+    """The named things of one kind.
+
+    Args:
+      kind: what they are, for messages: "model family".
+      rows: name -> "module:attribute".
+      expected: what lies at a user's own path, for messages: "a specjax.interfaces.Family".
+    """
+
+    def __init__(self, kind: str, rows: Mapping[str, str], expected: str):
+        self.kind, self.rows, self.expected = kind, dict(rows), expected
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that need no path, in the order of the table."""
+        return tuple(self.rows)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.rows
+
+    def check(self, name: str) -> None:
+        """Refuses what is neither a known name nor a path `module:attribute`; imports nothing.
+
+        Raises:
+          ValueError: it is neither.
+        """
+        module, _, attribute = name.partition(":")
+        if name not in self.rows and not (module and attribute):
+            raise ValueError(
+                f"unknown {self.kind} {name!r}; choose one of {', '.join(self.rows)}, or give your "
+                "own as 'package.module:attribute'"
+            )
+
+    def named(self, name: str) -> Any:
+        """What a known name stands for.
+
+        Raises:
+          KeyError: the table has no such name.
+        """
+        return _load(self.rows[name])
+
+    def find(self, name: str) -> Any:
+        """What a known name or a user's own path `module:attribute` stands for.
+
+        Raises:
+          ValueError: the name is neither, or the path leads nowhere.
+        """
+        self.check(name)
+        try:
+            return _load(self.rows.get(name, name))
+        except (ImportError, AttributeError) as error:
+            raise ValueError(
+                f"cannot load {self.kind} {name!r}: {error}; expected an importable module (check "
+                f"the working directory and PYTHONPATH) with {self.expected} of that name"
+            ) from error
+
+
+def _load(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
