@@ -77,7 +77,7 @@ def _generated() -> dict[str, Any]:
         for kind, params in requests.items():
             if kind == "greedy" and not greedy:
                 continue
-            samples = [s for r in llm.generate(prompts, params) for s in r.outputs]
+            samples = [s for r in llm.generate(prompts, params) for s in r.samples]
             found[f"generate/{name}/{kind}"] = {
                 "equal": [[*map(int, s.token_ids)] for s in samples],
                 "close": [[*map(float, s.logprobs)] for s in samples],
@@ -156,7 +156,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("base", nargs="?", help="commit to compare with")
     parser.add_argument("--parts", default=",".join(PARTS), help="which (default: %(default)s)")
     parser.add_argument("--record", type=Path, metavar="FILE", help="only record this directory")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="where recordings stay")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="DIR",
+        help="where recordings stay; one of the base is used again",
+    )
     args = parser.parse_args(argv)
     parts = args.parts.split(",")
     if unknown := set(parts) - set(PARTS):
@@ -167,16 +172,24 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if not args.base:
         parser.error("expected a commit to compare with")
+    git = ["git", "-C", str(ROOT)]
+    told = subprocess.run([*git, "rev-parse", args.base], capture_output=True, text=True)
+    if told.returncode:
+        parser.error(f"expected a commit of {ROOT}, got {args.base!r}")
+    commit = told.stdout.strip()
     with tempfile.TemporaryDirectory() as scratch:
-        folder = args.keep or Path(scratch)
+        folder = (args.keep or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        tree = Path(scratch) / "base"
-        git = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "-q", "--detach", str(tree), args.base], check=True)
-        try:
-            base = run_in(tree, folder / "base.json", parts)
-        finally:
-            subprocess.run([*git, "remove", "--force", str(tree)], check=True)
+        kept = folder / f"{commit[:12]}-{'-'.join(parts)}.json"
+        if kept.exists():
+            base = json.loads(kept.read_text())
+        else:
+            tree = Path(scratch) / "base"
+            subprocess.run([*git, "worktree", "add", "-q", "--detach", tree, commit], check=True)
+            try:
+                base = run_in(tree, kept, parts)
+            finally:
+                subprocess.run([*git, "worktree", "remove", "--force", tree], check=True)
         here = run_in(ROOT, folder / "here.json", parts)
     found = list(differences(base, here))
     print("\n".join(found) or f"{len(here)} recordings agree with {args.base}")
