@@ -14,19 +14,16 @@ write gets a copy first (`copy_pages`).
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig
-from specjax.indexing import divide, put_slice, take, take_along, take_slice
-from specjax.kernels import cpu
-
-Table = Int[Array, "B X"] | None  # page of each stretch of positions; None: page b is sequence b's
+from specjax.indexing import put_slice, take_along, take_slice
+from specjax.interfaces import Table
+from specjax.kernels import dispatch
 
 
 class KVCache(NamedTuple):
@@ -109,9 +106,7 @@ def commit_rows(
 
     There must be R positions from every start on, or the write is moved back over the prefix, or
     left out: the engine's tables are that much longer than the longest sequence, and their last
-    columns may be nobody's page. Beside attention made for GPUs or by a library each array is one
-    scatter. Elsewhere, without a kernel, it is a few `dynamic_update_slice` per sequence and array:
-    XLA's CPU scatter costs several times that.
+    columns may be nobody's page.
 
     Args:
       after: makes the write wait until these are known: any numbers >= 0 that follow from all
@@ -119,107 +114,13 @@ def commit_rows(
         layer's rows before its attention, and then copies every array twice per round to be safe.
       run: every `run` consecutive rows, counted from `start`, are sure to lie in one page (a
         divisor of R); with no table, all of them do.
-      kernel: as that of attention, see `specjax.kernels.dispatch`; `cpu` has one for this, and
-        `gpu` and the library's mean a scatter.
+      kernel: whose write it is, see `specjax.kernels.dispatch.commit`.
     """
     if after is not None:
         start = start + jnp.minimum(after, 0)
-    flat_cache, structure = jax.tree.flatten(cache)
-    flat_rows = jax.tree.leaves(rows)
-    floats = all(x.dtype == jnp.float32 for x in (*flat_cache, *flat_rows))
-    if kernel == "cpu" and floats and flat_cache[0].ndim == 4:
-        return jax.tree.unflatten(structure, cpu.commit(flat_cache, flat_rows, start, table))
-    if kernel == "gpu" or kernel.startswith("library"):
-        flat_cache = _scatter_rows(flat_cache, flat_rows, start, table)
-        return jax.tree.unflatten(structure, flat_cache)
-    flat_cache = _laid_out_as_stored(flat_cache)
-    size, count = flat_cache[0].shape[-2], flat_rows[0].shape[-2]
-    batch = start.shape[0]
-    write = functools.partial(_write_run, rows=flat_rows, start=start, table=table)
-
-    def write_all(arrays, order, number, run):
-        """The first `number` sequences of `order`, run by run."""
-        runs = count // run
-
-        def one(i, arrays):
-            which, part = divide(i, runs)
-            return write(arrays, b=take(order, which), first=part * run, run=run)
-
-        return jax.lax.fori_loop(0, number * runs, one, arrays)
-
-    run = count if table is None else run
-    if batch == 1 and run == count:
-        flat_cache = write(flat_cache, b=0, first=0, run=count)
-    elif run > 1 or run == count or count > size:
-        flat_cache = write_all(flat_cache, jnp.arange(batch), batch, run)
-    else:  # few paths cross from one page into the next: these go row by row
-        crosses = divide(start, size)[1] > size - count
-        order, within = jnp.argsort(crosses), batch - crosses.sum()
-        flat_cache = write_all(flat_cache, order, within, count)
-        flat_cache = write_all(flat_cache, order[::-1], batch - within, 1)
-    return jax.tree.unflatten(structure, flat_cache)
-
-
-def _laid_out_as_stored(arrays: list[Array]) -> list[Array]:
-    """The same arrays; on a TPU their layout in memory is fixed to the order of their axes.
-
-    Where one row of one sequence is written (plain decoding of the last sequence), the TPU compiler
-    otherwise chooses another layout for the written array than the one that its readers need, and
-    then copies the whole cache twice per round. The layout is fixed before the write and not after
-    it, because a result of a program whose layout is fixed cannot take the place of an argument
-    without one. CPU and GPU programs are left as they are.
-    """
-
-    def fixed(*arrays: Array) -> list[Array]:
-        return [with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in arrays]
-
-    return jax.lax.platform_dependent(*arrays, tpu=fixed, default=lambda *arrays: list(arrays))
-
-
-def _scatter_rows(
-    arrays: list[Array], rows: list[Array], start: Array, table: Table
-) -> list[Array]:
-    """All rows of all sequences at once.
-
-    A GPU starts each operation of a loop from the host, so that a loop over sequences would cost
-    more than the model. Every axis but a row's own is indexed, and in its order: an axis left out
-    between two others XLA would move to the end first, in all pages; and were axes merged into one,
-    all pages of a tp group would be gathered first. What belongs to nobody's page is dropped, for
-    no two rows may go to one place. (While programs are tried and measured, sequences may share
-    pages for want of enough; which of their rows stays is then nobody's concern.)
-    """
-    pages, kv_heads, size, _ = arrays[0].shape[-4:]
-    page, offset = jnp.arange(start.shape[0])[:, None], start[:, None]
-    offset = offset + jnp.arange(rows[0].shape[-2])
-    if table is not None:
-        stretch, offset = divide(offset, size)
-        page = take_along(table, stretch, axis=1)
-        page = jnp.where(page == 0, pages, page)
-    at = page[:, None], jnp.arange(kv_heads)[:, None], offset[:, None]  # of [B K R]
-    options = dict(mode="drop", unique_indices=True, wrap_negative_indices=False)
-
-    def put_rows(array: Array, new: Array) -> Array:
-        layer = [jnp.arange(n)[:, None, None, None] for n in array.shape[:-4]]
-        return array.at[(*layer, *at)].set(new.astype(array.dtype), **options)
-
-    return [put_rows(array, new) for array, new in zip(arrays, rows, strict=True)]
-
-
-def _write_run(
-    arrays: list[Array], rows: list[Array], start: Array, table: Table, b, first, run: int
-) -> list[Array]:
-    """Writes rows first .. first + run - 1 of sequence b, which lie in one page."""
-    size, page, offset = arrays[0].shape[-2], b, take(start, b) + first
-    if table is not None:
-        stretch, offset = divide(offset, size)
-        page = take(take(table, b), stretch)
-    out = []
-    for array, new in zip(arrays, rows, strict=True):
-        lead = (0,) * (array.ndim - 4)
-        shape = (*new.shape[: new.ndim - 4], 1, new.shape[-3], run, new.shape[-1])
-        piece = take_slice(new, (*lead, b, 0, first, 0), shape)
-        out.append(put_slice(array, piece.astype(array.dtype), (*lead, page, 0, offset, 0)))
-    return out
+    arrays, structure = jax.tree.flatten(cache)
+    written = dispatch.commit(arrays, jax.tree.leaves(rows), start, table, run=run, kernel=kernel)
+    return jax.tree.unflatten(structure, written)
 
 
 def copy_pages(cache: KVCache, source: Int[Array, " M"], target: Int[Array, " M"]) -> KVCache:
@@ -240,13 +141,3 @@ def copy_pages(cache: KVCache, source: Int[Array, " M"], target: Int[Array, " M"
 
     flat, structure = jax.tree.flatten(cache)
     return jax.tree.unflatten(structure, jax.lax.fori_loop(0, source.shape[0], copy, flat))
-
-
-def contiguous(pages: Array, table: Table) -> Array:
-    """Pages [P K S H] of one layer as `[B K X*S H]`: every sequence's positions in a row."""
-    if table is None:
-        return pages
-    b, stretches = table.shape
-    _, kv_heads, size, width = pages.shape
-    gathered = jnp.moveaxis(take(pages, table), 1, 2)
-    return gathered.reshape(b, kv_heads, stretches * size, width)

@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 from specjax.config import ModelConfig
+from specjax.kernels.reference import contiguous
 from specjax.memory import (
     KVCache,
     commit_rows,
-    contiguous,
     copy_pages,
     empty_cache,
     page_bytes,

@@ -32,7 +32,6 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -41,9 +40,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.config import ModelConfig
-
-if TYPE_CHECKING:
-    from specjax.memory import Table
+from specjax.interfaces import Table
 
 SOURCE = Path(__file__).with_name("cpu.cc")  # includes the others
 READ = tuple(sorted(path for path in SOURCE.parent.glob("cpu*") if path.suffix in (".cc", ".h")))
@@ -236,7 +233,7 @@ def commit(
     start: Int[Array, " B"],
     table: Table = None,
 ) -> list[Array]:
-    """See `specjax.memory.commit_rows`; what has no place in the tables is not written."""
+    """See `specjax.kernels.commit`; all in float32, and what has no page is not written."""
     if table is None:
         table = jnp.arange(start.shape[0], dtype=jnp.int32)[:, None]
     load()

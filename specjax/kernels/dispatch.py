@@ -20,24 +20,26 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.config import ModelConfig
+from specjax.interfaces import Table
+from specjax.kernels import commit as writes
 from specjax.kernels import context as over_devices
 from specjax.kernels import cpu, gpu, library, reference, tpu
 from specjax.kernels.choice import choose
 from specjax.kernels.reference import tree_attention_by_position
-from specjax.memory import Table
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
 
 __all__ = [
     "causal_attention",
     "causal_attention_with_own",
+    "commit",
     "page_multiple",
     "settle",
     "tree_attention",
@@ -135,6 +137,31 @@ def _tree_kernel(kernel: str) -> Callable:
     if kernel == "gpu":
         return gpu.tree_attention
     return functools.partial(library.tree_attention, implementation=variant)
+
+
+def commit(
+    arrays: Sequence[Float[Array, "*L P K S H"]],
+    rows: Sequence[Float[Array, "*L B K R H"]],
+    start: Int[Array, " B"],
+    table: Table = None,
+    *,
+    run: int = 1,
+    kernel: str = "reference",
+) -> list[Array]:
+    """Pages after R consecutive rows of each sequence are written to them.
+
+    Args:
+      arrays, rows: of each layer's keys and values, or of all layers' stacked.
+      start: where each sequence's first row goes.
+      run: every `run` rows, counted from `start`, are sure to lie in one page.
+      kernel: a name of the table above.
+    """
+    floats = all(x.dtype == jnp.float32 for x in (*arrays, *rows))
+    if kernel == "cpu" and floats and arrays[0].ndim == 4:
+        return cpu.commit(arrays, rows, start, table)
+    if kernel == "gpu" or kernel.startswith("library"):
+        return writes.by_scatter(arrays, rows, start, table, run=run)
+    return writes.by_slices(arrays, rows, start, table, run=run)
 
 
 def causal_attention(

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.config import ModelConfig
+from specjax.interfaces import Table
 from specjax.kernels import library
 from specjax.kernels.gpu_body import KEYS, ROWS, WORDS, Shape, program
 from specjax.kernels.reference import (
@@ -32,7 +33,6 @@ from specjax.kernels.reference import (
     with_sink,
     within_window,
 )
-from specjax.memory import Table
 
 MULTIPROCESSORS = 132  # of an H100 or H200
 SHARED_BYTES = 227 * 1024  # that one program may have

@@ -15,14 +15,15 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from specjax.interfaces import Table
 from specjax.kernels.reference import (
     causal_segment_mask,
+    contiguous,
     tree_depth,
     unpack_bits,
     with_sink,
     within_window,
 )
-from specjax.memory import Table, contiguous
 
 SPLASH_BLOCKS = (512, 256, 128)  # queries and keys at a time; the scores of 512 x 512 are 1 MiB
 

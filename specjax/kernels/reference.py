@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.indexing import divide, take, take_slice
-from specjax.memory import Table, contiguous
+from specjax.interfaces import Table
 
 NEG_INF = -1e30
 BLOCK = 128  # cache slots per step of the loop over a prefix
@@ -44,6 +44,16 @@ def within_window(words: UInt32[Array, "*B T W"], window: int) -> UInt32[Array, 
     kept = bits & (nearer <= window)
     weights = jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32)
     return (kept.reshape(*words.shape, 32) * weights).sum(-1, dtype=jnp.uint32)
+
+
+def contiguous(pages: Float[Array, "P K S H"], table: Table) -> Float[Array, "B K X*S H"]:
+    """Pages of one layer with every sequence's positions in a row."""
+    if table is None:
+        return pages
+    b, stretches = table.shape
+    _, kv_heads, size, width = pages.shape
+    gathered = jnp.moveaxis(take(pages, table), 1, 2)
+    return gathered.reshape(b, kv_heads, stretches * size, width)
 
 
 def pack_heads(q: Float[Array, "B N T H"], num_kv_heads: int) -> Float[Array, "B K M H"]:

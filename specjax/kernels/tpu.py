@@ -20,9 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt32
 
+from specjax.interfaces import Table
 from specjax.kernels.reference import pack_heads, sink_of_rows, tree_depth, within_window
 from specjax.kernels.tpu_body import SUBLANES, Blocks, Kernel
-from specjax.memory import Table
 
 Interpret = bool | pltpu.InterpretParams
 LANES = 128  # of a register
