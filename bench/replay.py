@@ -37,6 +37,7 @@ from bench.trace import GOODPUT, PLAIN, Trace
 from specjax.arguments import ArgumentParser
 from specjax.control import OFF, ControlConfig, Controller, CostTable, Observation, make_controller
 from specjax.decode.chunk import TAKE_OVER_SHARE, Until
+from specjax.drafts.mtp import WINDOW
 from specjax.engine.programs import until
 from specjax.engine.runner import STANDBY
 from specjax.engine.settings import powers, stretched
@@ -137,7 +138,8 @@ class Replay:
     def rounds(self, strategy: str, rows: int) -> int:
         """Of one chunk at most, as the engine has it."""
         steps = self.steps[strategy]
-        tokens = stretched(self.chunk_tokens, self.chunk_stretch, rows, remembers=not steps)
+        window = 0 if steps else WINDOW
+        tokens = stretched(self.chunk_tokens, self.chunk_stretch, rows, window)
         return max(1, tokens // (steps + 1))
 
     @property

@@ -45,14 +45,14 @@ class Taken(NamedTuple):
         state = self.state
         return state._replace(
             cache=buffers.cache,
-            draft=state.draft._replace(cache=buffers.draft_cache),
+            draft=state.draft._replace(pages=buffers.draft_cache),
             noise=state.noise._replace(rows=buffers.noise),
         )
 
 
 def split(state: DecodeState) -> tuple[Buffers, DecodeState]:
     """The buffers, and the state without them."""
-    buffers = Buffers(state.cache, state.draft.cache, state.noise.rows)
+    buffers = Buffers(state.cache, state.draft.pages, state.noise.rows)
     draft, noise = state.draft._replace(cache=None), state.noise._replace(rows=None)
     return buffers, state._replace(cache=None, draft=draft, noise=noise)
 
@@ -193,7 +193,7 @@ def _filled(runner: Runner, options: Mapping, context: int, emitted: int) -> Dec
 
     def begin(params, head, state, rows):
         here, plan = take_slots(state, rows), runner.plan
-        memory = plan.source.enter(runner.model(params), head, here, plan.steps)
+        memory = plan.source.resume(runner.model(params), head, here, plan.steps)
         until = jnp.full_like(here.length, context + plan.steps + 1 - emitted)
         return here._replace(draft=memory, noise=here.noise._replace(until=until))
 

@@ -246,27 +246,29 @@ class Mlp(Protocol):
 
 
 class Needs(NamedTuple):
-    """What a draft asks of the target.
+    """What a draft asks of the target and of the engine.
 
     Attributes:
-      taps: hidden states of the target, see `Forward`.
-      states: of how many positions, up to that of the token before the root, it needs these taps to
-        begin.
+      taps: which hidden states of the target it is given, by name: `pre_norm` and `post_norm` are
+        those before and after the final norm. Several stand side by side in the last axis.
+      states: of how many positions, up to that of the token before the root, it needs these states
+        to begin.
+      window: so many states of roots it remembers while plain decoding runs, which gives them to
+        `commit`; 0: none are kept for it.
       siblings: it drafts for one slot from the tokens of others.
-      history: it is fed finished samples from the host, see `Draft.feed`.
     """
 
-    taps: tuple[Any, ...] = ()
+    taps: tuple[str, ...] = ()
     states: int = 0
+    window: int = 0
     siblings: bool = False
-    history: bool = False
 
 
 class Level(NamedTuple):
     """The R rows that a draft step expands, all at one depth of the tree.
 
     Rows that were expanded in this round are numbered in order: `offset` came in earlier levels,
-    these follow, and there will be `total` in all (python integers).
+    these follow, and there will be `total` in all (Python integers).
 
     Attributes:
       step: their depth, 1 or more.
@@ -287,12 +289,13 @@ class Level(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """What a draft thinks of the tokens below R rows.
+    """What a draft says about the tokens below R rows.
 
     Attributes:
-      scores: [B R C] raw logits.
-      ids: the tokens of the target that they are of: [C] for all rows, [B R C] for each row, or
-        None: C is the whole vocabulary, in order.
+      scores: [B R C] raw logits, float32; -inf is a token that is not proposed.
+      ids: the tokens of the target that they belong to: [C] for all rows, [B R C] for each row, or
+        None: C is the whole vocabulary, in order. No token may stand in a row twice; the vocabulary
+        size stands for no token, any number of times.
     """
 
     scores: Float[Array, "B R C"]
@@ -300,25 +303,131 @@ class Proposal(NamedTuple):
 
 
 class Draft(Protocol):
-    """Proposes tokens. Implementations are frozen dataclasses, so that they can be static in a jit.
+    """Proposes tokens. Whatever it proposes, however wrong, costs time and changes no token.
 
-    Whatever is proposed, however wrong, costs time and nothing else. A sequence comes in by
-    `prefill` (its prompt, piece by piece) and `start` (into a slot). The rounds of a batch begin
-    with `resume` and end with `pause`, so that the next may use another strategy. In a round
-    `begin` is called once, `step` once per further level, `commit` once; after rounds of plain
-    decoding `commit` alone, without work.
+    Implementations are frozen dataclasses, static in compiled programs; parameters and memory are
+    passed to them. Who inherits from this class need only write `begin` and `step`: the other
+    methods are then those of a draft without weights and without memory.
+
+    A sequence comes in by `prefill` (its prompt, piece by piece) and `start` (into a slot). The
+    rounds of a batch (a chunk has one batch or more) begin with `resume` and end with `pause`, so
+    that the next may use another strategy. In a round `begin` is called once, `step` once per
+    further level, `commit` once. After rounds of plain decoding there is one `commit` alone,
+    without work.
+
+    `model` is the target as a module, and `state` the batch's decode state, of which a draft may
+    read tokens, length, finish, keys, options and table; its own memory is `state.draft`.
+
+    Attributes:
+      needs: what it asks of the target and of the engine.
+      network: the `ModelConfig` of the network that drafts; None: there is none.
     """
 
-    needs: Needs
+    needs: Needs = Needs()
+    network: Any = None
+
+    @classmethod
+    def of(cls, target: Any, spec: Any) -> Draft:
+        """The draft for a target.
+
+        Args:
+          target: its `ModelConfig`. spec: the `SpecConfig` that names this draft.
+
+        Raises:
+          ValueError: more must be known than these two.
+        """
+        return cls()
+
+    def with_network(self, cfg: Any) -> Draft:
+        """The same draft with another config of its network: the engine has chosen the kernels."""
+        raise NotImplementedError
+
+    def pack(self, params: Params) -> Params:
+        """Parameters as they are multiplied by, where the network's config asks for packed ones."""
+        return params
 
     def margin(self, steps: int) -> int:
-        """Positions past the longest sequence that it may write to."""
+        """Positions past the longest sequence that it may write to, in rounds of `steps` steps."""
+        return 0
 
     def cost(self, page_size: int) -> Cost:
         """Bytes of its memory."""
+        return Cost(0, 0)
 
     def empty(self, room: Room, steps: int) -> Memory:
-        """Its memory before the first sequence, as it is between chunks of up to `steps` steps."""
+        """Its memory before the first sequence, as it is between chunks of up to `steps` steps.
+
+        Pages are reached by the tables of the target's.
+        """
+        return Memory(None, None)
+
+    def prefill(
+        self,
+        model: Any,
+        params: Params,
+        pages: Any,
+        tokens: Int[Array, "R N"],
+        start: Int[Array, " R"],
+        hidden: Float[Array, "R T D"],
+        table: Table,
+        run: int = 1,
+    ) -> Any:
+        """Its pages after positions start .. start + T - 1 of R prompts; those before are known.
+
+        Args:
+          tokens: from `start` on, N = T + needs.states of them; what is not known yet is arbitrary.
+          hidden: the target's states, see `Needs.taps`.
+          run: rows that lie in one page, see `specjax.memory.commit_rows`; it divides start and T.
+        """
+        return pages
+
+    def start(
+        self,
+        tokens: Int[Array, "R P"],
+        prompt_len: Int[Array, " R"],
+        states: Float[Array, "R Q D"] | None,
+    ) -> Any:
+        """Slots of R sequences at their beginning.
+
+        Args:
+          tokens: the first `prompt_len` are the prompt.
+          states: of the last Q = needs.states positions before the root; None: it needs none.
+        """
+        return None
+
+    def resume(self, model: Any, params: Params, state: Any, steps: int) -> Memory:
+        """Memory for rounds of `steps` steps, whatever has been emitted since it last drafted."""
+        return state.draft
+
+    def pause(self, memory: Memory, between: Any) -> Memory:
+        """Memory as it is between chunks; the slots `between` show the shapes."""
+        return memory
+
+    def begin(
+        self, model: Any, params: Params, state: Any, steps: int, total: int
+    ) -> tuple[Proposal, Any]:
+        """Takes in what the last round emitted; what may follow the root, and work for `step`.
+
+        Args:
+          total: rows that all levels of the round expand, without the root.
+        """
+        raise NotImplementedError
+
+    def step(self, model: Any, params: Params, work: Any, level: Level) -> tuple[Proposal, Any]:
+        """What may follow each row of a level, and work for the next."""
+        raise NotImplementedError
+
+    def commit(
+        self, memory: Memory, work: Any, hidden: Float[Array, "B E D"], count: Int[Array, " B"]
+    ) -> Memory:
+        """Memory after tokens were emitted.
+
+        Args:
+          work: of the round's last `step`; None after rounds of plain decoding.
+          hidden: the target's states of the rows that decided these tokens, the root's first.
+          count: tokens emitted; 0 where a slot does not run, whose memory may not change.
+        """
+        return memory
 
 
 # --- number formats, files, kernels ---------------------------------------------------------------

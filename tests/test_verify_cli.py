@@ -112,7 +112,7 @@ def test_where_hardly_any_draft_is_accepted_the_verdict_is_inconclusive(
     weights, tmp_path, capsys, monkeypatch
 ):
     """A drafter that never has a draft: nothing can go wrong, and nothing is proven."""
-    monkeypatch.setattr(ngram.NgramSource, "extend", no_drafts(ngram.NgramSource.extend))
+    monkeypatch.setattr(ngram.NgramSource, "begin", no_drafts(ngram.NgramSource.begin))
     monkeypatch.setattr(ngram.NgramSource, "step", no_drafts(ngram.NgramSource.step))
     hf.save_checkpoint(tmp_path / "model", CFG, *weights)
     few = ["--samples", "600", "--requests", "2", "--strategy", "1_1_2", "--source", "ngram"]

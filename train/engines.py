@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import jax
 
 from specjax.config import ModelConfig, SpecConfig
-from specjax.drafts.source import DraftSource
 from specjax.engine.engine import Engine
+from specjax.interfaces import Draft
 from specjax.parallel import distributed, sharding
 from train.schema import RLConfig
 
@@ -47,7 +47,7 @@ def build_engines(
     cfg: RLConfig,
     model: ModelConfig,
     speculate: bool,
-    source: DraftSource | None,
+    source: Draft | None,
     mesh: Mesh,
     places: Sequence[Mesh],
 ) -> tuple[list[Engine], list[Engine], Engine | None]:

@@ -19,12 +19,12 @@ from specjax.checkpoint_weights import read_config
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.decode.options import Features
-from specjax.drafts.source import DraftSource
 from specjax.engine.engine import Engine
 from specjax.engine.executables import Noted
 from specjax.engine.sources import model_source, source_of
 from specjax.engine.start_up import start_programs
 from specjax.hub import find_model
+from specjax.interfaces import Draft
 from specjax.models.transformer import Params, init_params, to_decode_layout
 from specjax.parallel import sharding
 from specjax.parallel.reshard import Mover, Reshard, cast
@@ -157,7 +157,7 @@ class Shapes:
         made = jax.eval_shape(make, *inputs)
         return sharding.shapes(made, self.mesh, sharding.param_shardings)
 
-    def _source(self) -> tuple[DraftSource, Params | None]:
+    def _source(self) -> tuple[Draft, Params | None]:
         """What drafts in the head's place, and its weights; see `load_draft_model`."""
         spec = self.cfg.rollout.spec()
         model = as_rolled_out(self.cfg, self.model)
@@ -347,7 +347,7 @@ def _title(key: tuple) -> str:
 def caches(state) -> tuple[Any, Any]:
     """A decode state's pages, and all the rest."""
     memory = state.draft and state.draft._replace(cache=None)
-    pages = (state.cache, state.draft and state.draft.cache)
+    pages = (state.cache, state.draft and state.draft.pages)
     return pages, state._replace(cache=None, draft=memory)
 
 

@@ -16,12 +16,12 @@ from specjax.command_line import ConfigError, given_in, require_effect
 from specjax.config import ModelConfig
 from specjax.config.dtype import AUTO
 from specjax.decode.options import Features
-from specjax.drafts.source import DraftSource
 from specjax.engine.checks import Limits, check_job
 from specjax.engine.engine import Engine
 from specjax.engine.options_rows import features_of
 from specjax.engine.request import make_jobs
 from specjax.engine.sources import settle_draft
+from specjax.interfaces import Draft
 from specjax.parallel import distributed
 from specjax.parallel.context import context_of
 from specjax.speculation import ControlSection
@@ -203,7 +203,7 @@ def as_rolled_out(cfg: RLConfig, model: ModelConfig) -> ModelConfig:
 
 
 def build_programs(
-    cfg: RLConfig, model: ModelConfig, source: DraftSource | None, mesh: Mesh, places: Sequence
+    cfg: RLConfig, model: ModelConfig, source: Draft | None, mesh: Mesh, places: Sequence
 ) -> Programs:
     """Everything jitted, before anything is compiled.
 

@@ -18,12 +18,12 @@ from specjax.command_line import ConfigError, fingerprint, require_same_settings
 from specjax.config import SpecConfig
 from specjax.config.dtype import AUTO
 from specjax.decode.options import Features
-from specjax.drafts.source import DraftSource
 from specjax.engine.about import start_lines
 from specjax.engine.compiling import OnProgram
 from specjax.engine.sources import load_source
 from specjax.engine.start_up import StartUp, count_programs
 from specjax.hub import ModelNotFoundError, find_model, portable
+from specjax.interfaces import Draft
 from specjax.models.transformer import Params
 from specjax.parallel import distributed, sharding
 from specjax.tokenizer import load_tokenizer, with_tokenizer_end
@@ -137,7 +137,7 @@ class Trainer:
         self.order = data.endless(inputs.problems, cfg.data.seed)
         self.heldout = inputs.heldout
 
-    def _load_source(self, spec: SpecConfig) -> tuple[DraftSource, Params]:
+    def _load_source(self, spec: SpecConfig) -> tuple[Draft, Params]:
         """What drafts in the head's place. It stays as it is: nothing here trains it."""
         try:
             model = as_rolled_out(self.cfg, self.model)

@@ -272,7 +272,7 @@ def _apart(state) -> tuple[tuple, object]:
     draft, noise = state.draft, state.noise
     large = (
         state.cache,
-        None if draft is None else draft.cache,
+        None if draft is None else draft.pages,
         None if noise is None else noise.rows,
     )
     rest = state._replace(

@@ -19,8 +19,8 @@ from specjax.decode.options import Options
 from specjax.decode.plan import Plan
 from specjax.decode.state import RUNNING, DecodeState, per_slot
 from specjax.decode.tree import chain_bits
-from specjax.drafts.source import Memory
 from specjax.indexing import put, take, take_along
+from specjax.interfaces import Memory
 from specjax.memory import after_of, commit_rows, copy_pages
 from specjax.models.transformer import Transformer
 
@@ -67,9 +67,9 @@ class Admission(NamedTuple):
 
 def empty_tails(plan: Plan, prompts: int) -> Tails:
     """Room for the tails of so many prompts; None if the source asks for none."""
-    if plan.source is None or not plan.source.tail:
+    if plan.source is None or not plan.source.needs.states:
         return None
-    shape = (prompts, plan.source.tail, plan.cfg.hidden_size)
+    shape = (prompts, plan.source.needs.states, plan.cfg.hidden_size)
     return jnp.zeros(shape, jnp.dtype(plan.cfg.compute_dtype))
 
 
@@ -89,7 +89,7 @@ def prefill(
     Args:
       stride: pieces start at multiples of it.
     """
-    tail = plan.source.tail if plan.source else 0
+    tail = plan.source.needs.states if plan.source else 0
     count, start, table = piece.tokens.shape[1] - tail, piece.start, piece.table
     positions = start[:, None] + jnp.arange(count)
     x, rows = model.decode(
@@ -104,8 +104,8 @@ def prefill(
         return state, tails
     hidden = model.draft_hidden(x)
     memory = state.draft._replace(
-        cache=plan.source.prefill(
-            model, draft_params, state.draft.cache, piece.tokens, start, hidden, table, run
+        pages=plan.source.prefill(
+            model, draft_params, state.draft.pages, piece.tokens, start, hidden, table, run
         )
     )
     if tail:
@@ -125,14 +125,14 @@ def place(plan: Plan, state: DecodeState, tails: Tails, new: Admission) -> Decod
     if state.noise is not None:  # a slot's new request has noise of its own
         kept = jax.tree.map(lambda x: take(x, new.slots), state.noise)
         noise = kept._replace(until=zeros)
-    draft_cache = None
+    draft_pages = None
     if plan.source is not None:
-        draft_cache = state.draft.cache
-        if draft_cache is not None:
-            draft_cache = copy_pages(draft_cache, new.source, new.target)
+        draft_pages = state.draft.pages
+        if draft_pages is not None:
+            draft_pages = copy_pages(draft_pages, new.source, new.target)
         states = None if tails is None else take(tails, new.prompts)
         started = plan.source.start(new.tokens, new.options.prompt_len, states)
-        draft = plan.source.leave(Memory(None, started), state.draft.slots)
+        draft = plan.source.pause(Memory(None, started), state.draft.slots)
     fresh = DecodeState(
         tokens=new.tokens,
         length=new.lengths,
@@ -145,5 +145,5 @@ def place(plan: Plan, state: DecodeState, tails: Tails, new: Admission) -> Decod
         noise=noise,
     )
     own = jax.tree.map(lambda x, y: put(x, new.slots, y), per_slot(state), fresh)
-    draft = own.draft and own.draft._replace(cache=draft_cache)
+    draft = own.draft and own.draft._replace(pages=draft_pages)
     return own._replace(cache=cache, draft=draft)

@@ -20,6 +20,7 @@ from specjax.decode import rng, sampling, shards
 from specjax.decode.history import Context, Rows
 from specjax.decode.plan import Plan
 from specjax.decode.state import DecodeState
+from specjax.interfaces import Proposal
 
 
 class Candidates(NamedTuple):
@@ -42,7 +43,7 @@ def candidates(
     plan: Plan,
     state: DecodeState,
     context: Context,
-    logits: Float[Array, "B R V"],
+    proposal: Proposal,
     paths: Int[Array, "B R P"],
     nodes: np.ndarray,
     count: int,
@@ -54,7 +55,7 @@ def candidates(
       nodes: [R] numbers of the rows in the tree; they key noise that is private to a node.
     """
     options, root, depth = state.options, state.length - 1, paths.shape[-1]
-    logits = sampling.sanitise(logits)
+    logits = sampling.sanitise(proposal.scores)
     if plan.aligned:
         rows = Rows(np.full(paths.shape[1], depth), paths)
         log_q = sampling.transform(logits, options, plan.features, context, rows)

@@ -179,9 +179,9 @@ def _run_batch(
         counts = count_tokens(state.tokens, state.length, prompt_len, vocab)
     between = state.draft and state.draft.slots
     if plan.tree is not None:
-        memory = plan.source.enter(model, draft_params, state, plan.steps)
+        memory = plan.source.resume(model, draft_params, state, plan.steps)
         state = state._replace(draft=memory)
-    elif plan.source is not None and plan.source.tail:
+    elif plan.source is not None and plan.source.needs.window:
         shape = (batch, side.report.counts.shape[0], plan.cfg.hidden_size)
         hidden = jnp.zeros(shape, jnp.dtype(plan.cfg.compute_dtype))
     side = side._replace(counts=counts, hidden=hidden)
@@ -200,8 +200,9 @@ def _run_batch(
 
     state, side, rounds = jax.lax.while_loop(go_on, body, (state, side, side.first))
     if plan.tree is not None:
-        state = state._replace(draft=plan.source.leave(state.draft, between))
+        state = state._replace(draft=plan.source.pause(state.draft, between))
     elif plan.source is not None:
         states = jnp.zeros((batch, 0, 0)) if side.hidden is None else side.hidden
-        state = state._replace(draft=plan.source.follow(state.draft, states, state.length - begin))
+        emitted = state.length - begin
+        state = state._replace(draft=plan.source.commit(state.draft, None, states, emitted))
     return state, side, rounds

@@ -1,6 +1,6 @@
 """Step 1 of a round: the draft source takes in what was accepted, then proposes a tree.
 
-The source gives logits below each row that is expanded: `extend` below the root, then one `step`
+The source gives logits below each row that is expanded: `begin` below the root, then one `step`
 for each further level, steps - 1 of them. They pass through the target's own sampling transforms,
 noise is added where the mode has any, and the best tokens become the row's children
 (`candidates.py`).
@@ -22,7 +22,7 @@ in the order in which they are expanded: `total` of them in all, `offset` before
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ from specjax.decode.part import GrownPart, Part
 from specjax.decode.plan import Plan
 from specjax.decode.state import DecodeState, take_positions
 from specjax.decode.tree import Tree, TreeShape, grown_shape, pack_bits, pack_words
-from specjax.drafts.source import Level, Work
+from specjax.interfaces import Level
 from specjax.models.transformer import Transformer
 
 
@@ -57,7 +57,7 @@ class Draft(NamedTuple):
     paths: Int[Array, "B T P"]
     q: Float[Array, "B X V"] | None
     logprobs: Float[Array, "B T"] | None
-    work: Work
+    work: Any
 
 
 def draft_tree(
@@ -99,16 +99,16 @@ def _grow_static(model, draft_params, plan: Plan, state: DecodeState, context: C
     tree, batch = plan.tree, state.length.shape[0]
     tokens = jnp.full((batch, tree.rows), -1, jnp.int32).at[:, :1].set(_root_tokens(state))
     logprobs = jnp.zeros(tokens.shape) if plan.telemetry else None
-    total = len(tree.expanded_rows) - 1  # the root is run by `extend`
-    logits, work = plan.source.extend(model, draft_params, state, tree.steps, total)
+    total = len(tree.expanded_rows) - 1  # the root is run by `begin`
+    proposal, work = plan.source.begin(model, draft_params, state, tree.steps, total)
     offset, q = 0, None
     for step, expansion in enumerate(tree.expansions):
         paths = _paths(tree.shape, tokens, expansion.rows, step)
         if step:
             level = _static_level(tree, step, offset, tokens, paths)
-            logits, work = plan.source.step(model, draft_params, work, level)
+            proposal, work = plan.source.step(model, draft_params, work, level)
         count = expansion.max_children
-        found = candidates(plan, state, context, logits, paths, expansion.rows, count)
+        found = candidates(plan, state, context, proposal, paths, expansion.rows, count)
         first, _ = expansion.children
         of_parent = (slice(None), expansion.parents, expansion.ranks)
         tokens = _fill(tokens, found.tokens[of_parent], first)
@@ -180,7 +180,7 @@ def _grow_dynamic(
         paths=jnp.full((batch, size, tree.steps), -1, jnp.int32),
         logprobs=jnp.zeros((batch, size)),
     )
-    logits, work = plan.source.extend(model, draft_params, state, tree.steps, total)
+    proposal, work = plan.source.begin(model, draft_params, state, tree.steps, total)
     frontier = jnp.full((batch, 1), -1, jnp.int32)  # candidates to expand: first the root
     score, paths = jnp.zeros((batch, 1)), jnp.full((batch, 1, tree.steps), -1, jnp.int32)
     seen = jnp.zeros((batch, 1, total), bool)  # the rows expanded so far that each of these sees
@@ -204,8 +204,8 @@ def _grow_dynamic(
                 visible=pack_words(seen[..., : first + topk]),
                 path=paths[..., :step],
             )
-            logits, work = plan.source.step(model, draft_params, work, level)
-        found = candidates(plan, state, context, logits, paths[..., :step], frontier, topk)
+            proposal, work = plan.source.step(model, draft_params, work, level)
+        found = candidates(plan, state, context, proposal, paths[..., :step], frontier, topk)
         if part is not None:
             inside = (np.arange(topk) < part.topk) & (step < part.steps)
             found = found._replace(gain=jnp.where(inside, found.gain, -jnp.inf))
@@ -237,7 +237,7 @@ def _add_level(
 
 
 def _best_rows(
-    plan: Plan, state: DecodeState, grown: _Grown, work: Work, part: GrownPart | None
+    plan: Plan, state: DecodeState, grown: _Grown, work: Any, part: GrownPart | None
 ) -> Draft:
     """The root and the best `rows` - 1 candidates, in the order of their depth.
 

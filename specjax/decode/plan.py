@@ -8,7 +8,7 @@ from collections.abc import Callable
 from specjax.config import ModelConfig
 from specjax.decode.options import Features
 from specjax.decode.tree import DynamicTree, Tree
-from specjax.drafts.source import DraftSource
+from specjax.interfaces import Draft
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Plan:
 
     cfg: ModelConfig
     tree: Tree | DynamicTree | None = None
-    source: DraftSource | None = None
+    source: Draft | None = None
     mode: str = "coupled"
     features: Features = Features()
     aligned: bool = True

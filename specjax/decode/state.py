@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
+from specjax import interfaces
 from specjax.decode.options import Options, neutral
 from specjax.decode.plan import Plan
 from specjax.decode.rng import NoiseRing, empty_ring
-from specjax.drafts.source import Memory
 from specjax.indexing import put, take, take_along
+from specjax.interfaces import Memory
 from specjax.memory import KVCache, Table, empty_cache
 
 RUNNING, STOPPED, LENGTH, EMPTY, INVALID = 0, 1, 2, 3, 4
@@ -81,8 +82,7 @@ def empty_state(plan: Plan, room: Room) -> DecodeState:
     if plan.tree and plan.mode == "coupled":
         noise = empty_ring(batch, plan.steps + 1, cfg.vocab_size)
     if plan.source:
-        cache = plan.source.empty_cache(room.pages, room.page_size)
-        draft = Memory(cache, plan.source.empty_slots(batch, plan.steps))
+        draft = plan.source.empty(interfaces.Room(batch, room.pages, room.page_size), plan.steps)
     return DecodeState(
         tokens=jnp.zeros((batch, room.max_len), jnp.int32),
         length=jnp.ones((batch,), jnp.int32),
@@ -103,7 +103,7 @@ def prefix_lengths(state: DecodeState) -> Int[Array, " B"]:
 
 def per_slot(state: DecodeState) -> DecodeState:
     """Only what has slots in front: without the caches' pages."""
-    draft = state.draft and state.draft._replace(cache=None)
+    draft = state.draft and state.draft._replace(pages=None)
     return state._replace(cache=None, draft=draft, table=None)
 
 
@@ -151,7 +151,7 @@ def take_slots(state: DecodeState, rows: Lineup) -> DecodeState:
     """Some slots as a batch of their own, with all pages; who is not active must not run."""
     here = jax.tree.map(lambda x: take(x, rows.slots), per_slot(state))
     finish = jnp.where(rows.active, here.finish, jnp.maximum(here.finish, STOPPED))
-    draft = state.draft and here.draft._replace(cache=state.draft.cache)
+    draft = state.draft and here.draft._replace(pages=state.draft.pages)
     return here._replace(cache=state.cache, draft=draft, finish=finish, table=rows.table)
 
 
@@ -172,7 +172,7 @@ def put_slots(state: DecodeState, here: DecodeState, slots: Int[Array, " b"]) ->
     }
     if here.draft is not None:
         memory = jax.tree.map(write, state.draft.slots, here.draft.slots)
-        fields["draft"] = Memory(here.draft.cache, memory)
+        fields["draft"] = Memory(here.draft.pages, memory)
     return state._replace(**fields, cache=here.cache)
 
 

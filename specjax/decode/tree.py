@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specjax.config import Strategy
+from specjax.indexing import take_along
 
 
 class TreeShape(NamedTuple):
@@ -203,6 +204,13 @@ def pack_words(visible: Bool[Array, "*B T R"]) -> UInt32[Array, "*B T W"]:
     padded = jnp.pad(visible, [(0, 0)] * (visible.ndim - 1) + [(0, words * 32 - columns)])
     bits = padded.reshape(*visible.shape[:-1], words, 32).astype(jnp.uint32)
     return (bits << jnp.arange(32, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32)
+
+
+def take_parents(x: Float[Array, "B Q D"], parents: Int[Array, "..."]) -> Float[Array, "B R D"]:
+    """What the rows of a level inherit from their parents among the previous call's rows."""
+    if parents.ndim == 1:
+        return x[:, parents]
+    return take_along(x, parents[..., None], axis=1)
 
 
 def plain_bits() -> np.ndarray:

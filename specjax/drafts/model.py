@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from specjax.config import ModelConfig
+from specjax.config import ModelConfig, SpecConfig
 from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits
-from specjax.drafts.source import ABSORBED, Level, Memory
+from specjax.drafts import ABSORBED
+from specjax.interfaces import Cost, Draft, Level, Memory, Proposal, Room
 from specjax.kernels import panels
 from specjax.memory import KVCache, Table, after_of, commit_rows, empty_cache, page_bytes
 from specjax.models.transformer import Params, Transformer, graphdef
@@ -52,8 +53,8 @@ class _Work(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelSource:
-    """See `specjax.drafts.source.DraftSource`; parameters are in the model's decode layout.
+class ModelSource(Draft):
+    """Drafts with a standalone model, whose parameters it takes in their decode layout.
 
     Attributes:
       cfg: of the draft model; `scan_layers` says which layout (`to_decode_layout`).
@@ -64,40 +65,45 @@ class ModelSource:
     cfg: ModelConfig
     vocab: int
 
-    @property
-    def tail(self) -> int:
-        return 0
+    @classmethod
+    def of(cls, target: ModelConfig, spec: SpecConfig) -> ModelSource:
+        raise ValueError(
+            f"the draft model {spec.draft_model!r} has weights of its own; load it with "
+            "specjax.engine.sources.load_draft_model and give the engine its source, or use LLM"
+        )
 
     @property
-    def looks_around(self) -> bool:
-        return False
+    def network(self) -> ModelConfig:
+        return self.cfg
 
-    def to_panels(self, params):
+    def with_network(self, cfg: ModelConfig) -> ModelSource:
+        return dataclasses.replace(self, cfg=cfg)
+
+    def pack(self, params: Params) -> Params:
         return panels.pack(params, self.cfg.compute_dtype)
 
     def margin(self, steps: int) -> int:
         return max(steps + 1, ABSORBED)
 
-    def page_bytes(self, size: int) -> int:
-        return page_bytes(self.cfg, size, self.cfg.num_layers)
+    def cost(self, page_size: int) -> Cost:
+        return Cost(page_bytes(self.cfg, page_size, self.cfg.num_layers), 4)
 
-    def empty_cache(self, pages: int, size: int) -> KVCache:
-        return empty_cache(self.cfg, pages, size, self.cfg.num_layers, self.cfg.scan_layers)
+    def empty(self, room: Room, steps: int) -> Memory:
+        cfg = self.cfg
+        pages = empty_cache(cfg, room.pages, room.page_size, cfg.num_layers, cfg.scan_layers)
+        return Memory(pages, ModelSlots(jnp.ones((room.slots,), jnp.int32)))
 
-    def empty_slots(self, batch: int, steps: int) -> ModelSlots:
-        return ModelSlots(jnp.ones((batch,), jnp.int32))
+    def prefill(self, model, params, pages, tokens, start, hidden, table, run=1) -> KVCache:
+        x, rows = self._run(params, pages, tokens, start, table)
+        return self._write(pages, rows, start, x, table, run)
 
-    def prefill(self, model, params, cache, tokens, start, hidden, table, run=1) -> KVCache:
-        x, rows = self._run(params, cache, tokens, start, table)
-        return self._commit(cache, rows, start, x, table, run)
-
-    def _commit(self, cache, rows, start, x, table, run=1) -> KVCache:
+    def _write(self, cache, rows, start, x, table, run=1) -> KVCache:
         return commit_rows(cache, rows, start, after_of(x), table, run, kernel=self.cfg.attention)
 
     def start(self, tokens, prompt_len, states) -> ModelSlots:
         return ModelSlots(jnp.ones_like(prompt_len))
 
-    def enter(self, model, params, state, steps: int) -> Memory:
+    def resume(self, model, params, state, steps: int) -> Memory:
         """Takes in tokens until no slot has more of them than a round emits."""
         running = state.finish == RUNNING
 
@@ -108,31 +114,26 @@ class ModelSource:
             pending = memory.slots.pending
             start = state.length - pending
             tokens = take_positions(state.tokens, start, ABSORBED)
-            x, rows = self._run(params, memory.cache, tokens, start, state.table)
-            cache = self._commit(memory.cache, rows, start, x, state.table)
+            x, rows = self._run(params, memory.pages, tokens, start, state.table)
+            cache = self._write(memory.pages, rows, start, x, state.table)
             taken = jnp.where(running, jnp.clip(pending - 1, 0, ABSORBED), 0)
             return Memory(cache, ModelSlots(pending - taken))
 
         return jax.lax.while_loop(behind, absorb, state.draft)
 
-    def leave(self, memory: Memory, between: ModelSlots) -> Memory:
-        return memory
-
-    def follow(self, memory: Memory, hidden, count) -> Memory:
-        return memory._replace(slots=ModelSlots(memory.slots.pending + count))
-
-    def extend(self, model, params, state, steps: int, total: int):
+    def begin(self, model, params, state, steps: int, total: int):
         """Runs a window of steps + 1 tokens; rows past the pending ones are seen by nobody."""
         draft, (cache, (pending,)) = self._draft(params), state.draft
         window, start = steps + 1, state.length - pending
         tokens = take_positions(state.tokens, start, window)
         x, rows = self._run(params, cache, tokens, start, state.table)
         x = jnp.take_along_axis(x, (pending - 1)[:, None, None], axis=1)
-        cache = self._commit(cache, rows, start, x, state.table)
+        cache = self._write(cache, rows, start, x, state.table)
         scratch = jax.tree.map(
             lambda r: jnp.zeros((*r.shape[:-2], total, r.shape[-1]), r.dtype), rows
         )
-        return self._fit(draft.logits(x)), _Work(cache, state.length - 1, scratch, state.table)
+        work = _Work(cache, state.length - 1, scratch, state.table)
+        return Proposal(self._fit(draft.logits(x))), work
 
     def _run(self, params, cache: KVCache, tokens, start, table):
         """The draft model over consecutive tokens that begin at `start` [B]."""
@@ -159,9 +160,11 @@ class ModelSource:
             scratch=(work.scratch, level.offset),
             table=work.table,
         )
-        return self._fit(draft.logits(x)), work._replace(scratch=scratch)
+        return Proposal(self._fit(draft.logits(x))), work._replace(scratch=scratch)
 
-    def commit(self, memory: Memory, work: _Work, hidden, count) -> Memory:
+    def commit(self, memory: Memory, work: _Work | None, hidden, count) -> Memory:
+        if work is None:
+            return memory._replace(slots=ModelSlots(memory.slots.pending + count))
         pending = jnp.where(count > 0, count, memory.slots.pending)
         return Memory(work.cache, ModelSlots(pending))
 

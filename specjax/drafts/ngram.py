@@ -21,8 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from specjax.config import ModelConfig, SpecConfig
 from specjax.decode.state import EMPTY, take_positions
-from specjax.drafts.source import Level, Memory, take_parents
+from specjax.decode.tree import take_parents
+from specjax.interfaces import Cost, Draft, Level, Memory, Needs, Proposal, Room
 
 OCCURRENCES = 32  # earlier places that speak for the continuations of a row at most
 OTHERS = 7  # sibling slots searched at most, the longest first
@@ -52,8 +54,8 @@ class _Work(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class NgramSource:
-    """See `specjax.drafts.source.DraftSource`; there are no parameters (`{}`).
+class NgramSource(Draft):
+    """Drafts what followed the last tokens where they stood before; it has no parameters (`{}`).
 
     Logits are log-weights of at most `OCCURRENCES` tokens and -inf elsewhere; a row that was
     found nowhere has -inf throughout and no draft.
@@ -76,42 +78,24 @@ class NgramSource:
                 f"{self.shortest} and {self.longest}"
             )
 
-    @property
-    def tail(self) -> int:
-        return 0
+    @classmethod
+    def of(cls, target: ModelConfig, spec: SpecConfig) -> NgramSource:
+        return cls(target.vocab_size, spec.ngram_max, spec.ngram_min, spec.ngram_siblings)
 
     @property
-    def looks_around(self) -> bool:
-        return self.siblings
+    def needs(self) -> Needs:
+        return Needs(siblings=self.siblings)
 
-    def margin(self, steps: int) -> int:
-        return 0
+    def cost(self, page_size: int) -> Cost:
+        return Cost(0, 8)
 
-    def page_bytes(self, size: int) -> int:
-        return 0
-
-    def empty_cache(self, pages: int, size: int) -> None:
-        return None
-
-    def empty_slots(self, batch: int, steps: int) -> NgramSlots:
-        return NgramSlots(jnp.zeros((batch, 2), jnp.uint32))
-
-    def prefill(self, model, params, cache, tokens, start, hidden, table, run=1) -> None:
-        return None
+    def empty(self, room: Room, steps: int) -> Memory:
+        return Memory(None, NgramSlots(jnp.zeros((room.slots, 2), jnp.uint32)))
 
     def start(self, tokens, prompt_len, states) -> NgramSlots:
         return NgramSlots(prompt_hash(tokens, prompt_len))
 
-    def enter(self, model, params, state, steps: int) -> Memory:
-        return state.draft
-
-    def leave(self, memory: Memory, between: NgramSlots) -> Memory:
-        return memory
-
-    def follow(self, memory: Memory, hidden, count) -> Memory:
-        return memory
-
-    def extend(self, model, params, state, steps: int, total: int):
+    def begin(self, model, params, state, steps: int, total: int):
         tokens, first, length = self._searched(state)
         match = jnp.zeros((len(tokens), 1, *tokens.shape[1:]), jnp.int8)
         start = state.length - self.longest
@@ -120,17 +104,14 @@ class NgramSource:
         for i in range(self.longest):
             match = self._append(match, tokens, last[:, i, None])
         work = _Work(tokens, first, length, match)
-        return self._logits(work), work
+        return Proposal(self._logits(work)), work
 
     def step(self, model, params, work: _Work, level: Level):
         batch, rows = level.tokens.shape
         above = work.match.reshape(*work.match.shape[:2], -1)
         match = take_parents(above, level.parents).reshape(batch, rows, *work.tokens.shape[1:])
         work = work._replace(match=self._append(match, work.tokens, level.tokens))
-        return self._logits(work), work
-
-    def commit(self, memory: Memory, work: _Work, hidden, count) -> Memory:
-        return memory
+        return Proposal(self._logits(work)), work
 
     def _searched(self, state) -> tuple[Array, Array, Array]:
         """(tokens, first, length) of the slot itself and of the longest slots of its group.

@@ -16,7 +16,6 @@ from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.control import OFF, ControlConfig, Controller, make_controller
 from specjax.decode.options import Features
 from specjax.decode.plan import Plan
-from specjax.drafts.source import DraftSource
 from specjax.engine.checks import Limits
 from specjax.engine.compiling import OnProgram
 from specjax.engine.intake import Intake
@@ -31,6 +30,7 @@ from specjax.engine.settings import EngineConfig, piece_widths, strategies_of
 from specjax.engine.start_up import StartUp, calibrate
 from specjax.engine.start_up import warm_up as start_up_of
 from specjax.engine.watch import Watcher
+from specjax.interfaces import Draft
 from specjax.models.transformer import Params
 from specjax.telemetry import Collector
 
@@ -65,7 +65,7 @@ class Engine:
         stop_width: int = 8,
         mesh: jax.sharding.Mesh | None = None,
         prompt_widths: Several[int] | None = None,
-        source: DraftSource | None = None,
+        source: Draft | None = None,
         config: EngineConfig | None = None,
         control: ControlConfig | None = None,
     ):

@@ -11,15 +11,15 @@ from specjax.control import OFF
 from specjax.decode.part import Part, common_strategy, part_of
 from specjax.decode.plan import Plan
 from specjax.decode.tree import build_tree
-from specjax.drafts.source import DraftSource
 from specjax.engine.sources import source_of
+from specjax.interfaces import Draft
 from specjax.spelling import SettingError
 
 
 def make_plans(
     cfg: ModelConfig,
     spec: SpecConfig | None,
-    source: DraftSource | None,
+    source: Draft | None,
     strategies: Mapping[str, Strategy | None] | None = None,
 ) -> dict[str, Plan]:
     """The static half of a round, per strategy, before anybody asked for a feature.
@@ -45,7 +45,7 @@ def make_plans(
     return {name: _plan(cfg, spec, source, strategy) for name, strategy in strategies.items()}
 
 
-def _plan(cfg: ModelConfig, spec: SpecConfig, source: DraftSource, strategy: Strategy | None):
+def _plan(cfg: ModelConfig, spec: SpecConfig, source: Draft, strategy: Strategy | None):
     settings = dict(
         mode=spec.acceptance,
         aligned=spec.aligned,

@@ -23,7 +23,6 @@ from specjax.decode.chunk import Result, Until, run_chunk
 from specjax.decode.options import Features
 from specjax.decode.score import Scores, Scratch, score
 from specjax.decode.state import DecodeState, Lineup, Room, empty_state
-from specjax.drafts.source import DraftSource
 from specjax.engine.agreement import agreement_of
 from specjax.engine.checksum import Checksum, require_same
 from specjax.engine.executables import Executables
@@ -32,6 +31,7 @@ from specjax.engine.parcel import Parcel
 from specjax.engine.plans import make_arms, make_plans, own_name
 from specjax.engine.settings import stretched
 from specjax.engine.sources import page_multiple, with_kernel
+from specjax.interfaces import Draft
 from specjax.kernels import dispatch, panels
 from specjax.memory import empty_cache, page_bytes
 from specjax.models.transformer import Params, graphdef, to_decode_layout
@@ -88,7 +88,7 @@ class Runner:
         max_len: int,
         stop_width: int = 8,
         mesh: jax.sharding.Mesh | None = None,
-        source: DraftSource | None = None,
+        source: Draft | None = None,
         chunk_tokens: int = 32,
         strategies: Mapping[str, Strategy | None] | None = None,
         page_size: int | None = None,
@@ -160,7 +160,7 @@ class Runner:
     @property
     def tail(self) -> int:
         source = self.longest.source
-        return source.tail if source else 0
+        return source.needs.states if source else 0
 
     def pages_of(self, positions: int) -> int:
         """Pages that a sample may take: its own, and copies of those that it writes anew."""
@@ -177,7 +177,7 @@ class Runner:
         """Bytes of one page, target and draft."""
         source, size = self.longest.source, self.page_size
         own = page_bytes(self.cfg, size, self.cfg.num_layers)
-        return own + (source.page_bytes(size) if source else 0)
+        return own + (source.cost(size).page if source else 0)
 
     @property
     def compilations(self) -> int:
@@ -187,8 +187,8 @@ class Runner:
     def rounds(self, strategy: str, rows: int | None = None) -> int:
         """Rounds of one chunk of so many rows at most; None: many."""
         plan = self.arms[strategy].plan
-        remembers = plan.tree is None and bool(self.tail)
-        tokens = stretched(self.chunk_tokens, self.stretch, rows or self.stretch, remembers)
+        window = plan.source.needs.window if plan.tree is None and plan.source else 0
+        tokens = stretched(self.chunk_tokens, self.stretch, rows or self.stretch, window)
         return max(1, tokens // (plan.steps + 1))
 
     def most_tokens(self, rows: int) -> int:
@@ -251,10 +251,10 @@ class Runner:
     def _convert_head(self):
         """The change of the draft source's parameters from its decode layout to what runs here."""
         source = self.longest.source
-        cfg = getattr(source, "cfg", None)
+        cfg = None if source is None else source.network
         if cfg is None or cfg.products != "panels":
             return lambda head: head
-        return jax.jit(source.to_panels)
+        return jax.jit(source.pack)
 
     def _build_layout(self):
         if self.mesh is None:
@@ -416,7 +416,7 @@ class Runner:
         """Whether what other slots hold is worth something to the draft source, though they have
         ended. Not with rules that draw by the round, see `may_search` in ngram.py."""
         source = self.longest.source
-        return bool(source and source.looks_around) and not self.longest.needs_q
+        return bool(source and source.needs.siblings) and not self.longest.needs_q
 
     def model(self, params: Params):
         """The target as a module, inside a jitted function."""

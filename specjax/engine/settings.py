@@ -9,7 +9,6 @@ from specjax.config import SpecConfig, Strategy
 from specjax.config.checks import choice
 from specjax.control import ControlConfig
 from specjax.control.base import parse_arms
-from specjax.drafts.source import WINDOW
 from specjax.engine.prompts import padded_widths
 from specjax.kernels import panels
 from specjax.kernels.names import ATTENTION
@@ -18,14 +17,15 @@ from specjax.spelling import SettingError, checks_keywords
 PREFILL_TOKENS = 512  # of all rows of one prefill, about
 
 
-def stretched(chunk_tokens: int, stretch: int, rows: int, remembers: bool = False) -> int:
+def stretched(chunk_tokens: int, stretch: int, rows: int, window: int = 0) -> int:
     """Tokens of a slot in a chunk of so many rows, see `EngineConfig`.
 
     Args:
-      remembers: plain decoding for a head that will need the states: none may be dropped.
+      window: tokens that the draft remembers the states of while plain decoding runs: none may be
+        dropped. 0: it needs none.
     """
     tokens = chunk_tokens * max(1, stretch // rows)
-    return min(tokens, max(chunk_tokens, WINDOW)) if remembers else tokens
+    return min(tokens, max(chunk_tokens, window)) if window else tokens
 
 
 @checks_keywords

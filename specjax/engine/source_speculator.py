@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,8 @@ from specjax.decode import rng, sampling, shards
 from specjax.decode.plain_arrays import DraftProposal, VerifyResult
 from specjax.decode.state import RUNNING, put_positions, take_positions
 from specjax.decode.tree import chain_bits
-from specjax.drafts.source import DraftSource, Level, Memory, Work
 from specjax.engine.sources import page_multiple, with_kernel
+from specjax.interfaces import Draft, Level, Memory, Room
 from specjax.kernels import dispatch
 from specjax.memory import KVCache, commit_rows, empty_cache
 from specjax.models.transformer import Params, graphdef, to_decode_layout
@@ -37,7 +37,7 @@ class _Setup(NamedTuple):
     """What the programs are made for."""
 
     cfg: ModelConfig
-    source: DraftSource
+    source: Draft
     steps: int
     max_len: int
 
@@ -67,7 +67,7 @@ class _Proposed(NamedTuple):
     tokens: Int[Array, " steps"]
     q: Float[Array, "steps V"]
     count: Int[Array, ""]
-    work: Work
+    work: Any
 
 
 class _Verified(NamedTuple):
@@ -98,7 +98,7 @@ class SourceSpeculator:
         self,
         cfg: ModelConfig,
         params: Params,
-        source: DraftSource,
+        source: Draft,
         source_params: Params,
         steps: int = 4,
         temperature: float = 1.0,
@@ -232,14 +232,13 @@ def _prefill(setup: _Setup, params, source_params, tokens, length) -> _Sequence:
     cache = empty_cache(cfg, 1, slots, cfg.num_layers, cfg.scan_layers)
     start, states = jnp.zeros_like(length), None
     hidden = model.draft_hidden(x)
-    if source.tail:
-        before = length[:, None] - 1 - source.tail + jnp.arange(source.tail)
+    if source.needs.states:
+        before = length[:, None] - 1 - source.needs.states + jnp.arange(source.needs.states)
         states = jnp.take_along_axis(hidden, jnp.maximum(before, 0)[..., None], axis=1)
-    known = jnp.pad(tokens, ((0, 0), (0, source.tail)))
+    known = jnp.pad(tokens, ((0, 0), (0, source.needs.states)))
+    empty = source.empty(Room(1, 1, slots), setup.steps)
     memory = Memory(
-        source.prefill(
-            model, source_params, source.empty_cache(1, slots), known, start, hidden, None
-        ),
+        source.prefill(model, source_params, empty.pages, known, start, hidden, None),
         source.start(tokens, length, states),
     )
     room = setup.max_len - tokens.shape[1]
@@ -248,10 +247,10 @@ def _prefill(setup: _Setup, params, source_params, tokens, length) -> _Sequence:
         length=length,
         finish=jnp.full_like(length, RUNNING),
         cache=commit_rows(cache, rows, start),
-        draft=source.leave(memory, source.empty_slots(1, setup.steps)),
+        draft=source.pause(memory, empty.slots),
     )
-    # The shapes of every later round, in which `propose` enters nothing.
-    return sequence._replace(draft=source.enter(model, source_params, sequence, setup.steps))
+    # The shapes of every later round, in which `propose` resumes nothing.
+    return sequence._replace(draft=source.resume(model, source_params, sequence, setup.steps))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -266,7 +265,7 @@ def _propose(setup: _Setup, params, source_params, sequence, temperature, words)
     count = jnp.int32(0)
     for step in range(setup.steps):
         if step == 0:
-            logits, work = source.extend(model, source_params, sequence, setup.steps, total)
+            proposal, work = source.begin(model, source_params, sequence, setup.steps, total)
         else:
             level = Level(
                 step=step,
@@ -277,7 +276,8 @@ def _propose(setup: _Setup, params, source_params, sequence, temperature, words)
                 visible=chain_bits(step)[-1:],
                 path=tokens[:, :step],
             )
-            logits, work = source.step(model, source_params, work, level)
+            proposal, work = source.step(model, source_params, work, level)
+        logits = proposal.scores
         going &= ~jnp.isneginf(logits).all()
         scores = sampling.tempered(sampling.sanitise(logits), temperature)
         token = shards.argmax(sampling.perturb(scores, temperature, noise[:, step]))[0, 0]

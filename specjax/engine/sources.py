@@ -12,13 +12,12 @@ import jax
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.control import OFF, ControlConfig
 from specjax.drafts.model import ModelSource
-from specjax.drafts.mtp import init_head_params
-from specjax.drafts.mtp_source import MTPSource
+from specjax.drafts.mtp import MTPSource, init_head_params
 from specjax.drafts.ngram import NgramSource
-from specjax.drafts.source import DraftSource
 from specjax.engine.heads import load_head
 from specjax.engine.settings import require_speculation
 from specjax.hub import find_model
+from specjax.interfaces import Draft
 from specjax.kernels import dispatch
 from specjax.models import hf
 from specjax.models.transformer import Params, to_decode_layout
@@ -27,7 +26,7 @@ from specjax.spelling import Say, SettingError, python
 from specjax.tokenizer import load_tokenizer
 
 
-def source_of(cfg: ModelConfig, spec: SpecConfig) -> DraftSource:
+def source_of(cfg: ModelConfig, spec: SpecConfig) -> Draft:
     """The source that `spec` names, where it follows from the model's config alone; `auto` is the
     head if the config has one.
 
@@ -136,21 +135,20 @@ def settle_draft(
 
 
 def with_kernel(
-    source: DraftSource | None, settle: Callable[..., ModelConfig], what: str = "attention"
-) -> DraftSource | None:
-    """The source with the kernel that its model, if it is one, will run; see `dispatch.settle`,
+    source: Draft | None, settle: Callable[..., ModelConfig], what: str = "attention"
+) -> Draft | None:
+    """The source with the kernel that its network, if it has one, will run; see `dispatch.settle`,
     and `panels.settle` for `what` is "products"."""
-    cfg = getattr(source, "cfg", None)
-    if not isinstance(cfg, ModelConfig):
+    if source is None or source.network is None:
         return source
-    return dataclasses.replace(source, cfg=settle(cfg, whose=f"the draft's {what}"))
+    return source.with_network(settle(source.network, whose=f"the draft's {what}"))
 
 
-def page_multiple(cfg: ModelConfig, source: DraftSource | None) -> int:
+def page_multiple(cfg: ModelConfig, source: Draft | None) -> int:
     """Of how many positions pages must be a multiple for the kernels of the target and of the
-    source's model, if it is one."""
-    drafts = getattr(source, "cfg", None)
-    cfgs = [cfg, *([drafts] if isinstance(drafts, ModelConfig) else [])]
+    source's network, if it has one."""
+    drafts = None if source is None else source.network
+    cfgs = [cfg] if drafts is None else [cfg, drafts]
     return max(dispatch.page_multiple(each.attention) for each in cfgs)
 
 
@@ -160,7 +158,7 @@ def load_source(
     head: Params | None,
     tokenizer,
     mesh: jax.sharding.Mesh | None,
-) -> tuple[ModelConfig, DraftSource, Params]:
+) -> tuple[ModelConfig, Draft, Params]:
     """The source that `spec` names with its parameters, and the config that goes with it.
 
     Args:

@@ -8,7 +8,8 @@ from control_sim import ARMS, BAD, GOOD, World, cost_table, drive
 
 from specjax.control import OFF, CostTable, Goodput, GoodputConfig, Observation, beginnings
 from specjax.control.tries import WAITING_ROUNDS
-from specjax.drafts.source import ABSORBED, WINDOW
+from specjax.drafts import ABSORBED
+from specjax.drafts.mtp import WINDOW
 
 GOOD_WHERE_SLIM = (0.85, 0.91, 0.92, 0.93, 0.9, 0.9, 0.9)
 

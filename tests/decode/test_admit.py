@@ -22,9 +22,8 @@ from specjax.decode.state import (
     take_slots,
 )
 from specjax.decode.tree import build_tree, chain_bits, plain_bits
-from specjax.drafts.mtp import head_graphdef, init_head_params
-from specjax.drafts.mtp_source import MTPSource
-from specjax.drafts.source import Level
+from specjax.drafts.mtp import MTPSource, head_graphdef, init_head_params
+from specjax.interfaces import Level
 from specjax.models.transformer import graphdef, init_params, to_decode_layout
 
 VOCAB, MAX_LEN, PAGE = 24, 32, 8
@@ -71,7 +70,7 @@ def padded(rows, width, fill=0) -> np.ndarray:
 
 def admitted(run: Models, prompts, width) -> DecodeState:
     """Reads the prompts `width` positions at a time and starts the samples in their slots."""
-    plan, tail = run.plan, run.plan.source.tail
+    plan, tail = run.plan, run.plan.source.needs.states
     state = empty_state(plan, Room(7, MAX_LEN, 2, 14, PAGE))
     tails = empty_tails(plan, len(prompts))
     known = padded(prompts, MAX_LEN + width + tail, fill=VOCAB - 1)
@@ -132,10 +131,11 @@ def test_target_and_head_know_a_prompt_as_if_they_had_seen_it_at_once(modules, w
         model, root = decoder(run.plan, layout), here.length - 1
         tokens = jnp.take_along_axis(here.tokens, root[:, None], 1)
         x, _ = model.decode(tokens, root[:, None], here.cache, root, plain_bits(), table=here.table)
-        here = here._replace(draft=source.enter(model, head, here, 2))
-        first, work = source.extend(model, head, here, 2, 1)
+        here = here._replace(draft=source.resume(model, head, here, 2))
+        first, work = source.begin(model, head, here, 2, 1)
         second, _ = source.step(model, head, work, level)
-        return here.finish, model.logits(x)[:, 0], first[:, 0], second[:, 0]
+        drafts = (proposal.scores[:, 0] for proposal in (first, second))
+        return here.finish, model.logits(x)[:, 0], *drafts
 
     @jax.jit
     def at_once(params, head, tokens):

@@ -19,8 +19,8 @@ from specjax.decode.history import context_of, count_tokens
 from specjax.decode.options import Features, neutral
 from specjax.decode.part import common_strategy, part_of
 from specjax.decode.plan import Plan
-from specjax.decode.tree import ancestors, build_tree
-from specjax.drafts.source import take_parents
+from specjax.decode.tree import ancestors, build_tree, take_parents
+from specjax.interfaces import Proposal
 from specjax.kernels.reference import unpack_bits
 
 VOCAB, BATCH = 11, 3
@@ -47,16 +47,16 @@ class TableSource:
             logits = 0.5 * logits + jnp.asarray(self.follow[depth])[paths[..., depth]]
         return jnp.where(self.missing, -jnp.inf, logits)
 
-    def extend(self, model, params, state, steps, total):
+    def begin(self, model, params, state, steps, total):
         paths = jnp.zeros((BATCH, 1, 0), jnp.int32)
-        return self._after(paths), (paths, ())
+        return Proposal(self._after(paths)), (paths, ())
 
     def step(self, model, params, work, level):
         paths, levels = work
         paths = jnp.concatenate(
             [take_parents(paths, level.parents), level.tokens[..., None]], axis=-1
         )
-        return self._after(paths), (paths, (*levels, level))
+        return Proposal(self._after(paths)), (paths, (*levels, level))
 
 
 def check_levels(levels):
@@ -361,11 +361,11 @@ def test_drafts_are_aligned_with_the_options_along_each_branch_unless_switched_o
 class FlatSource(TableSource):
     """The same logits everywhere: what is left of a program is the tree's own work."""
 
-    def extend(self, model, params, state, steps, total):
-        return jnp.zeros((BATCH, 1, VOCAB)), ()
+    def begin(self, model, params, state, steps, total):
+        return Proposal(jnp.zeros((BATCH, 1, VOCAB))), ()
 
     def step(self, model, params, work, level):
-        return jnp.zeros((*level.tokens.shape, VOCAB)), ()
+        return Proposal(jnp.zeros((*level.tokens.shape, VOCAB))), ()
 
 
 @pytest.mark.parametrize("strategies", [("3_2_8", "6_2_8"), ("2x1x1", "2x1x1x1x1")])

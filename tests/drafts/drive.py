@@ -9,7 +9,7 @@ import numpy as np
 
 from specjax.decode.state import EMPTY, RUNNING
 from specjax.decode.tree import ancestors, pack_bits, pack_words
-from specjax.drafts.source import Level, Memory
+from specjax.interfaces import Level, Memory, Room
 
 GARBAGE = 1e3  # states of what was not accepted or does not exist: far from any real one
 
@@ -50,7 +50,7 @@ def empty_state(source, batch, max_len, steps, page_size=None) -> State:
         finish=jnp.full((batch,), EMPTY, jnp.int32),
         keys=jnp.zeros((batch, 2), jnp.uint32),
         options=Options(jnp.ones((batch,), jnp.int32)),
-        draft=Memory(source.empty_cache(pages, size), source.empty_slots(batch, steps)),
+        draft=source.empty(Room(batch, pages, size), steps),
         table=table,
     )
 
@@ -68,15 +68,15 @@ def place(state: State, source, params, prompts, width, model=None, hidden=None)
     lengths = jnp.array([len(p) for p in prompts], jnp.int32)
     if hidden is None:
         hidden = jnp.zeros((batch, max_len, 1))
-    cache, known = state.draft.cache, np.pad(tokens, [(0, 0), (0, width + source.tail)])
+    pages, known = state.draft.pages, np.pad(tokens, [(0, 0), (0, width + source.needs.states)])
     for start in range(0, max(map(len, prompts)), width):
-        piece = known[:, start : start + width + source.tail]
+        piece = known[:, start : start + width + source.needs.states]
         states = jnp.pad(hidden, [(0, 0), (0, width), (0, 0)])[:, start : start + width]
         begin = jnp.full((batch,), start, jnp.int32)
-        cache = _prefill(source, model, params, cache, piece, begin, states, state.table)
+        pages = _prefill(source, model, params, pages, piece, begin, states, state.table)
     tail = None
-    if source.tail:
-        tail = states_at(hidden, lengths - 1 - source.tail, source.tail)
+    if source.needs.states:
+        tail = states_at(hidden, lengths - 1 - source.needs.states, source.needs.states)
     started = source.start(jnp.asarray(tokens), lengths, tail)
     return state._replace(
         tokens=jnp.asarray(tokens),
@@ -84,13 +84,13 @@ def place(state: State, source, params, prompts, width, model=None, hidden=None)
         finish=jnp.full_like(lengths, RUNNING),
         keys=jnp.arange(2 * batch, dtype=jnp.uint32).reshape(-1, 2),
         options=Options(lengths),
-        draft=source.leave(Memory(cache, started), state.draft.slots),
+        draft=source.pause(Memory(pages, started), state.draft.slots),
     )
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _prefill(source, model, params, cache, tokens, start, hidden, table):
-    return source.prefill(model, params, cache, tokens, start, hidden, table)
+def _prefill(source, model, params, pages, tokens, start, hidden, table):
+    return source.prefill(model, params, pages, tokens, start, hidden, table)
 
 
 def states_at(hidden, start, count):
@@ -101,19 +101,19 @@ def states_at(hidden, start, count):
     return jnp.where(inside[..., None], found, GARBAGE)
 
 
-def enter(state: State, source, params, steps, model=None) -> State:
+def resume(state: State, source, params, steps, model=None) -> State:
     """Begins a chunk of rounds of `steps` steps."""
-    return state._replace(draft=_enter(source, steps, model, params, state))
+    return state._replace(draft=_resume(source, steps, model, params, state))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _enter(source, steps, model, params, state):
-    return source.enter(model, params, state, steps)
+def _resume(source, steps, model, params, state):
+    return source.resume(model, params, state, steps)
 
 
-def leave(state: State, source, between) -> State:
+def pause(state: State, source, between) -> State:
     """Ends a chunk of rounds; `between`: slots of a memory as it is between chunks."""
-    return state._replace(draft=source.leave(state.draft, between))
+    return state._replace(draft=source.pause(state.draft, between))
 
 
 def plain(state: State, source, emitted: np.ndarray, count: np.ndarray, hidden=None) -> State:
@@ -129,7 +129,7 @@ def plain(state: State, source, emitted: np.ndarray, count: np.ndarray, hidden=N
 
 @functools.partial(jax.jit, static_argnums=0)
 def _follow(source, memory, hidden, count):
-    return source.follow(memory, hidden, count)
+    return source.commit(memory, None, hidden, count)
 
 
 class Grown(NamedTuple):
@@ -199,7 +199,7 @@ def _seen(grown: Grown, slot: int, rows: np.ndarray, last: int) -> np.ndarray:
 
 
 def propose(source, params, state: State, grown: Grown, shared: bool, model=None):
-    """Runs one round's extend and steps: logits per level, the root's first, and the work."""
+    """Runs one round's begin and steps: logits per level, the root's first, and the work."""
     static, arrays = [], []
     for level in levels_of(grown, shared):
         shape = (level.parents, level.visible)
@@ -215,19 +215,20 @@ def propose(source, params, state: State, grown: Grown, shared: bool, model=None
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _propose(source, static, params, state, arrays, model):
     total = static[0][2] if static else 0
-    logits, work = source.extend(model, params, state, len(static) + 1, total)
-    found = [logits]
+    proposal, work = source.begin(model, params, state, len(static) + 1, total)
+    found = [proposal.scores]
     for (*fixed, constants), (tokens, shape, path) in zip(static, arrays, strict=True):
         if constants is not None:
             shape = [np.frombuffer(x, dtype).reshape(size) for x, dtype, size in constants]
-        logits, work = source.step(model, params, work, Level(*fixed, tokens, *shape, path))
-        found.append(logits)
+        proposal, work = source.step(model, params, work, Level(*fixed, tokens, *shape, path))
+        found.append(proposal.scores)
     return found, work
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def extend(source, params, state, steps, total, model=None):
-    return source.extend(model, params, state, steps, total)
+def begin(source, params, state, steps, total, model=None):
+    proposal, work = source.begin(model, params, state, steps, total)
+    return proposal.scores, work
 
 
 def accept(

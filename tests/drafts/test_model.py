@@ -64,7 +64,7 @@ def test_logits_at_every_node_are_the_models_own_over_rounds(widths, shared, sca
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 5, 8)]
     state = drive.empty_state(source, 3, MAX_LEN, steps, page_size)
     state = drive.place(state, source, layout, prompts, width=8)
-    state = drive.enter(state, source, layout, steps)
+    state = drive.resume(state, source, layout, steps)
     grown = drive.random_tree(rng, 3, widths, VOCAB, shared)
     for round_index in range(3):
         grown = drive.relabelled(rng, grown, VOCAB)
@@ -90,7 +90,7 @@ def test_after_plain_decoding_logits_are_those_of_a_prompt_that_was_read(page_si
         emitted = rng.integers(0, VOCAB, (4, 70))
         state = drive.plain(state, source, emitted, np.array(emit))
         state = state._replace(finish=jnp.where(ended, STOPPED, state.finish))
-        state = drive.enter(state, source, layout, steps)
+        state = drive.resume(state, source, layout, steps)
         assert (state.draft.slots.pending[:3] <= steps + 1).all()
         grown = drive.random_tree(rng, 4, widths, VOCAB, True)
         for _ in range(2):
@@ -100,7 +100,7 @@ def test_after_plain_decoding_logits_are_those_of_a_prompt_that_was_read(page_si
             emitted = rng.integers(0, VOCAB, (4, steps + 1))
             count = np.where(ended, 0, rng.integers(1, steps + 2, 4))
             state = drive.accept(state, source, work, emitted, count)
-        state = drive.leave(state, source, empty.draft.slots)
+        state = drive.pause(state, source, empty.draft.slots)
 
 
 def test_a_slot_that_does_not_run_keeps_its_pending_tokens():
@@ -109,7 +109,7 @@ def test_a_slot_that_does_not_run_keeps_its_pending_tokens():
     memory = state.draft._replace(slots=state.draft.slots._replace(pending=jnp.array([3, 2])))
     state = state._replace(draft=memory, length=jnp.array([5, 6]))
     params = to_decode_layout(draft_params(), DRAFT)
-    work = jax.eval_shape(lambda: source.extend(None, params, state, 3, 2)[1])
+    work = jax.eval_shape(lambda: source.begin(None, params, state, 3, 2)[1])
     after = source.commit(memory, work, None, jnp.array([0, 4]))
     assert after.slots.pending.tolist() == [3, 4]
 
@@ -121,7 +121,7 @@ def test_a_table_of_another_size_gives_the_targets_ids(vocab):
     own, other = ModelSource(DRAFT, VOCAB), ModelSource(DRAFT, vocab)
     layout = to_decode_layout(params, DRAFT)
     state = drive.place(drive.empty_state(own, 1, 16, 2), own, layout, [[3, 1, 4]], 4)
-    (want, _), (got, _) = (drive.extend(s, layout, state, 2, 1) for s in (own, other))
+    (want, _), (got, _) = (drive.begin(s, layout, state, 2, 1) for s in (own, other))
     common = min(vocab, VOCAB)
     assert got.shape == (1, 1, vocab)
     np.testing.assert_array_equal(got[..., :common], want[..., :common])

@@ -104,7 +104,7 @@ def drafted(source, tokens):
     """Logits below the last of some tokens, all of them the prompt."""
     state = drive.empty_state(source, 1, MAX_LEN, 2)
     state = drive.place(state, source, {}, [tokens], len(tokens))
-    return np.asarray(drive.extend(source, {}, state, 2, 0)[0])[0, 0]
+    return np.asarray(drive.begin(source, {}, state, 2, 0)[0])[0, 0]
 
 
 def test_the_longest_match_wins_over_many_short_ones():

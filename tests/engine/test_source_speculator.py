@@ -10,7 +10,7 @@ from flax import nnx
 from tiny import apt, sharpened, tiny_config, tiny_model
 
 from specjax.drafts.model import ModelSource
-from specjax.drafts.mtp_source import MTPSource
+from specjax.drafts.mtp import MTPSource
 from specjax.drafts.ngram import NgramSource
 from specjax.engine.source_speculator import SourceSpeculator
 from specjax.engine.speculate import speculate

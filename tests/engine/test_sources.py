@@ -6,7 +6,7 @@ import pytest
 from tiny import tiny_config, tiny_model
 
 from specjax import SpecConfig
-from specjax.drafts.mtp_source import MTPSource
+from specjax.drafts.mtp import MTPSource
 from specjax.drafts.ngram import NgramSource
 from specjax.engine.runner import Runner
 from specjax.engine.sources import check_vocabulary, load_draft_model

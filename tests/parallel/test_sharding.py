@@ -13,7 +13,7 @@ from specjax.config import Strategy
 from specjax.decode.plan import Plan
 from specjax.decode.state import Lineup, Room, empty_state, per_slot, take_slots
 from specjax.decode.tree import build_tree
-from specjax.drafts.mtp_source import MTPSource
+from specjax.drafts.mtp import MTPSource
 from specjax.models import hf
 from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig, make_mesh, replicated_dims
@@ -157,7 +157,7 @@ def test_slots_are_split_over_the_data_axes_pages_by_heads_noise_by_vocabulary(t
     others = here._replace(noise=here.noise._replace(rows=None))
     for leaf in jax.tree.leaves((per_slot(others), here.table)):
         assert shard(leaf) == (2, *leaf.shape[1:])
-    for leaf in jax.tree.leaves((placed.cache, here.cache, here.draft.cache)):
+    for leaf in jax.tree.leaves((placed.cache, here.cache, here.draft.pages)):
         assert shard(leaf) == split_heads(leaf.shape)
 
 

@@ -16,9 +16,8 @@ from flax import nnx
 from tiny import sharpened, tiny_config
 
 from specjax.decode.state import STOPPED
-from specjax.drafts import mtp_source
-from specjax.drafts.mtp import head_graphdef, init_head_params
-from specjax.drafts.mtp_source import MTPSource
+from specjax.drafts import mtp
+from specjax.drafts.mtp import MTPSource, head_graphdef, init_head_params
 
 VOCAB, MAX_LEN, STEPS = 24, 64, 3
 
@@ -93,11 +92,11 @@ def expected(run: Drafter, slot, path=(), without=range(0)) -> np.ndarray:
 
 
 def enter(run: Drafter, steps) -> Drafter:
-    return run._replace(state=drive.enter(run.state, run.source, run.params, steps, run.target))
+    return run._replace(state=drive.resume(run.state, run.source, run.params, steps, run.target))
 
 
 def leave(run: Drafter) -> Drafter:
-    return run._replace(state=drive.leave(run.state, run.source, run.between))
+    return run._replace(state=drive.pause(run.state, run.source, run.between))
 
 
 def plain(run: Drafter, emitted, count) -> Drafter:
@@ -216,7 +215,7 @@ def test_what_the_window_loses_in_plain_decoding_is_missing_and_nothing_else_is(
 ):
     """Two holes, the second made by two chunks; prompts of one token, slots whose states just fit
     or just do not, slots without any."""
-    monkeypatch.setattr(mtp_source, "WINDOW", 6)
+    monkeypatch.setattr(mtp, "WINDOW", 6)
     rng, lag, window = np.random.default_rng(6), modules - 1, 6 + modules
     run = drafter(modules, prompts_of(rng, 1, 2, 9, 4, 5, 6), page_size)
     assert run.state.draft.slots.hidden.shape[1] == window
