@@ -157,7 +157,7 @@ def policies(args, directory: Path) -> Iterator[Policy]:
 def truncated(cfg: ModelConfig, params, layers: int, tokenizer: str, path: Path) -> None:
     """Writes a checkpoint of a policy's first layers, with its embedding and final norm."""
     first = params | {"layers": jax.tree.map(lambda x: x[:layers], params["layers"])}
-    small = cfg.replace(num_layers=layers, mtp_num_layers=0)
+    small = cfg.replace(layers=cfg.layers[:layers], mtp_num_layers=0)
     hf.save_checkpoint(path, small, first, None, tokenizer)
 
 

@@ -31,9 +31,9 @@ from bench import costs_measure
 from bench.common import user_errors
 from specjax import chips
 from specjax.arguments import ArgumentParser
-from specjax.chips import BYTES, layer_weights, roofline
-from specjax.config import ModelConfig
+from specjax.chips import BYTES, cache_values, layer_weights, roofline
 from specjax.kernels.names import ATTENTION
+from specjax.models.families.dense import dense_config
 
 HERE = Path(__file__).resolve().parent / "costs"
 
@@ -43,7 +43,7 @@ CHIPS = {
     # 8B weights in bfloat16 do not fit one v5e beside a cache.
     "v5e_4": chips.CHIPS["v5e"].times(4, "four v5e as tp 4"),
 }
-QWEN3_8B = ModelConfig(
+QWEN3_8B = dense_config(
     vocab_size=151_936,
     hidden_size=4096,
     intermediate_size=12_288,
@@ -61,9 +61,8 @@ def modelled(name: str, args: argparse.Namespace) -> dict:
     chip, cfg = CHIPS[name], QWEN3_8B
     lm_head = cfg.vocab_size * cfg.hidden_size
     head = lm_head + 2 * cfg.hidden_size**2
-    per_token = 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim
-    largest = max(args.batches) * args.context * per_token
-    needed = BYTES * (cfg.num_layers * layer_weights(cfg) + 2 * lm_head + largest)
+    largest = cache_values(cfg.layers, max(args.batches) * args.context)
+    needed = BYTES * (layer_weights(cfg.layers, cfg.hidden_size) + 2 * lm_head + largest)
     if needed > chip.memory:
         raise ValueError(
             f"weights and {max(args.batches)} caches of {args.context} tokens are "
@@ -72,7 +71,10 @@ def modelled(name: str, args: argparse.Namespace) -> dict:
         )
 
     def verify(batch: int, rows: int) -> float:
-        return roofline(chip, cfg, cfg.num_layers, lm_head, batch, rows, args.context)
+        return roofline(chip, cfg.layers, cfg.hidden_size, lm_head, batch, rows, args.context)
+
+    def draft(batch: int) -> float:
+        return roofline(chip, cfg.layers[:1], cfg.hidden_size, head, batch, 1, args.context)
 
     return {
         "name": f"{name}_8b",
@@ -83,7 +85,7 @@ def modelled(name: str, args: argparse.Namespace) -> dict:
         "context": args.context,
         "batches": list(args.batches),
         "plain": [verify(b, 1) for b in args.batches],
-        "draft": [roofline(chip, cfg, 1, head, b, 1, args.context) for b in args.batches],
+        "draft": [draft(b) for b in args.batches],
         "verify": {str(r): [verify(b, r) for b in args.batches] for r in args.rows},
     }
 

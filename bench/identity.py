@@ -27,6 +27,7 @@ from specjax.drafts.mtp import init_head_params
 from specjax.engine.compare import Difference, first_difference
 from specjax.engine.request import make_jobs
 from specjax.models import hf
+from specjax.models.families.dense import dense_config
 from specjax.models.transformer import Params, init_params
 from specjax.verify.requests import random_params
 
@@ -97,7 +98,7 @@ def random_model(setup: Setup, seed: int) -> tuple[ModelConfig, Params, Params]:
     A `fair` head passes on the last token's embedding, which resembles the policy's state enough
     for whole paths to be accepted now and then.
     """
-    cfg = ModelConfig(
+    cfg = dense_config(
         vocab_size=512,
         hidden_size=48,
         intermediate_size=96,

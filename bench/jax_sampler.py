@@ -19,7 +19,6 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from specjax.config import ModelConfig
-from specjax.models.rope import rope_tables
 from specjax.models.transformer import Params, Transformer, graphdef, to_decode_layout
 
 
@@ -41,7 +40,7 @@ def forward(model: Transformer, cache, tokens: Int[Array, "B T"], start, padding
     mask |= (seen == 0) & (slots[:, None] < padding[:, None, None])
     positions = jnp.maximum(slots - padding[:, None], 0)
     x = model.embed_tokens(tokens)
-    cos, sin = rope_tables(model.cfg, positions)
+    cos, sin = model.cfg.layers[0].mixer.angles(positions)
     written = []
     for block, (k_cache, v_cache) in zip(model.layers, cache, strict=True):
         q, k, v = block.qkv(x, cos, sin)
@@ -77,7 +76,8 @@ def sample_batch(
     """
     model = nnx.merge(graphdef(cfg, cfg.decode_layout), params)
     batch, width = tokens.shape
-    shape = (batch, cfg.num_kv_heads, width + room, cfg.head_dim)
+    (mixer,) = cfg.mixers("attention")
+    shape = (batch, mixer.num_kv_heads, width + room, mixer.head_dim)
     zeros = jnp.zeros(shape, jnp.dtype(cfg.compute_dtype))
     logits, cache = forward(model, [(zeros, zeros)] * cfg.num_layers, tokens, 0, padding)
 

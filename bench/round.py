@@ -37,11 +37,12 @@ from specjax import LLM, ModelConfig, SamplingParams, SpecConfig
 from specjax.decode.options import Features
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.runner import Runner
+from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from specjax.tokenizer import load_tokenizer
 
 SHAPES = {
-    "vocab_1024": ModelConfig(
+    "vocab_1024": dense_config(
         vocab_size=1024,
         hidden_size=192,
         intermediate_size=640,
@@ -51,7 +52,7 @@ SHAPES = {
         head_dim=32,
         mtp_num_layers=1,
     ),
-    "qwen3_0.6b": ModelConfig(
+    "qwen3_0.6b": dense_config(
         vocab_size=151_936,
         hidden_size=1024,
         intermediate_size=3072,

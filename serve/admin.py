@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -195,7 +197,26 @@ def _require_same(there: ModelConfig, cfg: ModelConfig, has_head: bool) -> None:
         if name == "eos_token_ids":  # whose order says nothing
             ours, theirs = sorted(ours), sorted(theirs)
         if ours != theirs:
+            name, ours, theirs = _innermost(name, ours, theirs)
             raise ValueError(f"its {name} is {theirs!r}, that of the model served is {ours!r}")
+
+
+def _innermost(name: str, ours: Any, theirs: Any) -> tuple[str, Any, Any]:
+    """The first part of a value, by its path, in which two of the same kind differ."""
+    if type(ours) is not type(theirs):
+        return name, ours, theirs
+    parts = []
+    if dataclasses.is_dataclass(ours):
+        names = [field.name for field in dataclasses.fields(ours)]
+        parts = [(n, getattr(ours, n), getattr(theirs, n)) for n in names]
+    elif isinstance(ours, tuple) and len(ours) == len(theirs) and name == "layers":
+        parts = [(i, *both) for i, both in enumerate(zip(ours, theirs, strict=True))]
+    elif name == "layers":
+        return "number of layers", len(ours), len(theirs)
+    for part, one, other in parts:
+        if one != other:
+            return _innermost(f"{name}.{part}", one, other)
+    return name, ours, theirs
 
 
 def _cast(weights: Params, dtype: str) -> Params:

@@ -7,8 +7,11 @@ vendor's; nobody reaches them, so seconds that follow from them are lower bounds
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
 
-from specjax.config import ModelConfig
+from specjax.config import Layer
 
 BYTES = 2  # of a number in bfloat16
 
@@ -45,33 +48,61 @@ CHIPS = {
 }
 
 
-def layer_weights(cfg: ModelConfig) -> int:
-    """Weights of one decoder layer, norms left out."""
-    d, heads = cfg.hidden_size, 2 * cfg.num_heads + 2 * cfg.num_kv_heads
-    return d * cfg.head_dim * heads + 3 * d * cfg.intermediate_size
+def layer_weights(layers: Sequence[Layer], width: int) -> int:
+    """Weights of decoder layers that tokens are multiplied with: all but norms and biases."""
+    rows = {
+        layer: (*layer.mixer.params(width).values(), *layer.mlp.params(width).values())
+        for layer in set(layers)
+    }
+    sizes = {
+        layer: sum(math.prod(row.shape) for row in of if row.matrix) for layer, of in rows.items()
+    }
+    return sum(sizes[layer] for layer in layers)
 
 
-def cache_values(cfg: ModelConfig, layers: int, positions: int) -> int:
-    """Numbers that the keys and values of so many positions are."""
-    return 2 * layers * cfg.num_kv_heads * cfg.head_dim * positions
+def cache_values(layers: Sequence[Layer], positions: int) -> int:
+    """Numbers that the keys and values of so many positions are, where no window cuts them off."""
+    heads = (mixer.num_kv_heads * mixer.head_dim for mixer in _attention(layers))
+    return 2 * sum(heads) * positions
 
 
-def attention_operations(cfg: ModelConfig, layers: int, pairs: int) -> int:
-    """Operations of attention over so many pairs of a query's and a key's position."""
-    return 4 * layers * cfg.num_heads * cfg.head_dim * pairs
+def attention_operations(layers: Sequence[Layer], pairs: int) -> int:
+    """Operations of attention over so many pairs of a query's and a key's position, at most."""
+    return 4 * sum(mixer.num_heads * mixer.head_dim for mixer in _attention(layers)) * pairs
+
+
+def _attention(layers: Sequence[Layer]) -> list[Any]:
+    """The mixers of layers.
+
+    Raises:
+      ValueError: some are not attention, whose costs are all that is known here.
+    """
+    mixers = [layer.mixer for layer in layers]
+    if others := sorted({mixer.kind for mixer in mixers} - {"attention"}):
+        raise ValueError(
+            f"the costs of layers with {', '.join(others)} are not known; expected attention alone"
+        )
+    return mixers
 
 
 def roofline(
-    chip: Chip, cfg: ModelConfig, layers: int, extra: int, batch: int, rows: int, context: int
+    chip: Chip,
+    layers: Sequence[Layer],
+    width: int,
+    extra: int,
+    batch: int,
+    rows: int,
+    context: int,
 ) -> float:
-    """Seconds of one forward pass of `layers` layers over batch x rows tokens in bfloat16.
+    """Seconds of one forward pass of layers over batch x rows tokens in bfloat16.
 
     Args:
+      width: of the model.
       extra: further weights that are read and multiplied (language-model head, projections).
       context: tokens in each sample's cache.
     """
-    weights = layers * layer_weights(cfg) + extra
-    read = BYTES * (weights + cache_values(cfg, layers, context * batch))
-    attention = attention_operations(cfg, layers, context * batch * rows)
+    weights = layer_weights(layers, width) + extra
+    read = BYTES * (weights + cache_values(layers, context * batch))
+    attention = attention_operations(layers, context * batch * rows)
     operations = 2 * weights * batch * rows + attention
     return max(read / chip.bandwidth, operations / chip.peak)

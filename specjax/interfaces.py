@@ -37,24 +37,41 @@ Table = Int[Array, "B X"] | None  # page of each stretch of positions; None: pag
 # --- parameters -----------------------------------------------------------------------------------
 
 
+class Fused(NamedTuple):
+    """The array in which decoding keeps one parameter beside others, see `Param`.
+
+    Attributes:
+      name: of that array.
+      order: of this one in it.
+      copies: None: they are joined along the last axis. A number: an array [H] is repeated so often
+        along a new axis before the last, and they are joined along that axis.
+    """
+
+    name: str
+    order: int
+    copies: int | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Param:
     """One array of a model, or of a layer: all that anyone needs to know of it.
 
-    Initialising, loading, exporting, sharding and comparing weights read these rows and nothing
-    else.
+    Initialising, loading, exporting, sharding, fusing and comparing weights read these rows and
+    nothing else.
 
     Attributes:
       shape: in memory; projections are `[in, out]`.
       axes: a logical axis per dimension, see `specjax.parallel.sharding.PHYSICAL`; None is never
         split.
-      names: the tensor in a file, with `{layer}` for the number of the layer; the first is
-        written, the others are read as well.
+      names: the tensor in a file; the first is written, the others are read as well. In the rows
+        of a mixer or an mlp they begin behind the name of the layer.
       transpose: the tensor in a file is `[out, in]`.
       init: standard deviation of random values; None: all ones; 0: all zeros.
+      residual: what it makes is added to the residual stream: random values are divided by the
+        root of twice the number of layers, as in GPT-2.
       matrix: rows of activations are multiplied with it, so that it may become a `Weight`.
-      fused: (name, order) of the array that holds it, in this order, beside others along the last
-        axis where decoding fuses projections that share their input; None: it is left alone.
+      fused: the array that holds it where decoding fuses projections that share their input;
+        None: it is left alone.
     """
 
     shape: tuple[int, ...]
@@ -62,8 +79,9 @@ class Param:
     names: tuple[str, ...] = ()
     transpose: bool = False
     init: float | None = 0.02
+    residual: bool = False
     matrix: bool = False
-    fused: tuple[str, int] | None = None
+    fused: Fused | None = None
 
 
 # --- what a sequence keeps ------------------------------------------------------------------------

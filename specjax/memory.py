@@ -45,7 +45,8 @@ class KVCache(NamedTuple):
 
 def empty_cache(cfg: ModelConfig, pages: int, size: int, layers: int, stacked: bool) -> KVCache:
     """A zeroed cache of pages with `size` positions each."""
-    shape = (pages, cfg.num_kv_heads, size, cfg.head_dim)
+    kv_heads, head_dim = _heads(cfg)
+    shape = (pages, kv_heads, size, head_dim)
     dtype = jnp.dtype(cfg.compute_dtype)
     if stacked:
         return KVCache(*(jnp.zeros((layers, *shape), dtype) for _ in range(2)))
@@ -54,8 +55,20 @@ def empty_cache(cfg: ModelConfig, pages: int, size: int, layers: int, stacked: b
 
 def page_bytes(cfg: ModelConfig, size: int, layers: int) -> int:
     """Bytes of one page of `empty_cache`, keys and values of all layers."""
-    width = cfg.num_kv_heads * size * cfg.head_dim
+    kv_heads, head_dim = _heads(cfg)
+    width = kv_heads * size * head_dim
     return 2 * layers * width * jnp.dtype(cfg.compute_dtype).itemsize
+
+
+def _heads(cfg: ModelConfig) -> tuple[int, int]:
+    """Key and value heads of every layer, and their size."""
+    found = {(mixer.num_kv_heads, mixer.head_dim) for mixer in cfg.mixers("attention")}
+    if len(found) != 1:
+        raise NotImplementedError(
+            f"expected layers of attention with one number and size of key and value heads, got "
+            f"{sorted(found)}"
+        )
+    return found.pop()
 
 
 def with_marked_keys(

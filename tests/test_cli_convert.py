@@ -16,19 +16,20 @@ import tiny_run
 
 from serve.admin import read_weights
 from serve.cli.main import main
-from specjax import LLM, ModelConfig, SamplingParams, SpecConfig
+from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import Checkpointer
 from specjax.checkpoint_format import named_leaves
 from specjax.checkpoint_weights import load_model, load_weights
 from specjax.command_line import parse_config
 from specjax.drafts.mtp import init_head_params
 from specjax.models import hf
+from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from train import rl, sft
 from train.heads import starting_head
 from train.schema import RLConfig, SFTConfig
 
-MIMO = ModelConfig(
+MIMO = dense_config(
     vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2,
     head_dim=8, max_position=64, eos_token_ids=(2, 3), model_type="mimo", qkv_bias=True,
     qk_norm=False, tie_embeddings=False, mtp_num_layers=1, mtp_concat="hidden_first",

@@ -15,9 +15,9 @@ from serve.cli.main import main as command
 from serve.settings import ServeConfig, load_llm
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.command_line import load_config
-from specjax.config import ModelConfig
 from specjax.engine.sources import settle_draft
 from specjax.models import hf
+from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from specjax.spelling import flags
 from specjax.verify.__main__ import _parser as verify_parser
@@ -53,7 +53,7 @@ def tokenizer(tmp_path_factory):
 def directories(tokenizer):
     path, found = tokenizer
     for name, changes in FAMILIES.items():
-        cfg = ModelConfig(
+        cfg = dense_config(
             model_type=name,
             vocab_size=272,
             hidden_size=16,

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from specjax.config import ModelConfig
 from specjax.kernels.reference import contiguous
 from specjax.memory import (
     KVCache,
@@ -18,11 +17,12 @@ from specjax.memory import (
     page_bytes,
     take_rows,
 )
+from specjax.models.families.dense import dense_config
 from specjax.models.transformer import graphdef, init_params
 from specjax.parallel.collectives import received
 from specjax.parallel.sharding import MESH_AXES
 
-CFG = ModelConfig(32, 16, 24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
+CFG = dense_config(32, 16, 24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
 BATCH, STRETCHES = 3, 3
 
 

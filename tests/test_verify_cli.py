@@ -7,18 +7,19 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from specjax import LLM, ModelConfig, SpecConfig
+from specjax import LLM, SpecConfig
 from specjax import verify as checker
 from specjax.decode import accept
 from specjax.drafts import ngram
 from specjax.drafts.mtp import init_head_params
 from specjax.models import hf
+from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from specjax.verify.__main__ import main
 from specjax.verify.requests import OPTION_SHARE, random_requests
 from specjax.verify.statistics import goodness_of_fit
 
-CFG = ModelConfig(
+CFG = dense_config(
     vocab_size=32,
     hidden_size=16,
     intermediate_size=24,

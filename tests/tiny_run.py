@@ -16,9 +16,9 @@ import jax
 import pytest
 
 from specjax import schema
-from specjax.config import ModelConfig
 from specjax.drafts.mtp import init_head_params
 from specjax.models import hf
+from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from specjax.setting_values import read
 from train import data, trainer
@@ -155,7 +155,7 @@ def write_policy(path: Path, with_head: bool = True, **changes) -> Path:
     texts = [t for i in range(200) for t in (demonstrations[i].prompt, demonstrations[i].response)]
     tokenizer = data.train_bpe_tokenizer(texts, 272, path.with_name(f"{path.name}-tokenizer"))
     ends = [tokenizer.convert_tokens_to_ids(c) for c in "aeiostn"]
-    cfg = ModelConfig(
+    cfg = dense_config(
         **{
             "vocab_size": 272,
             "hidden_size": 16,

@@ -14,8 +14,9 @@ import jax
 
 from specjax import chips
 from specjax.chips import Chip
-from specjax.config import ModelConfig
+from specjax.config import Layer, ModelConfig
 from specjax.drafts.model import ModelSource
+from specjax.drafts.mtp import head_layer
 from specjax.parallel.collectives import received
 from train.plan_hlo import Cost, Module
 from train.plan_programs import Program, Shapes, caches, device_bytes
@@ -203,14 +204,11 @@ def with_prefix(cost: Cost, shapes: Shapes, strategy: str, slots: int, context: 
     How long prefixes are is not in the program, so this part is always counted by hand.
     """
     model, ways, pairs = shapes.model, split(shapes), context * slots
-    draft, layers = drafter(shapes)
-    drafting = steps_of(shapes, strategy) * layers
-    read = chips.cache_values(model, model.num_layers, pairs) / ways
-    read += chips.cache_values(draft, drafting, pairs) / ways
-    drafted = drafted_rows(shapes, strategy) * layers
-    operations = chips.attention_operations(draft, drafted, pairs) + chips.attention_operations(
-        model, model.num_layers, pairs * rows_of(shapes, strategy)
-    )
+    _, drafting = drafter(shapes)
+    read = chips.cache_values(model.layers, pairs) / ways
+    read += steps_of(shapes, strategy) * chips.cache_values(drafting, pairs) / ways
+    operations = chips.attention_operations(drafting, pairs * drafted_rows(shapes, strategy))
+    operations += chips.attention_operations(model.layers, pairs * rows_of(shapes, strategy))
     total = Cost()
     total.add(cost)
     total.add(Cost(flops=operations / ways, bytes=_rolled_out(shapes) * read))
@@ -260,14 +258,15 @@ def least_temporaries(shapes: Shapes) -> float:
 def _count(program: Program, given: Mapping[str, float], shapes: Shapes) -> Cost:
     """Operations and bytes of a program by its kind; every input is read once."""
     cfg, model, kind = shapes.cfg, shapes.model, program.key[0]
-    weights = model.num_layers * chips.layer_weights(model) + model.vocab_size * model.hidden_size
+    weights = chips.layer_weights(model.layers, model.hidden_size)
+    weights += model.vocab_size * model.hidden_size
     read = sum(size for name, size in given.items() if name not in ("cache", "state"))
     devices = shapes.mesh.size if shapes.mesh is not None else 1
     if kind in ("accumulate", "score"):
         tokens = cfg.packing.rows * cfg.packing.row_length
         passes = 1 if kind == "score" else 4 if cfg.remat else 3
         pairs = attention_pairs(cfg)
-        attention = chips.attention_operations(model, model.num_layers, pairs)
+        attention = chips.attention_operations(model.layers, pairs)
         return Cost(passes * (2 * weights * tokens + attention) / devices, passes * read)
     if kind == "draft":
         outputs = model.vocab_size * model.hidden_size  # the policy's own distributions
@@ -292,19 +291,21 @@ def _count(program: Program, given: Mapping[str, float], shapes: Shapes) -> Cost
     return Cost(operations / ways, read + (again + outputs) / ways)
 
 
-def drafter(shapes: Shapes) -> tuple[ModelConfig, int]:
-    """The config that what drafts follows, and how many of its layers: the policy's and its head's
+def drafter(shapes: Shapes) -> tuple[ModelConfig, tuple[Layer, ...]]:
+    """The config that what drafts follows, and its layers: the policy's and those of its head's
     modules, or those of a draft model."""
     if isinstance(shapes.source, ModelSource):
-        return shapes.source.cfg, shapes.source.cfg.num_layers
-    return shapes.model, shapes.model.mtp_num_layers
+        return shapes.source.cfg, shapes.source.cfg.layers
+    modules = shapes.model.mtp_num_layers
+    return shapes.model, (head_layer(shapes.model),) * modules if modules else ()
 
 
 def draft_weights(shapes: Shapes) -> int:
     """That one step of drafting multiplies by, the output matrix included."""
     cfg, layers = drafter(shapes)
     inputs = 2 * cfg.hidden_size**2 if cfg is shapes.model else 0  # state and embedding into one
-    return layers * chips.layer_weights(cfg) + inputs + cfg.vocab_size * cfg.hidden_size
+    weights = chips.layer_weights(layers, cfg.hidden_size)
+    return weights + inputs + cfg.vocab_size * cfg.hidden_size
 
 
 def attention_pairs(cfg) -> int:
@@ -334,7 +335,7 @@ def drafted_rows(shapes: Shapes, strategy: str) -> int:
 def model_text(model: ModelConfig) -> str:
     """A model's size, for the head of the table."""
     outside = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
-    weights = model.num_layers * chips.layer_weights(model) + outside
+    weights = chips.layer_weights(model.layers, model.hidden_size) + outside
     return (
         f"{model.model_type}, {weights / 1e9:.2f} G weights: {model.num_layers} layers of width "
         f"{model.hidden_size}, parameters {model.param_dtype}, arithmetic {model.compute_dtype}"

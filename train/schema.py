@@ -11,6 +11,7 @@ from specjax.config import ModelConfig
 from specjax.config.dtype import AUTO, about_dtype, resolve_dtype
 from specjax.config.sampling import SEED_RANGE, is_seed
 from specjax.kernels.names import ATTENTION, ATTENTION_DOC
+from specjax.models.families.dense import dense_config
 from specjax.parallel.distributed import DistributedConfig
 from specjax.parallel.sharding import MeshConfig
 from specjax.schema import Needs, at_least, option
@@ -61,7 +62,7 @@ class ModelSection:
         return {name: getattr(self, name) for name in names}
 
     def build(self, vocab_size: int, eos: int, pad: int, dtypes: DtypeSection) -> ModelConfig:
-        return ModelConfig(
+        return dense_config(
             vocab_size=vocab_size,
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,

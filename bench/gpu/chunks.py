@@ -29,6 +29,7 @@ from specjax.decode.tree import chain_bits
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.executables import Noted
 from specjax.engine.runner import Runner
+from specjax.models.families.dense import dense_config
 from specjax.models.hf_config import read_config
 from specjax.models.transformer import init_params
 from specjax.shipped import find_shipped
@@ -43,7 +44,7 @@ GRAPH = {
 
 
 def _bfloat16(**sizes) -> ModelConfig:
-    return ModelConfig(**sizes, param_dtype="bfloat16", compute_dtype="bfloat16")
+    return dense_config(**sizes, param_dtype="bfloat16", compute_dtype="bfloat16")
 
 
 @functools.cache
@@ -80,7 +81,7 @@ def shape_of(name: str) -> ModelConfig:
         )
     if name == "tiny":
         sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2}
-        return ModelConfig(**sizes, num_heads=2, num_kv_heads=1, head_dim=16)
+        return dense_config(**sizes, num_heads=2, num_kv_heads=1, head_dim=16)
     raise ValueError(f"expected 8B, 1.7B, 135M or tiny, got {name!r}")
 
 
@@ -119,13 +120,13 @@ class Chunk:
 
     def __init__(self, place: Place, size: Size, rule: Callable | None = None):
         cfg = shape_of(size.shape)
-        layers = cfg.num_layers if size.layers is None else size.layers
+        layers = cfg.layers if size.layers is None else (cfg.layers[:1] * size.layers)
         self.size = size
         spec = None if size.strategy == OFF else SpecConfig(size.strategy)
         self.emits = 1 if spec is None else spec.resolve().steps + 1  # of a round at most
         longest = size.context + size.chunks * size.rounds * self.emits + self.emits + 1
         cfg = cfg.replace(
-            num_layers=layers, mtp_num_layers=1, max_position=max(cfg.max_position, longest)
+            layers=layers, mtp_num_layers=1, max_position=max(cfg.max_position, longest)
         )
         tokens = size.rounds * self.emits
         with place.seen():

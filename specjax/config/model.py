@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from specjax.config.checks import choice
 from specjax.spelling import checks_keywords
@@ -10,24 +11,28 @@ from specjax.spelling import checks_keywords
 
 @checks_keywords
 @dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """The `llama3` frequency rescaling of RoPE (Llama 3.1); lengths in tokens."""
+class Layer:
+    """One decoder layer: pre-norm, mixer, residual, pre-norm, mlp, residual.
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
+    Attributes:
+      mixer: a `specjax.interfaces.Mixer`, such as `specjax.models.mixers.attention.Attention`.
+      mlp: a `specjax.interfaces.Mlp`, such as `specjax.models.mlps.dense.Dense`.
+    """
+
+    mixer: Any
+    mlp: Any
 
 
 @checks_keywords
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer: Llama 3, Qwen2, Qwen3 and MiMo are settings of it.
+    """A decoder-only transformer, by its layers; `specjax.models.families.dense.dense_config` makes
+    one whose layers are all alike from flat numbers.
 
     Attributes:
+      vocab_size, hidden_size: V D.
+      layers: what layers it has, in order. Nothing else says how many there are or what they hold.
       model_type: Hugging Face `model_type`; decides weight names on export.
-      hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim: D F L N K H.
-      qkv_bias: biases on q, k and v (Qwen2, MiMo). qk_norm: RMSNorm per head before RoPE (Qwen3).
       mtp_num_layers: MTP modules in the draft head; step s uses module min(s, mtp_num_layers - 1).
       mtp_concat: order of the halves of the head's input, `embedding_first` (DeepSeek, GLM) or
         `hidden_first` (MiMo).
@@ -45,18 +50,10 @@ class ModelConfig:
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[Layer, ...]
     model_type: str = "qwen3"
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
     tie_embeddings: bool = True
-    qkv_bias: bool = False
-    qk_norm: bool = True
     max_position: int = 4096
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -74,21 +71,23 @@ class ModelConfig:
     products: str = "xla"
 
     def __post_init__(self):
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and "
-                f"{self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
         choice("mtp_concat", self.mtp_concat, ("embedding_first", "hidden_first"))
         choice("mtp_target_hidden", self.mtp_target_hidden, ("post_norm", "pre_norm"))
         choice("mtp_recycle", self.mtp_recycle, ("post_norm", "pre_norm"))
 
     @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
     def decode_layout(self) -> str:
         """Of the parameters that decode: `stacked` or `unrolled`, see `models.transformer`."""
         return "stacked" if self.scan_layers else "unrolled"
+
+    def mixers(self, kind: str) -> tuple[Any, ...]:
+        """The different mixers of a kind (`attention`) that the layers have, in order."""
+        found = (layer.mixer for layer in self.layers if layer.mixer.kind == kind)
+        return tuple(dict.fromkeys(found))
 
     def replace(self, **changes) -> ModelConfig:
         return dataclasses.replace(self, **changes)

@@ -25,11 +25,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig, SpecConfig
+from specjax.config.model import Layer
 from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits, take_parents
 from specjax.drafts import ABSORBED
 from specjax.indexing import take_along
-from specjax.interfaces import Cost, Draft, Level, Memory, Needs, Proposal, Room
+from specjax.interfaces import Cost, Draft, Level, Memory, Needs, Param, Proposal, Room
 from specjax.kernels import cpu, dispatch, panels
 from specjax.memory import (
     KVCache,
@@ -40,12 +41,34 @@ from specjax.memory import (
     page_bytes,
     with_marked_keys,
 )
-from specjax.models.layers import INIT_STD, Block, dense, fuse_block, rms_norm
-from specjax.models.rope import rope_tables
+from specjax.models.layers import Block, dense, draw, fuse, layer_rows, rms_norm
 from specjax.models.transformer import Params, append_rows, layers_by_kernel, lm_logits
 from specjax.parallel.context import Context
 
 WINDOW = 128  # target states that a slot remembers while plain decoding runs
+
+
+def head_layer(cfg: ModelConfig) -> Layer:
+    """The decoder layer of each module: the model's last one, which sees all positions.
+
+    Raises:
+      ValueError: that layer has no attention.
+    """
+    last = cfg.layers[-1]
+    if last.mixer.kind != "attention":
+        raise ValueError(
+            f"an MTP head is made like the model's last layer, and needs attention there; got "
+            f"{last.mixer.kind}"
+        )
+    return dataclasses.replace(last, mixer=dataclasses.replace(last.mixer, window=None))
+
+
+def module_rows(cfg: ModelConfig) -> dict[str, Param]:
+    """The rows of a module's arrays outside its layer."""
+    d = cfg.hidden_size
+    scale = Param((d,), (None,), init=None)
+    proj = Param((2 * d, d), (None, "embed"), transpose=True, matrix=True)
+    return {"embed_norm": scale, "hidden_norm": scale, "proj": proj, "norm": scale}
 
 
 class MTPModule(nnx.Module):
@@ -54,13 +77,9 @@ class MTPModule(nnx.Module):
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         """Its layer is fused where products go by panels, see `to_panels`."""
         self.cfg = cfg
-        d, dtype = cfg.hidden_size, jnp.dtype(cfg.param_dtype)
-        self.embed_norm = nnx.Param(jnp.ones((d,), dtype))
-        self.hidden_norm = nnx.Param(jnp.ones((d,), dtype))
-        draw = jax.random.normal(rngs.params(), (2 * d, d), jnp.float32)
-        self.proj = nnx.Param((INIT_STD * draw).astype(dtype))
-        self.layer = Block(cfg, rngs, fused=cfg.products == "panels")
-        self.norm = nnx.Param(jnp.ones((d,), dtype))
+        for name, row in module_rows(cfg).items():
+            setattr(self, name, draw(row, rngs, cfg.param_dtype))
+        self.layer = Block(head_layer(cfg), cfg, rngs, fused=cfg.products == "panels")
 
     def inputs(self, hidden: Float[Array, "B T D"], embedded: Float[Array, "B T D"]) -> Array:
         """The layer's input; `mtp_concat` says which half of `proj` belongs to which operand."""
@@ -122,7 +141,7 @@ class MTPHead(nnx.Module):
             arrays = positions, [cache], prefix_len, visible_bits, buffers, held, table
             x, (kv,) = layers_by_kernel(self.cfg, [module.layer], x, *arrays)
             return *module.outputs(x), kv
-        cos, sin = rope_tables(self.cfg, positions)
+        cos, sin = module.layer.layer.mixer.angles(positions)
         q, k, v = module.layer.qkv(x, cos, sin)
         kv = k, v = with_marked_keys(k, v)
         if scratch is not None:
@@ -154,7 +173,7 @@ class MTPHead(nnx.Module):
         for step, embedded in enumerate(step_embeddings):
             index, module = self.module_for(step)
             x = module.inputs(hidden, embedded)
-            q, k, v = module.layer.qkv(x, *rope_tables(self.cfg, positions + step))
+            q, k, v = module.layer.qkv(x, *module.layer.layer.mixer.angles(positions + step))
             if step == index:  # the module's first use: its rows are the base rows
                 base, own = (k, v), []
                 attended = dispatch.causal_attention(q, k, v, segment_ids, context, kernel=kernel)
@@ -176,8 +195,9 @@ def init_head_params(cfg: ModelConfig, seed: int = 0) -> Params:
 
 def to_panels(params: Params, cfg: ModelConfig) -> Params:
     """A head's parameters with its layers fused, and in panels: see `specjax.kernels.panels`."""
+    rows = layer_rows(head_layer(cfg), cfg.hidden_size)
     blocks = {
-        index: {**module, "layer": fuse_block(module["layer"], cfg)}
+        index: {**module, "layer": fuse(module["layer"], rows)}
         for index, module in params["blocks"].items()
     }
     return panels.pack({**params, "blocks": blocks}, cfg.compute_dtype)

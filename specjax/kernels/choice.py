@@ -137,8 +137,8 @@ def _tpu(generation: str) -> Choice:
 def _no_cpu_kernel(cfg: ModelConfig, devices: int) -> tuple[str | None, bool]:
     """Why the CPU kernel cannot be used, and whether that is worth a warning."""
     reason = cpu.no_kernel(cfg, devices)
-    if reason is None and cfg.head_dim % cpu.WIDTH:
-        reason = f"head_dim must be a multiple of {cpu.WIDTH}, got {cfg.head_dim}"
+    if reason is None:
+        reason = _not_of(cpu.WIDTH, cfg)
     if reason is not None:
         return reason, False
     try:
@@ -152,15 +152,23 @@ def _no_tpu_kernel(kind: str | None, cfg: ModelConfig) -> str | None:
     """Why the TPU kernel cannot be used; `kind` None is not looked at."""
     if kind is not None and kind not in GENERATIONS:
         return f"there are block sizes for {', '.join(tpu.TUNING)}, and this is {kind!r}"
-    if cfg.head_dim % tpu.LANES:
-        return f"head_dim must be a multiple of {tpu.LANES}, got {cfg.head_dim}"
+    return _not_of(tpu.LANES, cfg)
+
+
+def _not_of(width: int, cfg: ModelConfig) -> str | None:
+    """The layers whose heads are no multiple of a width, in words."""
+    sizes = {mixer.head_dim for mixer in cfg.mixers("attention")}
+    if wrong := sorted(size for size in sizes if size % width):
+        return f"head_dim must be a multiple of {width}, got {' and '.join(map(str, wrong))}"
     return None
 
 
 def _library(platform: str, cfg: ModelConfig) -> Choice:
-    if platform in ("gpu", "cuda") and library.cudnn_takes(cfg.head_dim, cfg.compute_dtype):
+    sizes = sorted({mixer.head_dim for mixer in cfg.mixers("attention")})
+    takes = all(library.cudnn_takes(size, cfg.compute_dtype) for size in sizes)
+    if platform in ("gpu", "cuda") and takes:
         return Choice("library:cudnn", "jax.nn.dot_product_attention by cuDNN")
     line = "jax.nn.dot_product_attention in XLA"
     if platform in ("gpu", "cuda"):
-        line += f" (cuDNN has none for {cfg.compute_dtype} heads of {cfg.head_dim})"
+        line += f" (cuDNN has none for {cfg.compute_dtype} heads of {', '.join(map(str, sizes))})"
     return Choice("library:xla", line)

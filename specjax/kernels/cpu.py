@@ -159,10 +159,15 @@ def tree_attention(
 
 
 def runs_layers(cfg: ModelConfig) -> bool:
-    """Whether decoding runs its layers by `layers`, every width being a multiple of 16."""
-    widths = cfg.hidden_size, cfg.intermediate_size, cfg.head_dim
-    kernels = cfg.products == "panels" and cfg.attention == "cpu"
-    return kernels and not any(width % WIDTH for width in widths)
+    """Whether decoding runs its layers by `layers`: they are alike, of attention over all positions
+    and a dense mlp, and every width is a multiple of 16."""
+    if cfg.products != "panels" or cfg.attention != "cpu" or len(set(cfg.layers)) != 1:
+        return False
+    mixer, mlp = cfg.layers[0].mixer, cfg.layers[0].mlp
+    if (mixer.kind, mlp.kind) != ("attention", "dense") or mixer.window is not None:
+        return False
+    widths = cfg.hidden_size, mlp.intermediate_size, mixer.head_dim
+    return not any(width % WIDTH for width in widths)
 
 
 def layers(
@@ -193,6 +198,7 @@ def layers(
     Raises:
       TypeError: an array is not float32.
     """
+    mixer, mlp = cfg.layers[0].mixer, cfg.layers[0].mlp
     names = ["input_norm", "qkv_proj", "qkv_bias", "qk_norm", "o", "post_norm", "gate_up", "down"]
     names = [name for name in names if name in weights[0]]
     arrays = []
@@ -205,7 +211,7 @@ def layers(
     if table is None:
         table = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
     rows = jax.ShapeDtypeStruct(
-        (x.shape[0], cfg.num_kv_heads, x.shape[1], cfg.head_dim), jnp.float32
+        (x.shape[0], mixer.num_kv_heads, x.shape[1], mixer.head_dim), jnp.float32
     )
     load()
     call = jax.ffi.ffi_call(
@@ -214,9 +220,9 @@ def layers(
     out, *kv = call(
         x, cos, sin, prefix_len, bits, table, *arrays,
         layers=np.int64(len(weights)),
-        heads=np.int64(cfg.num_heads),
-        kv_heads=np.int64(cfg.num_kv_heads),
-        hidden=np.int64(cfg.intermediate_size),
+        heads=np.int64(mixer.num_heads),
+        kv_heads=np.int64(mixer.num_kv_heads),
+        hidden=np.int64(mlp.intermediate_size),
         pages=np.int64(pages[0][0].shape[0]),
         size=np.int64(pages[0][0].shape[2]),
         before=np.int64(before[0][0].shape[2] if before else 0),

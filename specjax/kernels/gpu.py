@@ -91,10 +91,11 @@ def no_kernel(platform: str, kind: str, cfg: ModelConfig) -> str | None:
         return f"it is compiled for GPUs, and the device is {platform!r}"
     if not any(name in kind for name in HOPPER):
         return f"it is written for Hopper ({', '.join(HOPPER)}), and this is {kind!r}"
-    if cfg.head_dim not in TUNING or cfg.compute_dtype != "bfloat16":
+    sizes = sorted({mixer.head_dim for mixer in cfg.mixers("attention")})
+    if not set(sizes) <= TUNING.keys() or cfg.compute_dtype != "bfloat16":
         return (
             f"it takes bfloat16 heads of {' or '.join(map(str, TUNING))}, got {cfg.compute_dtype} "
-            f"heads of {cfg.head_dim}"
+            f"heads of {', '.join(map(str, sizes))}"
         )
     return None
 

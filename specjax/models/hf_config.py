@@ -17,9 +17,11 @@ import jax.numpy as jnp
 
 from specjax.checkpoint_files import Keys, read_json, shown
 from specjax.checkpoint_format import CheckpointError
-from specjax.config import ModelConfig, RopeScaling
+from specjax.config import ModelConfig
 from specjax.config.dtype import DTYPES
+from specjax.models.families.dense import dense_config
 from specjax.models.generation_config import sampling_of
+from specjax.models.rope import Rope, RopeScaling
 
 MTP_KEY = "specjax_mtp"
 MTP_COUNT_KEY = "num_nextn_predict_layers"
@@ -107,7 +109,7 @@ def config_of(path: Path, raw: dict[str, Any], generation: Mapping[str, Any]) ->
     sizes = _sizes(keys, name)
     _refuse_unsupported(keys, name, sizes["num_layers"])
     dtype = _dtype(keys) or _stored_dtype(path) or "float32"
-    return ModelConfig(
+    return dense_config(
         **sizes,
         **_rope(keys, sizes["max_position"]),
         **_tokens(keys, Keys(path / "generation_config.json", generation), sizes["vocab_size"]),
@@ -315,11 +317,22 @@ def config_json(cfg: ModelConfig, with_head: bool, dtype: str) -> dict[str, Any]
             f"model_type {cfg.model_type!r} cannot be written; expected one of "
             f"{', '.join(FAMILIES)}"
         )
-    if family.qk_norm != cfg.qk_norm or family.qkv_bias not in (None, cfg.qkv_bias):
+    if len(set(cfg.layers)) != 1:
+        raise UnsupportedModelError(
+            f"model_type {cfg.model_type!r} has layers that are all alike, got "
+            f"{len(set(cfg.layers))} kinds; set a model_type that fits"
+        )
+    mixer, mlp = cfg.layers[0].mixer, cfg.layers[0].mlp
+    if (mixer.kind, mlp.kind) != ("attention", "dense") or mixer.window is not None:
+        raise UnsupportedModelError(
+            f"model_type {cfg.model_type!r} has layers of attention to all positions and a dense "
+            f"mlp, got {mixer} and {mlp}; set a model_type that fits"
+        )
+    if family.qk_norm != mixer.qk_norm or family.qkv_bias not in (None, mixer.qkv_bias):
         raise UnsupportedModelError(
             f"model_type {cfg.model_type!r} has qk_norm {family.qk_norm} and qkv_bias "
-            f"{'free' if family.qkv_bias is None else family.qkv_bias}, got qk_norm {cfg.qk_norm} "
-            f"and qkv_bias {cfg.qkv_bias}; set a model_type that fits"
+            f"{'free' if family.qkv_bias is None else family.qkv_bias}, got qk_norm "
+            f"{mixer.qk_norm} and qkv_bias {mixer.qkv_bias}; set a model_type that fits"
         )
     eos = list(cfg.eos_token_ids)
     out = {
@@ -327,13 +340,13 @@ def config_json(cfg: ModelConfig, with_head: bool, dtype: str) -> dict[str, Any]
         "model_type": cfg.model_type,
         "vocab_size": cfg.vocab_size,
         "hidden_size": cfg.hidden_size,
-        "intermediate_size": cfg.intermediate_size,
+        "intermediate_size": mlp.intermediate_size,
         "num_hidden_layers": cfg.num_layers,
-        "num_attention_heads": cfg.num_heads,
-        "num_key_value_heads": cfg.num_kv_heads,
-        "head_dim": cfg.head_dim,
+        "num_attention_heads": mixer.num_heads,
+        "num_key_value_heads": mixer.num_kv_heads,
+        "head_dim": mixer.head_dim,
         "hidden_act": "silu",
-        "attention_bias": cfg.qkv_bias,
+        "attention_bias": mixer.qkv_bias,
         "attention_dropout": 0.0,
         "max_position_embeddings": cfg.max_position,
         "rms_norm_eps": cfg.rms_norm_eps,
@@ -347,7 +360,7 @@ def config_json(cfg: ModelConfig, with_head: bool, dtype: str) -> dict[str, Any]
     }
     if cfg.model_type != "llama":
         out["use_sliding_window"] = False
-    out |= _rope_json(cfg)
+    out |= _rope_json(mixer.rope)
     if with_head:
         out[MTP_COUNT_KEY] = cfg.mtp_num_layers
         concat = family.concat if cfg.model_type == "mimo" else cfg.mtp_concat
@@ -364,20 +377,20 @@ def mtp_json(cfg: ModelConfig) -> dict[str, str]:
     }
 
 
-def _rope_json(cfg: ModelConfig) -> dict[str, Any]:
+def _rope_json(rope: Rope) -> dict[str, Any]:
     scaling = None
-    if cfg.rope_scaling is not None:
+    if rope.scaling is not None:
         scaling = {
             "rope_type": "llama3",
-            "factor": cfg.rope_scaling.factor,
-            "low_freq_factor": cfg.rope_scaling.low_freq_factor,
-            "high_freq_factor": cfg.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": cfg.rope_scaling.original_max_position,
+            "factor": rope.scaling.factor,
+            "low_freq_factor": rope.scaling.low_freq_factor,
+            "high_freq_factor": rope.scaling.high_freq_factor,
+            "original_max_position_embeddings": rope.scaling.original_max_position,
         }
-    parameters = {"rope_theta": cfg.rope_theta, **(scaling or {"rope_type": "default"})}
+    parameters = {"rope_theta": rope.theta, **(scaling or {"rope_type": "default"})}
     return {
         "rope_parameters": parameters,
-        "rope_theta": cfg.rope_theta,
+        "rope_theta": rope.theta,
         "rope_scaling": scaling,
     }
 

@@ -192,7 +192,7 @@ def zero_biases(cfg: ModelConfig, style: str | None) -> dict[str, tuple[int, ...
     transformers gives Llama and Qwen3 with `attention_bias` a bias there as well; checkpoints that
     were converted from a family without one hold zeros.
     """
-    if not cfg.qkv_bias or FAMILIES[cfg.model_type].qkv_bias:
+    if not cfg.layers[0].mixer.qkv_bias or FAMILIES[cfg.model_type].qkv_bias:
         return {}
     prefixes = [f"model.layers.{i}." for i in range(cfg.num_layers)]
     if style is not None:

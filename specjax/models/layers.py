@@ -1,6 +1,8 @@
-"""The parts of a decoder layer; a `Block` holds one layer's arrays, or all layers' stacked."""
+"""The parts of a decoder layer; a `Block` holds the arrays of one, or of several, stacked."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +10,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from specjax.config import ModelConfig
+from specjax.config.model import Layer
+from specjax.interfaces import Param, Params
 from specjax.kernels import panels
-from specjax.models.rope import apply_rope
-
-INIT_STD = 0.02
 
 
 def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "... D"], eps: float) -> Array:
@@ -53,109 +54,115 @@ def _dense_bwd(residuals, d_out):
 _dense.defvjp(lambda x, weight: (x @ weight, (x, weight)), _dense_bwd)
 
 
-class Block(nnx.Module):
-    """Attention and gated feed-forward with pre-norms; stacked when `stack` is a number of layers.
+def layer_rows(layer: Layer, width: int) -> dict[str, Param]:
+    """One row per array of a layer: its norms, its mixer and its mlp."""
+    norms = {
+        "input_norm": Param((width,), (None,), ("input_layernorm.weight",), init=None),
+        "post_norm": Param((width,), (None,), ("post_attention_layernorm.weight",), init=None),
+    }
+    mixer, mlp = layer.mixer.params(width), layer.mlp.params(width)
+    if twice := norms.keys() & mixer.keys() | (norms.keys() | mixer.keys()) & mlp.keys():
+        raise ValueError(
+            f"{layer}: expected different names for the arrays of mixer, mlp and norms, got "
+            f"{', '.join(sorted(twice))} more than once"
+        )
+    return norms | mixer | mlp
 
-    Projections are stored `[in, out]`, transposed from Hugging Face's `[out, in]`. A `fused` block
-    keeps q, k, v side by side in one weight, and gate and up in another: at a few rows per step
-    the number of operations, not their size, is what decoding costs. See `fuse_block`.
+
+def draw(row: Param, rngs: nnx.Rngs, dtype: str, lead: tuple[int, ...] = (), depth: int = 1):
+    """Initial values of an array, with `lead` axes before its own.
+
+    Args:
+      depth: layers of the model, see `Param.residual`.
+    """
+    shape = lead + row.shape
+    if not row.init:
+        return nnx.Param(jnp.full(shape, 1 if row.init is None else 0, jnp.dtype(dtype)))
+    std = row.init / (2 * max(depth, 1)) ** 0.5 if row.residual else row.init
+    values = std * jax.random.normal(rngs.params(), shape, jnp.float32)
+    return nnx.Param(values.astype(jnp.dtype(dtype)))
+
+
+class Block(nnx.Module):
+    """One layer with pre-norms, or `stack` such layers, stacked; see `layer_rows`.
+
+    A `fused` block has arrays of several parameters side by side, see `fuse`: at a few rows per
+    step the number of operations, not their size, is what decoding costs.
     """
 
     def __init__(
-        self, cfg: ModelConfig, rngs: nnx.Rngs, stack: int | None = None, fused: bool = False
+        self,
+        layer: Layer,
+        cfg: ModelConfig,
+        rngs: nnx.Rngs,
+        stack: int | None = None,
+        fused: bool = False,
     ):
-        self.cfg, self.fused = cfg, fused
-        lead = () if stack is None else (stack,)
-        dtype = jnp.dtype(cfg.param_dtype)
-        d, f = cfg.hidden_size, cfg.intermediate_size
-        q_width, kv_width = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
-
-        def normal(*shape, std=INIT_STD):
-            draw = jax.random.normal(rngs.params(), lead + shape, jnp.float32)
-            return nnx.Param((std * draw).astype(dtype))
-
-        def constant(value, *shape):
-            return nnx.Param(jnp.full(lead + shape, value, dtype))
-
-        residual_std = INIT_STD / (2 * max(cfg.num_layers, 1)) ** 0.5  # GPT-2's depth scaling
-        self.input_norm, self.post_norm = constant(1, d), constant(1, d)
-        self.o = normal(q_width, d, std=residual_std)
+        self.layer, self.cfg = layer, cfg
+        rows = layer_rows(layer, cfg.hidden_size)
         if fused:
-            self.qkv_proj = normal(d, q_width + 2 * kv_width)
-            self.gate_up = normal(d, 2 * f)
-        else:
-            self.q, self.k, self.v = normal(d, q_width), normal(d, kv_width), normal(d, kv_width)
-            self.gate, self.up = normal(d, f), normal(d, f)
-        if cfg.qkv_bias and fused:
-            self.qkv_bias = constant(0, q_width + 2 * kv_width)
-        elif cfg.qkv_bias:
-            self.q_bias, self.k_bias = constant(0, q_width), constant(0, kv_width)
-            self.v_bias = constant(0, kv_width)
-        if cfg.qk_norm and fused:  # one scale per head
-            self.qk_norm = constant(1, cfg.num_heads + cfg.num_kv_heads, cfg.head_dim)
-        elif cfg.qk_norm:
-            self.q_norm, self.k_norm = constant(1, cfg.head_dim), constant(1, cfg.head_dim)
-        self.down = normal(f, d, std=residual_std)
+            rows = fused_rows(rows)
+        self.names = tuple(rows)
+        lead = () if stack is None else (stack,)
+        for name, row in rows.items():
+            setattr(self, name, draw(row, rngs, cfg.param_dtype, lead, cfg.num_layers))
 
     def arrays(self) -> dict[str, Array]:
         """The layer's arrays by their names."""
-        return {path[-1]: x[...] for path, x in nnx.to_flat_state(nnx.state(self, nnx.Param))}
-
-    def _project(self, x, weight: str, bias: str | None = None):
-        out = dense(x, getattr(self, weight)[...].astype(x.dtype))
-        return out if bias is None else out + getattr(self, bias)[...].astype(x.dtype)
-
-    def _heads(self, x, norm: str | None = None):
-        """[B T M*H] to head-major [B M T H], normed per head."""
-        b, t, width = x.shape
-        x = x.reshape(b, t, width // self.cfg.head_dim, self.cfg.head_dim)
-        if norm is not None:
-            x = rms_norm(x, getattr(self, norm)[...], self.cfg.rms_norm_eps)
-        return x.transpose(0, 2, 1, 3)
+        return {name: getattr(self, name)[...] for name in self.names}
 
     def qkv(self, x: Float[Array, "B T D"], cos, sin) -> tuple[Array, Array, Array]:
         """Normed and rotated queries [B N T H], keys and values [B K T H]."""
-        cfg = self.cfg
-        x = rms_norm(x, self.input_norm[...], cfg.rms_norm_eps)
-        if self.fused:
-            out = self._project(x, "qkv_proj", "qkv_bias" if cfg.qkv_bias else None)
-            qk, v = jnp.split(out, [(cfg.num_heads + cfg.num_kv_heads) * cfg.head_dim], axis=-1)
-            qk = apply_rope(self._heads(qk, "qk_norm" if cfg.qk_norm else None), cos, sin)
-            q, k = jnp.split(qk, [cfg.num_heads], axis=1)
-            return q, k, self._heads(v)
-        q, k, v = (
-            self._project(x, name, f"{name}_bias" if cfg.qkv_bias else None) for name in "qkv"
-        )
-        q = self._heads(q, "q_norm" if cfg.qk_norm else None)
-        k = self._heads(k, "k_norm" if cfg.qk_norm else None)
-        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), self._heads(v)
+        x = rms_norm(x, self.input_norm[...], self.cfg.rms_norm_eps)
+        return self.layer.mixer.project(self.arrays(), x, cos, sin)
 
     def finish(self, x: Float[Array, "B T D"], attended: Float[Array, "B N T H"]) -> Array:
-        """Output projection, residual, and the gated feed-forward."""
-        b, n, t, h = attended.shape
-        merged = attended.transpose(0, 2, 1, 3).reshape(b, t, n * h)
-        x = x + self._project(merged, "o")
+        """Output projection, residual, and the feed-forward."""
+        w = self.arrays()
+        x = x + self.layer.mixer.output(w, attended)
         y = rms_norm(x, self.post_norm[...], self.cfg.rms_norm_eps)
-        if self.fused:
-            gate, up = jnp.split(self._project(y, "gate_up"), 2, axis=-1)
+        return x + self.layer.mlp.run(w, y)[0]
+
+
+# --- parameters side by side ----------------------------------------------------------------------
+
+
+def _groups(rows: Mapping[str, Param]) -> dict[str, list[str]]:
+    """Arrays that decoding keeps, and the parameters in each of them, in order."""
+    found: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        if row.fused is not None:
+            found.setdefault(row.fused.name, []).append(name)
+    return {into: sorted(of, key=lambda name: rows[name].fused.order) for into, of in found.items()}
+
+
+def fused_rows(rows: Mapping[str, Param]) -> dict[str, Param]:
+    """The rows of a layer's arrays as `fuse` leaves them."""
+    out = {name: row for name, row in rows.items() if row.fused is None}
+    for into, names in _groups(rows).items():
+        first, copies = rows[names[0]], [rows[name].fused.copies for name in names]
+        if None in copies:
+            shape = (*first.shape[:-1], sum(rows[name].shape[-1] for name in names))
         else:
-            gate, up = self._project(y, "gate"), self._project(y, "up")
-        return x + self._project(jax.nn.silu(gate) * up, "down")
+            shape = (*first.shape[:-1], sum(copies), first.shape[-1])
+        whole = (None,) * len(shape)
+        out[into] = Param(shape, whole, init=first.init, matrix=first.matrix)
+    return out
 
 
-def fuse_block(params: dict, cfg: ModelConfig) -> dict:
-    """Parameters of a plain block to those of a fused one; works on stacked ones as well."""
+def fuse(params: Params, rows: Mapping[str, Param]) -> Params:
+    """A layer's parameters as decoding keeps them; works on stacked ones as well.
 
-    def join(*names):
-        return jnp.concatenate([params[n] for n in names], axis=-1)
-
-    gone = {"q", "k", "v", "gate", "up", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm"}
-    fused = {name: value for name, value in params.items() if name not in gone}
-    fused |= {"qkv_proj": join("q", "k", "v"), "gate_up": join("gate", "up")}
-    if "q_bias" in params:
-        fused["qkv_bias"] = join("q_bias", "k_bias", "v_bias")
-    if "q_norm" in params:
-        heads = [("q_norm", cfg.num_heads), ("k_norm", cfg.num_kv_heads)]
-        scales = [jnp.repeat(params[n][..., None, :], count, axis=-2) for n, count in heads]
-        fused["qk_norm"] = jnp.concatenate(scales, axis=-2)
-    return fused
+    Args:
+      rows: of the layer, see `layer_rows`.
+    """
+    out = {name: params[name] for name, row in rows.items() if row.fused is None}
+    for into, names in _groups(rows).items():
+        parts = {name: params[name] for name in names}
+        copies = {name: rows[name].fused.copies for name in names}
+        if None in copies.values():
+            out[into] = jnp.concatenate(list(parts.values()), axis=-1)
+            continue
+        repeated = [jnp.repeat(x[..., None, :], copies[n], axis=-2) for n, x in parts.items()]
+        out[into] = jnp.concatenate(repeated, axis=-2)
+    return out

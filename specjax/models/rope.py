@@ -2,40 +2,56 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specjax.config import ModelConfig
+from specjax.spelling import checks_keywords
 
 
-def inverse_frequencies(cfg: ModelConfig) -> np.ndarray:
-    """Frequencies [H/2] in radians per token, rescaled as Llama 3.1 does when the config says so.
+@checks_keywords
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """The `llama3` frequency rescaling of RoPE (Llama 3.1); lengths in tokens."""
 
-    Low frequencies are divided by `factor`, high ones kept, those between interpolated
-    (transformers `modeling_rope_utils._compute_llama3_parameters`).
-    """
-    exponents = np.arange(0, cfg.head_dim, 2, dtype=np.float32) / cfg.head_dim
-    freqs = (1.0 / cfg.rope_theta**exponents).astype(np.float32)
-    scaling = cfg.rope_scaling
-    if scaling is None:
-        return freqs
-    wavelength = 2 * math.pi / freqs
-    turns = scaling.original_max_position / wavelength
-    smooth = (turns - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    smooth = np.clip(smooth, 0.0, 1.0)
-    return ((1 - smooth) * freqs / scaling.factor + smooth * freqs).astype(np.float32)
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+    def rescale(self, freqs: np.ndarray) -> np.ndarray:
+        """Low frequencies are divided by `factor`, high ones kept, those between interpolated
+        (transformers `modeling_rope_utils._compute_llama3_parameters`)."""
+        wavelength = 2 * math.pi / freqs
+        turns = self.original_max_position / wavelength
+        smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        smooth = np.clip(smooth, 0.0, 1.0)
+        return ((1 - smooth) * freqs / self.factor + smooth * freqs).astype(np.float32)
+
+
+@checks_keywords
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """The base of the frequencies, and how they are rescaled."""
+
+    theta: float = 10_000.0
+    scaling: RopeScaling | None = None
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """Frequencies [H/2] in radians per token."""
+        exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
+        freqs = (1.0 / self.theta**exponents).astype(np.float32)
+        return freqs if self.scaling is None else self.scaling.rescale(freqs)
 
 
 def rope_tables(
-    cfg: ModelConfig, positions: Int[Array, "B T"]
+    rope: Rope, head_dim: int, positions: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"]]:
-    """Cosines and sines at the given absolute positions, float32, once per forward pass."""
-    angles = positions[..., None].astype(jnp.float32) * inverse_frequencies(cfg)
+    """Cosines and sines at the given absolute positions, float32."""
+    angles = positions[..., None].astype(jnp.float32) * rope.frequencies(head_dim)
     angles = jnp.concatenate([angles, angles], axis=-1)
     return jnp.cos(angles), jnp.sin(angles)
 

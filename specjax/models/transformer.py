@@ -1,4 +1,4 @@
-"""One decoder-only transformer, driven by `ModelConfig`: Llama 3, Qwen2, Qwen3, MiMo.
+"""One decoder-only transformer, whose layers are those that `ModelConfig` names.
 
 Three ways through the same layers: `hidden` (training on packed rows), `prefill` (prompts, keys and
 values out) and `decode` (tree rows against a read-only cache, new keys and values out). The cache
@@ -21,13 +21,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig
+from specjax.interfaces import Param, Params
 from specjax.kernels import cpu, dispatch, panels
 from specjax.memory import KVCache, Table, with_marked_keys
-from specjax.models.layers import INIT_STD, Block, fuse_block, rms_norm
-from specjax.models.rope import rope_tables
+from specjax.models.layers import Block, draw, fuse, layer_rows, rms_norm
+from specjax.models.stacks import part_of, stacks, tree_of
 from specjax.parallel.context import Context, pin_rows
-
-Params = dict
 
 
 class Transformer(nnx.Module):
@@ -35,22 +34,21 @@ class Transformer(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, layout: str = "stacked"):
         self.cfg = cfg
-        dtype = jnp.dtype(cfg.param_dtype)
+        rows = top_rows(cfg)
 
-        def table(*shape):
-            draw = jax.random.normal(rngs.params(), shape, jnp.float32)
-            return nnx.Param((INIT_STD * draw).astype(dtype))
+        def array(name):
+            return draw(rows[name], rngs, cfg.param_dtype)
 
-        self.embed = table(cfg.vocab_size, cfg.hidden_size)
+        self.embed = array("embed")
         if layout == "stacked":
-            self.layers = Block(cfg, rngs, stack=cfg.num_layers)
+            self.layers = stacked_blocks(cfg, rngs)
         else:
-            self.layers = nnx.List([Block(cfg, rngs, fused=True) for _ in range(cfg.num_layers)])
-        self.norm = nnx.Param(jnp.ones((cfg.hidden_size,), dtype))
+            self.layers = nnx.List([Block(layer, cfg, rngs, fused=True) for layer in cfg.layers])
+        self.norm = array("norm")
         # The unrolled layout unties: decoding would transpose the embedding at every draft step.
         self.tied = cfg.tie_embeddings and layout == "stacked"
         if not self.tied:
-            self.lm_head = table(cfg.hidden_size, cfg.vocab_size)
+            self.lm_head = array("lm_head")
 
     # --- three ways through the layers -------------------------------------------------------
 
@@ -168,7 +166,7 @@ class Transformer(nnx.Module):
 
     def _forward(self, tokens, positions, attend: Callable, cache=None, keep_kv=True):
         x = self.embed_tokens(tokens)
-        cos, sin = rope_tables(self.cfg, positions)
+        cos, sin = rope_angles(self.cfg, positions)
 
         def layer(block, x, layer_cache):
             attended, kv = attend(*block.qkv(x, cos, sin), layer_cache)
@@ -226,7 +224,7 @@ def layers_by_kernel(
       states, and each layer's keys and values: of the rows, or the buffers with these filled in.
     """
     before = held and [tuple(buffer[:, :, :held] for buffer in pair) for pair in buffers]
-    weights, angles = [block.arrays() for block in blocks], rope_tables(cfg, positions)
+    weights, angles = [block.arrays() for block in blocks], rope_angles(cfg, positions)
     x, rows = cpu.layers(
         cfg, weights, x, *angles, pages, prefix_len, visible_bits, before or None, table
     )
@@ -275,6 +273,43 @@ def lm_logits(normed: Float[Array, "... D"], head: Float[Array, "..."]) -> Float
     return jnp.matmul(normed, head.astype(normed.dtype), preferred_element_type=jnp.float32)
 
 
+# --- parameters ----------------------------------------------------------------------------------
+
+
+def top_rows(cfg: ModelConfig) -> dict[str, Param]:
+    """The rows of the arrays outside the layers, the head's too where it is tied."""
+    v, d = cfg.vocab_size, cfg.hidden_size
+    return {
+        "embed": Param((v, d), ("vocab", "embed"), ("model.embed_tokens.weight",)),
+        "norm": Param((d,), (None,), ("model.norm.weight",), init=None),
+        "lm_head": Param(
+            (d, v), ("embed", "vocab"), ("lm_head.weight",), transpose=True, matrix=True
+        ),
+    }
+
+
+def stacked_blocks(cfg: ModelConfig, rngs: nnx.Rngs) -> Block | nnx.Dict:
+    """All layers as training and checkpoints have them, see `specjax.models.stacks`."""
+
+    def one(stack) -> Block:
+        return Block(stack.layer, cfg, rngs, stack=len(stack.numbers))
+
+    made = tree_of(cfg.layers, one)
+    return made if isinstance(made, Block) else nnx.Dict(made)
+
+
+def rope_angles(cfg: ModelConfig, positions: Int[Array, "B T"]) -> tuple[Array, Array]:
+    """Cosines and sines of the positions, which all layers share.
+
+    Raises:
+      NotImplementedError: the layers have several.
+    """
+    found = {(mixer.rope, mixer.head_dim) for mixer in cfg.mixers("attention")}
+    if len(found) != 1:
+        raise NotImplementedError(f"expected layers with one RoPE, got {sorted(map(str, found))}")
+    return cfg.layers[0].mixer.angles(positions)
+
+
 def init_params(cfg: ModelConfig, seed: int = 0) -> Params:
     """Random stacked parameters as a plain nested dict."""
     return nnx.to_pure_dict(nnx.state(Transformer(cfg, nnx.Rngs(seed)), nnx.Param))
@@ -296,7 +331,10 @@ def to_decode_layout(params: Params, cfg: ModelConfig) -> Params:
 
 def unroll_layers(params: Params, cfg: ModelConfig) -> Params:
     """Stacked parameters to the `unrolled` layout: projections fused, the head never tied."""
-    fused = fuse_block(params["layers"], cfg)
-    layers = {i: jax.tree.map(lambda a, i=i: a[i], fused) for i in range(cfg.num_layers)}
+    layers = {}
+    for stack in stacks(cfg.layers):
+        fused = fuse(part_of(params["layers"], stack), layer_rows(stack.layer, cfg.hidden_size))
+        for row, number in enumerate(stack.numbers):
+            layers[number] = jax.tree.map(lambda a, row=row: a[row], fused)
     head = params["embed"].T if cfg.tie_embeddings else params["lm_head"]
-    return {**params, "layers": layers, "lm_head": head}
+    return {**params, "layers": dict(sorted(layers.items())), "lm_head": head}

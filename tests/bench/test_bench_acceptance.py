@@ -9,16 +9,17 @@ import pytest
 from bench import acceptance, acceptance_plot, cpu, full_batch, invariant, round_parts
 from bench import round as bench_round
 from bench.acceptance_arms import ALIGNED_SETTINGS, SETTINGS, TREES, Arm, aligned_arms, arms
-from specjax import ModelConfig, SpecConfig
+from specjax import SpecConfig
 from specjax.decode.chunk import Until
 from specjax.decode.options import Features
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.pages import NOBODYS
 from specjax.engine.runner import Runner
 from specjax.models import hf
+from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 
-SMALL = ModelConfig(
+SMALL = dense_config(
     vocab_size=40,
     hidden_size=16,
     intermediate_size=32,

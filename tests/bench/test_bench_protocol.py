@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from bench import hlo, host, protocol, traffic, workloads
-from specjax import LLM, ModelConfig, SamplingParams, SpecConfig
+from specjax import LLM, SamplingParams, SpecConfig
 from specjax.drafts.mtp import init_head_params
 from specjax.models import hf
+from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params, to_decode_layout
 from specjax.tokenizer import load_tokenizer
 from train import data
@@ -97,7 +98,7 @@ def test_a_program_that_was_compiled_here_can_be_counted():
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_bytes_of_a_round_are_what_one_computes_by_hand(scan):
-    cfg = ModelConfig(
+    cfg = dense_config(
         vocab_size=100,
         hidden_size=16,
         intermediate_size=32,
@@ -115,7 +116,7 @@ def test_bytes_of_a_round_are_what_one_computes_by_hand(scan):
     attention = 16 * (4 + 2 + 2) * 8 + 4 * 8 * 16
     layer = attention + 3 * 16 * 32 + 2 * 16  # and two norms
     scales = 2 * layer + 16 + 100 * 16  # final norm, language-model head
-    assert cfg.qk_norm
+    assert cfg.layers[0].mixer.qk_norm
     # One scale per head where projections are fused, else one for all.
     scales += 2 * 8 * ((4 + 2) if not scan else 2)
     kept = 2 * 2 * 8  # keys and values of a position in one layer

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.config import ModelConfig, Strategy
+from specjax.config import Strategy
 from specjax.decode import report, sampling
 from specjax.decode.draft import Draft
 from specjax.decode.history import Rows, context_of, count_tokens
@@ -18,9 +18,10 @@ from specjax.decode.options import Features, neutral
 from specjax.decode.plan import Plan
 from specjax.decode.state import EMPTY, RUNNING, DecodeState
 from specjax.decode.tree import Acceptance, build_tree
+from specjax.models.families.dense import dense_config
 
 V = 12
-CFG = ModelConfig(V, 8, 8, 1, 1, 1, 8)
+CFG = dense_config(V, 8, 8, 1, 1, 1, 8)
 ALL = Features.all()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from specjax.config import ModelConfig, Strategy
+from specjax.config import Strategy
 from specjax.decode import rng
 from specjax.decode.admit import Admission, Piece, empty_tails, place, prefill
 from specjax.decode.options import neutral
@@ -24,6 +24,7 @@ from specjax.decode.state import (
 from specjax.decode.tree import build_tree, chain_bits, plain_bits
 from specjax.drafts.mtp import MTPSource, head_graphdef, init_head_params
 from specjax.interfaces import Level
+from specjax.models.families.dense import dense_config
 from specjax.models.transformer import graphdef, init_params, to_decode_layout
 
 VOCAB, MAX_LEN, PAGE = 24, 32, 8
@@ -50,7 +51,7 @@ class Models(NamedTuple):
 
 
 def models(modules) -> Models:
-    cfg = ModelConfig(VOCAB, 16, 24, 1, 4, 2, 8, max_position=64, mtp_num_layers=modules)
+    cfg = dense_config(VOCAB, 16, 24, 1, 4, 2, 8, max_position=64, mtp_num_layers=modules)
 
     def scaled(tree):
         return jax.tree.map(lambda x: 10 * x if x.ndim > 1 else x, tree)

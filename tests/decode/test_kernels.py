@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.config import ModelConfig, SpecConfig
+from specjax.config import SpecConfig
 from specjax.decode.tree import ancestors, pack_bits
 from specjax.engine.runner import Runner
 from specjax.kernels import dispatch
+from specjax.models.families.dense import dense_config
 
 HEAD = 4
 
@@ -201,7 +202,7 @@ def test_attention_by_position_over_pages_is_bit_by_bit_that_over_the_positions_
 @pytest.mark.parametrize("page_size", [16, 32, 0, None])
 def test_every_table_has_room_for_a_path_behind_the_longest_prefix(max_len, strategy, page_size):
     """Or attention by position would put the path over the end of the prefix."""
-    cfg = ModelConfig(32, 16, 24, 1, 2, 1, 8, mtp_num_layers=1)
+    cfg = dense_config(32, 16, 24, 1, 2, 1, 8, mtp_num_layers=1)
     spec = SpecConfig(strategy, invariant=True)
     runner = Runner(cfg, spec, batch=2, max_len=max_len, page_size=page_size)
     longest = max_len - 2  # one token below the limit, and the root is not in the cache

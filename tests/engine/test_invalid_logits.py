@@ -1,6 +1,5 @@
 """A sample whose logits are no distribution ends by an error; nobody else notices."""
 
-import dataclasses
 import functools
 
 import jax
@@ -12,11 +11,12 @@ from tiny import apt, tiny_config, tiny_model
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.decode import sampling
 from specjax.engine.request import InvalidLogitsError
+from specjax.models.families.dense import change_dense
 from specjax.models.transformer import Transformer
 
 VOCAB, MAX_LEN, BATCH, TOKENS = 64, 48, 3, 24
 CFG = tiny_config(VOCAB)
-WIDE = dataclasses.replace(CFG, intermediate_size=32, head_dim=16)  # the kernels for CPUs take it
+WIDE = change_dense(CFG, intermediate_size=32, head_dim=16)  # the kernels for CPUs take it
 MASKED = 60  # tokens from here on never come: their logits are -inf, as in padded vocabularies
 UNHEARD = 9  # nor does this one, and its embedding is NaN
 # What becomes of a row whose best token is the one named.

@@ -17,6 +17,7 @@ from specjax.engine.plans import Arm
 from specjax.engine.request import make_jobs
 from specjax.engine.sequence import Progress
 from specjax.engine.settings import EngineConfig
+from specjax.models.families.dense import change_dense
 from specjax.verify.requests import random_requests
 
 VOCAB, MAX_LEN, EOS = 64, 56, 7
@@ -33,7 +34,7 @@ def model(dtype: str, layers: int):
         param_dtype=dtype,
         compute_dtype=dtype,
     )
-    cfg = cfg.replace(hidden_size=96, intermediate_size=128, head_dim=32)
+    cfg = change_dense(cfg, hidden_size=96, intermediate_size=128, head_dim=32)
     cfg, params, head = tiny_model(cfg, seed=2, factor=4.0, embed_std=0.3)
     return cfg, params, apt(head, cfg)
 

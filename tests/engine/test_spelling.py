@@ -9,11 +9,12 @@ import pytest
 from tiny import tiny_config
 
 from specjax import LLM, ControlConfig, EngineConfig, SamplingParams, SpecConfig
-from specjax.config.model import ModelConfig, RopeScaling
+from specjax.config.model import ModelConfig
 from specjax.control.bandit import BanditConfig
 from specjax.control.ema import EmaConfig
 from specjax.control.fastrl import FastRLSettings, read_fastrl
 from specjax.control.goodput import GoodputConfig
+from specjax.models.rope import RopeScaling
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ from specjax.control.goodput import GoodputConfig
         (EngineConfig, "chunk_token", "chunk_tokens"), (ControlConfig, "control", "controller"),
         (ControlConfig, "strategy", "strategies"), (EmaConfig, "alpha", "ema_alpha"),
         (BanditConfig, "epsilom", "epsilon"), (GoodputConfig, "hysterisis", "hysteresis"),
-        (FastRLSettings, "strategy", "strategies"), (ModelConfig, "num_layer", "num_layers"),
+        (FastRLSettings, "strategy", "strategies"), (ModelConfig, "hidden_sizes", "hidden_size"),
         (RopeScaling, "factors", "factor"),
     ],
 )  # fmt: skip

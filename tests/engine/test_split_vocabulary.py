@@ -18,6 +18,7 @@ from specjax.decode.options import Features
 from specjax.decode.state import Lineup
 from specjax.engine.compare import first_difference
 from specjax.engine.request import make_jobs
+from specjax.models.families.dense import change_dense
 from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig, make_mesh
 from specjax.verify.requests import random_requests
@@ -31,7 +32,7 @@ LAYOUTS = [(data, 8 // data) for data in (1, 2, 4, 8)]
 @functools.cache
 def model():
     """Eight heads of either kind, so that every layout splits them."""
-    cfg = tiny_config(VOCAB, eos_token_ids=(7,)).replace(num_heads=8, num_kv_heads=8)
+    cfg = change_dense(tiny_config(VOCAB, eos_token_ids=(7,)), num_heads=8, num_kv_heads=8)
     cfg, params, head = tiny_model(cfg, seed=1)
     return cfg, params, apt(head, cfg)
 

@@ -5,12 +5,13 @@ import numpy as np
 
 from specjax.config import ModelConfig
 from specjax.drafts.mtp import init_head_params
+from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 
 
 def tiny_config(vocab=64, mtp=1, layers=1, tied=False, **changes) -> ModelConfig:
     """One layer: decoding unrolls them, and compiles twice as much for two (`test_identity`)."""
-    return ModelConfig(
+    return dense_config(
         vocab_size=vocab,
         hidden_size=16,
         intermediate_size=24,

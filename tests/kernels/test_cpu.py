@@ -24,13 +24,14 @@ from specjax.engine.request import make_jobs
 from specjax.engine.settings import EngineConfig
 from specjax.kernels import cpu, panels
 from specjax.kernels.choice import choose
+from specjax.models.families.dense import change_dense
 from specjax.models.transformer import to_decode_layout
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 HERE = Path(__file__).parent
 # Heads of 16, and widths that are whole panels: all that the kernels can do, they do.
-MODEL = tiny_config(layers=2).replace(hidden_size=32, head_dim=16, intermediate_size=48)
+MODEL = change_dense(tiny_config(layers=2), hidden_size=32, head_dim=16, intermediate_size=48)
 
 
 def normal(rng, *shape):
@@ -263,7 +264,7 @@ def test_new_weights_and_heads_arrive_in_panels():
 
 
 def test_a_draft_model_of_another_dtype_does_without_panels():
-    small = MODEL.replace(num_layers=1, compute_dtype="bfloat16")
+    small = change_dense(MODEL, num_layers=1, compute_dtype="bfloat16")
     _, params, _ = tiny_model(small, seed=4)
     source, layout = ModelSource(small, small.vocab_size), to_decode_layout(params, small)
     llm = llm_of()
@@ -310,7 +311,7 @@ def test_a_kernel_that_is_asked_for_and_cannot_be_had_is_an_error(asked, no_comp
     ({}, 8, "the mesh has 8"),
 ])  # fmt: skip
 def test_models_and_meshes_that_it_is_not_for(changes, devices, message):
-    cfg = MODEL.replace(**changes)
+    cfg = change_dense(MODEL, **changes)
     choice = choose("cpu", "cpu", cfg, devices=devices)
     assert choice.name == "reference" and not choice.loud and message in choice.line
     with pytest.raises(ValueError, match=message):

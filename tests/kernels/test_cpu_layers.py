@@ -16,6 +16,7 @@ from specjax.decode.tree import chain_bits
 from specjax.drafts.mtp import head_graphdef, init_head_params, to_panels
 from specjax.kernels import cpu
 from specjax.memory import KVCache, commit_rows
+from specjax.models.families.dense import change_dense
 from specjax.models.transformer import graphdef, init_params, to_decode_layout
 
 PANELS = MODEL.replace(products="panels", attention="reference")
@@ -35,7 +36,7 @@ def decode_of(bias: bool, qk_norm: bool, kernel: str):
 @functools.cache
 def _decode_of(bias, qk_norm, kernel, library):
     """One for each library, whose name tracing puts into the program."""
-    cfg = PANELS.replace(qkv_bias=bias, qk_norm=qk_norm, attention=kernel)
+    cfg = change_dense(PANELS, qkv_bias=bias, qk_norm=qk_norm, attention=kernel)
     params = noisy(to_decode_layout(init_params(cfg, seed=3), cfg), seed=5)
 
     @functools.partial(jax.jit, static_argnums=6)
@@ -61,7 +62,8 @@ CASES = dict(
 
 def compare_layers(seed, batch, rows, before, stretches, bias, qk_norm, by_table):
     cfg, rng = MODEL, np.random.default_rng(seed)
-    shape = batch, cfg.num_kv_heads, cfg.num_heads // cfg.num_kv_heads, rows, 16, stretches
+    mixer = cfg.layers[0].mixer
+    shape = batch, mixer.num_kv_heads, mixer.num_heads // mixer.num_kv_heads, rows, 16, stretches
     *_, prefix, bits, table = random_case(seed, *shape, "float32", before=before, head=16)
     if not by_table:
         table, prefix = None, np.minimum(prefix, 16)
@@ -70,8 +72,8 @@ def compare_layers(seed, batch, rows, before, stretches, bias, qk_norm, by_table
     def kv(*shape):
         return KVCache(*(tuple(normal(rng, *shape) for _ in range(2)) for _ in range(2)))
 
-    cache = kv(pages, cfg.num_kv_heads, 16, 16)
-    scratch = kv(batch, cfg.num_kv_heads, before + rows + 2, 16) if before else None
+    cache = kv(pages, mixer.num_kv_heads, 16, 16)
+    scratch = kv(batch, mixer.num_kv_heads, before + rows + 2, 16) if before else None
     tokens = rng.integers(0, cfg.vocab_size, (batch, rows))
     positions = prefix[:, None] + rng.integers(0, 5, (batch, rows))
     args = tokens, positions, cache, prefix, bits, scratch, before, table
@@ -109,7 +111,7 @@ def test_a_row_is_the_same_bits_beside_any_others(batch):
     """Of a chain of drafts, and as the next token of plain decoding: bit by bit."""
     rng, length, cfg = np.random.default_rng(1), 7, MODEL
     decode = decode_of(True, True, "cpu")
-    pages = normal(rng, 4, 4, cfg.num_kv_heads, 32, 16)
+    pages = normal(rng, 4, 4, cfg.layers[0].mixer.num_kv_heads, 32, 16)
     cache = KVCache(tuple(pages[:2]), tuple(pages[2:]))
     tokens = rng.integers(0, cfg.vocab_size, (batch, length))
     prefix = np.array([9, 0, 16], np.int32)[:batch]
@@ -129,12 +131,12 @@ def test_a_row_is_the_same_bits_beside_any_others(batch):
 
 
 def test_a_head_drafts_what_it_drafts_by_xla():
-    cfg = PANELS.replace(mtp_num_layers=2)
+    cfg = change_dense(PANELS, mtp_num_layers=2)
     head = noisy(init_head_params(cfg, seed=2), 4)
     rng, batch, rows = np.random.default_rng(0), 2, 3
     hidden, embedded = (normal(rng, batch, rows, cfg.hidden_size) for _ in range(2))
-    cache = tuple(normal(rng, batch, cfg.num_kv_heads, 16, 16) for _ in range(2))
-    buffers = tuple(normal(rng, batch, cfg.num_kv_heads, 5, 16) for _ in range(2))
+    cache = tuple(normal(rng, batch, cfg.layers[0].mixer.num_kv_heads, 16, 16) for _ in range(2))
+    buffers = tuple(normal(rng, batch, cfg.layers[0].mixer.num_kv_heads, 5, 16) for _ in range(2))
     positions = np.broadcast_to(np.arange(4, 4 + rows), (batch, rows))
     prefix, bits = np.array([4, 9], np.int32), chain_bits(rows + 2)[2:]
 
@@ -159,7 +161,7 @@ def test_layers_of_widths_that_fill_no_register_go_by_xla():
     assert cpu.runs_layers(kernels)
     for change in ({"intermediate_size": 40}, {"hidden_size": 24}, {"products": "xla"},
                    {"attention": "reference"}):  # fmt: skip
-        assert not cpu.runs_layers(kernels.replace(**change))
+        assert not cpu.runs_layers(change_dense(kernels, **change))
 
 
 def test_layers_of_another_dtype_are_refused():

@@ -61,8 +61,9 @@ def results(target, compiler=None) -> list:
 def layers_of(rng):
     """One layer with all that a layer can have, for 2 sequences of 5 rows."""
     cfg = test_cpu.MODEL
-    width, head, hidden = cfg.hidden_size, cfg.head_dim, cfg.intermediate_size
-    heads, kv_heads = cfg.num_heads, cfg.num_kv_heads
+    mixer, mlp = cfg.layers[0].mixer, cfg.layers[0].mlp
+    width, head, hidden = cfg.hidden_size, mixer.head_dim, mlp.intermediate_size
+    heads, kv_heads = mixer.num_heads, mixer.num_kv_heads
     qkv = (heads + 2 * kv_heads) * head
     shapes = {
         "qkv_proj": (width, qkv), "o": (heads * head, width),

@@ -16,6 +16,7 @@ from specjax.command_line import parse_config
 from specjax.engine.settings import EngineConfig
 from specjax.kernels import dispatch, library, reference, tpu
 from specjax.kernels.choice import choose
+from specjax.models.families.dense import change_dense
 from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig, make_mesh
 from train import rl
@@ -27,9 +28,9 @@ from train.plan_programs import Shapes
 from train.policy import PolicyTrainer, sft_loss
 from train.schema import RLConfig
 
-WIDE = tiny_config().replace(head_dim=128)
+WIDE = change_dense(tiny_config(), head_dim=128)
 HALF = WIDE.replace(compute_dtype="bfloat16")
-NARROW = HALF.replace(head_dim=64)
+NARROW = change_dense(HALF, head_dim=64)
 V5E, H100 = ("tpu", "TPU v5 lite"), ("gpu", "NVIDIA H100")
 
 

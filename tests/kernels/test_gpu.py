@@ -18,6 +18,7 @@ from specjax.engine.runner import Runner
 from specjax.kernels import dispatch, gpu, gpu_body
 from specjax.kernels.choice import choose
 from specjax.kernels.reference import NEG_INF
+from specjax.models.families.dense import change_dense
 
 ON_GPU = jax.default_backend() == "gpu"
 
@@ -180,7 +181,7 @@ def test_a_few_slots_are_split_over_the_whole_gpu_and_many_are_not():
 def test_what_it_cannot_do_is_refused():
     with pytest.raises(ValueError, match="multiple of 64 positions on a GPU, got 48"):
         gpu.shape_of(1, 1, 1, HEAD, 48, 96)
-    half = tiny_config().replace(head_dim=128, compute_dtype="bfloat16")
+    half = change_dense(tiny_config(), head_dim=128, compute_dtype="bfloat16")
     chosen = choose("gpu", "NVIDIA H200", half, "gpu")
     assert chosen.name == "gpu" and not chosen.loud
     with pytest.raises(ValueError, match="the device is 'cpu'"):
@@ -195,11 +196,11 @@ def test_what_it_cannot_do_is_refused():
     (None, 100, 128), (48, 300, 64), (100, 300, 128), (0, 130, 192), (None, 1024, 128),
 ])  # fmt: skip
 def test_pages_are_rounded_up_to_what_it_reads(asked, max_len, size, monkeypatch):
-    cfg = tiny_config(mtp=1).replace(head_dim=HEAD, compute_dtype="bfloat16")
+    cfg = change_dense(tiny_config(mtp=1), head_dim=HEAD, compute_dtype="bfloat16")
     named = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
     monkeypatch.setattr(dispatch.jax, "devices", lambda *_: [named])
     runner = Runner(cfg, SpecConfig("2_1_3"), 2, max_len, page_size=asked)
     monkeypatch.undo()
     assert runner.cfg.attention == "gpu" and runner.page_size == size
-    wide = gpu.shape_of(2, cfg.num_kv_heads, 3, HEAD, runner.page_size, max_len)
+    wide = gpu.shape_of(2, cfg.layers[0].mixer.num_kv_heads, 3, HEAD, runner.page_size, max_len)
     assert wide.per_page * wide.block == size

@@ -13,6 +13,7 @@ from tiny import tiny_config, tiny_model
 from specjax.decode.tree import chain_bits
 from specjax.kernels import cpu, dispatch, reference
 from specjax.memory import empty_cache, with_marked_keys
+from specjax.models.families.dense import change_dense
 from specjax.models.transformer import graphdef, to_decode_layout
 
 BATCH, ROWS, PREFIX = 3, 7, [40, 17, 0]
@@ -80,9 +81,10 @@ def paths(bits):
 
 
 def test_layers_by_the_kernel_mark_their_keys(cpu_kernels):
-    cfg = tiny_config().replace(
-        intermediate_size=32, head_dim=16, scan_layers=False, attention="cpu", products="panels"
-    )
+    cfg = change_dense(
+        tiny_config(), intermediate_size=32, head_dim=16, scan_layers=False, attention="cpu",
+        products="panels",
+    )  # fmt: skip
     assert cpu.runs_layers(cfg)
     _, params, _ = tiny_model(cfg)
     embed = np.array(params["embed"])

@@ -26,6 +26,7 @@ from specjax.drafts.mtp import init_head_params
 from specjax.engine.inputs import piece_of
 from specjax.engine.runner import PAGE_SIZE, Runner
 from specjax.kernels import dispatch
+from specjax.models.families.dense import change_dense, dense_config
 from specjax.models.transformer import init_params, to_decode_layout
 from specjax.parallel import sharding
 from specjax.parallel.sharding import MESH_AXES
@@ -36,7 +37,7 @@ from train.plan_hlo import Module, Op
 from train.policy import PolicyTrainer, sft_loss
 
 # As Qwen3-8B, but for layers and vocabulary; in bfloat16, with heads of 128.
-MODEL = ModelConfig(
+MODEL = dense_config(
     vocab_size=1024,
     hidden_size=512,
     intermediate_size=1024,
@@ -54,7 +55,7 @@ STRATEGY = "4_1_5"
 STRATEGIES = ("off", STRATEGY)
 # Chunks whose batch is the smallest and the largest, with Qwen3's vocabulary, and with pages of a
 # layer that are more than any weight: a copy of them cannot be taken for one of something else.
-WIDE = MODEL.replace(vocab_size=151_936, num_layers=8)
+WIDE = change_dense(MODEL, vocab_size=151_936, num_layers=8)
 WIDE_BATCH, WIDE_PAGES = 64, 1600
 WIDE_CHUNKS = {
     f"{strategy} x {bucket}, 152k": (strategy, bucket)
@@ -77,7 +78,8 @@ def packed(mesh, _):
 def kernel(mesh, rows: int, batch: int = 8, size: int = 128, stretches: int = 8):
     """Tree attention alone, with everything it can do."""
     cfg = dispatch.settle(MODEL, mesh)
-    heads, kv_heads, head = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+    mixer = cfg.layers[0].mixer
+    heads, kv_heads, head = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
     pages = 1 + batch * stretches
 
     def shape(*dims, dtype=jnp.bfloat16):
@@ -253,7 +255,8 @@ def main(topology: str, *wanted: str) -> None:
             "temporaries": compiled.memory_analysis().temp_size_in_bytes,
         }
         if name in WIDE_CHUNKS:
-            pages = WIDE_PAGES * WIDE.num_kv_heads // len(devices) * PAGE_SIZE * WIDE.head_dim
+            mixer = WIDE.layers[0].mixer
+            pages = WIDE_PAGES * mixer.num_kv_heads // len(devices) * PAGE_SIZE * mixer.head_dim
             found["copies_of_pages"] = copies_of_pages(text, pages)
             found["rounded"] = ROUNDED.findall(text)
         print(json.dumps(found), flush=True)

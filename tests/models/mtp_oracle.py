@@ -24,9 +24,11 @@ def _qkv(weights, x, position, cfg):
         scale = weights.get(f"self_attn.{which}_norm.weight")
         return out if scale is None else F.rms_norm(out, scale.shape, scale, cfg.rms_norm_eps)
 
-    q, k = project("q", cfg.num_heads), project("k", cfg.num_kv_heads)
-    v = project("v", cfg.num_kv_heads)
-    return _rope(q, position, cfg.rope_theta), _rope(k, position, cfg.rope_theta), v
+    mixer = cfg.layers[0].mixer
+    q, k = project("q", mixer.num_heads), project("k", mixer.num_kv_heads)
+    v = project("v", mixer.num_kv_heads)
+    theta = mixer.rope.theta
+    return _rope(q, position, theta), _rope(k, position, theta), v
 
 
 def _attend(q, rows):
@@ -80,15 +82,16 @@ def mtp_oracle(tensors, cfg, hidden, step_embeddings, hidden_first):
 def random_head_tensors(cfg, seed):
     """Random `model.mtp_layers.i.*` tensors of a Qwen2-like head (biases, no q/k norm)."""
     generator = torch.Generator().manual_seed(seed)
-    d, f = cfg.hidden_size, cfg.intermediate_size
-    q_width, kv_width = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
+    mixer = cfg.layers[0].mixer
+    d, f = cfg.hidden_size, cfg.layers[0].mlp.intermediate_size
+    q_width, kv_width = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
     shapes = {"input_proj.weight": (d, 2 * d), "self_attn.o_proj.weight": (d, q_width)}
     for which, width in (("q", q_width), ("k", kv_width), ("v", kv_width)):
         shapes[f"self_attn.{which}_proj.weight"] = (width, d)
-        if cfg.qkv_bias:
+        if mixer.qkv_bias:
             shapes[f"self_attn.{which}_proj.bias"] = (width,)
-    if cfg.qk_norm:
-        shapes |= {f"self_attn.{w}_norm.weight": (cfg.head_dim,) for w in "qk"}
+    if mixer.qk_norm:
+        shapes |= {f"self_attn.{w}_norm.weight": (mixer.head_dim,) for w in "qk"}
     shapes |= {f"mlp.{name}_proj.weight": (f, d) for name in ("gate", "up")}
     shapes["mlp.down_proj.weight"] = (d, f)
     for name in ("token", "hidden", "final", "input", "post_attention"):

@@ -12,14 +12,15 @@ import pytest
 import safetensors
 from safetensors.numpy import load_file, save_file
 
-from specjax.config import ModelConfig, RopeScaling
 from specjax.drafts.mtp import init_head_params
 from specjax.models import hf
+from specjax.models.families.dense import change_dense, dense_config
+from specjax.models.rope import RopeScaling
 from specjax.models.transformer import init_params
 from specjax.parallel import sharding
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
-SMALL = ModelConfig(
+SMALL = dense_config(
     vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2,
     head_dim=8, eos_token_ids=(2, 3), bos_token_id=1, max_position=64,
 )  # fmt: skip
@@ -112,7 +113,7 @@ def test_missing_and_damaged_weight_files_are_clear_errors(folder):
 
 
 def test_an_output_bias_is_accepted_only_when_it_is_zero(tmp_path):
-    cfg = SMALL.replace(model_type="llama", qk_norm=False, qkv_bias=True)
+    cfg = change_dense(SMALL, model_type="llama", qk_norm=False, qkv_bias=True)
     params, _ = make(cfg)
     hf.save_checkpoint(tmp_path / "out", cfg, params)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -166,7 +167,7 @@ def test_parameters_land_sharded_and_each_read_is_one_device_s_slice_of_one_laye
 
 
 def test_loading_never_holds_a_second_copy_of_the_weights(tmp_path):
-    cfg = SMALL.replace(hidden_size=64, intermediate_size=64, num_layers=24, vocab_size=256)
+    cfg = change_dense(SMALL, hidden_size=64, intermediate_size=64, num_layers=24, vocab_size=256)
     params, _ = make(cfg)
     hf.save_checkpoint(tmp_path / "out", cfg, params)
     total = sum(a.nbytes for a in jax.tree.leaves(params))
@@ -193,23 +194,25 @@ def test_loading_never_holds_a_second_copy_of_the_weights(tmp_path):
 # --- round trips --------------------------------------------------------------------------------
 
 ROUND_TRIPS = {
-    "qwen3 with an embedding-first head": SMALL.replace(mtp_num_layers=1),
-    "qwen3 with two hidden-first modules": SMALL.replace(
+    "qwen3 with an embedding-first head": change_dense(SMALL, mtp_num_layers=1),
+    "qwen3 with two hidden-first modules": change_dense(SMALL,
         mtp_num_layers=2, mtp_concat="hidden_first", mtp_recycle="pre_norm",
         mtp_target_hidden="pre_norm", tie_embeddings=False,
     ),
-    "llama with llama3 scaling": SMALL.replace(
+    "llama with llama3 scaling": change_dense(SMALL,
         model_type="llama", qk_norm=False, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 16)
     ),
-    "llama with biases and a head": SMALL.replace(
+    "llama with biases and a head": change_dense(SMALL,
         model_type="llama", qk_norm=False, qkv_bias=True, mtp_num_layers=1
     ),
-    "qwen2": SMALL.replace(model_type="qwen2", qk_norm=False, qkv_bias=True, eos_token_ids=(2,)),
-    "mimo": SMALL.replace(
+    "qwen2": change_dense(
+        SMALL, model_type="qwen2", qk_norm=False, qkv_bias=True, eos_token_ids=(2,)
+    ),
+    "mimo": change_dense(SMALL,
         model_type="mimo", qk_norm=False, qkv_bias=True, mtp_num_layers=1, tie_embeddings=False,
         mtp_concat="hidden_first", rope_theta=640_000.0,
     ),
-    "bfloat16": SMALL.replace(param_dtype="bfloat16", compute_dtype="bfloat16"),
+    "bfloat16": change_dense(SMALL, param_dtype="bfloat16", compute_dtype="bfloat16"),
 }  # fmt: skip
 
 
@@ -241,7 +244,7 @@ def test_mimo_held_in_the_other_order_is_exported_bit_for_bit_as_it_came(folder,
 
 
 def test_large_checkpoints_are_written_in_shards_with_an_index(tmp_path):
-    cfg = SMALL.replace(mtp_num_layers=1)
+    cfg = change_dense(SMALL, mtp_num_layers=1)
     params, head = make(cfg)
     hf.save_checkpoint(tmp_path / "out", cfg, params, head, max_shard_bytes=4000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -258,7 +261,7 @@ def test_large_checkpoints_are_written_in_shards_with_an_index(tmp_path):
 
 
 def test_export_converts_to_the_dtype_asked_for(tmp_path):
-    cfg = SMALL.replace(mtp_num_layers=1)
+    cfg = change_dense(SMALL, mtp_num_layers=1)
     params, head = make(cfg)
     hf.save_checkpoint(tmp_path / "out", cfg, params, head, dtype="bfloat16")
     loaded = hf.load_checkpoint(tmp_path / "out")
@@ -301,7 +304,7 @@ def test_export_names_parameters_that_do_not_fit_and_families_that_cannot_hold_t
     assert "missing: norm, expected [16]" in str(caught.value)
     assert "layers/gate, expected [2, 16, 24], got [2, 3, 24]" in str(caught.value)
     with pytest.raises(hf.UnsupportedModelError, match="'qwen2' has qk_norm False"):
-        hf.save_checkpoint(tmp_path / "out", SMALL.replace(model_type="qwen2"), params)
+        hf.save_checkpoint(tmp_path / "out", change_dense(SMALL, model_type="qwen2"), params)
     assert not (tmp_path / "out").exists()
 
 
@@ -325,7 +328,7 @@ def test_tokenizer_files_are_copied_and_their_absence_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("concat", ("embedding_first", "hidden_first"))
 def test_a_head_file_holds_no_embedding_and_loads_into_either_order(concat, tmp_path):
-    cfg = SMALL.replace(mtp_num_layers=2, mtp_concat=concat)
+    cfg = change_dense(SMALL, mtp_num_layers=2, mtp_concat=concat)
     head = make(cfg)[1]
     hf.save_head(tmp_path / "head.safetensors", cfg, head)
     with safetensors.safe_open(tmp_path / "head.safetensors", "numpy") as file:
@@ -339,7 +342,7 @@ def test_a_head_file_holds_no_embedding_and_loads_into_either_order(concat, tmp_
 
 
 def test_a_head_that_fits_in_shape_only_is_refused(tmp_path):
-    cfg = SMALL.replace(mtp_num_layers=1)
+    cfg = change_dense(SMALL, mtp_num_layers=1)
     hf.save_head(tmp_path / "head.safetensors", cfg, make(cfg)[1])
     with pytest.raises(hf.CheckpointError, match="trained with recycle 'post_norm'.*'pre_norm'"):
         hf.load_head(tmp_path / "head.safetensors", cfg.replace(mtp_recycle="pre_norm"))

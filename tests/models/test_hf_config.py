@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from specjax.config import RopeScaling
 from specjax.models import hf
+from specjax.models.rope import RopeScaling
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mimo")
 
@@ -28,10 +28,11 @@ def test_both_config_dialects_read_the_same(family, folder, edit_json):
     )
     assert hf.read_config(path) == new
     assert new.param_dtype == "bfloat16"
-    assert new.rope_scaling == (RopeScaling(8.0, 1.0, 4.0, 16) if family == "llama" else None)
-    assert (new.qkv_bias, new.qk_norm) == (family in ("qwen2", "mimo"), family == "qwen3")
+    mixer = new.layers[0].mixer
+    assert mixer.rope.scaling == (RopeScaling(8.0, 1.0, 4.0, 16) if family == "llama" else None)
+    assert (mixer.qkv_bias, mixer.qk_norm) == (family in ("qwen2", "mimo"), family == "qwen3")
     assert new.tie_embeddings == (family in ("qwen2", "qwen3"))
-    assert new.head_dim == (16 if family == "qwen3" else 8)
+    assert mixer.head_dim == (16 if family == "qwen3" else 8)
 
 
 def test_mimo_config_says_hidden_first_and_counts_its_mtp_layers(folder):
@@ -209,8 +210,8 @@ def test_two_equal_sets_of_rope_parameters_are_read(new, old, theta, folder, edi
     path = folder("qwen3")
     edit_json(path / "config.json", rope_parameters=new, rope_scaling=old, rope_theta=theta)
     cfg = hf.read_config(path)
-    assert cfg.rope_theta == new.get("rope_theta", 10_000.0)
-    assert (cfg.rope_scaling is None) == (new["rope_type"] == "default")
+    assert cfg.layers[0].mixer.rope.theta == new.get("rope_theta", 10_000.0)
+    assert (cfg.layers[0].mixer.rope.scaling is None) == (new["rope_type"] == "default")
 
 
 @pytest.mark.parametrize("key", ["eos_token_id", "bos_token_id", "pad_token_id"])
@@ -236,7 +237,8 @@ def test_null_is_absent_where_transformers_reads_it_so(folder, edit_json):
     edit_json(path / "config.json", num_key_value_heads=None, eos_token_id=None, dtype=None)
     edit_json(path / "generation_config.json", eos_token_id=None)
     cfg = hf.read_config(path)
-    assert (cfg.num_kv_heads, cfg.eos_token_ids) == (cfg.num_heads, ())
+    mixer = cfg.layers[0].mixer
+    assert (mixer.num_kv_heads, cfg.eos_token_ids) == (mixer.num_heads, ())
     assert cfg.param_dtype == "bfloat16"  # that of the weights
     edit_json(path / "config.json", hidden_size=33)
     with pytest.raises(hf.CheckpointError, match="hidden_size: expected a multiple of num_"):
@@ -246,7 +248,7 @@ def test_null_is_absent_where_transformers_reads_it_so(folder, edit_json):
 def test_qwen3_has_a_head_size_of_its_own_which_null_does_not_give(folder, edit_json):
     path = folder("qwen3")
     edit_json(path / "config.json", head_dim=...)
-    assert hf.read_config(path).head_dim == 128
+    assert hf.read_config(path).layers[0].mixer.head_dim == 128
     edit_json(path / "config.json", head_dim=None)
     with pytest.raises(hf.CheckpointError, match="head_dim: expected a positive integer, got null"):
         hf.read_config(path)

@@ -4,7 +4,6 @@ The golden files beside these tests make the comparison without torch; tests mar
 again with whatever transformers is installed, through sharded checkpoints and back.
 """
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -14,11 +13,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from specjax.config import ModelConfig, RopeScaling, Strategy
+from specjax.config import Strategy
 from specjax.decode.tree import build_tree, chain_bits
 from specjax.drafts.mtp import head_graphdef, init_head_params
 from specjax.memory import KVCache, commit_rows, empty_cache
 from specjax.models import hf, transformer
+from specjax.models.families.dense import change_dense, dense_config
+from specjax.models.rope import RopeScaling
 from specjax.models.transformer import graphdef, unroll_layers
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -78,9 +79,9 @@ def test_logits_equal_the_golden_ones_of_transformers_full_and_in_a_cached_tree(
 def test_golden_logits_depend_on_every_feature_that_they_are_meant_to_prove():
     golden = np.load(GOLDEN / "llama" / "golden.npz")
     cfg, params, _ = hf.load_checkpoint(GOLDEN / "llama", param_dtype="float32")
-    assert cfg.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 16)
+    assert cfg.layers[0].mixer.rope.scaling == RopeScaling(8.0, 1.0, 4.0, 16)
     unscaled = run_all(
-        cfg.replace(rope_scaling=None),
+        change_dense(cfg, rope_scaling=None),
         params,
         golden["tokens"],
         golden["lengths"],
@@ -146,7 +147,7 @@ def test_head_states_of_the_target_are_the_golden_post_norm_ones():
     np.testing.assert_allclose(states(params)[0], golden["mtp_hidden"], atol=1e-4, rtol=0)
 
 
-SMALL = ModelConfig(
+SMALL = dense_config(
     vocab_size=48, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4, num_kv_heads=2,
     head_dim=8, mtp_num_layers=1,
 )  # fmt: skip
@@ -197,7 +198,7 @@ def test_drafting_with_a_prompt_in_pieces_and_decode_equals_unroll(modules, recy
             cache, _ = run_over(module, cache, begin, count, unknown)
         cache, frontier = run_over(module, cache, first, window, embedded)
         h, held, drafted = frontier[0][1], 0, []
-        rows = (1, cfg.num_kv_heads, depth, cfg.head_dim)
+        rows = (1, cfg.layers[0].mixer.num_kv_heads, depth, cfg.layers[0].mixer.head_dim)
         scratch = jnp.zeros(rows), jnp.zeros(rows)
         for step in range(1, depth):
             index = min(step, modules - 1)
@@ -344,7 +345,7 @@ def test_mtp_head_equals_torch_over_recursive_steps(concat, modules, recycle):
     from mtp_oracle import mtp_oracle, random_head_tensors
 
     qk_norm = recycle == "pre_norm"  # Qwen3's layer in half of the cases, Qwen2's in the others
-    cfg = dataclasses.replace(
+    cfg = change_dense(
         SMALL, mtp_concat=concat, mtp_num_layers=modules, mtp_recycle=recycle, qk_norm=qk_norm,
         qkv_bias=not qk_norm, rope_theta=500.0,
     )  # fmt: skip

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from specjax.config import ModelConfig
 from specjax.engine.engine import Engine
 from specjax.engine.hosts import Copies, Hosts
 from specjax.engine.replicas import Replicas
+from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from specjax.parallel import sharding
 from specjax.parallel.collectives import received
@@ -19,11 +19,11 @@ from specjax.parallel.sharding import MeshConfig, make_mesh, rollout_mesh
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
-TINY = ModelConfig(
+TINY = dense_config(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
     num_kv_heads=2, head_dim=8, tie_embeddings=False, scan_layers=True,
 )  # fmt: skip
-QWEN3_8B = ModelConfig(
+QWEN3_8B = dense_config(
     vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32,
     num_kv_heads=8, head_dim=128, tie_embeddings=False, scan_layers=True,
 )  # fmt: skip

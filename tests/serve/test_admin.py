@@ -19,6 +19,7 @@ from specjax.checkpoint import Checkpointer, save_draft
 from specjax.checkpoint_convert import convert
 from specjax.drafts.mtp import init_head_params
 from specjax.models import hf
+from specjax.models.families.dense import change_dense
 
 PROMPT = "17+25+8="
 ASK = {"model": "tiny", "prompt": PROMPT, "seed": 3, "max_tokens": 60}
@@ -228,15 +229,15 @@ BAD = {
     "no policy in it": ({"path": "draft"}, "what='head'"),
     "a step that is not there": ({"path": "run", "step": 9}, "9"),
     "a damaged file": ({"path": "broken"}, "damaged"),
-    "another model": ({"path": "larger"}, "rope_theta"),
-    "a run of another model": ({"path": "run of larger"}, "rope_theta"),
+    "another model": ({"path": "larger"}, "rope.theta"),
+    "a run of another model": ({"path": "run of larger"}, "rope.theta"),
     "a policy of NaN": ({"path": "nan"}, "not finite"),
 }
 
 
 def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(server, others, weights):
     cfg, policy, head = weights
-    hf.save_checkpoint(others / "larger", cfg.replace(rope_theta=5.0), policy, head)
+    hf.save_checkpoint(others / "larger", change_dense(cfg, rope_theta=5.0), policy, head)
     convert(others / "larger", others / "run of larger", "orbax", "both")
     hf.save_checkpoint(others / "nan", cfg, jax.tree.map(lambda x: x * np.nan, policy), head)
     hf.save_checkpoint(others / "broken", cfg, policy, head)

@@ -93,12 +93,13 @@ def test_figures_are_those_of_one_device(whole, tiny_policy, tmp_path):
         assert figures["resident_bytes"][kind] == here
     micro = named(figures, "policy, a micro-batch")
     model, rows, length = trainer.model, cfg.packing.rows, cfg.packing.row_length
+    mixer, mlp = model.layers[0].mixer, model.layers[0].mlp
     per_token = (
         model.num_layers
         * (
-            4 * model.hidden_size * model.num_heads * model.head_dim // 1
-            - 2 * model.hidden_size * (model.num_heads - model.num_kv_heads) * model.head_dim
-            + 3 * model.hidden_size * model.intermediate_size
+            4 * model.hidden_size * mixer.num_heads * mixer.head_dim // 1
+            - 2 * model.hidden_size * (mixer.num_heads - mixer.num_kv_heads) * mixer.head_dim
+            + 3 * model.hidden_size * mlp.intermediate_size
         )
         + model.vocab_size * model.hidden_size
     )
@@ -459,7 +460,7 @@ def test_every_strategy_and_batch_has_a_speed_by_accept_length(tiny_policy, tmp_
     plain = chunks["chunk off x 4"]
     model = hf.read_config(tiny_policy)
     drafting = 4 * 2 * 2 * (  # slots, steps, a product and a sum
-        chips.layer_weights(model)
+        chips.layer_weights(model.layers[:1], model.hidden_size)
         + 2 * model.hidden_size**2
         + model.vocab_size * model.hidden_size
     )  # fmt: skip

@@ -18,6 +18,7 @@ from specjax.checkpoint import Checkpointer
 from specjax.command_line import ConfigError
 from specjax.drafts.mtp import init_head_params
 from specjax.models import hf
+from specjax.models.families.dense import change_dense
 from specjax.models.transformer import init_params
 from train import rl, sft
 from train.cli import can_resume
@@ -342,7 +343,7 @@ def test_the_export_is_bfloat16_by_default(run):
 
 
 def test_weight_decay_is_on_weight_matrices_only(run):
-    model = hf.load_checkpoint(run / "hf")[0].replace(model_type="qwen2", qkv_bias=True)
+    model = change_dense(hf.load_checkpoint(run / "hf")[0], model_type="qwen2", qkv_bias=True)
     params = {"policy": init_params(model, 0), "head": init_head_params(model, 0)}
     flat = jax.tree_util.tree_leaves_with_path(weight_matrices(params))
     decays = {str(path[-1].key): value for path, value in flat}

@@ -25,6 +25,7 @@ from specjax.config import ModelConfig
 from specjax.decode.tree import chain_bits
 from specjax.kernels import dispatch
 from specjax.kernels.choice import choose
+from specjax.models.families.dense import dense_config
 
 KERNELS = ("library:cudnn", "gpu")  # pages gathered for cuDNN, and the own one
 MIXED = "mixed"  # in place of a batch: slots of different lengths
@@ -34,7 +35,7 @@ def model_of(head: int) -> ModelConfig:
     """As much of a model as decides about its kernel."""
     sizes = {"vocab_size": 8, "hidden_size": head, "intermediate_size": head, "num_layers": 1}
     heads = {"num_heads": 1, "num_kv_heads": 1, "head_dim": head}
-    return ModelConfig(**sizes, **heads, compute_dtype="bfloat16")
+    return dense_config(**sizes, **heads, compute_dtype="bfloat16")
 
 
 def kernels_on(place: Place, asked: Sequence[str], head: int) -> list[str]:

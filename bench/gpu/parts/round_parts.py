@@ -81,8 +81,9 @@ def sizes_of(job: Job) -> Sizes:
 
 def plain_model(sizes: Sizes, seed: int) -> tuple[ModelConfig, Params, None]:
     """Config and stacked policy parameters, without a head."""
-    cfg = read_config(find_shipped(sizes.shape)).replace(
-        num_layers=sizes.layers,
+    cfg = read_config(find_shipped(sizes.shape))
+    cfg = cfg.replace(
+        layers=cfg.layers[:1] * sizes.layers,
         mtp_num_layers=1,
         param_dtype=sizes.dtype,
         compute_dtype=sizes.dtype,

@@ -1,0 +1,1 @@
+"""What a `model_type` means: one file each, see `specjax.interfaces.Family`."""

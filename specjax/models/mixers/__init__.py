@@ -1,0 +1,1 @@
+"""How a layer mixes positions: one file each, see `specjax.interfaces.Mixer`."""

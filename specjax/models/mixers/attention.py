@@ -1,0 +1,126 @@
+"""Attention with grouped queries: Llama, Qwen2, Qwen3, MiMo and Mistral are settings of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from specjax.interfaces import Fused, Param, Params
+from specjax.models.layers import dense, rms_norm
+from specjax.models.rope import Rope, apply_rope, rope_tables
+from specjax.spelling import checks_keywords
+
+
+@checks_keywords
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Causal attention over keys and values, a `specjax.interfaces.Mixer`.
+
+    Where decoding fuses projections, q, k and v lie side by side in `qkv_proj`, and the scales of
+    their heads, one row per head, in `qk_norm`.
+
+    Attributes:
+      num_heads, num_kv_heads, head_dim: N K H.
+      rope: of queries and keys.
+      qkv_bias: biases on q, k and v (Qwen2, MiMo).
+      qk_norm: RMSNorm per head before RoPE (Qwen3), with `norm_eps`.
+      window: a query at position i sees the positions above i - window; None: all up to i.
+    """
+
+    kind: ClassVar[str] = "attention"
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope = Rope()
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    norm_eps: float = 1e-6
+    window: int | None = None
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and "
+                f"{self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be at least 1 or None, got {self.window}")
+
+    def params(self, width: int) -> dict[str, Param]:
+        """The rows of its arrays. Order is that of random initialisation."""
+        n, k, h = self.num_heads, self.num_kv_heads, self.head_dim
+
+        def project(name: str, heads: int, order: int) -> Param:
+            return Param(
+                (width, heads * h), ("embed", "heads"), (f"self_attn.{name}_proj.weight",),
+                transpose=True, matrix=True, fused=Fused("qkv_proj", order),
+            )  # fmt: skip
+
+        def bias(name: str, heads: int, order: int) -> Param:
+            names, fused = (f"self_attn.{name}_proj.bias",), Fused("qkv_bias", order)
+            return Param((heads * h,), ("heads",), names, init=0, fused=fused)
+
+        def scale(name: str, heads: int, order: int) -> Param:
+            names, fused = (f"self_attn.{name}_norm.weight",), Fused("qk_norm", order, heads)
+            return Param((h,), (None,), names, init=None, fused=fused)
+
+        rows = {
+            "o": Param(
+                (n * h, width), ("heads", "embed"), ("self_attn.o_proj.weight",),
+                transpose=True, matrix=True, residual=True,
+            ),
+            "q": project("q", n, 0),
+            "k": project("k", k, 1),
+            "v": project("v", k, 2),
+        }  # fmt: skip
+        if self.qkv_bias:
+            rows |= {"q_bias": bias("q", n, 0), "k_bias": bias("k", k, 1)}
+            rows |= {"v_bias": bias("v", k, 2)}
+        if self.qk_norm:
+            rows |= {"q_norm": scale("q", n, 0), "k_norm": scale("k", k, 1)}
+        return rows
+
+    def angles(
+        self, positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"]]:
+        """Cosines and sines for `project`, see `rope_tables`."""
+        return rope_tables(self.rope, self.head_dim, positions)
+
+    def project(
+        self, w: Params, x: Float[Array, "B T D"], cos: Float[Array, "B T H"], sin
+    ) -> tuple[Float[Array, "B N T H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
+        """Queries, keys and values of normed states, head-major, normed per head and rotated."""
+
+        def product(weight: str, bias: str) -> Array:
+            out = dense(x, w[weight].astype(x.dtype))
+            return out + w[bias].astype(x.dtype) if bias in w else out
+
+        def heads(x: Array, norm: str | None = None) -> Array:
+            b, t, width = x.shape
+            x = x.reshape(b, t, width // self.head_dim, self.head_dim)
+            if norm in w:
+                x = rms_norm(x, w[norm], self.norm_eps)
+            return x.transpose(0, 2, 1, 3)
+
+        if "qkv_proj" in w:
+            out = product("qkv_proj", "qkv_bias")
+            both = (self.num_heads + self.num_kv_heads) * self.head_dim
+            qk, v = jnp.split(out, [both], axis=-1)
+            qk = apply_rope(heads(qk, "qk_norm"), cos, sin)
+            q, k = jnp.split(qk, [self.num_heads], axis=1)
+            return q, k, heads(v)
+        q, k, v = (product(name, f"{name}_bias") for name in "qkv")
+        q, k = heads(q, "q_norm"), heads(k, "k_norm")
+        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), heads(v)
+
+    def output(self, w: Params, attended: Float[Array, "B N T H"]) -> Float[Array, "B T D"]:
+        """The projection back to the model's width."""
+        b, n, t, h = attended.shape
+        merged = attended.transpose(0, 2, 1, 3).reshape(b, t, n * h)
+        return dense(merged, w["o"].astype(merged.dtype))

@@ -1,0 +1,59 @@
+"""The gated feed-forward network of Llama and of most models since (SwiGLU, arXiv 2002.05202)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from specjax.interfaces import Fused, Param, Params, Where
+from specjax.models.layers import dense
+from specjax.spelling import checks_keywords
+
+
+@checks_keywords
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """`down(silu(gate(x)) * up(x))`, a `specjax.interfaces.Mlp`.
+
+    Where decoding fuses projections, gate and up lie side by side in `gate_up`.
+    """
+
+    kind: ClassVar[str] = "dense"
+
+    intermediate_size: int
+
+    def params(self, width: int) -> dict[str, Param]:
+        """The rows of its arrays. Order is that of random initialisation."""
+
+        def project(name: str, order: int) -> Param:
+            return Param(
+                (width, self.intermediate_size), ("embed", "mlp"), (f"mlp.{name}_proj.weight",),
+                transpose=True, matrix=True, fused=Fused("gate_up", order),
+            )  # fmt: skip
+
+        return {
+            "gate": project("gate", 0),
+            "up": project("up", 1),
+            "down": Param(
+                (self.intermediate_size, width), ("mlp", "embed"), ("mlp.down_proj.weight",),
+                transpose=True, matrix=True, residual=True,
+            ),
+        }  # fmt: skip
+
+    def run(
+        self, w: Params, x: Float[Array, "B T D"], where: Where | None = None, given: Any = None
+    ) -> tuple[Float[Array, "B T D"], None]:
+        """The rows, without the residual, and no facts about them."""
+
+        def product(x: Array, name: str) -> Array:
+            return dense(x, w[name].astype(x.dtype))
+
+        if "gate_up" in w:
+            gate, up = jnp.split(product(x, "gate_up"), 2, axis=-1)
+        else:
+            gate, up = product(x, "gate"), product(x, "up")
+        return product(jax.nn.silu(gate) * up, "down"), None
