@@ -11,6 +11,7 @@ never show a traceback.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -60,8 +61,10 @@ def parse_config(
         schema_cls: the dataclass that defines every key. Its class attribute `rules`, if it has
             one, says which settings need which (see `schema.Needs`), `aliases` which further names
             there are for a key, `renamed` which key is meant by a name that is gone, `elsewhere`
-            which keys of shared sections it does not have and why (`schema.keys_of`), and `say`
-            how settings of the library are typed (`spelling.py`).
+            which keys of shared sections it does not have and why (`schema.keys_of`), `say` how
+            settings of the library are typed (`spelling.py`), and `variants` by which of its keys
+            further ones are decided: (the key, a function of the schema and the key's value that
+            gives the schema to be used).
         argv: arguments without the program's name; None takes them from `sys.argv`.
         prog: the name shown in messages: of a module, as `train.rl`, or of a whole command.
         description: one line for `--help`.
@@ -77,7 +80,6 @@ def parse_config(
     parser = _Parser(
         prog=f"python -m {prog}" if prog and " " not in prog else prog,
         description=description,
-        epilog=describe(schema_cls),
         usage="%(prog)s [--config FILE] [flags] [key=value ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -96,9 +98,11 @@ def parse_config(
     )
     if add_arguments is not None:
         add_arguments(parser)
-    schema = _Schema.of(schema_cls)
+    argv = [str(argument) for argument in (sys.argv[1:] if argv is None else argv)]
     try:
-        arguments, overrides = _split(schema, parser, sys.argv[1:] if argv is None else argv)
+        schema = _Schema.of(_variant(schema_cls, argv))
+        parser.epilog = describe(schema.cls)
+        arguments, overrides = _split(schema, parser, argv)
     except ConfigError as error:
         parser.error(str(error))
     flags = parser.parse_intermixed_args(arguments)
@@ -260,7 +264,7 @@ def _split(
 ) -> tuple[list[str], list[str]]:
     """The flags, for argparse, and the settings as `key=value`, in their order."""
     flags = {underscored(option): option for option in parser._option_string_actions}
-    ours, settings, rest = [], [], [str(argument) for argument in argv]
+    ours, settings, rest = [], [], [*argv]
     while rest:
         argument = rest.pop(0)
         name, equals, value = argument.partition("=")
@@ -286,6 +290,42 @@ def _split(
             value = _value_after(name, key, rest)
         settings.append(f"{name}={value}")
     return ours, settings
+
+
+def _variant(schema_cls: type, argv: Sequence[str]) -> type:
+    """The schema that the value of its deciding key asks for, see `parse_config`."""
+    if not hasattr(schema_cls, "variants"):
+        return schema_cls
+    name, variant = schema_cls.variants
+    key = _Schema.of(schema_cls).keys[name]
+    value = _look_up(key, argv)
+    try:
+        return variant(schema_cls, key.default if value is None else str(value))
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def _look_up(key: Key, argv: Sequence[str]) -> Any:
+    """What a key `section.name` is set to, by the command line or else by its file, before the
+    schema of either is known; None: it is not."""
+    section, last = key.name.split(".")
+    found, config, rest = None, None, [*argv]
+    while rest:
+        argument, equals, text = rest.pop(0).partition("=")
+        name = underscored(argument).removeprefix("--")
+        if name in (key.name, "config") and argument.startswith("--") and not equals and rest:
+            text = rest.pop(0)
+        if argument.startswith("--") and name == "config":
+            config = text
+        elif name == key.name:
+            found = read(text, key)
+        elif name == section and text.lstrip().startswith("{"):
+            with contextlib.suppress(ValueProblem):  # it is complained of when it is read
+                found = read(text, None).get(last, found)
+    if found is None and config:
+        inside = _file(_find(config)).get(section)
+        found = inside.get(last) if isinstance(inside, dict) else None
+    return found
 
 
 def _value_after(name: str, key: Key | None, rest: list[str]) -> str:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 Params = dict[str, Any]  # nested dicts of arrays, or of `Weight` where decoding has its own layout
 Table = Int[Array, "B X"] | None  # page of each stretch of positions; None: page b is sequence b's
@@ -492,25 +492,77 @@ class Backend(Protocol):
 # --- training -------------------------------------------------------------------------------------
 
 
-class Objective(Protocol):
-    """What the policy is trained on: advantages of samples, and a loss per token."""
+class Logprobs(NamedTuple):
+    """Log-probabilities of sampled tokens, each under four policies.
 
-    def advantages(self, rewards: Float[np.ndarray, "P G"], cfg: Any) -> Float[np.ndarray, "P G"]:
-        """The advantage of each sample, from the rewards of its group."""
+    Attributes:
+      new: under the policy that is trained; the only one with a gradient.
+      old: before the updates of the step; of a token of an earlier step, under the weights that
+        sampled it.
+      behaviour: as the engine computed them when it sampled the token, under the same weights.
+      reference: under a frozen policy; None: there is none.
+    """
+
+    new: Float[Array, "R S"]
+    old: Float[Array, "R S"]
+    behaviour: Float[Array, "R S"]
+    reference: Float[Array, "R S"] | None
+
+
+class Denominators(NamedTuple):
+    """What one update averages over: loss tokens and samples of *all* its micro-batches."""
+
+    tokens: np.float32
+    samples: np.float32
+
+
+class Objective(Protocol):
+    """What the policy is trained on: advantages of samples, and a loss per token.
+
+    Implementations are frozen dataclasses, whose fields are their options: keys of the section
+    `algo`, each with a default, and documented under "Attributes:" of the docstring or by
+    `specjax.schema.option`. A class attribute `rules` may hold `specjax.schema.Needs`: which of its
+    options change nothing under which settings. A mistake in an option is a ValueError of
+    `__post_init__`.
+
+    Arrays [R S] are of one micro-batch of packed rows. A sample lies in one row whole; along it,
+    the order of tokens may be any, for a row may be split over devices: sums over samples are by
+    `segments` (see `train.objectives.shared`).
+    """
+
+    def advantages(self, rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
+        """The advantage of each sample, from the rewards of P prompts with G samples each.
+
+        Raises:
+          ValueError: rewards of which none can be made.
+        """
 
     def per_token(
         self,
-        logprobs: Mapping[str, Float[Array, "R S"]],
+        logprobs: Logprobs,
         advantages: Float[Array, "R S"],
         segments: Int[Array, "R S"],
-        loss_mask: Bool[Array, "R S"],
-        cfg: Any,
+        loss_mask: Float[Array, "R S"],
     ) -> tuple[Float[Array, "R S"], dict[str, Float[Array, "R S"]]]:
-        """The loss of each token, and what is logged of it by name.
+        """The loss of each token, and what is logged of it by name, as a mean over loss tokens.
+
+        Outside of the loss mask either may be anything.
 
         Args:
-          logprobs: `new`, the only one with a gradient, `old`, `behaviour`, and `reference` where
-            there is one.
+          segments: 1, 2, ... along a row, one for each sample; 0 is padding.
+          loss_mask: 1 on tokens that the policy sampled, 0 elsewhere.
+        """
+
+    def weights(
+        self,
+        loss_mask: Float[Array, "R S"],
+        segments: Int[Array, "R S"],
+        counts: Denominators,
+    ) -> Float[Array, "R S"]:
+        """The weight of each token, 0 outside of the loss mask.
+
+        Args:
+          counts: of the whole update, so that micro-batches add up.
         """
 
 

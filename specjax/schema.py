@@ -104,10 +104,16 @@ class Needs:
         )
 
 
+def rules_of(schema_cls: type) -> list[Needs]:
+    """The rules of a schema, and those of its sections: their class attributes `rules`."""
+    sections = [_section_of(key.type) for key in keys_of(schema_cls) if key.section]
+    return [rule for cls in (schema_cls, *sections) for rule in getattr(cls, "rules", ())]
+
+
 def idle(
     schema_cls: type, values: Mapping[str, Any], given: Iterable[str]
 ) -> Iterator[tuple[str, str]]:
-    """Settings that change nothing, by the class attribute `rules` of the schema.
+    """Settings that change nothing, by the rules of the schema (`rules_of`).
 
     Args:
       values: of every key. given: keys that were set; what equals its default is none of them.
@@ -115,12 +121,12 @@ def idle(
     Yields:
       the key, and a message that says why and what to do.
     """
-    keys = {key.name: key for key in keys_of(schema_cls)}
+    keys, rules = {key.name: key for key in keys_of(schema_cls)}, rules_of(schema_cls)
     for name in sorted(given):
         key = keys[name]
         if key.section or name not in values or values[name] == key.default:
             continue
-        for rule in getattr(schema_cls, "rules", ()):
+        for rule in rules:
             if rule.covers(name) and values[name] != rule.unless and not rule.when(values):
                 why = re.sub(
                     r"\[([\w.]+)\]", lambda m: f"{m[1]}={show(values.get(m[1]))}", rule.why
@@ -188,7 +194,7 @@ def _keys_below(schema_cls: type, prefix: str = "", section_default: Any = None)
     section of type `Section | None` may be null; it exists once one of its keys is set.
     """
     hints = typing.get_type_hints(schema_cls)
-    docs = _attribute_docs(schema_cls)
+    docs = attribute_docs(schema_cls)
     for field in dataclasses.fields(schema_cls):
         kind = hints[field.name]
         inner = _section_of(kind)
@@ -217,7 +223,7 @@ def _section_of(kind: Any) -> type | None:
     return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
 
 
-def _attribute_docs(schema_cls: type) -> dict[str, str]:
+def attribute_docs(schema_cls: type) -> dict[str, str]:
     """Name -> sentence, from "Attributes:" in the docstrings of a class and its bases."""
     docs: dict[str, str] = {}
     for cls in reversed(schema_cls.__mro__):

@@ -24,14 +24,13 @@ from specjax.engine.executables import Noted
 from specjax.engine.sources import model_source, source_of
 from specjax.engine.start_up import start_programs
 from specjax.hub import find_model
-from specjax.interfaces import Draft
+from specjax.interfaces import Denominators, Draft
 from specjax.models.transformer import Params, init_params, to_decode_layout
 from specjax.parallel import sharding
 from specjax.parallel.reshard import Mover, Reshard, cast
 from specjax.shipped import find_shipped
 from train.draft import FIELDS, frozen_policy_parts
 from train.engines import Mesh, make_meshes
-from train.grpo import Denominators
 from train.heads import head_shapes
 from train.packing import empty_batch
 from train.programs import (

@@ -20,11 +20,14 @@ from jaxtyping import Array, Float
 
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
+from specjax.interfaces import Denominators
 from specjax.kernels import dispatch
 from specjax.models.transformer import Params, Transformer, graphdef, init_params
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
-from train.grpo import Denominators, GRPOConfig, grpo_loss, token_logprobs
+from train.algo import AlgoSection
+from train.logprobs import token_logprobs
+from train.loss import policy_loss
 from train.processed import Transforms, processed_logprobs
 
 log = logging.getLogger(__name__)
@@ -41,8 +44,8 @@ def sft_loss(logprobs, entropy, batch: Batch, denominators: Denominators):
     return loss, jax.lax.stop_gradient(sums)
 
 
-def rl_loss(cfg: GRPOConfig, on_policy: bool = False, stale: bool = False) -> LossFn:
-    """The GRPO loss; the reference's log-probabilities are used when the batch has them.
+def rl_loss(cfg: AlgoSection, on_policy: bool = False, stale: bool = False) -> LossFn:
+    """The loss of `train.loss`; the reference's log-probabilities are used when the batch has them.
 
     Args:
       on_policy: one update per rollout, so the policy that is differentiated is the old one too and
@@ -59,7 +62,7 @@ def rl_loss(cfg: GRPOConfig, on_policy: bool = False, stale: bool = False) -> Lo
             if stale:
                 old = jnp.where(batch["staleness"] > 0, batch["old_logprobs"], old)
             batch = {**batch, "old_logprobs": old}
-        return grpo_loss(logprobs, batch, cfg, denominators, batch.get("ref_logprobs"), entropy)
+        return policy_loss(logprobs, batch, cfg, denominators, batch.get("ref_logprobs"), entropy)
 
     return loss
 

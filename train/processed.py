@@ -34,7 +34,7 @@ from specjax.decode.options import Features, Options
 from specjax.engine.options_rows import features_of, option_rows
 from specjax.engine.request import make_jobs
 from specjax.parallel.context import Context, shift
-from train.grpo import logprobs_and_entropy, own_tokens
+from train.logprobs import logprobs_and_entropy, own_tokens
 
 BLOCK = 16  # positions whose scores exist at once in the backward pass, where tokens are counted
 
@@ -110,7 +110,7 @@ def processed_logprobs(
 ) -> tuple[Float[Array, "R S"], Float[Array, "R S"]]:
     """Log-probability of every generated token under what it was drawn from, and the entropy there.
 
-    As `train.grpo.token_logprobs`, after all transforms. With penalties the row is scored one
+    As `train.logprobs.token_logprobs`, after all transforms. With penalties the row is scored one
     position after the other, for each needs the counts of those before it.
 
     Args:

@@ -17,13 +17,14 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+from jaxtyping import Float
 
 from specjax.config import SamplingParams
 from specjax.engine.engine import Engine
 from specjax.engine.request import SampleOutput, Totals, make_jobs, require_valid, special_name
 from specjax.engine.stops import StopStrings
 from train.groups import Group, Settled, token_versions
-from train.grpo import group_advantages, zero_variance_groups
+from train.objectives.shared import zero_variance_groups
 from train.packing import PackedBatch, Sample, pack
 from train.schema import RLConfig
 from train.scoring import Scorer
@@ -144,14 +145,14 @@ def generate(
 
 
 def to_samples(
-    rollout: Rollout, normalize_std: bool, eps: float, step: int | None = None
+    rollout: Rollout, advantages: Float[np.ndarray, "P G"], step: int | None = None
 ) -> list[Sample]:
-    """Training samples in (prompt, sample) order, with group-relative advantages.
+    """Training samples in (prompt, sample) order.
 
     Args:
+      advantages: of each, see `specjax.interfaces.Objective`.
       step: that trains on them; versions older than that are stale. None: nothing is.
     """
-    advantages = group_advantages(rollout.rewards, normalize_std, eps)
     per_group = rollout.rewards.shape[1]
     samples = []
     for p, group in enumerate(rollout.groups):

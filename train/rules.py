@@ -1,6 +1,7 @@
 """Which settings of `train.rl` and `train.sft` need which others: what would change nothing.
 
-Each row names settings, when something reads them, and what to do where nothing does. Settings that
+Each row names settings, when something reads them, and what to do where nothing does; those of an
+objective's own options are with the objective (`train.objectives`). Settings that
 are read but contradict each other are refused where the sections check themselves.
 """
 
@@ -246,18 +247,6 @@ RL_RULES = (
         ("algo.tis_cap",),
         lambda v: v["algo.tis"],
         "[algo.tis] weighs nothing; set algo.tis=true, or leave it out",
-    ),
-    Needs(
-        ("algo.clip_ratio", "algo.clip_ratio_high"),
-        lambda v: v["algo.updates_per_rollout"] > 1 or v["rollout.partial"],
-        "with [algo.updates_per_rollout] and [rollout.partial] every token is trained on by the "
-        "policy that sampled it, its ratio is 1, and nothing is clipped; raise "
-        "algo.updates_per_rollout, or leave it out",
-    ),
-    Needs(
-        ("algo.advantage_eps",),
-        lambda v: v["algo.normalize_std"],
-        "[algo.normalize_std] divides by nothing; set algo.normalize_std=true, or leave it out",
     ),
     Needs(
         ("algo.max_num_gen_batches",),

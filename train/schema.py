@@ -16,9 +16,9 @@ from specjax.parallel.distributed import DistributedConfig
 from specjax.parallel.sharding import MeshConfig
 from specjax.schema import Needs, at_least, option
 from specjax.spelling import Say
+from train.algo import DEFAULT, algo_section, with_objective
 from train.data_config import DataConfig
 from train.draft import DraftConfig
-from train.grpo import LOGPROBS, GRPOConfig
 from train.optim import OptimConfig
 from train.own import require_name
 from train.rewards import BUILT_IN, EXAMPLE
@@ -226,33 +226,7 @@ class SFTConfig:
         _rows_divide(self.packing, self.mesh)
 
 
-@dataclass
-class AlgoSection(GRPOConfig):
-    """GRPO, and how many updates a rollout feeds.
-
-    Attributes:
-      updates_per_rollout: policy updates that the samples of a step are divided among.
-      dynamic_sampling: train only on groups whose rewards differ, and draw the next problems in the
-        place of the others until rollout.prompts of them do (DAPO, arXiv 2503.14476).
-      max_num_gen_batches: groups that a step looks at at most, in batches of rollout.prompts (times
-        over_sample); the first batch counts, and 0 or less is no limit (as in verl). A step that
-        comes to the limit learns from fewer groups, and says so.
-    """
-
-    logprobs: str = option(
-        "temperature",
-        "log-probabilities that ratio, TIS, KL and entropy are made of: temperature, of the "
-        "temperature-scaled logits; processed, after penalties, bias, masks and filters as well, "
-        "of the very distribution that was sampled (see docs/rl.md)",
-        choices=LOGPROBS,
-    )
-    updates_per_rollout: int = 1
-    dynamic_sampling: bool = True
-    max_num_gen_batches: int = 10
-
-    def __post_init__(self):
-        super().__post_init__()
-        at_least("algo", self, updates_per_rollout=1)
+Algo = algo_section(DEFAULT)
 
 
 @dataclass
@@ -275,7 +249,14 @@ class RLConfig:
     say: ClassVar[Say] = staticmethod(SAY)
     rules: ClassVar[tuple[Needs, ...]] = RL_RULES
     elsewhere: ClassVar[Mapping[str, str]] = RL_ELSEWHERE
-    renamed: ClassVar[dict[str, str]] = {"algo.max_resample": "algo.max_num_gen_batches"}
+    renamed: ClassVar[dict[str, str]] = {
+        "algo.max_resample": "algo.max_num_gen_batches",
+        "algo.loss_mode": "algo.objective",  # verl's names, and TRL's
+        "algo.loss_agg_mode": "algo.loss_aggregation",
+        "algo.clip_ratio_low": "algo.clip_ratio",
+        "algo.importance_sampling_level": "algo.objective",
+    }
+    variants: ClassVar = ("algo.objective", with_objective)
 
     model: str = option("assets/sums", "Hugging Face directory or id of the policy (and head)")
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")
@@ -293,7 +274,7 @@ class RLConfig:
     )
     data: DataConfig = option(DataConfig, "problems")
     rollout: RolloutSection = option(RolloutSection, "rollouts")
-    algo: AlgoSection = option(AlgoSection, "GRPO")
+    algo: Algo = option(Algo, "what the policy is trained on")
     optim: OptimConfig = option(OptimConfig(lr=1e-4), "the policy's optimizer")
     draft: DraftConfig = option(DraftConfig, "the draft head")
     packing: PackingSection = option(PackingSection, "training batches")

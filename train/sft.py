@@ -33,9 +33,9 @@ from specjax.tokenizer import load_tokenizer, with_tokenizer_end
 from train import data
 from train.cli import CHECKPOINTS, Place, can_resume, interruptible, run_program
 from train.draft import DraftTrainer, draft_metrics
-from train.grpo import count_denominators
 from train.inputs import about_data
 from train.log import MetricsLogger
+from train.loss import count_denominators
 from train.packing import pack_demonstrations
 from train.policy import PolicyTrainer, sft_loss
 from train.prompts import require_template

@@ -34,9 +34,9 @@ from train.draft import DraftTrainer, draft_metrics
 from train.engines import make_meshes
 from train.evaluation import evaluate
 from train.exact import ExactMode
-from train.grpo import count_denominators, finalize_metrics
 from train.heads import HeadCheckpoints, starting_head
 from train.inputs import read_inputs
+from train.loss import count_denominators, finalize_metrics
 from train.packing import empty_batch, pack
 from train.processes import (
     about_idle,
@@ -361,12 +361,8 @@ class Trainer:
         """Packs the kept groups and runs the policy's updates; returns the micro-batches that the
         head can be trained on, and their states."""
         cfg = self.cfg
-        samples = rollouts.to_samples(
-            kept,
-            cfg.algo.normalize_std,
-            cfg.algo.advantage_eps,
-            step if cfg.rollout.partial else None,
-        )
+        advantages = cfg.algo.build().advantages(kept.rewards)
+        samples = rollouts.to_samples(kept, advantages, step if cfg.rollout.partial else None)
         shards = np.array_split(np.arange(len(samples)), cfg.algo.updates_per_rollout)
         updates = [
             pack([samples[i] for i in shard], cfg.packing.row_length, cfg.packing.rows)
@@ -494,7 +490,8 @@ class Trainer:
           ConfigError: it was made with other settings. CheckpointError: it cannot be used.
         """
         _, meta = checkpoints.restore(step, {})
-        require_same_settings(meta.get("settings", {}), self.fingerprint(), type(self.cfg))
+        # Keys that a checkpoint of before lacks have the defaults of the usual objective.
+        require_same_settings(meta.get("settings", {}), self.fingerprint(), RLConfig)
         found = self.trees()
         found.pop("replay", None)
         abstract = jax.tree.map(

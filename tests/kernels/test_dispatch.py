@@ -21,7 +21,7 @@ from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig, make_mesh
 from train import rl
 from train.draft import DraftConfig, DraftTrainer
-from train.grpo import count_denominators
+from train.loss import count_denominators
 from train.optim import OptimConfig
 from train.packing import Sample, pack
 from train.plan_programs import Shapes

@@ -31,7 +31,7 @@ from specjax.models.transformer import init_params, to_decode_layout
 from specjax.parallel import sharding
 from specjax.parallel.sharding import MESH_AXES
 from train.draft import DraftConfig, DraftTrainer, frozen_policy_parts
-from train.grpo import count_denominators
+from train.loss import count_denominators
 from train.optim import OptimConfig
 from train.plan_hlo import Module, Op
 from train.policy import PolicyTrainer, sft_loss

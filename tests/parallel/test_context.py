@@ -17,8 +17,9 @@ from specjax.models.transformer import init_params
 from specjax.parallel import sharding
 from specjax.parallel.context import Context, context_of, shift
 from specjax.parallel.sharding import MeshConfig, make_mesh
+from train.algo import algo
 from train.draft import DraftConfig, DraftTrainer
-from train.grpo import GRPOConfig, count_denominators
+from train.loss import count_denominators
 from train.packing import Sample, pack
 from train.policy import PolicyTrainer, rl_loss
 
@@ -201,7 +202,7 @@ def train_once(batch, config: MeshConfig):
     if mesh is not None:
         params = jax.device_put(params, sharding.param_shardings(mesh, params))
         head = jax.device_put(head, sharding.param_shardings(mesh, head))
-    loss = rl_loss(GRPOConfig(loss_aggregation="sequence"), on_policy=True)
+    loss = rl_loss(algo(loss_aggregation="sequence"), on_policy=True)
     policy = PolicyTrainer(MODEL, loss, optax.sgd(1.0), mesh, context=context)
     draft = DraftTrainer(MODEL, DRAFT, 0.7, mesh, context)
     before, here = jax.device_get((params, head)), policy.place(batch)

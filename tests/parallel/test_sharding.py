@@ -18,9 +18,10 @@ from specjax.models import hf
 from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig, make_mesh, replicated_dims
 from train import rl
+from train.algo import algo
 from train.draft import DraftConfig, DraftTrainer
-from train.grpo import GRPOConfig, count_denominators
 from train.log import read_metrics
+from train.loss import count_denominators
 from train.optim import OptimConfig
 from train.packing import Sample, pack
 from train.policy import PolicyTrainer, rl_loss
@@ -71,7 +72,7 @@ def test_parameters_and_moments_are_split_by_the_table(tiny_policy, mesh):
     assert shard(layers["input_norm"]) == layers["input_norm"].shape
     assert shard(head["blocks"][0]["proj"]) == (32, 8)
     optimizer = OptimConfig().build()
-    trainer = PolicyTrainer(model, rl_loss(GRPOConfig()), optimizer, mesh)
+    trainer = PolicyTrainer(model, rl_loss(algo()), optimizer, mesh)
     moments = [x for x in jax.tree.leaves(trainer.init_opt_state(params)) if x.ndim == 3]
     assert moments and all(shard(x)[1:] == (x.shape[1] // 2, x.shape[2] // 2) for x in moments)
     one_device = sum(x.size for x in jax.tree.leaves(params))
@@ -109,7 +110,7 @@ def test_losses_and_gradient_norms_equal_those_of_one_device(tiny_policy, mesh, 
     results = []
     for place in (None, mesh):
         model, params, head = hf.load_checkpoint(tiny_policy, "float32", place)
-        policy = PolicyTrainer(model, rl_loss(GRPOConfig()), OptimConfig().build(), place)
+        policy = PolicyTrainer(model, rl_loss(algo()), OptimConfig().build(), place)
         draft = DraftTrainer(model, DraftConfig(), mesh=place)
         placed = [policy.place(b) for b in batches]
         opt, draft_opt = policy.init_opt_state(params), draft.init_opt_state(head)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import shutil
@@ -31,6 +32,7 @@ from specjax import ControlConfig, EngineConfig, SamplingParams, SpecConfig
 from specjax.config import ModelConfig
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.sources import load_source
+from specjax.interfaces import Denominators
 from specjax.models import hf
 from specjax.models.transformer import init_params
 from specjax.parallel import distributed
@@ -41,8 +43,8 @@ from train.draft import DraftConfig, DraftTrainer
 from train.engines import make_meshes
 from train.evaluation import evaluate
 from train.groups import Group, Response, Seen, decide
-from train.grpo import Denominators
 from train.inputs import read_inputs
+from train.objectives.shared import GroupRelative
 from train.packing import Sample, pack
 from train.programs import as_computed, build_programs, drafts, drafts_with_head, settle_drafting
 from train.prompts import Prompts
@@ -170,6 +172,14 @@ def loss(cfg: RLConfig):
         return programs.policy.loss(logprobs, jnp.zeros(shape), batch, counts)[0]
 
     return jax.value_and_grad(value)(logprobs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain(GroupRelative):
+    """An objective that clips nothing."""
+
+    def per_token(self, logprobs, advantages, segments, loss_mask):
+        return -logprobs.new * advantages, {}
 
 
 class Handed:
@@ -714,6 +724,7 @@ RL = {
     "rollout.spec_verify_tokens": _reaches_spec(30, "spec_verify_tokens"),
     "rollout.telemetry": _reaches_spec(True, "telemetry"),
     **control_rows("rollout", rl_control),
+    "algo.objective": Row("train_rows:Plain", loss),
     "algo.clip_ratio": Row(0.1, loss, {"algo.updates_per_rollout": 2}),
     "algo.clip_ratio_high": Row(0.1, loss, {"algo.updates_per_rollout": 2}),
     "algo.loss_aggregation": Row("sequence", loss),

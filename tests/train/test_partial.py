@@ -10,9 +10,10 @@ from specjax.checkpoint import Checkpointer
 from specjax.command_line import parse_config
 from specjax.decode import round as decode_round
 from specjax.engine.start_up import count_programs
+from specjax.interfaces import Denominators
 from train import rl
+from train.algo import algo
 from train.groups import token_versions
-from train.grpo import Denominators, GRPOConfig
 from train.log import read_metrics
 from train.packing import Sample, pack
 from train.policy import rl_loss
@@ -260,7 +261,7 @@ def test_stale_tokens_are_weighed_against_the_policy_that_sampled_them():
     ]
     batch = {k: jnp.asarray(v) for k, v in pack(samples, 16, 1)[0].items()}
     logprobs = jnp.asarray(-rng.uniform(0, 1, (1, 16)), jnp.float32)
-    cfg, counts = GRPOConfig(clip_ratio=0.99, clip_ratio_high=99.0), Denominators(6, 2)
+    cfg, counts = algo(clip_ratio=0.99, clip_ratio_high=99.0), Denominators(6, 2)
 
     def ratio(on_policy, stale, **more):
         loss = rl_loss(cfg, on_policy, stale)

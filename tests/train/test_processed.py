@@ -14,7 +14,7 @@ from specjax.config import SamplingParams
 from specjax.parallel import sharding
 from specjax.parallel.context import context_of
 from specjax.parallel.sharding import MeshConfig, make_mesh
-from train.grpo import token_logprobs
+from train.logprobs import token_logprobs
 from train.packing import Sample, pack
 from train.processed import Transforms, processed_logprobs
 from train.schema import RLConfig

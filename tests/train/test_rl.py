@@ -15,8 +15,9 @@ from specjax import LLM, SamplingParams, SpecConfig
 from specjax.command_line import parse_config
 from specjax.models import hf
 from specjax.tokenizer import load_tokenizer, prompt_ids
-from train import grpo, rl
+from train import rl
 from train.log import read_metrics
+from train.loss import count_denominators
 from train.optim import OptimConfig
 from train.policy import PolicyTrainer, sft_loss
 from train.schema import RLConfig, SFTConfig
@@ -321,7 +322,7 @@ def test_scanned_and_looped_layers_give_the_same_loss_and_gradient(tiny_policy):
     for scan in (True, False):
         policy = PolicyTrainer(model, sft_loss, OptimConfig().build())
         policy.cfg = model.replace(scan_layers=scan)
-        counts = grpo.count_denominators([batch])
+        counts = count_denominators([batch])
         params = jax.tree.map(jnp.copy, start)
         *_, sums = policy.update(params, policy.init_opt_state(params), [batch], counts)
         results.append((float(sums["loss"]), float(sums["grad_norm"])))

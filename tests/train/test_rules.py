@@ -118,8 +118,8 @@ ALWAYS_READ = {
         rollout.page_size rollout.cache_bytes rollout.chunk_tokens rollout.stretch
         rollout.prefill_chunk rollout.products rollout.dtype rollout.scan_layers
         rollout.invariant rollout.min_tokens rollout.repetition_penalty rollout.presence_penalty
-        rollout.frequency_penalty rollout.logit_bias rollout.stop algo.loss_aggregation
-        algo.kl_loss_coef algo.tis algo.normalize_std algo.updates_per_rollout
+        rollout.frequency_penalty rollout.logit_bias rollout.stop algo.objective
+        algo.loss_aggregation algo.kl_loss_coef algo.tis algo.normalize_std algo.updates_per_rollout
         algo.dynamic_sampling optim.lr optim.warmup_steps optim.decay_steps optim.weight_decay
         optim.b1 optim.b2 optim.clip_norm eval.problems checkpoint.export distributed.mode
     """,
@@ -133,8 +133,9 @@ ALWAYS_READ = {
 @pytest.mark.parametrize("program", ALWAYS_READ)
 def test_every_setting_stands_in_a_rule_or_is_always_read(program):
     keys = {key.name for key in schema.keys_of(program) if not key.section}
-    ruled = {name for name in keys if any(rule.covers(name) for rule in program.rules)}
-    named = {name for rule in program.rules for name in rule.names if "*" not in name}
+    rules = schema.rules_of(program)
+    ruled = {name for name in keys if any(rule.covers(name) for rule in rules)}
+    named = {name for rule in rules for name in rule.names if "*" not in name}
     always = set(ALWAYS_READ[program].split())
     assert keys - ruled == always - ruled, "a key is in no rule, and not in the list"
     assert {name.lstrip("!") for name in named} | always <= keys, "there is no such key"

@@ -1,4 +1,4 @@
-"""The GRPO loss against a reference written as plain loops over samples, and its identities."""
+"""The loss, with GRPO, against a reference of plain loops over samples, and its identities."""
 
 import itertools
 import math
@@ -9,17 +9,11 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from train.grpo import (
-    Denominators,
-    GRPOConfig,
-    count_denominators,
-    finalize_metrics,
-    group_advantages,
-    grpo_loss,
-    k3,
-    token_logprobs,
-    zero_variance_groups,
-)
+from specjax.interfaces import Denominators
+from train.algo import algo, algo_section
+from train.logprobs import token_logprobs
+from train.loss import count_denominators, finalize_metrics, k3, policy_loss
+from train.objectives.shared import group_advantages, zero_variance_groups
 from train.packing import Sample, pack
 
 ROWS, LENGTH, VOCAB = 2, 16, 11
@@ -97,7 +91,7 @@ OPTIONS = list(itertools.product(("token", "sequence"), (0.0, 0.3), (False, True
 
 @pytest.mark.parametrize("aggregation,kl_coef,tis,clip_high", OPTIONS)
 def test_loss_and_metrics_equal_the_loop_reference(aggregation, kl_coef, tis, clip_high):
-    cfg = GRPOConfig(
+    cfg = algo(
         clip_ratio_high=clip_high,
         loss_aggregation=aggregation,
         kl_loss_coef=kl_coef,
@@ -112,7 +106,7 @@ def test_loss_and_metrics_equal_the_loop_reference(aggregation, kl_coef, tis, cl
         for i, batch in enumerate(batches):
             lp, ref = random_logprobs(batch, seed + i), random_logprobs(batch, seed + i + 50)
             scored.append((batch, lp, ref))
-            loss, part = grpo_loss(jnp.asarray(lp), batch, cfg, denominators, ref)
+            loss, part = policy_loss(jnp.asarray(lp), batch, cfg, denominators, ref)
             total += float(loss)
             sums = {name: sums.get(name, 0.0) + float(x) for name, x in part.items()}
         expected, expected_metrics = reference_loss(scored, cfg)
@@ -129,7 +123,7 @@ def test_loss_and_metrics_equal_the_loop_reference(aggregation, kl_coef, tis, cl
 
 @pytest.mark.parametrize("aggregation", ("token", "sequence"))
 def test_gradients_of_micro_batches_add_up_to_the_gradient_of_the_batch(aggregation):
-    cfg = GRPOConfig(loss_aggregation=aggregation, kl_loss_coef=0.1, tis=True)
+    cfg = algo(loss_aggregation=aggregation, kl_loss_coef=0.1, tis=True)
     parts = packed_batches(3, samples=9, num_batches=4)
     whole = {name: np.concatenate([batch[name] for batch in parts]) for name in parts[0]}
     denominators = count_denominators(parts)
@@ -138,7 +132,7 @@ def test_gradients_of_micro_batches_add_up_to_the_gradient_of_the_batch(aggregat
     refs = [random_logprobs(batch, i + 20) for i, batch in enumerate(parts)]
 
     def gradient(lp, batch, ref):
-        return jax.grad(lambda x: grpo_loss(x, batch, cfg, denominators, ref)[0])(jnp.asarray(lp))
+        return jax.grad(lambda x: policy_loss(x, batch, cfg, denominators, ref)[0])(jnp.asarray(lp))
 
     apart = [gradient(*one) for one in zip(lps, parts, refs, strict=True)]
     together = gradient(np.concatenate(lps), whole, np.concatenate(refs))
@@ -149,8 +143,8 @@ def test_gradients_of_micro_batches_add_up_to_the_gradient_of_the_batch(aggregat
 def test_on_policy_gradient_is_minus_the_mean_advantage():
     batch = packed_batches(4, samples=3, num_batches=1)[0]
     denominators = count_denominators([batch])
-    loss, _ = grpo_loss(batch["old_logprobs"], batch, GRPOConfig(), denominators)
-    grad = jax.grad(lambda x: grpo_loss(x, batch, GRPOConfig(), denominators)[0])(
+    loss, _ = policy_loss(batch["old_logprobs"], batch, algo(), denominators)
+    grad = jax.grad(lambda x: policy_loss(x, batch, algo(), denominators)[0])(
         jnp.asarray(batch["old_logprobs"])
     )
     np.testing.assert_allclose(grad, -batch["advantages"] / denominators.tokens, rtol=1e-6)
@@ -163,8 +157,8 @@ def test_clipped_tokens_have_no_gradient_and_the_upper_bound_is_its_own():
     lp = jnp.asarray(batch["old_logprobs"] + math.log(1.25))
 
     def grad(high):
-        cfg = GRPOConfig(clip_ratio_high=high)
-        return jax.grad(lambda x: grpo_loss(x, batch, cfg, count_denominators([batch]))[0])(lp)
+        cfg = algo(clip_ratio_high=high)
+        return jax.grad(lambda x: policy_loss(x, batch, cfg, count_denominators([batch]))[0])(lp)
 
     inside = batch["loss_mask"] > 0
     assert np.all(np.asarray(grad(0.2)) == 0)
@@ -176,27 +170,27 @@ def test_tis_weight_carries_no_gradient_and_is_capped():
     batch["behaviour_logprobs"] = batch["old_logprobs"] - 5.0 * batch["loss_mask"]
     d = count_denominators([batch])
     lp = jnp.asarray(batch["old_logprobs"])
-    plain = jax.grad(lambda x: grpo_loss(x, batch, GRPOConfig(), d)[0])(lp)
-    cfg = GRPOConfig(tis=True, tis_cap=2.0)
-    weighted, sums = jax.grad(lambda x: grpo_loss(x, batch, cfg, d), has_aux=True)(lp)
+    plain = jax.grad(lambda x: policy_loss(x, batch, algo(), d)[0])(lp)
+    cfg = algo(tis=True, tis_cap=2.0)
+    weighted, sums = jax.grad(lambda x: policy_loss(x, batch, cfg, d), has_aux=True)(lp)
     np.testing.assert_allclose(weighted, 2.0 * plain, rtol=1e-6)
     assert finalize_metrics(sums)["tis_truncated_fraction"] == 1.0
 
     def through_old(old):
-        return grpo_loss(lp, batch | {"old_logprobs": old}, cfg, d)[0]
+        return policy_loss(lp, batch | {"old_logprobs": old}, cfg, d)[0]
 
     assert np.all(np.asarray(jax.grad(through_old)(jnp.asarray(batch["old_logprobs"]))) == 0)
 
 
 def test_extreme_log_ratios_keep_loss_and_gradient_finite():
     batch = packed_batches(7, samples=3, num_batches=1)[0]
-    cfg = GRPOConfig(tis=True, kl_loss_coef=0.1)
+    cfg = algo(tis=True, kl_loss_coef=0.1)
     for shift in (-500.0, 500.0):
         lp = jnp.asarray(batch["old_logprobs"] + shift)
         loss, grad = jax.value_and_grad(
-            lambda x: grpo_loss(x, batch, cfg, count_denominators([batch]), batch["old_logprobs"])[
-                0
-            ]
+            lambda x: policy_loss(
+                x, batch, cfg, count_denominators([batch]), batch["old_logprobs"]
+            )[0]
         )(lp)
         assert np.isfinite(loss) and np.isfinite(grad).all()
 
@@ -211,8 +205,8 @@ def test_k3_is_nonnegative_and_unbiased():
 
 def test_an_all_padding_micro_batch_contributes_nothing():
     batch = packed_batches(8, samples=1, num_batches=2)[1]
-    loss, sums = grpo_loss(
-        jnp.full((ROWS, LENGTH), jnp.nan), batch, GRPOConfig(), Denominators(1.0, 1.0)
+    loss, sums = policy_loss(
+        jnp.full((ROWS, LENGTH), jnp.nan), batch, algo(), Denominators(1.0, 1.0)
     )
     assert float(loss) == 0 and all(float(x) == 0 for x in sums.values())
 
@@ -272,11 +266,11 @@ def test_rewards_that_cannot_be_compared_are_refused(rewards):
 
 
 def test_config_merges_with_omegaconf_and_refuses_nonsense():
-    schema = OmegaConf.structured(GRPOConfig)
+    schema = OmegaConf.structured(algo_section("grpo"))
     cfg = OmegaConf.to_object(OmegaConf.merge(schema, {"tis": True, "clip_ratio_high": 0.3}))
-    assert cfg == GRPOConfig(tis=True, clip_ratio_high=0.3)
+    assert cfg == algo(tis=True, clip_ratio_high=0.3)
     for bad in ({"loss_aggregation": "mean"}, {"clip_ratio": 1.5}, {"tis_cap": 0.0}):
         with pytest.raises(ValueError, match=next(iter(bad))):
-            GRPOConfig(**bad)
+            algo(**bad)
     with pytest.raises(ValueError, match="ref_logprobs"):
-        grpo_loss(jnp.zeros((1, 1)), {}, GRPOConfig(kl_loss_coef=0.1), Denominators(1.0, 1.0))
+        policy_loss(jnp.zeros((1, 1)), {}, algo(kl_loss_coef=0.1), Denominators(1.0, 1.0))

@@ -1,0 +1,145 @@
+"""The loss of the policy: an objective, and what is the same around every one of them.
+
+One update, in prose. Every prompt has G samples, and the objective (`train.objectives`) makes
+advantages of their rewards. The trainer scores the sampled tokens with the current policy
+(`train.logprobs` at the rollout's temperature, or `train.processed` after all transforms of
+sampling) and compares them with `old_logprobs`, which the same program computed before the first
+update of the step:
+
+    loss  = sum_t weight_t * (tis_t * policy_t + kl_loss_coef * kl_t)
+    tis_t = min(exp(old_logprob_t - behaviour_logprob_t), tis_cap), or 1 when `tis` is off
+    kl_t  = exp(ref_t - logprob_t) - (ref_t - logprob_t) - 1
+
+policy_t and weight_t are the objective's. The weights sum to one over the whole update. The numbers
+of tokens and samples that they take come in from outside (`Denominators`), so that the gradients of
+micro-batches *add up* to the gradient of the batch, exactly.
+
+kl is k3 of http://joschu.net/blog/kl-approx.html. Entropy is logged, never part of the loss.
+
+Partial rollouts bring tokens that older weights sampled. Their `old_logprobs` are what the same
+program computed under *those* weights, in the step that sampled them. So the ratio of every token
+is the one to the policy that it came from, and the clip bounds how far a stale token can push.
+`tis` compares, as ever, two programs under one set of weights. (The engine's `behaviour_logprobs`
+would do for the ratio, too, but for their last bits: these depend on the program that decoded the
+token, and where a controller chooses it, on the clock.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from specjax.interfaces import Denominators, Logprobs
+from train.algo import AlgoSection
+from train.objectives.shared import bounded_exp
+
+# Sums that carry the loss's weights already, and the number of tokens; all others are sums over
+# loss tokens, to be divided by their number.
+_WHOLE = ("loss", "policy_loss", "kl_loss", "tokens")
+
+
+def count_denominators(batches: Iterable[Mapping[str, np.ndarray]]) -> Denominators:
+    """Counts loss tokens, and samples that have any, over all micro-batches of one update."""
+    tokens = samples = 0
+    for batch in batches:
+        mask = np.asarray(batch["loss_mask"]) > 0
+        segments = np.asarray(batch["segment_ids"])
+        tokens += int(mask.sum())
+        samples += sum(len(np.unique(row[on])) for row, on in zip(segments, mask, strict=True))
+    return Denominators(np.float32(max(tokens, 1)), np.float32(max(samples, 1)))
+
+
+def policy_loss(
+    logprobs: Float[Array, "R S"],
+    batch: Mapping[str, Array],
+    cfg: AlgoSection,
+    denominators: Denominators,
+    ref_logprobs: Float[Array, "R S"] | None = None,
+    entropy: Float[Array, "R S"] | None = None,
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """One micro-batch's share of the loss (see the module's docstring for the formula).
+
+    Args:
+      logprobs: of the current policy; the only input with a gradient.
+      batch: packed arrays `loss_mask`, `segment_ids`, `advantages`, `old_logprobs` and
+        `behaviour_logprobs`, all [R S].
+      cfg: options, static under jit.
+      denominators: of the whole update, see `count_denominators`.
+      ref_logprobs: of the frozen reference; needed when `cfg.kl_loss_coef` > 0, logged if given.
+      entropy: where each token was drawn, logged if given.
+
+    Returns:
+      (loss, sums). Sums of several micro-batches are added and go to `finalize_metrics`.
+
+    Raises:
+      ValueError: `kl_loss_coef` > 0 without reference log-probabilities.
+    """
+    if cfg.kl_loss_coef > 0 and ref_logprobs is None:
+        raise ValueError(
+            f"kl_loss_coef is {cfg.kl_loss_coef} but no ref_logprobs were given; score the batch "
+            "with the reference policy or set kl_loss_coef=0"
+        )
+    mask, segments, objective = batch["loss_mask"], batch["segment_ids"], cfg.build()
+    old, behaviour, ref_logprobs = jax.lax.stop_gradient(
+        (batch["old_logprobs"], batch["behaviour_logprobs"], ref_logprobs)
+    )
+    weights = objective.weights(mask, segments, denominators)
+    policy, per_token = objective.per_token(
+        Logprobs(logprobs, old, behaviour, ref_logprobs), batch["advantages"], segments, mask
+    )
+    per_token = {
+        **per_token,
+        "ppo_kl": old - logprobs,
+        "train_rollout_logprob_abs_diff": jnp.abs(old - behaviour),
+    }
+    if cfg.tis:
+        uncapped = bounded_exp(old - behaviour)
+        tis = jnp.minimum(uncapped, cfg.tis_cap)
+        policy = tis * policy
+        per_token |= {"tis": tis, "tis_truncated_fraction": uncapped > cfg.tis_cap}
+    policy_loss = _masked_sum(policy, weights)
+    loss, kl_loss = policy_loss, jnp.zeros_like(policy_loss)
+    if ref_logprobs is not None:
+        per_token["kl"] = kl = k3(logprobs, ref_logprobs)
+    if cfg.kl_loss_coef > 0:
+        kl_loss = cfg.kl_loss_coef * _masked_sum(kl, weights)
+        loss = policy_loss + kl_loss
+    if entropy is not None:
+        per_token["entropy"] = entropy
+
+    sums = {name: _masked_sum(value, mask) for name, value in per_token.items()}
+    sums |= {"loss": loss, "policy_loss": policy_loss, "kl_loss": kl_loss, "tokens": mask.sum()}
+    return loss, jax.lax.stop_gradient(sums)
+
+
+def k3(logprobs: Float[Array, "R S"], ref_logprobs: Float[Array, "R S"]) -> Float[Array, "R S"]:
+    """Schulman's k3 estimate of KL(policy || reference) from the policy's own samples: >= 0."""
+    log_ratio = ref_logprobs - logprobs
+    return bounded_exp(log_ratio) - log_ratio - 1.0
+
+
+def finalize_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Turns sums added over all micro-batches of an update into figures to log.
+
+    Args:
+      sums: what `policy_loss` returned, added up key by key.
+
+    Returns:
+      Means per loss token (`ppo_kl`, `kl`, `entropy`, `train_rollout_logprob_abs_diff`, `tis`,
+      `tis_truncated_fraction`; those whose option is on; and what the objective logs, as `ratio`
+      and `clip_fraction`), `loss`, `policy_loss`, `kl_loss`, and the number of `tokens`.
+    """
+    tokens = max(float(sums["tokens"]), 1.0)
+    return {
+        name: float(value) if name in _WHOLE else float(value) / tokens
+        for name, value in sums.items()
+    }
+
+
+def _masked_sum(values: Array, weights: Array) -> Array:
+    # `where` first: positions outside the loss may hold anything, infinities included.
+    return jnp.sum(jnp.where(weights > 0, values, 0.0) * weights)

@@ -1,0 +1,178 @@
+"""What several objectives are made of: advantages within groups, sums over samples, weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from specjax.interfaces import Denominators
+from specjax.schema import Needs
+
+LOSS_AGGREGATIONS = ("token", "sequence")
+
+# exp() of a larger difference would overflow float32 and turn one stray token into a NaN update.
+MAX_LOG_RATIO = 20.0
+
+CLIP_RULE = Needs(
+    ("algo.clip_ratio", "algo.clip_ratio_high"),
+    lambda v: v["algo.updates_per_rollout"] > 1 or v["rollout.partial"],
+    "with [algo.updates_per_rollout] and [rollout.partial] every token is trained on by the "
+    "policy that sampled it, its ratio is 1, and nothing is clipped; raise "
+    "algo.updates_per_rollout, or leave it out",
+)
+
+
+@dataclass(frozen=True)
+class GroupRelative:
+    """Advantages relative to the group, and a mean over tokens or over samples.
+
+    Attributes:
+      loss_aggregation: `token` (mean over all tokens of the update) or `sequence` (mean over the
+        tokens of each sample, then over samples).
+      normalize_std: divide advantages by the group's standard deviation.
+      advantage_eps: added to that standard deviation.
+    """
+
+    rules: ClassVar[tuple[Needs, ...]] = (
+        Needs(
+            ("algo.advantage_eps",),
+            lambda v: v["algo.normalize_std"],
+            "[algo.normalize_std] divides by nothing; set algo.normalize_std=true, or leave it out",
+        ),
+    )
+
+    loss_aggregation: str = "token"
+    normalize_std: bool = True
+    advantage_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.loss_aggregation not in LOSS_AGGREGATIONS:
+            raise ValueError(
+                f"loss_aggregation must be one of {', '.join(LOSS_AGGREGATIONS)}, "
+                f"got {self.loss_aggregation!r}"
+            )
+        if self.advantage_eps < 0:
+            raise ValueError(f"expected advantage_eps >= 0, got {self.advantage_eps}")
+
+    def advantages(self, rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
+        """See `group_advantages`."""
+        return group_advantages(rewards, self.normalize_std, self.advantage_eps)
+
+    def weights(
+        self,
+        loss_mask: Float[Array, "R S"],
+        segments: Int[Array, "R S"],
+        counts: Denominators,
+    ) -> Float[Array, "R S"]:
+        """See `loss_weights`."""
+        return loss_weights(loss_mask, segments, self.loss_aggregation, counts)
+
+
+def check_clip(low: float, high: float) -> None:
+    """Checks how far below and above 1 a ratio may go.
+
+    Raises:
+      ValueError: no ratio is so far below 1, or the bound above is not above.
+    """
+    if not 0 <= low < 1 or high < 0:
+        raise ValueError(
+            f"expected 0 <= clip_ratio < 1 and clip_ratio_high >= 0, got {low} and {high}"
+        )
+
+
+def zero_variance_groups(rewards: Float[np.ndarray, "P G"]) -> np.ndarray:
+    """Marks groups whose samples all got the same reward, and so teach nothing.
+
+    Args:
+      rewards: one row per prompt.
+
+    Returns:
+      bool [P], for dynamic sampling and the `zero_std` metric.
+    """
+    rewards = _as_groups(rewards)
+    return rewards.max(axis=1) == rewards.min(axis=1)
+
+
+def group_advantages(
+    rewards: Float[np.ndarray, "P G"], normalize_std: bool = True, eps: float = 1e-6
+) -> Float[np.ndarray, "P G"]:
+    """Rewards relative to their group: (r - mean) / (std + eps), or r - mean.
+
+    The standard deviation is the population's (divided by G). Groups without variance get exactly
+    zero, whatever the rounding of their mean.
+
+    Args:
+      rewards: one row per prompt, G >= 2 samples each.
+      normalize_std: whether to divide by the standard deviation.
+      eps: added to the standard deviation.
+
+    Returns:
+      float32 advantages in the same order.
+
+    Raises:
+      ValueError: not a [P G] array, G < 2, or a reward that is not finite.
+    """
+    rewards = _as_groups(rewards)
+    if rewards.shape[1] < 2:
+        raise ValueError(
+            "group advantages need at least 2 samples per prompt, got 1: every advantage would be "
+            "zero; raise rollout.n"
+        )
+    if not np.isfinite(rewards).all():
+        raise ValueError(
+            f"rewards must be finite, got {rewards[~np.isfinite(rewards)][0]}; check the reward"
+        )
+    advantages = rewards - rewards.mean(axis=1, keepdims=True)
+    advantages[zero_variance_groups(rewards)] = 0.0
+    if normalize_std:
+        scale = rewards.std(axis=1, keepdims=True) + eps
+        advantages = np.divide(advantages, scale, out=advantages, where=scale > 0)
+    return advantages.astype(np.float32)
+
+
+def _as_groups(rewards) -> np.ndarray:
+    rewards = np.asarray(rewards, np.float64)
+    if rewards.ndim != 2 or rewards.shape[1] == 0:
+        raise ValueError(f"expected rewards [prompts, samples], got shape {rewards.shape}")
+    return rewards
+
+
+def sample_sums(values: Float[Array, "R S"], segments: Int[Array, "R S"]) -> Float[Array, "R S"]:
+    """At each token the sum over all tokens of its own sample.
+
+    A sample must lie in one row whole, as packing leaves it; the order of its tokens within the row
+    does not matter, so that they may be split over devices.
+    """
+    num_segments = segments.shape[1] + 1
+
+    def of_own_segment(row, ids):
+        return jax.ops.segment_sum(row, ids, num_segments=num_segments)[ids]
+
+    return jax.vmap(of_own_segment)(values, segments)
+
+
+def loss_weights(
+    loss_mask: Float[Array, "R S"],
+    segments: Int[Array, "R S"],
+    aggregation: str,
+    counts: Denominators,
+) -> Float[Array, "R S"]:
+    """Weight of every token in the loss; sums to 1 over all micro-batches of the update.
+
+    Args:
+      aggregation: one of LOSS_AGGREGATIONS.
+    """
+    if aggregation == "token":
+        return loss_mask / counts.tokens
+    lengths = sample_sums(loss_mask, segments)
+    return loss_mask / (jnp.maximum(lengths, 1.0) * counts.samples)
+
+
+def bounded_exp(log_ratio: Array) -> Array:
+    """exp(), finite whatever it is given but NaN."""
+    return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))

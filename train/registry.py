@@ -1,0 +1,11 @@
+"""The tables of `train`: what has a name in its settings, and where it lies."""
+
+from specjax.registry import Registry
+
+OBJECTIVES = Registry(
+    "objective",
+    {
+        "grpo": "train.objectives.grpo:GRPO",
+    },
+    "a specjax.interfaces.Objective, a frozen dataclass,",
+)
