@@ -6,6 +6,7 @@ OBJECTIVES = Registry(
     "objective",
     {
         "grpo": "train.objectives.grpo:GRPO",
+        "gspo": "train.objectives.gspo:GSPO",
     },
     "a specjax.interfaces.Objective, a frozen dataclass,",
 )

@@ -1,0 +1,71 @@
+"""Group sequence policy optimisation: one ratio for all tokens of a sample, clipped as a whole.
+
+    s        = exp(mean_t(logprob_t - old_logprob_t))             over the sample's loss tokens
+    policy_t = -min(s_t * A, clip(s_t, 1 - clip_ratio, 1 + clip_ratio_high) * A)
+
+where s_t has the value of s, and the gradient s * d logprob_t / d theta: the paper's GSPO-token
+(arXiv 2507.18071, section 4.3; verl's `policy_loss.loss_mode=gspo`). Where all tokens of a sample
+have the same advantage and weight its gradient is that of s itself (section 4.1; TRL's
+`importance_sampling_level=sequence`), and it is the one that can be weighed token by token, as
+`algo.tis` does.
+
+The clip range is that of the paper: s is a mean over tokens, and moves far less than their ratios.
+`loss_aggregation=token` is an option that the paper does not have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from specjax.interfaces import Logprobs
+from specjax.schema import Needs
+from train.objectives.shared import (
+    CLIP_RULE,
+    GroupRelative,
+    bounded_exp,
+    check_clip,
+    sample_sums,
+)
+
+
+@dataclass(frozen=True)
+class GSPO(GroupRelative):
+    """GSPO, averaged over the tokens of each sample and then over samples.
+
+    Attributes:
+      clip_ratio: how far below 1 a sample's ratio may go before its gradient is cut.
+      clip_ratio_high: how far above 1.
+    """
+
+    rules: ClassVar[tuple[Needs, ...]] = (*GroupRelative.rules, CLIP_RULE)
+
+    loss_aggregation: str = "sequence"
+    clip_ratio: float = 3e-4
+    clip_ratio_high: float = 4e-4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_clip(self.clip_ratio, self.clip_ratio_high)
+
+    def per_token(
+        self,
+        logprobs: Logprobs,
+        advantages: Float[Array, "R S"],
+        segments: Int[Array, "R S"],
+        loss_mask: Float[Array, "R S"],
+    ) -> tuple[Float[Array, "R S"], dict[str, Float[Array, "R S"]]]:
+        """policy_t, and what is logged of it: see `specjax.interfaces.Objective`."""
+        new, fixed = logprobs.new, jax.lax.stop_gradient(logprobs.new)
+        # `where` first: outside of the loss the difference may be anything.
+        log_ratio = jnp.where(loss_mask > 0, fixed - logprobs.old, 0.0)
+        lengths = jnp.maximum(sample_sums(loss_mask, segments), 1.0)
+        ratio = bounded_exp(sample_sums(log_ratio, segments) / lengths + (new - fixed))
+        clipped = jnp.clip(ratio, 1.0 - self.clip_ratio, 1.0 + self.clip_ratio_high)
+        policy = -jnp.minimum(ratio * advantages, clipped * advantages)
+        cut = clipped * advantages < ratio * advantages
+        return policy, {"ratio": ratio, "clip_fraction": cut}
