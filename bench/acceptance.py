@@ -47,7 +47,7 @@ from bench.common import (
     write_result,
 )
 from specjax import LLM, ModelConfig, SamplingParams, Strategy
-from specjax.models import hf
+from specjax.checkpoint import huggingface as hf
 from specjax.tokenizer import load_tokenizer
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from bench.common import T, heldout_prompts, turns
 from specjax import LLM, SamplingParams, SpecConfig
+from specjax.checkpoint import huggingface as hf
 from specjax.config import Strategy
 from specjax.control import (
     OFF,
@@ -33,7 +34,6 @@ from specjax.drafts.mtp import init_head_params
 from specjax.engine.engine import Engine
 from specjax.engine.request import Job, make_jobs
 from specjax.engine.start_up import StartUp, calibrate
-from specjax.models import hf
 from specjax.models.transformer import Params
 from specjax.tokenizer import load_tokenizer
 

@@ -19,6 +19,8 @@ import jax
 from bench.common import alternate_prepared, machine, versions
 from bench.full_batch import everyone, fill
 from bench.random_weights import random_weights
+from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.huggingface_config import read_config
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.control import OFF
 from specjax.decode import rng
@@ -31,8 +33,6 @@ from specjax.drafts.mtp import init_head_params
 from specjax.engine.compiling import CompilePool
 from specjax.engine.parcel import Parcel
 from specjax.engine.runner import Runner
-from specjax.models import hf
-from specjax.models.hf_config import read_config
 from specjax.models.transformer import Params, init_params
 from specjax.shipped import find_shipped
 

@@ -29,8 +29,8 @@ from bench.common import (
     write_result,
 )
 from specjax import LLM, SamplingParams, SpecConfig
+from specjax.checkpoint import huggingface as hf
 from specjax.engine.settings import EngineConfig
-from specjax.models import hf
 from specjax.tokenizer import load_tokenizer
 
 ENGINES = {

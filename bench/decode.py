@@ -28,7 +28,7 @@ from bench.common import (
     write_result,
 )
 from specjax import LLM, SamplingParams, SpecConfig
-from specjax.models import hf
+from specjax.checkpoint import huggingface as hf
 from specjax.tokenizer import load_tokenizer
 
 # At least so many samples per measurement, so that one long sample does not decide it.

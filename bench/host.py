@@ -41,10 +41,10 @@ from bench.common import (
     write_result,
 )
 from specjax import LLM, SamplingParams, SpecConfig
+from specjax.checkpoint import huggingface as hf
 from specjax.control import ControlConfig
 from specjax.control.config import DEFAULT_STRATEGIES
 from specjax.engine.settings import EngineConfig
-from specjax.models import hf
 from specjax.tokenizer import load_tokenizer
 
 ARMS = ("plain", "speculative", "controlled")

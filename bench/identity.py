@@ -22,11 +22,11 @@ import numpy as np
 from bench.common import figure, write_result
 from specjax import LLM, ModelConfig, SamplingParams, SpecConfig
 from specjax.arguments import ArgumentParser
+from specjax.checkpoint import huggingface as hf
 from specjax.config import DEFAULT_TREE_PATHS
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.compare import Difference, first_difference
 from specjax.engine.request import make_jobs
-from specjax.models import hf
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import Params, init_params
 from specjax.verify.requests import random_params

@@ -38,7 +38,7 @@ from bench.common import (
     write_result,
 )
 from specjax import LLM, SamplingParams, SpecConfig
-from specjax.models import hf
+from specjax.checkpoint import huggingface as hf
 from specjax.tokenizer import load_tokenizer
 
 PAIRS = {"normal": ("speculative", "plain"), "invariant": ("invariant", "plain_invariant")}

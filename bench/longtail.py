@@ -45,12 +45,12 @@ from bench.common import (
 )
 from bench.trace import GOODPUT, PLAIN, SUFFIX, Trace
 from specjax import LLM, SamplingParams, SpecConfig
+from specjax.checkpoint import huggingface as hf
 from specjax.control import OFF, ControlConfig, make_controller
 from specjax.control.config import DEFAULT_STRATEGIES
 from specjax.engine.compare import Difference, first_difference
 from specjax.engine.engine import Engine
 from specjax.engine.settings import EngineConfig
-from specjax.models import hf
 from specjax.tokenizer import load_tokenizer
 from train import data
 

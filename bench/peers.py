@@ -50,9 +50,9 @@ from bench.common import (
 )
 from bench.jax_sampler import JaxSampler
 from specjax import LLM, SamplingParams, SpecConfig
+from specjax.checkpoint import huggingface as hf
 from specjax.control import ControlConfig
 from specjax.control.config import DEFAULT_STRATEGIES
-from specjax.models import hf
 from specjax.tokenizer import load_tokenizer
 
 FEWEST_SAMPLES = 8  # per measurement, so that one long sample does not decide it

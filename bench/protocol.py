@@ -53,10 +53,10 @@ from bench.round import SHAPES, milliseconds
 from bench.round_parts import PARTS, Parts
 from bench.workloads import CPU_SCALE, WORKLOADS, Point, long_prompts, points
 from specjax import LLM, SpecConfig
+from specjax.checkpoint import huggingface as hf
 from specjax.decode.chunk import Until
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.runner import Runner
-from specjax.models import hf
 from specjax.models.transformer import init_params
 from specjax.tokenizer import load_tokenizer
 from train import data

@@ -21,12 +21,12 @@ import jax
 
 from serve.settings import WARM_UP, ServeConfig, load_llm
 from specjax import LLM
-from specjax.checkpoint import CheckpointError
+from specjax.checked_json import CheckpointError
+from specjax.checkpoint.huggingface import UnsupportedModelError
 from specjax.command_line import ConfigError, parse_config
 from specjax.engine.compiling import CompileProgress
 from specjax.engine.prompt_scores import PromptScorer
 from specjax.models.generation_config import told
-from specjax.models.hf import UnsupportedModelError
 
 log = logging.getLogger(__name__)
 KEYS = {"api_key": "SPECJAX_API_KEY", "admin_key": "SPECJAX_ADMIN_KEY"}

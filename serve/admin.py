@@ -14,8 +14,9 @@ from serve.engine_thread import EngineThread
 from serve.errors import ApiError
 from serve.protocol import WeightsRequest
 from specjax import LLM, ModelConfig
-from specjax.checkpoint import CheckpointError
-from specjax.checkpoint_weights import (
+from specjax.checked_json import CheckpointError
+from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.weights import (
     HEAD_SWITCHES,
     HUGGING_FACE,
     config_in,
@@ -24,7 +25,6 @@ from specjax.checkpoint_weights import (
     load_weights,
 )
 from specjax.engine.checksum import checksum
-from specjax.models import hf
 from specjax.models.transformer import Params
 from specjax.tokenizer import with_tokenizer_end
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from specjax import LLM, EngineConfig, SamplingParams
+from specjax.checkpoint.huggingface import UnsupportedModelError
 from specjax.command_line import ConfigError
 from specjax.config.dtype import AUTO, ENGINE_DTYPES
 from specjax.engine.settings import strategies_of
 from specjax.hub import ModelNotFoundError, find_model
 from specjax.kernels import panels
 from specjax.kernels.names import ATTENTION, ATTENTION_DOC
-from specjax.models.hf import UnsupportedModelError
 from specjax.parallel.sharding import offer_cpu_devices
 from specjax.schema import REQUIRED, Needs, at_least, option
 from specjax.shipped import find_shipped

@@ -15,11 +15,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from specjax.checkpoint_files import CheckpointError
-from specjax.checkpoint_format import first_line
-from specjax.models.hf import files_in_index
-from specjax.models.hf_export import TOKENIZER_FILES
-from specjax.models.hf_names import HEAD_FILE, INDEX, WEIGHTS
+from specjax.checked_json import CheckpointError, first_line
+from specjax.checkpoint.huggingface import files_in_index
+from specjax.checkpoint.huggingface_export import TOKENIZER_FILES
+from specjax.checkpoint.huggingface_names import HEAD_FILE, INDEX, WEIGHTS
 from specjax.shipped import find_shipped
 
 _SMALL = ("config.json", "generation_config.json", INDEX, *TOKENIZER_FILES)

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specjax.checkpoint_files import Keys, pointer_problem, read_json
-from specjax.checkpoint_format import CheckpointError, first_line
+from specjax.checked_json import CheckpointError, Keys, first_line, pointer_problem, read_json
 from specjax.config import ModelConfig
 
 # Read by transformers when it is imported.

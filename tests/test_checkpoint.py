@@ -16,8 +16,9 @@ import numpy as np
 import optax
 import pytest
 
-from specjax.checkpoint import Checkpointer, CheckpointError, load_draft, save_draft
-from specjax.checkpoint_weights import fitted_to
+from specjax.checked_json import CheckpointError
+from specjax.checkpoint.store import Checkpointer, load_draft, save_draft
+from specjax.checkpoint.weights import fitted_to
 
 
 def _params(seed: int = 0, width: int = 16) -> dict:
@@ -218,7 +219,8 @@ def test_what_is_not_an_array_is_refused_before_anything_is_written(tmp_path):
 _CHILD = """
     import os, resource, signal, sys
     import jax, jax.numpy as jnp, numpy as np
-    from specjax.checkpoint import CheckpointError, Checkpointer
+    from specjax.checked_json import CheckpointError
+    from specjax.checkpoint.store import Checkpointer
 
     def state(step):
         noise = np.random.default_rng(step).normal(size=(1200, 1200)).astype(np.float32)

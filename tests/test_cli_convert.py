@@ -17,12 +17,12 @@ import tiny_run
 from serve.admin import read_weights
 from serve.cli.main import main
 from specjax import LLM, SamplingParams, SpecConfig
-from specjax.checkpoint import Checkpointer
-from specjax.checkpoint_format import named_leaves
-from specjax.checkpoint_weights import load_model, load_weights
+from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.format import named_leaves
+from specjax.checkpoint.store import Checkpointer
+from specjax.checkpoint.weights import load_model, load_weights
 from specjax.command_line import parse_config
 from specjax.drafts.mtp import init_head_params
-from specjax.models import hf
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from train import rl, sft

@@ -12,9 +12,9 @@ from safetensors.numpy import load_file, save_file
 from serve.cli.main import main
 from serve.settings import EngineSection, ServeConfig, SpeculationSection, load_llm
 from specjax import LLM, SpecConfig, verify
+from specjax.checkpoint import huggingface as hf
 from specjax.command_line import parse_config
 from specjax.config.dtype import about_dtype, resolve_dtype
-from specjax.models import hf
 from specjax.parallel import sharding
 from train import rl, sft
 from train.schema import DtypeSection, RLConfig, SFTConfig

@@ -10,8 +10,8 @@ from serve.admin import read_weights
 from serve.cli.main import main
 from serve.settings import EngineSection, ServeConfig, SpeculationSection, load_llm
 from specjax import LLM, SamplingParams, SpecConfig
+from specjax.checkpoint import huggingface as hf
 from specjax.command_line import parse_config
-from specjax.models import hf
 from specjax.tokenizer import load_tokenizer, with_tokenizer_end
 from train import rl, sft
 from train.schema import RLConfig, SFTConfig

@@ -16,10 +16,10 @@ from serving import config, served  # noqa: E402
 from serve.cli.main import main  # noqa: E402
 from serve.settings import load_llm  # noqa: E402
 from specjax import LLM, SamplingParams  # noqa: E402
-from specjax.checkpoint_format import CheckpointError  # noqa: E402
-from specjax.checkpoint_weights import load_model  # noqa: E402
+from specjax.checked_json import CheckpointError  # noqa: E402
+from specjax.checkpoint import huggingface as hf  # noqa: E402
+from specjax.checkpoint.weights import load_model  # noqa: E402
 from specjax.command_line import ConfigError, parse_config  # noqa: E402
-from specjax.models import hf  # noqa: E402
 from specjax.models.generation_config import asked_for, sampling_defaults, sampling_of, told  # noqa: E402
 from train import rl  # noqa: E402
 from train.schema import RLConfig  # noqa: E402

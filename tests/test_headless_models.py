@@ -14,9 +14,9 @@ from serve.__main__ import main as serve
 from serve.cli.main import main as command
 from serve.settings import ServeConfig, load_llm
 from specjax import LLM, SamplingParams, SpecConfig
+from specjax.checkpoint import huggingface as hf
 from specjax.command_line import load_config
 from specjax.engine.sources import settle_draft
-from specjax.models import hf
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from specjax.spelling import flags

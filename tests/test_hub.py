@@ -17,9 +17,9 @@ from huggingface_hub import constants  # read the environment before a test chan
 from serve.cli.main import main
 from serve.settings import ServeConfig, load_llm
 from specjax import LLM, SpecConfig, hub, verify
-from specjax.checkpoint_format import CheckpointError
+from specjax.checked_json import CheckpointError
+from specjax.checkpoint import huggingface as hf
 from specjax.command_line import parse_config
-from specjax.models import hf
 from train import data_report, rl, sft
 from train.schema import RLConfig, SFTConfig
 

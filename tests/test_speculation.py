@@ -14,13 +14,13 @@ from serve.cli import UsageError, generate
 from serve.cli.arguments import build_parser
 from serve.settings import ServeConfig, load_llm
 from specjax import LLM, SpecConfig, verify
-from specjax.checkpoint import CheckpointError
+from specjax.checked_json import CheckpointError
+from specjax.checkpoint import huggingface as hf
 from specjax.command_line import parse_config
 from specjax.control import ControlConfig, from_fastrl, make_controller
 from specjax.drafts.mtp import init_head_params
 from specjax.kernels import choice, tpu
 from specjax.kernels.names import ATTENTION
-from specjax.models import hf
 from specjax.schema import keys_of
 from specjax.speculation import ControlSection, SpeculationSettings
 from specjax.speculation_flags import KEYS, settings_of

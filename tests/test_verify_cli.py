@@ -9,10 +9,10 @@ from scipy import stats
 
 from specjax import LLM, SpecConfig
 from specjax import verify as checker
+from specjax.checkpoint import huggingface as hf
 from specjax.decode import accept
 from specjax.drafts import ngram
 from specjax.drafts.mtp import init_head_params
-from specjax.models import hf
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from specjax.verify.__main__ import main

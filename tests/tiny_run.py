@@ -16,8 +16,8 @@ import jax
 import pytest
 
 from specjax import schema
+from specjax.checkpoint import huggingface as hf
 from specjax.drafts.mtp import init_head_params
-from specjax.models import hf
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from specjax.setting_values import read

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from specjax.checkpoint import CheckpointError
-from specjax.checkpoint_weights import TOKENIZER
+from specjax.checked_json import CheckpointError
+from specjax.checkpoint.huggingface import UnsupportedModelError
+from specjax.checkpoint.weights import TOKENIZER
 from specjax.command_line import ConfigError, parse_config
 from specjax.engine.request import InvalidLogitsError
 from specjax.interrupts import INTERRUPTED
-from specjax.models.hf import UnsupportedModelError
 from specjax.parallel.distributed import DistributedError
 from train.log import METRICS_FILE
 from train.scoring import RewardsFailedError

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from specjax.checkpoint_weights import tokenizer_dir
+from specjax.checkpoint.weights import tokenizer_dir
 from specjax.command_line import parse_config
 from specjax.hub import find_model
 from specjax.schema import describe

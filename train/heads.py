@@ -11,8 +11,8 @@ from pathlib import Path
 
 import jax
 
-from specjax.checkpoint import PendingSave, save_draft
-from specjax.checkpoint_weights import HEAD_SWITCHES, describe
+from specjax.checkpoint.store import PendingSave, save_draft
+from specjax.checkpoint.weights import HEAD_SWITCHES, describe
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.drafts.mtp import init_head_params

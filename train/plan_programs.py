@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.checkpoint_format import CheckpointError
-from specjax.checkpoint_weights import read_config
+from specjax.checked_json import CheckpointError
+from specjax.checkpoint.weights import read_config
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.decode.options import Features

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from specjax.checkpoint_format import CheckpointError
+from specjax.checked_json import CheckpointError
 from specjax.command_line import ConfigError, fingerprint
 from specjax.config.spec import TELEMETRY_VARIABLE
 from specjax.engine.engine import Engine

@@ -27,11 +27,11 @@ from pathlib import Path
 
 import numpy as np
 
-from specjax.checkpoint import Checkpointer
+from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.store import Checkpointer
 from specjax.config import ModelConfig
 from specjax.engine.compiling import CompileProgress
 from specjax.engine.request import InvalidLogitsError
-from specjax.models import hf
 from specjax.models.generation_config import sampling_defaults
 from specjax.parallel import distributed, sharding
 from train import plot, processes

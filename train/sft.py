@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from specjax.checkpoint import Checkpointer
-from specjax.checkpoint_weights import TOKENIZER, describe
+from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.store import Checkpointer
+from specjax.checkpoint.weights import TOKENIZER, describe
 from specjax.command_line import ConfigError, fingerprint, require_same_settings, typed_in
 from specjax.config import ModelConfig
 from specjax.drafts.mtp import init_head_params
 from specjax.hub import find_model, portable
-from specjax.models import hf
 from specjax.models.transformer import Params, init_params
 from specjax.parallel import sharding
 from specjax.parallel.context import context_of

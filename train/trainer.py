@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checkpoint import Checkpointer
-from specjax.checkpoint_weights import describe, load_model, read_config, tokenizer_dir
+from specjax.checkpoint.store import Checkpointer
+from specjax.checkpoint.weights import describe, load_model, read_config, tokenizer_dir
 from specjax.command_line import ConfigError, fingerprint, require_same_settings
 from specjax.config import SpecConfig
 from specjax.config.dtype import AUTO

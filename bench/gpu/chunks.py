@@ -22,6 +22,7 @@ from bench.full_batch import everyone, fill
 from bench.gpu.program import Place, Program, traced_once
 from bench.random_weights import random_weights
 from specjax import ModelConfig, SpecConfig
+from specjax.checkpoint.huggingface_config import read_config
 from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
 from specjax.decode.state import prefix_lengths, take_positions, take_slots
@@ -30,7 +31,6 @@ from specjax.drafts.mtp import init_head_params
 from specjax.engine.executables import Noted
 from specjax.engine.runner import Runner
 from specjax.models.families.dense import dense_config
-from specjax.models.hf_config import read_config
 from specjax.models.transformer import init_params
 from specjax.shipped import find_shipped
 

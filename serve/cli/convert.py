@@ -1,4 +1,4 @@
-"""`specjax convert`: `specjax.checkpoint_convert` with arguments."""
+"""`specjax convert`: `specjax.checkpoint.convert` with arguments."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def run(argv: Sequence[str]) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed
 
     with interrupts.at_once("specjax convert"):
-        from specjax.checkpoint_convert import convert
-        from specjax.checkpoint_format import CheckpointError
-        from specjax.models.hf_config import UnsupportedModelError
+        from specjax.checked_json import CheckpointError
+        from specjax.checkpoint.convert import convert
+        from specjax.checkpoint.huggingface_config import UnsupportedModelError
 
     try:
         print(convert(**vars(args)))

@@ -168,9 +168,9 @@ def _with_defaults(llm: LLM, args: argparse.Namespace) -> SamplingParams:
 def _load(args: argparse.Namespace, samples: int) -> LLM:
     """The model, with no more slots than there are samples."""
     from serve.settings import EngineSection, ServeConfig, load_llm
-    from specjax.checkpoint_format import CheckpointError
+    from specjax.checked_json import CheckpointError
+    from specjax.checkpoint.huggingface_config import UnsupportedModelError
     from specjax.engine.about import start_lines
-    from specjax.models.hf_config import UnsupportedModelError
 
     slots = min(args.max_batch, -(-max(1, samples) // max(1, args.replicas)))
     try:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import jax
 
-from specjax.checkpoint_files import CheckpointError
-from specjax.checkpoint_weights import (
+from specjax.checked_json import CheckpointError
+from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.weights import (
     HEAD_SWITCHES,
     HUGGING_FACE,
     RUN,
@@ -19,7 +20,6 @@ from specjax.checkpoint_weights import (
 from specjax.config import ModelConfig
 from specjax.drafts.mtp import init_head_params
 from specjax.hub import ModelNotFoundError, find_model
-from specjax.models import hf
 from specjax.models.transformer import Params
 from specjax.parallel import sharding
 from specjax.spelling import SettingError
@@ -60,7 +60,7 @@ def load_head(name: str, model: ModelConfig, mesh: Mesh = None) -> tuple[ModelCo
       SettingError: there is nothing of that name.
       CheckpointError: it is damaged, holds no head, or does not fit the policy.
     """
-    from specjax.checkpoint import load_draft  # Orbax takes long to import
+    from specjax.checkpoint.store import load_draft  # Orbax takes long to import
 
     path = find_head(name)
     layout = layout_of(path)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from specjax.checkpoint_weights import load_model
+from specjax.checkpoint.weights import load_model
 from specjax.config import ModelConfig, SamplingParams, SpecConfig
 from specjax.config.dtype import AUTO, about_dtype
 from specjax.control import OFF, ControlConfig

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from specjax.checkpoint import huggingface as hf
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.control import OFF, ControlConfig
 from specjax.drafts.model import ModelSource
@@ -19,7 +20,6 @@ from specjax.engine.settings import require_speculation
 from specjax.hub import find_model
 from specjax.interfaces import Draft
 from specjax.kernels import dispatch
-from specjax.models import hf
 from specjax.models.transformer import Params, to_decode_layout
 from specjax.parallel import sharding
 from specjax.spelling import Say, SettingError, python

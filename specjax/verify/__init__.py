@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from specjax.checkpoint import huggingface as hf
 from specjax.config import SpecConfig, Strategy
 from specjax.config.dtype import AUTO
 from specjax.control import OFF, ControlConfig
@@ -35,7 +36,6 @@ from specjax.engine.request import InvalidLogitsError
 from specjax.engine.settings import EngineConfig
 from specjax.engine.sources import settle_draft
 from specjax.hub import find_model
-from specjax.models import hf
 from specjax.spelling import Say, python
 from specjax.tokenizer import prompt_ids
 from specjax.verify.chi_square import ALPHA, LENGTH, WIDTH, chi_square_checks

@@ -14,7 +14,7 @@ import sys
 
 from specjax import interrupts
 from specjax.arguments import ArgumentParser
-from specjax.checkpoint_format import CheckpointError
+from specjax.checked_json import CheckpointError
 from specjax.config.dtype import AUTO, ENGINE_DTYPES
 from specjax.speculation_flags import add_flags, as_flags, settings_of
 from specjax.spelling import flags, spelled

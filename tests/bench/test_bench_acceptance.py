@@ -10,12 +10,12 @@ from bench import acceptance, acceptance_plot, cpu, full_batch, invariant, round
 from bench import round as bench_round
 from bench.acceptance_arms import ALIGNED_SETTINGS, SETTINGS, TREES, Arm, aligned_arms, arms
 from specjax import SpecConfig
+from specjax.checkpoint import huggingface as hf
 from specjax.decode.chunk import Until
 from specjax.decode.options import Features
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.pages import NOBODYS
 from specjax.engine.runner import Runner
-from specjax.models import hf
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 

@@ -11,7 +11,7 @@ from bench import peer_torch, peers
 from bench.common import heldout_prompts
 from bench.jax_sampler import JaxSampler
 from specjax import LLM, SamplingParams
-from specjax.models import hf
+from specjax.checkpoint import huggingface as hf
 from specjax.tokenizer import load_tokenizer
 
 SUMS = "assets/sums"

@@ -10,8 +10,8 @@ import pytest
 
 from bench import hlo, host, protocol, traffic, workloads
 from specjax import LLM, SamplingParams, SpecConfig
+from specjax.checkpoint import huggingface as hf
 from specjax.drafts.mtp import init_head_params
-from specjax.models import hf
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params, to_decode_layout
 from specjax.tokenizer import load_tokenizer

@@ -14,7 +14,7 @@ import pytest
 from joint import ALPHA, PROMPT, SAMPLES, TOKENS, Counted, exact_joint, fit_of
 
 from specjax import SamplingParams
-from specjax.models import hf
+from specjax.checkpoint import huggingface as hf
 
 PAIR = (0, 4.0)
 REPETITIVE = (1, 3, 0, 1, 3)  # n-grams find a chain of two in the prompt

@@ -15,12 +15,12 @@ import pytest
 from tiny import apt, prompts_of, tiny_config, tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig
+from specjax.checkpoint import huggingface as hf
 from specjax.decode import round as decode_round
 from specjax.decode.tree import chain_bits
 from specjax.decode.verify import Verified
 from specjax.engine.compare import first_difference
 from specjax.engine.request import make_jobs
-from specjax.models import hf
 from specjax.verify.requests import random_requests
 
 VOCAB, MAX_LEN, EOS, MAX_TOKENS = 64, 64, 7, 40

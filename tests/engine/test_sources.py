@@ -6,11 +6,11 @@ import pytest
 from tiny import tiny_config, tiny_model
 
 from specjax import SpecConfig
+from specjax.checkpoint import huggingface as hf
 from specjax.drafts.mtp import MTPSource
 from specjax.drafts.ngram import NgramSource
 from specjax.engine.runner import Runner
 from specjax.engine.sources import check_vocabulary, load_draft_model
-from specjax.models import hf
 from specjax.models.transformer import to_decode_layout
 from specjax.parallel import sharding
 from specjax.tokenizer import load_tokenizer

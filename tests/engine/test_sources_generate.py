@@ -6,7 +6,7 @@ import pytest
 from tiny import prompts_of, tiny_config, tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig
-from specjax.models import hf
+from specjax.checkpoint import huggingface as hf
 
 VOCAB, STEPS = 48, 2
 CFG, PARAMS, HEAD = tiny_model(tiny_config(VOCAB), seed=3)

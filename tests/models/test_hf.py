@@ -12,8 +12,8 @@ import pytest
 import safetensors
 from safetensors.numpy import load_file, save_file
 
+from specjax.checkpoint import huggingface as hf
 from specjax.drafts.mtp import init_head_params
-from specjax.models import hf
 from specjax.models.families.dense import change_dense, dense_config
 from specjax.models.rope import RopeScaling
 from specjax.models.transformer import init_params

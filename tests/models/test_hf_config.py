@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from specjax.models import hf
+from specjax.checkpoint import huggingface as hf
 from specjax.models.rope import RopeScaling
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mimo")

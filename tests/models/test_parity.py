@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from specjax.checkpoint import huggingface as hf
 from specjax.config import Strategy
 from specjax.decode.tree import build_tree, chain_bits
 from specjax.drafts.mtp import head_graphdef, init_head_params
 from specjax.memory import KVCache, commit_rows, empty_cache
-from specjax.models import hf, transformer
+from specjax.models import transformer
 from specjax.models.families.dense import change_dense, dense_config
 from specjax.models.rope import RopeScaling
 from specjax.models.transformer import graphdef, unroll_layers

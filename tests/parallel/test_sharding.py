@@ -7,14 +7,14 @@ import pytest
 import tiny_run
 
 from specjax import LLM, SamplingParams, SpecConfig
-from specjax.checkpoint import Checkpointer
+from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import parse_config
 from specjax.config import Strategy
 from specjax.decode.plan import Plan
 from specjax.decode.state import Lineup, Room, empty_state, per_slot, take_slots
 from specjax.decode.tree import build_tree
 from specjax.drafts.mtp import MTPSource
-from specjax.models import hf
 from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig, make_mesh, replicated_dims
 from train import rl

@@ -15,10 +15,10 @@ from serving import BATCH, KEY, Server, config, served
 
 from serve.admin import weights_info
 from specjax import LLM, EngineConfig
-from specjax.checkpoint import Checkpointer, save_draft
-from specjax.checkpoint_convert import convert
+from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.convert import convert
+from specjax.checkpoint.store import Checkpointer, save_draft
 from specjax.drafts.mtp import init_head_params
-from specjax.models import hf
 from specjax.models.families.dense import change_dense
 
 PROMPT = "17+25+8="

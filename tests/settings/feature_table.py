@@ -31,12 +31,12 @@ from serve.cli import generate
 from serve.protocol import ChatRequest, CompletionRequest
 from serve.settings import ServeConfig, load_llm
 from specjax import LLM, ControlConfig, EngineConfig, SamplingParams, SpecConfig
+from specjax.checkpoint import huggingface as hf
 from specjax.command_line import parse_config
 from specjax.config import ModelConfig
 from specjax.control.bandit import BanditConfig
 from specjax.engine.hosts import Copies
 from specjax.engine.sources import load_source
-from specjax.models import hf
 from specjax.tokenizer import load_tokenizer
 from train import processes
 from train.collect import Rollouts

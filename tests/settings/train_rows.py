@@ -29,11 +29,11 @@ from rows import (
 )
 
 from specjax import ControlConfig, EngineConfig, SamplingParams, SpecConfig
+from specjax.checkpoint import huggingface as hf
 from specjax.config import ModelConfig
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.sources import load_source
 from specjax.interfaces import Denominators
-from specjax.models import hf
 from specjax.models.transformer import init_params
 from specjax.parallel import distributed
 from specjax.parallel.context import context_of

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 import tiny_run
 
-from specjax.checkpoint import CheckpointError, load_draft
+from specjax.checked_json import CheckpointError
+from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.store import load_draft
 from specjax.command_line import ConfigError, parse_config
 from specjax.drafts.mtp import init_head_params
-from specjax.models import hf
 from train import rl
 from train.heads import HeadCheckpoints, starting_head
 from train.schema import RLConfig

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tiny_run
 
+from specjax.checkpoint import huggingface as hf
 from specjax.command_line import parse_config
-from specjax.models import hf
 from train.draft import DraftConfig, DraftTrainer, frozen_policy_parts, head_loss
 from train.optim import OptimConfig
 from train.packing import Sample, pack

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny_run
 
-from specjax.checkpoint import Checkpointer
+from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import parse_config
 from specjax.decode import round as decode_round
 from specjax.engine.start_up import count_programs

@@ -15,11 +15,11 @@ import pytest
 import tiny_run
 
 from specjax import chips
-from specjax.checkpoint_weights import read_config
+from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.weights import read_config
 from specjax.command_line import ConfigError, parse_config
 from specjax.engine.options_rows import features_of
 from specjax.engine.request import make_jobs
-from specjax.models import hf
 from specjax.parallel.sharding import MeshConfig, make_mesh
 from train import plan, plan_cost, plan_report, plan_table, rl
 from train.plan_hlo import Module

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tiny_run
 
-from specjax.checkpoint import Checkpointer
+from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import ConfigError, parse_config
 from specjax.parallel import distributed, sharding
 from specjax.telemetry.collector import read_jsonl

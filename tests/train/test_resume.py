@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tiny_run
 
-from specjax.models import hf
+from specjax.checkpoint import huggingface as hf
 from train import rl
 from train.log import read_metrics
 

@@ -12,8 +12,8 @@ import tiny_run
 from tokenizers.processors import TemplateProcessing
 
 from specjax import LLM, SamplingParams, SpecConfig
+from specjax.checkpoint import huggingface as hf
 from specjax.command_line import parse_config
-from specjax.models import hf
 from specjax.tokenizer import load_tokenizer, prompt_ids
 from train import rl
 from train.log import read_metrics

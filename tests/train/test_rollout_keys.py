@@ -4,7 +4,7 @@ import pytest
 import tiny_run
 
 from specjax import SpecConfig
-from specjax.checkpoint import CheckpointError
+from specjax.checked_json import CheckpointError
 from specjax.command_line import ConfigError, parse_config
 from specjax.control import ControlConfig
 from specjax.telemetry import read_jsonl

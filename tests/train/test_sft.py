@@ -14,10 +14,10 @@ import pytest
 import tiny_run
 
 from specjax import LLM, SamplingParams, SpecConfig
-from specjax.checkpoint import Checkpointer
+from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import ConfigError
 from specjax.drafts.mtp import init_head_params
-from specjax.models import hf
 from specjax.models.families.dense import change_dense
 from specjax.models.transformer import init_params
 from train import rl, sft

@@ -10,7 +10,7 @@ import tiny_run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specjax.checkpoint import Checkpointer
+from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import ConfigError, parse_config
 from specjax.engine import hosts
 from specjax.engine.replicas import Replicas

@@ -8,7 +8,7 @@ import pytest
 import tiny_run
 from scripted import Flips
 
-from specjax.checkpoint import Checkpointer
+from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import ConfigError, parse_config
 from specjax.engine import engine, sequence
 from train import rl

@@ -6,8 +6,8 @@ import jax
 import pytest
 import tiny_run
 
+from specjax.checkpoint import huggingface as hf
 from specjax.command_line import parse_config
-from specjax.models import hf
 from train import rl
 from train.schema import RLConfig
 

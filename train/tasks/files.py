@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from specjax.checkpoint_files import pointer_problem
+from specjax.checked_json import pointer_problem
 
 FORMATS = "JSON lines, a JSON array of objects, or parquet, each perhaps gzipped"
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"

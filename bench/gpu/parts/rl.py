@@ -19,8 +19,8 @@ from pathlib import Path
 from bench.common import figure, median_interval
 from bench.gpu.job import Job
 from bench.random_weights import random_weights
+from specjax.checkpoint import huggingface as hf
 from specjax.drafts.mtp import init_head_params
-from specjax.models import hf
 from specjax.models.transformer import init_params
 from specjax.shipped import find_shipped
 from train.log import METRICS_FILE, read_metrics

@@ -38,10 +38,10 @@ from bench.round import turn_times
 from bench.round_parts import EMPTY, ROUND, Parts
 from bench.workloads import Point, Workload
 from specjax import ModelConfig, SpecConfig
+from specjax.checkpoint.huggingface_config import read_config
 from specjax.decode.options import Features
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.runner import Runner
-from specjax.models.hf_config import read_config
 from specjax.models.transformer import Params, init_params
 from specjax.shipped import find_shipped
 

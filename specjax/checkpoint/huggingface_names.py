@@ -17,10 +17,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.checkpoint_format import CheckpointError
+from specjax.checked_json import CheckpointError
+from specjax.checkpoint.huggingface_config import FAMILIES
 from specjax.config import ModelConfig
 from specjax.drafts.mtp import init_head_params
-from specjax.models.hf_config import FAMILIES
 from specjax.models.transformer import Params, init_params
 
 WEIGHTS, INDEX, HEAD_FILE = "model.safetensors", "model.safetensors.index.json", "mtp.safetensors"

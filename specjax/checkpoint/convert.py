@@ -22,10 +22,13 @@ import jax
 import jax.numpy as jnp
 import safetensors
 
-from specjax.checkpoint import Checkpointer, save_draft
-from specjax.checkpoint_files import pointer_problem
-from specjax.checkpoint_format import CheckpointError, first_line
-from specjax.checkpoint_weights import (
+from specjax.checked_json import CheckpointError, first_line, pointer_problem
+from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.huggingface_config import dtype_name
+from specjax.checkpoint.huggingface_export import TOKENIZER_FILES, copy_tokenizer, replacing
+from specjax.checkpoint.huggingface_names import HEAD_FILE, INDEX, WEIGHTS
+from specjax.checkpoint.store import Checkpointer, save_draft
+from specjax.checkpoint.weights import (
     CHECKPOINTS,
     HEAD_SWITCHES,
     HUGGING_FACE,
@@ -42,10 +45,6 @@ from specjax.checkpoint_weights import (
 )
 from specjax.config import ModelConfig
 from specjax.hub import find_model
-from specjax.models import hf
-from specjax.models.hf_config import dtype_name
-from specjax.models.hf_export import TOKENIZER_FILES, copy_tokenizer, replacing
-from specjax.models.hf_names import HEAD_FILE, INDEX, WEIGHTS
 from specjax.tokenizer import check_files
 
 # What `save_draft` writes.

@@ -16,10 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from specjax.checkpoint_format import CheckpointError
-from specjax.config import ModelConfig
-from specjax.models.hf_config import MTP_KEY, config_json, dtype_name, generation_json, mtp_json
-from specjax.models.hf_names import (
+from specjax.checked_json import CheckpointError
+from specjax.checkpoint.huggingface_config import (
+    MTP_KEY,
+    config_json,
+    dtype_name,
+    generation_json,
+    mtp_json,
+)
+from specjax.checkpoint.huggingface_names import (
     HEAD_FILE,
     HEAD_STYLES,
     INDEX,
@@ -32,6 +37,7 @@ from specjax.models.hf_names import (
     style_on_export,
     zero_biases,
 )
+from specjax.config import ModelConfig
 from specjax.models.transformer import Params
 
 TOKENIZER_FILES = (

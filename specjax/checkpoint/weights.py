@@ -14,13 +14,14 @@ from typing import Any
 
 import jax
 
-from specjax.checkpoint_format import CheckpointError, named_leaves, nest
+from specjax.checked_json import CheckpointError
+from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.format import named_leaves, nest
+from specjax.checkpoint.huggingface_config import MTP_KEY, config_json, config_of, mtp_json
+from specjax.checkpoint.huggingface_export import TOKENIZER_FILES
 from specjax.config import ModelConfig
 from specjax.config.dtype import resolve_dtype
 from specjax.drafts.mtp import init_head_params
-from specjax.models import hf
-from specjax.models.hf_config import MTP_KEY, config_json, config_of, mtp_json
-from specjax.models.hf_export import TOKENIZER_FILES
 from specjax.models.transformer import Params, init_params
 from specjax.parallel import distributed, sharding
 
@@ -131,7 +132,7 @@ def load_weights(
     Raises:
       CheckpointError: there is no such checkpoint, it is damaged, or it holds no weights.
     """
-    from specjax.checkpoint import Checkpointer, load_draft
+    from specjax.checkpoint.store import Checkpointer, load_draft
 
     path = Path(path)
     if not path.is_dir():
@@ -157,7 +158,7 @@ def load_weights(
 
 def _chosen(path: Path, steps: list[int], step: int | None) -> tuple[int, dict[str, Any]]:
     """The step to read, and the record of its checkpoint."""
-    from specjax.checkpoint import read_record
+    from specjax.checkpoint.store import read_record
 
     if not steps:
         raise CheckpointError(f"{path} holds no complete checkpoint")

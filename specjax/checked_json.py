@@ -12,13 +12,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specjax.checkpoint_format import CheckpointError
-
 _REQUIRED: Any = object()
 # No size of a model comes near it; a larger one would only exhaust the memory on the way.
 LARGEST = 2**31 - 1
 _LFS = b"version https://git-lfs.github.com/spec/"
 _REMEDY = "correct it, or fetch the file again"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is missing, damaged, does not fit, or could not be written."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the deepest cause: Orbax wraps the error that matters several times."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
 
 
 def pointer_problem(file: Path) -> str:

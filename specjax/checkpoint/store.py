@@ -29,10 +29,9 @@ from typing import Any
 import jax
 import orbax.checkpoint.experimental.v1 as ocp
 
-from specjax.checkpoint_format import (
-    CheckpointError,
+from specjax.checked_json import CheckpointError, first_line
+from specjax.checkpoint.format import (
     PyTree,
-    first_line,
     manifest_problem,
     match,
     nest,

@@ -2,7 +2,7 @@
 
 Two halves: trees of any containers as nested dicts of arrays with a JSON record of their shapes
 (`pack`, `match`, `unpack`), and the manifest of file sizes and CRC-32 sums that finds damage
-(`write_manifest`, `manifest_problem`). Used by `specjax.checkpoint` alone.
+(`write_manifest`, `manifest_problem`). Used by `specjax.checkpoint.store` alone.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.checked_json import CheckpointError, first_line
+
 PyTree = Any
 
 _MANIFEST = "specjax_manifest.json"
 # Reading everything back to sum it costs seconds per GB in the background; past this size only
 # file sizes are recorded.
 _CHECKSUM_LIMIT_BYTES = 8 << 30
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint is missing, damaged, does not fit, or could not be written."""
 
 
 # --- trees <-> nested dicts of arrays -----------------------------------------------------------
@@ -191,11 +189,3 @@ def manifest_problem(path: Path) -> str:
     except (OSError, ValueError, TypeError, KeyError) as error:
         return f"{_MANIFEST} cannot be used ({first_line(error)})"
     return ""
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of the deepest cause: Orbax wraps the error that matters several times."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from specjax.checkpoint_files import Keys, read_json, shown
-from specjax.checkpoint_format import CheckpointError
+from specjax.checked_json import CheckpointError, Keys, read_json, shown
 from specjax.config import ModelConfig
 from specjax.config.dtype import DTYPES
 from specjax.models.families.dense import dense_config

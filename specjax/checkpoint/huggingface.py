@@ -21,18 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from specjax.checkpoint_files import Keys, pointer_problem, read_json
-from specjax.checkpoint_format import CheckpointError
-from specjax.config import ModelConfig
-from specjax.models.hf_config import (
+from specjax.checked_json import CheckpointError, Keys, pointer_problem, read_json
+from specjax.checkpoint.huggingface_config import (
     MTP_KEY,
     UnsupportedModelError,
     dtype_name,
     mtp_json,
     read_config,
 )
-from specjax.models.hf_export import save_checkpoint, save_head
-from specjax.models.hf_names import (
+from specjax.checkpoint.huggingface_export import save_checkpoint, save_head
+from specjax.checkpoint.huggingface_names import (
     HEAD_FILE,
     INDEX,
     TOP_NAMES,
@@ -48,6 +46,7 @@ from specjax.models.hf_names import (
     swap_concat,
     zero_biases,
 )
+from specjax.config import ModelConfig
 from specjax.models.transformer import Params
 from specjax.parallel import sharding
 
