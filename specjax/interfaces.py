@@ -23,7 +23,7 @@ This module imports nothing of specjax.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -568,13 +568,28 @@ class Objective(Protocol):
 
 @runtime_checkable
 class Task(Protocol):
-    """What a row of a data set means."""
+    """What a row of a data set means. `train.tasks.layout.Layout` makes one of functions.
+
+    Attributes:
+      name: as in `data.task`, for messages.
+      columns: those that it needs, for messages.
+      reward: the name of the reward that suits its answers.
+      template: what `data.prompt_template` is by default, for a prompt that is text and a model
+        without a chat template: a format string with `{question}`.
+    """
 
     name: str
+    columns: str
     reward: str
+    template: str
 
-    def recognises(self, columns: Any) -> bool:
-        """Whether rows with these columns have this layout."""
+    def recognises(self, columns: Collection[str]) -> bool:
+        """Whether rows with these columns are of this task."""
 
     def read(self, row: Mapping[str, Any]) -> Any:
-        """The prompt, gold answer and demonstration of a row."""
+        """The `train.tasks.layout.Example` that a row is: prompt, gold answer, demonstration, and
+        further columns for rewards.
+
+        Raises:
+          train.tasks.layout.RowError: a column is not as expected.
+        """

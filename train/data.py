@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specjax.interfaces import Task
 from specjax.tokenizer import (
     chat_text,
     check_template_options,
@@ -40,7 +41,6 @@ from train.tasks.files import read_rows
 from train.tasks.layout import (
     Demonstration,
     Example,
-    Layout,
     Message,
     Problem,
     RowError,
@@ -70,43 +70,43 @@ def problems(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[Proble
         template, a question stands alone in its message.
 
     Raises:
-      ValueError: unknown split, missing path, rows of no known layout, or a bad row (named).
+      ValueError: unknown split, missing path, rows of no known task, or a bad row (named).
       FileNotFoundError: no such file.
     """
-    layout = find_layout(cfg)
-    if layout is None:
+    task = find_task(cfg)
+    if task is None:
         return sums.Sums(cfg, split, False)
     return [
-        Problem(_prompt(cfg, layout, example, chat), example.answer, i, place, example.columns)
-        for i, (place, example) in enumerate(_examples(cfg, layout, split))
+        Problem(_prompt(cfg, task, example, chat), example.answer, i, place, example.columns)
+        for i, (place, example) in enumerate(_examples(cfg, task, split))
     ]
 
 
 def demonstrations(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[Demonstration]:
     """The demonstrations of the same problems, in the same order; raises what `problems` does, and
     ValueError for rows that have none."""
-    layout = find_layout(cfg)
-    if layout is None:
+    task = find_task(cfg)
+    if task is None:
         return sums.Sums(cfg, split, True)
     found = []
-    for place, example in _examples(cfg, layout, split):
+    for place, example in _examples(cfg, task, split):
         if example.response is None:
             raise ValueError(
-                f"{place}: a row of layout {layout.name} without a demonstration (a worked answer, "
+                f"{place}: a row of task {task.name} without a demonstration (a worked answer, "
                 "a completion, or a last message of the assistant); there is nothing to imitate"
             )
         response = example.response
-        if cfg.strip_calculator and layout.name == "gsm8k":
+        if cfg.strip_calculator and task.name == "gsm8k":
             response = _CALCULATOR.sub("", response)
-        found.append(Demonstration(_prompt(cfg, layout, example, chat), response))
+        found.append(Demonstration(_prompt(cfg, task, example, chat), response))
     return found
 
 
-def find_layout(cfg: DataConfig) -> Layout | None:
+def find_task(cfg: DataConfig) -> Task | None:
     """What the rows of `cfg.path` mean; None: problems are generated.
 
     Raises:
-      ValueError: no layout has the columns of the first row, or a path is missing.
+      ValueError: no task has the columns of the first row, or a path is missing.
       FileNotFoundError: no such file.
     """
     if cfg.task == SUMS or (cfg.task == "auto" and not cfg.path):
@@ -118,33 +118,33 @@ def find_layout(cfg: DataConfig) -> Layout | None:
         return None
     cfg.require_path()
     if cfg.task != "auto":
-        return tasks.find_layout(cfg.task)
+        return tasks.find_task(cfg.task)
     return recognise_file(cfg.path)
 
 
-def recognise_file(path: str | Path) -> Layout:
-    """The layout of a file's rows, by the columns of the first one.
+def recognise_file(path: str | Path) -> Task:
+    """The task of a file's rows, by the columns of the first one.
 
     Raises:
-      ValueError: the file is empty, or no layout knows these columns.
+      ValueError: the file is empty, or no task knows these columns.
     """
     _, row = next(read_rows(path), (None, None))
     if row is None:
         raise ValueError(f"{path}: the file is empty; expected one row per problem")
-    layout = tasks.recognise(row)
-    if layout is None:
+    task = tasks.recognise(row)
+    if task is None:
         raise ValueError(
             f"{path}: cannot tell what its rows mean: the columns are "
-            f"{', '.join(row) or '(none)'}, and the layouts known are {tasks.known_layouts()}; "
-            "rename the columns, or set data.task to module:attribute, a layout of your own"
+            f"{', '.join(row) or '(none)'}, and the tasks known are {tasks.known_tasks()}; "
+            "rename the columns, or set data.task to module:attribute, a task of your own"
         )
-    return layout
+    return task
 
 
 def default_reward(cfg: DataConfig) -> str:
     """The name of the reward that suits the answers."""
-    layout = find_layout(cfg)
-    return sums.REWARD if layout is None else layout.reward
+    task = find_task(cfg)
+    return sums.REWARD if task is None else task.reward
 
 
 class Table(NamedTuple):
@@ -159,27 +159,27 @@ class Table(NamedTuple):
     duplicates: int
 
 
-def read_table(path: str | Path, layout: Layout, duplicates: str = "keep") -> Table:
+def read_table(path: str | Path, task: Task, duplicates: str = "keep") -> Table:
     """Reads a file whole.
 
     Raises:
-      FileNotFoundError: no such file. ValueError: a row that the layout cannot read, with place,
+      FileNotFoundError: no such file. ValueError: a row that the task cannot read, with place,
         columns and remedy; or an empty file.
     """
     status = Path(path).stat() if Path(path).is_file() else None
     stamp = status and (status.st_mtime_ns, status.st_size)
-    return _read_table(str(path), stamp, layout, duplicates)
+    return _read_table(str(path), stamp, task, duplicates)
 
 
 @functools.lru_cache(maxsize=2)  # both splits of a file are read from it
-def _read_table(path: str, stamp: Any, layout: Layout, duplicates: str) -> Table:
+def _read_table(path: str, stamp: Any, task: Task, duplicates: str) -> Table:
     examples, seen, repeated = [], {}, 0
     for place, row in read_rows(path):
         try:
-            example = layout.read(row)
+            example = task.read(row)
         except RowError as error:
             raise ValueError(
-                f"{place}: {error}; read as layout {layout.name} ({layout.columns}), the row has "
+                f"{place}: {error}; read as task {task.name} ({task.columns}), the row has "
                 f"the columns {', '.join(row)}; fix or delete it"
             ) from error
         key = (question_of(example.prompt), each_gold(example.answer))
@@ -202,12 +202,12 @@ def question_of(prompt: str | Sequence[Message]) -> str:
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
-def _examples(cfg: DataConfig, layout: Layout, split: str) -> list[tuple[str, Example]]:
+def _examples(cfg: DataConfig, task: Task, split: str) -> list[tuple[str, Example]]:
     """The rows of a split, in the order of the file."""
     check_split(split)
-    every = read_table(cfg.path, layout, cfg.duplicates).examples
+    every = read_table(cfg.path, task, cfg.duplicates).examples
     if cfg.heldout_path:
-        own = layout if cfg.task != "auto" else recognise_file(cfg.heldout_path)
+        own = task if cfg.task != "auto" else recognise_file(cfg.heldout_path)
         found = read_table(cfg.heldout_path, own, cfg.duplicates).examples
         if split == "train":
             heldout = {question_of(example.prompt) for _, example in found}
@@ -229,9 +229,7 @@ def _examples(cfg: DataConfig, layout: Layout, split: str) -> list[tuple[str, Ex
     return found
 
 
-def _prompt(
-    cfg: DataConfig, layout: Layout, example: Example, chat: bool
-) -> str | tuple[Message, ...]:
+def _prompt(cfg: DataConfig, task: Task, example: Example, chat: bool) -> str | tuple[Message, ...]:
     if not isinstance(example.prompt, str):
         if cfg.prompt_template is not None:
             raise ValueError(
@@ -241,7 +239,7 @@ def _prompt(
         return example.prompt
     template = cfg.prompt_template
     if template is None:
-        template = "{question}" if chat else layout.template
+        template = "{question}" if chat else task.template
     return fill_template(template, example.prompt)
 
 

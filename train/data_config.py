@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from train import tasks
+from specjax.schema import option
+from train.registry import TASKS
 
 SUMS = "sums"  # the task that is generated
-TASKS = ("auto", SUMS, *tasks.NAMES)
 
 
 @dataclass
@@ -16,13 +16,11 @@ class DataConfig:
     """Where problems and demonstrations come from.
 
     Attributes:
-      task: what rows mean: auto, by their columns (and the generated `sums` without a path); sums;
-        a layout (gsm8k, math, messages, prompt, verl); or module:attribute, a layout of your own.
       path: training file: JSON lines, a JSON array or parquet, each perhaps gzipped.
       heldout_path: held-out file; None holds out a sixteenth of `path`, chosen by hash.
       seed: decides generated problems, the demonstrator's whims and the order of training.
       prompt_template: format string with `{question}` for prompts that are text; None takes the
-        layout's own, or the question alone where a chat template is applied.
+        task's own, or the question alone where a chat template is applied.
       chat: whether a prompt that is text becomes one message of the user: auto, when the tokenizer
         has a chat template; on; off. Conversations always go through the template.
       chat_template_kwargs: given to the chat template, such as {enable_thinking: false}.
@@ -40,7 +38,11 @@ class DataConfig:
       impatience: probability that the demonstrator guesses.
     """
 
-    task: str = "auto"
+    task: str = option(
+        "auto",
+        "what rows mean: auto, by their columns (and the generated `sums` without a path); sums; "
+        f"{', '.join(TASKS.names)}; or module:attribute, a task of your own (docs/extend.md)",
+    )
     path: str | None = None
     heldout_path: str | None = None
     seed: int = 0
@@ -60,11 +62,11 @@ class DataConfig:
     impatience: float = 0.3
 
     def __post_init__(self) -> None:
-        if self.task not in TASKS and ":" not in self.task:
-            raise ValueError(
-                f"data.task must be one of {', '.join(TASKS)}, or module:attribute for a layout of "
-                f"your own, got {self.task!r}"
-            )
+        if self.task not in ("auto", SUMS):
+            try:
+                TASKS.check(self.task)
+            except ValueError as error:
+                raise ValueError(f"data.task: {error}; or auto, or {SUMS}") from error
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(

@@ -86,8 +86,8 @@ def _quantile(q: float) -> str:
 
 
 def _duplicates(cfg: DataConfig) -> str:
-    layout = data.find_layout(cfg)
-    table = data.read_table(cfg.path, layout, cfg.duplicates)
+    task = data.find_task(cfg)
+    table = data.read_table(cfg.path, task, cfg.duplicates)
     done = "dropped" if cfg.duplicates == "drop" else "kept, data.duplicates=drop drops them"
     return f"{table.duplicates} ({done})" if table.duplicates else "none"
 

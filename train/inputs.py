@@ -76,13 +76,13 @@ def about_data(cfg: DataConfig, chat: bool, model: object, reward: str | None = 
     Args:
       model: whose tokenizer reads them, as the user named it; None: unnamed.
     """
-    layout = data.find_layout(cfg)
-    if layout is None:
+    task = data.find_task(cfg)
+    if task is None:
         said = f"data: the embedded task {SUMS}"
     else:
-        table = data.read_table(cfg.path, layout, cfg.duplicates)
-        said = f"data: {cfg.path}, {len(table.examples)} rows read as {layout.name}"
-        said += f" ({layout.columns})"
+        table = data.read_table(cfg.path, task, cfg.duplicates)
+        said = f"data: {cfg.path}, {len(table.examples)} rows read as {task.name}"
+        said += f" ({task.columns})"
         if table.duplicates:
             done = "dropped" if cfg.duplicates == "drop" else "kept"
             said += f", {table.duplicates} duplicates {done} (data.duplicates)"
@@ -91,12 +91,12 @@ def about_data(cfg: DataConfig, chat: bool, model: object, reward: str | None = 
             said += f", {several} with several gold answers, of which any is right"
         conversations = not isinstance(table.examples[0][1].prompt, str)
     said += f", through the tokenizer of {model}" if model else ""
-    if layout is not None and conversations:
+    if task is not None and conversations:
         said += "; conversations through the chat template"
     elif chat:
         said += "; each prompt one message of the user, through the chat template"
     else:
         said += "; prompts as plain text"
-    if layout is None:
+    if task is None:
         said += "; data.path=FILE trains on rows of your own"
     return said + (f"; reward {reward}" if reward else "")

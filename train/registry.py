@@ -10,3 +10,26 @@ OBJECTIVES = Registry(
     },
     "a specjax.interfaces.Objective, a frozen dataclass,",
 )
+
+# In order: the first one that recognises the columns of a row reads it.
+TASKS = Registry(
+    "task",
+    {
+        "verl": "train.tasks.verl:TASK",
+        "math": "train.tasks.math:TASK",
+        "gsm8k": "train.tasks.gsm8k:TASK",
+        "prompt": "train.tasks.prompt:TASK",
+        "messages": "train.tasks.messages:TASK",
+    },
+    "a train.tasks.layout.Layout",
+)
+
+REWARDS = Registry(
+    "reward",
+    {
+        "exact": "train.rewards:EXACT",
+        "number": "train.rewards:NUMBER",
+        "math_verify": "train.rewards:MATH_VERIFY",
+    },
+    "a function",
+)

@@ -1,4 +1,4 @@
-"""Verifiable rewards, found by name: `exact`, `number`, `math_verify`, or `module:function`.
+"""Verifiable rewards, found by name in `train.registry.REWARDS`, or as `module:function`.
 
 A reward is a function of a completion's text and the row of data that it answers:
 
@@ -30,7 +30,7 @@ from train.answers import (
     stated_gold,
 )
 from train.math_worker import WORKER
-from train.own import load_own
+from train.registry import REWARDS
 
 Reward = Callable[..., Any]
 
@@ -92,7 +92,7 @@ def math_verify(response_text: str, answer: str) -> float:
 
 @dataclass(frozen=True)
 class AnswerReward:
-    """A built-in reward: one that compares answers.
+    """A reward that compares answers, and knows which gold answers it can give 1 for.
 
     Attributes:
       function: (completion, answer) -> 0.0 or 1.0. extract: the answer that it reads in a
@@ -105,6 +105,9 @@ class AnswerReward:
     write: Callable[[str], str]
     wants: str
     gold: str
+
+    def __call__(self, completion: str, answer: str | Sequence[str]) -> float:
+        return self.function(completion, answer)
 
     def can_win(self, answer: str | Sequence[str]) -> bool:
         """Whether a completion with the row's own answer, or one of them, scores 1."""
@@ -121,17 +124,13 @@ def _mark(answer: str) -> str:
 
 
 _ANSWER_PLACES = "\\boxed{...}, a last line '#### ...', or 'answer is ...'"
-BUILT_IN = {
-    "exact": AnswerReward(exact, last_line_answer, _mark, "a line '#### ...'", "one line of text"),
-    "number": AnswerReward(
-        number, final_answer, _box, _ANSWER_PLACES, "a number, a fraction or a quantity"
-    ),
-    "math_verify": AnswerReward(
-        math_verify, final_answer, _box, _ANSWER_PLACES, "formulas that parse, and words"
-    ),
-}
-EXAMPLE = "package.module:function"  # of a reward of the user's own
-REWARDS: dict[str, Reward] = {name: known.function for name, known in BUILT_IN.items()}
+EXACT = AnswerReward(exact, last_line_answer, _mark, "a line '#### ...'", "one line of text")
+NUMBER = AnswerReward(
+    number, final_answer, _box, _ANSWER_PLACES, "a number, a fraction or a quantity"
+)
+MATH_VERIFY = AnswerReward(
+    math_verify, final_answer, _box, _ANSWER_PLACES, "formulas that parse, and words"
+)
 
 
 def get_reward(name: str) -> Reward:
@@ -140,9 +139,7 @@ def get_reward(name: str) -> Reward:
     Raises:
       ValueError: unknown name, or a path that leads to nothing callable.
     """
-    if name in REWARDS:
-        return REWARDS[name]
-    reward = load_own("reward", name, REWARDS, EXAMPLE, "a function")
+    reward = REWARDS.find(name)
     if not callable(reward):
         raise ValueError(
             f"reward {name!r} is a {type(reward).__name__}; expected a function "

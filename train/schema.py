@@ -20,8 +20,7 @@ from train.algo import DEFAULT, algo_section, with_objective
 from train.data_config import DataConfig
 from train.draft import DraftConfig
 from train.optim import OptimConfig
-from train.own import require_name
-from train.rewards import BUILT_IN, EXAMPLE
+from train.registry import REWARDS
 from train.rollout_schema import SAY, RolloutSection
 from train.rules import RL_ELSEWHERE, RL_RULES, SFT_ELSEWHERE, SFT_RULES
 from train.sampling_section import PENALTIES, SamplingSection
@@ -265,7 +264,7 @@ class RLConfig:
     steps: int = option(16, "RL steps")
     reward: str = option(
         "auto",
-        "exact, number, math_verify, or module:function; auto: what suits the rows of data",
+        f"{', '.join(REWARDS.names)}, or module:function; auto: what suits the rows of data",
     )
     max_failed_rewards: float = option(
         0.5,
@@ -290,7 +289,7 @@ class RLConfig:
     def __post_init__(self):
         at_least("", self, steps=1)
         if self.reward != "auto":
-            require_name("reward", self.reward, BUILT_IN, EXAMPLE)
+            REWARDS.check(self.reward)
         # A held-out problem adds its number to the seed.
         for key, seed, last in (
             ("seed", self.seed, self.seed),

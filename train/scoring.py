@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from train.answers import each_gold
-from train.rewards import BUILT_IN, get_reward
+from train.rewards import AnswerReward, get_reward
 from train.tasks.layout import Problem, shown
 
 # Rows whose gold answers are looked at before a run begins, evenly spaced.
@@ -42,10 +42,10 @@ class Scorer:
     """A reward, called with what it asks for.
 
     Args:
-      name: a built-in reward, or `module:function`. reward: the function, if it was found already.
+      name: of a reward, or `module:function`. reward: the function, if it was found already.
 
     Attributes:
-      built_in: what is known of a built-in reward; None for one of the user's own.
+      built_in: what is known of a reward that compares answers; None for any other function.
       failures: how many calls failed so far.
 
     Raises:
@@ -54,7 +54,7 @@ class Scorer:
 
     def __init__(self, name: str, reward: Callable[..., Any] | None = None):
         self.name, self._reward = name, reward or get_reward(name)
-        self.built_in = BUILT_IN.get(name) if reward is None else None
+        self.built_in = self._reward if isinstance(self._reward, AnswerReward) else None
         self._second, self._required, self._takes = _parameters(self._reward)
         self.failures = 0
         self._described: set[tuple[str, str]] = set()  # (row, what went wrong)

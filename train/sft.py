@@ -107,13 +107,13 @@ class PackedDemonstrations:
 
 def _require_calculator(cfg: SFTConfig) -> None:
     """Refuses `data.strip_calculator` where the columns say that rows are not GSM8K's."""
-    key, layout = "data.strip_calculator", data.find_layout(cfg.data)
-    if cfg.data.strip_calculator or key not in typed_in(cfg) or layout is None:
+    key, task = "data.strip_calculator", data.find_task(cfg.data)
+    if cfg.data.strip_calculator or key not in typed_in(cfg) or task is None:
         return
-    if layout.name != "gsm8k":
+    if task.name != "gsm8k":
         raise ConfigError(
             f"{key}=false changes nothing: such annotations are GSM8K's, and {cfg.data.path} is "
-            f"read as {layout.name}; leave it out"
+            f"read as {task.name}; leave it out"
         )
 
 

@@ -172,7 +172,7 @@ def test_gsm8k_questions_never_lie_in_both_splits(tmp_path, caplog):
 def test_a_bad_line_is_named_with_file_and_number(tmp_path, line, message):
     path = write_lines(tmp_path / "bad.jsonl", record(0), line)
     with pytest.raises(ValueError, match=message) as error:
-        read_table(path, gsm8k.LAYOUT)
+        read_table(path, gsm8k.TASK)
     assert f"{path}:2" in str(error.value) and "fix or delete" in str(error.value)
 
 
@@ -182,10 +182,10 @@ def test_missing_and_empty_files_are_clear_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match="no such file"):
         problems(DataConfig(task="gsm8k", path=str(tmp_path / "none.jsonl")), "train")
     with pytest.raises(ValueError, match="empty"):
-        read_table(write_lines(tmp_path / "empty.jsonl", ""), gsm8k.LAYOUT)
+        read_table(write_lines(tmp_path / "empty.jsonl", ""), gsm8k.TASK)
     (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xff", "answer": "#### 1"}\n')
     with pytest.raises(ValueError, match="latin.jsonl:1"):
-        read_table(tmp_path / "latin.jsonl", gsm8k.LAYOUT)
+        read_table(tmp_path / "latin.jsonl", gsm8k.TASK)
 
 
 @pytest.mark.skipif(not (GSM8K / "train.jsonl").exists(), reason="GSM8K is not beside the checkout")

@@ -8,6 +8,7 @@ import pytest
 from train import math_worker, rewards
 from train.answers import final_answer, last_line_answer, read_quantity, without_thousands
 from train.equivalence import is_readable
+from train.registry import REWARDS
 from train.rewards import exact, get_reward, math_verify, number
 
 
@@ -115,7 +116,7 @@ def test_number_reads_what_stands_around_and_how_it_is_rounded(text, answer):
 
 def test_a_gold_answer_that_is_announced_can_win_and_exact_keeps_all_of_it():
     for gold in ("#### Final Answer: 42", "The answer is $42$.", "**Answer:** 42"):
-        assert rewards.BUILT_IN["number"].can_win(gold)
+        assert rewards.NUMBER.can_win(gold)
         assert math_verify("\\boxed{42}", gold) == 1.0 == number("#### 42", gold)
         assert math_verify("\\boxed{41}", gold) == 0.0 == number("#### 41", gold)
     assert exact("#### Final Answer: 42", "#### Final Answer: 42") == 1.0
@@ -216,9 +217,9 @@ def test_a_missing_library_is_named(monkeypatch):
 
 
 def test_rewards_are_found_by_name_or_dotted_path(tmp_path, monkeypatch):
-    assert [get_reward(n) for n in ("exact", "number", "math_verify")] == [
-        exact, number, math_verify,
-    ]  # fmt: skip
+    known = [get_reward(name) for name in REWARDS.names]
+    assert [reward.function for reward in known] == [exact, number, math_verify]
+    assert all(reward("#### 3", "3") == 1.0 for reward in known)
     (tmp_path / "own_reward_module.py").write_text(
         "def length(response_text, answer):\n    return float(len(response_text))\nnot_one = 3\n"
     )

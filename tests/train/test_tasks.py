@@ -1,4 +1,4 @@
-"""Rows of every layout and file format, what the model sees of them, and what is refused."""
+"""Rows of every task and file format, what the model sees of them, and what is refused."""
 
 import gzip
 import json
@@ -16,15 +16,16 @@ from train import data, data_report, rl, sft
 from train.data import DataConfig, demonstrations, encode_prompt, problems
 from train.inputs import about_data
 from train.prompts import Prompts, require_template
+from train.registry import TASKS
 from train.schema import RLConfig, SFTConfig
-from train.tasks import LAYOUTS, recognise
+from train.tasks import find_task, recognise
 from train.tasks.layout import Example, Layout
 
 USER = [{"role": "user", "content": "How much is 1+2?"}]
 SYSTEM = [{"role": "system", "content": "Be brief."}, *USER]
 SAYS = {"role": "assistant", "content": "It is $\\boxed{3}$."}
 
-# row -> (layout, prompt, answer, demonstration)
+# row -> (task, prompt, answer, demonstration)
 ROWS = {
     "gsm8k": (
         {"question": "How much is 1+2?", "answer": "1+2=<<1+2=3>>3\n#### 3"},
@@ -144,10 +145,10 @@ def config(path, rows, write=lines, **changes) -> DataConfig:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_layout_is_recognised_by_its_columns(tmp_path, name):
-    row, (layout, prompt, answer, response) = ROWS[name]
+def test_a_task_is_recognised_by_its_columns(tmp_path, name):
+    row, (task, prompt, answer, response) = ROWS[name]
     cfg = config(tmp_path / "rows.jsonl", [row])
-    assert data.find_layout(cfg).name == layout
+    assert data.find_task(cfg).name == task
     (problem,) = problems(cfg, "train")
     assert (problem.prompt, problem.answer, problem.index) == (prompt, answer, 0)
     assert problem.place == f"{tmp_path / 'rows.jsonl'}:1"
@@ -185,13 +186,14 @@ def test_rewards_see_further_columns_of_a_row(tmp_path):
     [{"instruction": "a", "output": "b"}, {"conversations": []}, {"problem": "a", "topic": "b"},
      {"Question": "a", "Answer": "b"}, {}],
 )  # fmt: skip
-def test_columns_that_nobody_knows_are_listed_with_the_layouts_that_there_are(tmp_path, row):
+def test_columns_of_no_task_are_listed_with_the_tasks_that_there_are(tmp_path, row):
     with pytest.raises(ValueError) as error:
         problems(config(tmp_path / "rows.jsonl", [row]), "train")
     message = str(error.value)
     assert "cannot tell what its rows mean" in message and "data.task" in message
     assert all(column in message for column in row)
-    assert all(f"{layout.name} ({layout.columns})" in message for layout in LAYOUTS)
+    known = [find_task(name) for name in TASKS.names]
+    assert all(f"{task.name} ({task.columns})" in message for task in known)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +323,7 @@ OWN = Layout(
 )
 
 
-def test_a_layout_of_ones_own_is_named_by_its_path(tmp_path):
+def test_a_task_of_ones_own_is_named_by_its_path(tmp_path):
     row = {"riddle": "a", "word": "b", "hint": "c"}
     cfg = config(tmp_path / "rows.jsonl", [row], task="test_tasks:OWN")
     held = tmp_path / "held.jsonl"
@@ -330,8 +332,8 @@ def test_a_layout_of_ones_own_is_named_by_its_path(tmp_path):
     assert (problem.prompt, problem.answer) == ("Riddle: a", "b")
     assert problem.columns == {"hint": "c"} and data.default_reward(cfg) == "exact"
     for task, message in (
-        ("test_tasks:", "unknown layout"),
-        (":x", "unknown layout"),
+        ("test_tasks:", "unknown task"),
+        (":x", "unknown task"),
         ("no.module:x", "cannot load"),
         ("test_tasks:ROWS", "is a dict"),
         ("test_tasks:none", "cannot load"),
@@ -340,9 +342,10 @@ def test_a_layout_of_ones_own_is_named_by_its_path(tmp_path):
             problems(config(tmp_path / "rows.jsonl", [row], task=task), "train")
 
 
-def test_each_layout_knows_its_own_columns_first():
-    for row, (layout, *_) in ROWS.values():
-        assert recognise(row).name == layout
+def test_each_task_knows_its_own_columns_first():
+    for row, (task, *_) in ROWS.values():
+        assert recognise(row).name == task
+    assert [find_task(name).name for name in TASKS.names] == [*TASKS.names]
 
 
 def test_duplicates_are_counted_and_dropped_by_choice(tmp_path):
@@ -352,7 +355,7 @@ def test_duplicates_are_counted_and_dropped_by_choice(tmp_path):
         cfg = config(tmp_path / "rows.parquet", [row, again, other, again, row], parquet)
         cfg.duplicates = choice
         assert len(problems(cfg, "train")) == kept
-        assert data.read_table(cfg.path, data.find_layout(cfg), choice).duplicates == 3
+        assert data.read_table(cfg.path, data.find_task(cfg), choice).duplicates == 3
     with pytest.raises(ValueError, match="data.duplicates must be one of keep, drop"):
         DataConfig(duplicates="count")
 
@@ -605,7 +608,7 @@ def test_the_report_shows_rows_as_the_model_sees_them(tmp_path, capsys, chat_pol
     ("argv", "message"),
     [
         (["no.jsonl"], "no.jsonl: no such file"),
-        (["rows.jsonl", "task=gsm"], "data.task must be one of auto, sums, verl"),
+        (["rows.jsonl", "task=gsm"], "data.task: unknown task 'gsm'; choose one of verl"),
         (["rows.jsonl", "task=math"], "column 'problem': expected text"),
         (["rows.jsonl", "tusk=math"], "unknown key 'tusk'"),
         (["rows.jsonl", "--reward", "best"], "unknown reward 'best'"),

@@ -1,50 +1,42 @@
-"""What a row of data means: one file per layout, and the table of them.
+"""What a row of data means: one file per task, see `specjax.interfaces.Task`.
 
-A file of rows is recognised by the columns of its first row: the first layout in `LAYOUTS` that
-knows them reads all of its rows. To add one, write a file with a `Layout` and put it into the
-table; users name their own as `module:attribute`.
+A file of rows is recognised by the columns of its first row: the first task in the table
+`train.registry.TASKS` that knows them reads all of its rows. To add one, write a file with a
+`Layout` and put it into the table; users name their own as `module:attribute`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
-from train.own import load_own
-from train.tasks import gsm8k, math, messages, prompt, verl
-from train.tasks.layout import Layout
-
-# In order: the first one that recognises a row's columns reads it.
-LAYOUTS: tuple[Layout, ...] = (
-    verl.LAYOUT,
-    math.LAYOUT,
-    gsm8k.LAYOUT,
-    prompt.LAYOUT,
-    messages.LAYOUT,
-)
-NAMES = tuple(layout.name for layout in LAYOUTS)
+from specjax.interfaces import Task
+from train.registry import TASKS
 
 
-def recognise(columns: Collection[str]) -> Layout | None:
-    """The layout of rows with these columns; None: no layout knows them."""
-    return next((layout for layout in LAYOUTS if layout.recognises(columns)), None)
+def recognise(columns: Collection[str]) -> Task | None:
+    """The task whose rows have these columns; None: no task knows them."""
+    return next((task for task in _all() if task.recognises(columns)), None)
 
 
-def known_layouts() -> str:
-    """All layouts with their columns, for messages."""
-    return "; ".join(f"{layout.name} ({layout.columns})" for layout in LAYOUTS)
+def known_tasks() -> str:
+    """All tasks with their columns, for messages."""
+    return "; ".join(f"{task.name} ({task.columns})" for task in _all())
 
 
-def find_layout(name: str) -> Layout:
-    """A layout by its name, or a user's own by dotted path `module:attribute`.
+def find_task(name: str) -> Task:
+    """A task by its name, or a user's own by dotted path `module:attribute`.
 
     Raises:
-      ValueError: unknown name, or a path that leads to no `Layout`.
+      ValueError: unknown name, or a path that leads to no `Task`.
     """
-    for layout in LAYOUTS:
-        if layout.name == name:
-            return layout
-    expected = "a train.tasks.layout.Layout"
-    found = load_own("layout", name, NAMES, "package.module:attribute", expected)
-    if not isinstance(found, Layout):
-        raise ValueError(f"layout {name!r} is a {type(found).__name__}; expected {expected}")
+    found = TASKS.find(name)
+    if not isinstance(found, Task):
+        raise ValueError(
+            f"task {name!r} is a {type(found).__name__}; expected {TASKS.expected}, or anything "
+            "else with the attributes and methods of specjax.interfaces.Task"
+        )
     return found
+
+
+def _all() -> Iterator[Task]:
+    return map(TASKS.named, TASKS.names)

@@ -16,7 +16,7 @@ def _read(row: Row) -> Example:
     return Example(question, gold, response, others(row, "question", "answer"))
 
 
-LAYOUT = Layout(
+TASK = Layout(
     name="gsm8k",
     columns="question, answer",
     recognises=lambda columns: {"question", "answer"} <= set(columns),

@@ -1,4 +1,4 @@
-"""Problems, the interface of row layouts, and what their adapters share: reading of columns."""
+"""Problems, and what tasks are made of: a class of functions, and the reading of columns."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class Demonstration:
 
 
 class RowError(ValueError):
-    """A row is not what its layout says; the message says which column, and what was expected."""
+    """A row is not what its task says; the message says which column, and what was expected."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """What a layout reads in a row.
+    """What a task reads in a row.
 
     Attributes:
       prompt: a question as text, or a conversation up to the assistant's turn.
@@ -83,7 +83,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to write problems down as rows.
+    """One way to write problems down as rows: a `specjax.interfaces.Task`.
 
     Attributes:
       name: as in `data.task`. columns: those it needs, for messages.
@@ -222,7 +222,7 @@ def up_to_answer(conversation: Sequence[Message], column: str) -> tuple[Message,
 
 
 def others(row: Row, *used: str) -> dict[str, Any]:
-    """The columns of a row that a layout has not used up."""
+    """The columns of a row that a task has not used up."""
     return {name: value for name, value in row.items() if name not in used}
 
 

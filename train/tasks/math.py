@@ -19,7 +19,7 @@ def _read(row: Row) -> Example:
     return Example(problem, gold, response, others(row, "problem", "answer"))
 
 
-LAYOUT = Layout(
+TASK = Layout(
     name="math",
     columns="problem, answer or solution",
     recognises=lambda columns: "problem" in columns and bool({"answer", "solution"} & {*columns}),

@@ -30,7 +30,7 @@ def _read(row: Row) -> Example:
     return Example(tuple(conversation), gold, response, others(row, "messages"))
 
 
-LAYOUT = Layout(
+TASK = Layout(
     name="messages",
     columns="messages",
     recognises=lambda columns: "messages" in columns,

@@ -53,7 +53,7 @@ def _read(row: Row) -> Example:
     return Example(read_prompt(row), gold, response, others(row, "prompt"))
 
 
-LAYOUT = Layout(
+TASK = Layout(
     name="prompt",
     columns="prompt (text or messages), and answer, ground_truth, solution or target",
     recognises=lambda columns: "prompt" in columns,

@@ -20,7 +20,7 @@ def _read(row: Row) -> Example:
     return Example(read_prompt(row), gold, None, columns)
 
 
-LAYOUT = Layout(
+TASK = Layout(
     name="verl",
     columns="prompt, reward_model.ground_truth",
     recognises=lambda columns: {"prompt", "reward_model"} <= set(columns),
