@@ -18,6 +18,7 @@ TASKS = Registry(
         "verl": "train.tasks.verl:TASK",
         "math": "train.tasks.math:TASK",
         "gsm8k": "train.tasks.gsm8k:TASK",
+        "slime": "train.tasks.slime:TASK",
         "prompt": "train.tasks.prompt:TASK",
         "messages": "train.tasks.messages:TASK",
     },
