@@ -141,7 +141,7 @@ def policies(args, directory: Path) -> Iterator[Policy]:
         if path is None:
             continue
         cfg, params, head = hf.load_checkpoint(path, "float32")
-        cfg, tokenizer = cfg.replace(compute_dtype="float32"), load_tokenizer(path)
+        cfg, tokenizer = cfg.running(compute_dtype="float32"), load_tokenizer(path)
         prompts = heldout_prompts(
             tokenizer, task, data, args.prompts, args.max_prompt_tokens, args.seed
         )

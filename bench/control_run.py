@@ -247,7 +247,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace, most: int):
         self.args = args
         cfg, weights, head = hf.load_checkpoint(args.model, args.dtype)
-        cfg = cfg.replace(compute_dtype=args.dtype)
+        cfg = cfg.running(compute_dtype=args.dtype)
         self._model = cfg, weights
         self._tokenizer = load_tokenizer(args.model)
         self.most = most

@@ -60,12 +60,13 @@ def model_of(args: argparse.Namespace) -> Model:
     """The policy that is measured; a head of random weights where it has none."""
     directory = find_shipped(args.model)
     if args.random:
-        cfg = read_config(directory).replace(param_dtype=args.dtype)
+        cfg = read_config(directory).running(param_dtype=args.dtype)
         params = random_weights(functools.partial(init_params, cfg), 0)
         head = None
     else:
         cfg, params, head = hf.load_checkpoint(directory, args.dtype)
-    cfg = cfg.replace(compute_dtype=args.dtype, mtp_num_layers=max(cfg.mtp_num_layers, 1))
+    cfg = cfg.running(compute_dtype=args.dtype)
+    cfg = cfg.replace(mtp_num_layers=max(cfg.mtp_num_layers, 1))
     if head is None:
         head = random_weights(functools.partial(init_head_params, cfg), 1)
     return Model(cfg, params, head)
@@ -198,7 +199,7 @@ def measure(args: argparse.Namespace) -> dict:
     return {
         "name": args.name or Path(args.out).stem,
         "source": f"measured: python -m bench.costs measure on {device} ({platform.machine()}), "
-        f"{weights}{args.dtype}, attention {bench.runner.cfg.attention}, medians of "
+        f"{weights}{args.dtype}, attention {bench.runner.cfg.run.attention}, medians of "
         f"{args.repeats} chunks of {args.rounds} rounds",
         "model": str(args.model),
         "context": args.context,

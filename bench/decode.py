@@ -100,7 +100,7 @@ class Pair:
 def run(args: argparse.Namespace) -> Path:
     """Measures every batch size and writes the result file."""
     cfg, weights, head = hf.load_checkpoint(args.model, args.dtype)
-    cfg = cfg.replace(compute_dtype=args.dtype)
+    cfg = cfg.running(compute_dtype=args.dtype)
     tokenizer = load_tokenizer(args.model)
     spec = SpecConfig(args.strategy, head=args.head)
     figures = {}

@@ -168,7 +168,7 @@ def run(args: argparse.Namespace) -> Path:
     settings = vars(args) | {}
     args.tokenizer = load_tokenizer(args.model)
     cfg, params, head = hf.load_checkpoint(args.model, "float32")
-    model = cfg.replace(compute_dtype="float32"), params, head
+    model = cfg.running(compute_dtype="float32"), params, head
     count = args.samples_per_slot * args.batch
     prompts = heldout_prompts(
         args.tokenizer, args.task, args.data, count, args.max_prompt_tokens, args.seed

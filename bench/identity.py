@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.common import figure, write_result
-from specjax import LLM, ModelConfig, SamplingParams, SpecConfig
+from specjax import LLM, ModelConfig, RunConfig, SamplingParams, SpecConfig
 from specjax.arguments import ArgumentParser
 from specjax.checkpoint import huggingface as hf
 from specjax.config import DEFAULT_TREE_PATHS
@@ -109,7 +109,7 @@ def random_model(setup: Setup, seed: int) -> tuple[ModelConfig, Params, Params]:
         tie_embeddings=False,
         max_position=MAX_LEN,
         mtp_num_layers=setup.modules,
-        scan_layers=setup.scan,
+        run=RunConfig(scan_layers=setup.scan),
     )
     params = _scaled(init_params(cfg, seed), 6.0)
     head = _scaled(init_head_params(cfg, seed + 1), 6.0)
@@ -179,7 +179,7 @@ def arms(model_dir: str | None, seed: int) -> Iterator[tuple[Setup, LLM, LLM]]:
     loaded = None
     if model_dir:
         cfg, params, head = hf.load_checkpoint(model_dir, "float32")
-        loaded = cfg.replace(compute_dtype="float32"), params, head
+        loaded = cfg.running(compute_dtype="float32"), params, head
     for setup in CHECKPOINT_SETUPS if model_dir else RANDOM_SETUPS:
         model = loaded or random_model(setup, seed)
         spec = setup.spec(loaded is not None, seed)

@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> tuple[Path, int]:
     )
     for dtype in args.dtypes:
         cfg, weights, head = hf.load_checkpoint(args.model, dtype)
-        model = cfg.replace(compute_dtype=dtype), weights, head
+        model = cfg.running(compute_dtype=dtype), weights, head
         for batch in args.batches:
             max_len = args.max_prompt_tokens + args.max_tokens
             found = Decodings(model, args.strategy, batch, max_len, prompts, params)

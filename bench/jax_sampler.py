@@ -74,11 +74,11 @@ def sample_batch(
     Returns:
       tokens, and how many of each row were generated; a stop token is the last of its row.
     """
-    model = nnx.merge(graphdef(cfg, cfg.decode_layout), params)
+    model = nnx.merge(graphdef(cfg, cfg.run.decode_layout), params)
     batch, width = tokens.shape
     (mixer,) = cfg.mixers("attention")
     shape = (batch, mixer.num_kv_heads, width + room, mixer.head_dim)
-    zeros = jnp.zeros(shape, jnp.dtype(cfg.compute_dtype))
+    zeros = jnp.zeros(shape, jnp.dtype(cfg.run.compute_dtype))
     logits, cache = forward(model, [(zeros, zeros)] * cfg.num_layers, tokens, 0, padding)
 
     def go_on(carry):
@@ -134,7 +134,7 @@ class JaxSampler:
         stop_ids: Sequence[int],
         temperature: float = 1.0,
     ):
-        cfg = cfg.replace(scan_layers=False)
+        cfg = cfg.running(scan_layers=False)
         self.batch, self.width = batch, width
         self.params = jax.jit(to_decode_layout, static_argnums=1)(params, cfg)
         self.program = functools.partial(

@@ -218,7 +218,7 @@ def work_of(cfg, tokenizer, args: argparse.Namespace) -> chains.Work:
 def run(args: argparse.Namespace) -> list[tuple[str, Difference]]:
     """Measures, writes result, trace and figure; returns differences that nothing explains."""
     cfg, weights, head = hf.load_checkpoint(args.model, args.dtype)
-    cfg = cfg.replace(compute_dtype=args.dtype)
+    cfg = cfg.running(compute_dtype=args.dtype)
     work = work_of(cfg, load_tokenizer(args.model), args)
     bench = Bench((cfg, weights, head), work, args)
     bench.measure(args.repeats)

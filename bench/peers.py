@@ -267,7 +267,7 @@ def run(args: argparse.Namespace) -> Path:
     if not args.batches and not args.tail_prompts:
         raise ValueError("--batches lists no batch size, and --tail_prompts is 0: nothing to do")
     cfg, params, head = hf.load_checkpoint(args.model, "float32")
-    model = cfg.replace(compute_dtype="float32"), params, head
+    model = cfg.running(compute_dtype="float32"), params, head
     settings, figures = vars(args) | {}, {}
     if set(args.peers) & set(TORCH):
         torch = peer_torch.import_torch()

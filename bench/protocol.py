@@ -228,7 +228,7 @@ def draft_figures(point: Point, runner: Runner, args) -> dict[str, dict]:
 def load(args: argparse.Namespace):
     """Config, weights and head of a directory, or random ones of a shape; and a tokenizer."""
     if args.shape is not None:
-        cfg = SHAPES[args.shape].replace(param_dtype=args.dtype, compute_dtype=args.dtype)
+        cfg = SHAPES[args.shape].running(param_dtype=args.dtype, compute_dtype=args.dtype)
         return cfg, init_params(cfg, args.seed), init_head_params(cfg, args.seed)
     cfg, weights, head = hf.load_checkpoint(args.model, args.dtype)
     if head is None:
@@ -236,7 +236,7 @@ def load(args: argparse.Namespace):
             f"{args.model} has no draft head, which the speculative arm needs; give a policy with "
             "one, or --shape for random weights"
         )
-    return cfg.replace(compute_dtype=args.dtype), weights, head
+    return cfg.running(compute_dtype=args.dtype), weights, head
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict]:

@@ -163,9 +163,8 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
     """Figures of every shape, strategy and set of features."""
     result = {}
     for shape in args.shapes:
-        cfg = SHAPES[shape].replace(
-            max_position=args.context + 64, param_dtype=args.dtype, compute_dtype=args.dtype
-        )
+        cfg = SHAPES[shape].replace(max_position=args.context + 64)
+        cfg = cfg.running(param_dtype=args.dtype, compute_dtype=args.dtype)
         weights = init_params(cfg, args.seed), init_head_params(cfg, args.seed)
         for strategy in args.strategies:
             result |= _strategy_figures(shape, cfg, weights, strategy, args)

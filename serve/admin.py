@@ -31,10 +31,7 @@ from specjax.tokenizer import with_tokenizer_end
 PATHS = ("/update_weights", "/sleep", "/wake")
 # Of two configs that mean the same model these may differ: they say how it is computed here, and
 # how it asks to be sampled.
-_OURS = (
-    "scan_layers", "remat", "attention", "products", "param_dtype", "compute_dtype",
-    "mtp_num_layers", "generation",
-)  # fmt: skip
+_OURS = ("run", "mtp_num_layers", "generation")
 _HEADS = tuple(name for name in HEAD_SWITCHES if name not in _OURS)
 
 
@@ -79,7 +76,7 @@ class Admin:
             raise ValueError("it holds a draft head alone; say what='head'")
         if not takes_head:
             head = None
-        dtype = llm.cfg.param_dtype
+        dtype = llm.cfg.run.param_dtype
         if head is not None:
             head = _cast(fitted_to(llm.head, head, "the draft head"), dtype)
         if alone:
@@ -165,7 +162,8 @@ def read_weights(
             raise ValueError(f"it is no training run and has no step {step}; leave step out")
         if head_alone:
             return None, hf.load_head(path, cfg)
-        there, policy, head = hf.load_checkpoint(path, cfg.param_dtype, mtp_concat=cfg.mtp_concat)
+        dtype = cfg.run.param_dtype
+        there, policy, head = hf.load_checkpoint(path, dtype, mtp_concat=cfg.mtp_concat)
         _require_same(with_tokenizer_end(there, tokenizer), cfg, head is not None)
         return policy, head
     policy, head, meta = load_weights(path, step, head_alone)

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from specjax.config import ModelConfig, SamplingParams, SpecConfig, Strategy
+    from specjax.config import ModelConfig, RunConfig, SamplingParams, SpecConfig, Strategy
     from specjax.control import ControlConfig
     from specjax.engine.llm import LLM
     from specjax.engine.settings import EngineConfig
@@ -17,6 +17,7 @@ __all__ = [
     "ControlConfig",
     "EngineConfig",
     "ModelConfig",
+    "RunConfig",
     "SamplingParams",
     "SpecConfig",
     "Strategy",
@@ -28,6 +29,7 @@ _HOMES = {
     "ControlConfig": "specjax.control",
     "EngineConfig": "specjax.engine.settings",
     "ModelConfig": "specjax.config",
+    "RunConfig": "specjax.config",
     "SamplingParams": "specjax.config",
     "SpecConfig": "specjax.config",
     "Strategy": "specjax.config",

@@ -47,7 +47,7 @@ def empty_cache(cfg: ModelConfig, pages: int, size: int, layers: int, stacked: b
     """A zeroed cache of pages with `size` positions each."""
     kv_heads, head_dim = _heads(cfg)
     shape = (pages, kv_heads, size, head_dim)
-    dtype = jnp.dtype(cfg.compute_dtype)
+    dtype = jnp.dtype(cfg.run.compute_dtype)
     if stacked:
         return KVCache(*(jnp.zeros((layers, *shape), dtype) for _ in range(2)))
     return KVCache(*(tuple(jnp.zeros(shape, dtype) for _ in range(layers)) for _ in range(2)))
@@ -57,7 +57,7 @@ def page_bytes(cfg: ModelConfig, size: int, layers: int) -> int:
     """Bytes of one page of `empty_cache`, keys and values of all layers."""
     kv_heads, head_dim = _heads(cfg)
     width = kv_heads * size * head_dim
-    return 2 * layers * width * jnp.dtype(cfg.compute_dtype).itemsize
+    return 2 * layers * width * jnp.dtype(cfg.run.compute_dtype).itemsize
 
 
 def _heads(cfg: ModelConfig) -> tuple[int, int]:

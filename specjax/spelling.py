@@ -127,8 +127,9 @@ def checks_keywords(cls: type) -> type:
                 close = close or difflib.get_close_matches(name, known, 1, 0.7)
                 hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
                 others = [cls for cls, names in _PARAMETERS.items() if name in names]
-                if others and not close:
-                    hint = f"{' and '.join(sorted(others))} {'have' if others[1:] else 'has'} it"
+                if others:
+                    has = f"{' and '.join(sorted(others))} {'have' if others[1:] else 'has'} it"
+                    hint = f"{hint} {has}" if close else has
                 raise TypeError(f"{cls.__name__} has no parameter {name}; {hint}")
         construct(self, *args, **keywords)
 

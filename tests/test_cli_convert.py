@@ -16,7 +16,7 @@ import tiny_run
 
 from serve.admin import read_weights
 from serve.cli.main import main
-from specjax import LLM, SamplingParams, SpecConfig
+from specjax import LLM, RunConfig, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.format import named_leaves
 from specjax.checkpoint.store import Checkpointer
@@ -33,7 +33,7 @@ MIMO = dense_config(
     vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2,
     head_dim=8, max_position=64, eos_token_ids=(2, 3), model_type="mimo", qkv_bias=True,
     qk_norm=False, tie_embeddings=False, mtp_num_layers=1, mtp_concat="hidden_first",
-    param_dtype="bfloat16", compute_dtype="bfloat16",
+    run=RunConfig(param_dtype="bfloat16", compute_dtype="bfloat16"),
 )  # fmt: skip
 
 

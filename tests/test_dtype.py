@@ -60,11 +60,11 @@ def dtypes(tree) -> set[str]:
 
 def test_engines_are_in_float32_on_cpu_unless_told(half, capsys):
     llm = LLM(half, OFF, max_batch=1, max_len=32)
-    assert llm.cfg.compute_dtype == "float32" and dtypes(llm.params) == {"float32"}
+    assert llm.cfg.run.compute_dtype == "float32" and dtypes(llm.params) == {"float32"}
     assert len(llm.notes) == 1 and "float32" in llm.notes[0]
     assert "(LLM(dtype='bfloat16') is the checkpoint's)" in llm.notes[0]
     told = LLM(half, OFF, max_batch=1, max_len=32, dtype="bfloat16")
-    assert told.cfg.compute_dtype == "bfloat16" and dtypes(told.params) == {"bfloat16"}
+    assert told.cfg.run.compute_dtype == "bfloat16" and dtypes(told.params) == {"bfloat16"}
     with pytest.raises(ValueError, match="dtype must be one of"):
         LLM(half, OFF, dtype="float8")
     asked = ["generate", "--model", str(half), "1+2=", "--max-tokens", "2", "--no-speculation"]
@@ -79,33 +79,33 @@ def test_engines_are_in_float32_on_cpu_unless_told(half, capsys):
 
 def test_engines_are_in_the_checkpoint_s_dtype_elsewhere(half, thin_policy, on_gpu):
     llm = LLM(half, OFF, max_batch=1, max_len=32)
-    assert llm.cfg.compute_dtype == "bfloat16" and dtypes(llm.params) == {"bfloat16"}
+    assert llm.cfg.run.compute_dtype == "bfloat16" and dtypes(llm.params) == {"bfloat16"}
     assert llm.notes == ["arithmetic in bfloat16, the checkpoint's dtype"]
-    assert LLM(thin_policy, OFF, max_batch=1, max_len=32).cfg.compute_dtype == "float32"
+    assert LLM(thin_policy, OFF, max_batch=1, max_len=32).cfg.run.compute_dtype == "float32"
     section = EngineSection(max_batch=1, max_len=32)
     served = ServeConfig(
         model=str(half), engine=section, speculation=SpeculationSection(strategy="off")
     )
-    assert load_llm(served).cfg.compute_dtype == "bfloat16"
-    assert verify.load(half).cfg.compute_dtype == "bfloat16"
-    assert verify.load(half, dtype="float32").cfg.compute_dtype == "float32"
+    assert load_llm(served).cfg.run.compute_dtype == "bfloat16"
+    assert verify.load(half).cfg.run.compute_dtype == "bfloat16"
+    assert verify.load(half, dtype="float32").cfg.run.compute_dtype == "float32"
 
 
 def test_training_keeps_parameters_in_float32_and_computes_as_the_checkpoint(
     half, tmp_path, on_gpu
 ):
     trainer = rl.Trainer(parse_config(RLConfig, [f"model={half}", f"out={tmp_path}/rl"])[0])
-    assert dtypes(trainer.params) == {"float32"} and trainer.model.compute_dtype == "bfloat16"
-    assert trainer.engines[0].runner.cfg.compute_dtype == "bfloat16"
+    assert dtypes(trainer.params) == {"float32"} and trainer.model.run.compute_dtype == "bfloat16"
+    assert trainer.engines[0].runner.cfg.run.compute_dtype == "bfloat16"
     # What was chosen is what a resumed run must have.
     assert trainer.fingerprint()["dtype"] == {"params": "float32", "compute": "bfloat16"}
     run = sft.Run(parse_config(SFTConfig, [f"init={half}", f"out={tmp_path}/sft"])[0])
-    assert dtypes(run.params) == {"float32"} and run.model.compute_dtype == "bfloat16"
+    assert dtypes(run.params) == {"float32"} and run.model.run.compute_dtype == "bfloat16"
 
 
 def test_training_is_in_float32_on_cpu_and_says_so(half, tmp_path):
     trainer = rl.Trainer(parse_config(RLConfig, [f"model={half}", f"out={tmp_path}/rl"])[0])
-    assert trainer.model.compute_dtype == "float32"
+    assert trainer.model.run.compute_dtype == "float32"
     assert "dtype.compute=bfloat16" in trainer.about_dtype
     section = DtypeSection()
     assert "would vanish" in section.settle("float16", "gpu")
@@ -122,7 +122,7 @@ def test_a_config_that_names_no_dtype_has_that_of_its_weights(stored, thin_polic
     config = json.loads((path / "config.json").read_text())
     config |= {"dtype": None, "torch_dtype": None}
     (path / "config.json").write_text(json.dumps(config))
-    assert hf.load_checkpoint(path)[0].param_dtype == stored
+    assert hf.load_checkpoint(path)[0].run.param_dtype == stored
 
 
 def test_a_mesh_tells_its_own_platform():

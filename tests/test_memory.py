@@ -157,7 +157,7 @@ def test_copying_nobodys_page_to_itself_copies_nothing():
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_page_bytes_are_those_of_a_page_of_all_layers(stacked, dtype):
-    cfg = CFG.replace(compute_dtype=dtype)
+    cfg = CFG.running(compute_dtype=dtype)
     cache = empty_cache(cfg, 5, 8, 3, stacked)
     assert sum(x.nbytes for x in jax.tree.leaves(cache)) == 5 * page_bytes(cfg, 8, 3)
 
@@ -174,7 +174,7 @@ def test_rows_are_taken_in_the_order_of_a_path(stacked):
 
 def test_a_scan_over_layers_reads_pages_where_they_lie():
     """Given stacked pages it would copy a layer out of the stack, to read a few of its pages."""
-    rng, cfg = np.random.default_rng(3), CFG.replace(scan_layers=True)
+    rng, cfg = np.random.default_rng(3), CFG.running(scan_layers=True)
     cache = random_cache(rng, 1 + BATCH * STRETCHES, 4, stacked=True)
     table = own_table(rng)
     params, tokens = init_params(cfg, 0), jnp.asarray(rng.integers(32, size=(BATCH, 2)))

@@ -86,7 +86,7 @@ def build_engines(
     def build(spec, batch: int, place: Mesh, **more) -> Engine:
         # Fused weights, as unrolled layers have them, cannot be split.
         scan = roll.scan_layers or (place is not None and place.size > 1)
-        decoder = model.replace(scan_layers=scan, remat=False)
+        decoder = model.running(scan_layers=scan, remat=False)
         return Engine(decoder, spec, batch, mesh=place, **settings, **more)
 
     engines = [

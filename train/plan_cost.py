@@ -217,7 +217,7 @@ def with_prefix(cost: Cost, shapes: Shapes, strategy: str, slots: int, context: 
 
 def _width(model: ModelConfig) -> int:
     """Bytes of a number that is computed with."""
-    return 2 if model.compute_dtype in ("bfloat16", "float16") else 4
+    return 2 if model.run.compute_dtype in ("bfloat16", "float16") else 4
 
 
 def _rolled_out(shapes: Shapes) -> int:
@@ -338,5 +338,6 @@ def model_text(model: ModelConfig) -> str:
     weights = chips.layer_weights(model.layers, model.hidden_size) + outside
     return (
         f"{model.model_type}, {weights / 1e9:.2f} G weights: {model.num_layers} layers of width "
-        f"{model.hidden_size}, parameters {model.param_dtype}, arithmetic {model.compute_dtype}"
+        f"{model.hidden_size}, parameters {model.run.param_dtype}, arithmetic "
+        f"{model.run.compute_dtype}"
     )

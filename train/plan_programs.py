@@ -110,8 +110,8 @@ class Shapes:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         model, self.read_from = self._read("model", cfg.model, cfg.revision)
-        cfg.dtype.settle(model.param_dtype, platform or sharding.platform_of(self.mesh))
-        model = model.replace(param_dtype=cfg.dtype.params)
+        cfg.dtype.settle(model.run.param_dtype, platform or sharding.platform_of(self.mesh))
+        model = model.running(param_dtype=cfg.dtype.params)
         self.fitted = settle_length(cfg, model)
         settle_drafting(cfg, model.mtp_num_layers > 0)
         self.head = None
@@ -162,9 +162,9 @@ class Shapes:
         model = as_rolled_out(self.cfg, self.model)
         if spec.source != "model":
             return source_of(model, spec), None
-        dtype = model.compute_dtype
+        dtype = model.run.compute_dtype
         cfg, _ = self._read("rollout.draft_model", spec.draft_model, None)
-        cfg = cfg.replace(param_dtype=dtype, compute_dtype=dtype)
+        cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
         source = model_source(cfg, model, self.mesh)
         made = self._like_params(lambda: to_decode_layout(init_params(cfg), source.cfg))
         return source, made
@@ -200,7 +200,7 @@ class Shapes:
         """The policy's states of a micro-batch."""
         rows, length = self.cfg.packing.rows, self.cfg.packing.row_length
         shape = (rows, length, self.model.hidden_size)
-        return self._rows(jax.ShapeDtypeStruct(shape, np.dtype(self.model.compute_dtype)))
+        return self._rows(jax.ShapeDtypeStruct(shape, np.dtype(self.model.run.compute_dtype)))
 
     def _rows(self, array) -> jax.ShapeDtypeStruct:
         return sharding.shapes(array, self.mesh, lambda mesh, _: sharding.rows_sharding(mesh))
@@ -252,9 +252,9 @@ class Shapes:
         apart = self.target is None or self.mesh is None  # one device trains: weights are copied
         mover = None if apart else Mover(self.target)
         moves = None
-        if mover and runner.cfg.scan_layers and not mover.holds(self.params):
+        if mover and runner.cfg.run.scan_layers and not mover.holds(self.params):
             alone = len(self.places) == 1
-            convert = runner.convert if alone else cast(runner.cfg.compute_dtype)
+            convert = runner.convert if alone else cast(runner.cfg.run.compute_dtype)
             moves = mover.program(self.params, convert)
         if moves is not None:
             yield _resharding("policy", self.params, moves)
@@ -298,7 +298,7 @@ class Shapes:
         runner, model = engine.runner, engine.runner.cfg
         pages, state = caches(runner.state)
         # Where nothing is cast, fused or moved the engine's arrays are the trainer's.
-        same = model.scan_layers and model.param_dtype == model.compute_dtype
+        same = model.run.scan_layers and model.run.param_dtype == model.run.compute_dtype
         shared = same and runner.mesh is self.mesh
         return {
             WEIGHTS: 0.0 if shared else device_bytes((runner.params, runner.head)),

@@ -98,10 +98,10 @@ def settled(
         cfg = dispatch.settle(cfg, mesh, attention, whose=whose, decoding=False)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if context is not None and cfg.attention != "reference":
+    if context is not None and cfg.run.attention != "reference":
         log.warning(
             "%s: rows are split over %d devices (mesh.cp), which attend in XLA (%s), without %s",
-            whose, context.ways, context.attention, cfg.attention,
+            whose, context.ways, context.attention, cfg.run.attention,
         )  # fmt: skip
     return cfg
 
@@ -110,7 +110,7 @@ class PolicyTrainer:
     """Holds the jitted programs; parameters and optimizer state are passed in and out.
 
     Args:
-      cfg: model config; training scans over layers whatever `scan_layers` says for decoding.
+      cfg: model config; training scans over layers whatever `run.scan_layers` says for decoding.
       loss: see `sft_loss`, `rl_loss`.
       optimizer: from `OptimConfig.build`. mesh: None is one device.
       temperature: at which tokens are scored; the rollout's.
@@ -132,7 +132,7 @@ class PolicyTrainer:
         transforms: Transforms | None = None,
     ):
         cfg = settled(cfg, mesh, attention, "training attention", context)
-        self.cfg = cfg.replace(scan_layers=True)
+        self.cfg = cfg.running(scan_layers=True)
         self.loss, self.optimizer, self.mesh = loss, optimizer, mesh
         self.temperature, self.transforms, self.context = temperature, transforms, context
         params, opt_state, rows, whole = self._shardings()

@@ -193,13 +193,13 @@ def settle_length(cfg: RLConfig, model: ModelConfig) -> str | None:
 
 def as_computed(cfg: RLConfig, model: ModelConfig) -> ModelConfig:
     """A checkpoint's model with the run's arithmetic, which is settled (`DtypeSection.settle`)."""
-    return model.replace(compute_dtype=cfg.dtype.compute, remat=cfg.remat)
+    return model.running(compute_dtype=cfg.dtype.compute, remat=cfg.remat)
 
 
 def as_rolled_out(cfg: RLConfig, model: ModelConfig) -> ModelConfig:
     """A model of `as_computed` with the arithmetic of rollouts, for engines and draft sources."""
     asked = cfg.rollout.dtype
-    return model if asked == AUTO else model.replace(compute_dtype=asked)
+    return model if asked == AUTO else model.running(compute_dtype=asked)
 
 
 def build_programs(

@@ -135,7 +135,7 @@ def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None, plac
             _say(line)
         _say(trainer.about_dtype)
         _say(f"rollouts: {trainer.warm_up()}")
-        dtype = trainer.engine.runner.cfg.compute_dtype
+        dtype = trainer.engine.runner.cfg.run.compute_dtype
         for doubt in (about_precision(cfg, dtype), about_slots(cfg)):
             if doubt:
                 _say(f"WARNING: {doubt}")

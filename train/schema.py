@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from specjax.config import ModelConfig
+from specjax.config import ModelConfig, RunConfig
 from specjax.config.dtype import AUTO, about_dtype, resolve_dtype
 from specjax.config.sampling import SEED_RANGE, is_seed
 from specjax.kernels.names import ATTENTION, ATTENTION_DOC
@@ -74,8 +74,7 @@ class ModelSection:
             **self.head_switches(),
             eos_token_ids=(eos,),
             pad_token_id=pad,
-            param_dtype=dtypes.params,
-            compute_dtype=dtypes.compute,
+            run=RunConfig(param_dtype=dtypes.params, compute_dtype=dtypes.compute),
         )
 
 

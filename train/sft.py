@@ -130,7 +130,7 @@ def start_model(
     if cfg.init:
         tokenizer = load_tokenizer(cfg.init)
         model, params, head = hf.load_checkpoint(cfg.init, cfg.dtype.params, mesh)
-        model = with_end(model.replace(compute_dtype=cfg.dtype.compute, remat=cfg.remat), tokenizer)
+        model = with_end(model.running(compute_dtype=cfg.dtype.compute, remat=cfg.remat), tokenizer)
         if head is None:
             model = model.replace(**cfg.model.head_switches())
             head = init_head_params(model, cfg.seed + 1)
@@ -138,7 +138,7 @@ def start_model(
     tokenizer = load_tokenizer(tokenizer_dir(cfg)) if keep_tokenizer else train_tokenizer(cfg)
     vocab = -(-len(tokenizer) // 16) * 16  # divides by any small tensor-parallel degree
     model = cfg.model.build(vocab, tokenizer.eos_token_id, tokenizer.pad_token_id, cfg.dtype)
-    model = model.replace(remat=cfg.remat)
+    model = model.running(remat=cfg.remat)
     return model, init_params(model, cfg.seed), init_head_params(model, cfg.seed + 1), tokenizer
 
 
@@ -193,7 +193,7 @@ class Run:
             # From here on it is a path: of an id that of one commit, which a resumed run must have.
             path = find_model(cfg.init, cfg.revision)
             cfg.init, cfg.revision = (cfg.init if Path(cfg.init).exists() else str(path)), None
-            stored = hf.read_config(cfg.init).param_dtype
+            stored = hf.read_config(cfg.init).run.param_dtype
         try:
             self.mesh = sharding.make_mesh(cfg.mesh)
             self.about_dtype = cfg.dtype.settle(stored, sharding.platform_of(self.mesh))

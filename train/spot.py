@@ -262,7 +262,7 @@ class SpotTraining:
         """Compiles an update for every replica, on padding, so that no gap has to; nothing is
         learned from that."""
         batch = empty_batch(rows, length)
-        states = np.zeros((rows, length, model.hidden_size), jnp.dtype(model.compute_dtype))
+        states = np.zeros((rows, length, model.hidden_size), jnp.dtype(model.run.compute_dtype))
         entry = Entry(0, {name: batch[name] for name in FIELDS}, states)
         self._begin([entry], head, opt_state, policy)
         replicas = [*range(len(self.places) if self.gaps else 1)] if self.places else []

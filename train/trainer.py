@@ -210,7 +210,7 @@ class Trainer:
         *lines, kernel = start_lines(self._any_engine)
         if self.exact is not None:
             lines.append(self.exact.about())
-        return [*lines, f"{kernel} for rollouts, {self.policy.cfg.attention} for training"]
+        return [*lines, f"{kernel} for rollouts, {self.policy.cfg.run.attention} for training"]
 
     def programs_to_compile(self) -> int:
         """How many programs of rollouts `warm_up` compiles."""

@@ -21,7 +21,7 @@ from bench.common import alternate_prepared, figure, median_interval
 from bench.full_batch import everyone, fill
 from bench.gpu.program import Place, Program, traced_once
 from bench.random_weights import random_weights
-from specjax import ModelConfig, SpecConfig
+from specjax import ModelConfig, RunConfig, SpecConfig
 from specjax.checkpoint.huggingface_config import read_config
 from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
@@ -44,7 +44,7 @@ GRAPH = {
 
 
 def _bfloat16(**sizes) -> ModelConfig:
-    return dense_config(**sizes, param_dtype="bfloat16", compute_dtype="bfloat16")
+    return dense_config(**sizes, run=RunConfig(param_dtype="bfloat16", compute_dtype="bfloat16"))
 
 
 @functools.cache
@@ -52,7 +52,7 @@ def shape_of(name: str) -> ModelConfig:
     """The config of a model's shape: `8B` and `1.7B` are Qwen3's, `135M` is SmolLM2's."""
     if name == "8B":
         cfg = read_config(find_shipped("assets/shapes/Qwen3-8B"))
-        return cfg.replace(param_dtype="bfloat16", compute_dtype="bfloat16")
+        return cfg.running(param_dtype="bfloat16", compute_dtype="bfloat16")
     if name == "1.7B":
         return _bfloat16(
             vocab_size=151_936,

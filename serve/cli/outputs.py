@@ -36,7 +36,7 @@ def origin_of(llm, acceptance: str, drafts: str) -> dict[str, str]:
         where the rule is equal in distribution only.
     """
     sums = llm.engine.runner.checksums
-    found = {"weights": f"{sums['policy']:08x}", "dtype": llm.cfg.compute_dtype}
+    found = {"weights": f"{sums['policy']:08x}", "dtype": llm.cfg.run.compute_dtype}
     if llm.spec is None or acceptance in EXACT:
         return {**found, "acceptance": "exact"}
     draft = f", head {sums['draft']:08x}" if "draft" in sums else ""

@@ -121,7 +121,7 @@ def convert(
     model, found = _read(source, what, step, like, dtype)
     if model.tokenizer is not None:
         check_files(model.tokenizer)
-    dtype = dtype or model.cfg.param_dtype
+    dtype = dtype or model.cfg.run.param_dtype
     trees = {"policy": model.policy, "head": model.head}
     trees = {name: tree for name, tree in trees.items() if tree is not None}
     _require_room(target, trees, dtype)
@@ -167,13 +167,13 @@ def _read_hf(source: Path, what: str | None, like, dtype: str | None) -> Model:
         raise CheckpointError(f"{source} holds no policy, and {what} was asked for")
     cfg = hf.read_config(like if alone else source)
     dtype = dtype or _only(source, _dtypes_of(source))  # whatever config.json says
-    cfg = cfg.replace(param_dtype=dtype, compute_dtype=dtype)
+    cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
     if alone or what == "head":
         if not alone and not cfg.mtp_num_layers:
             raise CheckpointError(f"{source} holds no head, and head was asked for")
         cfg = cfg.replace(mtp_num_layers=max(cfg.mtp_num_layers, 1))
         return Model(cfg, None, hf.load_head(source, cfg), None)
-    cfg, policy, head = hf.load_checkpoint(source, cfg.param_dtype)
+    cfg, policy, head = hf.load_checkpoint(source, cfg.run.param_dtype)
     place = source if has_tokenizer(source) else None
     return Model(cfg, policy, None if what == "policy" else head, place)
 
@@ -239,7 +239,7 @@ def _write_hf(target: Path, model: Model, dtype: str, step: int) -> None:
 
 
 def _write_orbax(target: Path, model: Model, dtype: str, step: int) -> None:
-    cfg = model.cfg.replace(param_dtype=dtype)
+    cfg = model.cfg.running(param_dtype=dtype)
     policy, head = jax.tree.map(lambda x: x.astype(dtype), (model.policy, model.head))
     switches = {} if head is None else {name: getattr(cfg, name) for name in HEAD_SWITCHES}
     place = TOKENIZER if model.tokenizer is not None and policy is not None else None

@@ -307,7 +307,7 @@ def load_checkpoint(
     cfg = read_config(path)
     if param_dtype is not None:
         dtype = dtype_name(param_dtype)
-        cfg = cfg.replace(param_dtype=dtype, compute_dtype=dtype)
+        cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
     if mtp_concat is not None:
         cfg = cfg.replace(mtp_concat=mtp_concat)
     files = _weight_files(path)
@@ -322,14 +322,14 @@ def load_checkpoint(
             head = head_slots(cfg, style)
         extra = [name for name in weights.names() if not is_redundant(cfg, name)]
         _check(path, weights, policy + head, zero_biases(cfg, style), extra)
-        params = _place(weights, policy, cfg.param_dtype, mesh)
-        return cfg, params, (_place(weights, head, cfg.param_dtype, mesh) if head else None)
+        params = _place(weights, policy, cfg.run.param_dtype, mesh)
+        return cfg, params, (_place(weights, head, cfg.run.param_dtype, mesh) if head else None)
 
 
 def load_head(path: str | Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None = None) -> Params:
     """Reads a draft head alone: a file of `save_head`, or a checkpoint directory that has one.
 
-    The head comes in `cfg.mtp_concat` order and `cfg.param_dtype`, whatever the file's are.
+    The head comes in `cfg.mtp_concat` order and `cfg.run.param_dtype`, whatever the file's are.
 
     Raises:
       CheckpointError: a missing or damaged file, or a head that was trained with other switches.
@@ -353,7 +353,7 @@ def load_head(path: str | Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None
         ]
         zeros = {n: s for n, s in zero_biases(cfg, style).items() if is_head_name(cfg, style, n)}
         _check(file, weights, slots, zeros, extra)
-        return _place(weights, slots, cfg.param_dtype, mesh)
+        return _place(weights, slots, cfg.run.param_dtype, mesh)
 
 
 def _check_switches(file: Path, cfg: ModelConfig, metadata: dict[str, str]) -> None:

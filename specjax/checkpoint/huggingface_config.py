@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from specjax.checked_json import CheckpointError, Keys, read_json, shown
-from specjax.config import ModelConfig
+from specjax.config import ModelConfig, RunConfig
 from specjax.config.dtype import DTYPES
 from specjax.models.families.dense import dense_config
 from specjax.models.generation_config import sampling_of
@@ -119,8 +119,7 @@ def config_of(path: Path, raw: dict[str, Any], generation: Mapping[str, Any]) ->
         tie_embeddings=keys.flag("tie_word_embeddings"),
         qkv_bias=keys.flag("attention_bias") if family.qkv_bias is None else family.qkv_bias,
         qk_norm=family.qk_norm,
-        param_dtype=dtype,
-        compute_dtype=dtype,
+        run=RunConfig(param_dtype=dtype, compute_dtype=dtype),
     )
 
 

@@ -56,7 +56,7 @@ def describe(cfg: ModelConfig, tokenizer: str | Path | None, with_head: bool = T
       tokenizer: directory of its files, relative to that of the run; None: there is none.
       with_head: the checkpoint holds a draft head, in the order of `cfg.mtp_concat`.
     """
-    config = config_json(cfg, with_head, cfg.param_dtype)
+    config = config_json(cfg, with_head, cfg.run.param_dtype)
     if with_head:
         config[MTP_KEY] = mtp_json(cfg)  # as it lies in memory
     return {
@@ -91,7 +91,7 @@ def load_model(
     if layout_of(path) != RUN:
         if step is not None:
             raise CheckpointError(f"{path} is no training run and has no step {step}")
-        stored = hf.read_config(path).param_dtype
+        stored = hf.read_config(path).run.param_dtype
         dtype = dtype and resolve_dtype(dtype, stored, platform)
         cfg, policy, head = hf.load_checkpoint(path, dtype, mesh)
         return Model(cfg, policy, head, path if has_tokenizer(path) else None, stored)
@@ -104,11 +104,11 @@ def load_model(
     if policy is None:
         raise CheckpointError(f"{path} holds a draft head alone; expected a policy")
     cfg, policy, head = fitted(path, config_in(path, meta), policy, head)
-    stored = cfg.param_dtype
+    stored = cfg.run.param_dtype
     if dtype is not None:
         dtype = resolve_dtype(dtype, stored, platform)
         policy, head = jax.tree.map(lambda x: x.astype(dtype), (policy, head))
-        cfg = cfg.replace(param_dtype=dtype, compute_dtype=dtype)
+        cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
     if mesh is not None:
         trees = policy, head
         policy, head = sharding.put(trees, sharding.param_shardings(mesh, trees))
@@ -277,7 +277,7 @@ def fitted(
         like = jax.eval_shape(lambda: init_params(cfg))
         policy = fitted_to(like, policy, f"{where}: the policy")
     dtype = jax.tree.leaves(head if policy is None else policy)[0].dtype.name
-    return cfg.replace(param_dtype=dtype, compute_dtype=dtype), policy, head
+    return cfg.running(param_dtype=dtype, compute_dtype=dtype), policy, head
 
 
 def fitted_to(like: Params, tree: Params, what: str) -> Params:

@@ -1,9 +1,10 @@
-"""Frozen configuration: what a model is, what to draft, how to speculate, how to sample.
+"""Frozen configuration: models and how they are computed, drafts, speculation, sampling.
 
 Everything here is hashable, so that it can be a static argument of a jitted function.
 """
 
 from specjax.config.model import Layer, ModelConfig
+from specjax.config.run import RunConfig
 from specjax.config.sampling import SamplingParams
 from specjax.config.spec import ACCEPTANCE_MODES, SpecConfig
 from specjax.config.strategy import DEFAULT_TREE_PATHS, OFF_NAMES, Strategy
@@ -14,6 +15,7 @@ __all__ = [
     "OFF_NAMES",
     "Layer",
     "ModelConfig",
+    "RunConfig",
     "SamplingParams",
     "SpecConfig",
     "Strategy",

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from specjax.config.checks import choice
+from specjax.config.run import RunConfig
 from specjax.spelling import checks_keywords
 
 
@@ -40,12 +41,8 @@ class ModelConfig:
         head's own previous step, is taken after or before the final norm.
       generation: keys and values of generation_config.json that say how it asks to be sampled, see
         `specjax.models.generation_config`.
-      param_dtype, compute_dtype: storage and arithmetic; softmax, norms and logits are float32.
-      scan_layers: `lax.scan` over stacked layers (short compile) or an unrolled loop (fast on CPU).
-      remat: recompute each layer in the backward pass instead of keeping its activations.
-      attention: the kernel, see `specjax.kernels.dispatch`. Of a program, not of a checkpoint:
-        engines and trainers fill it in for their devices.
-      products: how decoding multiplies by weights, see `specjax.kernels.panels`; as `attention`.
+      run: how a program computes with the model: the one field that is no fact of a checkpoint.
+        It is here so that one hashable value says all that a jitted function must know.
     """
 
     vocab_size: int
@@ -63,12 +60,7 @@ class ModelConfig:
     mtp_target_hidden: str = "post_norm"
     mtp_recycle: str = "post_norm"
     generation: tuple[tuple[str, bool | int | float], ...] = ()
-    param_dtype: str = "float32"
-    compute_dtype: str = "float32"
-    scan_layers: bool = False
-    remat: bool = False
-    attention: str = "reference"
-    products: str = "xla"
+    run: RunConfig = RunConfig()
 
     def __post_init__(self):
         choice("mtp_concat", self.mtp_concat, ("embedding_first", "hidden_first"))
@@ -79,15 +71,15 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    @property
-    def decode_layout(self) -> str:
-        """Of the parameters that decode: `stacked` or `unrolled`, see `models.transformer`."""
-        return "stacked" if self.scan_layers else "unrolled"
-
     def mixers(self, kind: str) -> tuple[Any, ...]:
         """The different mixers of a kind (`attention`) that the layers have, in order."""
         found = (layer.mixer for layer in self.layers if layer.mixer.kind == kind)
         return tuple(dict.fromkeys(found))
 
     def replace(self, **changes) -> ModelConfig:
+        """The config with other facts."""
         return dataclasses.replace(self, **changes)
+
+    def running(self, **changes) -> ModelConfig:
+        """The same model, computed in another way: `changes` are fields of `RunConfig`."""
+        return dataclasses.replace(self, run=dataclasses.replace(self.run, **changes))

@@ -70,7 +70,7 @@ def empty_tails(plan: Plan, prompts: int) -> Tails:
     if plan.source is None or not plan.source.needs.states:
         return None
     shape = (prompts, plan.source.needs.states, plan.cfg.hidden_size)
-    return jnp.zeros(shape, jnp.dtype(plan.cfg.compute_dtype))
+    return jnp.zeros(shape, jnp.dtype(plan.cfg.run.compute_dtype))
 
 
 def prefill(
@@ -97,7 +97,7 @@ def prefill(
     )
     run = math.gcd(count, stride, jax.tree.leaves(state.cache)[0].shape[-2])  # within a page
     cache = commit_rows(
-        state.cache, rows, start, after_of(x), table, run, kernel=plan.cfg.attention
+        state.cache, rows, start, after_of(x), table, run, kernel=plan.cfg.run.attention
     )
     state = state._replace(cache=cache)
     if plan.source is None:

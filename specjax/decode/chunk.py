@@ -183,7 +183,7 @@ def _run_batch(
         state = state._replace(draft=memory)
     elif plan.source is not None and plan.source.needs.window:
         shape = (batch, side.report.counts.shape[0], plan.cfg.hidden_size)
-        hidden = jnp.zeros(shape, jnp.dtype(plan.cfg.compute_dtype))
+        hidden = jnp.zeros(shape, jnp.dtype(plan.cfg.run.compute_dtype))
     side = side._replace(counts=counts, hidden=hidden)
 
     def go_on(carry):

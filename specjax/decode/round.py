@@ -191,7 +191,7 @@ def commit(
     root = state.length - 1
     # `after` moves nothing: it has the write wait for everything that reads the cache.
     cache = commit_rows(
-        state.cache, new_kv, root, emitted.count, state.table, kernel=plan.cfg.attention
+        state.cache, new_kv, root, emitted.count, state.table, kernel=plan.cfg.run.attention
     )
     hidden = _along_path(plan, verified.hidden, accepted)
     memory = plan.source.commit(state.draft, draft.work, hidden, emitted.count)
@@ -245,7 +245,7 @@ def plain_round(
     kept, invalid = until_invalid(state, logits, jnp.ones_like(state.length))
     emitted = truncate(state, tokens, kept, invalid)
     cache = commit_rows(
-        state.cache, new_kv, root, tokens[:, 0], state.table, kernel=plan.cfg.attention
+        state.cache, new_kv, root, tokens[:, 0], state.table, kernel=plan.cfg.run.attention
     )
     if side.hidden is not None:
         hidden = model.draft_hidden(x).astype(side.hidden.dtype)

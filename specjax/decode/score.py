@@ -70,7 +70,7 @@ def score(
         tokens[:, :-1], positions, scratch.cache, start, chain_bits(width), table=table
     )
     run = math.gcd(width, jax.tree.leaves(scratch.cache)[0].shape[-2])  # within a page
-    kernel = model.cfg.attention
+    kernel = model.cfg.run.attention
     cache = commit_rows(scratch.cache, rows, start, after_of(hidden), table, run, kernel=kernel)
     piece = math.gcd(width, max(1, LOGIT_ROWS // batch))
     untempered = jnp.ones(batch, jnp.float32)

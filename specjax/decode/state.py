@@ -90,7 +90,7 @@ def empty_state(plan: Plan, room: Room) -> DecodeState:
         finish=jnp.full((batch,), EMPTY, jnp.int32),
         keys=jnp.zeros((batch, 2), jnp.uint32),
         options=neutral(batch, cfg.vocab_size, room.stop_width),
-        cache=empty_cache(cfg, room.pages, room.page_size, cfg.num_layers, cfg.scan_layers),
+        cache=empty_cache(cfg, room.pages, room.page_size, cfg.num_layers, cfg.run.scan_layers),
         draft=draft,
         noise=noise,
     )

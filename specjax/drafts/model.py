@@ -57,7 +57,7 @@ class ModelSource(Draft):
     """Drafts with a standalone model, whose parameters it takes in their decode layout.
 
     Attributes:
-      cfg: of the draft model; `scan_layers` says which layout (`to_decode_layout`).
+      cfg: of the draft model; `run.scan_layers` says which layout (`to_decode_layout`).
       vocab: the target's vocabulary size. Ids past it are padding of the draft's tables and are
         cut off; ids that the draft does not have are never proposed.
     """
@@ -80,7 +80,7 @@ class ModelSource(Draft):
         return dataclasses.replace(self, cfg=cfg)
 
     def pack(self, params: Params) -> Params:
-        return panels.pack(params, self.cfg.compute_dtype)
+        return panels.pack(params, self.cfg.run.compute_dtype)
 
     def margin(self, steps: int) -> int:
         return max(steps + 1, ABSORBED)
@@ -90,7 +90,7 @@ class ModelSource(Draft):
 
     def empty(self, room: Room, steps: int) -> Memory:
         cfg = self.cfg
-        pages = empty_cache(cfg, room.pages, room.page_size, cfg.num_layers, cfg.scan_layers)
+        pages = empty_cache(cfg, room.pages, room.page_size, cfg.num_layers, cfg.run.scan_layers)
         return Memory(pages, ModelSlots(jnp.ones((room.slots,), jnp.int32)))
 
     def prefill(self, model, params, pages, tokens, start, hidden, table, run=1) -> KVCache:
@@ -98,7 +98,9 @@ class ModelSource(Draft):
         return self._write(pages, rows, start, x, table, run)
 
     def _write(self, cache, rows, start, x, table, run=1) -> KVCache:
-        return commit_rows(cache, rows, start, after_of(x), table, run, kernel=self.cfg.attention)
+        return commit_rows(
+            cache, rows, start, after_of(x), table, run, kernel=self.cfg.run.attention
+        )
 
     def start(self, tokens, prompt_len, states) -> ModelSlots:
         return ModelSlots(jnp.ones_like(prompt_len))
@@ -169,7 +171,7 @@ class ModelSource(Draft):
         return Memory(work.cache, ModelSlots(pending))
 
     def _draft(self, params: Params) -> Transformer:
-        return nnx.merge(graphdef(self.cfg, self.cfg.decode_layout), params)
+        return nnx.merge(graphdef(self.cfg, self.cfg.run.decode_layout), params)
 
     def _fit(self, logits: Float[Array, "B R U"]) -> Float[Array, "B R V"]:
         """The draft's logits over the target's ids; -inf where the draft has none."""

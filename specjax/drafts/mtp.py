@@ -78,8 +78,8 @@ class MTPModule(nnx.Module):
         """Its layer is fused where products go by panels, see `to_panels`."""
         self.cfg = cfg
         for name, row in module_rows(cfg).items():
-            setattr(self, name, draw(row, rngs, cfg.param_dtype))
-        self.layer = Block(head_layer(cfg), cfg, rngs, fused=cfg.products == "panels")
+            setattr(self, name, draw(row, rngs, cfg.run.param_dtype))
+        self.layer = Block(head_layer(cfg), cfg, rngs, fused=cfg.run.products == "panels")
 
     def inputs(self, hidden: Float[Array, "B T D"], embedded: Float[Array, "B T D"]) -> Array:
         """The layer's input; `mtp_concat` says which half of `proj` belongs to which operand."""
@@ -147,7 +147,7 @@ class MTPHead(nnx.Module):
         if scratch is not None:
             kv, (k, v) = append_rows(*scratch, kv)
         arrays = q, k, v, *cache, prefix_len, visible_bits, table
-        attended = dispatch.tree_attention(*arrays, kernel=self.cfg.attention)
+        attended = dispatch.tree_attention(*arrays, kernel=self.cfg.run.attention)
         normed, recycled = module.outputs(module.layer.finish(x, attended))
         return normed, recycled, kv
 
@@ -169,7 +169,7 @@ class MTPHead(nnx.Module):
         Returns:
           per step, states for the language-model head; index t of step s predicts x_{t+2+s}.
         """
-        outputs, base, own, kernel = [], None, [], self.cfg.attention
+        outputs, base, own, kernel = [], None, [], self.cfg.run.attention
         for step, embedded in enumerate(step_embeddings):
             index, module = self.module_for(step)
             x = module.inputs(hidden, embedded)
@@ -189,7 +189,7 @@ class MTPHead(nnx.Module):
 
 def init_head_params(cfg: ModelConfig, seed: int = 0) -> Params:
     """Random head parameters as a plain nested dict, in the layout of checkpoints."""
-    head = MTPHead(cfg.replace(products="xla"), nnx.Rngs(seed))
+    head = MTPHead(cfg.running(products="xla"), nnx.Rngs(seed))
     return nnx.to_pure_dict(nnx.state(head, nnx.Param))
 
 
@@ -200,7 +200,7 @@ def to_panels(params: Params, cfg: ModelConfig) -> Params:
         index: {**module, "layer": fuse(module["layer"], rows)}
         for index, module in params["blocks"].items()
     }
-    return panels.pack({**params, "blocks": blocks}, cfg.compute_dtype)
+    return panels.pack({**params, "blocks": blocks}, cfg.run.compute_dtype)
 
 
 def head_graphdef(cfg: ModelConfig):
@@ -286,7 +286,7 @@ class MTPSource(Draft):
 
     def cost(self, page_size: int) -> Cost:
         cfg = self.cfg
-        state = cfg.hidden_size * jnp.dtype(cfg.compute_dtype).itemsize
+        state = cfg.hidden_size * jnp.dtype(cfg.run.compute_dtype).itemsize
         slot = (WINDOW + cfg.mtp_num_layers) * state + 8
         return Cost(page_bytes(cfg, page_size, cfg.mtp_num_layers), slot)
 
@@ -294,7 +294,7 @@ class MTPSource(Draft):
         cfg, batch = self.cfg, room.slots
         window = max(steps, WINDOW) + cfg.mtp_num_layers
         slots = HeadSlots(
-            hidden=jnp.zeros((batch, window, cfg.hidden_size), jnp.dtype(cfg.compute_dtype)),
+            hidden=jnp.zeros((batch, window, cfg.hidden_size), jnp.dtype(cfg.run.compute_dtype)),
             pending=jnp.ones((batch,), jnp.int32),
             skipped=jnp.zeros((batch,), jnp.int32),
         )
@@ -310,7 +310,7 @@ class MTPSource(Draft):
 
     def _write(self, cache, rows, start, normed, table, run=1) -> KVCache:
         return commit_rows(
-            cache, rows, start, after_of(normed), table, run, kernel=self.cfg.attention
+            cache, rows, start, after_of(normed), table, run, kernel=self.cfg.run.attention
         )
 
     def start(self, tokens, prompt_len, states) -> HeadSlots:

@@ -25,5 +25,5 @@ def start_lines(engine: Engine) -> list[str]:
         if engine.control.bs_threshold is not None:
             using += f", off for more than {engine.control.bs_threshold} samples at once"
     enabled = any(plan.tree is not None for plan in plans.values())
-    kernel = engine.runner.cfg.attention
+    kernel = engine.runner.cfg.run.attention
     return [f"Speculative decoding enabled: {enabled}", using, f"attention kernel: {kernel}"]

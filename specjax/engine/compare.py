@@ -102,7 +102,7 @@ def first_difference(
 
     plain_gap, spec_gap = gap(scores[1], a, b), gap(scores[2], b, a)
     explained = (
-        spread <= ROUNDING_LIMIT[runner.cfg.compute_dtype] * largest
+        spread <= ROUNDING_LIMIT[runner.cfg.run.compute_dtype] * largest
         and not runner.plan.invariant
         and _can_win(plain_gap, a, b, support(scores[1], job.params, slack), slack)
         and _can_win(spec_gap, b, a, support(scores[2], job.params, slack), slack)
@@ -181,7 +181,7 @@ def _padded(runner, context: np.ndarray) -> np.ndarray:
 
 
 def _model(cfg: ModelConfig, params):
-    return nnx.merge(graphdef(cfg, cfg.decode_layout), params)
+    return nnx.merge(graphdef(cfg, cfg.run.decode_layout), params)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -54,7 +54,7 @@ def load_head(name: str, model: ModelConfig, mesh: Mesh = None) -> tuple[ModelCo
       mesh: to place it on.
 
     Returns:
-      the config, and the parameters in `model.param_dtype`.
+      the config, and the parameters in `model.run.param_dtype`.
 
     Raises:
       SettingError: there is nothing of that name.
@@ -80,7 +80,7 @@ def load_head(name: str, model: ModelConfig, mesh: Mesh = None) -> tuple[ModelCo
     model = _with_switches(path, model, meta)
     stored = str(jax.tree.leaves(saved)[0].dtype)
     del saved
-    wanted = jax.eval_shape(lambda: init_head_params(model.replace(param_dtype=stored)))
+    wanted = jax.eval_shape(lambda: init_head_params(model.running(param_dtype=stored)))
     if mesh is not None:
         wanted = jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
@@ -111,4 +111,4 @@ def _with_switches(path: Path, model: ModelConfig, meta: dict) -> ModelConfig:
 
 
 def _cast(head: Params, model: ModelConfig) -> Params:
-    return jax.tree.map(lambda x: x.astype(model.param_dtype), head)
+    return jax.tree.map(lambda x: x.astype(model.run.param_dtype), head)

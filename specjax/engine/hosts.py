@@ -326,7 +326,7 @@ class Hosts:
           RuntimeError: what arrived is not what was sent.
         """
         cfg, self._sets = self.runner.cfg, self._sets + 1
-        placed = self._copied("policy", params, cfg.tie_embeddings, cfg.compute_dtype)
+        placed = self._copied("policy", params, cfg.tie_embeddings, cfg.run.compute_dtype)
         heads, brought = [None] * len(placed), self.copies.received
         if head is not None:
             heads = self._copied("draft", head, False)
@@ -343,7 +343,7 @@ class Hosts:
     def _copied(self, name: str, tree: Params, tied: bool, cast: str | None = None):
         placed = self.copies(tree, cast)
         if jax.tree.leaves(tree):
-            dtype = self.runner.cfg.compute_dtype
+            dtype = self.runner.cfg.run.compute_dtype
             sent = checksum(tree, dtype, tied, sharding.fetch)
             arrived = checksum(placed[0], dtype, tied) if placed else sent
             if sent != arrived:

@@ -130,7 +130,7 @@ class LLM:
             cfg, params, head = found.cfg, found.policy, found.head
             if (dtype, found.stored) != (AUTO, "float32"):  # else there was no choice
                 setting = say("dtype", found.stored)
-                self.notes.append(about_dtype(dtype, cfg.param_dtype, found.stored, setting))
+                self.notes.append(about_dtype(dtype, cfg.run.param_dtype, found.stored, setting))
             if tokenizer is None and found.tokenizer is not None:
                 tokenizer = load_tokenizer(found.tokenizer, required=False)
             cfg = with_tokenizer_end(cfg, tokenizer)
@@ -151,8 +151,8 @@ class LLM:
                 "decoding; every sample is decoded again without speculation, and compared"
             )
         # Fused weights, as unrolled layers have them, cannot be split over a mesh.
-        scan = cfg.scan_layers if scan_layers is None else scan_layers
-        cfg = cfg.replace(scan_layers=scan or mesh is not None)
+        scan = cfg.run.scan_layers if scan_layers is None else scan_layers
+        cfg = cfg.running(scan_layers=scan or mesh is not None)
         source = None
         if self.spec is not None:
             cfg, source, head = load_source(cfg, self.spec, head, tokenizer, mesh)
@@ -174,7 +174,7 @@ class LLM:
                     "the two"
                 )
             meshes = sharding.replica_meshes(replicas, tp)
-            self.cfg = cfg.replace(scan_layers=True)
+            self.cfg = cfg.running(scan_layers=True)
             engines = [self._engine(spec, source, control, place) for place in meshes]
             self.engine = Replicas(engines)
         else:

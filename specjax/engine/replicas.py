@@ -179,7 +179,7 @@ class Replicas:
         """
         received = 0
         if self._spread is not None:
-            dtype, tied = self.runner.cfg.compute_dtype, self.runner.cfg.tie_embeddings
+            dtype, tied = self.runner.cfg.run.compute_dtype, self.runner.cfg.tie_embeddings
             sent, params = params, self._spread(params, cast(dtype))
             received = self._spread.received
             require_same("policy", sent, params, dtype, tied)
@@ -203,7 +203,7 @@ class Replicas:
         if self._spread is None or not jax.tree.leaves(head):
             return head, 0
         sent, head = head, self._spread(head)
-        require_same("draft", sent, head, self.runner.cfg.compute_dtype, False)
+        require_same("draft", sent, head, self.runner.cfg.run.compute_dtype, False)
         return head, self._spread.received
 
     def release(self, weights: bool = True) -> None:

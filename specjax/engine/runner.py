@@ -50,7 +50,7 @@ class Runner:
     """The device side of one engine: parameters, state, executables.
 
     Args:
-      cfg: model config; `scan_layers` decides the parameter and cache layout of decoding.
+      cfg: model config; `run.scan_layers` decides the parameter and cache layout of decoding.
       spec: how to speculate; None is plain decoding.
       batch: slots. max_len: prompt and generated tokens of a slot at most.
       stop_width: stop tokens per request at most.
@@ -237,7 +237,7 @@ class Runner:
         """Compares checksums, and keeps them; weights that are not finite are named loudly."""
         if not jax.tree.leaves(sent):
             return
-        now = require_same(name, sent, arrived, self.cfg.compute_dtype, tied)
+        now = require_same(name, sent, arrived, self.cfg.run.compute_dtype, tied)
         if not now.finite:
             log.warning("the %s's weights are not finite: its output means nothing", name)
         self.checksums[name] = now
@@ -252,7 +252,7 @@ class Runner:
         """The change of the draft source's parameters from its decode layout to what runs here."""
         source = self.longest.source
         cfg = None if source is None else source.network
-        if cfg is None or cfg.products != "panels":
+        if cfg is None or cfg.run.products != "panels":
             return lambda head: head
         return jax.jit(source.pack)
 
@@ -260,7 +260,7 @@ class Runner:
         if self.mesh is None:
             return self.convert
         # Stacked, each weight has one way to go; unrolled ones are others than those that come.
-        return lambda params: self._move(params, self.convert, self.cfg.scan_layers)
+        return lambda params: self._move(params, self.convert, self.cfg.run.scan_layers)
 
     def _move(self, params: Params, *convert) -> Params:
         """To the mesh, see `Mover`."""
@@ -340,7 +340,9 @@ class Runner:
         cfg, count = self.cfg, 1 + rows * each
 
         def make():
-            return Scratch(empty_cache(cfg, count, self.page_size, cfg.num_layers, cfg.scan_layers))
+            return Scratch(
+                empty_cache(cfg, count, self.page_size, cfg.num_layers, cfg.run.scan_layers)
+            )
 
         shapes = sharding.shapes(jax.eval_shape(make), self.mesh, sharding.state_shardings)
         scratch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)
@@ -420,7 +422,7 @@ class Runner:
 
     def model(self, params: Params):
         """The target as a module, inside a jitted function."""
-        return nnx.merge(graphdef(self.cfg, self.cfg.decode_layout), params)
+        return nnx.merge(graphdef(self.cfg, self.cfg.run.decode_layout), params)
 
     def _run(self, key: tuple, program, inputs: tuple, donate: tuple[int, ...], told):
         """Starts a program, see `Executables`; `told`: inputs that the hosts must have alike."""

@@ -42,7 +42,7 @@ class _Setup(NamedTuple):
     max_len: int
 
     def model(self, params: Params):
-        return nnx.merge(graphdef(self.cfg, self.cfg.decode_layout), params)
+        return nnx.merge(graphdef(self.cfg, self.cfg.run.decode_layout), params)
 
 
 class _Sequence(NamedTuple):
@@ -229,7 +229,7 @@ def _prefill(setup: _Setup, params, source_params, tokens, length) -> _Sequence:
     multiple = page_multiple(cfg, source)
     slots = -(-slots // multiple) * multiple
     x, rows = model.prefill(tokens, length)
-    cache = empty_cache(cfg, 1, slots, cfg.num_layers, cfg.scan_layers)
+    cache = empty_cache(cfg, 1, slots, cfg.num_layers, cfg.run.scan_layers)
     start, states = jnp.zeros_like(length), None
     hidden = model.draft_hidden(x)
     if source.needs.states:

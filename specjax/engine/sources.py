@@ -149,7 +149,7 @@ def page_multiple(cfg: ModelConfig, source: Draft | None) -> int:
     source's network, if it has one."""
     drafts = None if source is None else source.network
     cfgs = [cfg] if drafts is None else [cfg, drafts]
-    return max(dispatch.page_multiple(each.attention) for each in cfgs)
+    return max(dispatch.page_multiple(each.run.attention) for each in cfgs)
 
 
 def load_source(
@@ -171,7 +171,9 @@ def load_source(
       CheckpointError: see `load_head`.
     """
     if spec.source == "model":
-        source, params = load_draft_model(spec.draft_model, cfg, tokenizer, cfg.compute_dtype, mesh)
+        source, params = load_draft_model(
+            spec.draft_model, cfg, tokenizer, cfg.run.compute_dtype, mesh
+        )
         return cfg, source, params
     if spec.source == "ngram":
         return cfg, source_of(cfg, spec), {}  # nothing is learned
@@ -269,5 +271,5 @@ def model_source(
 ) -> ModelSource:
     """The source that a draft model is, from its config."""
     # Fused weights, as unrolled layers have them, cannot be split over a mesh.
-    cfg = cfg.replace(scan_layers=cfg.scan_layers or mesh is not None)
+    cfg = cfg.running(scan_layers=cfg.run.scan_layers or mesh is not None)
     return ModelSource(cfg, target_cfg.vocab_size)

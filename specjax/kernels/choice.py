@@ -165,10 +165,12 @@ def _not_of(width: int, cfg: ModelConfig) -> str | None:
 
 def _library(platform: str, cfg: ModelConfig) -> Choice:
     sizes = sorted({mixer.head_dim for mixer in cfg.mixers("attention")})
-    takes = all(library.cudnn_takes(size, cfg.compute_dtype) for size in sizes)
+    takes = all(library.cudnn_takes(size, cfg.run.compute_dtype) for size in sizes)
     if platform in ("gpu", "cuda") and takes:
         return Choice("library:cudnn", "jax.nn.dot_product_attention by cuDNN")
     line = "jax.nn.dot_product_attention in XLA"
     if platform in ("gpu", "cuda"):
-        line += f" (cuDNN has none for {cfg.compute_dtype} heads of {', '.join(map(str, sizes))})"
+        line += (
+            f" (cuDNN has none for {cfg.run.compute_dtype} heads of {', '.join(map(str, sizes))})"
+        )
     return Choice("library:xla", line)

@@ -74,8 +74,8 @@ def no_kernel(cfg: ModelConfig, devices: int) -> str | None:
     """Why a model that decodes on so many devices does without, or None."""
     if devices > 1:
         return f"they run on one device, and the mesh has {devices}"
-    if cfg.compute_dtype != "float32":
-        return f"they compute in float32, and decoding in {cfg.compute_dtype}"
+    if cfg.run.compute_dtype != "float32":
+        return f"they compute in float32, and decoding in {cfg.run.compute_dtype}"
     return None
 
 
@@ -161,7 +161,7 @@ def tree_attention(
 def runs_layers(cfg: ModelConfig) -> bool:
     """Whether decoding runs its layers by `layers`: they are alike, of attention over all positions
     and a dense mlp, and every width is a multiple of 16."""
-    if cfg.products != "panels" or cfg.attention != "cpu" or len(set(cfg.layers)) != 1:
+    if cfg.run.products != "panels" or cfg.run.attention != "cpu" or len(set(cfg.layers)) != 1:
         return False
     mixer, mlp = cfg.layers[0].mixer, cfg.layers[0].mlp
     if (mixer.kind, mlp.kind) != ("attention", "dense") or mixer.window is not None:

@@ -1,6 +1,6 @@
 """One signature for attention, whatever the platform, and who serves it.
 
-Models and the decode loop never name a kernel: `ModelConfig.attention` does, which `settle` fills
+Models and the decode loop never name a kernel: `RunConfig.attention` does, which `settle` fills
 in once, where engines and trainers are built and their devices are known.
 
     name              tree attention (decoding, prefill)     causal attention (training)
@@ -72,7 +72,7 @@ def settle(
     kind = device.device_kind
     choice = choose(device.platform, kind, cfg, asked, invariant, devices, decoding)
     log.log(logging.WARNING if choice.loud else logging.INFO, "%s: %s", whose, choice.line)
-    return cfg.replace(attention=choice.name)
+    return cfg.running(attention=choice.name)
 
 
 def page_multiple(kernel: str) -> int:

@@ -92,10 +92,10 @@ def no_kernel(platform: str, kind: str, cfg: ModelConfig) -> str | None:
     if not any(name in kind for name in HOPPER):
         return f"it is written for Hopper ({', '.join(HOPPER)}), and this is {kind!r}"
     sizes = sorted({mixer.head_dim for mixer in cfg.mixers("attention")})
-    if not set(sizes) <= TUNING.keys() or cfg.compute_dtype != "bfloat16":
+    if not set(sizes) <= TUNING.keys() or cfg.run.compute_dtype != "bfloat16":
         return (
-            f"it takes bfloat16 heads of {' or '.join(map(str, TUNING))}, got {cfg.compute_dtype} "
-            f"heads of {', '.join(map(str, sizes))}"
+            f"it takes bfloat16 heads of {' or '.join(map(str, TUNING))}, got "
+            f"{cfg.run.compute_dtype} heads of {', '.join(map(str, sizes))}"
         )
     return None
 

@@ -2,7 +2,7 @@
 
 A weight `[K, N]` in panels is `[N / 16, K, 16]`; `cpu_product.h` says why, and `bench.cpu` measures
 what it brings. A row's bits do not depend on how many rows it is multiplied with. Models ask the
-shape of a weight which product it wants, and `ModelConfig.products` says whether `to_decode_layout`
+shape of a weight which product it wants, and `RunConfig.products` says whether `to_decode_layout`
 makes panels at all:
 
     name      decoding multiplies by
@@ -48,7 +48,7 @@ def settle(
     """
     choice("products", asked, ASKED)
     if asked == "xla":
-        return cfg.replace(products="xla")
+        return cfg.running(products="xla")
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     reason, loud = _not_for(cfg, device.platform, 1 if mesh is None else mesh.size), False
     if reason is None:
@@ -58,7 +58,7 @@ def settle(
             reason, loud = str(error), True
     if reason is None:
         log.info("%s: panels, by specjax's own kernel", whose)
-        return cfg.replace(products="panels")
+        return cfg.running(products="panels")
     if asked == "panels":
         raise ValueError(
             f"products 'panels' cannot be had: {reason}. Take 'xla', or 'auto', which takes panels "
@@ -66,14 +66,14 @@ def settle(
         )
     level = logging.WARNING if loud else logging.INFO
     log.log(level, "%s: XLA's, which take longer for a few rows on CPU: %s", whose, reason)
-    return cfg.replace(products="xla")
+    return cfg.running(products="xla")
 
 
 def _not_for(cfg: ModelConfig, platform: str, devices: int) -> str | None:
     """Why panels are not for this model and these devices, or None."""
     if platform != "cpu":
         return f"they are for CPU, and the device is {platform!r}"
-    if cfg.scan_layers:
+    if cfg.run.scan_layers:
         return "layers are scanned, and panels are of unrolled ones"
     return cpu.no_kernel(cfg, devices)
 

@@ -105,7 +105,7 @@ class Block(nnx.Module):
         self.names = tuple(rows)
         lead = () if stack is None else (stack,)
         for name, row in rows.items():
-            setattr(self, name, draw(row, rngs, cfg.param_dtype, lead, cfg.num_layers))
+            setattr(self, name, draw(row, rngs, cfg.run.param_dtype, lead, cfg.num_layers))
 
     def arrays(self) -> dict[str, Array]:
         """The layer's arrays by their names."""

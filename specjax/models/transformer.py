@@ -37,7 +37,7 @@ class Transformer(nnx.Module):
         rows = top_rows(cfg)
 
         def array(name):
-            return draw(rows[name], rngs, cfg.param_dtype)
+            return draw(rows[name], rngs, cfg.run.param_dtype)
 
         self.embed = array("embed")
         if layout == "stacked":
@@ -134,13 +134,13 @@ class Transformer(nnx.Module):
                     q, k, v, *layer_cache, prefix_len, *by_position, table_here
                 ), kv
             arrays = q, k, v, *layer_cache, prefix_len, visible_bits, table_here
-            return dispatch.tree_attention(*arrays, kernel=self.cfg.attention), kv
+            return dispatch.tree_attention(*arrays, kernel=self.cfg.run.attention), kv
 
         beside = cache if scratch is None else _beside(cache, scratch[0])
         return self._forward(tokens, positions, attend, beside)
 
     def _causal(self, q, k, v, segment_ids, context: Context | None = None) -> Array:
-        kernel = self.cfg.attention
+        kernel = self.cfg.run.attention
         return dispatch.causal_attention(q, k, v, segment_ids, context, kernel=kernel)
 
     # --- between tokens, states and logits -----------------------------------------------------
@@ -193,9 +193,9 @@ def run_layers(layers, cfg: ModelConfig, layer: Callable, x, cache: KVCache | No
         layer_state, layer_cache = inputs
         return layer(nnx.merge(graphdef, layer_state), x, layer_cache)
 
-    if cfg.remat:
+    if cfg.run.remat:
         body = jax.checkpoint(body)
-    if cfg.scan_layers:
+    if cfg.run.scan_layers:
         stacked = None if cache is None else (cache.k, cache.v)
         x, new = jax.lax.scan(body, x, (state, stacked))
         return x, KVCache(*new) if keep_kv else None
@@ -263,7 +263,7 @@ def append_rows(buffers: tuple[Array, Array], held: int, rows: tuple[Array, Arra
 def embed_tokens(embed: Float[Array, "V D"], tokens: Int[Array, "..."], cfg: ModelConfig) -> Array:
     """Embeddings in the compute dtype; ids are clamped, for an out-of-range `take` fills NaN."""
     safe = jnp.clip(tokens, 0, cfg.vocab_size - 1)
-    return jnp.take(embed, safe, axis=0).astype(jnp.dtype(cfg.compute_dtype))
+    return jnp.take(embed, safe, axis=0).astype(jnp.dtype(cfg.run.compute_dtype))
 
 
 def lm_logits(normed: Float[Array, "... D"], head: Float[Array, "..."]) -> Float[Array, "... V"]:
@@ -322,11 +322,11 @@ def graphdef(cfg: ModelConfig, layout: str = "stacked"):
 
 def to_decode_layout(params: Params, cfg: ModelConfig) -> Params:
     """Stacked parameters in the dtype and layout that decoding with `cfg` takes."""
-    params = jax.tree.map(lambda a: a.astype(jnp.dtype(cfg.compute_dtype)), params)
-    if cfg.scan_layers:
+    params = jax.tree.map(lambda a: a.astype(jnp.dtype(cfg.run.compute_dtype)), params)
+    if cfg.run.scan_layers:
         return params
     params = unroll_layers(params, cfg)
-    return panels.pack(params) if cfg.products == "panels" else params
+    return panels.pack(params) if cfg.run.products == "panels" else params
 
 
 def unroll_layers(params: Params, cfg: ModelConfig) -> Params:

@@ -149,7 +149,7 @@ def check(
         strategy=", ".join(llm.drafting.strategies),
         acceptance=llm.spec.acceptance,
         source=_source(llm.spec),
-        dtype=llm.cfg.compute_dtype,
+        dtype=llm.cfg.run.compute_dtype,
         checks=tuple(checks),
         notes=tuple(_notes(llm)),
     )
@@ -189,7 +189,8 @@ def _notes(llm: LLM):
             "drafts come from a random head, which changes no verdict but is accepted rarely: "
             "train one, or use source 'ngram', to put accepted drafts to the test"
         )
-    if llm.cfg.compute_dtype != "float32":
+    if llm.cfg.run.compute_dtype != "float32":
         yield (
-            f"in {llm.cfg.compute_dtype} many differences are rounding; float32 is the sharper test"
+            f"in {llm.cfg.run.compute_dtype} many differences are rounding; float32 is the sharper "
+            "test"
         )

@@ -105,7 +105,7 @@ def full_forward(runner: Runner, contexts: Sequence[Sequence[int]]) -> np.ndarra
     for row, context in enumerate(contexts):
         tokens[row, : len(context)] = context
     lengths = np.array([len(c) for c in contexts], np.int32)
-    static = graphdef(runner.cfg, runner.cfg.decode_layout)
+    static = graphdef(runner.cfg, runner.cfg.run.decode_layout)
 
     @jax.jit
     def run(params, tokens, lengths):

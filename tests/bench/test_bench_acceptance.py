@@ -168,7 +168,7 @@ def test_a_full_batch_runs_every_slot_in_pages_of_its_own_and_can_be_filled_agai
 
 def test_the_parts_in_order_do_what_a_round_does():
     # The sizes of the run below, whose programs these are.
-    cfg = SMALL.replace(max_position=76, param_dtype="float32", compute_dtype="float32")
+    cfg = SMALL.replace(max_position=76)
     runner = Runner(cfg, SpecConfig("2x1"), 2, cfg.max_position)
     runner.set_params(init_params(cfg, 0), init_head_params(cfg, 1))
     wanted = bench_round.FEATURES["temperature"]

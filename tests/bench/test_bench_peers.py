@@ -21,7 +21,7 @@ SUMS = "assets/sums"
 def sums():
     """The embedded policy, and three prompts of its task."""
     cfg, params, head = hf.load_checkpoint(SUMS, "float32")
-    cfg = cfg.replace(compute_dtype="float32")
+    cfg = cfg.running(compute_dtype="float32")
     prompts = heldout_prompts(load_tokenizer(SUMS), "sums", None, 3, 64, 0)
     return (cfg, params, head), prompts
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench import hlo, host, protocol, traffic, workloads
-from specjax import LLM, SamplingParams, SpecConfig
+from specjax import LLM, RunConfig, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.drafts.mtp import init_head_params
 from specjax.models.families.dense import dense_config
@@ -108,8 +108,7 @@ def test_bytes_of_a_round_are_what_one_computes_by_hand(scan):
         head_dim=8,
         mtp_num_layers=1,
         tie_embeddings=True,
-        compute_dtype="bfloat16",
-        scan_layers=scan,
+        run=RunConfig(compute_dtype="bfloat16", scan_layers=scan),
     )
     params = to_decode_layout(init_params(cfg), cfg)
     head = init_head_params(cfg)  # float32
@@ -183,7 +182,7 @@ def test_bench_protocol_writes_all_figures_of_a_workload(thin_policy, tmp_path):
 
 def test_a_replay_runs_the_programs_of_generate_and_ends_where_it_did(thin_policy):
     cfg, params, head = hf.load_checkpoint(thin_policy, "float32")
-    model = cfg.replace(compute_dtype="float32"), params, head
+    model = cfg.running(compute_dtype="float32"), params, head
     llm = LLM(model, SpecConfig("2_1_3"), max_batch=1, max_len=32)  # as in the run below
     device = host.Device(llm)
     device.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=9, ignore_eos=True))

@@ -62,7 +62,7 @@ def models(modules) -> Models:
 
 
 def decoder(plan: Plan, layout):
-    return nnx.merge(graphdef(plan.cfg, plan.cfg.decode_layout), layout)
+    return nnx.merge(graphdef(plan.cfg, plan.cfg.run.decode_layout), layout)
 
 
 def padded(rows, width, fill=0) -> np.ndarray:

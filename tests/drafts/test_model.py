@@ -58,7 +58,7 @@ def test_logits_at_every_node_are_the_models_own_over_rounds(widths, shared, sca
     """Ragged pending counts, a slot that stands still, branches that must not see each other."""
     rng = np.random.default_rng(0)
     params = draft_params()
-    source = ModelSource(DRAFT.replace(scan_layers=scan), VOCAB)
+    source = ModelSource(DRAFT.running(scan_layers=scan), VOCAB)
     layout = to_decode_layout(params, source.cfg)
     steps = len(widths) + 1
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 5, 8)]

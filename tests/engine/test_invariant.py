@@ -9,7 +9,7 @@ import pytest
 from scripted import Flips
 from tiny import apt, tiny_config, tiny_model
 
-from specjax import LLM, SamplingParams, SpecConfig
+from specjax import LLM, RunConfig, SamplingParams, SpecConfig
 from specjax.control import ControlConfig
 from specjax.decode.options import Features
 from specjax.engine import runner
@@ -31,8 +31,7 @@ def model(dtype: str, layers: int):
         mtp=layers,
         layers=layers,
         eos_token_ids=(EOS,),
-        param_dtype=dtype,
-        compute_dtype=dtype,
+        run=RunConfig(param_dtype=dtype, compute_dtype=dtype),
     )
     cfg = change_dense(cfg, hidden_size=96, intermediate_size=128, head_dim=32)
     cfg, params, head = tiny_model(cfg, seed=2, factor=4.0, embed_std=0.3)

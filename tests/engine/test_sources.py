@@ -60,7 +60,7 @@ def test_a_draft_model_is_split_over_the_targets_mesh(tmp_path):
     hf.save_checkpoint(tmp_path / "draft", cfg, params)
     mesh = sharding.make_mesh(sharding.MeshConfig(tp=2))
     source, layout = load_draft_model(tmp_path / "draft", DRAFT, mesh=mesh)
-    assert source.cfg.scan_layers
+    assert source.cfg.run.scan_layers
     q = layout["layers"]["q"]
     assert q.sharding.mesh == mesh and q.addressable_shards[0].data.shape[-1] * 2 == q.shape[-1]
 

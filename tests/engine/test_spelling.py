@@ -8,7 +8,7 @@ import pickle
 import pytest
 from tiny import tiny_config
 
-from specjax import LLM, ControlConfig, EngineConfig, SamplingParams, SpecConfig
+from specjax import LLM, ControlConfig, EngineConfig, RunConfig, SamplingParams, SpecConfig
 from specjax.config.model import ModelConfig
 from specjax.control.bandit import BanditConfig
 from specjax.control.ema import EmaConfig
@@ -32,7 +32,7 @@ from specjax.models.rope import RopeScaling
         (ControlConfig, "strategy", "strategies"), (EmaConfig, "alpha", "ema_alpha"),
         (BanditConfig, "epsilom", "epsilon"), (GoodputConfig, "hysterisis", "hysteresis"),
         (FastRLSettings, "strategy", "strategies"), (ModelConfig, "hidden_sizes", "hidden_size"),
-        (RopeScaling, "factors", "factor"),
+        (RopeScaling, "factors", "factor"), (RunConfig, "compute_type", "compute_dtype"),
     ],
 )  # fmt: skip
 def test_an_unknown_keyword_names_the_parameter_here(build, keyword, meant):
@@ -48,7 +48,9 @@ def test_an_unknown_keyword_names_the_parameter_here(build, keyword, meant):
     ("build", "keyword", "owner"),
     [(LLM, "page_size", "EngineConfig"), (SpecConfig, "bs_threshold", "ControlConfig and "),
      (EngineConfig, "spec_verify_tokens", "FastRLSettings and SpecConfig have it"),
-     (ControlConfig, "ngram_max", "SpecConfig has it")],
+     (ControlConfig, "ngram_max", "SpecConfig has it"),
+     (ModelConfig, "remat", "RunConfig has it"),
+     (ControlConfig, "strategy", "did you mean strategies. SamplingParams and SpecConfig have it")],
 )  # fmt: skip
 def test_a_keyword_of_another_class_names_that(build, keyword, owner):
     with pytest.raises(TypeError, match=f"has no parameter {keyword}; {owner}"):
@@ -59,6 +61,7 @@ INSTANCES = [
     SamplingParams(seed=3), SpecConfig("off", tau=0.5), EngineConfig(page_size=64),
     ControlConfig(strategies=["off"]), EmaConfig(), BanditConfig(), GoodputConfig(),
     read_fastrl({"enable": False}), tiny_config(64), RopeScaling(8.0, 1.0, 4.0, 8192),
+    RunConfig(remat=True),
 ]  # fmt: skip
 
 

@@ -44,7 +44,7 @@ class Named:
 
 def runner_of(device, attention: str) -> Runner:
     """An engine's device side that holds shapes on a device."""
-    cfg = MODEL.replace(scan_layers=False, max_position=ROOM)
+    cfg = MODEL.replace(max_position=ROOM).running(scan_layers=False)
     names = {OFF: None, STRATEGY: Strategy.parse(STRATEGY)}
     with mock.patch("jax.devices", lambda *_: [Named()]):
         runner = Runner(
@@ -95,7 +95,7 @@ def main(attention: str, *wanted: str) -> None:
         found = {
             "program": name,
             "device": device.device_kind,
-            "attention": runner.cfg.attention,
+            "attention": runner.cfg.run.attention,
             "cache": cache,
             "temporaries": memory.temp_size_in_bytes,
             "in_place": memory.alias_size_in_bytes,

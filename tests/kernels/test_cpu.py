@@ -239,7 +239,8 @@ def test_engines_on_cpu_run_the_kernels_unless_told_otherwise(caplog):
     llm = llm_of()
     assert [s.token_ids for s in samples_of(llm)] == wanted()
     runner = llm.engine.runner
-    assert (runner.cfg.attention, runner.cfg.products) == ("cpu", "panels")
+    run = runner.cfg.run
+    assert (run.attention, run.products) == ("cpu", "panels")
     assert "attention: specjax's kernel" in caplog.text and "products: panels" in caplog.text
     assert {leaf.ndim for leaf in jax.tree.leaves(runner.head)} == {1, 2, 3}, "the head as well"
     texts = {key[0]: text for key, text in programs(llm).items()}
@@ -264,7 +265,7 @@ def test_new_weights_and_heads_arrive_in_panels():
 
 
 def test_a_draft_model_of_another_dtype_does_without_panels():
-    small = change_dense(MODEL, num_layers=1, compute_dtype="bfloat16")
+    small = change_dense(MODEL, num_layers=1).running(compute_dtype="bfloat16")
     _, params, _ = tiny_model(small, seed=4)
     source, layout = ModelSource(small, small.vocab_size), to_decode_layout(params, small)
     llm = llm_of()
@@ -292,7 +293,8 @@ def test_log_probabilities_are_the_same_bits_with_and_without_speculation():
 
 def test_without_a_compiler_xla_runs_and_a_warning_says_so(no_compiler, caplog):
     llm = llm_of()
-    assert (llm.engine.runner.cfg.attention, llm.engine.runner.cfg.products) == ("reference", "xla")
+    run = llm.engine.runner.cfg.run
+    assert (run.attention, run.products) == ("reference", "xla")
     loud = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert any("products: XLA's" in m and "CXX=no-such-compiler" in m for m in loud)
     assert any("attention: XLA reference" in m and "install one" in m for m in loud)
@@ -305,13 +307,12 @@ def test_a_kernel_that_is_asked_for_and_cannot_be_had_is_an_error(asked, no_comp
         llm_of(**asked)
 
 
-@pytest.mark.parametrize("changes, devices, message", [
-    ({"compute_dtype": "bfloat16"}, 1, "in float32"),
-    ({"head_dim": 8}, 1, "multiple of 16, got 8"),
-    ({}, 8, "the mesh has 8"),
+@pytest.mark.parametrize("cfg, devices, message", [
+    (MODEL.running(compute_dtype="bfloat16"), 1, "in float32"),
+    (change_dense(MODEL, head_dim=8), 1, "multiple of 16, got 8"),
+    (MODEL, 8, "the mesh has 8"),
 ])  # fmt: skip
-def test_models_and_meshes_that_it_is_not_for(changes, devices, message):
-    cfg = change_dense(MODEL, **changes)
+def test_models_and_meshes_that_it_is_not_for(cfg, devices, message):
     choice = choose("cpu", "cpu", cfg, devices=devices)
     assert choice.name == "reference" and not choice.loud and message in choice.line
     with pytest.raises(ValueError, match=message):
@@ -322,9 +323,9 @@ def test_models_and_meshes_that_it_is_not_for(changes, devices, message):
     ({"scan_layers": True}, "scanned"), ({"compute_dtype": "bfloat16"}, "in float32"),
 ])  # fmt: skip
 def test_panels_are_for_unrolled_float32_layers(changes, message, caplog):
-    cfg = MODEL.replace(**changes)
+    cfg = MODEL.running(**changes)
     caplog.set_level(logging.INFO)
-    assert panels.settle(cfg, None).products == "xla" and message in caplog.text
+    assert panels.settle(cfg, None).run.products == "xla" and message in caplog.text
     with pytest.raises(ValueError, match=message):
         panels.settle(cfg, None, "panels")
 

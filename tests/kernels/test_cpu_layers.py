@@ -19,7 +19,7 @@ from specjax.memory import KVCache, commit_rows
 from specjax.models.families.dense import change_dense
 from specjax.models.transformer import graphdef, init_params, to_decode_layout
 
-PANELS = MODEL.replace(products="panels", attention="reference")
+PANELS = MODEL.running(products="panels", attention="reference")
 
 
 def noisy(params, seed):
@@ -36,12 +36,12 @@ def decode_of(bias: bool, qk_norm: bool, kernel: str):
 @functools.cache
 def _decode_of(bias, qk_norm, kernel, library):
     """One for each library, whose name tracing puts into the program."""
-    cfg = change_dense(PANELS, qkv_bias=bias, qk_norm=qk_norm, attention=kernel)
+    cfg = change_dense(PANELS, qkv_bias=bias, qk_norm=qk_norm).running(attention=kernel)
     params = noisy(to_decode_layout(init_params(cfg, seed=3), cfg), seed=5)
 
     @functools.partial(jax.jit, static_argnums=6)
     def decode(tokens, positions, cache, prefix, bits, scratch, held, table):
-        model = nnx.merge(graphdef(cfg, cfg.decode_layout), params)
+        model = nnx.merge(graphdef(cfg, cfg.run.decode_layout), params)
         beside = None if scratch is None else (scratch, held)
         return model.decode(tokens, positions, cache, prefix, bits, None, beside, table)
 
@@ -141,8 +141,8 @@ def test_a_head_drafts_what_it_drafts_by_xla():
     prefix, bits = np.array([4, 9], np.int32), chain_bits(rows + 2)[2:]
 
     def drafted(**how):
-        mine = cfg.replace(**how)
-        params = to_panels(head, mine) if mine.products == "panels" else head
+        mine = cfg.running(**how)
+        params = to_panels(head, mine) if mine.run.products == "panels" else head
         module = nnx.merge(head_graphdef(mine), params)
         return module.decode(
             1, hidden, embedded, positions, cache, prefix, bits, (buffers, 2)
@@ -157,11 +157,13 @@ def test_a_head_drafts_what_it_drafts_by_xla():
 
 
 def test_layers_of_widths_that_fill_no_register_go_by_xla():
-    kernels = MODEL.replace(products="panels", attention="cpu")
+    kernels = MODEL.running(products="panels", attention="cpu")
     assert cpu.runs_layers(kernels)
-    for change in ({"intermediate_size": 40}, {"hidden_size": 24}, {"products": "xla"},
-                   {"attention": "reference"}):  # fmt: skip
-        assert not cpu.runs_layers(change_dense(kernels, **change))
+    for other in (
+        change_dense(kernels, intermediate_size=40), change_dense(kernels, hidden_size=24),
+        kernels.running(products="xla"), kernels.running(attention="reference"),
+    ):  # fmt: skip
+        assert not cpu.runs_layers(other)
 
 
 def test_layers_of_another_dtype_are_refused():

@@ -29,7 +29,7 @@ from train.policy import PolicyTrainer, sft_loss
 from train.schema import RLConfig
 
 WIDE = change_dense(tiny_config(), head_dim=128)
-HALF = WIDE.replace(compute_dtype="bfloat16")
+HALF = WIDE.running(compute_dtype="bfloat16")
 NARROW = change_dense(HALF, head_dim=64)
 V5E, H100 = ("tpu", "TPU v5 lite"), ("gpu", "NVIDIA H100")
 

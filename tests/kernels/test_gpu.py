@@ -181,7 +181,7 @@ def test_a_few_slots_are_split_over_the_whole_gpu_and_many_are_not():
 def test_what_it_cannot_do_is_refused():
     with pytest.raises(ValueError, match="multiple of 64 positions on a GPU, got 48"):
         gpu.shape_of(1, 1, 1, HEAD, 48, 96)
-    half = change_dense(tiny_config(), head_dim=128, compute_dtype="bfloat16")
+    half = change_dense(tiny_config(), head_dim=128).running(compute_dtype="bfloat16")
     chosen = choose("gpu", "NVIDIA H200", half, "gpu")
     assert chosen.name == "gpu" and not chosen.loud
     with pytest.raises(ValueError, match="the device is 'cpu'"):
@@ -189,18 +189,18 @@ def test_what_it_cannot_do_is_refused():
     with pytest.raises(ValueError, match="written for Hopper .* this is 'NVIDIA A100-SXM4-80GB'"):
         choose("gpu", "NVIDIA A100-SXM4-80GB", half, "gpu")
     with pytest.raises(ValueError, match="bfloat16 heads of 64 or 128, got float32 heads of 128"):
-        choose("gpu", "NVIDIA H200", half.replace(compute_dtype="float32"), "gpu")
+        choose("gpu", "NVIDIA H200", half.running(compute_dtype="float32"), "gpu")
 
 
 @pytest.mark.parametrize("asked, max_len, size", [
     (None, 100, 128), (48, 300, 64), (100, 300, 128), (0, 130, 192), (None, 1024, 128),
 ])  # fmt: skip
 def test_pages_are_rounded_up_to_what_it_reads(asked, max_len, size, monkeypatch):
-    cfg = change_dense(tiny_config(mtp=1), head_dim=HEAD, compute_dtype="bfloat16")
+    cfg = change_dense(tiny_config(mtp=1), head_dim=HEAD).running(compute_dtype="bfloat16")
     named = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
     monkeypatch.setattr(dispatch.jax, "devices", lambda *_: [named])
     runner = Runner(cfg, SpecConfig("2_1_3"), 2, max_len, page_size=asked)
     monkeypatch.undo()
-    assert runner.cfg.attention == "gpu" and runner.page_size == size
+    assert runner.cfg.run.attention == "gpu" and runner.page_size == size
     wide = gpu.shape_of(2, cfg.layers[0].mixer.num_kv_heads, 3, HEAD, runner.page_size, max_len)
     assert wide.per_page * wide.block == size

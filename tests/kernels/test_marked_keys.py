@@ -81,10 +81,8 @@ def paths(bits):
 
 
 def test_layers_by_the_kernel_mark_their_keys(cpu_kernels):
-    cfg = change_dense(
-        tiny_config(), intermediate_size=32, head_dim=16, scan_layers=False, attention="cpu",
-        products="panels",
-    )  # fmt: skip
+    cfg = change_dense(tiny_config(), intermediate_size=32, head_dim=16)
+    cfg = cfg.running(scan_layers=False, attention="cpu", products="panels")
     assert cpu.runs_layers(cfg)
     _, params, _ = tiny_model(cfg)
     embed = np.array(params["embed"])
@@ -92,7 +90,7 @@ def test_layers_by_the_kernel_mark_their_keys(cpu_kernels):
     params = to_decode_layout({**params, "embed": jnp.asarray(embed)}, cfg)
 
     def rows(tokens):
-        model = nnx.merge(graphdef(cfg, cfg.decode_layout), params)
+        model = nnx.merge(graphdef(cfg, cfg.run.decode_layout), params)
         cache = empty_cache(cfg, 1, 16, cfg.num_layers, stacked=False)
         at = jnp.arange(len(tokens))[None]
         prefix, bits = jnp.zeros(1, jnp.int32), chain_bits(len(tokens))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 
-from specjax.config import ModelConfig, SpecConfig, Strategy
+from specjax.config import ModelConfig, RunConfig, SpecConfig, Strategy
 from specjax.decode import admit
 from specjax.decode.chunk import Until
 from specjax.decode.options import Features
@@ -47,9 +47,7 @@ MODEL = dense_config(
     head_dim=128,
     mtp_num_layers=1,
     tie_embeddings=False,
-    scan_layers=True,
-    param_dtype="bfloat16",
-    compute_dtype="bfloat16",
+    run=RunConfig(scan_layers=True, param_dtype="bfloat16", compute_dtype="bfloat16"),
 )
 STRATEGY = "4_1_5"
 STRATEGIES = ("off", STRATEGY)
@@ -96,7 +94,7 @@ def kernel(mesh, rows: int, batch: int = 8, size: int = 128, stretches: int = 8)
 
     def attend(sinks, *arrays):
         return dispatch.tree_attention(
-            *arrays, sinks=sinks, window=512, with_lse=True, kernel=cfg.attention
+            *arrays, sinks=sinks, window=512, with_lse=True, kernel=cfg.run.attention
         )
 
     sinks = shape(heads, dtype=jnp.float32)

@@ -31,7 +31,7 @@ def make(cfg, seed=0):
 
     def draw(tree, key):
         leaves, structure = jax.tree.flatten(tree)
-        dtype = jnp.dtype(cfg.param_dtype)
+        dtype = jnp.dtype(cfg.run.param_dtype)
         rng = np.random.default_rng(key)
         leaves = [jnp.asarray(rng.normal(size=leaf.shape), dtype) for leaf in leaves]
         return jax.tree.unflatten(structure, leaves)
@@ -130,9 +130,9 @@ def test_dtype_is_the_file_s_unless_another_is_asked_for(folder):
     path = folder("qwen2")
     cfg, params, _ = hf.load_checkpoint(path)
     assert {a.dtype for a in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
-    assert (cfg.param_dtype, cfg.compute_dtype) == ("bfloat16", "bfloat16")
+    assert (cfg.run.param_dtype, cfg.run.compute_dtype) == ("bfloat16", "bfloat16")
     cfg, wide, _ = hf.load_checkpoint(path, param_dtype="float32")
-    assert (cfg.param_dtype, cfg.compute_dtype) == ("float32", "float32")
+    assert (cfg.run.param_dtype, cfg.run.compute_dtype) == ("float32", "float32")
     assert_same(wide, jax.tree.map(lambda a: a.astype(jnp.float32), params))
     with pytest.raises(ValueError, match="got 'int8'"):
         hf.load_checkpoint(path, param_dtype="int8")
@@ -212,7 +212,7 @@ ROUND_TRIPS = {
         model_type="mimo", qk_norm=False, qkv_bias=True, mtp_num_layers=1, tie_embeddings=False,
         mtp_concat="hidden_first", rope_theta=640_000.0,
     ),
-    "bfloat16": change_dense(SMALL, param_dtype="bfloat16", compute_dtype="bfloat16"),
+    "bfloat16": SMALL.running(param_dtype="bfloat16", compute_dtype="bfloat16"),
 }  # fmt: skip
 
 
@@ -265,7 +265,7 @@ def test_export_converts_to_the_dtype_asked_for(tmp_path):
     params, head = make(cfg)
     hf.save_checkpoint(tmp_path / "out", cfg, params, head, dtype="bfloat16")
     loaded = hf.load_checkpoint(tmp_path / "out")
-    assert loaded[0].param_dtype == "bfloat16"
+    assert loaded[0].run.param_dtype == "bfloat16"
     assert_same(loaded[1:], jax.tree.map(lambda a: a.astype("bfloat16"), (params, head)))
 
 

@@ -27,7 +27,7 @@ def test_both_config_dialects_read_the_same(family, folder, edit_json):
         torch_dtype="bfloat16",
     )
     assert hf.read_config(path) == new
-    assert new.param_dtype == "bfloat16"
+    assert new.run.param_dtype == "bfloat16"
     mixer = new.layers[0].mixer
     assert mixer.rope.scaling == (RopeScaling(8.0, 1.0, 4.0, 16) if family == "llama" else None)
     assert (mixer.qkv_bias, mixer.qk_norm) == (family in ("qwen2", "mimo"), family == "qwen3")
@@ -239,7 +239,7 @@ def test_null_is_absent_where_transformers_reads_it_so(folder, edit_json):
     cfg = hf.read_config(path)
     mixer = cfg.layers[0].mixer
     assert (mixer.num_kv_heads, cfg.eos_token_ids) == (mixer.num_heads, ())
-    assert cfg.param_dtype == "bfloat16"  # that of the weights
+    assert cfg.run.param_dtype == "bfloat16"  # that of the weights
     edit_json(path / "config.json", hidden_size=33)
     with pytest.raises(hf.CheckpointError, match="hidden_size: expected a multiple of num_"):
         hf.read_config(path)

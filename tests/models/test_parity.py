@@ -45,7 +45,7 @@ def merged(cfg, params, layout):
 
 def run_all(cfg, params, tokens, lengths, tree_tokens, layout="scanned"):
     """Logits of `hidden`, of `prefill`, and of tree rows decoded against the prefilled cache."""
-    cfg = cfg.replace(scan_layers=layout == "scanned")
+    cfg = cfg.running(scan_layers=layout == "scanned")
 
     @jax.jit
     def program(params):
@@ -400,7 +400,7 @@ def test_unrolled_layers_that_are_alike_are_traced_and_lowered_once(monkeypatch)
         transformer.Block, "qkv", lambda block, *args: calls.append(block) or qkv(block, *args)
     )
     cfg, params, _ = hf.load_checkpoint(GOLDEN / "qwen2", "float32")
-    model = merged(cfg.replace(attention="reference"), params, "unrolled")
+    model = merged(cfg.running(attention="reference"), params, "unrolled")
     assert cfg.num_layers > 1
     tokens, lengths = jnp.arange(8)[None] % cfg.vocab_size, jnp.array([8])
     text = jax.jit(model.prefill).lower(tokens, lengths).as_text()

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from specjax.config import RunConfig
 from specjax.drafts.mtp import init_head_params
 from specjax.kernels import dispatch
 from specjax.models.families.dense import dense_config
@@ -163,7 +164,8 @@ def test_the_ring_leaves_out_chunks_that_nothing_sees():
 
 MODEL = dense_config(
     vocab_size=64, hidden_size=32, intermediate_size=32, num_layers=2, num_heads=8,
-    num_kv_heads=4, head_dim=4, mtp_num_layers=1, tie_embeddings=False, scan_layers=True,
+    num_kv_heads=4, head_dim=4, mtp_num_layers=1, tie_embeddings=False,
+    run=RunConfig(scan_layers=True),
 )  # fmt: skip
 
 

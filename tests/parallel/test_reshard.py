@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from specjax.config import RunConfig
 from specjax.engine.engine import Engine
 from specjax.engine.hosts import Copies, Hosts
 from specjax.engine.replicas import Replicas
@@ -21,11 +22,13 @@ pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices"
 
 TINY = dense_config(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=8, tie_embeddings=False, scan_layers=True,
+    num_kv_heads=2, head_dim=8, tie_embeddings=False,
+    run=RunConfig(scan_layers=True),
 )  # fmt: skip
 QWEN3_8B = dense_config(
     vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32,
-    num_kv_heads=8, head_dim=128, tie_embeddings=False, scan_layers=True,
+    num_kv_heads=8, head_dim=128, tie_embeddings=False,
+    run=RunConfig(scan_layers=True),
 )  # fmt: skip
 
 # Axes of training, and tp of rollouts: the same, more from any other axis, fewer.
@@ -127,7 +130,7 @@ def test_hosts_get_their_weights_by_the_same_program_where_tp_is_the_same():
     [(program, _)] = copies._programs.values()
     assert not program.excess(program.collectives)
     assert 0 < program.bytes_per_device < sum(program.shards.values())
-    cfg = TINY.replace(compute_dtype="bfloat16")
+    cfg = TINY.running(compute_dtype="bfloat16")
     engines = Replicas([Engine(cfg, None, 1, 32, mesh=place) for place in copies.own])
     Hosts(engines, copies).set_params(placed)
     assert [e.runner.moved for e in engines.engines] == [program.bytes_per_device] * 2
@@ -160,7 +163,7 @@ def test_replicas_get_their_weights_by_one_program_and_hold_them_where_they_arri
     mesh = make_mesh(MeshConfig(fsdp=4, tp=2))
     params = init_params(TINY, 0)
     placed = jax.device_put(params, sharding.param_shardings(mesh, params))
-    cfg = TINY.replace(compute_dtype="bfloat16")
+    cfg = TINY.running(compute_dtype="bfloat16")
     meshes = sharding.replica_meshes(2, 4, training=mesh)
     assert sharding.joined_mesh(meshes) == rollout_mesh(mesh, 4)
     replicas = Replicas([Engine(cfg, None, 1, 32, mesh=place) for place in meshes])

@@ -20,7 +20,7 @@ PROMPTS = ([5, 9, 33, 7, 120, 64, 9], [40, 41], [7], list(range(3, MAX_LEN - 2))
 @pytest.fixture(scope="module")
 def expected(plain):
     """Log-probabilities [S V] of what follows each position, by a full forward."""
-    model = nnx.merge(graphdef(plain.cfg, plain.cfg.decode_layout), plain.engine.runner.params)
+    model = nnx.merge(graphdef(plain.cfg, plain.cfg.run.decode_layout), plain.engine.runner.params)
 
     @functools.cache
     def of(ids):

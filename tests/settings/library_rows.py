@@ -207,22 +207,22 @@ def reached(config: EngineConfig):
 
 def kernel(config: EngineConfig):
     """The kernel that the engine settles on, or why it cannot have the one that is asked for."""
-    return outcome(lambda: runner_of(config).cfg.attention)
+    return outcome(lambda: runner_of(config).cfg.run.attention)
 
 
 def products(config: EngineConfig):
-    return outcome(lambda: runner_of(config).cfg.products)
+    return outcome(lambda: runner_of(config).cfg.run.products)
 
 
 def other_products() -> str:
     """What `auto` is not, on this machine."""
-    auto = panels.settle(CFG, None, "auto").products
+    auto = panels.settle(CFG, None, "auto").run.products
     return "xla" if auto == "panels" else "panels"
 
 
 def other_kernel() -> str:
     """What `auto` is not, on this machine."""
-    return "reference" if dispatch.settle(CFG, None).attention != "reference" else "tpu"
+    return "reference" if dispatch.settle(CFG, None).run.attention != "reference" else "tpu"
 
 
 ENGINE = {

@@ -143,7 +143,7 @@ SERVE = {
     "log_file": Row(lambda: str(scratch("requests.jsonl")), logged),
     "engine.max_batch": Row(4, loaded(lambda llm: llm.engine.batch)),
     "engine.max_len": Row(40, loaded(lambda llm: llm.engine.max_len)),
-    "engine.dtype": Row("bfloat16", loaded(lambda llm: llm.cfg.compute_dtype)),
+    "engine.dtype": Row("bfloat16", loaded(lambda llm: llm.cfg.run.compute_dtype)),
     "engine.replicas": Row(2, loaded(lambda llm: len(getattr(llm.engine, "engines", [0])))),
     "engine.tp": Row(2, loaded(lambda llm: llm.engine.runner.mesh is None)),
     "engine.chunk_tokens": Reaches(8, engine, EngineConfig, "chunk_tokens"),

@@ -599,8 +599,8 @@ def context(cfg, field):
 
 
 def trained_by(cfg, field: str):
-    """A field of the model that the policy's programs are made for."""
-    return outcome(lambda: getattr(built(cfg).policy.cfg, field))
+    """How the policy's programs compute: a field of `RunConfig`."""
+    return outcome(lambda: getattr(built(cfg).policy.cfg.run, field))
 
 
 ONE_ROW = {"packing.rows": 1, "packing.row_length": 32}
@@ -701,10 +701,10 @@ RL = {
     "rollout.prefill_chunk": _reaches_engine(32, "prefill_chunk"),
     "rollout.products": _reaches_engine("xla", "products"),
     "rollout.dtype": (
-        Row("bfloat16", runner("cfg.compute_dtype")),
-        Row("bfloat16", lambda cfg: built(cfg).eval_engine.runner.cfg.compute_dtype),
+        Row("bfloat16", runner("cfg.run.compute_dtype")),
+        Row("bfloat16", lambda cfg: built(cfg).eval_engine.runner.cfg.run.compute_dtype),
     ),
-    "rollout.scan_layers": Row(True, runner("cfg.scan_layers")),
+    "rollout.scan_layers": Row(True, runner("cfg.run.scan_layers")),
     "rollout.strategy": _reaches_spec("2_1_3", "strategy"),
     "rollout.acceptance": _reaches_spec("block", "acceptance"),
     "rollout.source": _reaches_spec("ngram", "source"),
@@ -801,7 +801,7 @@ def started(cfg: SFTConfig):
     made = []
 
     def noted(model, seed):
-        made.append((seed, model.param_dtype))
+        made.append((seed, model.run.param_dtype))
         return {"norm": np.zeros(1)}
 
     shutil.rmtree(scratch("sft"), ignore_errors=True)

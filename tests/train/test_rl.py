@@ -321,7 +321,7 @@ def test_scanned_and_looped_layers_give_the_same_loss_and_gradient(tiny_policy):
     results = []
     for scan in (True, False):
         policy = PolicyTrainer(model, sft_loss, OptimConfig().build())
-        policy.cfg = model.replace(scan_layers=scan)
+        policy.cfg = model.running(scan_layers=scan)
         counts = count_denominators([batch])
         params = jax.tree.map(jnp.copy, start)
         *_, sums = policy.update(params, policy.init_opt_state(params), [batch], counts)

@@ -192,8 +192,8 @@ def test_stop_strings_end_responses_which_are_trained_on_as_they_were_sampled(
 def test_another_dtype_of_rollouts_is_what_tis_corrects(thin_policy, tmp_path):
     changes = {"rollout.dtype": "bfloat16", "algo.tis": "true", "draft.mode": "none"}
     trainer = make(thin_policy, tmp_path, **changes)
-    assert trainer.engine.runner.cfg.compute_dtype == "bfloat16"
-    assert trainer.model.compute_dtype == "float32" == trainer.policy.cfg.compute_dtype
+    assert trainer.engine.runner.cfg.run.compute_dtype == "bfloat16"
+    assert trainer.model.run.compute_dtype == "float32" == trainer.policy.cfg.run.compute_dtype
     assert "rollouts and evaluation in bfloat16 (rollout.dtype)" in trainer.about_dtype
     leaves = jax.tree.leaves(trainer.engine.runner.params)
     assert {str(leaf.dtype) for leaf in leaves} == {"bfloat16"}

@@ -329,7 +329,7 @@ def test_a_head_that_is_not_trained_is_exported_as_it_started(tmp_path, capsys):
     model, _, head = hf.load_checkpoint(tmp_path / "run" / "hf")
     switches = (model.mtp_concat, model.mtp_target_hidden, model.mtp_recycle)
     assert switches == ("hidden_first", "pre_norm", "pre_norm")
-    assert model.param_dtype == "float32"
+    assert model.run.param_dtype == "float32"
     start = init_head_params(model, 1)
     for mine, theirs in zip(jax.tree.leaves(head), jax.tree.leaves(start), strict=True):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))

@@ -21,7 +21,7 @@ from bench.common import alternate, figure, median_interval, paired_ratio_interv
 from bench.gpu.job import Absent, Job
 from bench.gpu.parts.ceilings import copy_rate
 from bench.gpu.program import Built, Place, Program, build
-from specjax.config import ModelConfig
+from specjax.config import ModelConfig, RunConfig
 from specjax.decode.tree import chain_bits
 from specjax.kernels import dispatch
 from specjax.kernels.choice import choose
@@ -35,7 +35,7 @@ def model_of(head: int) -> ModelConfig:
     """As much of a model as decides about its kernel."""
     sizes = {"vocab_size": 8, "hidden_size": head, "intermediate_size": head, "num_layers": 1}
     heads = {"num_heads": 1, "num_kv_heads": 1, "head_dim": head}
-    return dense_config(**sizes, **heads, compute_dtype="bfloat16")
+    return dense_config(**sizes, **heads, run=RunConfig(compute_dtype="bfloat16"))
 
 
 def kernels_on(place: Place, asked: Sequence[str], head: int) -> list[str]:

@@ -67,7 +67,7 @@ def measure(job: Job, strategy: str) -> None:
     for chunk in chunks.values():
         chunk.load(job.seed)
         chunk.compiled = built
-    job.tell(attention=chunk.cfg.attention)
+    job.tell(attention=chunk.cfg.run.attention)
     job.each(
         (f"ms/batch_{batch}/best", functools.partial(_figures, job, sizes, chunk, built, batch))
         for batch, chunk in chunks.items()

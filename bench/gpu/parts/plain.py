@@ -69,7 +69,7 @@ def measure(job: Job, batch: int, shape: str = "8B") -> None:
         chunk.load(job.seed)
         chunk.compiled = built
     total = shape_of(chunk.size.shape).num_layers
-    job.tell(attention=chunk.cfg.attention)
+    job.tell(attention=chunk.cfg.run.attention)
     job.each(
         (
             tuple(f"{kind}/{total}_layers/{context}/best" for kind in ("ms", "share")),

@@ -79,7 +79,7 @@ def _yaml(value) -> str:
 def small_policy(path: Path) -> Path:
     """The embedded policy's shape with one layer and random weights."""
     embedded = find_shipped("assets/sums")
-    cfg = hf.read_config(embedded).replace(param_dtype="float32")
+    cfg = hf.read_config(embedded).running(param_dtype="float32")
     policy = random_weights(functools.partial(init_params, cfg), 0)
     head = random_weights(functools.partial(init_head_params, cfg), 1)
     hf.save_checkpoint(path, cfg, policy, head, tokenizer_dir=embedded)

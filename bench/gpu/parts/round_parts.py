@@ -82,12 +82,8 @@ def sizes_of(job: Job) -> Sizes:
 def plain_model(sizes: Sizes, seed: int) -> tuple[ModelConfig, Params, None]:
     """Config and stacked policy parameters, without a head."""
     cfg = read_config(find_shipped(sizes.shape))
-    cfg = cfg.replace(
-        layers=cfg.layers[:1] * sizes.layers,
-        mtp_num_layers=1,
-        param_dtype=sizes.dtype,
-        compute_dtype=sizes.dtype,
-    )
+    cfg = cfg.replace(layers=cfg.layers[:1] * sizes.layers, mtp_num_layers=1)
+    cfg = cfg.running(param_dtype=sizes.dtype, compute_dtype=sizes.dtype)
     return cfg, random_weights(functools.partial(init_params, cfg), seed), None
 
 
@@ -111,7 +107,7 @@ def measure(job: Job) -> None:
     runner = Runner(cfg, spec, sizes.batch, sizes.context + room)
     runner.set_params(policy, head)
     del policy  # the runner has its own, in another layout
-    job.tell(attention=runner.cfg.attention)
+    job.tell(attention=runner.cfg.run.attention)
     work = Workload(sizes.context, room, (sizes.batch,), {"temperature": 1.0})
     chunk = protocol.Chunk(runner, Point("round", sizes.context, room, sizes.batch, work))
     job.each(

@@ -81,7 +81,7 @@ def measure(job: Job, batch: int) -> None:
                 chunk.load(job.seed, first)
                 first = first or chunk
                 chunk.compiled = built
-    job.tell(attention=first.cfg.attention)
+    job.tell(attention=first.cfg.run.attention)
     job.each([("round_over_plain", functools.partial(_figures, sizes, batch, chunks))])
 
 

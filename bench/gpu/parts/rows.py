@@ -71,7 +71,7 @@ def measure(job: Job, batch: int) -> None:
     built = build(_programs(place, sizes, chunks))
     for chunk in chunks.values():
         chunk.load(job.seed)
-    job.tell(attention=chunk.cfg.attention)
+    job.tell(attention=chunk.cfg.run.attention)
     job.each(
         (f"rows_over_1/{rows}", functools.partial(_figures, sizes, chunks, built, rows))
         for rows in sizes.rows[1:]
