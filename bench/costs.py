@@ -32,7 +32,7 @@ from bench.common import user_errors
 from specjax import chips
 from specjax.arguments import ArgumentParser
 from specjax.chips import BYTES, cache_values, layer_weights, roofline
-from specjax.kernels.names import ATTENTION
+from specjax.kernels.names import attention_flag
 from specjax.models.families.dense import dense_config
 
 HERE = Path(__file__).resolve().parent / "costs"
@@ -104,7 +104,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     one.add_argument("--model", default="assets/sums", help="Hugging Face directory")
     one.add_argument("--random", action="store_true", help="weights, in the shapes of its config")
     one.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    one.add_argument("--attention", default="auto", choices=ATTENTION, help="kernel")
+    one.add_argument("--attention", default="auto", type=attention_flag, help="kernel")
     one.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     one.add_argument("--rows", type=int, nargs="+", default=[2, 3, 5, 8], help="rows per sample")
     one.add_argument("--context", type=int, default=96, help="tokens in the cache at the start")

@@ -79,7 +79,7 @@ class EngineSection:
         "by what weights are multiplied: panels, specjax's own kernel on one CPU device; xla",
         choices=panels.ASKED,
     )
-    attention: str = option("auto", ATTENTION_DOC, choices=ATTENTION)
+    attention: str = option("auto", ATTENTION_DOC, choices=ATTENTION, own=True)
     max_stop_tokens: int = option(8, "stop tokens of a request at most, the model's own included")
     warm_up: str = option(
         "all",

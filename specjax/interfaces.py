@@ -479,14 +479,54 @@ class Reader(Protocol):
         """Lazy arrays by the names of Hugging Face's files."""
 
 
+class Device(NamedTuple):
+    """What programs are compiled for: platform and kind as jax names them, and their number."""
+
+    platform: str
+    kind: str
+    count: int = 1
+
+
 class Backend(Protocol):
-    """Kernels of a platform, by the names of operations, see `specjax.kernels.dispatch`."""
+    """Kernels of a platform, by operation. `specjax.kernels.backend.Kernels` has all the defaults.
 
-    name: str
+    Attributes:
+      operations: functions by the names of `specjax.kernels.dispatch`: `tree_attention`,
+        `causal_attention`, `commit`, `product`, `layers`. Each takes what the function of that name
+        takes, but the kernel's name, and gives what it gives. One that cannot serve a call raises
+        `specjax.kernels.backend.Declined` with the reason.
+      rest: the name of the backend that serves what this one has not, or declines.
+      line: what is logged at start where it is chosen.
+      kinds: device kinds, as jax names them, for which it is chosen among several of a platform;
+        none: any.
+      page_multiple: the pages that it reads have a multiple of so many positions.
+      by_device: under a mesh, its attention is called on each device with that device's heads and
+        rows of the batch, because XLA cannot split a kernel. False: XLA splits it.
+      prompts_alone: `auto` takes it also for an engine in invariant mode, whose rounds attend by
+        position and leave it the prompts.
+      warns: that it runs is worth a warning.
+      environment: variables of the environment that change what it computes in the last bit.
+    """
+
     operations: Mapping[str, Callable]
+    rest: str
+    line: str
+    kinds: tuple[str, ...]
+    page_multiple: int
+    by_device: bool
+    prompts_alone: bool
+    warns: bool
+    environment: tuple[str, ...]
 
-    def refuses(self, operation: str, device: Any, cfg: Any) -> str | None:
-        """Why it cannot be used for an operation of this model on this device; None: it can."""
+    def refuses(self, operation: str, device: Device | None, cfg: Any) -> str | None:
+        """Why it cannot be used for an operation of a model on a device; None: it can.
+
+        A `specjax.kernels.backend.Unsuited` is a reason that is nothing to warn of.
+
+        Args:
+          device: None: it has been looked at, and only the model is in question.
+          cfg: the `ModelConfig`.
+        """
 
 
 # --- training -------------------------------------------------------------------------------------

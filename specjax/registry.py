@@ -8,7 +8,7 @@ user; names that come out of a checkpoint's files are looked up with `named` and
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 
@@ -67,6 +67,12 @@ class Registry:
                 f"cannot load {self.kind} {name!r}: {error}; expected an importable module (check "
                 f"the working directory and PYTHONPATH) with {self.expected} of that name"
             ) from error
+
+
+def is_own_path(name: str, known: Collection[str]) -> bool:
+    """Whether a name is a user's own `module:attribute`, and not `tpu:v9` where `tpu` is known."""
+    module, _, attribute = name.partition(":")
+    return bool(module and attribute) and module not in known
 
 
 def _load(path: str) -> Any:

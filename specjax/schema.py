@@ -41,6 +41,7 @@ def option(
     least: float | None = None,
     below: float | None = None,
     infinite: bool = False,
+    own: bool = False,
 ) -> Any:
     """A documented dataclass field.
 
@@ -49,6 +50,7 @@ def option(
             `REQUIRED`.
         doc: one line for `--help`, with the unit where there is one.
         choices: the only values allowed.
+        own: a user's own path `module:attribute` is allowed beside the choices.
         least, below: a number is at least this, and below that.
         infinite: a number may be infinite.
     """
@@ -56,6 +58,7 @@ def option(
         "doc": doc,
         "choices": None if choices is None else tuple(choices),
         "bounds": Bounds(least, below, infinite),
+        "own": own,
     }
     if isinstance(default, type) and dataclasses.is_dataclass(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
@@ -167,6 +170,7 @@ class Key:
     choices: tuple[Any, ...] | None
     section: bool
     bounds: Bounds = Bounds()
+    own: bool = False
 
 
 def elsewhere_of(schema_cls: type) -> Mapping[str, str]:
@@ -210,7 +214,8 @@ def _keys_below(schema_cls: type, prefix: str = "", section_default: Any = None)
         name = prefix + field.name
         doc = meta.get("doc") or docs.get(field.name, "")
         bounds = meta.get("bounds") or Bounds()
-        yield Key(name, kind, default, doc, meta.get("choices"), section, bounds)
+        own = meta.get("own", False)
+        yield Key(name, kind, default, doc, meta.get("choices"), section, bounds, own)
         if inner is not None:
             below = default if isinstance(default, inner) else None
             yield from _keys_below(inner, f"{name}.", below)
@@ -256,7 +261,8 @@ def describe(schema_cls: type) -> str:
         default = "required" if key.default == REQUIRED else show(key.default)
         doc = key.doc
         if key.choices:
-            doc += f" [one of {', '.join(show(choice) for choice in key.choices)}]"
+            own = ", or your own as module:attribute" if key.own else ""
+            doc += f" [one of {', '.join(show(choice) for choice in key.choices)}{own}]"
         rows.append((f"{key.name}={default}", type_name(key.type), doc))
     left = min(44, max((len(name) for name, _, _ in rows), default=0))
     middle = max((len(kind) for _, kind, _ in rows), default=0)

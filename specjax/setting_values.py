@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from specjax.registry import is_own_path
 from specjax.schema import Key, show, type_name
 
 
@@ -99,7 +100,8 @@ def check(key: Key, value: Any) -> Any:
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, int | float) and (wanted := key.bounds.wanted(number)):
             raise ValueProblem(f"expected {wanted}, got {show(value)}")
-    if key.choices is not None and value not in key.choices:
+    own = key.own and isinstance(value, str) and is_own_path(value, key.choices)
+    if key.choices is not None and value not in key.choices and not own:
         choices = ", ".join(show(choice) for choice in key.choices)
         raise ValueProblem(
             f"expected one of {choices}, got {show(value)}{nearest(str(value), key.choices)}"

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import yaml
 
 from specjax.command_line import require_effect
-from specjax.kernels.names import ATTENTION, ATTENTION_DOC
+from specjax.kernels.names import ATTENTION, ATTENTION_DOC, attention_flag
 from specjax.schema import Key, Needs, keys_of, show
 from specjax.setting_values import ValueProblem, Yaml, check, read
 from specjax.speculation import ControlSection, SpeculationSettings
@@ -76,9 +76,10 @@ def add_flags(group: Any, refused: Mapping[str, str] = MappingProxyType({})) -> 
     group.add_argument(
         "--attention",
         default="auto",
-        choices=ATTENTION,
+        type=attention_flag,
         metavar="NAME",
-        help=f"{ATTENTION_DOC} [one of {', '.join(ATTENTION)}] (default: auto)",
+        help=f"{ATTENTION_DOC} [one of {', '.join(ATTENTION)}, or your own as module:attribute] "
+        "(default: auto)",
     )
 
 

@@ -233,11 +233,11 @@ def thin_policy(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def cpu_kernels() -> None:
     """Skips what cannot run without the kernels for CPUs; an error where a compiler is expected."""
-    from specjax.kernels import cpu
+    from specjax.kernels.cpu import native
 
     try:
-        cpu.load()
-    except cpu.NoKernelError as error:
+        native.load()
+    except native.NoKernelError as error:
         if os.environ.get("SPECJAX_EXPECT_COMPILER") == "1":
             raise
         pytest.skip(str(error))

@@ -19,8 +19,9 @@ from specjax.checkpoint import huggingface as hf
 from specjax.command_line import parse_config
 from specjax.control import ControlConfig, from_fastrl, make_controller
 from specjax.drafts.mtp import init_head_params
-from specjax.kernels import choice, tpu
-from specjax.kernels.names import ATTENTION
+from specjax.engine.settings import EngineConfig
+from specjax.kernels import tpu
+from specjax.kernels.names import ATTENTION, BACKENDS, GROUPS, OWN
 from specjax.schema import keys_of
 from specjax.speculation import ControlSection, SpeculationSettings
 from specjax.speculation_flags import KEYS, settings_of
@@ -315,9 +316,31 @@ def test_a_kernel_may_be_named_in_every_program(name, capsys):
 
 
 def test_the_names_of_kernels_are_those_that_are_known():
-    full = {f"tpu:{generation}" for generation in tpu.TUNING}
-    assert full == {name for name in ATTENTION if name.startswith("tpu:")} - {"tpu:interpret"}
-    assert set(choice.GENERATIONS.values()) == set(tpu.TUNING)
+    assert set(GROUPS["tpu"]) == {f"tpu:{generation}" for generation in tpu.TUNING}
+    members = {name for names in (*GROUPS.values(), *OWN.values()) for name in names}
+    assert members <= {*BACKENDS.names, *GROUPS}, "what stands for others, and for `auto`"
+    for name in BACKENDS.names:
+        BACKENDS.named(name)
+
+
+@pytest.mark.parametrize("name", ["my.kernels:BACKEND", "kernels:FAST"])
+def test_a_kernel_of_ones_own_may_be_named_in_every_program(name):
+    assert parse_config(RLConfig, [f"attention={name}"])[0].attention == name
+    assert EngineConfig(attention=name).attention == name
+    for parser in (build_parser(), verify_parser("verify")):
+        assert parser.parse_args(["--model", "d", "--attention", name]).attention == name
+
+
+@pytest.mark.parametrize("name", ["gpuu", "tpu:v3", ":BACKEND", "kernels:"])
+def test_what_is_no_kernel_and_no_path_is_refused(name, capsys):
+    with pytest.raises(ValueError, match="attention must be one of .*package.module:attribute"):
+        EngineConfig(attention=name)
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["--model", "d", "--attention", name])
+    assert "attention must be one of" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse_config(RLConfig, [f"attention={name}"])
+    assert "attention: expected one of" in capsys.readouterr().err
 
 
 def test_the_flags_are_made_without_importing_jax():

@@ -23,7 +23,7 @@ from specjax.engine.engine import Engine
 from specjax.engine.hosts import Copies, Hosts
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job, SampleOutput
-from specjax.kernels.cpu import FLAGS_VARIABLE, TARGET_VARIABLE
+from specjax.kernels import dispatch
 from specjax.parallel import distributed, lifeline
 from specjax.parallel.lifeline import Lifeline
 from specjax.telemetry import Collector
@@ -94,13 +94,11 @@ _TRACED = (
     "jax_numpy_dtype_promotion",
     "jax_threefry_partitionable",
 )
-# Variables that may change how the same program is compiled, and so last bits.
+# Variables that may change how the same program is compiled, and so last bits; kernels have others.
 _COMPILED = (
     "XLA_FLAGS",
     "LIBTPU_INIT_ARGS",
     "NVIDIA_TF32_OVERRIDE",
-    TARGET_VARIABLE,
-    FLAGS_VARIABLE,
 )
 # Those of jax that are about one process, or about what is kept and printed.
 _OWN = re.compile(
@@ -121,7 +119,8 @@ def _should_agree(environment: Mapping[str, str]) -> dict[str, list[str]]:
     """The words of environment variables that may change last bits."""
     traced = {name.upper() for name in _TRACED}
     names = {n for n in environment if n.startswith("JAX_") and not _OWN.fullmatch(n)} - traced
-    return {n: sorted(environment[n].split()) for n in names.union(_COMPILED) if environment.get(n)}
+    names |= {*_COMPILED, *dispatch.environment()}
+    return {n: sorted(environment[n].split()) for n in names if environment.get(n)}
 
 
 def _agree(cfg: RLConfig, out: Path, line: Lifeline) -> None:

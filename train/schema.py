@@ -208,7 +208,7 @@ class SFTConfig:
     draft: DraftConfig = option(DraftConfig(loss="soft_ce", unroll_steps=4), "the head's training")
     mesh: MeshConfig = option(MeshConfig, "devices per axis")
     remat: bool = option(False, "recompute activations in the backward pass")
-    attention: str = option("auto", ATTENTION_DOC, choices=ATTENTION)
+    attention: str = option("auto", ATTENTION_DOC, choices=ATTENTION, own=True)
     checkpoint: CheckpointSection = option(CheckpointSection, "checkpoints")
     log: LogSection = option(LogSection, "further sinks")
 
@@ -280,7 +280,7 @@ class RLConfig:
     dtype: DtypeSection = option(DtypeSection, "dtypes")
     mesh: MeshConfig = option(MeshConfig, "devices per axis")
     remat: bool = option(False, "recompute activations in the backward pass")
-    attention: str = option("auto", ATTENTION_DOC, choices=ATTENTION)
+    attention: str = option("auto", ATTENTION_DOC, choices=ATTENTION, own=True)
     checkpoint: RLCheckpointSection = option(RLCheckpointSection, "checkpoints")
     log: LogSection = option(LogSection, "further sinks")
     distributed: DistributedConfig = option(DistributedConfig, "the processes of the job")

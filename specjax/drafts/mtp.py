@@ -31,7 +31,7 @@ from specjax.decode.tree import chain_bits, take_parents
 from specjax.drafts import ABSORBED
 from specjax.indexing import take_along
 from specjax.interfaces import Cost, Draft, Level, Memory, Needs, Param, Proposal, Room
-from specjax.kernels import cpu, dispatch, panels
+from specjax.kernels import dispatch, panels
 from specjax.memory import (
     KVCache,
     Table,
@@ -136,7 +136,7 @@ class MTPHead(nnx.Module):
         """
         module = self.blocks[index]
         x = module.inputs(hidden, embedded)
-        if cpu.runs_layers(self.cfg):
+        if dispatch.runs_layers(self.cfg):
             buffers, held = (None, 0) if scratch is None else ([scratch[0]], scratch[1])
             arrays = positions, [cache], prefix_len, visible_bits, buffers, held, table
             x, (kv,) = layers_by_kernel(self.cfg, [module.layer], x, *arrays)

@@ -11,7 +11,7 @@ from specjax.control import ControlConfig
 from specjax.control.base import parse_arms
 from specjax.engine.prompts import padded_widths
 from specjax.kernels import panels
-from specjax.kernels.names import ATTENTION
+from specjax.kernels.names import check_attention
 from specjax.spelling import SettingError, checks_keywords
 
 PREFILL_TOKENS = 512  # of all rows of one prefill, about
@@ -46,8 +46,8 @@ class EngineConfig:
       prefill_chunk: prompt tokens that are read at a time; best a multiple of the page size, for
         pieces are written by the largest number of rows that divides both.
       order: `fifo`, or `longest_first`: prompts whose samples have been long before start first.
-      attention: the kernel, one of `specjax.kernels.names.ATTENTION`; `auto` is the platform's own,
-        see `specjax.kernels.dispatch`.
+      attention: the kernel, one of `specjax.kernels.names.ATTENTION` or your own as
+        `module:attribute`; `auto` is the platform's own, see `specjax.kernels.dispatch`.
       products: by what weights are multiplied; `auto` is specjax's own kernel on CPU, and XLA
         elsewhere, see `specjax.kernels.panels`.
       follow_ups: whoever gets a sample adds another one at once, as the next turn of a
@@ -71,7 +71,7 @@ class EngineConfig:
         if self.order not in ("fifo", "longest_first"):
             raise ValueError(f"order must be 'fifo' or 'longest_first', got {self.order!r}")
         choice("products", self.products, panels.ASKED)
-        choice("attention", self.attention, ATTENTION)
+        check_attention(self.attention)
         if self.chunk_tokens < 1:
             raise _too_small("chunk_tokens", 1, self.chunk_tokens)
         if self.stretch < 1:

@@ -1,17 +1,19 @@
-"""One signature for attention, whatever the platform, and who serves it.
+"""Operations that have kernels, under one signature each, and who serves them.
 
 Models and the decode loop never name a kernel: `RunConfig.attention` does, which `settle` fills
-in once, where engines and trainers are built and their devices are known.
+in once, where engines and trainers are built and their devices are known. A name is a row of the
+table in `specjax.kernels.names`, or a user's own path `module:attribute`; what lies there is a
+`specjax.interfaces.Backend`:
 
-    name              tree attention (decoding, prefill)     causal attention (training)
-    reference         XLA, `reference.py`                    XLA, `reference.py`
-    cpu               `cpu_attend.h`; with a window,         XLA, `reference.py`
-                      sinks or log-sum-exps `reference.py`
-    tpu:v5e, ..       Pallas, `tpu.py`                       jax's splash attention
-    tpu:interpret     the same in interpret mode: tests on CPU
-    library:cudnn     jax.nn.dot_product_attention, cuDNN    the same
-    library:xla       jax.nn.dot_product_attention, XLA      the same
-    gpu               Pallas Mosaic GPU, `gpu.py`            as library:cudnn
+    tree_attention      rows of a tree, or of a piece of a prompt, over a paged prefix
+    causal_attention    packed rows, in training; with rows of later steps beside them, too
+    commit              new keys and values written to their pages
+    product             rows times a weight that lies in panels
+    layers              whole decoder layers in one call
+
+What a backend does not have is served by the one that it names as its `rest`, and so is a call that
+it declines, which is logged once. The reference serves all but `layers`, which a model does without
+where `runs_layers` says so.
 
 Under a mesh (`sharding.ambient`) every device attends to its own heads and rows of the batch.
 """
@@ -20,33 +22,44 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.config import ModelConfig
-from specjax.interfaces import Table
-from specjax.kernels import commit as writes
+from specjax.interfaces import Backend, Device, Table
 from specjax.kernels import context as over_devices
-from specjax.kernels import cpu, gpu, library, reference, tpu
-from specjax.kernels.choice import choose
-from specjax.kernels.reference import tree_attention_by_position
+from specjax.kernels.backend import Declined
+from specjax.kernels.choice import choose, find
+from specjax.kernels.names import BACKENDS
+from specjax.kernels.reference import PANEL_WIDTH, tree_attention_by_position
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
 
 __all__ = [
+    "PANEL_WIDTH",
     "causal_attention",
     "causal_attention_with_own",
     "commit",
+    "device_of",
+    "environment",
+    "layers",
+    "offering",
     "page_multiple",
+    "product",
+    "refuses",
+    "runs_layers",
     "settle",
     "tree_attention",
     "tree_attention_by_position",
 ]
 
 log = logging.getLogger(__name__)
+
+
+# --- who serves -----------------------------------------------------------------------------------
 
 
 def settle(
@@ -61,23 +74,86 @@ def settle(
 
     Args:
       mesh: whose devices decide; they need not be there (a topology). None: the default device.
-      asked: `auto`, or a name (see `specjax.kernels.choice`).
+      asked: `auto`, a name, or a path (see `specjax.kernels.choice`).
       invariant: rounds attend by position. whose: begins the line. decoding: and not training.
 
     Raises:
       ValueError: the kernel that is asked for cannot be used.
     """
-    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    devices = 1 if mesh is None else mesh.size
-    kind = device.device_kind
-    choice = choose(device.platform, kind, cfg, asked, invariant, devices, decoding)
+    platform, kind, devices = device_of(mesh)
+    choice = choose(platform, kind, cfg, asked, invariant, devices, decoding)
     log.log(logging.WARNING if choice.loud else logging.INFO, "%s: %s", whose, choice.line)
     return cfg.running(attention=choice.name)
 
 
+def device_of(mesh: jax.sharding.Mesh | None) -> Device:
+    """What a mesh's programs are compiled for. None: the default device."""
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    return Device(device.platform, device.device_kind, 1 if mesh is None else mesh.size)
+
+
+def refuses(operation: str, name: str, device: Device | None, cfg: ModelConfig) -> str | None:
+    """Why a backend cannot be used for an operation of a model on a device, or None.
+
+    An `Unsuited` (`specjax.kernels.backend`) is a reason that is nothing to warn of.
+
+    Args:
+      name: of the backend, or its path.
+      device: see `device_of`; None: only the model is in question.
+    """
+    backend = find(name)
+    if operation not in backend.operations:
+        return f"{name} has no {operation}"
+    return backend.refuses(operation, device, cfg)
+
+
+def offering(operation: str) -> str:
+    """The first name in the table whose backend has an operation of its own, after the reference.
+
+    Raises:
+      ValueError: there is none.
+    """
+    for name in BACKENDS.names[1:]:
+        if operation in find(name).operations:
+            return name
+    raise ValueError(f"no kernel backend of {', '.join(BACKENDS.names[1:])} has {operation}")
+
+
 def page_multiple(kernel: str) -> int:
     """Of how many positions the pages that a kernel reads must be a multiple."""
-    return gpu.PAGE_MULTIPLE if kernel == "gpu" else 16
+    return find(kernel).page_multiple
+
+
+def environment() -> tuple[str, ...]:
+    """Variables of the environment that change what kernels of the table compute."""
+    return tuple(variable for name in BACKENDS.names for variable in find(name).environment)
+
+
+def _serve(operation: str, kernel: str, call: Callable[[Backend, Callable], object]):
+    """What `call(backend, function)` gives for the first, from a kernel on, that serves it."""
+    asked = [kernel]
+    while True:
+        backend = find(kernel)
+        if operation in backend.operations:
+            try:
+                return call(backend, backend.operations[operation])
+            except Declined as reason:
+                _log_declined(kernel, operation, str(reason), backend.rest)
+        kernel = backend.rest
+        if kernel in asked:
+            raise ValueError(
+                f"no kernel backend serves {operation}: {', '.join(asked)} name each other as "
+                "their rest; the last of them must be 'reference'"
+            )
+        asked.append(kernel)
+
+
+@functools.cache  # once per process, not once per layer
+def _log_declined(kernel: str, operation: str, reason: str, rest: str) -> None:
+    log.info("%s by %s, not by %s: %s", operation, rest, kernel, reason)
+
+
+# --- decoding -------------------------------------------------------------------------------------
 
 
 def tree_attention(
@@ -98,16 +174,9 @@ def tree_attention(
     """See `specjax.kernels.reference.tree_attention`.
 
     Args:
-      kernel: a name of the table above.
+      kernel: a name of the table, or a path.
     """
     options = {"window": window, "with_lse": with_lse}
-    arrays = q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table
-    plain = window is None and sinks is None and not with_lse
-    if kernel == "cpu" and plain:
-        return cpu.tree_attention(*arrays)
-    if kernel in ("reference", "cpu"):
-        return reference.tree_attention(*arrays, sinks=sinks, **options)
-    attend = functools.partial(_tree_kernel(kernel), **options)
     batch, heads = ("batch", "heads", None, None), (None, "heads", None, None)
     bits = jnp.asarray(visible_bits)
     named = {
@@ -125,18 +194,13 @@ def tree_attention(
     if sinks is not None:
         named["sinks"] = (sinks, ("heads",))
     out = (batch, batch[:-1]) if with_lse else batch
-    return _on_each_device(attend, named, out, q.shape[0], k_tree.shape[1])
+    sizes = q.shape[0], k_tree.shape[1]
 
+    def attend(backend: Backend, function: Callable):
+        function = functools.partial(function, **options)
+        return _on_each_device(backend, function, named, out, *sizes)
 
-def _tree_kernel(kernel: str) -> Callable:
-    family, _, variant = kernel.partition(":")
-    if kernel == "tpu:interpret":
-        return functools.partial(tpu.tree_attention, tuning=tpu.INTERPRETED, interpret=True)
-    if family == "tpu":
-        return functools.partial(tpu.tree_attention, tuning=tpu.TUNING[variant])
-    if kernel == "gpu":
-        return gpu.tree_attention
-    return functools.partial(library.tree_attention, implementation=variant)
+    return _serve("tree_attention", kernel, attend)
 
 
 def commit(
@@ -154,14 +218,72 @@ def commit(
       arrays, rows: of each layer's keys and values, or of all layers' stacked.
       start: where each sequence's first row goes.
       run: every `run` rows, counted from `start`, are sure to lie in one page.
-      kernel: a name of the table above.
+      kernel: a name of the table, or a path.
     """
-    floats = all(x.dtype == jnp.float32 for x in (*arrays, *rows))
-    if kernel == "cpu" and floats and arrays[0].ndim == 4:
-        return cpu.commit(arrays, rows, start, table)
-    if kernel == "gpu" or kernel.startswith("library"):
-        return writes.by_scatter(arrays, rows, start, table, run=run)
-    return writes.by_slices(arrays, rows, start, table, run=run)
+
+    def write(_: Backend, function: Callable):
+        return function(arrays, rows, start, table, run=run)
+
+    return _serve("commit", kernel, write)
+
+
+def product(
+    x: Float[Array, "... K"], panels: Float[Array, "P K W"], *, kernel: str | None = None
+) -> Float[Array, "... N"]:
+    """`x @ weight`, in float32, of a weight [K, N] that lies in panels of W columns each.
+
+    Args:
+      panels: `weight.reshape(K, N // W, W).transpose(1, 0, 2)`; W is `PANEL_WIDTH`.
+      kernel: None: `offering("product")`.
+
+    Raises:
+      ValueError: the shapes do not fit.
+    """
+    _, k, width = panels.shape
+    if x.shape[-1] != k or width != PANEL_WIDTH:
+        raise ValueError(
+            f"expected x [.. {k}] and panels [P {k} {PANEL_WIDTH}], got {x.shape} and "
+            f"{panels.shape}"
+        )
+    kernel = offering("product") if kernel is None else kernel
+    return _serve("product", kernel, lambda _, function: function(x, panels))
+
+
+def runs_layers(cfg: ModelConfig) -> bool:
+    """Whether the kernel of a settled config runs the model's layers by `layers`."""
+    return refuses("layers", cfg.run.attention, None, cfg) is None
+
+
+def layers(
+    cfg: ModelConfig,
+    weights: Sequence[Mapping[str, Array]],
+    x: Float[Array, "B T D"],
+    cos: Float[Array, "B T H"],
+    sin: Float[Array, "B T H"],
+    pages: Sequence[tuple[Array, Array]],
+    prefix_len: Int[Array, " B"],
+    visible_bits: UInt32[Array, "*B T W"],
+    before: Sequence[tuple[Array, Array]] | None = None,
+    table: Table = None,
+) -> tuple[Float[Array, "B T D"], list[tuple[Array, Array]]]:
+    """Decoder layers over T tree rows, as `Block` has them one by one, where `runs_layers`.
+
+    Args:
+      weights: of each layer, by the names of a fused `Block`, its projections in panels.
+      cos, sin: see `rope_tables`.
+      pages: keys and values of each layer's cache, [P K S H].
+      visible_bits: numbers the rows `before` first, then the T rows themselves.
+      before: keys and values of earlier tree rows, [B K held H] of each layer.
+      table: the pages of each sequence; None: slot b has page b.
+
+    Returns:
+      states behind the last layer, and each layer's keys and values of the T rows [B K T H].
+    """
+    run = find(cfg.run.attention).operations["layers"]
+    return run(cfg, weights, x, cos, sin, pages, prefix_len, visible_bits, before, table)
+
+
+# --- training -------------------------------------------------------------------------------------
 
 
 def causal_attention(
@@ -177,13 +299,11 @@ def causal_attention(
 
     Args:
       context: how rows are split over devices; these attend in XLA, whatever the kernel.
-      kernel: a name of the table above.
+      kernel: a name of the table, or a path.
     """
     if context is not None:
         return over_devices.causal_attention(q, k, v, segment_ids, context)
-    if kernel in ("reference", "cpu"):
-        return reference.causal_attention(q, k, v, segment_ids)
-    return causal_attention_with_own(q, k, v, [], segment_ids, kernel=kernel)
+    return _causal(q, k, v, [], segment_ids, kernel)
 
 
 def causal_attention_with_own(
@@ -199,22 +319,24 @@ def causal_attention_with_own(
     """See `specjax.kernels.reference.causal_attention_with_own`; the rest as above."""
     if context is not None:
         return over_devices.causal_attention_with_own(q, k, v, own, segment_ids, context)
-    if kernel in ("reference", "cpu"):
-        return reference.causal_attention_with_own(q, k, v, own, segment_ids)
-    family, _, variant = kernel.partition(":")
-    if family == "tpu":
-        attend = functools.partial(library.splash_attention, interpret=variant == "interpret")
-    else:
-        implementation = "cudnn" if kernel == "gpu" else variant
-        attend = functools.partial(library.causal_attention, implementation=implementation)
+    return _causal(q, k, v, own, segment_ids, kernel)
+
+
+def _causal(q, k, v, own, segment_ids, kernel: str):
     batch = ("batch", "heads", None, None)
     named = {name: (x, batch) for name, x in (("q", q), ("k", k), ("v", v))}
     named["own"] = (own, batch)
     named["segment_ids"] = (segment_ids, ("batch", None))
-    return _on_each_device(attend, named, batch, q.shape[0], k.shape[1])
+
+    def attend(backend: Backend, function: Callable):
+        return _on_each_device(backend, function, named, batch, q.shape[0], k.shape[1])
+
+    return _serve("causal_attention", kernel, attend)
 
 
-def _on_each_device(attend: Callable, named: dict, out, batch: int, kv_heads: int):
+def _on_each_device(
+    backend: Backend, attend: Callable, named: dict, out, batch: int, kv_heads: int
+):
     """Calls `attend` on each device's share; the compiler cannot split a kernel by itself.
 
     Args:
@@ -223,7 +345,7 @@ def _on_each_device(attend: Callable, named: dict, out, batch: int, kv_heads: in
     """
     arrays = {name: x for name, (x, _) in named.items()}
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if mesh.empty or not backend.by_device:
         return attend(**arrays)
     sizes = {"batch": batch, "heads": kv_heads}
     split = {axis: sharding.spec_for(mesh, (axis,), (size,))[0] for axis, size in sizes.items()}

@@ -23,8 +23,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.config import ModelConfig
-from specjax.interfaces import Table
+from specjax.interfaces import Device, Table
 from specjax.kernels import library
+from specjax.kernels.backend import Kernels, head_sizes
 from specjax.kernels.gpu_body import KEYS, ROWS, WORDS, Shape, program
 from specjax.kernels.reference import (
     pack_heads,
@@ -51,7 +52,6 @@ HOPPER = ("H100", "H200", "H800", "H20")  # in `jax.Device.device_kind`, GH200 w
 # By head size. 64 positions of 128 are 32 KiB of keys and values; by Little's law 4.8 TB/s over a
 # latency of a microsecond want 36 KiB on their way per multiprocessor.
 TUNING = {64: Tuning(64, 6), 128: Tuning(64, 4)}
-PAGE_MULTIPLE = max(tuning.block for tuning in TUNING.values())  # positions; blocks lie in one page
 
 
 def shape_of(
@@ -83,21 +83,6 @@ def shape_of(
     return Shape(
         tiles, warpgroups, head, tuning.block, stages, page_size // tuning.block, splits, window
     )
-
-
-def no_kernel(platform: str, kind: str, cfg: ModelConfig) -> str | None:
-    """Why the kernel cannot be used for a model on a device, whose kind jax names."""
-    if platform not in ("gpu", "cuda"):
-        return f"it is compiled for GPUs, and the device is {platform!r}"
-    if not any(name in kind for name in HOPPER):
-        return f"it is written for Hopper ({', '.join(HOPPER)}), and this is {kind!r}"
-    sizes = sorted({mixer.head_dim for mixer in cfg.mixers("attention")})
-    if not set(sizes) <= TUNING.keys() or cfg.run.compute_dtype != "bfloat16":
-        return (
-            f"it takes bfloat16 heads of {' or '.join(map(str, TUNING))}, got "
-            f"{cfg.run.compute_dtype} heads of {', '.join(map(str, sizes))}"
-        )
-    return None
 
 
 def tree_attention(
@@ -213,3 +198,26 @@ def _call(shape: Shape, rows, k_tree, v_tree, words, lens, table, k_pages, v_pag
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
     )(rows, k_tree, v_tree, words, lens, table, k_pages, v_pages)
+
+
+def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | None:
+    if device is not None and device.platform not in ("gpu", "cuda"):
+        return f"it is compiled for GPUs, and the device is {device.platform!r}"
+    if device is not None and not any(name in device.kind for name in HOPPER):
+        return f"it is written for Hopper ({', '.join(HOPPER)}), and this is {device.kind!r}"
+    sizes, dtype = head_sizes(cfg), cfg.run.compute_dtype
+    if not TUNING.keys() >= set(sizes) or dtype != "bfloat16":
+        return (
+            f"it takes bfloat16 heads of {' or '.join(map(str, TUNING))}, got {dtype} heads of "
+            f"{', '.join(map(str, sizes))}"
+        )
+    return None
+
+
+BACKEND = Kernels(
+    operations={"tree_attention": tree_attention},
+    refuses=_refuses,
+    rest="library:cudnn",
+    line="Pallas Mosaic GPU tree attention; prompts and training by cuDNN",
+    page_multiple=max(tuning.block for tuning in TUNING.values()),  # blocks lie in one page
+)

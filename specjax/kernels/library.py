@@ -15,7 +15,10 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from specjax.interfaces import Table
+from specjax.config import ModelConfig
+from specjax.interfaces import Device, Table
+from specjax.kernels import commit
+from specjax.kernels.backend import Kernels, head_sizes
 from specjax.kernels.reference import (
     causal_segment_mask,
     contiguous,
@@ -28,11 +31,6 @@ from specjax.kernels.reference import (
 SPLASH_BLOCKS = (512, 256, 128)  # queries and keys at a time; the scores of 512 x 512 are 1 MiB
 
 # --- GPU: jax.nn.dot_product_attention ---------------------------------------------------------
-
-
-def cudnn_takes(head_dim: int, dtype: str) -> bool:
-    """Whether cuDNN's attention, forward and backward, has such heads on Hopper and before."""
-    return head_dim % 8 == 0 and head_dim <= 128 and dtype in ("bfloat16", "float16")
 
 
 def tree_attention(
@@ -185,3 +183,33 @@ def splash_attention(
     keys, values = _with_own(k, v, own)
     ids = splash.SegmentIds(segment_ids, jnp.tile(segment_ids, (1, 1 + len(own))))
     return jax.vmap(attend)(q * h**-0.5, keys, values, ids)[:, :, :s].astype(q.dtype)
+
+
+# --- backends -------------------------------------------------------------------------------------
+
+
+def _cudnn_refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | None:
+    """cuDNN's attention, forward and backward, on Hopper and before."""
+    if device is not None and device.platform not in ("gpu", "cuda"):
+        return f"cuDNN attends on GPUs, and the device is {device.platform!r}"
+    sizes = head_sizes(cfg)
+    halves = cfg.run.compute_dtype in ("bfloat16", "float16")
+    if not halves or any(size % 8 or size > 128 for size in sizes):
+        return f"cuDNN has none for {cfg.run.compute_dtype} heads of {', '.join(map(str, sizes))}"
+    return None
+
+
+def _operations(implementation: str) -> dict:
+    return {
+        "tree_attention": functools.partial(tree_attention, implementation=implementation),
+        "causal_attention": functools.partial(causal_attention, implementation=implementation),
+        "commit": commit.by_scatter,
+    }
+
+
+CUDNN = Kernels(
+    operations=_operations("cudnn"),
+    refuses=_cudnn_refuses,
+    line="jax.nn.dot_product_attention by cuDNN",
+)
+XLA = Kernels(operations=_operations("xla"), line="jax.nn.dot_product_attention in XLA")

@@ -1,14 +1,64 @@
-"""Names of attention kernels that users may ask for; a leaf, for parsers that import no jax."""
+"""The table of kernel backends, and what users may call them; imports no jax, for parsers."""
 
 from __future__ import annotations
 
-# `auto` is the platform's own. `tpu` and `library` choose by the device; what follows a colon is
-# the same by its full name, and `tpu:interpret` is the TPU's on CPU, for tests.
-ATTENTION = (
-    "auto", "reference", "cpu", "gpu", "tpu", "tpu:v5e", "tpu:v5p", "tpu:v6e", "tpu:interpret",
-    "library", "library:xla", "library:cudnn",
-)  # fmt: skip
+import argparse
+
+from specjax.registry import Registry, is_own_path
+
+BACKENDS = Registry(
+    "kernel backend",
+    {
+        "reference": "specjax.kernels.reference:BACKEND",
+        "cpu": "specjax.kernels.cpu:BACKEND",
+        "gpu": "specjax.kernels.gpu:BACKEND",
+        "tpu:v5e": "specjax.kernels.tpu:V5E",
+        "tpu:v5p": "specjax.kernels.tpu:V5P",
+        "tpu:v6e": "specjax.kernels.tpu:V6E",
+        "tpu:interpret": "specjax.kernels.tpu:INTERPRET",  # the TPU's on CPU, for tests
+        "library:xla": "specjax.kernels.library:XLA",
+        "library:cudnn": "specjax.kernels.library:CUDNN",
+    },
+    "a specjax.interfaces.Backend",
+)
+# A name for the first of several that is for the device.
+GROUPS = {
+    "tpu": ("tpu:v5e", "tpu:v5p", "tpu:v6e"),
+    "library": ("library:cudnn", "library:xla"),
+}
+# What `auto` takes on a platform, as jax names it: the first that does the work and refuses
+# neither device nor model; otherwise the reference.
+OWN = {
+    "cpu": ("cpu",),
+    "tpu": ("tpu",),
+    "gpu": ("gpu", "library"),
+    "cuda": ("gpu", "library"),
+    "rocm": ("gpu", "library"),
+}
+ATTENTION = ("auto", *sorted((*BACKENDS.names, *GROUPS)))
 ATTENTION_DOC = (
     "the attention kernel: auto, the platform's own, with a line at start that says which; or by "
     "name, which is refused where it cannot run"
 )
+
+
+def check_attention(name: str) -> str:
+    """The name, if it is one of `ATTENTION` or a path `module:attribute`; imports nothing.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    if name not in ATTENTION and not is_own_path(name, ATTENTION):
+        raise ValueError(
+            f"attention must be one of {', '.join(ATTENTION)}, or your own as "
+            f"'package.module:attribute'; got {name!r}"
+        )
+    return name
+
+
+def attention_flag(name: str) -> str:
+    """`check_attention`, as argparse's `type`."""
+    try:
+        return check_attention(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -1,14 +1,13 @@
 """Weights in panels, and their products on CPU: what decoding multiplies there.
 
-A weight `[K, N]` in panels is `[N / 16, K, 16]`; `cpu_product.h` says why, and `bench.cpu` measures
+A weight `[K, N]` in panels is `[N / 16, K, 16]`; `cpu/product.h` says why, and `bench.cpu` measures
 what it brings. A row's bits do not depend on how many rows it is multiplied with. Models ask the
 shape of a weight which product it wants, and `RunConfig.products` says whether `to_decode_layout`
 makes panels at all:
 
     name      decoding multiplies by
     xla       XLA
-    panels    `cpu_layers.cc`, `cpu_panels.cc`: one CPU device with a C++ compiler, float32,
-              unrolled layers
+    panels    `dispatch.product`: one CPU device with a C++ compiler, float32, unrolled layers
 """
 
 from __future__ import annotations
@@ -21,8 +20,10 @@ from jaxtyping import Array, Float
 
 from specjax.config import ModelConfig
 from specjax.config.checks import choice
-from specjax.kernels import cpu
-from specjax.kernels.cpu import WIDTH  # columns of a panel
+from specjax.interfaces import Device
+from specjax.kernels import dispatch
+from specjax.kernels.backend import Unsuited
+from specjax.kernels.dispatch import PANEL_WIDTH as WIDTH
 
 # The weights of models and heads that rows are multiplied with.
 NAMES = frozenset(
@@ -49,13 +50,7 @@ def settle(
     choice("products", asked, ASKED)
     if asked == "xla":
         return cfg.running(products="xla")
-    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    reason, loud = _not_for(cfg, device.platform, 1 if mesh is None else mesh.size), False
-    if reason is None:
-        try:
-            cpu.load()
-        except cpu.NoKernelError as error:
-            reason, loud = str(error), True
+    reason = _not_for(cfg, dispatch.device_of(mesh))
     if reason is None:
         log.info("%s: panels, by specjax's own kernel", whose)
         return cfg.running(products="panels")
@@ -64,18 +59,16 @@ def settle(
             f"products 'panels' cannot be had: {reason}. Take 'xla', or 'auto', which takes panels "
             "where it can"
         )
-    level = logging.WARNING if loud else logging.INFO
+    level = logging.INFO if isinstance(reason, Unsuited) else logging.WARNING
     log.log(level, "%s: XLA's, which take longer for a few rows on CPU: %s", whose, reason)
     return cfg.running(products="xla")
 
 
-def _not_for(cfg: ModelConfig, platform: str, devices: int) -> str | None:
+def _not_for(cfg: ModelConfig, device: Device) -> str | None:
     """Why panels are not for this model and these devices, or None."""
-    if platform != "cpu":
-        return f"they are for CPU, and the device is {platform!r}"
     if cfg.run.scan_layers:
-        return "layers are scanned, and panels are of unrolled ones"
-    return cpu.no_kernel(cfg, devices)
+        return Unsuited("layers are scanned, and panels are of unrolled ones")
+    return dispatch.refuses("product", dispatch.offering("product"), device, cfg)
 
 
 def pack(params: dict, dtype: str = "float32") -> dict:
@@ -101,21 +94,3 @@ def pack(params: dict, dtype: str = "float32") -> dict:
 def unpack(panels: Float[Array, "P K W"]) -> Float[Array, "K N"]:
     """The weight that the panels hold."""
     return panels.transpose(1, 0, 2).reshape(panels.shape[1], -1)
-
-
-def product(x: Float[Array, "... K"], panels: Float[Array, "P K W"]) -> Float[Array, "... N"]:
-    """`x @ unpack(panels)` in float32, each sum in the order of K.
-
-    Raises:
-      TypeError: an array is not float32. ValueError: the shapes do not fit.
-    """
-    if x.dtype != jnp.float32 or panels.dtype != jnp.float32:
-        raise TypeError(f"panels are multiplied in float32, got {x.dtype} and {panels.dtype}")
-    count, k, width = panels.shape
-    if x.shape[-1] != k or width != WIDTH:
-        raise ValueError(
-            f"expected x [.. {k}] and panels [P {k} {WIDTH}], got {x.shape} and {panels.shape}"
-        )
-    out = jax.ShapeDtypeStruct((*x.shape[:-1], count * width), jnp.float32)
-    cpu.load()
-    return jax.ffi.ffi_call(cpu.PANELS, out)(x, panels)

@@ -20,7 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt32
 
-from specjax.interfaces import Table
+from specjax.config import ModelConfig
+from specjax.interfaces import Device, Table
+from specjax.kernels import library
+from specjax.kernels.backend import Kernels, head_sizes
 from specjax.kernels.reference import pack_heads, sink_of_rows, tree_depth, within_window
 from specjax.kernels.tpu_body import SUBLANES, Blocks, Kernel
 
@@ -247,3 +250,44 @@ def _call(kernel: Kernel, scalars, inputs, pages, vmem: int, interpret: Interpre
         interpret=interpret,
         name="tree_attention",
     )(*scalars, *inputs, *pages)
+
+
+# --- backends -------------------------------------------------------------------------------------
+
+
+def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | None:
+    if device is not None and device.platform != "tpu":
+        return f"it is compiled for TPUs, and the device is {device.platform!r}"
+    if odd := [size for size in head_sizes(cfg) if size % LANES]:
+        return f"head_dim must be a multiple of {LANES}, got {odd[0]}"
+    return None
+
+
+def _of(generation: str, *kinds: str) -> Kernels:
+    attend = functools.partial(tree_attention, tuning=TUNING[generation])
+    return Kernels(
+        operations={"tree_attention": attend, "causal_attention": library.splash_attention},
+        refuses=_refuses,
+        line=f"Pallas tree attention for {generation}, splash attention in training",
+        kinds=kinds,
+    )
+
+
+def _refuses_to_interpret(operation: str, device: Device | None, cfg: ModelConfig) -> str | None:
+    if device is not None and device.platform != "cpu":
+        return "it interprets the TPU kernel, for tests on CPU"
+    return None
+
+
+V5E = _of("v5e", "TPU v5 lite", "TPU v5e")
+V5P = _of("v5p", "TPU v5", "TPU v5p")
+V6E = _of("v6e", "TPU v6 lite", "TPU v6e")
+INTERPRET = Kernels(
+    operations={
+        "tree_attention": functools.partial(tree_attention, tuning=INTERPRETED, interpret=True),
+        "causal_attention": functools.partial(library.splash_attention, interpret=True),
+    },
+    refuses=_refuses_to_interpret,
+    line="the TPU kernel in interpret mode: slow, for tests",
+    warns=True,
+)

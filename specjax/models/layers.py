@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from specjax.config import ModelConfig
 from specjax.config.model import Layer
 from specjax.interfaces import Param, Params
-from specjax.kernels import panels
+from specjax.kernels import dispatch
 
 
 def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "... D"], eps: float) -> Array:
@@ -24,7 +24,7 @@ def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "... D"], eps: float)
 
 def dense(x: Float[Array, "... I"], weight: Float[Array, "..."]) -> Float[Array, "... O"]:
     """`x @ weight`, of a weight [I O] or, where nobody asks for gradients, of one in panels."""
-    return panels.product(x, weight) if weight.ndim == 3 else _dense(x, weight)
+    return dispatch.product(x, weight) if weight.ndim == 3 else _dense(x, weight)
 
 
 @jax.custom_vjp

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig
 from specjax.interfaces import Param, Params
-from specjax.kernels import cpu, dispatch, panels
+from specjax.kernels import dispatch, panels
 from specjax.memory import KVCache, Table, with_marked_keys
 from specjax.models.layers import Block, draw, fuse, layer_rows, rms_norm
 from specjax.models.stacks import part_of, stacks, tree_of
@@ -107,7 +107,7 @@ class Transformer(nnx.Module):
           states, and keys and values: of the T rows, or the buffers with these filled in.
         """
 
-        if by_position is None and cpu.runs_layers(self.cfg):
+        if by_position is None and dispatch.runs_layers(self.cfg):
             buffers, held = (None, 0) if scratch is None else scratch
             pairs = None if buffers is None else list(zip(*buffers, strict=True))
             pages, x = list(zip(*cache, strict=True)), self.embed_tokens(tokens)
@@ -214,7 +214,7 @@ def _run_block(layer: Callable, graphdef, state, x, layer_cache):
 def layers_by_kernel(
     cfg: ModelConfig, blocks, x, positions, pages, prefix_len, visible_bits, buffers, held, table
 ) -> tuple[Array, list[tuple[Array, Array]]]:
-    """Layers over tree rows by `cpu.layers`, where `cpu.runs_layers`.
+    """Layers over tree rows by `dispatch.layers`, where `dispatch.runs_layers`.
 
     Args:
       pages: keys and values of each layer. buffers: of earlier tree rows, likewise, of which they
@@ -225,7 +225,7 @@ def layers_by_kernel(
     """
     before = held and [tuple(buffer[:, :, :held] for buffer in pair) for pair in buffers]
     weights, angles = [block.arrays() for block in blocks], rope_angles(cfg, positions)
-    x, rows = cpu.layers(
+    x, rows = dispatch.layers(
         cfg, weights, x, *angles, pages, prefix_len, visible_bits, before or None, table
     )
     if buffers is not None:
@@ -269,7 +269,7 @@ def embed_tokens(embed: Float[Array, "V D"], tokens: Int[Array, "..."], cfg: Mod
 def lm_logits(normed: Float[Array, "... D"], head: Float[Array, "..."]) -> Float[Array, "... V"]:
     """Float32 logits of normed states, by a head [D V] or one in panels."""
     if head.ndim == 3:
-        return panels.product(normed, head)
+        return dispatch.product(normed, head)
     return jnp.matmul(normed, head.astype(normed.dtype), preferred_element_type=jnp.float32)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specjax.kernels import cpu
+from specjax.kernels.cpu import native
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "engine"))
 
@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "engine"))
 def small_calls_have_threads():
     """What these tests compute is too little to wake threads for, and they are to try them."""
     try:
-        cpu.load()
-    except cpu.NoKernelError:
+        native.load()
+    except native.NoKernelError:
         return
-    ctypes.CDLL(str(cpu.build())).specjax_wake_for(ctypes.c_int64(0))
+    ctypes.CDLL(str(native.build())).specjax_wake_for(ctypes.c_int64(0))

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from specjax.kernels import cpu
+from specjax.kernels.cpu import native
 
 TARGETS = {
     "x86-64-v2": "-march=x86-64-v2",  # 4 lanes
@@ -30,21 +30,21 @@ def built_for(name: str, compiler: str | None = None):
     if platform.machine() != "x86_64":
         pytest.skip(f"{name} is a processor of x86")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(cpu.TARGET_VARIABLE, TARGETS[name])
+        patch.setenv(native.TARGET_VARIABLE, TARGETS[name])
         patch.setenv("XDG_CACHE_HOME", str(CACHE))
         if compiler:
             patch.setenv("CXX", compiler)
         try:
-            path = cpu.build()
-        except cpu.NoKernelError as error:
+            path = native.build()
+        except native.NoKernelError as error:
             if not any(text in str(error) for text in UNKNOWN):
                 raise
             pytest.skip(f"the compiler does not know {name}: {error}")
-        if lacking := cpu._lacking(ctypes.CDLL(str(path))):
+        if lacking := native._lacking(ctypes.CDLL(str(path))):
             pytest.skip(f"this processor lacks {', '.join(lacking)}")
         for constant, target in _registered(path).items():
-            patch.setattr(cpu, constant, target)
-        patch.setattr(cpu, "load", lambda: None)
+            patch.setattr(native, constant, target)
+        patch.setattr(native, "load", lambda: None)
         yield
 
 

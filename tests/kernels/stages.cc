@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "cpu.h"
+#include "common.h"
 
 int main(int, char** arguments) {
   xla::ffi::ThreadPool pool(std::atoi(arguments[1]));

@@ -22,8 +22,9 @@ from specjax.drafts.model import ModelSource
 from specjax.engine.engine import Engine
 from specjax.engine.request import make_jobs
 from specjax.engine.settings import EngineConfig
-from specjax.kernels import cpu, panels
+from specjax.kernels import dispatch, panels
 from specjax.kernels.choice import choose
+from specjax.kernels.cpu import calls, native
 from specjax.models.families.dense import change_dense
 from specjax.models.transformer import to_decode_layout
 
@@ -53,7 +54,7 @@ def compare_products(seed, rows, k, count):
     x, weight = normal(rng, rows, k), normal(rng, k, count * panels.WIDTH)
     (packed,) = panels.pack({"o": weight}).values()
     np.testing.assert_array_equal(panels.unpack(packed), weight)
-    found = panels.product(x, packed)
+    found = dispatch.product(x, packed)
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
     np.testing.assert_allclose(found, exact, atol=1e-6 * k, rtol=1e-5)
 
@@ -76,10 +77,10 @@ def test_a_rows_product_is_the_same_bits_beside_any_others(shape):
     rng = np.random.default_rng(0)
     x = normal(rng, 2, 13, shape[0])
     (packed,) = panels.pack({"o": normal(rng, *shape)}).values()
-    whole = panels.product(x, packed)
+    whole = dispatch.product(x, packed)
     for rows in range(1, 13):
-        np.testing.assert_array_equal(panels.product(x[:, :rows], packed), whole[:, :rows])
-        np.testing.assert_array_equal(panels.product(x[1:, -rows:], packed), whole[1:, -rows:])
+        np.testing.assert_array_equal(dispatch.product(x[:, :rows], packed), whole[:, :rows])
+        np.testing.assert_array_equal(dispatch.product(x[1:, -rows:], packed), whole[1:, -rows:])
 
 
 def test_only_weights_that_rows_are_multiplied_with_become_panels():
@@ -101,7 +102,7 @@ def test_only_weights_that_rows_are_multiplied_with_become_panels():
 ])  # fmt: skip
 def test_products_of_what_does_not_fit_are_refused(x, weight, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        panels.product(x, weight)
+        dispatch.product(x, weight)
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ def compare_attention(seed, batch, kv_heads, group, rows, before, size, stretche
     sizes = batch, kv_heads, group, rows, size, stretches
     case = random_case(seed, *sizes, "float32", before=before, head=head)
     wanted, _ = expected(*case, window=None, sinks=None)
-    np.testing.assert_allclose(cpu.tree_attention(*case), wanted, atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(calls.tree_attention(*case), wanted, atol=1e-5, rtol=1e-5)
 
 
 @settings(max_examples=12)
@@ -145,7 +146,7 @@ def test_one_tree_for_all_slots_and_pages_of_their_own():
     bits, prefix = chain_bits(5), np.array([0, 7, 32], np.int32)
     own = q, k, v, k_pages[:3], v_pages[:3], prefix
     wanted, _ = expected(*own, bits, None, window=None, sinks=None)
-    np.testing.assert_allclose(cpu.tree_attention(*own, bits), wanted, atol=1e-5)
+    np.testing.assert_allclose(calls.tree_attention(*own, bits), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("prefix", [0, 5, 15, 16, 31])
@@ -162,7 +163,7 @@ def test_a_row_is_the_same_bits_whether_its_ancestors_are_drafts_or_cached(prefi
                 for p, x in zip(pages, (k, v), strict=True)]  # fmt: skip
         own = (x[:, :, cached:rows] for x in (k, v))
         there = np.array([prefix + cached], np.int32)
-        return cpu.tree_attention(q[:, :, cached:rows], *own, *held, there, bits, table)
+        return calls.tree_attention(q[:, :, cached:rows], *own, *held, there, bits, table)
 
     whole = attend(length, 0, chain_bits(length))
     for row in range(length):
@@ -180,10 +181,10 @@ def test_a_row_of_a_tree_is_the_same_bits_alone(
     q, k, v, *pages, prefix, bits, table = random_case(
         seed, *sizes, "float32", before=before, head=head
     )
-    whole = cpu.tree_attention(q, k, v, *pages, prefix, bits, table)
+    whole = calls.tree_attention(q, k, v, *pages, prefix, bits, table)
     rng = np.random.default_rng(seed)
     slot, row = (slice(at, at + 1) for at in rng.integers((batch, rows)))
-    alone = cpu.tree_attention(
+    alone = calls.tree_attention(
         q[slot, :, row], k[slot], v[slot], *pages, prefix[slot], bits[slot, row], table[slot]
     )
     np.testing.assert_array_equal(alone, whole[slot, :, row])
@@ -192,14 +193,14 @@ def test_a_row_of_a_tree_is_the_same_bits_alone(
 def test_scores_far_apart_underflow_to_nothing_and_nan_stays_nan():
     case = list(random_case(0, 1, 1, 1, 2, 16, 1, "float32", [16], head=16))
     case[6] = chain_bits(2)
-    found = cpu.tree_attention(case[0] * 1e4, *case[1:])
+    found = calls.tree_attention(case[0] * 1e4, *case[1:])
     assert np.isfinite(found).all()
     page = case[7][0, 0]
     keys, values = (np.concatenate([case[i + 3][page, 0], case[i + 1][0, 0]]) for i in (0, 1))
     scores = keys @ np.asarray(case[0][0, 0]).T
     scores[17, 0] = -np.inf  # the second row of the tree, to the first
     np.testing.assert_allclose(found[0, 0], values[scores.argmax(0)], atol=1e-6)
-    assert np.isnan(cpu.tree_attention(case[0] * np.nan, *case[1:])).all()
+    assert np.isnan(calls.tree_attention(case[0] * np.nan, *case[1:])).all()
 
 
 # --- what is chosen -------------------------------------------------------------------------------
@@ -210,9 +211,9 @@ def no_compiler(monkeypatch, tmp_path):
     """A machine on which nothing was built yet, and nothing can be."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cpu._try_to_load.cache_clear()
+    native._try_to_load.cache_clear()
     yield
-    cpu._try_to_load.cache_clear()
+    native._try_to_load.cache_clear()
 
 
 def llm_of(spec="2_1_3", **engine):
@@ -244,8 +245,8 @@ def test_engines_on_cpu_run_the_kernels_unless_told_otherwise(caplog):
     assert "attention: specjax's kernel" in caplog.text and "products: panels" in caplog.text
     assert {leaf.ndim for leaf in jax.tree.leaves(runner.head)} == {1, 2, 3}, "the head as well"
     texts = {key[0]: text for key, text in programs(llm).items()}
-    assert all(name in texts["chunk"] for name in (cpu.PANELS, cpu.LAYERS))
-    assert cpu.LAYERS in texts["prefill"] and cpu.COMMIT in texts["chunk"]
+    assert all(name in texts["chunk"] for name in (native.PANELS, native.LAYERS))
+    assert native.LAYERS in texts["prefill"] and native.COMMIT in texts["chunk"]
     plain = llm_of(attention="reference", products="xla")
     assert [s.token_ids for s in samples_of(plain)] == wanted()
     assert not any("specjax_" in text for text in programs(plain).values())
@@ -340,27 +341,27 @@ def test_settings_of_the_engine_are_checked():
 
 def test_it_is_built_once_and_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = cpu.build()
+    path = native.build()
     made = path.stat().st_mtime_ns
-    assert path.parent == tmp_path / "specjax" and cpu.build() == path
+    assert path.parent == tmp_path / "specjax" and native.build() == path
     assert path.stat().st_mtime_ns == made and list(path.parent.iterdir()) == [path]
 
 
 @pytest.fixture
 def no_flags_asked(monkeypatch):
     """These tests may themselves be run for a target."""
-    for variable in (cpu.TARGET_VARIABLE, cpu.FLAGS_VARIABLE):
+    for variable in (native.TARGET_VARIABLE, native.FLAGS_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
 
 
 def test_a_compiler_that_fails_is_named_with_its_error(monkeypatch, tmp_path, no_flags_asked):
     compiler = tmp_path / "broken"
-    compiler.write_text("#!/bin/sh\necho 'cpu.h:1: error: out of luck' >&2\nexit 1\n")
+    compiler.write_text("#!/bin/sh\necho 'common.h:1: error: out of luck' >&2\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(cpu.NoKernelError, match="broken failed: cpu.h:1: error: out of luck"):
-        cpu.build()
+    with pytest.raises(native.NoKernelError, match="broken failed: common.h:1: error: out of luck"):
+        native.build()
 
 
 def test_the_next_compiler_is_tried(monkeypatch, tmp_path):
@@ -371,14 +372,14 @@ def test_the_next_compiler_is_tried(monkeypatch, tmp_path):
         compiler.chmod(0o755)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(cpu, "COMPILERS", (str(broken), str(sound)))
-    assert cpu.build().read_text() == "made\n"
+    monkeypatch.setattr(native, "COMPILERS", (str(broken), str(sound)))
+    assert native.build().read_text() == "made\n"
 
 
 @pytest.fixture
 def quickly_built(monkeypatch):
     """Where libraries are put is looked at, and not what they can."""
-    monkeypatch.setattr(cpu, "_compile", lambda *to: to[-1].touch())
+    monkeypatch.setattr(native, "_compile", lambda *to: to[-1].touch())
 
 
 def test_a_user_without_a_home_gets_the_kernels_too(monkeypatch, quickly_built):
@@ -386,8 +387,8 @@ def test_a_user_without_a_home_gets_the_kernels_too(monkeypatch, quickly_built):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(cpu.Path, "home", nobody)
-    assert cpu.build().exists()
+    monkeypatch.setattr(native.Path, "home", nobody)
+    assert native.build().exists()
 
 
 def test_a_full_disk_is_told_as_such(monkeypatch, tmp_path):
@@ -395,28 +396,28 @@ def test_a_full_disk_is_told_as_such(monkeypatch, tmp_path):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cpu.tempfile, "TemporaryDirectory", full)
-    with pytest.raises(cpu.NoKernelError, match="No space left"):
-        cpu.build()
+    monkeypatch.setattr(native.tempfile, "TemporaryDirectory", full)
+    with pytest.raises(native.NoKernelError, match="No space left"):
+        native.build()
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path, quickly_built):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    built = cpu.build()
+    built = native.build()
     assert built.exists() and tmp_path not in built.parents
 
 
 def test_what_cannot_be_loaded_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cpu, "_compile", lambda *to: to[-1].write_bytes(b"no library"))
-    cpu._try_to_load.cache_clear()
+    monkeypatch.setattr(native, "_compile", lambda *to: to[-1].write_bytes(b"no library"))
+    native._try_to_load.cache_clear()
     try:
         for _ in range(2):
-            with pytest.raises(cpu.NoKernelError, match="cannot be loaded.*delete it"):
-                cpu.load()
+            with pytest.raises(native.NoKernelError, match="cannot be loaded.*delete it"):
+                native.load()
     finally:
-        cpu._try_to_load.cache_clear()
+        native._try_to_load.cache_clear()
 
 
 def test_the_other_native_flag_is_tried_and_without_any_nothing_is_built(
@@ -427,29 +428,29 @@ def test_the_other_native_flag_is_tried_and_without_any_nothing_is_built(
     def run(command, **_):
         tried.append(command)
         refused = not known & set(command)
-        assert tuple(command[-len(cpu.EXACT) :]) == cpu.EXACT, "the last word about arithmetic"
+        assert (*command[-len(native.EXACT) :],) == native.EXACT, "the last word about arithmetic"
         if not refused:
             Path(command[command.index("-o") + 1]).touch()
         return subprocess.CompletedProcess(command, int(refused), "", "error: unknown flag")
 
-    monkeypatch.setattr(cpu.subprocess, "run", run)
+    monkeypatch.setattr(native.subprocess, "run", run)
     known = {"-mcpu=native"}
-    cpu._compile("c++", cpu.NATIVE, tmp_path / "kernels.so")
-    assert (tmp_path / "kernels.so").exists() and len(tried) == len(cpu.NATIVE)
+    native._compile("c++", native.NATIVE, tmp_path / "kernels.so")
+    assert (tmp_path / "kernels.so").exists() and len(tried) == len(native.NATIVE)
     known = set()
-    with pytest.raises(cpu.NoKernelError, match="c.. failed: error: unknown flag"):
-        cpu._compile("c++", cpu.NATIVE, tmp_path / "others.so")
+    with pytest.raises(native.NoKernelError, match="c.. failed: error: unknown flag"):
+        native._compile("c++", native.NATIVE, tmp_path / "others.so")
     assert list(tmp_path.iterdir()) == [tmp_path / "kernels.so"]
 
 
 _BUSY = """
 import threading, jax, jax.numpy as jnp
-from specjax.kernels import panels
+from specjax.kernels import dispatch
 
 weights = jnp.ones((16, 256, 16)) / 256
 
 def products(x):
-    return jax.lax.fori_loop(0, 1000, lambda _, x: panels.product(x, weights), x)
+    return jax.lax.fori_loop(0, 1000, lambda _, x: dispatch.product(x, weights), x)
 
 run, x = jax.jit(products), jnp.ones((8, 256))
 sort, long = jax.jit(lambda x: [jnp.sort(x + i)[::100] for i in range(4)]), jnp.arange(2e6) % 1e3
@@ -464,28 +465,28 @@ print("done")
 
 _THREADS = """
 import ctypes
-from specjax.kernels import cpu
+from specjax.kernels.cpu import native
 
-cpu.load()
-print(ctypes.CDLL(str(cpu.build())).specjax_most_threads())
+native.load()
+print(ctypes.CDLL(str(native.build())).specjax_most_threads())
 """
 
 
-@pytest.mark.parametrize("flag", [cpu.ONE_THREAD, "--xla_cpu_multi_thread_eigen=true"])
+@pytest.mark.parametrize("flag", [native.ONE_THREAD, "--xla_cpu_multi_thread_eigen=true"])
 def test_a_call_has_one_thread_where_xla_is_told_so(flag):
     done = subprocess.run(
         [sys.executable, "-c", _THREADS], capture_output=True, text=True, timeout=120,
         env=os.environ | {"XLA_FLAGS": flag},
     )  # fmt: skip
-    assert (int(done.stdout) == 1) == (flag == cpu.ONE_THREAD), done.stderr
+    assert (int(done.stdout) == 1) == (flag == native.ONE_THREAD), done.stderr
 
 
 def test_threads_share_stages_without_races(tmp_path):
     """Under a thread sanitizer where there is one; a plain pool stands in for XLA's."""
-    program, compiler = tmp_path / "stages", cpu._compilers()[0]
+    program, compiler = tmp_path / "stages", native._compilers()[0]
     command = [
-        compiler, *cpu.FLAGS[:1], "-O1", "-pthread", f"-I{HERE / 'stand_in'}",
-        f"-I{cpu.SOURCE.parent}", str(HERE / "stages.cc"), "-o", str(program),
+        compiler, *native.FLAGS[:1], "-O1", "-pthread", f"-I{HERE / 'stand_in'}",
+        f"-I{native.SOURCE.parent}", str(HERE / "stages.cc"), "-o", str(program),
     ]  # fmt: skip
     watched = [*command, "-fsanitize=thread"], [program, "1", "0"]  # some kernels refuse to run it
     if any(subprocess.run(part, capture_output=True).returncode for part in watched):

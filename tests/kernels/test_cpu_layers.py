@@ -14,7 +14,8 @@ from test_tpu import random_case
 
 from specjax.decode.tree import chain_bits
 from specjax.drafts.mtp import head_graphdef, init_head_params, to_panels
-from specjax.kernels import cpu
+from specjax.kernels import dispatch
+from specjax.kernels.cpu import calls, native
 from specjax.memory import KVCache, commit_rows
 from specjax.models.families.dense import change_dense
 from specjax.models.transformer import graphdef, init_params, to_decode_layout
@@ -30,7 +31,7 @@ def noisy(params, seed):
 
 def decode_of(bias: bool, qk_norm: bool, kernel: str):
     """A policy's `decode` by one kernel of attention, jitted, with its parameters."""
-    return _decode_of(bias, qk_norm, kernel, cpu.LAYERS)
+    return _decode_of(bias, qk_norm, kernel, native.LAYERS)
 
 
 @functools.cache
@@ -102,8 +103,8 @@ def test_it_is_one_operation():
     text = decode_of(False, True, "cpu").lower(
         *ints[:2], cache, ints[2], chain_bits(5), None, 0, None
     ).as_text()  # fmt: skip
-    assert text.count("custom_call @" + cpu.LAYERS) == 1
-    assert not any(name in text for name in (cpu.PANELS, cpu.ATTENTION))
+    assert text.count("custom_call @" + native.LAYERS) == 1
+    assert not any(name in text for name in (native.PANELS, native.ATTENTION))
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -158,18 +159,18 @@ def test_a_head_drafts_what_it_drafts_by_xla():
 
 def test_layers_of_widths_that_fill_no_register_go_by_xla():
     kernels = MODEL.running(products="panels", attention="cpu")
-    assert cpu.runs_layers(kernels)
+    assert dispatch.runs_layers(kernels)
     for other in (
         change_dense(kernels, intermediate_size=40), change_dense(kernels, hidden_size=24),
         kernels.running(products="xla"), kernels.running(attention="reference"),
     ):  # fmt: skip
-        assert not cpu.runs_layers(other)
+        assert not dispatch.runs_layers(other)
 
 
 def test_layers_of_another_dtype_are_refused():
     x = jnp.zeros((1, 1, 32), jnp.bfloat16)
     with pytest.raises(TypeError, match="float32, got .*bfloat16"):
-        cpu.layers(MODEL, [{}], x, x, x, [(x, x)], np.zeros(1, np.int32), chain_bits(1))
+        calls.layers(MODEL, [{}], x, x, x, [(x, x)], np.zeros(1, np.int32), chain_bits(1))
 
 
 # --- commits --------------------------------------------------------------------------------------
@@ -217,5 +218,5 @@ def test_what_a_program_is_donated_is_written_in_place():
         return jax.lax.fori_loop(0, 3, body, cache)
 
     text = jax.jit(loop, donate_argnums=0).lower(cache).compile().as_text()
-    inside = text[text.index(cpu.COMMIT) - 2000 : text.index(cpu.COMMIT)]
+    inside = text[text.index(native.COMMIT) - 2000 : text.index(native.COMMIT)]
     assert "f32[3,1,16,16]{3,2,1,0} copy(" not in inside

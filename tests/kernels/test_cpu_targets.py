@@ -16,7 +16,8 @@ from test_cpu import normal, pytestmark  # noqa: F401  (skips without a compiler
 from test_tpu import random_case
 
 from specjax.decode.tree import chain_bits
-from specjax.kernels import cpu, panels
+from specjax.kernels import dispatch, panels
+from specjax.kernels.cpu import calls, native
 
 
 def marked(names, slow):
@@ -50,10 +51,10 @@ def results(target, compiler=None) -> list:
     with built_for(target, compiler):
         for rows, k, n in ((1, 70, 144), (13, 640, 336)):
             (packed,) = panels.pack({"o": normal(rng, k, n)}).values()
-            found.append(panels.product(normal(rng, rows, k), packed))
+            found.append(dispatch.product(normal(rng, rows, k), packed))
         for rows in (1, 2, 3, 14):
             case = random_case(rows, 2, 2, 3, rows, 24, 2, "float32", before=4, head=48)
-            found.append(cpu.tree_attention(*case))
+            found.append(calls.tree_attention(*case))
         found.append(layers_of(rng))
     return [np.asarray(x) for x in found]
 
@@ -76,7 +77,7 @@ def layers_of(rng):
     }  # fmt: skip
     x, cos, sin = normal(rng, 2, 5, width), normal(rng, 2, 5, head), normal(rng, 2, 5, head)
     pages = tuple(normal(rng, 2, 2, kv_heads, 32, head))
-    out, _ = cpu.layers(cfg, [weights], x, cos, sin, [pages], np.array([9, 32]), chain_bits(5))
+    out, _ = calls.layers(cfg, [weights], x, cos, sin, [pages], np.array([9, 32]), chain_bits(5))
     return out
 
 
@@ -104,11 +105,11 @@ def test_compilers_agree_on_every_bit(target):
 def unloaded(monkeypatch):
     """Nothing is asked for and nothing loaded yet; builds lie beside the others of this file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(CACHE))
-    for variable in (cpu.TARGET_VARIABLE, cpu.FLAGS_VARIABLE):
+    for variable in (native.TARGET_VARIABLE, native.FLAGS_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
-    cpu._try_to_load.cache_clear()
+    native._try_to_load.cache_clear()
     yield monkeypatch
-    cpu._try_to_load.cache_clear()
+    native._try_to_load.cache_clear()
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def plain_processor(unloaded, tmp_path):
 
     def start():
         (tmp_path / "cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu sse sse2 pni ssse3\n")
-        unloaded.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
+        unloaded.setattr(native, "CPUINFO", tmp_path / "cpuinfo")
 
     if platform.machine() != "x86_64":
         pytest.skip("the targets are processors of x86")
@@ -125,47 +126,47 @@ def plain_processor(unloaded, tmp_path):
 
 
 def test_what_is_built_for_a_named_target_is_found_on_other_machines(unloaded, plain_processor):
-    unloaded.setenv(cpu.TARGET_VARIABLE, TARGETS["x86-64-v3"])
-    here, native, tuned = cpu.build(), cpu._key(cpu.NATIVE), cpu._key([["-mtune=native"]])
+    unloaded.setenv(native.TARGET_VARIABLE, TARGETS["x86-64-v3"])
+    here, own, tuned = native.build(), native._key(native.NATIVE), native._key([["-mtune=native"]])
     plain_processor()
-    unloaded.setattr(cpu, "_writable", None)  # the cache may be read only
-    assert cpu._key(cpu.NATIVE) != native and cpu._key([["-mtune=native"]]) != tuned
-    assert cpu.build() == here
+    unloaded.setattr(native, "_writable", None)  # the cache may be read only
+    assert native._key(native.NATIVE) != own and native._key([["-mtune=native"]]) != tuned
+    assert native.build() == here
     unloaded.delenv("CXX", raising=False)
-    unloaded.setattr(cpu, "COMPILERS", ())
-    there = cpu.build()
+    unloaded.setattr(native, "COMPILERS", ())
+    there = native.build()
     assert there.parent == here.parent and there.stem.split("-")[1] == here.stem.split("-")[1]
-    unloaded.setenv(cpu.TARGET_VARIABLE, "-march=x86-64-v3 -mtune=no-one-has-built-this")
-    with pytest.raises(cpu.NoKernelError, match="no C.. compiler"):
-        cpu.build()
+    unloaded.setenv(native.TARGET_VARIABLE, "-march=x86-64-v3 -mtune=no-one-has-built-this")
+    with pytest.raises(native.NoKernelError, match="no C.. compiler"):
+        native.build()
 
 
 def test_target_and_flags_are_part_of_the_key(unloaded):
     keys = set()
     for target, flags in (("", ""), ("-march=a", ""), ("-march=b", ""), ("", "-g"), ("-g", "-g")):
-        unloaded.setenv(cpu.TARGET_VARIABLE, target)
-        unloaded.setenv(cpu.FLAGS_VARIABLE, flags)
-        keys.add(cpu._key(cpu._targets()))
+        unloaded.setenv(native.TARGET_VARIABLE, target)
+        unloaded.setenv(native.FLAGS_VARIABLE, flags)
+        keys.add(native._key(native._targets()))
     assert len(keys) == 5
 
 
 def test_a_processor_that_lacks_what_the_target_has_is_told_so(unloaded, plain_processor):
-    unloaded.setenv(cpu.TARGET_VARIABLE, TARGETS["x86-64-v3"])
+    unloaded.setenv(native.TARGET_VARIABLE, TARGETS["x86-64-v3"])
     plain_processor()
-    with pytest.raises(cpu.NoKernelError, match="lacks .*fma, avx2.*TARGET='-march=x86-64-v3'"):
-        cpu.load()
+    with pytest.raises(native.NoKernelError, match="lacks .*fma, avx2.*TARGET='-march=x86-64-v3'"):
+        native.load()
 
 
 @pytest.mark.parametrize("variable, value, message", [
-    (cpu.TARGET_VARIABLE, "x86-64-v3", "expected flags .*got SPECJAX_CPU_TARGET='x86-64-v3'"),
-    (cpu.TARGET_VARIABLE, "-march='x", "expected flags .*correct or unset it"),
-    (cpu.TARGET_VARIABLE, "-march=no-such", "failed with SPECJAX_CPU_TARGET='-march=no-such'"),
-    (cpu.FLAGS_VARIABLE, "main.cc", "SPECJAX_CPU_FLAGS='-g', got SPECJAX_CPU_FLAGS='main.cc'"),
-    (cpu.FLAGS_VARIABLE, "-ffast-math", "failed with SPECJAX_CPU_FLAGS.*need exact arithmetic"),
+    (native.TARGET_VARIABLE, "x86-64-v3", "expected flags .*got SPECJAX_CPU_TARGET='x86-64-v3'"),
+    (native.TARGET_VARIABLE, "-march='x", "expected flags .*correct or unset it"),
+    (native.TARGET_VARIABLE, "-march=no-such", "failed with SPECJAX_CPU_TARGET='-march=no-such'"),
+    (native.FLAGS_VARIABLE, "main.cc", "SPECJAX_CPU_FLAGS='-g', got SPECJAX_CPU_FLAGS='main.cc'"),
+    (native.FLAGS_VARIABLE, "-ffast-math", "failed with SPECJAX_CPU_FLAGS.*need exact arithmetic"),
 ])  # fmt: skip
 def test_values_that_cannot_be_used_are_told_in_one_line(variable, value, message, unloaded):
-    unloaded.setenv("CXX", cpu._compilers()[0])
+    unloaded.setenv("CXX", native._compilers()[0])
     unloaded.setenv(variable, value)
-    with pytest.raises(cpu.NoKernelError, match=message) as error:
-        cpu.load()
+    with pytest.raises(native.NoKernelError, match=message) as error:
+        native.load()
     assert "\n" not in str(error.value)

@@ -14,7 +14,7 @@ from tiny import prompts_of, tiny_config, tiny_model
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.command_line import parse_config
 from specjax.engine.settings import EngineConfig
-from specjax.kernels import dispatch, library, reference, tpu
+from specjax.kernels import dispatch, reference, tpu
 from specjax.kernels.choice import choose
 from specjax.models.families.dense import change_dense
 from specjax.parallel import sharding
@@ -45,7 +45,7 @@ V5E, H100 = ("tpu", "TPU v5 lite"), ("gpu", "NVIDIA H100")
         (("tpu", "TPU v6 lite"), HALF, "tpu", "tpu:v6e", False, "v6e"),
         (("tpu", "TPU v9"), HALF, "auto", "reference", True, "this is 'TPU v9'"),
         (("tpu", "TPU v9"), HALF, "tpu:v5e", "tpu:v5e", False, "v5e"),
-        (V5E, tiny_config(), "auto", "reference", True, "multiple of 128, got 8"),
+        (V5E, tiny_config(), "auto", "reference", True, "reference; not tpu:v5e: head_dim must"),
         (V5E, HALF, "reference", "reference", False, "as asked for"),
         (H100, HALF, "auto", "gpu", False, "Pallas Mosaic GPU tree attention"),
         (("gpu", "NVIDIA H200"), NARROW, "auto", "gpu", False, "training by cuDNN"),
@@ -53,10 +53,11 @@ V5E, H100 = ("tpu", "TPU v5 lite"), ("gpu", "NVIDIA H100")
         (H100, HALF, "library", "library:cudnn", False, "by cuDNN"),
         (H100, WIDE, "auto", "library:xla", True, "cuDNN has none for float32 heads of 128"),
         (("cpu", "cpu"), tiny_config(), "auto", "reference", False, "multiple of 16, got 8"),
-        (("cpu", "cpu"), HALF, "auto", "reference", False, "XLA reference: they compute in"),
+        (("cpu", "cpu"), HALF, "auto", "reference", False, "reference; not cpu: it computes in"),
         (("cpu", "cpu"), WIDE, "library", "library:xla", False, "dot_product_attention"),
         (("cpu", "cpu"), WIDE, "tpu:interpret", "tpu:interpret", True, "slow, for tests"),
         (("neuron", "trn1"), WIDE, "auto", "reference", True, "no kernel for platform 'neuron'"),
+        (("rocm", "MI300"), HALF, "auto", "library:xla", True, "device is 'rocm'"),
     ],
 )
 def test_each_platform_gets_its_kernel_and_a_missing_one_is_loud(
@@ -71,11 +72,13 @@ def test_each_platform_gets_its_kernel_and_a_missing_one_is_loud(
     "device, cfg, asked, message",
     [
         (("cpu", "cpu"), WIDE, "tpu", "compiled for TPUs, and the device is 'cpu'"),
-        (("cpu", "cpu"), WIDE, "library:cudnn", "here it would be library:xla"),
+        (("cpu", "cpu"), WIDE, "library:cudnn", "cuDNN attends on GPUs, and the device is 'cpu'"),
         (V5E, tiny_config(), "tpu", "multiple of 128, got 8"),
-        (V5E, HALF, "tpu:v3", "block sizes for v5e, v5p, v6e"),
+        (V5E, HALF, "tpu:v3", "must be one of .* tpu:v5e, tpu:v5p, tpu:v6e"),
+        (("tpu", "TPU v9"), HALF, "tpu", "one for v5e, v5p, v6e, and this is 'TPU v9'"),
+        (V5E, HALF, "no_such.kernels:MINE", "cannot load kernel backend 'no_such.kernels:MINE'"),
         (V5E, HALF, "tpu:interpret", "for tests on CPU"),
-        (V5E, HALF, "flash", "must be one of auto, reference"),
+        (V5E, HALF, "flash", "must be one of auto, cpu"),
     ],
 )
 def test_a_kernel_that_cannot_be_used_is_refused(device, cfg, asked, message):
@@ -177,8 +180,8 @@ def test_training_attention_and_its_gradient_equal_the_reference(kernel, length,
 @pytest.fixture
 def calls(monkeypatch):
     """Shapes of the queries that each kernel was traced with."""
-    seen = {"tree": [], "causal": []}
-    attend, splash = tpu.tree_attention, library.splash_attention
+    seen, operations = {"tree": [], "causal": []}, tpu.INTERPRET.operations
+    attend, splash = operations["tree_attention"], operations["causal_attention"]
 
     def tree(q, *args, **kwargs):
         seen["tree"].append(q.shape)
@@ -188,8 +191,8 @@ def calls(monkeypatch):
         seen["causal"].append(q.shape)
         return splash(q, *args, **kwargs)
 
-    monkeypatch.setattr(tpu, "tree_attention", tree)
-    monkeypatch.setattr(library, "splash_attention", causal)
+    monkeypatch.setitem(operations, "tree_attention", tree)
+    monkeypatch.setitem(operations, "causal_attention", causal)
     return seen
 
 

@@ -11,7 +11,7 @@ from test_tpu import random_case
 from tiny import tiny_config, tiny_model
 
 from specjax.decode.tree import chain_bits
-from specjax.kernels import cpu, dispatch, reference
+from specjax.kernels import dispatch, reference
 from specjax.memory import empty_cache, with_marked_keys
 from specjax.models.families.dense import change_dense
 from specjax.models.transformer import graphdef, to_decode_layout
@@ -83,7 +83,7 @@ def paths(bits):
 def test_layers_by_the_kernel_mark_their_keys(cpu_kernels):
     cfg = change_dense(tiny_config(), intermediate_size=32, head_dim=16)
     cfg = cfg.running(scan_layers=False, attention="cpu", products="panels")
-    assert cpu.runs_layers(cfg)
+    assert dispatch.runs_layers(cfg)
     _, params, _ = tiny_model(cfg)
     embed = np.array(params["embed"])
     embed[9], embed[11] = np.nan, np.inf

@@ -11,8 +11,8 @@
 #include <cmath>
 #include <vector>
 
-#include "cpu_attend.h"
-#include "cpu_product.h"
+#include "attend.h"
+#include "product.h"
 
 namespace specjax {
 namespace {

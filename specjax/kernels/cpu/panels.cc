@@ -1,6 +1,6 @@
-// `cpu_product.h` as a call that XLA can make.
+// `product.h` as a call that XLA can make.
 
-#include "cpu_product.h"
+#include "product.h"
 
 namespace specjax {
 namespace {

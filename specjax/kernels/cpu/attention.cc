@@ -1,6 +1,6 @@
-// `cpu_attend.h` as a call that XLA can make.
+// `attend.h` as a call that XLA can make.
 
-#include "cpu_attend.h"
+#include "attend.h"
 
 namespace specjax {
 namespace {

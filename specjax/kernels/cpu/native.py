@@ -1,21 +1,13 @@
-"""The kernels for CPUs: `cpu_layers.cc` runs whole layers, `cpu_panels.cc` multiplies by weights,
-`cpu_attention.cc` attends, `cpu_commit.cc` writes keys and values to their pages.
+"""Builds the kernels for CPUs with the machine's C++ compiler, and hands them to XLA.
 
-They are built with the machine's C++ compiler when they are first needed, and handed to XLA. As
-compilers of other frameworks do for CPUs, this compiles for the very processor it runs on and keeps
-the result in the user's cache, under a name made of all that goes into it. Two variables of the
-environment say otherwise:
+As compilers of other frameworks do for CPUs, this compiles for the very processor it runs on when
+the kernels are first needed, and keeps the result in the user's cache, under a name made of all
+that goes into it. Two variables of the environment say otherwise:
 
     SPECJAX_CPU_TARGET    flags that name the processor, "-march=x86-64-v3 -mtune=znver3" say, in
                           place of -march=native: what one machine builds, another finds and runs
     SPECJAX_CPU_FLAGS     further flags of the compiler; those that change arithmetic are refused
                           or overruled
-
-All compute a row in one order, whatever stands beside it: in a batch of any size, in a tree of any
-shape, as a draft that is verified or as the next token of plain decoding it gets the same bits from
-them. XLA, which computes what lies between, does not promise as much. The bits depend neither on
-the compiler nor on its tuning, only on the width of the target's vectors and on whether it has
-fused multiply-add (`cpu.h`).
 """
 
 from __future__ import annotations
@@ -30,27 +22,20 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import jaxlib
-import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
 
-from specjax.config import ModelConfig
-from specjax.interfaces import Table
-
-SOURCE = Path(__file__).with_name("cpu.cc")  # includes the others
-READ = tuple(sorted(path for path in SOURCE.parent.glob("cpu*") if path.suffix in (".cc", ".h")))
+SOURCE = Path(__file__).with_name("library.cc")  # includes the others
+READ = tuple(sorted(path for path in SOURCE.parent.iterdir() if path.suffix in (".cc", ".h")))
 # As XLA and the sources know them.
 PANELS, ATTENTION, LAYERS = "specjax_panels", "specjax_attention", "specjax_layers"
 COMMIT = "specjax_commit"
-WIDTH = 16  # `kWidth` of `cpu.h`: columns of a panel; heads are multiples of it
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w")
-# The last on the command line: `cpu.h` says what is fused, and in which order sums run.
+# The last on the command line: `common.h` says what is fused, and in which order sums run.
 EXACT = (
     "-fno-unsafe-math-optimizations", "-fno-associative-math", "-fno-reciprocal-math",
     "-ffp-contract=off",
@@ -68,15 +53,6 @@ _LOCK = threading.Lock()
 
 class NoKernelError(RuntimeError):
     """There is no kernel for this machine, and why."""
-
-
-def no_kernel(cfg: ModelConfig, devices: int) -> str | None:
-    """Why a model that decodes on so many devices does without, or None."""
-    if devices > 1:
-        return f"they run on one device, and the mesh has {devices}"
-    if cfg.run.compute_dtype != "float32":
-        return f"they compute in float32, and decoding in {cfg.run.compute_dtype}"
-    return None
 
 
 def load() -> None:
@@ -129,129 +105,6 @@ def _lacking(library: ctypes.CDLL) -> list[str]:
     pairs = [word.split("=") for word in ctypes.string_at(ctypes.addressof(first)).decode().split()]
     # A macro that the compiler does not define is left as it is.
     return [name for name, value in pairs if not value.startswith("__") and name not in has]
-
-
-def tree_attention(
-    q: Float[Array, "B N T H"],
-    k_tree: Float[Array, "B K T2 H"],
-    v_tree: Float[Array, "B K T2 H"],
-    k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
-    prefix_len: Int[Array, " B"],
-    visible_bits: UInt32[Array, "*B T W"],
-    table: Table = None,
-) -> Float[Array, "B N T H"]:
-    """See `specjax.kernels.reference.tree_attention`; all in float32, H a multiple of 16.
-
-    Raises:
-      TypeError: an array is not float32.
-    """
-    floats = q, k_tree, v_tree, k_pages, v_pages
-    if any(x.dtype != jnp.float32 for x in floats):
-        raise TypeError(f"expected float32 throughout, got {[str(x.dtype) for x in floats]}")
-    bits = jnp.asarray(visible_bits)
-    bits = bits if bits.ndim == 3 else bits[None]
-    if table is None:
-        table = jnp.arange(q.shape[0], dtype=jnp.int32)[:, None]
-    load()
-    call = jax.ffi.ffi_call(ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))
-    return call(*floats, prefix_len, bits, table)
-
-
-def runs_layers(cfg: ModelConfig) -> bool:
-    """Whether decoding runs its layers by `layers`: they are alike, of attention over all positions
-    and a dense mlp, and every width is a multiple of 16."""
-    if cfg.run.products != "panels" or cfg.run.attention != "cpu" or len(set(cfg.layers)) != 1:
-        return False
-    mixer, mlp = cfg.layers[0].mixer, cfg.layers[0].mlp
-    if (mixer.kind, mlp.kind) != ("attention", "dense") or mixer.window is not None:
-        return False
-    widths = cfg.hidden_size, mlp.intermediate_size, mixer.head_dim
-    return not any(width % WIDTH for width in widths)
-
-
-def layers(
-    cfg: ModelConfig,
-    weights: Sequence[Mapping[str, Array]],
-    x: Float[Array, "B T D"],
-    cos: Float[Array, "B T H"],
-    sin: Float[Array, "B T H"],
-    pages: Sequence[tuple[Array, Array]],
-    prefix_len: Int[Array, " B"],
-    visible_bits: UInt32[Array, "*B T W"],
-    before: Sequence[tuple[Array, Array]] | None = None,
-    table: Table = None,
-) -> tuple[Float[Array, "B T D"], list[tuple[Array, Array]]]:
-    """Decoder layers over T tree rows, as `Block` has them one by one.
-
-    Args:
-      weights: of each layer, by the names of a fused `Block`, its projections in panels.
-      cos, sin: see `rope_tables`.
-      pages: keys and values of each layer's cache, [P K S H].
-      visible_bits: numbers the rows `before` first, then the T rows themselves.
-      before: keys and values of earlier tree rows, [B K held H] of each layer.
-      table: the pages of each sequence; None: slot b has page b.
-
-    Returns:
-      states behind the last layer, and each layer's keys and values of the T rows [B K T H].
-
-    Raises:
-      TypeError: an array is not float32.
-    """
-    mixer, mlp = cfg.layers[0].mixer, cfg.layers[0].mlp
-    names = ["input_norm", "qkv_proj", "qkv_bias", "qk_norm", "o", "post_norm", "gate_up", "down"]
-    names = [name for name in names if name in weights[0]]
-    arrays = []
-    for i, of in enumerate(weights):
-        arrays += [*pages[i], *(before[i] if before else ()), *(of[name] for name in names)]
-    if any(a.dtype != jnp.float32 for a in (x, *arrays)):
-        raise TypeError(f"layers run in float32, got {sorted({str(a.dtype) for a in arrays})}")
-    bits = jnp.asarray(visible_bits)
-    bits = bits if bits.ndim == 3 else bits[None]
-    if table is None:
-        table = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-    rows = jax.ShapeDtypeStruct(
-        (x.shape[0], mixer.num_kv_heads, x.shape[1], mixer.head_dim), jnp.float32
-    )
-    load()
-    call = jax.ffi.ffi_call(
-        LAYERS, [jax.ShapeDtypeStruct(x.shape, x.dtype), *[rows] * (2 * len(weights))]
-    )
-    out, *kv = call(
-        x, cos, sin, prefix_len, bits, table, *arrays,
-        layers=np.int64(len(weights)),
-        heads=np.int64(mixer.num_heads),
-        kv_heads=np.int64(mixer.num_kv_heads),
-        hidden=np.int64(mlp.intermediate_size),
-        pages=np.int64(pages[0][0].shape[0]),
-        size=np.int64(pages[0][0].shape[2]),
-        before=np.int64(before[0][0].shape[2] if before else 0),
-        eps=np.float32(cfg.rms_norm_eps),
-        bias="qkv_bias" in names,
-        qk_norm="qk_norm" in names,
-    )  # fmt: skip
-    return out, list(zip(kv[::2], kv[1::2], strict=True))
-
-
-def commit(
-    arrays: Sequence[Float[Array, "P K S H"]],
-    rows: Sequence[Float[Array, "B K R H"]],
-    start: Int[Array, " B"],
-    table: Table = None,
-) -> list[Array]:
-    """See `specjax.kernels.commit`; all in float32, and what has no page is not written."""
-    if table is None:
-        table = jnp.arange(start.shape[0], dtype=jnp.int32)[:, None]
-    load()
-    call = jax.ffi.ffi_call(
-        COMMIT,
-        [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
-        input_output_aliases={2 + i: i for i in range(len(arrays))},
-    )
-    return call(start, table, *arrays, *rows)
-
-
-# --- building --------------------------------------------------------------------------------
 
 
 def build() -> Path:

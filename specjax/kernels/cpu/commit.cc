@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "cpu.h"
+#include "common.h"
 
 namespace specjax {
 namespace {

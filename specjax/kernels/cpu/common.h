@@ -3,11 +3,11 @@
 // A number has the same bits whichever compiler made the kernels, however it was tuned, and
 // whichever instance of a template computes it. So the order of every sum is written out, and
 // `fused` says which products are added without being rounded first. Compilers are not to decide
-// either: `cpu.py` passes `-ffp-contract=off`, for GCC has no pragma for it, and what lets them
+// either: `build.py` passes `-ffp-contract=off`, for GCC has no pragma for it, and what lets them
 // change the order of sums is refused here. Two builds may differ in what the processor decides:
 // how many lanes there are, and whether it has fused operations at all.
-#ifndef SPECJAX_KERNELS_CPU_H_
-#define SPECJAX_KERNELS_CPU_H_
+#ifndef SPECJAX_KERNELS_CPU_COMMON_H_
+#define SPECJAX_KERNELS_CPU_COMMON_H_
 
 #if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || \
     __FINITE_MATH_ONLY__
@@ -237,4 +237,4 @@ class Team {
 
 }  // namespace specjax
 
-#endif  // SPECJAX_KERNELS_CPU_H_
+#endif  // SPECJAX_KERNELS_CPU_COMMON_H_

@@ -16,7 +16,7 @@
 #ifndef SPECJAX_KERNELS_CPU_PRODUCT_H_
 #define SPECJAX_KERNELS_CPU_PRODUCT_H_
 
-#include "cpu.h"
+#include "common.h"
 
 namespace specjax {
 

@@ -16,7 +16,7 @@
 #include <cmath>
 #include <vector>
 
-#include "cpu.h"
+#include "common.h"
 
 namespace specjax {
 
