@@ -155,6 +155,8 @@ class Response:
       tokens: as far as they were taken out of the engine. logprobs: by the engine, of each, of the
         temperature-scaled logits. transformed: likewise after all transforms; None unless the run
         is trained with these.
+      loss_mask: of the tokens, 1 where the policy sampled it and 0 where something else wrote it
+        (what a tool or an environment said between two turns); None: the policy sampled them all.
       given: how many of the tokens earlier steps brought.
       old: the trainer's log-probabilities of these, each under the weights that sampled it.
       versions: runs of these that the same weights sampled, as (index of the first, step).
@@ -175,6 +177,7 @@ class Response:
     stats: SpecStats | None = None
     text: str | None = None
     transformed: list[float] | None = None
+    loss_mask: list[int] | None = None
 
     @property
     def new(self) -> int:
@@ -197,8 +200,9 @@ class Response:
         over = 0 if budget is None else max(0, self.new - budget)
         if over:
             del self.tokens[-over:], self.logprobs[-over:]
-            if self.transformed is not None:
-                del self.transformed[-over:]
+            for more in (self.transformed, self.loss_mask):
+                if more is not None:
+                    del more[-over:]
             self.finish = self.reward = None
             self.failed = False
         if self.new:
@@ -269,6 +273,7 @@ class Group:
                     "logprobs": _encode(r.logprobs, "<f4"),
                     "transformed": r.transformed and _encode(r.transformed, "<f4"),
                     "old": _encode(r.old, "<f4"),
+                    "loss_mask": r.loss_mask and _encode(r.loss_mask, "<i4"),
                     "versions": [list(run) for run in r.versions],
                     "finish": r.finish,
                     "reward": r.reward,
@@ -290,6 +295,7 @@ class Group:
                 reward=r.get("reward"),  # checkpoints of old have none: it is found again
                 failed=r.get("failed", False),
                 transformed=(t := r.get("transformed")) and _decode(t, "<f4"),
+                loss_mask=(m := r.get("loss_mask")) and _decode(m, "<i4"),
             )
             for r in saved["responses"]
         ]

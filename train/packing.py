@@ -5,7 +5,8 @@ A micro-batch is a dict of numpy arrays [R S] of one fixed shape, so that nothin
     tokens               int32    prompt and response, one sample after the other; 0 in padding
     positions            int32    restart at 0 in every sample
     segment_ids          int32    1, 2, ... along a row; 0 is padding
-    loss_mask            float32  1 where the token was generated (stop token included)
+    loss_mask            float32  1 where the policy sampled the token (stop token included); 0 in
+                                  the prompt, and between the turns of a response
     advantages           float32  the sample's advantage on its loss tokens, 0 elsewhere
     old_logprobs         float32  of the trainer before the update, 0 until it fills them in; of
                                   stale tokens the trainer's under the weights that sampled them
@@ -41,7 +42,8 @@ _FIELDS = {
     "sample_ids": np.int32,
 }
 
-_PER_TOKEN = ("behaviour_logprobs", "old_logprobs", "staleness")
+_COPIED = ("behaviour_logprobs", "old_logprobs", "staleness")
+_PER_TOKEN = (*_COPIED, "loss_mask")
 
 PackedBatch = dict[str, np.ndarray]
 
@@ -58,6 +60,7 @@ class Sample:
       old_logprobs: of each response token under the trainer, where known already.
       advantage: of the whole response.
       staleness: of each response token, in versions of the weights; None: none is stale.
+      loss_mask: of each response token, 1 or 0, see above; None: all are in the loss.
     """
 
     sample_id: int
@@ -67,6 +70,7 @@ class Sample:
     old_logprobs: Sequence[float] | None = None
     advantage: float = 0.0
     staleness: Sequence[int] | None = None
+    loss_mask: Sequence[int] | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
@@ -95,8 +99,9 @@ def pack(
       Micro-batches in row order; with no samples and no `num_batches`, one of padding.
 
     Raises:
-      ValueError: a sample longer than a row, without prompt or response, with log-probabilities of
-        another length than its response, a repeated `sample_id`, or more rows than `num_batches`.
+      ValueError: a sample longer than a row, without prompt or response, with log-probabilities or
+        a mask of another length than its response, a mask of more than 0 and 1, a repeated
+        `sample_id`, or more rows than `num_batches`.
     """
     if loss_on not in LOSS_ON:
         raise ValueError(f"loss_on must be one of {', '.join(LOSS_ON)}, got {loss_on!r}")
@@ -162,6 +167,8 @@ def _in_order(samples: Iterable[Sample], row_length: int) -> list[Sample]:
                     f"{name}: expected {len(sample.response_ids)} {field}, one per response "
                     f"token, got {len(values)}"
                 )
+        if sample.loss_mask is not None and not set(sample.loss_mask) <= {0, 1}:
+            raise ValueError(f"{name}: expected a loss_mask of 0 and 1, got {[*sample.loss_mask]}")
     return ordered
 
 
@@ -190,8 +197,11 @@ def _write(
     batch["sample_ids"][row, start:end] = sample.sample_id
     # Nothing predicts the first token of a segment, so it can never be part of a loss.
     first = prompt if loss_on == "response" else start + 1
-    batch["loss_mask"][row, first:end] = 1.0
-    batch["advantages"][row, first:end] = sample.advantage
-    for field in _PER_TOKEN:
+    mask = batch["loss_mask"][row]
+    mask[first:end] = 1.0
+    if sample.loss_mask is not None:
+        mask[prompt:end] = sample.loss_mask
+    batch["advantages"][row, first:end] = sample.advantage * mask[first:end]
+    for field in _COPIED:
         if getattr(sample, field) is not None:
             batch[field][row, prompt:end] = getattr(sample, field)

@@ -39,6 +39,8 @@ class Rollout:
       problems: [P]. prompts: their token ids. groups: [P][G]. rewards: [P G].
       old: [P][G], the trainer's log-probabilities of a sample's first tokens, which earlier steps
         sampled, each under the weights of its step.
+      loss_masks: [P][G], of each token of a sample whether the policy sampled it (1) or not (0);
+        None, of one sample or of all: it sampled every one.
     """
 
     problems: list[Problem]
@@ -46,6 +48,7 @@ class Rollout:
     groups: list[list[SampleOutput]]
     rewards: np.ndarray
     old: list[list[list[float]]] | None = None
+    loss_masks: list[list[list[int] | None]] | None = None
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> Rollout:
@@ -56,6 +59,7 @@ class Rollout:
             [[r.output() for r in group.responses] for group in groups],
             np.array([group.rewards for group in groups]),
             [[r.old for r in group.responses] for group in groups],
+            [[r.loss_mask for r in group.responses] for group in groups],
         )
 
     def select(self, keep: Sequence[int]) -> Rollout:
@@ -66,6 +70,7 @@ class Rollout:
             [self.groups[i] for i in keep],
             self.rewards[list(keep)],
             None if self.old is None else [self.old[i] for i in keep],
+            None if self.loss_masks is None else [self.loss_masks[i] for i in keep],
         )
 
 
@@ -170,6 +175,7 @@ def to_samples(
                     behaviour_logprobs=behaviour_logprobs(sample),
                     old_logprobs=old,
                     staleness=staleness,
+                    loss_mask=None if rollout.loss_masks is None else rollout.loss_masks[p][g],
                     advantage=float(advantages[p, g]),
                 )
             )

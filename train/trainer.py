@@ -363,6 +363,11 @@ class Trainer:
         cfg = self.cfg
         advantages = cfg.algo.build().advantages(kept.rewards)
         samples = rollouts.to_samples(kept, advantages, step if cfg.rollout.partial else None)
+        if cfg.algo.logprobs == "processed" and any(s.loss_mask is not None for s in samples):
+            raise ValueError(
+                "algo.logprobs=processed scores a sample as one response, and there are some with "
+                "tokens that the policy did not sample; set algo.logprobs=temperature"
+            )
         shards = np.array_split(np.arange(len(samples)), cfg.algo.updates_per_rollout)
         updates = [
             pack([samples[i] for i in shard], cfg.packing.row_length, cfg.packing.rows)
