@@ -7,8 +7,10 @@ where a user would, in a keyword, a flag or a key. The fixture `examples` makes 
 importable, and gives the directory that they are in.
 """
 
+import contextlib
 import importlib
 import inspect
+import io
 import json
 import re
 import sys
@@ -16,10 +18,12 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
+import tiny_run
 
 from specjax import interfaces
-from train import data, data_report
+from train import data, data_report, rl
 from train.data_config import DataConfig
+from train.log import read_metrics
 from train.scoring import Scorer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +32,7 @@ SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
 FILES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.M | re.S))
 
 # Kinds whose section has not been written yet.
-MISSING = {"Family", "Mixer", "Mlp", "Draft", "Weight", "Reader", "Backend", "Objective"}
+MISSING = {"Family", "Mixer", "Mlp", "Draft", "Weight", "Reader", "Backend"}
 
 
 def kinds() -> set[str]:
@@ -68,25 +72,57 @@ def test_every_file_of_the_page_is_a_block_of_its_own_and_is_run():
         assert f"{name.removesuffix('.py')}:" in source, f"no test names what is in {name}"
 
 
-# --- tasks and rewards ----------------------------------------------------------------------------
+# --- objectives, tasks and rewards ----------------------------------------------------------------
 
-RIDDLES = [{"riddle": f"{n}, spelt out?", "word": "four", "hint": "even"} for n in range(40)]
+SETTINGS = {
+    "data.task": "my_task:TASK",
+    "reward": "my_reward:reward",
+    "algo.objective": "my_objective:Reinforce",
+    "algo.floor": -2.0,
+    "algo.dynamic_sampling": "false",
+    "steps": 1,
+    "checkpoint.export": "false",
+}
 
 
-def test_task_of_ones_own_reads_the_rows_of_a_file(examples, thin_policy, tmp_path, capsys):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in RIDDLES))
-    data_report.main([str(path), "--model", str(thin_policy), "task=my_task:TASK"])
-    said = capsys.readouterr().out
-    assert "40 rows read as riddles (riddle, word)" in said and "reward exact" in said
-    assert "gold answer 'four'" in said and "Riddle: 1, spelt out?\nWord:" in said
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """A file of riddles."""
+    riddles = [{"riddle": f"{n}+4=", "word": f"({n + 4})", "hint": "s"} for n in range(10)]
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in riddles))
+    return path
 
 
-def test_reward_of_ones_own_sees_the_columns_of_the_row(examples, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in RIDDLES))
-    problem = data.problems(DataConfig(path=str(path), task="my_task:TASK"), "train")[0]
-    scorer = Scorer("my_reward:reward")
-    scorer.check(problem)
-    earned = [scorer(text, problem).value for text in (" four ", "an even one", "five")]
-    assert earned == [1, 0.5, 0] and scorer.failures == 0
+@pytest.fixture(scope="module")
+def run(examples, rows, thin_policy, tmp_path_factory):
+    """What one step of `train.rl` with all three of them said, and its metrics."""
+    out, said = tmp_path_factory.mktemp("rl") / "run", io.StringIO()
+    with contextlib.redirect_stdout(said):
+        rl.main(tiny_run.arguments(thin_policy, out, **SETTINGS, **{"data.path": rows}))
+    [metrics] = read_metrics(out)
+    return said.getvalue(), metrics
+
+
+def test_objective_of_ones_own_trains_with_its_own_options(run):
+    _, metrics = run
+    assert 0 < metrics["train/floored"] < 1  # with the default of `floor` it would be 0
+    assert metrics["train/loss"] == metrics["train/policy_loss"] != 0
+    assert metrics["train/grad_norm"] > 0 and "train/clip_fraction" not in metrics
+
+
+def test_task_of_ones_own_reads_the_rows_of_a_run(run, examples, rows, thin_policy, capsys):
+    said, _ = run
+    assert "10 rows read as riddles (riddle, word)" in said
+    data_report.main([str(rows), "--model", str(thin_policy), "task=my_task:TASK"])
+    shown = capsys.readouterr().out
+    assert "gold answer '(5)'" in shown and "1+4=\nWord:" in shown and "reward exact" in shown
+
+
+def test_reward_of_ones_own_sees_the_columns_of_the_row(run, rows):
+    _, metrics = run
+    assert 0 < metrics["rollout/reward"] < 1 and metrics["reward/failed"] == 0
+    problem = data.problems(DataConfig(path=str(rows), task="my_task:TASK"), "train")[0]
+    scorer, hint = Scorer("my_reward:reward"), problem.columns["hint"]
+    earned = [scorer(text, problem).value for text in (f" {problem.answer} ", f"an {hint}", "no")]
+    assert earned == [1, 0.5, 0]
