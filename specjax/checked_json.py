@@ -23,6 +23,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint is missing, damaged, does not fit, or could not be written."""
 
 
+class UnsupportedModelError(ValueError):
+    """The checkpoint is of a family, or uses a feature, that is not implemented."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of the deepest cause: Orbax wraps the error that matters several times."""
     while error.__cause__ is not None:

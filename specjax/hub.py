@@ -16,10 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specjax.checked_json import CheckpointError, first_line
-from specjax.checkpoint.huggingface import files_in_index
-from specjax.checkpoint.huggingface_export import TOKENIZER_FILES
-from specjax.checkpoint.huggingface_names import HEAD_FILE, INDEX, WEIGHTS
 from specjax.shipped import find_shipped
+from specjax.weights.safetensors import (
+    HEAD_FILE,
+    INDEX,
+    TOKENIZER_FILES,
+    WEIGHTS,
+    files_in_index,
+)
 
 _SMALL = ("config.json", "generation_config.json", INDEX, *TOKENIZER_FILES)
 _ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")

@@ -467,16 +467,38 @@ class Weight(Protocol):
 
 
 class Reader(Protocol):
-    """A file format of checkpoints."""
+    """A file format of checkpoints: made with the path, which errors must name.
+
+    Config and names are those of Hugging Face, so that families need not know of formats: what
+    they refuse in config.json is refused in any format.
+
+    Raises:
+      specjax.checked_json.CheckpointError: a file is absent or damaged; one line.
+      specjax.checked_json.UnsupportedModelError: it asks for what cannot be computed.
+    """
+
+    file: Any  # the path that messages about the config name
+    has_tokenizer: bool
+
+    @staticmethod
+    def recognises(path: Any) -> bool:
+        """Whether a path holds a checkpoint of this format; it may not be there at all."""
 
     def config(self) -> dict[str, Any]:
         """What config.json would hold."""
 
-    def tokenizer(self) -> Any:
-        """The tokenizer that the checkpoint holds; None: it holds none."""
+    def generation(self) -> dict[str, Any]:
+        """What generation_config.json would hold; empty where nothing is asked for."""
 
     def tensors(self) -> Mapping[str, Any]:
-        """Lazy arrays by the names of Hugging Face's files."""
+        """The tensors by the names of Hugging Face, with projections `[out, in]`.
+
+        Each has a `shape`, a `dtype` by its name in numpy (`float32`, `bfloat16`), and reads what
+        it is indexed with, a slice per dimension, into an array of numpy. They may be arrays.
+        """
+
+    def tokenizer(self) -> Any:
+        """A tokenizer of transformers that the checkpoint holds; None: it holds none."""
 
 
 class Device(NamedTuple):

@@ -139,7 +139,7 @@ def test_it_is_one_line_at_every_door(case, thin_policy, tmp_path, capsys):
 
 
 def test_a_file_in_place_of_a_directory_is_named(tmp_path, capsys):
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF")
+    file = tmp_path / "model.bin"
+    file.write_bytes(b"weights")
     assert main(["generate", "--model", str(file), "a"]) == 1
     assert f"{file} is no directory; expected a checkpoint directory" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from specjax.checkpoint.weights import tokenizer_dir
 from specjax.command_line import parse_config
 from specjax.hub import find_model
 from specjax.schema import describe
-from specjax.tokenizer import load_tokenizer
+from specjax.weights import load_tokenizer
 from train import data
 from train.cli import USER_ERRORS
 from train.data_config import DataConfig

@@ -29,7 +29,8 @@ from specjax.hub import find_model, portable
 from specjax.models.transformer import Params, init_params
 from specjax.parallel import sharding
 from specjax.parallel.context import context_of
-from specjax.tokenizer import load_tokenizer, with_tokenizer_end
+from specjax.tokenizer import with_tokenizer_end
+from specjax.weights import load_tokenizer
 from train import data
 from train.cli import CHECKPOINTS, Place, can_resume, interruptible, run_program
 from train.draft import DraftTrainer, draft_metrics

@@ -26,7 +26,8 @@ from specjax.hub import ModelNotFoundError, find_model, portable
 from specjax.interfaces import Draft
 from specjax.models.transformer import Params
 from specjax.parallel import distributed, sharding
-from specjax.tokenizer import load_tokenizer, with_tokenizer_end
+from specjax.tokenizer import with_tokenizer_end
+from specjax.weights import load_tokenizer
 from train import data
 from train import rollout as rollouts
 from train.collect import Rollouts

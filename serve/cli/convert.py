@@ -6,17 +6,18 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from serve.cli import Failure
+from serve.cli import Failure, UsageError
 from specjax import interrupts
 from specjax.arguments import ArgumentParser
 
-EPILOG = """The source may be a Hugging Face directory or id, the directory of a run of train.rl or
-train.sft, the one of its checkpoints, a draft head that such a run wrote (RUN/draft/STEP), or a
-head's safetensors file. What becomes of it:
+EPILOG = """The source may be a Hugging Face directory or id, a GGUF file, the directory of a run of
+train.rl or train.sft, the one of its checkpoints, a draft head that such a run wrote
+(RUN/draft/STEP), or a head's safetensors file. What becomes of it:
 
   Hugging Face -> Orbax   DIR/checkpoints/0 and DIR/tokenizer, which LLM(DIR), `specjax generate`,
                           `specjax serve`, train.rl (model=DIR) and POST /update_weights take.
                           A head alone: for train.rl (rollout.head=DIR) and /update_weights
+  GGUF -> Hugging Face    the weights as llama.cpp computes with them: dequantised
   Orbax -> Hugging Face   config.json, safetensors, tokenizer files, for these, transformers, vLLM
 
 Weights keep every bit unless --dtype says otherwise. The target appears when it is complete, and
@@ -32,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     """Its arguments."""
     made = ArgumentParser(
         prog="specjax convert",
-        description="Turns Hugging Face checkpoints into Orbax ones and back.",
+        description="Turns Hugging Face checkpoints into Orbax ones and back; others into either.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -40,6 +41,12 @@ def parser() -> argparse.ArgumentParser:
     add("source", help="the checkpoint to read: a path, or a Hugging Face id")
     add("target", help="the directory to write; must not exist")
     add("--to", choices=("hf", "orbax"), help="layout to write (default: the other one)")
+    add(
+        "--load-format",
+        default="auto",
+        metavar="NAME",
+        help="of the source: auto, safetensors, gguf, or your own as package.module:attribute",
+    )
     add("--what", choices=("policy", "head", "both"), help="default: what there is")
     add("--step", type=int, metavar="N", help="of a run (default: the newest)")
     add("--revision", help="branch, tag or commit of a source that is a Hugging Face id")
@@ -69,10 +76,15 @@ def run(argv: Sequence[str]) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed
 
     with interrupts.at_once("specjax convert"):
-        from specjax.checked_json import CheckpointError
+        from specjax.checked_json import CheckpointError, UnsupportedModelError
         from specjax.checkpoint.convert import convert
-        from specjax.checkpoint.huggingface_config import UnsupportedModelError
+        from specjax.weights import AUTO, READERS
 
+    try:
+        if args.load_format != AUTO:
+            READERS.find(args.load_format)
+    except ValueError as error:
+        raise UsageError(f"--load-format: {error}") from error
     try:
         print(convert(**vars(args)))
     except (CheckpointError, UnsupportedModelError) as error:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,10 @@ import jax
 import jax.numpy as jnp
 import safetensors
 
-from specjax.checked_json import CheckpointError, first_line, pointer_problem
+from specjax.checked_json import CheckpointError, first_line
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.huggingface_config import dtype_name
-from specjax.checkpoint.huggingface_export import TOKENIZER_FILES, copy_tokenizer, replacing
-from specjax.checkpoint.huggingface_names import HEAD_FILE, INDEX, WEIGHTS
+from specjax.checkpoint.huggingface_export import copy_tokenizer, replacing
 from specjax.checkpoint.store import Checkpointer, save_draft
 from specjax.checkpoint.weights import (
     CHECKPOINTS,
@@ -40,12 +40,23 @@ from specjax.checkpoint.weights import (
     fitted,
     has_tokenizer,
     layout_of,
+    load_model,
     load_weights,
     tokenizer_in,
 )
 from specjax.config import ModelConfig
+from specjax.config.dtype import DTYPES
 from specjax.hub import find_model
 from specjax.tokenizer import check_files
+from specjax.weights import AUTO, load_tokenizer, recognised
+from specjax.weights.safetensors import (
+    CONFIG,
+    HEAD_FILE,
+    INDEX,
+    TOKENIZER_FILES,
+    WEIGHTS,
+    open_files,
+)
 
 # What `save_draft` writes.
 _HEAD_NAMES = {
@@ -55,7 +66,6 @@ _HEAD_NAMES = {
     "orbax.checkpoint",
     "specjax_manifest.json",
 }
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _SPARE = 4 << 20  # bytes for metadata, and blocks that are not full
 
 
@@ -93,14 +103,15 @@ def convert(
     like: str | Path | None = None,
     force: bool = False,
     revision: str | None = None,
+    load_format: str = AUTO,
 ) -> Converted:
     """Writes a checkpoint again in another layout.
 
     Args:
-      source: a Hugging Face directory or id, the directory of a run or of its checkpoints, one of
-        `save_draft`, or a draft head's safetensors file.
+      source: a Hugging Face directory or id, a GGUF file, the directory of a run or of its
+        checkpoints, one of `save_draft`, or a draft head's safetensors file.
       target: the directory to write.
-      to: `hf` or `orbax`; None is the one that the source is not.
+      to: `hf` or `orbax`; None is the one of these that the source is not.
       what: `policy`, `head` or `both`; None is what there is.
       step: of a run; None is the newest.
       dtype: on disk; None is the source's.
@@ -108,6 +119,7 @@ def convert(
         not say.
       force: replace a checkpoint at `target`; anything else there is never replaced.
       revision: branch, tag or commit of a source that is a Hugging Face id.
+      load_format: of the source, see `specjax.weights.open_checkpoint`.
 
     Raises:
       CheckpointError, UnsupportedModelError: the source cannot be read, the target is taken or the
@@ -115,10 +127,23 @@ def convert(
     """
     target = Path(target).absolute()
     source, like = find_model(source, revision), None if like is None else find_model(like)
-    to = to or ("orbax" if layout_of(source) == HUGGING_FACE else "hf")
+    foreign = load_format != AUTO or (recognised(source) and not (source / CONFIG).exists())
+    to = to or ("orbax" if layout_of(source) == HUGGING_FACE and not foreign else "hf")
     _require_free(source, target, force)
     dtype = dtype and dtype_name(dtype)
-    model, found = _read(source, what, step, like, dtype)
+    if not foreign:
+        model, found = _read(source, what, step, like, dtype)
+        return _write(target, to, model, found, dtype)
+    with tempfile.TemporaryDirectory() as files:
+        model = _read_foreign(source, what, step, dtype, load_format)
+        if model.tokenizer is not None:
+            load_tokenizer(source, load_format=load_format).save_pretrained(files)
+            model = dataclasses.replace(model, tokenizer=Path(files))
+        return _write(target, to, model, 0, dtype)
+
+
+def _write(target: Path, to: str, model: Model, found: int, dtype: str | None) -> Converted:
+    """Writes the parts of a model in a layout; `found` is the step that they are of."""
     if model.tokenizer is not None:
         check_files(model.tokenizer)
     dtype = dtype or model.cfg.run.param_dtype
@@ -154,8 +179,17 @@ def _read(source: Path, what: str | None, step: int | None, like, dtype) -> tupl
     return model, step
 
 
+def _read_foreign(
+    source: Path, what: str | None, step: int | None, dtype: str | None, load_format: str
+) -> Model:
+    """A policy in a format that is neither of the two."""
+    if what in ("head", "both"):
+        raise CheckpointError(f"{source} holds no head, and {what} was asked for")
+    return load_model(source, dtype, step=step, load_format=load_format)
+
+
 def _read_hf(source: Path, what: str | None, like, dtype: str | None) -> Model:
-    alone = source.is_file() or not (source / "config.json").exists()
+    alone = not recognised(source)
     if alone and source.is_dir() and any((source / name).exists() for name in (WEIGHTS, INDEX)):
         hf.read_config(source)  # says what is wrong: a head alone lies in another file
     if alone and like is None:
@@ -180,25 +214,16 @@ def _read_hf(source: Path, what: str | None, like, dtype: str | None) -> Model:
 
 def _dtypes_of(source: Path) -> set[str]:
     """Of the tensors in the files."""
-    found = set()
-    for file in [source] if source.is_file() else sorted(source.glob("*.safetensors")):
-        try:
-            with safetensors.safe_open(file, framework="numpy") as tensors:
-                names = tensors.keys()
-                found |= {tensors.get_slice(name).get_dtype() for name in names}
-        except (OSError, safetensors.SafetensorError) as error:
-            raise CheckpointError(
-                pointer_problem(file) or f"{file} is damaged or no safetensors file ({error})"
-            ) from error
-    return {_DTYPES.get(name, name) for name in found}
+    files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
+    return {tensor.dtype for file in files for tensor in open_files([file])[0].values()}
 
 
 def _only(source: Path, names: set[str]) -> str:
     """The one dtype there is."""
-    if len(names) != 1 or not names <= set(_DTYPES.values()):
+    if len(names) != 1 or not names <= set(DTYPES):
         raise CheckpointError(
             f"{source} has tensors of {', '.join(sorted(names)) or 'no dtype'}; expected one of "
-            f"{', '.join(_DTYPES.values())}: choose it with --dtype"
+            f"{', '.join(DTYPES)}: choose it with --dtype"
         )
     return min(names)
 

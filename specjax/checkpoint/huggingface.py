@@ -10,31 +10,28 @@ knows no head in the other families, so there it is a file of its own, `mtp.safe
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 
-from specjax.checked_json import CheckpointError, Keys, pointer_problem, read_json
+from specjax.checked_json import CheckpointError, Keys
 from specjax.checkpoint.huggingface_config import (
     MTP_KEY,
     UnsupportedModelError,
+    config_of,
     dtype_name,
     mtp_json,
     read_config,
 )
 from specjax.checkpoint.huggingface_export import save_checkpoint, save_head
 from specjax.checkpoint.huggingface_names import (
-    HEAD_FILE,
-    INDEX,
     TOP_NAMES,
-    WEIGHTS,
     CheckpointWeightError,
     Slot,
     head_slots,
@@ -49,6 +46,8 @@ from specjax.checkpoint.huggingface_names import (
 from specjax.config import ModelConfig
 from specjax.models.transformer import Params
 from specjax.parallel import sharding
+from specjax.weights import AUTO, open_checkpoint
+from specjax.weights.safetensors import HEAD_FILE, open_files, weight_files
 
 __all__ = [
     "CheckpointError",
@@ -62,41 +61,34 @@ __all__ = [
     "swap_concat",
 ]
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
 _BLOCK_ROWS = 4096  # that are compared at a time
 log = logging.getLogger(__name__)
 
 
-# --- reading files ------------------------------------------------------------------------------
+# --- tensors ------------------------------------------------------------------------------------
 
 
 class _Weights:
-    """The tensors of some safetensors files, read by slices."""
+    """The tensors of a checkpoint, read by slices."""
 
-    def __init__(self, files: Iterable[Path], stack: contextlib.ExitStack):
-        self._where, self.metadata = {}, {}
-        for file in files:
-            handle = stack.enter_context(_open(file))
-            self.metadata |= handle.metadata() or {}
-            for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
-                if name in self._where:
-                    raise CheckpointError(f"{file}: {name} is in another file as well; keep one")
-                self._where[name] = handle, name
+    def __init__(self, tensors: Mapping[str, Any]):
+        self._tensors = dict(tensors)
 
     def names(self) -> list[str]:
-        return list(self._where)
+        return list(self._tensors)
 
     def describe(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and safetensors dtype, from the header alone."""
-        piece = self._slice(name)
-        return tuple(piece.get_shape()), piece.get_dtype()
+        """Shape and dtype, without reading the tensor."""
+        tensor = self._tensors[name]
+        return tuple(tensor.shape), str(tensor.dtype)
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        return self._slice(name)[index]
+        return self._tensors[name][index]
 
     def rename(self, old: str, new: str) -> None:
         """Gives a tensor another name than it has in its file."""
-        self._where[new] = self._where.pop(old)
+        self._tensors[new] = self._tensors.pop(old)
 
     def equal(self, one: str, other: str) -> bool:
         """Whether two tensors have the same shape, dtype and bits; read in blocks of rows."""
@@ -109,52 +101,6 @@ class _Weights:
             if self.read(one, block).tobytes() != self.read(other, block).tobytes():
                 return False
         return True
-
-    def _slice(self, name: str):
-        handle, name_in_file = self._where[name]
-        return handle.get_slice(name_in_file)
-
-
-def _open(file: Path):
-    try:
-        return safetensors.safe_open(file, framework="numpy")
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} does not exist") from None
-    except (OSError, safetensors.SafetensorError) as error:
-        raise CheckpointError(
-            pointer_problem(file)
-            or f"{file} is damaged or no safetensors file ({error}); fetch or export it again"
-        ) from error
-
-
-def _weight_files(path: Path) -> list[Path]:
-    if (path / WEIGHTS).exists():
-        return [path / WEIGHTS]
-    if not (path / INDEX).exists():
-        torch_files = sorted(f.name for f in path.glob("*.bin"))
-        hint = f"; convert {', '.join(torch_files)} to safetensors" if torch_files else ""
-        raise CheckpointError(f"{path}: expected {WEIGHTS} or {INDEX}, found neither{hint}")
-    names = files_in_index(path / INDEX)
-    missing = [name for name in names if not (path / name).exists()]
-    if missing:
-        raise CheckpointError(
-            f"{path / INDEX} lists files that are missing: {', '.join(missing)}; fetch them"
-        )
-    return [path / name for name in names]
-
-
-def files_in_index(index: Path) -> list[str]:
-    """The names of the weight files that an index lists, in order.
-
-    Raises:
-      CheckpointError: it lists none, or something else.
-    """
-    keys = Keys(index, read_json(index))
-    names = keys.within("weight_map").raw.values()
-    # A name, and no path: a checkpoint does not read what lies elsewhere.
-    if not names or not all(isinstance(n, str) and n and Path(n).name == n for n in names):
-        raise keys.error("weight_map", "an object of tensors and the names of their files")
-    return sorted(set(names))
 
 
 # --- checking -----------------------------------------------------------------------------------
@@ -284,13 +230,15 @@ def load_checkpoint(
     param_dtype: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     mtp_concat: str | None = None,
+    load_format: str = AUTO,
 ) -> tuple[ModelConfig, Params, Params | None]:
-    """Reads a local checkpoint directory.
+    """Reads a local checkpoint.
 
     Args:
       param_dtype: dtype of the parameters, and of the config's arithmetic; the file's by default.
       mesh: place the parameters as `specjax.parallel.sharding` says; None is the default device.
       mtp_concat: order in which the head is held in memory; the checkpoint's by default.
+      load_format: see `specjax.weights.open_checkpoint`.
 
     Where config.json ties the embedding and the language-model head and the file has two that
     differ, both are used, as by transformers, with a warning, and the config says so.
@@ -303,27 +251,23 @@ def load_checkpoint(
       CheckpointWeightError: names every weight that is missing, unexpected or wrongly shaped.
       UnsupportedModelError: see `read_config`.
     """
-    path = Path(path)
-    cfg = read_config(path)
+    reader = open_checkpoint(path, load_format)
+    cfg = config_of(reader.file, reader.config(), reader.generation())
     if param_dtype is not None:
         dtype = dtype_name(param_dtype)
         cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
     if mtp_concat is not None:
         cfg = cfg.replace(mtp_concat=mtp_concat)
-    files = _weight_files(path)
-    if (path / HEAD_FILE).exists():
-        files.append(path / HEAD_FILE)
-    with contextlib.ExitStack() as stack:
-        weights = _Weights(files, stack)
-        cfg = _as_stored(path, cfg, weights)
-        policy, head, style = policy_slots(cfg), [], None
-        if cfg.mtp_num_layers:
-            style = style_of(cfg, weights.names())
-            head = head_slots(cfg, style)
-        extra = [name for name in weights.names() if not is_redundant(cfg, name)]
-        _check(path, weights, policy + head, zero_biases(cfg, style), extra)
-        params = _place(weights, policy, cfg.run.param_dtype, mesh)
-        return cfg, params, (_place(weights, head, cfg.run.param_dtype, mesh) if head else None)
+    weights = _Weights(reader.tensors())
+    cfg = _as_stored(Path(path), cfg, weights)
+    policy, head, style = policy_slots(cfg), [], None
+    if cfg.mtp_num_layers:
+        style = style_of(cfg, weights.names())
+        head = head_slots(cfg, style)
+    extra = [name for name in weights.names() if not is_redundant(cfg, name)]
+    _check(Path(path), weights, policy + head, zero_biases(cfg, style), extra)
+    params = _place(weights, policy, cfg.run.param_dtype, mesh)
+    return cfg, params, (_place(weights, head, cfg.run.param_dtype, mesh) if head else None)
 
 
 def load_head(path: str | Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None = None) -> Params:
@@ -339,21 +283,20 @@ def load_head(path: str | Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None
     file = path
     if path.is_dir() and (path / HEAD_FILE).exists():
         file = path / HEAD_FILE
-    files = _weight_files(path) if file.is_dir() else [file]
-    with contextlib.ExitStack() as stack:
-        weights = _Weights(files, stack)
-        style = style_of(cfg, weights.names())
-        if not file.is_dir():
-            _check_switches(file, cfg, weights.metadata)
-        slots = head_slots(cfg, style)
-        extra = [
-            name
-            for name in weights.names()
-            if not is_redundant(cfg, name) and (not file.is_dir() or is_head_name(cfg, style, name))
-        ]
-        zeros = {n: s for n, s in zero_biases(cfg, style).items() if is_head_name(cfg, style, n)}
-        _check(file, weights, slots, zeros, extra)
-        return _place(weights, slots, cfg.run.param_dtype, mesh)
+    tensors, metadata = open_files(weight_files(path) if file.is_dir() else [file])
+    weights = _Weights(tensors)
+    style = style_of(cfg, weights.names())
+    if not file.is_dir():
+        _check_switches(file, cfg, metadata)
+    slots = head_slots(cfg, style)
+    extra = [
+        name
+        for name in weights.names()
+        if not is_redundant(cfg, name) and (not file.is_dir() or is_head_name(cfg, style, name))
+    ]
+    zeros = {n: s for n, s in zero_biases(cfg, style).items() if is_head_name(cfg, style, n)}
+    _check(file, weights, slots, zeros, extra)
+    return _place(weights, slots, cfg.run.param_dtype, mesh)
 
 
 def _check_switches(file: Path, cfg: ModelConfig, metadata: dict[str, str]) -> None:

@@ -15,19 +15,17 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from specjax.checked_json import CheckpointError, Keys, read_json, shown
+from specjax.checked_json import Keys, UnsupportedModelError, shown
 from specjax.config import ModelConfig, RunConfig
 from specjax.config.dtype import DTYPES
 from specjax.models.families.dense import dense_config
 from specjax.models.generation_config import sampling_of
 from specjax.models.rope import Rope, RopeScaling
+from specjax.weights import AUTO, open_checkpoint
+from specjax.weights.safetensors import CONFIG, GENERATION
 
 MTP_KEY = "specjax_mtp"
 MTP_COUNT_KEY = "num_nextn_predict_layers"
-
-
-class UnsupportedModelError(ValueError):
-    """The checkpoint is of a family, or uses a feature, that is not implemented."""
 
 
 class Family(NamedTuple):
@@ -66,8 +64,8 @@ def dtype_name(dtype) -> str:
     return name
 
 
-def read_config(path: str | Path) -> ModelConfig:
-    """The `ModelConfig` of a checkpoint directory.
+def read_config(path: str | Path, load_format: str = AUTO) -> ModelConfig:
+    """The `ModelConfig` of a checkpoint, see `specjax.weights.open_checkpoint`.
 
     Parameter and compute dtype are both the file's `dtype`, or where it names none that of its
     weights. End-of-sequence ids are those of config.json followed by those that only
@@ -78,26 +76,22 @@ def read_config(path: str | Path) -> ModelConfig:
         meant; one line that names file and key.
       UnsupportedModelError: an unknown family, or a feature that is not implemented.
     """
-    path = Path(path)
-    if path.is_file():
-        raise CheckpointError(f"{path} is a file; expected a checkpoint directory")
-    raw = read_json(path / "config.json")
-    generation = {}
-    if (path / "generation_config.json").exists():
-        generation = read_json(path / "generation_config.json")
-    return config_of(path, raw, generation)
+    reader = open_checkpoint(path, load_format)
+    return config_of(reader.file, reader.config(), reader.generation())
 
 
-def config_of(path: Path, raw: dict[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+def config_of(file: Path, raw: dict[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     """The `ModelConfig` that the contents of config.json and generation_config.json mean.
 
     Args:
-      path: where they lie, for messages.
+      file: config.json or what stands for it, for messages; the other lies beside it.
 
     Raises:
       CheckpointError, UnsupportedModelError: see `read_config`.
     """
-    keys = Keys(path / "config.json", raw)
+    keys, beside = Keys(file, raw), file
+    if file.name == CONFIG:
+        beside = file.with_name(GENERATION)
     name = keys.text("model_type", None)
     family = FAMILIES.get(name)
     if family is None:
@@ -107,12 +101,12 @@ def config_of(path: Path, raw: dict[str, Any], generation: Mapping[str, Any]) ->
         )
     sizes = _sizes(keys, name)
     _refuse_unsupported(keys, name, sizes["num_layers"])
-    dtype = _dtype(keys) or _stored_dtype(path) or "float32"
+    dtype = _dtype(keys) or _stored_dtype(file.parent) or "float32"
     return dense_config(
         **sizes,
         **_rope(keys, sizes["max_position"]),
-        **_tokens(keys, Keys(path / "generation_config.json", generation), sizes["vocab_size"]),
-        generation=sampling_of(path / "generation_config.json", generation),
+        **_tokens(keys, Keys(beside, generation), sizes["vocab_size"]),
+        generation=sampling_of(beside, generation),
         **_mtp(keys, family),
         model_type=name,
         rms_norm_eps=keys.number("rms_norm_eps", 1e-6, least=0.0),

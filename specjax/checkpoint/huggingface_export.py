@@ -25,10 +25,7 @@ from specjax.checkpoint.huggingface_config import (
     mtp_json,
 )
 from specjax.checkpoint.huggingface_names import (
-    HEAD_FILE,
     HEAD_STYLES,
-    INDEX,
-    WEIGHTS,
     Slot,
     head_slots,
     is_head_name,
@@ -39,18 +36,8 @@ from specjax.checkpoint.huggingface_names import (
 )
 from specjax.config import ModelConfig
 from specjax.models.transformer import Params
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+from specjax.weights import load_tokenizer
+from specjax.weights.safetensors import HEAD_FILE, INDEX, TOKENIZER_FILES, WEIGHTS
 
 
 class _Tensor(NamedTuple):
@@ -76,7 +63,8 @@ def save_checkpoint(
 
     Args:
       params, head: stacked policy parameters and, if there is one, the draft head.
-      tokenizer_dir: a directory whose tokenizer files and chat template are copied.
+      tokenizer_dir: a directory whose tokenizer files and chat template are copied, or another
+        checkpoint that holds a tokenizer.
       dtype: dtype on disk, the parameters' own by default.
       max_shard_bytes: size at which a further weight file is begun; also the host memory needed.
 
@@ -227,10 +215,14 @@ def _is_empty_dir(path: Path) -> bool:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copies tokenizer files and chat template; `CheckpointError` where there are none."""
+    """Copies tokenizer files and chat template, or writes those of a checkpoint that has its
+    tokenizer elsewhere; `CheckpointError` where there is none."""
     found = [name for name in TOKENIZER_FILES if (source / name).is_file()]
     if not found:
-        raise CheckpointError(f"{source} holds no tokenizer; expected one of {TOKENIZER_FILES}")
+        tokenizer = load_tokenizer(source, required=False)
+        if tokenizer is None:
+            raise CheckpointError(f"{source} holds no tokenizer; expected one of {TOKENIZER_FILES}")
+        tokenizer.save_pretrained(target)
     for name in found:
         shutil.copyfile(source / name, target / name)
 

@@ -23,8 +23,6 @@ from specjax.config import ModelConfig
 from specjax.drafts.mtp import init_head_params
 from specjax.models.transformer import Params, init_params
 
-WEIGHTS, INDEX, HEAD_FILE = "model.safetensors", "model.safetensors.index.json", "mtp.safetensors"
-
 BLOCK_NAMES = {
     "input_norm": "input_layernorm.weight",
     "post_norm": "post_attention_layernorm.weight",

@@ -18,12 +18,13 @@ from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.format import named_leaves, nest
 from specjax.checkpoint.huggingface_config import MTP_KEY, config_json, config_of, mtp_json
-from specjax.checkpoint.huggingface_export import TOKENIZER_FILES
 from specjax.config import ModelConfig
 from specjax.config.dtype import resolve_dtype
 from specjax.drafts.mtp import init_head_params
 from specjax.models.transformer import Params, init_params
 from specjax.parallel import distributed, sharding
+from specjax.weights import AUTO, open_checkpoint, recognised
+from specjax.weights.safetensors import CONFIG
 
 # What the metadata of a head says of the model that it drafts for.
 HEAD_SWITCHES = ("mtp_num_layers", "mtp_concat", "mtp_target_hidden", "mtp_recycle")
@@ -39,7 +40,7 @@ class Model:
       cfg: dtypes of parameters and arithmetic are those of `policy`, or else of `head`.
       stored: dtype of the checkpoint; None where nobody asks.
       policy, head: None for what is not there.
-      tokenizer: directory of its files; None where there are none.
+      tokenizer: directory of its files, or the checkpoint that holds it; None where there is none.
     """
 
     cfg: ModelConfig
@@ -71,30 +72,33 @@ def load_model(
     dtype: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     step: int | None = None,
+    load_format: str = AUTO,
 ) -> Model:
     """Reads a model in any layout that is written here.
 
     Args:
-      path: a Hugging Face directory, the directory of a run of `train.rl` or `train.sft`, or the
-        one of its checkpoints.
+      path: a Hugging Face directory, a GGUF file or a directory with one, the directory of a run
+        of `train.rl` or `train.sft`, or the one of its checkpoints.
       dtype: of the parameters; that of the files by default. `auto`: see `resolve_dtype`.
       mesh: place the parameters by the table in `specjax.parallel.sharding`.
       step: of a run; None is the newest.
+      load_format: see `specjax.weights.open_checkpoint`; `auto` takes runs as well.
 
     Raises:
       CheckpointError, UnsupportedModelError: it cannot be read, or does not say what it is.
     """
     path = Path(path)
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is no directory; expected a checkpoint directory")
+    if load_format == AUTO:
+        _require_checkpoint(path)
     platform = sharding.platform_of(mesh)
-    if layout_of(path) != RUN:
+    if load_format != AUTO or layout_of(path) != RUN:
         if step is not None:
             raise CheckpointError(f"{path} is no training run and has no step {step}")
-        stored = hf.read_config(path).run.param_dtype
+        stored = hf.read_config(path, load_format).run.param_dtype
         dtype = dtype and resolve_dtype(dtype, stored, platform)
-        cfg, policy, head = hf.load_checkpoint(path, dtype, mesh)
-        return Model(cfg, policy, head, path if has_tokenizer(path) else None, stored)
+        cfg, policy, head = hf.load_checkpoint(path, dtype, mesh, load_format=load_format)
+        place = path if open_checkpoint(path, load_format).has_tokenizer else None
+        return Model(cfg, policy, head, place, stored)
     if distributed.is_several():
         raise CheckpointError(
             f"{path} is an Orbax checkpoint; a job of several processes reads its model from a "
@@ -176,9 +180,9 @@ def layout_of(path: Path) -> str:
 
     Returns:
       `RUN`: the directory of a run, or of its checkpoints. `HEAD`: what `save_draft` writes.
-      `HUGGING_FACE`: a directory with config.json or safetensors, a file of the latter, or nothing.
+      `HUGGING_FACE`: what `specjax.weights` reads, other safetensors, or nothing.
     """
-    if not path.is_dir() or (path / "config.json").exists():
+    if not path.is_dir() or recognised(path):
         return HUGGING_FACE
     if (path / CHECKPOINTS).is_dir() or any(child.name.isdigit() for child in path.iterdir()):
         return RUN
@@ -195,8 +199,7 @@ def read_config(path: str | Path) -> ModelConfig:
       CheckpointError, UnsupportedModelError: as `load_model` would, later.
     """
     path = Path(path)
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is no directory; expected a checkpoint directory")
+    _require_checkpoint(path)
     if layout_of(path) != RUN:
         return hf.read_config(path)
     return config_in(path, _newest(path)["meta"])
@@ -235,7 +238,7 @@ def config_in(path: Path, meta: Mapping[str, Any]) -> ModelConfig:
             f"{path} does not say of which model it is a checkpoint; name a Hugging Face directory "
             "of that model (specjax convert --like DIR makes one of it)"
         )
-    return config_of(path, meta["config"], meta.get("generation", {}))
+    return config_of(path / CONFIG, meta["config"], meta.get("generation", {}))
 
 
 def tokenizer_in(path: Path, meta: Mapping[str, Any]) -> Path | None:
@@ -258,7 +261,15 @@ def tokenizer_in(path: Path, meta: Mapping[str, Any]) -> Path | None:
 
 
 def has_tokenizer(path: Path) -> bool:
-    return any((path / name).is_file() for name in TOKENIZER_FILES)
+    return open_checkpoint(path).has_tokenizer
+
+
+def _require_checkpoint(path: Path) -> None:
+    """Raises `CheckpointError` for a path that cannot hold a policy."""
+    if not path.is_dir() and not recognised(path):
+        raise CheckpointError(
+            f"{path} is no directory; expected a checkpoint directory or a GGUF file"
+        )
 
 
 def fitted(

@@ -50,10 +50,10 @@ from specjax.telemetry import Collector
 from specjax.tokenizer import (
     chat_ids,
     has_chat_template,
-    load_tokenizer,
     prompt_ids,
     with_tokenizer_end,
 )
+from specjax.weights import load_tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from specjax.kernels import dispatch
 from specjax.models.transformer import Params, to_decode_layout
 from specjax.parallel import sharding
 from specjax.spelling import Say, SettingError, python
-from specjax.tokenizer import load_tokenizer
+from specjax.weights import load_tokenizer
 
 
 def source_of(cfg: ModelConfig, spec: SpecConfig) -> Draft:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from specjax.checked_json import CheckpointError
+from specjax.checked_json import CheckpointError, read_json
 from specjax.spelling import Say, python
 
 FILE = "generation_config.json"
@@ -73,8 +73,6 @@ def asked_for(setting: str, say: Say = python) -> Generation | None:
     Raises:
       CheckpointError: there is no such file, or it cannot be used.
     """
-    from specjax.checkpoint.huggingface_config import read_json
-
     if setting == AUTO:
         return None
     if setting in NONE:

@@ -1,0 +1,61 @@
+"""What lies on disk: file formats of checkpoints, each a `specjax.interfaces.Reader`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from specjax.registry import Registry
+
+# Asked in this order; the last is what a path is taken for that no other recognises.
+READERS = Registry(
+    "checkpoint format",
+    {
+        "gguf": "specjax.weights.gguf:GGUF",
+        "safetensors": "specjax.weights.safetensors:Safetensors",
+    },
+    "a specjax.interfaces.Reader",
+)
+AUTO = "auto"
+
+
+def open_checkpoint(path: str | Path, load_format: str = AUTO) -> Any:
+    """The `specjax.interfaces.Reader` of a checkpoint.
+
+    Args:
+      path: a file or a directory.
+      load_format: a name in `READERS`, or a user's own `module:attribute`; `auto` is the first that
+        recognises the path.
+
+    Raises:
+      ValueError: there is no such format.
+      CheckpointError, UnsupportedModelError: the file cannot be read.
+    """
+    path = Path(path)
+    if load_format != AUTO:
+        return READERS.find(load_format)(path)
+    readers = [READERS.named(name) for name in READERS.names]
+    return next((r for r in readers if r.recognises(path)), readers[-1])(path)
+
+
+def recognised(path: str | Path) -> bool:
+    """Whether a path is of one of the formats in `READERS`: it holds the weights of a policy."""
+    return any(READERS.named(name).recognises(Path(path)) for name in READERS.names)
+
+
+def load_tokenizer(path: str | Path, required: bool = True, load_format: str = AUTO) -> Any:
+    """The tokenizer that a checkpoint holds, in any format; None when it has none.
+
+    Args:
+      load_format: see `open_checkpoint`.
+
+    Raises:
+      FileNotFoundError: there is none and it is required.
+      CheckpointError, UnsupportedModelError: it is damaged, or not known exactly.
+    """
+    found = open_checkpoint(path, load_format).tokenizer()
+    if found is None and required:
+        raise FileNotFoundError(
+            f"{path} has no tokenizer.json; copy the model's tokenizer files there"
+        )
+    return found

@@ -1,0 +1,435 @@
+"""Checkpoints in GGUF, the format of llama.cpp: what config.json would say, and the weights.
+
+    general.architecture   model_type here
+    llama                  llama; mistral where the file names a sliding window
+    qwen2, qwen3           the same
+
+The values are those that llama.cpp computes with. Quantised tensors are dequantised by the package
+`gguf` when they are read. The rows of `q` and `k`, which llama.cpp keeps in the order of its own
+RoPE for the architecture `llama`, are put back into that of Hugging Face. What a key or a tensor
+asks for that no family here computes is refused: by the rules of the family where config.json has a
+key for it, and here otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.checked_json import CheckpointError, Keys, UnsupportedModelError, shown
+from specjax.tokenizer import load_tokenizer
+from specjax.weights.gguf_file import GGUFFile
+
+SUFFIX = ".gguf"
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_PERMUTED = ("llama",)  # architectures whose rows of q and k are in llama.cpp's order
+
+_TOP = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NO_TOKENIZER = "no_vocab"  # as `tokenizer.ggml.model`
+_ROPE_FACTORS = "rope_freqs.weight"
+# Keys below the architecture's name that are read, or that change nothing that is computed here.
+_KNOWN = frozenset(
+    (
+        "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length",
+        "attention.head_count", "attention.head_count_kv", "attention.key_length",
+        "attention.value_length", "attention.layer_norm_rms_epsilon", "attention.sliding_window",
+        "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor",
+        "rope.scaling.original_context_length", "rope.scaling.finetuned", "expert_count",
+        "tensor_data_layout",
+    )
+)  # fmt: skip
+# Those that change nothing with this value.
+_NEUTRAL = {"attention.causal": True, "expert_used_count": 0, "rope.scale_linear": 1.0}
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+# Factors of RoPE say nothing of the lengths they were made for: these are the ones in use.
+_LLAMA3_LENGTHS = (8192, 4096, 2048, 16384, 32768, 65536, 131072)
+_BLOCK_ROWS = 1024  # that are dequantised at a time
+
+
+def package():
+    """The package `gguf`, which knows the types of tensors.
+
+    Raises:
+      CheckpointError: it is not installed.
+    """
+    try:
+        return importlib.import_module("gguf")
+    except ImportError as error:
+        raise CheckpointError(
+            f"the weights of GGUF files are read by the package gguf, which cannot be imported "
+            f"({error}); install it: pip install 'specjax[gguf]'"
+        ) from error
+
+
+def file_of(path: Path) -> Path | None:
+    """The GGUF file that a path names: itself, or the only one in a directory without config.json.
+
+    Raises:
+      CheckpointError: the directory holds several.
+    """
+    if not path.is_dir():
+        return path if path.suffix.lower() == SUFFIX else None
+    if (path / "config.json").exists():
+        return None
+    found = sorted(f for f in path.iterdir() if f.suffix.lower() == SUFFIX)
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{path} holds several GGUF files, {', '.join(f.name for f in found)}; name one of them"
+        )
+    return found[0] if found else None
+
+
+class Tensor:
+    """A tensor of a file, in the layout of Hugging Face, dequantised where it is indexed.
+
+    Attributes:
+      shape: [out in] of a matrix, [n] of a vector.
+      dtype: of what indexing gives: float16 and bfloat16 for those types, else float32.
+    """
+
+    def __init__(self, file: GGUFFile, name: str, heads: int | None = None):
+        """heads: the rows are permuted within each of so many; None: they are not."""
+        stored = file.tensors[name]
+        self._file, self._name, self._heads = file, name, heads
+        self.shape = stored.shape
+        try:
+            self._kind, self._block, self._bytes = _kind(stored.kind)
+        except (ValueError, KeyError, NotImplementedError) as error:
+            raise UnsupportedModelError(
+                f"{file.file}: tensor {name} is of a type that the package gguf does not "
+                f"dequantise ({error}); expected one that it does, such as F16, Q8_0 or Q4_K"
+            ) from error
+        if self.shape[-1] % self._block:
+            raise file.damaged(
+                f"tensor {name} has rows of {self.shape[-1]}, no multiple of the "
+                f"{self._block} of a block of {self._kind.name}"
+            )
+        self._data()  # all of it is there
+        self.dtype = {"F16": "float16", "BF16": "bfloat16"}.get(self._kind.name, "float32")
+        if heads is not None and self.shape[0] % (2 * heads):
+            raise CheckpointError(
+                f"{file.file}: tensor {name} has {self.shape[0]} rows; expected a multiple of "
+                f"2 for each of {heads} heads"
+            )
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        data = self._data()
+        if len(self.shape) == 1:
+            values = self._values(data[None])[0]
+            return self._typed(values if self._heads is None else values[self._order()])[first]
+        rows = np.arange(self.shape[0])[first]
+        if self._heads is not None:
+            rows = self._order()[rows]
+        columns = (np.arange(self.shape[1])[tuple(rest)] if rest else np.arange(self.shape[1])).size
+        out = np.empty((len(rows), columns), np.float32)
+        for start in range(0, len(rows), _BLOCK_ROWS):
+            block = rows[start : start + _BLOCK_ROWS]
+            out[start : start + len(block)] = self._values(data[block])[(slice(None), *rest)]
+        return self._typed(out)
+
+    def _data(self) -> np.ndarray:
+        """Its bytes [.. bytes of a row]."""
+        row = self.shape[-1] // self._block * self._bytes
+        count = math.prod(self.shape[:-1]) * row
+        return self._file.read(self._name, count).reshape(*self.shape[:-1], row)
+
+    def _values(self, data: np.ndarray) -> np.ndarray:
+        return package().dequantize(data, self._kind)
+
+    def _typed(self, values: np.ndarray) -> np.ndarray:
+        return values if self.dtype == "float32" else values.astype(jnp.dtype(self.dtype))
+
+    def _order(self) -> np.ndarray:
+        """Row r of Hugging Face's matrix is row `order[r]` of the stored one.
+
+        There a head's rows are its pairs for RoPE one behind the other; Hugging Face has the first
+        halves of all pairs, then the second.
+        """
+        rows = np.arange(self.shape[0])
+        return rows.reshape(self._heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+@functools.cache
+def _kind(number: int) -> tuple[Any, int, int]:
+    """A type of tensors, the values of a block of it, and the bytes of one.
+
+    Raises:
+      ValueError, KeyError, NotImplementedError: it cannot be dequantised.
+    """
+    library = package()
+    kind = library.GGMLQuantizationType(number)
+    values, size = library.GGML_QUANT_SIZES[kind]
+    library.dequantize(np.zeros(size, np.uint8), kind)
+    return kind, values, size
+
+
+class GGUF:
+    """A checkpoint in one GGUF file, as a `specjax.interfaces.Reader`.
+
+    Args:
+      path: the file, or a directory that holds it and no config.json.
+
+    Raises:
+      CheckpointError: it is absent, damaged or no GGUF file.
+      UnsupportedModelError: it is no model, of another architecture, or one part of several.
+    """
+
+    def __init__(self, path: Path):
+        file = file_of(path)
+        if file is None:
+            raise CheckpointError(f"{path}: expected a GGUF file, or a directory with one")
+        self.file, self._held = file, GGUFFile(file)
+        self._beside = path if (path / "tokenizer.json").is_file() else None
+        self._keys = Keys(file, self._held.metadata)
+        self.architecture = self._keys.text("general.architecture")
+        if self.architecture not in ARCHITECTURES:
+            raise UnsupportedModelError(
+                f"{file}: general.architecture {shown(self.architecture)} is not supported; "
+                f"expected one of {', '.join(ARCHITECTURES)}"
+            )
+        what = self._keys.text("general.type", "model")
+        if what != "model":
+            raise UnsupportedModelError(f"{file}: it holds a {what}; expected a model")
+        if (self._keys.integer("split.count", 1, least=0) or 1) > 1:
+            raise UnsupportedModelError(
+                f"{file} is one part of several; merge them by `llama-gguf-split --merge`"
+            )
+
+    @staticmethod
+    def recognises(path: Path) -> bool:
+        """Whether this format is what lies at a path."""
+        return file_of(path) is not None
+
+    # --- config ------------------------------------------------------------------------------
+
+    def config(self) -> dict[str, Any]:
+        """What config.json would hold.
+
+        Raises:
+          CheckpointError: a key is absent, or holds what cannot be meant.
+          UnsupportedModelError: a key asks for what config.json has no word for.
+        """
+        keys = self._within
+        self._refuse_unknown()
+        width, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
+        head_dim = self._head_dim(width, heads)
+        window = keys.integer("attention.sliding_window", None, least=0)
+        rotated = keys.integer("rope.dimension_count", head_dim)
+        stored = self._held.tensors
+        tokens = self._held.metadata.get("tokenizer.ggml.tokens")
+        size = len(tokens) if isinstance(tokens, list) else None
+        raw: dict[str, Any] = {
+            "model_type": "mistral" if window and self.architecture == "llama" else
+                          self.architecture,
+            "vocab_size": keys.integer("vocab_size", *(() if size is None else (size,))),
+            "hidden_size": width,
+            "intermediate_size": keys.integer("feed_forward_length"),
+            "num_hidden_layers": keys.integer("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "max_position_embeddings": keys.integer("context_length"),
+            "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", least=0.0),
+            "rope_theta": keys.number("rope.freq_base", 10_000.0),
+            "rope_scaling": self._rope_scaling(head_dim),
+            "tie_word_embeddings": "output.weight" not in stored,
+            "attention_bias": "blk.0.attn_q.bias" in stored,
+            "eos_token_id": self._ends() or None,
+            "bos_token_id": self._id("bos"),
+            "pad_token_id": self._id("padding"),
+            "dtype": self._dtype(),
+        }  # fmt: skip
+        if rotated != head_dim:
+            raw["partial_rotary_factor"] = rotated / head_dim
+        if window:
+            raw |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
+        experts = keys.integer("expert_count", 0, least=0)
+        if experts:
+            raw["num_experts"] = experts
+        return raw
+
+    def generation(self) -> dict[str, Any]:
+        """What generation_config.json would hold: how the file asks to be sampled."""
+        there = self._held.metadata
+        return {
+            name: there[f"general.sampling.{key}"]
+            for key, name in _SAMPLING.items()
+            if f"general.sampling.{key}" in there
+        }
+
+    @property
+    def _within(self) -> Keys:
+        """The keys of the architecture, which messages name in full."""
+        prefix = self.architecture + "."
+        mine = {k.removeprefix(prefix): v for k, v in self._held.metadata.items()
+                if k.startswith(prefix)}  # fmt: skip
+        return Keys(self.file, mine, self.architecture)
+
+    def _refuse_unknown(self) -> None:
+        for name, value in self._within.raw.items():
+            if name not in _KNOWN and not (name in _NEUTRAL and _NEUTRAL[name] == value):
+                raise UnsupportedModelError(
+                    f"{self.file}: {self.architecture}.{name} {shown(value)} is not supported: "
+                    "it is not known what it changes"
+                )
+
+    def _head_dim(self, width: int, heads: int) -> int:
+        keys = self._within
+        size = keys.integer("attention.key_length", None)
+        if size is None:
+            if width % heads:
+                raise keys.error(
+                    "embedding_length",
+                    f"a multiple of attention.head_count, which is {heads}, or "
+                    "attention.key_length",
+                )
+            size = width // heads
+        values = keys.integer("attention.value_length", size)
+        if values != size:
+            raise UnsupportedModelError(
+                f"{self.file}: {self.architecture}.attention.value_length {values} is not "
+                f"supported; expected that of keys, {size}"
+            )
+        return size
+
+    def _rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
+        """As in config.json; types that no family here has are left for the family to refuse."""
+        keys = self._within
+        kind = keys.text("rope.scaling.type", "none")
+        if kind != "none":
+            named = {"rope_type": kind}
+            if "rope.scaling.factor" in keys.raw:
+                named["factor"] = keys.number("rope.scaling.factor")
+            return named
+        if _ROPE_FACTORS not in self._held.tensors:
+            return None
+        factors = Tensor(self._held, _ROPE_FACTORS)[:]
+        theta = keys.number("rope.freq_base", 10_000.0)
+        if factors.shape == (head_dim // 2,):
+            largest = float(str(factors.max()))
+            for length in _LLAMA3_LENGTHS:
+                made = llama3_factors(head_dim, theta, largest, length)
+                if np.allclose(made, factors, rtol=1e-5, atol=0.0):
+                    return {
+                        "rope_type": "llama3",
+                        "factor": largest,
+                        "low_freq_factor": 1.0,
+                        "high_freq_factor": 4.0,
+                        "original_max_position_embeddings": length,
+                    }
+        raise UnsupportedModelError(
+            f"{self.file}: {_ROPE_FACTORS} {list(factors.shape)} is not supported; expected "
+            f"[{head_dim // 2}] factors of Llama 3.1, with low_freq_factor 1, high_freq_factor 4 "
+            f"and an original length of {', '.join(map(str, sorted(_LLAMA3_LENGTHS)))}"
+        )
+
+    def _id(self, name: str) -> int | None:
+        return self._keys.integer(f"tokenizer.ggml.{name}_token_id", None, least=0)
+
+    def _ends(self) -> list[int]:
+        """Ids that end a text, a turn or a message."""
+        ids = [self._id(name) for name in ("eos", "eot", "eom")]
+        return list(dict.fromkeys(token for token in ids if token is not None))
+
+    def _dtype(self) -> str:
+        """That of all matrices where it is one of 16 bits, else float32."""
+        kinds = {t.kind for t in self._held.tensors.values() if len(t.shape) > 1}
+        return {frozenset((1,)): "float16", frozenset((30,)): "bfloat16"}.get(
+            frozenset(kinds), "float32"
+        )
+
+    # --- weights and tokenizer ---------------------------------------------------------------
+
+    @functools.cached_property
+    def _permuted_heads(self) -> dict[str, int]:
+        """Heads of the tensors whose rows are in llama.cpp's order."""
+        if self.architecture not in _PERMUTED:
+            return {}
+        heads = self._within.integer("attention.head_count")
+        return {
+            "attn_q": heads,
+            "attn_k": self._within.integer("attention.head_count_kv", heads),
+        }
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Lazy arrays by the names of Hugging Face's files; what is not known keeps its own.
+
+        Raises:
+          CheckpointError: the package gguf is missing, or the file is cut off.
+          UnsupportedModelError: a tensor is of a type that cannot be dequantised.
+        """
+        found = {}
+        for name in self._held.tensors:
+            if name == _ROPE_FACTORS:
+                continue  # `config` has read it
+            stem, _, kind = name.rpartition(".")
+            new, part = name, stem
+            if stem in _TOP:
+                new = f"{_TOP[stem]}.{kind}"
+            elif stem.startswith("blk.") and stem.count(".") == 2:
+                _, layer, part = stem.split(".")
+                if part in _LAYER:
+                    new = f"model.layers.{layer}.{_LAYER[part]}.{kind}"
+            found[new] = Tensor(self._held, name, self._permuted_heads.get(part))
+        return found
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether `tokenizer` finds one."""
+        named = self._held.metadata.get("tokenizer.ggml.model", _NO_TOKENIZER)
+        return self._beside is not None or named != _NO_TOKENIZER
+
+    def tokenizer(self) -> Any:
+        """The tokenizer of the directory that was named, or else the one that the file holds, see
+        `specjax.weights.gguf_tokenizer`; None: there is neither.
+
+        Raises:
+          CheckpointError, UnsupportedModelError: see `tokenizer_of`.
+        """
+        from specjax.weights.gguf_tokenizer import tokenizer_of
+
+        if not self.has_tokenizer:
+            return None
+        if self._beside is not None:
+            return load_tokenizer(self._beside)
+        return tokenizer_of(self.file, self._held.metadata, self._within.integer("context_length"))
+
+
+def llama3_factors(head_dim: int, theta: float, factor: float, length: int) -> np.ndarray:
+    """By what Llama 3.1 divides the frequencies of RoPE [head_dim / 2], for low_freq_factor 1 and
+    high_freq_factor 4; `length` is that of its original context."""
+    freqs = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    turns = length * freqs / (2 * math.pi)
+    smooth = np.clip((turns - 1.0) / (4.0 - 1.0), 0.0, 1.0)
+    return 1.0 / ((1 - smooth) / factor + smooth)

@@ -1,0 +1,183 @@
+"""GGUF, the container of llama.cpp: typed metadata and named tensors in one file.
+
+    "GGUF"  version u32  number of tensors u64  number of keys u64
+    keys:     name, type u32, value; an array is its type u32, its length u64 and its items
+    tensors:  name, number of dimensions u32, dimensions u64 (the innermost first), type u32,
+              offset u64
+    padding to `general.alignment`, then the data that the offsets count from
+
+A string is its length u64 and UTF-8. Numbers are little-endian. Nothing here knows of models.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specjax.checked_json import CheckpointError, UnsupportedModelError, pointer_problem
+
+_MAGIC, _VERSIONS = b"GGUF", (2, 3)
+_ALIGNMENT = "general.alignment"
+_STRING, _ARRAY, _FLOAT32 = 8, 9, 6
+_NUMBERS = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
+_MOST_DIMENSIONS = 4
+
+
+class Stored(NamedTuple):
+    """A tensor in a file.
+
+    Attributes:
+      shape: the outermost dimension first, as numpy has it.
+      kind: number of its type, see `gguf.GGMLQuantizationType`.
+      offset: of its first byte in the file.
+    """
+
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+class GGUFFile:
+    """What a GGUF file holds; tensors are read when they are asked for.
+
+    Attributes:
+      file: its path.
+      metadata: numbers, strings, booleans, and lists of them, by key. A number that is stored in
+        float32 is the shortest decimal that means it.
+      tensors: by name.
+
+    Raises:
+      CheckpointError: it is absent, damaged, or no GGUF file; one line that names it.
+      UnsupportedModelError: it is of another version or byte order.
+    """
+
+    def __init__(self, file: Path):
+        self.file = file
+        try:
+            with file.open("rb") as stream:
+                self._bytes = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            raise CheckpointError(f"{file} does not exist; expected a GGUF file") from None
+        except (OSError, ValueError) as error:  # ValueError: it is empty
+            raise self.damaged(str(error)) from error
+        self._at = 0
+        if self._bytes[:4] != _MAGIC:
+            raise CheckpointError(
+                pointer_problem(file)
+                or f"{file} is no GGUF file: expected it to begin with 'GGUF', got "
+                f"{self._bytes[:4]!r}; fetch it again, or name a checkpoint directory"
+            )
+        self._at = 4
+        version = self._number("I")
+        if version not in _VERSIONS:
+            big = version.to_bytes(4, "little") in (v.to_bytes(4, "big") for v in _VERSIONS)
+            found = "its numbers are big-endian" if big else f"it is of version {version}"
+            raise UnsupportedModelError(
+                f"{file}: {found}; expected a little-endian GGUF file of version 2 or 3"
+            )
+        tensors, keys = self._count(), self._count()
+        self.metadata: dict[str, Any] = {}
+        for _ in range(keys):
+            self._add(self.metadata, "key", self._text(), lambda: self._value(self._number("I")))
+        self.tensors: dict[str, Stored] = {}
+        for _ in range(tensors):
+            self._add(self.tensors, "tensor", self._text(), self._stored)
+        start = self._padded()
+        self.tensors = {
+            name: tensor._replace(offset=start + tensor.offset)
+            for name, tensor in self.tensors.items()
+        }
+
+    def damaged(self, why: str) -> CheckpointError:
+        """What to raise of a file that breaks the format."""
+        return CheckpointError(f"{self.file} is damaged or cut off: {why}; fetch it again")
+
+    def read(self, name: str, count: int) -> np.ndarray:
+        """The first `count` bytes of a tensor [count], not copied."""
+        offset = self.tensors[name].offset
+        if offset + count > len(self._bytes):
+            raise self.damaged(
+                f"tensor {name} needs bytes {offset} to {offset + count}, and the file has "
+                f"{len(self._bytes)}"
+            )
+        return np.frombuffer(self._bytes, np.uint8, count, offset)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return len(self._bytes)
+
+    # --- reading the header ------------------------------------------------------------------
+
+    def _take(self, count: int) -> bytes:
+        taken = self._bytes[self._at : self._at + count]
+        if len(taken) != count:
+            raise self.damaged(
+                f"{count} bytes were expected at byte {self._at}, and the file has "
+                f"{len(self._bytes)}"
+            )
+        self._at += count
+        return taken
+
+    def _number(self, code: str) -> Any:
+        return struct.unpack("<" + code, self._take(struct.calcsize("<" + code)))[0]
+
+    def _count(self) -> int:
+        """A number of things that follow, each of which takes a byte or more."""
+        count = self._number("Q")
+        if count > len(self._bytes) - self._at:
+            raise self.damaged(f"it claims {count} items behind byte {self._at}")
+        return count
+
+    def _text(self) -> str:
+        try:
+            return self._take(self._count()).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.damaged(f"a string before byte {self._at} is not UTF-8") from error
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._text()
+        if kind == _ARRAY:
+            inner, length = self._number("I"), self._count()
+            if inner == _ARRAY:
+                raise self.damaged(f"a list of lists before byte {self._at}")
+            if inner not in _NUMBERS:
+                return [self._value(inner) for _ in range(length)]
+            code = f"{length}{_NUMBERS[inner]}"
+            values = struct.unpack("<" + code, self._take(struct.calcsize("<" + code)))
+            return [_shortest(v) for v in values] if inner == _FLOAT32 else list(values)
+        if kind not in _NUMBERS:
+            raise self.damaged(f"unknown type {kind} of a value before byte {self._at}")
+        value = self._number(_NUMBERS[kind])
+        return _shortest(value) if kind == _FLOAT32 else value
+
+    def _stored(self) -> Stored:
+        dimensions = self._number("I")
+        if not 1 <= dimensions <= _MOST_DIMENSIONS:
+            raise self.damaged(f"a tensor of {dimensions} dimensions before byte {self._at}")
+        shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
+        return Stored(shape, self._number("I"), self._number("Q"))
+
+    def _add(self, into: dict, what: str, name: str, read) -> None:
+        if name in into:
+            raise self.damaged(f"{what} {name!r} is there twice")
+        into[name] = read()
+
+    def _padded(self) -> int:
+        """The byte that the offsets of tensors count from."""
+        alignment = self.metadata.get(_ALIGNMENT, 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise self.damaged(f"{_ALIGNMENT} is {alignment!r}, expected a power of two")
+        return self._at + -self._at % alignment
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal that float32 rounds to this value: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))

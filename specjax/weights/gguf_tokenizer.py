@@ -1,0 +1,363 @@
+"""The tokenizer that a GGUF file holds, as tokenizer.json would say it.
+
+`tokenizer.ggml.model` is `gpt2`, byte-level BPE with merges, or `llama`, SentencePiece's BPE whose
+merges follow from scores. How text is cut before BPE lies in no file: `tokenizer.ggml.pre` names
+it, and `PRE` says what the tokenizer.json of the models of that name has. Names that are not in the
+table are refused, for another cut gives other tokens, and no error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specjax.checked_json import CheckpointError, Keys, UnsupportedModelError, first_line, shown
+from specjax.tokenizer import transformers_class
+
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6  # `tokenizer.ggml.token_type`
+_SPACE = "\u2581"  # what SentencePiece writes for a space
+_IDS = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+_REMEDY = (
+    "put the model's own tokenizer.json into a directory with the file, and name the directory"
+)
+
+
+def _bytes(use_regex: bool) -> dict[str, Any]:
+    """Bytes as characters; with GPT-2's cut, or without one."""
+    return {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": use_regex,
+    }
+
+
+def _split(regex: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+
+
+class Pre(NamedTuple):
+    """How text is cut and BPE applied.
+
+    Attributes:
+      steps: pre-tokenizers of tokenizer.json, in order.
+      normalizer: what text is brought to first.
+      ignore_merges: a piece that is a token is not built from merges.
+      add_bos: where the file does not say.
+    """
+
+    steps: tuple[dict[str, Any], ...]
+    normalizer: dict[str, Any] | None = None
+    ignore_merges: bool = False
+    add_bos: bool = False
+
+
+_DIGITS = {"type": "Digits", "individual_digits": True}
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace("{1,3}", "")
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_STARCODER = Pre((_DIGITS, _bytes(True)))
+_LLAMA_BPE = Pre((_split(_LLAMA3), _bytes(False)), ignore_merges=True, add_bos=True)
+PRE = {
+    "gpt-2": Pre((_bytes(True),)),
+    "smollm": _STARCODER,
+    "starcoder": _STARCODER,
+    "refact": _STARCODER,
+    "llama-bpe": _LLAMA_BPE,
+    "llama-v3": _LLAMA_BPE,
+    "llama3": _LLAMA_BPE,
+    "tekken": Pre((_split(_TEKKEN), _bytes(False)), ignore_merges=True, add_bos=True),
+    "qwen2": Pre((_split(_QWEN2), _bytes(False)), normalizer={"type": "NFC"}),
+    "deepseek-v3": Pre(
+        (
+            _split(r"\p{N}{1,3}"),
+            _split("[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"),
+            _split(_DEEPSEEK3),
+            _bytes(False),
+        )
+    ),
+}
+
+
+class _Vocabulary(NamedTuple):
+    """Tokens, and what kind each of them is."""
+
+    tokens: list[str]
+    kinds: Sequence[int]
+
+    @property
+    def ids(self) -> dict[str, int]:
+        """Those that stand for text, or that a text may name; not what only pads the embedding."""
+        pairs = enumerate(zip(self.tokens, self.kinds, strict=True))
+        return {
+            token: i for i, (token, kind) in pairs if not (kind == _UNUSED and token == f"[PAD{i}]")
+        }
+
+
+def tokenizer_of(file: Path, metadata: Mapping[str, Any], most: int) -> Any:
+    """A `transformers.PreTrainedTokenizerFast` of a file's metadata.
+
+    Args:
+      file: where it lies, for messages.
+      most: tokens that the model takes.
+
+    Raises:
+      CheckpointError: a key is absent, or holds what cannot be meant.
+      UnsupportedModelError: a kind of tokenizer, or a way to cut text, that is not known exactly.
+    """
+    keys = Keys(file, metadata)
+    described = tokenizer_json(file, metadata)
+    tokens = keys.texts("tokenizer.ggml.tokens")
+    named = {
+        name: tokens[token]
+        for name, key in _IDS.items()
+        for token in keys.token_ids(f"tokenizer.ggml.{key}_token_id", len(tokens))
+    }
+    Tokenizer = transformers_class("PreTrainedTokenizerFast")
+    try:
+        from tokenizers import Tokenizer as Core
+
+        found = Tokenizer(
+            tokenizer_object=Core.from_str(json.dumps(described)),
+            model_max_length=most,
+            clean_up_tokenization_spaces=False,
+            **named,
+        )
+    except Exception as error:  # tokenizers raises what it finds, down to bare Exceptions
+        raise CheckpointError(
+            f"{file}: its tokenizer cannot be built ({first_line(error)}); fetch the file again, "
+            f"or {_REMEDY}"
+        ) from error
+    found.chat_template = _templates(keys)
+    return found
+
+
+def tokenizer_json(file: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What tokenizer.json would hold; see `tokenizer_of` for arguments and errors."""
+    keys = Keys(file, metadata)
+    kind = keys.text("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise UnsupportedModelError(
+            f"{file}: tokenizer.ggml.model {shown(kind)} is not supported; expected gpt2 or llama"
+        )
+    vocabulary = _vocabulary(keys)
+    parts = _byte_level(keys, vocabulary) if kind == "gpt2" else _sentencepiece(keys, vocabulary)
+    add_bos = keys.flag("tokenizer.ggml.add_bos_token", parts.pop("add_bos"))
+    add_eos = keys.flag("tokenizer.ggml.add_eos_token", False)
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": i,
+                "content": token,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": kind != _USER_DEFINED,
+            }
+            for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
+            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        ],
+        "post_processor": _ends(keys, vocabulary, add_bos, add_eos),
+        **parts,
+    }
+
+
+def _vocabulary(keys: Keys) -> _Vocabulary:
+    tokens = keys.texts("tokenizer.ggml.tokens")
+    if not tokens:
+        raise keys.error("tokenizer.ggml.tokens", "a list of tokens")
+    if len(set(tokens)) != len(tokens):
+        twice = next(t for i, t in enumerate(tokens) if tokens.index(t) != i)
+        raise keys.error("tokenizer.ggml.tokens", f"tokens that differ ({twice!r} is there twice)")
+    kinds = keys.raw.get("tokenizer.ggml.token_type")
+    if kinds is None:
+        kinds = [1] * len(tokens)
+    if not isinstance(kinds, list) or len(kinds) != len(tokens):
+        raise keys.error("tokenizer.ggml.token_type", f"{len(tokens)} integers, one per token")
+    return _Vocabulary(tokens, kinds)
+
+
+def _byte_level(keys: Keys, vocabulary: _Vocabulary) -> dict[str, Any]:
+    """BPE over bytes that are written as characters."""
+    name = keys.text("tokenizer.ggml.pre", None)
+    if name not in PRE:
+        said = "is absent" if name is None else f"{shown(name)} is not supported"
+        raise UnsupportedModelError(
+            f"{keys.file}: tokenizer.ggml.pre {said}, and without it text is cut into other "
+            f"tokens; expected one of {', '.join(PRE)}: {_REMEDY}"
+        )
+    if keys.flag("tokenizer.ggml.add_space_prefix", None):
+        raise UnsupportedModelError(
+            f"{keys.file}: tokenizer.ggml.add_space_prefix true is not supported beside "
+            f"tokenizer.ggml.model gpt2; {_REMEDY}"
+        )
+    pre = PRE[name]
+    return {
+        "normalizer": pre.normalizer,
+        "pre_tokenizer": pre.steps[0] if len(pre.steps) == 1 else
+                         {"type": "Sequence", "pretokenizers": list(pre.steps)},
+        "decoder": _bytes(True),
+        "model": _bpe(vocabulary, _merges(keys), ignore_merges=pre.ignore_merges),
+        "add_bos": pre.add_bos,
+    }  # fmt: skip
+
+
+def _sentencepiece(keys: Keys, vocabulary: _Vocabulary) -> dict[str, Any]:
+    """SentencePiece's BPE, as tokenizer.json has it: spaces are written as `_SPACE`, one stands in
+    front of every text behind a special token, and characters without a token become bytes."""
+    name = keys.text("tokenizer.ggml.pre", "default")
+    if name != "default":
+        raise UnsupportedModelError(
+            f"{keys.file}: tokenizer.ggml.pre {shown(name)} is not supported beside "
+            f"tokenizer.ggml.model llama; expected default: {_REMEDY}"
+        )
+    for key in ("remove_extra_whitespaces", "precompiled_charsmap"):
+        value = keys.raw.get(f"tokenizer.ggml.{key}")
+        if value:
+            raise UnsupportedModelError(
+                f"{keys.file}: tokenizer.ggml.{key} {shown(value)} is not supported; {_REMEDY}"
+            )
+    prefix = keys.flag("tokenizer.ggml.add_space_prefix", True)
+    merges = _merges(keys) if "tokenizer.ggml.merges" in keys.raw else _by_score(keys, vocabulary)
+    (unknown,) = keys.token_ids("tokenizer.ggml.unknown_token_id", len(vocabulary.tokens)) or [0]
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    prepend = {"type": "Prepend", "prepend": _SPACE}
+    decoders = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []),
+    ]
+    return {
+        "normalizer": {
+            "type": "Sequence", "normalizers": [prepend, replace] if prefix else [replace],
+        },
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": _bpe(
+            vocabulary,
+            merges,
+            unk_token=vocabulary.tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=_BYTE in vocabulary.kinds,
+        ),
+        "add_bos": True,
+    }  # fmt: skip
+
+
+def _bpe(vocabulary: _Vocabulary, merges: list[list[str]], **changes: Any) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": vocabulary.ids,
+        "merges": merges,
+        **changes,
+    }
+
+
+def _merges(keys: Keys) -> list[list[str]]:
+    """Merges that a file lists, each as two pieces with a space between them."""
+    pairs = []
+    for merge in keys.texts("tokenizer.ggml.merges"):
+        cut = merge.find(" ", 1)
+        if cut < 0:
+            raise keys.error("tokenizer.ggml.merges", f"pairs of pieces ({merge!r} is none)")
+        pairs.append([merge[:cut], merge[cut + 1 :]])
+    return pairs
+
+
+def _by_score(keys: Keys, vocabulary: _Vocabulary) -> list[list[str]]:
+    """Merges that make SentencePiece's choice: of all pairs whose union is a piece, that of the
+    highest score."""
+    scores = keys.raw.get("tokenizer.ggml.scores")
+    count = len(vocabulary.tokens)
+    numbers = isinstance(scores, list) and all(isinstance(s, (int, float)) for s in scores)
+    if not numbers or len(scores) != count:
+        raise keys.error("tokenizer.ggml.scores", f"{count} numbers, one per token")
+    text = {
+        token: i
+        for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
+        if kind not in (_UNKNOWN, _CONTROL, _BYTE) and token in vocabulary.ids
+    }
+    longer = [token for token in text if len(token) > 1]
+    if len(longer) > 1 and len({scores[text[token]] for token in longer}) == 1:
+        raise UnsupportedModelError(
+            f"{keys.file}: tokenizer.ggml.scores are all the same, and do not say in which order "
+            f"pieces are merged; {_REMEDY}"
+        )
+    pairs = [
+        (-scores[i], text[token[:cut]], text[token[cut:]], token[:cut], token[cut:])
+        for token, i in text.items()
+        for cut in range(1, len(token))
+        if token[:cut] in text and token[cut:] in text
+    ]
+    return [[left, right] for *_, left, right in sorted(pairs)]
+
+
+def _ends(
+    keys: Keys, vocabulary: _Vocabulary, add_bos: bool, add_eos: bool
+) -> dict[str, Any] | None:
+    """What stands around every text."""
+    if not add_bos and not add_eos:
+        return None
+    ids = {}
+    for name, wanted in (("bos", add_bos), ("eos", add_eos)):
+        found = keys.token_ids(f"tokenizer.ggml.{name}_token_id", len(vocabulary.tokens))
+        if wanted and not found:
+            raise keys.error(
+                f"tokenizer.ggml.{name}_token_id", f"a token, for add_{name}_token is true"
+            )
+        ids[name] = found[0] if wanted else None
+
+    def special(name: str, sequence: int) -> list[dict[str, Any]]:
+        if ids[name] is None:
+            return []
+        token = vocabulary.tokens[ids[name]]
+        return [{"SpecialToken": {"id": token, "type_id": sequence}}]
+
+    def text(letter: str, sequence: int) -> list[dict[str, Any]]:
+        inside = [{"Sequence": {"id": letter, "type_id": sequence}}]
+        return special("bos", sequence) + inside + special("eos", sequence)
+
+    tokens = {vocabulary.tokens[i]: i for i in ids.values() if i is not None}
+    return {
+        "type": "TemplateProcessing",
+        "single": text("A", 0),
+        "pair": text("A", 0) + text("B", 1),
+        "special_tokens": {
+            token: {"id": token, "ids": [i], "tokens": [token]} for token, i in tokens.items()
+        },
+    }
+
+
+def _templates(keys: Keys) -> str | dict[str, str] | None:
+    """The chat template, or those there are by name."""
+    default = keys.text("tokenizer.chat_template", None)
+    prefix = "tokenizer.chat_template."
+    named = {key.removeprefix(prefix): keys.text(key) for key in keys.raw if key.startswith(prefix)}
+    if not named:
+        return default
+    return named if default is None else {"default": default, **named}

@@ -1,0 +1,162 @@
+"""Checkpoints in the layout of Hugging Face: config.json, safetensors files, tokenizer files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+
+from specjax.checked_json import CheckpointError, Keys, pointer_problem, read_json
+from specjax.tokenizer import load_tokenizer
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+WEIGHTS, INDEX, HEAD_FILE = "model.safetensors", "model.safetensors.index.json", "mtp.safetensors"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class Tensor:
+    """A tensor of a file, of which indexing reads what is asked for.
+
+    Attributes:
+      shape: in the file. dtype: its name in numpy, or else in safetensors.
+    """
+
+    def __init__(self, handle: Any, name: str):
+        self._handle, self._name = handle, name
+        piece = handle.get_slice(name)
+        self.shape = tuple(piece.get_shape())
+        self.dtype = _DTYPES.get(piece.get_dtype(), piece.get_dtype())
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return self._handle.get_slice(self._name)[index]
+
+
+class Safetensors:
+    """A directory in the layout of Hugging Face, as a `specjax.interfaces.Reader`.
+
+    A draft head in a file of its own, `mtp.safetensors`, is read beside the model's weights.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.file = path, path / CONFIG
+
+    @staticmethod
+    def recognises(path: Path) -> bool:
+        """Whether this format is what lies at a path."""
+        return (path / CONFIG).exists()
+
+    def config(self) -> dict[str, Any]:
+        """The content of config.json.
+
+        Raises:
+          CheckpointError: there is none, or it is no JSON object.
+        """
+        if self.path.is_file():
+            raise CheckpointError(
+                f"{self.path} is a file; expected a checkpoint directory or a GGUF file"
+            )
+        return read_json(self.file)
+
+    def generation(self) -> dict[str, Any]:
+        """The content of generation_config.json; empty where there is none."""
+        file = self.path / GENERATION
+        return read_json(file) if file.exists() else {}
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Lazy arrays by name.
+
+        Raises:
+          CheckpointError: a file is missing or damaged.
+        """
+        files = weight_files(self.path)
+        if (self.path / HEAD_FILE).exists():
+            files.append(self.path / HEAD_FILE)
+        return open_files(files)[0]
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether `tokenizer` may find one."""
+        return any((self.path / name).is_file() for name in TOKENIZER_FILES)
+
+    def tokenizer(self) -> Any:
+        """The tokenizer of the directory; None: it has none."""
+        return load_tokenizer(self.path, required=False)
+
+
+def open_files(files: Iterable[Path]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of some files, and their metadata.
+
+    Raises:
+      CheckpointError: a file is missing or damaged, or two hold a tensor of the same name.
+    """
+    tensors: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    for file in files:
+        handle = _open(file)
+        metadata |= handle.metadata() or {}
+        for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
+            if name in tensors:
+                raise CheckpointError(f"{file}: {name} is in another file as well; keep one")
+            tensors[name] = Tensor(handle, name)
+    return tensors, metadata
+
+
+def _open(file: Path):
+    try:
+        return safetensors.safe_open(file, framework="numpy")
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} does not exist") from None
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(
+            pointer_problem(file)
+            or f"{file} is damaged or no safetensors file ({error}); fetch or export it again"
+        ) from error
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files of a model's weights.
+
+    Raises:
+      CheckpointError: there are none, or some are missing.
+    """
+    if (path / WEIGHTS).exists():
+        return [path / WEIGHTS]
+    if not (path / INDEX).exists():
+        torch_files = sorted(f.name for f in path.glob("*.bin"))
+        hint = f"; convert {', '.join(torch_files)} to safetensors" if torch_files else ""
+        raise CheckpointError(f"{path}: expected {WEIGHTS} or {INDEX}, found neither{hint}")
+    names = files_in_index(path / INDEX)
+    missing = [name for name in names if not (path / name).exists()]
+    if missing:
+        raise CheckpointError(
+            f"{path / INDEX} lists files that are missing: {', '.join(missing)}; fetch them"
+        )
+    return [path / name for name in names]
+
+
+def files_in_index(index: Path) -> list[str]:
+    """The names of the weight files that an index lists, in order.
+
+    Raises:
+      CheckpointError: it lists none, or something else.
+    """
+    keys = Keys(index, read_json(index))
+    names = keys.within("weight_map").raw.values()
+    # A name, and no path: a checkpoint does not read what lies elsewhere.
+    if not names or not all(isinstance(n, str) and n and Path(n).name == n for n in names):
+        raise keys.error("weight_map", "an object of tensors and the names of their files")
+    return sorted(set(names))
