@@ -1,0 +1,354 @@
+"""Checkpoints in GGUF: every type of tensor, what metadata mean, and what is refused."""
+
+import json
+import logging
+import shutil
+import struct
+import sys
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from serve.cli.main import main
+from specjax.checked_json import CheckpointError, UnsupportedModelError
+from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.convert import convert
+from specjax.checkpoint.weights import load_model, read_config
+from specjax.models.families.dense import dense_config
+from specjax.models.rope import RopeScaling
+from specjax.models.transformer import init_params
+from specjax.weights import gguf as format_gguf
+from specjax.weights import load_tokenizer, open_checkpoint
+from specjax.weights.gguf import GGUF
+from specjax.weights.gguf_file import GGUFFile
+from tests.weights import gguf_files
+from tests.weights.gguf_files import gguf, write
+
+SIZES = dict(
+    vocab_size=32, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=8, model_type="llama", qk_norm=False, eos_token_ids=(2, 3), bos_token_id=1,
+    pad_token_id=0, max_position=64, rope_theta=50_000.0, rms_norm_eps=1e-5,
+)  # fmt: skip
+WIDE = SIZES | dict(hidden_size=256, intermediate_size=256, head_dim=64, num_layers=1)
+KINDS = sorted(
+    kind.name
+    for kind in gguf.GGMLQuantizationType
+    if kind in gguf.quants._type_traits or kind.name in ("F16", "F32")
+)
+
+
+def saved(path, sizes=SIZES, seed=0):
+    """A checkpoint in Hugging Face's layout; biases and norms are random as well."""
+    cfg, rng = dense_config(**sizes), np.random.default_rng(seed)
+    shapes = jax.eval_shape(lambda: init_params(cfg))
+    params = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), shapes)
+    hf.save_checkpoint(path, cfg, params)
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("hf") / "small")
+
+
+def assert_same_model(file, directory, cfg_too=True):
+    """The file means what the directory holds."""
+    cfg, params, head = hf.load_checkpoint(file)
+    expected, wanted, _ = hf.load_checkpoint(directory)
+    assert head is None
+    if cfg_too:
+        assert cfg == expected
+    assert jax.tree.structure(params) == jax.tree.structure(wanted)
+    for got, want in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+# --- weights ------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random bytes may be infinite scales
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_type_that_the_package_dequantises_is_read(tmp_path, kind):
+    source = saved(tmp_path / "hf", WIDE)
+    means = write(tmp_path / "m.gguf", source, kind)
+    reader = open_checkpoint(tmp_path / "m.gguf")
+    dtype = {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32")
+    assert reader.config()["dtype"] == dtype
+    tensors = reader.tensors()
+    assert tensors.keys() == means.keys()
+    for name, meant in means.items():
+        tensor = tensors[name]
+        assert tensor.shape == meant.shape
+        assert tensor.dtype == (dtype if meant.ndim == 2 else "float32")
+        whole = (slice(None),) * meant.ndim
+        np.testing.assert_array_equal(tensor[whole].astype(np.float32), meant)
+        part = (slice(3, 17), slice(5, 200, 3))[: meant.ndim]
+        np.testing.assert_array_equal(tensor[part].astype(np.float32), meant[part])
+
+
+def test_a_matrix_of_more_rows_than_are_dequantised_at_a_time_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(format_gguf, "_BLOCK_ROWS", 7)
+    source = saved(tmp_path / "hf")
+    write(tmp_path / "m.gguf", source, "F32")
+    assert_same_model(tmp_path / "m.gguf", source)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_embeddings": False},
+        {"qkv_bias": True},
+        {"rope_scaling": RopeScaling(32.0, 1.0, 4.0, 8192)},
+        {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 2048), "head_dim": 16},
+        {"model_type": "qwen2", "qkv_bias": True},
+        {"model_type": "qwen3", "qk_norm": True, "head_dim": 16},
+    ],
+    ids=str,
+)
+def test_each_architecture_is_what_it_is_in_hugging_face_s_layout(tmp_path, changes):
+    source = saved(tmp_path / "hf", SIZES | changes)
+    write(tmp_path / "m.gguf", source)
+    assert_same_model(tmp_path / "m.gguf", source)
+    assert_same_model(tmp_path / "m.gguf", source)
+
+
+def test_what_the_metadata_leave_out_is_what_llama_cpp_takes(tmp_path, small):
+    absent = (
+        "llama.attention.key_length", "llama.attention.value_length", "llama.rope.freq_base",
+        "llama.rope.dimension_count", "llama.vocab_size",
+    )  # fmt: skip
+    write(tmp_path / "m.gguf", small, metadata=gguf_files.byte_level(), leave_out=absent)
+    config = open_checkpoint(tmp_path / "m.gguf").config()
+    assert (config["head_dim"], config["rope_theta"]) == (8, 10_000.0)
+    assert config["vocab_size"] == len(gguf_files.byte_level()["tokenizer.ggml.tokens"])
+
+
+def test_how_a_file_asks_to_be_sampled_is_read(tmp_path, small):
+    asked = {
+        "general.sampling.temp": 0.6,
+        "general.sampling.top_k": 20,
+        "general.sampling.top_p": 0.95,
+    }
+    write(tmp_path / "m.gguf", small, metadata=asked)
+    cfg = read_config(tmp_path / "m.gguf")
+    assert dict(cfg.generation) == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"general.architecture": "gemma3"}, 'general.architecture "gemma3" is not supported'),
+        ({"general.type": "adapter"}, "it holds a adapter; expected a model"),
+        ({"split.count": 3}, "one part of several"),
+        ({"llama.attention.scale": 0.125}, "llama.attention.scale 0.125 is not supported"),
+        ({"llama.logit_scale": 16.0}, "llama.logit_scale 16.0 is not supported"),
+        ({"llama.expert_count": 8}, "num_experts 8 (mixture of experts)"),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, '"yarn"'),
+        ({"llama.rope.dimension_count": 4}, "partial_rotary_factor 0.5 is not supported"),
+        ({"llama.attention.value_length": 16}, "value_length 16 is not supported"),
+        ({"llama.block_count": None}, "lacks the key 'llama.block_count'"),
+        ({"llama.block_count": "two"}, "llama.block_count: expected a positive integer"),
+        ({"llama.embedding_length": 30, "llama.attention.key_length": None}, "a multiple of"),
+        ({"llama.attention.head_count_kv": [2, 1]}, "head_count_kv: expected a positive integer"),
+        ({"llama.block_count": 3}, "missing: model.layers.2.input_layernorm.weight"),
+        ({"tokenizer.ggml.eos_token_id": 99}, "eos_token_id: expected a token id from 0 to 31"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_not_understood_is_refused_by_name(tmp_path, small, metadata, words):
+    file = tmp_path / "m.gguf"
+    write(file, small, metadata=metadata)
+    with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
+        load_model(file)
+    assert words in str(caught.value) and str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"blk.0.attn_sinks.weight": np.ones(4, np.float32)}, "unexpected: blk.0.attn_sinks"),
+        ({"blk.1.ffn_up.bias": np.ones(64, np.float32)}, "unexpected: model.layers.1.mlp.up_proj"),
+        ({"rope_freqs.weight": np.full(4, 2.0, np.float32) ** np.arange(4)}, "rope_freqs.weight"),
+        ({"rope_freqs.weight": np.ones(3, np.float32)}, "rope_freqs.weight [3] is not supported"),
+        ({"counts": np.ones(4, np.int32)}, "tensor counts is of a type"),
+    ],
+    ids=["sinks", "bias", "other factors", "too few factors", "integers"],
+)
+def test_tensors_that_are_not_understood_are_refused_by_name(tmp_path, small, tensors, words):
+    file = tmp_path / "m.gguf"
+    write(file, small, tensors={k: v.astype(v.dtype) for k, v in tensors.items()})
+    with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
+        load_model(file)
+    assert words in str(caught.value) and str(file) in str(caught.value)
+
+
+def test_without_the_package_the_error_says_what_to_install(tmp_path, small, monkeypatch):
+    write(tmp_path / "m.gguf", small)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    format_gguf._kind.cache_clear()
+    assert read_config(tmp_path / "m.gguf").num_layers == 2, "the config needs no package"
+    with pytest.raises(CheckpointError, match=r"pip install 'specjax\[gguf\]'"):
+        load_model(tmp_path / "m.gguf")
+
+
+# --- damage -------------------------------------------------------------------------------------
+
+
+def read_all(file):
+    """Reads everything of a file; errors must be of these kinds, of one line, and name it."""
+    try:
+        reader = GGUF(file)
+        reader.config()
+        for tensor in reader.tensors().values():
+            tensor[(slice(0, 2),) * len(tensor.shape)]
+        reader.tokenizer()
+    except (CheckpointError, UnsupportedModelError) as error:
+        assert str(file) in str(error) and len(str(error).splitlines()) == 1
+        return error
+    return None
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, small):
+    file = tmp_path_factory.mktemp("whole") / "m.gguf"
+    write(file, small, metadata=gguf_files.byte_level())
+    assert read_all(file) is None
+    return file.read_bytes()
+
+
+@given(where=st.floats(0, 1, exclude_max=True))
+def test_a_file_that_is_cut_off_is_refused(whole, tmp_path_factory, where):
+    file = tmp_path_factory.getbasetemp() / "cut.gguf"
+    file.write_bytes(whole[: int(where * (len(whole) - 64))])
+    assert isinstance(read_all(file), CheckpointError)
+
+
+@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_a_flipped_bit_is_read_or_refused_in_one_line(whole, tmp_path_factory, where, bit):
+    file = tmp_path_factory.getbasetemp() / "flipped.gguf"
+    header = whole.rindex(b"token_embd")
+    spoiled = bytearray(whole)
+    spoiled[int(where * header)] ^= 1 << bit
+    file.write_bytes(spoiled)
+    read_all(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "damaged or cut off"),
+        (b"PK\x03\x04 something else", "expected it to begin with 'GGUF'"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "Git LFS pointer"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1; expected a little-endian GGUF file"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "claims 1152921504606846976 items"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "lacks the key 'general.architecture'"),
+    ],
+)
+def test_what_is_no_gguf_file_is_named(tmp_path, capsys, content, words):
+    file = tmp_path / "m.gguf"
+    file.write_bytes(content)
+    assert main(["generate", "--model", str(file), "a"]) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and words in lines[0] and str(file) in lines[0]
+
+
+def test_numbers_in_float32_are_read_as_they_were_meant(tmp_path, small):
+    write(tmp_path / "m.gguf", small, metadata={"llama.attention.layer_norm_rms_epsilon": 1e-6})
+    held = GGUFFile(tmp_path / "m.gguf").metadata
+    assert held["llama.attention.layer_norm_rms_epsilon"] == 1e-6
+
+
+# --- doors --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """The same model and tokenizer as a GGUF file in a directory, and in Hugging Face's layout."""
+    folder = tmp_path_factory.mktemp("pair")
+    metadata = gguf_files.byte_level()
+    sizes = SIZES | {"vocab_size": len(metadata["tokenizer.ggml.tokens"])}
+    source = saved(folder / "hf", sizes)
+    (folder / "gguf").mkdir()
+    file = folder / "gguf" / "m.gguf"
+    write(file, source, metadata=metadata)
+    load_tokenizer(file).save_pretrained(source)
+    return file, source
+
+
+@pytest.mark.parametrize("flags", [["--strategy", "off"], ["--strategy", "4_2_8"]], ids=str)
+def test_generate_takes_a_file_or_its_directory(pair, capsys, flags):
+    file, source = pair
+    said = []
+    for model in (file, file.parent, source):
+        args = ["--temperature", "0", "--max-tokens", "12", *flags]
+        assert main(["generate", "--model", str(model), *args, "the ab"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] == said[2] and said[0].strip()
+
+
+def test_convert_writes_what_transformers_and_specjax_load(pair, tmp_path):
+    file, source = pair
+    assert main(["convert", "--to", "hf", str(file), str(tmp_path / "out")]) == 0
+    assert_same_model(tmp_path / "out", source)
+    assert_same_model(file, tmp_path / "out")
+    ours, theirs = load_tokenizer(file), load_tokenizer(tmp_path / "out")
+    assert ours.get_vocab() == theirs.get_vocab()
+    text = "the ab 12\n\n's <tool><|im_end|> é"
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.chat_template == theirs.chat_template
+    found = convert(file, tmp_path / "half", dtype="bfloat16", to="hf")
+    assert found.dtype == "bfloat16" and found.tokenizer
+
+
+def test_a_run_begins_with_a_file(pair, tmp_path):
+    from specjax.checkpoint.weights import tokenizer_dir
+    from train.sft import SFTConfig, start_model
+
+    file, source = pair
+    assert load_tokenizer(tokenizer_dir(file)).get_vocab() == load_tokenizer(source).get_vocab()
+    cfg = SFTConfig(init=str(file))
+    cfg.dtype.params = cfg.dtype.compute = "float32"
+    model, params, _, tokenizer = start_model(cfg, None)
+    hf.save_checkpoint(tmp_path / "out", model, params, None, tokenizer_dir(file))
+    assert_same_model(tmp_path / "out", source, cfg_too=False)
+    assert load_tokenizer(tmp_path / "out").get_vocab() == tokenizer.get_vocab()
+
+
+def test_a_directory_with_several_files_is_refused(pair, tmp_path):
+    shutil.copy(pair[0], tmp_path / "a.gguf")
+    shutil.copy(pair[0], tmp_path / "b.GGUF")
+    with pytest.raises(CheckpointError, match=r"several GGUF files, a.gguf, b.GGUF; name one"):
+        load_model(tmp_path)
+
+
+def test_the_tokenizer_files_of_a_directory_are_taken_before_the_file_s_own(pair, tmp_path):
+    shutil.copy(pair[0], tmp_path / "m.gguf")
+    settings = json.loads((pair[1] / "tokenizer.json").read_text())
+    settings["model"]["merges"] = []
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
+    assert len(load_tokenizer(tmp_path).encode("the")) == 3
+    assert len(load_tokenizer(tmp_path / "m.gguf").encode("the")) == 2
+
+
+def test_no_draft_head_is_looked_for_in_a_file(pair, caplog):
+    with caplog.at_level(logging.ERROR), pytest.raises(CheckpointError, match="no safetensors"):
+        hf.load_head(pair[0], read_config(pair[0]))
+
+
+def test_a_file_beside_safetensors_of_a_checkpoint_is_not_taken(pair, tmp_path):
+    out = shutil.copytree(pair[1], tmp_path / "both")
+    shutil.copy(pair[0], out / "m.gguf")
+    tensors = load_file(out / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
+    save_file(tensors, out / "model.safetensors")
+    np.testing.assert_array_equal(load_model(out).policy["norm"], tensors["model.norm.weight"])
