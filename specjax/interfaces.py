@@ -356,6 +356,14 @@ class Draft(Protocol):
         """
         return cls()
 
+    def load(self, spec: Any) -> Params:
+        """Its parameters, in the layout in which it drafts.
+
+        Args:
+          spec: the `SpecConfig` that names this draft; `draft_model` may say where they lie.
+        """
+        return {}
+
     def with_network(self, cfg: Any) -> Draft:
         """The same draft with another config of its network: the engine has chosen the kernels."""
         raise NotImplementedError

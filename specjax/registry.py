@@ -32,17 +32,21 @@ class Registry:
     def __contains__(self, name: str) -> bool:
         return name in self.rows
 
-    def check(self, name: str) -> None:
+    def check(self, name: str, others: tuple[str, ...] = ()) -> None:
         """Refuses what is neither a known name nor a path `module:attribute`; imports nothing.
+
+        Args:
+          others: further names that are valid where this one comes from.
 
         Raises:
           ValueError: it is neither.
         """
         module, _, attribute = name.partition(":")
-        if name not in self.rows and not (module and attribute):
+        names = (*others, *self.rows)
+        if name not in names and not (module and attribute):
             raise ValueError(
-                f"unknown {self.kind} {name!r}; choose one of {', '.join(self.rows)}, or give your "
-                "own as 'package.module:attribute'"
+                f"unknown {self.kind} {name!r}; choose one of {', '.join(names)}, or give your own "
+                "as 'package.module:attribute'"
             )
 
     def named(self, name: str) -> Any:
@@ -78,3 +82,14 @@ def is_own_path(name: str, known: Collection[str]) -> bool:
 def _load(path: str) -> Any:
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+DRAFTS = Registry(
+    "draft source",
+    {
+        "head": "specjax.drafts.mtp:MTPSource",
+        "model": "specjax.drafts.model:ModelSource",
+        "ngram": "specjax.drafts.ngram:NgramSource",
+    },
+    "a class of drafts, see specjax.interfaces.Draft,",
+)

@@ -12,7 +12,7 @@ import dataclasses
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from specjax.config.spec import ACCEPTANCE_MODES, DRAFT_SOURCES, SpecConfig
+from specjax.config.spec import ACCEPTANCE_MODES, SpecConfig
 from specjax.control.base import OFF, parse_arms
 from specjax.control.config import CONTROLLERS, DEFAULT_STRATEGIES, ControlConfig
 from specjax.control.fastrl import FastRLSettings, read_fastrl
@@ -107,8 +107,7 @@ class SpeculationSettings:
         "auto",
         "what drafts: the head; model: a smaller one (draft_model); ngram: what followed the last "
         "tokens earlier; auto: the head, or n-grams under a controller that may choose off where "
-        "the checkpoint has none",
-        choices=DRAFT_SOURCES,
+        "the checkpoint has none; module:attribute: a class of your own",
     )
     head: str = option(
         "checkpoint",

@@ -7,10 +7,10 @@ import os
 
 from specjax.config.checks import choice
 from specjax.config.strategy import OFF_NAMES, Strategy
+from specjax.registry import DRAFTS
 from specjax.spelling import SettingError, checks_keywords
 
 ACCEPTANCE_MODES = ("coupled", "block", "recursive", "greedy")
-DRAFT_SOURCES = ("auto", "head", "model", "ngram")
 NGRAM_LIMIT = 127  # match lengths are kept as int8
 TELEMETRY_VARIABLE = "SPECJAX_TELEMETRY"
 
@@ -27,11 +27,13 @@ class SpecConfig:
         distribution) or `greedy` (any tree, for requests of temperature 0 only; token-identical).
       source: what drafts: `head` (the MTP head), `model` (a standalone smaller model), `ngram`
         (continuations of earlier occurrences of the last tokens), or `auto`: the head where the
-        checkpoint holds one, else n-grams (see `specjax.engine.sources.settle_draft`).
+        checkpoint holds one, else n-grams (see `specjax.engine.sources.settle_draft`). A path
+        `module:attribute` is a class of your own, see `specjax.interfaces.Draft`.
       head: `checkpoint` takes the draft head that lies with the policy, `random` draws one from
         `head_seed` (for training it online from nothing), and anything else is the path of one (or
         the Hugging Face id, see `specjax.engine.heads`); with the latter two `auto` is `head`.
       draft_model: directory or Hugging Face id of the standalone model; `auto` is `model` with it.
+        A draft source of your own is given it as it stands.
       ngram_max, ngram_min: longest and shortest suffix that is looked up.
       ngram_siblings: also look in the other samples of the same prompt that lie in the batch.
       aligned: draft candidates come from logits transformed as the target's are; False ranks them
@@ -73,15 +75,16 @@ class SpecConfig:
             object.__setattr__(self, "strategy", tuple(map(tuple, self.strategy)))
         if self.draft_model is not None:
             object.__setattr__(self, "draft_model", str(self.draft_model))
-            if self.source not in ("auto", "model"):
+            if self.source not in ("auto", "model") and self.source in DRAFTS:
                 raise SettingError(
                     lambda say: (
                         f"{say('draft_model')} is given but {say('source')} is "
                         f"{self.source!r}; choose one"
                     )
                 )
-            object.__setattr__(self, "source", "model")
-        choice("source", self.source, DRAFT_SOURCES)
+            if self.source == "auto":
+                object.__setattr__(self, "source", "model")
+        DRAFTS.check(self.source, others=("auto",))
         if self.source == "model" and self.draft_model is None:
             raise SettingError(
                 lambda say: (

@@ -13,8 +13,7 @@ from specjax.checkpoint import huggingface as hf
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.control import OFF, ControlConfig
 from specjax.drafts.model import ModelSource
-from specjax.drafts.mtp import MTPSource, init_head_params
-from specjax.drafts.ngram import NgramSource
+from specjax.drafts.mtp import init_head_params
 from specjax.engine.heads import load_head
 from specjax.engine.settings import require_speculation
 from specjax.hub import find_model
@@ -22,31 +21,21 @@ from specjax.interfaces import Draft
 from specjax.kernels import dispatch
 from specjax.models.transformer import Params, to_decode_layout
 from specjax.parallel import sharding
+from specjax.registry import DRAFTS
 from specjax.spelling import Say, SettingError, python
 from specjax.weights import load_tokenizer
 
 
 def source_of(cfg: ModelConfig, spec: SpecConfig) -> Draft:
     """The source that `spec` names, where it follows from the model's config alone; `auto` is the
-    head if the config has one.
+    head if the config has one, else n-grams.
 
     Raises:
-      ValueError: a standalone model, which must be loaded first.
+      ValueError: a standalone model, which must be loaded first, or there is none of that name.
     """
-    has_head = cfg.mtp_num_layers > 0
-    if spec.source == "head" or (spec.source == "auto" and has_head):
-        return MTPSource(cfg)
-    if spec.source in ("ngram", "auto"):
-        return NgramSource(
-            vocab=cfg.vocab_size,
-            longest=spec.ngram_max,
-            shortest=spec.ngram_min,
-            siblings=spec.ngram_siblings,
-        )
-    raise ValueError(
-        f"the draft model {spec.draft_model!r} has weights of its own; load it with "
-        "specjax.engine.sources.load_draft_model and give the engine its source, or use LLM"
-    )
+    by_default = "head" if cfg.mtp_num_layers else "ngram"
+    kind = DRAFTS.find(by_default if spec.source == "auto" else spec.source)
+    return kind.of(cfg, spec)
 
 
 _HEADS = {"checkpoint": "the checkpoint's head", "random": "a random head"}
@@ -85,7 +74,7 @@ class Drafting(NamedTuple):
         others = {name: say("source", name) for name in ("head", "ngram") if name != spec.source}
         if self.by_default and not always_drafts:
             others["head"] = say("head", "random")
-        if spec.source != "model":
+        if spec.draft_model is None:
             others["model"] = say("draft_model", "DIR")
         ways = [*others.values(), *([] if always_drafts else [say("strategy", "off")])]
         change = f"to change it: {', '.join(ways[:-1])}{', or ' if ways[1:] else ''}{ways[-1]}"
@@ -97,7 +86,7 @@ class Drafting(NamedTuple):
             "head": _HEADS.get(spec.head, f"the head {spec.head}"),
             "ngram": "n-grams",
             "model": f"the model {spec.draft_model}",
-        }[spec.source]
+        }.get(spec.source, spec.source)
         why = ", for the checkpoint has no draft head" if self.by_default else ""
         return f"draft: {what}{why}; {how}; {change}"
 
@@ -175,8 +164,9 @@ def load_source(
             spec.draft_model, cfg, tokenizer, cfg.run.compute_dtype, mesh
         )
         return cfg, source, params
-    if spec.source == "ngram":
-        return cfg, source_of(cfg, spec), {}  # nothing is learned
+    if spec.source != "head":
+        source = source_of(cfg, spec)
+        return cfg, source, source.load(spec)
     if spec.head == "random":
         # A checkpoint without a head still gets one of one module.
         cfg = cfg.replace(mtp_num_layers=max(cfg.mtp_num_layers, 1))
