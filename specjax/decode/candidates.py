@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specjax.decode import rng, sampling, shards
+from specjax.decode.columns import Columns
 from specjax.decode.history import Context, Rows
 from specjax.decode.plan import Plan
 from specjax.decode.state import DecodeState
@@ -51,24 +52,30 @@ def candidates(
     """The best continuations of R rows of one depth.
 
     Args:
+      proposal: the source's logits, of all tokens or of some.
       paths: tokens from below the root down to each row; its length is the rows' depth.
       nodes: [R] numbers of the rows in the tree; they key noise that is private to a node.
     """
     options, root, depth = state.options, state.length - 1, paths.shape[-1]
-    logits = sampling.sanitise(proposal.scores)
+    logits, columns = proposal.scores, Columns(None, proposal.scores.shape[-1])
+    if proposal.ids is not None:
+        columns = Columns(proposal.ids, plan.cfg.vocab_size)
+        columns, logits = columns.widened(logits, count)
+        logits = columns.masked(logits)
+    logits = sampling.sanitise(logits)
     if plan.aligned:
         rows = Rows(np.full(paths.shape[1], depth), paths)
-        log_q = sampling.transform(logits, options, plan.features, context, rows)
+        log_q = sampling.transform(logits, options, plan.features, context, rows, columns)
     else:
         log_q = sampling.tempered(logits, options.temperature)
     perturbed = log_q
     if plan.draws_noise:  # a row of that depth decides the position after it
-        noise = rng.ring_at(state.noise, root[:, None] + depth + 1)
+        noise = rng.ring_at(state.noise, root[:, None] + depth + 1, columns.ids)
         perturbed = sampling.perturb(log_q, options.temperature, noise)
     elif plan.needs_q and plan.features.sampled:
         noise = rng.round_noise(state.keys, rng.DRAFT, root, nodes, logits.shape[-1])
         perturbed = sampling.perturb(log_q, options.temperature, noise)
-    tokens, best = top_candidates(perturbed, count)
+    picked, best = top_candidates(perturbed, count)
     gain = q = logprobs = None
     if plan.tree.is_dynamic:
         gain = _gain(plan, options.temperature, perturbed, best)
@@ -76,15 +83,16 @@ def candidates(
             gain = jnp.where(np.arange(count) < _width(log_q)[..., None], gain, -jnp.inf)
     if plan.needs_q:
         q = sampling.probabilities(log_q, options.temperature)
-        q = jnp.where(jnp.isfinite(best[..., :1]), q, 0.0)
+        q = columns.spread(jnp.where(jnp.isfinite(best[..., :1]), q, 0.0))
     if plan.telemetry:
-        picked = jnp.take_along_axis(log_q, tokens, axis=-1)
-        logprobs = picked - jax.nn.logsumexp(log_q, axis=-1, keepdims=True)
-    return Candidates(jnp.where(jnp.isfinite(best), tokens, -1), gain, q, logprobs)
+        of_picked = jnp.take_along_axis(log_q, picked, axis=-1)
+        logprobs = of_picked - jax.nn.logsumexp(log_q, axis=-1, keepdims=True)
+    tokens = jnp.where(jnp.isfinite(best), columns.tokens(picked), -1)
+    return Candidates(tokens, gain, q, logprobs)
 
 
 def top_candidates(scores: Float[Array, "B R V"], count: int) -> tuple[Array, Array]:
-    """Ids and values [B R count] of the `count` best scores, ties to the lowest id."""
+    """Columns and values [B R count] of the `count` best scores, ties to the lowest id."""
     best, ids = shards.top_k(scores, count, _top_k)
     return ids.astype(jnp.int32), best
 

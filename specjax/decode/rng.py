@@ -148,10 +148,20 @@ def refill(
     return NoiseRing(rows, until, ring.drawn + missing)
 
 
-def ring_at(ring: NoiseRing, positions: Int[Array, "B R"]) -> Float[Array, "B R V"]:
-    """The noise that decides `positions`; they must be among the next E."""
+def ring_at(
+    ring: NoiseRing, positions: Int[Array, "B R"], ids: Int[Array, "*R C"] | None = None
+) -> Float[Array, "B R V"]:
+    """The noise that decides `positions`; they must be among the next E.
+
+    Args:
+      ids: [C] or [B R C] of the tokens whose noise it is; None: of all. The noise of an id that is
+        none of the vocabulary's is some number.
+    """
     place = divide(positions, ring.rows.shape[1])[1]
-    return take_along(ring.rows, place[..., None], axis=1)
+    if ids is None:
+        return take_along(ring.rows, place[..., None], axis=1)
+    slot = np.arange(len(place))[:, None, None]
+    return ring.rows.at[slot, place[..., None], ids].get(mode="clip")
 
 
 def round_noise(

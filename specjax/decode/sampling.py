@@ -26,6 +26,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specjax.decode import filters, shards
+from specjax.decode.columns import Columns
 from specjax.decode.history import Context, Counts, Rows, last_tokens
 from specjax.decode.options import Features, Options
 
@@ -52,6 +53,7 @@ def transform(
     features: Features,
     context: Context,
     rows: Rows,
+    columns: Columns | None = None,
 ) -> Float[Array, "B R V"]:
     """Scores of the tokens that may follow each row: tempered log-weights, -inf where impossible.
 
@@ -65,18 +67,20 @@ def transform(
       logits: raw, float32.
       features: static. What is not set is not in the program, and its options do nothing.
       context, rows: the history of the slot, and of the row below its root.
+      columns: the tokens that there are logits of; None: of all.
     """
     logits = scores = shards.pin(logits)
+    columns = columns or Columns(None, logits.shape[-1])
     if features.penalties:
         penalised = functools.partial(
-            _penalised, options=options, counts=context.counts, path=rows.path
+            _penalised, options=options, counts=context.counts, path=rows.path, columns=columns
         )
         scores = _if_any(_asks_for_penalties(options), penalised, scores)
     if features.bias:
-        bias = functools.partial(_biased, options=options)
+        bias = functools.partial(_biased, options=options, columns=columns)
         scores = _if_any(options.bias_ids >= 0, bias, scores)
     if features.allowed or features.bad_words or features.min_tokens:
-        scores = _masked(scores, options, features, context, rows)
+        scores = _masked(scores, options, features, context, rows, columns)
     if not features.sampled:
         return scores
     scores = tempered(scores, options.temperature)
@@ -116,13 +120,14 @@ def _penalised(
     options: Options,
     counts: Counts,
     path: Int[Array, "B R D"],
+    columns: Columns,
 ) -> Float[Array, "B R V"]:
     """Penalties at every node: the context's for all rows, then the few tokens on each row's path.
 
     The path's tokens are computed anew from their raw logits, not adjusted, so that a token gives
     the same bits whether it was counted in the context or on the path.
     """
-    scores = _penalty(logits, options, counts.prompt[:, None], counts.output[:, None])
+    scores = _penalty(logits, options, columns.at(counts.prompt), columns.at(counts.output))
     batch, number, depth = path.shape
     if depth == 0:
         return scores
@@ -133,11 +138,11 @@ def _penalised(
         return flat.reshape(path.shape)
 
     repeats = (path[..., :, None] == path[..., None, :]).sum(axis=-1)
-    raw = jnp.take_along_axis(logits, ids, axis=-1)
+    column = columns.of(path)
+    raw = jnp.take_along_axis(logits, jnp.where(column == logits.shape[-1], 0, column), axis=-1)
     output = at_path(counts.output) + repeats
     values = _penalty(raw, options, at_path(counts.prompt), output)
-    # A negative index would wrap around: past the end it is dropped. Repeats write the same value.
-    column = jnp.where(path < 0, logits.shape[-1], path)
+    # Past the end it is dropped. Repeats write the same value.
     slot, row = jnp.ogrid[:batch, :number]
     return scores.at[slot[..., None], row[..., None], column].set(values, mode="drop")
 
@@ -171,13 +176,15 @@ def _rounded(product: Float[Array, "*R"]) -> Float[Array, "*R"]:
     return jnp.minimum(product, jnp.finfo(jnp.float32).max)
 
 
-def _biased(scores: Float[Array, "B R V"], options: Options) -> Float[Array, "B R V"]:
+def _biased(
+    scores: Float[Array, "B R V"], options: Options, columns: Columns
+) -> Float[Array, "B R V"]:
     """Scores plus the bias of every token; -0.0 where there is none, for -0.0 + 0.0 is 0.0."""
-    batch, _, vocab = scores.shape
+    batch, vocab = len(scores), columns.vocab
     column = jnp.where(options.bias_ids < 0, vocab, options.bias_ids)
     bias = jnp.full((batch, vocab), -0.0, jnp.float32)
     bias = bias.at[jnp.arange(batch)[:, None], column].set(options.bias_values, mode="drop")
-    return scores + bias[:, None]
+    return scores + columns.at(bias)
 
 
 # --- masks ----------------------------------------------------------------------------------------
@@ -189,22 +196,25 @@ def _masked(
     features: Features,
     context: Context,
     rows: Rows,
+    columns: Columns,
 ) -> Float[Array, "B R V"]:
     """The masks one after the other, each only where it leaves something: what must hold first."""
-    batch, number, vocab = scores.shape
+    batch, number, _ = scores.shape
+    vocab = columns.vocab
 
     def allow(scores):
-        allowed = _allowed(options.allowed, vocab)[:, None]
+        allowed = columns.at(_allowed(options.allowed, vocab))
         return _unless_nothing_is_left(jnp.where(allowed, scores, -jnp.inf), scores)
 
     def go_on(scores):
-        stops = _among(options.stop_ids, vocab)[:, None]
+        stops = columns.at(_among(options.stop_ids, vocab))
         return _unless_nothing_is_left(
             jnp.where(early[..., None] & stops, -jnp.inf, scores), scores
         )
 
     def spare_bad_words(scores):
-        column = _completing(options.bad_words, last_tokens(context, rows), vocab)
+        ends = _completing(options.bad_words, last_tokens(context, rows), vocab)
+        column = columns.of(ends)
         slot, row = jnp.ogrid[:batch, :number]
         spared = scores.at[slot[..., None], row[..., None], column].set(-jnp.inf, mode="drop")
         return _unless_nothing_is_left(spared, scores)

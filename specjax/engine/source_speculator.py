@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig
 from specjax.decode import rng, sampling, shards
+from specjax.decode.columns import Columns
 from specjax.decode.plain_arrays import DraftProposal, VerifyResult
 from specjax.decode.state import RUNNING, put_positions, take_positions
 from specjax.decode.tree import chain_bits
@@ -259,7 +260,7 @@ def _propose(setup: _Setup, params, source_params, sequence, temperature, words)
     model, source = setup.model(params), setup.source
     keys, nodes, total = rng.request_keys(words), np.arange(setup.steps), setup.steps - 1
     vocab, root = setup.cfg.vocab_size, sequence.length - 1
-    noise = rng.round_noise(keys, rng.DRAFT, root, nodes, vocab)[:, :, None]
+    noise = rng.round_noise(keys, rng.DRAFT, root, nodes, vocab)
     tokens = jnp.full((1, setup.steps), -1, jnp.int32)
     drawn, going = [], jnp.bool_(True)
     count = jnp.int32(0)
@@ -277,12 +278,14 @@ def _propose(setup: _Setup, params, source_params, sequence, temperature, words)
                 path=tokens[:, :step],
             )
             proposal, work = source.step(model, source_params, work, level)
-        logits = proposal.scores
+        columns = Columns(proposal.ids, vocab)
+        logits = columns.masked(proposal.scores)
         going &= ~jnp.isneginf(logits).all()
         scores = sampling.tempered(sampling.sanitise(logits), temperature)
-        token = shards.argmax(sampling.perturb(scores, temperature, noise[:, step]))[0, 0]
+        perturbed = sampling.perturb(scores, temperature, columns.at(noise[:, step]))
+        token = columns.tokens(shards.argmax(perturbed)[..., None])[0, 0, 0]
         tokens = tokens.at[0, step].set(jnp.where(going, token, -1).astype(jnp.int32))
-        drawn.append(sampling.probabilities(scores, temperature)[0, 0])
+        drawn.append(columns.spread(sampling.probabilities(scores, temperature))[0, 0])
         count += going
     return _Proposed(tokens[0], jnp.stack(drawn), count, work)
 
