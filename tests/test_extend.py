@@ -17,10 +17,16 @@ import sys
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import pytest
 import tiny_run
+from safetensors.numpy import load_file
 
+from serve.cli.main import main
 from specjax import interfaces
+from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.huggingface_config import config_json
+from specjax.checkpoint.weights import load_model
 from train import data, data_report, rl
 from train.data_config import DataConfig
 from train.log import read_metrics
@@ -32,7 +38,7 @@ SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
 FILES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.M | re.S))
 
 # Kinds whose section has not been written yet.
-MISSING = {"Family", "Mixer", "Mlp", "Draft", "Weight", "Reader", "Backend"}
+MISSING = {"Family", "Mixer", "Mlp", "Draft", "Weight", "Backend"}
 
 
 def kinds() -> set[str]:
@@ -126,3 +132,29 @@ def test_reward_of_ones_own_sees_the_columns_of_the_row(run, rows):
     scorer, hint = Scorer("my_reward:reward"), problem.columns["hint"]
     earned = [scorer(text, problem).value for text in (f" {problem.answer} ", f"an {hint}", "no")]
     assert earned == [1, 0.5, 0]
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def test_reader_of_ones_own_is_converted_and_refused_like_any_checkpoint(
+    examples, thin_policy, tmp_path, capsys
+):
+    config = json.dumps(config_json(hf.read_config(thin_policy), False, "float32"))
+    arrays = load_file(thin_policy / "model.safetensors")
+    source, out = tmp_path / "model.npz", tmp_path / "out"
+    np.savez(source, config=config, **arrays)
+    convert = ["convert", "--to", "hf", "--load-format", "my_reader:Reader", str(source), str(out)]
+    assert main(convert) == 0
+    written = load_file(out / "model.safetensors")
+    assert written.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(written[name], array)
+    assert load_model(source, load_format="my_reader:Reader").cfg == hf.read_config(out)
+
+    del arrays["model.norm.weight"]
+    np.savez(source, config=config, **arrays)
+    assert main([*convert[:-1], str(tmp_path / "other")]) == 1
+    assert "missing: model.norm.weight" in capsys.readouterr().err
+    assert main([*convert[:4], "no_such", *convert[5:]]) == 2
+    assert "unknown checkpoint format 'no_such'" in capsys.readouterr().err
