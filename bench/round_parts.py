@@ -30,7 +30,7 @@ EMPTY = ", empty"  # what is appended to the name of a part's empty program
 class Buffers(NamedTuple):
     """What a round updates in place, and every program here is given and gives back."""
 
-    cache: Any
+    pages: Any
     draft_cache: Any
     noise: Any
 
@@ -44,17 +44,18 @@ class Taken(NamedTuple):
     def whole(self, buffers: Buffers) -> DecodeState:
         state = self.state
         return state._replace(
-            cache=buffers.cache,
-            draft=state.draft._replace(pages=buffers.draft_cache),
+            memory=state.memory._replace(pages=buffers.pages),
+            draft=state.draft._replace(cache=buffers.draft_cache),
             noise=state.noise._replace(rows=buffers.noise),
         )
 
 
 def split(state: DecodeState) -> tuple[Buffers, DecodeState]:
     """The buffers, and the state without them."""
-    buffers = Buffers(state.cache, state.draft.pages, state.noise.rows)
+    buffers = Buffers(state.memory.pages, state.draft.pages, state.noise.rows)
     draft, noise = state.draft._replace(cache=None), state.noise._replace(rows=None)
-    return buffers, state._replace(cache=None, draft=draft, noise=noise)
+    memory = state.memory._replace(pages=None)
+    return buffers, state._replace(memory=memory, draft=draft, noise=noise)
 
 
 class Parts:

@@ -23,10 +23,10 @@ This module imports nothing of specjax.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
@@ -90,11 +90,26 @@ class Param:
 class Memory(NamedTuple):
     """What is kept of each sequence between forward passes, of one layer or of a whole model.
 
+    Of a whole model both are tuples with an entry per layer; where layers are scanned, per layer of
+    the repeating pattern, with the repetitions in an axis of their own (see `specjax.memory`).
+
     Attributes:
-      pages: arrays [.. P K S H] that tables point into: keys and values, which grow with a
-        sequence; None where nothing grows.
+      pages: arrays [P K S H] that tables point into, which grow with a sequence (keys and values);
+        None where nothing grows.
       slots: arrays with the sequences in front [B ..], of fixed size: recurrent states and the
         inputs of a convolution; None where there are none.
+    """
+
+    pages: Any
+    slots: Any
+
+
+class Scratch(NamedTuple):
+    """What the rows of a forward pass would add to a `Memory`, if they were accepted.
+
+    Attributes:
+      pages: the rows as they will stand in the pages [B K T H], in a tree like that of the pages.
+      slots: whatever `Mixer.advance` needs of each row [B T ..].
     """
 
     pages: Any
@@ -127,12 +142,18 @@ class Where:
         each row attending to its ancestors in the order of their positions: invariant mode).
       positions: [B T] for RoPE: the root's and the depth.
       segments: [B S] in training; 0 is padding.
-      prefix: [B] positions that the memory holds of each sequence.
+      prefix: [B] positions that the memory holds of each sequence; 0 where a slot does not run,
+        whose rows nobody uses and which should cost no time.
       visible: [T W] or [B T W] words of bits: bit j is set iff row j is the row or an ancestor of
         it. Rows of `scratch` that came before are numbered first.
       held: of those earlier rows there are so many (a Python integer).
-      path_rows, depth: rows of each row's path from the root down, and its depth (`by_position`).
+      path_rows, depth: rows of each row's path from the root down, and its depth; None where the
+        rows are no tree with its root in row 0 (`scratch` holds earlier ones, or it is a piece of a
+        prompt).
       table: the pages of each sequence.
+      angles: of each rotary embedding of the model, its `Mixer.rotation`, and the cosines and sines
+        at the positions.
+      kernel: whose operations run, see `specjax.kernels.dispatch`.
       context: how the tokens of packed rows are split over devices.
     """
 
@@ -145,16 +166,16 @@ class Where:
     path_rows: Int[Array, "*B T P"] | None = None
     depth: Int[Array, "*B T"] | None = None
     table: Table = None
+    angles: tuple[tuple[Any, tuple[Array, Array]], ...] = ()
+    kernel: str = "reference"
     context: Any = None
 
+    def rotated_by(self, rotation: Any) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"]]:
+        """Cosines and sines of one of the model's rotary embeddings."""
+        return next(angles for which, angles in self.angles if which == rotation)
 
-jax.tree_util.register_dataclass(
-    Where,
-    data_fields=(
-        "positions", "segments", "prefix", "visible", "path_rows", "depth", "table",
-    ),
-    meta_fields=("form", "held", "context"),
-)  # fmt: skip
+    def replace(self, **changes: Any) -> Where:
+        return dataclasses.replace(self, **changes)
 
 
 class Forward(NamedTuple):
@@ -162,16 +183,19 @@ class Forward(NamedTuple):
 
     Attributes:
       x: [B T D] states before the final norm.
-      scratch: what each layer would have to remember of the rows, for `commit`.
-      taps: [B T D] each, the hidden states that were asked for.
-      records: facts per row of each layer that has any, with the rows in front [B T ..]: which
-        experts were chosen. `commit` keeps those of accepted rows.
+      scratch: what each layer would have to remember of the rows, see `specjax.memory.commit`: a
+        tuple of `Scratch`, laid out as the layers of a `Memory`. None in training.
+      taps: [B T D] each, the hidden states that were asked for, in that order.
     """
 
     x: Float[Array, "B T D"]
     scratch: Any = None
     taps: tuple[Float[Array, "B T D"], ...] = ()
-    records: Any = None
+
+    @property
+    def tapped(self) -> Float[Array, "B T N"]:
+        """The taps side by side in the last axis; no columns where there are none."""
+        return jnp.concatenate(self.taps, axis=-1) if self.taps else self.x[..., :0]
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -206,7 +230,14 @@ class Mixer(Protocol):
     """How a layer mixes positions. Implementations are frozen dataclasses: their own config.
 
     `w` is the layer's dict of arrays by the names of `params`. Everything is a pure function.
+
+    Attributes:
+      kind: a name. rotation: hashable, names its rotary embedding, which layers share; then it has
+        `angles(positions)` as well, see `Where.rotated_by`. None: it has none.
     """
+
+    kind: str
+    rotation: Any
 
     def params(self, width: int) -> Mapping[str, Param]:
         """Its arrays by name, for a model of this width, without its norm."""
@@ -214,33 +245,35 @@ class Mixer(Protocol):
     def empty(self, run: Any, room: Room) -> Memory:
         """The memory of one layer, as before the first token of every sequence."""
 
-    def cost(self, run: Any, page_size: int) -> Cost:
-        """Bytes of one layer's memory."""
-
     def run(
-        self, w: Params, x: Float[Array, "B T D"], where: Where, memory: Memory, scratch: Any
-    ) -> tuple[Float[Array, "B T D"], Any]:
-        """The rows after mixing, without the residual, and scratch for `commit`.
+        self,
+        w: Params,
+        x: Float[Array, "B T D"],
+        where: Where,
+        memory: Memory | None,
+        scratch: Scratch | None,
+    ) -> tuple[Float[Array, "B T D"], Scratch]:
+        """The rows after mixing, without the residual, and what they would leave behind.
+
+        A row that is not finite may reach the rows that see it, and no other: zero times NaN is NaN
+        (see `specjax.memory.with_marked_keys`).
 
         Args:
           memory: of this layer, read only. None in training.
-          scratch: of the rows that were run before in this round, where `where.held` is not 0.
+          scratch: buffers with room for all rows of a round, of which those run before fill the
+            first `where.held`; to be returned with these rows filled in, see
+            `specjax.memory.append_rows`. None: these rows are the first.
         """
 
-    def commit(
-        self,
-        memory: Sequence[Memory],
-        scratch: Sequence[Any],
-        path: Int[Array, "B E"] | None,
-        count: Int[Array, " B"],
-        where: Any,
-    ) -> list[Memory]:
-        """Memory after the first `count` rows of a path, of all layers that have this mixer.
+    def advance(self, slots: Any, rows: Any, count: Int[Array, " B"]) -> Any:
+        """`Memory.slots` of one layer after the first `count` of some rows were accepted.
 
-        All at once, because one write of many arrays is cheaper than many writes.
+        Pages need no such method: accepted rows are written to them as they are.
 
         Args:
-          path: rows of the scratch along the accepted path; None: they stand in order.
+          rows: `Scratch.slots` of E rows that follow each other [B E ..], a path of the tree.
+          count: 0 where a sequence does not run, whose slot must stay as it is. Rows past it may
+            hold anything, NaN included.
         """
 
 

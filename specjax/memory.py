@@ -1,36 +1,48 @@
-"""Key/value caches in pages: read the prefix, commit the accepted path.
+"""What a model keeps of each sequence: pages of keys and values, and slots of recurrent state.
 
-A cache is a pool of pages of S positions, and a sequence's *table* says which page holds its first
+Pages are a pool of pages of S positions, and a sequence's *table* says which page holds its first
 S positions, which the next S, and so on. Without a table (None) sequence b has page b to itself:
 the contiguous cache is the case of one page per sequence. Page 0 of a pool that is shared by tables
 is nobody's: what is written for positions without a page lands there or nowhere, and is never read.
 
-A forward pass reads the cache and returns the new rows as scratch; `commit_rows` writes them once,
-to consecutive positions. Values are always finite (`with_marked_keys`). Rows past the accepted ones
-may be written as well: they lie at or after the next root, and later commits write over them before
-any prefix reaches so far. Sequences may share pages as long as nobody writes to them; who has to
-write gets a copy first (`copy_pages`).
+Slots have a fixed size and stand in the order of the batch. Where several samples start from one
+prompt each gets a copy of the slot that the prompt left (`take_slots`, `put_slots`), as it gets a
+copy of the prompt's last page (`copy_pages`); full pages they share, as long as nobody writes to
+them.
+
+A forward pass reads the memory and returns what its rows would add as scratch; `commit` takes in
+the accepted ones. Rows go to consecutive positions of the pages (`commit_rows`). Their values are
+always finite (`with_marked_keys`). Rows past the accepted ones may be written as well: they lie at
+or after the next root, and later commits write over them before any prefix reaches so far. Slots
+are advanced over the accepted rows alone, by `Mixer.advance`.
+
+The memory of a model has an entry per layer. Where layers are scanned it has one per layer of the
+repeating pattern, and repetition i of it is `pages[i]`, an axis in front, and `slots[:, i]`: of
+slots the sequences stay in front.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig
-from specjax.indexing import put_slice, take_along, take_slice
-from specjax.interfaces import Table
+from specjax.config.stacks import Stack, stacks
+from specjax.indexing import put, put_slice, take, take_along, take_slice
+from specjax.interfaces import Cost, Memory, Room, Scratch, Table
 from specjax.kernels import dispatch
 
 
 class KVCache(NamedTuple):
-    """Keys and values, head-major, in P pages of S positions each.
+    """Keys and values, head-major, in P pages of S positions each: of one layer, or of several.
 
     Attributes:
-      k, v: `[L P K S H]` when layers are scanned, else a tuple of L arrays `[P K S H]`.
+      k, v: `[P K S H]` of one layer, `[L P K S H]` of layers that are scanned, or a tuple of arrays
+        of one layer each.
     """
 
     k: Array | tuple[Array, ...]
@@ -41,6 +53,146 @@ class KVCache(NamedTuple):
     def layer(self, i: int) -> tuple[Array, Array]:
         """Keys and values of one layer, each [P K S H]."""
         return self.k[i], self.v[i]
+
+
+# --- of a whole model -----------------------------------------------------------------------------
+
+
+def empty(cfg: ModelConfig, room: Room) -> Memory:
+    """The memory of a model, as before the first token of every sequence."""
+    if not cfg.run.scan_layers:
+        return _of_all(layer.mixer.empty(cfg.run, room) for layer in cfg.layers)
+
+    def stacked(stack: Stack) -> Memory:
+        one, repeats = stack.layer.mixer.empty(cfg.run, room), len(stack.numbers)
+        return Memory(
+            jax.tree.map(lambda a: jnp.broadcast_to(a, (repeats, *a.shape)), one.pages),
+            jax.tree.map(lambda a: jnp.repeat(a[:, None], repeats, axis=1), one.slots),
+        )
+
+    return _of_all(map(stacked, stacks(cfg.layers)))
+
+
+def _of_all(layers: Iterable[Memory]) -> Memory:
+    pages, slots = zip(*layers, strict=True)
+    return Memory(pages, slots)
+
+
+def empty_slots(cfg: ModelConfig, count: int) -> tuple:
+    """The slots of so many sequences before their first token."""
+    return empty(cfg, Room(slots=count, pages=0, page_size=1)).slots
+
+
+def cost(cfg: ModelConfig, page_size: int) -> Cost:
+    """Bytes of a model's memory."""
+    one = jax.eval_shape(lambda: empty(cfg, Room(slots=1, pages=1, page_size=page_size)))
+    return Cost(*(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part)) for part in one))
+
+
+class Commit(NamedTuple):
+    """Where accepted rows go.
+
+    Attributes:
+      start: [B] position of the first row. table: the pages of each sequence.
+      after: numbers >= 0 that make the write wait, see `commit_rows`.
+      run: rows that are sure to lie in one page, see `commit_rows`.
+    """
+
+    start: Int[Array, " B"]
+    table: Table = None
+    after: Int[Array, " B"] | None = None
+    run: int = 1
+
+
+def commit(
+    cfg: ModelConfig,
+    memory: Memory,
+    scratch: tuple[Scratch, ...],
+    path: Int[Array, "B E"] | None,
+    count: Int[Array, " B"],
+    to: Commit,
+) -> Memory:
+    """A model's memory after the first `count` rows of a path were accepted.
+
+    All E rows are written to pages, in one operation for all layers: see the module text.
+
+    Args:
+      path: rows of the scratch, which come one after the other; None: all, as they stand.
+      count: 0 where a sequence does not run.
+    """
+    rows, inputs = (tuple(part) for part in zip(*scratch, strict=True))
+    mixers = [layer.mixer for layer in cfg.layers]
+    if cfg.run.scan_layers:
+        mixers = [stack.layer.mixer for stack in stacks(cfg.layers)]
+    if path is not None:
+        rows = take_rows(rows, path)
+        inputs = jax.tree.map(lambda x: _along(x, path, 2 if cfg.run.scan_layers else 1), inputs)
+    pages = memory.pages
+    if jax.tree.leaves(pages):
+        pages = commit_rows(
+            pages, rows, to.start, to.after, to.table, to.run, kernel=cfg.run.attention
+        )
+
+    def advance(mixer, slots, inputs):
+        if not jax.tree.leaves(slots):
+            return slots
+        if not cfg.run.scan_layers:
+            return mixer.advance(slots, inputs, count)
+        return jax.vmap(mixer.advance, in_axes=(1, 0, None), out_axes=1)(slots, inputs, count)
+
+    return Memory(pages, tuple(map(advance, mixers, memory.slots, inputs)))
+
+
+def _along(x: Array, path: Int[Array, "B E"], axis: int) -> Array:
+    """The rows of a path [.. B E ..], of rows [.. B T ..] in the axis that is named."""
+    lead, rest = (None,) * (axis - 1), (None,) * (x.ndim - axis - 1)
+    return take_along(x, path[(*lead, ..., *rest)], axis=axis)
+
+
+def append_rows(
+    buffers: tuple[Array, Array], held: int, rows: tuple[Array, Array]
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Fills rows [B K R H] into preallocated buffers behind the `held` rows they hold.
+
+    Returns:
+      the buffers, and the part of them that holds rows: [B K held + R H].
+    """
+    filled = [
+        jax.lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), held, axis=2)
+        for buffer, new in zip(buffers, rows, strict=True)
+    ]
+    end = held + rows[0].shape[2]
+    return tuple(filled), tuple(buffer[:, :, :end] for buffer in filled)
+
+
+def take_slots(slots: Any, who: Int[Array, " b"]) -> Any:
+    """The slots of some sequences: a batch of its own, or a snapshot that others start from."""
+    return jax.tree.map(lambda x: take(x, who), slots)
+
+
+def put_slots(slots: Any, who: Int[Array, " b"], new: Any) -> Any:
+    """All slots after `take_slots` and whatever became of those."""
+    return jax.tree.map(lambda x, y: put(x, who, y.astype(x.dtype)), slots, new)
+
+
+def page_size(pages: Any) -> int:
+    """Positions of a page; 0 where there are none."""
+    return next((x.shape[-2] for x in jax.tree.leaves(pages)), 0)
+
+
+# --- pages ----------------------------------------------------------------------------------------
+
+
+def take_rows(rows: Any, index: Int[Array, "B R"]) -> Any:
+    """Picks tree rows `index` of each sequence, in that order: [.. B K T H] -> [.. B K R H]."""
+
+    def pick(x):
+        picks = index[:, None, :, None]
+        if x.ndim == 5:
+            picks = picks[None]
+        return take_along(x, picks, axis=-2)
+
+    return jax.tree.map(pick, rows)
 
 
 def empty_cache(cfg: ModelConfig, pages: int, size: int, layers: int, stacked: bool) -> KVCache:
@@ -84,18 +236,6 @@ def with_marked_keys(
     return jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
 
 
-def take_rows(rows: KVCache, index: Int[Array, "B R"]) -> KVCache:
-    """Picks tree rows `index` of each sequence, in that order: [.. B K T H] -> [.. B K R H]."""
-
-    def pick(x):
-        picks = index[:, None, :, None]
-        if x.ndim == 5:
-            picks = picks[None]
-        return take_along(x, picks, axis=-2)
-
-    return jax.tree.map(pick, rows)
-
-
 def take_path(x: Array, path: Int[Array, "B E"]) -> Array:
     """Picks tree rows `path` of states, logits or the like: [B T N] -> [B E N]."""
     return take_along(x, path[..., None], axis=1)
@@ -132,7 +272,13 @@ def commit_rows(
     if after is not None:
         start = start + jnp.minimum(after, 0)
     arrays, structure = jax.tree.flatten(cache)
-    written = dispatch.commit(arrays, jax.tree.leaves(rows), start, table, run=run, kernel=kernel)
+    new, written = jax.tree.leaves(rows), list(arrays)
+    for alike in dict.fromkeys(x.shape[-4:] for x in arrays):  # an operation takes one shape
+        which = [i for i, x in enumerate(arrays) if x.shape[-4:] == alike]
+        of_them = [arrays[i] for i in which], [new[i] for i in which]
+        out = dispatch.commit(*of_them, start, table, run=run, kernel=kernel)
+        for i, array in zip(which, out, strict=True):
+            written[i] = array
     return jax.tree.unflatten(structure, written)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from specjax.interfaces import Memory, Where
 from specjax.kernels.reference import contiguous
 from specjax.memory import (
     KVCache,
@@ -184,7 +185,8 @@ def test_a_scan_over_layers_reads_pages_where_they_lie():
     def states(cache, table):
         model = nnx.merge(graphdef(cfg), params)
         positions = prefix[:, None] + jnp.arange(2)
-        return model.decode(tokens, positions, cache, prefix, bits, table=table)
+        where = Where("tree", positions, prefix=prefix, visible=bits, table=table)
+        return model.decode(tokens, where, Memory((cache,), (None,)))
 
     [scan] = [e for e in jax.make_jaxpr(states)(cache, table).eqns if e.primitive.name == "scan"]
     pairs = zip(scan.invars, scan.params["jaxpr"].in_avals, strict=True)

@@ -237,10 +237,10 @@ class PolicyTrainer:
         params = layers | sharding.pin_gathered(self.mesh, rest)
         model: Transformer = nnx.merge(graphdef(self.cfg), params)
         with sharding.ambient(self.mesh):
-            states = model.hidden(
+            found = model.hidden(
                 batch["tokens"], batch["positions"], batch["segment_ids"], self.context
             )
-        return model, states
+        return model, found.x
 
     def _token_logprobs(self, params: Params, batch: Batch):
         model, states = self._forward(params, batch)

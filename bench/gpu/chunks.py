@@ -30,6 +30,7 @@ from specjax.decode.tree import chain_bits
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.executables import Noted
 from specjax.engine.runner import Runner
+from specjax.interfaces import Where
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from specjax.shipped import find_shipped
@@ -272,12 +273,12 @@ def _apart(state) -> tuple[tuple, object]:
     """The buffers of a state that take memory, and the rest."""
     draft, noise = state.draft, state.noise
     large = (
-        state.cache,
+        state.memory.pages,
         None if draft is None else draft.pages,
         None if noise is None else noise.rows,
     )
     rest = state._replace(
-        cache=None,
+        memory=state.memory._replace(pages=None),
         draft=None if draft is None else draft._replace(cache=None),
         noise=None if noise is None else noise._replace(rows=None),
     )
@@ -353,15 +354,16 @@ def policy_pass(runner: Runner, rows: int) -> Callable:
     def program(params, state, slots):
         here = take_slots(state._replace(noise=None, draft=None), slots)
         root, model = here.length - 1, runner.model(params)
-        x, new = model.decode(
-            take_positions(here.tokens, root - rows + 1, rows),
+        where = Where(
+            "tree",
             root[:, None] + jnp.arange(rows),
-            here.cache,
-            prefix_len=prefix_lengths(here),
-            visible_bits=chain_bits(rows),
+            prefix=prefix_lengths(here),
+            visible=chain_bits(rows),
             table=here.table,
         )
-        return model.logits(x), new
+        tokens = take_positions(here.tokens, root - rows + 1, rows)
+        found = model.decode(tokens, where, here.memory)
+        return model.logits(found.x), found.scratch
 
     return program
 

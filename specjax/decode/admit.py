@@ -17,11 +17,11 @@ from jaxtyping import Array, Float, Int, UInt32
 from specjax.decode import rng
 from specjax.decode.options import Options
 from specjax.decode.plan import Plan
-from specjax.decode.state import RUNNING, DecodeState, per_slot
+from specjax.decode.state import RUNNING, DecodeState, per_slot, with_pages
 from specjax.decode.tree import chain_bits
 from specjax.indexing import put, take, take_along
-from specjax.interfaces import Memory
-from specjax.memory import after_of, commit_rows, copy_pages
+from specjax.interfaces import Memory, Where
+from specjax.memory import Commit, after_of, commit, copy_pages, page_size
 from specjax.models.transformer import Transformer
 
 Tails = Float[Array, "Q tail D"] | None  # per prompt: the target's states that a slot starts from
@@ -69,7 +69,8 @@ def empty_tails(plan: Plan, prompts: int) -> Tails:
     """Room for the tails of so many prompts; None if the source asks for none."""
     if plan.source is None or not plan.source.needs.states:
         return None
-    shape = (prompts, plan.source.needs.states, plan.cfg.hidden_size)
+    width = len(plan.taps) * plan.cfg.hidden_size
+    shape = (prompts, plan.source.needs.states, width)
     return jnp.zeros(shape, jnp.dtype(plan.cfg.run.compute_dtype))
 
 
@@ -92,17 +93,16 @@ def prefill(
     tail = plan.source.needs.states if plan.source else 0
     count, start, table = piece.tokens.shape[1] - tail, piece.start, piece.table
     positions = start[:, None] + jnp.arange(count)
-    x, rows = model.decode(
-        piece.tokens[:, :count], positions, state.cache, start, chain_bits(count), table=table
-    )
-    run = math.gcd(count, stride, jax.tree.leaves(state.cache)[0].shape[-2])  # within a page
-    cache = commit_rows(
-        state.cache, rows, start, after_of(x), table, run, kernel=plan.cfg.run.attention
-    )
-    state = state._replace(cache=cache)
+    where = Where("tree", positions, prefix=start, visible=chain_bits(count), table=table)
+    found = model.decode(piece.tokens[:, :count], where, state.memory, taps=plan.taps)
+    run = math.gcd(count, stride, page_size(state.memory.pages))  # within a page
+    to = Commit(start, table, after_of(found.x), run)
+    known = jnp.clip(piece.length - 1 - start, 0, count)  # without the root
+    target = commit(plan.cfg, state.memory, found.scratch, None, known, to)
+    state = state._replace(memory=target)
     if plan.source is None:
         return state, tails
-    hidden = model.draft_hidden(x)
+    hidden = found.tapped
     memory = state.draft._replace(
         pages=plan.source.prefill(
             model, draft_params, state.draft.pages, piece.tokens, start, hidden, table, run
@@ -121,7 +121,8 @@ def prefill(
 def place(plan: Plan, state: DecodeState, tails: Tails, new: Admission) -> DecodeState:
     """Starts sequences in slots; the last token of each becomes its root."""
     zeros = jnp.zeros_like(new.lengths)
-    draft, noise, cache = None, None, copy_pages(state.cache, new.source, new.target)
+    draft, noise = None, None
+    pages = copy_pages(state.memory.pages, new.source, new.target)
     if state.noise is not None:  # a slot's new request has noise of its own
         kept = jax.tree.map(lambda x: take(x, new.slots), state.noise)
         noise = kept._replace(until=zeros)
@@ -140,10 +141,13 @@ def place(plan: Plan, state: DecodeState, tails: Tails, new: Admission) -> Decod
         finish=zeros + RUNNING,
         keys=rng.request_keys(new.words),
         options=new.options,
-        cache=None,
+        memory=Memory(None, state.memory.slots),
         draft=draft,
         noise=noise,
     )
     own = jax.tree.map(lambda x, y: put(x, new.slots, y), per_slot(state), fresh)
-    draft = own.draft and own.draft._replace(pages=draft_pages)
-    return own._replace(cache=cache, draft=draft)
+    copied = state._replace(
+        memory=state.memory._replace(pages=pages),
+        draft=state.draft and state.draft._replace(pages=draft_pages),
+    )
+    return with_pages(own, copied)

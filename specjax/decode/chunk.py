@@ -182,7 +182,7 @@ def _run_batch(
         memory = plan.source.resume(model, draft_params, state, plan.steps)
         state = state._replace(draft=memory)
     elif plan.source is not None and plan.source.needs.window:
-        shape = (batch, side.report.counts.shape[0], plan.cfg.hidden_size)
+        shape = (batch, side.report.counts.shape[0], len(plan.taps) * plan.cfg.hidden_size)
         hidden = jnp.zeros(shape, jnp.dtype(plan.cfg.run.compute_dtype))
     side = side._replace(counts=counts, hidden=hidden)
 

@@ -38,6 +38,11 @@ class Plan:
         return self.tree.steps if self.tree else 0
 
     @property
+    def taps(self) -> tuple[int | str, ...]:
+        """Hidden states of the target that the draft source is given."""
+        return self.source.needs.taps if self.source else ()
+
+    @property
     def needs_q(self) -> bool:
         """Whether the rule divides by the draft's probabilities."""
         return self.mode in ("block", "recursive")

@@ -1,6 +1,6 @@
 """One round of speculative decoding; `chunk.py` makes a compiled program of many.
 
-    draft (draft.py) -> verify (verify.py) -> accept (accept.py) -> commit (here, and cache.py)
+    draft (draft.py) -> verify (verify.py) -> accept (accept.py) -> commit (here, and memory.py)
 
 The *root* is the last token known and row 0 of every tree; `root` in code is its position, which is
 `length - 1`. Its keys and values are not in the cache yet, which holds the positions before it (the
@@ -59,7 +59,9 @@ from specjax.decode.state import (
 )
 from specjax.decode.tree import Acceptance, plain_bits
 from specjax.decode.verify import Verified, verify
-from specjax.memory import commit_rows, take_path, take_rows
+from specjax.interfaces import Where
+from specjax.memory import Commit, take_path
+from specjax.memory import commit as commit_memory
 from specjax.models.transformer import Transformer
 
 
@@ -173,7 +175,7 @@ def commit(
     transformed: Float[Array, "B T V"],
     accepted: Acceptance,
 ) -> tuple[DecodeState, Side]:
-    """Writes the accepted path to the caches and appends its tokens.
+    """Takes the accepted path into the memories and appends its tokens.
 
     The path's steps + 1 rows go to consecutive positions from the root's on. Rows past the emitted
     ones lie at or after the next root, and no prefix reaches its root: they are not read before a
@@ -184,15 +186,10 @@ def commit(
     kept, invalid = until_invalid(state, logits, accepted.count)
     accepted = accepted._replace(count=kept)
     emitted = truncate(state, accepted.tokens, accepted.count, invalid)
-    new_kv = verified.rows
-    if not plan.tree.is_chain:  # in a chain the path is the rows as they stand
-        new_kv = take_rows(new_kv, accepted.path)
-
-    root = state.length - 1
-    # `after` moves nothing: it has the write wait for everything that reads the cache.
-    cache = commit_rows(
-        state.cache, new_kv, root, emitted.count, state.table, kernel=plan.cfg.run.attention
-    )
+    path = None if plan.tree.is_chain else accepted.path  # in a chain, the rows as they stand
+    # `after` moves nothing: it has the write wait for everything that reads the pages.
+    to = Commit(state.length - 1, state.table, after=emitted.count)
+    target = commit_memory(plan.cfg, state.memory, verified.scratch, path, emitted.count, to)
     hidden = _along_path(plan, verified.hidden, accepted)
     memory = plan.source.commit(state.draft, draft.work, hidden, emitted.count)
     noise = None
@@ -212,7 +209,7 @@ def commit(
         invalid=invalid,
     )
     state, side = record(plan, state, side, index, view, emitted)
-    return state._replace(cache=cache, draft=memory), side
+    return state._replace(memory=target, draft=memory), side
 
 
 def _along_path(plan: Plan, x: Array, accepted: Acceptance) -> Array:
@@ -224,15 +221,18 @@ def plain_round(
 ) -> tuple[DecodeState, Side]:
     """One token per slot by plain autoregressive decoding, with the noise that `coupled` uses."""
     root = state.length - 1
-    x, new_kv = model.decode(
-        take_positions(state.tokens, root, 1),
+    where = Where(
+        "tree",
         root[:, None],
-        state.cache,
-        prefix_len=prefix_lengths(state),
-        visible_bits=plain_bits(),
+        prefix=prefix_lengths(state),
+        visible=plain_bits(),
+        path_rows=np.zeros((1, 1), np.int32),
+        depth=np.zeros(1, np.int32),
         table=state.table,
     )
-    logits = model.logits(x)
+    taps = () if side.hidden is None else plan.taps
+    found = model.decode(take_positions(state.tokens, root, 1), where, state.memory, taps=taps)
+    logits = model.logits(found.x)
     context = context_of(state.tokens, state.length, plan.features, side.counts)
     here = root_rows(state.length.shape[0])
     transformed = sampling.transform(logits, state.options, plan.features, context, here)
@@ -244,11 +244,10 @@ def plain_round(
     tokens = shards.argmax(perturbed).astype(jnp.int32)
     kept, invalid = until_invalid(state, logits, jnp.ones_like(state.length))
     emitted = truncate(state, tokens, kept, invalid)
-    cache = commit_rows(
-        state.cache, new_kv, root, tokens[:, 0], state.table, kernel=plan.cfg.run.attention
-    )
+    to = Commit(root, state.table, after=tokens[:, 0])
+    memory = commit_memory(plan.cfg, state.memory, found.scratch, None, emitted.count, to)
     if side.hidden is not None:
-        hidden = model.draft_hidden(x).astype(side.hidden.dtype)
+        hidden = found.tapped.astype(side.hidden.dtype)
         at = (0, index - side.first, 0)
         side = side._replace(hidden=jax.lax.dynamic_update_slice(side.hidden, hidden, at))
     view = RoundView(
@@ -265,7 +264,7 @@ def plain_round(
         invalid=invalid,
     )
     state, side = record(plan, state, side, index, view, emitted)
-    return state._replace(cache=cache), side
+    return state._replace(memory=memory), side
 
 
 def record(

@@ -16,7 +16,8 @@ from specjax.config.sampling import MAX_TOP_LOGPROBS
 from specjax.decode import shards
 from specjax.decode.sampling import normaliser
 from specjax.decode.tree import chain_bits
-from specjax.memory import KVCache, after_of, commit_rows
+from specjax.interfaces import Memory, Where
+from specjax.memory import Commit, after_of, commit, page_size
 from specjax.models.transformer import Transformer
 
 LOGIT_ROWS = 64  # whose logits exist at once; one takes 0.6 MB where there are 150,000 tokens
@@ -26,10 +27,10 @@ class Scratch(NamedTuple):
     """What was read of some prompts so far.
 
     Attributes:
-      cache: pages of these prompts alone; the first belongs to no prompt.
+      memory: pages of these prompts alone, the first of which belongs to none, and a slot each.
     """
 
-    cache: KVCache
+    memory: Memory
 
 
 class Scores(NamedTuple):
@@ -66,12 +67,14 @@ def score(
     """
     batch, width = tokens.shape[0], tokens.shape[1] - 1
     positions = start[:, None] + jnp.arange(width)
-    hidden, rows = model.decode(
-        tokens[:, :-1], positions, scratch.cache, start, chain_bits(width), table=table
-    )
-    run = math.gcd(width, jax.tree.leaves(scratch.cache)[0].shape[-2])  # within a page
-    kernel = model.cfg.run.attention
-    cache = commit_rows(scratch.cache, rows, start, after_of(hidden), table, run, kernel=kernel)
+    where = Where("tree", positions, prefix=start, visible=chain_bits(width), table=table)
+    found = model.decode(tokens[:, :-1], where, scratch.memory)
+    hidden = found.x
+    run = math.gcd(width, page_size(scratch.memory.pages))  # within a page
+    to = Commit(start, table, after_of(hidden), run)
+    # Slots take in what is beyond a prompt as well: nothing is read after it.
+    count = jnp.full_like(start, width)
+    memory = commit(model.cfg, scratch.memory, found.scratch, None, count, to)
     piece = math.gcd(width, max(1, LOGIT_ROWS // batch))
     untempered = jnp.ones(batch, jnp.float32)
 
@@ -88,6 +91,8 @@ def score(
     def pieces(x):
         return jnp.moveaxis(x.reshape(batch, width // piece, piece, *x.shape[2:]), 1, 0)
 
-    found = jax.lax.map(one, (pieces(hidden), pieces(tokens[:, 1:])))
-    found = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, width, *x.shape[3:]), found)
-    return Scratch(cache), found
+    scores = jax.lax.map(one, (pieces(hidden), pieces(tokens[:, 1:])))
+    scores = jax.tree.map(
+        lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, width, *x.shape[3:]), scores
+    )
+    return Scratch(memory), scores

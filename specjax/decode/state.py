@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
-from specjax import interfaces
+from specjax import interfaces, memory
 from specjax.decode.options import Options, neutral
 from specjax.decode.plan import Plan
 from specjax.decode.rng import NoiseRing, empty_ring
 from specjax.indexing import put, take, take_along
-from specjax.interfaces import Memory
-from specjax.memory import KVCache, Table, empty_cache
+from specjax.interfaces import Memory, Table
 
 RUNNING, STOPPED, LENGTH, EMPTY, INVALID = 0, 1, 2, 3, 4
 
@@ -31,7 +30,7 @@ class DecodeState(NamedTuple):
       finish: [B] RUNNING, STOPPED by a stop token, LENGTH reached, EMPTY, or INVALID: the target's
         logits of the next token are no distribution.
       keys: [B 2] request keys. options: how each slot is sampled, and its stop tokens.
-      cache: the target's keys and values; rows below length - 1 are valid.
+      memory: the target's, of the positions below length - 1.
       draft: the draft source's memory; None without one.
       noise: the ring that drafting and verification share; None unless the mode is `coupled`.
       table: [B X] the pages of each slot, while a chunk runs; None: slot b has page b.
@@ -43,27 +42,23 @@ class DecodeState(NamedTuple):
     finish: Int[Array, " B"]
     keys: UInt32[Array, "B 2"]
     options: Options
-    cache: KVCache
+    memory: Memory
     draft: Memory | None
     noise: NoiseRing | None
     table: Table = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
+class Room(interfaces.Room):
     """The sizes of a state.
 
     Attributes:
-      slots: sequences. max_len: prompt and generated tokens of one. stop_width: stop tokens that a
-        request may have, the model's own included.
-      pages, page_size: of the caches.
+      max_len: prompt and generated tokens of a sequence. stop_width: stop tokens that a request may
+        have, the model's own included.
     """
 
-    slots: int
     max_len: int
     stop_width: int
-    pages: int
-    page_size: int
 
 
 def margin(plan: Plan) -> int:
@@ -82,7 +77,7 @@ def empty_state(plan: Plan, room: Room) -> DecodeState:
     if plan.tree and plan.mode == "coupled":
         noise = empty_ring(batch, plan.steps + 1, cfg.vocab_size)
     if plan.source:
-        draft = plan.source.empty(interfaces.Room(batch, room.pages, room.page_size), plan.steps)
+        draft = plan.source.empty(room, plan.steps)
     return DecodeState(
         tokens=jnp.zeros((batch, room.max_len), jnp.int32),
         length=jnp.ones((batch,), jnp.int32),
@@ -90,21 +85,29 @@ def empty_state(plan: Plan, room: Room) -> DecodeState:
         finish=jnp.full((batch,), EMPTY, jnp.int32),
         keys=jnp.zeros((batch, 2), jnp.uint32),
         options=neutral(batch, cfg.vocab_size, room.stop_width),
-        cache=empty_cache(cfg, room.pages, room.page_size, cfg.num_layers, cfg.run.scan_layers),
+        memory=memory.empty(cfg, room),
         draft=draft,
         noise=noise,
     )
 
 
 def prefix_lengths(state: DecodeState) -> Int[Array, " B"]:
-    """How much of the cache a round reads; a slot that does not run must cost nobody time."""
+    """How much of the pages a round reads; a slot that does not run must cost nobody time."""
     return jnp.where(state.finish == RUNNING, state.length - 1, 0)
 
 
 def per_slot(state: DecodeState) -> DecodeState:
-    """Only what has slots in front: without the caches' pages."""
+    """Only what has slots in front: without the memories' pages."""
+    target = state.memory._replace(pages=None)
     draft = state.draft and state.draft._replace(pages=None)
-    return state._replace(cache=None, draft=draft, table=None)
+    return state._replace(memory=target, draft=draft, table=None)
+
+
+def with_pages(state: DecodeState, pages: DecodeState) -> DecodeState:
+    """The slots of one state and the pages of another."""
+    target = state.memory._replace(pages=pages.memory.pages)
+    draft = state.draft and state.draft._replace(pages=pages.draft.pages)
+    return state._replace(memory=target, draft=draft)
 
 
 class Lineup(NamedTuple):
@@ -151,8 +154,7 @@ def take_slots(state: DecodeState, rows: Lineup) -> DecodeState:
     """Some slots as a batch of their own, with all pages; who is not active must not run."""
     here = jax.tree.map(lambda x: take(x, rows.slots), per_slot(state))
     finish = jnp.where(rows.active, here.finish, jnp.maximum(here.finish, STOPPED))
-    draft = state.draft and here.draft._replace(pages=state.draft.pages)
-    return here._replace(cache=state.cache, draft=draft, finish=finish, table=rows.table)
+    return with_pages(here._replace(finish=finish, table=rows.table), state)
 
 
 def put_slots(state: DecodeState, here: DecodeState, slots: Int[Array, " b"]) -> DecodeState:
@@ -170,10 +172,12 @@ def put_slots(state: DecodeState, here: DecodeState, slots: Int[Array, " b"]) ->
         for name in changed
         if (new := getattr(here, name)) is not None
     }
+    kept = memory.put_slots(state.memory.slots, slots, here.memory.slots)
+    fields["memory"] = Memory(here.memory.pages, kept)
     if here.draft is not None:
-        memory = jax.tree.map(write, state.draft.slots, here.draft.slots)
-        fields["draft"] = Memory(here.draft.pages, memory)
-    return state._replace(**fields, cache=here.cache)
+        kept = memory.put_slots(state.draft.slots, slots, here.draft.slots)
+        fields["draft"] = Memory(here.draft.pages, kept)
+    return state._replace(**fields)
 
 
 def take_positions(x: Array, start: Int[Array, " B"], count: int) -> Array:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from specjax.decode.draft import Draft
 from specjax.decode.plan import Plan
 from specjax.decode.state import DecodeState, prefix_lengths
-from specjax.memory import KVCache
+from specjax.interfaces import Scratch, Where
 from specjax.models.transformer import Transformer
 
 
@@ -19,12 +19,12 @@ class Verified(NamedTuple):
     Attributes:
       logits: [B T V] float32; row t decides the token after row t.
       hidden: [B T D] what the draft head is given for row t.
-      rows: keys and values of the rows, as scratch.
+      scratch: what the rows would add to the memory, by layer.
     """
 
     logits: Float[Array, "B T V"]
     hidden: Float[Array, "B T D"]
-    rows: KVCache
+    scratch: tuple[Scratch, ...]
 
 
 def verify(model: Transformer, plan: Plan, state: DecodeState, draft: Draft) -> Verified:
@@ -35,13 +35,14 @@ def verify(model: Transformer, plan: Plan, state: DecodeState, draft: Draft) -> 
     token; nothing that is accepted ever sees its row.
     """
     root, shape = state.length - 1, draft.shape
-    x, rows = model.decode(
-        draft.tokens,
+    where = Where(
+        "by_position" if plan.invariant else "tree",
         root[:, None] + shape.depth,
-        state.cache,
-        prefix_len=prefix_lengths(state),
-        visible_bits=shape.bits,
-        by_position=(shape.path_rows, shape.depth) if plan.invariant else None,
+        prefix=prefix_lengths(state),
+        visible=shape.bits,
+        path_rows=shape.path_rows,
+        depth=shape.depth,
         table=state.table,
     )
-    return Verified(model.logits(x), model.draft_hidden(x), rows)
+    found = model.decode(draft.tokens, where, state.memory, taps=plan.taps)
+    return Verified(model.logits(found.x), found.tapped, found.scratch)

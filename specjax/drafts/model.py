@@ -20,9 +20,9 @@ from specjax.config import ModelConfig, SpecConfig
 from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits
 from specjax.drafts import ABSORBED
-from specjax.interfaces import Cost, Draft, Level, Memory, Proposal, Room
+from specjax.interfaces import Cost, Draft, Level, Memory, Proposal, Room, Scratch, Table, Where
 from specjax.kernels import panels
-from specjax.memory import KVCache, Table, after_of, commit_rows, empty_cache, page_bytes
+from specjax.memory import Commit, after_of, commit, cost, empty
 from specjax.models.transformer import Params, Transformer, graphdef
 
 
@@ -41,14 +41,14 @@ class _Work(NamedTuple):
     """Between the steps of a round.
 
     Attributes:
-      cache: with the rows up to the root committed. root: [B] its position.
-      scratch: keys and values [.. B K total H] of the tree rows run so far.
+      cache: pages, with the rows up to the root committed. root: [B] its position.
+      scratch: keys and values [.. B K total H] of the tree rows run so far, by layer.
       table: of the cache's pages.
     """
 
-    cache: KVCache
+    cache: tuple
     root: Int[Array, " B"]
-    scratch: KVCache
+    scratch: tuple[Scratch, ...]
     table: Table
 
 
@@ -86,21 +86,23 @@ class ModelSource(Draft):
         return max(steps + 1, ABSORBED)
 
     def cost(self, page_size: int) -> Cost:
-        return Cost(page_bytes(self.cfg, page_size, self.cfg.num_layers), 4)
+        return Cost(cost(self.cfg, page_size).page, 4)
 
     def empty(self, room: Room, steps: int) -> Memory:
-        cfg = self.cfg
-        pages = empty_cache(cfg, room.pages, room.page_size, cfg.num_layers, cfg.run.scan_layers)
+        pages = empty(self.cfg, room).pages
         return Memory(pages, ModelSlots(jnp.ones((room.slots,), jnp.int32)))
 
-    def prefill(self, model, params, pages, tokens, start, hidden, table, run=1) -> KVCache:
+    def prefill(self, model, params, pages, tokens, start, hidden, table, run=1) -> tuple:
         x, rows = self._run(params, pages, tokens, start, table)
         return self._write(pages, rows, start, x, table, run)
 
-    def _write(self, cache, rows, start, x, table, run=1) -> KVCache:
-        return commit_rows(
-            cache, rows, start, after_of(x), table, run, kernel=self.cfg.run.attention
-        )
+    def _write(self, pages: tuple, rows, start, x, table, run=1) -> tuple:
+        to = Commit(start, table, after_of(x), run)
+        count = jnp.full_like(start, x.shape[1])
+        return commit(self.cfg, self._memory(pages), rows, None, count, to).pages
+
+    def _memory(self, pages: tuple) -> Memory:
+        return Memory(pages, (None,) * len(pages))
 
     def start(self, tokens, prompt_len, states) -> ModelSlots:
         return ModelSlots(jnp.ones_like(prompt_len))
@@ -137,32 +139,28 @@ class ModelSource(Draft):
         work = _Work(cache, state.length - 1, scratch, state.table)
         return Proposal(self._fit(draft.logits(x))), work
 
-    def _run(self, params, cache: KVCache, tokens, start, table):
+    def _run(self, params, cache: tuple, tokens, start, table):
         """The draft model over consecutive tokens that begin at `start` [B]."""
         count = tokens.shape[1]
-        return self._draft(params).decode(
-            tokens,
-            start[:, None] + jnp.arange(count),
-            cache,
-            start,
-            chain_bits(count),
-            table=table,
-        )
+        positions = start[:, None] + jnp.arange(count)
+        where = Where("tree", positions, prefix=start, visible=chain_bits(count), table=table)
+        found = self._draft(params).decode(tokens, where, self._memory(cache))
+        return found.x, found.scratch
 
     def step(self, model, params, work: _Work, level: Level):
         """One level against the cache, the root included, and the levels before."""
         draft = self._draft(params)
         positions = jnp.broadcast_to((work.root + level.step)[:, None], level.tokens.shape)
-        x, scratch = draft.decode(
-            level.tokens,
+        where = Where(
+            "tree",
             positions,
-            work.cache,
-            work.root + 1,
-            level.visible,
-            scratch=(work.scratch, level.offset),
+            prefix=work.root + 1,
+            visible=level.visible,
+            held=level.offset,
             table=work.table,
         )
-        return Proposal(self._fit(draft.logits(x))), work._replace(scratch=scratch)
+        found = draft.decode(level.tokens, where, self._memory(work.cache), work.scratch)
+        return Proposal(self._fit(draft.logits(found.x))), work._replace(scratch=found.scratch)
 
     def commit(self, memory: Memory, work: _Work | None, hidden, count) -> Memory:
         if work is None:

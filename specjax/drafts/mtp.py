@@ -36,13 +36,14 @@ from specjax.memory import (
     KVCache,
     Table,
     after_of,
+    append_rows,
     commit_rows,
     empty_cache,
     page_bytes,
     with_marked_keys,
 )
 from specjax.models.layers import Block, dense, draw, fuse, layer_rows, rms_norm
-from specjax.models.transformer import Params, append_rows, layers_by_kernel, lm_logits
+from specjax.models.transformer import Params, layers_by_kernel, lm_logits
 from specjax.parallel.context import Context
 
 WINDOW = 128  # target states that a slot remembers while plain decoding runs

@@ -27,6 +27,8 @@ from specjax.engine.margins import Support, support
 from specjax.engine.options_rows import features_of, option_rows
 from specjax.engine.prompts import padded_widths
 from specjax.engine.request import Job
+from specjax.interfaces import Room, Where
+from specjax.memory import Commit, commit, empty
 from specjax.models.transformer import graphdef
 from specjax.parallel import sharding
 
@@ -187,17 +189,21 @@ def _model(cfg: ModelConfig, params):
 @functools.partial(jax.jit, static_argnums=0)
 def _full(cfg: ModelConfig, params, tokens, length):
     model = _model(cfg, params)
-    x, _ = model.prefill(tokens, jnp.full(tokens.shape[:1], length))
-    return model.logits(x[0, length - 1])
+    found = model.prefill(tokens, jnp.full(tokens.shape[:1], length))
+    return model.logits(found.x[0, length - 1])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _by_rows(cfg: ModelConfig, count: int, params, tokens, length):
     """The last `count` tokens as the rows of a chain; a shorter context fills up behind its end."""
     model, batch = _model(cfg, params), tokens.shape[0]
-    _, cache = model.prefill(tokens, jnp.full((batch,), length))
     start = jnp.maximum(length - count, 0)
+    prefix = jnp.full((batch,), start)
+    room = Room(slots=batch, pages=batch, page_size=tokens.shape[1])
+    read = model.prefill(tokens, jnp.full((batch,), length)).scratch
+    memory = commit(cfg, empty(cfg, room), read, None, prefix, Commit(jnp.zeros_like(prefix)))
     positions = jnp.broadcast_to(start + jnp.arange(count), (batch, count))
     rows = jnp.take(tokens, jnp.minimum(positions[0], tokens.shape[1] - 1), axis=1)
-    x, _ = model.decode(rows, positions, cache, jnp.full((batch,), start), chain_bits(count))
-    return model.logits(x[0, length - 1 - start])
+    where = Where("tree", positions, prefix=prefix, visible=chain_bits(count))
+    found = model.decode(rows, where, memory)
+    return model.logits(found.x[0, length - 1 - start])

@@ -32,8 +32,9 @@ from specjax.engine.plans import make_arms, make_plans, own_name
 from specjax.engine.settings import stretched
 from specjax.engine.sources import page_multiple, with_kernel
 from specjax.interfaces import Draft
+from specjax.interfaces import Room as MemoryRoom
 from specjax.kernels import dispatch, panels
-from specjax.memory import empty_cache, page_bytes
+from specjax.memory import cost, empty
 from specjax.models.transformer import Params, graphdef, to_decode_layout
 from specjax.parallel import sharding
 from specjax.parallel.reshard import Mover
@@ -176,8 +177,7 @@ class Runner:
     def page_bytes(self) -> int:
         """Bytes of one page, target and draft."""
         source, size = self.longest.source, self.page_size
-        own = page_bytes(self.cfg, size, self.cfg.num_layers)
-        return own + (source.cost(size).page if source else 0)
+        return cost(self.cfg, size).page + (source.cost(size).page if source else 0)
 
     @property
     def compilations(self) -> int:
@@ -299,7 +299,13 @@ class Runner:
     @functools.cached_property
     def _empty(self):
         """The jitted constructor of the state, kept so that a second call compiles nothing."""
-        room = Room(self.slots, self.max_len, self.stop_width, self.pages, self.page_size)
+        room = Room(
+            slots=self.slots,
+            pages=self.pages,
+            page_size=self.page_size,
+            max_len=self.max_len,
+            stop_width=self.stop_width,
+        )
 
         def make():
             return empty_state(self.longest, room), empty_tails(self.longest, self.prompts)
@@ -337,12 +343,10 @@ class Runner:
     def empty_scratch(self, rows: int, span: int) -> tuple[Scratch, np.ndarray]:
         """Pages for so many prompts of `span` positions each, and their table [R X]."""
         each = pages_for(span, self.page_size)
-        cfg, count = self.cfg, 1 + rows * each
+        room = MemoryRoom(slots=rows, pages=1 + rows * each, page_size=self.page_size)
 
         def make():
-            return Scratch(
-                empty_cache(cfg, count, self.page_size, cfg.num_layers, cfg.run.scan_layers)
-            )
+            return Scratch(empty(self.cfg, room))
 
         shapes = sharding.shapes(jax.eval_shape(make), self.mesh, sharding.state_shardings)
         scratch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)

@@ -26,9 +26,9 @@ from specjax.decode.plain_arrays import DraftProposal, VerifyResult
 from specjax.decode.state import RUNNING, put_positions, take_positions
 from specjax.decode.tree import chain_bits
 from specjax.engine.sources import page_multiple, with_kernel
-from specjax.interfaces import Draft, Level, Memory, Room
+from specjax.interfaces import Draft, Level, Memory, Room, Scratch, Where
 from specjax.kernels import dispatch
-from specjax.memory import KVCache, commit_rows, empty_cache
+from specjax.memory import Commit, commit, empty
 from specjax.models.transformer import Params, graphdef, to_decode_layout
 
 SHORTEST_PREFILL = 16  # contexts are padded to powers of two from here on
@@ -42,6 +42,11 @@ class _Setup(NamedTuple):
     steps: int
     max_len: int
 
+    @property
+    def taps(self) -> tuple[int | str, ...]:
+        """Hidden states of the target that the source is given."""
+        return self.source.needs.taps
+
     def model(self, params: Params):
         return nnx.merge(graphdef(self.cfg, self.cfg.run.decode_layout), params)
 
@@ -50,14 +55,14 @@ class _Sequence(NamedTuple):
     """What sources read of a decode state, for one slot.
 
     Attributes:
-      tokens: [1 M]. length: [1]. cache: the target's. draft: the source's memory, within a chunk
+      tokens: [1 M]. length: [1]. memory: the target's. draft: the source's memory, within a chunk
         that never ends.
     """
 
     tokens: Int[Array, "1 M"]
     length: Int[Array, " 1"]
     finish: Int[Array, " 1"]
-    cache: KVCache
+    memory: Memory
     draft: Memory
     table: None = None
 
@@ -76,7 +81,7 @@ class _Verified(NamedTuple):
 
     p: Float[Array, "E V"]
     hidden: Float[Array, "1 E D"]
-    rows: KVCache
+    scratch: tuple[Scratch, ...]
 
 
 class SourceSpeculator:
@@ -229,17 +234,17 @@ def _prefill(setup: _Setup, params, source_params, tokens, length) -> _Sequence:
     slots = setup.max_len + max(setup.steps + 1, source.margin(setup.steps))
     multiple = page_multiple(cfg, source)
     slots = -(-slots // multiple) * multiple
-    x, rows = model.prefill(tokens, length)
-    cache = empty_cache(cfg, 1, slots, cfg.num_layers, cfg.run.scan_layers)
+    found = model.prefill(tokens, length, setup.taps)
+    target = empty(cfg, Room(slots=1, pages=1, page_size=slots))
     start, states = jnp.zeros_like(length), None
-    hidden = model.draft_hidden(x)
+    hidden = found.tapped
     if source.needs.states:
         before = length[:, None] - 1 - source.needs.states + jnp.arange(source.needs.states)
         states = jnp.take_along_axis(hidden, jnp.maximum(before, 0)[..., None], axis=1)
     known = jnp.pad(tokens, ((0, 0), (0, source.needs.states)))
-    empty = source.empty(Room(1, 1, slots), setup.steps)
+    fresh = source.empty(Room(1, 1, slots), setup.steps)
     memory = Memory(
-        source.prefill(model, source_params, empty.pages, known, start, hidden, None),
+        source.prefill(model, source_params, fresh.pages, known, start, hidden, None),
         source.start(tokens, length, states),
     )
     room = setup.max_len - tokens.shape[1]
@@ -247,8 +252,8 @@ def _prefill(setup: _Setup, params, source_params, tokens, length) -> _Sequence:
         tokens=jnp.pad(tokens, ((0, 0), (0, room))),
         length=length,
         finish=jnp.full_like(length, RUNNING),
-        cache=commit_rows(cache, rows, start),
-        draft=source.pause(memory, empty.slots),
+        memory=commit(cfg, target, found.scratch, None, length - 1, Commit(start)),
+        draft=source.pause(memory, fresh.slots),
     )
     # The shapes of every later round, in which `propose` resumes nothing.
     return sequence._replace(draft=source.resume(model, source_params, sequence, setup.steps))
@@ -295,10 +300,11 @@ def _verify(setup: _Setup, params, sequence: _Sequence, temperature, drafted) ->
     model, root = setup.model(params), sequence.length - 1
     tokens = jnp.concatenate([take_positions(sequence.tokens, root, 1), drafted], axis=1)
     positions = root[:, None] + np.arange(setup.steps + 1)
-    bits = chain_bits(setup.steps + 1)
-    x, rows = model.decode(tokens, positions, sequence.cache, root, bits)
-    scores = sampling.tempered(model.logits(x), temperature)
-    return _Verified(sampling.probabilities(scores, temperature)[0], model.draft_hidden(x), rows)
+    where = Where("tree", positions, prefix=root, visible=chain_bits(setup.steps + 1))
+    found = model.decode(tokens, where, sequence.memory, taps=setup.taps)
+    scores = sampling.tempered(model.logits(found.x), temperature)
+    p = sampling.probabilities(scores, temperature)[0]
+    return _Verified(p, found.tapped, found.scratch)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -306,6 +312,8 @@ def _commit(setup: _Setup, sequence: _Sequence, work, verified, emitted, count) 
     return sequence._replace(
         tokens=put_positions(sequence.tokens, emitted, sequence.length, count),
         length=sequence.length + count,
-        cache=commit_rows(sequence.cache, verified.rows, sequence.length - 1),
+        memory=commit(
+            setup.cfg, sequence.memory, verified.scratch, None, count, Commit(sequence.length - 1)
+        ),
         draft=setup.source.commit(sequence.draft, work, verified.hidden, count),
     )

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from specjax.config import ModelConfig
 from specjax.config.model import Layer
-from specjax.interfaces import Param, Params
+from specjax.interfaces import Memory, Param, Params, Scratch, Where
 from specjax.kernels import dispatch
 
 
@@ -122,6 +122,21 @@ class Block(nnx.Module):
         x = x + self.layer.mixer.output(w, attended)
         y = rms_norm(x, self.post_norm[...], self.cfg.rms_norm_eps)
         return x + self.layer.mlp.run(w, y)[0]
+
+    def run(
+        self,
+        x: Float[Array, "B T D"],
+        where: Where,
+        memory: Memory | None,
+        scratch: Scratch | None,
+    ) -> tuple[Array, Scratch]:
+        """The layer over rows, see `specjax.interfaces.Mixer.run`, with norms and residuals."""
+        w, eps = self.arrays(), self.cfg.rms_norm_eps
+        normed = rms_norm(x, w["input_norm"], eps)
+        mixed, scratch = self.layer.mixer.run(w, normed, where, memory, scratch)
+        x = x + mixed
+        out, _ = self.layer.mlp.run(w, rms_norm(x, w["post_norm"], eps), where)
+        return x + out, scratch
 
 
 # --- parameters side by side ----------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """One decoder-only transformer, whose layers are those that `ModelConfig` names.
 
 Three ways through the same layers: `hidden` (training on packed rows), `prefill` (prompts, keys and
-values out) and `decode` (tree rows against a read-only cache, new keys and values out). The cache
-is never written inside the layer loop: new rows leave as outputs and `specjax.memory` commits them.
+values out) and `decode` (tree rows against a read-only memory, new keys and values out). Memory is
+never written inside the layer loop: new rows leave as scratch and `specjax.memory` commits them.
 
 Parameters come in two layouts. `stacked` keeps one array per weight for all layers, for training,
 sharding and checkpoints. `unrolled` keeps one array per weight and layer, with the projections that
@@ -12,8 +12,8 @@ copy it every step. Unrolled weights may lie in panels, see `specjax.kernels.pan
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,16 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig
-from specjax.interfaces import Param, Params
+from specjax.config.stacks import part_of, segments, stacks, tree_of
+from specjax.interfaces import Forward, Memory, Param, Params, Scratch, Where
 from specjax.kernels import dispatch, panels
-from specjax.memory import KVCache, Table, with_marked_keys
+from specjax.memory import KVCache, append_rows
 from specjax.models.layers import Block, draw, fuse, layer_rows, rms_norm
-from specjax.models.stacks import part_of, stacks, tree_of
 from specjax.parallel.context import Context, pin_rows
+
+# Hidden states that a draft asks for: a number of layers that have run (0: the embeddings), or
+# `pre_norm` and `post_norm`, before and after the final norm.
+Taps = tuple[int | str, ...]
 
 
 class Transformer(nnx.Module):
@@ -58,99 +62,47 @@ class Transformer(nnx.Module):
         positions: Int[Array, "B S"],
         segment_ids: Int[Array, "B S"],
         context: Context | None = None,
-    ) -> Float[Array, "B S D"]:
-        """States before the final norm, causal within segments (0 pads).
+        taps: Taps = (),
+    ) -> Forward:
+        """States of packed rows, causal within segments (0 pads), without scratch.
 
         Args:
           context: how rows are split over devices; all per-token arrays are in its order.
         """
-        x, _ = self._forward(
-            tokens,
-            positions,
-            lambda q, k, v, _: (self._causal(q, k, v, segment_ids, context), None),
-            keep_kv=False,
-        )
-        return pin_rows(x, context)
+        where = Where("train", positions, segments=segment_ids, context=context)
+        found = self._forward(tokens, where, taps=taps, keep=False)
+        pinned = (pin_rows(x, context) for x in found.taps)
+        return Forward(pin_rows(found.x, context), None, tuple(pinned))
 
     def prefill(
-        self, tokens: Int[Array, "B S"], lengths: Int[Array, " B"]
-    ) -> tuple[Float[Array, "B S D"], KVCache]:
-        """States before the final norm, and every layer's keys and values for the S positions."""
+        self, tokens: Int[Array, "B S"], lengths: Int[Array, " B"], taps: Taps = ()
+    ) -> Forward:
+        """States of whole prompts, and scratch of the S positions."""
         index = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         segment_ids = (index < lengths[:, None]).astype(jnp.int32)
-        return self._forward(
-            tokens,
-            index,
-            lambda q, k, v, _: (self._causal(q, k, v, segment_ids), (k, v)),
-        )
+        return self._forward(tokens, Where("train", index, segments=segment_ids), taps=taps)
 
     def decode(
         self,
         tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        cache: KVCache,
-        prefix_len: Int[Array, " B"],
-        visible_bits: Array,
-        by_position: tuple[Array, Array] | None = None,
-        scratch: tuple[KVCache, int] | None = None,
-        table: Table = None,
-    ) -> tuple[Float[Array, "B T D"], KVCache]:
-        """States before the final norm for T tree rows, and their keys and values as scratch.
+        where: Where,
+        memory: Memory,
+        scratch: tuple[Scratch, ...] | None = None,
+        taps: Taps = (),
+    ) -> Forward:
+        """States and scratch of T rows of a tree, or of a piece of a prompt.
 
         Args:
-          visible_bits: numbers the scratch rows first, then the T rows themselves.
-          by_position: (path_rows, depth) of the tree: attend as `tree_attention_by_position`.
-          scratch: buffers of earlier tree rows [.. B K total H], and how many they hold so far.
-          table: the pages of each sequence, see `specjax.memory`.
-
-        Returns:
-          states, and keys and values: of the T rows, or the buffers with these filled in.
+          memory: read only; `specjax.memory.commit` takes in what is accepted.
+          scratch: buffers of earlier rows [.. B K total H], of which they fill `where.held`. They
+            are returned with the rows filled in.
         """
-
-        if by_position is None and dispatch.runs_layers(self.cfg):
-            buffers, held = (None, 0) if scratch is None else scratch
-            pairs = None if buffers is None else list(zip(*buffers, strict=True))
-            pages, x = list(zip(*cache, strict=True)), self.embed_tokens(tokens)
-            arrays = positions, pages, prefix_len, visible_bits, pairs, held, table
-            x, rows = layers_by_kernel(self.cfg, self.layers, x, *arrays)
-            return x, _collect(rows)
-        paged = table is not None and not isinstance(cache.k, tuple)
-        if paged:  # The pages are read where they lie: a scan would first copy each layer's out.
-            of_all = [pages.reshape(-1, *pages.shape[2:]) for pages in cache]
-            first = jnp.arange(len(cache.k)) * cache.k.shape[1]
-            cache = KVCache(first, first)
-
-        def attend(q, k, v, layer_cache):
-            k, v = with_marked_keys(k, v)
-            kv, table_here = (k, v), table
-            if scratch is not None:
-                (k_cache, k_earlier), (v_cache, v_earlier) = layer_cache
-                layer_cache = k_cache, v_cache
-                kv, (k, v) = append_rows((k_earlier, v_earlier), scratch[1], kv)
-            if paged:
-                table_here, layer_cache = table + layer_cache[0], of_all
-            if by_position is not None:
-                return dispatch.tree_attention_by_position(
-                    q, k, v, *layer_cache, prefix_len, *by_position, table_here
-                ), kv
-            arrays = q, k, v, *layer_cache, prefix_len, visible_bits, table_here
-            return dispatch.tree_attention(*arrays, kernel=self.cfg.run.attention), kv
-
-        beside = cache if scratch is None else _beside(cache, scratch[0])
-        return self._forward(tokens, positions, attend, beside)
-
-    def _causal(self, q, k, v, segment_ids, context: Context | None = None) -> Array:
-        kernel = self.cfg.run.attention
-        return dispatch.causal_attention(q, k, v, segment_ids, context, kernel=kernel)
+        return self._forward(tokens, where, memory, scratch, taps)
 
     # --- between tokens, states and logits -----------------------------------------------------
 
     def embed_tokens(self, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
         return embed_tokens(self.embed[...], tokens, self.cfg)
-
-    def draft_hidden(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        """The state that the draft head is given for a row."""
-        return x if self.cfg.mtp_target_hidden == "pre_norm" else self.final_norm(x)
 
     def final_norm(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         return rms_norm(x, self.norm[...], self.cfg.rms_norm_eps)
@@ -164,51 +116,169 @@ class Transformer(nnx.Module):
 
     # --- the layer loop --------------------------------------------------------------------------
 
-    def _forward(self, tokens, positions, attend: Callable, cache=None, keep_kv=True):
-        x = self.embed_tokens(tokens)
-        cos, sin = rope_angles(self.cfg, positions)
+    def _forward(
+        self, tokens, where: Where, memory=None, scratch=None, taps: Taps = (), keep=True
+    ) -> Forward:
+        cfg, x = self.cfg, self.embed_tokens(tokens)
+        wanted = sorted({self._boundary(tap) for tap in taps})
+        if where.form == "tree" and dispatch.runs_layers(cfg):
+            x, scratch, found = self._by_kernel(x, where, memory, scratch, wanted)
+        else:
+            where = where.replace(kernel=cfg.run.attention, angles=angles_of(cfg, where.positions))
+            x, scratch, found = run_layers(
+                self.layers, cfg, x, where, memory, scratch, wanted, keep
+            )
+        by_tap = dict(zip(wanted, found, strict=True))
+        states = (
+            self.final_norm(x) if tap == "post_norm" else by_tap[self._boundary(tap)]
+            for tap in taps
+        )
+        return Forward(x, scratch, tuple(states))
 
-        def layer(block, x, layer_cache):
-            attended, kv = attend(*block.qkv(x, cos, sin), layer_cache)
-            return block.finish(x, attended), kv
+    def _boundary(self, tap: int | str) -> int:
+        """How many layers have run where a tap is taken."""
+        last = self.cfg.num_layers
+        if tap in ("pre_norm", "post_norm"):
+            return last
+        if not isinstance(tap, int) or not 0 <= tap <= last:
+            raise ValueError(
+                f"a tap must be a number of layers from 0 to {last}, 'pre_norm' or 'post_norm', "
+                f"got {tap!r}; correct what the draft asks for"
+            )
+        return tap
 
-        return run_layers(self.layers, self.cfg, layer, x, cache, keep_kv)
+    def _by_kernel(self, x, where: Where, memory, scratch, wanted: Sequence[int]):
+        """`run_layers` by one operation, or one between every two taps."""
+        found, rows, first = [], [], 0
+        for end in (*wanted, self.cfg.num_layers):
+            if end > first:
+                x, new = layers_by_kernel(
+                    self.cfg,
+                    list(self.layers)[first:end],
+                    x,
+                    where.positions,
+                    memory.pages[first:end],
+                    where.prefix,
+                    where.visible,
+                    scratch and [layer.pages for layer in scratch[first:end]],
+                    where.held,
+                    where.table,
+                )
+                rows += [Scratch(KVCache(*pair), None) for pair in new]
+            first = end
+            found.append(x)
+        return x, tuple(rows), found[: len(wanted)]
 
 
-def run_layers(layers, cfg: ModelConfig, layer: Callable, x, cache: KVCache | None, keep_kv: bool):
-    """Runs `layer(block, x, (k, v))` over all layers; scanned or unrolled, see the module text."""
-    if not isinstance(layers, Block):
-        run = functools.partial(_run_block, layer)
-        if isinstance(x, jax.core.Tracer):  # layers that are alike are traced and lowered once
-            run = jax.jit(run, static_argnums=0)
+def run_layers(
+    layers,
+    cfg: ModelConfig,
+    x: Float[Array, "B T D"],
+    where: Where,
+    memory: Memory | None,
+    scratch: tuple[Scratch, ...] | None,
+    wanted: Sequence[int],
+    keep: bool,
+) -> tuple[Array, tuple[Scratch, ...] | None, list[Array]]:
+    """Runs all layers, scanned over the repeating patterns or unrolled; see the module text.
+
+    Args:
+      wanted: ascending numbers of layers that have run, at which states are taken.
+      keep: whether somebody asks for the scratch.
+
+    Returns:
+      states, scratch, and the states that are wanted.
+    """
+    if isinstance(layers, nnx.List):
+        blocks = [nnx.split(block) for block in layers]
+        return _run_unrolled(blocks, cfg, x, where, memory, scratch, wanted, keep)
+    split = [(stack, *nnx.split(part_of(layers, stack))) for stack in stacks(cfg.layers)]
+    if not cfg.run.scan_layers:
+        by_number = {
+            number: (graph, jax.tree.map(lambda a, row=row: a[row], state))
+            for stack, graph, state in split
+            for row, number in enumerate(stack.numbers)
+        }
+        blocks = [by_number[number] for number in range(cfg.num_layers)]
+        return _run_unrolled(blocks, cfg, x, where, memory, scratch, wanted, keep)
+    found, rows, first, at = [], [], 0, 0
+    for pattern, repeats in segments(cfg.layers):
+        here = slice(at, at + len(pattern))
+        parts = [part[1:] for part in split[here]]
+        of_segment = memory and Memory(memory.pages[here], memory.slots[here])
+        beside = scratch and scratch[here]
+        end = first + len(pattern) * repeats
+        taken = [tap for tap in wanted if first <= tap < end]
+        x, new, states = _run_scanned(
+            parts, cfg, x, where, of_segment, beside, [tap - first for tap in taken], keep, repeats
+        )
+        found, rows, first, at = found + states, rows + new, end, at + len(pattern)
+    found += [x] * wanted.count(first)
+    return x, tuple(rows) if keep else None, found
+
+
+def _run_unrolled(blocks, cfg, x, where: Where, memory, scratch, wanted, keep):
+    """One layer after the other."""
+
+    def _run_block(graph, state, x, memory, scratch):
+        x, new = nnx.merge(graph, state).run(x, where, memory, scratch)
+        return x, new if keep else None
+
+    run = jax.checkpoint(_run_block, static_argnums=0) if cfg.run.remat else _run_block
+    if isinstance(x, jax.core.Tracer):  # layers that are alike are traced and lowered once
+        run = jax.jit(run, static_argnums=0)
+    rows, found = [], []
+    for i, (graph, state) in enumerate(blocks):
+        found += [x] * wanted.count(i)
+        of_layer = memory and Memory(memory.pages[i], memory.slots[i])
+        x, new = run(graph, state, x, of_layer, scratch and scratch[i])
+        rows.append(new)
+    found += [x] * wanted.count(len(rows))
+    return x, tuple(rows) if keep else None, found
+
+
+def _run_scanned(blocks, cfg, x, where: Where, memory, scratch, wanted, keep, repeats: int):
+    """`lax.scan` over the repeats of one segment, see `specjax.config.stacks`.
+
+    Args:
+      wanted: as of `run_layers`, counted from the segment's first layer on.
+    """
+    graphs, states = zip(*blocks, strict=True)
+    pages, slots = (None, None) if memory is None else memory
+    # Pages are read where they lie, by tables that point into those of all repeats: a scan would
+    # first copy each layer's out. Slots, which have the sequences in front, it could not divide.
+    by_table = where.table is not None and pages is not None
+    whole = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), pages) if by_table else None
+    inside, first = [tap for tap in wanted if tap], [x] * wanted.count(0)
+
+    def body(carry, inputs):
+        x, found = carry
+        index, states, pages, scratch = inputs
         rows = []
-        for i, block in enumerate(layers):
-            x, new = run(*nnx.split(block), x, None if cache is None else cache.layer(i))
+        for i, (graph, state) in enumerate(zip(graphs, states, strict=True)):
+            number = index * len(graphs) + i
+            found = [
+                jnp.where(number == tap, x, old) for tap, old in zip(inside, found, strict=True)
+            ]
+            here, of_layer = where, None
+            if memory is not None:
+                mine = jax.tree.map(
+                    lambda a: jax.lax.dynamic_index_in_dim(a, index, 1, keepdims=False), slots[i]
+                )
+                of_layer = Memory(whole[i] if by_table else pages[i], mine)
+                if by_table and (leaves := jax.tree.leaves(memory.pages[i])):
+                    here = where.replace(table=where.table + index * leaves[0].shape[1])
+            block = nnx.merge(graph, state)
+            x, new = block.run(x, here, of_layer, scratch and scratch[i])
             rows.append(new)
-        return x, _collect(rows) if keep_kv else None
-
-    graphdef, state = nnx.split(layers)
-
-    def body(x, inputs):
-        layer_state, layer_cache = inputs
-        return layer(nnx.merge(graphdef, layer_state), x, layer_cache)
+        return (x, found), rows if keep else None
 
     if cfg.run.remat:
         body = jax.checkpoint(body)
-    if cfg.run.scan_layers:
-        stacked = None if cache is None else (cache.k, cache.v)
-        x, new = jax.lax.scan(body, x, (state, stacked))
-        return x, KVCache(*new) if keep_kv else None
-    rows = []
-    for i in range(cfg.num_layers):
-        here = jax.tree.map(lambda a, i=i: a[i], state)
-        x, new = body(x, (here, None if cache is None else cache.layer(i)))
-        rows.append(new)
-    return x, _collect(rows) if keep_kv else None
-
-
-def _run_block(layer: Callable, graphdef, state, x, layer_cache):
-    return layer(nnx.merge(graphdef, state), x, layer_cache)
+    start = x, [jnp.zeros_like(x) for _ in inside]
+    inputs = jnp.arange(repeats), states, None if by_table else pages, scratch
+    (x, found), rows = jax.lax.scan(body, start, inputs)
+    return x, rows or [], [*first, *found]
 
 
 def layers_by_kernel(
@@ -224,7 +294,7 @@ def layers_by_kernel(
       states, and each layer's keys and values: of the rows, or the buffers with these filled in.
     """
     before = held and [tuple(buffer[:, :, :held] for buffer in pair) for pair in buffers]
-    weights, angles = [block.arrays() for block in blocks], rope_angles(cfg, positions)
+    weights, angles = [block.arrays() for block in blocks], cfg.layers[0].mixer.angles(positions)
     x, rows = dispatch.layers(
         cfg, weights, x, *angles, pages, prefix_len, visible_bits, before or None, table
     )
@@ -232,32 +302,6 @@ def layers_by_kernel(
         filled = zip(buffers, rows, strict=True)
         rows = [append_rows(pair, held, new)[0] for pair, new in filled]
     return x, rows
-
-
-def _collect(rows: list) -> KVCache:
-    return KVCache(tuple(k for k, _ in rows), tuple(v for _, v in rows))
-
-
-def _beside(cache: KVCache, scratch: KVCache) -> KVCache:
-    """One cache whose layers are pairs (cached, scratch), in either layout."""
-    if isinstance(cache.k, tuple):
-        pairs = (tuple(zip(*both, strict=True)) for both in zip(cache, scratch, strict=True))
-        return KVCache(*pairs)
-    return KVCache(*zip(cache, scratch, strict=True))
-
-
-def append_rows(buffers: tuple[Array, Array], held: int, rows: tuple[Array, Array]):
-    """Fills rows [B K R H] into preallocated buffers behind the `held` rows they hold.
-
-    Returns:
-      the buffers, and the part of them that holds rows: [B K held + R H].
-    """
-    filled = [
-        jax.lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), held, axis=2)
-        for buffer, new in zip(buffers, rows, strict=True)
-    ]
-    end = held + rows[0].shape[2]
-    return tuple(filled), tuple(buffer[:, :, :end] for buffer in filled)
 
 
 def embed_tokens(embed: Float[Array, "V D"], tokens: Int[Array, "..."], cfg: ModelConfig) -> Array:
@@ -298,16 +342,10 @@ def stacked_blocks(cfg: ModelConfig, rngs: nnx.Rngs) -> Block | nnx.Dict:
     return made if isinstance(made, Block) else nnx.Dict(made)
 
 
-def rope_angles(cfg: ModelConfig, positions: Int[Array, "B T"]) -> tuple[Array, Array]:
-    """Cosines and sines of the positions, which all layers share.
-
-    Raises:
-      NotImplementedError: the layers have several.
-    """
-    found = {(mixer.rope, mixer.head_dim) for mixer in cfg.mixers("attention")}
-    if len(found) != 1:
-        raise NotImplementedError(f"expected layers with one RoPE, got {sorted(map(str, found))}")
-    return cfg.layers[0].mixer.angles(positions)
+def angles_of(cfg: ModelConfig, positions: Int[Array, "B T"]) -> tuple[tuple[Any, Any], ...]:
+    """Of each rotary embedding that the layers have, what says which, cosines and sines."""
+    mixers = {layer.mixer.rotation: layer.mixer for layer in cfg.layers if layer.mixer.rotation}
+    return tuple((rotation, mixer.angles(positions)) for rotation, mixer in mixers.items())
 
 
 def init_params(cfg: ModelConfig, seed: int = 0) -> Params:

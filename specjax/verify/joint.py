@@ -110,7 +110,7 @@ def full_forward(runner: Runner, contexts: Sequence[Sequence[int]]) -> np.ndarra
     @jax.jit
     def run(params, tokens, lengths):
         model = nnx.merge(static, params)
-        x, _ = model.prefill(tokens, lengths)
+        x = model.prefill(tokens, lengths).x
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
         return model.logits(last)[:, 0]
 

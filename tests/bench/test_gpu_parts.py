@@ -125,7 +125,7 @@ def test_a_script_takes_chains_alone():
 def test_every_run_of_a_chunk_begins_with_the_same_state_and_random_caches():
     chunk = chunk_of("2_1_3")
     first, _ = run(chunk)
-    assert all(np.asarray(x).any() for x in chunk.runner.state.cache.k)
+    assert all(np.asarray(x.k).any() for x in chunk.runner.state.memory.pages)
     again, _ = run(chunk)
     assert (first.tokens == again.tokens).all() and (first.length == again.length).all()
     shorter, _ = run(chunk.at(16))

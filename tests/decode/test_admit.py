@@ -23,7 +23,7 @@ from specjax.decode.state import (
 )
 from specjax.decode.tree import build_tree, chain_bits, plain_bits
 from specjax.drafts.mtp import MTPSource, head_graphdef, init_head_params
-from specjax.interfaces import Level
+from specjax.interfaces import Level, Where
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import graphdef, init_params, to_decode_layout
 
@@ -72,7 +72,7 @@ def padded(rows, width, fill=0) -> np.ndarray:
 def admitted(run: Models, prompts, width) -> DecodeState:
     """Reads the prompts `width` positions at a time and starts the samples in their slots."""
     plan, tail = run.plan, run.plan.source.needs.states
-    state = empty_state(plan, Room(7, MAX_LEN, 2, 14, PAGE))
+    state = empty_state(plan, Room(7, 14, PAGE, max_len=MAX_LEN, stop_width=2))
     tails = empty_tails(plan, len(prompts))
     known = padded(prompts, MAX_LEN + width + tail, fill=VOCAB - 1)
 
@@ -131,7 +131,8 @@ def test_target_and_head_know_a_prompt_as_if_they_had_seen_it_at_once(modules, w
         here = take_slots(state, rows)
         model, root = decoder(run.plan, layout), here.length - 1
         tokens = jnp.take_along_axis(here.tokens, root[:, None], 1)
-        x, _ = model.decode(tokens, root[:, None], here.cache, root, plain_bits(), table=here.table)
+        where = Where("tree", root[:, None], prefix=root, visible=plain_bits(), table=here.table)
+        x = model.decode(tokens, where, here.memory).x
         here = here._replace(draft=source.resume(model, head, here, 2))
         first, work = source.begin(model, head, here, 2, 1)
         second, _ = source.step(model, head, work, level)
@@ -144,9 +145,9 @@ def test_target_and_head_know_a_prompt_as_if_they_had_seen_it_at_once(modules, w
         module = nnx.merge(head_graphdef(run.plan.cfg), head)
         positions = jnp.broadcast_to(jnp.arange(MAX_LEN), tokens.shape)
         ones = jnp.ones_like(tokens)
-        x = model.hidden(tokens, positions, ones)
+        x, _, [hidden] = model.hidden(tokens, positions, ones, taps=run.plan.taps)
         following = [model.embed_tokens(jnp.roll(tokens, -1 - s, 1)) for s in range(2)]
-        steps = module.unroll(model.draft_hidden(x), following, positions, ones)
+        steps = module.unroll(hidden, following, positions, ones)
         return model.logits(x), *(states @ model.head_weight() for states in steps)
 
     finish, target, first, second = after(run.layout, run.head, state)

@@ -52,7 +52,7 @@ def next_logits(*arguments, prompt=tuple(PROMPT)) -> dict[tuple[int, ...], np.nd
     def logits(params):
         module = nnx.merge(graphdef(cfg), params)
         positions = jnp.broadcast_to(jnp.arange(sequences.shape[1]), sequences.shape)
-        return module.logits(module.hidden(sequences, positions, jnp.ones_like(positions)))
+        return module.logits(module.hidden(sequences, positions, jnp.ones_like(positions)).x)
 
     found = np.asarray(logits(params), np.float64)
     return {

@@ -33,7 +33,7 @@ class ByHand(NamedTuple):
 def _forward(cfg, params, tokens):
     model = nnx.merge(graphdef(cfg), params)
     positions = jnp.arange(ROOM)[None]
-    return model.logits(model.hidden(tokens, positions, jnp.ones_like(positions)))[0]
+    return model.logits(model.hidden(tokens, positions, jnp.ones_like(positions)).x)[0]
 
 
 def logits_at(cfg, params, tokens) -> np.ndarray:

@@ -56,7 +56,7 @@ def test_a_controller_chooses_among_compiled_strategies_through_llm():
     assert took.calibration_seconds > 0 and took.programs == llm.engine.runner.compilations
     runner = llm.engine.runner
     assert took.cache_bytes == runner.pages * runner.page_bytes > 0
-    caches = jax.tree.leaves((runner.state.cache, runner.state.draft.pages))
+    caches = jax.tree.leaves((runner.state.memory.pages, runner.state.draft.pages))
     assert took.cache_bytes == sum(x.nbytes for x in caches)
     assert took.temporary_bytes == runner.executables.memory()["temporaries"] > 0
     line = str(took)

@@ -21,6 +21,8 @@ from specjax.decode.tree import chain_bits
 from specjax.decode.verify import Verified
 from specjax.engine.compare import first_difference
 from specjax.engine.request import make_jobs
+from specjax.interfaces import Where
+from specjax.memory import commit
 from specjax.verify.requests import random_requests
 
 VOCAB, MAX_LEN, EOS, MAX_TOKENS = 64, 64, 7, 40
@@ -270,11 +272,11 @@ def verify_with(depth=None, bits=None):
         root, shape = state.length - 1, draft.shape
         depths = shape.depth if depth is None else depth(shape)
         visible = shape.bits if bits is None else bits(shape)
-        positions = root[:, None] + depths
-        x, rows = model.decode(
-            draft.tokens, positions, state.cache, root, visible, table=state.table
+        where = Where(
+            "tree", root[:, None] + depths, prefix=root, visible=visible, table=state.table
         )
-        return Verified(model.logits(x), model.draft_hidden(x), rows)
+        found = model.decode(draft.tokens, where, state.memory, taps=plan.taps)
+        return Verified(model.logits(found.x), found.tapped, found.scratch)
 
     return broken
 
@@ -285,7 +287,10 @@ BROKEN_PARTS = {
     ),
     "RoPE by row index": ("verify", verify_with(depth=lambda shape: np.arange(len(shape.parent)))),
     "the first rows are committed": (
-        "take_rows", lambda rows, index: jax.tree.map(lambda x: x[..., : index.shape[1], :], rows),
+        "commit_memory",
+        lambda cfg, memory, scratch, path, count, to: commit(
+            cfg, memory, scratch, jnp.broadcast_to(jnp.arange(path.shape[1]), path.shape), count, to
+        ),
     ),
 }  # fmt: skip
 

@@ -130,7 +130,7 @@ def best_after(tokens) -> int:
     params, _ = weights()
     model = nnx.merge(graphdef(CFG), params)
     ids = jnp.asarray([tokens])
-    x = model.hidden(ids, jnp.arange(len(tokens))[None], jnp.ones_like(ids))
+    x = model.hidden(ids, jnp.arange(len(tokens))[None], jnp.ones_like(ids)).x
     logits = np.array(model.final_norm(x)[0, -1] @ model.head_weight())
     logits[MASKED:] = logits[UNHEARD] = -np.inf
     return int(np.argmax(logits))

@@ -259,7 +259,7 @@ def independent_logprobs(params, prompt, tokens, temperature):
 def full_forward(params, tokens):
     model = nnx.merge(graphdef(CFG), params)
     positions = jnp.arange(MAX_LEN)[None]
-    return model.logits(model.hidden(tokens, positions, jnp.ones_like(positions)))
+    return model.logits(model.hidden(tokens, positions, jnp.ones_like(positions)).x)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])

@@ -33,7 +33,7 @@ def prompts():
 def expected(weights, prompts):
     """Of each prompt, log-probabilities [S V] of what follows each position."""
     model = nnx.merge(graphdef(CFG), weights)
-    forward = jax.jit(lambda tokens: model.logits(model.prefill(tokens, _lengths(tokens))[0]))
+    forward = jax.jit(lambda tokens: model.logits(model.prefill(tokens, _lengths(tokens)).x))
     return [np.asarray(jax.nn.log_softmax(forward(jnp.asarray([p]))[0])) for p in prompts]
 
 

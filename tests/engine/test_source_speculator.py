@@ -51,7 +51,7 @@ def full_logits(context, params=PARAMS, cfg=CFG):
 def _forward(cfg, params, tokens):
     model = nnx.merge(graphdef(cfg), params)
     positions = jnp.broadcast_to(jnp.arange(MAX_LEN), tokens.shape)
-    return model.logits(model.hidden(tokens, positions, jnp.ones_like(tokens)))
+    return model.logits(model.hidden(tokens, positions, jnp.ones_like(tokens)).x)
 
 
 def softmax(logits):

@@ -88,7 +88,7 @@ def main(attention: str, *wanted: str) -> None:
     where = {"platform": "cuda", "topology": "1x1x1", "target_config": CARDS["h200"].config}
     [device] = topologies.get_topology_desc("h200", **where).devices
     runner = runner_of(device, attention)
-    cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(runner.state.cache))
+    cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(runner.state.memory.pages))
     for name in wanted:
         compiled = lowered(runner, device, name).compile()
         memory = compiled.memory_analysis()

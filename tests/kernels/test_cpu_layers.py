@@ -14,6 +14,7 @@ from test_tpu import random_case
 
 from specjax.decode.tree import chain_bits
 from specjax.drafts.mtp import head_graphdef, init_head_params, to_panels
+from specjax.interfaces import Memory, Scratch, Where
 from specjax.kernels import dispatch
 from specjax.kernels.cpu import calls, native
 from specjax.memory import KVCache, commit_rows
@@ -43,10 +44,19 @@ def _decode_of(bias, qk_norm, kernel, library):
     @functools.partial(jax.jit, static_argnums=6)
     def decode(tokens, positions, cache, prefix, bits, scratch, held, table):
         model = nnx.merge(graphdef(cfg, cfg.run.decode_layout), params)
-        beside = None if scratch is None else (scratch, held)
-        return model.decode(tokens, positions, cache, prefix, bits, None, beside, table)
+        where = Where("tree", positions, prefix=prefix, visible=bits, held=held, table=table)
+        memory = Memory(by_layer(cache), (None,) * 2)
+        if scratch is not None:
+            scratch = tuple(Scratch(layer, None) for layer in by_layer(scratch))
+        x, scratch, _ = model.decode(tokens, where, memory, scratch)
+        k, v = zip(*(layer.pages for layer in scratch), strict=True)
+        return x, KVCache(k, v)
 
     return decode
+
+
+def by_layer(cache: KVCache) -> tuple[KVCache, ...]:
+    return tuple(KVCache(*pair) for pair in zip(*cache, strict=True))
 
 
 CASES = dict(

@@ -30,7 +30,7 @@ def test_gpus_write_to_caches_by_scatters(program):
     def writes(attention: str) -> list[str]:
         runner = gpu_programs.runner_of(device, attention)
         text = gpu_programs.lowered(runner, device, program).as_text()
-        page = "x".join(map(str, runner.state.cache.k[0].shape)) + "xbf16"
+        page = "x".join(map(str, runner.state.memory.pages[0].k.shape)) + "xbf16"
         return [
             line for line in text.splitlines() if "dynamic_update_slice" in line and page in line
         ]

@@ -11,8 +11,9 @@ from test_tpu import random_case
 from tiny import tiny_config, tiny_model
 
 from specjax.decode.tree import chain_bits
+from specjax.interfaces import Room, Where
 from specjax.kernels import dispatch, reference
-from specjax.memory import empty_cache, with_marked_keys
+from specjax.memory import empty, with_marked_keys
 from specjax.models.families.dense import change_dense
 from specjax.models.transformer import graphdef, to_decode_layout
 
@@ -91,13 +92,13 @@ def test_layers_by_the_kernel_mark_their_keys(cpu_kernels):
 
     def rows(tokens):
         model = nnx.merge(graphdef(cfg, cfg.run.decode_layout), params)
-        cache = empty_cache(cfg, 1, 16, cfg.num_layers, stacked=False)
-        at = jnp.arange(len(tokens))[None]
-        prefix, bits = jnp.zeros(1, jnp.int32), chain_bits(len(tokens))
-        return model.decode(jnp.asarray([tokens]), at, cache, prefix, bits)
+        memory = empty(cfg, Room(slots=1, pages=1, page_size=16))
+        at, prefix = jnp.arange(len(tokens))[None], jnp.zeros(1, jnp.int32)
+        where = Where("tree", at, prefix=prefix, visible=chain_bits(len(tokens)))
+        return model.decode(jnp.asarray([tokens]), where, memory)
 
-    x, new = rows([1, 2, 9, 3, 11])
-    k, v = (np.asarray(part[0])[0] for part in new)
+    x, scratch, _ = rows([1, 2, 9, 3, 11])
+    k, v = (np.asarray(part)[0] for part in scratch[0].pages)
     assert np.isnan(k[:, [2, 4]]).all() and (v[:, [2, 4]] == 0).all()
     assert np.isfinite(np.delete(k, [2, 4], 1)).all() and np.isfinite(v).all()
     assert np.isnan(x[0, 2:]).all()

@@ -17,7 +17,8 @@ from specjax.checkpoint import huggingface as hf
 from specjax.config import Strategy
 from specjax.decode.tree import build_tree, chain_bits
 from specjax.drafts.mtp import head_graphdef, init_head_params
-from specjax.memory import KVCache, commit_rows, empty_cache
+from specjax.interfaces import Room, Where
+from specjax.memory import Commit, KVCache, commit, commit_rows, empty, empty_cache
 from specjax.models import transformer
 from specjax.models.families.dense import change_dense, dense_config
 from specjax.models.rope import RopeScaling
@@ -52,13 +53,15 @@ def run_all(cfg, params, tokens, lengths, tree_tokens, layout="scanned"):
         model = merged(cfg, params, layout)
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         segments = (positions < lengths[:, None]).astype(jnp.int32)
-        trained = model.logits(model.hidden(tokens, positions, segments))
-        x, rows = model.prefill(tokens, lengths)
-        cache = empty_cache(cfg, len(tokens), 32, cfg.num_layers, stacked=layout == "scanned")
-        cache = commit_rows(cache, rows, jnp.zeros_like(lengths))
+        trained = model.logits(model.hidden(tokens, positions, segments).x)
+        read = model.prefill(tokens, lengths)
+        room = Room(slots=len(tokens), pages=len(tokens), page_size=32)
+        to = Commit(jnp.zeros_like(lengths))
+        memory = commit(cfg, empty(cfg, room), read.scratch, None, lengths, to)
         positions = lengths[:, None] + TREE.shape.depth
-        decoded, _ = model.decode(tree_tokens, positions, cache, lengths, TREE.shape.bits)
-        return trained, model.logits(x), model.logits(decoded)
+        where = Where("tree", positions, prefix=lengths, visible=TREE.shape.bits)
+        decoded = model.decode(tree_tokens, where, memory)
+        return trained, model.logits(read.x), model.logits(decoded.x)
 
     return program(params)
 
@@ -143,7 +146,8 @@ def test_head_states_of_the_target_are_the_golden_post_norm_ones():
     @jax.jit
     def states(params):
         model = merged(cfg, params, "looped")
-        return model.draft_hidden(model.prefill(golden["tokens"], golden["lengths"])[0])
+        taps = (cfg.mtp_target_hidden,)
+        return model.prefill(golden["tokens"], golden["lengths"], taps).tapped
 
     np.testing.assert_allclose(states(params)[0], golden["mtp_hidden"], atol=1e-4, rtol=0)
 
@@ -395,9 +399,9 @@ def head_from_tensors(tensors, modules):
 
 
 def test_unrolled_layers_that_are_alike_are_traced_and_lowered_once(monkeypatch):
-    calls, qkv = [], transformer.Block.qkv
+    calls, run = [], transformer.Block.run
     monkeypatch.setattr(
-        transformer.Block, "qkv", lambda block, *args: calls.append(block) or qkv(block, *args)
+        transformer.Block, "run", lambda block, *args: calls.append(block) or run(block, *args)
     )
     cfg, params, _ = hf.load_checkpoint(GOLDEN / "qwen2", "float32")
     model = merged(cfg.running(attention="reference"), params, "unrolled")

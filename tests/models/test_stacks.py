@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from specjax.config.model import Layer
+from specjax.config.stacks import Segment, part_of, segments, stacks
 from specjax.models.families.dense import dense_config
 from specjax.models.mlps.dense import Dense
-from specjax.models.stacks import Segment, part_of, segments, stacks
 from specjax.models.transformer import init_params, unroll_layers
 
 CFG = dense_config(32, 16, 24, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)

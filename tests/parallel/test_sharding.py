@@ -158,7 +158,7 @@ def test_slots_are_split_over_the_data_axes_pages_by_heads_noise_by_vocabulary(t
     others = here._replace(noise=here.noise._replace(rows=None))
     for leaf in jax.tree.leaves((per_slot(others), here.table)):
         assert shard(leaf) == (2, *leaf.shape[1:])
-    for leaf in jax.tree.leaves((placed.cache, here.cache, here.draft.pages)):
+    for leaf in jax.tree.leaves((placed.memory.pages, here.memory.pages, here.draft.pages)):
         assert shard(leaf) == split_heads(leaf.shape)
 
 
@@ -178,7 +178,7 @@ def test_sharded_decoding_emits_the_same_tokens(thin_policy, mesh, strategy):
         if place is not None:
             runner = llm.engine.runner
             assert shard(runner.params["layers"]["q"]) == (1, 8, 16)
-            caches = jax.tree.leaves((runner.state.cache, runner.state.draft))
+            caches = jax.tree.leaves((runner.state.memory.pages, runner.state.draft))
             caches = [x for x in caches if x.ndim >= 4]
             assert len(caches) == (2 if strategy == "off" else 4)  # the head's, too
             assert all(shard(x) == split_heads(x.shape) for x in caches)

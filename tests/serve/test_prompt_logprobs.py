@@ -25,7 +25,7 @@ def expected(plain):
     @functools.cache
     def of(ids):
         tokens = jnp.asarray([ids])
-        hidden, _ = model.prefill(tokens, jnp.asarray([len(ids)]))
+        hidden = model.prefill(tokens, jnp.asarray([len(ids)])).x
         return np.asarray(jax.nn.log_softmax(model.logits(hidden)[0]))
 
     return of

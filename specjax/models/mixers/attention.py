@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from specjax.interfaces import Fused, Param, Params
+from specjax.interfaces import Fused, Memory, Param, Params, Room, Scratch, Where
+from specjax.kernels import dispatch
+from specjax.memory import KVCache, append_rows, with_marked_keys
 from specjax.models.layers import dense, rms_norm
 from specjax.models.rope import Rope, apply_rope, rope_tables
 from specjax.spelling import checks_keywords
@@ -85,6 +87,48 @@ class Attention:
         if self.qk_norm:
             rows |= {"q_norm": scale("q", n, 0), "k_norm": scale("k", k, 1)}
         return rows
+
+    @property
+    def rotation(self) -> tuple[Rope, int]:
+        """What decides `angles`."""
+        return self.rope, self.head_dim
+
+    def empty(self, run: Any, room: Room) -> Memory:
+        """Pages of keys and values, all zero, and no slots."""
+        shape = (room.pages, self.num_kv_heads, room.page_size, self.head_dim)
+        k, v = (jnp.zeros(shape, jnp.dtype(run.compute_dtype)) for _ in range(2))
+        return Memory(KVCache(k, v), None)
+
+    def run(
+        self,
+        w: Params,
+        x: Float[Array, "B T D"],
+        where: Where,
+        memory: Memory | None,
+        scratch: Scratch | None,
+    ) -> tuple[Float[Array, "B T D"], Scratch]:
+        """See `specjax.interfaces.Mixer.run`."""
+        q, k, v = self.project(w, x, *where.rotated_by(self.rotation))
+        if where.form == "train":
+            attended = dispatch.causal_attention(
+                q, k, v, where.segments, where.context, kernel=where.kernel
+            )
+            return self.output(w, attended), Scratch(KVCache(k, v), None)
+        k, v = kept = with_marked_keys(k, v)
+        if scratch is not None:
+            kept, (k, v) = append_rows(scratch.pages, where.held, kept)
+        arrays = q, k, v, *memory.pages, where.prefix
+        if where.form == "by_position":
+            path = where.path_rows, where.depth
+            attended = dispatch.tree_attention_by_position(*arrays, *path, where.table)
+        else:
+            attended = dispatch.tree_attention(
+                *arrays, where.visible, where.table, window=self.window, kernel=where.kernel
+            )
+        return self.output(w, attended), Scratch(KVCache(*kept), None)
+
+    def advance(self, slots: None, rows: None, count: Array) -> None:
+        """There are no slots."""
 
     def angles(
         self, positions: Int[Array, "B T"]
