@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 Params = dict[str, Any]  # nested dicts of arrays, or of `Weight` where decoding has its own layout
 Table = Int[Array, "B X"] | None  # page of each stretch of positions; None: page b is sequence b's
@@ -173,6 +173,18 @@ class Where:
     def rotated_by(self, rotation: Any) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"]]:
         """Cosines and sines of one of the model's rotary embeddings."""
         return next(angles for which, angles in self.angles if which == rotation)
+
+    def sees(self, rows: int) -> Bool[Array, "*B T R"]:
+        """Whether row t is row j or comes behind it: the mask of a causal layer.
+
+        Args:
+          rows: R of them, those that `scratch` held included.
+        """
+        if self.form == "train":
+            same = self.segments[:, :, None] == self.segments[:, None, :]
+            return same & (np.arange(rows)[:, None] >= np.arange(rows))
+        words = jnp.asarray(self.visible)[..., None] >> np.arange(32, dtype=np.uint32)
+        return ((words & 1) == 1).reshape(*self.visible.shape[:-1], -1)[..., :rows]
 
     def replace(self, **changes: Any) -> Where:
         return dataclasses.replace(self, **changes)

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specjax.config import ModelConfig
 from specjax.config.stacks import Stack, stacks
@@ -173,6 +173,15 @@ def take_slots(slots: Any, who: Int[Array, " b"]) -> Any:
 def put_slots(slots: Any, who: Int[Array, " b"], new: Any) -> Any:
     """All slots after `take_slots` and whatever became of those."""
     return jax.tree.map(lambda x, y: put(x, who, y.astype(x.dtype)), slots, new)
+
+
+def choose_slots(first: Bool[Array, " b"], slots: Any, others: Any) -> Any:
+    """Of each sequence one of two slots."""
+
+    def one(x, y):
+        return jnp.where(first.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
+
+    return jax.tree.map(one, slots, others)
 
 
 def page_size(pages: Any) -> int:

@@ -303,7 +303,7 @@ class Shapes:
         return {
             WEIGHTS: 0.0 if shared else device_bytes((runner.params, runner.head)),
             CACHE: device_bytes(pages),
-            STATE: device_bytes((state, runner.tails)),
+            STATE: device_bytes((state, runner.kept)),
         }
 
 
@@ -330,7 +330,7 @@ def engine_programs(engine: Engine, part: str, features: Features) -> Iterator[P
         while found:
             key, lower = found.pop(0)
             pages, state = caches(runner.state)
-            given = {"cache": pages, "state": (state, runner.tails)}
+            given = {"cache": pages, "state": (state, runner.kept)}
             if key[0] != "place":
                 given["parameters"] = (runner.params, runner.head)
             name = _title(key) if part == "roll out" else f"{part}: {_title(key)}"

@@ -195,7 +195,7 @@ class Chunk:
     def load(self, seed: int, like: Chunk | None = None) -> None:
         """Draws weights, or takes the policy's of another chunk of the same model; and a state."""
         runner, cfg, self._seed = self.runner, self.cfg, seed
-        runner.params = runner.head = runner.state = runner.tails = None
+        runner.params = runner.head = runner.state = runner.kept = None
         head = None
         if runner.longest.source is not None:
             head = random_weights(functools.partial(init_head_params, cfg), seed + 1)
@@ -214,7 +214,7 @@ class Chunk:
         runner = self.runner
         fill(runner, self._at, self.size.options)
         (cache, drafts, noise), rest = _apart(runner.state)
-        runner.state = runner.tails = None
+        runner.state = runner.kept = None
         cache, drafts = _drawn(cache, self._seed + 2), _drawn(drafts, self._seed + 3)
         runner.state = _together((cache, drafts, noise), rest)
         self._kept = jax.device_get(rest)

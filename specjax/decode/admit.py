@@ -8,7 +8,7 @@ pages, which nobody writes any more; of the last page, which the slot will fill 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,31 @@ from specjax.decode.state import RUNNING, DecodeState, per_slot, with_pages
 from specjax.decode.tree import chain_bits
 from specjax.indexing import put, take, take_along
 from specjax.interfaces import Memory, Where
-from specjax.memory import Commit, after_of, commit, copy_pages, page_size
+from specjax.memory import (
+    Commit,
+    after_of,
+    choose_slots,
+    commit,
+    copy_pages,
+    empty_slots,
+    page_size,
+    put_slots,
+    take_slots,
+)
 from specjax.models.transformer import Transformer
 
-Tails = Float[Array, "Q tail D"] | None  # per prompt: the target's states that a slot starts from
+
+class Prompts(NamedTuple):
+    """What is kept of Q prompts, beside their pages, for the sequences that start from them.
+
+    Attributes:
+      tails: [Q tail N] the target's states before the root that the draft starts from; None: it
+        asks for none.
+      slots: of the target's memory, after all positions that were read, up to the root.
+    """
+
+    tails: Float[Array, "Q tail N"] | None
+    slots: Any
 
 
 class Piece(NamedTuple):
@@ -33,7 +54,7 @@ class Piece(NamedTuple):
     Attributes:
       tokens: [R T + tail] from `start` on; what is beyond a prompt is arbitrary.
       start: [R] a multiple of the page size, or of T if that is less.
-      length: [R] of the whole prompts. prompts: [R] their rows among the tails.
+      length: [R] of the whole prompts. prompts: [R] their rows in `Prompts`.
       table: [R X] their pages; pages of positions that are to be forgotten are 0.
     """
 
@@ -48,7 +69,7 @@ class Admission(NamedTuple):
     """M sequences to start; a slot that is listed twice is simply written twice.
 
     Attributes:
-      slots: [M] slot of each. prompts: [M] row of its prompt among the tails.
+      slots: [M] slot of each. prompts: [M] row of its prompt in `Prompts`.
       source, target: [C] the prompts' pages that are copied, and to which; 0 to 0 is nothing.
       tokens: [M max_len], right padded. lengths: [M]. limit: [M] final length at most.
       words: [M 5] see `rng.request_words`. options: of the M requests.
@@ -65,13 +86,14 @@ class Admission(NamedTuple):
     options: Options
 
 
-def empty_tails(plan: Plan, prompts: int) -> Tails:
-    """Room for the tails of so many prompts; None if the source asks for none."""
-    if plan.source is None or not plan.source.needs.states:
-        return None
-    width = len(plan.taps) * plan.cfg.hidden_size
-    shape = (prompts, plan.source.needs.states, width)
-    return jnp.zeros(shape, jnp.dtype(plan.cfg.run.compute_dtype))
+def empty_prompts(plan: Plan, prompts: int) -> Prompts:
+    """Room for what is kept of so many prompts."""
+    tails = None
+    if plan.source is not None and plan.source.needs.states:
+        width = len(plan.taps) * plan.cfg.hidden_size
+        shape = (prompts, plan.source.needs.states, width)
+        tails = jnp.zeros(shape, jnp.dtype(plan.cfg.run.compute_dtype))
+    return Prompts(tails, empty_slots(plan.cfg, prompts))
 
 
 def prefill(
@@ -79,13 +101,14 @@ def prefill(
     draft_params,
     plan: Plan,
     state: DecodeState,
-    tails: Tails,
+    kept: Prompts,
     piece: Piece,
     stride: int = 1,
-) -> tuple[DecodeState, Tails]:
-    """Runs a piece of R prompts through target and draft source, and writes their pages.
+) -> tuple[DecodeState, Prompts]:
+    """Runs a piece of R prompts through target and draft source, and takes it into their memory.
 
-    Rows past a prompt's end are written as well, and never visible.
+    Rows past a prompt's end are written to pages as well, and never visible. A prompt's first piece
+    begins with an empty slot, whatever an earlier prompt has left in its row.
 
     Args:
       stride: pieces start at multiples of it.
@@ -94,14 +117,18 @@ def prefill(
     count, start, table = piece.tokens.shape[1] - tail, piece.start, piece.table
     positions = start[:, None] + jnp.arange(count)
     where = Where("tree", positions, prefix=start, visible=chain_bits(count), table=table)
-    found = model.decode(piece.tokens[:, :count], where, state.memory, taps=plan.taps)
+    before = take_slots(kept.slots, piece.prompts)
+    slots = choose_slots(start == 0, empty_slots(plan.cfg, len(start)), before)
+    target = Memory(state.memory.pages, slots)
+    found = model.decode(piece.tokens[:, :count], where, target, taps=plan.taps)
     run = math.gcd(count, stride, page_size(state.memory.pages))  # within a page
     to = Commit(start, table, after_of(found.x), run)
     known = jnp.clip(piece.length - 1 - start, 0, count)  # without the root
-    target = commit(plan.cfg, state.memory, found.scratch, None, known, to)
-    state = state._replace(memory=target)
+    target = commit(plan.cfg, target, found.scratch, None, known, to)
+    kept = kept._replace(slots=put_slots(kept.slots, piece.prompts, target.slots))
+    state = state._replace(memory=state.memory._replace(pages=target.pages))
     if plan.source is None:
-        return state, tails
+        return state, kept
     hidden = found.tapped
     memory = state.draft._replace(
         pages=plan.source.prefill(
@@ -113,27 +140,31 @@ def prefill(
         at = piece.length[:, None] - 1 - tail + jnp.arange(tail) - start[:, None]
         found = take_along(hidden, jnp.clip(at, 0, count - 1)[..., None], axis=1)
         inside = ((at >= 0) & (at < count))[..., None]
-        found = jnp.where(inside, found.astype(tails.dtype), tails[piece.prompts])
-        tails = tails.at[piece.prompts].set(found)
-    return state._replace(draft=memory), tails
+        found = jnp.where(inside, found.astype(kept.tails.dtype), kept.tails[piece.prompts])
+        kept = kept._replace(tails=kept.tails.at[piece.prompts].set(found))
+    return state._replace(draft=memory), kept
 
 
-def place(plan: Plan, state: DecodeState, tails: Tails, new: Admission) -> DecodeState:
+def place(plan: Plan, state: DecodeState, kept: Prompts, new: Admission) -> DecodeState:
     """Starts sequences in slots; the last token of each becomes its root."""
     zeros = jnp.zeros_like(new.lengths)
     draft, noise = None, None
     pages = copy_pages(state.memory.pages, new.source, new.target)
     if state.noise is not None:  # a slot's new request has noise of its own
-        kept = jax.tree.map(lambda x: take(x, new.slots), state.noise)
-        noise = kept._replace(until=zeros)
+        ring = jax.tree.map(lambda x: take(x, new.slots), state.noise)
+        noise = ring._replace(until=zeros)
     draft_pages = None
     if plan.source is not None:
         draft_pages = state.draft.pages
         if draft_pages is not None:
             draft_pages = copy_pages(draft_pages, new.source, new.target)
-        states = None if tails is None else take(tails, new.prompts)
+        states = None if kept.tails is None else take(kept.tails, new.prompts)
         started = plan.source.start(new.tokens, new.options.prompt_len, states)
         draft = plan.source.pause(Memory(None, started), state.draft.slots)
+    # Of a prompt of one token, the root, nothing is read, and its row holds another's slot.
+    slots = take_slots(kept.slots, new.prompts)
+    empty = empty_slots(plan.cfg, len(new.slots))
+    slots = choose_slots(new.lengths == 1, empty, slots)
     fresh = DecodeState(
         tokens=new.tokens,
         length=new.lengths,
@@ -141,7 +172,7 @@ def place(plan: Plan, state: DecodeState, tails: Tails, new: Admission) -> Decod
         finish=zeros + RUNNING,
         keys=rng.request_keys(new.words),
         options=new.options,
-        memory=Memory(None, state.memory.slots),
+        memory=Memory(None, slots),
         draft=draft,
         noise=noise,
     )

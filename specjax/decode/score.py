@@ -17,7 +17,7 @@ from specjax.decode import shards
 from specjax.decode.sampling import normaliser
 from specjax.decode.tree import chain_bits
 from specjax.interfaces import Memory, Where
-from specjax.memory import Commit, after_of, commit, page_size
+from specjax.memory import Commit, after_of, choose_slots, commit, empty_slots, page_size
 from specjax.models.transformer import Transformer
 
 LOGIT_ROWS = 64  # whose logits exist at once; one takes 0.6 MB where there are 150,000 tokens
@@ -68,13 +68,16 @@ def score(
     batch, width = tokens.shape[0], tokens.shape[1] - 1
     positions = start[:, None] + jnp.arange(width)
     where = Where("tree", positions, prefix=start, visible=chain_bits(width), table=table)
-    found = model.decode(tokens[:, :-1], where, scratch.memory)
+    fresh = empty_slots(model.cfg, batch)
+    slots = choose_slots(start == 0, fresh, scratch.memory.slots)
+    memory = Memory(scratch.memory.pages, slots)
+    found = model.decode(tokens[:, :-1], where, memory)
     hidden = found.x
-    run = math.gcd(width, page_size(scratch.memory.pages))  # within a page
+    run = math.gcd(width, page_size(memory.pages))  # within a page
     to = Commit(start, table, after_of(hidden), run)
     # Slots take in what is beyond a prompt as well: nothing is read after it.
     count = jnp.full_like(start, width)
-    memory = commit(model.cfg, scratch.memory, found.scratch, None, count, to)
+    memory = commit(model.cfg, memory, found.scratch, None, count, to)
     piece = math.gcd(width, max(1, LOGIT_ROWS // batch))
     untempered = jnp.ones(batch, jnp.float32)
 

@@ -297,7 +297,7 @@ class Engine:
             )
         self.loop.drain()
         runner = self.runner
-        runner.state = runner.tails = runner.mark = None
+        runner.state = runner.kept = runner.mark = None
         if weights:
             runner.params = runner.head = None
 

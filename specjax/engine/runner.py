@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from specjax.config import ModelConfig, SpecConfig, Strategy
-from specjax.decode.admit import Admission, Piece, Tails, empty_tails, place, prefill
+from specjax.decode.admit import Admission, Piece, Prompts, empty_prompts, place, prefill
 from specjax.decode.chunk import Result, Until, run_chunk
 from specjax.decode.options import Features
 from specjax.decode.score import Scores, Scratch, score
@@ -126,19 +126,20 @@ class Runner:
         # Beside what has a slot: a prompt that is read, a copy of its last page, and nobody's page.
         self.pages = 2 + max(full * self.slots, self.pages_of(max_len) - 1)
         if cache_bytes is not None:
-            self.pages = cache_bytes // self.page_bytes
+            self.pages = (cache_bytes - self.slot_bytes) // max(self.page_bytes, 1)
             if self.pages < 2:
+                slots = f" beside {self.slot_bytes} bytes of slots" if self.slot_bytes else ""
                 raise SettingError(
                     lambda say: (
                         f"{say('cache_bytes')} {cache_bytes} is less than two pages of "
-                        f"{self.page_bytes} bytes, of which one is spare; raise it, or use a "
-                        f"smaller {say('page_size')}"
+                        f"{self.page_bytes} bytes, of which one is spare{slots}; raise it, or use "
+                        f"a smaller {say('page_size')}"
                     )
                 )
         self.params: Params | None = None
         self.head: Params | None = None
         self.state: DecodeState | None = None
-        self.tails: Tails = None
+        self.kept: Prompts | None = None
         self.mark: jax.Array | None = None
         self.checksums: dict[str, Checksum] = {}
         self.executables = Executables(mesh)
@@ -178,6 +179,11 @@ class Runner:
         """Bytes of one page, target and draft."""
         source, size = self.longest.source, self.page_size
         return cost(self.cfg, size).page + (source.cost(size).page if source else 0)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the target's recurrent states, of all slots and of the prompts that wait."""
+        return (self.slots + self.prompts) * cost(self.cfg, self.page_size).slot
 
     @property
     def compilations(self) -> int:
@@ -279,22 +285,22 @@ class Runner:
           params, head: as `set_params` takes them, arrays or their shapes.
         """
         params = jax.eval_shape(self.convert, params)
-        state, tails = jax.eval_shape(self._empty)
+        state, kept = jax.eval_shape(self._empty)
         self.params = sharding.shapes(params, self.mesh, sharding.param_shardings)
         head = jax.eval_shape(self._convert_head, head)
         self.head = sharding.shapes(head, self.mesh, sharding.param_shardings)
         self.state = sharding.shapes(state, self.mesh, sharding.state_shardings)
-        self.tails = sharding.shapes(tails, self.mesh, sharding.state_shardings)
+        self.kept = sharding.shapes(kept, self.mesh, sharding.state_shardings)
 
     @property
     def is_broken(self) -> bool:
         """Whether a program failed after it had taken the state's buffers."""
-        return any(x.is_deleted() for x in jax.tree.leaves((self.state, self.tails)))
+        return any(x.is_deleted() for x in jax.tree.leaves((self.state, self.kept)))
 
     def reset(self) -> None:
         """An empty state, zeroed."""
-        self.state = self.tails = None
-        self.state, self.tails = self._empty()
+        self.state = self.kept = None
+        self.state, self.kept = self._empty()
 
     @functools.cached_property
     def _empty(self):
@@ -308,7 +314,7 @@ class Runner:
         )
 
         def make():
-            return empty_state(self.longest, room), empty_tails(self.longest, self.prompts)
+            return empty_state(self.longest, room), empty_prompts(self.longest, self.prompts)
 
         if self.mesh is None:
             return jax.jit(make)
@@ -320,23 +326,23 @@ class Runner:
     def prefill(self, piece: Piece) -> None:
         """Reads pieces of prompts into pages; one executable per shape."""
 
-        def program(params, head, state, tails, piece):
+        def program(params, head, state, kept, piece):
             model = self.model(params)
-            state, tails = prefill(model, head, self.longest, state, tails, piece, self.stride)
-            return state, tails, state.length[0]
+            state, kept = prefill(model, head, self.longest, state, kept, piece, self.stride)
+            return state, kept, state.length[0]
 
-        inputs = (self.params, self.head, self.state, self.tails, piece)
+        inputs = (self.params, self.head, self.state, self.kept, piece)
         key = ("prefill", piece.tokens.shape)
-        self.state, self.tails, self.mark = self._run(key, program, inputs, (2, 3), piece)
+        self.state, self.kept, self.mark = self._run(key, program, inputs, (2, 3), piece)
 
     def place(self, new: Admission) -> None:
         """Starts sequences in slots; one executable per number of sequences."""
 
-        def program(state, tails, new):
-            state = place(self.longest, state, tails, new)
+        def program(state, kept, new):
+            state = place(self.longest, state, kept, new)
             return state, state.length[0]
 
-        inputs = (self.state, self.tails, new)
+        inputs = (self.state, self.kept, new)
         told = new._replace(tokens=None, options=None)  # many, and `words` stand for them
         self.state, self.mark = self._run(("place", len(new.slots)), program, inputs, (0,), told)
 

@@ -25,7 +25,7 @@ class Prompt:
     Attributes:
       tokens: of which all but the last, which becomes the root, are read into pages.
       waiting: sequences that start from it. read: positions in the pages so far.
-      pages: held while anybody waits. row: where the device keeps its tail.
+      pages: held while anybody waits. row: in `decode.admit.Prompts`, what a sequence starts from.
     """
 
     tokens: Key

@@ -10,7 +10,7 @@ from flax import nnx
 
 from specjax.config import Strategy
 from specjax.decode import rng
-from specjax.decode.admit import Admission, Piece, empty_tails, place, prefill
+from specjax.decode.admit import Admission, Piece, empty_prompts, place, prefill
 from specjax.decode.options import neutral
 from specjax.decode.plan import Plan
 from specjax.decode.state import (
@@ -73,12 +73,12 @@ def admitted(run: Models, prompts, width) -> DecodeState:
     """Reads the prompts `width` positions at a time and starts the samples in their slots."""
     plan, tail = run.plan, run.plan.source.needs.states
     state = empty_state(plan, Room(7, 14, PAGE, max_len=MAX_LEN, stop_width=2))
-    tails = empty_tails(plan, len(prompts))
+    kept = empty_prompts(plan, len(prompts))
     known = padded(prompts, MAX_LEN + width + tail, fill=VOCAB - 1)
 
     @jax.jit
-    def read(layout, head, state, tails, piece):
-        return prefill(decoder(plan, layout), head, plan, state, tails, piece)
+    def read(layout, head, state, kept, piece):
+        return prefill(decoder(plan, layout), head, plan, state, kept, piece)
 
     table = padded(PAGES, MAX_LEN // PAGE + 1)
     for start in range(0, max(PROMPTS) - 1, width):
@@ -89,7 +89,7 @@ def admitted(run: Models, prompts, width) -> DecodeState:
             prompts=np.arange(len(prompts), dtype=np.int32),
             table=np.where(np.array(PROMPTS)[:, None] - 1 > start, table, 0),
         )
-        state, tails = read(run.layout, run.head, state, tails, piece)
+        state, kept = read(run.layout, run.head, state, kept, piece)
     samples = [prompt for prompt, _, _ in SLOTS.values()]
     lengths = np.array([PROMPTS[prompt] for prompt in samples], np.int32)
     copies = np.array([copy for _, _, copy in SLOTS.values()], np.int32)
@@ -105,7 +105,7 @@ def admitted(run: Models, prompts, width) -> DecodeState:
         options=neutral(len(SLOTS), VOCAB, 2, np)._replace(prompt_len=lengths),
     )
     state = state._replace(noise=state.noise._replace(until=state.noise.until + 99))
-    return jax.jit(lambda *x: place(plan, *x))(state, tails, new)
+    return jax.jit(lambda *x: place(plan, *x))(state, kept, new)
 
 
 SLOWLY = [pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 4), (2, 8))]

@@ -23,8 +23,8 @@ class AtRandom(Controller):
 
     kind = "random"
 
-    def __init__(self, seed=0):
-        super().__init__(ARMS)
+    def __init__(self, seed=0, arms=ARMS):
+        super().__init__(arms)
         self._random = np.random.default_rng(seed)
 
     def _choose(self, batch_size):

@@ -53,8 +53,8 @@ def runner_of(device, attention: str) -> Runner:
     runner.hold_shapes(
         jax.eval_shape(lambda: init_params(cfg)), jax.eval_shape(lambda: init_head_params(cfg))
     )
-    held = runner.params, runner.head, runner.state, runner.tails
-    runner.params, runner.head, runner.state, runner.tails = on_device(device, held)
+    held = runner.params, runner.head, runner.state, runner.kept
+    runner.params, runner.head, runner.state, runner.kept = on_device(device, held)
     return runner
 
 
@@ -69,11 +69,11 @@ def lowered(runner: Runner, device, name: str) -> jax.stages.Lowered:
     if kind == "prefill":
         piece = on_device(device, piece_of([], int(sizes[0]), int(sizes[1]), runner))
 
-        def program(params, head, state, tails, piece):
+        def program(params, head, state, kept, piece):
             model = runner.model(params)
-            return prefill(model, head, runner.longest, state, tails, piece, runner.stride)
+            return prefill(model, head, runner.longest, state, kept, piece, runner.stride)
 
-        inputs, donated = (runner.params, runner.head, runner.state, runner.tails, piece), (2, 3)
+        inputs, donated = (runner.params, runner.head, runner.state, runner.kept, piece), (2, 3)
     else:
         bucket = int(sizes[0])
         table = np.zeros((bucket, runner.table_width), np.int32)

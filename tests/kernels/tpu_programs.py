@@ -118,7 +118,7 @@ def runner_of(mesh, model: ModelConfig = MODEL, batch: int = 8, **more) -> Runne
     head = jax.eval_shape(lambda: init_head_params(model))
     runner.params = on_mesh(mesh, params, sharding.param_shardings)
     runner.head = on_mesh(mesh, head, sharding.param_shardings)
-    runner.state, runner.tails = on_mesh(
+    runner.state, runner.kept = on_mesh(
         mesh, jax.eval_shape(runner._empty), sharding.state_shardings
     )
     return runner
@@ -174,11 +174,11 @@ def prefill(mesh):
     runner = runner_of(mesh)
     piece = piece_of([], 4, 512, runner)
 
-    def program(params, head, state, tails, piece):
+    def program(params, head, state, kept, piece):
         model = runner.model(params)
-        return admit.prefill(model, head, runner.longest, state, tails, piece, runner.stride)
+        return admit.prefill(model, head, runner.longest, state, kept, piece, runner.stride)
 
-    inputs = runner.params, runner.head, runner.state, runner.tails, piece
+    inputs = runner.params, runner.head, runner.state, runner.kept, piece
     key = ("prefill", piece.tokens.shape)
     return runner.executables.get(key, program, inputs, (2, 3))
 

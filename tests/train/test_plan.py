@@ -140,7 +140,7 @@ def run(tiny_policy, tmp_path_factory):
     def recorded(key, jitted):
         def call(*inputs):
             ran[key] = jitted.lower(*inputs).as_text()
-            held.append(jax.tree.leaves((runner.params, runner.head, runner.state, runner.tails)))
+            held.append(jax.tree.leaves((runner.params, runner.head, runner.state, runner.kept)))
             return jitted(*inputs)
 
         return call

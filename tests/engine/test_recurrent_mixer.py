@@ -1,0 +1,248 @@
+"""A model with a recurrence: the leaky sum of docs/extend.md, beside attention.
+
+Its state is kept per slot and per prompt, so whatever moves, interrupts or shares sequences is
+compared with plain decoding of one sample after the other.
+"""
+
+import functools
+import re
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engines import AtRandom
+from flax import nnx
+from tiny import apt, prompts_of, sharpened
+
+from specjax import SamplingParams, SpecConfig
+from specjax.config import ModelConfig
+from specjax.config.model import Layer
+from specjax.control import ControlConfig
+from specjax.decode.tree import build_tree, chain_bits
+from specjax.drafts.mtp import init_head_params
+from specjax.engine.engine import Engine
+from specjax.engine.request import make_jobs
+from specjax.engine.settings import EngineConfig
+from specjax.interfaces import Room, Where
+from specjax.memory import Commit, commit, cost, empty
+from specjax.models.mixers.attention import Attention
+from specjax.models.mlps.dense import Dense
+from specjax.models.transformer import graphdef, init_params, to_decode_layout
+
+VOCAB, MAX_LEN, PAGE = 64, 96, 16
+PAGE_TEXT = Path(__file__).resolve().parents[2] / "docs/extend.md"
+ARMS = ("off", "3_1_4", "3_2_6", "2x2")
+
+
+def leaky_sum(size=16):
+    """The mixer of the page, as it stands there."""
+    [text] = re.findall(
+        r"^```python\n# my_mixer.py\n(.*?)^```$", PAGE_TEXT.read_text(), re.M | re.S
+    )
+    module = types.ModuleType("my_mixer")
+    exec(compile(text, "my_mixer.py", "exec"), module.__dict__)
+    return module.LeakySum(size)
+
+
+LEAKY = leaky_sum()
+
+
+def config(repeats=1, **run) -> ModelConfig:
+    pattern = (Layer(LEAKY, Dense(24)), Layer(Attention(4, 2, 8, qk_norm=True), Dense(24)))
+    cfg = ModelConfig(
+        vocab_size=VOCAB, hidden_size=16, layers=pattern * repeats, tie_embeddings=False,
+        max_position=512, mtp_num_layers=1,
+    )  # fmt: skip
+    return cfg.running(**run)
+
+
+@functools.cache
+def weights(cfg):
+    params = sharpened(init_params(cfg, 3), 10.0, 0.7)
+    return params, apt(sharpened(init_head_params(cfg, 4), 10.0, 0.7), cfg)
+
+
+def engine_of(cfg, spec, batch, control=None, **config) -> Engine:
+    engine = Engine(
+        cfg, spec, batch, MAX_LEN, config=EngineConfig(stretch=1, **config), control=control
+    )
+    params, head = weights(cfg)
+    engine.set_params(params, {} if spec and spec.source == "ngram" else head)
+    return engine
+
+
+@functools.cache
+def plain(cfg) -> Engine:
+    """One slot: one sample after the other, each prompt read at once."""
+    return engine_of(cfg, None, 1)
+
+
+def jobs_of(count=6, n=2, max_tokens=50):
+    prompts = [[5], *prompts_of(count - 1, VOCAB, seed=1, shortest=2, longest=40)]
+    jobs = []
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(
+            temperature=(1.0, 0.0, 0.7)[i % 3], max_tokens=max_tokens, ignore_eos=True, n=n, seed=i
+        )
+        jobs += make_jobs(prompt, params, (), None)
+    return jobs
+
+
+def tokens(engine, jobs):
+    return [sample.token_ids for sample in engine.generate(jobs)[0]]
+
+
+def test_state_survives_other_strategies_preemption_pieces_and_shared_prompts():
+    """Chains, dynamic and static trees and plain rounds in turn, in every bucket, with pages for
+    a few sequences at a time."""
+    cfg, jobs = config(), jobs_of()
+    spec, control = SpecConfig("3_1_4"), ControlConfig(controller="bandit", strategies=ARMS)
+    kept = dict(page_size=PAGE, chunk_tokens=8, prefill_chunk=PAGE)
+    probe = engine_of(cfg, spec, 4, control, **kept)
+    room = probe.runner.slot_bytes + 16 * probe.runner.page_bytes
+    engine = engine_of(cfg, spec, 4, control, cache_bytes=room, **kept)
+    engine.controller = AtRandom(arms=ARMS)
+    assert engine.runner.pages == 16
+    found = tokens(engine, jobs)
+    assert found == tokens(plain(cfg), jobs)
+    assert engine.preemptions > 0
+    before = engine.runner.compilations
+    assert tokens(engine, jobs) == found and engine.runner.compilations == before
+
+
+def forget_nothing(patch):
+    from specjax.decode import admit
+
+    patch.setattr(admit, "choose_slots", lambda first, slots, others: others)
+
+
+def advance_over_all(patch):
+    advance = type(LEAKY).advance
+    everything = lambda self, slots, rows, count: advance(self, slots, rows, count * 0 + 99)  # noqa: E731
+    patch.setattr(type(LEAKY), "advance", everything)
+
+
+def keep_rows_in_order(patch):
+    from specjax import memory
+
+    patch.setattr(memory, "_along", lambda x, path, axis: x[:, : path.shape[1]])
+
+
+@pytest.mark.parametrize("broken", [forget_nothing, advance_over_all, keep_rows_in_order])
+def test_state_that_is_kept_wrongly_changes_tokens(broken, monkeypatch):
+    """Or the comparison above would prove nothing."""
+    cfg, jobs = config(), jobs_of(3)
+    right = tokens(plain(cfg), jobs)
+    broken(monkeypatch)
+    engine = engine_of(cfg, SpecConfig("2x2", source="head"), 2, page_size=PAGE)
+    found = tokens(engine, jobs), tokens(engine, jobs)  # the second time in rows of other prompts
+    assert found != (right, right)
+
+
+@pytest.fixture(scope="module")
+def samples():
+    """Samples of a chain drafted by n-grams, four layers that are scanned over their pattern."""
+    cfg, jobs = config(repeats=2, scan_layers=True), jobs_of(3)
+    engine = engine_of(cfg, SpecConfig("3_1_4", source="ngram"), 2, page_size=PAGE)
+    return cfg, jobs, engine.generate(jobs)[0]
+
+
+def packed(jobs, samples):
+    """All samples in one row [1 S]: tokens, positions and segments."""
+    known = [[*job.prompt, *sample.token_ids] for job, sample in zip(jobs, samples, strict=True)]
+    segments = [[i + 1] * len(ids) for i, ids in enumerate(known)]
+    positions = [range(len(ids)) for ids in known]
+    return (np.concatenate([*map(np.array, rows)])[None] for rows in (known, positions, segments))
+
+
+def test_packed_training_forward_gives_the_log_probabilities_of_decoding(samples):
+    cfg, jobs, found = samples
+    ids, positions, segments = packed(jobs, found)
+
+    @jax.jit
+    def logprobs(params):
+        model = nnx.merge(graphdef(cfg), params)
+        logits = model.logits(model.hidden(ids, positions, segments).x)[0]
+        temperature = jnp.asarray(
+            np.concatenate(
+                [
+                    np.full(len(job.prompt) + len(sample.token_ids), job.params.temperature or 1)
+                    for job, sample in zip(jobs, found, strict=True)
+                ]
+            )
+        )
+        scaled = jax.nn.log_softmax(logits / temperature[:, None])
+        return jnp.take_along_axis(scaled, jnp.roll(ids[0], -1)[:, None], 1)[:, 0]
+
+    trained, at = np.asarray(logprobs(weights(cfg)[0])), 0
+    for job, sample in zip(jobs, found, strict=True):
+        first, end = at + len(job.prompt) - 1, at + len(job.prompt) + len(sample.token_ids) - 1
+        if job.params.temperature:
+            np.testing.assert_allclose(trained[first:end], sample.logprobs, atol=2e-3)
+        at = end + 1
+
+
+def test_scanned_layers_of_two_kinds_emit_what_unrolled_ones_do(samples):
+    cfg, jobs, found = samples
+    unrolled = engine_of(config(repeats=2), None, 1)
+    assert [sample.token_ids for sample in found] == tokens(unrolled, jobs)
+
+
+@pytest.mark.parametrize("form", ["tree", "by_position"])
+@pytest.mark.parametrize("scan", [False, True])
+def test_rows_of_a_tree_are_those_of_their_paths_and_nan_reaches_only_its_descendants(form, scan):
+    cfg = config(repeats=2, scan_layers=scan)
+    params, tree = to_decode_layout(weights(cfg)[0], cfg), build_tree(SpecConfig("2x2").resolve())
+    model = nnx.merge(graphdef(cfg, cfg.run.decode_layout), params)
+    context, rows = np.array([[3, 9, 4]]), np.arange(10, 10 + tree.rows)[None]
+    room, shape = Room(slots=1, pages=1, page_size=16), tree.shape
+
+    @jax.jit
+    def read(ids):
+        """The state behind a path, and memory after it, read at once."""
+        at, first, fresh = np.arange(len(ids))[None], jnp.zeros(1, int), empty(cfg, room)
+        where = Where("tree", at, prefix=first, visible=chain_bits(len(ids)))
+        found = model.decode(ids[None], where, fresh)
+        count = jnp.full(1, len(ids))
+        return found.x[0, -1], commit(cfg, fresh, found.scratch, None, count, Commit(first))
+
+    @functools.partial(jax.jit, static_argnames="spoilt")
+    def of_tree(memory, spoilt=None):
+        where = Where(
+            form, 3 + shape.depth[None], prefix=jnp.array([3]), visible=shape.bits,
+            path_rows=shape.path_rows, depth=shape.depth,
+        )  # fmt: skip
+        mine = model
+        if spoilt is not None:
+            embed = params["embed"].at[rows[0, spoilt]].set(jnp.nan)
+            mine = nnx.merge(graphdef(cfg, cfg.run.decode_layout), {**params, "embed": embed})
+        return mine.decode(jnp.asarray(rows), where, memory)
+
+    def path_of(row):
+        path = shape.path_rows[row][: shape.depth[row] + 1]
+        return path, read(np.array([*context[0], *rows[0, path]]))
+
+    _, memory = read(context[0])
+    found = of_tree(memory)
+    for row in range(tree.rows):
+        np.testing.assert_allclose(found.x[0, row], path_of(row)[1][0], atol=1e-4)
+    broken, reached = of_tree(memory, spoilt=1), shape.visible[:, 1]
+    assert np.isnan(broken.x[0, reached]).all()
+    np.testing.assert_allclose(broken.x[0, ~reached], found.x[0, ~reached], atol=1e-5)
+    # A path without that row, which stands behind its end: nothing of it is left in the memory.
+    path, (_, right) = path_of(int(np.flatnonzero(~reached)[-1]))
+    padded, count = jnp.asarray([[*path, 1]]), jnp.array([len(path)])
+    kept = commit(cfg, memory, broken.scratch, padded, count, Commit(jnp.array([3])))
+    for slot, wanted in zip(jax.tree.leaves(kept.slots), jax.tree.leaves(right.slots), strict=True):
+        np.testing.assert_allclose(slot, wanted, atol=1e-4)
+
+
+def test_slots_cost_bytes_beside_pages():
+    cfg = config(repeats=2)
+    memory = jax.eval_shape(lambda: empty(cfg, Room(slots=3, pages=5, page_size=PAGE)))
+    taken = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part)) for part in memory]
+    page, slot = cost(cfg, PAGE)
+    assert taken == [5 * page, 3 * slot] and slot == 2 * 16 * 4
