@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from specjax.kernels.reference import NEG_INF, Running
+from specjax.kernels.reference import NEG_INF, Running, own_in_window
 from specjax.parallel.context import AXIS, Context
 from specjax.parallel.sharding import spec_for
 
@@ -32,9 +32,11 @@ def causal_attention(
     v: Float[Array, "B K S H"],
     segment_ids: Int[Array, "B S"],
     context: Context,
+    *,
+    window: int | None = None,
 ) -> Float[Array, "B N S H"]:
     """`reference.causal_attention` of rows in the order of `context`."""
-    return _with_lse(q, k, v, segment_ids, context)[0].astype(q.dtype)
+    return _with_lse(q, k, v, segment_ids, context, window)[0].astype(q.dtype)
 
 
 def causal_attention_with_own(
@@ -44,6 +46,8 @@ def causal_attention_with_own(
     own: list[tuple[Array, Array]],
     segment_ids: Int[Array, "B S"],
     context: Context,
+    *,
+    window: int | None = None,
 ) -> Float[Array, "B N S H"]:
     """`reference.causal_attention_with_own` of rows in the order of `context`.
 
@@ -51,10 +55,12 @@ def causal_attention_with_own(
     """
     b, n, s, h = q.shape
     kv_heads = k.shape[1]
-    base, lse = (
-        x.reshape(b, kv_heads, n // kv_heads, s, *x.shape[3:])
-        for x in _with_lse(q, k, v, segment_ids, context)
-    )
+    own, base_window = own_in_window(own, window)
+    if base_window == 0:  # nothing of the base rows, of which a softmax of its own would be NaN
+        found = jnp.zeros(q.shape), jnp.full(q.shape[:-1], NEG_INF)
+    else:
+        found = _with_lse(q, k, v, segment_ids, context, base_window)
+    base, lse = (x.reshape(b, kv_heads, n // kv_heads, s, *x.shape[3:]) for x in found)
     grouped = q.reshape(base.shape).astype(jnp.float32) * h**-0.5
     keys = jnp.stack([key for key, _ in own], axis=-2).astype(jnp.float32)
     values = jnp.stack([value for _, value in own], axis=-2).astype(jnp.float32)
@@ -66,7 +72,7 @@ def causal_attention_with_own(
     return (out / total[..., None]).reshape(b, n, s, h).astype(q.dtype)
 
 
-def _with_lse(q, k, v, segment_ids, context: Context):
+def _with_lse(q, k, v, segment_ids, context: Context, window: int | None):
     """Float32 attention [B N S H] and log-sum-exp [B N S]."""
     # The queries of a key/value head stay together: where heads are split into more parts than
     # there are key/value heads, these are repeated as often as that takes.
@@ -74,29 +80,31 @@ def _with_lse(q, k, v, segment_ids, context: Context):
     if n % tp == 0 and kv_heads % tp:
         repeats = next(r for r in range(2, n + 1) if kv_heads * r % tp == 0 == n % (kv_heads * r))
         k, v = jnp.repeat(k, repeats, axis=1), jnp.repeat(v, repeats, axis=1)
-    return _attend(context, q.astype(jnp.float32) * q.shape[-1] ** -0.5, k, v, segment_ids)
+    scaled = q.astype(jnp.float32) * q.shape[-1] ** -0.5
+    return _attend(context, window, scaled, k, v, segment_ids)
 
 
 # --- one row over many devices ----------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(context: Context, q, k, v, segment_ids):
-    return _attend_fwd(context, q, k, v, segment_ids)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(context: Context, window: int | None, q, k, v, segment_ids):
+    return _attend_fwd(context, window, q, k, v, segment_ids)[0]
 
 
-def _attend_fwd(context, q, k, v, segment_ids):
+def _attend_fwd(context, window, q, k, v, segment_ids):
     program = {"ring": _ring, "all_gather": _gathered}[context.attention]
     heads = _specs(context, q, k, v, segment_ids)
     # As if segments came from the queries: what depends on them alone a scan over layers would
     # compute beforehand and keep, and that is the masks of all pairs of tokens.
     q, segment_ids = jax.lax.optimization_barrier((q, segment_ids))
+    program = functools.partial(program, context, window)
     run = _over(context, program, heads, (heads[0], jax.P(*heads[0][:3])))
     out, lse = run(q, k, v, segment_ids)
     return (out, lse), (q, k, v, segment_ids, out, lse)
 
 
-def _attend_bwd(context, residuals, gradients):
+def _attend_bwd(context, window, residuals, gradients):
     q, k, v, segment_ids, out, lse = residuals
     d_out, d_lse = gradients
     # Of a softmax's gradient what is common to all keys; the log-sum-exp moves with every score.
@@ -104,6 +112,7 @@ def _attend_bwd(context, residuals, gradients):
     program = {"ring": _ring_bwd, "all_gather": _gathered_bwd}[context.attention]
     heads = _specs(context, q, k, v, segment_ids)
     per_query = jax.P(*heads[0][:3])
+    program = functools.partial(program, context, window)
     run = _over(context, program, (*heads, per_query, heads[0], per_query), heads[:3])
     return *run(q, k, v, segment_ids, lse, d_out, delta), None
 
@@ -119,7 +128,7 @@ def _specs(context: Context, q, k, v, segment_ids) -> tuple:
 
 def _over(context: Context, program, in_specs, out_specs):
     return jax.shard_map(
-        functools.partial(program, context),
+        program,
         mesh=context.mesh,
         in_specs=tuple(in_specs),
         out_specs=tuple(out_specs),
@@ -136,16 +145,21 @@ class Piece(NamedTuple):
     segments: Int[Array, "B s"]
     places: Int[Array, " s"]  # in the row, consecutive
 
-    def sees(self, keys: Piece) -> Array:
-        """Booleans [B 1 1 s u]: causal, within segments."""
+    def sees(self, keys: Piece, window: int | None) -> Array:
+        """Booleans [B 1 1 s u]: causal, within segments and the window."""
         causal = self.places[:, None] >= keys.places[None]
+        if window is not None:
+            causal = causal & (self.places[:, None] - window < keys.places[None])
         return (causal & (self.segments[:, :, None] == keys.segments[:, None]))[:, None, None]
 
-    def sees_any(self, keys: Piece) -> Array:
+    def sees_any(self, keys: Piece, window: int | None) -> Array:
         """False only if `sees` is False throughout; a token always sees itself."""
         lowest = keys.segments.min(1) <= self.segments.max(1)
         highest = keys.segments.max(1) >= self.segments.min(1)
-        return (self.places[-1] >= keys.places[0]) & (lowest & highest).any()
+        near = self.places[-1] >= keys.places[0]
+        if window is not None:
+            near = near & (self.places[0] - keys.places[-1] < window)
+        return near & (lowest & highest).any()
 
 
 def _pieces(context: Context, segments, device) -> list[Piece]:
@@ -213,7 +227,7 @@ def _halves(context: Context, x, axis: int) -> list:
     return jnp.split(x, context.chunks, axis=axis)
 
 
-def _ring(context: Context, q, k, v, segments):
+def _ring(context: Context, window, q, k, v, segments):
     here = jax.lax.axis_index(AXIS)
     rows = _group(q, k.shape[1])
     queries = _halves(context, rows, 3)
@@ -229,9 +243,10 @@ def _ring(context: Context, q, k, v, segments):
             for keys, k, v in blocks:
 
                 def add(state, piece=piece, rows=rows, keys=keys, k=k, v=v):
-                    return _add(state, rows, k, v, piece.sees(keys))
+                    return _add(state, rows, k, v, piece.sees(keys, window))
 
-                state = jax.lax.cond(piece.sees_any(keys), add, lambda state: state, state)
+                seen = piece.sees_any(keys, window)
+                state = jax.lax.cond(seen, add, lambda state: state, state)
             out.append(state)
         return out
 
@@ -246,7 +261,7 @@ def _ring(context: Context, q, k, v, segments):
     return _done(jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=3), *running))
 
 
-def _ring_bwd(context: Context, q, k, v, segments, lse, d_out, delta):
+def _ring_bwd(context: Context, window, q, k, v, segments, lse, d_out, delta):
     here, kv_heads = jax.lax.axis_index(AXIS), k.shape[1]
     per_query = [_halves(context, _group(x, kv_heads), 3) for x in (q, lse, d_out, delta)]
     own = _pieces(context, segments, here)
@@ -262,11 +277,12 @@ def _ring_bwd(context: Context, q, k, v, segments, lse, d_out, delta):
 
                 def add(state, piece=piece, given=given, keys=keys, k=k_block, v=v_block):
                     rows, lse, d_out, delta = given
-                    return _add_gradients(state, rows, k, v, piece.sees(keys), lse, d_out, delta)
+                    mask = piece.sees(keys, window)
+                    return _add_gradients(state, rows, k, v, mask, lse, d_out, delta)
 
                 state = d_queries[i], d_keys[j], d_values[j]
                 d_queries[i], d_keys[j], d_values[j] = jax.lax.cond(
-                    piece.sees_any(keys), add, lambda state: state, state
+                    piece.sees_any(keys, window), add, lambda state: state, state
                 )
         d_keys, d_values = (jnp.concatenate(x, axis=2) for x in (d_keys, d_values))
         return (k, v, segments, d_keys, d_values), d_queries
@@ -287,26 +303,26 @@ def _ring_bwd(context: Context, q, k, v, segments, lse, d_out, delta):
 # --- whole rows on every device -------------------------------------------------------------------
 
 
-def _mask(context: Context, segments):
+def _mask(context: Context, window, segments):
     """What the queries of this device see of whole rows, in the order of the devices."""
     whole = jax.lax.all_gather(segments, AXIS, axis=1, tiled=True)
     places = jnp.asarray(context.places(whole.shape[1]))
     size = segments.shape[1]
     own = jax.lax.dynamic_slice_in_dim(places, jax.lax.axis_index(AXIS) * size, size)
-    return Piece(segments, own).sees(Piece(whole, places))
+    return Piece(segments, own).sees(Piece(whole, places), window)
 
 
-def _gathered(context: Context, q, k, v, segments):
+def _gathered(context: Context, window, q, k, v, segments):
     rows = _group(q, k.shape[1])
     k, v = (jax.lax.all_gather(x, AXIS, axis=2, tiled=True) for x in (k, v))
-    return _done(_add(_empty(rows), rows, k, v, _mask(context, segments)))
+    return _done(_add(_empty(rows), rows, k, v, _mask(context, window, segments)))
 
 
-def _gathered_bwd(context: Context, q, k, v, segments, lse, d_out, delta):
+def _gathered_bwd(context: Context, window, q, k, v, segments, lse, d_out, delta):
     rows, lse, d_out, delta = (_group(x, k.shape[1]) for x in (q, lse, d_out, delta))
     whole_k, whole_v = (jax.lax.all_gather(x, AXIS, axis=2, tiled=True) for x in (k, v))
     empty = jnp.zeros(rows.shape), jnp.zeros(whole_k.shape), jnp.zeros(whole_v.shape)
-    mask = _mask(context, segments)
+    mask = _mask(context, window, segments)
     d_q, d_k, d_v = _add_gradients(empty, rows, whole_k, whole_v, mask, lse, d_out, delta)
     d_k, d_v = (jax.lax.psum_scatter(x, AXIS, scatter_dimension=2, tiled=True) for x in (d_k, d_v))
     return d_q.reshape(q.shape), d_k.astype(k.dtype), d_v.astype(v.dtype)

@@ -293,6 +293,7 @@ def causal_attention(
     segment_ids: Int[Array, "B S"],
     context: Context | None = None,
     *,
+    window: int | None = None,
     kernel: str = "reference",
 ) -> Float[Array, "B N S H"]:
     """See `specjax.kernels.reference.causal_attention`.
@@ -302,8 +303,8 @@ def causal_attention(
       kernel: a name of the table, or a path.
     """
     if context is not None:
-        return over_devices.causal_attention(q, k, v, segment_ids, context)
-    return _causal(q, k, v, [], segment_ids, kernel)
+        return over_devices.causal_attention(q, k, v, segment_ids, context, window=window)
+    return _causal(q, k, v, [], segment_ids, window, kernel)
 
 
 def causal_attention_with_own(
@@ -314,21 +315,25 @@ def causal_attention_with_own(
     segment_ids: Int[Array, "B S"],
     context: Context | None = None,
     *,
+    window: int | None = None,
     kernel: str = "reference",
 ) -> Float[Array, "B N S H"]:
     """See `specjax.kernels.reference.causal_attention_with_own`; the rest as above."""
     if context is not None:
-        return over_devices.causal_attention_with_own(q, k, v, own, segment_ids, context)
-    return _causal(q, k, v, own, segment_ids, kernel)
+        return over_devices.causal_attention_with_own(
+            q, k, v, own, segment_ids, context, window=window
+        )
+    return _causal(q, k, v, own, segment_ids, window, kernel)
 
 
-def _causal(q, k, v, own, segment_ids, kernel: str):
+def _causal(q, k, v, own, segment_ids, window: int | None, kernel: str):
     batch = ("batch", "heads", None, None)
     named = {name: (x, batch) for name, x in (("q", q), ("k", k), ("v", v))}
     named["own"] = (own, batch)
     named["segment_ids"] = (segment_ids, ("batch", None))
 
     def attend(backend: Backend, function: Callable):
+        function = functools.partial(function, window=window)
         return _on_each_device(backend, function, named, batch, q.shape[0], k.shape[1])
 
     return _serve("causal_attention", kernel, attend)

@@ -22,6 +22,7 @@ from specjax.kernels.backend import Kernels, head_sizes
 from specjax.kernels.reference import (
     causal_segment_mask,
     contiguous,
+    own_in_window,
     tree_depth,
     unpack_bits,
     with_sink,
@@ -97,6 +98,8 @@ def causal_attention(
     v: Float[Array, "B K S H"],
     own: list[tuple[Array, Array]],
     segment_ids: Int[Array, "B S"],
+    *,
+    window: int | None = None,
     implementation: str = "cudnn",
 ) -> Float[Array, "B N S H"]:
     """`reference.causal_attention_with_own`; without own rows, plain causal attention.
@@ -104,8 +107,9 @@ def causal_attention(
     The mask of a packed row takes S^2 booleans: jax's public interface has none by segments.
     """
     s = q.shape[2]
+    own, window = own_in_window(own, window)
     q, k, v, own, segment_ids = _padded(2, q, k, v, own, segment_ids)  # cuDNN takes no odd lengths
-    causal = causal_segment_mask(segment_ids)
+    causal = causal_segment_mask(segment_ids, window)
     same = jnp.broadcast_to(jnp.eye(causal.shape[-1], dtype=bool), causal.shape)
     mask = jnp.concatenate([causal] + [same] * len(own), axis=-1)
     return _dot_product(q, *_with_own(k, v, own), mask, implementation)[:, :, :s]
@@ -139,10 +143,14 @@ def _with_own(k, v, own) -> tuple[Array, Array]:
 
 @dataclasses.dataclass(frozen=True)
 class _CausalWithOwn(splash.Mask):
-    """Base keys up to a query's own position, then of each later step the one at its position."""
+    """Base keys up to a query's own position, then of each later step the one at its position.
+
+    Of base keys so many as `window` says: none of them is 0, and None all.
+    """
 
     length: int
     steps: int
+    window: int | None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -151,7 +159,10 @@ class _CausalWithOwn(splash.Mask):
     def __getitem__(self, index) -> np.ndarray:
         queries = np.arange(self.shape[0])[index[0]][:, None]
         keys = np.arange(self.shape[1])[index[1]][None]
-        return np.where(keys < self.length, keys <= queries, keys % self.length == queries)
+        base = keys <= queries
+        if self.window is not None:
+            base &= keys > queries - self.window
+        return np.where(keys < self.length, base, keys % self.length == queries)
 
 
 def splash_attention(
@@ -160,6 +171,8 @@ def splash_attention(
     v: Float[Array, "B K S H"],
     own: list[tuple[Array, Array]],
     segment_ids: Int[Array, "B S"],
+    *,
+    window: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B N S H"]:
     """`reference.causal_attention_with_own` by splash attention; `own` may be empty.
@@ -168,9 +181,15 @@ def splash_attention(
       interpret: run on CPU, for tests.
     """
     _, n, s, h = q.shape
+    own, window = own_in_window(own, window)
     q, k, v, own, segment_ids = _padded(SPLASH_BLOCKS[-1], q, k, v, own, segment_ids)
     length = q.shape[2]
-    mask = _CausalWithOwn(length, len(own)) if own else splash.CausalMask((length, length))
+    if own:
+        mask = _CausalWithOwn(length, len(own), window)
+    elif window is not None:
+        mask = splash.LocalMask((length, length), (window - 1, 0), 0)
+    else:
+        mask = splash.CausalMask((length, length))
     block = next(size for size in SPLASH_BLOCKS if length % size == 0)
     attend = splash.make_splash_mha_single_device(
         splash.MultiHeadMask([mask] * n),

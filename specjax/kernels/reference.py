@@ -209,6 +209,8 @@ def tree_attention_by_position(
     path_rows: Int[Array, "*B T E"],
     depth: Int[Array, "*B T"],
     table: Table = None,
+    *,
+    window: int | None = None,
 ) -> Float[Array, "B N T H"]:
     """`tree_attention` whose bits depend neither on the tree nor on a row's place in it.
 
@@ -219,6 +221,7 @@ def tree_attention_by_position(
     Args:
       path_rows: tree row of row t's ancestor (itself included) at depth 0, 1, .., E - 1; anything
         beyond its own depth. The cache has E slots or more past every prefix.
+      window: a row sees so many positions, its own included; None: all.
     """
     b, n, t, h = q.shape
     kv_heads = k_pages.shape[1]
@@ -233,7 +236,10 @@ def tree_attention_by_position(
         v = insert(v_cache, jnp.take_along_axis(v_tree, ancestors, 2), prefix_len)
         rows = q[:, :, row].reshape(b, kv_heads, n // kv_heads, h).astype(jnp.float32) * h**-0.5
         scores = jnp.einsum("bkmh,bksh->bkms", rows, k.astype(jnp.float32))
-        known = jnp.arange(k.shape[2])[None] <= (prefix_len + depth[:, row])[:, None]
+        here = (prefix_len + depth[:, row])[:, None]
+        known = jnp.arange(k.shape[2])[None] <= here
+        if window is not None:
+            known = known & (jnp.arange(k.shape[2])[None] > here - window)
         scores = jnp.where(known[:, None, None], scores, NEG_INF)
         weights = jnp.exp(scores - scores.max(-1, keepdims=True))
         out = jnp.einsum("bkms,bksh->bkmh", weights, v.astype(jnp.float32))
@@ -247,11 +253,18 @@ def causal_attention(
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S H"],
     segment_ids: Int[Array, "B S"],
+    *,
+    window: int | None = None,
 ) -> Float[Array, "B N S H"]:
-    """Causal attention within segments: prefill, and training on packed rows (segment 0 pads)."""
+    """Causal attention within segments: prefill, and training on packed rows (segment 0 pads).
+
+    Args:
+      window: a row sees so many positions, its own included; None: all up to its own.
+    """
     b, n, s, h = q.shape
     rows = pack_heads(q, k.shape[1]).astype(jnp.float32) * h**-0.5
-    mask = jnp.tile(causal_segment_mask(segment_ids), (1, n // k.shape[1], 1))[:, None]
+    mask = causal_segment_mask(segment_ids, window)
+    mask = jnp.tile(mask, (1, n // k.shape[1], 1))[:, None]
     out = _masked_attention(rows, k.astype(jnp.float32), v.astype(jnp.float32), mask)
     return out.reshape(b, n, s, h).astype(q.dtype)
 
@@ -294,16 +307,24 @@ def causal_attention_with_own(
     v: Float[Array, "B K S H"],
     own: list[tuple[Array, Array]],
     segment_ids: Int[Array, "B S"],
+    *,
+    window: int | None = None,
 ) -> Float[Array, "B N S H"]:
     """Causal attention over base rows, and at each position over that position's own later rows.
 
     This is how a recursive draft step looks in training: `own` holds the keys and values of the
     later steps so far, of which a query sees only those at its own position.
+
+    Args:
+      window: a row sees so many positions, its own included; None: all. A later step is one
+        position further on than the step before, as it is in decoding, so that the query is
+        `len(own)` positions behind the base row at its place.
     """
+    own, base_window = own_in_window(own, window)
     b, n, s, h = q.shape
     kv_heads, group = k.shape[1], n // k.shape[1]
     rows = pack_heads(q, kv_heads).astype(jnp.float32) * h**-0.5
-    mask = jnp.tile(causal_segment_mask(segment_ids), (1, group, 1))[:, None]
+    mask = jnp.tile(causal_segment_mask(segment_ids, base_window), (1, group, 1))[:, None]
     scores = jnp.where(mask, jnp.einsum("bkmh,bksh->bkms", rows, k.astype(jnp.float32)), NEG_INF)
     grouped = rows.reshape(b, kv_heads, group, s, h)
     keys = jnp.stack([key for key, _ in own], axis=-2).astype(jnp.float32)
@@ -320,10 +341,21 @@ def causal_attention_with_own(
     return out.reshape(b, n, s, h).astype(q.dtype)
 
 
-def causal_segment_mask(segment_ids: Int[Array, "B S"]) -> jnp.ndarray:
-    """Booleans [B, S, S]: query t sees key u iff u <= t and both belong to one segment."""
+def own_in_window(own: list, window: int | None) -> tuple[list, int | None]:
+    """A position's own rows that its last one sees, and how many positions of the base rows it
+    sees, its own place included; None: all up to it."""
+    if window is None:
+        return own, None
+    return own[-window:], max(window - len(own), 0)
+
+
+def causal_segment_mask(segment_ids: Int[Array, "B S"], window: int | None = None) -> jnp.ndarray:
+    """Booleans [B, S, S]: query t sees key u iff u <= t, both belong to one segment, and u is less
+    than `window` positions before t."""
     s = segment_ids.shape[1]
     causal = jnp.arange(s)[:, None] >= jnp.arange(s)[None]
+    if window is not None:
+        causal = causal & (jnp.arange(s)[:, None] - window < jnp.arange(s)[None])
     return causal & (segment_ids[:, :, None] == segment_ids[:, None, :])
 
 
@@ -333,10 +365,10 @@ def product(x: Float[Array, "... K"], panels: Float[Array, "P K W"]) -> Float[Ar
     return out.reshape(*x.shape[:-1], -1)
 
 
-def _causal_attention(q, k, v, own, segment_ids):
+def _causal_attention(q, k, v, own, segment_ids, *, window=None):
     if not own:
-        return causal_attention(q, k, v, segment_ids)
-    return causal_attention_with_own(q, k, v, own, segment_ids)
+        return causal_attention(q, k, v, segment_ids, window=window)
+    return causal_attention_with_own(q, k, v, own, segment_ids, window=window)
 
 
 BACKEND = Kernels(

@@ -1,0 +1,239 @@
+"""Sliding windows: every attention against a softmax over keys that are listed one by one."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_config
+
+from specjax.decode.tree import ancestors, pack_bits
+from specjax.kernels import dispatch
+from specjax.models.families.dense import change_dense
+from specjax.parallel import sharding
+from specjax.parallel.context import context_of
+from specjax.parallel.sharding import MeshConfig, make_mesh
+
+HEAD = 128  # that splash attention takes, and every kernel
+WINDOWS = [1, 2, 3, 9, 30, 1000]
+
+
+def softmax_over(q, keys, values, sees, sinks=None, xp=np):
+    """Attention [N T H] of queries over keys [N S H]; `sees` [T S] says which. By numpy, or jax."""
+    scores = xp.einsum("nth,nsh->nts", q, keys) * q.shape[-1] ** -0.5
+    weights = xp.where(sees, xp.exp(scores), 0.0)
+    total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + xp.exp(sinks)[:, None, None]
+    return xp.einsum("nts,nsh->nth", weights / total, values)
+
+
+# --- decoding -------------------------------------------------------------------------------------
+
+BATCH, KV_HEADS, GROUP, ROWS, SIZE, PREFIXES = 3, 2, 2, 7, 16, (0, 21, 40)
+
+
+@functools.cache
+def tree_case(before=0):
+    """Trees that differ, behind prefixes in pages; queries of all but the first `before` rows."""
+    rng = np.random.default_rng(4)
+    nodes = before + ROWS
+    parents = [[0, *(int(rng.integers(max(r - 3, 0), r)) for r in range(1, nodes))] for _ in "abc"]
+    table = (rng.permutation(BATCH * 3).reshape(BATCH, 3) + 1).astype(np.int32)
+    pages = rng.normal(size=(2, 1 + BATCH * 3, KV_HEADS, SIZE, HEAD)).astype(np.float32)
+    q = rng.normal(size=(BATCH, KV_HEADS * GROUP, ROWS, HEAD)).astype(np.float32)
+    k, v = rng.normal(size=(2, BATCH, KV_HEADS, nodes, HEAD)).astype(np.float32)
+    return parents, (*map(jnp.asarray, (q, k, v, *pages)), np.array(PREFIXES, np.int32)), table
+
+
+def wanted_of_trees(window, before=0, sinks=None):
+    """Each row by itself: its position is the prefix and its depth, and so is an ancestor's."""
+    parents, arrays, table = tree_case(before)
+    q, k, v, k_pages, v_pages, prefixes = map(np.asarray, arrays)
+    out = np.zeros(q.shape, np.float32)
+    for b, prefix in enumerate(prefixes):
+        for t in range(ROWS):
+            path = [before + t]
+            while path[-1] != 0:
+                path.append(parents[b][path[-1]])
+            own = prefix + len(path) - 1
+            cached = [p for p in range(prefix) if p > own - window]
+            drafted = [row for up, row in enumerate(path) if up < window]
+            keys, values = (
+                np.concatenate(
+                    [
+                        *(pages[table[b, p // SIZE], :, [p % SIZE]] for p in cached),
+                        *(tree[b, :, [row]] for row in drafted),
+                    ]
+                ).swapaxes(0, 1)
+                for pages, tree in ((k_pages, k), (v_pages, v))
+            )
+            keys, values = (np.repeat(x, GROUP, axis=0) for x in (keys, values))
+            sees = np.ones((1, keys.shape[1]), bool)
+            out[b, :, t] = softmax_over(q[b, :, [t]].swapaxes(0, 1), keys, values, sees, sinks)[
+                :, 0
+            ]
+    return out
+
+
+def bits_of(parents, before=0):
+    return np.stack([pack_bits(ancestors(np.array(p))) for p in parents])[:, before:]
+
+
+@pytest.mark.parametrize("kernel", ["reference", "library:xla", "tpu:interpret", "cpu"])
+@pytest.mark.parametrize("window, before", [*((w, 0) for w in WINDOWS), (2, 4), (9, 4)])
+def test_rows_of_trees_see_what_is_within_their_window(kernel, window, before):
+    parents, arrays, table = tree_case(before)
+    attend = functools.partial(dispatch.tree_attention, kernel=kernel, window=window)
+    found = jax.jit(attend)(*arrays, bits_of(parents, before), table)
+    np.testing.assert_allclose(found, wanted_of_trees(window, before), atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "library:xla", "tpu:interpret", "cpu"])
+def test_a_sink_takes_part_beside_a_window(kernel):
+    parents, arrays, table = tree_case()
+    sinks = np.linspace(-1, 2, KV_HEADS * GROUP, dtype=np.float32)
+    found = dispatch.tree_attention(
+        *arrays, bits_of(parents), table, window=3, sinks=sinks, kernel=kernel
+    )
+    np.testing.assert_allclose(found, wanted_of_trees(3, sinks=sinks), atol=1e-5)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_rows_that_attend_by_position_see_the_same(window):
+    parents, (q, k, v, k_pages, v_pages, prefix), table = tree_case()
+    depth = np.zeros((BATCH, ROWS), np.int32)
+    path_rows = np.zeros((BATCH, ROWS, ROWS), np.int32)
+    for b, of in enumerate(parents):
+        for row in range(ROWS):
+            path = [row]
+            while path[0] != 0:
+                path.insert(0, of[path[0]])
+            depth[b, row] = len(path) - 1
+            path_rows[b, row, : len(path)] = path
+    # Room for a path behind every prefix: one more page each, of the pool's first.
+    longer = np.concatenate([table, np.zeros((BATCH, 1), np.int32)], axis=1)
+    arrays = q, k, v, k_pages, v_pages, prefix, path_rows, depth, longer
+    attend = functools.partial(dispatch.tree_attention_by_position, window=window)
+    np.testing.assert_allclose(jax.jit(attend)(*arrays), wanted_of_trees(window), atol=1e-5)
+
+
+def test_who_does_not_do_windows_says_so_once_and_another_does_them(caplog, cpu_kernels):
+    caplog.set_level(logging.INFO)
+    dispatch._log_declined.cache_clear()
+    parents, arrays, table = tree_case()
+    for _ in range(2):
+        dispatch.tree_attention(*arrays, bits_of(parents), table, window=5, kernel="cpu")
+    dispatch.tree_attention(*arrays, bits_of(parents), table, kernel="cpu")
+    said = [r.getMessage() for r in caplog.records if "tree_attention" in r.getMessage()]
+    assert said == [
+        "tree_attention by reference, not by cpu: it has no windows, no sinks and no log-sum-exps"
+    ]
+
+
+def test_whole_layers_in_one_call_are_refused_a_window(cpu_kernels):
+    cfg = change_dense(tiny_config(), hidden_size=32, intermediate_size=32, head_dim=16)
+    cfg = cfg.running(attention="cpu", products="panels", scan_layers=False)
+    assert dispatch.runs_layers(cfg)
+    windowed = change_dense(cfg, window=8)
+    assert not dispatch.runs_layers(windowed)
+    reason = dispatch.refuses("layers", "cpu", None, windowed)
+    assert "window of 8" in reason
+    assert dispatch.refuses("tree_attention", "cpu", None, windowed) is None
+
+
+# --- training -------------------------------------------------------------------------------------
+
+LENGTH, STEPS = 32, 2
+
+
+@functools.cache
+def packed_case():
+    """Queries, keys, values, own rows of two later steps, and segments with padding."""
+    rng = np.random.default_rng(1)
+    q = rng.normal(size=(2, 4, LENGTH, HEAD)).astype(np.float32)
+    rest = rng.normal(size=(2 + 2 * STEPS, 2, 2, LENGTH, HEAD)).astype(np.float32)
+    segments = np.zeros((2, LENGTH), np.int32)
+    for row, lengths in zip(segments, [(3, 17, 7), (1, 30)], strict=True):
+        row[: sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    return (q, *rest), segments
+
+
+def wanted_of_rows(arrays, segments, window, steps):
+    """A query of step s at place t is at position t + s, its own row of step j at t + j."""
+    q, k, v, *own = arrays
+    outs = []
+    for b in range(len(segments)):
+        sees = np.zeros((LENGTH, LENGTH * (1 + steps)), bool)
+        for t in range(LENGTH):
+            for u in range(t + 1):
+                near = t + steps - u < window
+                sees[t, u] = near and segments[b, u] == segments[b, t]
+            for j in range(1, steps + 1):
+                sees[t, j * LENGTH + t] = steps - j < window
+        keys = jnp.concatenate([k[b], *(x[b] for x in own[0 : 2 * steps : 2])], axis=1)
+        values = jnp.concatenate([v[b], *(x[b] for x in own[1 : 2 * steps : 2])], axis=1)
+        keys, values = (jnp.repeat(x, 2, axis=0) for x in (keys, values))
+        outs.append(softmax_over(q[b], keys, values, sees, xp=jnp))
+    return jnp.stack(outs)
+
+
+def attend_to_rows(arrays, segments, window, steps, context=None, kernel="reference"):
+    q, k, v, *own = arrays
+    options = {"window": window, "kernel": kernel}
+    if not steps:
+        return dispatch.causal_attention(q, k, v, segments, context, **options)
+    pairs = list(zip(own[0 : 2 * steps : 2], own[1 : 2 * steps : 2], strict=True))
+    return dispatch.causal_attention_with_own(q, k, v, pairs, segments, context, **options)
+
+
+def value_and_gradients(attend, arrays, segments):
+    """Of what stands at tokens: padding may attend to anything."""
+
+    def loss(arrays):
+        out = jnp.where(segments[:, None, :, None] > 0, attend(arrays, segments), 0.0)
+        return (jnp.sin(3 * out) * jnp.arange(HEAD)).sum(), out
+
+    (_, out), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays)
+    return [out, *gradients]
+
+
+@functools.cache
+def wanted_gradients(window, steps):
+    attend = functools.partial(wanted_of_rows, window=window, steps=steps)
+    arrays, segments = packed_case()
+    return value_and_gradients(lambda a, _: attend(a, segments), arrays, segments)
+
+
+def close(found, wanted):
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-3)
+
+
+# Steps of own rows beside it: a window of 1 or 2 leaves nothing of the base rows.
+ROW_CASES = [(1, 0), (4, 0), (1000, 0), (1, 2), (2, 2), (5, 2)]
+
+
+@pytest.mark.parametrize("kernel", ["reference", "library:xla", "tpu:interpret", "cpu"])
+@pytest.mark.parametrize("window, steps", ROW_CASES)
+def test_packed_rows_see_what_is_within_their_window(kernel, window, steps):
+    attend = functools.partial(attend_to_rows, window=window, steps=steps, kernel=kernel)
+    close(value_and_gradients(attend, *packed_case()), wanted_gradients(window, steps))
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.parametrize("attention, order", [("ring", "zigzag"), ("all_gather", "contiguous")])
+@pytest.mark.parametrize("window, steps", ROW_CASES)
+def test_rows_that_are_split_over_devices_see_the_same(attention, order, window, steps):
+    config = MeshConfig(cp=4, cp_order=order, cp_attention=attention)
+    context = context_of(config, make_mesh(config))
+    arrays, segments = packed_case()
+    places = context.places(LENGTH)
+    there = tuple(x[:, :, places] for x in arrays)
+    put = jax.device_put(context.permute(segments), sharding.rows_sharding(context.mesh))
+    attend = functools.partial(attend_to_rows, window=window, steps=steps, context=context)
+    found = value_and_gradients(attend, there, put)
+    back = np.argsort(places)
+    close([np.asarray(x)[:, :, back] for x in found], wanted_gradients(window, steps))
