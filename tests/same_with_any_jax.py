@@ -19,7 +19,7 @@ LEFT_OUT = {
         serve/test_access_log serve/test_page_words
         test_readme test_tokenizer
         train/test_config train/test_data train/test_equivalence train/test_rewards
-        train/test_rules train/test_tasks
+        train/test_rules train/test_slime train/test_tasks
     """,
     "benches run the library's own programs, and their figures are made with one version": """
         bench/test_bench bench/test_bench_acceptance bench/test_bench_identity
@@ -32,7 +32,7 @@ LEFT_OUT = {
     """,
     "command lines, and files of checkpoints, around what other tests call as functions": """
         test_bad_checkpoints test_cli test_cli_convert test_generation_config test_headless_models
-        test_hub test_interrupts test_lifeline test_verify_cli
+        test_hub test_interrupts parallel/test_lifeline test_verify_cli
     """,
     "rows, messages and logs of runs whose programs train/test_rl compiles, too": """
         train/test_lengths train/test_log train/test_scoring train/test_watch

@@ -101,8 +101,8 @@ def algo_section(objective: str) -> type[AlgoSection]:
     named = dataclasses.field(
         default=objective, metadata=AlgoSection.__dataclass_fields__["objective"].metadata
     )
-    return dataclasses.make_dataclass(
-        "AlgoSection",
+    made = dataclasses.make_dataclass(
+        AlgoSection.__name__,
         [
             ("objective", str, named),
             *((field.name, hints[field.name], _like(field, docs)) for field in own),
@@ -114,6 +114,8 @@ def algo_section(objective: str) -> type[AlgoSection]:
             "rules": getattr(found, "rules", ()),
         },
     )
+    made.__module__ = AlgoSection.__module__
+    return made
 
 
 def with_objective(schema: type[T], objective: str) -> type[T]:
@@ -133,12 +135,14 @@ def _with_section(schema: type[T], section: type[AlgoSection]) -> type[T]:
     if typing.get_type_hints(schema)["algo"] is section:
         return schema
     [field] = [field for field in dataclasses.fields(schema) if field.name == "algo"]
-    return dataclasses.make_dataclass(
+    made = dataclasses.make_dataclass(
         schema.__name__,
         [("algo", section, option(section, field.metadata["doc"]))],
         bases=(schema,),
         namespace={"__doc__": schema.__doc__},
     )
+    made.__module__ = schema.__module__
+    return made
 
 
 def _check(name: str, found: Any) -> None:

@@ -40,6 +40,10 @@ from train.objectives.shared import bounded_exp
 # Sums that carry the loss's weights already, and the number of tokens; all others are sums over
 # loss tokens, to be divided by their number.
 _WHOLE = ("loss", "policy_loss", "kl_loss", "tokens")
+_COMMON = (
+    *_WHOLE, "ppo_kl", "train_rollout_logprob_abs_diff", "tis", "tis_truncated_fraction", "kl",
+    "entropy",
+)  # fmt: skip
 
 
 def count_denominators(batches: Iterable[Mapping[str, np.ndarray]]) -> Denominators:
@@ -76,7 +80,8 @@ def policy_loss(
       (loss, sums). Sums of several micro-batches are added and go to `finalize_metrics`.
 
     Raises:
-      ValueError: `kl_loss_coef` > 0 without reference log-probabilities.
+      ValueError: `kl_loss_coef` > 0 without reference log-probabilities, or an objective that gives
+        other than is expected of it.
     """
     if cfg.kl_loss_coef > 0 and ref_logprobs is None:
         raise ValueError(
@@ -91,6 +96,7 @@ def policy_loss(
     policy, per_token = objective.per_token(
         Logprobs(logprobs, old, behaviour, ref_logprobs), batch["advantages"], segments, mask
     )
+    _check(policy, weights, per_token, mask.shape)
     per_token = {
         **per_token,
         "ppo_kl": old - logprobs,
@@ -138,6 +144,22 @@ def finalize_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         name: float(value) if name in _WHOLE else float(value) / tokens
         for name, value in sums.items()
     }
+
+
+def _check(policy: Array, weights: Array, logged: Mapping[str, Array], shape: tuple) -> None:
+    """Refuses an objective whose loss is averaged already, or that logs under a name of others."""
+    each = {"loss": policy, "weights": weights, **logged}
+    wrong = {name: jnp.shape(value) for name, value in each.items() if jnp.shape(value) != shape}
+    if wrong:
+        raise ValueError(
+            f"algo.objective: expected one value per token, of shape {shape}, from per_token and "
+            f"weights, got {', '.join(f'{name} of shape {had}' for name, had in wrong.items())}"
+        )
+    if taken := [name for name in logged if name in _COMMON]:
+        raise ValueError(
+            f"algo.objective: per_token logs {', '.join(taken)}, which is logged of every "
+            "objective; give it another name"
+        )
 
 
 def _masked_sum(values: Array, weights: Array) -> Array:

@@ -157,7 +157,15 @@ def to_samples(
     Args:
       advantages: of each, see `specjax.interfaces.Objective`.
       step: that trains on them; versions older than that are stale. None: nothing is.
+
+    Raises:
+      ValueError: advantages of another shape than the rewards.
     """
+    if np.shape(advantages) != rollout.rewards.shape:
+        raise ValueError(
+            "algo.objective: expected advantages of the shape of the rewards, "
+            f"{rollout.rewards.shape}, got {np.shape(advantages)}"
+        )
     per_group = rollout.rewards.shape[1]
     samples = []
     for p, group in enumerate(rollout.groups):

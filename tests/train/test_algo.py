@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from specjax.command_line import parse_config
+from specjax.interfaces import Denominators
 from train.algo import algo
+from train.loss import policy_loss
 from train.objectives.grpo import GRPO
 from train.objectives.shared import GroupRelative
+from train.rollout import Rollout, to_samples
 from train.schema import RLConfig
 
 
@@ -124,3 +127,36 @@ def test_help_has_the_options_of_the_objective_with_its_own_defaults(capsys):
 def test_a_section_that_is_made_for_another_objective_is_refused():
     with pytest.raises(ValueError, match=r"make it by train.algo.algo\('grpo', ...\)"):
         dataclasses.replace(algo("test_algo:Own"), objective="grpo")
+
+
+@dataclasses.dataclass(frozen=True)
+class Averaged(Own):
+    def per_token(self, logprobs, advantages, segments, loss_mask):
+        return (logprobs.new * advantages).mean(), {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Named(Own):
+    def per_token(self, logprobs, advantages, segments, loss_mask):
+        return logprobs.new, {"mine": logprobs.new, "kl": logprobs.old}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Averaged", r"of shape \(1, 4\), from per_token and weights, got loss of shape \(\)"),
+        ("Named", "per_token logs kl, which is logged of every objective"),
+    ],
+)
+def test_an_objective_that_gives_other_than_is_expected_is_told_so(name, said):
+    names = ("advantages", "old_logprobs", "behaviour_logprobs", "loss_mask", "segment_ids")
+    batch = {name: np.ones((1, 4), np.float32) for name in names}
+    batch["segment_ids"] = batch["segment_ids"].astype(np.int32)
+    with pytest.raises(ValueError, match=said):
+        policy_loss(batch["old_logprobs"], batch, algo(f"test_algo:{name}"), Denominators(4, 1))
+
+
+def test_advantages_of_another_shape_than_the_rewards_are_refused():
+    rollout = Rollout([], [[1]], [[]], np.zeros((1, 2)))
+    with pytest.raises(ValueError, match=r"the shape of the rewards, \(1, 2\), got \(2,\)"):
+        to_samples(rollout, np.zeros(2))
