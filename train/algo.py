@@ -153,7 +153,7 @@ def _check(name: str, found: Any) -> None:
             f"objective {name!r} is {found!r}; expected a frozen dataclass with the methods "
             f"{', '.join(METHODS)}"
         )
-    taken = {field.name for field in dataclasses.fields(AlgoSection)}
+    taken = {*dir(AlgoSection), *AlgoSection.__dataclass_fields__}
     for field in dataclasses.fields(found):
         if field.default is field.default_factory:  # both are missing
             raise ValueError(

@@ -41,6 +41,11 @@ class Taken(Own):
 
 
 @dataclasses.dataclass(frozen=True)
+class Hides(Own):
+    build: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
 class Bare:
     eps: float
 
@@ -97,6 +102,7 @@ def test_the_command_line_decides_and_not_its_file(tmp_path):
         (["algo.objective=test_algo:read"], "expected a frozen dataclass with the methods adv"),
         (["algo.objective=test_algo:Bare"], "an option 'eps' without a default; give it one"),
         (["algo.objective=test_algo:Taken"], "an option 'tis', which the section algo has for all"),
+        (["algo.objective=test_algo:Hides"], "an option 'build', which the section algo has for"),
         (["algo.objective=test_algo:Own", "algo.sharpnes=3"], "did you mean 'algo.sharpness'?"),
         (["algo.objective=test_algo:Own", "algo.clip_ratio=0.1"], "unknown key 'algo.clip_ratio'"),
         (["algo.objective=test_algo:Own", "algo.sharpness=0"], "expected sharpness > 0, got 0.0"),
