@@ -12,6 +12,7 @@ import importlib
 import inspect
 import io
 import json
+import logging
 import re
 import sys
 from pathlib import Path
@@ -23,10 +24,12 @@ import tiny_run
 from safetensors.numpy import load_file
 
 from serve.cli.main import main
-from specjax import interfaces
+from specjax import LLM, SamplingParams, SpecConfig, interfaces
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.huggingface_config import config_json
 from specjax.checkpoint.weights import load_model
+from specjax.engine.settings import EngineConfig
+from specjax.kernels.choice import choose
 from train import data, data_report, rl
 from train.data_config import DataConfig
 from train.log import read_metrics
@@ -38,7 +41,7 @@ SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
 FILES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.M | re.S))
 
 # Kinds whose section has not been written yet.
-MISSING = {"Family", "Mixer", "Mlp", "Draft", "Weight", "Backend"}
+MISSING = {"Family", "Mixer", "Mlp", "Draft", "Weight"}
 
 
 def kinds() -> set[str]:
@@ -158,3 +161,35 @@ def test_reader_of_ones_own_is_converted_and_refused_like_any_checkpoint(
     assert "missing: model.norm.weight" in capsys.readouterr().err
     assert main([*convert[:4], "no_such", *convert[5:]]) == 2
     assert "unknown checkpoint format 'no_such'" in capsys.readouterr().err
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+def test_backend_of_ones_own_attends_and_the_reference_does_the_rest(
+    examples, thin_policy, monkeypatch, caplog
+):
+    caplog.set_level(logging.INFO)
+    path, rows = "my_kernels:BACKEND", set()
+    operations = importlib.import_module("my_kernels").BACKEND.operations
+    attend = operations["tree_attention"]
+
+    def counted(q, *args, **kwargs):
+        rows.add(q.shape[2])
+        return attend(q, *args, **kwargs)
+
+    monkeypatch.setitem(operations, "tree_attention", counted)
+
+    def generated(attention):
+        config = EngineConfig(attention=attention, prefill_chunk=16)
+        llm = LLM(thin_policy, SpecConfig("1_1_2"), max_batch=1, max_len=64, engine=config)
+        return llm.generate(["12+34="], SamplingParams(max_tokens=8, seed=1))[0].samples[0]
+
+    own = generated(path)
+    assert own.token_ids == generated("reference").token_ids
+    assert rows >= {2, 16}, "trees and prompts"
+    assert "attention: tree attention of my own, as asked for" in caplog.text
+    with pytest.raises(ValueError, match="cannot load kernel backend 'my_kernels:NO_SUCH'"):
+        generated("my_kernels:NO_SUCH")
+    with pytest.raises(ValueError, match="it computes in float32, got bfloat16"):
+        choose("cpu", "cpu", hf.read_config(thin_policy).running(compute_dtype="bfloat16"), path)
