@@ -21,8 +21,7 @@ import jax
 
 from serve.settings import WARM_UP, ServeConfig, load_llm
 from specjax import LLM
-from specjax.checked_json import CheckpointError
-from specjax.checkpoint.huggingface import UnsupportedModelError
+from specjax.checked_json import CheckpointError, UnsupportedModelError
 from specjax.command_line import ConfigError, parse_config
 from specjax.engine.compiling import CompileProgress
 from specjax.engine.prompt_scores import PromptScorer

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from specjax import LLM, EngineConfig, SamplingParams
-from specjax.checkpoint.huggingface import UnsupportedModelError
+from specjax.checked_json import UnsupportedModelError
 from specjax.command_line import ConfigError
 from specjax.config.dtype import AUTO, ENGINE_DTYPES
 from specjax.engine.settings import strategies_of

@@ -37,6 +37,10 @@ Table = Int[Array, "B X"] | None  # page of each stretch of positions; None: pag
 # --- parameters -----------------------------------------------------------------------------------
 
 
+# Logical axes of arrays by their names: of the last dimensions, for some are stacked.
+Axes = Mapping[str, tuple[str | None, ...]]
+
+
 class Fused(NamedTuple):
     """The array in which decoding keeps one parameter beside others, see `Param`.
 
@@ -63,8 +67,8 @@ class Param:
       shape: in memory; projections are `[in, out]`.
       axes: a logical axis per dimension, see `specjax.parallel.sharding.PHYSICAL`; None is never
         split.
-      names: the tensor in a file; the first is written, the others are read as well. In the rows
-        of a mixer or an mlp they begin behind the name of the layer.
+      name: the tensor in a file of Hugging Face's; in the rows of a mixer or an mlp it begins
+        behind that of the layer.
       transpose: the tensor in a file is `[out, in]`.
       init: standard deviation of random values; None: all ones; 0: all zeros.
       residual: what it makes is added to the residual stream: random values are divided by the
@@ -76,12 +80,16 @@ class Param:
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    names: tuple[str, ...] = ()
+    name: str = ""
     transpose: bool = False
     init: float | None = 0.02
     residual: bool = False
     matrix: bool = False
     fused: Fused | None = None
+
+    def prefixed(self, prefix: str) -> Param:
+        """The same row with a prefix before the tensor's name."""
+        return dataclasses.replace(self, name=prefix + self.name)
 
 
 # --- what a sequence keeps ------------------------------------------------------------------------
@@ -215,27 +223,48 @@ class Forward(NamedTuple):
 
 @runtime_checkable
 class Family(Protocol):
-    """A `model_type` of Hugging Face: config in and out, and the rows of its parameters."""
+    """A `model_type` of Hugging Face: config in and out, and the rows of its parameters.
+
+    Attributes:
+      architecture: the class of transformers, for `architectures`.
+      head_style: how an MTP head is named in the model's own files, a name in `HEAD_STYLES` of
+        `specjax.checkpoint.huggingface_names`; None: transformers knows no head, which then lies in
+        a file of its own.
+    """
 
     model_type: str
     architecture: str
+    head_style: str | None
 
-    def read(self, raw: Any) -> Any:
+    def read(self, keys: Any) -> Any:
         """The `ModelConfig` that a config.json means.
 
+        Token ids, dtypes and the switches of an MTP head are read for all families alike, and put
+        in afterwards.
+
+        Args:
+          keys: a `specjax.checked_json.Keys`.
+
         Raises:
+          CheckpointError: a key is absent, or holds what cannot be meant.
           UnsupportedModelError: it asks for what is not implemented, by name.
         """
 
     def write(self, cfg: Any) -> dict[str, Any]:
-        """The config.json of a model.
+        """What of config.json `read` reads, in a form that transformers reads too.
 
         Raises:
           UnsupportedModelError: the family cannot express the config.
         """
 
     def params(self, cfg: Any) -> Mapping[tuple, Param]:
-        """One row per array of the policy, by its path in the tree of parameters."""
+        """One row per array of the policy by its path, see `specjax.models.rows.model_rows`."""
+
+    def zeros(self, cfg: Any, layer: Any) -> Mapping[str, tuple[int, ...]]:
+        """Tensors of a layer that its files may hold and that must be zero, with their shapes.
+
+        They are named without the layer's prefix, and written as zeros.
+        """
 
 
 class Mixer(Protocol):

@@ -8,8 +8,7 @@ import pytest
 
 from serve.cli.main import main
 from specjax import LLM
-from specjax.checked_json import CheckpointError
-from specjax.checkpoint.huggingface import UnsupportedModelError
+from specjax.checked_json import CheckpointError, UnsupportedModelError
 from train import rl, sft
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9733\n"

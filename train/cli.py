@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from specjax.checked_json import CheckpointError
-from specjax.checkpoint.huggingface import UnsupportedModelError
+from specjax.checked_json import CheckpointError, UnsupportedModelError
 from specjax.checkpoint.weights import TOKENIZER
 from specjax.command_line import ConfigError, parse_config
 from specjax.engine.request import InvalidLogitsError

@@ -168,8 +168,7 @@ def _with_defaults(llm: LLM, args: argparse.Namespace) -> SamplingParams:
 def _load(args: argparse.Namespace, samples: int) -> LLM:
     """The model, with no more slots than there are samples."""
     from serve.settings import EngineSection, ServeConfig, load_llm
-    from specjax.checked_json import CheckpointError
-    from specjax.checkpoint.huggingface_config import UnsupportedModelError
+    from specjax.checked_json import CheckpointError, UnsupportedModelError
     from specjax.engine.about import start_lines
 
     slots = min(args.max_batch, -(-max(1, samples) // max(1, args.replicas)))

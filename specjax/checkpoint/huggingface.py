@@ -31,7 +31,6 @@ from specjax.checkpoint.huggingface_config import (
 )
 from specjax.checkpoint.huggingface_export import save_checkpoint, save_head
 from specjax.checkpoint.huggingface_names import (
-    TOP_NAMES,
     CheckpointWeightError,
     Slot,
     head_slots,
@@ -41,9 +40,10 @@ from specjax.checkpoint.huggingface_names import (
     raise_problems,
     style_of,
     swap_concat,
-    zero_biases,
+    zero_tensors,
 )
 from specjax.config import ModelConfig
+from specjax.models.families import family_of
 from specjax.models.transformer import Params
 from specjax.parallel import sharding
 from specjax.weights import AUTO, open_checkpoint
@@ -138,12 +138,10 @@ def _check(source: Path, weights: _Weights, slots: list[Slot], zeros: dict, extr
 
 def _place(weights: _Weights, slots: list[Slot], dtype: str, mesh) -> Params:
     """Builds the parameter tree, one array at a time, in its dtype and sharding."""
-    tree = _nest({s.path: jax.ShapeDtypeStruct(s.shape, dtype) for s in slots})
-    shardings = None if mesh is None else sharding.param_shardings(mesh, tree)
     arrays = {}
     for slot in slots:
         whole = (slice(None),) * len(slot.shape)
-        if shardings is None:
+        if mesh is None:
             arrays[slot.path] = jax.device_put(_read(weights, slot, jnp.dtype(dtype), whole))
             continue
         pieces = {}  # devices that hold the same slice share one read
@@ -154,7 +152,7 @@ def _place(weights: _Weights, slots: list[Slot], dtype: str, mesh) -> Params:
                 pieces[key] = _read(weights, slot, jnp.dtype(dtype), index)
             return pieces[key]
 
-        target = _at(shardings, slot.path)
+        target = jax.NamedSharding(mesh, sharding.spec_for(mesh, slot.axes, slot.shape))
         arrays[slot.path] = jax.make_array_from_callback(
             slot.shape, target, fill, dtype=jnp.dtype(dtype)
         )
@@ -177,7 +175,7 @@ def _read_one(weights: _Weights, slot: Slot, name: str, index: tuple[slice, ...]
     if slot.swap:  # the two halves may lie in one slice: read whole, then cut
         whole = weights.read(name, (slice(None),) * 2).T
         return np.roll(whole, whole.shape[0] // 2, axis=0)[index]
-    return weights.read(name, index[::-1]).T if slot.transpose else weights.read(name, index)
+    return weights.read(name, index[::-1]).T if slot.row.transpose else weights.read(name, index)
 
 
 def _nest(flat: dict) -> Params:
@@ -190,12 +188,6 @@ def _nest(flat: dict) -> Params:
     return tree
 
 
-def _at(tree, path: tuple):
-    for key in path:
-        tree = tree[key]
-    return tree
-
-
 # --- tied embeddings ----------------------------------------------------------------------------
 
 
@@ -205,7 +197,8 @@ def _as_stored(path: Path, cfg: ModelConfig, weights: _Weights) -> ModelConfig:
     A language-model head of its own beside the embedding is used although config.json ties the two;
     one that stands alone is the embedding as well.
     """
-    embed, head = TOP_NAMES["embed"], TOP_NAMES["lm_head"]
+    rows = family_of(cfg.model_type).params(cfg.replace(tie_embeddings=False))
+    embed, head = rows["embed",].name, rows["lm_head",].name
     names = weights.names()
     if not cfg.tie_embeddings or head not in names:
         return cfg
@@ -265,7 +258,7 @@ def load_checkpoint(
         style = style_of(cfg, weights.names())
         head = head_slots(cfg, style)
     extra = [name for name in weights.names() if not is_redundant(cfg, name)]
-    _check(Path(path), weights, policy + head, zero_biases(cfg, style), extra)
+    _check(Path(path), weights, policy + head, zero_tensors(cfg, style), extra)
     params = _place(weights, policy, cfg.run.param_dtype, mesh)
     return cfg, params, (_place(weights, head, cfg.run.param_dtype, mesh) if head else None)
 
@@ -294,7 +287,7 @@ def load_head(path: str | Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None
         for name in weights.names()
         if not is_redundant(cfg, name) and (not file.is_dir() or is_head_name(cfg, style, name))
     ]
-    zeros = {n: s for n, s in zero_biases(cfg, style).items() if is_head_name(cfg, style, n)}
+    zeros = {n: s for n, s in zero_tensors(cfg, style).items() if is_head_name(cfg, style, n)}
     _check(file, weights, slots, zeros, extra)
     return _place(weights, slots, cfg.run.param_dtype, mesh)
 

@@ -32,9 +32,10 @@ from specjax.checkpoint.huggingface_names import (
     policy_slots,
     raise_problems,
     style_on_export,
-    zero_biases,
+    zero_tensors,
 )
 from specjax.config import ModelConfig
+from specjax.models.families import family_of
 from specjax.models.transformer import Params
 from specjax.weights import load_tokenizer
 from specjax.weights.safetensors import HEAD_FILE, INDEX, TOKENIZER_FILES, WEIGHTS
@@ -80,7 +81,7 @@ def save_checkpoint(
         raise CheckpointError(f"{path} exists and is no checkpoint; choose another path")
     style = style_on_export(cfg) if head is not None else None
     body = _named(policy_slots(cfg), params, dtype)
-    own_file = cfg.model_type != "mimo"
+    own_file = family_of(cfg.model_type).head_style is None
     if head is not None and not own_file:
         body += _named(head_slots(cfg, style), head, dtype)
     body += _zeros(cfg, None if own_file else style, dtype)
@@ -147,7 +148,7 @@ def _reader(slot: Slot, array, layer: int, dtype: np.dtype):
         piece = np.asarray(array[layer] if slot.stacked else array)
         if slot.swap:
             piece = np.roll(piece, piece.shape[0] // 2, axis=0)
-        return np.ascontiguousarray(piece.T if slot.transpose else piece, dtype=dtype)
+        return np.ascontiguousarray(piece.T if slot.row.transpose else piece, dtype=dtype)
 
     return read
 
@@ -155,7 +156,7 @@ def _reader(slot: Slot, array, layer: int, dtype: np.dtype):
 def _zeros(cfg: ModelConfig, style: str | None, dtype: str) -> list[_Tensor]:
     return [
         _Tensor(name, shape, lambda shape=shape: np.zeros(shape, jnp.dtype(dtype)))
-        for name, shape in zero_biases(cfg, style).items()
+        for name, shape in zero_tensors(cfg, style).items()
     ]
 
 

@@ -14,38 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from specjax.checked_json import CheckpointError
-from specjax.checkpoint.huggingface_config import FAMILIES
 from specjax.config import ModelConfig
-from specjax.drafts.mtp import init_head_params
-from specjax.models.transformer import Params, init_params
-
-BLOCK_NAMES = {
-    "input_norm": "input_layernorm.weight",
-    "post_norm": "post_attention_layernorm.weight",
-    "q": "self_attn.q_proj.weight",
-    "k": "self_attn.k_proj.weight",
-    "v": "self_attn.v_proj.weight",
-    "o": "self_attn.o_proj.weight",
-    "q_bias": "self_attn.q_proj.bias",
-    "k_bias": "self_attn.k_proj.bias",
-    "v_bias": "self_attn.v_proj.bias",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-    "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight",
-    "down": "mlp.down_proj.weight",
-}
-TOP_NAMES = {
-    "embed": "model.embed_tokens.weight",
-    "norm": "model.norm.weight",
-    "lm_head": "lm_head.weight",
-}
-_TRANSPOSED = frozenset(("q", "k", "v", "o", "gate", "up", "down", "proj", "lm_head"))
-
+from specjax.drafts.mtp import head_layer, module_rows
+from specjax.interfaces import Family, Param, Params
+from specjax.models.families import family_of
+from specjax.models.rows import layer_rows, top_rows
+from specjax.config.stacks import stacks
 
 _MOST_PROBLEMS = 100
 
@@ -103,56 +80,71 @@ HEAD_STYLES = {
 }
 
 
+def order_of(family: Family) -> str | None:
+    """In which order the files of a family have the input of a head; None: in either."""
+    return None if family.head_style is None else HEAD_STYLES[family.head_style].concat
+
+
 class Slot(NamedTuple):
     """One parameter and its tensors.
 
     Attributes:
-      path: keys into the parameter tree. shape: of the parameter.
-      names: tensors, one per layer when `stacked` (axis 0), else one.
-      transpose: the tensors are `[out, in]`, the parameter `[in, out]`.
+      path: keys into the parameter tree. row: of one of its layers, where there are several.
+      names: of the tensors, one per layer when `stacked` (axis 0), else one.
       swap: the halves of the input axis are the other way round on disk.
     """
 
     path: tuple
-    shape: tuple[int, ...]
+    row: Param
     names: tuple[str, ...]
-    stacked: bool
-    transpose: bool
+    stacked: bool = False
     swap: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the parameter."""
+        return (len(self.names), *self.row.shape) if self.stacked else self.row.shape
+
+    @property
+    def axes(self) -> tuple:
+        """The logical axes of the parameter."""
+        return (None, *self.row.axes) if self.stacked else self.row.axes
 
     @property
     def file_shape(self) -> tuple[int, ...]:
         """Shape of each tensor on disk."""
-        shape = self.shape[1:] if self.stacked else self.shape
-        return shape[::-1] if self.transpose else shape
+        return self.row.shape[::-1] if self.row.transpose else self.row.shape
 
 
 def policy_slots(cfg: ModelConfig) -> list[Slot]:
     """Every parameter of `Transformer` in the stacked layout."""
-    slots = []
-    for path, shape in _shapes(lambda: init_params(cfg)):
-        leaf, stacked = path[-1], path[0] == "layers"
-        names = (TOP_NAMES.get(leaf),)
-        if stacked:
-            names = tuple(f"model.layers.{i}.{BLOCK_NAMES[leaf]}" for i in range(cfg.num_layers))
-        slots.append(Slot(path, shape, names, stacked, leaf in _TRANSPOSED))
+    rows = family_of(cfg.model_type).params(cfg)
+    slots = [Slot(path, row, (row.name,)) for path, row in rows.items() if path[0] != "layers"]
+    leaves: dict[int, list[str]] = {}
+    for path in rows:
+        if path[0] == "layers":
+            leaves.setdefault(path[1], []).append(path[2])
+    for stack in stacks(cfg.layers):
+        inside = () if stack.key is None else (stack.key,)
+        for leaf in leaves[stack.numbers[0]]:
+            each = [rows["layers", number, leaf] for number in stack.numbers]
+            names = tuple(row.name for row in each)
+            slots.append(Slot(("layers", *inside, leaf), each[0], names, stacked=True))
     return slots
 
 
 def head_slots(cfg: ModelConfig, style: str) -> list[Slot]:
     """Every parameter of `MTPHead` under the names of `style`, in memory as `cfg.mtp_concat`."""
     table, slots = HEAD_STYLES[style], []
-    for path, shape in _shapes(lambda: init_head_params(cfg)):
-        leaf, prefix = path[-1], _head_prefix(cfg, style, path[1])
-        name = prefix + (BLOCK_NAMES[leaf] if path[2] == "layer" else table.names[leaf])
-        swap = leaf == "proj" and table.concat != cfg.mtp_concat
-        slots.append(Slot(path, shape, (name,), False, leaf in _TRANSPOSED, swap))
+    for index in range(cfg.mtp_num_layers):
+        prefix = _head_prefix(cfg, style, index)
+        for leaf, row in module_rows(cfg).items():
+            swap = leaf == "proj" and table.concat != cfg.mtp_concat
+            name = prefix + table.names[leaf]
+            slots.append(Slot(("blocks", index, leaf), row, (name,), swap=swap))
+        for leaf, row in layer_rows(head_layer(cfg), cfg.hidden_size).items():
+            slots.append(Slot(("blocks", index, "layer", leaf), row, (prefix + row.name,)))
     return slots
-
-
-def _shapes(make) -> list[tuple[tuple, tuple[int, ...]]]:
-    leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(make))
-    return [(tuple(p.key for p in path), leaf.shape) for path, leaf in leaves]
 
 
 def _head_prefix(cfg: ModelConfig, style: str, index: int) -> str:
@@ -160,10 +152,9 @@ def _head_prefix(cfg: ModelConfig, style: str, index: int) -> str:
 
 
 def style_on_export(cfg: ModelConfig) -> str:
-    """MiMo keeps its names; elsewhere the style whose order is the head's own."""
-    if cfg.model_type == "mimo" or cfg.mtp_concat == "hidden_first":
-        return "mimo"
-    return "deepseek"
+    """The family's own style; without one, that whose order is the head's own."""
+    own = family_of(cfg.model_type).head_style
+    return own or next(name for name, s in HEAD_STYLES.items() if s.concat == cfg.mtp_concat)
 
 
 def style_of(cfg: ModelConfig, names: Iterable[str]) -> str:
@@ -184,23 +175,27 @@ def is_head_name(cfg: ModelConfig, style: str, name: str) -> bool:
     return body and int(parts[2]) >= cfg.num_layers
 
 
-def zero_biases(cfg: ModelConfig, style: str | None) -> dict[str, tuple[int, ...]]:
-    """Biases of the output projection by name, with shapes: written as zeros, read if zero.
+def zero_tensors(cfg: ModelConfig, style: str | None) -> dict[str, tuple[int, ...]]:
+    """Tensors by name, with shapes, that are written as zeros, and read if zero.
 
-    transformers gives Llama and Qwen3 with `attention_bias` a bias there as well; checkpoints that
-    were converted from a family without one hold zeros.
+    Args:
+      style: of a head's names; None: there is no head.
     """
-    if not cfg.layers[0].mixer.qkv_bias or FAMILIES[cfg.model_type].qkv_bias:
-        return {}
-    prefixes = [f"model.layers.{i}." for i in range(cfg.num_layers)]
+    family = family_of(cfg.model_type)
+    layers = {f"model.layers.{i}.": layer for i, layer in enumerate(cfg.layers)}
     if style is not None:
-        prefixes += [_head_prefix(cfg, style, i) for i in range(cfg.mtp_num_layers)]
-    return {f"{prefix}self_attn.o_proj.bias": (cfg.hidden_size,) for prefix in prefixes}
+        for i in range(cfg.mtp_num_layers):
+            layers[_head_prefix(cfg, style, i)] = head_layer(cfg)
+    return {
+        prefix + name: shape
+        for prefix, layer in layers.items()
+        for name, shape in family.zeros(cfg, layer).items()
+    }
 
 
 def is_redundant(cfg: ModelConfig, name: str) -> bool:
     """Tensors that say nothing new: tied or shared copies, and RoPE tables of old checkpoints."""
-    if name == TOP_NAMES["lm_head"]:
+    if name == top_rows(cfg)["lm_head"].name:
         return cfg.tie_embeddings
     shared = name.endswith((".embed_tokens.weight", ".shared_head.head.weight"))
     in_head = any(is_head_name(cfg, style, name) for style in HEAD_STYLES)

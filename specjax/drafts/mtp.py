@@ -42,7 +42,8 @@ from specjax.memory import (
     page_bytes,
     with_marked_keys,
 )
-from specjax.models.layers import Block, dense, draw, fuse, layer_rows, rms_norm
+from specjax.models.layers import Block, dense, draw, fuse, rms_norm
+from specjax.models.rows import layer_rows
 from specjax.models.transformer import Params, layers_by_kernel, lm_logits
 from specjax.parallel.context import Context
 

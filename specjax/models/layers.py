@@ -13,6 +13,7 @@ from specjax.config import ModelConfig
 from specjax.config.model import Layer
 from specjax.interfaces import Memory, Param, Params, Scratch, Where
 from specjax.kernels import dispatch
+from specjax.models.rows import layer_rows
 
 
 def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "... D"], eps: float) -> Array:
@@ -52,21 +53,6 @@ def _dense_bwd(residuals, d_out):
 
 
 _dense.defvjp(lambda x, weight: (x @ weight, (x, weight)), _dense_bwd)
-
-
-def layer_rows(layer: Layer, width: int) -> dict[str, Param]:
-    """One row per array of a layer: its norms, its mixer and its mlp."""
-    norms = {
-        "input_norm": Param((width,), (None,), ("input_layernorm.weight",), init=None),
-        "post_norm": Param((width,), (None,), ("post_attention_layernorm.weight",), init=None),
-    }
-    mixer, mlp = layer.mixer.params(width), layer.mlp.params(width)
-    if twice := norms.keys() & mixer.keys() | (norms.keys() | mixer.keys()) & mlp.keys():
-        raise ValueError(
-            f"{layer}: expected different names for the arrays of mixer, mlp and norms, got "
-            f"{', '.join(sorted(twice))} more than once"
-        )
-    return norms | mixer | mlp
 
 
 def draw(row: Param, rngs: nnx.Rngs, dtype: str, lead: tuple[int, ...] = (), depth: int = 1):

@@ -22,10 +22,11 @@ from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig
 from specjax.config.stacks import part_of, segments, stacks, tree_of
-from specjax.interfaces import Forward, Memory, Param, Params, Scratch, Where
+from specjax.interfaces import Forward, Memory, Params, Scratch, Where
 from specjax.kernels import dispatch, panels
 from specjax.memory import KVCache, append_rows
-from specjax.models.layers import Block, draw, fuse, layer_rows, rms_norm
+from specjax.models.layers import Block, draw, fuse, rms_norm
+from specjax.models.rows import layer_rows, top_rows
 from specjax.parallel.context import Context, pin_rows
 
 # Hidden states that a draft asks for: a number of layers that have run (0: the embeddings), or
@@ -318,18 +319,6 @@ def lm_logits(normed: Float[Array, "... D"], head: Float[Array, "..."]) -> Float
 
 
 # --- parameters ----------------------------------------------------------------------------------
-
-
-def top_rows(cfg: ModelConfig) -> dict[str, Param]:
-    """The rows of the arrays outside the layers, the head's too where it is tied."""
-    v, d = cfg.vocab_size, cfg.hidden_size
-    return {
-        "embed": Param((v, d), ("vocab", "embed"), ("model.embed_tokens.weight",)),
-        "norm": Param((d,), (None,), ("model.norm.weight",), init=None),
-        "lm_head": Param(
-            (d, v), ("embed", "vocab"), ("lm_head.weight",), transpose=True, matrix=True
-        ),
-    }
 
 
 def stacked_blocks(cfg: ModelConfig, rngs: nnx.Rngs) -> Block | nnx.Dict:

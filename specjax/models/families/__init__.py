@@ -1,1 +1,35 @@
 """What a `model_type` means: one file each, see `specjax.interfaces.Family`."""
+
+from __future__ import annotations
+
+from specjax.checked_json import UnsupportedModelError
+from specjax.interfaces import Family
+from specjax.registry import Registry
+
+FAMILIES = Registry(
+    "model family",
+    {
+        "llama": "specjax.models.families.llama:FAMILY",
+        "qwen2": "specjax.models.families.qwen2:FAMILY",
+        "qwen3": "specjax.models.families.qwen3:FAMILY",
+        "mimo": "specjax.models.families.mimo:FAMILY",
+    },
+    "a specjax.interfaces.Family",
+)
+
+
+def family_of(model_type: object, where: object = "") -> Family:
+    """The family of a `model_type`, which is looked up in the table and never imported by itself.
+
+    Args:
+      where: the file that names it, for the message.
+
+    Raises:
+      UnsupportedModelError: there is none.
+    """
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise UnsupportedModelError(
+            f"{where}{': ' if where else ''}model_type {model_type!r:.60} is not supported; "
+            f"expected one of {', '.join(FAMILIES.names)}"
+        )
+    return FAMILIES.named(model_type)

@@ -60,21 +60,23 @@ class Attention:
 
         def project(name: str, heads: int, order: int) -> Param:
             return Param(
-                (width, heads * h), ("embed", "heads"), (f"self_attn.{name}_proj.weight",),
+                (width, heads * h), ("embed", "heads"), f"self_attn.{name}_proj.weight",
                 transpose=True, matrix=True, fused=Fused("qkv_proj", order),
             )  # fmt: skip
 
         def bias(name: str, heads: int, order: int) -> Param:
-            names, fused = (f"self_attn.{name}_proj.bias",), Fused("qkv_bias", order)
-            return Param((heads * h,), ("heads",), names, init=0, fused=fused)
+            fused = Fused("qkv_bias", order)
+            return Param(
+                (heads * h,), ("heads",), f"self_attn.{name}_proj.bias", init=0, fused=fused
+            )
 
         def scale(name: str, heads: int, order: int) -> Param:
-            names, fused = (f"self_attn.{name}_norm.weight",), Fused("qk_norm", order, heads)
-            return Param((h,), (None,), names, init=None, fused=fused)
+            fused = Fused("qk_norm", order, heads)
+            return Param((h,), (None,), f"self_attn.{name}_norm.weight", init=None, fused=fused)
 
         rows = {
             "o": Param(
-                (n * h, width), ("heads", "embed"), ("self_attn.o_proj.weight",),
+                (n * h, width), ("heads", "embed"), "self_attn.o_proj.weight",
                 transpose=True, matrix=True, residual=True,
             ),
             "q": project("q", n, 0),

@@ -31,7 +31,7 @@ class Dense:
 
         def project(name: str, order: int) -> Param:
             return Param(
-                (width, self.intermediate_size), ("embed", "mlp"), (f"mlp.{name}_proj.weight",),
+                (width, self.intermediate_size), ("embed", "mlp"), f"mlp.{name}_proj.weight",
                 transpose=True, matrix=True, fused=Fused("gate_up", order),
             )  # fmt: skip
 
@@ -39,7 +39,7 @@ class Dense:
             "gate": project("gate", 0),
             "up": project("up", 1),
             "down": Param(
-                (self.intermediate_size, width), ("mlp", "embed"), ("mlp.down_proj.weight",),
+                (self.intermediate_size, width), ("mlp", "embed"), "mlp.down_proj.weight",
                 transpose=True, matrix=True, residual=True,
             ),
         }  # fmt: skip

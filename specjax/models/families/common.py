@@ -1,0 +1,166 @@
+"""Keys of config.json that most families share, read and written.
+
+Two dialects are read: transformers 5 writes `rope_parameters`, files in the wild have `rope_theta`
+and `rope_scaling`. What is written holds both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specjax.checked_json import Keys, UnsupportedModelError, shown
+from specjax.models.rope import Rope, RopeScaling
+
+_THETA = 10_000.0  # of RoPE, where a file does not say
+MOST_LAYERS = 10_000  # each has a name in the files: a larger number would exhaust the memory
+_MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def refuse(keys: Keys, problems: list[str]) -> None:
+    """Raises `UnsupportedModelError` with what a config asks for, if there is anything."""
+    if problems:
+        raise UnsupportedModelError(
+            f"{keys.file}: this {keys.text('model_type')} checkpoint needs what is not "
+            f"implemented: {'; '.join(problems)}"
+        )
+
+
+def not_dense(keys: Keys) -> list[str]:
+    """What a config asks for that no model of attention and dense layers has, in words."""
+    problems = [
+        f"{name} {keys.raw[name]} (mixture of experts)"
+        for name in _MOE_KEYS
+        if keys.integer(name, None, least=0)
+    ]
+    classes = keys.texts("architectures")
+    if classes and not any(name.endswith("ForCausalLM") for name in classes):
+        problems.append(f"architectures {', '.join(classes)} (expected a language model)")
+    if keys.text("hidden_act", "silu") != "silu":
+        problems.append(f"hidden_act {keys.raw['hidden_act']!r} (expected 'silu')")
+    if keys.flag("mlp_bias", None):
+        problems.append("mlp_bias true")
+    for name in ("quantization_config", "compression_config"):
+        method = keys.within(name)
+        if method.raw:
+            kind = method.text("quant_method", None)
+            problems.append(f"{name} {kind or ''} (expected unquantised weights)")
+    return problems
+
+
+def read_heads(keys: Keys, head_dim: int | None, kv_heads: int | None = None) -> tuple[int, ...]:
+    """Query heads, key and value heads, and their size.
+
+    Args:
+      head_dim: where a file does not say; None: the width is divided among the heads.
+      kv_heads: where a file does not say; None: as many as query heads.
+    """
+    heads, hidden = keys.integer("num_attention_heads"), keys.integer("hidden_size")
+    said = "num_key_value_heads" in keys.raw
+    kv_heads = keys.integer("num_key_value_heads", None) or (None if said else kv_heads) or heads
+    if heads % kv_heads:
+        raise keys.error(
+            "num_key_value_heads", f"a divisor of num_attention_heads, which is {heads}"
+        )
+    head_dim = keys.integer("head_dim", head_dim)
+    if head_dim is None:
+        if hidden % heads:
+            raise keys.error(
+                "hidden_size", f"a multiple of num_attention_heads, which is {heads}, or a head_dim"
+            )
+        head_dim = hidden // heads
+    if head_dim % 2:
+        raise keys.error("head_dim", f"an even number, for RoPE turns pairs ({head_dim} here)")
+    return heads, kv_heads, head_dim
+
+
+def read_rope(keys: Keys, max_position: int) -> Rope:
+    """The rotary embedding of all layers.
+
+    Raises:
+      UnsupportedModelError: its type is not implemented, or it is given twice and differently.
+    """
+    new, old = (keys.within(name).raw for name in ("rope_parameters", "rope_scaling"))
+    # transformers lets `rope_scaling` replace `rope_parameters` as a whole, other readers do not.
+    if new and old and _plain_rope(keys, new) != _plain_rope(keys, old):
+        raise UnsupportedModelError(
+            f"{keys.file}: rope_parameters {shown(new)} and rope_scaling {shown(old)} differ; "
+            "expected one of the two, or both with the same parameters: remove what the model was "
+            "not trained with"
+        )
+    inside, raw = ("rope_parameters", new) if new else ("rope_scaling", old)
+    rope = Keys(keys.file, raw, inside)
+    kind = rope.text("rope_type", None) or rope.text("type", None) or "default"
+    if kind not in ("default", "llama3") or any(isinstance(v, dict) for v in raw.values()):
+        raise UnsupportedModelError(
+            f"{keys.file}: {inside} {shown(raw)} is not supported; expected one set of parameters "
+            "of type 'default' or 'llama3'"
+        )
+    for place in (rope, keys):
+        if place.number("partial_rotary_factor", None) not in (None, 1.0):
+            raise UnsupportedModelError(
+                f"{keys.file}: partial_rotary_factor {place.raw['partial_rotary_factor']} is not "
+                "supported; expected 1"
+            )
+    scaling = None
+    if kind == "llama3":
+        factors = [rope.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor")]
+        if factors[2] <= factors[1]:
+            raise rope.error("high_freq_factor", f"more than low_freq_factor, {factors[1]:g}")
+        name = "original_max_position_embeddings"
+        original = rope.integer(name, None) or keys.integer(name, None)
+        scaling = RopeScaling(*factors, original or max_position)
+    theta = rope.number("rope_theta", None)
+    theta = keys.number("rope_theta", None) if theta is None else theta
+    return Rope(_THETA if theta is None else theta, scaling)
+
+
+def _plain_rope(keys: Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of one of the two keys with what the file says of them elsewhere, for comparison:
+    an old file has `type`, and its `rope_theta` lies beside the object."""
+    given = {name: value for name, value in raw.items() if value is not None}
+    kind = given.pop("type", "default")
+    theta = keys.raw.get("rope_theta")
+    defaults = {"rope_type": kind, "rope_theta": _THETA if theta is None else theta}
+    return {**defaults, **given}
+
+
+def rope_json(rope: Rope) -> dict[str, Any]:
+    """The keys of a rotary embedding, in both dialects."""
+    scaling = None
+    if rope.scaling is not None:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": rope.scaling.factor,
+            "low_freq_factor": rope.scaling.low_freq_factor,
+            "high_freq_factor": rope.scaling.high_freq_factor,
+            "original_max_position_embeddings": rope.scaling.original_max_position,
+        }
+    parameters = {"rope_theta": rope.theta, **(scaling or {"rope_type": "default"})}
+    return {
+        "rope_parameters": parameters,
+        "rope_theta": rope.theta,
+        "rope_scaling": scaling,
+    }
+
+
+def layer_windows(keys: Keys, layers: int, window: int | None, first: int = 0) -> tuple:
+    """The window of each layer, or None, by `layer_types` where a file has them.
+
+    Args:
+      window: of layers that slide; None: those of the file are not used.
+      first: without `layer_types` this layer and all after it slide.
+
+    Raises:
+      UnsupportedModelError: a layer is of another kind.
+    """
+    kinds = keys.texts("layer_types")
+    if not kinds:
+        return (None,) * min(first, layers) + (window,) * max(layers - first, 0)
+    if len(kinds) != layers:
+        raise keys.error("layer_types", f"as many as num_hidden_layers, {layers}")
+    if other := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
+        refuse(keys, [f"layer_types {', '.join(other)}"])
+    if "sliding_attention" in kinds and window is None:
+        raise keys.error("layer_types", "full_attention alone, for no sliding_window is in use")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
