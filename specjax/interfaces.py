@@ -442,6 +442,10 @@ class Draft(Protocol):
         """The same draft with another config of its network: the engine has chosen the kernels."""
         raise NotImplementedError
 
+    def axes(self) -> Axes:
+        """The logical axes of its parameters by their names, see `Param`."""
+        return {}
+
     def pack(self, params: Params) -> Params:
         """Parameters as they are multiplied by, where the network's config asks for packed ones."""
         return params

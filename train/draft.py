@@ -20,7 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from specjax.config import ModelConfig
-from specjax.drafts.mtp import MTPHead, head_graphdef, init_head_params
+from specjax.drafts.mtp import MTPHead, head_graphdef, init_head_params, weight_axes
 from specjax.models.layers import rms_norm
 from specjax.models.transformer import Params, embed_tokens, lm_logits
 from specjax.parallel import sharding
@@ -205,7 +205,7 @@ class DraftTrainer:
     ):
         cfg = settled(cfg, mesh, attention, "the head's training attention", context)
         self.cfg, self.draft, self.mesh, self.temperature = cfg, draft, mesh, temperature
-        self.context = context
+        self.context, self.axes = context, weight_axes(cfg)
         self.optimizer = draft.optimizer()
         program = sharding.traced_on(mesh, self._update_program)
         self._update = jax.jit(program, donate_argnums=(0, 1), out_shardings=self._shardings())
@@ -221,13 +221,15 @@ class DraftTrainer:
             return None
         head = jax.eval_shape(functools.partial(init_head_params, self.cfg))
         return (
-            sharding.param_shardings(self.mesh, head),
-            sharding.param_shardings(self.mesh, abstract_opt_state(self.optimizer, head)),
+            sharding.param_shardings(self.mesh, head, self.axes),
+            sharding.param_shardings(
+                self.mesh, abstract_opt_state(self.optimizer, head), self.axes
+            ),
             sharding.replicated(self.mesh),
         )
 
     def init_opt_state(self, head: Params):
-        return init_opt_state(self.optimizer, head, self.mesh)
+        return init_opt_state(self.optimizer, head, self.mesh, self.axes)
 
     def update(
         self, head: Params, opt_state, policy: Params, batches: Sequence, states: Sequence[Array]
@@ -263,10 +265,10 @@ class DraftTrainer:
         return self._update(head, opt_state, policy, batch, states)
 
     def _update_program(self, head, opt_state, policy, batch, states):
-        policy = sharding.pin_gathered(self.mesh, policy)
+        policy = sharding.pin_gathered(self.mesh, policy, self.axes)
 
         def loss(head):
-            head = sharding.pin_gathered(self.mesh, head)
+            head = sharding.pin_gathered(self.mesh, head, self.axes)
             return head_loss(
                 self.cfg, self.draft, self.temperature, head, policy, batch, states, self.context
             )

@@ -15,7 +15,7 @@ from specjax.checkpoint.store import PendingSave, save_draft
 from specjax.checkpoint.weights import HEAD_SWITCHES, describe
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
-from specjax.drafts.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params, weight_axes
 from specjax.engine.heads import head_config, load_head
 from specjax.models.transformer import Params
 from specjax.parallel import distributed, sharding
@@ -49,7 +49,11 @@ def starting_head(
         model = model.replace(mtp_num_layers=max(model.mtp_num_layers, 1))
         # jax takes 32 bits of a seed. Two runs that differ in the others begin with one head, which
         # changes no token.
-        return model, _place(init_head_params(model, seed % (1 << 32)), mesh)
+        made = init_head_params(model, seed % (1 << 32))
+        if mesh is None:
+            return model, made
+        where = sharding.param_shardings(mesh, made, weight_axes(model))
+        return model, sharding.put(made, where)
     try:
         return load_head(source, model, mesh)
     except SettingError as error:
@@ -71,10 +75,6 @@ def head_shapes(source: str, model: ModelConfig) -> tuple[ModelConfig, Params]:
             raise ConfigError(spelled(error, SAY)) from error
     model = model.replace(mtp_num_layers=max(model.mtp_num_layers, 1))
     return model, jax.eval_shape(lambda: init_head_params(model))
-
-
-def _place(tree: Params, mesh: jax.sharding.Mesh | None) -> Params:
-    return tree if mesh is None else sharding.put(tree, sharding.param_shardings(mesh, tree))
 
 
 class HeadCheckpoints:

@@ -7,6 +7,7 @@ run, the engine goes through the same start-up, and only what it would compile a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from specjax.checkpoint.weights import read_config
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.decode.options import Features
+from specjax.drafts.mtp import weight_axes
 from specjax.engine.engine import Engine
 from specjax.engine.executables import Noted
 from specjax.engine.sources import model_source, source_of
@@ -117,7 +119,7 @@ class Shapes:
         self.head = None
         if drafts_with_head(cfg):
             model, head = head_shapes(cfg.rollout.head, model)
-            self.head = sharding.shapes(head, self.mesh, sharding.param_shardings)
+            self.head = sharding.shapes(head, self.mesh, self._shardings(model))
         self.model = as_computed(cfg, model)
         self.params = self._params(self.model)
         self.source = None
@@ -154,7 +156,11 @@ class Shapes:
     def _like_params(self, make: Callable, *inputs):
         """The shapes of what `make` makes, laid out as parameters are."""
         made = jax.eval_shape(make, *inputs)
-        return sharding.shapes(made, self.mesh, sharding.param_shardings)
+        return sharding.shapes(made, self.mesh, self._shardings(self.model))
+
+    def _shardings(self, model: ModelConfig) -> Callable:
+        """Of a model's weights and a head's, see `sharding.shapes`."""
+        return functools.partial(sharding.param_shardings, axes=weight_axes(model))
 
     def _source(self) -> tuple[Draft, Params | None]:
         """What drafts in the head's place, and its weights; see `load_draft_model`."""
@@ -239,7 +245,7 @@ class Shapes:
         given |= {"batch": rows[0], "state": rows[1]}
         if self.built.pieces:
             trainer = self.built.pieces[0]
-            weights = sharding.shapes(weights, trainer.mesh, sharding.param_shardings)
+            weights = sharding.shapes(weights, trainer.mesh, self._shardings(self.model))
             rows = sharding.shapes(rows, trainer.mesh, _all_rows)
             given = {"copies": weights, "batch": rows}
         update = trainer.programs["update"]
@@ -250,7 +256,7 @@ class Shapes:
         """From the trainer's layout to the engines', as `Mover` does it."""
         runner = self.engine.runner
         apart = self.target is None or self.mesh is None  # one device trains: weights are copied
-        mover = None if apart else Mover(self.target)
+        mover = None if apart else Mover(self.target, runner.axes)
         moves = None
         if mover and runner.cfg.run.scan_layers and not mover.holds(self.params):
             alone = len(self.places) == 1

@@ -20,8 +20,9 @@ from jaxtyping import Array, Float
 
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
-from specjax.interfaces import Denominators
+from specjax.interfaces import Axes, Denominators
 from specjax.kernels import dispatch
+from specjax.models.rows import param_axes
 from specjax.models.transformer import Params, Transformer, graphdef, init_params
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
@@ -67,12 +68,12 @@ def rl_loss(cfg: AlgoSection, on_policy: bool = False, stale: bool = False) -> L
     return loss
 
 
-def init_opt_state(optimizer: optax.GradientTransformation, params: Params, mesh):
+def init_opt_state(optimizer: optax.GradientTransformation, params: Params, mesh, axes: Axes):
     """Optimizer state in float32, created in the sharding of the parameters it belongs to."""
 
     if mesh is None:
         return jax.jit(_empty_opt_state, static_argnums=0)(optimizer, params)
-    shardings = sharding.param_shardings(mesh, abstract_opt_state(optimizer, params))
+    shardings = sharding.param_shardings(mesh, abstract_opt_state(optimizer, params), axes)
     return jax.jit(_empty_opt_state, static_argnums=0, out_shardings=shardings)(optimizer, params)
 
 
@@ -132,7 +133,7 @@ class PolicyTrainer:
         transforms: Transforms | None = None,
     ):
         cfg = settled(cfg, mesh, attention, "training attention", context)
-        self.cfg = cfg.running(scan_layers=True)
+        self.cfg, self.axes = cfg.running(scan_layers=True), param_axes(cfg)
         self.loss, self.optimizer, self.mesh = loss, optimizer, mesh
         self.temperature, self.transforms, self.context = temperature, transforms, context
         params, opt_state, rows, whole = self._shardings()
@@ -157,8 +158,8 @@ class PolicyTrainer:
         params = jax.eval_shape(functools.partial(init_params, self.cfg))
         opt_state = abstract_opt_state(self.optimizer, params)
         return (
-            sharding.param_shardings(self.mesh, params),
-            sharding.param_shardings(self.mesh, opt_state),
+            sharding.param_shardings(self.mesh, params, self.axes),
+            sharding.param_shardings(self.mesh, opt_state, self.axes),
             sharding.rows_sharding(self.mesh),
             sharding.replicated(self.mesh),
         )
@@ -175,7 +176,7 @@ class PolicyTrainer:
 
     def init_opt_state(self, params: Params):
         """Optimizer state, created in the sharding of the parameters it belongs to."""
-        return init_opt_state(self.optimizer, params, self.mesh)
+        return init_opt_state(self.optimizer, params, self.mesh, self.axes)
 
     def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, Array]:
         """Host arrays [R S] to devices: rows over the data axes, their tokens over `cp`."""
@@ -234,7 +235,7 @@ class PolicyTrainer:
     def _forward(self, params: Params, batch: Batch):
         layers = {"layers": params["layers"]}  # gathered one by one, as they are run
         rest = {name: value for name, value in params.items() if name not in layers}
-        params = layers | sharding.pin_gathered(self.mesh, rest)
+        params = layers | sharding.pin_gathered(self.mesh, rest, self.axes)
         model: Transformer = nnx.merge(graphdef(self.cfg), params)
         with sharding.ambient(self.mesh):
             found = model.hidden(

@@ -141,7 +141,7 @@ def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None, plac
                 _say(f"WARNING: {doubt}")
         first = trainer.done_steps + 1
         place.steps = lambda: (trainer.done_steps, cfg.steps)
-        for line in sharding.replicated_dims(trainer.mesh, trainer.params):
+        for line in sharding.replicated_dims(trainer.mesh, trainer.params, trainer.policy.axes):
             _say(f"kept whole on every device: {line}")
         _say(f"run {out}: steps {first} to {cfg.steps}, set-up {_since(started)}")
         with MetricsLogger(

@@ -24,7 +24,7 @@ from specjax.checkpoint.store import Checkpointer
 from specjax.checkpoint.weights import TOKENIZER, describe
 from specjax.command_line import ConfigError, fingerprint, require_same_settings, typed_in
 from specjax.config import ModelConfig
-from specjax.drafts.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params, weight_axes
 from specjax.hub import find_model, portable
 from specjax.models.transformer import Params, init_params
 from specjax.parallel import sharding
@@ -205,8 +205,9 @@ class Run:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         if self.mesh is not None:
-            params = jax.device_put(params, sharding.param_shardings(self.mesh, params))
-            head = jax.device_put(head, sharding.param_shardings(self.mesh, head))
+            axes = weight_axes(model)
+            params = jax.device_put(params, sharding.param_shardings(self.mesh, params, axes))
+            head = jax.device_put(head, sharding.param_shardings(self.mesh, head, axes))
         self.model, self.params, self.head = model, params, head
         self.policy = PolicyTrainer(
             model,

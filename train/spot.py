@@ -190,7 +190,7 @@ class Place:
         """
         mesh, where = self.draft.mesh, self._device
         if mesh is not None:
-            where = sharding.param_shardings(mesh, tree)
+            where = sharding.param_shardings(mesh, tree, self.draft.axes)
         if not self.trains:
             tree = jax.device_put(tree, where)  # which leaves shards where they are
         if not overwritten:

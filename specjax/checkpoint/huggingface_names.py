@@ -18,11 +18,11 @@ import jax.numpy as jnp
 
 from specjax.checked_json import CheckpointError
 from specjax.config import ModelConfig
+from specjax.config.stacks import stacks
 from specjax.drafts.mtp import head_layer, module_rows
 from specjax.interfaces import Family, Param, Params
 from specjax.models.families import family_of
 from specjax.models.rows import layer_rows, top_rows
-from specjax.config.stacks import stacks
 
 _MOST_PROBLEMS = 100
 

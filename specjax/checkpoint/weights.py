@@ -20,7 +20,7 @@ from specjax.checkpoint.format import named_leaves, nest
 from specjax.checkpoint.huggingface_config import MTP_KEY, config_json, config_of, mtp_json
 from specjax.config import ModelConfig
 from specjax.config.dtype import resolve_dtype
-from specjax.drafts.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params, weight_axes
 from specjax.models.transformer import Params, init_params
 from specjax.parallel import distributed, sharding
 from specjax.weights import AUTO, open_checkpoint, recognised
@@ -115,7 +115,7 @@ def load_model(
         cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
     if mesh is not None:
         trees = policy, head
-        policy, head = sharding.put(trees, sharding.param_shardings(mesh, trees))
+        policy, head = sharding.put(trees, sharding.param_shardings(mesh, trees, weight_axes(cfg)))
     return Model(cfg, policy, head, tokenizer_in(path, meta), stored)
 
 

@@ -20,9 +20,21 @@ from specjax.config import ModelConfig, SpecConfig
 from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits
 from specjax.drafts import ABSORBED
-from specjax.interfaces import Cost, Draft, Level, Memory, Proposal, Room, Scratch, Table, Where
+from specjax.interfaces import (
+    Axes,
+    Cost,
+    Draft,
+    Level,
+    Memory,
+    Proposal,
+    Room,
+    Scratch,
+    Table,
+    Where,
+)
 from specjax.kernels import panels
 from specjax.memory import Commit, after_of, commit, cost, empty
+from specjax.models.rows import matrix_names, param_axes
 from specjax.models.transformer import Params, Transformer, graphdef
 
 
@@ -76,11 +88,14 @@ class ModelSource(Draft):
     def network(self) -> ModelConfig:
         return self.cfg
 
+    def axes(self) -> Axes:
+        return param_axes(self.cfg)
+
     def with_network(self, cfg: ModelConfig) -> ModelSource:
         return dataclasses.replace(self, cfg=cfg)
 
     def pack(self, params: Params) -> Params:
-        return panels.pack(params, self.cfg.run.compute_dtype)
+        return panels.pack(params, matrix_names(self.cfg), self.cfg.run.compute_dtype)
 
     def margin(self, steps: int) -> int:
         return max(steps + 1, ABSORBED)

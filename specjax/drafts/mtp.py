@@ -30,7 +30,7 @@ from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits, take_parents
 from specjax.drafts import ABSORBED
 from specjax.indexing import take_along
-from specjax.interfaces import Cost, Draft, Level, Memory, Needs, Param, Proposal, Room
+from specjax.interfaces import Axes, Cost, Draft, Level, Memory, Needs, Param, Proposal, Room
 from specjax.kernels import dispatch, panels
 from specjax.memory import (
     KVCache,
@@ -42,8 +42,8 @@ from specjax.memory import (
     page_bytes,
     with_marked_keys,
 )
-from specjax.models.layers import Block, dense, draw, fuse, rms_norm
-from specjax.models.rows import layer_rows
+from specjax.models.layers import Block, dense, draw, rms_norm
+from specjax.models.rows import axes_of, fuse, layer_rows, matrix_names, merge_axes, param_axes
 from specjax.models.transformer import Params, layers_by_kernel, lm_logits
 from specjax.parallel.context import Context
 
@@ -71,6 +71,14 @@ def module_rows(cfg: ModelConfig) -> dict[str, Param]:
     scale = Param((d,), (None,), init=None)
     proj = Param((2 * d, d), (None, "embed"), transpose=True, matrix=True)
     return {"embed_norm": scale, "hidden_norm": scale, "proj": proj, "norm": scale}
+
+
+def weight_axes(cfg: ModelConfig) -> dict[str, tuple]:
+    """The logical axes of a model's arrays and of its head's by their names."""
+    if not cfg.mtp_num_layers:
+        return param_axes(cfg)
+    layer = layer_rows(head_layer(cfg), cfg.hidden_size)
+    return merge_axes([param_axes(cfg), axes_of(module_rows(cfg)), axes_of(layer)])
 
 
 class MTPModule(nnx.Module):
@@ -202,7 +210,8 @@ def to_panels(params: Params, cfg: ModelConfig) -> Params:
         index: {**module, "layer": fuse(module["layer"], rows)}
         for index, module in params["blocks"].items()
     }
-    return panels.pack({**params, "blocks": blocks}, cfg.run.compute_dtype)
+    names = matrix_names(cfg) | {n for n, row in module_rows(cfg).items() if row.matrix}
+    return panels.pack({**params, "blocks": blocks}, names, cfg.run.compute_dtype)
 
 
 def head_graphdef(cfg: ModelConfig):
@@ -276,6 +285,9 @@ class MTPSource(Draft):
     @property
     def network(self) -> ModelConfig:
         return self.cfg
+
+    def axes(self) -> Axes:
+        return weight_axes(self.cfg)
 
     def with_network(self, cfg: ModelConfig) -> MTPSource:
         return dataclasses.replace(self, cfg=cfg)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import jax
 import jax.numpy as jnp
 
 from specjax.models.transformer import Params
 
-# Decoding keeps these once per head, or once more than training does.
-_REPEATED = ("q_norm", "k_norm", "qk_norm")
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
@@ -31,7 +29,11 @@ class Checksum(int):
 
 
 def checksum(
-    params: Params, dtype: str, tied: bool = False, fetch: Callable = jax.device_get
+    params: Params,
+    dtype: str,
+    tied: bool = False,
+    fetch: Callable = jax.device_get,
+    repeated: Collection[str] = (),
 ) -> Checksum:
     """The checksum of weights, in the stacked layout or a decode layout, on any devices.
 
@@ -40,26 +42,30 @@ def checksum(
     Args:
       dtype: that decoding casts them to. tied: the language-model head is the embedding, which
         some layouts hold twice. fetch: brings results to the host; `sharding.fetch` for weights of
-        all processes of a job, which must then all call this.
+        all processes of a job, which must then all call this. repeated: names of arrays that are
+        left out, for one layout has them more often than the other, see `repeated_names`.
     """
     leaves = [
         leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-        if not (names := {getattr(p, "key", None) for p in path}) & set(_REPEATED)
+        if not (names := {getattr(p, "key", None) for p in path}) & set(repeated)
         and not (tied and "lm_head" in names)
     ]
     total, finite = fetch(_sums(leaves, dtype))
     return Checksum(int(total), bool(finite))
 
 
-def require_same(name: str, sent: Params, arrived: Params, dtype: str, tied: bool) -> Checksum:
+def require_same(
+    name: str, sent: Params, arrived: Params, dtype: str, tied: bool, repeated: Collection[str]
+) -> Checksum:
     """The checksum of weights that were copied, see `checksum`.
 
     Raises:
       RuntimeError: what arrived is not what was sent.
     """
-    was = checksum(sent, dtype, tied)
-    now = was if arrived is sent else checksum(arrived, dtype, tied)  # or nothing was copied
+    was = now = checksum(sent, dtype, tied, repeated=repeated)
+    if arrived is not sent:  # or else nothing was copied
+        now = checksum(arrived, dtype, tied, repeated=repeated)
     if was != now:
         raise RuntimeError(
             f"the {name}'s weights have checksum {was:08x} where they come from, and "

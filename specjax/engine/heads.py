@@ -18,7 +18,7 @@ from specjax.checkpoint.weights import (
     load_weights,
 )
 from specjax.config import ModelConfig
-from specjax.drafts.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params, weight_axes
 from specjax.hub import ModelNotFoundError, find_model
 from specjax.models.transformer import Params
 from specjax.parallel import sharding
@@ -74,8 +74,10 @@ def load_head(name: str, model: ModelConfig, mesh: Mesh = None) -> tuple[ModelCo
             raise CheckpointError(f"{path} holds no draft head; expected one")
         wanted = jax.eval_shape(lambda: init_head_params(_with_a_head(model)))
         head = _cast(fitted_to(wanted, head, f"the draft head in {path}"), model)
-        shardings = None if mesh is None else sharding.param_shardings(mesh, head)
-        return model, head if shardings is None else sharding.put(head, shardings)
+        if mesh is not None:
+            where = sharding.param_shardings(mesh, head, weight_axes(model))
+            head = sharding.put(head, where)
+        return model, head
     saved, meta = load_draft(path)
     model = _with_switches(path, model, meta)
     stored = str(jax.tree.leaves(saved)[0].dtype)
@@ -85,7 +87,7 @@ def load_head(name: str, model: ModelConfig, mesh: Mesh = None) -> tuple[ModelCo
         wanted = jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
             wanted,
-            sharding.param_shardings(mesh, wanted),
+            sharding.param_shardings(mesh, wanted, weight_axes(model)),
         )
     return model, _cast(load_draft(path, wanted)[0], model)
 

@@ -34,7 +34,7 @@ from specjax.engine.request import Finished, Job, SampleOutput, SpecStats, Total
 from specjax.engine.run import run_to_the_end
 from specjax.engine.sequence import Progress
 from specjax.engine.start_up import StartUp
-from specjax.models.transformer import Params
+from specjax.interfaces import Axes, Params
 from specjax.parallel import sharding
 from specjax.parallel.collectives import received
 from specjax.parallel.distributed import gather
@@ -133,10 +133,11 @@ class Copies:
         self.received = 0
         self._programs: dict[Any, tuple[Callable, int]] = {}
 
-    def __call__(self, tree: Params, dtype: str | None = None) -> list[Params]:
+    def __call__(self, tree: Params, axes: Axes, dtype: str | None = None) -> list[Params]:
         """Weights anywhere on the job's devices -> the same on each replica of this process.
 
         Args:
+          axes: of the weights, see `specjax.parallel.sharding`.
           dtype: that they are sent in; None: their own.
         """
         leaves, structure = jax.tree.flatten(tree)
@@ -144,18 +145,20 @@ class Copies:
         if not leaves:
             return [tree for _ in self.own]
         if self.through_hosts:
-            return self._fetched(tree, dtype)
+            return self._fetched(tree, axes, dtype)
         key = structure, dtype, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
         if key not in self._programs:
-            self._programs[key] = self._program(tree, dtype)
+            self._programs[key] = self._program(tree, axes, dtype)
         program, self.received = self._programs[key]
         everywhere = program(tree)
         return [jax.tree.map(lambda a, p=place: _part(a, p), everywhere) for place in self.own]
 
-    def _fetched(self, tree: Params, dtype: str | None) -> list[Params]:
+    def _fetched(self, tree: Params, axes: Axes, dtype: str | None) -> list[Params]:
         """Weight by weight, for a host may not have room for all of them."""
         flat, structure = jax.tree_util.tree_flatten_with_path(tree)
-        targets = [jax.tree.leaves(sharding.param_shardings(place, tree)) for place in self.own]
+        targets = [
+            jax.tree.leaves(sharding.param_shardings(place, tree, axes)) for place in self.own
+        ]
         placed: list[list[jax.Array]] = [[] for _ in self.own]
         convert = cast(dtype) if dtype else None
         for i, (_, leaf) in enumerate(flat):
@@ -169,11 +172,11 @@ class Copies:
             )
         return [jax.tree.unflatten(structure, here) for here in placed]
 
-    def _program(self, tree: Params, dtype: str | None) -> tuple[Callable, int]:
+    def _program(self, tree: Params, axes: Axes, dtype: str | None) -> tuple[Callable, int]:
         """Makes copies, for training overwrites its own; without a byte too many if the `tp` of
         replicas is a multiple of training's. And the bytes that it brings to a device."""
         try:
-            program = Reshard(tree, self.mesh, dtype and cast(dtype))
+            program = Reshard(tree, self.mesh, axes, dtype and cast(dtype))
             return program, program.bytes_per_device
         except Unrelated as error:
             log.warning(
@@ -182,7 +185,7 @@ class Copies:
             )  # fmt: skip
             copied = jax.jit(
                 lambda t: jax.tree.map(lambda a: jnp.array(a, dtype or a.dtype, copy=True), t),
-                out_shardings=sharding.param_shardings(self.mesh, tree),
+                out_shardings=sharding.param_shardings(self.mesh, tree, axes),
             )
             compiled = copied.lower(tree).compile()
             return compiled, sum(c.received for c in received(compiled.as_text()))
@@ -341,11 +344,13 @@ class Hosts:
         self.own.release(weights)
 
     def _copied(self, name: str, tree: Params, tied: bool, cast: str | None = None):
-        placed = self.copies(tree, cast)
+        placed = self.copies(tree, self.runner.axes, cast)
         if jax.tree.leaves(tree):
             dtype = self.runner.cfg.run.compute_dtype
-            sent = checksum(tree, dtype, tied, sharding.fetch)
-            arrived = checksum(placed[0], dtype, tied) if placed else sent
+            repeated = self.runner.repeated
+            sent = arrived = checksum(tree, dtype, tied, sharding.fetch, repeated)
+            if placed:
+                arrived = checksum(placed[0], dtype, tied, repeated=repeated)
             if sent != arrived:
                 raise RuntimeError(
                     f"the {name}'s weights have checksum {sent:08x} where they are trained, and "

@@ -88,7 +88,7 @@ class Replicas:
         self.on_look: Callable[[], None] | None = None
         self._watcher: Watcher | None = None
         joined = joined_mesh([engine.runner.mesh for engine in self.engines])
-        self._spread = None if joined is None else Mover(joined)
+        self._spread = None if joined is None else Mover(joined, self.runner.axes)
 
     # --- what an engine has ----------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class Replicas:
             dtype, tied = self.runner.cfg.run.compute_dtype, self.runner.cfg.tie_embeddings
             sent, params = params, self._spread(params, cast(dtype))
             received = self._spread.received
-            require_same("policy", sent, params, dtype, tied)
+            require_same("policy", sent, params, dtype, tied, self.runner.repeated)
             if head is not None:
                 head, more = self._spread_head(head)
                 received += more
@@ -203,7 +203,8 @@ class Replicas:
         if self._spread is None or not jax.tree.leaves(head):
             return head, 0
         sent, head = head, self._spread(head)
-        require_same("draft", sent, head, self.runner.cfg.run.compute_dtype, False)
+        dtype = self.runner.cfg.run.compute_dtype
+        require_same("draft", sent, head, dtype, False, self.runner.repeated)
         return head, self._spread.received
 
     def release(self, weights: bool = True) -> None:

@@ -35,6 +35,7 @@ from specjax.interfaces import Draft
 from specjax.interfaces import Room as MemoryRoom
 from specjax.kernels import dispatch, panels
 from specjax.memory import cost, empty
+from specjax.models.rows import merge_axes, param_axes, repeated_names
 from specjax.models.transformer import Params, graphdef, to_decode_layout
 from specjax.parallel import sharding
 from specjax.parallel.reshard import Mover
@@ -145,7 +146,12 @@ class Runner:
         self.executables = Executables(mesh)
         self.moved = 0
         self.agreement = agreement_of(mesh)
-        self._mover = None if mesh is None else Mover(mesh)
+        source = self.longest.source
+        network = None if source is None else source.network
+        models = [cfg for cfg in (self.cfg, network) if cfg is not None]
+        self.repeated = frozenset().union(*map(repeated_names, models))
+        self.axes = merge_axes([param_axes(self.cfg), {} if source is None else source.axes()])
+        self._mover = None if mesh is None else Mover(mesh, self.axes)
         self._layout = None
 
     # --- what it is made of ----------------------------------------------------------------------
@@ -243,7 +249,7 @@ class Runner:
         """Compares checksums, and keeps them; weights that are not finite are named loudly."""
         if not jax.tree.leaves(sent):
             return
-        now = require_same(name, sent, arrived, self.cfg.run.compute_dtype, tied)
+        now = require_same(name, sent, arrived, self.cfg.run.compute_dtype, tied, self.repeated)
         if not now.finite:
             log.warning("the %s's weights are not finite: its output means nothing", name)
         self.checksums[name] = now
@@ -286,9 +292,10 @@ class Runner:
         """
         params = jax.eval_shape(self.convert, params)
         state, kept = jax.eval_shape(self._empty)
-        self.params = sharding.shapes(params, self.mesh, sharding.param_shardings)
+        shardings = functools.partial(sharding.param_shardings, axes=self.axes)
+        self.params = sharding.shapes(params, self.mesh, shardings)
         head = jax.eval_shape(self._convert_head, head)
-        self.head = sharding.shapes(head, self.mesh, sharding.param_shardings)
+        self.head = sharding.shapes(head, self.mesh, shardings)
         self.state = sharding.shapes(state, self.mesh, sharding.state_shardings)
         self.kept = sharding.shapes(kept, self.mesh, sharding.state_shardings)
 

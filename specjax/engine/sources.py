@@ -19,6 +19,7 @@ from specjax.engine.settings import require_speculation
 from specjax.hub import find_model
 from specjax.interfaces import Draft
 from specjax.kernels import dispatch
+from specjax.models.rows import param_axes
 from specjax.models.transformer import Params, to_decode_layout
 from specjax.parallel import sharding
 from specjax.registry import DRAFTS
@@ -252,7 +253,7 @@ def load_draft_model(
     source = model_source(cfg, target_cfg, mesh)
     params = jax.jit(to_decode_layout, static_argnums=1)(params, source.cfg)
     if mesh is not None:
-        params = jax.device_put(params, sharding.param_shardings(mesh, params))
+        params = jax.device_put(params, sharding.param_shardings(mesh, params, param_axes(cfg)))
     return source, params
 
 

@@ -13,6 +13,7 @@ makes panels at all:
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +26,6 @@ from specjax.kernels import dispatch
 from specjax.kernels.backend import Unsuited
 from specjax.kernels.dispatch import PANEL_WIDTH as WIDTH
 
-# The weights of models and heads that rows are multiplied with.
-NAMES = frozenset(
-    ("q", "k", "v", "o", "gate", "up", "down", "qkv_proj", "gate_up", "proj", "lm_head")
-)
 ASKED = ("auto", "xla", "panels")
 
 log = logging.getLogger(__name__)
@@ -71,18 +68,19 @@ def _not_for(cfg: ModelConfig, device: Device) -> str | None:
     return dispatch.refuses("product", dispatch.offering("product"), device, cfg)
 
 
-def pack(params: dict, dtype: str = "float32") -> dict:
-    """Unrolled parameters of a model, or those of a head, with their `NAMES` in panels.
+def pack(params: dict, names: Collection[str], dtype: str = "float32") -> dict:
+    """Unrolled parameters of a model, or those of a head, with some of them in panels.
 
     Weights whose columns do not fill panels stay as they are, and XLA multiplies by them.
 
     Args:
-      dtype: of all of them then.
+      names: of the arrays that rows are multiplied with, see `specjax.models.rows.matrix_names`.
+      dtype: of all arrays then.
     """
 
     def one(path, leaf):
         name = getattr(path[-1], "key", None)
-        if name not in NAMES or leaf.ndim != 2 or leaf.shape[1] % WIDTH:
+        if name not in names or leaf.ndim != 2 or leaf.shape[1] % WIDTH:
             return leaf
         k, n = leaf.shape
         return leaf.reshape(k, n // WIDTH, WIDTH).transpose(1, 0, 2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -11,9 +9,9 @@ from jaxtyping import Array, Float
 
 from specjax.config import ModelConfig
 from specjax.config.model import Layer
-from specjax.interfaces import Memory, Param, Params, Scratch, Where
+from specjax.interfaces import Memory, Param, Scratch, Where
 from specjax.kernels import dispatch
-from specjax.models.rows import layer_rows
+from specjax.models.rows import fused_rows, layer_rows
 
 
 def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "... D"], eps: float) -> Array:
@@ -70,10 +68,10 @@ def draw(row: Param, rngs: nnx.Rngs, dtype: str, lead: tuple[int, ...] = (), dep
 
 
 class Block(nnx.Module):
-    """One layer with pre-norms, or `stack` such layers, stacked; see `layer_rows`.
+    """One layer with pre-norms, or several stacked ones; see `specjax.models.rows`.
 
-    A `fused` block has arrays of several parameters side by side, see `fuse`: at a few rows per
-    step the number of operations, not their size, is what decoding costs.
+    A `fused` block has arrays of several parameters side by side, see `rows.fuse`: at a few rows
+    per step the number of operations, not their size, is what decoding costs.
     """
 
     def __init__(
@@ -123,47 +121,3 @@ class Block(nnx.Module):
         x = x + mixed
         out, _ = self.layer.mlp.run(w, rms_norm(x, w["post_norm"], eps), where)
         return x + out, scratch
-
-
-# --- parameters side by side ----------------------------------------------------------------------
-
-
-def _groups(rows: Mapping[str, Param]) -> dict[str, list[str]]:
-    """Arrays that decoding keeps, and the parameters in each of them, in order."""
-    found: dict[str, list[str]] = {}
-    for name, row in rows.items():
-        if row.fused is not None:
-            found.setdefault(row.fused.name, []).append(name)
-    return {into: sorted(of, key=lambda name: rows[name].fused.order) for into, of in found.items()}
-
-
-def fused_rows(rows: Mapping[str, Param]) -> dict[str, Param]:
-    """The rows of a layer's arrays as `fuse` leaves them."""
-    out = {name: row for name, row in rows.items() if row.fused is None}
-    for into, names in _groups(rows).items():
-        first, copies = rows[names[0]], [rows[name].fused.copies for name in names]
-        if None in copies:
-            shape = (*first.shape[:-1], sum(rows[name].shape[-1] for name in names))
-        else:
-            shape = (*first.shape[:-1], sum(copies), first.shape[-1])
-        whole = (None,) * len(shape)
-        out[into] = Param(shape, whole, init=first.init, matrix=first.matrix)
-    return out
-
-
-def fuse(params: Params, rows: Mapping[str, Param]) -> Params:
-    """A layer's parameters as decoding keeps them; works on stacked ones as well.
-
-    Args:
-      rows: of the layer, see `layer_rows`.
-    """
-    out = {name: params[name] for name, row in rows.items() if row.fused is None}
-    for into, names in _groups(rows).items():
-        parts = {name: params[name] for name in names}
-        copies = {name: rows[name].fused.copies for name in names}
-        if None in copies.values():
-            out[into] = jnp.concatenate(list(parts.values()), axis=-1)
-            continue
-        repeated = [jnp.repeat(x[..., None, :], copies[n], axis=-2) for n, x in parts.items()]
-        out[into] = jnp.concatenate(repeated, axis=-2)
-    return out

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import jax.numpy as jnp
+
 from specjax.config import ModelConfig
 from specjax.config.model import Layer
-from specjax.interfaces import Axes, Param
+from specjax.interfaces import Axes, Param, Params
 
 
 def layer_rows(layer: Layer, width: int) -> dict[str, Param]:
@@ -52,23 +54,91 @@ def model_rows(cfg: ModelConfig) -> dict[tuple, Param]:
     return rows
 
 
-def axes_of(rows: Iterable[Mapping[str, Param]]) -> Axes:
-    """The logical axes of arrays by their names, see `specjax.parallel.sharding`.
+def merge_axes(tables: Iterable[Axes]) -> dict[str, tuple]:
+    """One table of logical axes for the arrays of several.
 
     Raises:
       ValueError: two arrays have the same name and other axes.
     """
     found: dict[str, tuple] = {}
-    for name, row in (item for table in rows for item in table.items()):
-        if found.setdefault(name, row.axes) != row.axes:
+    for name, axes in (item for table in tables for item in table.items()):
+        if found.setdefault(name, axes) != axes:
             raise ValueError(
                 f"expected one set of axes for all arrays named {name}, got {found[name]} and "
-                f"{row.axes}"
+                f"{axes}; rename one of them in `params`"
             )
     return found
 
 
-def param_axes(cfg: ModelConfig) -> Axes:
-    """The logical axes of a model's arrays by their names."""
+def axes_of(rows: Mapping[str, Param]) -> dict[str, tuple]:
+    """The logical axes of arrays by their names."""
+    return {name: row.axes for name, row in rows.items()}
+
+
+def param_axes(cfg: ModelConfig) -> dict[str, tuple]:
+    """The logical axes of a model's arrays by their names, see `specjax.parallel.sharding`."""
     layers = [layer_rows(layer, cfg.hidden_size) for layer in dict.fromkeys(cfg.layers)]
-    return axes_of([top_rows(cfg), *layers])
+    return merge_axes(map(axes_of, [top_rows(cfg), *layers]))
+
+
+def matrix_names(cfg: ModelConfig) -> frozenset[str]:
+    """The names of a model's arrays that rows are multiplied with, fused or not."""
+    tables = [layer_rows(layer, cfg.hidden_size) for layer in set(cfg.layers)]
+    tables += [fused_rows(rows) for rows in tables]
+    return frozenset(
+        name for rows in [top_rows(cfg), *tables] for name, row in rows.items() if row.matrix
+    )
+
+
+def repeated_names(cfg: ModelConfig) -> frozenset[str]:
+    """The names of a model's arrays that fusing repeats, and of those that hold the copies."""
+    found = set()
+    for layer in set(cfg.layers):
+        for name, row in layer_rows(layer, cfg.hidden_size).items():
+            if row.fused is not None and row.fused.copies is not None:
+                found |= {name, row.fused.name}
+    return frozenset(found)
+
+
+# --- parameters side by side ----------------------------------------------------------------------
+
+
+def _groups(rows: Mapping[str, Param]) -> dict[str, list[str]]:
+    """Arrays that decoding keeps, and the parameters in each of them, in order."""
+    found: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        if row.fused is not None:
+            found.setdefault(row.fused.name, []).append(name)
+    return {into: sorted(of, key=lambda name: rows[name].fused.order) for into, of in found.items()}
+
+
+def fused_rows(rows: Mapping[str, Param]) -> dict[str, Param]:
+    """The rows of a layer's arrays as `fuse` leaves them."""
+    out = {name: row for name, row in rows.items() if row.fused is None}
+    for into, names in _groups(rows).items():
+        first, copies = rows[names[0]], [rows[name].fused.copies for name in names]
+        if None in copies:
+            shape = (*first.shape[:-1], sum(rows[name].shape[-1] for name in names))
+        else:
+            shape = (*first.shape[:-1], sum(copies), first.shape[-1])
+        whole = (None,) * len(shape)
+        out[into] = Param(shape, whole, init=first.init, matrix=first.matrix)
+    return out
+
+
+def fuse(params: Params, rows: Mapping[str, Param]) -> Params:
+    """A layer's parameters as decoding keeps them; works on stacked ones as well.
+
+    Args:
+      rows: of the layer, see `layer_rows`.
+    """
+    out = {name: params[name] for name, row in rows.items() if row.fused is None}
+    for into, names in _groups(rows).items():
+        parts = {name: params[name] for name in names}
+        copies = {name: rows[name].fused.copies for name in names}
+        if None in copies.values():
+            out[into] = jnp.concatenate(list(parts.values()), axis=-1)
+            continue
+        repeated = [jnp.repeat(x[..., None, :], copies[n], axis=-2) for n, x in parts.items()]
+        out[into] = jnp.concatenate(repeated, axis=-2)
+    return out

@@ -25,8 +25,8 @@ from specjax.config.stacks import part_of, segments, stacks, tree_of
 from specjax.interfaces import Forward, Memory, Params, Scratch, Where
 from specjax.kernels import dispatch, panels
 from specjax.memory import KVCache, append_rows
-from specjax.models.layers import Block, draw, fuse, rms_norm
-from specjax.models.rows import layer_rows, top_rows
+from specjax.models.layers import Block, draw, rms_norm
+from specjax.models.rows import fuse, layer_rows, matrix_names, top_rows
 from specjax.parallel.context import Context, pin_rows
 
 # Hidden states that a draft asks for: a number of layers that have run (0: the embeddings), or
@@ -353,7 +353,7 @@ def to_decode_layout(params: Params, cfg: ModelConfig) -> Params:
     if cfg.run.scan_layers:
         return params
     params = unroll_layers(params, cfg)
-    return panels.pack(params) if cfg.run.products == "panels" else params
+    return panels.pack(params, matrix_names(cfg)) if cfg.run.products == "panels" else params
 
 
 def unroll_layers(params: Params, cfg: ModelConfig) -> Params:

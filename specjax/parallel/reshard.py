@@ -27,12 +27,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.models.transformer import Params
+from specjax.interfaces import Axes, Params
 from specjax.parallel import sharding
 from specjax.parallel.collectives import Collective, received
 
 log = logging.getLogger(__name__)
-Axes = tuple[str, ...]
+MeshAxes = tuple[str, ...]
 
 UNNAMED = "an operation that belongs to no weight"  # in place of a weight's name
 
@@ -43,6 +43,7 @@ class Reshard:
     Args:
       tree: arrays, or shapes with shardings, split over a mesh of the same devices as `target`.
       target: from `sharding.rollout_mesh`.
+      axes: of the weights, see `specjax.parallel.sharding`.
       convert: what happens to the weights before they move, elementwise; for instance a cast.
 
     Attributes:
@@ -52,11 +53,17 @@ class Reshard:
       Unrelated: the two meshes are not made for each other.
     """
 
-    def __init__(self, tree: Params, target: jax.sharding.Mesh, convert: Callable | None = None):
+    def __init__(
+        self,
+        tree: Params,
+        target: jax.sharding.Mesh,
+        axes: Axes,
+        convert: Callable | None = None,
+    ):
         common = _Common.of(mesh_of(tree), target)
         convert = convert or (lambda tree: tree)
         moved = jax.eval_shape(convert, tree)
-        self._targets = sharding.param_shardings(target, moved)
+        self._targets = sharding.param_shardings(target, moved, axes)
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, tree)
         routes = jax.tree.map(
             lambda leaf, old, new: common.route(len(leaf.shape), old, new.spec),
@@ -127,12 +134,15 @@ class Reshard:
 class Mover:
     """Brings whatever weights come to one mesh; keeps a program for each layout they come in.
 
+    Args:
+      axes: of the weights, see `specjax.parallel.sharding`.
+
     Attributes:
       received: bytes that a device received for the last tree, at most.
     """
 
-    def __init__(self, target: jax.sharding.Mesh):
-        self.target, self.received = target, 0
+    def __init__(self, target: jax.sharding.Mesh, axes: Axes):
+        self.target, self.axes, self.received = target, axes, 0
         self._programs: dict[tuple, Reshard | None] = {}
 
     def __call__(
@@ -145,7 +155,7 @@ class Mover:
         """
         self.received, tree = 0, jax.tree.map(jnp.asarray, tree)
         if self.holds(tree):
-            shardings = sharding.param_shardings(self.target, tree)
+            shardings = sharding.param_shardings(self.target, tree, self.axes)
             return self._copied(jax.tree.map(_named, tree, shardings), convert)
         program = self.program(tree, convert) if elementwise else None
         if program is None:
@@ -159,7 +169,7 @@ class Mover:
         key = structure, convert, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
         if key not in self._programs:
             try:
-                self._programs[key] = Reshard(tree, self.target, convert)
+                self._programs[key] = Reshard(tree, self.target, self.axes, convert)
             except Unrelated as error:
                 log.info("weights are copied shard by shard: %s", error)
                 self._programs[key] = None
@@ -173,7 +183,7 @@ class Mover:
     def holds(self, tree: Params) -> bool:
         """Whether each of the target's devices has its shard already; arrays, or their shapes."""
         devices = set(self.target.devices.flat)
-        shardings = sharding.param_shardings(self.target, tree)
+        shardings = sharding.param_shardings(self.target, tree, self.axes)
         for leaf, new in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True):
             held = leaf.sharding.devices_indices_map(leaf.shape)
             wanted = new.devices_indices_map(leaf.shape)
@@ -183,7 +193,7 @@ class Mover:
 
     def _copied(self, tree: Params, convert: Callable | None) -> Params:
         tree = tree if convert is None else convert(tree)
-        shardings = sharding.param_shardings(self.target, tree)
+        shardings = sharding.param_shardings(self.target, tree, self.axes)
         self.received = bytes_missing(tree, shardings)
         return jax.device_put(tree, shardings)
 
@@ -257,11 +267,11 @@ class _Route:
       gathers: (axes, dimension).
     """
 
-    old: tuple[Axes, ...]
-    new: tuple[Axes, ...]
-    slices: tuple[tuple[int, Axes], ...]
-    exchanges: tuple[tuple[Axes, int, int], ...]
-    gathers: tuple[tuple[Axes, int], ...]
+    old: tuple[MeshAxes, ...]
+    new: tuple[MeshAxes, ...]
+    slices: tuple[tuple[int, MeshAxes], ...]
+    exchanges: tuple[tuple[MeshAxes, int, int], ...]
+    gathers: tuple[tuple[MeshAxes, int], ...]
 
     def apply(self, mesh: jax.sharding.Mesh, x: jax.Array) -> jax.Array:
         def local(x):
@@ -292,8 +302,8 @@ class _Common(NamedTuple):
     """
 
     mesh: jax.sharding.Mesh
-    old: dict[str, Axes]
-    new: dict[str, Axes]
+    old: dict[str, MeshAxes]
+    new: dict[str, MeshAxes]
 
     @classmethod
     def of(cls, old: jax.sharding.Mesh, new: jax.sharding.Mesh) -> _Common:
@@ -324,7 +334,7 @@ class _Common(NamedTuple):
         grown = tuple(names[axis][1] for axis in ("data", "fsdp", "cp"))
         return cls(mesh, names, {"tp": (names["tp"][0], *grown)})
 
-    def axes(self, dims: int, spec, names: dict[str, Axes]) -> tuple[Axes, ...]:
+    def axes(self, dims: int, spec, names: dict[str, MeshAxes]) -> tuple[MeshAxes, ...]:
         """Of a spec over the old or new mesh, without those of a single device."""
         entries = [(e,) if isinstance(e, str) else e or () for e in spec]
         entries += [()] * (dims - len(entries))

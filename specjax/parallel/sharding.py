@@ -1,8 +1,9 @@
 """Mesh axes, and one table from logical to physical axes.
 
-Every weight names its axes once, here, by the name of its leaf; optimizer states carry the same
-leaf names and so inherit the table. A dimension that does not divide by its mesh axes is kept whole
-and reported by `replicated_dims`, never silently cut differently.
+Every weight has its logical axes in its `specjax.interfaces.Param`. Functions here are handed them
+by the names of arrays; gradients and optimizer states have the same names, and arrays that are
+stacked have further dimensions in front, which are never split. A dimension that does not divide by
+its mesh axes is kept whole and reported by `replicated_dims`, never silently cut differently.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from specjax.interfaces import Axes
 
 # From the slowest links to the fastest: neighbours in the last axis are neighbours in the machine.
 MESH_AXES = ("data", "fsdp", "cp", "tp")
@@ -35,26 +38,6 @@ PHYSICAL = {
 
 CP_ORDERS = ("zigzag", "contiguous")
 CP_ATTENTION = ("ring", "all_gather")
-
-# Leaf name -> logical axes of one layer; stacked weights get a leading axis that is never split.
-LOGICAL = {
-    "embed": ("vocab", "embed"),
-    "lm_head": ("embed", "vocab"),
-    "q": ("embed", "heads"),
-    "k": ("embed", "heads"),
-    "v": ("embed", "heads"),
-    "o": ("heads", "embed"),
-    "q_bias": ("heads",),
-    "k_bias": ("heads",),
-    "v_bias": ("heads",),
-    "gate": ("embed", "mlp"),
-    "up": ("embed", "mlp"),
-    "down": ("mlp", "embed"),
-    "proj": (None, "embed"),
-    "expert_gate": ("expert", None, "mlp"),
-    "expert_up": ("expert", None, "mlp"),
-    "expert_down": ("expert", "mlp", None),
-}
 
 
 @dataclasses.dataclass
@@ -239,7 +222,7 @@ def traced_on(mesh: jax.sharding.Mesh | None, program: Callable) -> Callable:
     return within
 
 
-def pin_gathered(mesh: jax.sharding.Mesh | None, params):
+def pin_gathered(mesh: jax.sharding.Mesh | None, params, axes: Axes):
     """Inside a jitted function: weights as they are used, split over `tp` alone.
 
     Left to itself XLA may split what a weight makes as the weight is split, over the very axes that
@@ -249,8 +232,9 @@ def pin_gathered(mesh: jax.sharding.Mesh | None, params):
         return params
 
     def one(path, leaf):
-        axes = [None if name == "embed" else name for name in _leaf_axes(path, leaf.shape)]
-        where = jax.NamedSharding(mesh, spec_for(mesh, axes, leaf.shape))
+        own = _leaf_axes(path, leaf.shape, axes)
+        gathered = tuple(None if name == "embed" else name for name in own)
+        where = jax.NamedSharding(mesh, spec_for(mesh, gathered, leaf.shape))
         return jax.lax.with_sharding_constraint(leaf, where)
 
     return jax.tree_util.tree_map_with_path(one, params)
@@ -266,19 +250,24 @@ def spec_for(mesh: jax.sharding.Mesh, axes: tuple, shape: tuple[int, ...]) -> ja
     return jax.P(*entries)
 
 
-def _leaf_axes(path, shape: tuple[int, ...]) -> tuple:
+def _leaf_axes(path, shape: tuple[int, ...], axes: Axes) -> tuple:
     names = [str(getattr(p, "key", getattr(p, "name", p))) for p in path]
-    axes = next((LOGICAL[n] for n in reversed(names) if n in LOGICAL), None)
-    if axes is None or len(shape) < len(axes):
+    own = next((axes[n] for n in reversed(names) if n in axes), None)
+    if own is None or len(shape) < len(own):
         return (None,) * len(shape)
-    return (None,) * (len(shape) - len(axes)) + axes
+    return (None,) * (len(shape) - len(own)) + own
 
 
-def param_shardings(mesh: jax.sharding.Mesh, tree):
-    """NamedShardings for parameters, gradients or optimizer states (arrays or shape structs)."""
+def param_shardings(mesh: jax.sharding.Mesh, tree, axes: Axes):
+    """NamedShardings for parameters, gradients or optimizer states (arrays or shape structs).
+
+    Args:
+      axes: of the arrays that are split, by name; others are whole on every device.
+    """
 
     def one(path, leaf):
-        return jax.NamedSharding(mesh, spec_for(mesh, _leaf_axes(path, leaf.shape), leaf.shape))
+        spec = spec_for(mesh, _leaf_axes(path, leaf.shape, axes), leaf.shape)
+        return jax.NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(one, tree)
 
@@ -353,13 +342,13 @@ def shapes(tree, mesh: jax.sharding.Mesh | None, shardings: Callable):
     )
 
 
-def replicated_dims(mesh: jax.sharding.Mesh | None, tree) -> list[str]:
+def replicated_dims(mesh: jax.sharding.Mesh | None, tree, axes: Axes) -> list[str]:
     """Lines that name each weight dimension which the mesh should have split and could not."""
     lines = []
     if mesh is None:
         return lines
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        for name, size in zip(_leaf_axes(path, leaf.shape), leaf.shape, strict=True):
+        for name, size in zip(_leaf_axes(path, leaf.shape, axes), leaf.shape, strict=True):
             ways = math.prod(mesh.shape.get(a, 1) for a in PHYSICAL[name])
             if size % ways:
                 where = jax.tree_util.keystr(path)

@@ -26,6 +26,7 @@ from specjax.kernels import dispatch, panels
 from specjax.kernels.choice import choose
 from specjax.kernels.cpu import calls, native
 from specjax.models.families.dense import change_dense
+from specjax.models.rows import matrix_names
 from specjax.models.transformer import to_decode_layout
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
@@ -52,7 +53,7 @@ SHAPES = dict(
 def compare_products(seed, rows, k, count):
     rng = np.random.default_rng(seed)
     x, weight = normal(rng, rows, k), normal(rng, k, count * panels.WIDTH)
-    (packed,) = panels.pack({"o": weight}).values()
+    (packed,) = panels.pack({"o": weight}, ("o",)).values()
     np.testing.assert_array_equal(panels.unpack(packed), weight)
     found = dispatch.product(x, packed)
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
@@ -76,7 +77,7 @@ def test_products_equal_the_reference_on_many_shapes(**case):
 def test_a_rows_product_is_the_same_bits_beside_any_others(shape):
     rng = np.random.default_rng(0)
     x = normal(rng, 2, 13, shape[0])
-    (packed,) = panels.pack({"o": normal(rng, *shape)}).values()
+    (packed,) = panels.pack({"o": normal(rng, *shape)}, ("o",)).values()
     whole = dispatch.product(x, packed)
     for rows in range(1, 13):
         np.testing.assert_array_equal(dispatch.product(x[:, :rows], packed), whole[:, :rows])
@@ -88,11 +89,13 @@ def test_only_weights_that_rows_are_multiplied_with_become_panels():
         "embed": jnp.ones((64, 32)), "qk_norm": jnp.ones((4, 16)), "norm": jnp.ones(32),
         "layers": {0: {"o": jnp.ones((32, 48)), "down": jnp.ones((32, 40))}},
     }  # fmt: skip
-    shapes = jax.tree.map(jnp.shape, panels.pack(params), is_leaf=lambda x: hasattr(x, "shape"))
+    names = matrix_names(MODEL)
+    packed = panels.pack(params, names)
+    shapes = jax.tree.map(jnp.shape, packed, is_leaf=lambda x: hasattr(x, "shape"))
     assert shapes["layers"][0] == {"o": (3, 32, 16), "down": (32, 40)}, "40 fill no panels"
     assert (shapes["embed"], shapes["qk_norm"], shapes["norm"]) == ((64, 32), (4, 16), (32,))
-    again = panels.pack(panels.pack(params))
-    jax.tree.map(np.testing.assert_array_equal, again, panels.pack(params))
+    again = panels.pack(packed, names)
+    jax.tree.map(np.testing.assert_array_equal, again, packed)
 
 
 @pytest.mark.parametrize("x, weight, message", [

@@ -50,7 +50,7 @@ def results(target, compiler=None) -> list:
     rng, found = np.random.default_rng(7), []
     with built_for(target, compiler):
         for rows, k, n in ((1, 70, 144), (13, 640, 336)):
-            (packed,) = panels.pack({"o": normal(rng, k, n)}).values()
+            (packed,) = panels.pack({"o": normal(rng, k, n)}, ("o",)).values()
             found.append(dispatch.product(normal(rng, rows, k), packed))
         for rows in (1, 2, 3, 14):
             case = random_case(rows, 2, 2, 3, rows, 24, 2, "float32", before=4, head=48)
@@ -70,7 +70,7 @@ def layers_of(rng):
         "qkv_proj": (width, qkv), "o": (heads * head, width),
         "gate_up": (width, 2 * hidden), "down": (hidden, width),
     }  # fmt: skip
-    weights = panels.pack({name: normal(rng, *shape) for name, shape in shapes.items()})
+    weights = panels.pack({n: normal(rng, *shape) for n, shape in shapes.items()}, shapes)
     weights |= {
         "input_norm": normal(rng, width), "post_norm": normal(rng, width),
         "qkv_bias": normal(rng, qkv), "qk_norm": normal(rng, heads + kv_heads, head),

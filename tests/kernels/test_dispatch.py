@@ -13,6 +13,7 @@ from tiny import prompts_of, tiny_config, tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.command_line import parse_config
+from specjax.drafts.mtp import weight_axes
 from specjax.engine.settings import EngineConfig
 from specjax.kernels import dispatch, reference, tpu
 from specjax.kernels.choice import choose
@@ -273,7 +274,8 @@ def losses(kernel, mesh) -> list[float]:
     cfg, params, head = jax.tree.map(lambda x: x, tiny_model(WIDE))
     if mesh is not None:
         params, head = (
-            jax.device_put(x, sharding.param_shardings(mesh, x)) for x in (params, head)
+            jax.device_put(x, sharding.param_shardings(mesh, x, weight_axes(cfg)))
+            for x in (params, head)
         )
     policy = PolicyTrainer(cfg, sft_loss, OptimConfig().build(), mesh, attention=kernel)
     draft = DraftTrainer(cfg, DraftConfig(unroll_steps=2), mesh=mesh, attention=kernel)

@@ -22,7 +22,7 @@ from specjax.decode import admit
 from specjax.decode.chunk import Until
 from specjax.decode.options import Features
 from specjax.decode.state import Lineup
-from specjax.drafts.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params, weight_axes
 from specjax.engine.inputs import piece_of
 from specjax.engine.runner import PAGE_SIZE, Runner
 from specjax.kernels import dispatch
@@ -53,6 +53,7 @@ STRATEGY = "4_1_5"
 STRATEGIES = ("off", STRATEGY)
 # Chunks whose batch is the smallest and the largest, with Qwen3's vocabulary, and with pages of a
 # layer that are more than any weight: a copy of them cannot be taken for one of something else.
+SPLIT = functools.partial(sharding.param_shardings, axes=weight_axes(MODEL))
 WIDE = change_dense(MODEL, vocab_size=151_936, num_layers=8)
 WIDE_BATCH, WIDE_PAGES = 64, 1600
 WIDE_CHUNKS = {
@@ -116,8 +117,8 @@ def runner_of(mesh, model: ModelConfig = MODEL, batch: int = 8, **more) -> Runne
         functools.partial(to_decode_layout, cfg=model), jax.eval_shape(lambda: init_params(model))
     )
     head = jax.eval_shape(lambda: init_head_params(model))
-    runner.params = on_mesh(mesh, params, sharding.param_shardings)
-    runner.head = on_mesh(mesh, head, sharding.param_shardings)
+    runner.params = on_mesh(mesh, params, SPLIT)
+    runner.head = on_mesh(mesh, head, SPLIT)
     runner.state, runner.kept = on_mesh(
         mesh, jax.eval_shape(runner._empty), sharding.state_shardings
     )
@@ -193,20 +194,18 @@ def training(mesh, head: bool):
     batch["loss_mask"] = jax.ShapeDtypeStruct(rows, jnp.float32)
     batch = {k: on_mesh(mesh, a, packed) for k, a in batch.items()}
     params = jax.eval_shape(lambda: init_params(MODEL))
-    params = on_mesh(mesh, params, sharding.param_shardings)
+    params = on_mesh(mesh, params, SPLIT)
     optimizer = OptimConfig().build()
     if not head:
         trainer = PolicyTrainer(MODEL, sft_loss, optimizer, mesh)
         gradients = jax.eval_shape(trainer._zeros_program, params)
-        gradients = on_mesh(mesh, gradients, sharding.param_shardings)
+        gradients = on_mesh(mesh, gradients, SPLIT)
         counts = count_denominators([{k: np.ones(rows, np.int32) for k in batch}])
         return trainer._accumulate.lower(params, gradients, batch, counts)
     trainer = DraftTrainer(MODEL, DraftConfig(unroll_steps=2), mesh=mesh)
     head_params = jax.eval_shape(lambda: init_head_params(MODEL))
-    opt_state = on_mesh(
-        mesh, jax.eval_shape(trainer.optimizer.init, head_params), sharding.param_shardings
-    )
-    head_params = on_mesh(mesh, head_params, sharding.param_shardings)
+    opt_state = on_mesh(mesh, jax.eval_shape(trainer.optimizer.init, head_params), SPLIT)
+    head_params = on_mesh(mesh, head_params, SPLIT)
     states = jax.ShapeDtypeStruct((*rows, MODEL.hidden_size), jnp.bfloat16)
     states = on_mesh(mesh, states, packed)
     policy = frozen_policy_parts(params)

@@ -13,7 +13,7 @@ import safetensors
 from safetensors.numpy import load_file, save_file
 
 from specjax.checkpoint import huggingface as hf
-from specjax.drafts.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params, weight_axes
 from specjax.models.families.dense import change_dense, dense_config
 from specjax.models.rope import RopeScaling
 from specjax.models.transformer import init_params
@@ -157,7 +157,7 @@ def test_parameters_land_sharded_and_each_read_is_one_device_s_slice_of_one_laye
     assert cfg == plain[0]
     assert_same((params, head), plain[1:])
     for tree in (params, head):
-        expected = sharding.param_shardings(mesh, tree)
+        expected = sharding.param_shardings(mesh, tree, weight_axes(cfg))
         jax.tree.map(
             lambda a, s: a.sharding == s or pytest.fail(f"{a.sharding} {s}"), tree, expected
         )

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from specjax.config import RunConfig
-from specjax.drafts.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params, weight_axes
 from specjax.kernels import dispatch
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
@@ -202,8 +202,8 @@ def train_once(batch, config: MeshConfig):
     context = context_of(config, mesh)
     params, head = init_params(MODEL, 0), init_head_params(MODEL, 1)
     if mesh is not None:
-        params = jax.device_put(params, sharding.param_shardings(mesh, params))
-        head = jax.device_put(head, sharding.param_shardings(mesh, head))
+        params = jax.device_put(params, sharding.param_shardings(mesh, params, weight_axes(MODEL)))
+        head = jax.device_put(head, sharding.param_shardings(mesh, head, weight_axes(MODEL)))
     loss = rl_loss(algo(loss_aggregation="sequence"), on_policy=True)
     policy = PolicyTrainer(MODEL, loss, optax.sgd(1.0), mesh, context=context)
     draft = DraftTrainer(MODEL, DRAFT, 0.7, mesh, context)
@@ -215,7 +215,7 @@ def train_once(batch, config: MeshConfig):
     if mesh is not None:
         assert states[0].sharding == sharding.rows_sharding(mesh)
         for tree in (params, head):
-            split = sharding.param_shardings(mesh, tree)
+            split = sharding.param_shardings(mesh, tree, weight_axes(MODEL))
             assert jax.tree.map(lambda a: a.sharding, tree) == split
     numbers = [sums["loss"], sums["entropy"], *draft_sums.values()]
     gradients = jax.tree.map(lambda old, new: old - new, before, jax.device_get((params, head)))

@@ -12,6 +12,7 @@ from specjax.engine.engine import Engine
 from specjax.engine.hosts import Copies, Hosts
 from specjax.engine.replicas import Replicas
 from specjax.models.families.dense import dense_config
+from specjax.models.rows import param_axes
 from specjax.models.transformer import init_params
 from specjax.parallel import sharding
 from specjax.parallel.collectives import received
@@ -25,6 +26,8 @@ TINY = dense_config(
     num_kv_heads=2, head_dim=8, tie_embeddings=False,
     run=RunConfig(scan_layers=True),
 )  # fmt: skip
+AXES = param_axes(TINY)  # and of any model with such layers
+split = functools.partial(sharding.param_shardings, axes=AXES)
 QWEN3_8B = dense_config(
     vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32,
     num_kv_heads=8, head_dim=128, tie_embeddings=False,
@@ -53,10 +56,10 @@ def test_weights_arrive_whole_and_a_device_receives_no_more_than_it_lacks(axes, 
     mesh = make_mesh(MeshConfig(**axes))
     target = rollout_mesh(mesh, tp)
     params = init_params(TINY, 0)
-    placed = jax.device_put(params, sharding.param_shardings(mesh, params))
-    program = Reshard(placed, target)
+    placed = jax.device_put(params, split(mesh, params))
+    program = Reshard(placed, target, AXES)
     moved = program(placed)
-    expected = sharding.param_shardings(target, params)
+    expected = split(target, params)
     assert jax.tree.map(lambda x: x.sharding, moved) == expected
     assert target.shape["tp"] == tp and target.shape["data"] == 8 // tp
     for new, old in zip(jax.tree.leaves(moved), jax.tree.leaves(params), strict=True):
@@ -79,8 +82,8 @@ def test_the_report_sees_a_weight_that_is_gathered_whole():
 def test_a_weight_of_which_a_device_gets_more_than_its_shard_is_named():
     mesh = make_mesh(MeshConfig(fsdp=4, tp=2))
     params = init_params(TINY, 0)
-    placed = jax.device_put(params, sharding.param_shardings(mesh, params))
-    program = Reshard(placed, rollout_mesh(mesh, 4))
+    placed = jax.device_put(params, split(mesh, params))
+    program = Reshard(placed, rollout_mesh(mesh, 4), AXES)
 
     def gathered(tree):  # whole, to be cut up afterwards
         with jax.named_scope("weight.embed"):
@@ -121,10 +124,10 @@ def test_a_collective_is_given_to_the_weight_that_it_is_for(name):
 def test_hosts_get_their_weights_by_the_same_program_where_tp_is_the_same():
     mesh = make_mesh(MeshConfig(fsdp=2, tp=4))
     params = init_params(TINY, 0)
-    placed = jax.device_put(params, sharding.param_shardings(mesh, params))
+    placed = jax.device_put(params, split(mesh, params))
     copies = Copies(sharding.replica_meshes(2, 4))
-    for here, place in zip(copies(placed, "bfloat16"), copies.own, strict=True):
-        assert jax.tree.map(lambda x: x.sharding, here) == sharding.param_shardings(place, params)
+    for here, place in zip(copies(placed, AXES, "bfloat16"), copies.own, strict=True):
+        assert jax.tree.map(lambda x: x.sharding, here) == split(place, params)
         for new, old in zip(jax.tree.leaves(here), jax.tree.leaves(params), strict=True):
             np.testing.assert_array_equal(new, old.astype("bfloat16"))
     [(program, _)] = copies._programs.values()
@@ -135,7 +138,7 @@ def test_hosts_get_their_weights_by_the_same_program_where_tp_is_the_same():
     Hosts(engines, copies).set_params(placed)
     assert [e.runner.moved for e in engines.engines] == [program.bytes_per_device] * 2
     other = Copies(sharding.replica_meshes(4, 2))  # each of 4 devices has a half of what 2 want
-    for here in other(placed):
+    for here in other(placed, AXES):
         for new, old in zip(jax.tree.leaves(here), jax.tree.leaves(params), strict=True):
             np.testing.assert_array_equal(new, old)
     assert other.received > 0
@@ -153,7 +156,7 @@ def test_hosts_with_more_tp_than_training_get_no_more_than_they_keep(monkeypatch
     mesh, places = make_meshes(cfg)
     params = init_params(TINY, 0)
     copies = Copies(places)
-    copies(jax.device_put(params, sharding.param_shardings(mesh, params)))
+    copies(jax.device_put(params, split(mesh, params)), AXES)
     [(program, received)] = copies._programs.values()
     assert isinstance(program, Reshard) and not program.excess(program.collectives)
     assert 0 < received < sum(program.shards.values())
@@ -162,17 +165,17 @@ def test_hosts_with_more_tp_than_training_get_no_more_than_they_keep(monkeypatch
 def test_replicas_get_their_weights_by_one_program_and_hold_them_where_they_arrived():
     mesh = make_mesh(MeshConfig(fsdp=4, tp=2))
     params = init_params(TINY, 0)
-    placed = jax.device_put(params, sharding.param_shardings(mesh, params))
+    placed = jax.device_put(params, split(mesh, params))
     cfg = TINY.running(compute_dtype="bfloat16")
     meshes = sharding.replica_meshes(2, 4, training=mesh)
     assert sharding.joined_mesh(meshes) == rollout_mesh(mesh, 4)
     replicas = Replicas([Engine(cfg, None, 1, 32, mesh=place) for place in meshes])
     replicas.set_params(placed)
-    program = Reshard(placed, rollout_mesh(mesh, 4), cast("bfloat16"))
+    program = Reshard(placed, rollout_mesh(mesh, 4), AXES, cast("bfloat16"))
     for place, engine in zip(meshes, replicas.engines, strict=True):
         runner = engine.runner
         assert runner.moved == program.bytes_per_device > 0
-        expected = sharding.param_shardings(place, params)
+        expected = split(place, params)
         assert jax.tree.map(lambda x: x.sharding, runner.params) == expected
         for new, old in zip(jax.tree.leaves(runner.params), jax.tree.leaves(params), strict=True):
             np.testing.assert_array_equal(new, old.astype("bfloat16"))
@@ -181,10 +184,10 @@ def test_replicas_get_their_weights_by_one_program_and_hold_them_where_they_arri
 def test_two_models_of_one_structure_have_a_program_each():
     """Such as a policy and its draft model: only shapes tell them apart."""
     mesh = make_mesh(MeshConfig(fsdp=4, tp=2))
-    mover = Mover(rollout_mesh(mesh, 4))
+    mover = Mover(rollout_mesh(mesh, 4), AXES)
     for width, convert in ((32, cast("bfloat16")), (64, None), (32, None)):
         params = init_params(TINY.replace(hidden_size=width), 0)
-        moved = mover(jax.device_put(params, sharding.param_shardings(mesh, params)), convert)
+        moved = mover(jax.device_put(params, split(mesh, params)), convert)
         for new, old in zip(jax.tree.leaves(moved), jax.tree.leaves(params), strict=True):
             np.testing.assert_array_equal(new, old.astype("bfloat16") if convert else old)
     assert len(mover.programs) == 3 and mover.received > 0
@@ -217,8 +220,8 @@ def test_bytes_are_read_from_each_way_that_collectives_are_written(line, moved):
 def test_no_weight_of_an_8b_policy_is_gathered_whole(axes, tp):
     mesh = make_mesh(MeshConfig(**axes))
     shapes = jax.eval_shape(functools.partial(init_params, QWEN3_8B))
-    placed = sharding.shapes(shapes, mesh, sharding.param_shardings)
-    program = Reshard(placed, rollout_mesh(mesh, tp), cast("bfloat16"))
+    placed = sharding.shapes(shapes, mesh, split)
+    program = Reshard(placed, rollout_mesh(mesh, tp), AXES, cast("bfloat16"))
     assert len(program.shards) == len(jax.tree.leaves(shapes))
     assert not program.excess(program.collectives)
     assert 0 < program.bytes_per_device < sum(program.shards.values()) < 2 * 8.2e9 / tp
@@ -229,8 +232,8 @@ def test_meshes_that_do_not_belong_together_are_refused():
     params = jax.tree.map(lambda s: jax.ShapeDtypeStruct((8, 8), np.float32, sharding=s),
                           {"q": jax.NamedSharding(mesh, jax.P("fsdp", "tp"))})  # fmt: skip
     with pytest.raises(Unrelated, match="is not the rollout mesh"):
-        Reshard(params, sharding.replica_meshes(1, 4)[0])
+        Reshard(params, sharding.replica_meshes(1, 4)[0], AXES)
     with pytest.raises(ValueError, match="a multiple or a divisor of its tp=2"):
         rollout_mesh(mesh, 3)
     with pytest.raises(Unrelated, match="weights on one mesh"):
-        Reshard({"q": np.zeros(3)}, rollout_mesh(mesh))
+        Reshard({"q": np.zeros(3)}, rollout_mesh(mesh), AXES)

@@ -15,6 +15,7 @@ from specjax.decode.plan import Plan
 from specjax.decode.state import Lineup, Room, empty_state, per_slot, take_slots
 from specjax.decode.tree import build_tree
 from specjax.drafts.mtp import MTPSource
+from specjax.models.rows import param_axes
 from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig, make_mesh, replicated_dims
 from train import rl
@@ -80,25 +81,26 @@ def test_parameters_and_moments_are_split_by_the_table(tiny_policy, mesh):
     assert here < 0.3 * one_device
 
 
-def test_experts_have_a_place_in_the_table(mesh):
-    """Reserved: no model has them yet. Split in place of the width, which stays whole."""
+def test_experts_are_split_in_place_of_the_width(mesh):
+    axes = {"expert_up": ("expert", None, "mlp"), "expert_down": ("expert", "mlp", None)}
     shapes = {"expert_up": (2, 4, 16, 32), "expert_down": (2, 4, 32, 16)}
     tree = {name: jax.ShapeDtypeStruct(dims, "float32") for name, dims in shapes.items()}
-    found = sharding.param_shardings(mesh, {"layers": tree})["layers"]
+    found = sharding.param_shardings(mesh, {"layers": tree}, axes)["layers"]
     assert found["expert_up"].shard_shape(shapes["expert_up"]) == (2, 2, 16, 16)
     assert found["expert_down"].shard_shape(shapes["expert_down"]) == (2, 2, 16, 16)
 
 
 def test_dimensions_that_do_not_divide_are_kept_whole_and_reported(tiny_policy):
-    _, params, _ = hf.load_checkpoint(tiny_policy, "float32")
-    assert replicated_dims(None, params) == []
-    assert replicated_dims(make_mesh(MeshConfig(data=2, fsdp=2, tp=2)), params) == []
+    cfg, params, _ = hf.load_checkpoint(tiny_policy, "float32")
+    axes = param_axes(cfg)
+    assert replicated_dims(None, params, axes) == []
+    assert replicated_dims(make_mesh(MeshConfig(data=2, fsdp=2, tp=2)), params, axes) == []
     odd = make_mesh(MeshConfig(fsdp=2, tp=3))
-    lines = replicated_dims(odd, params)
+    lines = replicated_dims(odd, params, axes)
     assert "['embed']: vocab of size 272 does not divide by 3" in lines
     assert any("mlp of size 32" in line for line in lines)
     assert not any("embed of size" in line for line in lines)
-    placed = jax.device_put(params, sharding.param_shardings(odd, params))
+    placed = jax.device_put(params, sharding.param_shardings(odd, params, axes))
     assert shard(placed["embed"]) == (272, 8)
 
 
