@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from bench.common import T, heldout_prompts, turns
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
-from specjax.config import Strategy
 from specjax.control import (
     OFF,
     ControlConfig,
@@ -296,10 +295,10 @@ class Bench:
         if kind == "static":
             settings["initial"] = self.args.static
         if kind == "ema":
-            chains = (d for d in self.drafts.values() if d is None or d.is_chain)
-            settings["ema"] = EmaConfig(tuple(d.steps if d else 0 for d in chains))
+            steps = tuple(d.steps for d in self.drafts.values() if d.is_chain)
+            settings["ema"] = EmaConfig(steps)
         return make_controller(
-            ControlConfig(kind, **settings), list(_named(self.drafts)), costs=self.costs
+            ControlConfig(kind, **settings), [*self.drafts.values()], costs=self.costs
         )
 
     def recalibrate(self) -> None:
@@ -309,7 +308,7 @@ class Bench:
         self.engine.runner.reset()
 
     def static(self, strategy: str) -> Controller:
-        return Static(self.drafts[strategy] or OFF)
+        return Static(self.drafts[strategy])
 
     def plain(self) -> Engine:
         """An engine that cannot speculate, with its programs compiled."""
@@ -328,10 +327,6 @@ class Bench:
         recorder = Recorder(self.static(OFF))
         pilot = measure(self.engine, recorder, self.jobs(), slots, least)
         return max(least, round(seconds * pilot.rate))
-
-
-def _named(drafts: Mapping[str, Strategy | None]) -> Iterator[Strategy | str]:
-    return (draft or OFF for draft in drafts.values())
 
 
 Arm = Callable[[int], Measured]  # one measurement, given the number of the turn

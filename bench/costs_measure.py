@@ -105,7 +105,7 @@ class Bench:
             max(batches),
             context + rounds * (longest + 1) + 1,
             chunk_tokens=rounds * longest,  # of the longest; `Until` ends all alike
-            strategies={name: None if name == OFF else Strategy.parse(name) for name in names},
+            strategies=[*map(Strategy.parse, names)],
             attention=attention,
         )
         self.runner.set_params(model.params, model.head)

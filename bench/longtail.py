@@ -73,7 +73,7 @@ class Bench:
         room = min(work.longest_prompt + work.turn_limit, cfg.max_position)
         how = EngineConfig(chunk_tokens=args.chunk_tokens, follow_ups=True)
         self.control = ControlConfig(strategies=tuple(args.strategies))
-        names = self.control.strategies
+        names = [strategy.name for strategy in self.control.strategies]
         own = next((name for name in names if name != OFF), None)
         if own is None:
             raise ValueError(f"--strategies must list one that drafts, got {', '.join(names)}")
@@ -223,7 +223,7 @@ def run(args: argparse.Namespace) -> list[tuple[str, Difference]]:
     bench = Bench((cfg, weights, head), work, args)
     bench.measure(args.repeats)
     figures = longtail_figures.figures_of(bench)
-    drafting = [name for name in bench.control.strategies if name != OFF]
+    drafting = [s.name for s in bench.control.strategies if not s.is_off]
     natural = args.judge if args.judge in drafting else drafting[-1]
     chained = bench.rollouts[natural].histograms
     figures |= longtail_figures.naturalness(chained, bench.single_turns(natural), natural)
@@ -254,10 +254,11 @@ def trace_of(bench: Bench, args: argparse.Namespace) -> Trace:
         "chunk_tokens": args.chunk_tokens,
         "stretch": EngineConfig.stretch,
         "samples": args.samples,
-        "strategies": list(bench.control.strategies),
+        "strategies": [strategy.name for strategy in bench.control.strategies],
         "lengths": list(bench.work.lengths),
     }
-    histograms = {name: bench.rollouts[name].histograms for name in bench.control.strategies}
+    names = [strategy.name for strategy in bench.control.strategies]
+    histograms = {name: bench.rollouts[name].histograms for name in names}
     spans = {arm: bench.rollouts[arm].spans for arm in (PLAIN, GOODPUT)}
     return Trace(settings, histograms, spans)
 

@@ -22,7 +22,7 @@ def figures_of(bench: Bench) -> dict[str, dict]:
     """Everything that the result file says of the measured rollouts."""
     of = {name: _column(bench, name) for name in next(iter(bench.records.values()))[0]}
     seconds = of["seconds"]
-    names = bench.control.strategies
+    names = [strategy.name for strategy in bench.control.strategies]
     best = min(names, key=lambda name: statistics.median(seconds[name]))
     result = {"best_static": figure(best, "strategy with the smallest median wall time")}
     result |= _wall_ratios(bench, seconds, best)

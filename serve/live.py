@@ -216,7 +216,7 @@ def about(llm: LLM, engines: Sequence[Engine]) -> dict[str, Any]:
     """What does not change while the server runs."""
     first = engines[0]
     strategies = {
-        name: {"steps": plan.steps, "drafted": tree.rows - 1 if (tree := plan.tree) else 0}
+        name: {"steps": plan.steps, "drafted": plan.strategy.rows - 1}
         for name, plan in first.runner.plans.items()
     }
     return {

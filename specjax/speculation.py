@@ -13,12 +13,12 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from specjax.config.spec import ACCEPTANCE_MODES, SpecConfig
-from specjax.control.base import OFF, parse_arms
+from specjax.config.strategy import Strategy
 from specjax.control.config import CONTROLLERS, DEFAULT_STRATEGIES, ControlConfig
 from specjax.control.fastrl import FastRLSettings, read_fastrl
 from specjax.schema import option
 
-_LISTED = ", ".join(DEFAULT_STRATEGIES)
+_LISTED = ", ".join(map(str, DEFAULT_STRATEGIES))
 
 
 @dataclass
@@ -176,11 +176,10 @@ class SpeculationSettings:
             raise ValueError(
                 f"{key}.controller chooses between strategies, and {self.section}.strategy="
                 f"{self.strategy} says that there is no speculation; leave one of them out "
-                f"({OFF!r} may be one of {key}.strategies)"
+                f"('off' may be one of {key}.strategies)"
             )
         for arm in control.arms:
-            if arm != OFF:
-                dataclasses.replace(spec, strategy=arm)  # refuses what is not exact
+            dataclasses.replace(spec, strategy=arm)  # refuses what is not exact
 
     def control_config(self) -> ControlConfig | None:
         """How the strategy is chosen; None: it is always that of `spec()`.
@@ -208,23 +207,21 @@ class SpeculationSettings:
         strategy = self._own_strategy(control)
         arms = (strategy,) if control is None else control.arms
         # Where no strategy is a dynamic tree, the rules tell who asked for it.
-        adaptive = self.adaptive_width and any(
-            arm is not None and arm.is_dynamic for arm in parse_arms(arms).values()
-        )
+        adaptive = self.adaptive_width and any(arm.is_dynamic for arm in arms)
         return SpecConfig(**{**values, "strategy": strategy, "adaptive_width": adaptive})
 
-    def _own_strategy(self, control: ControlConfig | None) -> str:
+    def _own_strategy(self, control: ControlConfig | None) -> Strategy:
         """The strategy beside the controller. It is the first that drafts of the controller's own
         where nobody set `strategy`, and it is FastRL's or the default may not be selected."""
         if self.control is not None and self.control.is_switched_off:
-            return OFF
-        unset = self.strategy == SpeculationSettings.strategy
+            return Strategy.OFF
+        own, unset = Strategy.parse(self.strategy), self.strategy == SpeculationSettings.strategy
         # ema starts at the tier next to it, which need not be equal.
         if control is None or control.controller == "ema" or not unset:
-            return self.strategy
-        drafting = [arm for arm in control.arms if arm != OFF]
-        stays = not drafting or (self.strategy in drafting and not self.control.fastrl)
-        return self.strategy if stays else drafting[0]
+            return own
+        drafting = [arm for arm in control.arms if not arm.is_off]
+        stays = not drafting or (own in drafting and not self.control.fastrl)
+        return own if stays else drafting[0]
 
     @property
     def plain_by(self) -> str:

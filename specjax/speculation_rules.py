@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from specjax.config.strategy import Strategy
-from specjax.control.base import OFF, canonical, parse_arms
+from specjax.config.strategy import OFF_NAMES, Strategy
 from specjax.control.config import ControlConfig
 from specjax.schema import Needs, keys_of
 from specjax.speculation import ControlSection, SpeculationSettings
@@ -33,7 +32,7 @@ def is_switched_off(v: Values, section: str) -> bool:
 
 def is_off(v: Values, section: str) -> bool:
     """Whether the strategy, or FastRL's section, says that nothing is drafted."""
-    return canonical(str(v[f"{section}.strategy"])) == OFF or is_switched_off(v, section)
+    return str(v[f"{section}.strategy"]).lower() in OFF_NAMES or is_switched_off(v, section)
 
 
 def switched_on(section: str, names: tuple[str, ...], unless: Any = None) -> Needs:
@@ -84,11 +83,11 @@ def speculation_rules(
     def selectable(v: Values) -> list[Strategy] | None:
         """Those that may be selected and draft; None: one is a mistake that is named elsewhere."""
         found = built(v)
-        names = (v[f"{key}strategy"],) if found is None else found.arms
         try:
-            return [strategy for strategy in parse_arms(names).values() if strategy is not None]
+            arms = (Strategy.parse(v[f"{key}strategy"]),) if found is None else found.arms
         except ValueError:
             return None
+        return [arm for arm in arms if not arm.is_off]
 
     def grows_trees(v: Values) -> bool:
         found = selectable(v)
@@ -100,10 +99,9 @@ def speculation_rules(
         if found is None or controlled_by("ema")(v) or is_off(v, section):
             return True
         try:
-            own = Strategy.parse(v[f"{key}strategy"])
+            return Strategy.parse(v[f"{key}strategy"]) in found
         except ValueError:  # likewise
             return True
-        return own.name in [strategy.name for strategy in found]
 
     def has_initial(v: Values) -> bool:
         return v.get(f"{control}initial") is not None

@@ -97,7 +97,7 @@ def settle_drafting(cfg: RLConfig, has_head: bool) -> str:
     if drafting.by_default:
         if drafting.control is not asked:
             roll.control = ControlSection(
-                drafting.control.controller, [*drafting.control.strategies]
+                drafting.control.controller, [*map(str, drafting.control.strategies)]
             )
         if roll.acceptance != "coupled":  # tokens would depend on who runs beside whom
             roll.ngram_siblings = False

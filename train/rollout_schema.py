@@ -128,7 +128,8 @@ class RolloutSection(SamplingSection, SpeculationSettings):
         if control is not None and not self._same_tokens and len(control.arms) > 1:
             raise ValueError(
                 f"with rollout.acceptance={self.acceptance} the tokens depend on the strategy, and "
-                f"rollout.control (controller={control.controller}, of {', '.join(control.arms)}) "
+                f"rollout.control (controller={control.controller}, of "
+                f"{', '.join(map(str, control.arms))}) "
                 "would choose it by time or load: what is learned would depend on the clock. Use "
                 "rollout.acceptance=coupled, or rollout.control.controller=static without "
                 "bs_threshold"

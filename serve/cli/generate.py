@@ -242,7 +242,7 @@ def _ids(llm: LLM, prompt: Prompt, options: Mapping[str, Any]) -> Sequence[int]:
 
 
 def _origin(llm: LLM, args: argparse.Namespace) -> dict[str, str]:
-    drafts = f"{', '.join(llm.drafting.strategies)} of {_source(llm)}"
+    drafts = f"{', '.join(map(str, llm.drafting.strategies))} of {_source(llm)}"
     return origin_of(llm, args.speculation.acceptance, drafts)
 
 
@@ -369,7 +369,7 @@ def _stats(llm: LLM, totals: Totals, samples: int, compiling: float) -> str:
         f"{depth}: {'-' if share != share else f'{share:.0%}'}"
         for depth, share in enumerate(totals.per_depth(), 1)
     )
-    how = f"{', '.join(llm.drafting.strategies)}, {llm.spec.acceptance}, {_source(llm)}"
+    how = f"{', '.join(map(str, llm.drafting.strategies))}, {llm.spec.acceptance}, {_source(llm)}"
     return (
         f"{said}\nAcceptance length: {totals.accept_length:.2f} tokens per round over "
         f"{totals.rounds} rounds, {totals.rounds - totals.drafted_rounds} of them plain ({how})\n"

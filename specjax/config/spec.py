@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 
 from specjax.config.checks import choice
-from specjax.config.strategy import OFF_NAMES, Strategy
+from specjax.config.strategy import Strategy
 from specjax.registry import DRAFTS
 from specjax.spelling import SettingError, checks_keywords
 
@@ -21,7 +22,8 @@ class SpecConfig:
     """How to speculate.
 
     Attributes:
-      strategy: see `Strategy.parse`; `"off"` (also `"disable"`) is plain decoding.
+      strategy: a `Strategy`, or what `Strategy.parse` makes one of; `"off"` (also `"disable"`) is
+        plain decoding.
       acceptance: `coupled` (any tree, token-identical to plain decoding), `block` (chains,
         identical in distribution), `recursive` (chains and static trees, identical in
         distribution) or `greedy` (any tree, for requests of temperature 0 only; token-identical).
@@ -51,7 +53,7 @@ class SpecConfig:
         SPECJAX_TELEMETRY.
     """
 
-    strategy: str | tuple[tuple[int, ...], ...] | Strategy = "4_1_5"
+    strategy: Strategy | str | Sequence[Sequence[int]] = Strategy.chain(4)
     acceptance: str = "coupled"
     source: str = "auto"
     head: str = "checkpoint"
@@ -71,8 +73,7 @@ class SpecConfig:
     def __post_init__(self):
         choice("acceptance", self.acceptance, ACCEPTANCE_MODES)
         object.__setattr__(self, "head", str(self.head))
-        if isinstance(self.strategy, list):
-            object.__setattr__(self, "strategy", tuple(map(tuple, self.strategy)))
+        object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
         if self.draft_model is not None:
             object.__setattr__(self, "draft_model", str(self.draft_model))
             if self.source not in ("auto", "model") and self.source in DRAFTS:
@@ -103,13 +104,12 @@ class SpecConfig:
                     f"{self.ngram_min} and {self.ngram_max}"
                 )
             )
-        if self.is_off:
-            return
-        self._refuse_what_is_not_exact()
+        if not self.is_off:
+            self._refuse_what_is_not_exact()
 
     def _refuse_what_is_not_exact(self) -> None:
         strategy = self.resolve()
-        where = f"got strategy {Strategy.parse(self.strategy).name!r}"
+        where = f"got strategy {self.strategy.name!r}"
         if self.acceptance == "block" and not strategy.is_chain:
             nearest = "'coupled'" if strategy.is_dynamic else "'recursive' or 'coupled'"
             raise ValueError(
@@ -137,7 +137,7 @@ class SpecConfig:
 
     @property
     def is_off(self) -> bool:
-        return isinstance(self.strategy, str) and self.strategy.lower() in OFF_NAMES
+        return self.strategy.is_off
 
     @property
     def telemetry_on(self) -> bool:
@@ -146,4 +146,5 @@ class SpecConfig:
         return self.telemetry
 
     def resolve(self) -> Strategy:
-        return Strategy.parse(self.strategy).capped(self.spec_verify_tokens)
+        """The strategy, cut to `spec_verify_tokens`."""
+        return self.strategy.capped(self.spec_verify_tokens)

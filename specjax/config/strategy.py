@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import ClassVar
 
 from specjax.spelling import SettingError
 
@@ -20,7 +21,11 @@ DEFAULT_TREE_PATHS = (
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """What one round drafts.
+    """What one round drafts; `Strategy.OFF`, plain decoding, drafts nothing.
+
+    Settings and flags name a strategy by text, which `parse` reads where it comes in, once. From
+    there on the object travels. Its name is for messages and files, and is what an engine's plans,
+    its controller and its requests call the strategy by.
 
     A chain or static tree is a prefix-closed set of paths below the root: `(i, j)` is the j-th best
     child of the i-th best child of the root. Paths are ordered by depth, then lexicographically.
@@ -30,13 +35,22 @@ class Strategy:
     paths become rows.
 
     Attributes:
-      paths: of a chain or static tree; empty for a dynamic tree.
+      paths: of a chain or static tree; empty for a dynamic tree and for plain decoding.
       dynamic: (steps, topk, rows) of a dynamic tree, else None.
     """
 
     name: str
     paths: tuple[tuple[int, ...], ...] = ()
     dynamic: tuple[int, int, int] | None = None
+    OFF: ClassVar[Strategy]
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def is_off(self) -> bool:
+        """Whether it is plain decoding: a chain of no steps, whose only row is the root."""
+        return not (self.paths or self.dynamic)
 
     @property
     def rows(self) -> int:
@@ -46,7 +60,7 @@ class Strategy:
     @property
     def steps(self) -> int:
         """Draft steps: the depth of the deepest path."""
-        return self.dynamic[0] if self.dynamic else max(map(len, self.paths))
+        return self.dynamic[0] if self.dynamic else max(map(len, self.paths), default=0)
 
     @property
     def is_chain(self) -> bool:
@@ -58,8 +72,8 @@ class Strategy:
 
     @classmethod
     def parse(cls, spec: str | Sequence[Sequence[int]] | Strategy) -> Strategy:
-        """Reads `"4_1_5"`, `"8_4_32"`, `"4x2x1"`, `"default"` (twelve paths), path tuples, or their
-        name, such as `"paths:0,1,0.0"`.
+        """Reads `"off"`, `"4_1_5"`, `"8_4_32"`, `"4x2x1"`, `"default"` (twelve paths), path tuples,
+        or their name, such as `"paths:0,1,0.0"`.
 
         Raises:
           ValueError: the text is no strategy, or its numbers disagree.
@@ -69,13 +83,11 @@ class Strategy:
         if not isinstance(spec, str):
             return cls.from_paths(spec)
         if spec.lower() in OFF_NAMES:
-            raise ValueError(
-                f"{spec!r} is plain decoding, which drafts no tree; name one, such as '4_1_5'"
-            )
+            return cls.OFF
         if spec == "default":
             return dataclasses.replace(cls.from_paths(DEFAULT_TREE_PATHS), name="default")
         if re.fullmatch(r"\d+_\d+_\d+", spec):
-            return _parse_steps_topk_rows(*map(int, spec.split("_")))
+            return cls.of_sizes(*map(int, spec.split("_")))
         if re.fullmatch(r"paths:\d+([.,]\d+)*", spec):
             paths = spec.removeprefix("paths:").split(",")
             return cls.from_paths([tuple(map(int, path.split("."))) for path in paths])
@@ -86,6 +98,36 @@ class Strategy:
             "chain) or '6_4_16' (a dynamic tree), children per level such as '4x2x1', 'default', "
             "path tuples, or 'off'"
         )
+
+    @classmethod
+    def chain(cls, steps: int) -> Strategy:
+        """The chain of so many drafts; plain decoding for 0."""
+        return cls.of_sizes(steps, 1, steps + 1) if steps else cls.OFF
+
+    @classmethod
+    def of_sizes(cls, steps: int, topk: int, rows: int) -> Strategy:
+        """A chain (`topk` 1) or a dynamic tree, by its sizes; `rows` counts the root.
+
+        Raises:
+          ValueError: they disagree.
+        """
+        name = f"{steps}_{topk}_{rows}"
+        if topk == 1:
+            if steps < 1 or rows != steps + 1:
+                raise ValueError(
+                    f"chain {name!r} needs steps >= 1 and rows = steps + 1 (the root counts); use "
+                    f"'{max(steps, 1)}_1_{max(steps, 1) + 1}'"
+                )
+            return cls(name, tuple((0,) * d for d in range(1, steps + 1)))
+        if steps < 1 or topk < 1:
+            raise ValueError(f"strategy {name!r} needs steps >= 1 and topk >= 1")
+        most = 1 + topk + (steps - 1) * topk**2
+        if not steps + 1 <= rows <= most:
+            raise ValueError(
+                f"dynamic tree {name!r} needs between steps + 1 = {steps + 1} and 1 + topk + "
+                f"(steps - 1) * topk^2 = {most} rows (the root counts), got {rows}"
+            )
+        return cls(name, (), (steps, topk, rows))
 
     @classmethod
     def from_paths(cls, paths: Sequence[Sequence[int]]) -> Strategy:
@@ -129,34 +171,10 @@ class Strategy:
                     f"that; raise it to {self.steps + 1} or more, or take fewer steps"
                 )
             )
-        return _parse_steps_topk_rows(*self.dynamic[:2], rows)
+        return Strategy.of_sizes(*self.dynamic[:2], rows)
 
 
-def in_words(name: str) -> str:
-    """A strategy, or `off`, for messages: a tree of many paths has a long name."""
-    if name.startswith("paths:"):
-        return f"a static tree of {Strategy.parse(name).rows} rows"
-    return f"strategy {name}"
-
-
-def _parse_steps_topk_rows(steps: int, topk: int, rows: int) -> Strategy:
-    name = f"{steps}_{topk}_{rows}"
-    if topk == 1:
-        if steps < 1 or rows != steps + 1:
-            raise ValueError(
-                f"chain {name!r} needs steps >= 1 and rows = steps + 1 (the root counts); use "
-                f"'{max(steps, 1)}_1_{max(steps, 1) + 1}'"
-            )
-        return Strategy(name, tuple((0,) * d for d in range(1, steps + 1)))
-    if steps < 1 or topk < 1:
-        raise ValueError(f"strategy {name!r} needs steps >= 1 and topk >= 1")
-    most = 1 + topk + (steps - 1) * topk**2
-    if not steps + 1 <= rows <= most:
-        raise ValueError(
-            f"dynamic tree {name!r} needs between steps + 1 = {steps + 1} and 1 + topk + "
-            f"(steps - 1) * topk^2 = {most} rows (the root counts), got {rows}"
-        )
-    return Strategy(name, (), (steps, topk, rows))
+Strategy.OFF = Strategy("off")
 
 
 def _parse_children(name: str, children: list[int]) -> Strategy:

@@ -46,19 +46,19 @@ class Acceptance:
     chunk of a small batch takes few milliseconds.
 
     Args:
-      drafts: the strategies by name; None drafts nothing.
+      drafts: the strategies by name.
       half_life: rounds after which an observation counts half.
       prior: conditional acceptance of a chain at the first depth before anything was seen.
     """
 
-    def __init__(self, drafts: Mapping[str, Strategy | None], half_life: float, prior: float):
+    def __init__(self, drafts: Mapping[str, Strategy], half_life: float, prior: float):
         self._half_life = half_life
         self._prior = prior
         self._family: dict[str, str] = {}
         self._steps: dict[str, int] = {}
         self._width: dict[str, tuple[float, ...]] = {}
         for name, strategy in drafts.items():
-            if strategy is None:
+            if strategy.is_off:
                 continue
             family = CHAIN if strategy.is_chain else name
             self._family[name], self._steps[name] = family, strategy.steps

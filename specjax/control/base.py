@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("specjax.control")
 
-OFF = "off"
+OFF = Strategy.OFF.name
 LOG_EVERY = 100  # chunks between two lines with a strategy, or with an accept length
 
 
@@ -33,21 +33,15 @@ def canonical(name: str) -> str:
     return OFF if name.lower() in OFF_NAMES else name
 
 
-def parse_arms(strategies: Sequence[str | Strategy]) -> dict[str, Strategy | None]:
-    """The strategies by name, in order and once each; `off` drafts nothing (None).
+def parse_arms(strategies: Sequence[str | Strategy]) -> dict[str, Strategy]:
+    """The strategies by name, in order and once each.
 
     Raises:
       ValueError: there are none, or one is not understood.
     """
     if isinstance(strategies, (str, Strategy)):
         raise ValueError(f"strategies must be a list of strategies, got {strategies!r} alone")
-    arms: dict[str, Strategy | None] = {}
-    for spec in strategies:
-        if isinstance(spec, str) and canonical(spec) == OFF:
-            arms[OFF] = None
-        else:
-            strategy = Strategy.parse(spec)
-            arms[strategy.name] = strategy
+    arms = {strategy.name: strategy for strategy in map(Strategy.parse, strategies)}
     if not arms:
         raise ValueError("a controller needs at least one strategy, got none; 'off' is one")
     return arms
@@ -145,7 +139,7 @@ class Controller(abc.ABC):
 
     Attributes:
       arms: names of the strategies that `select` may return.
-      drafts: the same as parsed strategies; None for `off`.
+      drafts: the strategies by these names.
       current: what `select` returned last, None before.
       rounds_hint: rounds that suffice for the chunk just selected; None: as many as a chunk has.
     """

@@ -11,16 +11,16 @@ from specjax.config.checks import choice, from_known_keys
 from specjax.config.spec import SpecConfig
 from specjax.config.strategy import Strategy
 from specjax.control.bandit import Bandit, BanditConfig
-from specjax.control.base import OFF, Controller, canonical, log, parse_arms
+from specjax.control.base import Controller, log, parse_arms
 from specjax.control.costs import CostTable
-from specjax.control.ema import EmaConfig, EmaTiers, tier_name
+from specjax.control.ema import EmaConfig, EmaTiers
 from specjax.control.fastrl import FASTRL_ROWS, FastRLSettings, read_fastrl
 from specjax.control.goodput import Goodput, GoodputConfig
 from specjax.control.static import Gate, Static
 from specjax.spelling import checks_keywords
 
 CONTROLLERS = ("goodput", "static", "ema", "bandit")
-DEFAULT_STRATEGIES = (OFF, "1_1_2", "2_1_3", "4_1_5", "7_1_8")
+DEFAULT_STRATEGIES = tuple(map(Strategy.chain, (0, 1, 2, 4, 7)))
 
 
 @checks_keywords
@@ -30,7 +30,8 @@ class ControlConfig:
 
     Attributes:
       controller: `goodput`, `static`, `ema` or `bandit`.
-      strategies: to choose from. `ema` has those of its tiers instead.
+      strategies: to choose from, each a `Strategy` or what `Strategy.parse` reads. `ema` has those
+        of its tiers instead.
       initial: `static`: the strategy, by default the first; `ema`: where it starts, by default
         three steps. A tree there makes `ema` static, for its tiers are chains.
       bs_threshold: speculate only while at most so many slots run; None: no gate.
@@ -39,8 +40,8 @@ class ControlConfig:
     """
 
     controller: str = "goodput"
-    strategies: tuple[str, ...] = DEFAULT_STRATEGIES
-    initial: str | None = None
+    strategies: tuple[Strategy | str, ...] = DEFAULT_STRATEGIES
+    initial: Strategy | str | None = None
     bs_threshold: int | None = None
     ema_file: str | None = None
     ema: EmaConfig = dataclasses.field(default_factory=EmaConfig)
@@ -53,12 +54,12 @@ class ControlConfig:
             raise ValueError(
                 f"strategies must be a list such as ['off', '4_1_5'], got {self.strategies!r}"
             )
-        names = tuple(dict.fromkeys(map(_name, self.strategies)))
-        if not names:
+        strategies = tuple(dict.fromkeys(map(Strategy.parse, self.strategies)))
+        if not strategies:
             raise ValueError("strategies must list at least one, got none; 'off' is one")
-        object.__setattr__(self, "strategies", names)
+        object.__setattr__(self, "strategies", strategies)
         if self.initial is not None:
-            object.__setattr__(self, "initial", _name(self.initial))
+            object.__setattr__(self, "initial", Strategy.parse(self.initial))
         if self.bs_threshold is not None and self.bs_threshold < 0:
             raise ValueError(
                 f"bs_threshold must be at least 0, or null for no gate; got {self.bs_threshold}"
@@ -158,22 +159,22 @@ class ControlConfig:
         )
 
     @property
-    def arms(self) -> tuple[str, ...]:
+    def arms(self) -> tuple[Strategy, ...]:
         """Every strategy that may be selected: what has to be compiled."""
         if self.controller == "ema" and self._ema_falls_back() is None:
-            names = [tier_name(steps) for steps in self.ema.candidate_steps]
+            arms = [Strategy.chain(steps) for steps in self.ema.candidate_steps]
         elif self.controller in ("static", "ema"):
-            names = [self.initial or self.strategies[0]]
+            arms = [self.initial or self.strategies[0]]
         else:
-            names = list(self.strategies)
-        return tuple(dict.fromkeys(names if self.bs_threshold is None else [*names, OFF]))
+            arms = list(self.strategies)
+        return tuple(dict.fromkeys(arms if self.bs_threshold is None else [*arms, Strategy.OFF]))
 
     def _ema_falls_back(self) -> str | None:
         """Why `ema` cannot adapt; None where it can."""
         initial = self.initial
-        if initial in (None, OFF) or Strategy.parse(initial).is_chain:
+        if initial is None or initial.is_chain:
             return None
-        return f"its tiers are chains (topk 1), and {initial!r} is a tree"
+        return f"its tiers are chains (topk 1), and {initial.name!r} is a tree"
 
 
 def from_fastrl(
@@ -195,15 +196,11 @@ def from_fastrl(
     if not settings.enabled:
         return None, None
     spec = SpecConfig(
-        next(name for name in settings.strategies if name != OFF),
+        next(strategy for strategy in settings.strategies if not strategy.is_off),
         head=settings.spec_model_path or "checkpoint",
         spec_verify_tokens=settings.spec_verify_tokens,
     )
     return spec, control
-
-
-def _name(spec: str | Strategy) -> str:
-    return next(iter(parse_arms([spec])))
 
 
 def make_controller(
@@ -227,26 +224,25 @@ def make_controller(
         config = ControlConfig(controller=config, strategies=tuple(strategies))
     config = ControlConfig.of(config)
     compiled = parse_arms(config.arms if strategies is None else strategies)
-    missing = [name for name in config.arms if name not in compiled]
+    names = [arm.name for arm in config.arms]
+    missing = [name for name in names if name not in compiled]
     if missing:
         raise ValueError(
             f"controller {config.controller!r} may select {', '.join(missing)}, but only "
             f"{', '.join(compiled)} are compiled; compile ControlConfig.arms, or list fewer"
         )
-    chosen = [compiled[name] or OFF for name in config.arms]
+    chosen = [compiled[name] for name in names]  # which may be cut to fewer rows
     controller = _build(config, chosen, costs)
     if config.bs_threshold is not None:
         controller = Gate(controller, config.bs_threshold)
     log.info(
-        "Controller %s over %s%s", config.controller, ", ".join(config.arms),
+        "Controller %s over %s%s", config.controller, ", ".join(names),
         "" if config.bs_threshold is None else f", speculating up to batch {config.bs_threshold}",
     )  # fmt: skip
     return controller
 
 
-def _build(
-    config: ControlConfig, chosen: list[Strategy | str], costs: CostTable | None
-) -> Controller:
+def _build(config: ControlConfig, chosen: list[Strategy], costs: CostTable | None) -> Controller:
     if config.controller == "static":
         return Static(chosen[0])
     if config.controller == "ema":
@@ -254,12 +250,8 @@ def _build(
         if reason is not None:
             log.warning("Adaptive steps fall back to static %s: %s", config.initial, reason)
             return Static(chosen[0])
-        start = config.initial
-        steps = (
-            3 if start is None else 0 if canonical(start) == OFF else Strategy.parse(start).steps
-        )
-        return EmaTiers(config.ema, steps)
-    if config.bs_threshold is not None and OFF not in config.strategies:
+        return EmaTiers(config.ema, 3 if config.initial is None else config.initial.steps)
+    if config.bs_threshold is not None and Strategy.OFF not in config.strategies:
         chosen = chosen[:-1]  # the gate's `off` is no arm
     if config.controller == "bandit":
         return Bandit(chosen, config.bandit)

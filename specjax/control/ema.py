@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from specjax.config.checks import from_known_keys
-from specjax.control.base import OFF, Controller, Observation, log
+from specjax.config.strategy import Strategy
+from specjax.control.base import Controller, Observation, log
 from specjax.spelling import checks_keywords
 
 
@@ -79,7 +80,7 @@ class EmaConfig:
 
 
 def tier_name(steps: int) -> str:
-    return f"{steps}_1_{steps + 1}" if steps else OFF
+    return Strategy.chain(steps).name
 
 
 class EmaTiers(Controller):

@@ -10,7 +10,7 @@ from typing import Any
 
 from specjax.config.strategy import Strategy
 from specjax.control.bandit import BanditConfig
-from specjax.control.base import OFF, canonical, log
+from specjax.control.base import log
 from specjax.spelling import checks_keywords
 
 _TOP = ("enable", "spec_strategy", "bs_threshold", "eagle")
@@ -38,7 +38,7 @@ class FastRLSettings:
 
     enabled: bool
     controller: str
-    strategies: tuple[str, ...]
+    strategies: tuple[Strategy, ...]
     bs_threshold: int | None
     bandit: BanditConfig
     spec_model_path: str | None
@@ -77,7 +77,7 @@ def read_fastrl(section: Mapping[str, Any], seed: int = 0) -> FastRLSettings:
         )
     thresholds = eagle.get("mab_bs_threshold", (1, 2, 5, 21)) if tune == "BEG" else (1,)
     if not enabled:
-        controller, strategies = "static", (OFF,)
+        controller, strategies = "static", (Strategy.OFF,)
     elif tune is None:
         steps, topk = int(eagle.get("spec_steps", 8)), int(eagle.get("spec_topk", 4))
         rows = steps + 1 if topk == 1 else most
@@ -86,7 +86,7 @@ def read_fastrl(section: Mapping[str, Any], seed: int = 0) -> FastRLSettings:
         listed = [_arm(name, most) for name in eagle.get("mab_configs", ())]
         if not listed:
             raise ValueError("mab_configs lists no strategy; give some, such as '8_4_32'")
-        controller, strategies = "bandit", tuple(dict.fromkeys([*listed, OFF]))
+        controller, strategies = "bandit", tuple(dict.fromkeys([*listed, Strategy.OFF]))
     threshold = section.get("bs_threshold")
     return FastRLSettings(
         enabled=enabled,
@@ -109,14 +109,12 @@ def _check_keys(where: str, section: Any, known: tuple[str, ...]) -> None:
         )
 
 
-def _arm(name: str, most: int) -> str:
-    """The strategy's name here.
+def _arm(name: str, most: int) -> Strategy:
+    """The strategy that FastRL's name for one means here.
 
     FastRL lists trees with fewer rows than steps + 1, such as `8_4_8`: seven drafted rows hold no
     path deeper than seven, so the deeper steps draft for nothing.
     """
-    if canonical(name) == OFF:
-        return OFF
     match = re.fullmatch(r"(\d+)_(\d+)_(\d+)", name)
     if match:
         steps, topk, rows = map(int, match.groups())
@@ -126,7 +124,7 @@ def _arm(name: str, most: int) -> str:
         if name != f"{steps}_{topk}_{rows}":
             _say_cut(name, f"{steps}_{topk}_{rows}", most)
         name = f"{steps}_{topk}_{rows}"
-    return Strategy.parse(name).name
+    return Strategy.parse(name)
 
 
 @functools.cache  # a section is read by every check of the settings around it

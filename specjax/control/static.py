@@ -37,7 +37,7 @@ class Gate(Controller):
     def __init__(self, inner: Controller, bs_threshold: int):
         if bs_threshold < 0:
             raise ValueError(f"bs_threshold must be at least 0, got {bs_threshold}")
-        super().__init__([*(draft or OFF for draft in inner.drafts.values()), OFF])
+        super().__init__([*inner.drafts.values(), Strategy.OFF])
         self.inner = inner
         inner._log_level = logging.DEBUG  # one line per choice is enough
         self.bs_threshold = bs_threshold

@@ -68,8 +68,7 @@ def common_strategy(strategies: Sequence[Strategy]) -> Strategy:
             )
         )
     if dynamic:
-        sizes = zip(*map(_size, strategies), strict=True)
-        return Strategy.parse("_".join(str(max(of_all)) for of_all in sizes))
+        return Strategy.of_sizes(*map(max, zip(*map(_size, strategies), strict=True)))
     paths = {path for strategy in strategies for path in strategy.paths}
     for strategy in strategies:
         if len(strategy.paths) == len(paths):
@@ -82,10 +81,10 @@ def _size(strategy: Strategy) -> tuple[int, int, int]:
     return strategy.dynamic or (strategy.steps, 1, strategy.rows)
 
 
-def part_of(tree: Tree | DynamicTree, strategy: Strategy | None) -> Part:
-    """What a strategy drafts of a tree that holds its own; None drafts nothing."""
+def part_of(tree: Tree | DynamicTree, strategy: Strategy) -> Part:
+    """What a strategy drafts of a tree that holds its own; `off` drafts nothing."""
     if tree.is_dynamic:
-        steps, topk, rows = (0, 0, 1) if strategy is None else _size(strategy)
+        steps, topk, rows = (0, 0, 1) if strategy.is_off else _size(strategy)
         return GrownPart(np.int32(steps), np.int32(topk), np.int32(rows))
-    mine = set(() if strategy is None else strategy.paths)
+    mine = set(strategy.paths)
     return FixedPart(np.array([True, *(path in mine for path in tree.strategy.paths)]))

@@ -240,7 +240,7 @@ def accept_chains(
     tokens = jnp.pad(drafted, ((0, 0), (1, 0)))  # row 0 is the root
     if acceptance == "block":
         return accept_block(tokens, p, q, coins, noise)
-    chain = build_tree(Strategy.parse(f"{steps}_1_{steps + 1}"))
+    chain = build_tree(Strategy.chain(steps))
     return accept_recursive(chain, tokens, p, q, coins, noise, greedy)
 
 

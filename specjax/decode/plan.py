@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from specjax.config import ModelConfig
+from specjax.config import ModelConfig, Strategy
 from specjax.decode.options import Features
 from specjax.decode.tree import DynamicTree, Tree
 from specjax.interfaces import Draft
@@ -34,8 +34,12 @@ class Plan:
     rule: Callable | None = None
 
     @property
+    def strategy(self) -> Strategy:
+        return self.tree.strategy if self.tree else Strategy.OFF
+
+    @property
     def steps(self) -> int:
-        return self.tree.steps if self.tree else 0
+        return self.strategy.steps
 
     @property
     def taps(self) -> tuple[int | str, ...]:

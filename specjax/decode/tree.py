@@ -153,7 +153,13 @@ def pack_bits(visible: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def build_tree(strategy: Strategy) -> Tree | DynamicTree:
-    """The arrays of a strategy."""
+    """The arrays of a strategy.
+
+    Raises:
+      ValueError: it is plain decoding, which has no tree.
+    """
+    if strategy.is_off:
+        raise ValueError("'off' is plain decoding, which drafts no tree; name one, such as '4_1_5'")
     if strategy.dynamic:
         steps, topk, _ = strategy.dynamic
         counts = [topk] + [topk * topk] * (steps - 1)

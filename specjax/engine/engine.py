@@ -7,15 +7,14 @@ up); `loop` is the host loop, `scheduler` decides what runs next, `runner` holds
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 
 import jax
 
-from specjax.config import ModelConfig, SpecConfig, Strategy
-from specjax.control import OFF, ControlConfig, Controller, make_controller
+from specjax.config import ModelConfig, SpecConfig
+from specjax.control import ControlConfig, Controller, make_controller
 from specjax.decode.options import Features
-from specjax.decode.plan import Plan
 from specjax.engine.checks import Limits
 from specjax.engine.compiling import OnProgram
 from specjax.engine.intake import Intake
@@ -194,13 +193,9 @@ class Engine:
 
     def _controller(self) -> Controller:
         if self.control is None:
-            own = self.runner.plan.tree
-            return make_controller(
-                ControlConfig(controller="static", strategies=(OFF,))
-                if own is None
-                else ControlConfig(controller="static", strategies=(own.strategy,))
-            )
-        return make_controller(self.control, _drafts(self.runner.plans))
+            own = self.runner.plan.strategy
+            return make_controller(ControlConfig(controller="static", strategies=(own,)))
+        return make_controller(self.control, [p.strategy for p in self.runner.plans.values()])
 
     def clear(self, slots: int | None = None) -> None:
         """Nobody waits and nobody runs.
@@ -410,7 +405,3 @@ class Engine:
             has run by then.
         """
         return run_to_the_end(self, jobs, on_progress)
-
-
-def _drafts(plans: Mapping[str, Plan]) -> list[Strategy | str]:
-    return [OFF if plan.tree is None else plan.tree.strategy for plan in plans.values()]

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from specjax.config.strategy import in_words
 from specjax.decode.options import Features
 from specjax.engine.compiling import CompilePool, said_if_slow
 from specjax.parallel import sharding
@@ -159,7 +158,10 @@ def _described(key: tuple) -> str:
     """A program in words, for who waits for it."""
     kind, *sizes = key
     if kind == "chunk":
-        return f"{in_words(sizes[0])} for a batch of {sizes[1]}"
+        name, batch = sizes[:2]
+        if name.startswith("paths:"):  # a tree of many paths has a long name
+            return f"a static tree of {2 + name.count(',')} rows for a batch of {batch}"
+        return f"strategy {name} for a batch of {batch}"
     if kind == "place":
         return f"the start of {sizes[0]} samples"
     rows, positions = sizes[0]

@@ -12,9 +12,9 @@ import jax
 from tqdm import tqdm
 
 from specjax.checkpoint.weights import load_model
-from specjax.config import ModelConfig, SamplingParams, SpecConfig
+from specjax.config import ModelConfig, SamplingParams, SpecConfig, Strategy
 from specjax.config.dtype import AUTO, about_dtype
-from specjax.control import OFF, ControlConfig
+from specjax.control import ControlConfig
 from specjax.engine.about import start_lines
 from specjax.engine.checks import check_job, check_prompt
 from specjax.engine.compare import Difference, first_difference
@@ -142,8 +142,8 @@ class LLM:
             )
         self.drafting = settle_draft(spec, control, head is not None)
         spec, control = self.drafting.spec, self.drafting.control
-        if self.drafting.strategies == (OFF,):  # nothing drafts: no head is needed
-            spec, control = spec and dataclasses.replace(spec, strategy=OFF), None
+        if self.drafting.strategies == (Strategy.OFF,):  # nothing drafts: no head is needed
+            spec, control = spec and dataclasses.replace(spec, strategy=Strategy.OFF), None
         self.spec = None if spec is None or spec.is_off else spec
         if self.spec is not None and self.spec.exact_mode:
             self.notes.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from specjax.config import ModelConfig, SpecConfig, Strategy
@@ -20,9 +20,14 @@ def make_plans(
     cfg: ModelConfig,
     spec: SpecConfig | None,
     source: Draft | None,
-    strategies: Mapping[str, Strategy | None] | None = None,
+    strategies: Sequence[Strategy] | None = None,
 ) -> dict[str, Plan]:
-    """The static half of a round, per strategy, before anybody asked for a feature.
+    """The static half of a round, by the strategy's name, before anybody asked for a feature.
+
+    A strategy that is cut to fewer rows keeps the name that it was asked for by.
+
+    Args:
+      strategies: None is `spec`'s own alone.
 
     Raises:
       ValueError: a strategy is wider than the vocabulary, or not exact under `spec`'s rule; or the
@@ -32,29 +37,28 @@ def make_plans(
         return {OFF: Plan(cfg, invariant=spec is not None and spec.invariant)}
     source = source or source_of(cfg, spec)
     if strategies is None:
-        own = spec.resolve()
-        strategies = {own.name: own}
-    if spec.adaptive_width and not any(s and s.is_dynamic for s in strategies.values()):
+        strategies = (spec.resolve(),)
+    if spec.adaptive_width and not any(strategy.is_dynamic for strategy in strategies):
         raise SettingError(
             lambda say: (
                 f"{say('adaptive_width')} changes the width of dynamic trees, got strategies "
-                f"{', '.join(strategies)}; use one such as '6_4_16', or "
+                f"{', '.join(map(str, strategies))}; use one such as '6_4_16', or "
                 f"{say('adaptive_width', False)}"
             )
         )
-    return {name: _plan(cfg, spec, source, strategy) for name, strategy in strategies.items()}
+    return {strategy.name: _plan(cfg, spec, source, strategy) for strategy in strategies}
 
 
-def _plan(cfg: ModelConfig, spec: SpecConfig, source: Draft, strategy: Strategy | None):
+def _plan(cfg: ModelConfig, spec: SpecConfig, source: Draft, strategy: Strategy) -> Plan:
     settings = dict(
         mode=spec.acceptance,
         aligned=spec.aligned,
         tau=spec.tau,
-        adaptive_width=spec.adaptive_width and strategy is not None and strategy.is_dynamic,
+        adaptive_width=spec.adaptive_width and strategy.is_dynamic,
         invariant=spec.invariant,
         telemetry=spec.telemetry_on,
     )
-    if strategy is None:
+    if strategy.is_off:
         return Plan(cfg, None, source, **settings)
     dataclasses.replace(spec, strategy=strategy)  # refuses what is not exact
     widest = strategy.dynamic[1] if strategy.dynamic else 1 + max(map(max, strategy.paths))
@@ -90,7 +94,7 @@ def make_arms(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Arm]:
     """
     if len(plans) == 1 or not all(plan.invariant for plan in plans.values()):
         return {name: Arm(name, plan) for name, plan in plans.items()}
-    strategies = [plan.tree.strategy for plan in plans.values() if plan.tree]
+    strategies = [plan.strategy for plan in plans.values() if plan.tree]
     common = common_strategy(strategies)
     if common.rows > most_rows:
         raise SettingError(
@@ -107,15 +111,14 @@ def make_arms(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Arm]:
     adaptive = any(plan.adaptive_width for plan in plans.values())
     shared = dataclasses.replace(drafting, tree=tree, adaptive_width=adaptive)
     return {
-        name: Arm(common.name, shared, part_of(tree, plan.tree and plan.tree.strategy))
-        for name, plan in plans.items()
+        name: Arm(common.name, shared, part_of(tree, plan.strategy)) for name, plan in plans.items()
     }
 
 
 def own_name(spec: SpecConfig | None, plans: Mapping[str, Plan]) -> str:
     """Which of the plans is the one that `spec` itself names; the first if it is not there."""
     if spec is not None and not spec.is_off:
-        for name in (Strategy.parse(spec.strategy).name, spec.resolve().name):
+        for name in (spec.strategy.name, spec.resolve().name):
             if name in plans:
                 return name
     return next(iter(plans))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ class Runner:
       source: what drafts; none: as `spec` says, see `source_of`.
       chunk_tokens: tokens per slot that one chunk can emit at most. stretch: of how many times as
         many if few run, see `EngineConfig`.
-      strategies: by name, those that chunks can be run with; none: `spec`'s alone.
+      strategies: those that chunks can be run with; None: `spec`'s alone.
       page_size: positions per page; None takes 128, 0 gives each sequence one page to itself.
       cache_bytes: for the pages of all caches, see `EngineConfig`.
       stride: pieces of prompts start at multiples of it.
@@ -92,7 +92,7 @@ class Runner:
         mesh: jax.sharding.Mesh | None = None,
         source: Draft | None = None,
         chunk_tokens: int = 32,
-        strategies: Mapping[str, Strategy | None] | None = None,
+        strategies: Sequence[Strategy] | None = None,
         page_size: int | None = None,
         cache_bytes: int | None = None,
         stride: int = 1,

@@ -8,7 +8,6 @@ from collections.abc import Sequence as Several
 from specjax.config import SpecConfig, Strategy
 from specjax.config.checks import choice
 from specjax.control import ControlConfig
-from specjax.control.base import parse_arms
 from specjax.engine.prompts import padded_widths
 from specjax.kernels import panels
 from specjax.kernels.names import check_attention
@@ -99,18 +98,14 @@ def powers(batch: int, base: int) -> list[int]:
     return sizes
 
 
-def strategies_of(
-    spec: SpecConfig | None, control: ControlConfig | None
-) -> dict[str, Strategy | None] | None:
-    """What the controller may choose, cut to the rows that `spec` allows; None: `spec`'s own."""
+def strategies_of(spec: SpecConfig | None, control: ControlConfig | None) -> list[Strategy] | None:
+    """What the controller may choose, cut to the rows that `spec` allows, by the names that it has
+    for them; None: `spec`'s own."""
     if control is None:
         return None
     require_speculation(spec)
-    arms = parse_arms(control.arms)
     most = spec.spec_verify_tokens
-    return {
-        name: arm and dataclasses.replace(arm.capped(most), name=name) for name, arm in arms.items()
-    }
+    return [dataclasses.replace(arm.capped(most), name=arm.name) for arm in control.arms]
 
 
 def require_speculation(spec: SpecConfig | None) -> None:

@@ -11,7 +11,7 @@ import jax
 
 from specjax.checkpoint import huggingface as hf
 from specjax.config import ModelConfig, SpecConfig, Strategy
-from specjax.control import OFF, ControlConfig
+from specjax.control import ControlConfig
 from specjax.drafts.model import ModelSource
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.heads import load_head
@@ -55,12 +55,11 @@ class Drafting(NamedTuple):
     by_default: bool = False
 
     @property
-    def strategies(self) -> tuple[str, ...]:
-        """Those that may be used, by name; `off` is plain decoding."""
+    def strategies(self) -> tuple[Strategy, ...]:
+        """Those that may be used."""
         if self.control is not None:
             return self.control.arms
-        plain = self.spec is None or self.spec.is_off
-        return (OFF,) if plain else (self.spec.resolve().name,)
+        return (Strategy.OFF if self.spec is None else self.spec.resolve(),)
 
     def described(self, say: Say = python, always_drafts: bool = False) -> str:
         """One line: what drafts, why, and how to change that as one types it.
@@ -70,7 +69,7 @@ class Drafting(NamedTuple):
             `source="head"` gives a checkpoint without a head a random one.
         """
         spec = self.spec
-        if self.strategies == (OFF,):
+        if self.strategies == (Strategy.OFF,):
             return "draft: none, by plain decoding"
         others = {name: say("source", name) for name in ("head", "ngram") if name != spec.source}
         if self.by_default and not always_drafts:
@@ -82,7 +81,8 @@ class Drafting(NamedTuple):
         arms = self.strategies
         how = f"always {arms[0]}"
         if len(arms) > 1:
-            how = f"the controller {self.control.controller} chooses among {', '.join(arms)}"
+            names = ", ".join(map(str, arms))
+            how = f"the controller {self.control.controller} chooses among {names}"
         what = {
             "head": _HEADS.get(spec.head, f"the head {spec.head}"),
             "ngram": "n-grams",
@@ -120,7 +120,7 @@ def settle_draft(
         return Drafting(dataclasses.replace(spec, source="head"), control)
     free = spec.acceptance in ("coupled", "greedy") and may_stop
     if control is None and free:
-        control = ControlConfig(strategies=(OFF, Strategy.parse(spec.strategy)))
+        control = ControlConfig(strategies=(Strategy.OFF, spec.strategy))
     return Drafting(dataclasses.replace(spec, source="ngram"), control, by_default=True)
 
 

@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 
 from specjax.checkpoint import huggingface as hf
-from specjax.config import SpecConfig, Strategy
+from specjax.config import SpecConfig
 from specjax.config.dtype import AUTO
-from specjax.control import OFF, ControlConfig
+from specjax.control import ControlConfig
 from specjax.engine.llm import LLM
 from specjax.engine.request import InvalidLogitsError
 from specjax.engine.settings import EngineConfig
@@ -80,7 +80,7 @@ def load(
         spec = dataclasses.replace(spec, head="random")
     drafting = settle_draft(spec, control, cfg.mtp_num_layers > 0, may_stop=False)
     control = drafting.control
-    arms = [Strategy.parse(arm) for arm in control.arms if arm != OFF] if control else []
+    arms = [arm for arm in control.arms if not arm.is_off] if control else []
     if control is not None and not arms:
         raise InputError("the controller may choose 'off' only, which leaves nothing to check")
     steps = max(each.steps for each in (*arms, spec.resolve()))
@@ -146,7 +146,7 @@ def check(
         raise InputError(f"there is nothing to compare: {error}") from error
     return Verdict(
         model=name,
-        strategy=", ".join(llm.drafting.strategies),
+        strategy=", ".join(map(str, llm.drafting.strategies)),
         acceptance=llm.spec.acceptance,
         source=_source(llm.spec),
         dtype=llm.cfg.run.compute_dtype,

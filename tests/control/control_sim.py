@@ -23,7 +23,7 @@ def cost_table(name: str, arms=ARMS, times: Mapping[str, float] | None = None) -
     batches = parts.batches.astype(int).tolist()
 
     def seconds(arm: str, batch: int) -> float:
-        steps = 0 if arm == OFF else Strategy.parse(arm).steps
+        steps = Strategy.parse(arm).steps
         plain = parts.plain_step(batch)
         return times.get(arm, 1.0) * (parts.spec_round(batch, steps) if steps else plain)
 
@@ -75,7 +75,7 @@ class World:
         self.random = np.random.default_rng(seed)
 
     def steps(self, name: str) -> int:
-        return 0 if name == OFF else Strategy.parse(name).steps
+        return Strategy.parse(name).steps
 
     def depth_rates(self, name: str) -> np.ndarray:
         if name == "off":

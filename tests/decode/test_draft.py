@@ -293,8 +293,8 @@ def test_a_slot_that_opts_out_gets_no_draft_and_the_others_keep_theirs():
 def test_one_program_drafts_for_each_strategy_what_its_own_program_drafts(
     strategies, common, missing, settings
 ):
-    parsed = [s if s == "off" else Strategy.parse(s) for s in strategies]
-    shared = common_strategy([s for s in parsed if s != "off"])
+    parsed = [*map(Strategy.parse, strategies)]
+    shared = common_strategy([s for s in parsed if not s.is_off])
     if "+" in common:
         held = {p for name in common.split("+") for p in Strategy.parse(name).paths}
         assert set(shared.paths) == held
@@ -305,10 +305,10 @@ def test_one_program_drafts_for_each_strategy_what_its_own_program_drafts(
     program = jax.jit(program_of(plan))
     drafts = []
     for strategy in parsed:
-        part = part_of(plan.tree, None if strategy == "off" else strategy)
+        part = part_of(plan.tree, strategy)
         draft = program(state.tokens, state.length, state.keys, state.options, part)
         drafts.append([set(nodes_of(draft, slot)) for slot in range(BATCH)])
-        if strategy == "off":
+        if strategy.is_off:
             assert drafts[-1] == [{()}] * BATCH
             continue
         own = draft_of(Plan(None, build_tree(strategy), source, **settings), state)

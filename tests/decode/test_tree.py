@@ -141,6 +141,15 @@ def test_a_strategy_has_the_rows_and_steps_that_its_text_says(spec, rows, steps,
     assert hash(strategy) == hash(Strategy.parse(spec))
 
 
+@pytest.mark.parametrize("name", ["off", "Disable", "none"])
+def test_plain_decoding_is_a_strategy_without_a_tree(name):
+    off = Strategy.parse(name)
+    assert off is Strategy.OFF is Strategy.chain(0) and off.is_off and str(off) == "off"
+    assert (off.steps, off.rows) == (0, 1) and not Strategy.parse("1_1_2").is_off
+    with pytest.raises(ValueError, match="'off' is plain decoding, which drafts no tree"):
+        build_tree(off)
+
+
 def test_the_default_tree_is_the_twelve_known_paths():
     expected = "0 1 2 3 00 01 10 11 000 010 100 110".split()
     assert ["".join(map(str, p)) for p in Strategy.parse("default").paths] == expected
@@ -161,8 +170,6 @@ def test_the_default_tree_is_the_twelve_known_paths():
         ("0x2", ["0x2", "at least one child"]),
         ("4x", ["'4x'", "4x2x1", "default"]),
         ("", ["''", "4_1_5"]),
-        ("off", ["'off'", "plain decoding", "4_1_5"]),
-        ("Disable", ["'Disable'", "plain decoding"]),
         ([], ["at least one path", "'off'"]),
         ([(0,), (1,), (2, 0)], ["(2, 0)", "no parent", "add (2,)"]),
         ([(0,), (2,)], ["(2,)", "better sibling", "add (1,)"]),

@@ -22,7 +22,6 @@ from tpu_programs import MODEL, STRATEGY
 
 from bench.gpu.cards import CARDS
 from specjax.config import SpecConfig, Strategy
-from specjax.control import OFF
 from specjax.decode.admit import prefill
 from specjax.decode.chunk import Until
 from specjax.decode.options import Features
@@ -45,10 +44,10 @@ class Named:
 def runner_of(device, attention: str) -> Runner:
     """An engine's device side that holds shapes on a device."""
     cfg = MODEL.replace(max_position=ROOM).running(scan_layers=False)
-    names = {OFF: None, STRATEGY: Strategy.parse(STRATEGY)}
+    strategies = (Strategy.OFF, Strategy.parse(STRATEGY))
     with mock.patch("jax.devices", lambda *_: [Named()]):
         runner = Runner(
-            cfg, SpecConfig(STRATEGY), SLOTS, ROOM, strategies=names, attention=attention
+            cfg, SpecConfig(STRATEGY), SLOTS, ROOM, strategies=strategies, attention=attention
         )
     runner.hold_shapes(
         jax.eval_shape(lambda: init_params(cfg)), jax.eval_shape(lambda: init_head_params(cfg))

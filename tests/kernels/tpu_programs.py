@@ -108,7 +108,7 @@ def runner_of(mesh, model: ModelConfig = MODEL, batch: int = 8, **more) -> Runne
     Args:
       more: arguments of `Runner`.
     """
-    strategies = {name: Strategy.parse(name) if name != "off" else None for name in STRATEGIES}
+    strategies = [*map(Strategy.parse, STRATEGIES)]
     runner = Runner(
         model, SpecConfig(STRATEGY), batch, max_len=1024, mesh=mesh, strategies=strategies, **more
     )

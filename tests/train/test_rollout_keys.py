@@ -229,14 +229,18 @@ def section(**settings):
     return parse_config(RLConfig, [f"rollout.{k}={v}" for k, v in settings.items()])[0].rollout
 
 
+def names(roll) -> list[str]:
+    return [arm.name for arm in roll.control_config().arms]
+
+
 def test_a_control_section_is_goodput_unless_it_says_otherwise():
     assert section().control_config() is None
     assert section(control="{}").control_config() == ControlConfig()
     static = {"control.controller": "static", "strategy": "3_1_4"}
-    assert section(**static).control_config().arms == ("3_1_4",)
-    assert section(**static, **{"acceptance": "block"}).control_config().arms == ("3_1_4",)
+    assert names(section(**static)) == ["3_1_4"]
+    assert names(section(**static, **{"acceptance": "block"})) == ["3_1_4"]
     listed = {"control.controller": "static", "control.strategies": "[off]"}
-    assert section(**listed).control_config().arms == ("off",)
+    assert names(section(**listed)) == ["off"]
 
 
 def test_fastrls_section_is_read_as_it_stands():
@@ -246,7 +250,7 @@ def test_fastrls_section_is_read_as_it_stands():
     )
     roll = section(**{"control.fastrl": fastrl})
     control = roll.control_config()
-    assert (control.controller, control.arms) == ("bandit", ("8_4_32", "off"))
+    assert (control.controller, names(roll)) == ("bandit", ["8_4_32", "off"])
     assert control.bs_threshold == 32 and roll.spec_verify_tokens == 40
     assert roll.head == "some/head" and section(**{"control.fastrl": fastrl}) == roll
 
