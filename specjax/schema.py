@@ -222,10 +222,11 @@ def _keys_below(schema_cls: type, prefix: str = "", section_default: Any = None)
 
 
 def _section_of(kind: Any) -> type | None:
-    """The dataclass of a section, also of one that may be null; None: it is a plain key."""
-    options = [k for k in typing.get_args(kind) if k is not type(None)] or [kind]
-    found = options[0]
-    return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
+    """The dataclass of a section, also of one that may be null; None: it is a plain key, also
+    where its value may be a dataclass or something else."""
+    found, *others = [k for k in typing.get_args(kind) if k is not type(None)] or [kind]
+    section = not others and isinstance(found, type) and dataclasses.is_dataclass(found)
+    return found if section else None
 
 
 def attribute_docs(schema_cls: type) -> dict[str, str]:
