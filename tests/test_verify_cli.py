@@ -127,8 +127,8 @@ def test_where_hardly_any_draft_is_accepted_the_verdict_is_inconclusive(
 
 def no_drafts(propose):
     def silent(*args):
-        logits, work = propose(*args)
-        return jnp.full_like(logits, -jnp.inf), work
+        proposal, work = propose(*args)
+        return proposal._replace(scores=jnp.full_like(proposal.scores, -jnp.inf)), work
 
     return silent
 

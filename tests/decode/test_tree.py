@@ -209,7 +209,10 @@ def test_a_speculation_config_refuses_what_it_cannot_do_when_it_is_made():
         (dict(tau=float("inf")), "finite number greater than 0, got inf"),
         (dict(source="model"), "needs draft_model"),
         (dict(source="ngram", draft_model="somewhere"), "choose one"),
-        (dict(source="oracle"), "head, model, ngram; got 'oracle'"),
+        (
+            dict(source="oracle"),
+            "source 'oracle'; choose one of auto, head, model, ngram",
+        ),
         (dict(ngram_min=3, ngram_max=2), "ngram_min <= ngram_max <= 127, got 3 and 2"),
         (dict(tau=0.0), "tau must be a finite number greater than 0, got 0"),
         (dict(strategy="4x4x4"), "85 rows.*spec_verify_tokens = 48"),
