@@ -147,7 +147,7 @@ class Bench:
 
         def program(params, head, state, rows):
             model = runner.model(params)
-            here = take_slots(state, rows)._replace(cache=None)  # the policy's, which none reads
+            here = take_slots(state, rows)._replace(memory=None)  # the policy's, which none reads
             here = here._replace(draft=plan.source.resume(model, head, here, plan.steps))
 
             def body(_, state):

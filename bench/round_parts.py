@@ -45,7 +45,7 @@ class Taken(NamedTuple):
         state = self.state
         return state._replace(
             memory=state.memory._replace(pages=buffers.pages),
-            draft=state.draft._replace(cache=buffers.draft_cache),
+            draft=state.draft._replace(pages=buffers.draft_cache),
             noise=state.noise._replace(rows=buffers.noise),
         )
 
@@ -53,7 +53,7 @@ class Taken(NamedTuple):
 def split(state: DecodeState) -> tuple[Buffers, DecodeState]:
     """The buffers, and the state without them."""
     buffers = Buffers(state.memory.pages, state.draft.pages, state.noise.rows)
-    draft, noise = state.draft._replace(cache=None), state.noise._replace(rows=None)
+    draft, noise = state.draft._replace(pages=None), state.noise._replace(rows=None)
     memory = state.memory._replace(pages=None)
     return buffers, state._replace(memory=memory, draft=draft, noise=noise)
 

@@ -30,6 +30,12 @@ from specjax.checkpoint.huggingface_config import config_json
 from specjax.checkpoint.weights import load_model
 from specjax.engine.settings import EngineConfig
 from specjax.kernels.choice import choose
+from specjax.config import ModelConfig
+from specjax.config.model import Layer
+from specjax.models.mixers.attention import Attention
+from specjax.models.mlps.dense import Dense
+from specjax.models.transformer import init_params
+from specjax.registry import Registry
 from train import data, data_report, rl
 from train.data_config import DataConfig
 from train.log import read_metrics
@@ -42,6 +48,7 @@ FILES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.M | re.
 
 # Kinds whose section has not been written yet.
 MISSING = {"Family", "Mixer", "Mlp", "Draft", "Weight"}
+MISSING = {"Family", "Mlp", "Draft", "Weight", "Backend"}
 
 
 def kinds() -> set[str]:
@@ -135,6 +142,22 @@ def test_reward_of_ones_own_sees_the_columns_of_the_row(run, rows):
     scorer, hint = Scorer("my_reward:reward"), problem.columns["hint"]
     earned = [scorer(text, problem).value for text in (f" {problem.answer} ", f"an {hint}", "no")]
     assert earned == [1, 0.5, 0]
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def test_mixer_of_ones_own_generates_with_drafts_what_it_generates_without(examples):
+    mixers = Registry("mixer", {}, "a specjax.interfaces.Mixer")
+    mixer = mixers.find("my_mixer:LeakySum")(16)
+    layers = Layer(mixer, Dense(48)), Layer(Attention(4, 2, 8), Dense(48))
+    cfg = ModelConfig(vocab_size=64, hidden_size=16, layers=layers)
+    params = SamplingParams(max_tokens=24, temperature=0)
+    found = []
+    for spec in (None, SpecConfig("2_1_3", source="ngram")):
+        llm = LLM((cfg, init_params(cfg, 1), None), spec, max_batch=1, max_len=64)
+        found.append(llm.generate([[3, 5, 8, 3, 5]], params)[0].samples[0].token_ids)
+    assert found[0] == found[1] and len(found[0]) == 24
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

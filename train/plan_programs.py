@@ -351,9 +351,9 @@ def _title(key: tuple) -> str:
 
 def caches(state) -> tuple[Any, Any]:
     """A decode state's pages, and all the rest."""
-    memory = state.draft and state.draft._replace(cache=None)
-    pages = (state.cache, state.draft and state.draft.pages)
-    return pages, state._replace(cache=None, draft=memory)
+    draft = state.draft and state.draft._replace(pages=None)
+    pages = (state.memory.pages, state.draft and state.draft.pages)
+    return pages, state._replace(memory=state.memory._replace(pages=None), draft=draft)
 
 
 def device_bytes(tree) -> float:

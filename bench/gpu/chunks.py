@@ -279,7 +279,7 @@ def _apart(state) -> tuple[tuple, object]:
     )
     rest = state._replace(
         memory=state.memory._replace(pages=None),
-        draft=None if draft is None else draft._replace(cache=None),
+        draft=None if draft is None else draft._replace(pages=None),
         noise=None if noise is None else noise._replace(rows=None),
     )
     return large, rest
@@ -288,8 +288,8 @@ def _apart(state) -> tuple[tuple, object]:
 def _together(large: tuple, rest):
     cache, drafts, rows = large
     return rest._replace(
-        cache=cache,
-        draft=None if rest.draft is None else rest.draft._replace(cache=drafts),
+        memory=rest.memory._replace(pages=cache),
+        draft=None if rest.draft is None else rest.draft._replace(pages=drafts),
         noise=None if rest.noise is None else rest.noise._replace(rows=rows),
     )
 

@@ -31,7 +31,7 @@ def full_logits(params, context):
 def _forward(params, tokens):
     model = nnx.merge(graphdef(DRAFT), params)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return model.logits(model.hidden(tokens, positions, jnp.ones_like(tokens)))
+    return model.logits(model.hidden(tokens, positions, jnp.ones_like(tokens)).x)
 
 
 def check_round(params, state, grown, found):
