@@ -28,10 +28,10 @@ from specjax import LLM, SamplingParams, SpecConfig, interfaces
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.huggingface_config import config_json
 from specjax.checkpoint.weights import load_model
-from specjax.engine.settings import EngineConfig
-from specjax.kernels.choice import choose
 from specjax.config import ModelConfig
 from specjax.config.model import Layer
+from specjax.engine.settings import EngineConfig
+from specjax.kernels.choice import choose
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
 from specjax.models.transformer import init_params
@@ -47,8 +47,7 @@ SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
 FILES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.M | re.S))
 
 # Kinds whose section has not been written yet.
-MISSING = {"Family", "Mixer", "Mlp", "Draft", "Weight"}
-MISSING = {"Family", "Mlp", "Draft", "Weight", "Backend"}
+MISSING = {"Family", "Mlp", "Draft", "Weight"}
 
 
 def kinds() -> set[str]:
