@@ -1,8 +1,8 @@
 """Two ways to write new keys and values to their pages in XLA: by slices, and by one scatter.
 
 Both take flat lists of arrays: pages, of one layer each [P K S H] or of all that are stacked
-[L P K S H], and the rows to write to them, [B K R H] or [L B K R H]. What they write is
-`specjax.memory.commit_rows`.
+[L P K S H], and the rows to write to them, [B K R H] or [L B K R H]; P, K, S and H are the same
+throughout. What they write is `specjax.memory.commit_rows`.
 """
 
 from __future__ import annotations

@@ -215,7 +215,8 @@ def commit(
     """Pages after R consecutive rows of each sequence are written to them.
 
     Args:
-      arrays, rows: of each layer's keys and values, or of all layers' stacked.
+      arrays, rows: of each layer's keys and values, or of all layers' stacked; P, K, S and H are
+        the same throughout.
       start: where each sequence's first row goes.
       run: every `run` rows, counted from `start`, are sure to lie in one page.
       kernel: a name of the table, or a path.

@@ -128,7 +128,7 @@ def commit(
     """
     if any(x.dtype != jnp.float32 for x in (*arrays, *rows)):
         raise Declined("it writes float32")
-    if arrays[0].ndim != 4:
+    if any(x.ndim != 4 for x in arrays):
         raise Declined("it writes to arrays of one layer each")
     if table is None:
         table = jnp.arange(start.shape[0], dtype=jnp.int32)[:, None]

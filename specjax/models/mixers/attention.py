@@ -113,7 +113,7 @@ class Attention:
         q, k, v = self.project(w, x, *where.rotated_by(self.rotation))
         if where.form == "train":
             attended = dispatch.causal_attention(
-                q, k, v, where.segments, where.context, kernel=where.kernel
+                q, k, v, where.segments, where.context, window=self.window, kernel=where.kernel
             )
             return self.output(w, attended), Scratch(KVCache(k, v), None)
         k, v = kept = with_marked_keys(k, v)
@@ -122,7 +122,9 @@ class Attention:
         arrays = q, k, v, *memory.pages, where.prefix
         if where.form == "by_position":
             path = where.path_rows, where.depth
-            attended = dispatch.tree_attention_by_position(*arrays, *path, where.table)
+            attended = dispatch.tree_attention_by_position(
+                *arrays, *path, where.table, window=self.window
+            )
         else:
             attended = dispatch.tree_attention(
                 *arrays, where.visible, where.table, window=self.window, kernel=where.kernel
