@@ -1,12 +1,13 @@
 """Makes the golden checkpoints beside this file; needs torch and transformers.
 
-    python tests/golden/make_golden.py
+    python tests/golden/make_golden.py [FAMILY ..]
 
-One directory per family: tiny random weights as transformers saves them (bfloat16, to be small) and
-golden.npz with what transformers computes from them in float32: logits of two prompts, and logits
-at every node of the default draft tree, each from running its root-to-node path in full. `mimo` has
-in addition an MTP head and the outputs of the torch implementation in tests/models/mtp_oracle.py,
-the same head under DeepSeek's names, and a Qwen2 body, for transformers has no MiMo.
+One directory per family, of all or of those that are named: tiny random weights as transformers
+saves them (bfloat16, to be small) and golden.npz with what transformers computes from them in
+float32: logits of two prompts, and logits at every node of the default draft tree, each from
+running its root-to-node path in full. `mimo` has in addition an MTP head and the outputs of the
+torch implementation in tests/models/mtp_oracle.py, the same head under DeepSeek's names, and a
+Qwen2 body, for transformers has no MiMo.
 """
 
 import json
@@ -141,6 +142,8 @@ def add_mtp(folder, model, golden):
 def main():
     transformers.logging.set_verbosity_error()
     for seed, (name, (config_name, extra)) in enumerate(FAMILIES.items()):
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         folder = HERE / name
         shutil.rmtree(folder, ignore_errors=True)
         model, golden = body(folder, config_name, extra, seed)
