@@ -53,6 +53,7 @@ FAMILIES = {
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
     "mimo": ("Qwen2Config", {"tie_word_embeddings": False}),
+    "mistral": ("MistralConfig", {"head_dim": 16, "sliding_window": 5}),
 }
 LENGTHS = (12, 9)
 

@@ -13,6 +13,7 @@ FAMILIES = Registry(
         "qwen2": "specjax.models.families.qwen2:FAMILY",
         "qwen3": "specjax.models.families.qwen3:FAMILY",
         "mimo": "specjax.models.families.mimo:FAMILY",
+        "mistral": "specjax.models.families.mistral:FAMILY",
     },
     "a specjax.interfaces.Family",
 )
