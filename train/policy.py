@@ -23,7 +23,7 @@ from specjax.config import ModelConfig
 from specjax.interfaces import Axes, Denominators
 from specjax.kernels import dispatch
 from specjax.models.rows import param_axes
-from specjax.models.transformer import Params, Transformer, graphdef, init_params
+from specjax.models.transformer import Params, Taps, Transformer, graphdef, init_params
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
 from train.algo import AlgoSection
@@ -119,6 +119,8 @@ class PolicyTrainer:
       context: how the mesh splits rows. What is handed out per token is then in its order, as are
         the batches that `place` makes; `fetch` undoes it.
       attention: the kernel, see `specjax.kernels.dispatch.settle`.
+      taps: inner states that a draft is trained on, see `specjax.models.transformer.Taps`; they are
+        handed out behind the states before the final norm, in the last axis.
     """
 
     def __init__(
@@ -131,7 +133,9 @@ class PolicyTrainer:
         context: Context | None = None,
         attention: str = "auto",
         transforms: Transforms | None = None,
+        taps: Taps = (),
     ):
+        self.taps = taps
         cfg = settled(cfg, mesh, attention, "training attention", context)
         self.cfg, self.axes = cfg.running(scan_layers=True), param_axes(cfg)
         self.loss, self.optimizer, self.mesh = loss, optimizer, mesh
@@ -147,7 +151,7 @@ class PolicyTrainer:
             lambda params, batch: self._token_logprobs(params, batch)[0], out_shardings=rows
         )
         self._states = jax.jit(
-            lambda params, batch: self._forward(params, batch)[1], out_shardings=rows
+            lambda params, batch: self._forward(params, batch)[2], out_shardings=rows
         )
         self._zeros = jax.jit(self._zeros_program, out_shardings=params)
 
@@ -239,13 +243,17 @@ class PolicyTrainer:
         model: Transformer = nnx.merge(graphdef(self.cfg), params)
         with sharding.ambient(self.mesh):
             found = model.hidden(
-                batch["tokens"], batch["positions"], batch["segment_ids"], self.context
+                batch["tokens"],
+                batch["positions"],
+                batch["segment_ids"],
+                self.context,
+                taps=self.taps,
             )
-        return model, found.x
+        return model, found.x, jnp.concatenate([found.x, *found.taps], axis=-1)
 
     def _token_logprobs(self, params: Params, batch: Batch):
-        model, states = self._forward(params, batch)
-        logits = model.logits(states)
+        model, x, states = self._forward(params, batch)
+        logits = model.logits(x)
         if self.transforms is not None:
             return *processed_logprobs(logits, batch, self.transforms, self.context), states
         logprobs, entropy = token_logprobs(

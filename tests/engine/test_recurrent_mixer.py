@@ -51,7 +51,8 @@ LEAKY = leaky_sum()
 
 
 def config(repeats=1, **run) -> ModelConfig:
-    pattern = (Layer(LEAKY, Dense(24)), Layer(Attention(4, 2, 8, qk_norm=True), Dense(24)))
+    attention = Attention(4, 2, 8, qk_norm=True, window=4)
+    pattern = Layer(LEAKY, Dense(24)), Layer(attention, Dense(24))
     cfg = ModelConfig(
         vocab_size=VOCAB, hidden_size=16, layers=pattern * repeats, tie_embeddings=False,
         max_position=512, mtp_num_layers=1,
@@ -238,6 +239,49 @@ def test_rows_of_a_tree_are_those_of_their_paths_and_nan_reaches_only_its_descen
     kept = commit(cfg, memory, broken.scratch, padded, count, Commit(jnp.array([3])))
     for slot, wanted in zip(jax.tree.leaves(kept.slots), jax.tree.leaves(right.slots), strict=True):
         np.testing.assert_allclose(slot, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_taps_are_the_states_between_layers_in_training_prefill_and_decoding(scan):
+    """Those of a model cut off behind so many layers, whose params are the first rows of these."""
+    cfg, ids = config(repeats=2, scan_layers=scan), np.arange(6)[None]
+    params, taps = weights(cfg)[0], (3, 0, "post_norm", 4, 2, "pre_norm")
+    model = nnx.merge(graphdef(cfg), params)
+    layout = nnx.merge(graphdef(cfg, cfg.run.decode_layout), to_decode_layout(params, cfg))
+    room, at, lengths = Room(slots=1, pages=1, page_size=16), np.arange(6)[None], np.array([6])
+
+    @jax.jit
+    def forwards():
+        where = Where("tree", at, prefix=jnp.zeros(1, int), visible=chain_bits(6))
+        return (
+            model.hidden(ids, at, np.ones_like(ids), taps=taps),
+            layout.prefill(ids, lengths, taps),
+            layout.decode(ids, where, empty(cfg, room), taps=taps),
+            model.embed_tokens(ids),
+        )
+
+    *found, embedded = forwards()
+    short = config(repeats=1, scan_layers=scan)
+    half = jax.tree.map(lambda a: a[:1], params["layers"])
+    behind_two = nnx.merge(graphdef(short), {**params, "layers": half})
+    wanted = jax.jit(behind_two.hidden)(ids, at, np.ones_like(ids)).x
+    for forward in found:
+        three, none, post, four, two, pre = forward.taps
+        np.testing.assert_array_equal(none, embedded)
+        np.testing.assert_allclose(two, wanted, atol=1e-5)
+        np.testing.assert_array_equal(four, forward.x)
+        np.testing.assert_array_equal(pre, forward.x)
+        np.testing.assert_allclose(post, model.final_norm(forward.x), atol=1e-6)
+        assert not np.allclose(three, two) and not np.allclose(three, four)
+        assert forward.tapped.shape == (1, 6, 6 * 16)
+        np.testing.assert_allclose(three, found[0].taps[0], atol=1e-4)
+
+
+def test_a_tap_that_the_model_does_not_have_is_refused():
+    model = nnx.merge(graphdef(config()), weights(config())[0])
+    ones = np.ones((1, 2), int)
+    with pytest.raises(ValueError, match="from 0 to 2, 'pre_norm' or 'post_norm', got 3"):
+        model.hidden(ones, ones, ones, taps=(3,))
 
 
 def test_slots_cost_bytes_beside_pages():

@@ -46,12 +46,21 @@ def test_the_gradient_of_the_head_loss_is_exactly_zero_for_policy_and_states(set
     assert not any(np.any(np.asarray(g)) for g in jax.tree.leaves(gradients[1:]))
 
 
+def test_inner_states_that_a_head_asks_for_are_handed_out_behind_the_others(setting):
+    model, params, _, batches, states, cfg = setting
+    trainer = PolicyTrainer(model, sft_loss, cfg.optim.build(), taps=(0,))
+    found, width = trainer.states(params, batches[0]), model.hidden_size
+    np.testing.assert_array_equal(found[..., :width], states[0])
+    embedded = np.asarray(params["embed"])[np.asarray(batches[0]["tokens"])]
+    np.testing.assert_array_equal(found[..., width:], embedded)
+
+
 def test_through_the_whole_policy_the_head_loss_has_no_gradient(setting):
     model, params, head, batches, _, cfg = setting
     trainer = PolicyTrainer(model, sft_loss, cfg.optim.build())
 
     def value(params):
-        _, states = trainer._forward(params, batches[0])
+        *_, states = trainer._forward(params, batches[0])
         policy = frozen_policy_parts(params)
         return head_loss(model, cfg.draft, 1.0, head, policy, batches[0], states)[0]
 
