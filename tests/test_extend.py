@@ -7,6 +7,7 @@ where a user would, in a keyword, a flag or a key. The fixture `examples` makes 
 importable, and gives the directory that they are in.
 """
 
+import argparse
 import contextlib
 import importlib
 import inspect
@@ -31,11 +32,13 @@ from specjax.checkpoint.weights import load_model
 from specjax.config import ModelConfig
 from specjax.config.model import Layer
 from specjax.engine.settings import EngineConfig
+from specjax.engine.sources import source_of
 from specjax.kernels.choice import choose
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
 from specjax.models.transformer import init_params
 from specjax.registry import Registry
+from specjax.speculation_flags import add_flags, settings_of
 from train import data, data_report, rl
 from train.data_config import DataConfig
 from train.log import read_metrics
@@ -47,7 +50,7 @@ SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
 FILES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.M | re.S))
 
 # Kinds whose section has not been written yet.
-MISSING = {"Family", "Mlp", "Draft", "Weight"}
+MISSING = {"Family", "Mlp", "Weight"}
 
 
 def kinds() -> set[str]:
@@ -85,6 +88,32 @@ def test_every_file_of_the_page_is_a_block_of_its_own_and_is_run():
     source = Path(__file__).read_text(encoding="utf-8")
     for name in FILES:
         assert f"{name.removesuffix('.py')}:" in source, f"no test names what is in {name}"
+
+
+# --- drafts ---------------------------------------------------------------------------------------
+
+
+def test_draft_of_ones_own_changes_no_token_and_is_accepted(examples, thin_policy):
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    flags = ["--source", "my_draft:Repeat", "--strategy", "2_1_3"]
+    spec = settings_of(parser.parse_args(flags)).spec()
+    llm, plain = (LLM(thin_policy, s, max_batch=2, max_len=64) for s in (spec, None))
+    assert "draft: my_draft:Repeat; always 2_1_3" in llm.drafting.described()
+    often = SamplingParams(temperature=0.8, max_tokens=24, seed=5, logit_bias={7: 6.0})
+    found = []
+    for each in (llm, plain):
+        outputs = each.generate([[3, 3, 3], [5, 1]], [often, SamplingParams(0.0, max_tokens=24)])
+        found.append([output.samples[0].token_ids for output in outputs])
+    assert found[0] == found[1]
+    assert llm.totals.accept_length > 1.2
+
+
+def test_draft_that_cannot_be_had_is_refused_by_name(examples):
+    with pytest.raises(ValueError, match="cannot load draft source 'my_draft:Nothing'"):
+        source_of(None, SpecConfig(source="my_draft:Nothing"))
+    with pytest.raises(ValueError, match="choose one of auto, head, model, ngram, or give"):
+        SpecConfig(source="repeat")
 
 
 # --- objectives, tasks and rewards ----------------------------------------------------------------

@@ -34,9 +34,10 @@ def source_of(cfg: ModelConfig, spec: SpecConfig) -> Draft:
     Raises:
       ValueError: a standalone model, which must be loaded first, or there is none of that name.
     """
-    by_default = "head" if cfg.mtp_num_layers else "ngram"
-    kind = DRAFTS.find(by_default if spec.source == "auto" else spec.source)
-    return kind.of(cfg, spec)
+    name = spec.source
+    if name == "auto":
+        name = "head" if cfg.mtp_num_layers else "ngram"
+    return DRAFTS.find(name).of(cfg, spec)
 
 
 _HEADS = {"checkpoint": "the checkpoint's head", "random": "a random head"}
