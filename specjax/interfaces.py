@@ -450,6 +450,20 @@ class Draft(Protocol):
         """Parameters as they are multiplied by, where the network's config asks for packed ones."""
         return params
 
+    def columns(self, params: Params, target: Params, ids: Int[Array, " C"]) -> Params:
+        """What it needs to draft from some tokens alone: the entry `vocabulary` of its parameters.
+
+        Args:
+          params: its own, packed. target: the target's, in their decode layout. ids: ascending.
+
+        Raises:
+          ValueError: it always drafts from all.
+        """
+        raise ValueError(
+            f"{type(self).__name__} cannot draft from a part of the vocabulary: it has no method "
+            "`columns`; leave out draft_vocab and token_map"
+        )
+
     def margin(self, steps: int) -> int:
         """Positions past the longest sequence that it may write to, in rounds of `steps` steps."""
         return 0

@@ -117,6 +117,15 @@ class SpeculationSettings:
     draft_model: str | None = option(
         None, "Hugging Face directory or id of the draft model; with it source=auto is model"
     )
+    draft_vocab: int | None = option(
+        None,
+        "the head or model drafts from so many tokens, those that are emitted most; null: from all",
+    )
+    token_map: str | None = option(
+        None,
+        "JSON file with a list of token ids, the most frequent first, for the head or model to "
+        "draft from; the first draft_vocab of them, or all",
+    )
     ngram_max: int = option(4, "longest suffix that source=ngram looks up")
     ngram_min: int = option(1, "shortest suffix that source=ngram looks up")
     ngram_siblings: bool = option(True, "look it up in the prompt's other samples, too")

@@ -153,6 +153,11 @@ def speculation_rules(
             "or leave it out",
         ),
         Needs(
+            (f"{key}draft_vocab", f"{key}token_map"),
+            lambda v: v[f"{key}source"] != "ngram",
+            f"[{key}source] has no language-model head; leave it out",
+        ),
+        Needs(
             (f"{key}ngram_max", f"{key}ngram_min", f"{key}ngram_siblings"),
             may_look_up,
             f"n-grams do not draft, with [{key}source], [{key}draft_model] and [{key}head]; set "

@@ -36,6 +36,10 @@ class SpecConfig:
         the Hugging Face id, see `specjax.engine.heads`); with the latter two `auto` is `head`.
       draft_model: directory or Hugging Face id of the standalone model; `auto` is `model` with it.
         A draft source of your own is given it as it stands.
+      draft_vocab: the head or model drafts from so many tokens, those that are emitted most (at
+        first from the lowest ids; `block` and `recursive` keep these); None: from all.
+      token_map: file with a JSON list of token ids, the most frequent first, to draft from in their
+        place; of them the first `draft_vocab`, or all.
       ngram_max, ngram_min: longest and shortest suffix that is looked up.
       ngram_siblings: also look in the other samples of the same prompt that lie in the batch.
       aligned: draft candidates come from logits transformed as the target's are; False ranks them
@@ -59,6 +63,8 @@ class SpecConfig:
     head: str = "checkpoint"
     head_seed: int = 0
     draft_model: str | None = None
+    draft_vocab: int | None = None
+    token_map: str | None = None
     ngram_max: int = 4
     ngram_min: int = 1
     ngram_siblings: bool = True
@@ -95,6 +101,19 @@ class SpecConfig:
             )
         if self.source == "auto" and self.head != "checkpoint":
             object.__setattr__(self, "source", "head")
+        if self.draft_vocab is not None and self.draft_vocab < 1:
+            raise SettingError(
+                lambda say: f"{say('draft_vocab')}: expected at least 1, got {self.draft_vocab}"
+            )
+        if self.token_map is not None:
+            object.__setattr__(self, "token_map", str(self.token_map))
+        if self.source == "ngram" and (self.draft_vocab, self.token_map) != (None, None):
+            raise SettingError(
+                lambda say: (
+                    f"{say('draft_vocab')} and {say('token_map')} are about heads and models, and "
+                    f"{say('source', 'ngram')} has no language-model head; leave them out"
+                )
+            )
         if not 0 < self.tau < float("inf"):
             raise ValueError(f"tau must be a finite number greater than 0, got {self.tau}")
         if not 1 <= self.ngram_min <= self.ngram_max <= NGRAM_LIMIT:
@@ -122,13 +141,17 @@ class SpecConfig:
                 "if the tree's shape is fixed before they are drawn (re-ranking is biased), "
                 f"{where}; use acceptance 'coupled', or a static tree such as '4x2x1'"
             )
-        by_token = self.acceptance in ("coupled", "greedy")
         for name in ("exact_mode", "invariant"):
-            if getattr(self, name) and not by_token:
+            if getattr(self, name) and not self.by_token:
                 raise ValueError(
                     f"{name} is about equal tokens, and acceptance {self.acceptance!r} equals "
                     "plain decoding in distribution only; use acceptance 'coupled'"
                 )
+
+    @property
+    def by_token(self) -> bool:
+        """Whether its tokens are those of plain decoding, and not in distribution alone."""
+        return self.acceptance in ("coupled", "greedy")
 
     @property
     def head_path(self) -> str | None:

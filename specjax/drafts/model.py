@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from specjax.config import ModelConfig, SpecConfig
 from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits
-from specjax.drafts import ABSORBED
+from specjax.drafts import ABSORBED, vocabulary
 from specjax.interfaces import (
     Axes,
     Cost,
@@ -97,6 +97,12 @@ class ModelSource(Draft):
     def pack(self, params: Params) -> Params:
         return panels.pack(params, matrix_names(self.cfg), self.cfg.run.compute_dtype)
 
+    def columns(self, params: Params, target: Params, ids) -> Params:
+        """Ids that the draft does not have stand for no token."""
+        head = vocabulary.head_of(params)
+        ids = jnp.where(ids < head.shape[1], ids, self.vocab)
+        return vocabulary.columns(head, ids, self.cfg.run.products == "panels")
+
     def margin(self, steps: int) -> int:
         return max(steps + 1, ABSORBED)
 
@@ -152,7 +158,7 @@ class ModelSource(Draft):
             lambda r: jnp.zeros((*r.shape[:-2], total, r.shape[-1]), r.dtype), rows
         )
         work = _Work(cache, state.length - 1, scratch, state.table)
-        return Proposal(self._fit(draft.logits(x))), work
+        return self._proposal(draft, params, x), work
 
     def _run(self, params, cache: tuple, tokens, start, table):
         """The draft model over consecutive tokens that begin at `start` [B]."""
@@ -175,7 +181,7 @@ class ModelSource(Draft):
             table=work.table,
         )
         found = draft.decode(level.tokens, where, self._memory(work.cache), work.scratch)
-        return Proposal(self._fit(draft.logits(found.x))), work._replace(scratch=found.scratch)
+        return self._proposal(draft, params, found.x), work._replace(scratch=found.scratch)
 
     def commit(self, memory: Memory, work: _Work | None, hidden, count) -> Memory:
         if work is None:
@@ -184,7 +190,12 @@ class ModelSource(Draft):
         return Memory(work.cache, ModelSlots(pending))
 
     def _draft(self, params: Params) -> Transformer:
+        params = vocabulary.network(params)
         return nnx.merge(graphdef(self.cfg, self.cfg.run.decode_layout), params)
+
+    def _proposal(self, draft: Transformer, params: Params, x) -> Proposal:
+        some = vocabulary.proposal(params, draft.final_norm(x))
+        return some or Proposal(self._fit(draft.logits(x)))
 
     def _fit(self, logits: Float[Array, "B R U"]) -> Float[Array, "B R V"]:
         """The draft's logits over the target's ids; -inf where the draft has none."""

@@ -28,7 +28,7 @@ from specjax.config import ModelConfig, SpecConfig
 from specjax.config.model import Layer
 from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits, take_parents
-from specjax.drafts import ABSORBED
+from specjax.drafts import ABSORBED, vocabulary
 from specjax.indexing import take_along
 from specjax.interfaces import Axes, Cost, Draft, Level, Memory, Needs, Param, Proposal, Room
 from specjax.kernels import dispatch, panels
@@ -295,6 +295,10 @@ class MTPSource(Draft):
     def pack(self, params: Params) -> Params:
         return to_panels(params, self.cfg)
 
+    def columns(self, params: Params, target: Params, ids) -> Params:
+        packed = self.cfg.run.products == "panels"
+        return vocabulary.columns(vocabulary.head_of(target), ids, packed)
+
     def margin(self, steps: int) -> int:
         return max(steps, ABSORBED) + self.cfg.mtp_num_layers
 
@@ -404,7 +408,7 @@ class MTPSource(Draft):
         cache = self._write(memory.pages, run.rows, slot, run.normed, state.table)
         end = state.length - 2
         work = _Work(cache, end - slots.skipped, end, state.table, recycled, (empty, empty))
-        return Proposal(lm_logits(normed, model.head_weight())), work
+        return self._proposal(model, params, normed), work
 
     def _over_window(self, model, params, state, memory: Memory, count: int):
         """Every module over `count` rows of the window, the slot of the first of them, and [B] how
@@ -460,7 +464,7 @@ class MTPSource(Draft):
             work.table,
         )
         work = work._replace(recycled=recycled, scratch=scratch, start=start)
-        return Proposal(lm_logits(normed, model.head_weight())), work
+        return self._proposal(model, params, normed), work
 
     def commit(self, memory: Memory, work: _Work | None, hidden, count) -> Memory:
         if work is None:
@@ -476,8 +480,13 @@ class MTPSource(Draft):
             ),
         )
 
+    def _proposal(self, model, params, normed) -> Proposal:
+        """By the policy's language-model head, or some of its columns."""
+        some = vocabulary.proposal(params, normed)
+        return some or Proposal(lm_logits(normed, model.head_weight()))
+
     def _head(self, params):
-        return nnx.merge(head_graphdef(self.cfg), params)
+        return nnx.merge(head_graphdef(self.cfg), vocabulary.network(params))
 
 
 def _pending_window(slots: HeadSlots, hidden: Float[Array, "B E D"]) -> Array:

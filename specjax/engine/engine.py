@@ -28,6 +28,7 @@ from specjax.engine.sequence import Progress
 from specjax.engine.settings import EngineConfig, piece_widths, strategies_of
 from specjax.engine.start_up import StartUp, calibrate
 from specjax.engine.start_up import warm_up as start_up_of
+from specjax.engine.vocabulary import TokenCounts
 from specjax.engine.watch import Watcher
 from specjax.interfaces import Draft
 from specjax.models.transformer import Params
@@ -94,6 +95,8 @@ class Engine:
         telemetry = Collector() if spec and spec.telemetry_on else None
         self.intake = Intake(self.runner, self.limits)
         self.loop = Loop(self.runner, self.intake, self.config, widths, telemetry)
+        if self.runner.ids is not None and spec.token_map is None and spec.by_token:
+            self.loop.counts = TokenCounts(cfg.vocab_size, self.runner.ids)
         self.controller = self._controller()
         self.stale_positions = 0
         self._is_warm = len(self.runner.plans) == 1  # several strategies are compiled ahead
@@ -294,7 +297,7 @@ class Engine:
         runner = self.runner
         runner.state = runner.kept = runner.mark = None
         if weights:
-            runner.params = runner.head = None
+            runner.params = runner.head = runner.vocabulary = None
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -347,6 +350,9 @@ class Engine:
             self.warm_up([all_of(self.intake.asked or [Features()]).widened()])
         if self.runner.state is None:
             self.runner.reset()
+        counts = self.loop.counts
+        if counts is not None and counts.is_due:
+            self.runner.set_ids(counts.most_frequent())
         return self.loop.step(wait)
 
     def abort(self, ticket: int) -> SampleOutput | None:

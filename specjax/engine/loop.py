@@ -34,6 +34,7 @@ from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler, Start
 from specjax.engine.sequence import Brought, Sequence, rejections_until
 from specjax.engine.settings import EngineConfig, powers
 from specjax.engine.turns import Turns
+from specjax.engine.vocabulary import TokenCounts
 from specjax.engine.watch import Watcher
 from specjax.telemetry import Collector, SlotInfo, active_transforms
 
@@ -53,6 +54,7 @@ class Loop:
       scheduler: slots, pages and the queue. preemptions: samples that had to make room so far.
       version: of the weights that run now.
       lengths: of earlier samples, by prompt.
+      counts: of the tokens that samples have; None: nobody asks.
       others_wait: whether somebody outside holds samples for the slots that become free.
       watcher: is told what each chunk brings; None: nobody is.
       on_look: is called by `step` once the device has all the work there is, see `Engine.on_look`.
@@ -74,6 +76,7 @@ class Loop:
         self.piece_widths, self.telemetry = piece_widths, telemetry
         self.buckets = [runner.batch] if runner.plan.invariant else powers(runner.batch, 2)
         self.lengths = LengthHistory()
+        self.counts: TokenCounts | None = None
         self.version, self.preemptions = 0, 0
         self.watcher: Watcher | None = None
         self.on_look: Callable[[], None] | None = None
@@ -404,6 +407,8 @@ class Loop:
         self._ended[sequence.slot] = None
         self.scheduler.finish(sequence)
         self.intake.forget(sequence)
+        if self.counts is not None:
+            self.counts.add(sample.token_ids)
         if self.config.order == "longest_first":
             self.lengths.add(sequence.job.prompt_hash, len(sample.token_ids))
         self._events.append(Finished(sequence.ticket, sequence.job, sample))

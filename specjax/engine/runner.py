@@ -23,6 +23,7 @@ from specjax.decode.chunk import Result, Until, run_chunk
 from specjax.decode.options import Features
 from specjax.decode.score import Scores, Scratch, score
 from specjax.decode.state import DecodeState, Lineup, Room, empty_state
+from specjax.drafts import vocabulary
 from specjax.engine.agreement import agreement_of
 from specjax.engine.checksum import Checksum, require_same
 from specjax.engine.executables import Executables
@@ -31,6 +32,7 @@ from specjax.engine.parcel import Parcel
 from specjax.engine.plans import make_arms, make_plans, own_name
 from specjax.engine.settings import stretched
 from specjax.engine.sources import page_multiple, with_kernel
+from specjax.engine.vocabulary import draft_ids
 from specjax.interfaces import Draft
 from specjax.interfaces import Room as MemoryRoom
 from specjax.kernels import dispatch, panels
@@ -75,6 +77,8 @@ class Runner:
       slots: of the state; the last one is always empty and fills up buckets. standby: those beside
         the batch's, for sequences that take the rows of those that end.
       mark: is ready when what was enqueued last is done; None if that was a chunk.
+      ids: that are drafted from, ascending; None: all. vocabulary: what drafts them, see
+        `Draft.columns`.
       checksums: of the weights held, `policy` and `draft`.
       executables: what was compiled. agreement: of the hosts that the mesh lies over.
       moved: bytes that a device received for the weights, at most, when they were last set.
@@ -139,6 +143,8 @@ class Runner:
                 )
         self.params: Params | None = None
         self.head: Params | None = None
+        self.vocabulary: Params | None = None
+        self.ids = draft_ids(cfg, spec) if drafts else None
         self.state: DecodeState | None = None
         self.kept: Prompts | None = None
         self.mark: jax.Array | None = None
@@ -234,16 +240,43 @@ class Runner:
                     "speculation needs a draft head, got none; pass the head's parameters or use "
                     "spec=None"
                 )
-            self.set_head(head)
+            self._place_head(head)
         self.params = arrived
+        self.set_ids(self.ids)
 
     def set_head(self, head: Params) -> None:
         """Takes parameters of the draft source alone; see `set_params`."""
+        self._place_head(head)
+        self.set_ids(self.ids)
+
+    def _place_head(self, head: Params) -> None:
         if head is self.head:  # it is here, and as it should be
             return
         placed = self._convert_head(self._move(head))
         self._check("draft", head, placed, False)
         self.head = placed
+
+    @property
+    def draft(self) -> Params | None:
+        """Parameters that draft: `head`, and what it drafts some tokens with."""
+        if self.vocabulary is None:
+            return self.head
+        return {**self.head, vocabulary.ENTRY: self.vocabulary}
+
+    def set_ids(self, ids: np.ndarray | None) -> None:
+        """Takes ascending ids to draft from, as many as there are now; compiles nothing then."""
+        self.ids = ids
+        if ids is not None and self.head is not None and self.params is not None:
+            self.vocabulary = self._columns(self.head, self.params, ids)
+
+    @functools.cached_property
+    def _columns(self):
+        columns = self.longest.source.columns
+        if self.mesh is None:
+            return jax.jit(columns)
+        shapes = jax.eval_shape(columns, self.head, self.params, self.ids)
+        shardings = sharding.param_shardings(self.mesh, shapes, self.axes)
+        return jax.jit(columns, out_shardings=shardings)
 
     def _check(self, name: str, sent: Params, arrived: Params, tied: bool) -> None:
         """Compares checksums, and keeps them; weights that are not finite are named loudly."""
@@ -296,6 +329,9 @@ class Runner:
         self.params = sharding.shapes(params, self.mesh, shardings)
         head = jax.eval_shape(self._convert_head, head)
         self.head = sharding.shapes(head, self.mesh, shardings)
+        if self.ids is not None:
+            some = jax.eval_shape(self.longest.source.columns, self.head, self.params, self.ids)
+            self.vocabulary = sharding.shapes(some, self.mesh, shardings)
         self.state = sharding.shapes(state, self.mesh, sharding.state_shardings)
         self.kept = sharding.shapes(kept, self.mesh, sharding.state_shardings)
 
@@ -338,7 +374,7 @@ class Runner:
             state, kept = prefill(model, head, self.longest, state, kept, piece, self.stride)
             return state, kept, state.length[0]
 
-        inputs = (self.params, self.head, self.state, self.kept, piece)
+        inputs = (self.params, self.draft, self.state, self.kept, piece)
         key = ("prefill", piece.tokens.shape)
         self.state, self.kept, self.mark = self._run(key, program, inputs, (2, 3), piece)
 
@@ -399,7 +435,7 @@ class Runner:
         """
         bucket, arm = len(lineup.slots) - self.standby, self.arms[strategy]
         features = self.executables.covering(arm.program, bucket, features)
-        inputs = (self.params, self.head, self.state, lineup, until)
+        inputs = (self.params, self.draft, self.state, lineup, until)
         if arm.part is not None:
             inputs = (*inputs, arm.part)
         program = functools.partial(self._chunk_program, strategy, features, bucket)

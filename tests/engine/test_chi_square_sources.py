@@ -69,7 +69,7 @@ def draft_model(tmp_path_factory):
 
 @pytest.mark.parametrize("acceptance", rules(fast="recursive"))
 def test_with_a_draft_model(acceptance, draft_model):
-    settings = {"draft_model": draft_model}
+    settings = {"draft_model": draft_model, "draft_vocab": 4}
     llm = joint.spec_llm(joint.pair(*PAIR), acceptance, STRATEGIES[acceptance], **settings)
     assert (check(llm, requests())[1:] > 0).all()
 
@@ -80,6 +80,13 @@ def test_with_ngrams(acceptance):
     settings = {"source": "ngram", "batch": 512}  # every slot is compared with every other
     llm = joint.spec_llm(joint.pair(*PAIR), acceptance, STRATEGIES[acceptance], **settings)
     assert (check(llm, requests(), REPETITIVE)[1:] > 0).all()
+
+
+@pytest.mark.parametrize("acceptance", rules(fast="recursive"))
+def test_with_drafts_from_a_part_of_the_vocabulary(acceptance):
+    """Two of five tokens are never drafted; `test_with_a_draft_model` has such drafts, too."""
+    llm = joint.spec_llm(joint.pair(*PAIR), acceptance, STRATEGIES[acceptance], draft_vocab=3)
+    assert (check(llm, requests())[1:] > 0).all()
 
 
 @pytest.mark.slow

@@ -124,9 +124,11 @@ def setup_of(seed: int, draft_model=None) -> Setup:
     if source == "model":
         spec = dataclasses.replace(spec, draft_model=str(draft_model), source="model")
     kind = str(rng.choice(["apt", "apt", "random"]))
-    return Setup(
-        spec, int(rng.integers(1, 17)), int(rng.integers(1, 4)), kind, bool(rng.random() < 0.2)
-    )
+    numbers = int(rng.integers(1, 17)), int(rng.integers(1, 4)), kind, bool(rng.random() < 0.2)
+    size = int(rng.integers(20, VOCAB + 20))
+    if source != "ngram" and size < VOCAB:
+        spec = dataclasses.replace(spec, draft_vocab=size)
+    return Setup(spec, *numbers)
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +175,7 @@ def test_the_fast_seeds_have_every_source_and_every_kind_of_shape():
     shapes = [spec.resolve() for spec in specs]
     assert {s.is_chain + 2 * s.is_dynamic for s in shapes} == {0, 1, 2}
     assert any(spec.adaptive_width for spec in specs)
+    assert {spec.source for spec in specs if spec.draft_vocab} == {"head", "model"}
 
 
 @pytest.mark.parametrize(

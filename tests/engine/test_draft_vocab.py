@@ -1,0 +1,123 @@
+"""A part of the vocabulary to draft from: which tokens it has, and that others compile nothing.
+
+That no token depends on it is part of `test_identity` and `test_chi_square_sources`.
+"""
+
+import json
+
+import numpy as np
+import pytest
+from shared import BATCH, CFG, MAX_LEN, PROMPTS, shared_llm, weights
+
+from specjax import LLM, SamplingParams, SpecConfig
+from specjax.engine import vocabulary
+from specjax.engine.sources import source_of
+from specjax.engine.vocabulary import TokenCounts, draft_ids, read_token_map
+from specjax.models.transformer import to_decode_layout
+
+
+def written(tmp_path, listed):
+    path = tmp_path / "map.json"
+    path.write_text(listed if isinstance(listed, str) else json.dumps(listed), encoding="utf-8")
+    return str(path)
+
+
+def test_without_a_file_they_are_the_lowest_ids_and_what_ends_a_sequence():
+    assert draft_ids(CFG, SpecConfig()) is None
+    assert draft_ids(CFG, SpecConfig(draft_vocab=4)).tolist() == [0, 1, 2, 7]
+    assert draft_ids(CFG, SpecConfig(draft_vocab=64)).tolist() == list(range(64))
+    with pytest.raises(ValueError, match=r"draft_vocab: expected 1 to 64 .* got 65"):
+        draft_ids(CFG, SpecConfig(draft_vocab=65))
+
+
+def test_a_file_lists_them_the_most_frequent_first(tmp_path):
+    name = written(tmp_path, [9, 4, 30, 2])
+    assert draft_ids(CFG, SpecConfig(token_map=name)).tolist() == [2, 4, 9, 30]
+    assert draft_ids(CFG, SpecConfig(token_map=name, draft_vocab=2)).tolist() == [4, 9]
+    with pytest.raises(ValueError, match=r"expected 1 to 4 .* got 5"):
+        draft_ids(CFG, SpecConfig(token_map=name, draft_vocab=5))
+
+
+@pytest.mark.parametrize(
+    ("listed", "said"),
+    [
+        ("not a list", "which is no JSON"),
+        ([1, 64], "with something else"),
+        ([1, -1], "with something else"),
+        ([1, 2.0], "with something else"),
+        ({"1": 2}, "with something else"),
+        ([], "with something else"),
+        ([1, 2, 1], "ids that stand there twice"),
+    ],
+)
+def test_a_file_with_anything_else_is_refused(tmp_path, listed, said):
+    with pytest.raises(ValueError, match=f"token_map: expected a file with .* below 64.*{said}"):
+        read_token_map(written(tmp_path, listed), 64)
+
+
+def test_what_was_emitted_most_comes_first_and_then_what_there_was():
+    counts = TokenCounts(10, np.array([0, 1, 2, 7]))
+    assert not counts.is_due and counts.most_frequent().tolist() == [0, 1, 2, 7]
+    counts.add([5, 5, 9, 9, 9, 1])
+    assert counts.most_frequent().tolist() == [0, 1, 5, 9]
+    counts.add([8] * 5 + [5])
+    assert counts.most_frequent().tolist() == [1, 5, 8, 9]
+
+
+def test_they_are_asked_for_when_twice_as_many_were_counted(monkeypatch):
+    monkeypatch.setattr(vocabulary, "FIRST_COUNT", 4)
+    counts = TokenCounts(10, np.arange(3))
+    due = []
+    for _ in range(12):
+        counts.add([1])
+        due.append(counts.is_due)
+        if counts.is_due:
+            counts.most_frequent()
+    assert [i + 1 for i, now in enumerate(due) if now] == [4, 8]
+
+
+def test_what_is_drafted_follows_what_is_emitted_and_nothing_is_compiled(monkeypatch):
+    """A bias towards tokens that are not among the first ones: nothing is accepted, until it is."""
+    monkeypatch.setattr(vocabulary, "FIRST_COUNT", 60)
+    spec = SpecConfig("4x2x1", draft_vocab=16)
+    llm = LLM((CFG, *weights()), spec, max_batch=BATCH, max_len=MAX_LEN)
+    above = {token: 30.0 for token in range(40, 48)}
+    params = SamplingParams(max_tokens=24, ignore_eos=True, logit_bias=above)
+    expected = [o.samples[0].token_ids for o in shared_llm("plain").generate(PROMPTS, params)]
+    lengths = []
+    for _ in range(2):
+        before = llm.engine.runner.compilations
+        found = [o.samples[0].token_ids for o in llm.generate(PROMPTS, params)]
+        assert found == expected
+        lengths.append(llm.totals.accept_length)
+    assert llm.engine.runner.compilations == before
+    assert set(np.unique(expected)) <= set(llm.engine.runner.ids.tolist())
+    assert lengths[0] < 1.2 < lengths[1]
+
+
+def test_rules_that_divide_by_q_keep_the_tokens_that_they_began_with():
+    for acceptance, strategy in (("block", "1_1_2"), ("recursive", "2x1")):
+        spec = SpecConfig(strategy, acceptance=acceptance, draft_vocab=16)
+        assert LLM((CFG, *weights()), spec, 1, MAX_LEN).engine.loop.counts is None
+
+
+def test_ngrams_have_no_language_model_head():
+    with pytest.raises(ValueError, match="about heads and models, and .*source='ngram'.* has no"):
+        SpecConfig(source="ngram", draft_vocab=8)
+    source = source_of(CFG.replace(mtp_num_layers=0), SpecConfig(draft_vocab=8))
+    with pytest.raises(ValueError, match="NgramSource cannot draft from a part of the vocabulary"):
+        source.columns({}, {}, np.arange(3))
+
+
+@pytest.mark.parametrize("products", ["xla", "panels"])
+def test_the_columns_are_those_of_the_policys_head(products, request):
+    if products == "panels":
+        request.getfixturevalue("cpu_kernels")
+    cfg = CFG.running(products=products)
+    policy, ids = weights()[0], np.arange(1, 33, 2)
+    some = source_of(cfg, SpecConfig()).columns({}, to_decode_layout(policy, cfg), ids)
+    assert some["ids"].tolist() == ids.tolist()
+    wide = some["lm_head"]
+    assert wide.ndim == (3 if products == "panels" else 2)
+    flat = wide.transpose(1, 0, 2).reshape(len(policy["lm_head"]), -1) if wide.ndim == 3 else wide
+    np.testing.assert_array_equal(flat, policy["lm_head"][:, ids])
