@@ -89,6 +89,11 @@ CHANGED = [
     ({"head": "random"}, SpecConfig(head="random"), None),
     ({"draft_model": "d"}, SpecConfig(draft_model="d"), None),
     (
+        {"draft_vocab": "16", "token_map": "map.json"},
+        SpecConfig(draft_vocab=16, token_map="map.json"),
+        None,
+    ),
+    (
         {"source": "ngram", "ngram_max": "6", "ngram_min": "2", "ngram_siblings": "false"},
         SpecConfig(source="ngram", ngram_max=6, ngram_min=2, ngram_siblings=False),
         None,

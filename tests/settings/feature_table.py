@@ -292,6 +292,9 @@ FEATURES: dict[str, list[Feature]] = {
             **speculates("ngram_max", "3", spec(source="ngram", ngram_max=3), source="ngram"),
         ),
         Feature(
+            "a part of the vocabulary", **speculates("draft_vocab", "16", spec(draft_vocab=16))
+        ),
+        Feature(
             "a smaller model",
             **speculates("draft_model", "DIR", spec(draft_model="DIR")),
         ),

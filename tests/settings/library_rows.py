@@ -22,6 +22,7 @@ from specjax.engine.engine import Engine
 from specjax.engine.plans import make_plans
 from specjax.engine.request import make_jobs
 from specjax.engine.sources import load_source
+from specjax.engine.vocabulary import draft_ids
 from specjax.kernels import dispatch, panels
 from specjax.models.transformer import init_params
 
@@ -127,7 +128,7 @@ def chunk_of(engine: Engine, features: Features) -> str:
     table = np.zeros((2, runner.table_width), np.int32)
     rows = runner.alone(Lineup(np.arange(2, dtype=np.int32), np.ones(2, bool), table))
     program = functools.partial(runner._chunk_program, next(iter(runner.plans)), features, 2)
-    inputs = runner.params, runner.head, runner.state, rows, Until.of(4)
+    inputs = runner.params, runner.draft, runner.state, rows, Until.of(4)
     return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(program)(*inputs)))
 
 
@@ -163,6 +164,8 @@ SPEC = {
     "head": Row("random", source),
     "head_seed": Row(1, source, {"head": "random"}),
     "draft_model": Row(lambda: str(PLACES.policy), lambda spec: outcome(lambda: source(spec))),
+    "draft_vocab": Row(16, chunk, CHAIN),
+    "token_map": Row(written("map.json", "[3, 1, 4]"), lambda spec: draft_ids(CFG, spec)),
     "ngram_max": Row(3, chunk, NGRAM),
     "ngram_min": Row(2, chunk, NGRAM),
     "ngram_siblings": Row(False, chunk, NGRAM),

@@ -9,7 +9,7 @@ from unittest import mock
 
 import uvicorn
 from library_rows import other_kernel
-from rows import PLACES, Reaches, Refused, Row, called_with, outcome, scratch
+from rows import PLACES, Reaches, Refused, Row, called_with, outcome, scratch, written
 from starlette.testclient import TestClient
 from train_rows import control_rows, other_policy
 
@@ -166,6 +166,8 @@ SERVE = {
             ("aligned", False, {}),
             ("tau", 0.5, {"strategy": "2_2_4"}),
             ("adaptive_width", True, {"strategy": "2_2_4"}),
+            ("draft_vocab", 16, {}),
+            ("token_map", written("map.json", "[3, 1, 4]"), {}),
             ("ngram_max", 3, {"source": "ngram"}),
             ("ngram_min", 2, {"source": "ngram"}),
             ("ngram_siblings", False, {"source": "ngram"}),

@@ -710,6 +710,8 @@ RL = {
     "rollout.source": _reaches_spec("ngram", "source"),
     "rollout.head": Row("random", lambda cfg: trainer(cfg).head),
     "rollout.draft_model": _reaches_spec(lambda: str(PLACES.policy), "draft_model"),
+    "rollout.draft_vocab": _reaches_spec(16, "draft_vocab"),
+    "rollout.token_map": _reaches_spec(written("map.json", "[3, 1, 4]"), "token_map"),
     "rollout.ngram_max": _reaches_spec(3, "ngram_max", source="ngram"),
     "rollout.ngram_min": _reaches_spec(2, "ngram_min", source="ngram"),
     "rollout.ngram_siblings": _reaches_spec(False, "ngram_siblings", source="ngram"),
