@@ -29,7 +29,7 @@ import numpy as np
 
 from specjax.arguments import ArgumentParser
 from train import data
-from train.data_config import TASKS
+from train.data_config import check_task
 
 T = TypeVar("T")
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -102,11 +102,20 @@ def bench_parser(module: str, doc: str, out: str) -> argparse.ArgumentParser:
     return parser
 
 
+def task_name(text: str) -> str:
+    """The type of `--task` for argparse."""
+    try:
+        check_task(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
 def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
     """Which policy, and which of its held-out problems."""
     add = parser.add_argument
     add("--model", default="assets/sums", help="Hugging Face directory of the policy (and head)")
-    add("--task", default="sums", choices=TASKS, help="where the prompts come from")
+    add("--task", default="sums", type=task_name, help="where the prompts come from: data.task")
     add("--data", metavar="FILE", help="file of rows, for tasks that are not generated")
     add("--max_prompt_tokens", type=int, default=64, help="longer prompts are passed over")
 

@@ -47,6 +47,7 @@ from bench.common import (
     figure,
     median_interval,
     paired_ratio_interval,
+    task_name,
     user_errors,
     write_result,
 )
@@ -58,7 +59,6 @@ from serve.settings import WARM_UP, ServeConfig, load_llm
 from specjax import LLM, SamplingParams
 from specjax.command_line import load_config
 from train import data
-from train.data_config import TASKS
 
 LOAD = (
     "speculation.control.controller=goodput",
@@ -329,7 +329,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add: Callable = parser.add_argument
     add("what", choices=("load", "throughput"))
     add("--model", default="assets/sums", help="Hugging Face directory of policy and head")
-    add("--task", default="sums", choices=TASKS, help="where the prompts come from")
+    add("--task", default="sums", type=task_name, help="where the prompts come from: data.task")
     add("--data", metavar="FILE", help="file of rows, for tasks that are not generated")
     add("--prompts", type=int, help="different ones; default: 64 for load, all for throughput")
     add("--requests", type=int, help="default: 2000 for load, 256 for throughput")

@@ -62,11 +62,10 @@ class DataConfig:
     impatience: float = 0.3
 
     def __post_init__(self) -> None:
-        if self.task not in ("auto", SUMS):
-            try:
-                TASKS.check(self.task)
-            except ValueError as error:
-                raise ValueError(f"data.task: {error}; or auto, or {SUMS}") from error
+        try:
+            check_task(self.task)
+        except ValueError as error:
+            raise ValueError(f"data.task: {error}") from error
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
@@ -105,6 +104,16 @@ _CHOICES = {
     "duplicates": ("keep", "drop"),
     "unwinnable": ("error", "drop", "keep"),
 }
+
+
+def check_task(name: str) -> None:
+    """Raises ValueError unless it can be `data.task`; imports nothing."""
+    if name in ("auto", SUMS):
+        return
+    try:
+        TASKS.check(name)
+    except ValueError as error:
+        raise ValueError(f"{error}; or auto, or {SUMS}") from error
 
 
 def fill_template(template: str, question: str) -> str:
