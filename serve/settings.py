@@ -137,6 +137,9 @@ class ServeConfig:
     revision: str | None = option(
         None, "branch, tag or commit of a Hugging Face id (also --revision REVISION)"
     )
+    family: str | None = option(
+        None, "a model family of your own, module:attribute, for its model_type"
+    )
     served_name: str | None = option(
         None, "the model's name in requests and answers; null: that of the directory, or the id"
     )
@@ -227,6 +230,7 @@ def load_llm(cfg: ServeConfig, say: Say = SAY) -> LLM:
             tp=engine.tp,
             say=say,
             generation_config=cfg.generation_config,
+            family=cfg.family,
         )
     except UnsupportedModelError:
         raise

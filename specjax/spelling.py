@@ -24,7 +24,7 @@ Say = Callable[..., str]  # (name) or (name, value) -> as it is typed
 _CALLS = {
     "LLM": (
         "spec", "control", "max_batch", "max_len", "dtype", "mesh", "tokenizer", "max_stop_tokens",
-        "replicas", "tp", "generation_config",
+        "replicas", "tp", "generation_config", "family",
     ),
     "EngineConfig": (
         "page_size", "cache_bytes", "chunk_tokens", "stretch", "prefill_chunk", "order", "products",

@@ -35,6 +35,7 @@ from train.draft import FIELDS, frozen_policy_parts
 from train.engines import Mesh, make_meshes
 from train.heads import head_shapes
 from train.packing import empty_batch
+from train.policy import own_family
 from train.programs import (
     Programs,
     as_computed,
@@ -101,6 +102,7 @@ class Shapes:
         platform: str | None = None,
     ):
         self.cfg = cfg
+        own_family(cfg.family)
         try:
             self.mesh, self.places = make_meshes(cfg, devices)
             several = len(self.places) > 1

@@ -22,14 +22,17 @@ from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.interfaces import Axes, Denominators
 from specjax.kernels import dispatch
+from specjax.models.families import add_family
 from specjax.models.rows import param_axes
 from specjax.models.transformer import Params, Taps, Transformer, graphdef, init_params
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
+from specjax.spelling import SettingError, spelled
 from train.algo import AlgoSection
 from train.logprobs import token_logprobs
 from train.loss import policy_loss
 from train.processed import Transforms, processed_logprobs
+from train.rollout_schema import SAY
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +69,18 @@ def rl_loss(cfg: AlgoSection, on_policy: bool = False, stale: bool = False) -> L
         return policy_loss(logprobs, batch, cfg, denominators, batch.get("ref_logprobs"), entropy)
 
     return loss
+
+
+def own_family(path: str | None) -> None:
+    """Adds the model family that a run's setting `family` names, see `add_family`.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    try:
+        add_family(path)
+    except SettingError as error:
+        raise ConfigError(spelled(error, SAY)) from error
 
 
 def init_opt_state(optimizer: optax.GradientTransformation, params: Params, mesh, axes: Axes):

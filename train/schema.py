@@ -184,6 +184,9 @@ class SFTConfig:
         None, "Hugging Face directory or id to start from (also --model MODEL); none: from nothing"
     )
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")
+    family: str | None = option(
+        None, "a model family of your own, module:attribute, for its model_type"
+    )
     seed: int = option(0, "decides initial weights")
     steps: int = option(1000, "updates of the policy")
     draft_steps: int = option(
@@ -216,6 +219,8 @@ class SFTConfig:
         at_least("", self, steps=0, draft_steps=0, log_every=1, tokenizer_texts=1)
         if self.revision is not None and not self.init:
             raise ValueError("revision is of a Hugging Face id, and init names none; leave it out")
+        if self.family is not None and not self.init:
+            raise ValueError("family is of a checkpoint, and init names none; leave it out")
         if self.draft.mode == "auto":
             self.draft.mode = "online" if self.draft.moves else "frozen"
         _short_seed("seed", self.seed)
@@ -258,6 +263,9 @@ class RLConfig:
 
     model: str = option("assets/sums", "Hugging Face directory or id of the policy (and head)")
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")
+    family: str | None = option(
+        None, "a model family of your own, module:attribute, for its model_type"
+    )
     out: str = option("runs/rl", "directory of the run")
     seed: int = option(0, "run seed: with step and prompt it keys every token")
     steps: int = option(16, "RL steps")

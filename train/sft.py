@@ -38,7 +38,7 @@ from train.inputs import about_data
 from train.log import MetricsLogger
 from train.loss import count_denominators
 from train.packing import pack_demonstrations
-from train.policy import PolicyTrainer, sft_loss
+from train.policy import PolicyTrainer, own_family, sft_loss
 from train.prompts import require_template
 from train.schema import SFTConfig
 
@@ -190,6 +190,7 @@ class Run:
     def __init__(self, cfg: SFTConfig, keep_tokenizer: bool = False):
         self.cfg = cfg
         stored = "float32"
+        own_family(cfg.family)
         if cfg.init:
             # From here on it is a path: of an id that of one commit, which a resumed run must have.
             path = find_model(cfg.init, cfg.revision)

@@ -39,6 +39,7 @@ from train.heads import HeadCheckpoints, starting_head
 from train.inputs import read_inputs
 from train.loss import count_denominators, finalize_metrics
 from train.packing import empty_batch, pack
+from train.policy import own_family
 from train.processes import (
     about_idle,
     as_one,
@@ -115,6 +116,7 @@ class Trainer:
         """What a mistake of the user shows in, before anything is computed."""
         cfg = self.cfg
         named = cfg.model
+        own_family(cfg.family)
         try:
             # From here on it is a path: of an id that of one commit, which a resumed run must have.
             cfg.model, cfg.revision = str(find_model(cfg.model, cfg.revision)), None

@@ -71,6 +71,11 @@ def build_parser() -> argparse.ArgumentParser:
         "checkpoint)",
     )
     parser.add_argument("--revision", help="branch, tag or commit of a Hugging Face id")
+    parser.add_argument(
+        "--family",
+        metavar="MODULE:ATTRIBUTE",
+        help="a model family of your own, for its model_type",
+    )
     _add_input(parser.add_argument_group("input and output"))
     _add_sampling(parser.add_argument_group("sampling"))
     add_flags(parser.add_argument_group("speculation"))

@@ -47,6 +47,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="of the source: auto, safetensors, gguf, or your own as package.module:attribute",
     )
+    add(
+        "--family",
+        metavar="MODULE:ATTRIBUTE",
+        help="a model family of your own, for its model_type",
+    )
     add("--what", choices=("policy", "head", "both"), help="default: what there is")
     add("--step", type=int, metavar="N", help="of a run (default: the newest)")
     add("--revision", help="branch, tag or commit of a source that is a Hugging Face id")
@@ -78,6 +83,8 @@ def run(argv: Sequence[str]) -> int:
     with interrupts.at_once("specjax convert"):
         from specjax.checked_json import CheckpointError, UnsupportedModelError
         from specjax.checkpoint.convert import convert
+        from specjax.models.families import add_family
+        from specjax.spelling import flags, spelled
         from specjax.weights import AUTO, READERS
 
     try:
@@ -85,6 +92,11 @@ def run(argv: Sequence[str]) -> int:
             READERS.find(args.load_format)
     except ValueError as error:
         raise UsageError(f"--load-format: {error}") from error
+    try:
+        add_family(args.family)
+    except ValueError as error:
+        raise UsageError(spelled(error, flags)) from error
+    del args.family
     try:
         print(convert(**vars(args)))
     except (CheckpointError, UnsupportedModelError) as error:

@@ -176,6 +176,7 @@ def _load(args: argparse.Namespace, samples: int) -> LLM:
         cfg = ServeConfig(
             model=args.model,
             revision=args.revision,
+            family=args.family,
             chat_template=args.chat_template,
             generation_config=args.generation_config,
             engine=EngineSection(

@@ -42,6 +42,7 @@ from specjax.engine.settings import EngineConfig
 from specjax.engine.sources import load_source, settle_draft
 from specjax.engine.start_up import StartUp
 from specjax.hub import find_model
+from specjax.models.families import add_family
 from specjax.models.generation_config import asked_for, sampling_defaults
 from specjax.models.transformer import Params
 from specjax.parallel import sharding
@@ -89,6 +90,8 @@ class LLM:
       say: names settings in notes, in what is logged, and in some errors, for programs in which
         users do not type Python.
       revision: branch, tag or commit of a Hugging Face id.
+      family: a `specjax.interfaces.Family` of your own, `module:attribute`, for checkpoints of its
+        `model_type`.
 
     Attributes:
       drafting: what drafts, under which controller.
@@ -122,7 +125,9 @@ class LLM:
         say: Say = python,
         revision: str | None = None,
         generation_config: str = "auto",
+        family: str | None = None,
     ):
+        add_family(family)
         self.notes: list[str] = []
         generation = asked_for(generation_config, say)
         if isinstance(model, (str, Path)):

@@ -16,6 +16,7 @@ from specjax import interrupts
 from specjax.arguments import ArgumentParser
 from specjax.checked_json import CheckpointError
 from specjax.config.dtype import AUTO, ENGINE_DTYPES
+from specjax.models.families import add_family
 from specjax.speculation_flags import add_flags, as_flags, settings_of
 from specjax.spelling import flags, spelled
 from specjax.verify import InputError, Verdict, check, load
@@ -51,6 +52,7 @@ def _check(args: argparse.Namespace, prog: str) -> Verdict:
         if settings.spec().is_off:
             plain = as_flags(settings.plain_by)
             raise InputError(f"{plain} is plain decoding, which leaves nothing to check")
+        add_family(args.family)
         llm = load(
             args.model,
             settings.spec(),
@@ -84,6 +86,11 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", required=True, help="a Hugging Face directory or id")
     parser.add_argument("--revision", help="branch, tag or commit of a Hugging Face id")
+    parser.add_argument(
+        "--family",
+        metavar="MODULE:ATTRIBUTE",
+        help="a model family of your own, for its model_type",
+    )
     add_flags(parser.add_argument_group("speculation"), _REFUSED)
     parser.add_argument("--samples", type=int, default=20_000, help="per chi-square check")
     parser.add_argument("--requests", type=int, default=32, help="of the identity check")

@@ -128,6 +128,7 @@ def _speculation(beside: dict) -> dict:
 SERVE = {
     "model": Row(other_policy, loaded(lambda llm: llm.cfg)),
     "revision": Row("main", loaded(lambda llm: llm.cfg)),
+    "family": Row("nowhere:FAMILY", loaded(lambda llm: llm.cfg)),
     "served_name": Row("mine", asked),
     "chat_template": Row("{{ 1 }}", loaded(lambda llm: llm.tokenizer.chat_template)),
     "generation_config": Row(generation, loaded(lambda llm: llm.generation)),

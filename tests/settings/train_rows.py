@@ -646,6 +646,7 @@ def _named(section: str, settings: dict) -> dict:
 RL = {
     "model": Row(other_policy, lambda cfg: trainer(cfg).model),
     "revision": Row("main", lambda cfg: outcome(lambda: trainer(cfg).model)),
+    "family": Row("nowhere:FAMILY", lambda cfg: outcome(lambda: trainer(cfg).model)),
     "out": Row(lambda: str(scratch("elsewhere")), lambda cfg: ran(cfg)[0]),
     "seed": (
         Row(1, lambda cfg: asked(cfg).seed),
@@ -938,6 +939,7 @@ SFT = {
     "out": Row(lambda: str(scratch("sft-elsewhere")), lambda cfg: finished(cfg)[0]),
     "init": Row(lambda: str(PLACES.policy), lambda cfg: started(cfg)[0]),
     "revision": Row("main", refused_at_start, {"init": lambda: str(PLACES.policy)}),
+    "family": Row("nowhere:FAMILY", refused_at_start, {"init": lambda: str(PLACES.policy)}),
     "seed": Row(1, started, NEW),
     "steps": Row(2, stages),
     "draft_steps": Row(3, stages),

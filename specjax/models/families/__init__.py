@@ -5,6 +5,7 @@ from __future__ import annotations
 from specjax.checked_json import UnsupportedModelError
 from specjax.interfaces import Family
 from specjax.registry import Registry
+from specjax.spelling import SettingError
 
 FAMILIES = Registry(
     "model family",
@@ -17,6 +18,9 @@ FAMILIES = Registry(
     },
     "a specjax.interfaces.Family",
 )
+
+
+MEMBERS = ("model_type", "architecture", "head_style", "read", "write", "params", "zeros")
 
 
 def family_of(model_type: object, where: object = "") -> Family:
@@ -34,3 +38,30 @@ def family_of(model_type: object, where: object = "") -> Family:
             f"expected one of {', '.join(FAMILIES.names)}"
         )
     return FAMILIES.named(model_type)
+
+
+def add_family(path: str | None) -> None:
+    """Adds a user's own family to those of this process, by its `model_type`, whose place it takes.
+
+    Args:
+      path: `module:attribute`, as a user gave it in the setting `family`; None adds nothing.
+
+    Raises:
+      SettingError: there is no family.
+    """
+    if path is None or path in FAMILIES:
+        return
+    try:
+        family = FAMILIES.find(path)
+    except ValueError as error:
+        reason = str(error)
+        raise SettingError(lambda say: f"{say('family')}: {reason}") from error
+    if not isinstance(family, Family):
+        lacking = [name for name in MEMBERS if not hasattr(family, name)]
+        raise SettingError(
+            lambda say: (
+                f"{say('family')}: expected {FAMILIES.expected} at {path}, got "
+                f"{type(family).__name__} without {', '.join(lacking)}"
+            )
+        )
+    FAMILIES.rows[family.model_type] = path
