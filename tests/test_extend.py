@@ -9,6 +9,7 @@ importable, and gives the directory that they are in.
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import inspect
 import io
@@ -34,6 +35,8 @@ from specjax.config.model import Layer
 from specjax.engine.settings import EngineConfig
 from specjax.engine.sources import source_of
 from specjax.kernels.choice import choose
+from specjax.models.families import FAMILIES, add_family
+from specjax.models.families.dense import dense_config
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
 from specjax.models.transformer import init_params
@@ -50,7 +53,7 @@ SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
 FILES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.M | re.S))
 
 # Kinds whose section has not been written yet.
-MISSING = {"Family", "Mlp", "Weight"}
+MISSING = {"Mlp", "Weight"}
 
 
 def kinds() -> set[str]:
@@ -212,6 +215,46 @@ def test_reader_of_ones_own_is_converted_and_refused_like_any_checkpoint(
     assert "missing: model.norm.weight" in capsys.readouterr().err
     assert main([*convert[:4], "no_such", *convert[5:]]) == 2
     assert "unknown checkpoint format 'no_such'" in capsys.readouterr().err
+
+
+def test_family_of_ones_own_is_read_written_and_refused_without_its_path(
+    examples, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(FAMILIES, "rows", dict(FAMILIES.rows))
+    cfg = dense_config(
+        64, 16, 24, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, model_type="pebble",
+        qk_norm=False, max_position=64, eos_token_ids=(2,),
+    )  # fmt: skip
+    full = cfg.layers[0]
+    slides = dataclasses.replace(full, mixer=dataclasses.replace(full.mixer, window=4))
+    cfg = cfg.replace(layers=(slides, full))
+    params = init_params(cfg, 1)
+    add_family("my_family:FAMILY")
+    hf.save_checkpoint(tmp_path / "pebble", cfg, params)
+    assert "pebbles.1.mlp.up_proj.weight" in load_file(tmp_path / "pebble" / "model.safetensors")
+    assert json.loads((tmp_path / "pebble/config.json").read_text())["even_window"] == 4
+    FAMILIES.rows.pop("pebble")
+
+    asked = SamplingParams(max_tokens=12, temperature=0)
+    with pytest.raises(hf.UnsupportedModelError, match="model_type 'pebble' is not supported"):
+        LLM(tmp_path / "pebble", max_batch=1)
+    llm = LLM(tmp_path / "pebble", SpecConfig(source="ngram"), 1, family="my_family:FAMILY")
+    assert llm.cfg.layers == cfg.layers
+    found = llm.generate([[3, 5, 8]], asked)[0].samples[0].token_ids
+    plain = LLM((cfg, params, None), None, max_batch=1, max_len=32)
+    assert found == plain.generate([[3, 5, 8]], asked)[0].samples[0].token_ids
+
+    convert = ["convert", "--to", "hf", str(tmp_path / "pebble"), str(tmp_path / "out")]
+    FAMILIES.rows.pop("pebble")
+    assert main([*convert, "--family", "nowhere:FAMILY"]) == 2
+    assert "--family: cannot load model family 'nowhere:FAMILY'" in capsys.readouterr().err
+    assert main([*convert, "--family", "my_family:Pebble"]) == 2
+    assert "expected a specjax.interfaces.Family at my_family:Pebble" in capsys.readouterr().err
+    assert main([*convert, "--family", "my_family:FAMILY"]) == 0
+    assert (
+        load_file(tmp_path / "out" / "model.safetensors").keys()
+        == load_file(tmp_path / "pebble" / "model.safetensors").keys()
+    )
 
 
 # --- kernels --------------------------------------------------------------------------------------
