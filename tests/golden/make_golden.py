@@ -48,12 +48,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 FAMILIES = {
     "llama": ("LlamaConfig", {"rope_parameters": LLAMA3, "tie_word_embeddings": False}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
     "mimo": ("Qwen2Config", {"tie_word_embeddings": False}),
     "mistral": ("MistralConfig", {"head_dim": 16, "sliding_window": 5}),
+    "qwen3_sliding": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True, **SLIDING}),
 }
 LENGTHS = (12, 9)
 

@@ -55,16 +55,6 @@ def test_end_of_sequence_ids_of_both_files_are_merged(folder, edit_json):
         ({"model_type": "gpt_oss"}, "'gpt_oss'.*llama, qwen2, qwen3, mimo"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 4.0}}, "yarn"),
         ({"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding"),
-        (
-            {
-                "layer_types": ...,
-                "use_sliding_window": True,
-                "sliding_window": 8,
-                "max_window_layers": 1,
-            },
-            "sliding window of 8",
-        ),
         ({"num_experts": 8}, "mixture of experts"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
@@ -78,11 +68,47 @@ def test_what_is_not_implemented_is_refused_by_name(changes, words, folder, edit
         hf.read_config(path)
 
 
-def test_a_sliding_window_that_no_layer_uses_is_accepted(folder, edit_json):
+KINDS = ["sliding_attention", "full_attention"]
+NAMED = {"layer_types": ..., "use_sliding_window": True, "sliding_window": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({**NAMED, "max_window_layers": 28}, [None, None]),
+        ({**NAMED, "max_window_layers": ...}, [None, None]),
+        ({**NAMED, "max_window_layers": 1}, [None, 8]),
+        ({**NAMED, "max_window_layers": 1, "use_sliding_window": False}, [None, None]),
+        ({**NAMED, "max_window_layers": 1, "sliding_window": None}, [None, None]),
+        ({**NAMED, "max_window_layers": 1, "sliding_window": ...}, [None, 4096]),
+        ({**NAMED, "max_window_layers": 0, "layer_types": KINDS}, [8, None]),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_layers_of_qwen_have_the_windows_that_transformers_gives_them(
+    family, changes, windows, folder, edit_json
+):
+    path = folder(family)
+    edit_json(path / "config.json", **changes)
+    assert [layer.mixer.window for layer in hf.read_config(path).layers] == windows
+
+
+def test_windows_that_cannot_be_meant_or_are_not_implemented_are_refused(folder, edit_json):
     path = folder("qwen2")
-    window = {"layer_types": ..., "sliding_window": 8, "max_window_layers": 28}
-    edit_json(path / "config.json", **window, use_sliding_window=True)
-    assert hf.read_config(path).num_layers == 2
+    edit_json(path / "config.json", layer_types=KINDS, use_sliding_window=False)
+    with pytest.raises(hf.CheckpointError, match="no sliding_window is in use"):
+        hf.read_config(path)
+    edit_json(path / "config.json", **NAMED, max_window_layers=0)
+    edit_json(path / "config.json", sliding_window=0)
+    with pytest.raises(hf.CheckpointError, match="sliding_window: expected at least 1"):
+        hf.read_config(path)
+    edit_json(path / "config.json", layer_types=["full_attention", "chunked_attention"])
+    with pytest.raises(hf.UnsupportedModelError, match="chunked_attention"):
+        hf.read_config(path)
+    path = folder("mimo")
+    edit_json(path / "config.json", **NAMED, max_window_layers=0)
+    with pytest.raises(hf.UnsupportedModelError, match="sliding window of 8"):
+        hf.read_config(path)
 
 
 def test_config_problems_are_clear_errors(folder, tmp_path, edit_json):

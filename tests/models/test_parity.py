@@ -27,6 +27,7 @@ from specjax.models.transformer import graphdef, unroll_layers
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 GOLDEN_CASES = (
     ("llama", "scanned"), ("qwen2", "unrolled"), ("qwen3", "looped"), ("mimo", "scanned"),
+    ("qwen3_sliding", "scanned"), ("qwen3_sliding", "unrolled"),
     *(
         pytest.param(*case, marks=pytest.mark.slow)  # each family, and each layout, is above
         for case in (
@@ -246,6 +247,9 @@ LIVE = {
         "high_freq_factor": 4.0, "original_max_position_embeddings": 16}}),
     "llama with biases": ("LlamaConfig", {"attention_bias": True, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen2 sliding": ("Qwen2Config", {
+        "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "mistral": ("MistralConfig", {"sliding_window": 4}),
     "qwen3": ("Qwen3Config", {"head_dim": 12, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e6}}),
 }  # fmt: skip

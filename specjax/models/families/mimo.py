@@ -2,4 +2,4 @@
 
 from specjax.models.families.qwen2 import QwenFamily
 
-FAMILY = QwenFamily("mimo", "MiMoForCausalLM", head_style="mimo", qkv_bias=True)
+FAMILY = QwenFamily("mimo", "MiMoForCausalLM", head_style="mimo", qkv_bias=True, slides=False)

@@ -12,21 +12,42 @@ from specjax.models.families.dense import DenseFamily
 
 @dataclasses.dataclass(frozen=True)
 class QwenFamily(DenseFamily):
-    """Configs that name a window and say apart from it whether it is in use; most do not use it."""
+    """Configs that name a window and say apart from it whether it is in use; most do not use it.
+
+    Attributes:
+      slides: a window may be in use, in the layers that `layer_types` names, or without these from
+        layer `max_window_layers` on.
+    """
+
+    slides: bool = True
 
     def windows(self, keys: Keys, layers: int) -> tuple[int | None, ...]:
         used = keys.flag("use_sliding_window", None)
         window = keys.integer("sliding_window", None, least=0)
-        full = keys.integer("max_window_layers", None, least=0)
-        if "sliding_attention" in keys.texts("layer_types"):
-            common.refuse(keys, [f"layer_types sliding_attention (sliding_window {window})"])
-        if not keys.texts("layer_types") and used and window is not None:
-            if (28 if full is None else full) < layers:
-                common.refuse(keys, [f"a sliding window of {window} in use"])
-        return common.layer_windows(keys, layers, None)
+        first = keys.integer("max_window_layers", None, least=0)
+        if "sliding_window" not in keys.raw:
+            window = 4096
+        first = 28 if first is None else first
+        windows = common.layer_windows(keys, layers, window if used else None, first)
+        if 0 in windows:
+            raise keys.error("sliding_window", "at least 1, for it is in use")
+        if not self.slides and set(windows) != {None}:
+            common.refuse(keys, [f"a sliding window of {window} in use"])
+        return windows
 
     def windows_json(self, windows: tuple[int | None, ...]) -> dict[str, Any]:
-        return {**super().windows_json(windows), "use_sliding_window": False}
+        used = set(windows) - {None}
+        if len(used) > 1 or (used and not self.slides):
+            self.refuse("has at most one window" if self.slides else "has none", f"{windows}")
+        if not used:
+            return {"use_sliding_window": False}
+        kinds = ["full_attention" if w is None else "sliding_attention" for w in windows]
+        return {
+            "use_sliding_window": True,
+            "sliding_window": used.pop(),
+            "max_window_layers": kinds.index("sliding_attention"),
+            "layer_types": kinds,
+        }
 
 
 FAMILY = QwenFamily("qwen2", "Qwen2ForCausalLM", qkv_bias=True)
