@@ -206,11 +206,14 @@ class Forward(NamedTuple):
       scratch: what each layer would have to remember of the rows, see `specjax.memory.commit`: a
         tuple of `Scratch`, laid out as the layers of a `Memory`. None in training.
       taps: [B T D] each, the hidden states that were asked for, in that order.
+      records: [B T M ..] what the M layers that record anything say of each row, see `Mlp.run`;
+        None: there are no such layers.
     """
 
     x: Float[Array, "B T D"]
     scratch: Any = None
     taps: tuple[Float[Array, "B T D"], ...] = ()
+    records: Int[Array, "B T M ..."] | None = None
 
     @property
     def tapped(self) -> Float[Array, "B T N"]:
@@ -319,18 +322,32 @@ class Mixer(Protocol):
 
 
 class Mlp(Protocol):
-    """How a layer works on each row by itself. Implementations are frozen dataclasses."""
+    """How a layer works on each row by itself. Implementations are frozen dataclasses.
+
+    Attributes:
+      kind: a name.
+    """
+
+    kind: str
 
     def params(self, width: int) -> Mapping[str, Param]:
         """Its arrays by name, without its norm."""
 
     def run(
-        self, w: Params, x: Float[Array, "B T D"], where: Where, given: Any = None
-    ) -> tuple[Float[Array, "B T D"], Any]:
-        """The rows, without the residual, and facts about each row [B T ..], or None.
+        self,
+        w: Params,
+        x: Float[Array, "B T D"],
+        where: Where,
+        given: Int[Array, "B T ..."] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Int[Array, "B T ..."] | None]:
+        """The rows, without the residual, and facts about each row: which experts it chose.
+
+        Facts are of one shape and dtype in all layers of a model that have any. Those of emitted
+        tokens come out beside them (`SampleOutput.records`), and a trainer gives them back.
 
         Args:
-          given: such facts, to be used again (the experts that a rollout chose); None: choose.
+          given: such facts, to be used again; negative where there are none of a row: choose.
+            None: choose for all rows.
         """
 
 

@@ -246,8 +246,8 @@ def with_marked_keys(
 
 
 def take_path(x: Array, path: Int[Array, "B E"]) -> Array:
-    """Picks tree rows `path` of states, logits or the like: [B T N] -> [B E N]."""
-    return take_along(x, path[..., None], axis=1)
+    """Picks tree rows `path` of states, logits or the like: [B T ..] -> [B E ..]."""
+    return _along(x, path, 1)
 
 
 def after_of(x: Float[Array, "B T D"]) -> Int[Array, " B"]:

@@ -53,7 +53,7 @@ SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
 FILES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.M | re.S))
 
 # Kinds whose section has not been written yet.
-MISSING = {"Mlp", "Weight"}
+MISSING = {"Weight"}
 
 
 def kinds() -> set[str]:
@@ -189,6 +189,15 @@ def test_mixer_of_ones_own_generates_with_drafts_what_it_generates_without(examp
         llm = LLM((cfg, init_params(cfg, 1), None), spec, max_batch=1, max_len=64)
         found.append(llm.generate([[3, 5, 8, 3, 5]], params)[0].samples[0].token_ids)
     assert found[0] == found[1] and len(found[0]) == 24
+
+
+def test_mlp_of_ones_own_says_which_expert_decided_each_token(examples):
+    mlps = Registry("mlp", {}, "a specjax.interfaces.Mlp")
+    layers = Layer(Attention(4, 2, 8), mlps.find("my_mlp:OneOfTwo")())
+    cfg = ModelConfig(vocab_size=64, hidden_size=16, layers=(layers, layers))
+    llm = LLM((cfg, init_params(cfg, 1), None), None, max_batch=1, max_len=32)
+    [sample] = llm.generate([[3, 5]], SamplingParams(max_tokens=8))[0].samples
+    assert sample.records.shape == (8, 2) and set(np.unique(sample.records)) <= {0, 1}
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

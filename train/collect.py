@@ -126,7 +126,11 @@ class Collection:
             progress = None
             if response.tokens:
                 progress = Progress(
-                    list(response.tokens), list(response.logprobs), [], response.transformed
+                    list(response.tokens),
+                    list(response.logprobs),
+                    [],
+                    response.transformed,
+                    response.records,
                 )
             ticket = self.engine.add(job, progress)
             running[ticket], self._group_of[ticket] = response, index

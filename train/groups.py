@@ -163,6 +163,7 @@ class Response:
       finish: why it ended; None: it has not. reward: once that is known. failed: the reward gave
         no number, and counts as 0.
       emitted: tokens of this step, at least. stats, text: of this step, once it ended.
+      records: see `SampleOutput.records`.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -178,6 +179,7 @@ class Response:
     text: str | None = None
     transformed: list[float] | None = None
     loss_mask: list[int] | None = None
+    records: np.ndarray | None = None
 
     @property
     def new(self) -> int:
@@ -188,6 +190,7 @@ class Response:
         self.tokens, self.logprobs = list(sample.token_ids), list(sample.logprobs)
         if sample.transformed_logprobs is not None:
             self.transformed = list(sample.transformed_logprobs)
+        self.records = sample.records
         self.stats, self.emitted = sample.stats, max(self.emitted, self.new)
         self.finish = sample.finish_reason if finished else None
 
@@ -203,6 +206,8 @@ class Response:
             for more in (self.transformed, self.loss_mask):
                 if more is not None:
                     del more[-over:]
+            if self.records is not None:
+                self.records = self.records[:-over]
             self.finish = self.reward = None
             self.failed = False
         if self.new:
@@ -224,6 +229,7 @@ class Response:
             stats=self.stats or nothing,
             weight_versions=tuple(self.versions),
             transformed_logprobs=self.transformed,
+            records=self.records,
         )
 
 
@@ -272,6 +278,9 @@ class Group:
                     "tokens": _encode(r.tokens, "<i4"),
                     "logprobs": _encode(r.logprobs, "<f4"),
                     "transformed": r.transformed and _encode(r.transformed, "<f4"),
+                    "records": None
+                    if r.records is None
+                    else [list(r.records.shape[1:]), _encode(r.records.ravel(), "<i4")],
                     "old": _encode(r.old, "<f4"),
                     "loss_mask": r.loss_mask and _encode(r.loss_mask, "<i4"),
                     "versions": [list(run) for run in r.versions],
@@ -295,6 +304,8 @@ class Group:
                 reward=r.get("reward"),  # checkpoints of old have none: it is found again
                 failed=r.get("failed", False),
                 transformed=(t := r.get("transformed")) and _decode(t, "<f4"),
+                records=(f := r.get("records"))
+                and np.array(_decode(f[1], "<i4"), np.int32).reshape(-1, *f[0]),
                 loss_mask=(m := r.get("loss_mask")) and _decode(m, "<i4"),
             )
             for r in saved["responses"]

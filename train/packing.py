@@ -13,6 +13,8 @@ A micro-batch is a dict of numpy arrays [R S] of one fixed shape, so that nothin
     staleness            int32    versions of the weights since the token was sampled; 0: none
     behaviour_logprobs   float32  of the engine that sampled the token
     sample_ids           int32    index of the sample in the rollout batch; -1 is padding
+    records              [R S M ..] only of a model that records anything, see `SampleOutput`: of
+                                  the row that decided token t + 1; -1: nothing is known of it
 
 Index t describes token t. A sample is never split over rows. For example, samples
 prompt [5 6] response [7 2], prompt [8] response [9 2], in a row of 8:
@@ -43,7 +45,7 @@ _FIELDS = {
 }
 
 _COPIED = ("behaviour_logprobs", "old_logprobs", "staleness")
-_PER_TOKEN = (*_COPIED, "loss_mask")
+_PER_TOKEN = (*_COPIED, "loss_mask", "records")
 
 PackedBatch = dict[str, np.ndarray]
 
@@ -61,6 +63,8 @@ class Sample:
       advantage: of the whole response.
       staleness: of each response token, in versions of the weights; None: none is stale.
       loss_mask: of each response token, 1 or 0, see above; None: all are in the loss.
+      records: [response tokens, M ..] of the rows that decided them, see `SampleOutput`; None: the
+        model records nothing.
     """
 
     sample_id: int
@@ -71,6 +75,7 @@ class Sample:
     advantage: float = 0.0
     staleness: Sequence[int] | None = None
     loss_mask: Sequence[int] | None = None
+    records: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
@@ -107,7 +112,8 @@ def pack(
         raise ValueError(f"loss_on must be one of {', '.join(LOSS_ON)}, got {loss_on!r}")
     if rows < 1 or row_length < 1:
         raise ValueError(f"expected rows and row_length >= 1, got {rows} and {row_length}")
-    layout = _first_fit(_in_order(samples, row_length), row_length)
+    samples = _in_order(samples, row_length)
+    layout = _first_fit(samples, row_length)
     needed = max(-(-len(layout) // rows), 1)
     if num_batches is None:
         num_batches = needed
@@ -117,6 +123,10 @@ def pack(
             f"micro-batches of {rows} rows hold {num_batches * rows}; raise one of the three"
         )
     batches = [empty_batch(rows, row_length) for _ in range(num_batches)]
+    facts = next((s.records for s in samples if s.records is not None), None)
+    if facts is not None:
+        for batch in batches:
+            batch["records"] = np.full((rows, row_length, *facts.shape[1:]), -1, facts.dtype)
     for row, members in enumerate(layout):
         start = 0
         for segment, sample in enumerate(members, start=1):
@@ -202,6 +212,8 @@ def _write(
     if sample.loss_mask is not None:
         mask[prompt:end] = sample.loss_mask
     batch["advantages"][row, first:end] = sample.advantage * mask[first:end]
+    if sample.records is not None:
+        batch["records"][row, prompt - 1 : end - 1] = sample.records
     for field in _COPIED:
         if getattr(sample, field) is not None:
             batch[field][row, prompt:end] = getattr(sample, field)

@@ -263,6 +263,7 @@ class PolicyTrainer:
                 batch["segment_ids"],
                 self.context,
                 taps=self.taps,
+                given=batch.get("records"),
             )
         return model, found.x, jnp.concatenate([found.x, *found.taps], axis=-1)
 

@@ -185,6 +185,7 @@ def to_samples(
                     staleness=staleness,
                     loss_mask=None if rollout.loss_masks is None else rollout.loss_masks[p][g],
                     advantage=float(advantages[p, g]),
+                    records=sample.records,
                 )
             )
     return samples

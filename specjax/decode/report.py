@@ -27,6 +27,7 @@ from specjax.decode.options import Features
 from specjax.decode.plan import Plan
 from specjax.decode.state import RUNNING, put_positions
 from specjax.indexing import put, take
+from specjax.models.transformer import recording_layers
 
 if TYPE_CHECKING:
     from specjax.decode.draft import Draft
@@ -106,6 +107,8 @@ class Report(NamedTuple):
         the slot was not running or does not speculate, and in rounds that did not run. Plain
         decoding accepts 0.
       transformed: [B C] as `logprobs`, in the transformed distribution.
+      records: [B C M ..] of the rows that decided the tokens, see `specjax.interfaces.Mlp.run`;
+        None: the model has no layers that record anything.
     """
 
     logprobs: Float[Array, "B C"]
@@ -114,6 +117,7 @@ class Report(NamedTuple):
     transformed: Float[Array, "B C"] | None = None
     top: TopLogprobs | None = None
     rejections: Rejections | None = None
+    records: Int[Array, "B C M ..."] | None = None
 
 
 _OF_ROUNDS = ("counts", "accepted", "rejections")
@@ -131,6 +135,7 @@ class RoundView(NamedTuple):
       noise: [B E V] the target's noise at these tokens' positions, or None.
       invalid: [B] slots whose walk ended at logits that are no distribution, of which `accepted`
         counts no token; None: there are none.
+      records: [B E M ..] of the path's rows; None: the model records nothing.
     """
 
     state: DecodeState
@@ -144,6 +149,7 @@ class RoundView(NamedTuple):
     path_rows: Rows
     noise: Float[Array, "B E V"] | None
     invalid: Bool[Array, " B"] | None = None
+    records: Int[Array, "B E M ..."] | None = None
 
 
 def start(plan: Plan, batch: int, rounds: int) -> Report:
@@ -178,8 +184,11 @@ def start(plan: Plan, batch: int, rounds: int) -> Report:
             outside_filter=flag,
             penalty_changed=flag,
         )
-    logprobs = jnp.zeros((batch, room), jnp.float32)
-    return Report(logprobs, number, number - 1, transformed, top, rejections)
+    logprobs, records = jnp.zeros((batch, room), jnp.float32), None
+    if layers := recording_layers(plan.cfg):
+        [fact, *_] = layers.values()
+        records = jnp.full((batch, room, len(layers), *fact.shape), -1, fact.dtype)
+    return Report(logprobs, number, number - 1, transformed, top, rejections, records)
 
 
 def write(
@@ -211,6 +220,10 @@ def write(
         top = jax.tree.map(jax.vmap(put, (2, 2), 2), top, _top(step, top))
     if rejections is not None:
         rejections = jax.tree.map(put_round, rejections, _rejection(plan, step))
+    records = report.records
+    if records is not None:
+        flat = (x.reshape(*x.shape[:2], -1) for x in (records, step.records))
+        records = jax.vmap(put, (2, 2), 2)(*flat).reshape(records.shape)
     return Report(
         put(report.logprobs, logprobs),
         put_round(report.counts, step.count),
@@ -218,6 +231,7 @@ def write(
         transformed,
         top,
         rejections,
+        records,
     )
 
 

@@ -207,6 +207,7 @@ def commit(
         path_rows=Rows(np.arange(plan.steps + 1), _along_path(plan, draft.paths, accepted)),
         noise=noise,
         invalid=invalid,
+        records=None if verified.records is None else _along_path(plan, verified.records, accepted),
     )
     state, side = record(plan, state, side, index, view, emitted)
     return state._replace(memory=target, draft=memory), side
@@ -262,6 +263,7 @@ def plain_round(
         path_rows=here,
         noise=None,
         invalid=invalid,
+        records=found.records,
     )
     state, side = record(plan, state, side, index, view, emitted)
     return state._replace(memory=memory), side

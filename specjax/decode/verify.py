@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from specjax.decode.draft import Draft
 from specjax.decode.plan import Plan
@@ -20,11 +20,13 @@ class Verified(NamedTuple):
       logits: [B T V] float32; row t decides the token after row t.
       hidden: [B T D] what the draft head is given for row t.
       scratch: what the rows would add to the memory, by layer.
+      records: [B T M ..] see `specjax.interfaces.Forward`.
     """
 
     logits: Float[Array, "B T V"]
     hidden: Float[Array, "B T D"]
     scratch: tuple[Scratch, ...]
+    records: Int[Array, "B T M ..."] | None = None
 
 
 def verify(model: Transformer, plan: Plan, state: DecodeState, draft: Draft) -> Verified:
@@ -45,4 +47,4 @@ def verify(model: Transformer, plan: Plan, state: DecodeState, draft: Draft) -> 
         table=state.table,
     )
     found = model.decode(draft.tokens, where, state.memory, taps=plan.taps)
-    return Verified(model.logits(found.x), found.tapped, found.scratch)
+    return Verified(model.logits(found.x), found.tapped, found.scratch, found.records)

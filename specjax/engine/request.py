@@ -65,6 +65,8 @@ class SampleOutput:
         none of them. None unless asked for.
       top_transformed_logprobs: likewise of the transformed distribution, without tokens that it
         excludes; None unless both are asked for.
+      records: [tokens M ..] what the model's layers recorded of the rows that decided the tokens
+        (experts chosen), see `specjax.interfaces.Mlp.run`; None where they record nothing.
     """
 
     token_ids: list[int]
@@ -76,6 +78,7 @@ class SampleOutput:
     transformed_logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
     top_transformed_logprobs: list[dict[int, float]] | None = None
+    records: np.ndarray | None = dataclasses.field(default=None, compare=False)
 
     @property
     def error(self) -> str | None:

@@ -27,12 +27,14 @@ class Progress:
       tokens, logprobs: one entry per generated token. versions: runs of tokens that were sampled
         by the same weights, as (index of the first token, version of the weights).
       transformed: as `SampleOutput.transformed_logprobs`; None unless asked for.
+      records: as `SampleOutput.records`.
     """
 
     tokens: list[int]
     logprobs: list[float]
     versions: list[tuple[int, int]]
     transformed: list[float] | None = None
+    records: np.ndarray | None = None
 
 
 class Brought(NamedTuple):
@@ -105,6 +107,7 @@ class Sequence:
         self._transformed: list[float] | None = None
         if params.transformed_logprobs:
             self._transformed = list(given.transformed or [])
+        self._records = [] if given.records is None else [given.records]
         self._top = _Top([], []) if params.top_logprobs else None
         self._histogram = [0] * (self._steps + 2)
         self._drafted = self._accepted = 0
@@ -149,7 +152,14 @@ class Sequence:
 
     def progress(self) -> Progress:
         transformed = None if self._transformed is None else list(self._transformed)
-        return Progress(list(self.tokens), list(self.logprobs), list(self.versions), transformed)
+        return Progress(
+            list(self.tokens), list(self.logprobs), list(self.versions), transformed, self.records
+        )
+
+    @property
+    def records(self) -> np.ndarray | None:
+        """See `SampleOutput.records`."""
+        return np.concatenate(self._records) if self._records else None
 
     def look(
         self, row: int, brought: Brought, tree: Tree | DynamicTree | None, version: int
@@ -175,6 +185,8 @@ class Sequence:
         self.logprobs += brought.logprobs[row][:count]
         if self._transformed is not None:
             self._transformed += report.transformed[row, :count].tolist()
+        if report.records is not None:
+            self._records.append(report.records[row, :count])
         if self._top is not None:
             self._top.add(report.top, row, count, self.job.params.top_logprobs)
         kept = count if cut is None else cut.tokens - before
@@ -238,6 +250,7 @@ class Sequence:
             transformed_logprobs=transformed,
             top_logprobs=top and top.scaled,
             top_transformed_logprobs=top and top.transformed,
+            records=None if self.records is None else self.records[:count],
         )
 
 

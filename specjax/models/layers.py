@@ -113,11 +113,16 @@ class Block(nnx.Module):
         where: Where,
         memory: Memory | None,
         scratch: Scratch | None,
-    ) -> tuple[Array, Scratch]:
-        """The layer over rows, see `specjax.interfaces.Mixer.run`, with norms and residuals."""
+        given: Array | None = None,
+    ) -> tuple[Array, Scratch, Array | None]:
+        """The layer over rows, with norms and residuals, and what it records of them.
+
+        See `Mixer.run` and `Mlp.run` of `specjax.interfaces`.
+        """
         w, eps = self.arrays(), self.cfg.rms_norm_eps
         normed = rms_norm(x, w["input_norm"], eps)
         mixed, scratch = self.layer.mixer.run(w, normed, where, memory, scratch)
         x = x + mixed
-        out, _ = self.layer.mlp.run(w, rms_norm(x, w["post_norm"], eps), where)
-        return x + out, scratch
+        normed = rms_norm(x, w["post_norm"], eps)
+        out, record = self.layer.mlp.run(w, normed, where, given)
+        return x + out, scratch, record

@@ -12,11 +12,13 @@ copy it every step. Unrolled weights may lie in panels, see `specjax.kernels.pan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -64,16 +66,18 @@ class Transformer(nnx.Module):
         segment_ids: Int[Array, "B S"],
         context: Context | None = None,
         taps: Taps = (),
+        given: Int[Array, "B S M ..."] | None = None,
     ) -> Forward:
         """States of packed rows, causal within segments (0 pads), without scratch.
 
         Args:
           context: how rows are split over devices; all per-token arrays are in its order.
+          given: the records of an earlier pass, to be used again, see `Mlp.run`.
         """
         where = Where("train", positions, segments=segment_ids, context=context)
-        found = self._forward(tokens, where, taps=taps, keep=False)
+        found = self._forward(tokens, where, taps=taps, keep=False, given=given)
         pinned = (pin_rows(x, context) for x in found.taps)
-        return Forward(pin_rows(found.x, context), None, tuple(pinned))
+        return found._replace(x=pin_rows(found.x, context), taps=tuple(pinned))
 
     def prefill(
         self, tokens: Int[Array, "B S"], lengths: Int[Array, " B"], taps: Taps = ()
@@ -118,23 +122,30 @@ class Transformer(nnx.Module):
     # --- the layer loop --------------------------------------------------------------------------
 
     def _forward(
-        self, tokens, where: Where, memory=None, scratch=None, taps: Taps = (), keep=True
+        self,
+        tokens,
+        where: Where,
+        memory=None,
+        scratch=None,
+        taps: Taps = (),
+        keep=True,
+        given=None,
     ) -> Forward:
-        cfg, x = self.cfg, self.embed_tokens(tokens)
+        cfg, x, records = self.cfg, self.embed_tokens(tokens), None
         wanted = sorted({self._boundary(tap) for tap in taps})
         if where.form == "tree" and dispatch.runs_layers(cfg):
             x, scratch, found = self._by_kernel(x, where, memory, scratch, wanted)
         else:
             where = where.replace(kernel=cfg.run.attention, angles=angles_of(cfg, where.positions))
-            x, scratch, found = run_layers(
-                self.layers, cfg, x, where, memory, scratch, wanted, keep
+            x, scratch, found, records = run_layers(
+                self.layers, cfg, x, where, memory, scratch, wanted, keep, given
             )
         by_tap = dict(zip(wanted, found, strict=True))
         states = (
             self.final_norm(x) if tap == "post_norm" else by_tap[self._boundary(tap)]
             for tap in taps
         )
-        return Forward(x, scratch, tuple(states))
+        return Forward(x, scratch, tuple(states), records)
 
     def _boundary(self, tap: int | str) -> int:
         """How many layers have run where a tap is taken."""
@@ -180,7 +191,8 @@ def run_layers(
     scratch: tuple[Scratch, ...] | None,
     wanted: Sequence[int],
     keep: bool,
-) -> tuple[Array, tuple[Scratch, ...] | None, list[Array]]:
+    given: Int[Array, "B T M ..."] | None = None,
+) -> tuple[Array, tuple[Scratch, ...] | None, list[Array], Array | None]:
     """Runs all layers, scanned over the repeating patterns or unrolled; see the module text.
 
     Args:
@@ -188,11 +200,14 @@ def run_layers(
       keep: whether somebody asks for the scratch.
 
     Returns:
-      states, scratch, and the states that are wanted.
+      states, scratch, the states that are wanted, and records.
     """
+    recording, of_layer = recording_layers(cfg), {}
+    if given is not None:
+        of_layer = {number: given[:, :, i] for i, number in enumerate(recording)}
     if isinstance(layers, nnx.List):
         blocks = [nnx.split(block) for block in layers]
-        return _run_unrolled(blocks, cfg, x, where, memory, scratch, wanted, keep)
+        return _run_unrolled(blocks, cfg, x, where, memory, scratch, wanted, keep, of_layer)
     split = [(stack, *nnx.split(part_of(layers, stack))) for stack in stacks(cfg.layers)]
     if not cfg.run.scan_layers:
         by_number = {
@@ -201,8 +216,8 @@ def run_layers(
             for row, number in enumerate(stack.numbers)
         }
         blocks = [by_number[number] for number in range(cfg.num_layers)]
-        return _run_unrolled(blocks, cfg, x, where, memory, scratch, wanted, keep)
-    found, rows, first, at = [], [], 0, 0
+        return _run_unrolled(blocks, cfg, x, where, memory, scratch, wanted, keep, of_layer)
+    found, rows, records, first, at = [], [], {}, 0, 0
     for pattern, repeats in segments(cfg.layers):
         here = slice(at, at + len(pattern))
         parts = [part[1:] for part in split[here]]
@@ -210,39 +225,87 @@ def run_layers(
         beside = scratch and scratch[here]
         end = first + len(pattern) * repeats
         taken = [tap for tap in wanted if first <= tap < end]
-        x, new, states = _run_scanned(
-            parts, cfg, x, where, of_segment, beside, [tap - first for tap in taken], keep, repeats
-        )
+        numbers = [part[0].numbers for part in split[here]]
+        stacked = [
+            jnp.stack([of_layer[i] for i in of]) if of[0] in of_layer else None for of in numbers
+        ]
+        x, new, states, facts = _run_scanned(
+            parts, cfg, x, where, of_segment, beside, [tap - first for tap in taken], keep, repeats,
+            stacked,
+        )  # fmt: skip
+        for of, fact in zip(numbers, facts, strict=True):
+            records |= {} if fact is None else dict(zip(of, fact, strict=True))
         found, rows, first, at = found + states, rows + new, end, at + len(pattern)
     found += [x] * wanted.count(first)
-    return x, tuple(rows) if keep else None, found
+    return x, tuple(rows) if keep else None, found, _side_by_side(records)
 
 
-def _run_unrolled(blocks, cfg, x, where: Where, memory, scratch, wanted, keep):
-    """One layer after the other."""
+def _side_by_side(records: Mapping[int, Array]) -> Int[Array, "B T M ..."] | None:
+    """The records of layers, by their numbers, in one array."""
+    return jnp.stack([records[i] for i in sorted(records)], axis=2) if records else None
 
-    def _run_block(graph, state, x, memory, scratch):
-        x, new = nnx.merge(graph, state).run(x, where, memory, scratch)
-        return x, new if keep else None
+
+@functools.lru_cache(maxsize=64)
+def recording_layers(cfg: ModelConfig) -> dict[int, jax.ShapeDtypeStruct]:
+    """The numbers of the layers whose mlp records anything, and the record of a row [..] of each.
+
+    Raises:
+      ValueError: they differ in shape or dtype.
+    """
+    x = jax.ShapeDtypeStruct((1, 1, cfg.hidden_size), jnp.dtype(cfg.run.compute_dtype))
+    where = Where("train", np.zeros((1, 1), np.int32), segments=np.ones((1, 1), np.int32))
+
+    def record(mlp):
+        rows = mlp.params(cfg.hidden_size)
+        w = {name: jax.ShapeDtypeStruct(row.shape, x.dtype) for name, row in rows.items()}
+        return jax.eval_shape(lambda w, x: mlp.run(w, x, where)[1], w, x)
+
+    kinds = {mlp: record(mlp) for mlp in dict.fromkeys(layer.mlp for layer in cfg.layers)}
+    found = {i: kinds[layer.mlp] for i, layer in enumerate(cfg.layers)}
+    found = {i: fact for i, fact in found.items() if fact is not None}
+    different = {(fact.shape, str(fact.dtype)) for fact in found.values()}
+    if len(different) > 1:
+        raise ValueError(
+            f"expected records of one shape and dtype from all layers that have any, got "
+            f"{sorted(different)}; pad them"
+        )
+    return {i: jax.ShapeDtypeStruct(fact.shape[2:], fact.dtype) for i, fact in found.items()}
+
+
+def _run_unrolled(blocks, cfg, x, where: Where, memory, scratch, wanted, keep, given):
+    """One layer after the other.
+
+    Args:
+      given: records of layers, by their numbers.
+    """
+
+    def _run_block(graph, state, x, memory, scratch, given):
+        x, new, record = nnx.merge(graph, state).run(x, where, memory, scratch, given)
+        return x, new if keep else None, record
 
     run = jax.checkpoint(_run_block, static_argnums=0) if cfg.run.remat else _run_block
     if isinstance(x, jax.core.Tracer):  # layers that are alike are traced and lowered once
         run = jax.jit(run, static_argnums=0)
-    rows, found = [], []
+    rows, found, records = [], [], {}
     for i, (graph, state) in enumerate(blocks):
         found += [x] * wanted.count(i)
         of_layer = memory and Memory(memory.pages[i], memory.slots[i])
-        x, new = run(graph, state, x, of_layer, scratch and scratch[i])
+        x, new, record = run(graph, state, x, of_layer, scratch and scratch[i], given.get(i))
         rows.append(new)
+        records |= {} if record is None else {i: record}
     found += [x] * wanted.count(len(rows))
-    return x, tuple(rows) if keep else None, found
+    return x, tuple(rows) if keep else None, found, _side_by_side(records)
 
 
-def _run_scanned(blocks, cfg, x, where: Where, memory, scratch, wanted, keep, repeats: int):
+def _run_scanned(blocks, cfg, x, where: Where, memory, scratch, wanted, keep, repeats: int, given):
     """`lax.scan` over the repeats of one segment, see `specjax.config.stacks`.
 
     Args:
       wanted: as of `run_layers`, counted from the segment's first layer on.
+      given: of each layer of the pattern, records of its repeats [repeats B T ..], or None.
+
+    Returns:
+      as of `run_layers`, the records as they are given.
     """
     graphs, states = zip(*blocks, strict=True)
     pages, slots = (None, None) if memory is None else memory
@@ -254,8 +317,8 @@ def _run_scanned(blocks, cfg, x, where: Where, memory, scratch, wanted, keep, re
 
     def body(carry, inputs):
         x, found = carry
-        index, states, pages, scratch = inputs
-        rows = []
+        index, states, pages, scratch, given = inputs
+        rows, records = [], []
         for i, (graph, state) in enumerate(zip(graphs, states, strict=True)):
             number = index * len(graphs) + i
             found = [
@@ -270,16 +333,17 @@ def _run_scanned(blocks, cfg, x, where: Where, memory, scratch, wanted, keep, re
                 if by_table and (leaves := jax.tree.leaves(memory.pages[i])):
                     here = where.replace(table=where.table + index * leaves[0].shape[1])
             block = nnx.merge(graph, state)
-            x, new = block.run(x, here, of_layer, scratch and scratch[i])
+            x, new, record = block.run(x, here, of_layer, scratch and scratch[i], given[i])
             rows.append(new)
-        return (x, found), rows if keep else None
+            records.append(record)
+        return (x, found), (rows if keep else [], records)
 
     if cfg.run.remat:
         body = jax.checkpoint(body)
     start = x, [jnp.zeros_like(x) for _ in inside]
-    inputs = jnp.arange(repeats), states, None if by_table else pages, scratch
-    (x, found), rows = jax.lax.scan(body, start, inputs)
-    return x, rows or [], [*first, *found]
+    inputs = jnp.arange(repeats), states, None if by_table else pages, scratch, given
+    (x, found), (rows, records) = jax.lax.scan(body, start, inputs)
+    return x, rows, [*first, *found], records
 
 
 def layers_by_kernel(

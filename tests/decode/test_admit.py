@@ -145,7 +145,7 @@ def test_target_and_head_know_a_prompt_as_if_they_had_seen_it_at_once(modules, w
         module = nnx.merge(head_graphdef(run.plan.cfg), head)
         positions = jnp.broadcast_to(jnp.arange(MAX_LEN), tokens.shape)
         ones = jnp.ones_like(tokens)
-        x, _, [hidden] = model.hidden(tokens, positions, ones, taps=run.plan.taps)
+        x, _, [hidden], _ = model.hidden(tokens, positions, ones, taps=run.plan.taps)
         following = [model.embed_tokens(jnp.roll(tokens, -1 - s, 1)) for s in range(2)]
         steps = module.unroll(hidden, following, positions, ones)
         return model.logits(x), *(states @ model.head_weight() for states in steps)

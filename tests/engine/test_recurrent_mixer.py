@@ -37,17 +37,16 @@ PAGE_TEXT = Path(__file__).resolve().parents[2] / "docs/extend.md"
 ARMS = ("off", "3_1_4", "3_2_6", "2x2")
 
 
-def leaky_sum(size=16):
-    """The mixer of the page, as it stands there."""
-    [text] = re.findall(
-        r"^```python\n# my_mixer.py\n(.*?)^```$", PAGE_TEXT.read_text(), re.M | re.S
-    )
-    module = types.ModuleType("my_mixer")
-    exec(compile(text, "my_mixer.py", "exec"), module.__dict__)
-    return module.LeakySum(size)
+def of_page(name: str) -> types.ModuleType:
+    """An example of the page, as it stands there."""
+    block = rf"^```python\n# {name}.py\n(.*?)^```$"
+    [text] = re.findall(block, PAGE_TEXT.read_text(), re.M | re.S)
+    module = types.ModuleType(name)
+    exec(compile(text, f"{name}.py", "exec"), module.__dict__)
+    return module
 
 
-LEAKY = leaky_sum()
+LEAKY = of_page("my_mixer").LeakySum(16)
 
 
 def config(repeats=1, **run) -> ModelConfig:

@@ -48,7 +48,7 @@ def _decode_of(bias, qk_norm, kernel, library):
         memory = Memory(by_layer(cache), (None,) * 2)
         if scratch is not None:
             scratch = tuple(Scratch(layer, None) for layer in by_layer(scratch))
-        x, scratch, _ = model.decode(tokens, where, memory, scratch)
+        x, scratch, *_ = model.decode(tokens, where, memory, scratch)
         k, v = zip(*(layer.pages for layer in scratch), strict=True)
         return x, KVCache(k, v)
 

@@ -97,7 +97,7 @@ def test_layers_by_the_kernel_mark_their_keys(cpu_kernels):
         where = Where("tree", at, prefix=prefix, visible=chain_bits(len(tokens)))
         return model.decode(jnp.asarray([tokens]), where, memory)
 
-    x, scratch, _ = rows([1, 2, 9, 3, 11])
+    x, scratch, *_ = rows([1, 2, 9, 3, 11])
     k, v = (np.asarray(part)[0] for part in scratch[0].pages)
     assert np.isnan(k[:, [2, 4]]).all() and (v[:, [2, 4]] == 0).all()
     assert np.isfinite(np.delete(k, [2, 4], 1)).all() and np.isfinite(v).all()
