@@ -73,8 +73,8 @@ def candidates(
         noise = rng.ring_at(state.noise, root[:, None] + depth + 1, columns.ids)
         perturbed = sampling.perturb(log_q, options.temperature, noise)
     elif plan.needs_q and plan.features.sampled:
-        noise = rng.round_noise(state.keys, rng.DRAFT, root, nodes, logits.shape[-1])
-        perturbed = sampling.perturb(log_q, options.temperature, noise)
+        noise = rng.round_noise(state.keys, rng.DRAFT, root, nodes, columns.vocab)
+        perturbed = sampling.perturb(log_q, options.temperature, columns.at_rows(noise))
     picked, best = top_candidates(perturbed, count)
     gain = q = logprobs = None
     if plan.tree.is_dynamic:

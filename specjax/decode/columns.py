@@ -63,6 +63,15 @@ class Columns(NamedTuple):
         flat = jnp.take_along_axis(x, safe.reshape(len(x), -1), axis=1)
         return flat.reshape(safe.shape)
 
+    def at_rows(self, x: Float[Array, "B R V"]) -> Float[Array, "B R C"]:
+        """Numbers per row and token as numbers per row and column."""
+        if self.ids is None:
+            return x
+        safe = jnp.clip(self.ids, 0, self.vocab - 1)
+        if self.ids.ndim == 1:
+            return x[..., safe]
+        return jnp.take_along_axis(x, safe, axis=-1)
+
     def of(self, tokens: Int[Array, "B R N"]) -> Int[Array, "B R N"]:
         """The column of each token; C, past the end, where it has none."""
         if self.ids is None:  # a negative index would wrap around

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Int, UInt32
 
 from specjax.config import ModelConfig, SpecConfig
 from specjax.decode.state import EMPTY, take_positions
@@ -57,8 +57,7 @@ class _Work(NamedTuple):
 class NgramSource(Draft):
     """Drafts what followed the last tokens where they stood before; it has no parameters (`{}`).
 
-    Logits are log-weights of at most `OCCURRENCES` tokens and -inf elsewhere; a row that was
-    found nowhere has -inf throughout and no draft.
+    Logits are log-weights of at most `OCCURRENCES` tokens; a row that was found nowhere has none.
 
     Attributes:
       vocab: the target's vocabulary size.
@@ -104,14 +103,14 @@ class NgramSource(Draft):
         for i in range(self.longest):
             match = self._append(match, tokens, last[:, i, None])
         work = _Work(tokens, first, length, match)
-        return Proposal(self._logits(work)), work
+        return self._proposal(work), work
 
     def step(self, model, params, work: _Work, level: Level):
         batch, rows = level.tokens.shape
         above = work.match.reshape(*work.match.shape[:2], -1)
         match = take_parents(above, level.parents).reshape(batch, rows, *work.tokens.shape[1:])
         work = work._replace(match=self._append(match, work.tokens, level.tokens))
-        return Proposal(self._logits(work)), work
+        return self._proposal(work), work
 
     def _searched(self, state) -> tuple[Array, Array, Array]:
         """(tokens, first, length) of the slot itself and of the longest slots of its group.
@@ -135,7 +134,7 @@ class NgramSource(Draft):
         longer = jnp.minimum(before + 1, self.longest).astype(jnp.int8)
         return jnp.where(tokens[:, None] == token[..., None, None], longer, 0)
 
-    def _logits(self, work: _Work) -> Float[Array, "B R V"]:
+    def _proposal(self, work: _Work) -> Proposal:
         """Weighs what followed the best `OCCURRENCES` matches: length first, then count and place.
 
         A token's weight counts its longest matches only. Between two lengths lies a factor of
@@ -155,11 +154,10 @@ class NgramSource(Draft):
         alike = same & (size[..., None] == size[..., None, :])
         often = jnp.where(alike, (key - size)[..., None, :], 0.0).sum(-1)
         weight = size * math.log(PER_TOKEN) + jnp.log(often / (1 + often / HALF_FULL))
-        # The best match of a token comes first; an id of V is dropped.
+        # The best match of a token comes first; V stands for no token.
         token = jnp.where(jnp.tril(same, -1).any(-1), self.vocab, token)
-        logits = jnp.full((batch, rows, self.vocab), -jnp.inf)
-        index = np.arange(batch)[:, None, None], np.arange(rows)[:, None], token
-        return logits.at[index].set(weight, mode="drop")
+        token, weight = jax.lax.sort((token, weight), num_keys=1)  # ties go to the lowest id
+        return Proposal(weight, token)
 
 
 def may_search(state) -> Bool[Array, "B B"]:

@@ -77,16 +77,9 @@ def test_q_is_a_distribution_over_the_vocabulary_and_what_was_drawn_from(kind, s
     some, dense, shared = case(seed, kind, 12)
     ours, all_of_them = (found(p, *shared, "recursive") for p in (some, dense))
     np.testing.assert_allclose(ours.q, all_of_them.q, atol=1e-6)
-    ids = np.broadcast_to(some.ids, some.scores.shape)
-    with np.errstate(divide="ignore"):
-        log_q = np.log(np.take_along_axis(np.asarray(ours.q), ids, axis=-1))
-    _, length, keys, options, _ = shared
-    noise = np.asarray(rng.round_noise(keys, rng.DRAFT, length - 1, NODES, 12))
-    noise = np.where(options.temperature[:, None, None] > 0, noise, 0.0)
-    drawn = np.take_along_axis(ids, np.argmax(log_q + noise, axis=-1)[..., None], -1)[..., 0]
-    some_mass = np.asarray(ours.q).sum(-1) > 0
-    assert some_mass.mean() > 0.5
-    np.testing.assert_array_equal(np.asarray(ours.tokens)[..., 0][some_mass], drawn[some_mass])
+    np.testing.assert_array_equal(ours.tokens, all_of_them.tokens)
+    assert ((np.asarray(ours.q) > 0).any(-1) == (np.asarray(ours.tokens)[..., 0] >= 0)).all()
+    assert (np.asarray(ours.tokens)[..., 0] >= 0).mean() > 0.5
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -216,19 +216,30 @@ def propose(source, params, state: State, grown: Grown, shared: bool, model=None
 def _propose(source, static, params, state, arrays, model):
     total = static[0][2] if static else 0
     proposal, work = source.begin(model, params, state, len(static) + 1, total)
-    found = [proposal.scores]
+    found = [dense(source, proposal)]
     for (*fixed, constants), (tokens, shape, path) in zip(static, arrays, strict=True):
         if constants is not None:
             shape = [np.frombuffer(x, dtype).reshape(size) for x, dtype, size in constants]
         proposal, work = source.step(model, params, work, Level(*fixed, tokens, *shape, path))
-        found.append(proposal.scores)
+        found.append(dense(source, proposal))
     return found, work
+
+
+def dense(source, proposal):
+    """Logits of all tokens [B R V], -inf where none were given."""
+    if proposal.ids is None:
+        return proposal.scores
+    batch, rows, _ = proposal.scores.shape
+    ids = jnp.broadcast_to(proposal.ids, proposal.scores.shape)
+    slot, row = jnp.ogrid[:batch, :rows]
+    logits = jnp.full((batch, rows, source.vocab), -jnp.inf)
+    return logits.at[slot[..., None], row[..., None], ids].set(proposal.scores, mode="drop")
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
 def begin(source, params, state, steps, total, model=None):
     proposal, work = source.begin(model, params, state, steps, total)
-    return proposal.scores, work
+    return dense(source, proposal), work
 
 
 def accept(
