@@ -23,7 +23,7 @@ This module imports nothing of specjax.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -365,12 +365,21 @@ class Needs(NamedTuple):
       window: so many states of roots it remembers while plain decoding runs, which gives them to
         `commit`; 0: none are kept for it.
       siblings: it drafts for one slot from the tokens of others.
+      history: it drafts from samples that have ended, see `Draft.feed`.
     """
 
     taps: tuple[str, ...] = ()
     states: int = 0
     window: int = 0
     siblings: bool = False
+    history: bool = False
+
+
+class Sample(NamedTuple):
+    """A sample that has ended: the tokens of its prompt, and those that were generated."""
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
 
 
 class Level(NamedTuple):
@@ -480,6 +489,25 @@ class Draft(Protocol):
             f"{type(self).__name__} cannot draft from a part of the vocabulary: it has no method "
             "`columns`; leave out draft_vocab and token_map"
         )
+
+    def store(self) -> Any:
+        """What it keeps of samples that have ended before there is one: NumPy arrays.
+
+        They are the entry `history` of its parameters, on every device; it is asked for where
+        `needs.history` is set.
+        """
+        raise NotImplementedError
+
+    def feed(self, store: Any, samples: Sequence[Sample]) -> Any:
+        """What it keeps once these samples have ended, too: arrays of the same shapes and types.
+
+        The host calls it between chunks, and not under `block` and `recursive`: what a request drew
+        with its own noise must not decide what it is offered when it runs again.
+
+        Args:
+          store: what it has kept so far; it may be changed in place.
+        """
+        raise NotImplementedError
 
     def margin(self, steps: int) -> int:
         """Positions past the longest sequence that it may write to, in rounds of `steps` steps."""

@@ -14,7 +14,7 @@ from specjax.interfaces import Proposal
 from specjax.kernels import panels
 from specjax.models.transformer import Params, lm_logits
 
-ENTRY = "vocabulary"  # of a draft's parameters, beside those of its network
+ENTRY = "vocabulary"  # of a draft's parameters, see `Draft.columns`
 
 
 def head_of(params: Params) -> Float[Array, "D V"]:

@@ -297,7 +297,7 @@ class Engine:
         runner = self.runner
         runner.state = runner.kept = runner.mark = None
         if weights:
-            runner.params = runner.head = runner.vocabulary = None
+            runner.params = runner.head = runner.vocabulary = runner.history = None
 
     # --- requests --------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ from specjax.engine.settings import EngineConfig, powers
 from specjax.engine.turns import Turns
 from specjax.engine.vocabulary import TokenCounts
 from specjax.engine.watch import Watcher
+from specjax.interfaces import Sample
 from specjax.telemetry import Collector, SlotInfo, active_transforms
 
 PREFILL_ROWS = 8
@@ -77,6 +78,7 @@ class Loop:
         self.buckets = [runner.batch] if runner.plan.invariant else powers(runner.batch, 2)
         self.lengths = LengthHistory()
         self.counts: TokenCounts | None = None
+        self._fed: list[Sample] = []
         self.version, self.preemptions = 0, 0
         self.watcher: Watcher | None = None
         self.on_look: Callable[[], None] | None = None
@@ -141,6 +143,9 @@ class Loop:
         Returns:
           the samples that ended.
         """
+        if self._fed:
+            self.runner.feed(self._fed)
+            self._fed = []
         self._in_flight.look()
         self._in_flight.notice_what_is_done()
         agreement = self.runner.agreement
@@ -409,6 +414,8 @@ class Loop:
         self.intake.forget(sequence)
         if self.counts is not None:
             self.counts.add(sample.token_ids)
+        if self.runner.takes_samples:
+            self._fed.append(Sample(sequence.job.prompt, sample.token_ids))
         if self.config.order == "longest_first":
             self.lengths.add(sequence.job.prompt_hash, len(sample.token_ids))
         self._events.append(Finished(sequence.ticket, sequence.job, sample))

@@ -23,7 +23,6 @@ from specjax.decode.chunk import Result, Until, run_chunk
 from specjax.decode.options import Features
 from specjax.decode.score import Scores, Scratch, score
 from specjax.decode.state import DecodeState, Lineup, Room, empty_state
-from specjax.drafts import vocabulary
 from specjax.engine.agreement import agreement_of
 from specjax.engine.checksum import Checksum, require_same
 from specjax.engine.executables import Executables
@@ -33,7 +32,7 @@ from specjax.engine.plans import make_arms, make_plans, own_name
 from specjax.engine.settings import stretched
 from specjax.engine.sources import page_multiple, with_kernel
 from specjax.engine.vocabulary import draft_ids
-from specjax.interfaces import Draft
+from specjax.interfaces import Draft, Sample
 from specjax.interfaces import Room as MemoryRoom
 from specjax.kernels import dispatch, panels
 from specjax.memory import cost, empty
@@ -78,7 +77,8 @@ class Runner:
         the batch's, for sequences that take the rows of those that end.
       mark: is ready when what was enqueued last is done; None if that was a chunk.
       ids: that are drafted from, ascending; None: all. vocabulary: what drafts them, see
-        `Draft.columns`.
+        `Draft.columns`. history: what it drafts with of samples that have ended, a copy of `store`.
+      takes_samples: whether `feed` is to be called.
       checksums: of the weights held, `policy` and `draft`.
       executables: what was compiled. agreement: of the hosts that the mesh lies over.
       moved: bytes that a device received for the weights, at most, when they were last set.
@@ -144,6 +144,10 @@ class Runner:
         self.params: Params | None = None
         self.head: Params | None = None
         self.vocabulary: Params | None = None
+        remembers = bool(self.longest.source) and self.longest.source.needs.history
+        self.store = self.longest.source.store() if remembers else None
+        self.history: Params | None = None
+        self.takes_samples = remembers and not self.longest.needs_q
         self.ids = draft_ids(cfg, spec) if drafts else None
         self.state: DecodeState | None = None
         self.kept: Prompts | None = None
@@ -243,6 +247,7 @@ class Runner:
             self._place_head(head)
         self.params = arrived
         self.set_ids(self.ids)
+        self._send_store()
 
     def set_head(self, head: Params) -> None:
         """Takes parameters of the draft source alone; see `set_params`."""
@@ -258,10 +263,21 @@ class Runner:
 
     @property
     def draft(self) -> Params | None:
-        """Parameters that draft: `head`, and what it drafts some tokens with."""
-        if self.vocabulary is None:
-            return self.head
-        return {**self.head, vocabulary.ENTRY: self.vocabulary}
+        """Parameters that draft: `head`, and what is set apart from it."""
+        entries = {"vocabulary": self.vocabulary, "history": self.history}
+        known = {name: value for name, value in entries.items() if value is not None}
+        return {**self.head, **known} if known else self.head
+
+    def feed(self, samples: Sequence[Sample]) -> None:
+        """Gives the draft samples that have ended, see `Draft.feed`; compiles nothing."""
+        self.store = self.longest.source.feed(self.store, samples)
+        self._send_store()
+
+    def _send_store(self) -> None:
+        if self.store is not None:
+            whole = None if self.mesh is None else sharding.replicated(self.mesh)
+            # A copy: the draft may change its arrays while a chunk still reads them.
+            self.history = jax.device_put(jax.tree.map(np.array, self.store), whole)
 
     def set_ids(self, ids: np.ndarray | None) -> None:
         """Takes ascending ids to draft from, as many as there are now; compiles nothing then."""
@@ -332,6 +348,8 @@ class Runner:
         if self.ids is not None:
             some = jax.eval_shape(self.longest.source.columns, self.head, self.params, self.ids)
             self.vocabulary = sharding.shapes(some, self.mesh, shardings)
+        if self.store is not None:
+            self.history = sharding.shapes(self.store, self.mesh, shardings)
         self.state = sharding.shapes(state, self.mesh, sharding.state_shardings)
         self.kept = sharding.shapes(kept, self.mesh, sharding.state_shardings)
 
