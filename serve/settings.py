@@ -13,7 +13,6 @@ from specjax.command_line import ConfigError
 from specjax.config.dtype import AUTO, ENGINE_DTYPES
 from specjax.engine.settings import strategies_of
 from specjax.hub import ModelNotFoundError, find_model
-from specjax.kernels import panels
 from specjax.kernels.names import ATTENTION, ATTENTION_DOC
 from specjax.parallel.sharding import offer_cpu_devices
 from specjax.schema import REQUIRED, Needs, at_least, option
@@ -21,6 +20,7 @@ from specjax.shipped import find_shipped
 from specjax.speculation import SpeculationSettings, sections_of
 from specjax.speculation_rules import speculation_rules
 from specjax.spelling import Say, dotted, spelled
+from specjax.weights.matrix import ASKED
 
 WARM_UP = {
     "none": (),
@@ -77,7 +77,8 @@ class EngineSection:
     products: str = option(
         "auto",
         "by what weights are multiplied: panels, specjax's own kernel on one CPU device; xla",
-        choices=panels.ASKED,
+        choices=ASKED,
+        own=True,
     )
     attention: str = option("auto", ATTENTION_DOC, choices=ATTENTION, own=True)
     max_stop_tokens: int = option(8, "stop tokens of a request at most, the model's own included")

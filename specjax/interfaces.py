@@ -74,6 +74,7 @@ class Param:
       residual: what it makes is added to the residual stream: random values are divided by the
         root of twice the number of layers, as in GPT-2.
       matrix: rows of activations are multiplied with it, so that it may become a `Weight`.
+      table: its rows are looked up, as of an embedding; it may become a `Weight`, too.
       fused: the array that holds it where decoding fuses projections that share their input;
         None: it is left alone.
     """
@@ -85,6 +86,7 @@ class Param:
     init: float | None = 0.02
     residual: bool = False
     matrix: bool = False
+    table: bool = False
     fused: Fused | None = None
 
     def prefixed(self, prefix: str) -> Param:
@@ -597,18 +599,50 @@ class Draft(Protocol):
 
 
 class Weight(Protocol):
-    """A matrix [I O] in some format. Implementations are pytrees; a plain array is one, too."""
+    """A matrix [I O] in some format, that decoding multiplies by; see `specjax.weights.matrix`.
 
-    shape: tuple[int, int]
+    Implementations are pytrees. Stacked and sliced leaf by leaf, as the layers of a scan are, they
+    must stay what they are: sizes come from the leaves.
+
+    Attributes:
+      exact: of the class: nothing is rounded, so that tokens stay what they are. `auto` takes only
+        such a format, and only of such are checksums compared where weights arrive.
+      line: of the class: what is logged at start where it is chosen.
+    """
+
+    exact: bool
+    line: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """I O."""
+
+    @classmethod
+    def refuses(cls, device: Any, cfg: Any) -> str | None:
+        """Why a model cannot have it on a `Device`; None: it can."""
+
+    @classmethod
+    def pack(cls, array: Float[Array, "I O"], table: bool) -> Weight | None:
+        """The matrix in this format, inside a jit; None: it stays an array.
+
+        Args:
+          table: its rows are looked up, and perhaps its transpose is multiplied with.
+        """
+
+    def unpack(self) -> Float[Array, "I O"]:
+        """The matrix as an array: drafts take some of its columns."""
+
+    def part_axes(self, axes: tuple[str | None, str | None]) -> Any:
+        """A tree like it, with the logical axes of each leaf, from those of the array [I O]."""
 
     def dot(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
-        """`x @ weight`."""
+        """`x @ matrix`."""
 
     def dot_t(self, x: Float[Array, "... O"]) -> Float[Array, "... I"]:
-        """`x @ weight.T`: a language-model head that is the embedding."""
+        """`x @ matrix.T`: a language-model head that is the embedding."""
 
     def rows(self, ids: Int[Array, "..."]) -> Float[Array, "... O"]:
-        """Rows of the matrix: embeddings."""
+        """Rows of the matrix: embeddings. Ids are in range."""
 
 
 class Reader(Protocol):

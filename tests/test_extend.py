@@ -20,25 +20,26 @@ import sys
 from pathlib import Path
 from typing import Protocol
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
 from safetensors.numpy import load_file
 
 from serve.cli.main import main
-from specjax import LLM, SamplingParams, SpecConfig, interfaces
+from specjax import LLM, EngineConfig, SamplingParams, SpecConfig, interfaces
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.huggingface_config import config_json
 from specjax.checkpoint.weights import load_model
 from specjax.config import ModelConfig
 from specjax.config.model import Layer
-from specjax.engine.settings import EngineConfig
 from specjax.engine.sources import source_of
 from specjax.kernels.choice import choose
 from specjax.models.families import FAMILIES, add_family
 from specjax.models.families.dense import dense_config
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
+from specjax.models.rows import layer_rows
 from specjax.models.transformer import init_params
 from specjax.registry import Registry
 from specjax.speculation_flags import add_flags, settings_of
@@ -54,6 +55,7 @@ FILES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.M | re.
 
 # Kinds whose section has not been written yet.
 MISSING = {"Weight"}
+MISSING = {"Mlp"}
 
 
 def kinds() -> set[str]:
@@ -296,3 +298,37 @@ def test_backend_of_ones_own_attends_and_the_reference_does_the_rest(
         generated("my_kernels:NO_SUCH")
     with pytest.raises(ValueError, match="it computes in float32, got bfloat16"):
         choose("cpu", "cpu", hf.read_config(thin_policy).running(compute_dtype="bfloat16"), path)
+
+
+# --- number formats -------------------------------------------------------------------------------
+
+
+def test_weight_of_ones_own_decodes_as_its_rounded_weights_do(examples, thin_policy, caplog):
+    from my_weight import Int8
+
+    def rounded(array):
+        if array.ndim > 2:  # stacked
+            return jnp.stack([rounded(a) for a in array])
+        return Int8.pack(array, table=False).unpack()
+
+    cfg, params, _ = hf.load_checkpoint(thin_policy, "float32")
+    rows = layer_rows(cfg.layers[0], cfg.hidden_size)
+    layers = {n: rounded(a) if rows[n].matrix else a for n, a in params["layers"].items()}
+    head = rounded(params["embed"].T if cfg.tie_embeddings else params["lm_head"])
+    untied = dataclasses.replace(cfg, tie_embeddings=False)
+    arrays = {**params, "layers": layers, "lm_head": head}
+
+    def decoded(model, products):
+        engine = EngineConfig(products=products)
+        llm = LLM(model, None, max_batch=1, max_len=32, engine=engine)
+        asked = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        [output] = llm.generate([[5, 9, 12]], asked)
+        return output.samples[0]
+
+    with caplog.at_level("INFO"):
+        found = decoded((cfg, params, None), "my_weight:Int8")
+    assert "products: 8 bits, a scale per column" in caplog.text
+    expected, exact = decoded((untied, arrays, None), "xla"), decoded((cfg, params, None), "xla")
+    assert found.token_ids == expected.token_ids
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
+    assert np.abs(np.subtract(found.logprobs, exact.logprobs)).max() > 1e-3, "nothing was rounded"

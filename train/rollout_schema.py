@@ -8,10 +8,10 @@ from typing import ClassVar
 
 from specjax.config.dtype import AUTO, ENGINE_DTYPES
 from specjax.engine.settings import EngineConfig, strategies_of
-from specjax.kernels import panels
 from specjax.schema import at_least, option
 from specjax.speculation import SpeculationSettings, sections_of
 from specjax.spelling import dotted
+from specjax.weights.matrix import ASKED
 from train.sampling_section import SamplingSection
 
 # What decides where and when rollouts run, and no token.
@@ -74,7 +74,8 @@ class RolloutSection(SamplingSection, SpeculationSettings):
     products: str = option(
         "auto",
         "by what weights are multiplied: panels, specjax's own kernel on one CPU device; xla",
-        choices=panels.ASKED,
+        choices=ASKED,
+        own=True,
     )
     dtype: str = option(
         AUTO,

@@ -23,7 +23,7 @@ class RunConfig:
       remat: recompute each layer in the backward pass instead of keeping its activations.
       attention: the kernel, see `specjax.kernels.dispatch`. Engines and trainers fill it in for
         their devices.
-      products: how decoding multiplies by weights, see `specjax.kernels.panels`; filled in as
+      products: how decoding multiplies by weights, see `specjax.weights.matrix`; filled in as
         `attention` is.
     """
 

@@ -32,10 +32,10 @@ from specjax.interfaces import (
     Table,
     Where,
 )
-from specjax.kernels import panels
 from specjax.memory import Commit, after_of, commit, cost, empty
-from specjax.models.rows import matrix_names, param_axes
-from specjax.models.transformer import Params, Transformer, graphdef
+from specjax.models.rows import param_axes
+from specjax.models.transformer import Params, Transformer, graphdef, to_format
+from specjax.weights.matrix import cast
 
 
 class ModelSlots(NamedTuple):
@@ -95,13 +95,13 @@ class ModelSource(Draft):
         return dataclasses.replace(self, cfg=cfg)
 
     def pack(self, params: Params) -> Params:
-        return panels.pack(params, matrix_names(self.cfg), self.cfg.run.compute_dtype)
+        return to_format(cast(params, self.cfg.run.compute_dtype), self.cfg)
 
     def columns(self, params: Params, target: Params, ids) -> Params:
         """Ids that the draft does not have stand for no token."""
         head = vocabulary.head_of(params)
         ids = jnp.where(ids < head.shape[1], ids, self.vocab)
-        return vocabulary.columns(head, ids, self.cfg.run.products == "panels")
+        return vocabulary.columns(head, ids, self.cfg)
 
     def margin(self, steps: int) -> int:
         return max(steps + 1, ABSORBED)

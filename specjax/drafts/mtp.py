@@ -31,7 +31,7 @@ from specjax.decode.tree import chain_bits, take_parents
 from specjax.drafts import ABSORBED, vocabulary
 from specjax.indexing import take_along
 from specjax.interfaces import Axes, Cost, Draft, Level, Memory, Needs, Param, Proposal, Room
-from specjax.kernels import dispatch, panels
+from specjax.kernels import dispatch
 from specjax.memory import (
     KVCache,
     Table,
@@ -42,10 +42,11 @@ from specjax.memory import (
     page_bytes,
     with_marked_keys,
 )
-from specjax.models.layers import Block, dense, draw, rms_norm
-from specjax.models.rows import axes_of, fuse, layer_rows, matrix_names, merge_axes, param_axes
+from specjax.models.layers import Block, draw, rms_norm
+from specjax.models.rows import axes_of, fuse, fused_rows, layer_rows, merge_axes, param_axes
 from specjax.models.transformer import Params, layers_by_kernel, lm_logits
 from specjax.parallel.context import Context
+from specjax.weights.matrix import PLAIN, cast, dot, pack
 
 WINDOW = 128  # target states that a slot remembers while plain decoding runs
 
@@ -85,11 +86,11 @@ class MTPModule(nnx.Module):
     """Norms of both inputs, their projection to D, one decoder layer, and a final norm."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
-        """Its layer is fused where products go by panels, see `to_panels`."""
+        """Its layer is fused where decoding has a format of its own, see `to_format`."""
         self.cfg = cfg
         for name, row in module_rows(cfg).items():
             setattr(self, name, draw(row, rngs, cfg.run.param_dtype))
-        self.layer = Block(head_layer(cfg), cfg, rngs, fused=cfg.run.products == "panels")
+        self.layer = Block(head_layer(cfg), cfg, rngs, fused=cfg.run.products != PLAIN)
 
     def inputs(self, hidden: Float[Array, "B T D"], embedded: Float[Array, "B T D"]) -> Array:
         """The layer's input; `mtp_concat` says which half of `proj` belongs to which operand."""
@@ -97,7 +98,7 @@ class MTPModule(nnx.Module):
         e = rms_norm(embedded, self.embed_norm[...], eps)
         h = rms_norm(hidden.astype(embedded.dtype), self.hidden_norm[...], eps)
         halves = [e, h] if self.cfg.mtp_concat == "embedding_first" else [h, e]
-        return dense(jnp.concatenate(halves, -1), self.proj[...].astype(e.dtype))
+        return dot(jnp.concatenate(halves, -1), self.proj.get_value())
 
     def outputs(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
         """(state for the language-model head, state to recycle as h of the next step)."""
@@ -199,19 +200,21 @@ class MTPHead(nnx.Module):
 
 def init_head_params(cfg: ModelConfig, seed: int = 0) -> Params:
     """Random head parameters as a plain nested dict, in the layout of checkpoints."""
-    head = MTPHead(cfg.running(products="xla"), nnx.Rngs(seed))
+    head = MTPHead(cfg.running(products=PLAIN), nnx.Rngs(seed))
     return nnx.to_pure_dict(nnx.state(head, nnx.Param))
 
 
-def to_panels(params: Params, cfg: ModelConfig) -> Params:
-    """A head's parameters with its layers fused, and in panels: see `specjax.kernels.panels`."""
+def to_format(params: Params, cfg: ModelConfig) -> Params:
+    """A head's parameters with its layers fused, and its matrices in the format that decoding
+    multiplies by, see `specjax.weights.matrix`."""
     rows = layer_rows(head_layer(cfg), cfg.hidden_size)
     blocks = {
         index: {**module, "layer": fuse(module["layer"], rows)}
         for index, module in params["blocks"].items()
     }
-    names = matrix_names(cfg) | {n for n, row in module_rows(cfg).items() if row.matrix}
-    return panels.pack({**params, "blocks": blocks}, names, cfg.run.compute_dtype)
+    module = {**module_rows(cfg), "layer": fused_rows(rows)}
+    of = {"blocks": {index: module for index in blocks}}
+    return pack(cast({**params, "blocks": blocks}, cfg.run.compute_dtype), of, cfg)
 
 
 def head_graphdef(cfg: ModelConfig):
@@ -293,11 +296,10 @@ class MTPSource(Draft):
         return dataclasses.replace(self, cfg=cfg)
 
     def pack(self, params: Params) -> Params:
-        return to_panels(params, self.cfg)
+        return to_format(params, self.cfg)
 
     def columns(self, params: Params, target: Params, ids) -> Params:
-        packed = self.cfg.run.products == "panels"
-        return vocabulary.columns(vocabulary.head_of(target), ids, packed)
+        return vocabulary.columns(vocabulary.head_of(target), ids, self.cfg)
 
     def margin(self, steps: int) -> int:
         return max(steps, ABSORBED) + self.cfg.mtp_num_layers

@@ -10,9 +10,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from specjax.interfaces import Proposal
-from specjax.kernels import panels
+from specjax.config import ModelConfig
+from specjax.interfaces import Param, Proposal
 from specjax.models.transformer import Params, lm_logits
+from specjax.weights.matrix import pack, unpack
 
 ENTRY = "vocabulary"  # of a draft's parameters, see `Draft.columns`
 
@@ -20,19 +21,18 @@ ENTRY = "vocabulary"  # of a draft's parameters, see `Draft.columns`
 def head_of(params: Params) -> Float[Array, "D V"]:
     """The language-model head of a model in its decode layout."""
     head = params.get("lm_head")
-    if head is None:
-        return params["embed"].T
-    return panels.unpack(head) if head.ndim == 3 else head
+    return unpack(params["embed"]).T if head is None else unpack(head)
 
 
-def columns(head: Float[Array, "D V"], ids: Int[Array, " C"], packed: bool) -> Params:
+def columns(head: Float[Array, "D V"], ids: Int[Array, " C"], cfg: ModelConfig) -> Params:
     """The entry: ids, and their columns of a head.
 
     Args:
-      ids: ascending. packed: the columns are to lie in panels, if they fill any.
+      ids: ascending. cfg: whose products say in which format the columns are multiplied by.
     """
-    some = {"lm_head": jnp.take(head, ids, axis=1, mode="clip")}
-    return {"ids": ids, **(panels.pack(some, some, head.dtype) if packed else some)}
+    some = jnp.take(head, ids, axis=1, mode="clip")
+    row = Param(some.shape, (None, None), matrix=True)
+    return {"ids": ids, **pack({"lm_head": some}, {"lm_head": row}, cfg)}
 
 
 def network(params: Params) -> Params:

@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Sequence as Several
 
 from specjax.config import SpecConfig, Strategy
-from specjax.config.checks import choice
 from specjax.control import ControlConfig
 from specjax.engine.prompts import padded_widths
-from specjax.kernels import panels
 from specjax.kernels.names import check_attention
 from specjax.spelling import SettingError, checks_keywords
+from specjax.weights.matrix import check_products
 
 PREFILL_TOKENS = 512  # of all rows of one prefill, about
 
@@ -48,7 +47,7 @@ class EngineConfig:
       attention: the kernel, one of `specjax.kernels.names.ATTENTION` or your own as
         `module:attribute`; `auto` is the platform's own, see `specjax.kernels.dispatch`.
       products: by what weights are multiplied; `auto` is specjax's own kernel on CPU, and XLA
-        elsewhere, see `specjax.kernels.panels`.
+        elsewhere; or your own as `module:attribute`, see `specjax.weights.matrix`.
       follow_ups: whoever gets a sample adds another one at once, as the next turn of a
         conversation: chunks end early when slots become free, as they do while requests wait.
       named_strategies: requests may name the strategy that they run by. If none does, strategies
@@ -69,7 +68,7 @@ class EngineConfig:
     def __post_init__(self):
         if self.order not in ("fifo", "longest_first"):
             raise ValueError(f"order must be 'fifo' or 'longest_first', got {self.order!r}")
-        choice("products", self.products, panels.ASKED)
+        check_products(self.products)
         check_attention(self.attention)
         if self.chunk_tokens < 1:
             raise _too_small("chunk_tokens", 1, self.chunk_tokens)

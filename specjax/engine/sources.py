@@ -129,7 +129,7 @@ def with_kernel(
     source: Draft | None, settle: Callable[..., ModelConfig], what: str = "attention"
 ) -> Draft | None:
     """The source with the kernel that its network, if it has one, will run; see `dispatch.settle`,
-    and `panels.settle` for `what` is "products"."""
+    and `specjax.weights.matrix.settle` for `what` is "products"."""
     if source is None or source.network is None:
         return source
     return source.with_network(settle(source.network, whose=f"the draft's {what}"))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from specjax.config import ModelConfig
 from specjax.config.model import Layer
 from specjax.interfaces import Axes, Param, Params
+from specjax.weights.matrix import join
 
 
 def layer_rows(layer: Layer, width: int) -> dict[str, Param]:
@@ -31,7 +32,7 @@ def top_rows(cfg: ModelConfig) -> dict[str, Param]:
     """The rows of the arrays outside the layers, the language-model head's too where it is tied."""
     v, d = cfg.vocab_size, cfg.hidden_size
     return {
-        "embed": Param((v, d), ("vocab", "embed"), "model.embed_tokens.weight"),
+        "embed": Param((v, d), ("vocab", "embed"), "model.embed_tokens.weight", table=True),
         "norm": Param((d,), (None,), "model.norm.weight", init=None),
         "lm_head": Param((d, v), ("embed", "vocab"), "lm_head.weight", transpose=True, matrix=True),
     }
@@ -81,15 +82,6 @@ def param_axes(cfg: ModelConfig) -> dict[str, tuple]:
     return merge_axes(map(axes_of, [top_rows(cfg), *layers]))
 
 
-def matrix_names(cfg: ModelConfig) -> frozenset[str]:
-    """The names of a model's arrays that rows are multiplied with, fused or not."""
-    tables = [layer_rows(layer, cfg.hidden_size) for layer in set(cfg.layers)]
-    tables += [fused_rows(rows) for rows in tables]
-    return frozenset(
-        name for rows in [top_rows(cfg), *tables] for name, row in rows.items() if row.matrix
-    )
-
-
 def repeated_names(cfg: ModelConfig) -> frozenset[str]:
     """The names of a model's arrays that fusing repeats, and of those that hold the copies."""
     found = set()
@@ -137,7 +129,7 @@ def fuse(params: Params, rows: Mapping[str, Param]) -> Params:
         parts = {name: params[name] for name in names}
         copies = {name: rows[name].fused.copies for name in names}
         if None in copies.values():
-            out[into] = jnp.concatenate(list(parts.values()), axis=-1)
+            out[into] = join(list(parts.values()))
             continue
         repeated = [jnp.repeat(x[..., None, :], copies[n], axis=-2) for n, x in parts.items()]
         out[into] = jnp.concatenate(repeated, axis=-2)

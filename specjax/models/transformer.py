@@ -7,7 +7,7 @@ never written inside the layer loop: new rows leave as scratch and `specjax.memo
 Parameters come in two layouts. `stacked` keeps one array per weight for all layers, for training,
 sharding and checkpoints. `unrolled` keeps one array per weight and layer, with the projections that
 share an input fused, for small decode models: slicing a stacked weight inside a decode loop would
-copy it every step. Unrolled weights may lie in panels, see `specjax.kernels.panels`.
+copy it every step. Matrices may be in a format of their own, see `specjax.weights.matrix`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from jaxtyping import Array, Float, Int
 from specjax.config import ModelConfig
 from specjax.config.stacks import part_of, segments, stacks, tree_of
 from specjax.interfaces import Forward, Memory, Params, Scratch, Where
-from specjax.kernels import dispatch, panels
+from specjax.kernels import dispatch
 from specjax.memory import KVCache, append_rows
 from specjax.models.layers import Block, draw, rms_norm
-from specjax.models.rows import fuse, layer_rows, matrix_names, top_rows
+from specjax.models.rows import fuse, fused_rows, layer_rows, top_rows
 from specjax.parallel.context import Context, pin_rows
+from specjax.weights.matrix import Matrix, cast, dot, pack, rows, transposed
+from specjax.weights.panels import raw
 
 # Hidden states that a draft asks for: a number of layers that have run (0: the embeddings), or
 # `pre_norm` and `post_norm`, before and after the final norm.
@@ -107,7 +109,7 @@ class Transformer(nnx.Module):
     # --- between tokens, states and logits -----------------------------------------------------
 
     def embed_tokens(self, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
-        return embed_tokens(self.embed[...], tokens, self.cfg)
+        return embed_tokens(self.embed.get_value(), tokens, self.cfg)
 
     def final_norm(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         return rms_norm(x, self.norm[...], self.cfg.rms_norm_eps)
@@ -116,8 +118,8 @@ class Transformer(nnx.Module):
         """Float32 logits of states before the final norm."""
         return lm_logits(self.final_norm(x), self.head_weight())
 
-    def head_weight(self) -> Float[Array, "D V"]:
-        return self.embed[...].T if self.tied else self.lm_head[...]
+    def head_weight(self) -> Matrix:
+        return transposed(self.embed.get_value()) if self.tied else self.lm_head.get_value()
 
     # --- the layer loop --------------------------------------------------------------------------
 
@@ -359,7 +361,7 @@ def layers_by_kernel(
       states, and each layer's keys and values: of the rows, or the buffers with these filled in.
     """
     before = held and [tuple(buffer[:, :, :held] for buffer in pair) for pair in buffers]
-    weights, angles = [block.arrays() for block in blocks], cfg.layers[0].mixer.angles(positions)
+    weights, angles = [raw(b.arrays()) for b in blocks], cfg.layers[0].mixer.angles(positions)
     x, rows = dispatch.layers(
         cfg, weights, x, *angles, pages, prefix_len, visible_bits, before or None, table
     )
@@ -369,17 +371,15 @@ def layers_by_kernel(
     return x, rows
 
 
-def embed_tokens(embed: Float[Array, "V D"], tokens: Int[Array, "..."], cfg: ModelConfig) -> Array:
+def embed_tokens(embed: Matrix, tokens: Int[Array, "..."], cfg: ModelConfig) -> Array:
     """Embeddings in the compute dtype; ids are clamped, for an out-of-range `take` fills NaN."""
     safe = jnp.clip(tokens, 0, cfg.vocab_size - 1)
-    return jnp.take(embed, safe, axis=0).astype(jnp.dtype(cfg.run.compute_dtype))
+    return rows(embed, safe).astype(jnp.dtype(cfg.run.compute_dtype))
 
 
-def lm_logits(normed: Float[Array, "... D"], head: Float[Array, "..."]) -> Float[Array, "... V"]:
-    """Float32 logits of normed states, by a head [D V] or one in panels."""
-    if head.ndim == 3:
-        return dispatch.product(normed, head)
-    return jnp.matmul(normed, head.astype(normed.dtype), preferred_element_type=jnp.float32)
+def lm_logits(normed: Float[Array, "... D"], head: Matrix) -> Float[Array, "... V"]:
+    """Float32 logits of normed states, by a head [D V]."""
+    return dot(normed, head, jnp.float32)
 
 
 # --- parameters ----------------------------------------------------------------------------------
@@ -413,11 +413,21 @@ def graphdef(cfg: ModelConfig, layout: str = "stacked"):
 
 def to_decode_layout(params: Params, cfg: ModelConfig) -> Params:
     """Stacked parameters in the dtype and layout that decoding with `cfg` takes."""
-    params = jax.tree.map(lambda a: a.astype(jnp.dtype(cfg.run.compute_dtype)), params)
+    params = cast(params, cfg.run.compute_dtype)
+    params = params if cfg.run.scan_layers else unroll_layers(params, cfg)
+    return to_format(params, cfg)
+
+
+def to_format(params: Params, cfg: ModelConfig) -> Params:
+    """Parameters in the decode layout with their matrices in the format that decoding multiplies
+    by, see `specjax.weights.matrix`."""
+    of, width = top_rows(cfg), cfg.hidden_size
     if cfg.run.scan_layers:
-        return params
-    params = unroll_layers(params, cfg)
-    return panels.pack(params, matrix_names(cfg)) if cfg.run.products == "panels" else params
+        of["layers"] = tree_of(cfg.layers, lambda stack: layer_rows(stack.layer, width))
+    else:
+        fused = [fused_rows(layer_rows(layer, width)) for layer in cfg.layers]
+        of["layers"] = dict(enumerate(fused))
+    return pack(params, of, cfg)
 
 
 def unroll_layers(params: Params, cfg: ModelConfig) -> Params:

@@ -251,8 +251,17 @@ def spec_for(mesh: jax.sharding.Mesh, axes: tuple, shape: tuple[int, ...]) -> ja
 
 
 def _leaf_axes(path, shape: tuple[int, ...], axes: Axes) -> tuple:
+    return _behind_stacks(_named_axes(path, axes), shape)
+
+
+def _named_axes(path, axes: Axes) -> tuple | None:
+    """The axes of the array that a path leads to, or into; None: it has none."""
     names = [str(getattr(p, "key", getattr(p, "name", p))) for p in path]
-    own = next((axes[n] for n in reversed(names) if n in axes), None)
+    return next((axes[n] for n in reversed(names) if n in axes), None)
+
+
+def _behind_stacks(own: tuple | None, shape: tuple[int, ...]) -> tuple:
+    """Axes of all dimensions, of which the first are of stacked layers and never split."""
     if own is None or len(shape) < len(own):
         return (None,) * len(shape)
     return (None,) * (len(shape) - len(own)) + own
@@ -262,14 +271,22 @@ def param_shardings(mesh: jax.sharding.Mesh, tree, axes: Axes):
     """NamedShardings for parameters, gradients or optimizer states (arrays or shape structs).
 
     Args:
-      axes: of the arrays that are split, by name; others are whole on every device.
+      axes: of the arrays that are split, by name; others are whole on every device. A
+        `specjax.interfaces.Weight` in the place of an array says what they mean for its parts.
     """
 
-    def one(path, leaf):
-        spec = spec_for(mesh, _leaf_axes(path, leaf.shape, axes), leaf.shape)
+    def place(leaf, own):
+        spec = spec_for(mesh, _behind_stacks(own, leaf.shape), leaf.shape)
         return jax.NamedSharding(mesh, spec)
 
-    return jax.tree_util.tree_map_with_path(one, tree)
+    def one(path, leaf):
+        own = _named_axes(path, axes)
+        if not hasattr(leaf, "part_axes"):
+            return place(leaf, own)
+        return jax.tree.map(place, leaf, leaf.part_axes(own or (None, None)))
+
+    is_weight = lambda leaf: hasattr(leaf, "part_axes")  # noqa: E731
+    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_weight)
 
 
 def rows_sharding(mesh: jax.sharding.Mesh) -> jax.NamedSharding:

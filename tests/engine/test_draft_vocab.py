@@ -14,6 +14,8 @@ from specjax.engine import vocabulary
 from specjax.engine.sources import source_of
 from specjax.engine.vocabulary import TokenCounts, draft_ids, read_token_map
 from specjax.models.transformer import to_decode_layout
+from specjax.weights.matrix import unpack
+from specjax.weights.panels import Panels
 
 
 def written(tmp_path, listed):
@@ -117,7 +119,5 @@ def test_the_columns_are_those_of_the_policys_head(products, request):
     policy, ids = weights()[0], np.arange(1, 33, 2)
     some = source_of(cfg, SpecConfig()).columns({}, to_decode_layout(policy, cfg), ids)
     assert some["ids"].tolist() == ids.tolist()
-    wide = some["lm_head"]
-    assert wide.ndim == (3 if products == "panels" else 2)
-    flat = wide.transpose(1, 0, 2).reshape(len(policy["lm_head"]), -1) if wide.ndim == 3 else wide
-    np.testing.assert_array_equal(flat, policy["lm_head"][:, ids])
+    assert isinstance(some["lm_head"], Panels) == (products == "panels")
+    np.testing.assert_array_equal(unpack(some["lm_head"]), policy["lm_head"][:, ids])

@@ -42,7 +42,7 @@ def warnings(caplog):
 
     def found():
         ours = (r for r in caplog.records if r.name.startswith("specjax"))
-        return [r.getMessage() for r in ours if r.name != "specjax.kernels.panels"]
+        return [r.getMessage() for r in ours if r.name != "specjax.weights.matrix"]
 
     return found
 

@@ -22,12 +22,13 @@ from specjax.drafts.model import ModelSource
 from specjax.engine.engine import Engine
 from specjax.engine.request import make_jobs
 from specjax.engine.settings import EngineConfig
-from specjax.kernels import dispatch, panels
+from specjax.kernels import dispatch
 from specjax.kernels.choice import choose
 from specjax.kernels.cpu import calls, native
 from specjax.models.families.dense import change_dense
-from specjax.models.rows import matrix_names
 from specjax.models.transformer import to_decode_layout
+from specjax.weights import matrix
+from specjax.weights.panels import Panels
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
@@ -52,10 +53,11 @@ SHAPES = dict(
 
 def compare_products(seed, rows, k, count):
     rng = np.random.default_rng(seed)
-    x, weight = normal(rng, rows, k), normal(rng, k, count * panels.WIDTH)
-    (packed,) = panels.pack({"o": weight}, ("o",)).values()
-    np.testing.assert_array_equal(panels.unpack(packed), weight)
-    found = dispatch.product(x, packed)
+    x, weight = normal(rng, rows, k), normal(rng, k, count * dispatch.PANEL_WIDTH)
+    panels = Panels.pack(weight, table=False)
+    assert panels.shape == weight.shape
+    np.testing.assert_array_equal(panels.unpack(), weight)
+    found = panels.dot(x)
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
     np.testing.assert_allclose(found, exact, atol=1e-6 * k, rtol=1e-5)
 
@@ -77,25 +79,11 @@ def test_products_equal_the_reference_on_many_shapes(**case):
 def test_a_rows_product_is_the_same_bits_beside_any_others(shape):
     rng = np.random.default_rng(0)
     x = normal(rng, 2, 13, shape[0])
-    (packed,) = panels.pack({"o": normal(rng, *shape)}, ("o",)).values()
-    whole = dispatch.product(x, packed)
+    panels = Panels.pack(normal(rng, *shape), table=False)
+    whole = panels.dot(x)
     for rows in range(1, 13):
-        np.testing.assert_array_equal(dispatch.product(x[:, :rows], packed), whole[:, :rows])
-        np.testing.assert_array_equal(dispatch.product(x[1:, -rows:], packed), whole[1:, -rows:])
-
-
-def test_only_weights_that_rows_are_multiplied_with_become_panels():
-    params = {
-        "embed": jnp.ones((64, 32)), "qk_norm": jnp.ones((4, 16)), "norm": jnp.ones(32),
-        "layers": {0: {"o": jnp.ones((32, 48)), "down": jnp.ones((32, 40))}},
-    }  # fmt: skip
-    names = matrix_names(MODEL)
-    packed = panels.pack(params, names)
-    shapes = jax.tree.map(jnp.shape, packed, is_leaf=lambda x: hasattr(x, "shape"))
-    assert shapes["layers"][0] == {"o": (3, 32, 16), "down": (32, 40)}, "40 fill no panels"
-    assert (shapes["embed"], shapes["qk_norm"], shapes["norm"]) == ((64, 32), (4, 16), (32,))
-    again = panels.pack(packed, names)
-    jax.tree.map(np.testing.assert_array_equal, again, packed)
+        np.testing.assert_array_equal(panels.dot(x[:, :rows]), whole[:, :rows])
+        np.testing.assert_array_equal(panels.dot(x[1:, -rows:]), whole[1:, -rows:])
 
 
 @pytest.mark.parametrize("x, weight, message", [
@@ -261,7 +249,7 @@ def test_new_weights_and_heads_arrive_in_panels():
     cfg, params, other = tiny_model(MODEL, seed=9)
     llm.engine.set_params(params, None)
     assert runner.head is head, "it was given back, not packed anew"
-    assert runner.params["layers"][0]["qkv_proj"].ndim == 3
+    assert isinstance(runner.params["layers"][0]["qkv_proj"], Panels)
     llm.engine.set_head(other)
     assert [s.token_ids for s in samples_of(llm)] == [
         s.token_ids for s in samples_of(LLM((cfg, params, None), None, max_batch=2, max_len=64))
@@ -329,9 +317,9 @@ def test_models_and_meshes_that_it_is_not_for(cfg, devices, message):
 def test_panels_are_for_unrolled_float32_layers(changes, message, caplog):
     cfg = MODEL.running(**changes)
     caplog.set_level(logging.INFO)
-    assert panels.settle(cfg, None).run.products == "xla" and message in caplog.text
+    assert matrix.settle(cfg, None).run.products == "xla" and message in caplog.text
     with pytest.raises(ValueError, match=message):
-        panels.settle(cfg, None, "panels")
+        matrix.settle(cfg, None, "panels")
 
 
 def test_settings_of_the_engine_are_checked():

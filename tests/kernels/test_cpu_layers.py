@@ -13,7 +13,7 @@ from test_cpu import MODEL, normal, pytestmark  # noqa: F401  (skips without a c
 from test_tpu import random_case
 
 from specjax.decode.tree import chain_bits
-from specjax.drafts.mtp import head_graphdef, init_head_params, to_panels
+from specjax.drafts.mtp import head_graphdef, init_head_params, to_format
 from specjax.interfaces import Memory, Scratch, Where
 from specjax.kernels import dispatch
 from specjax.kernels.cpu import calls, native
@@ -153,7 +153,7 @@ def test_a_head_drafts_what_it_drafts_by_xla():
 
     def drafted(**how):
         mine = cfg.running(**how)
-        params = to_panels(head, mine) if mine.run.products == "panels" else head
+        params = to_format(head, mine) if mine.run.products == "panels" else head
         module = nnx.merge(head_graphdef(mine), params)
         return module.decode(
             1, hidden, embedded, positions, cache, prefix, bits, (buffers, 2)

@@ -16,8 +16,8 @@ from test_cpu import normal, pytestmark  # noqa: F401  (skips without a compiler
 from test_tpu import random_case
 
 from specjax.decode.tree import chain_bits
-from specjax.kernels import dispatch, panels
 from specjax.kernels.cpu import calls, native
+from specjax.weights.panels import Panels, raw
 
 
 def marked(names, slow):
@@ -50,8 +50,8 @@ def results(target, compiler=None) -> list:
     rng, found = np.random.default_rng(7), []
     with built_for(target, compiler):
         for rows, k, n in ((1, 70, 144), (13, 640, 336)):
-            (packed,) = panels.pack({"o": normal(rng, k, n)}, ("o",)).values()
-            found.append(dispatch.product(normal(rng, rows, k), packed))
+            packed = Panels.pack(normal(rng, k, n), table=False)
+            found.append(packed.dot(normal(rng, rows, k)))
         for rows in (1, 2, 3, 14):
             case = random_case(rows, 2, 2, 3, rows, 24, 2, "float32", before=4, head=48)
             found.append(calls.tree_attention(*case))
@@ -70,7 +70,7 @@ def layers_of(rng):
         "qkv_proj": (width, qkv), "o": (heads * head, width),
         "gate_up": (width, 2 * hidden), "down": (hidden, width),
     }  # fmt: skip
-    weights = panels.pack({n: normal(rng, *shape) for n, shape in shapes.items()}, shapes)
+    weights = raw({n: Panels.pack(normal(rng, *shape), False) for n, shape in shapes.items()})
     weights |= {
         "input_norm": normal(rng, width), "post_norm": normal(rng, width),
         "qkv_bias": normal(rng, qkv), "qk_norm": normal(rng, heads + kv_heads, head),

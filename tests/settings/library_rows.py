@@ -23,8 +23,9 @@ from specjax.engine.plans import make_plans
 from specjax.engine.request import make_jobs
 from specjax.engine.sources import load_source
 from specjax.engine.vocabulary import draft_ids
-from specjax.kernels import dispatch, panels
+from specjax.kernels import dispatch
 from specjax.models.transformer import init_params
+from specjax.weights import matrix
 
 # --- SamplingParams: what a model that is ready to generate makes of them -------------------------
 
@@ -219,7 +220,7 @@ def products(config: EngineConfig):
 
 def other_products() -> str:
     """What `auto` is not, on this machine."""
-    auto = panels.settle(CFG, None, "auto").run.products
+    auto = matrix.settle(CFG, None, "auto").run.products
     return "xla" if auto == "panels" else "panels"
 
 

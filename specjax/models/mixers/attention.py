@@ -11,9 +11,10 @@ from jaxtyping import Array, Float, Int
 from specjax.interfaces import Fused, Memory, Param, Params, Room, Scratch, Where
 from specjax.kernels import dispatch
 from specjax.memory import KVCache, append_rows, with_marked_keys
-from specjax.models.layers import dense, rms_norm
+from specjax.models.layers import rms_norm
 from specjax.models.rope import Rope, apply_rope, rope_tables
 from specjax.spelling import checks_keywords
+from specjax.weights.matrix import dot
 
 
 @checks_keywords
@@ -146,7 +147,7 @@ class Attention:
         """Queries, keys and values of normed states, head-major, normed per head and rotated."""
 
         def product(weight: str, bias: str) -> Array:
-            out = dense(x, w[weight].astype(x.dtype))
+            out = dot(x, w[weight])
             return out + w[bias].astype(x.dtype) if bias in w else out
 
         def heads(x: Array, norm: str | None = None) -> Array:
@@ -171,4 +172,4 @@ class Attention:
         """The projection back to the model's width."""
         b, n, t, h = attended.shape
         merged = attended.transpose(0, 2, 1, 3).reshape(b, t, n * h)
-        return dense(merged, w["o"].astype(merged.dtype))
+        return dot(merged, w["o"])

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from specjax.interfaces import Fused, Param, Params, Where
-from specjax.models.layers import dense
 from specjax.spelling import checks_keywords
+from specjax.weights.matrix import dot
 
 
 @checks_keywords
@@ -50,7 +50,7 @@ class Dense:
         """The rows, without the residual, and no facts about them."""
 
         def product(x: Array, name: str) -> Array:
-            return dense(x, w[name].astype(x.dtype))
+            return dot(x, w[name])
 
         if "gate_up" in w:
             gate, up = jnp.split(product(x, "gate_up"), 2, axis=-1)

@@ -1,0 +1,76 @@
+"""Matrices in panels of 16 columns, as the C++ kernels for CPUs read them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from specjax.config import ModelConfig
+from specjax.interfaces import Device
+from specjax.kernels import dispatch
+from specjax.kernels.backend import Unsuited
+from specjax.kernels.dispatch import PANEL_WIDTH
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Panels:
+    """A matrix [K, N] as [N / 16, K, 16], a `specjax.interfaces.Weight`.
+
+    `cpu/product.h` says why, and `bench.cpu` measures what it brings. A row's bits do not depend on
+    how many rows it is multiplied with.
+    """
+
+    exact: ClassVar[bool] = True
+    line: ClassVar[str] = "panels, by specjax's own kernel"
+
+    packed: Float[Array, "P K 16"]
+
+    @classmethod
+    def refuses(cls, device: Device, cfg: ModelConfig) -> str | None:
+        """One CPU device with a C++ compiler, float32, unrolled layers; see `Weight.refuses`."""
+        if cfg.run.scan_layers:
+            return Unsuited("layers are scanned, and panels are of unrolled ones")
+        return dispatch.refuses("product", dispatch.offering("product"), device, cfg)
+
+    @classmethod
+    def pack(cls, array: Float[Array, "K N"], table: bool) -> Panels | None:
+        """The matrix in panels; None: its columns do not fill them, or its rows are looked up."""
+        k, n = array.shape
+        if table or n % PANEL_WIDTH:
+            return None
+        return cls(array.reshape(k, n // PANEL_WIDTH, PANEL_WIDTH).transpose(1, 0, 2))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        panels, k, width = self.packed.shape
+        return k, panels * width
+
+    def part_axes(self, axes: tuple[str | None, str | None]) -> Panels:
+        return Panels((axes[1], axes[0], None))
+
+    def unpack(self) -> Float[Array, "K N"]:
+        return self.packed.transpose(1, 0, 2).reshape(self.shape)
+
+    def dot(self, x: Float[Array, "... K"]) -> Float[Array, "... N"]:
+        """`x @ matrix` in float32, each sum in the order of K."""
+        return dispatch.product(x, self.packed)
+
+    def dot_t(self, x: Float[Array, "... N"]) -> Float[Array, "... K"]:
+        return x @ self.unpack().T
+
+    def rows(self, ids: Int[Array, "..."]) -> Float[Array, "... N"]:
+        return (
+            self.packed[:, ids]
+            .transpose(*range(1, ids.ndim + 1), 0, -1)
+            .reshape(*ids.shape, self.shape[1])
+        )
+
+
+def raw(matrices: Mapping[str, Array | Panels]) -> dict[str, Array]:
+    """Arrays by name as `dispatch.layers` takes them: of panels the packed array."""
+    return {n: m.packed if isinstance(m, Panels) else m for n, m in matrices.items()}

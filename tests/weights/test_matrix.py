@@ -1,0 +1,169 @@
+"""Matrices in any number format multiply alike, and only matrices are put into one."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from specjax.interfaces import Param
+from specjax.models.families.dense import dense_config
+from specjax.models.rows import fuse, layer_rows, param_axes
+from specjax.models.transformer import graphdef, init_params, to_decode_layout
+from specjax.parallel import sharding
+from specjax.weights import matrix
+from specjax.weights.panels import Panels
+
+CFG = dense_config(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=16,
+)  # fmt: skip
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """A matrix as the sum of two equal ones, tables too: exact, and stays what it is in a scan."""
+
+    exact = True
+    line = "halves"
+    half: jax.Array
+
+    @classmethod
+    def refuses(cls, device, cfg):
+        return None
+
+    @classmethod
+    def pack(cls, array, table):
+        return cls(array / 2)
+
+    @property
+    def shape(self):
+        return self.half.shape
+
+    def unpack(self):
+        return self.half * 2
+
+    def part_axes(self, axes):
+        return Halves(axes)
+
+    def dot(self, x):
+        return x @ self.half * 2
+
+    def dot_t(self, x):
+        return x @ self.half.T * 2
+
+    def rows(self, ids):
+        return self.half[ids] * 2
+
+
+HALVES = f"{__name__}:Halves"
+FORMATS = {
+    "array": lambda a: a,
+    "panels": lambda a: Panels.pack(a, table=False),
+    "halves": lambda a: Halves.pack(a, table=False),
+    "joined": lambda a: matrix.join([a[:, :16], Panels.pack(a[:, 16:], table=False)]),
+    "transposed": lambda a: matrix.transposed(Halves.pack(a.T, table=False)),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_matrix_multiplies_and_is_looked_up_like_its_array(name, monkeypatch):
+    monkeypatch.setattr(matrix.dispatch, "offering", lambda operation: "reference")
+    rng = np.random.default_rng(0)
+    array, x, y = (
+        jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((24, 48), (2, 3, 24), (5, 48))
+    )
+    made = FORMATS[name](array)
+    assert tuple(made.shape) == (24, 48)
+    np.testing.assert_allclose(matrix.dot(x, made), x @ array, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(matrix.dot(x, made, jnp.float32), x @ array, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(matrix.unpack(made), array)
+    turned = matrix.transposed(made)
+    assert tuple(turned.shape) == (48, 24)
+    np.testing.assert_allclose(matrix.dot(y, turned), y @ array.T, rtol=1e-5, atol=1e-5)
+    ids = jnp.array([[0, 5], [23, 1]])
+    if name != "transposed":
+        np.testing.assert_array_equal(matrix.rows(made, ids), array[ids])
+
+
+def test_matrices_and_tables_are_put_into_a_format_and_nothing_else():
+    rows = {
+        "a": Param((4, 16), (None, None), matrix=True),
+        "odd": Param((4, 15), (None, None), matrix=True),
+        "table": Param((8, 16), (None, None), table=True),
+        "scale": Param((16,), (None,)),
+        "square": Param((16, 16), (None, None)),
+    }
+    arrays = {name: jnp.ones(row.shape) for name, row in rows.items()}
+    panels = matrix.pack({"in": arrays}, {"in": rows}, CFG.running(products="panels"))["in"]
+    assert {name for name, m in panels.items() if isinstance(m, Panels)} == {"a"}
+    own = matrix.pack(arrays, rows, CFG.running(products=HALVES))
+    assert {name for name, m in own.items() if isinstance(m, Halves)} == {"a", "odd", "table"}
+    again = matrix.pack(matrix.cast(own, "float32"), rows, CFG.running(products="panels"))
+    assert again["a"] is not own["a"] or isinstance(again["a"], Halves)
+    assert jax.tree.structure(again) == jax.tree.structure(own), "what is in a format stays in it"
+    stacked = {"a": jnp.ones((3, 4, 16))}
+    assert matrix.pack(stacked, rows, CFG.running(products=HALVES))["a"].half.shape == (3, 4, 16)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("scan", [True, False])
+def test_a_model_in_a_format_computes_what_its_arrays_do(scan, tied):
+    """Through jit, scan, split and merge, with the embedding as a table and as the head."""
+    plain = dataclasses.replace(CFG, tie_embeddings=tied).running(scan_layers=scan)
+    params, tokens = init_params(plain, 3), jnp.arange(12).reshape(2, 6)
+    positions, segments = jnp.broadcast_to(jnp.arange(6), (2, 6)), jnp.ones((2, 6), jnp.int32)
+
+    def logits(cfg):
+        made = jax.jit(to_decode_layout, static_argnums=1)(params, cfg)
+        graph = graphdef(cfg, cfg.run.decode_layout)
+
+        @jax.jit
+        def run(params):
+            model = nnx.merge(graph, params)
+            return model.logits(model.hidden(tokens, positions, segments).x)
+
+        return made, run(made)
+
+    arrays, expected = logits(plain)
+    halves, found = logits(plain.running(products=HALVES))
+    np.testing.assert_array_equal(found, expected)
+    kinds = jax.tree.leaves(halves, is_leaf=lambda m: isinstance(m, Halves))
+    assert sum(isinstance(m, Halves) for m in kinds) >= 8
+    assert isinstance(halves["embed"], Halves) and ("lm_head" in halves) == (not (scan and tied))
+    assert arrays["embed"].shape == halves["embed"].shape
+
+
+def test_a_matrix_in_a_format_is_split_over_devices_like_its_array():
+    mesh = sharding.make_mesh(sharding.MeshConfig(data=2, fsdp=2, tp=2))
+    cfg, axes = CFG.running(scan_layers=True), param_axes(CFG)
+    params = init_params(cfg)
+    split = sharding.param_shardings(mesh, params, axes)
+    made = to_decode_layout(params, cfg.running(products=HALVES))
+    found = sharding.param_shardings(mesh, made, axes)
+    assert found["layers"]["q"].half == split["layers"]["q"] != split["norm"]
+    assert found["embed"].half == split["embed"]
+    placed = jax.device_put(made, found)
+    assert placed["layers"]["down"].half.sharding == split["layers"]["down"]
+    panels = sharding.param_shardings(mesh, {"q": Panels(jnp.zeros((4, 8, 16)))}, axes)
+    assert panels["q"].packed.spec == jax.P(("tp",), ("fsdp", "cp"), None)
+
+
+def test_projections_of_mixed_formats_are_fused_by_their_outputs():
+    rows = layer_rows(CFG.layers[0], CFG.hidden_size)
+    rng = np.random.default_rng(1)
+    arrays = {n: jnp.asarray(rng.normal(size=r.shape), jnp.float32) for n, r in rows.items()}
+    mixed = arrays | {"k": Halves.pack(arrays["k"], table=False)}
+    x = jnp.asarray(rng.normal(size=(3, 32)), jnp.float32)
+    fused, expected = fuse(mixed, rows)["qkv_proj"], fuse(arrays, rows)["qkv_proj"]
+    assert isinstance(fused, matrix.Joined) and fused.shape == expected.shape
+    np.testing.assert_allclose(matrix.dot(x, fused), x @ expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["pannels", "no_such_module:Weight", "specjax:No"])
+def test_a_format_that_is_not_there_is_an_error(name):
+    with pytest.raises(ValueError, match="products must be one of|cannot load format of weights"):
+        matrix.settle(CFG, None, name)
