@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig, SpecConfig
+from specjax.config.model import Layer
 from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits
 from specjax.drafts import ABSORBED, vocabulary
@@ -76,6 +77,17 @@ class ModelSource(Draft):
 
     cfg: ModelConfig
     vocab: int
+
+    def __post_init__(self):
+        kinds = sorted(
+            {layer.mixer.kind for layer in self.cfg.layers if _has_slots(layer, self.cfg)}
+        )
+        if kinds:
+            raise ValueError(
+                f"a standalone draft model keeps keys and values alone, and this one has layers of "
+                f"{', '.join(kinds)} with recurrent state; draft with a head of the policy or with "
+                "n-grams, or use another draft model"
+            )
 
     @classmethod
     def of(cls, target: ModelConfig, spec: SpecConfig) -> ModelSource:
@@ -203,3 +215,8 @@ class ModelSource(Draft):
         if missing <= 0:
             return logits[..., : self.vocab]
         return jnp.pad(logits, [(0, 0)] * 2 + [(0, missing)], constant_values=-jnp.inf)
+
+
+def _has_slots(layer: Layer, cfg: ModelConfig) -> bool:
+    """Whether a layer keeps anything of a sequence beside pages."""
+    return bool(cost(cfg.replace(layers=(layer,)), 1).slot)

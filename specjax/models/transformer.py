@@ -386,7 +386,7 @@ def lm_logits(normed: Float[Array, "... D"], head: Matrix) -> Float[Array, "... 
 
 
 def stacked_blocks(cfg: ModelConfig, rngs: nnx.Rngs) -> Block | nnx.Dict:
-    """All layers as training and checkpoints have them, see `specjax.models.stacks`."""
+    """All layers as training and checkpoints have them, see `specjax.config.stacks`."""
 
     def one(stack) -> Block:
         return Block(stack.layer, cfg, rngs, stack=len(stack.numbers))

@@ -22,6 +22,7 @@ from specjax.config import ModelConfig
 from specjax.config.model import Layer
 from specjax.control import ControlConfig
 from specjax.decode.tree import build_tree, chain_bits
+from specjax.drafts.model import ModelSource
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.engine import Engine
 from specjax.engine.request import make_jobs
@@ -111,6 +112,24 @@ def test_state_survives_other_strategies_preemption_pieces_and_shared_prompts():
     assert engine.preemptions > 0
     before = engine.runner.compilations
     assert tokens(engine, jobs) == found and engine.runner.compilations == before
+
+
+def test_in_invariant_mode_bits_do_not_depend_on_strategies():
+    """State advances and rows are computed in the order of positions, in one program."""
+    cfg, jobs, arms = config(), jobs_of(3), ("off", "3_1_4", "2x2")
+    spec = SpecConfig("2x2", invariant=True)
+    control = ControlConfig(controller="bandit", strategies=arms)
+    engine = engine_of(cfg, spec, 2, control, page_size=PAGE, chunk_tokens=8)
+    found = []
+    for controller in (AtRandom(arms=arms), AtRandom(arms=arms[:1])):
+        engine.controller = controller
+        found.append([(s.token_ids, s.logprobs) for s in engine.generate(jobs)[0]])
+    assert found[0] == found[1]
+
+
+def test_a_standalone_draft_with_recurrent_state_is_refused():
+    with pytest.raises(ValueError, match="leaky sum with recurrent state; draft with a head"):
+        ModelSource(config(), VOCAB)
 
 
 def forget_nothing(patch):
