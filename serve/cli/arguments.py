@@ -67,8 +67,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--model",
         required=True,
         metavar="MODEL",
-        help="Hugging Face directory or id, or the directory of a training run (its newest "
-        "checkpoint)",
+        help="Hugging Face directory or id, a GGUF file, or the directory of a training run (its "
+        "newest checkpoint)",
     )
     parser.add_argument("--revision", help="branch, tag or commit of a Hugging Face id")
     parser.add_argument(

@@ -64,8 +64,9 @@ class LLM:
     """A policy with its draft source, ready to generate.
 
     Args:
-      model: a Hugging Face directory or id (`Qwen/Qwen3-0.6B`), the directory of a training run
-        (whose newest checkpoint is taken), or (ModelConfig, params, head params or None).
+      model: a Hugging Face directory or id (`Qwen/Qwen3-0.6B`), a GGUF file, the directory of a
+        training run (whose newest checkpoint is taken), or (ModelConfig, params, head params or
+        None).
       spec: how to speculate; None is plain decoding. By default the checkpoint's head drafts, or
         n-grams where there is none; a line in the log says which.
       max_batch: samples that run at once; more are queued.

@@ -64,7 +64,8 @@ def load(
     Where the checkpoint has no draft head, n-grams draft, or with source `head` a random one.
 
     Args:
-      model: a Hugging Face directory or id. revision: branch, tag or commit of an id.
+      model: a Hugging Face directory or id, or a GGUF file.
+      revision: branch, tag or commit of an id.
       dtype, say, control: see `LLM`. attention: see `EngineConfig`.
 
     Raises:

@@ -84,7 +84,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         prog=prog,
         description="Checks that speculative decoding of a model is lossless.",
     )
-    parser.add_argument("--model", required=True, help="a Hugging Face directory or id")
+    model = "a Hugging Face directory or id, or a GGUF file"
+    parser.add_argument("--model", required=True, help=model)
     parser.add_argument("--revision", help="branch, tag or commit of a Hugging Face id")
     parser.add_argument(
         "--family",
