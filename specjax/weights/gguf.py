@@ -272,8 +272,13 @@ class GGUF:
         }  # fmt: skip
         if rotated != head_dim:
             raw["partial_rotary_factor"] = rotated / head_dim
+        if window and self.architecture != "llama":
+            raise UnsupportedModelError(
+                f"{self.file}: {self.architecture}.attention.sliding_window {window} is not "
+                "supported: it is not said in which layers it is used"
+            )
         if window:
-            raw |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
+            raw["sliding_window"] = window
         experts = keys.integer("expert_count", 0, least=0)
         if experts:
             raw["num_experts"] = experts

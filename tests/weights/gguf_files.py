@@ -91,6 +91,8 @@ def write(path, source, kind="F32", metadata=None, leave_out=(), tensors=None):
         "tokenizer.ggml.padding_token_id": config["pad_token_id"],
         "general.name": "tiny",
     }
+    if config.get("sliding_window") and config["model_type"] == "mistral":
+        keys[f"{arch}.attention.sliding_window"] = config["sliding_window"]
     eos = config["eos_token_id"]
     eos = eos if isinstance(eos, list) else [eos]
     named = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")

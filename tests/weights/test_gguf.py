@@ -106,6 +106,7 @@ def test_a_matrix_of_more_rows_than_are_dequantised_at_a_time_is_read(tmp_path, 
         {"qkv_bias": True},
         {"rope_scaling": RopeScaling(32.0, 1.0, 4.0, 8192)},
         {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 2048), "head_dim": 16},
+        {"model_type": "mistral", "window": 16},
         {"model_type": "qwen2", "qkv_bias": True},
         {"model_type": "qwen3", "qk_norm": True, "head_dim": 16},
     ],
@@ -127,6 +128,14 @@ def test_what_the_metadata_leave_out_is_what_llama_cpp_takes(tmp_path, small):
     config = open_checkpoint(tmp_path / "m.gguf").config()
     assert (config["head_dim"], config["rope_theta"]) == (8, 10_000.0)
     assert config["vocab_size"] == len(gguf_files.byte_level()["tokenizer.ggml.tokens"])
+
+
+def test_a_window_of_qwen_s_is_refused_for_it_is_not_said_where_it_is_used(tmp_path):
+    sizes = SIZES | {"model_type": "qwen2", "qkv_bias": True}
+    metadata = {"qwen2.attention.sliding_window": 16}
+    write(tmp_path / "m.gguf", saved(tmp_path / "hf", sizes), metadata=metadata)
+    with pytest.raises(UnsupportedModelError, match="qwen2.attention.sliding_window 16 is not"):
+        read_config(tmp_path / "m.gguf")
 
 
 def test_how_a_file_asks_to_be_sampled_is_read(tmp_path, small):
