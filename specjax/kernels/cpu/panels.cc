@@ -11,7 +11,8 @@ ffi::Error panels_product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
   if (in.size() < 1 || out.size() != in.size() || weight.size() != 3 || weight[1] != in.back() ||
       weight[2] != kWidth || out.back() != weight[0] * kWidth) {
     return ffi::Error::InvalidArgument(
-        "expected x [.., K], panels [N / 16, K, 16] and y [.., N]; see specjax.kernels.panels");
+        "expected x [.., K], panels [N / 16, K, 16] and y [.., N]; see "
+        "specjax.kernels.dispatch.product");
   }
   const int64_t n = out.back();
   if (y->element_count() == 0) return ffi::Error::Success();
