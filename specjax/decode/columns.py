@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from specjax.decode import shards
+
 
 class Columns(NamedTuple):
     """The tokens that the C columns of scores [B R C] belong to.
@@ -57,7 +59,7 @@ class Columns(NamedTuple):
         """Numbers per token [B V] as numbers per column: [B 1 C] or [B R C]."""
         if self.ids is None:
             return x[:, None]
-        safe = jnp.clip(self.ids, 0, self.vocab - 1)
+        x, safe = shards.pin(x), jnp.clip(self.ids, 0, self.vocab - 1)
         if self.ids.ndim == 1:
             return x[:, None, safe]
         flat = jnp.take_along_axis(x, safe.reshape(len(x), -1), axis=1)
@@ -67,7 +69,7 @@ class Columns(NamedTuple):
         """Numbers per row and token as numbers per row and column."""
         if self.ids is None:
             return x
-        safe = jnp.clip(self.ids, 0, self.vocab - 1)
+        x, safe = shards.pin(x), jnp.clip(self.ids, 0, self.vocab - 1)
         if self.ids.ndim == 1:
             return x[..., safe]
         return jnp.take_along_axis(x, safe, axis=-1)
@@ -98,7 +100,7 @@ class Columns(NamedTuple):
         if self.ids is None:
             return q
         batch, rows, _ = q.shape
-        wide = jnp.zeros((batch, rows, self.vocab), q.dtype)
+        wide = shards.pin(jnp.zeros((batch, rows, self.vocab), q.dtype))
         ids = jnp.where(self.ids < 0, self.vocab, self.ids)
         if ids.ndim == 1:
             return wide.at[:, :, ids].add(q, mode="drop")

@@ -90,6 +90,8 @@ def test_no_device_ever_holds_a_row_of_logits_or_of_noise():
         ("4_1_5", {"acceptance": "block"}),
         ("4x2x1", {"acceptance": "recursive"}),
         ("4x2x1", {"source": "ngram"}),
+        ("4_1_5", {"draft_vocab": 160}),
+        ("4x2x1", {"draft_vocab": 160, "acceptance": "recursive"}),
     ],
 )
 def test_no_option_no_rule_and_no_source_does_so_either(strategy, settings):
