@@ -360,8 +360,9 @@ class Needs(NamedTuple):
     """What a draft asks of the target and of the engine.
 
     Attributes:
-      taps: which hidden states of the target it is given, by name: `pre_norm` and `post_norm` are
-        those before and after the final norm. Several stand side by side in the last axis.
+      taps: which hidden states of the target it is given: a number of layers that have run (0: the
+        embeddings), or `pre_norm` and `post_norm`, before and after the final norm. Several stand
+        side by side in the last axis.
       states: of how many positions, up to that of the token before the root, it needs these states
         to begin.
       window: so many states of roots it remembers while plain decoding runs, which gives them to
@@ -370,7 +371,7 @@ class Needs(NamedTuple):
       history: it drafts from samples that have ended, see `Draft.feed`.
     """
 
-    taps: tuple[str, ...] = ()
+    taps: tuple[int | str, ...] = ()
     states: int = 0
     window: int = 0
     siblings: bool = False
@@ -414,8 +415,8 @@ class Proposal(NamedTuple):
     Attributes:
       scores: [B R C] raw logits, float32; -inf is a token that is not proposed.
       ids: the tokens of the target that they belong to: [C] for all rows, [B R C] for each row, or
-        None: C is the whole vocabulary, in order. No token may stand in a row twice; the vocabulary
-        size stands for no token, any number of times.
+        None: C is the whole vocabulary, in order. Shared ones ascend. The vocabulary size stands
+        for no token, any number of times; what else stands twice counts once.
     """
 
     scores: Float[Array, "B R C"]
