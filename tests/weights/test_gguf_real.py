@@ -92,9 +92,9 @@ def test_it_is_written_in_hugging_face_s_layout_and_gives_the_same(prompts, tmp_
     assert [list(o.samples[0].token_ids) for o in outputs] == EXPECTED
 
 
-@pytest.mark.torch
 def test_transformers_gives_what_is_written_here(prompts):
-    import torch
+    # Not marked `torch`: where torch is required, the file may be missing all the same.
+    torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
