@@ -3,7 +3,7 @@
 Each protocol is one kind of thing that can be added with one new file, one row of a table in
 `specjax.registry` (or a user's own path `module:attribute`), and one test:
 
-    Family     a Hugging Face `model_type`: its config, its parameters, the names in its files
+    Family     a Hugging Face `model_type`: its config, and where its files hold which array
     Mixer      how a layer mixes positions: attention, or a recurrence
     Mlp        how a layer works on each position by itself: dense, or a mixture of experts
     Draft      what proposes tokens: a head, a standalone model, n-grams
@@ -56,20 +56,51 @@ class Fused(NamedTuple):
     copies: int | None = None
 
 
+class Part(NamedTuple):
+    """Which part of a tensor: along `axis` of it, `start` to `stop` in steps, of `size` in all."""
+
+    axis: int
+    start: int
+    stop: int
+    size: int
+    step: int = 1
+
+    @property
+    def length(self) -> int:
+        return len(range(self.start, self.stop, self.step))
+
+
+class Stored(NamedTuple):
+    """A tensor in files of Hugging Face's, or a part of one, that holds an array.
+
+    Attributes:
+      name: of the tensor; of an array of a layer it begins behind `Family.layer_prefix`.
+      transpose: the last two axes are the other way round in the file, `[out, in]`.
+      part: of the tensor as it lies in the file; several arrays may be parts of one tensor, which
+        they must fill together. None: all of it.
+    """
+
+    name: str
+    transpose: bool = False
+    part: Part | None = None
+
+
+# Several are stacked along a first axis of the array: matrices of experts, a tensor each.
+Place = Stored | tuple[Stored, ...] | None
+
+
 @dataclasses.dataclass(frozen=True)
 class Param:
-    """One array of a model, or of a layer: all that anyone needs to know of it.
+    """One array of a model, or of a layer, as the code that computes with it says.
 
-    Initialising, loading, exporting, sharding, fusing and comparing weights read these rows and
-    nothing else.
+    Initialising, loading, exporting, sharding, fusing and comparing weights read these rows. Where
+    an array lies in files is for the `Family` to say, and `stored` is what most families say.
 
     Attributes:
       shape: in memory; projections are `[in, out]`.
       axes: a logical axis per dimension, see `specjax.parallel.sharding.PHYSICAL`; None is never
         split.
-      name: the tensor in a file of Hugging Face's; in the rows of a mixer or an mlp it begins
-        behind that of the layer.
-      transpose: the tensor in a file is `[out, in]`.
+      stored: where it lies in files, unless the family says otherwise; None: only a family knows.
       init: standard deviation of random values; None: all ones; 0: all zeros.
       residual: what it makes is added to the residual stream: random values are divided by the
         root of twice the number of layers, as in GPT-2.
@@ -81,17 +112,12 @@ class Param:
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    name: str = ""
-    transpose: bool = False
+    stored: Place = None
     init: float | None = 0.02
     residual: bool = False
     matrix: bool = False
     table: bool = False
     fused: Fused | None = None
-
-    def prefixed(self, prefix: str) -> Param:
-        """The same row with a prefix before the tensor's name."""
-        return dataclasses.replace(self, name=prefix + self.name)
 
 
 # --- what a sequence keeps ------------------------------------------------------------------------
@@ -228,9 +254,13 @@ class Forward(NamedTuple):
 
 @runtime_checkable
 class Family(Protocol):
-    """A `model_type` of Hugging Face: config in and out, and the rows of its parameters.
+    """A `model_type` of Hugging Face: config in and out, and where files hold which array.
+
+    Which arrays there are, of what shape, is for the parts that compute with them to say, see
+    `Param`: a family can only choose among them in `read`, and name them.
 
     Attributes:
+      layer_prefix: how the names of a layer's tensors begin, with `{}` for its number from 0.
       architecture: the class of transformers, for `architectures`.
       head_style: how an MTP head is named in the model's own files, a name in `HEAD_STYLES` of
         `specjax.checkpoint.huggingface_names`; None: transformers knows no head, which then lies in
@@ -239,6 +269,7 @@ class Family(Protocol):
 
     model_type: str
     architecture: str
+    layer_prefix: str
     head_style: str | None
 
     def read(self, keys: Any) -> Any:
@@ -262,8 +293,13 @@ class Family(Protocol):
           UnsupportedModelError: the family cannot express the config.
         """
 
-    def params(self, cfg: Any) -> Mapping[tuple, Param]:
-        """One row per array of the policy by its path, see `specjax.models.rows.model_rows`."""
+    def stored(self, cfg: Any, layer: Any | None) -> Mapping[str, Place]:
+        """Where the arrays of a layer lie, by the names of `specjax.models.rows.layer_rows`.
+
+        Args:
+          layer: None: those outside the layers, of `specjax.models.rows.top_rows`; the
+            language-model head is among them although it may be tied.
+        """
 
     def zeros(self, cfg: Any, layer: Any) -> Mapping[str, tuple[int, ...]]:
         """Tensors of a layer that its files may hold and that must be zero, with their shapes.

@@ -238,7 +238,9 @@ def test_family_of_ones_own_is_read_written_and_refused_without_its_path(
     params = init_params(cfg, 1)
     add_family("my_family:FAMILY")
     hf.save_checkpoint(tmp_path / "pebble", cfg, params)
-    assert "pebbles.1.mlp.up_proj.weight" in load_file(tmp_path / "pebble" / "model.safetensors")
+    tensors = load_file(tmp_path / "pebble" / "model.safetensors")
+    assert {"pebbles.1.mlp.up_proj.weight", "last_norm.weight"} < tensors.keys()
+    assert tensors["pebbles.1.attention.qkv.weight"].shape == ((2 + 2) * 8, 16)
     assert json.loads((tmp_path / "pebble/config.json").read_text())["even_window"] == 4
     FAMILIES.rows.pop("pebble")
 

@@ -40,9 +40,12 @@ from specjax.checkpoint.huggingface_names import (
     raise_problems,
     style_of,
     swap_concat,
+    swap_last,
+    tensors_of,
     zero_tensors,
 )
 from specjax.config import ModelConfig
+from specjax.interfaces import Stored
 from specjax.models.families import family_of
 from specjax.models.transformer import Params
 from specjax.parallel import sharding
@@ -108,7 +111,7 @@ class _Weights:
 
 def _check(source: Path, weights: _Weights, slots: list[Slot], zeros: dict, extra: list[str]):
     """Raises `CheckpointWeightError` with one line per weight that does not fit."""
-    expected = {name: slot.file_shape for slot in slots for name in slot.names}
+    expected = {name: tensor.shape for name, tensor in tensors_of(slots).items()}
     present = set(weights.names())
     problems = [
         f"missing: {name}, expected {list(shape)}"
@@ -163,19 +166,27 @@ def _read(weights: _Weights, slot: Slot, dtype: np.dtype, index: tuple[slice, ..
     """One slice of a parameter; `index` is in the parameter's own axes."""
     index = tuple(slice(*s.indices(n)) for s, n in zip(index, slot.shape, strict=True))
     out = np.empty([s.stop - s.start for s in index], dtype)
-    if not slot.stacked:
-        out[...] = _read_one(weights, slot, slot.names[0], index)
-        return out
-    for row, name in enumerate(slot.names[index[0]]):
-        out[row] = _read_one(weights, slot, name, index[1:])
+    which, inside = index[: slot.lead], index[slot.lead :]
+    for at in np.ndindex(out.shape[: slot.lead]):
+        stored = slot.pieces[tuple(s.start + i for s, i in zip(which, at, strict=True))]
+        if slot.swap:  # the two halves may lie in one slice: read whole, then cut
+            whole = _read_piece(weights, stored, tuple(slice(0, n) for n in slot.row.shape))
+            out[at] = np.roll(whole, whole.shape[0] // 2, axis=0)[inside]
+        else:
+            out[at] = _read_piece(weights, stored, inside)
     return out
 
 
-def _read_one(weights: _Weights, slot: Slot, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    if slot.swap:  # the two halves may lie in one slice: read whole, then cut
-        whole = weights.read(name, (slice(None),) * 2).T
-        return np.roll(whole, whole.shape[0] // 2, axis=0)[index]
-    return weights.read(name, index[::-1]).T if slot.row.transpose else weights.read(name, index)
+def _read_piece(weights: _Weights, stored: Stored, index: tuple[slice, ...]) -> np.ndarray:
+    """One slice of a piece of a parameter; `index` is in the piece's own axes."""
+    index, every = list(swap_last(index, stored)), [slice(None)] * len(index)
+    if (part := stored.part) is not None:
+        rows = range(part.start, part.stop, part.step)[index[part.axis]]
+        # Not every format reads in steps: what lies between is read as well, and dropped.
+        index[part.axis] = slice(rows.start, rows[-1] + 1 if rows else rows.start)
+        every[part.axis] = slice(None, None, part.step)
+    piece = weights.read(stored.name, tuple(index))[tuple(every)]
+    return piece.swapaxes(-1, -2) if stored.transpose else piece
 
 
 def _nest(flat: dict) -> Params:
@@ -197,8 +208,11 @@ def _as_stored(path: Path, cfg: ModelConfig, weights: _Weights) -> ModelConfig:
     A language-model head of its own beside the embedding is used although config.json ties the two;
     one that stands alone is the embedding as well.
     """
-    rows = family_of(cfg.model_type).params(cfg.replace(tie_embeddings=False))
-    embed, head = rows["embed",].name, rows["lm_head",].name
+    stored = family_of(cfg.model_type).stored(cfg, None)
+    places = stored["embed"], stored["lm_head"]
+    if not all(isinstance(place, Stored) and place.part is None for place in places):
+        return cfg
+    embed, head = (place.name for place in places)
     names = weights.names()
     if not cfg.tie_embeddings or head not in names:
         return cfg

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,11 +27,13 @@ from specjax.checkpoint.huggingface_config import (
 from specjax.checkpoint.huggingface_names import (
     HEAD_STYLES,
     Slot,
+    Tensor,
     head_slots,
     is_head_name,
     policy_slots,
     raise_problems,
     style_on_export,
+    tensors_of,
     zero_tensors,
 )
 from specjax.config import ModelConfig
@@ -41,7 +43,7 @@ from specjax.weights import load_tokenizer
 from specjax.weights.safetensors import HEAD_FILE, INDEX, TOKENIZER_FILES, WEIGHTS
 
 
-class _Tensor(NamedTuple):
+class _Written(NamedTuple):
     """A tensor to write: its bytes are made only when its file is written."""
 
     name: str
@@ -116,9 +118,9 @@ def save_head(path: str | Path, cfg: ModelConfig, head: Params, dtype: str | Non
     partial.replace(path)
 
 
-def _named(slots: list[Slot], params: Params, dtype: str) -> list[_Tensor]:
+def _named(slots: list[Slot], params: Params, dtype: str) -> list[_Written]:
     """(name, shape, function that reads the tensor) of every tensor, after checking shapes."""
-    problems, out = [], []
+    problems = []
     known = {s.path: s.shape for s in slots}
     got = {
         tuple(p.key for p in path): leaf
@@ -135,32 +137,37 @@ def _named(slots: list[Slot], params: Params, dtype: str) -> list[_Tensor]:
                 f"wrong shape: {label}, expected {list(known[key])}, got {list(got[key].shape)}"
             )
     raise_problems("the parameter tree", sorted(problems))
-    for slot in slots:
-        array = got[slot.path]
-        for layer, name in enumerate(slot.names):
-            read = _reader(slot, array, layer, jnp.dtype(dtype))
-            out.append(_Tensor(name, slot.file_shape, read))
-    return out
+    return [
+        _Written(name, tensor.shape, _reader(tensor, got, jnp.dtype(dtype)))
+        for name, tensor in tensors_of(slots).items()
+    ]
 
 
-def _reader(slot: Slot, array, layer: int, dtype: np.dtype):
+def _reader(tensor: Tensor, arrays: Mapping[tuple, Any], dtype: np.dtype):
     def read() -> np.ndarray:
-        piece = np.asarray(array[layer] if slot.stacked else array)
-        if slot.swap:
-            piece = np.roll(piece, piece.shape[0] // 2, axis=0)
-        return np.ascontiguousarray(piece.T if slot.row.transpose else piece, dtype=dtype)
+        out = np.empty(tensor.shape, dtype)
+        for slot, at, stored in tensor.holds:
+            array = arrays[slot.path]
+            piece = np.asarray(array[at] if at else array)
+            if slot.swap:
+                piece = np.roll(piece, piece.shape[0] // 2, axis=0)
+            where = [slice(None)] * out.ndim
+            if (part := stored.part) is not None:
+                where[part.axis] = slice(part.start, part.stop, part.step)
+            out[tuple(where)] = piece.swapaxes(-1, -2) if stored.transpose else piece
+        return out
 
     return read
 
 
-def _zeros(cfg: ModelConfig, style: str | None, dtype: str) -> list[_Tensor]:
+def _zeros(cfg: ModelConfig, style: str | None, dtype: str) -> list[_Written]:
     return [
-        _Tensor(name, shape, lambda shape=shape: np.zeros(shape, jnp.dtype(dtype)))
+        _Written(name, shape, lambda shape=shape: np.zeros(shape, jnp.dtype(dtype)))
         for name, shape in zero_tensors(cfg, style).items()
     ]
 
 
-def _write_weights(folder: Path, tensors: list[_Tensor], dtype: np.dtype, limit: int) -> None:
+def _write_weights(folder: Path, tensors: list[_Written], dtype: np.dtype, limit: int) -> None:
     """One file, or several and an index, each at most `limit` bytes where a tensor allows it."""
     shards, size, total = [[]], 0, 0
     for tensor in tensors:

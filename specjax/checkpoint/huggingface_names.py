@@ -1,7 +1,8 @@
 """Which Hugging Face tensor is which parameter.
 
 A `Slot` is one array of the parameter tree and the tensors that fill it: one per layer when the
-array is stacked. Projections are `[out, in]` on disk and `[in, out]` here.
+array is stacked, or several, or parts of them. Families say which. Projections are `[out, in]` on
+disk and `[in, out]` here.
 
 An MTP head has two naming styles, and the style says in which order its input is concatenated:
 MiMo's `model.mtp_layers.i.*` is hidden first, the `model.layers.L+i.{enorm,hnorm,eh_proj}` of
@@ -11,16 +12,17 @@ the projection.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from specjax.checked_json import CheckpointError
+from specjax.checked_json import CheckpointError, UnsupportedModelError
 from specjax.config import ModelConfig
 from specjax.config.stacks import stacks
 from specjax.drafts.mtp import head_layer, module_rows
-from specjax.interfaces import Family, Param, Params
+from specjax.interfaces import Family, Param, Params, Place, Stored
 from specjax.models.families import family_of
 from specjax.models.rows import layer_rows, top_rows
 
@@ -49,32 +51,38 @@ def raise_problems(source: object, problems: list[str]) -> None:
 
 
 class HeadStyle(NamedTuple):
-    """How one family of checkpoints writes an MTP head."""
+    """How checkpoints write an MTP head.
+
+    Attributes:
+      prefix: of a module's tensors, with `{}` for its number; None: modules are numbered as further
+        layers of the model.
+      names: of the arrays outside its layer, whose own are the family's.
+    """
 
     concat: str
-    prefix: str
-    names: dict[str, str]
+    prefix: str | None
+    names: dict[str, Stored]
 
 
 HEAD_STYLES = {
     "mimo": HeadStyle(
         "hidden_first",
-        "model.mtp_layers.{index}.",
+        "model.mtp_layers.{}.",
         {
-            "embed_norm": "token_layernorm.weight",
-            "hidden_norm": "hidden_layernorm.weight",
-            "proj": "input_proj.weight",
-            "norm": "final_layernorm.weight",
+            "embed_norm": Stored("token_layernorm.weight"),
+            "hidden_norm": Stored("hidden_layernorm.weight"),
+            "proj": Stored("input_proj.weight", transpose=True),
+            "norm": Stored("final_layernorm.weight"),
         },
     ),
     "deepseek": HeadStyle(
         "embedding_first",
-        "model.layers.{after_body}.",
+        None,
         {
-            "embed_norm": "enorm.weight",
-            "hidden_norm": "hnorm.weight",
-            "proj": "eh_proj.weight",
-            "norm": "shared_head.norm.weight",
+            "embed_norm": Stored("enorm.weight"),
+            "hidden_norm": Stored("hnorm.weight"),
+            "proj": Stored("eh_proj.weight", transpose=True),
+            "norm": Stored("shared_head.norm.weight"),
         },
     ),
 }
@@ -90,65 +98,179 @@ class Slot(NamedTuple):
 
     Attributes:
       path: keys into the parameter tree. row: of one of its layers, where there are several.
-      names: of the tensors, one per layer when `stacked` (axis 0), else one.
+      pieces: where each piece of it lies, by the indices of the piece in the first axes: of the
+        layer where layers are stacked, and then of the tensor where a layer has several.
+      layers: so many are stacked; None: none are.
       swap: the halves of the input axis are the other way round on disk.
     """
 
     path: tuple
     row: Param
-    names: tuple[str, ...]
-    stacked: bool = False
+    pieces: Mapping[tuple[int, ...], Stored]
+    layers: int | None = None
     swap: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the parameter."""
-        return (len(self.names), *self.row.shape) if self.stacked else self.row.shape
+        return self.row.shape if self.layers is None else (self.layers, *self.row.shape)
 
     @property
     def axes(self) -> tuple:
         """The logical axes of the parameter."""
-        return (None, *self.row.axes) if self.stacked else self.row.axes
+        return self.row.axes if self.layers is None else (None, *self.row.axes)
 
     @property
-    def file_shape(self) -> tuple[int, ...]:
-        """Shape of each tensor on disk."""
-        return self.row.shape[::-1] if self.row.transpose else self.row.shape
+    def lead(self) -> int:
+        """The number of axes that tell pieces apart; the others are within each piece."""
+        return len(next(iter(self.pieces)))
+
+
+class Tensor(NamedTuple):
+    """A tensor in the files: its shape, and what of it is which piece of which parameter."""
+
+    shape: tuple[int, ...]
+    holds: list[tuple[Slot, tuple[int, ...], Stored]]
+
+
+def swap_last(index: tuple, stored: Stored) -> tuple:
+    """Shape or index of a piece, with the axes in the order of the file, or back again."""
+    return (*index[:-2], index[-1], index[-2]) if stored.transpose else index
+
+
+def tensors_of(slots: Iterable[Slot]) -> dict[str, Tensor]:
+    """The tensors that fill some parameters, by their names.
+
+    Raises:
+      UnsupportedModelError: what a family says of a tensor cannot be: parts of other sizes than
+        their arrays have, or that leave out some of it or overlap.
+    """
+    tensors: dict[str, Tensor] = {}
+    for slot in slots:
+        for at, stored in slot.pieces.items():
+            shape = swap_last(slot.shape[slot.lead :], stored)
+            if (part := stored.part) is not None:
+                if part.axis not in range(len(shape)) or part.length != shape[part.axis]:
+                    raise UnsupportedModelError(
+                        f"{label_of(slot)}: expected a part of tensor {stored.name} that has the "
+                        f"shape {list(shape)}, got {part}; correct `Family.stored`"
+                    )
+                shape = (*shape[: part.axis], part.size, *shape[part.axis + 1 :])
+            tensor = tensors.setdefault(stored.name, Tensor(shape, []))
+            tensor.holds.append((slot, at, stored))
+            if tensor.shape != shape:
+                raise UnsupportedModelError(
+                    f"{label_of(slot)}: expected tensor {stored.name} to be {list(tensor.shape)}, "
+                    f"as another array says, got {list(shape)}; correct `Family.stored`"
+                )
+    for name, tensor in tensors.items():
+        _check_parts(name, tensor)
+    return tensors
+
+
+def _check_parts(name: str, tensor: Tensor) -> None:
+    parts = [stored.part for _, _, stored in tensor.holds]
+    if parts == [None]:
+        return
+    axes = {None if part is None else part.axis for part in parts}
+    found = sorted(i for p in parts if p is not None for i in range(p.start, p.stop, p.step))
+    if None in axes or len(axes) > 1 or found != list(range(tensor.shape[axes.pop()])):
+        arrays = ", ".join(f"{label_of(slot)} {s.part or 'all'}" for slot, _, s in tensor.holds)
+        raise UnsupportedModelError(
+            f"tensor {name}: expected one array, or parts along one axis that fill it without "
+            f"overlapping, got {arrays}; correct `Family.stored`"
+        )
+
+
+def label_of(slot: Slot) -> str:
+    """The parameter's path, for messages."""
+    return "/".join(map(str, slot.path))
+
+
+def _pieces(row: Param, place: Place, prefix: str, label: str) -> dict[tuple[int, ...], Stored]:
+    """See `Slot.pieces`, of one layer or of an array outside the layers."""
+    if place is None:
+        raise UnsupportedModelError(
+            f"{label}: expected a tensor in files, got none; name it in `Param.stored`, or in "
+            "`Family.stored` of its model family"
+        )
+    if isinstance(place, Stored):
+        return {(): place._replace(name=prefix + place.name)}
+    if len(place) != row.shape[0]:
+        raise UnsupportedModelError(
+            f"{label}: expected {row.shape[0]} tensors in files, one for each along the first axis "
+            f"of {list(row.shape)}, got {len(place)}; correct `Family.stored`"
+        )
+    return {(i,): stored._replace(name=prefix + stored.name) for i, stored in enumerate(place)}
+
+
+def _places(cfg: ModelConfig, layer: Any, rows: Mapping[str, Param]) -> Mapping[str, Place]:
+    """What the family says of some arrays, of which it must name each and no others."""
+    places = family_of(cfg.model_type).stored(cfg, layer)
+    if rows.keys() != places.keys():
+        raise UnsupportedModelError(
+            f"model_type {cfg.model_type!r}: expected its family to name the arrays "
+            f"{', '.join(rows)}, got {', '.join(places)}; correct `Family.stored`"
+        )
+    return places
 
 
 def policy_slots(cfg: ModelConfig) -> list[Slot]:
-    """Every parameter of `Transformer` in the stacked layout."""
-    rows = family_of(cfg.model_type).params(cfg)
-    slots = [Slot(path, row, (row.name,)) for path, row in rows.items() if path[0] != "layers"]
-    leaves: dict[int, list[str]] = {}
-    for path in rows:
-        if path[0] == "layers":
-            leaves.setdefault(path[1], []).append(path[2])
+    """Every parameter of `Transformer` in the stacked layout.
+
+    Raises:
+      UnsupportedModelError: the family does not say where one lies.
+    """
+    rows, prefix = top_rows(cfg), family_of(cfg.model_type).layer_prefix
+    places = _places(cfg, None, rows)
+    slots = [
+        Slot((name,), row, _pieces(row, places[name], "", name))
+        for name, row in rows.items()
+        if name != "lm_head" or not cfg.tie_embeddings
+    ]
     for stack in stacks(cfg.layers):
         inside = () if stack.key is None else (stack.key,)
-        for leaf in leaves[stack.numbers[0]]:
-            each = [rows["layers", number, leaf] for number in stack.numbers]
-            names = tuple(row.name for row in each)
-            slots.append(Slot(("layers", *inside, leaf), each[0], names, stacked=True))
+        rows = layer_rows(stack.layer, cfg.hidden_size)
+        places = _places(cfg, stack.layer, rows)
+        for name, row in rows.items():
+            pieces = {
+                (at, *rest): stored
+                for at, number in enumerate(stack.numbers)
+                for rest, stored in _pieces(
+                    row, places[name], prefix.format(number), f"layers/{number}/{name}"
+                ).items()
+            }
+            slots.append(Slot(("layers", *inside, name), row, pieces, layers=len(stack.numbers)))
     return slots
 
 
 def head_slots(cfg: ModelConfig, style: str) -> list[Slot]:
-    """Every parameter of `MTPHead` under the names of `style`, in memory as `cfg.mtp_concat`."""
+    """Every parameter of `MTPHead` under the names of `style`, in memory as `cfg.mtp_concat`.
+
+    Raises:
+      UnsupportedModelError: the family does not say where an array of the head's layer lies.
+    """
     table, slots = HEAD_STYLES[style], []
+    layer = head_layer(cfg)
+    rows = layer_rows(layer, cfg.hidden_size)
+    places = _places(cfg, layer, rows)
     for index in range(cfg.mtp_num_layers):
-        prefix = _head_prefix(cfg, style, index)
+        prefix, path = _head_prefix(cfg, style, index), ("blocks", index)
         for leaf, row in module_rows(cfg).items():
             swap = leaf == "proj" and table.concat != cfg.mtp_concat
-            name = prefix + table.names[leaf]
-            slots.append(Slot(("blocks", index, leaf), row, (name,), swap=swap))
-        for leaf, row in layer_rows(head_layer(cfg), cfg.hidden_size).items():
-            slots.append(Slot(("blocks", index, "layer", leaf), row, (prefix + row.name,)))
+            pieces = _pieces(row, table.names[leaf], prefix, leaf)
+            slots.append(Slot((*path, leaf), row, pieces, swap=swap))
+        for leaf, row in rows.items():
+            pieces = _pieces(row, places[leaf], prefix, f"the head's layer/{leaf}")
+            slots.append(Slot((*path, "layer", leaf), row, pieces))
     return slots
 
 
 def _head_prefix(cfg: ModelConfig, style: str, index: int) -> str:
-    return HEAD_STYLES[style].prefix.format(index=index, after_body=cfg.num_layers + index)
+    own = HEAD_STYLES[style].prefix
+    if own is not None:
+        return own.format(index)
+    return family_of(cfg.model_type).layer_prefix.format(cfg.num_layers + index)
 
 
 def style_on_export(cfg: ModelConfig) -> str:
@@ -168,11 +290,12 @@ def style_of(cfg: ModelConfig, names: Iterable[str]) -> str:
 
 def is_head_name(cfg: ModelConfig, style: str, name: str) -> bool:
     """Whether a tensor belongs to the head rather than to the policy's body."""
-    if style == "mimo":
-        return name.startswith("model.mtp_layers.")
-    parts = name.split(".")
-    body = name.startswith("model.layers.") and parts[2].isdigit()
-    return body and int(parts[2]) >= cfg.num_layers
+    own = HEAD_STYLES[style].prefix
+    if own is not None:
+        return name.startswith(own.partition("{}")[0])
+    before, _, after = family_of(cfg.model_type).layer_prefix.partition("{}")
+    found = re.match(re.escape(before) + "([0-9]+)" + re.escape(after), name)
+    return found is not None and int(found[1]) >= cfg.num_layers
 
 
 def zero_tensors(cfg: ModelConfig, style: str | None) -> dict[str, tuple[int, ...]]:
@@ -182,7 +305,7 @@ def zero_tensors(cfg: ModelConfig, style: str | None) -> dict[str, tuple[int, ..
       style: of a head's names; None: there is no head.
     """
     family = family_of(cfg.model_type)
-    layers = {f"model.layers.{i}.": layer for i, layer in enumerate(cfg.layers)}
+    layers = {family.layer_prefix.format(i): layer for i, layer in enumerate(cfg.layers)}
     if style is not None:
         for i in range(cfg.mtp_num_layers):
             layers[_head_prefix(cfg, style, i)] = head_layer(cfg)
@@ -195,7 +318,8 @@ def zero_tensors(cfg: ModelConfig, style: str | None) -> dict[str, tuple[int, ..
 
 def is_redundant(cfg: ModelConfig, name: str) -> bool:
     """Tensors that say nothing new: tied or shared copies, and RoPE tables of old checkpoints."""
-    if name == top_rows(cfg)["lm_head"].name:
+    head = family_of(cfg.model_type).stored(cfg, None)["lm_head"]
+    if isinstance(head, Stored) and head.part is None and name == head.name:
         return cfg.tie_embeddings
     shared = name.endswith((".embed_tokens.weight", ".shared_head.head.weight"))
     in_head = any(is_head_name(cfg, style, name) for style in HEAD_STYLES)

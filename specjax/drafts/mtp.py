@@ -70,7 +70,7 @@ def module_rows(cfg: ModelConfig) -> dict[str, Param]:
     """The rows of a module's arrays outside its layer."""
     d = cfg.hidden_size
     scale = Param((d,), (None,), init=None)
-    proj = Param((2 * d, d), (None, "embed"), transpose=True, matrix=True)
+    proj = Param((2 * d, d), (None, "embed"), matrix=True)
     return {"embed_norm": scale, "hidden_norm": scale, "proj": proj, "norm": scale}
 
 

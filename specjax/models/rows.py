@@ -1,5 +1,8 @@
 """One row per array of a model: what initialising, loading, exporting, sharding and comparing of
-weights read."""
+weights read.
+
+The rows of mixers and mlps are their own. Where files hold the arrays is for families to say, see
+`specjax.interfaces.Family.stored`."""
 
 from __future__ import annotations
 
@@ -9,15 +12,15 @@ import jax.numpy as jnp
 
 from specjax.config import ModelConfig
 from specjax.config.model import Layer
-from specjax.interfaces import Axes, Param, Params
+from specjax.interfaces import Axes, Param, Params, Stored
 from specjax.weights.matrix import join
 
 
 def layer_rows(layer: Layer, width: int) -> dict[str, Param]:
     """The rows of a layer's arrays: of its norms, its mixer and its mlp."""
     norms = {
-        "input_norm": Param((width,), (None,), "input_layernorm.weight", init=None),
-        "post_norm": Param((width,), (None,), "post_attention_layernorm.weight", init=None),
+        "input_norm": Param((width,), (None,), Stored("input_layernorm.weight"), init=None),
+        "post_norm": Param((width,), (None,), Stored("post_attention_layernorm.weight"), init=None),
     }
     mixer, mlp = layer.mixer.params(width), layer.mlp.params(width)
     if twice := norms.keys() & mixer.keys() | (norms.keys() | mixer.keys()) & mlp.keys():
@@ -32,27 +35,10 @@ def top_rows(cfg: ModelConfig) -> dict[str, Param]:
     """The rows of the arrays outside the layers, the language-model head's too where it is tied."""
     v, d = cfg.vocab_size, cfg.hidden_size
     return {
-        "embed": Param((v, d), ("vocab", "embed"), "model.embed_tokens.weight", table=True),
-        "norm": Param((d,), (None,), "model.norm.weight", init=None),
-        "lm_head": Param((d, v), ("embed", "vocab"), "lm_head.weight", transpose=True, matrix=True),
+        "embed": Param((v, d), ("vocab", "embed"), Stored("model.embed_tokens.weight"), table=True),
+        "norm": Param((d,), (None,), Stored("model.norm.weight"), init=None),
+        "lm_head": Param((d, v), ("embed", "vocab"), Stored("lm_head.weight", True), matrix=True),
     }
-
-
-def model_rows(cfg: ModelConfig) -> dict[tuple, Param]:
-    """The rows of a model's arrays by their paths, with the tensor names of Llama's files.
-
-    Paths are those of parameters that are not stacked: `("embed",)`, `("layers", 0, "q")`.
-    """
-    rows: dict[tuple, Param] = {
-        (name,): row
-        for name, row in top_rows(cfg).items()
-        if name != "lm_head" or not cfg.tie_embeddings
-    }
-    for number, layer in enumerate(cfg.layers):
-        prefix = f"model.layers.{number}."
-        for name, row in layer_rows(layer, cfg.hidden_size).items():
-            rows["layers", number, name] = row.prefixed(prefix)
-    return rows
 
 
 def merge_axes(tables: Iterable[Axes]) -> dict[str, tuple]:

@@ -20,7 +20,9 @@ FAMILIES = Registry(
 )
 
 
-MEMBERS = ("model_type", "architecture", "head_style", "read", "write", "params", "zeros")
+MEMBERS = (
+    "model_type", "architecture", "layer_prefix", "head_style", "read", "write", "stored", "zeros",
+)  # fmt: skip
 
 
 def family_of(model_type: object, where: object = "") -> Family:

@@ -1,4 +1,4 @@
-"""Keys of config.json that most families share, read and written.
+"""Keys of config.json that most families share, read and written, and names of tensors.
 
 Two dialects are read: transformers 5 writes `rope_parameters`, files in the wild have `rope_theta`
 and `rope_scaling`. What is written holds both.
@@ -10,10 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from specjax.checked_json import Keys, UnsupportedModelError, shown
+from specjax.config.model import Layer, ModelConfig
+from specjax.interfaces import Place
 from specjax.models.rope import Rope, RopeScaling
+from specjax.models.rows import layer_rows, top_rows
 
 _THETA = 10_000.0  # of RoPE, where a file does not say
 MOST_LAYERS = 10_000  # each has a name in the files: a larger number would exhaust the memory
+LAYER_PREFIX = "model.layers.{}."
 _MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -164,3 +168,9 @@ def layer_windows(keys: Keys, layers: int, window: int | None, first: int = 0) -
     if "sliding_attention" in kinds and window is None:
         raise keys.error("layer_types", "full_attention alone, for no sliding_window is in use")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def stored(cfg: ModelConfig, layer: Layer | None) -> dict[str, Place]:
+    """Where files hold the arrays, as their own rows say: `Family.stored` of most families."""
+    rows = top_rows(cfg) if layer is None else layer_rows(layer, cfg.hidden_size)
+    return {name: row.stored for name, row in rows.items()}

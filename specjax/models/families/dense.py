@@ -8,12 +8,11 @@ from typing import Any
 
 from specjax.checked_json import Keys, UnsupportedModelError
 from specjax.config.model import Layer, ModelConfig
-from specjax.interfaces import Param
+from specjax.interfaces import Place
 from specjax.models.families import common
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
 from specjax.models.rope import Rope, RopeScaling
-from specjax.models.rows import model_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +20,7 @@ class DenseFamily:
     """A `specjax.interfaces.Family` of Llama's structure.
 
     Attributes:
-      model_type, architecture, head_style: see `Family`.
+      model_type, architecture, head_style, layer_prefix: see `Family`.
       qkv_bias: whether q, k and v have biases; None: `attention_bias` says so.
       qk_norm: queries and keys are normed per head.
       head_dim, kv_heads: where a file does not say, see `read_heads`.
@@ -34,6 +33,7 @@ class DenseFamily:
     qk_norm: bool = False
     head_dim: int | None = None
     kv_heads: int | None = None
+    layer_prefix: str = common.LAYER_PREFIX
 
     # --- config in and out -----------------------------------------------------------------------
 
@@ -129,11 +129,11 @@ class DenseFamily:
             self.refuse("has one epsilon of norms", f"{mixer.norm_eps} and {cfg.rms_norm_eps}")
         return windows
 
-    # --- parameters ------------------------------------------------------------------------------
+    # --- files -----------------------------------------------------------------------------------
 
-    def params(self, cfg: ModelConfig) -> Mapping[tuple, Param]:
-        """See `Family.params`."""
-        return model_rows(cfg)
+    def stored(self, cfg: ModelConfig, layer: Layer | None) -> Mapping[str, Place]:
+        """See `Family.stored`."""
+        return common.stored(cfg, layer)
 
     def zeros(self, cfg: ModelConfig, layer: Layer) -> Mapping[str, tuple[int, ...]]:
         """Where `attention_bias` decides, transformers gives the output projection a bias as well;

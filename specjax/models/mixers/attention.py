@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from specjax.interfaces import Fused, Memory, Param, Params, Room, Scratch, Where
+from specjax.interfaces import Fused, Memory, Param, Params, Room, Scratch, Stored, Where
 from specjax.kernels import dispatch
 from specjax.memory import KVCache, append_rows, with_marked_keys
 from specjax.models.layers import rms_norm
@@ -60,25 +60,22 @@ class Attention:
         n, k, h = self.num_heads, self.num_kv_heads, self.head_dim
 
         def project(name: str, heads: int, order: int) -> Param:
-            return Param(
-                (width, heads * h), ("embed", "heads"), f"self_attn.{name}_proj.weight",
-                transpose=True, matrix=True, fused=Fused("qkv_proj", order),
-            )  # fmt: skip
+            stored = Stored(f"self_attn.{name}_proj.weight", transpose=True)
+            fused = Fused("qkv_proj", order)
+            return Param((width, heads * h), ("embed", "heads"), stored, matrix=True, fused=fused)
 
         def bias(name: str, heads: int, order: int) -> Param:
-            fused = Fused("qkv_bias", order)
-            return Param(
-                (heads * h,), ("heads",), f"self_attn.{name}_proj.bias", init=0, fused=fused
-            )
+            stored, fused = Stored(f"self_attn.{name}_proj.bias"), Fused("qkv_bias", order)
+            return Param((heads * h,), ("heads",), stored, init=0, fused=fused)
 
         def scale(name: str, heads: int, order: int) -> Param:
-            fused = Fused("qk_norm", order, heads)
-            return Param((h,), (None,), f"self_attn.{name}_norm.weight", init=None, fused=fused)
+            stored, fused = Stored(f"self_attn.{name}_norm.weight"), Fused("qk_norm", order, heads)
+            return Param((h,), (None,), stored, init=None, fused=fused)
 
         rows = {
             "o": Param(
-                (n * h, width), ("heads", "embed"), "self_attn.o_proj.weight",
-                transpose=True, matrix=True, residual=True,
+                (n * h, width), ("heads", "embed"), Stored("self_attn.o_proj.weight", True),
+                matrix=True, residual=True,
             ),
             "q": project("q", n, 0),
             "k": project("k", k, 1),

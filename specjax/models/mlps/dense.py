@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from specjax.interfaces import Fused, Param, Params, Where
+from specjax.interfaces import Fused, Param, Params, Stored, Where
 from specjax.spelling import checks_keywords
 from specjax.weights.matrix import dot
 
@@ -31,16 +31,17 @@ class Dense:
 
         def project(name: str, order: int) -> Param:
             return Param(
-                (width, self.intermediate_size), ("embed", "mlp"), f"mlp.{name}_proj.weight",
-                transpose=True, matrix=True, fused=Fused("gate_up", order),
+                (width, self.intermediate_size), ("embed", "mlp"),
+                Stored(f"mlp.{name}_proj.weight", transpose=True),
+                matrix=True, fused=Fused("gate_up", order),
             )  # fmt: skip
 
         return {
             "gate": project("gate", 0),
             "up": project("up", 1),
             "down": Param(
-                (self.intermediate_size, width), ("mlp", "embed"), "mlp.down_proj.weight",
-                transpose=True, matrix=True, residual=True,
+                (self.intermediate_size, width), ("mlp", "embed"),
+                Stored("mlp.down_proj.weight", transpose=True), matrix=True, residual=True,
             ),
         }  # fmt: skip
 

@@ -1,0 +1,227 @@
+"""Arrays in files: several tensors that make one, several that are parts of one, and other names.
+
+The families and the mlp here are from outside the package.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.huggingface_names import policy_slots, tensors_of
+from specjax.config.model import Layer
+from specjax.drafts.mtp import init_head_params, weight_axes
+from specjax.interfaces import Param, Part, Stored
+from specjax.models.families import FAMILIES, add_family
+from specjax.models.families.dense import DenseFamily, dense_config
+from specjax.models.mlps.dense import Dense
+from specjax.models.transformer import init_params
+from specjax.parallel import sharding
+
+EXPERTS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class AllExperts:
+    """The mean of several experts; files have a tensor for each."""
+
+    intermediate_size: int
+
+    kind: ClassVar[str] = "all experts"
+
+    def params(self, width):
+        def experts(name):
+            return tuple(
+                Stored(f"mlp.experts.{e}.{name}.weight", transpose=True) for e in range(EXPERTS)
+            )
+
+        into = (EXPERTS, width, self.intermediate_size)
+        out = (EXPERTS, self.intermediate_size, width)
+        return {
+            "up": Param(into, (None, "embed", "mlp"), experts("up")),
+            "down": Param(out, (None, "mlp", "embed"), experts("down"), residual=True),
+        }
+
+    def run(self, w, x, where, given=None):
+        inner = jax.nn.silu(jnp.einsum("btd,edf->btef", x, w["up"].astype(x.dtype)))
+        return jnp.einsum("btef,efd->btd", inner, w["down"].astype(x.dtype)) / EXPERTS, None
+
+
+class Boulder(DenseFamily):
+    """All names are its own; q, k and v are rows of one tensor, gate and up alternate in one."""
+
+    def stored(self, cfg, layer):
+        places = dict(super().stored(cfg, layer))
+        if layer is None:
+            return {
+                "embed": Stored("table"), "norm": Stored("end.norm"),
+                "lm_head": Stored("out.head", transpose=True),
+            }  # fmt: skip
+        head = layer.mixer.head_dim
+        q, kv = layer.mixer.num_heads * head, layer.mixer.num_kv_heads * head
+        for name, start, stop in (("q", 0, q), ("k", q, q + kv), ("v", q + kv, q + 2 * kv)):
+            places[name] = Stored("qkv", transpose=True, part=Part(0, start, stop, q + 2 * kv))
+        size = 2 * layer.mlp.intermediate_size
+        for start, name in enumerate(("gate", "up")):
+            places[name] = Stored("gate_up", part=Part(1, start, size, size, step=2))
+        return places
+
+    def zeros(self, cfg, layer):
+        return {"nothing": (3,)}
+
+
+class Gravel(DenseFamily):
+    """A mixture: of config.json only the layer's mlp is another."""
+
+    def read(self, keys):
+        cfg = super().read(keys)
+        layers = [Layer(la.mixer, AllExperts(la.mlp.intermediate_size)) for la in cfg.layers]
+        return cfg.replace(layers=tuple(layers))
+
+    def write(self, cfg):
+        layers = [Layer(la.mixer, Dense(la.mlp.intermediate_size)) for la in cfg.layers]
+        return super().write(cfg.replace(layers=tuple(layers)))
+
+
+BOULDER = Boulder("boulder", "BoulderForCausalLM", qkv_bias=False, layer_prefix="rock/{}/")
+GRAVEL = Gravel("gravel", "GravelForCausalLM", qkv_bias=False)
+
+
+@pytest.fixture(autouse=True)
+def families(monkeypatch):
+    monkeypatch.setattr(FAMILIES, "rows", dict(FAMILIES.rows))
+    for name in ("BOULDER", "GRAVEL"):
+        add_family(f"{__name__}:{name}")
+
+
+def config(model_type, **changes):
+    cfg = dense_config(
+        32, 16, 24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=False,
+        model_type=model_type, max_position=64, **changes,
+    )  # fmt: skip
+    if model_type == "gravel":
+        layers = [Layer(layer.mixer, AllExperts(24)) for layer in cfg.layers]
+        cfg = cfg.replace(layers=tuple(layers))
+    return cfg
+
+
+def assert_same(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@pytest.mark.parametrize("model_type", ["boulder", "gravel"])
+def test_what_is_exported_loads_back_exactly_on_one_device_and_on_a_mesh(model_type, tmp_path):
+    cfg = config(model_type, tie_embeddings=False, mtp_num_layers=2)
+    params, head = init_params(cfg, 3), init_head_params(cfg, 4)
+    hf.save_checkpoint(tmp_path / "out", cfg, params, head)
+    for mesh in (None, sharding.make_mesh(sharding.MeshConfig(data=2, fsdp=2, tp=2))):
+        found, *loaded = hf.load_checkpoint(tmp_path / "out", mesh=mesh)
+        assert found == cfg
+        assert_same(loaded, [params, head])
+        if mesh is not None:
+            expected = sharding.param_shardings(mesh, params, weight_axes(cfg))
+            assert jax.tree.map(lambda a: a.sharding, loaded[0]) == expected
+    assert_same(hf.load_head(tmp_path / "out", cfg), head)
+    hf.save_checkpoint(tmp_path / "again", cfg, *loaded)
+    first, second = (load_file(tmp_path / d / "model.safetensors") for d in ("out", "again"))
+    assert_same(second, first)
+
+
+def test_tensors_hold_experts_one_by_one_and_projections_together(tmp_path):
+    for model_type in ("boulder", "gravel"):
+        cfg = config(model_type)
+        params = init_params(cfg, 3)
+        hf.save_checkpoint(tmp_path / model_type, cfg, params)
+        tensors, arrays = load_file(tmp_path / model_type / "model.safetensors"), params["layers"]
+        if model_type == "gravel":
+            found = tensors["model.layers.1.mlp.experts.2.up.weight"]
+            np.testing.assert_array_equal(found, arrays["up"][1, 2].T)
+            continue
+        assert all(n.startswith("rock/") or n in ("table", "end.norm") for n in tensors)
+        qkv = jnp.concatenate([arrays[n][1] for n in "qkv"], axis=-1)
+        np.testing.assert_array_equal(tensors["rock/1/qkv"], qkv.T)
+        np.testing.assert_array_equal(tensors["rock/1/gate_up"][:, 1::2], arrays["up"][1])
+        np.testing.assert_array_equal(tensors["rock/2/nothing"], np.zeros(3))
+
+
+def edited(source, target, edit):
+    """A checkpoint with other tensors."""
+    target.mkdir()
+    (target / "config.json").write_text((source / "config.json").read_text())
+    tensors = load_file(source / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, target / "model.safetensors")
+    return target
+
+
+def test_what_does_not_fit_is_named_by_its_tensor(tmp_path):
+    for model_type in ("boulder", "gravel"):
+        cfg = config(model_type)
+        hf.save_checkpoint(tmp_path / model_type, cfg, init_params(cfg))
+
+    def without_an_expert(tensors):
+        del tensors["model.layers.2.mlp.experts.3.down.weight"]
+
+    def with_one_of_another_size(tensors):
+        tensors["rock/0/qkv"] = np.zeros((65, 16), np.float32)
+        tensors["rock/0/nothing"] = np.ones(3, np.float32)
+
+    source = edited(tmp_path / "gravel", tmp_path / "one", without_an_expert)
+    lacks = r"missing: model\.layers\.2\.mlp\.experts\.3\.down\.weight, expected \[16, 24\]"
+    with pytest.raises(hf.CheckpointWeightError, match=lacks):
+        hf.load_checkpoint(source)
+    source = edited(tmp_path / "boulder", tmp_path / "two", with_one_of_another_size)
+    with pytest.raises(hf.CheckpointWeightError) as error:
+        hf.load_checkpoint(source)
+    assert "wrong shape: rock/0/qkv, expected [64, 16], got [65, 16]" in str(error.value)
+    assert "not supported: rock/0/nothing is not zero" in str(error.value)
+
+
+def test_a_tied_head_is_known_by_the_family_s_name(tmp_path, caplog):
+    cfg = config("boulder", tie_embeddings=True)
+    params = init_params(cfg)
+    hf.save_checkpoint(tmp_path / "own", cfg, params)
+
+    def copied(tensors):
+        tensors["out.head"] = tensors["table"]
+
+    found, loaded, _ = hf.load_checkpoint(edited(tmp_path / "own", tmp_path / "copy", copied))
+    assert found.tie_embeddings and not caplog.text
+    assert_same(loaded, params)
+
+    def changed(tensors):
+        tensors["out.head"] = 2 * tensors["table"]
+
+    found, loaded, _ = hf.load_checkpoint(edited(tmp_path / "own", tmp_path / "other", changed))
+    assert not found.tie_embeddings and "table and out.head differ" in caplog.text
+    np.testing.assert_array_equal(loaded["lm_head"], 2 * params["embed"].T)
+
+
+@pytest.mark.parametrize(
+    "places, message",
+    [
+        ({"q": None}, "layers/0/q: expected a tensor in files, got none"),
+        ({"extra": Stored("x")}, "expected its family to name the arrays .*, got .*extra"),
+        ({"q": Stored("qkv", True, Part(0, 0, 31, 64))}, r"has the shape \[32, 16\], got Part"),
+        ({"v": Stored("qkv", True, Part(0, 40, 56, 64))}, "without overlapping, got .*layers/v"),
+        ({"v": Stored("alone", True)}, "tensor rock/0/qkv: expected one array, or parts"),
+        ({"v": Stored("qkv", True, Part(0, 48, 64, 65))}, r"to be \[64, 16\], as another array"),
+        ({"up": Stored("mlp.down_proj.weight")}, "expected one array, or parts|as another array"),
+        ({"o": (Stored("a"), Stored("b"))}, "expected 32 tensors in files, .* got 2"),
+    ],
+)
+def test_what_a_family_says_wrongly_of_files_is_refused(monkeypatch, places, message):
+    right = Boulder.stored
+
+    def wrong(self, cfg, layer):
+        return right(self, cfg, layer) | (places if layer else {})
+
+    monkeypatch.setattr(Boulder, "stored", wrong)
+    with pytest.raises(hf.UnsupportedModelError, match=message):
+        tensors_of(policy_slots(config("boulder")))
