@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from bench.full_batch import everyone, fill
 from specjax.decode import report, rng, sampling
 from specjax.decode.accept import accept
-from specjax.decode.draft import Draft, draft_tree
+from specjax.decode.draft import DraftedTree, draft_tree
 from specjax.decode.history import Rows, context_of, count_tokens
 from specjax.decode.options import Features
 from specjax.decode.plan import Plan
@@ -151,16 +151,16 @@ class Parts:
         buffers = buffers._replace(draft_cache=draft.work.cache)
         return buffers, draft._replace(shape=None, work=draft.work._replace(cache=None))
 
-    def _verify(self, buffers: Buffers, params, taken: Taken, draft: Draft):
+    def _verify(self, buffers: Buffers, params, taken: Taken, draft: DraftedTree):
         model, state = self.runner.model(params), taken.whole(buffers)
         return buffers, verify(model, self.plan, state, self._again(draft, buffers))
 
-    def _transform(self, buffers: Buffers, taken: Taken, draft: Draft, logits):
+    def _transform(self, buffers: Buffers, taken: Taken, draft: DraftedTree, logits):
         rows, features = Rows(self.plan.tree.shape.depth, draft.paths), self.plan.features
         context = self._context(taken)
         return buffers, sampling.transform(logits, taken.state.options, features, context, rows)
 
-    def _accept(self, buffers: Buffers, taken: Taken, draft: Draft, scores):
+    def _accept(self, buffers: Buffers, taken: Taken, draft: DraftedTree, scores):
         state = taken.whole(buffers)
         return buffers, accept(self.plan, state, self._again(draft, buffers), scores)
 
@@ -179,7 +179,7 @@ class Parts:
         buffers, state = split(state)
         return buffers, (state, side)
 
-    def _again(self, draft: Draft, buffers: Buffers) -> Draft:
+    def _again(self, draft: DraftedTree, buffers: Buffers) -> DraftedTree:
         """A draft as `draft_tree` returned it: with the static shape, and the cache it wrote."""
         work = draft.work._replace(cache=buffers.draft_cache)
         return draft._replace(shape=self.plan.tree.shape, work=work)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.decode.accept import accept
-from specjax.decode.draft import Draft
+from specjax.decode.draft import DraftedTree
 from specjax.decode.plan import Plan
 from specjax.decode.state import DecodeState
 from specjax.decode.tree import Acceptance
@@ -40,7 +40,9 @@ class Scripted:
 
     probability: float
 
-    def __call__(self, plan: Plan, state: DecodeState, draft: Draft, transformed) -> Acceptance:
+    def __call__(
+        self, plan: Plan, state: DecodeState, draft: DraftedTree, transformed
+    ) -> Acceptance:
         """Raises ValueError where the strategy is no chain."""
         if not plan.tree.is_chain:
             raise ValueError(

@@ -53,7 +53,7 @@ from specjax.decode.tree import Acceptance, TreeShape
 from specjax.indexing import take_along
 
 if TYPE_CHECKING:  # people who bring their own models use the rules without ours
-    from specjax.decode.draft import Draft
+    from specjax.decode.draft import DraftedTree
     from specjax.decode.plan import Plan
     from specjax.decode.state import DecodeState
 
@@ -91,7 +91,7 @@ def accept_coupled(
 
 
 def accept(
-    plan: Plan, state: DecodeState, draft: Draft, transformed: Float[Array, "B T V"]
+    plan: Plan, state: DecodeState, draft: DraftedTree, transformed: Float[Array, "B T V"]
 ) -> Acceptance:
     """What the round emits, by the plan's rule.
 

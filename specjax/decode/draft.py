@@ -39,7 +39,7 @@ from specjax.interfaces import Level
 from specjax.models.transformer import Transformer
 
 
-class Draft(NamedTuple):
+class DraftedTree(NamedTuple):
     """A drafted tree.
 
     Attributes:
@@ -67,7 +67,7 @@ def draft_tree(
     state: DecodeState,
     context: Context,
     part: Part | None = None,
-) -> Draft:
+) -> DraftedTree:
     """Proposes a tree below the root of every slot.
 
     Args:
@@ -94,7 +94,9 @@ def _root_tokens(state: DecodeState) -> Int[Array, "B 1"]:
     return take_positions(state.tokens, state.length - 1, 1)
 
 
-def _grow_static(model, draft_params, plan: Plan, state: DecodeState, context: Context) -> Draft:
+def _grow_static(
+    model, draft_params, plan: Plan, state: DecodeState, context: Context
+) -> DraftedTree:
     """Fills preallocated rows, one depth after the other."""
     tree, batch = plan.tree, state.length.shape[0]
     tokens = jnp.full((batch, tree.rows), -1, jnp.int32).at[:, :1].set(_root_tokens(state))
@@ -119,7 +121,7 @@ def _grow_static(model, draft_params, plan: Plan, state: DecodeState, context: C
             q = _fill(q, found.q, offset + 1 if step else 0)  # the root's is the first
         offset += len(expansion.rows) if step else 0
     paths = _paths(tree.shape, tokens, np.arange(tree.rows), tree.steps)
-    return Draft(tokens, tree.shape, paths, q, logprobs, work)
+    return DraftedTree(tokens, tree.shape, paths, q, logprobs, work)
 
 
 def _static_level(tree: Tree, step: int, offset: int, tokens: Array, paths: Array) -> Level:
@@ -169,7 +171,7 @@ def _grow_dynamic(
     state: DecodeState,
     context: Context,
     part: GrownPart | None,
-) -> Draft:
+) -> DraftedTree:
     """Expands the `topk` best nodes of each depth, then keeps the best rows of all depths."""
     tree, batch, topk = plan.tree, state.length.shape[0], plan.tree.topk
     size, total = tree.offsets[-1], topk * (tree.steps - 1)
@@ -238,7 +240,7 @@ def _add_level(
 
 def _best_rows(
     plan: Plan, state: DecodeState, grown: _Grown, work: Any, part: GrownPart | None
-) -> Draft:
+) -> DraftedTree:
     """The root and the best `rows` - 1 candidates, in the order of their depth.
 
     A parent scores at least as well as its child and stands before it, and `top_k` takes the
@@ -268,4 +270,4 @@ def _best_rows(
     tokens = tokens.at[:, :1].set(_root_tokens(state))
     shape = grown_shape(parent, depth, tree.steps)
     logprobs = pick(grown.logprobs, 0.0) if plan.telemetry else None
-    return Draft(tokens, shape, pick(grown.paths, -1), None, logprobs, work)
+    return DraftedTree(tokens, shape, pick(grown.paths, -1), None, logprobs, work)

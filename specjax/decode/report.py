@@ -30,7 +30,7 @@ from specjax.indexing import put, take
 from specjax.models.transformer import recording_layers
 
 if TYPE_CHECKING:
-    from specjax.decode.draft import Draft
+    from specjax.decode.draft import DraftedTree
     from specjax.decode.history import Context, Rows
     from specjax.decode.state import DecodeState
     from specjax.decode.tree import Acceptance
@@ -140,7 +140,7 @@ class RoundView(NamedTuple):
 
     state: DecodeState
     context: Context
-    draft: Draft | None
+    draft: DraftedTree | None
     accepted: Acceptance | None
     count: Int[Array, " B"]
     tokens: Int[Array, "B E"]

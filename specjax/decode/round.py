@@ -35,7 +35,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.decode import report, rng, sampling, shards
 from specjax.decode.accept import accept
-from specjax.decode.draft import Draft, draft_tree
+from specjax.decode.draft import DraftedTree, draft_tree
 from specjax.decode.history import (
     Context,
     Counts,
@@ -170,7 +170,7 @@ def commit(
     side: Side,
     index: Array,
     context: Context,
-    draft: Draft,
+    draft: DraftedTree,
     verified: Verified,
     transformed: Float[Array, "B T V"],
     accepted: Acceptance,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float, Int
 
-from specjax.decode.draft import Draft
+from specjax.decode.draft import DraftedTree
 from specjax.decode.plan import Plan
 from specjax.decode.state import DecodeState, prefix_lengths
 from specjax.interfaces import Scratch, Where
@@ -29,7 +29,7 @@ class Verified(NamedTuple):
     records: Int[Array, "B T M ..."] | None = None
 
 
-def verify(model: Transformer, plan: Plan, state: DecodeState, draft: Draft) -> Verified:
+def verify(model: Transformer, plan: Plan, state: DecodeState, draft: DraftedTree) -> Verified:
     """A row's RoPE position is the root's plus its depth; it sees the prefix and its ancestors.
 
     The prefix is everything before the root. In `invariant` mode a row sees its ancestors in the

@@ -12,7 +12,7 @@ import numpy as np
 
 from specjax.config import Strategy
 from specjax.decode import report, sampling
-from specjax.decode.draft import Draft
+from specjax.decode.draft import DraftedTree
 from specjax.decode.history import Rows, context_of, count_tokens
 from specjax.decode.options import Features, neutral
 from specjax.decode.plan import Plan
@@ -196,7 +196,7 @@ class Case:
         return report.RoundView(
             state=state,
             context=context,
-            draft=Draft(
+            draft=DraftedTree(
                 jnp.asarray(self.tokens),
                 self.shape,
                 None,
