@@ -1,10 +1,10 @@
 """Checkpoints in GGUF, the format of llama.cpp: what config.json would say, and the weights.
 
     general.architecture   model_type here
-    llama                  llama; mistral where the file names a sliding window
-    qwen2, qwen3           the same
+    llama, qwen2, qwen3    the same
 
-The values are those that llama.cpp computes with. Quantised tensors are dequantised by the package
+The model is the one that llama.cpp runs: weights have the values that it takes them to have, and a
+key that is absent means what it means there. Quantised tensors are dequantised by the package
 `gguf` when they are read. The rows of `q` and `k`, which llama.cpp keeps in the order of its own
 RoPE for the architecture `llama`, are put back into that of Hugging Face. What a key or a tensor
 asks for that no family here computes is refused: by the rules of the family where config.json has a
@@ -30,6 +30,7 @@ from specjax.weights.gguf_file import GGUFFile
 SUFFIX = ".gguf"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _PERMUTED = ("llama",)  # architectures whose rows of q and k are in llama.cpp's order
+_FACTORED = ("llama",)  # those that may have `_ROPE_FACTORS`
 
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -250,8 +251,7 @@ class GGUF:
         tokens = self._held.metadata.get("tokenizer.ggml.tokens")
         size = len(tokens) if isinstance(tokens, list) else None
         raw: dict[str, Any] = {
-            "model_type": "mistral" if window and self.architecture == "llama" else
-                          self.architecture,
+            "model_type": self.architecture,
             "vocab_size": keys.integer("vocab_size", *(() if size is None else (size,))),
             "hidden_size": width,
             "intermediate_size": keys.integer("feed_forward_length"),
@@ -272,13 +272,12 @@ class GGUF:
         }  # fmt: skip
         if rotated != head_dim:
             raw["partial_rotary_factor"] = rotated / head_dim
-        if window and self.architecture != "llama":
+        if window:
             raise UnsupportedModelError(
                 f"{self.file}: {self.architecture}.attention.sliding_window {window} is not "
-                "supported: it is not said in which layers it is used"
+                "supported: llama.cpp does not use it for this architecture, and the file does "
+                "not say in which layers the model was trained with it"
             )
-        if window:
-            raw["sliding_window"] = window
         experts = keys.integer("expert_count", 0, least=0)
         if experts:
             raw["num_experts"] = experts
@@ -331,13 +330,11 @@ class GGUF:
     def _rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
         """As in config.json; types that no family here has are left for the family to refuse."""
         keys = self._within
-        kind = keys.text("rope.scaling.type", "none")
-        if kind != "none":
-            named = {"rope_type": kind}
-            if "rope.scaling.factor" in keys.raw:
-                named["factor"] = keys.number("rope.scaling.factor")
-            return named
-        if _ROPE_FACTORS not in self._held.tensors:
+        kind = keys.text("rope.scaling.type", "linear")  # llama.cpp's default
+        factor = keys.number("rope.scaling.factor", 0.0, least=0.0)
+        if kind != "none" and not (kind == "linear" and factor in (0.0, 1.0)):
+            return {"rope_type": kind, "factor": factor}
+        if not self._has_factors:
             return None
         factors = Tensor(self._held, _ROPE_FACTORS)[:]
         theta = keys.number("rope.freq_base", 10_000.0)
@@ -358,6 +355,11 @@ class GGUF:
             f"[{head_dim // 2}] factors of Llama 3.1, with low_freq_factor 1, high_freq_factor 4 "
             f"and an original length of {', '.join(map(str, sorted(_LLAMA3_LENGTHS)))}"
         )
+
+    @property
+    def _has_factors(self) -> bool:
+        """Whether frequencies of RoPE are divided by a tensor; elsewhere it is an unknown one."""
+        return self.architecture in _FACTORED and _ROPE_FACTORS in self._held.tensors
 
     def _id(self, name: str) -> int | None:
         return self._keys.integer(f"tokenizer.ggml.{name}_token_id", None, least=0)
@@ -396,7 +398,7 @@ class GGUF:
         """
         found = {}
         for name in self._held.tensors:
-            if name == _ROPE_FACTORS:
+            if name == _ROPE_FACTORS and self._has_factors:
                 continue  # `config` has read it
             stem, _, kind = name.rpartition(".")
             new, part = name, stem

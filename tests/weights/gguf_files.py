@@ -71,7 +71,6 @@ def write(path, source, kind="F32", metadata=None, leave_out=(), tensors=None):
     """
     config = json.loads((Path(source) / "config.json").read_text())
     arch, heads = config["model_type"], config["num_attention_heads"]
-    arch = "llama" if arch == "mistral" else arch
     kv_heads = config["num_key_value_heads"]
     kind = gguf.GGMLQuantizationType[kind]
     keys = {
@@ -91,8 +90,6 @@ def write(path, source, kind="F32", metadata=None, leave_out=(), tensors=None):
         "tokenizer.ggml.padding_token_id": config["pad_token_id"],
         "general.name": "tiny",
     }
-    if config.get("sliding_window") and config["model_type"] == "mistral":
-        keys[f"{arch}.attention.sliding_window"] = config["sliding_window"]
     eos = config["eos_token_id"]
     eos = eos if isinstance(eos, list) else [eos]
     named = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")

@@ -106,7 +106,6 @@ def test_a_matrix_of_more_rows_than_are_dequantised_at_a_time_is_read(tmp_path, 
         {"qkv_bias": True},
         {"rope_scaling": RopeScaling(32.0, 1.0, 4.0, 8192)},
         {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 2048), "head_dim": 16},
-        {"model_type": "mistral", "window": 16},
         {"model_type": "qwen2", "qkv_bias": True},
         {"model_type": "qwen3", "qk_norm": True, "head_dim": 16},
     ],
@@ -130,12 +129,41 @@ def test_what_the_metadata_leave_out_is_what_llama_cpp_takes(tmp_path, small):
     assert config["vocab_size"] == len(gguf_files.byte_level()["tokenizer.ggml.tokens"])
 
 
-def test_a_window_of_qwen_s_is_refused_for_it_is_not_said_where_it_is_used(tmp_path):
-    sizes = SIZES | {"model_type": "qwen2", "qkv_bias": True}
-    metadata = {"qwen2.attention.sliding_window": 16}
-    write(tmp_path / "m.gguf", saved(tmp_path / "hf", sizes), metadata=metadata)
-    with pytest.raises(UnsupportedModelError, match="qwen2.attention.sliding_window 16 is not"):
+@pytest.mark.parametrize(("kind", "factor"), [("none", 4.0), ("linear", 1.0), ("linear", 0.0)])
+def test_scaling_of_rope_that_llama_cpp_leaves_out_changes_nothing(tmp_path, small, kind, factor):
+    metadata = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": factor}
+    write(tmp_path / "m.gguf", small, metadata=metadata)
+    assert_same_model(tmp_path / "m.gguf", small)
+
+
+def test_a_factor_of_rope_is_linear_where_the_file_names_no_type(tmp_path, small):
+    for factor in (1.0, 0.0):
+        write(tmp_path / "m.gguf", small, metadata={"llama.rope.scaling.factor": factor})
+        assert read_config(tmp_path / "m.gguf") == read_config(small)
+    write(tmp_path / "m.gguf", small, metadata={"llama.rope.scaling.factor": 2.0})
+    with pytest.raises(UnsupportedModelError, match="linear"):
         read_config(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_a_window_is_refused_for_llama_cpp_does_not_use_it(tmp_path, architecture):
+    sizes = SIZES | {"model_type": architecture, "qkv_bias": architecture == "qwen2"}
+    name = f"{architecture}.attention.sliding_window"
+    source = saved(tmp_path / "hf", sizes)
+    write(tmp_path / "m.gguf", source, metadata={name: 0})
+    assert read_config(tmp_path / "m.gguf") == read_config(source)
+    write(tmp_path / "m.gguf", source, metadata={name: 16})
+    with pytest.raises(UnsupportedModelError, match=f"{name} 16 is not supported"):
+        read_config(tmp_path / "m.gguf")
+
+
+def test_factors_of_rope_belong_to_one_architecture(tmp_path):
+    sizes = SIZES | {"model_type": "qwen2", "qkv_bias": True}
+    factors = format_gguf.llama3_factors(8, 50_000.0, 32.0, 8192).astype(np.float32)
+    file, source = tmp_path / "m.gguf", saved(tmp_path / "hf", sizes)
+    write(file, source, tensors={"rope_freqs.weight": factors})
+    with pytest.raises(CheckpointError, match="unexpected: rope_freqs.weight"):
+        load_model(file)
 
 
 def test_how_a_file_asks_to_be_sampled_is_read(tmp_path, small):
