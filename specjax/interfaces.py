@@ -314,7 +314,9 @@ class Mixer(Protocol):
     `w` is the layer's dict of arrays by the names of `params`. Everything is a pure function.
 
     Attributes:
-      kind: a name. rotation: hashable, names its rotary embedding, which layers share; then it has
+      kind: a name, for messages and sizes. A derived class inherits it: what a mixer computes is
+        told by its class, and by nothing else.
+      rotation: hashable, names its rotary embedding, which layers share; then it has
         `angles(positions)` as well, see `Where.rotated_by`. None: it has none.
     """
 
@@ -363,7 +365,7 @@ class Mlp(Protocol):
     """How a layer works on each row by itself. Implementations are frozen dataclasses.
 
     Attributes:
-      kind: a name.
+      kind: a name, as of a `Mixer`.
     """
 
     kind: str

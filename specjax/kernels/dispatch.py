@@ -9,7 +9,8 @@ table in `specjax.kernels.names`, or a user's own path `module:attribute`; what 
     causal_attention    packed rows, in training; with rows of later steps beside them, too
     commit              new keys and values written to their pages
     product             rows times a weight that lies in panels
-    layers              whole decoder layers in one call
+    layers              whole decoder layers, of `Attention` and `Dense` and nothing derived from
+                        them, in one call
 
 What a backend does not have is served by the one that it names as its `rest`, and so is a call that
 it declines, which is logged once. The reference serves all but `layers`, which a model does without
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from specjax.config import ModelConfig
 from specjax.interfaces import Backend, Device, Table
 from specjax.kernels import context as over_devices
-from specjax.kernels.backend import Declined
+from specjax.kernels.backend import Declined, Unsuited
 from specjax.kernels.choice import choose, find
 from specjax.kernels.names import BACKENDS
 from specjax.kernels.reference import PANEL_WIDTH, tree_attention_by_position
@@ -57,6 +58,10 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+# What `layers` computes, as the classes that define it. A class derived from one of them has its
+# fields and perhaps its `kind`, and may compute something else.
+_LAYERS = ("specjax.models.mixers.attention:Attention", "specjax.models.mlps.dense:Dense")
 
 
 # --- who serves -----------------------------------------------------------------------------------
@@ -104,7 +109,15 @@ def refuses(operation: str, name: str, device: Device | None, cfg: ModelConfig) 
     backend = find(name)
     if operation not in backend.operations:
         return f"{name} has no {operation}"
+    if operation == "layers" and (others := _others_than(_LAYERS, cfg)):
+        return Unsuited(f"layers are computed of {' and '.join(_LAYERS)}, got {', '.join(others)}")
     return backend.refuses(operation, device, cfg)
+
+
+def _others_than(known: Collection[str], cfg: ModelConfig) -> list[str]:
+    """The classes of a model's mixers and mlps, as `module:attribute`, that are not among some."""
+    kinds = {type(part) for layer in cfg.layers for part in (layer.mixer, layer.mlp)}
+    return sorted({f"{kind.__module__}:{kind.__qualname__}" for kind in kinds} - set(known))
 
 
 def offering(operation: str) -> str:

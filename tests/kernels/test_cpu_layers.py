@@ -1,5 +1,6 @@
 """Whole layers and commits by the kernels for CPUs, against XLA's operation after operation."""
 
+import dataclasses
 import functools
 
 import jax
@@ -14,12 +15,15 @@ from test_tpu import random_case
 
 from specjax.decode.tree import chain_bits
 from specjax.drafts.mtp import head_graphdef, init_head_params, to_format
-from specjax.interfaces import Memory, Scratch, Where
+from specjax.interfaces import Memory, Room, Scratch, Where
 from specjax.kernels import dispatch
 from specjax.kernels.cpu import calls, native
-from specjax.memory import KVCache, commit_rows
+from specjax.memory import KVCache, commit_rows, empty
 from specjax.models.families.dense import change_dense
+from specjax.models.mixers.attention import Attention
+from specjax.models.mlps.dense import Dense
 from specjax.models.transformer import graphdef, init_params, to_decode_layout
+from specjax.weights.matrix import dot
 
 PANELS = MODEL.running(products="panels", attention="reference")
 
@@ -175,6 +179,63 @@ def test_layers_of_widths_that_fill_no_register_go_by_xla():
         kernels.running(products="xla"), kernels.running(attention="reference"),
     ):  # fmt: skip
         assert not dispatch.runs_layers(other)
+
+
+@dataclasses.dataclass(frozen=True)
+class Relu2(Dense):
+    """Derived from `Dense`, with its fields and its kind, and another function."""
+
+    def run(self, w, x, where=None, given=None):
+        gate, up = jnp.split(dot(x, w["gate_up"]), 2, -1) if "gate_up" in w else (
+            dot(x, w["gate"]), dot(x, w["up"])
+        )  # fmt: skip
+        return dot(jax.nn.relu(gate) ** 2 * up, w["down"]), None
+
+
+@dataclasses.dataclass(frozen=True)
+class Quiet(Attention):
+    """Derived from `Attention`: half of what it attends to."""
+
+    def output(self, w, attended):
+        return super().output(w, attended) / 2
+
+
+def other_mlp(layer):
+    return dataclasses.replace(layer, mlp=Relu2(layer.mlp.intermediate_size))
+
+
+def other_mixer(layer):
+    fields = {f.name: getattr(layer.mixer, f.name) for f in dataclasses.fields(layer.mixer)}
+    return dataclasses.replace(layer, mixer=Quiet(**fields))
+
+
+def other_eps(layer):
+    return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, norm_eps=0.5))
+
+
+@pytest.mark.parametrize("change", [other_mlp, other_mixer, other_eps])
+def test_layers_that_differ_from_the_kernel_s_decode_as_they_train(change):
+    cfg = change_dense(PANELS, qk_norm=True).running(attention="cpu")
+    assert dispatch.runs_layers(cfg)
+    usual, cfg = cfg, cfg.replace(layers=tuple(map(change, cfg.layers)))
+    params = noisy(init_params(cfg, seed=3), seed=5)
+    tokens = np.random.default_rng(0).integers(0, cfg.vocab_size, (1, 6))
+    positions, ones = np.arange(6)[None], np.ones((1, 6), np.int32)
+
+    def trained(cfg):
+        model = nnx.merge(graphdef(cfg), params)
+        return model.hidden(tokens, positions, ones).x
+
+    @jax.jit
+    def decoded():
+        model = nnx.merge(graphdef(cfg, cfg.run.decode_layout), to_decode_layout(params, cfg))
+        memory = empty(cfg, Room(1, 1, 16))
+        where = Where("tree", positions, prefix=np.zeros(1, np.int32), visible=chain_bits(6))
+        return model.decode(tokens, where, memory).x
+
+    wanted = trained(cfg)
+    np.testing.assert_allclose(decoded(), wanted, atol=2e-5)
+    assert np.abs(wanted - trained(usual)).max() > 1e-3, "the change changes nothing"
 
 
 def test_layers_of_another_dtype_are_refused():

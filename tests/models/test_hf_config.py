@@ -1,10 +1,15 @@
 """config.json: both dialects read the same, and what is not implemented is refused by name."""
 
+import dataclasses
 import json
 
 import pytest
 
 from specjax.checkpoint import huggingface as hf
+from specjax.models.families import family_of
+from specjax.models.families.dense import dense_config
+from specjax.models.mixers.attention import Attention
+from specjax.models.mlps.dense import Dense
 from specjax.models.rope import RopeScaling
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mimo")
@@ -278,3 +283,24 @@ def test_qwen3_has_a_head_size_of_its_own_which_null_does_not_give(folder, edit_
     edit_json(path / "config.json", head_dim=None)
     with pytest.raises(hf.CheckpointError, match="head_dim: expected a positive integer, got null"):
         hf.read_config(path)
+
+
+class OtherAttention(Attention):
+    """May compute something else."""
+
+
+class OtherDense(Dense):
+    """May compute something else."""
+
+
+@pytest.mark.parametrize("part", ["mixer", "mlp"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_class_derived_from_a_known_one_is_not_written_as_that_one(family, part):
+    kinds = {"qkv_bias": family in ("qwen2", "mimo"), "qk_norm": family == "qwen3"}
+    cfg = dense_config(64, 32, 48, 2, 4, 2, 8, model_type=family, **kinds)
+    assert family_of(family).write(cfg)["intermediate_size"] == 48
+    known = getattr(cfg.layers[1], part)
+    other = {"mixer": OtherAttention, "mlp": OtherDense}[part](**vars(known))
+    layer = dataclasses.replace(cfg.layers[1], **{part: other})
+    with pytest.raises(hf.UnsupportedModelError, match=f"got {type(other).__name__}"):
+        family_of(family).write(cfg.replace(layers=(layer, layer)))

@@ -45,8 +45,11 @@ def _refuses_layers(cfg: ModelConfig) -> str | None:
     if len(set(cfg.layers)) != 1:
         return Unsuited("it runs layers that are all alike")
     mixer, mlp = cfg.layers[0].mixer, cfg.layers[0].mlp
-    if (mixer.kind, mlp.kind) != ("attention", "dense"):
-        return Unsuited(f"it runs attention and a dense mlp, got {mixer.kind} and {mlp.kind}")
+    if mixer.qk_norm and mixer.norm_eps != cfg.rms_norm_eps:
+        return Unsuited(
+            f"it has one epsilon for all norms, got {mixer.norm_eps} for queries and keys and "
+            f"{cfg.rms_norm_eps}"
+        )
     if mixer.window is not None:
         return Unsuited(f"its attention sees all positions, got a window of {mixer.window}")
     widths = {"hidden_size": cfg.hidden_size, "intermediate_size": mlp.intermediate_size}
