@@ -139,7 +139,9 @@ class ServeConfig:
         None, "branch, tag or commit of a Hugging Face id (also --revision REVISION)"
     )
     family: str | None = option(
-        None, "a model family of your own, module:attribute, for its model_type"
+        None,
+        "a model family of your own, module:attribute, for checkpoints of its model_type; those of "
+        "the package need no setting",
     )
     served_name: str | None = option(
         None, "the model's name in requests and answers; null: that of the directory, or the id"

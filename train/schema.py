@@ -185,7 +185,9 @@ class SFTConfig:
     )
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")
     family: str | None = option(
-        None, "a model family of your own, module:attribute, for its model_type"
+        None,
+        "a model family of your own, module:attribute, for checkpoints of its model_type; those of "
+        "the package need no setting",
     )
     seed: int = option(0, "decides initial weights")
     steps: int = option(1000, "updates of the policy")
@@ -264,7 +266,9 @@ class RLConfig:
     model: str = option("assets/sums", "Hugging Face directory or id of the policy (and head)")
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")
     family: str | None = option(
-        None, "a model family of your own, module:attribute, for its model_type"
+        None,
+        "a model family of your own, module:attribute, for checkpoints of its model_type; those of "
+        "the package need no setting",
     )
     out: str = option("runs/rl", "directory of the run")
     seed: int = option(0, "run seed: with step and prompt it keys every token")

@@ -74,7 +74,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--family",
         metavar="MODULE:ATTRIBUTE",
-        help="a model family of your own, for its model_type",
+        help="a model family of your own, for checkpoints of its model_type, in the place of the "
+        "package's, if it has one; those of the package need no flag",
     )
     _add_input(parser.add_argument_group("input and output"))
     _add_sampling(parser.add_argument_group("sampling"))

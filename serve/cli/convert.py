@@ -50,7 +50,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--family",
         metavar="MODULE:ATTRIBUTE",
-        help="a model family of your own, for its model_type",
+        help="a model family of your own, for checkpoints of its model_type, in the place of the "
+        "package's, if it has one; those of the package need no flag",
     )
     add("--what", choices=("policy", "head", "both"), help="default: what there is")
     add("--step", type=int, metavar="N", help="of a run (default: the newest)")

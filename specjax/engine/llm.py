@@ -91,8 +91,8 @@ class LLM:
       say: names settings in notes, in what is logged, and in some errors, for programs in which
         users do not type Python.
       revision: branch, tag or commit of a Hugging Face id.
-      family: a `specjax.interfaces.Family` of your own, `module:attribute`, for checkpoints of its
-        `model_type`.
+      family: a `specjax.interfaces.Family` of your own, `module:attribute`, for all checkpoints of
+        its `model_type` in this process, see `specjax.models.families.add_family`.
 
     Attributes:
       drafting: what drafts, under which controller.

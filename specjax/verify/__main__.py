@@ -90,7 +90,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--family",
         metavar="MODULE:ATTRIBUTE",
-        help="a model family of your own, for its model_type",
+        help="a model family of your own, for checkpoints of its model_type, in the place of the "
+        "package's, if it has one; those of the package need no flag",
     )
     add_flags(parser.add_argument_group("speculation"), _REFUSED)
     parser.add_argument("--samples", type=int, default=20_000, help="per chi-square check")

@@ -7,18 +7,14 @@ from specjax.interfaces import Family
 from specjax.registry import Registry
 from specjax.spelling import SettingError
 
-FAMILIES = Registry(
-    "model family",
-    {
-        "llama": "specjax.models.families.llama:FAMILY",
-        "qwen2": "specjax.models.families.qwen2:FAMILY",
-        "qwen3": "specjax.models.families.qwen3:FAMILY",
-        "mimo": "specjax.models.families.mimo:FAMILY",
-        "mistral": "specjax.models.families.mistral:FAMILY",
-    },
-    "a specjax.interfaces.Family",
-)
-
+_ROWS = {
+    "llama": "specjax.models.families.llama:FAMILY",
+    "qwen2": "specjax.models.families.qwen2:FAMILY",
+    "qwen3": "specjax.models.families.qwen3:FAMILY",
+    "mimo": "specjax.models.families.mimo:FAMILY",
+    "mistral": "specjax.models.families.mistral:FAMILY",
+}
+FAMILIES = Registry("model family", _ROWS, "a specjax.interfaces.Family")
 
 MEMBERS = (
     "model_type", "architecture", "layer_prefix", "head_style", "read", "write", "stored", "zeros",
@@ -43,16 +39,29 @@ def family_of(model_type: object, where: object = "") -> Family:
 
 
 def add_family(path: str | None) -> None:
-    """Adds a user's own family to those of this process, by its `model_type`, whose place it takes.
+    """Adds a user's own family to this process, for every checkpoint with its `model_type`.
+
+    It takes the place of the package's own of that `model_type`, if there is one, until the process
+    ends: for models that name no family, and for those that were loaded before and are exported
+    afterwards, as well.
 
     Args:
       path: `module:attribute`, as a user gave it in the setting `family`; None adds nothing.
 
     Raises:
-      SettingError: there is no family.
+      SettingError: it is no path, there is no family, or a user's other family has its place.
     """
-    if path is None or path in FAMILIES:
+    if path is None:
         return
+    if not all(path.partition(":")):
+        known = ", ".join(FAMILIES.names)
+        raise SettingError(
+            lambda say: (
+                f"{say('family')}: expected a family of your own as 'package.module:attribute', "
+                f"got {path!r}; those that are known, {known}, need no setting: the checkpoint's "
+                "model_type says which it is"
+            )
+        )
     try:
         family = FAMILIES.find(path)
     except ValueError as error:
@@ -64,6 +73,15 @@ def add_family(path: str | None) -> None:
             lambda say: (
                 f"{say('family')}: expected {FAMILIES.expected} at {path}, got "
                 f"{type(family).__name__} without {', '.join(lacking)}"
+            )
+        )
+    held = FAMILIES.rows.get(family.model_type)
+    if held not in (None, _ROWS.get(family.model_type)) and FAMILIES.find(held) is not family:
+        raise SettingError(
+            lambda say: (
+                f"{say('family')}: model_type {family.model_type!r} is that of {held} in this "
+                f"process, expected no other, got another, {path}; give one of the two a "
+                "model_type of its own, or use a process for each"
             )
         )
     FAMILIES.rows[family.model_type] = path
