@@ -107,8 +107,8 @@ SERVE = [
 # Keys that something reads whatever the others say; what is here or in a rule was thought about.
 RUN_KEYS = """
     family out revision seed steps data.task data.path data.seed data.prompt_template
-    data.chat packing.row_length packing.rows dtype.params dtype.compute mesh.data mesh.fsdp mesh.tp mesh.cp
-    remat attention checkpoint.every checkpoint.keep_last log.tensorboard log.wandb
+    data.chat packing.row_length packing.rows dtype.params dtype.compute mesh.data mesh.fsdp
+    mesh.tp mesh.cp remat attention checkpoint.every checkpoint.keep_last log.tensorboard log.wandb
 """
 ALWAYS_READ = {
     RLConfig: f"""{RUN_KEYS}
