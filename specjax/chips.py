@@ -49,7 +49,11 @@ CHIPS = {
 
 
 def layer_weights(layers: Sequence[Layer], width: int) -> int:
-    """Weights of decoder layers that tokens are multiplied with: all but norms and biases."""
+    """Weights of decoder layers that tokens are multiplied with: all but norms and biases.
+
+    Of experts these are all of them, which are read where a batch is large; a token is multiplied
+    with a few.
+    """
     rows = {
         layer: (*layer.mixer.params(width).values(), *layer.mlp.params(width).values())
         for layer in set(layers)

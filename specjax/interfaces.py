@@ -104,7 +104,8 @@ class Param:
       init: standard deviation of random values; None: all ones; 0: all zeros.
       residual: what it makes is added to the residual stream: random values are divided by the
         root of twice the number of layers, as in GPT-2.
-      matrix: rows of activations are multiplied with it, so that it may become a `Weight`.
+      matrix: rows of activations are multiplied with it, so that it may become a `Weight`. The last
+        two dimensions are those of a matrix, and others in front number matrices: experts.
       table: its rows are looked up, as of an embedding; it may become a `Weight`, too.
       fused: the array that holds it where decoding fuses projections that share their input;
         None: it is left alone.
@@ -640,8 +641,12 @@ class Draft(Protocol):
 class Weight(Protocol):
     """A matrix [I O] in some format, that decoding multiplies by; see `specjax.weights.matrix`.
 
-    Implementations are pytrees. Stacked and sliced leaf by leaf, as the layers of a scan are, they
-    must stay what they are: sizes come from the leaves.
+    Implementations are pytrees. Stacked and sliced leaf by leaf, as the layers of a scan and the
+    experts of an mlp are, they must stay what they are: sizes come from the leaves.
+
+    A class may also have `experts(x, ids)`, on a stack of N, which does what the function of that
+    name in `specjax.weights.matrix` says. Without it that function multiplies by one matrix after
+    the other.
 
     Attributes:
       exact: of the class: nothing is rounded, so that tokens stay what they are. `auto` takes only
@@ -653,8 +658,8 @@ class Weight(Protocol):
     line: str
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """I O."""
+    def shape(self) -> tuple[int, ...]:
+        """I O, with the leading dimensions of a stack before them."""
 
     @classmethod
     def refuses(cls, device: Any, cfg: Any) -> str | None:
@@ -671,8 +676,9 @@ class Weight(Protocol):
     def unpack(self) -> Float[Array, "I O"]:
         """The matrix as an array: drafts take some of its columns."""
 
-    def part_axes(self, axes: tuple[str | None, str | None]) -> Any:
-        """A tree like it, with the logical axes of each leaf, from those of the array [I O]."""
+    def part_axes(self, axes: tuple[str | None, ...]) -> Any:
+        """A tree like it, with the logical axes of each leaf, from those of the array [I O], or of
+        a stack [N I O]."""
 
     def dot(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
         """`x @ matrix`."""

@@ -34,6 +34,7 @@ from specjax.checkpoint.weights import load_model
 from specjax.config import ModelConfig
 from specjax.config.model import Layer
 from specjax.engine.sources import source_of
+from specjax.interfaces import Param
 from specjax.kernels.choice import choose
 from specjax.models.families import FAMILIES, add_family
 from specjax.models.families.dense import dense_config
@@ -43,6 +44,7 @@ from specjax.models.rows import layer_rows
 from specjax.models.transformer import init_params
 from specjax.registry import Registry
 from specjax.speculation_flags import add_flags, settings_of
+from specjax.weights import matrix
 from train import data, data_report, rl
 from train.data_config import DataConfig
 from train.log import read_metrics
@@ -330,3 +332,19 @@ def test_weight_of_ones_own_decodes_as_its_rounded_weights_do(examples, thin_pol
     assert found.token_ids == expected.token_ids
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
     assert np.abs(np.subtract(found.logprobs, exact.logprobs)).max() > 1e-3, "nothing was rounded"
+
+
+def test_weight_of_ones_own_multiplies_rows_with_their_experts(examples):
+    from my_weight import Int8
+
+    rng = np.random.default_rng(0)
+    arrays, x = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((5, 24, 48), (2, 3, 24)))
+    ids = jnp.asarray(rng.integers(0, 5, (2, 3, 2)), jnp.int32)
+    cfg = dense_config(8, 8, 8, 1, 1, 1, 8).running(products="my_weight:Int8")
+    stack = matrix.pack({"e": arrays}, {"e": Param(arrays.shape, (None,) * 3, matrix=True)}, cfg)[
+        "e"
+    ]
+    assert isinstance(stack, Int8) and stack.shape == (5, 24, 48)
+    rounded = jnp.stack([Int8.pack(a, table=False).unpack() for a in arrays])
+    wanted = jnp.einsum("bti,bteio->bteo", x, rounded[ids])
+    np.testing.assert_allclose(matrix.experts(x, stack, ids), wanted, atol=1e-4)

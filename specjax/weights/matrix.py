@@ -112,6 +112,33 @@ def rows(matrix: Matrix, ids: Int[Array, "..."]) -> Float[Array, "... O"]:
     return jnp.take(matrix, ids, axis=0) if is_array(matrix) else matrix.rows(ids)
 
 
+def experts(
+    x: Float[Array, "B T I"], stack: Matrix, ids: Int[Array, "B T E"]
+) -> Float[Array, "B T E O"]:
+    """Each row times the matrices that it chooses of a stack [N I O].
+
+    Where each of the E has a row of its own, as what comes out here has, these are rows of their
+    own: x [B T*E I] and ids [B T*E 1].
+
+    Every row is multiplied with every matrix, and what it does not choose is dropped: N / E times
+    the arithmetic that is needed, but each product is that of `dot`, whose bits do not depend on
+    what other rows choose. A `Weight` may have an `experts` of its own.
+
+    Args:
+      ids: from 0 to N - 1; elsewhere the result is 0.
+    """
+    if hasattr(stack, "experts"):
+        return stack.experts(x, ids).astype(x.dtype)
+    count, *_, width = stack.shape
+
+    def one(found, step):
+        number, matrix = step
+        return jnp.where((ids == number)[..., None], dot(x, matrix)[..., None, :], found), None
+
+    start = jnp.zeros((*ids.shape, width), x.dtype)
+    return jax.lax.scan(one, start, (jnp.arange(count), stack))[0]
+
+
 def transposed(matrix: Matrix) -> Matrix:
     """The matrix [O I]: a language-model head that is the embedding."""
     return matrix.T if is_array(matrix) else Transposed(matrix)
@@ -137,11 +164,12 @@ class Transposed:
     of: Any
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.of.shape[::-1]
+    def shape(self) -> tuple[int, ...]:
+        *stack, rows, columns = self.of.shape
+        return *stack, columns, rows
 
-    def unpack(self) -> Float[Array, "O I"]:
-        return self.of.unpack().T
+    def unpack(self) -> Float[Array, "*N O I"]:
+        return self.of.unpack().swapaxes(-2, -1)
 
     def dot(self, x: Float[Array, "... O"]) -> Float[Array, "... I"]:
         return self.of.dot_t(x)
@@ -158,10 +186,10 @@ class Joined:
     parts: tuple[Any, ...]
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.parts[0].shape[-2], sum(part.shape[-1] for part in self.parts)
+    def shape(self) -> tuple[int, ...]:
+        return *self.parts[0].shape[:-1], sum(part.shape[-1] for part in self.parts)
 
-    def unpack(self) -> Float[Array, "I O"]:
+    def unpack(self) -> Float[Array, "*N I O"]:
         return jnp.concatenate([unpack(part) for part in self.parts], axis=-1)
 
     def dot(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
@@ -250,7 +278,7 @@ def pack(params: Params, of: Mapping[Any, Any], cfg: ModelConfig) -> Params:
         if not ((row.matrix or row.table) and is_array(array)):
             return array
         packing = lambda a: kind.pack(a, row.table)  # noqa: E731
-        for _ in range(array.ndim - len(row.shape)):
+        for _ in range(array.ndim - 2):  # of layers that are stacked, and of experts
             packing = jax.vmap(packing)
         packed = packing(array)
         return array if packed is None else packed

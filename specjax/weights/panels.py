@@ -46,15 +46,16 @@ class Panels:
         return cls(array.reshape(k, n // PANEL_WIDTH, PANEL_WIDTH).transpose(1, 0, 2))
 
     @property
-    def shape(self) -> tuple[int, int]:
-        panels, k, width = self.packed.shape
-        return k, panels * width
+    def shape(self) -> tuple[int, ...]:
+        *stack, panels, k, width = self.packed.shape
+        return *stack, k, panels * width
 
-    def part_axes(self, axes: tuple[str | None, str | None]) -> Panels:
-        return Panels((axes[1], axes[0], None))
+    def part_axes(self, axes: tuple[str | None, ...]) -> Panels:
+        *stack, k, n = axes
+        return Panels((*stack, n, k, None))
 
-    def unpack(self) -> Float[Array, "K N"]:
-        return self.packed.transpose(1, 0, 2).reshape(self.shape)
+    def unpack(self) -> Float[Array, "*E K N"]:
+        return self.packed.swapaxes(-3, -2).reshape(self.shape)
 
     def dot(self, x: Float[Array, "... K"]) -> Float[Array, "... N"]:
         """`x @ matrix` in float32, each sum in the order of K."""
