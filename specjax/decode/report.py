@@ -27,7 +27,7 @@ from specjax.decode.options import Features
 from specjax.decode.plan import Plan
 from specjax.decode.state import RUNNING, put_positions
 from specjax.indexing import put, take
-from specjax.models.transformer import recording_layers
+from specjax.models.transformer import record_shape
 
 if TYPE_CHECKING:
     from specjax.decode.draft import DraftedTree
@@ -185,9 +185,8 @@ def start(plan: Plan, batch: int, rounds: int) -> Report:
             penalty_changed=flag,
         )
     logprobs, records = jnp.zeros((batch, room), jnp.float32), None
-    if layers := recording_layers(plan.cfg):
-        [fact, *_] = layers.values()
-        records = jnp.full((batch, room, len(layers), *fact.shape), -1, fact.dtype)
+    if (shape := record_shape(plan.cfg)) is not None:
+        records = jnp.full((batch, room, *shape), -1, jnp.int32)
     return Report(logprobs, number, number - 1, transformed, top, rejections, records)
 
 

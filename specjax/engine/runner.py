@@ -37,7 +37,7 @@ from specjax.interfaces import Room as MemoryRoom
 from specjax.kernels import dispatch
 from specjax.memory import cost, empty
 from specjax.models.rows import merge_axes, param_axes, repeated_names
-from specjax.models.transformer import Params, graphdef, to_decode_layout
+from specjax.models.transformer import Params, graphdef, record_shape, to_decode_layout
 from specjax.parallel import sharding
 from specjax.parallel.reshard import Mover
 from specjax.spelling import SettingError
@@ -105,6 +105,7 @@ class Runner:
         products: str = "auto",
         stretch: int = 1,
     ):
+        record_shape(cfg)  # refuses records that the report has no room for
         drafts = spec is not None and not spec.is_off
         invariant = drafts and spec.invariant
         settle = functools.partial(dispatch.settle, mesh=mesh, asked=attention, invariant=invariant)

@@ -247,12 +247,23 @@ def _side_by_side(records: Mapping[int, Array]) -> Int[Array, "B T M ..."] | Non
     return jnp.stack([records[i] for i in sorted(records)], axis=2) if records else None
 
 
-@functools.lru_cache(maxsize=64)
-def recording_layers(cfg: ModelConfig) -> dict[int, jax.ShapeDtypeStruct]:
-    """The numbers of the layers whose mlp records anything, and the record of a row [..] of each.
+def record_shape(cfg: ModelConfig) -> tuple[int, ...] | None:
+    """[M ..] of what the layers record of one row, int32; None: they record nothing.
 
     Raises:
-      ValueError: they differ in shape or dtype.
+      ValueError: see `recording_layers`.
+    """
+    layers = recording_layers(cfg)
+    return (len(layers), *next(iter(layers.values()))) if layers else None
+
+
+@functools.lru_cache(maxsize=64)
+def recording_layers(cfg: ModelConfig) -> dict[int, tuple[int, ...]]:
+    """The numbers of the layers whose mlp records anything, and the shape [..] of each one's record
+    of a row.
+
+    Raises:
+      ValueError: they differ in shape, or one is not int32.
     """
     x = jax.ShapeDtypeStruct((1, 1, cfg.hidden_size), jnp.dtype(cfg.run.compute_dtype))
     where = Where("train", np.zeros((1, 1), np.int32), segments=np.ones((1, 1), np.int32))
@@ -265,13 +276,20 @@ def recording_layers(cfg: ModelConfig) -> dict[int, jax.ShapeDtypeStruct]:
     kinds = {mlp: record(mlp) for mlp in dict.fromkeys(layer.mlp for layer in cfg.layers)}
     found = {i: kinds[layer.mlp] for i, layer in enumerate(cfg.layers)}
     found = {i: fact for i, fact in found.items() if fact is not None}
-    different = {(fact.shape, str(fact.dtype)) for fact in found.values()}
-    if len(different) > 1:
+    for i, fact in found.items():
+        if fact.dtype != jnp.int32:
+            raise ValueError(
+                f"expected int32 records from the mlp {cfg.layers[i].mlp.kind!r} of layer {i}, got "
+                f"{fact.dtype}; Mlp.run must return facts as integers of that type"
+            )
+    by_shape = {fact.shape[2:]: cfg.layers[i].mlp.kind for i, fact in found.items()}
+    if len(by_shape) > 1:
+        got = ", ".join(f"{shape} from {kind!r}" for shape, kind in by_shape.items())
         raise ValueError(
-            f"expected records of one shape and dtype from all layers that have any, got "
-            f"{sorted(different)}; pad them"
+            f"expected records of one shape per row from all mlps that have any, got {got}; pad "
+            "them"
         )
-    return {i: jax.ShapeDtypeStruct(fact.shape[2:], fact.dtype) for i, fact in found.items()}
+    return {i: fact.shape[2:] for i, fact in found.items()}
 
 
 def _run_unrolled(blocks, cfg, x, where: Where, memory, scratch, wanted, keep, given):
