@@ -122,11 +122,8 @@ def pack(
             f"the samples need {len(layout)} rows of {row_length} tokens, but {num_batches} "
             f"micro-batches of {rows} rows hold {num_batches * rows}; raise one of the three"
         )
-    batches = [empty_batch(rows, row_length) for _ in range(num_batches)]
-    facts = next((s.records for s in samples if s.records is not None), None)
-    if facts is not None:
-        for batch in batches:
-            batch["records"] = np.full((rows, row_length, *facts.shape[1:]), -1, facts.dtype)
+    facts = next((s.records.shape[1:] for s in samples if s.records is not None), None)
+    batches = [empty_batch(rows, row_length, facts) for _ in range(num_batches)]
     for row, members in enumerate(layout):
         start = 0
         for segment, sample in enumerate(members, start=1):
@@ -147,10 +144,17 @@ def pack_demonstrations(
     return pack(samples, row_length, rows, num_batches, loss_on)
 
 
-def empty_batch(rows: int, row_length: int) -> PackedBatch:
-    """A micro-batch of nothing but padding."""
+def empty_batch(rows: int, row_length: int, facts: tuple[int, ...] | None = None) -> PackedBatch:
+    """A micro-batch of nothing but padding.
+
+    Args:
+      facts: [M ..] of a token's records, see `specjax.models.transformer.record_shape`; None: of
+        samples that bring none.
+    """
     batch = {name: np.zeros((rows, row_length), dtype) for name, dtype in _FIELDS.items()}
     batch["sample_ids"] -= 1
+    if facts is not None:
+        batch["records"] = np.full((rows, row_length, *facts), -1, np.int32)
     return batch
 
 

@@ -27,7 +27,7 @@ from specjax.engine.sources import model_source, source_of
 from specjax.engine.start_up import start_programs
 from specjax.hub import find_model
 from specjax.interfaces import Denominators, Draft
-from specjax.models.transformer import Params, init_params, to_decode_layout
+from specjax.models.transformer import Params, init_params, record_shape, to_decode_layout
 from specjax.parallel import sharding
 from specjax.parallel.reshard import Mover, Reshard, cast
 from specjax.shipped import find_shipped
@@ -199,7 +199,8 @@ class Shapes:
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """A micro-batch as the policy's update gets it."""
         cfg = self.cfg
-        host = empty_batch(cfg.packing.rows, cfg.packing.row_length)
+        facts = record_shape(self.model)
+        host = empty_batch(cfg.packing.rows, cfg.packing.row_length, facts)
         scores = scores_to_add(cfg) + ["ref_logprobs"] * bool(cfg.algo.kl_loss_coef)
         host |= {name: host["old_logprobs"] for name in scores}
         return {name: self._rows(array) for name, array in host.items()}

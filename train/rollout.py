@@ -39,8 +39,8 @@ class Rollout:
       problems: [P]. prompts: their token ids. groups: [P][G]. rewards: [P G].
       old: [P][G], the trainer's log-probabilities of a sample's first tokens, which earlier steps
         sampled, each under the weights of its step.
-      loss_masks: [P][G], of each token of a sample whether the policy sampled it (1) or not (0);
-        None, of one sample or of all: it sampled every one.
+      loss_masks: [P][G], of each token of a sample whether the policy sampled it (1) or not (0),
+        see `train.groups.Response`; None, of one sample or of all: it sampled every one.
     """
 
     problems: list[Problem]
@@ -214,7 +214,7 @@ def score_new_tokens(
     responses = [r for group in groups for r in group.responses]
     prompts = [group.prompt for group in groups for _ in group.responses]
     samples = [
-        Sample(i, prompt, response.tokens)
+        Sample(i, prompt, response.tokens, records=response.records)
         for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
         if response.new
     ]

@@ -24,7 +24,7 @@ from specjax.engine.sources import load_source
 from specjax.engine.start_up import StartUp, count_programs
 from specjax.hub import ModelNotFoundError, find_model, portable
 from specjax.interfaces import Draft
-from specjax.models.transformer import Params
+from specjax.models.transformer import Params, record_shape
 from specjax.parallel import distributed, sharding
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
@@ -243,7 +243,8 @@ class Trainer:
             self.eval_engine.release()
         if self.cfg.rollout.partial:
             rows, length = self.cfg.packing.rows, self.cfg.packing.row_length
-            self.policy.logprobs(self.params, self.policy.place(empty_batch(rows, length)))
+            batch = empty_batch(rows, length, record_shape(self.model))
+            self.policy.logprobs(self.params, self.policy.place(batch))
         if self.spot is not None:
             shape = self.cfg.packing.rows, self.cfg.packing.row_length
             self.spot.warm_up(self.model, self.head, self.draft_opt, self.params, *shape)
