@@ -383,8 +383,9 @@ class Mlp(Protocol):
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T ..."] | None]:
         """The rows, without the residual, and facts about each row: which experts it chose.
 
-        Facts are of one shape and dtype in all layers of a model that have any. Those of emitted
-        tokens come out beside them (`SampleOutput.records`), and a trainer gives them back.
+        Facts are int32, and of one shape in all layers of a model that have any; an engine refuses
+        others. Those of emitted tokens come out beside them (`SampleOutput.records`), and a trainer
+        gives them back.
 
         Args:
           given: such facts, to be used again; negative where there are none of a row: choose.
@@ -779,7 +780,7 @@ class Backend(Protocol):
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of sampled tokens, each under four policies.
+    """Log-probabilities of sampled tokens, each under four policies; 0 outside of the loss mask.
 
     Attributes:
       new: under the policy that is trained; the only one with a gradient.
@@ -832,7 +833,8 @@ class Objective(Protocol):
     ) -> tuple[Float[Array, "R S"], dict[str, Float[Array, "R S"]]]:
         """The loss of each token, and what is logged of it by name, as a mean over loss tokens.
 
-        Outside of the loss mask either may be anything.
+        Outside of the loss mask the log-probabilities are 0, and what is returned may be anything
+        finite.
 
         Args:
           segments: 1, 2, ... along a row, one for each sample; 0 is padding.

@@ -157,6 +157,9 @@ class Response:
         is trained with these.
       loss_mask: of the tokens, 1 where the policy sampled it and 0 where something else wrote it
         (what a tool or an environment said between two turns); None: the policy sampled them all.
+        Whoever adds tokens of the second kind to `tokens` sets it, for all tokens so far. No reward
+        or task of this package does: it is for rollouts of several turns. What comes from the
+        engine afterwards is marked 1 here.
       given: how many of the tokens earlier steps brought.
       old: the trainer's log-probabilities of these, each under the weights that sampled it.
       versions: runs of these that the same weights sampled, as (index of the first, step).
@@ -187,9 +190,14 @@ class Response:
         return len(self.tokens) - self.given
 
     def take(self, sample: SampleOutput, finished: bool) -> None:
+        """Takes in what the engine has of the sample: the tokens that it was given, and new ones,
+        which the policy sampled."""
         self.tokens, self.logprobs = list(sample.token_ids), list(sample.logprobs)
         if sample.transformed_logprobs is not None:
             self.transformed = list(sample.transformed_logprobs)
+        if self.loss_mask is not None:
+            more = len(self.tokens) - len(self.loss_mask)
+            self.loss_mask = [*self.loss_mask, *[1] * more][: len(self.tokens)]
         self.records = sample.records
         self.stats, self.emitted = sample.stats, max(self.emitted, self.new)
         self.finish = sample.finish_reason if finished else None

@@ -89,9 +89,13 @@ def policy_loss(
             "with the reference policy or set kl_loss_coef=0"
         )
     mask, segments, objective = batch["loss_mask"], batch["segment_ids"], cfg.build()
-    old, behaviour, ref_logprobs = jax.lax.stop_gradient(
-        (batch["old_logprobs"], batch["behaviour_logprobs"], ref_logprobs)
+    # Outside of the loss they may be anything. Zeros, for what an objective makes of an infinity
+    # could be NaN, and a gradient of 0 times NaN is NaN.
+    logprobs, old, behaviour, ref_logprobs = jax.tree.map(
+        lambda x: jnp.where(mask > 0, x, 0.0),
+        (logprobs, batch["old_logprobs"], batch["behaviour_logprobs"], ref_logprobs),
     )
+    old, behaviour, ref_logprobs = jax.lax.stop_gradient((old, behaviour, ref_logprobs))
     weights = objective.weights(mask, segments, denominators)
     policy, per_token = objective.per_token(
         Logprobs(logprobs, old, behaviour, ref_logprobs), batch["advantages"], segments, mask

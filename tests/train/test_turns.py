@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from specjax.command_line import parse_config
+from specjax.engine.request import SampleOutput, SpecStats
 from train.algo import algo
 from train.draft_loss import draft_targets
 from train.groups import Group, Response
 from train.loss import count_denominators, policy_loss
 from train.packing import Sample, pack
+from train.registry import OBJECTIVES
 from train.rollout import Rollout, to_samples
 from train.schema import RLConfig
 from train.trainer import Trainer
@@ -54,16 +56,26 @@ def test_a_record_without_masks_is_packed_as_ever():
         assert all(np.array_equal(plain[name], batch[name]) for name in plain)
 
 
-@pytest.mark.parametrize("objective", ["grpo", "gspo"])
-def test_what_the_policy_did_not_sample_has_no_gradient_and_no_weight(objective):
-    batch = batch_of(Rollout.of([group()]))
-    logprobs = jnp.asarray(np.where(batch["loss_mask"] > 0, -1.0, -50.0), jnp.float32)
-    batch["old_logprobs"] = np.where(batch["loss_mask"] > 0, -1.1, 7.0).astype(np.float32)
-    counts, cfg = count_denominators([batch]), algo(objective, loss_aggregation="sequence")
+@pytest.mark.parametrize("garbage", [(-50.0, 7.0), (-np.inf, -np.inf), (-np.inf, 0.0), (np.nan, 0)])
+@pytest.mark.parametrize("objective", OBJECTIVES.rows)
+def test_what_the_policy_did_not_sample_has_no_gradient_and_no_weight(objective, garbage):
+    """Whatever the log-probabilities are there: new, and all others."""
+    batch, (new, others) = batch_of(Rollout.of([group()])), garbage
+    inside = batch["loss_mask"] > 0
+    logprobs = jnp.asarray(np.where(inside, -1.0, new), jnp.float32)
+    for name in ("old_logprobs", "behaviour_logprobs"):
+        batch[name] = np.where(inside, -1.1, others).astype(np.float32)
+    settings = {"loss_aggregation": "sequence", "kl_loss_coef": 0.1, "tis": True}
+    counts, cfg = count_denominators([batch]), algo(objective, **settings)
     cfg.clip_ratio = cfg.clip_ratio_high = 0.5
-    gradient = jax.grad(lambda x: policy_loss(x, batch, cfg, counts)[0])(logprobs)[0]
-    masked = np.asarray(batch["loss_mask"][0]) == 0
-    assert not np.asarray(gradient)[masked].any() and np.asarray(gradient)[~masked].all()
+
+    def loss(x):
+        return policy_loss(x, batch, cfg, counts, jnp.asarray(batch["old_logprobs"]))
+
+    gradient, sums = jax.grad(loss, has_aux=True)(logprobs)
+    assert all(np.isfinite(value) for value in sums.values())
+    gradient, masked = np.asarray(gradient[0]), ~inside[0]
+    assert not gradient[masked].any() and gradient[~masked].all() and np.isfinite(gradient).all()
     weights = cfg.build().weights(batch["loss_mask"], batch["segment_ids"], counts)[0]
     assert weights[2:7].tolist() == pytest.approx([1 / 6, 1 / 6, 0, 0, 1 / 6])
 
@@ -89,6 +101,20 @@ def test_a_carried_record_keeps_its_mask_and_is_cut_with_it():
     cut = Response(list(range(5)), [-1.0] * 5, loss_mask=[*TURNS])
     assert cut.close(1, 3) == 2
     assert (cut.tokens, cut.loss_mask) == ([0, 1, 2], TURNS[:3])
+
+
+@pytest.mark.parametrize(("mask", "expected"), [(TURNS[:4], [1, 1, 0, 0, 1, 1]), (None, None)])
+def test_what_the_engine_adds_to_a_response_counts_as_sampled(mask, expected):
+    response = Response(list(range(4)), [-1.0] * 4, loss_mask=mask)
+    for count in (4, 5, 6):  # the engine gives back what it was given, too
+        nothing = SpecStats(rounds=0, drafted=0, accepted=0, histogram=())
+        sample = SampleOutput(list(range(count)), None, [-1.0] * count, "stop", nothing)
+        response.take(sample, finished=count == 6)
+    response.close(1, None)
+    assert response.loss_mask == expected
+    again = Group(0, 1, 1, None, [5, 6], [response] * 2, [0.0, 1.0])
+    inside = batch_of(Rollout.of([again]))["loss_mask"][0, 2:8]
+    assert inside.tolist() == (expected or [1] * 6)
 
 
 @pytest.mark.parametrize(

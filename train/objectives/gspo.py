@@ -61,10 +61,9 @@ class GSPO(GroupRelative):
     ) -> tuple[Float[Array, "R S"], dict[str, Float[Array, "R S"]]]:
         """policy_t, and what is logged of it: see `specjax.interfaces.Objective`."""
         new, fixed = logprobs.new, jax.lax.stop_gradient(logprobs.new)
-        # `where` first: outside of the loss the difference may be anything.
-        log_ratio = jnp.where(loss_mask > 0, fixed - logprobs.old, 0.0)
         lengths = jnp.maximum(sample_sums(loss_mask, segments), 1.0)
-        ratio = bounded_exp(sample_sums(log_ratio, segments) / lengths + (new - fixed))
+        log_ratio = sample_sums(fixed - logprobs.old, segments) / lengths  # 0 outside of the loss
+        ratio = bounded_exp(log_ratio + (new - fixed))
         clipped = jnp.clip(ratio, 1.0 - self.clip_ratio, 1.0 + self.clip_ratio_high)
         policy = -jnp.minimum(ratio * advantages, clipped * advantages)
         cut = clipped * advantages < ratio * advantages
