@@ -133,14 +133,19 @@ def differences(base: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
 
 
 def _distance(a: Any, b: Any) -> float:
-    """The largest difference of two numbers at the same place; infinite where the shapes differ."""
+    """The largest difference of two numbers at the same place.
+
+    It is infinite where the shapes differ, and where a number is NaN or only one is infinite.
+    """
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
         return max((_distance(a[key], b[key]) for key in a), default=0.0)
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         return max((_distance(x, y) for x, y in zip(a, b, strict=True)), default=0.0)
-    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
-        return 0.0 if a == b else abs(a - b)
-    return 0.0 if a == b else math.inf
+    if a == b:
+        return 0.0
+    numbers = isinstance(a, (int, float)) and isinstance(b, (int, float))
+    # `max` passes over NaN: a difference that is none must not get there.
+    return abs(a - b) if numbers and math.isfinite(a) and math.isfinite(b) else math.inf
 
 
 def run_in(tree: Path, out: Path, parts: list[str]) -> dict[str, Any]:
