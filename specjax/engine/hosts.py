@@ -373,6 +373,7 @@ class Hosts:
             "abort",
             _NOTHING,
             transformed_logprobs=begun.transformed,
+            records=begun.records,
         )
         together = self._prompts.setdefault(job.prompt_hash, {})
         if together:
@@ -459,7 +460,7 @@ class Hosts:
         for heard, _ in told:
             for ticket, begin, sample, has_ended, verdict in heard:
                 known = self._running[ticket]
-                known.sample = _joined(known.sample, begin, sample)
+                known.sample = joined(known.sample, begin, sample)
                 if has_ended:
                     events.append(Finished(ticket, known.job, known.sample, verdict))
                     self._forget(ticket)
@@ -488,18 +489,29 @@ class Hosts:
     def _news(self, ticket: int, sample: SampleOutput) -> tuple[int, int, SampleOutput]:
         """A sample without what was told already, and where that ends."""
         begin = min(self.emitted(ticket), len(sample.token_ids))
-        rest = {name: getattr(sample, name) for name in _PER_TOKEN}
-        rest = {name: values and values[begin:] for name, values in rest.items()}
-        return ticket, begin, dataclasses.replace(sample, **rest)
+        return ticket, begin, rest_of(sample, begin)
 
 
-# What is told piece by piece; None where nobody asked for it.
-_PER_TOKEN = ("token_ids", "logprobs", "transformed_logprobs")
+# What is told piece by piece; None where there is none.
+_PER_TOKEN = ("token_ids", "logprobs", "transformed_logprobs", "records")
 
 
-def _joined(before: SampleOutput, begin: int, news: SampleOutput) -> SampleOutput:
-    def joined(name):
-        new = getattr(news, name)
-        return None if new is None else [*(getattr(before, name) or ())[:begin], *new]
+def rest_of(sample: SampleOutput, begin: int) -> SampleOutput:
+    """A sample without what belongs to its first `begin` tokens."""
+    values = {name: getattr(sample, name) for name in _PER_TOKEN}
+    rest = {name: None if value is None else value[begin:] for name, value in values.items()}
+    return dataclasses.replace(sample, **rest)
 
-    return dataclasses.replace(news, **{name: joined(name) for name in _PER_TOKEN})
+
+def joined(before: SampleOutput, begin: int, news: SampleOutput) -> SampleOutput:
+    """The sample of which `news` is the `rest_of`, where `before` has its first `begin` tokens."""
+
+    def whole(name):
+        new, old = getattr(news, name), getattr(before, name)
+        if new is None or old is None or not begin:
+            return new
+        if isinstance(new, np.ndarray):
+            return np.concatenate([old[:begin], new])
+        return [*old[:begin], *new]
+
+    return dataclasses.replace(news, **{name: whole(name) for name in _PER_TOKEN})

@@ -186,7 +186,8 @@ class Sequence:
         if self._transformed is not None:
             self._transformed += report.transformed[row, :count].tolist()
         if report.records is not None:
-            self._records.append(report.records[row, :count])
+            # A view would keep the whole of the chunk's parcel until the sample ends.
+            self._records.append(report.records[row, :count].copy())
         if self._top is not None:
             self._top.add(report.top, row, count, self.job.params.top_logprobs)
         kept = count if cut is None else cut.tokens - before
@@ -232,6 +233,7 @@ class Sequence:
         count = len(self.tokens) if cut is None else cut.tokens
         tokens, logprobs = self.tokens[:count], self.logprobs[:count]
         transformed = None if self._transformed is None else self._transformed[:count]
+        records = self.records
         top = None if self._top is None else self._top.with_chosen(tokens, logprobs, transformed)
         bins = self._histogram
         return SampleOutput(
@@ -250,7 +252,7 @@ class Sequence:
             transformed_logprobs=transformed,
             top_logprobs=top and top.scaled,
             top_transformed_logprobs=top and top.transformed,
-            records=None if self.records is None else self.records[:count],
+            records=None if records is None else records[:count],
         )
 
 

@@ -3,6 +3,7 @@
 The mlp is that of docs/extend.md: each row takes one of two experts, and says which.
 """
 
+import dataclasses
 import functools
 import re
 import types
@@ -18,10 +19,14 @@ from tiny import apt, prompts_of, sharpened
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.config import ModelConfig
 from specjax.config.model import Layer
+from specjax.decode.state import LENGTH, RUNNING
 from specjax.drafts.mtp import init_head_params
+from specjax.engine.hosts import joined, rest_of
+from specjax.engine.request import SampleOutput, SpecStats, make_jobs
+from specjax.engine.sequence import Brought, Sequence
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
-from specjax.models.transformer import graphdef, init_params
+from specjax.models.transformer import graphdef, init_params, record_shape
 from train.packing import Sample, pack
 
 VOCAB, MAX_LEN = 64, 64
@@ -95,3 +100,77 @@ def test_training_takes_the_experts_that_it_is_given_and_chooses_for_other_rows(
     forced = training(cfg, params, batch, others)
     np.testing.assert_array_equal(np.asarray(forced.records)[known], others[known])
     assert np.abs(forced.x - own.x)[known.all(-1)].max() > 0.1
+
+
+# --- on the host ----------------------------------------------------------------------------------
+
+
+def test_a_sample_keeps_its_records_and_not_the_chunk_that_they_came_in():
+    [job] = make_jobs([1, 2], SamplingParams(max_tokens=4), ())
+    sequence, facts = Sequence(0, job, steps=2), np.arange(24, dtype=np.int32).reshape(2, 6, 2)
+    kept = []
+    for length, finish, count in ((5, RUNNING, 3), (6, LENGTH, 1)):
+        words = facts.copy()
+        report = types.SimpleNamespace(records=words)
+        tokens, logprobs = [[7] * count] * 2, [[-1.0] * count] * 2
+        brought = Brought(tokens, logprobs, [0, length], [finish] * 2, [[count]] * 2, report)
+        done = sequence.look(1, brought, None, 1)
+        kept.append(facts[1, :count])
+        words[:] = -7  # what is a view of the chunk would see it
+    assert done.token_ids == [7] * 4
+    np.testing.assert_array_equal(done.records, np.concatenate(kept))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_hosts_tell_each_other_the_records_of_new_tokens_alone(recorded):
+    facts = np.arange(24, dtype=np.int32).reshape(6, 2, 2)
+
+    def sample(count):
+        nothing = SpecStats(rounds=0, drafted=0, accepted=0, histogram=())
+        ids, records = list(range(count)), facts[:count] if recorded else None
+        return SampleOutput(ids, None, [-1.0] * count, "abort", nothing, records=records)
+
+    known = sample(1)  # it goes on from an earlier step
+    for count in (1, 4, 6, 6):
+        begin = len(known.token_ids)
+        news = rest_of(sample(count), begin)
+        assert len(news.token_ids) == len(news.logprobs) == count - begin
+        assert not recorded or len(news.records) == count - begin
+        known = joined(known, begin, news)
+        assert known == sample(count) and known.transformed_logprobs is None
+        np.testing.assert_array_equal(known.records, sample(count).records)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def recording(dtype=jnp.int32, repeat=1):
+    """The mlp with records of another dtype, or so many of them."""
+
+    class Other(type(one_of_two())):
+        kind = f"records {jnp.dtype(dtype)} x {repeat}"
+
+        def run(self, w, x, where, given=None):
+            out, chosen = super().run(w, x, where, None)
+            return out, jnp.stack([chosen.astype(dtype)] * repeat, axis=-1)
+
+    return dataclasses.dataclass(frozen=True)(Other)()
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint32, jnp.float32, jnp.bool_], ids=str)
+def test_records_of_another_type_are_refused_when_the_engine_is_made(dtype):
+    cfg, params, _ = model()
+    layers = (cfg.layers[0], dataclasses.replace(cfg.layers[1], mlp=recording(dtype)))
+    name = jnp.dtype(dtype).name
+    message = rf"int32 records from the mlp 'records {name} x 1' of layer 1, got {name}"
+    with pytest.raises(ValueError, match=message):
+        LLM((cfg.replace(layers=layers, mtp_num_layers=0), params, None), None, 2, MAX_LEN)
+
+
+def test_records_of_several_shapes_are_refused_by_the_names_of_their_mlps():
+    cfg, _, _ = model()
+    assert record_shape(cfg) == (2,) and record_shape(cfg.replace(layers=cfg.layers[:1])) is None
+    mlps = recording(repeat=2), recording(repeat=3)
+    layers = tuple(dataclasses.replace(cfg.layers[0], mlp=mlp) for mlp in mlps)
+    with pytest.raises(ValueError, match=r"\(2,\) from .* x 2', \(3,\) from .* x 3'; pad"):
+        record_shape(cfg.replace(layers=layers))
