@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.config import ModelConfig
 from specjax.decode import rng, sampling, shards
 from specjax.decode.columns import Columns
+from specjax.decode.options import Options, neutral
 from specjax.decode.plain_arrays import DraftProposal, VerifyResult
 from specjax.decode.state import RUNNING, put_positions, take_positions
 from specjax.decode.tree import chain_bits
@@ -57,11 +58,15 @@ class _Sequence(NamedTuple):
     Attributes:
       tokens: [1 M]. length: [1]. memory: the target's. draft: the source's memory, within a chunk
         that never ends.
+      keys: [1 2] of the noise of a proposal, of which no two have the same. options: the
+        temperature alone; the context that was prefilled counts as the prompt.
     """
 
     tokens: Int[Array, "1 M"]
     length: Int[Array, " 1"]
     finish: Int[Array, " 1"]
+    keys: UInt32[Array, "1 2"]
+    options: Options
     memory: Memory
     draft: Memory
     table: None = None
@@ -93,7 +98,8 @@ class SourceSpeculator:
 
     Args:
       cfg, params: the target's config and stacked parameters.
-      source, source_params: what drafts, parameters in its decode layout.
+      source, source_params: what drafts, parameters in its decode layout. A source that drafts from
+        samples that have ended has what it keeps before the first one, for here none ends.
       steps: tokens that are drafted, and verified, at a time at most.
       temperature: of p and q; 0 is greedy.
       seed: of the draft's own randomness.
@@ -119,6 +125,9 @@ class SourceSpeculator:
         cfg, source = settle(cfg), with_kernel(source, settle)
         self._setup = _Setup(cfg, source, steps, max_len)
         self._temperature = np.array([temperature], np.float32)
+        if source.needs.history:
+            store = jax.tree.map(jnp.array, source.store())
+            source_params = {**source_params, "history": store}
         self._params = jax.jit(to_decode_layout, static_argnums=1)(params, cfg), source_params
         self._seed, self._proposals = seed, 0
         self._forget()
@@ -131,9 +140,8 @@ class SourceSpeculator:
         """
         self._follow(context)
         self._proposals += 1  # no two proposals share randomness, whatever their contexts
-        words = rng.request_words(self._seed, (), self._proposals)[None]
         self._proposed = _propose(
-            self._setup, *self._params, self._sequence, self._temperature, words
+            self._setup, *self._params, self._sequence, self._temperature, self._words
         )
         count = min(max(n, 0), int(self._proposed.count))
         tokens, q = np.asarray(self._proposed.tokens), np.asarray(self._proposed.q)
@@ -188,6 +196,11 @@ class SourceSpeculator:
         self._context = context + tokens
         self._proposed = self._verified = None
 
+    @property
+    def _words(self) -> np.ndarray:
+        """Of the keys, for the last proposal that was begun."""
+        return rng.request_words(self._seed, (), self._proposals)[None]
+
     def _forget(self) -> None:
         self._context: tuple[int, ...] = ()
         self._sequence: _Sequence | None = None
@@ -216,7 +229,9 @@ class SourceSpeculator:
         padded = np.zeros((1, min(width, setup.max_len)), np.int32)
         padded[0, : len(context)] = context
         length = np.array([len(context)], np.int32)
-        self._sequence = _prefill(setup, *self._params, padded, length)
+        self._sequence = _prefill(
+            setup, *self._params, padded, length, self._temperature, self._words
+        )
         self._context = context
 
 
@@ -228,7 +243,7 @@ def _ids(tokens: Sequence[int]) -> tuple[int, ...]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _prefill(setup: _Setup, params, source_params, tokens, length) -> _Sequence:
+def _prefill(setup: _Setup, params, source_params, tokens, length, temperature, words) -> _Sequence:
     """Caches of full size, filled with a context."""
     model, source, cfg = setup.model(params), setup.source, setup.cfg
     slots = setup.max_len + max(setup.steps + 1, source.margin(setup.steps))
@@ -252,6 +267,8 @@ def _prefill(setup: _Setup, params, source_params, tokens, length) -> _Sequence:
         tokens=jnp.pad(tokens, ((0, 0), (0, room))),
         length=length,
         finish=jnp.full_like(length, RUNNING),
+        keys=rng.request_keys(words),
+        options=neutral(1, cfg.vocab_size, 1)._replace(temperature=temperature, prompt_len=length),
         memory=commit(cfg, target, found.scratch, None, length - 1, Commit(start)),
         draft=source.pause(memory, fresh.slots),
     )
@@ -264,6 +281,7 @@ def _propose(setup: _Setup, params, source_params, sequence, temperature, words)
     """Draws a chain; it ends where the source has no finite logit."""
     model, source = setup.model(params), setup.source
     keys, nodes, total = rng.request_keys(words), np.arange(setup.steps), setup.steps - 1
+    sequence = sequence._replace(keys=keys)
     vocab, root = setup.cfg.vocab_size, sequence.length - 1
     noise = rng.round_noise(keys, rng.DRAFT, root, nodes, vocab)
     tokens = jnp.full((1, setup.steps), -1, jnp.int32)

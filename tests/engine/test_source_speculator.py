@@ -1,19 +1,23 @@
 """The library's own sources satisfy the `Speculator` protocol of people's own models."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bigrams import Bigrams
 from flax import nnx
 from tiny import apt, sharpened, tiny_config, tiny_model
 
+from specjax.decode.state import RUNNING
 from specjax.drafts.model import ModelSource
 from specjax.drafts.mtp import MTPSource
 from specjax.drafts.ngram import NgramSource
 from specjax.engine.source_speculator import SourceSpeculator
 from specjax.engine.speculate import speculate
+from specjax.interfaces import Proposal
 from specjax.models.transformer import graphdef, init_params, to_decode_layout
 
 VOCAB, MAX_LEN, STEPS = 8, 48, 3
@@ -139,6 +143,37 @@ def test_an_ngram_source_proposes_as_many_as_it_finds():
     assert both.propose([1, 2, 3, 1, 2], STEPS).tokens.tolist() == [3, 1, 2]
     assert both.propose([1, 2, 3, 1, 2], 2).tokens.tolist() == [3, 1]
     assert len(both.verify([1, 2, 3, 4], []).probs) == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading(Bigrams):
+    """Reads all that a draft may: the keys in `begin`, everything else that the protocol names."""
+
+    def begin(self, model, params, state, steps, total):
+        low = (state.keys[:, 0] % self.vocab).astype(jnp.int32)[:, None, None]
+        greedy = (state.options.temperature == 0) & (state.finish == RUNNING)
+        several = state.length > state.options.prompt_len
+        ids = jnp.where(greedy[:, None, None], low, self.vocab - 1 - several[:, None, None])
+        assert state.table is None
+        return Proposal(jnp.zeros(ids.shape, jnp.float32), ids), None
+
+
+def test_a_draft_reads_what_its_protocol_promises():
+    made = [
+        SourceSpeculator(CFG, PARAMS, Reading(VOCAB), {}, 1, t, max_len=MAX_LEN) for t in (0, 1)
+    ]
+    drawn = [int(made[0].propose([1, 2], 1).tokens[0]) for _ in range(20)]
+    assert len(set(drawn)) > 2  # every proposal has keys of its own
+    assert made[1].propose([1, 2], 1).tokens.tolist() == [VOCAB - 1]
+    made[1].commit([1, 2], [3])
+    assert made[1].propose([1, 2, 3], 1).tokens.tolist() == [VOCAB - 2]
+
+
+def test_a_draft_of_ended_samples_has_what_it_keeps_before_the_first():
+    source = Bigrams(VOCAB)
+    both = SourceSpeculator(CFG, PARAMS, source, {}, STEPS, max_len=MAX_LEN)
+    assert len(both.propose([1, 2], STEPS).tokens) == 0
+    assert len(speculate(both, both, [1, 5, 2], STEPS, seed=0, max_tokens=6).tokens) == 6
 
 
 def test_longer_contexts_compile_nothing_while_they_fit_the_padded_length():
