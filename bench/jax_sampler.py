@@ -19,6 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from specjax.config import ModelConfig
+from specjax.interfaces import Where
 from specjax.models.transformer import Params, Transformer, graphdef, to_decode_layout
 
 
@@ -46,7 +47,7 @@ def forward(model: Transformer, cache, tokens: Int[Array, "B T"], start, padding
         q, k, v = block.qkv(x, cos, sin)
         k_cache = jax.lax.dynamic_update_slice(k_cache, k, (0, 0, start, 0))
         v_cache = jax.lax.dynamic_update_slice(v_cache, v, (0, 0, start, 0))
-        x = block.finish(x, attend(q, k_cache, v_cache, mask))
+        x = block.finish(x, attend(q, k_cache, v_cache, mask), Where("tree", positions))
         written.append((k_cache, v_cache))
     return model.logits(x[:, -1]), written
 

@@ -30,7 +30,7 @@ from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits, take_parents
 from specjax.drafts import ABSORBED, vocabulary
 from specjax.indexing import take_along
-from specjax.interfaces import Axes, Cost, Draft, Level, Memory, Needs, Param, Proposal, Room
+from specjax.interfaces import Axes, Cost, Draft, Level, Memory, Needs, Param, Proposal, Room, Where
 from specjax.kernels import dispatch
 from specjax.memory import (
     KVCache,
@@ -159,7 +159,11 @@ class MTPHead(nnx.Module):
             kv, (k, v) = append_rows(*scratch, kv)
         arrays = q, k, v, *cache, prefix_len, visible_bits, table
         attended = dispatch.tree_attention(*arrays, kernel=self.cfg.run.attention)
-        normed, recycled = module.outputs(module.layer.finish(x, attended))
+        where = Where(
+            "tree", positions, prefix=prefix_len, visible=visible_bits, table=table,
+            held=0 if scratch is None else scratch[1], kernel=self.cfg.run.attention,
+        )  # fmt: skip
+        normed, recycled = module.outputs(module.layer.finish(x, attended, where))
         return normed, recycled, kv
 
     def unroll(
@@ -193,7 +197,10 @@ class MTPHead(nnx.Module):
                 attended = dispatch.causal_attention_with_own(
                     q, *base, own, segment_ids, context, kernel=kernel
                 )
-            normed, hidden = module.outputs(module.layer.finish(x, attended))
+            where = Where(
+                "train", positions + step, segments=segment_ids, context=context, kernel=kernel
+            )
+            normed, hidden = module.outputs(module.layer.finish(x, attended, where))
             outputs.append(normed)
         return outputs
 

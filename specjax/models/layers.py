@@ -68,12 +68,14 @@ class Block(nnx.Module):
         x = rms_norm(x, self.input_norm[...], self.cfg.rms_norm_eps)
         return self.layer.mixer.project(self.arrays(), x, cos, sin)
 
-    def finish(self, x: Float[Array, "B T D"], attended: Float[Array, "B N T H"]) -> Array:
-        """Output projection, residual, and the feed-forward."""
+    def finish(
+        self, x: Float[Array, "B T D"], attended: Float[Array, "B N T H"], where: Where
+    ) -> Array:
+        """Output projection, residual, and the mlp."""
         w = self.arrays()
         x = x + self.layer.mixer.output(w, attended)
         y = rms_norm(x, self.post_norm[...], self.cfg.rms_norm_eps)
-        return x + self.layer.mlp.run(w, y)[0]
+        return x + self.layer.mlp.run(w, y, where)[0]
 
     def run(
         self,
