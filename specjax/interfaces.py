@@ -1,7 +1,9 @@
 """The protocols between the parts of specjax, and the types that several parts share.
 
-Each protocol is one kind of thing that can be added with one new file, one row of a table in
-`specjax.registry` (or a user's own path `module:attribute`), and one test:
+Each protocol is one kind of thing that can be added with one new file, one row of a table (or a
+user's own path `module:attribute`), and one test. The tables are in `specjax.registry`, those of
+objectives and tasks in `train.registry`; mixers and mlps have none, for families name their
+classes.
 
     Family     a Hugging Face `model_type`: its config, and where its files hold which array
     Mixer      how a layer mixes positions: attention, or a recurrence

@@ -1,8 +1,13 @@
-"""One table for each kind of thing that can be added: its names, and where each one lies.
+"""The tables of specjax, one for each kind of thing that can be added: its names and their places.
 
-A row is `name -> "module:attribute"`, and the module is imported when the name is first used. A
-user's own `module:attribute` is accepted wherever a name is, in flags and configurations of the
-user; names that come out of a checkpoint's files are looked up with `named` and never imported.
+A row is `name -> "module:attribute"`, and the module is imported when the name is first used: this
+module imports nothing of specjax, and no jax. A user's own `module:attribute` is accepted wherever
+a name is, in flags and configurations of the user; names that come out of a checkpoint's files are
+looked up with `named` and never imported.
+
+Mixers and mlps have no table, for they have no names that a user gives: a family, or a user's own
+`ModelConfig`, makes objects of their classes. Objectives, tasks and rewards are things of `train`,
+of which specjax knows nothing: their tables are in `train.registry`.
 """
 
 from __future__ import annotations
@@ -84,6 +89,19 @@ def _load(path: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
+# By `model_type`.
+FAMILIES = Registry(
+    "model family",
+    {
+        "llama": "specjax.models.families.llama:FAMILY",
+        "qwen2": "specjax.models.families.qwen2:FAMILY",
+        "qwen3": "specjax.models.families.qwen3:FAMILY",
+        "mimo": "specjax.models.families.mimo:FAMILY",
+        "mistral": "specjax.models.families.mistral:FAMILY",
+    },
+    "a specjax.interfaces.Family",
+)
+
 DRAFTS = Registry(
     "draft source",
     {
@@ -92,4 +110,42 @@ DRAFTS = Registry(
         "ngram": "specjax.drafts.ngram:NgramSource",
     },
     "a class of drafts, see specjax.interfaces.Draft,",
+)
+
+# File formats of checkpoints, asked in this order whether a path is theirs; the last is what a path
+# is taken for that no other recognises.
+READERS = Registry(
+    "checkpoint format",
+    {
+        "gguf": "specjax.weights.gguf:GGUF",
+        "safetensors": "specjax.weights.safetensors:Safetensors",
+    },
+    "a specjax.interfaces.Reader",
+)
+
+# Number formats of matrices, in the order in which `auto` tries those that round nothing.
+FORMATS = Registry(
+    "format of weights",
+    {
+        "xla": "specjax.weights.matrix:Plain",
+        "panels": "specjax.weights.panels:Panels",
+    },
+    "a specjax.interfaces.Weight",
+)
+
+# `specjax.kernels.names` has the names for several of them, and what `auto` takes on a platform.
+BACKENDS = Registry(
+    "kernel backend",
+    {
+        "reference": "specjax.kernels.reference:BACKEND",
+        "cpu": "specjax.kernels.cpu:BACKEND",
+        "gpu": "specjax.kernels.gpu:BACKEND",
+        "tpu:v5e": "specjax.kernels.tpu:V5E",
+        "tpu:v5p": "specjax.kernels.tpu:V5P",
+        "tpu:v6e": "specjax.kernels.tpu:V6E",
+        "tpu:interpret": "specjax.kernels.tpu:INTERPRET",  # the TPU's on CPU, for tests
+        "library:xla": "specjax.kernels.library:XLA",
+        "library:cudnn": "specjax.kernels.library:CUDNN",
+    },
+    "a specjax.interfaces.Backend",
 )

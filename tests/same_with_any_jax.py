@@ -17,7 +17,7 @@ LEFT_OUT = {
         control/test_goodput_tries
         engine/test_spelling
         serve/test_access_log serve/test_page_words
-        test_invariants test_readme test_tokenizer
+        test_invariants test_readme test_registry test_tokenizer
         train/test_config train/test_data train/test_equivalence train/test_rewards
         train/test_rules train/test_slime train/test_tasks
     """,

@@ -36,13 +36,13 @@ from specjax.config.model import Layer
 from specjax.engine.sources import source_of
 from specjax.interfaces import Param
 from specjax.kernels.choice import choose
-from specjax.models.families import FAMILIES, add_family
+from specjax.models.families import add_family
 from specjax.models.families.dense import dense_config
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
 from specjax.models.rows import layer_rows
 from specjax.models.transformer import init_params
-from specjax.registry import Registry
+from specjax.registry import FAMILIES, Registry
 from specjax.speculation_flags import add_flags, settings_of
 from specjax.weights import matrix
 from train import data, data_report, rl

@@ -21,7 +21,8 @@ from specjax.control import ControlConfig, from_fastrl, make_controller
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.settings import EngineConfig
 from specjax.kernels import tpu
-from specjax.kernels.names import ATTENTION, BACKENDS, GROUPS, OWN
+from specjax.kernels.names import ATTENTION, GROUPS, OWN
+from specjax.registry import BACKENDS
 from specjax.schema import keys_of
 from specjax.speculation import ControlSection, SpeculationSettings
 from specjax.speculation_flags import KEYS, settings_of
@@ -328,8 +329,6 @@ def test_the_names_of_kernels_are_those_that_are_known():
     assert set(GROUPS["tpu"]) == {f"tpu:{generation}" for generation in tpu.TUNING}
     members = {name for names in (*GROUPS.values(), *OWN.values()) for name in names}
     assert members <= {*BACKENDS.names, *GROUPS}, "what stands for others, and for `auto`"
-    for name in BACKENDS.names:
-        BACKENDS.named(name)
 
 
 @pytest.mark.parametrize("name", ["my.kernels:BACKEND", "kernels:FAST"])

@@ -85,8 +85,9 @@ def run(argv: Sequence[str]) -> int:
         from specjax.checked_json import CheckpointError, UnsupportedModelError
         from specjax.checkpoint.convert import convert
         from specjax.models.families import add_family
+        from specjax.registry import READERS
         from specjax.spelling import flags, spelled
-        from specjax.weights import AUTO, READERS
+        from specjax.weights import AUTO
 
     try:
         if args.load_format != AUTO:

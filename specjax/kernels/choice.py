@@ -7,7 +7,8 @@ from typing import NamedTuple
 from specjax.config import ModelConfig
 from specjax.interfaces import Backend, Device
 from specjax.kernels.backend import Unsuited
-from specjax.kernels.names import BACKENDS, GROUPS, OWN, check_attention
+from specjax.kernels.names import GROUPS, OWN, check_attention
+from specjax.registry import BACKENDS
 
 REFERENCE = "reference"
 

@@ -2,7 +2,7 @@
 
 Models and the decode loop never name a kernel: `RunConfig.attention` does, which `settle` fills
 in once, where engines and trainers are built and their devices are known. A name is a row of the
-table in `specjax.kernels.names`, or a user's own path `module:attribute`; what lies there is a
+table `specjax.registry.BACKENDS`, or a user's own path `module:attribute`; what lies there is a
 `specjax.interfaces.Backend`:
 
     tree_attention      rows of a tree, or of a piece of a prompt, over a paged prefix
@@ -34,10 +34,10 @@ from specjax.interfaces import Backend, Device, Table
 from specjax.kernels import context as over_devices
 from specjax.kernels.backend import Declined, Unsuited
 from specjax.kernels.choice import choose, find
-from specjax.kernels.names import BACKENDS
 from specjax.kernels.reference import PANEL_WIDTH, tree_attention_by_position
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
+from specjax.registry import BACKENDS
 
 __all__ = [
     "PANEL_WIDTH",

@@ -1,26 +1,11 @@
-"""The table of kernel backends, and what users may call them; imports no jax, for parsers."""
+"""The names that users may give for a kernel backend; imports no jax, for parsers."""
 
 from __future__ import annotations
 
 import argparse
 
-from specjax.registry import Registry, is_own_path
+from specjax.registry import BACKENDS, is_own_path
 
-BACKENDS = Registry(
-    "kernel backend",
-    {
-        "reference": "specjax.kernels.reference:BACKEND",
-        "cpu": "specjax.kernels.cpu:BACKEND",
-        "gpu": "specjax.kernels.gpu:BACKEND",
-        "tpu:v5e": "specjax.kernels.tpu:V5E",
-        "tpu:v5p": "specjax.kernels.tpu:V5P",
-        "tpu:v6e": "specjax.kernels.tpu:V6E",
-        "tpu:interpret": "specjax.kernels.tpu:INTERPRET",  # the TPU's on CPU, for tests
-        "library:xla": "specjax.kernels.library:XLA",
-        "library:cudnn": "specjax.kernels.library:CUDNN",
-    },
-    "a specjax.interfaces.Backend",
-)
 # A name for the first of several that is for the device.
 GROUPS = {
     "tpu": ("tpu:v5e", "tpu:v5p", "tpu:v6e"),

@@ -5,17 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specjax.registry import Registry
+from specjax.registry import READERS
 
-# Asked in this order; the last is what a path is taken for that no other recognises.
-READERS = Registry(
-    "checkpoint format",
-    {
-        "gguf": "specjax.weights.gguf:GGUF",
-        "safetensors": "specjax.weights.safetensors:Safetensors",
-    },
-    "a specjax.interfaces.Reader",
-)
 AUTO = "auto"
 
 

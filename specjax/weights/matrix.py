@@ -26,19 +26,11 @@ from specjax.config import ModelConfig
 from specjax.interfaces import Device, Param, Params, Weight
 from specjax.kernels import dispatch
 from specjax.kernels.backend import Unsuited
-from specjax.registry import Registry, is_own_path
+from specjax.registry import FORMATS, is_own_path
 
 Matrix = Array | Weight
 
 PLAIN, AUTO = "xla", "auto"
-FORMATS = Registry(
-    "format of weights",
-    {
-        PLAIN: "specjax.weights.matrix:Plain",
-        "panels": "specjax.weights.panels:Panels",
-    },
-    "a specjax.interfaces.Weight",
-)
 ASKED = (AUTO, *FORMATS.names)
 
 log = logging.getLogger(__name__)

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from specjax.checked_json import UnsupportedModelError
 from specjax.interfaces import Family
-from specjax.registry import Registry
+from specjax.registry import FAMILIES
 from specjax.spelling import SettingError
 
-_ROWS = {
-    "llama": "specjax.models.families.llama:FAMILY",
-    "qwen2": "specjax.models.families.qwen2:FAMILY",
-    "qwen3": "specjax.models.families.qwen3:FAMILY",
-    "mimo": "specjax.models.families.mimo:FAMILY",
-    "mistral": "specjax.models.families.mistral:FAMILY",
-}
-FAMILIES = Registry("model family", _ROWS, "a specjax.interfaces.Family")
-
+_ROWS = dict(FAMILIES.rows)  # the package's own; `add_family` adds to the table
 MEMBERS = (
     "model_type", "architecture", "layer_prefix", "head_style", "read", "write", "stored", "zeros",
 )  # fmt: skip
