@@ -20,6 +20,7 @@ from jaxtyping import Array, Int
 
 from specjax.config import ModelConfig
 from specjax.interfaces import Where
+from specjax.models.layers import rms_norm
 from specjax.models.transformer import Params, Transformer, graphdef, to_decode_layout
 
 
@@ -43,11 +44,14 @@ def forward(model: Transformer, cache, tokens: Int[Array, "B T"], start, padding
     x = model.embed_tokens(tokens)
     cos, sin = model.cfg.layers[0].mixer.angles(positions)
     written = []
+    where, eps = Where("tree", positions), model.cfg.rms_norm_eps
     for block, (k_cache, v_cache) in zip(model.layers, cache, strict=True):
-        q, k, v = block.qkv(x, cos, sin)
+        w, layer = block.arrays(), block.layer
+        q, k, v = layer.mixer.project(w, rms_norm(x, w["input_norm"], eps), cos, sin)
         k_cache = jax.lax.dynamic_update_slice(k_cache, k, (0, 0, start, 0))
         v_cache = jax.lax.dynamic_update_slice(v_cache, v, (0, 0, start, 0))
-        x = block.finish(x, attend(q, k_cache, v_cache, mask), Where("tree", positions))
+        x += layer.mixer.output(w, attend(q, k_cache, v_cache, mask))
+        x += layer.mlp.run(w, rms_norm(x, w["post_norm"], eps), where)[0]
         written.append((k_cache, v_cache))
     return model.logits(x[:, -1]), written
 

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import ModelConfig
-from specjax.memory import page_bytes
+from specjax.drafts.mtp import MTPSource
+from specjax.memory import cost
 from specjax.models.transformer import Params
 
 
@@ -35,7 +36,7 @@ def forward_bytes(cfg: ModelConfig, params: Params, batch: int, rows: int, conte
     embed = params["embed"].nbytes
     weights = tree_bytes(params) - (embed if "lm_head" in params else 0)
     embedded = batch * rows * embed // cfg.vocab_size
-    return weights + embedded + batch * page_bytes(cfg, context + rows, cfg.num_layers)
+    return weights + embedded + batch * cost(cfg, context + rows).page
 
 
 def draft_bytes(cfg: ModelConfig, params: Params, head: Params, batch: int, context: int) -> int:
@@ -43,7 +44,8 @@ def draft_bytes(cfg: ModelConfig, params: Params, head: Params, batch: int, cont
     lm_head = params["lm_head"] if "lm_head" in params else params["embed"]
     module = tree_bytes(head) // cfg.mtp_num_layers
     embedded = batch * params["embed"].nbytes // cfg.vocab_size
-    return module + lm_head.nbytes + embedded + batch * page_bytes(cfg, context + 1, 1)
+    page = MTPSource(cfg).cost(context + 1).page // cfg.mtp_num_layers
+    return module + lm_head.nbytes + embedded + batch * page
 
 
 def round_bytes(

@@ -352,6 +352,24 @@ class Mixer(Protocol):
             `specjax.memory.append_rows`. None: these rows are the first.
         """
 
+    def run_again(
+        self,
+        w: Params,
+        x: Float[Array, "B S D"],
+        where: Where,
+        earlier: Sequence[Scratch],
+    ) -> tuple[Float[Array, "B S D"], Scratch]:
+        """Packed rows of a further recursive step in training, after mixing, without the residual.
+
+        Optional: without it a head with this mixer is trained over one step per module. A row sees
+        the rows of the first step up to its own index, in its segment, and of every later step,
+        this one included, the row of its own index alone.
+
+        Args:
+          where: of the form `train`.
+          earlier: what `run` returned for the first step, then what this method returned.
+        """
+
     def advance(self, slots: Any, rows: Any, count: Int[Array, " B"]) -> Any:
         """`Memory.slots` of one layer after the first `count` of some rows were accepted.
 

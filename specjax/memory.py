@@ -38,21 +38,16 @@ from specjax.kernels import dispatch
 
 
 class KVCache(NamedTuple):
-    """Keys and values, head-major, in P pages of S positions each: of one layer, or of several.
+    """Keys and values, head-major, in P pages of S positions each.
 
     Attributes:
-      k, v: `[P K S H]` of one layer, `[L P K S H]` of layers that are scanned, or a tuple of arrays
-        of one layer each.
+      k, v: `[P K S H]` of one layer, `[L P K S H]` of layers that are scanned.
     """
 
-    k: Array | tuple[Array, ...]
-    v: Array | tuple[Array, ...]
+    k: Array
+    v: Array
 
     AXES = dict.fromkeys("kv", ("heads", None, None))  # by which a mesh splits them
-
-    def layer(self, i: int) -> tuple[Array, Array]:
-        """Keys and values of one layer, each [P K S H]."""
-        return self.k[i], self.v[i]
 
 
 # --- of a whole model -----------------------------------------------------------------------------
@@ -86,7 +81,12 @@ def empty_slots(cfg: ModelConfig, count: int) -> tuple:
 def cost(cfg: ModelConfig, page_size: int) -> Cost:
     """Bytes of a model's memory."""
     one = jax.eval_shape(lambda: empty(cfg, Room(slots=1, pages=1, page_size=page_size)))
-    return Cost(*(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part)) for part in one))
+    return Cost(*map(bytes_of, one))
+
+
+def bytes_of(tree: Any) -> int:
+    """Bytes of all arrays of a tree, or of their shapes."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 class Commit(NamedTuple):
@@ -202,34 +202,6 @@ def take_rows(rows: Any, index: Int[Array, "B R"]) -> Any:
         return take_along(x, picks, axis=-2)
 
     return jax.tree.map(pick, rows)
-
-
-def empty_cache(cfg: ModelConfig, pages: int, size: int, layers: int, stacked: bool) -> KVCache:
-    """A zeroed cache of pages with `size` positions each."""
-    kv_heads, head_dim = _heads(cfg)
-    shape = (pages, kv_heads, size, head_dim)
-    dtype = jnp.dtype(cfg.run.compute_dtype)
-    if stacked:
-        return KVCache(*(jnp.zeros((layers, *shape), dtype) for _ in range(2)))
-    return KVCache(*(tuple(jnp.zeros(shape, dtype) for _ in range(layers)) for _ in range(2)))
-
-
-def page_bytes(cfg: ModelConfig, size: int, layers: int) -> int:
-    """Bytes of one page of `empty_cache`, keys and values of all layers."""
-    kv_heads, head_dim = _heads(cfg)
-    width = kv_heads * size * head_dim
-    return 2 * layers * width * jnp.dtype(cfg.run.compute_dtype).itemsize
-
-
-def _heads(cfg: ModelConfig) -> tuple[int, int]:
-    """Key and value heads of every layer, and their size."""
-    found = {(mixer.num_kv_heads, mixer.head_dim) for mixer in cfg.mixers("attention")}
-    if len(found) != 1:
-        raise NotImplementedError(
-            f"expected layers of attention with one number and size of key and value heads, got "
-            f"{sorted(found)}"
-        )
-    return found.pop()
 
 
 def with_marked_keys(

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from specjax.interfaces import Memory, Where
+from specjax.interfaces import Memory, Room, Where
 from specjax.kernels.reference import contiguous
 from specjax.memory import (
     KVCache,
     commit_rows,
     copy_pages,
-    empty_cache,
-    page_bytes,
+    cost,
+    empty,
     take_rows,
 )
 from specjax.models.families.dense import dense_config
@@ -29,8 +29,14 @@ BATCH, STRETCHES = 3, 3
 
 def random_cache(rng, pages, size, stacked) -> KVCache:
     """Keys and values that are all different."""
-    cache = empty_cache(CFG, pages, size, CFG.num_layers, stacked)
-    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), cache)
+    shape = (pages, 2, size, 4)
+
+    def arrays():
+        if stacked:
+            return jnp.asarray(rng.normal(size=(2, *shape)), jnp.float32)
+        return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
+
+    return KVCache(arrays(), arrays())
 
 
 def in_a_row(cache: KVCache, table, spare: int) -> KVCache:
@@ -157,10 +163,10 @@ def test_copying_nobodys_page_to_itself_copies_nothing():
 
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_page_bytes_are_those_of_a_page_of_all_layers(stacked, dtype):
-    cfg = CFG.running(compute_dtype=dtype)
-    cache = empty_cache(cfg, 5, 8, 3, stacked)
-    assert sum(x.nbytes for x in jax.tree.leaves(cache)) == 5 * page_bytes(cfg, 8, 3)
+def test_cost_is_what_a_page_of_all_layers_takes(stacked, dtype):
+    cfg = CFG.running(compute_dtype=dtype, scan_layers=stacked)
+    pages = empty(cfg, Room(slots=1, pages=5, page_size=8)).pages
+    assert sum(x.nbytes for x in jax.tree.leaves(pages)) == 5 * cost(cfg, 8).page
 
 
 @pytest.mark.parametrize("stacked", [True, False])

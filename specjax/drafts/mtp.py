@@ -16,7 +16,7 @@ own.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,21 +30,26 @@ from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits, take_parents
 from specjax.drafts import ABSORBED, vocabulary
 from specjax.indexing import take_along
-from specjax.interfaces import Axes, Cost, Draft, Level, Memory, Needs, Param, Proposal, Room, Where
-from specjax.kernels import dispatch
-from specjax.memory import (
-    KVCache,
+from specjax.interfaces import (
+    Axes,
+    Cost,
+    Draft,
+    Level,
+    Memory,
+    Mixer,
+    Needs,
+    Param,
+    Proposal,
+    Room,
+    Scratch,
     Table,
-    after_of,
-    append_rows,
-    commit_rows,
-    empty_cache,
-    page_bytes,
-    with_marked_keys,
+    Where,
 )
+from specjax.kernels import dispatch
+from specjax.memory import KVCache, after_of, bytes_of, commit_rows
 from specjax.models.layers import Block, draw, rms_norm
 from specjax.models.rows import axes_of, fuse, fused_rows, layer_rows, merge_axes, param_axes
-from specjax.models.transformer import Params, layers_by_kernel, lm_logits
+from specjax.models.transformer import Params, angles_of, layers_by_kernel, lm_logits
 from specjax.parallel.context import Context
 from specjax.weights.matrix import PLAIN, cast, dot, pack
 
@@ -55,15 +60,26 @@ def head_layer(cfg: ModelConfig) -> Layer:
     """The decoder layer of each module: the model's last one, which sees all positions.
 
     Raises:
-      ValueError: that layer has no attention.
+      ValueError: that layer keeps recurrent state, which a head cannot.
     """
     last = cfg.layers[-1]
-    if last.mixer.kind != "attention":
+    mixer = last.mixer
+    if getattr(mixer, "window", None) is not None:
+        mixer = dataclasses.replace(mixer, window=None)
+    if mixer_memory(mixer, cfg).slots is not None:
         raise ValueError(
-            f"an MTP head is made like the model's last layer, and needs attention there; got "
-            f"{last.mixer.kind}"
+            "an MTP head is made like the model's last layer, and keeps nothing but pages; the "
+            f"last layer is {mixer.kind}, which keeps recurrent state: draft from n-grams or with "
+            "a standalone model"
         )
-    return dataclasses.replace(last, mixer=dataclasses.replace(last.mixer, window=None))
+    return dataclasses.replace(last, mixer=mixer)
+
+
+def mixer_memory(mixer: Mixer, cfg: ModelConfig, page_size: int = 1) -> Memory:
+    """Shapes of what a mixer keeps in one page and one slot; None in place of nothing."""
+    room = Room(slots=1, pages=1, page_size=page_size)
+    memory = jax.eval_shape(lambda: mixer.empty(cfg.run, room))
+    return Memory(*(part if jax.tree.leaves(part) else None for part in memory))
 
 
 def module_rows(cfg: ModelConfig) -> dict[str, Param]:
@@ -100,6 +116,11 @@ class MTPModule(nnx.Module):
         halves = [e, h] if self.cfg.mtp_concat == "embedding_first" else [h, e]
         return dot(jnp.concatenate(halves, -1), self.proj.get_value())
 
+    def at(self, where: Where) -> Where:
+        """`where` with what the layer reads of it beside: the kernel, and its own angles."""
+        angles = angles_of([self.layer.layer], where.positions)
+        return where.replace(kernel=self.cfg.run.attention, angles=angles)
+
     def outputs(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
         """(state for the language-model head, state to recycle as h of the next step)."""
         normed = rms_norm(x, self.norm[...], self.cfg.rms_norm_eps)
@@ -127,44 +148,29 @@ class MTPHead(nnx.Module):
         index: int,
         hidden: Float[Array, "B T D"],
         embedded: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        cache: tuple[Array, Array],
-        prefix_len: Int[Array, " B"],
-        visible_bits: Array,
-        scratch: tuple[tuple[Array, Array], int] | None = None,
-        table: Table = None,
-    ):
-        """Module `index` over T rows against its cache, and the scratch rows that came before.
+        where: Where,
+        pages: Any,
+        scratch: Scratch | None = None,
+    ) -> tuple[Array, Array, Scratch]:
+        """Module `index` over T rows behind its pages, and the scratch rows that came before.
 
         Args:
-          visible_bits: numbers the scratch rows first, then the T rows themselves.
-          scratch: buffers of keys and values [B K total H], and how many rows they hold so far.
-          table: the pages of each sequence, see `specjax.memory`.
+          where: of the form `tree`; `prefix` counts the rows in the pages.
+          pages: of this module, read only.
+          scratch: buffers with room for all rows of the round, see `Mixer.run`.
 
         Returns:
-          states for the head [B T D], states to recycle [B T D], keys and values: of the T rows,
-          or the buffers with these filled in.
+          states for the head [B T D], states to recycle [B T D], and scratch.
         """
         module = self.blocks[index]
         x = module.inputs(hidden, embedded)
         if dispatch.runs_layers(self.cfg):
-            buffers, held = (None, 0) if scratch is None else ([scratch[0]], scratch[1])
-            arrays = positions, [cache], prefix_len, visible_bits, buffers, held, table
-            x, (kv,) = layers_by_kernel(self.cfg, [module.layer], x, *arrays)
-            return *module.outputs(x), kv
-        cos, sin = module.layer.layer.mixer.angles(positions)
-        q, k, v = module.layer.qkv(x, cos, sin)
-        kv = k, v = with_marked_keys(k, v)
-        if scratch is not None:
-            kv, (k, v) = append_rows(*scratch, kv)
-        arrays = q, k, v, *cache, prefix_len, visible_bits, table
-        attended = dispatch.tree_attention(*arrays, kernel=self.cfg.run.attention)
-        where = Where(
-            "tree", positions, prefix=prefix_len, visible=visible_bits, table=table,
-            held=0 if scratch is None else scratch[1], kernel=self.cfg.run.attention,
-        )  # fmt: skip
-        normed, recycled = module.outputs(module.layer.finish(x, attended, where))
-        return normed, recycled, kv
+            buffers = scratch and [scratch.pages]
+            arrays = where.positions, [pages], where.prefix, where.visible, buffers, where.held
+            x, (rows,) = layers_by_kernel(self.cfg, [module.layer], x, *arrays, where.table)
+            return *module.outputs(x), Scratch(KVCache(*rows), None)
+        x, scratch, _ = module.layer.run(x, module.at(where), Memory(pages, None), scratch)
+        return *module.outputs(x), scratch
 
     def unroll(
         self,
@@ -184,23 +190,18 @@ class MTPHead(nnx.Module):
         Returns:
           per step, states for the language-model head; index t of step s predicts x_{t+2+s}.
         """
-        outputs, base, own, kernel = [], None, [], self.cfg.run.attention
+        outputs, earlier = [], []
         for step, embedded in enumerate(step_embeddings):
             index, module = self.module_for(step)
             x = module.inputs(hidden, embedded)
-            q, k, v = module.layer.qkv(x, *module.layer.layer.mixer.angles(positions + step))
+            where = Where("train", positions + step, segments=segment_ids, context=context)
             if step == index:  # the module's first use: its rows are the base rows
-                base, own = (k, v), []
-                attended = dispatch.causal_attention(q, k, v, segment_ids, context, kernel=kernel)
+                x, rows, _ = module.layer.run(x, module.at(where), None, None)
+                earlier = [rows]
             else:
-                own.append((k, v))
-                attended = dispatch.causal_attention_with_own(
-                    q, *base, own, segment_ids, context, kernel=kernel
-                )
-            where = Where(
-                "train", positions + step, segments=segment_ids, context=context, kernel=kernel
-            )
-            normed, hidden = module.outputs(module.layer.finish(x, attended, where))
+                x, rows = module.layer.run_again(x, module.at(where), earlier)
+                earlier.append(rows)
+            normed, hidden = module.outputs(x)
             outputs.append(normed)
         return outputs
 
@@ -253,29 +254,29 @@ class _Work(NamedTuple):
     """Between the steps of a round.
 
     Attributes:
-      cache: with the accepted rows committed. slot: [B] last committed row.
-      position: [B] of that row in the sequence. table: of the cache's pages.
+      pages: with the accepted rows committed. slot: [B] last committed row.
+      position: [B] of that row in the sequence. table: of the pages.
       recycled: [B R D] the head's states at the rows last run, which stand for the target's.
-      scratch: keys and values [B K total H] of the rows expanded so far; those from `start` on
-        (a python integer) are of the module that runs now.
+      scratch: buffers [B K total H] with the rows expanded so far; those from `start` on (a Python
+        integer) are of the module that runs now.
     """
 
-    cache: KVCache
+    pages: tuple
     slot: Int[Array, " B"]
     position: Int[Array, " B"]
     table: Table
     recycled: Float[Array, "B R D"]
-    scratch: tuple[Array, Array]
+    scratch: Scratch
     start: int = 0
 
 
 class _Pass(NamedTuple):
     """The modules over a run of rows: states for the language-model head and states to recycle of
-    the first module [B T D], and every module's keys and values."""
+    the first module [B T D], and of every module what its rows add to its pages."""
 
     normed: Array
     recycled: Array
-    rows: KVCache
+    rows: tuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,7 +316,8 @@ class MTPSource(Draft):
         cfg = self.cfg
         state = cfg.hidden_size * jnp.dtype(cfg.run.compute_dtype).itemsize
         slot = (WINDOW + cfg.mtp_num_layers) * state + 8
-        return Cost(page_bytes(cfg, page_size, cfg.mtp_num_layers), slot)
+        page = bytes_of(mixer_memory(head_layer(cfg).mixer, cfg, page_size).pages)
+        return Cost(cfg.mtp_num_layers * page, slot)
 
     def empty(self, room: Room, steps: int) -> Memory:
         cfg, batch = self.cfg, room.slots
@@ -325,19 +327,20 @@ class MTPSource(Draft):
             pending=jnp.ones((batch,), jnp.int32),
             skipped=jnp.zeros((batch,), jnp.int32),
         )
-        modules = cfg.mtp_num_layers
-        return Memory(empty_cache(cfg, room.pages, room.page_size, modules, stacked=False), slots)
+        mixer = head_layer(cfg).mixer
+        pages = tuple(mixer.empty(cfg.run, room).pages for _ in range(cfg.mtp_num_layers))
+        return Memory(pages, slots)
 
-    def prefill(self, model, params, pages, tokens, start, hidden, table, run=1) -> KVCache:
+    def prefill(self, model, params, pages, tokens, start, hidden, table, run=1) -> tuple:
         """Rows whose tokens are not known yet are garbage, until `begin` comes past them."""
         count = hidden.shape[1]
         shifted = [tokens[:, 1 + s : 1 + s + count] for s in range(self.cfg.mtp_num_layers)]
         ran = self._run(model, params, pages, hidden, shifted, start, start, table)
         return self._write(pages, ran.rows, start, ran.normed, table, run)
 
-    def _write(self, cache, rows, start, normed, table, run=1) -> KVCache:
+    def _write(self, pages: tuple, rows: tuple, start, normed, table, run=1) -> tuple:
         return commit_rows(
-            cache, rows, start, after_of(normed), table, run, kernel=self.cfg.run.attention
+            pages, rows, start, after_of(normed), table, run, kernel=self.cfg.run.attention
         )
 
     def start(self, tokens, prompt_len, states) -> HeadSlots:
@@ -358,11 +361,11 @@ class MTPSource(Draft):
         def absorb(memory):
             slots = memory.slots
             run, slot, _ = self._over_window(model, params, state, memory, count)
-            cache = self._write(memory.pages, run.rows, slot, run.normed, state.table)
+            pages = self._write(memory.pages, run.rows, slot, run.normed, state.table)
             taken = jnp.where(running, jnp.clip(slots.pending - 1, 0, count - lag), 0)
             index = jnp.minimum(taken[:, None] + jnp.arange(width), width - 1)
             hidden = take_along(slots.hidden, index[..., None], axis=1)
-            return Memory(cache, HeadSlots(hidden, slots.pending - taken, slots.skipped))
+            return Memory(pages, HeadSlots(hidden, slots.pending - taken, slots.skipped))
 
         # What plain decoding dropped may have begun with rows that never were.
         first = state.length - 1 - memory.slots.pending - lag
@@ -412,11 +415,12 @@ class MTPSource(Draft):
         run, slot, missing = self._over_window(model, params, state, memory, window)
         last = jnp.maximum(lag + slots.pending - 1 - missing, 0)[:, None, None]
         normed, recycled = (take_along(x, last, axis=1) for x in (run.normed, run.recycled))
-        batch, kv_heads, _, width = run.rows.k[0].shape
-        empty = jnp.zeros((batch, kv_heads, total, width), run.rows.k[0].dtype)
-        cache = self._write(memory.pages, run.rows, slot, run.normed, state.table)
-        end = state.length - 2
-        work = _Work(cache, end - slots.skipped, end, state.table, recycled, (empty, empty))
+        buffers = jax.tree.map(  # for one module's rows: all modules have the same layer
+            lambda x: jnp.zeros((*x.shape[:-2], total, x.shape[-1]), x.dtype), run.rows[0]
+        )
+        pages = self._write(memory.pages, run.rows, slot, run.normed, state.table)
+        end, scratch = state.length - 2, Scratch(buffers, None)
+        work = _Work(pages, end - slots.skipped, end, state.table, recycled, scratch)
         return self._proposal(model, params, normed), work
 
     def _over_window(self, model, params, state, memory: Memory, count: int):
@@ -435,7 +439,7 @@ class MTPSource(Draft):
         run = self._run(model, params, memory.pages, hidden, tokens, first, slot, state.table)
         return run, slot, missing
 
-    def _run(self, model, params, cache, hidden, tokens, first, slot, table) -> _Pass:
+    def _run(self, model, params, pages, hidden, tokens, first, slot, table) -> _Pass:
         """Every module over T rows whose positions follow `first` [B]; each sees `slot` rows.
 
         Args:
@@ -443,15 +447,16 @@ class MTPSource(Draft):
         """
         head, count = self._head(params), hidden.shape[1]
         positions = first[:, None] + jnp.arange(count)
-        bits, rows, outputs = chain_bits(count), [], None
+        where = Where("tree", positions, prefix=slot, visible=chain_bits(count), table=table)
+        rows, outputs = [], None
         for s, following in enumerate(tokens):
-            embedded = model.embed_tokens(following)
-            normed, hidden, kv = head.decode(
-                s, hidden, embedded, positions + s, cache.layer(s), slot, bits, table=table
+            here = where.replace(positions=positions + s)
+            normed, hidden, new = head.decode(
+                s, hidden, model.embed_tokens(following), here, pages[s]
             )
-            rows.append(kv)
+            rows.append(new.pages)
             outputs = outputs or (normed, hidden)
-        return _Pass(*outputs, KVCache(tuple(k for k, _ in rows), tuple(v for _, v in rows)))
+        return _Pass(*outputs, tuple(rows))
 
     def step(self, model, params, work: _Work, level: Level):
         """Module min(step, last) over one level; only the last module sees earlier levels."""
@@ -461,16 +466,21 @@ class MTPSource(Draft):
         # Module s > 0 has no base row past slot - s: those rows need tokens not yet known.
         prefix = work.slot + 1 if index == 0 else work.slot - (index - 1)
         positions = jnp.broadcast_to((work.position + level.step)[:, None], level.tokens.shape)
+        where = Where(
+            "tree",
+            positions,
+            prefix=jnp.maximum(prefix, 0),
+            visible=_rows_from(level.visible, start),
+            held=level.offset,
+            table=work.table,
+        )
         normed, recycled, scratch = self._head(params).decode(
             index,
             take_parents(work.recycled, level.parents),
             model.embed_tokens(level.tokens),
-            positions,
-            work.cache.layer(index),
-            jnp.maximum(prefix, 0),
-            _rows_from(level.visible, start),
-            (work.scratch, level.offset),
-            work.table,
+            where,
+            work.pages[index],
+            work.scratch,
         )
         work = work._replace(recycled=recycled, scratch=scratch, start=start)
         return self._proposal(model, params, normed), work
@@ -481,7 +491,7 @@ class MTPSource(Draft):
         slots, running = memory.slots, count > 0
         window = _pending_window(slots, hidden)
         return Memory(
-            work.cache,
+            work.pages,
             HeadSlots(
                 hidden=jnp.where(running[:, None, None], window, slots.hidden),
                 pending=jnp.where(running, count, slots.pending),

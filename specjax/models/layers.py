@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -63,20 +65,6 @@ class Block(nnx.Module):
         """The layer's arrays and matrices by their names."""
         return {name: getattr(self, name).get_value() for name in self.names}
 
-    def qkv(self, x: Float[Array, "B T D"], cos, sin) -> tuple[Array, Array, Array]:
-        """Normed and rotated queries [B N T H], keys and values [B K T H]."""
-        x = rms_norm(x, self.input_norm[...], self.cfg.rms_norm_eps)
-        return self.layer.mixer.project(self.arrays(), x, cos, sin)
-
-    def finish(
-        self, x: Float[Array, "B T D"], attended: Float[Array, "B N T H"], where: Where
-    ) -> Array:
-        """Output projection, residual, and the mlp."""
-        w = self.arrays()
-        x = x + self.layer.mixer.output(w, attended)
-        y = rms_norm(x, self.post_norm[...], self.cfg.rms_norm_eps)
-        return x + self.layer.mlp.run(w, y, where)[0]
-
     def run(
         self,
         x: Float[Array, "B T D"],
@@ -89,9 +77,30 @@ class Block(nnx.Module):
 
         See `Mixer.run` and `Mlp.run` of `specjax.interfaces`.
         """
+        return self._around(
+            x, where, given, lambda w, x: self.layer.mixer.run(w, x, where, memory, scratch)
+        )
+
+    def run_again(
+        self, x: Float[Array, "B S D"], where: Where, earlier: Sequence[Scratch]
+    ) -> tuple[Array, Scratch]:
+        """The layer over packed rows once more, see `Mixer.run_again`; what it records is left out.
+
+        Raises:
+          NotImplementedError: the mixer has no such method.
+        """
+        mixer = self.layer.mixer
+        if not hasattr(mixer, "run_again"):
+            raise NotImplementedError(
+                f"a head whose layer is {mixer.kind} cannot be trained over several recursive "
+                "steps of one module: its mixer has no method `run_again`; train one step"
+            )
+        return self._around(x, where, None, lambda w, x: mixer.run_again(w, x, where, earlier))[:2]
+
+    def _around(self, x, where, given, mix) -> tuple[Array, Scratch, Array | None]:
+        """The mixer with norms and residuals, and the feed-forward."""
         w, eps = self.arrays(), self.cfg.rms_norm_eps
-        normed = rms_norm(x, w["input_norm"], eps)
-        mixed, scratch = self.layer.mixer.run(w, normed, where, memory, scratch)
+        mixed, scratch = mix(w, rms_norm(x, w["input_norm"], eps))
         x = x + mixed
         normed = rms_norm(x, w["post_norm"], eps)
         out, record = self.layer.mlp.run(w, normed, where, given)

@@ -13,7 +13,7 @@ copy it every step. Matrices may be in a format of their own, see `specjax.weigh
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig
+from specjax.config.model import Layer
 from specjax.config.stacks import part_of, segments, stacks, tree_of
 from specjax.interfaces import Forward, Memory, Params, Scratch, Where
 from specjax.kernels import dispatch
@@ -138,7 +139,9 @@ class Transformer(nnx.Module):
         if where.form == "tree" and dispatch.runs_layers(cfg):
             x, scratch, found = self._by_kernel(x, where, memory, scratch, wanted)
         else:
-            where = where.replace(kernel=cfg.run.attention, angles=angles_of(cfg, where.positions))
+            where = where.replace(
+                kernel=cfg.run.attention, angles=angles_of(cfg.layers, where.positions)
+            )
             x, scratch, found, records = run_layers(
                 self.layers, cfg, x, where, memory, scratch, wanted, keep, given
             )
@@ -413,9 +416,9 @@ def stacked_blocks(cfg: ModelConfig, rngs: nnx.Rngs) -> Block | nnx.Dict:
     return made if isinstance(made, Block) else nnx.Dict(made)
 
 
-def angles_of(cfg: ModelConfig, positions: Int[Array, "B T"]) -> tuple[tuple[Any, Any], ...]:
+def angles_of(layers: Iterable[Layer], positions: Int[Array, "B T"]) -> tuple[tuple[Any, Any], ...]:
     """Of each rotary embedding that the layers have, what says which, cosines and sines."""
-    mixers = {layer.mixer.rotation: layer.mixer for layer in cfg.layers if layer.mixer.rotation}
+    mixers = {layer.mixer.rotation: layer.mixer for layer in layers if layer.mixer.rotation}
     return tuple((rotation, mixer.angles(positions)) for rotation, mixer in mixers.items())
 
 

@@ -10,7 +10,8 @@ from flax import nnx
 
 from specjax.decode.tree import chain_bits
 from specjax.drafts.mtp import MTPHead
-from specjax.interfaces import Param
+from specjax.interfaces import Param, Where
+from specjax.memory import KVCache
 from specjax.models.families.dense import dense_config
 
 SEEN = []
@@ -40,10 +41,10 @@ def test_the_mlp_of_a_head_is_told_where_its_rows_stand():
     jax.eval_shape(lambda: head.unroll(x, [x, x], positions, segments))
     assert [where.form for where in SEEN] == ["train"] * 2
     assert all(where.segments is not None for where in SEEN)
-    cache = tuple(jnp.zeros((1, 1, 8, 8)) for _ in range(2))
-    bits = chain_bits(4)
+    pages = KVCache(*(jnp.zeros((1, 1, 8, 8)) for _ in range(2)))
+    where = Where("tree", positions, prefix=jnp.array([0]), visible=chain_bits(4))
     SEEN.clear()
-    jax.eval_shape(lambda: head.decode(0, x, x, positions, cache, jnp.array([0]), bits))
+    jax.eval_shape(lambda: head.decode(0, x, x, where, pages)[:2])
     [where] = SEEN
     assert where.form == "tree" and where.held == 0
     np.testing.assert_array_equal(where.positions, positions)

@@ -4,8 +4,9 @@ The target's states are made up, a table by slot and position: what the head mak
 is looked at.
 """
 
+import dataclasses
 import functools
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import drive
 import jax
@@ -15,9 +16,12 @@ import pytest
 from flax import nnx
 from tiny import sharpened, tiny_config
 
+from specjax.config.model import Layer
 from specjax.decode.state import STOPPED
 from specjax.drafts import mtp
 from specjax.drafts.mtp import MTPSource, head_graphdef, init_head_params
+from specjax.interfaces import Memory, Param, Room
+from specjax.models.mixers.attention import Attention
 
 VOCAB, MAX_LEN, STEPS = 24, 64, 3
 
@@ -51,8 +55,43 @@ def head_of(cfg):
     return sharpened(jax.jit(init_head_params, static_argnums=(0, 1))(cfg, 1), 10.0, 0.7)
 
 
-def drafter(modules, prompts, page_size=None, recycle="post_norm") -> Drafter:
+class OwnAttention(Attention):
+    """A mixer by another type and name."""
+
+    kind: ClassVar[str] = "own attention"
+
+
+class RunsOnce(OwnAttention):
+    @property
+    def run_again(self):
+        raise AttributeError("run_again")
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """An mlp that needs to know where its rows stand."""
+
+    kind: ClassVar[str] = "halves"
+
+    def params(self, width):
+        return {"halve": Param((width, width), ("embed", None), matrix=True)}
+
+    def run(self, w, x, where, given=None):
+        odd = (where.positions % 2 == 1)[..., None]
+        return jnp.where(odd, 0.5, 1) * (x @ w["halve"]), None
+
+
+def with_last(cfg, mixer):
+    """The config with another last layer, after which a head is made."""
+    return cfg.replace(layers=(*cfg.layers, Layer(mixer, Halves())))
+
+
+OWN = OwnAttention(2, 1, 12, qk_norm=True, window=3)
+
+
+def drafter(modules, prompts, page_size=None, recycle="post_norm", mixer=None) -> Drafter:
     cfg = tiny_config(VOCAB, mtp=modules, mtp_recycle=recycle)
+    cfg = cfg if mixer is None else with_last(cfg, mixer)
     source, params, width = MTPSource(cfg), head_of(cfg), cfg.hidden_size
     rng = np.random.default_rng(modules)
     draws = [rng.normal(size=shape) for shape in ((VOCAB, width), (width, VOCAB))]
@@ -136,18 +175,22 @@ def prompts_of(rng, *lengths):
 
 
 @pytest.mark.parametrize(
-    ("modules", "recycle", "page_size"),
+    ("modules", "recycle", "page_size", "mixer"),
     [
-        (2, "pre_norm", 8),
-        pytest.param(1, "post_norm", 16, marks=pytest.mark.slow),
-        pytest.param(1, "pre_norm", None, marks=pytest.mark.slow),
-        pytest.param(2, "post_norm", None, marks=pytest.mark.slow),
+        (2, "pre_norm", 8, None),
+        (1, "post_norm", 8, OWN),
+        pytest.param(1, "post_norm", 16, None, marks=pytest.mark.slow),
+        pytest.param(1, "pre_norm", None, None, marks=pytest.mark.slow),
+        pytest.param(2, "post_norm", None, None, marks=pytest.mark.slow),
     ],
 )
-def test_predictions_over_rounds_are_those_of_the_training_forward(modules, recycle, page_size):
-    """A tree with branches, ragged counts, slots that have ended, prompts in pieces."""
+def test_predictions_over_rounds_are_those_of_the_training_forward(
+    modules, recycle, page_size, mixer
+):
+    """A tree with branches, ragged counts, slots that have ended, prompts in pieces; a head whose
+    layer is somebody's own."""
     rng = np.random.default_rng(0)
-    run = drafter(modules, prompts_of(rng, 1, 2, 3, 9, 7), page_size, recycle)
+    run = drafter(modules, prompts_of(rng, 1, 2, 3, 9, 7), page_size, recycle, mixer)
     run = enter(run, STEPS)
     grown = drive.random_tree(rng, 5, (2, 3), VOCAB, True)
     finish = run.state.finish.at[4].set(STOPPED)
@@ -239,3 +282,35 @@ def test_what_the_window_loses_in_plain_decoding_is_missing_and_nothing_else_is(
         run = leave(run)
     assert missing[0][3:] == [0, 1, 0] and min(missing[0][:3]) > 1
     assert missing[1][1] == missing[0][1] and missing[1][2] > missing[0][2]
+
+
+class Sums(OwnAttention):
+    """A mixer with a recurrent state."""
+
+    kind: ClassVar[str] = "sums"
+
+    def empty(self, run, room):
+        return Memory(None, jnp.zeros((room.slots, 4)))
+
+
+def test_a_head_with_a_layer_that_keeps_recurrent_state_is_refused():
+    cfg = with_last(tiny_config(VOCAB), Sums(4, 2, 8))
+    with pytest.raises(ValueError, match="the last layer is sums, which keeps recurrent state"):
+        MTPSource(cfg).empty(Room(2, 4, 8), STEPS)
+
+
+def test_recursive_steps_of_a_mixer_that_cannot_run_again_are_refused_and_one_step_is_not():
+    cfg = with_last(tiny_config(VOCAB), RunsOnce(4, 2, 8))
+    rows = jnp.ones((1, 6), jnp.int32)
+    states = jnp.ones((1, 6, cfg.hidden_size))
+
+    def unroll(steps):
+        def run(head):
+            module = nnx.merge(head_graphdef(cfg), head)
+            return module.unroll(states, [states] * steps, rows, rows)
+
+        return jax.eval_shape(run, jax.eval_shape(lambda: init_head_params(cfg)))
+
+    assert [x.shape for x in unroll(1)] == [states.shape]
+    with pytest.raises(NotImplementedError, match="own attention .* has no method `run_again`"):
+        unroll(2)

@@ -43,11 +43,12 @@ def one_of_two():
 
 @functools.cache
 def model(scan=False):
-    """Three layers, the first of which records nothing."""
-    attention = Attention(4, 2, 8, qk_norm=True)
-    mlps = Dense(24), one_of_two(), one_of_two(), Dense(24)
+    """Three layers, the first of which records nothing, and a head made like the last: its heads
+    are of another size, and its mlp records, too."""
+    attention, own = Attention(4, 2, 8, qk_norm=True), one_of_two()
+    layers = Layer(attention, Dense(24)), Layer(attention, own), Layer(Attention(2, 1, 12), own)
     cfg = ModelConfig(
-        vocab_size=VOCAB, hidden_size=16, layers=tuple(Layer(attention, mlp) for mlp in mlps),
+        vocab_size=VOCAB, hidden_size=16, layers=layers,
         tie_embeddings=False, max_position=512, mtp_num_layers=1,
     ).running(scan_layers=scan)  # fmt: skip
     params = sharpened(init_params(cfg, 3), 10.0, 0.7)

@@ -16,9 +16,9 @@ from flax import nnx
 from specjax.checkpoint import huggingface as hf
 from specjax.config import Strategy
 from specjax.decode.tree import build_tree, chain_bits
-from specjax.drafts.mtp import head_graphdef, init_head_params
-from specjax.interfaces import Room, Where
-from specjax.memory import Commit, KVCache, commit, commit_rows, empty, empty_cache
+from specjax.drafts.mtp import MTPSource, head_graphdef, init_head_params
+from specjax.interfaces import Room, Scratch, Where
+from specjax.memory import Commit, KVCache, commit, commit_rows, empty
 from specjax.models import transformer
 from specjax.models.families.dense import change_dense, dense_config
 from specjax.models.rope import RopeScaling
@@ -188,33 +188,32 @@ def test_drafting_with_a_prompt_in_pieces_and_decode_equals_unroll(modules, recy
         for index in range(modules):
             e = embedded[:, begin + 1 + index : begin + 1 + index + count]
             positions = begin + index + jnp.arange(count)[None]
-            normed, h, kv = module.decode(
-                index, h, e, positions, cache.layer(index), prefix, chain_bits(count)
-            )
-            rows.append(kv)
+            where = Where("tree", positions, prefix=prefix, visible=chain_bits(count))
+            normed, h, new = module.decode(index, h, e, where, cache[index])
+            rows.append(new.pages)
             outputs.append((normed, h[:, -1:]))
-        new = KVCache(tuple(k for k, _ in rows), tuple(v for _, v in rows))
-        return commit_rows(cache, new, prefix), outputs
+        return commit_rows(cache, tuple(rows), prefix), outputs
 
     @jax.jit
     def draft(head):
         module = nnx.merge(head_graphdef(cfg), head)
-        cache = empty_cache(cfg, 1, size, modules, stacked=False)
+        cache = MTPSource(cfg).empty(Room(slots=1, pages=1, page_size=size), depth).pages
         for begin, count in ((0, 4), (4, prompt - 4)):
             cache, _ = run_over(module, cache, begin, count, unknown)
         cache, frontier = run_over(module, cache, first, window, embedded)
         h, held, drafted = frontier[0][1], 0, []
         rows = (1, cfg.layers[0].mixer.num_kv_heads, depth, cfg.layers[0].mixer.head_dim)
-        scratch = jnp.zeros(rows), jnp.zeros(rows)
+        scratch = Scratch(KVCache(jnp.zeros(rows), jnp.zeros(rows)), None)
         for step in range(1, depth):
             index = min(step, modules - 1)
             held = 0 if step == index else held
             prefix = slot + 1 if index == 0 else slot - (index - 1)
             e = embedded[:, slot + 1 + step][:, None]
-            normed, h, scratch = module.decode(
-                index, h, e, jnp.array([[slot + step]]), cache.layer(index),
-                jnp.array([prefix]), chain_bits(held + 1)[-1:], (scratch, held),
+            where = Where(
+                "tree", jnp.array([[slot + step]]), prefix=jnp.array([prefix]),
+                visible=chain_bits(held + 1)[-1:], held=held,
             )  # fmt: skip
+            normed, h, scratch = module.decode(index, h, e, where, cache[index], scratch)
             held += 1
             drafted.append(normed[0, 0])
         return [normed[0] for normed, _ in frontier], drafted

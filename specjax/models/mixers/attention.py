@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -128,6 +129,18 @@ class Attention:
                 *arrays, where.visible, where.table, window=self.window, kernel=where.kernel
             )
         return self.output(w, attended), Scratch(KVCache(*kept), None)
+
+    def run_again(
+        self, w: Params, x: Float[Array, "B S D"], where: Where, earlier: Sequence[Scratch]
+    ) -> tuple[Float[Array, "B S D"], Scratch]:
+        """See `specjax.interfaces.Mixer.run_again`."""
+        q, k, v = self.project(w, x, *where.rotated_by(self.rotation))
+        base, *own = [rows.pages for rows in earlier]
+        attended = dispatch.causal_attention_with_own(
+            q, *base, [*map(tuple, own), (k, v)], where.segments, where.context,
+            window=self.window, kernel=where.kernel,
+        )  # fmt: skip
+        return self.output(w, attended), Scratch(KVCache(k, v), None)
 
     def advance(self, slots: None, rows: None, count: Array) -> None:
         """There are no slots."""
