@@ -527,6 +527,37 @@ class Draft(Protocol):
         """
         return {}
 
+    def init(self, seed: int) -> Params:
+        """Random parameters in the layout in which it is trained; asked for where it is trained."""
+        raise NotImplementedError
+
+    def unroll(
+        self,
+        params: Params,
+        states: Float[Array, "R S N"],
+        embedded: Sequence[Float[Array, "R S D"]],
+        positions: Int[Array, "R S"],
+        segments: Int[Array, "R S"],
+        context: Any = None,
+    ) -> list[Float[Array, "R S D"]]:
+        """What it is trained by: its forward over packed rows, as many steps as `embedded` has.
+
+        Only `params` is differentiated. Optional: without it a draft stays as it is.
+
+        Args:
+          params: as `init` makes them.
+          states: the target's, those of `needs.taps` side by side.
+          embedded: entry s holds the target's embedding of the token 1 + s behind each row.
+          segments: 1, 2, ... along a row; 0 is padding. context: how rows are split over devices.
+
+        Returns:
+          per step, states for the target's language-model head; row t of step s predicts the token
+          2 + s behind it.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be trained: it has no method `unroll`; leave it as it is"
+        )
+
     def with_network(self, cfg: Any) -> Draft:
         """The same draft with another config of its network: the engine has chosen the kernels."""
         raise NotImplementedError

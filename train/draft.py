@@ -3,6 +3,9 @@
 The policy update hands out the states of the tokens it was trained on; the head learns from them
 and from the rollout's tokens. Only the head's parameters are differentiated: embedding, final norm
 and language-model head enter as constants, and the gradient of the policy is zero by construction.
+
+Which head that is, the draft source says: `needs.taps` are the states that it learns from, and
+`unroll` is its forward.
 """
 
 from __future__ import annotations
@@ -16,13 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jaxtyping import Array, Float
 
-from specjax.config import ModelConfig
-from specjax.drafts.mtp import MTPHead, head_graphdef, init_head_params, weight_axes
+from specjax.config import ModelConfig, SpecConfig
+from specjax.engine.sources import source_of
+from specjax.interfaces import Draft
 from specjax.models.layers import rms_norm
-from specjax.models.transformer import Params, embed_tokens, lm_logits
+from specjax.models.rows import merge_axes, param_axes
+from specjax.models.transformer import Params, Taps, embed_tokens, lm_logits
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
 from specjax.schema import option
@@ -139,6 +143,39 @@ def frozen_policy_parts(params: Params) -> Params:
     return {name: params[name] for name in ("embed", "norm", "lm_head") if name in params}
 
 
+def head_of(cfg: ModelConfig) -> Draft:
+    """The model's own head as a source."""
+    return source_of(cfg, SpecConfig(source="head"))
+
+
+def inner_taps(source: Draft) -> Taps:
+    """The states that the policy's forward must hand out for a source, see `PolicyTrainer`.
+
+    Those before the final norm always come, and those after it are made of them here, with the norm
+    beside which the head will draft.
+    """
+    return tuple(tap for tap in source.needs.taps if tap not in ("pre_norm", "post_norm"))
+
+
+def _tapped(source: Draft, states: Array, normed: Array) -> Float[Array, "R S N"]:
+    """`needs.taps` side by side, from what the policy's forward handed out.
+
+    Raises:
+      ValueError: the states are not those that `inner_taps` asks for.
+    """
+    inner, width = inner_taps(source), normed.shape[-1]
+    if states.shape[-1] != width * (1 + len(inner)):
+        raise ValueError(
+            f"{type(source).__name__} is trained on the states before the final norm and taps "
+            f"{list(inner)}, {width * (1 + len(inner))} numbers a row; got {states.shape[-1]}; "
+            "make the PolicyTrainer with taps=inner_taps(source)"
+        )
+    before, *behind = jnp.split(states, 1 + len(inner), axis=-1)
+    named = {"pre_norm": before, "post_norm": normed, **dict(zip(inner, behind, strict=True))}
+    taps = [named[tap] for tap in source.needs.taps]
+    return jnp.concatenate([before[..., :0], *taps], axis=-1)
+
+
 def head_loss(
     cfg: ModelConfig,
     draft: DraftConfig,
@@ -146,31 +183,33 @@ def head_loss(
     head_params: Params,
     policy: Params,
     batch: Mapping[str, Array],
-    states: Float[Array, "R S D"],
+    states: Float[Array, "R S N"],
     context: Context | None = None,
+    source: Draft | None = None,
 ) -> tuple[Array, dict[str, Array]]:
     """Mean loss of the head over one packed micro-batch, averaged over its recursive steps.
 
     Args:
-      policy: see `frozen_policy_parts`. states: the policy's, before the final norm. Neither
-        carries a gradient, whatever the caller differentiates.
+      policy: see `frozen_policy_parts`. states: the policy's, before the final norm, and behind
+        them those of `inner_taps`. Neither carries a gradient, whatever the caller differentiates.
       context: how rows are split over devices; batch and states are in its order.
+      source: whose loss it is; None: the model's own head.
 
     Returns:
       (loss, sums): per step `mtp_loss_sum`, `mtp_top1`, `mtp_overlap` and `mtp_tokens`, each [K].
     """
     policy, states = jax.lax.stop_gradient((policy, states))
-    head: MTPHead = nnx.merge(head_graphdef(cfg), head_params)
+    source = source or head_of(cfg)
     tokens, segments = batch["tokens"], batch["segment_ids"]
-    normed = rms_norm(states, policy["norm"], cfg.rms_norm_eps)
+    normed = rms_norm(states[..., : cfg.hidden_size], policy["norm"], cfg.rms_norm_eps)
     weight = policy["embed"].T if cfg.tie_embeddings else policy["lm_head"]
-    hidden = states if cfg.mtp_target_hidden == "pre_norm" else normed
+    hidden = _tapped(source, states, normed)
     targets = [
         draft_targets(tokens, batch["loss_mask"], segments, k, context)
         for k in range(draft.unroll_steps)
     ]
     embedded = [embed_tokens(policy["embed"], t.inputs, cfg) for t in targets]
-    outputs = head.unroll(hidden, embedded, batch["positions"], segments, context)
+    outputs = source.unroll(head_params, hidden, embedded, batch["positions"], segments, context)
     policy_logits = lm_logits(normed, weight)
     total, weights, sums = 0.0, 0.0, []
     for k, (out, target) in enumerate(zip(outputs, targets, strict=True)):
@@ -192,7 +231,11 @@ def head_loss(
 
 
 class DraftTrainer:
-    """One jitted program: an optimizer step of the head on one micro-batch."""
+    """One jitted program: an optimizer step of the head on one micro-batch.
+
+    Args:
+      cfg: of the policy. source: what is trained, see `Draft.unroll`; None: the model's own head.
+    """
 
     def __init__(
         self,
@@ -202,10 +245,16 @@ class DraftTrainer:
         mesh: jax.sharding.Mesh | None = None,
         context: Context | None = None,
         attention: str = "auto",
+        source: Draft | None = None,
     ):
-        cfg = settled(cfg, mesh, attention, "the head's training attention", context)
+        source = source or head_of(cfg)
+        if source.network is not None:
+            whose = "the head's training attention"
+            network = settled(source.network, mesh, attention, whose, context)
+            source = source.with_network(network)
         self.cfg, self.draft, self.mesh, self.temperature = cfg, draft, mesh, temperature
-        self.context, self.axes = context, weight_axes(cfg)
+        self.source, self.context = source, context
+        self.axes = merge_axes([param_axes(cfg), source.axes()])
         self.optimizer = draft.optimizer()
         program = sharding.traced_on(mesh, self._update_program)
         self._update = jax.jit(program, donate_argnums=(0, 1), out_shardings=self._shardings())
@@ -219,7 +268,7 @@ class DraftTrainer:
         """Of the head, its optimizer state, and metric sums."""
         if self.mesh is None:
             return None
-        head = jax.eval_shape(functools.partial(init_head_params, self.cfg))
+        head = jax.eval_shape(functools.partial(self.source.init, 0))
         return (
             sharding.param_shardings(self.mesh, head, self.axes),
             sharding.param_shardings(
@@ -234,7 +283,8 @@ class DraftTrainer:
     def update(
         self, head: Params, opt_state, policy: Params, batches: Sequence, states: Sequence[Array]
     ):
-        """Trains on micro-batches [R S] with their policy states [R S D], `epochs` times over.
+        """Trains on micro-batches [R S] with their policy states, see `head_loss`, `epochs` times
+        over.
 
         `head` and `opt_state` are donated.
 
@@ -269,9 +319,8 @@ class DraftTrainer:
 
         def loss(head):
             head = sharding.pin_gathered(self.mesh, head, self.axes)
-            return head_loss(
-                self.cfg, self.draft, self.temperature, head, policy, batch, states, self.context
-            )
+            given = head, policy, batch, states, self.context, self.source
+            return head_loss(self.cfg, self.draft, self.temperature, *given)
 
         (_, sums), gradients = jax.value_and_grad(loss, has_aux=True)(head)
         gradients, head32 = jax.tree.map(lambda a: a.astype(jnp.float32), (gradients, head))

@@ -207,9 +207,8 @@ class Shapes:
 
     def states(self) -> jax.ShapeDtypeStruct:
         """The policy's states of a micro-batch."""
-        rows, length = self.cfg.packing.rows, self.cfg.packing.row_length
-        shape = (rows, length, self.model.hidden_size)
-        return self._rows(jax.ShapeDtypeStruct(shape, np.dtype(self.model.run.compute_dtype)))
+        packing = self.cfg.packing
+        return self._rows(self.built.policy.states_shape(packing.rows, packing.row_length))
 
     def _rows(self, array) -> jax.ShapeDtypeStruct:
         return sharding.shapes(array, self.mesh, lambda mesh, _: sharding.rows_sharding(mesh))

@@ -227,8 +227,9 @@ class PolicyTrainer:
           keep: micro-batches whose states somebody needs, the first ones; None: all.
 
         Returns:
-          params, opt_state, of `keep` micro-batches the states [R S D] before the final norm (of
-          the old parameters, without gradient), and metric sums with `grad_norm`.
+          params, opt_state, of `keep` micro-batches the states [R S N] before the final norm and
+          behind them the taps (of the old parameters, without gradient), and metric sums with
+          `grad_norm`.
         """
         gradients, states, sums = self._zeros(params), [], []
         for batch in batches:
@@ -245,9 +246,14 @@ class PolicyTrainer:
         """Log-probabilities of all tokens, by the same arithmetic as the update's."""
         return self._score(params, batch)
 
-    def states(self, params: Params, batch: Batch) -> Float[Array, "R S D"]:
+    def states(self, params: Params, batch: Batch) -> Float[Array, "R S N"]:
         """The states that `update` hands out, without an update."""
         return self._states(params, batch)
+
+    def states_shape(self, rows: int, length: int) -> jax.ShapeDtypeStruct:
+        """Of the states of a micro-batch."""
+        shape = rows, length, self.cfg.hidden_size * (1 + len(self.taps))
+        return jax.ShapeDtypeStruct(shape, np.dtype(self.cfg.run.compute_dtype))
 
     # --- programs ----------------------------------------------------------------------------
 

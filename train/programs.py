@@ -26,7 +26,7 @@ from specjax.parallel import distributed
 from specjax.parallel.context import context_of
 from specjax.speculation import ControlSection
 from specjax.spelling import spelled
-from train.draft import DraftTrainer
+from train.draft import DraftTrainer, head_of, inner_taps
 from train.engines import Mesh, build_engines
 from train.policy import PolicyTrainer, rl_loss
 from train.processed import Transforms
@@ -217,6 +217,8 @@ def build_programs(
     loss = rl_loss(cfg.algo, on_policy(cfg), stale=roll.partial)
     context, kernel = context_of(cfg.mesh, mesh), cfg.attention
     chunk_features(cfg, model)
+    trains = speculate and cfg.draft.mode == "online"
+    trained = (source or head_of(model)) if trains else None
     policy = PolicyTrainer(
         model,
         loss,
@@ -226,11 +228,12 @@ def build_programs(
         context,
         attention=kernel,
         transforms=transforms(cfg, model),
+        taps=inner_taps(trained) if trains else (),
     )
     draft, pieces = None, []
-    if speculate and cfg.draft.mode == "online":
+    if trains:
         train_head = functools.partial(
-            DraftTrainer, model, cfg.draft, roll.temperature, attention=kernel
+            DraftTrainer, model, cfg.draft, roll.temperature, attention=kernel, source=trained
         )
         draft = train_head(mesh, context)
         if trains_in_replicas(cfg, mesh):

@@ -46,7 +46,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from specjax.config import ModelConfig
 from specjax.models.transformer import Params
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
@@ -256,13 +255,14 @@ class SpotTraining:
         self.in_gaps = self.after = 0
         self.seconds = 0.0
 
-    def warm_up(
-        self, model: ModelConfig, head: Params, opt_state, policy: Params, rows: int, length: int
-    ) -> None:
+    def warm_up(self, head: Params, opt_state, policy: Params, shape: jax.ShapeDtypeStruct) -> None:
         """Compiles an update for every replica, on padding, so that no gap has to; nothing is
-        learned from that."""
-        batch = empty_batch(rows, length)
-        states = np.zeros((rows, length, model.hidden_size), jnp.dtype(model.run.compute_dtype))
+        learned from that.
+
+        Args:
+          shape: of a micro-batch's states, see `PolicyTrainer.states_shape`.
+        """
+        batch, states = empty_batch(*shape.shape[:2]), np.zeros(shape.shape, shape.dtype)
         entry = Entry(0, {name: batch[name] for name in FIELDS}, states)
         self._begin([entry], head, opt_state, policy)
         replicas = [*range(len(self.places) if self.gaps else 1)] if self.places else []

@@ -247,7 +247,8 @@ class Trainer:
             self.policy.logprobs(self.params, self.policy.place(batch))
         if self.spot is not None:
             shape = self.cfg.packing.rows, self.cfg.packing.row_length
-            self.spot.warm_up(self.model, self.head, self.draft_opt, self.params, *shape)
+            states = self.policy.states_shape(*shape)
+            self.spot.warm_up(self.head, self.draft_opt, self.params, states)
         return self._start_up
 
     # --- one step ----------------------------------------------------------------------------

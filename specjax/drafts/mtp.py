@@ -300,6 +300,13 @@ class MTPSource(Draft):
     def axes(self) -> Axes:
         return weight_axes(self.cfg)
 
+    def init(self, seed: int) -> Params:
+        return init_head_params(self.cfg, seed)
+
+    def unroll(self, params, states, embedded, positions, segments, context=None) -> list[Array]:
+        head: MTPHead = nnx.merge(head_graphdef(self.cfg), params)
+        return head.unroll(states, embedded, positions, segments, context)
+
     def with_network(self, cfg: ModelConfig) -> MTPSource:
         return dataclasses.replace(self, cfg=cfg)
 
