@@ -59,7 +59,7 @@ class Fused(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Which part of a tensor: along `axis` of it, `start` to `stop` in steps, of `size` in all."""
+    """A part of a tensor: along `axis` of it, `start` to `stop` in steps, of `size` in all."""
 
     axis: int
     start: int
@@ -127,7 +127,7 @@ class Param:
 
 
 class Memory(NamedTuple):
-    """What is kept of each sequence between forward passes, of one layer or of a whole model.
+    """What a layer, or a whole model, keeps of each sequence between forward passes.
 
     Of a whole model both are tuples with an entry per layer; where layers are scanned, per layer of
     the repeating pattern, with the repetitions in an axis of their own (see `specjax.memory`).
@@ -156,7 +156,7 @@ class Scratch(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Bytes of `Memory`: of one page, and of one slot."""
+    """The bytes that a `Memory` takes: of one page, and of one slot."""
 
     page: int
     slot: int
@@ -210,11 +210,11 @@ class Where:
     context: Any = None
 
     def rotated_by(self, rotation: Any) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"]]:
-        """Cosines and sines of one of the model's rotary embeddings."""
+        """Returns the cosines and sines of one of the model's rotary embeddings."""
         return next(angles for which, angles in self.angles if which == rotation)
 
     def sees(self, rows: int) -> Bool[Array, "*B T R"]:
-        """Whether row t is row j or comes behind it: the mask of a causal layer.
+        """The mask [.. T R] of a causal layer: whether row t is row j or comes behind it.
 
         Args:
           rows: R of them, those that `scratch` held included.
@@ -230,7 +230,7 @@ class Where:
 
 
 class Forward(NamedTuple):
-    """What a forward pass brings.
+    """The result of a forward pass: the states of its rows, and what else was computed of them.
 
     Attributes:
       x: [B T D] states before the final norm.
@@ -248,7 +248,7 @@ class Forward(NamedTuple):
 
     @property
     def tapped(self) -> Float[Array, "B T N"]:
-        """The taps side by side in the last axis; no columns where there are none."""
+        """Returns the taps side by side in the last axis; no columns where there are none."""
         return jnp.concatenate(self.taps, axis=-1) if self.taps else self.x[..., :0]
 
 
@@ -263,6 +263,7 @@ class Family(Protocol):
     `Param`: a family can only choose among them in `read`, and name them.
 
     Attributes:
+      model_type: in config.json; the name in the table.
       layer_prefix: how the names of a layer's tensors begin, with `{}` for its number from 0.
       architecture: the class of transformers, for `architectures`.
       head_style: how an MTP head is named in the model's own files, a name in `HEAD_STYLES` of
@@ -276,7 +277,7 @@ class Family(Protocol):
     head_style: str | None
 
     def read(self, keys: Any) -> Any:
-        """The `ModelConfig` that a config.json means.
+        """Reads the `ModelConfig` that a config.json means.
 
         Token ids, dtypes and the switches of an MTP head are read for all families alike, and put
         in afterwards.
@@ -290,14 +291,14 @@ class Family(Protocol):
         """
 
     def write(self, cfg: Any) -> dict[str, Any]:
-        """What of config.json `read` reads, in a form that transformers reads too.
+        """Returns the part of config.json that `read` reads, in a form that transformers reads too.
 
         Raises:
           UnsupportedModelError: the family cannot express the config.
         """
 
     def stored(self, cfg: Any, layer: Any | None) -> Mapping[str, Place]:
-        """Where the arrays of a layer lie, by the names of `specjax.models.rows.layer_rows`.
+        """Says where the arrays of a layer lie in files, by the names of `specjax.models.rows.layer_rows`.
 
         Args:
           layer: None: those outside the layers, of `specjax.models.rows.top_rows`; the
@@ -305,7 +306,7 @@ class Family(Protocol):
         """
 
     def zeros(self, cfg: Any, layer: Any) -> Mapping[str, tuple[int, ...]]:
-        """Tensors of a layer that its files may hold and that must be zero, with their shapes.
+        """Lists tensors that files may hold of a layer and that must be zero, with their shapes.
 
         They are named without the layer's prefix, and written as zeros.
         """
@@ -314,23 +315,42 @@ class Family(Protocol):
 class Mixer(Protocol):
     """How a layer mixes positions. Implementations are frozen dataclasses: their own config.
 
-    `w` is the layer's dict of arrays by the names of `params`. Everything is a pure function.
+    All methods are pure functions. `w` holds the arrays of the layer by the names of `params`;
+    where decoding fuses projections, by those of `Param.fused`. What is a `Param.matrix` may be a
+    `Weight` there: multiply by `specjax.weights.matrix.dot`, which takes either.
 
     Attributes:
       kind: a name, for messages and sizes. A derived class inherits it: what a mixer computes is
         told by its class, and by nothing else.
-      rotation: hashable, names its rotary embedding, which layers share; then it has
-        `angles(positions)` as well, see `Where.rotated_by`. None: it has none.
+      rotation: what decides the angles of its rotary embedding, hashable; layers with equal ones
+        share them. None: it has no rotary embedding, and needs no method `angles`.
     """
 
     kind: str
     rotation: Any
 
     def params(self, width: int) -> Mapping[str, Param]:
-        """Its arrays by name, for a model of this width, without its norm."""
+        """Returns the rows of the mixer's arrays by name, without the layer's norm.
+
+        Args:
+          width: D of the model.
+        """
+
+    def angles(
+        self, positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"]]:
+        """Computes the cosines and sines of the rotary embedding at some positions.
+
+        It is called once per forward pass for each `rotation` of the model, and `run` gets the
+        result by `where.rotated_by(self.rotation)`.
+        """
 
     def empty(self, run: Any, room: Room) -> Memory:
-        """The memory of one layer, as before the first token of every sequence."""
+        """Makes the memory of one layer, as before the first token of every sequence.
+
+        Args:
+          run: the `RunConfig`, for the dtype.
+        """
 
     def run(
         self,
@@ -340,7 +360,7 @@ class Mixer(Protocol):
         memory: Memory | None,
         scratch: Scratch | None,
     ) -> tuple[Float[Array, "B T D"], Scratch]:
-        """The rows after mixing, without the residual, and what they would leave behind.
+        """Mixes rows; returns them without the residual, and what they would add to the memory.
 
         A row that is not finite may reach the rows that see it, and no other: zero times NaN is NaN
         (see `specjax.memory.with_marked_keys`).
@@ -350,6 +370,10 @@ class Mixer(Protocol):
           scratch: buffers with room for all rows of a round, of which those run before fill the
             first `where.held`; to be returned with these rows filled in, see
             `specjax.memory.append_rows`. None: these rows are the first.
+
+        Raises:
+          NotImplementedError: it cannot be computed so, with packed rows that are split over
+            devices (`where.context`) say, or with `scratch`; the message names the setting.
         """
 
     def run_again(
@@ -371,9 +395,10 @@ class Mixer(Protocol):
         """
 
     def advance(self, slots: Any, rows: Any, count: Int[Array, " B"]) -> Any:
-        """`Memory.slots` of one layer after the first `count` of some rows were accepted.
+        """Advances `Memory.slots` of one layer over the first `count` of some rows.
 
-        Pages need no such method: accepted rows are written to them as they are.
+        It is called only where `empty` makes slots. Pages need no such method: accepted rows are
+        written to them as they are.
 
         Args:
           rows: `Scratch.slots` of E rows that follow each other [B E ..], a path of the tree.
@@ -385,6 +410,9 @@ class Mixer(Protocol):
 class Mlp(Protocol):
     """How a layer works on each row by itself. Implementations are frozen dataclasses.
 
+    All methods are pure functions, and `w` is as in `Mixer`: multiply by
+    `specjax.weights.matrix.dot`.
+
     Attributes:
       kind: a name, as of a `Mixer`.
     """
@@ -392,7 +420,7 @@ class Mlp(Protocol):
     kind: str
 
     def params(self, width: int) -> Mapping[str, Param]:
-        """Its arrays by name, without its norm."""
+        """Returns the rows of the mlp's arrays by name, without the layer's norm."""
 
     def run(
         self,
@@ -401,11 +429,11 @@ class Mlp(Protocol):
         where: Where,
         given: Int[Array, "B T ..."] | None = None,
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T ..."] | None]:
-        """The rows, without the residual, and facts about each row: which experts it chose.
+        """Works on rows; returns them without the residual, and facts: which experts a row chose.
 
         Facts are int32, and of one shape in all layers of a model that have any; an engine refuses
-        others. Those of emitted tokens come out beside them (`SampleOutput.records`), and a trainer
-        gives them back.
+        others. None: the layer has none. Those of emitted tokens come out beside them
+        (`SampleOutput.records`), and a trainer gives them back.
 
         Args:
           given: such facts, to be used again; negative where there are none of a row: choose.
@@ -417,7 +445,7 @@ class Mlp(Protocol):
 
 
 class Needs(NamedTuple):
-    """What a draft asks of the target and of the engine.
+    """The states, tokens and samples that a draft asks of the target and of the engine.
 
     Attributes:
       taps: which hidden states of the target it is given: a number of layers that have run (0: the
@@ -470,7 +498,7 @@ class Level(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """What a draft says about the tokens below R rows.
+    """The tokens that a draft proposes below R rows, with their scores.
 
     Attributes:
       scores: [B R C] raw logits, float32; -inf is a token that is not proposed.
@@ -509,7 +537,7 @@ class Draft(Protocol):
 
     @classmethod
     def of(cls, target: Any, spec: Any) -> Draft:
-        """The draft for a target.
+        """Makes the draft for a target.
 
         Args:
           target: its `ModelConfig`. spec: the `SpecConfig` that names this draft.
@@ -520,7 +548,7 @@ class Draft(Protocol):
         return cls()
 
     def load(self, spec: Any) -> Params:
-        """Its parameters, in the layout in which it drafts.
+        """Loads the draft's parameters, in the layout in which it drafts.
 
         Args:
           spec: the `SpecConfig` that names this draft; `draft_model` may say where they lie.
@@ -559,19 +587,19 @@ class Draft(Protocol):
         )
 
     def with_network(self, cfg: Any) -> Draft:
-        """The same draft with another config of its network: the engine has chosen the kernels."""
+        """Returns the draft with another config of its network: the engine chose the kernels."""
         raise NotImplementedError
 
     def axes(self) -> Axes:
-        """The logical axes of its parameters by their names, see `Param`."""
+        """Returns the logical axes of the draft's parameters by their names, see `Param`."""
         return {}
 
     def pack(self, params: Params) -> Params:
-        """Parameters as they are multiplied by, where the network's config asks for packed ones."""
+        """Puts parameters into the format that the network's config has chosen for matrices."""
         return params
 
     def columns(self, params: Params, target: Params, ids: Int[Array, " C"]) -> Params:
-        """What it needs to draft from some tokens alone: the entry `vocabulary` of its parameters.
+        """Makes the entry `vocabulary` of its parameters, to draft from some tokens alone.
 
         Args:
           params: its own, packed. target: the target's, in their decode layout. ids: ascending.
@@ -585,7 +613,7 @@ class Draft(Protocol):
         )
 
     def store(self) -> Any:
-        """What it keeps of samples that have ended before there is one: NumPy arrays.
+        """Makes what the draft keeps of samples that have ended, before there is one: NumPy arrays.
 
         They are the entry `history` of its parameters, on every device; it is asked for where
         `needs.history` is set.
@@ -593,7 +621,7 @@ class Draft(Protocol):
         raise NotImplementedError
 
     def feed(self, store: Any, samples: Sequence[Sample]) -> Any:
-        """What it keeps once these samples have ended, too: arrays of the same shapes and types.
+        """Takes in samples that have ended; returns arrays of the same shapes and types.
 
         The host calls it between chunks, and not under `block` and `recursive`: what a request drew
         with its own noise must not decide what it is offered when it runs again.
@@ -604,15 +632,15 @@ class Draft(Protocol):
         raise NotImplementedError
 
     def margin(self, steps: int) -> int:
-        """Positions past the longest sequence that it may write to, in rounds of `steps` steps."""
+        """Counts the positions past the longest sequence that rounds of so many steps write to."""
         return 0
 
     def cost(self, page_size: int) -> Cost:
-        """Bytes of its memory."""
+        """Counts the bytes of the draft's memory."""
         return Cost(0, 0)
 
     def empty(self, room: Room, steps: int) -> Memory:
-        """Its memory before the first sequence, as it is between chunks of up to `steps` steps.
+        """Makes the memory of the draft, as it is between chunks of rounds of up to `steps` steps.
 
         Pages are reached by the tables of the target's.
         """
@@ -629,7 +657,7 @@ class Draft(Protocol):
         table: Table,
         run: int = 1,
     ) -> Any:
-        """Its pages after positions start .. start + T - 1 of R prompts; those before are known.
+        """Writes positions start .. start + T - 1 of R prompts to its pages, behind those before.
 
         Args:
           tokens: from `start` on, N = T + needs.states of them; what is not known yet is arbitrary.
@@ -644,7 +672,7 @@ class Draft(Protocol):
         prompt_len: Int[Array, " R"],
         states: Float[Array, "R Q D"] | None,
     ) -> Any:
-        """Slots of R sequences at their beginning.
+        """Makes the slots of R sequences at their beginning.
 
         Args:
           tokens: the first `prompt_len` are the prompt.
@@ -653,17 +681,17 @@ class Draft(Protocol):
         return None
 
     def resume(self, model: Any, params: Params, state: Any, steps: int) -> Memory:
-        """Memory for rounds of `steps` steps, whatever has been emitted since it last drafted."""
+        """Makes memory ready for rounds of `steps` steps, whatever was emitted since it drafted."""
         return state.draft
 
     def pause(self, memory: Memory, between: Any) -> Memory:
-        """Memory as it is between chunks; the slots `between` show the shapes."""
+        """Returns memory as it is between chunks, with slots of the shapes of `between`."""
         return memory
 
     def begin(
         self, model: Any, params: Params, state: Any, steps: int, total: int
     ) -> tuple[Proposal, Any]:
-        """Takes in what the last round emitted; what may follow the root, and work for `step`.
+        """Takes in what the last round emitted; returns what may follow the root, and work.
 
         Args:
           total: rows that all levels of the round expand, without the root.
@@ -671,17 +699,19 @@ class Draft(Protocol):
         raise NotImplementedError
 
     def step(self, model: Any, params: Params, work: Any, level: Level) -> tuple[Proposal, Any]:
-        """What may follow each row of a level, and work for the next."""
+        """Proposes what may follow each row of a level; returns work for the next one as well."""
         raise NotImplementedError
 
     def commit(
         self, memory: Memory, work: Any, hidden: Float[Array, "B E D"], count: Int[Array, " B"]
     ) -> Memory:
-        """Memory after tokens were emitted.
+        """Takes in that tokens were emitted; returns the memory after them.
 
         Args:
-          work: of the round's last `step`; None after rounds of plain decoding.
-          hidden: the target's states of the rows that decided these tokens, the root's first.
+          work: of the round's last `step`, or of `begin` where there was none; None after rounds of
+            plain decoding.
+          hidden: the target's states of the rows that decided these tokens, the root's first. After
+            plain decoding without `needs.window`, E and D are 0.
           count: tokens emitted; 0 where a slot does not run, whose memory may not change.
         """
         return memory
@@ -700,6 +730,10 @@ class Weight(Protocol):
     name in `specjax.weights.matrix` says. Without it that function multiplies by one matrix after
     the other.
 
+    Joining is a function, `specjax.weights.matrix.join`, and no method: projections that are fused
+    may be in different formats (some of them left as arrays by `pack`), so that no one class could
+    hold the result.
+
     Attributes:
       exact: of the class: nothing is rounded, so that tokens stay what they are. `auto` takes only
         such a format, and only of such are checksums compared where weights arrive.
@@ -711,35 +745,41 @@ class Weight(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """I O, with the leading dimensions of a stack before them."""
+        """The sizes I and O, with the leading dimensions of a stack before them."""
 
     @classmethod
     def refuses(cls, device: Any, cfg: Any) -> str | None:
-        """Why a model cannot have it on a `Device`; None: it can."""
+        """Says why a model cannot have this format on a `Device`; None: it can.
+
+        A `specjax.kernels.backend.Unsuited` is a reason that is nothing to warn of.
+        """
 
     @classmethod
     def pack(cls, array: Float[Array, "I O"], table: bool) -> Weight | None:
-        """The matrix in this format, inside a jit; None: it stays an array.
+        """Puts a matrix into this format, inside a jit; None: it stays an array.
 
         Args:
           table: its rows are looked up, and perhaps its transpose is multiplied with.
         """
 
     def unpack(self) -> Float[Array, "I O"]:
-        """The matrix as an array: drafts take some of its columns."""
+        """Returns the matrix as an array: drafts take some of its columns."""
 
     def part_axes(self, axes: tuple[str | None, ...]) -> Any:
-        """A tree like it, with the logical axes of each leaf, from those of the array [I O], or of
-        a stack [N I O]."""
+        """Returns a tree like it with the logical axes of each leaf, by those of the array.
+
+        Args:
+          axes: of the array [I O], or of a stack [N I O].
+        """
 
     def dot(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
-        """`x @ matrix`."""
+        """Computes `x @ matrix`."""
 
     def dot_t(self, x: Float[Array, "... O"]) -> Float[Array, "... I"]:
-        """`x @ matrix.T`: a language-model head that is the embedding."""
+        """Computes `x @ matrix.T`, for a language-model head that is the embedding."""
 
     def rows(self, ids: Int[Array, "..."]) -> Float[Array, "... O"]:
-        """Rows of the matrix: embeddings. Ids are in range."""
+        """Looks up rows of the matrix, embeddings; ids are in range."""
 
 
 class Reader(Protocol):
@@ -748,33 +788,37 @@ class Reader(Protocol):
     Config and names are those of Hugging Face, so that families need not know of formats: what
     they refuse in config.json is refused in any format.
 
+    Attributes:
+      file: the path that messages about the config name.
+      has_tokenizer: whether `tokenizer` may find one.
+
     Raises:
       specjax.checked_json.CheckpointError: a file is absent or damaged; one line.
       specjax.checked_json.UnsupportedModelError: it asks for what cannot be computed.
     """
 
-    file: Any  # the path that messages about the config name
+    file: Any
     has_tokenizer: bool
 
     @staticmethod
     def recognises(path: Any) -> bool:
-        """Whether a path holds a checkpoint of this format; it may not be there at all."""
+        """Says whether a path holds a checkpoint of this format; it may not be there at all."""
 
     def config(self) -> dict[str, Any]:
-        """What config.json would hold."""
+        """Returns what config.json would hold."""
 
     def generation(self) -> dict[str, Any]:
-        """What generation_config.json would hold; empty where nothing is asked for."""
+        """Returns what generation_config.json would hold; empty where nothing is asked for."""
 
     def tensors(self) -> Mapping[str, Any]:
-        """The tensors by the names of Hugging Face, with projections `[out, in]`.
+        """Returns the tensors by the names of Hugging Face, with projections `[out, in]`.
 
         Each has a `shape`, a `dtype` by its name in numpy (`float32`, `bfloat16`), and reads what
         it is indexed with, a slice per dimension, into an array of numpy. They may be arrays.
         """
 
     def tokenizer(self) -> Any:
-        """A tokenizer of transformers that the checkpoint holds; None: it holds none."""
+        """Returns a tokenizer of transformers that the checkpoint holds; None: it holds none."""
 
 
 class Device(NamedTuple):
@@ -817,7 +861,7 @@ class Backend(Protocol):
     environment: tuple[str, ...]
 
     def refuses(self, operation: str, device: Device | None, cfg: Any) -> str | None:
-        """Why it cannot be used for an operation of a model on a device; None: it can.
+        """Says why it cannot be used for an operation of a model on a device; None: it can.
 
         A `specjax.kernels.backend.Unsuited` is a reason that is nothing to warn of.
 
@@ -869,7 +913,7 @@ class Objective(Protocol):
     """
 
     def advantages(self, rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-        """The advantage of each sample, from the rewards of P prompts with G samples each.
+        """Computes the advantage of each sample, from rewards of P prompts with G samples each.
 
         Raises:
           ValueError: rewards of which none can be made.
@@ -882,10 +926,10 @@ class Objective(Protocol):
         segments: Int[Array, "R S"],
         loss_mask: Float[Array, "R S"],
     ) -> tuple[Float[Array, "R S"], dict[str, Float[Array, "R S"]]]:
-        """The loss of each token, and what is logged of it by name, as a mean over loss tokens.
+        """Computes the loss of each token, and what is logged by name as a mean over loss tokens.
 
         Outside of the loss mask the log-probabilities are 0, and what is returned may be anything
-        finite.
+        finite. Names that `train.loss` logs itself are refused.
 
         Args:
           segments: 1, 2, ... along a row, one for each sample; 0 is padding.
@@ -898,7 +942,7 @@ class Objective(Protocol):
         segments: Int[Array, "R S"],
         counts: Denominators,
     ) -> Float[Array, "R S"]:
-        """The weight of each token, 0 outside of the loss mask.
+        """Computes the weight of each token, 0 outside of the loss mask.
 
         Args:
           counts: of the whole update, so that micro-batches add up.
@@ -907,7 +951,7 @@ class Objective(Protocol):
 
 @runtime_checkable
 class Task(Protocol):
-    """What a row of a data set means. `train.tasks.layout.Layout` makes one of functions.
+    """The meaning of a row of a data set; `train.tasks.layout.Layout` makes one of functions.
 
     Attributes:
       name: as in `data.task`, for messages.
@@ -923,11 +967,10 @@ class Task(Protocol):
     template: str
 
     def recognises(self, columns: Collection[str]) -> bool:
-        """Whether rows with these columns are of this task."""
+        """Says whether rows with these columns are of this task."""
 
     def read(self, row: Mapping[str, Any]) -> Any:
-        """The `train.tasks.layout.Example` that a row is: prompt, gold answer, demonstration, and
-        further columns for rewards.
+        """Reads a row as a `train.tasks.layout.Example`: prompt, gold answer, and what else it has.
 
         Raises:
           train.tasks.layout.RowError: a column is not as expected.
