@@ -76,7 +76,7 @@ def attention_operations(layers: Sequence[Layer], pairs: int) -> int:
 
 
 def _attention(layers: Sequence[Layer]) -> list[Any]:
-    """The mixers of layers.
+    """The mixers of layers that have attention alone.
 
     Raises:
       ValueError: some are not attention, whose costs are all that is known here.

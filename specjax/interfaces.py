@@ -298,7 +298,7 @@ class Family(Protocol):
         """
 
     def stored(self, cfg: Any, layer: Any | None) -> Mapping[str, Place]:
-        """Says where the arrays of a layer lie in files, by the names of `models.rows.layer_rows`.
+        """Says where files hold the arrays of a layer, by the names of `models.rows.layer_rows`.
 
         Args:
           layer: None: those outside the layers, of `specjax.models.rows.top_rows`; the

@@ -90,7 +90,7 @@ def bytes_of(tree: Any) -> int:
 
 
 class Commit(NamedTuple):
-    """Where accepted rows go.
+    """The places that accepted rows are written to.
 
     Attributes:
       start: [B] position of the first row. table: the pages of each sequence.
@@ -176,7 +176,7 @@ def put_slots(slots: Any, who: Int[Array, " b"], new: Any) -> Any:
 
 
 def choose_slots(first: Bool[Array, " b"], slots: Any, others: Any) -> Any:
-    """Of each sequence one of two slots."""
+    """Takes one of two slots for each sequence."""
 
     def one(x, y):
         return jnp.where(first.reshape(-1, *(1,) * (x.ndim - 1)), x, y)

@@ -22,7 +22,7 @@ METHODS = ("advantages", "per_token", "weights")  # of `Objective`
 
 @dataclass
 class AlgoSection:
-    """What all objectives have in common; their own options follow in `algo_section`.
+    """The settings that all objectives have; their own options follow in `algo_section`.
 
     Attributes:
       kl_loss_coef: weight of the k3 estimate of KL(policy || reference); 0 needs no reference.

@@ -309,7 +309,7 @@ class Group:
                 old=_decode(r["old"], "<f4"),
                 versions=[tuple(run) for run in r["versions"]],
                 finish=r["finish"],
-                reward=r.get("reward"),  # checkpoints of old have none: it is found again
+                reward=r.get("reward"),  # older checkpoints have none: it is computed again
                 failed=r.get("failed", False),
                 transformed=(t := r.get("transformed")) and _decode(t, "<f4"),
                 records=(f := r.get("records"))

@@ -292,7 +292,7 @@ def _count(program: Program, given: Mapping[str, float], shapes: Shapes) -> Cost
 
 
 def drafter(shapes: Shapes) -> tuple[ModelConfig, tuple[Layer, ...]]:
-    """The config that what drafts follows, and its layers: the policy's and those of its head's
+    """The config and the layers of what drafts: the policy's config and the layers of its head's
     modules, or those of a draft model."""
     if isinstance(shapes.source, ModelSource):
         return shapes.source.cfg, shapes.source.cfg.layers

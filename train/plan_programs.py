@@ -161,7 +161,7 @@ class Shapes:
         return sharding.shapes(made, self.mesh, self._shardings(self.model))
 
     def _shardings(self, model: ModelConfig) -> Callable:
-        """Of a model's weights and a head's, see `sharding.shapes`."""
+        """The shardings of a model's weights and of a head's, see `sharding.shapes`."""
         return functools.partial(sharding.param_shardings, axes=weight_axes(model))
 
     def _source(self) -> tuple[Draft, Params | None]:

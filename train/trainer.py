@@ -500,7 +500,7 @@ class Trainer:
           ConfigError: it was made with other settings. CheckpointError: it cannot be used.
         """
         _, meta = checkpoints.restore(step, {})
-        # Keys that a checkpoint of before lacks have the defaults of the usual objective.
+        # A checkpoint written before objectives had options lacks their keys: defaults.
         require_same_settings(meta.get("settings", {}), self.fingerprint(), RLConfig)
         found = self.trees()
         found.pop("replay", None)

@@ -89,7 +89,7 @@ HEAD_STYLES = {
 
 
 def order_of(family: Family) -> str | None:
-    """In which order the files of a family have the input of a head; None: in either."""
+    """The order in which the files of a family have the input of a head; None: in either."""
     return None if family.head_style is None else HEAD_STYLES[family.head_style].concat
 
 
@@ -112,7 +112,7 @@ class Slot(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the parameter."""
+        """The shape of the parameter."""
         return self.row.shape if self.layers is None else (self.layers, *self.row.shape)
 
     @property

@@ -36,5 +36,5 @@ class RunConfig:
 
     @property
     def decode_layout(self) -> str:
-        """Of the parameters that decode: `stacked` or `unrolled`, see `models.transformer`."""
+        """The layout of decoding parameters: `stacked` or `unrolled`, see `models.transformer`."""
         return "stacked" if self.scan_layers else "unrolled"

@@ -38,7 +38,7 @@ class Columns(NamedTuple):
         return Columns(ids, self.vocab), scores
 
     def masked(self, scores: Float[Array, "B R C"]) -> Float[Array, "B R C"]:
-        """-inf in columns that stand for no token, or for one that has a column already.
+        """Scores with -inf in columns that stand for no token, or for one with a column already.
 
         Two children of a node with one token would both be accepted, so that what a draft says of
         its ids is not taken on trust: of shared ones those that do not ascend count as none.

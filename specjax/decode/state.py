@@ -92,7 +92,7 @@ def empty_state(plan: Plan, room: Room) -> DecodeState:
 
 
 def prefix_lengths(state: DecodeState) -> Int[Array, " B"]:
-    """How much of the pages a round reads; a slot that does not run must cost nobody time."""
+    """The positions [B] that a round reads of the pages: 0 for a slot that does not run."""
     return jnp.where(state.finish == RUNNING, state.length - 1, 0)
 
 

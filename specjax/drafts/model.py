@@ -110,7 +110,7 @@ class ModelSource(Draft):
         return to_format(cast(params, self.cfg.run.compute_dtype), self.cfg)
 
     def columns(self, params: Params, target: Params, ids) -> Params:
-        """Ids that the draft does not have stand for no token."""
+        """See `Draft.columns`; ids that the draft model does not have become those of no token."""
         head = vocabulary.head_of(params)
         ids = jnp.where(ids < head.shape[1], ids, self.vocab)
         return vocabulary.columns(head, ids, self.cfg)

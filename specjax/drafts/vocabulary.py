@@ -25,7 +25,7 @@ def head_of(params: Params) -> Float[Array, "D V"]:
 
 
 def columns(head: Float[Array, "D V"], ids: Int[Array, " C"], cfg: ModelConfig) -> Params:
-    """The entry: ids, and their columns of a head.
+    """Makes the entry `vocabulary` of parameters: ids, and their columns of a head.
 
     Args:
       ids: ascending. cfg: whose products say in which format the columns are multiplied by.

@@ -22,7 +22,7 @@ def make_plans(
     source: Draft | None,
     strategies: Sequence[Strategy] | None = None,
 ) -> dict[str, Plan]:
-    """The static half of a round, by the strategy's name, before anybody asked for a feature.
+    """The static half of rounds without further features, by the names of the strategies.
 
     A strategy that is cut to fewer rows keeps the name that it was asked for by.
 

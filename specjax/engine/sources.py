@@ -57,7 +57,7 @@ class Drafting(NamedTuple):
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
-        """Those that may be used."""
+        """The strategies that may be used."""
         if self.control is not None:
             return self.control.arms
         return (Strategy.OFF if self.spec is None else self.spec.resolve(),)
@@ -136,8 +136,8 @@ def with_kernel(
 
 
 def page_multiple(cfg: ModelConfig, source: Draft | None) -> int:
-    """Of how many positions pages must be a multiple for the kernels of the target and of the
-    source's network, if it has one."""
+    """The number of positions that pages must have a multiple of, for the kernels of the target and
+    of the source's network, if it has one."""
     drafts = None if source is None else source.network
     cfgs = [cfg] if drafts is None else [cfg, drafts]
     return max(dispatch.page_multiple(each.run.attention) for each in cfgs)

@@ -14,7 +14,12 @@ REFERENCE = "reference"
 
 
 class Choice(NamedTuple):
-    """name: in the table, or a path. line: to log. loud: the platform's own is not what runs."""
+    """The backend that was chosen.
+
+    Attributes:
+      name: in the table, or a path. line: to log.
+      loud: the platform's own is not what runs.
+    """
 
     name: str
     line: str

@@ -92,7 +92,7 @@ def settle(
 
 
 def device_of(mesh: jax.sharding.Mesh | None) -> Device:
-    """What a mesh's programs are compiled for. None: the default device."""
+    """The `Device` that the programs of a mesh are compiled for; None: the default device."""
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     return Device(device.platform, device.device_kind, 1 if mesh is None else mesh.size)
 

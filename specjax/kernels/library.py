@@ -208,7 +208,7 @@ def splash_attention(
 
 
 def _cudnn_refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | None:
-    """cuDNN's attention, forward and backward, on Hopper and before."""
+    """Says why not: cuDNN's attention runs forward and backward up to Hopper, see `Backend`."""
     if device is not None and device.platform not in ("gpu", "cuda"):
         return f"cuDNN attends on GPUs, and the device is {device.platform!r}"
     sizes = head_sizes(cfg)

@@ -296,7 +296,7 @@ def recording_layers(cfg: ModelConfig) -> dict[int, tuple[int, ...]]:
 
 
 def _run_unrolled(blocks, cfg, x, where: Where, memory, scratch, wanted, keep, given):
-    """One layer after the other.
+    """Runs one layer after the other.
 
     Args:
       given: records of layers, by their numbers.
@@ -417,7 +417,7 @@ def stacked_blocks(cfg: ModelConfig, rngs: nnx.Rngs) -> Block | nnx.Dict:
 
 
 def angles_of(layers: Iterable[Layer], positions: Int[Array, "B T"]) -> tuple[tuple[Any, Any], ...]:
-    """Of each rotary embedding that the layers have, what says which, cosines and sines."""
+    """The rotary embeddings that the layers have: `Mixer.rotation`, and cosines and sines."""
     mixers = {layer.mixer.rotation: layer.mixer for layer in layers if layer.mixer.rotation}
     return tuple((rotation, mixer.angles(positions)) for rotation, mixer in mixers.items())
 

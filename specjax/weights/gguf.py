@@ -119,7 +119,11 @@ class Tensor:
     """
 
     def __init__(self, file: GGUFFile, name: str, heads: int | None = None):
-        """heads: the rows are permuted within each of so many; None: they are not."""
+        """Finds a tensor by its name in the file.
+
+        Args:
+          heads: the rows are permuted within each of so many; None: they are not.
+        """
         stored = file.tensors[name]
         self._file, self._name, self._heads = file, name, heads
         self.shape = stored.shape
@@ -328,7 +332,7 @@ class GGUF:
         return size
 
     def _rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
-        """As in config.json; types that no family here has are left for the family to refuse."""
+        """`rope_scaling` of config.json; types that no family here has are left to be refused."""
         keys = self._within
         kind = keys.text("rope.scaling.type", "linear")  # llama.cpp's default
         factor = keys.number("rope.scaling.factor", 0.0, least=0.0)
@@ -370,7 +374,7 @@ class GGUF:
         return list(dict.fromkeys(token for token in ids if token is not None))
 
     def _dtype(self) -> str:
-        """That of all matrices where it is one of 16 bits, else float32."""
+        """The dtype of all matrices where it is one of 16 bits, else float32."""
         kinds = {t.kind for t in self._held.tensors.values() if len(t.shape) > 1}
         return {frozenset((1,)): "float16", frozenset((30,)): "bfloat16"}.get(
             frozenset(kinds), "float32"
@@ -434,8 +438,8 @@ class GGUF:
 
 
 def llama3_factors(head_dim: int, theta: float, factor: float, length: int) -> np.ndarray:
-    """By what Llama 3.1 divides the frequencies of RoPE [head_dim / 2], for low_freq_factor 1 and
-    high_freq_factor 4; `length` is that of its original context."""
+    """The factors that Llama 3.1 divides the frequencies of RoPE by [head_dim / 2], for
+    low_freq_factor 1 and high_freq_factor 4; `length` is that of its original context."""
     freqs = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     turns = length * freqs / (2 * math.pi)
     smooth = np.clip((turns - 1.0) / (4.0 - 1.0), 0.0, 1.0)

@@ -95,7 +95,7 @@ class GGUFFile:
         }
 
     def damaged(self, why: str) -> CheckpointError:
-        """What to raise of a file that breaks the format."""
+        """The error to raise of a file that breaks the format."""
         return CheckpointError(f"{self.file} is damaged or cut off: {why}; fetch it again")
 
     def read(self, name: str, count: int) -> np.ndarray:

@@ -25,7 +25,7 @@ _REMEDY = (
 
 
 def _bytes(use_regex: bool) -> dict[str, Any]:
-    """Bytes as characters; with GPT-2's cut, or without one."""
+    """The step of tokenizer.json between bytes and characters; with GPT-2's cut, or without."""
     return {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -100,7 +100,7 @@ class _Vocabulary(NamedTuple):
 
     @property
     def ids(self) -> dict[str, int]:
-        """Those that stand for text, or that a text may name; not what only pads the embedding."""
+        """The ids of tokens that text may have; not of those that only pad the embedding."""
         pairs = enumerate(zip(self.tokens, self.kinds, strict=True))
         return {
             token: i for i, (token, kind) in pairs if not (kind == _UNUSED and token == f"[PAD{i}]")
@@ -320,7 +320,7 @@ def _by_score(keys: Keys, vocabulary: _Vocabulary) -> list[list[str]]:
 def _ends(
     keys: Keys, vocabulary: _Vocabulary, add_bos: bool, add_eos: bool
 ) -> dict[str, Any] | None:
-    """What stands around every text."""
+    """The step of tokenizer.json that puts tokens before or after every text."""
     if not add_bos and not add_eos:
         return None
     ids = {}
@@ -354,7 +354,7 @@ def _ends(
 
 
 def _templates(keys: Keys) -> str | dict[str, str] | None:
-    """The chat template, or those there are by name."""
+    """The chat template, or several of them by name."""
     default = keys.text("tokenizer.chat_template", None)
     prefix = "tokenizer.chat_template."
     named = {key.removeprefix(prefix): keys.text(key) for key in keys.raw if key.startswith(prefix)}

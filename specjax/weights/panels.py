@@ -32,7 +32,7 @@ class Panels:
 
     @classmethod
     def refuses(cls, device: Device, cfg: ModelConfig) -> str | None:
-        """One CPU device with a C++ compiler, float32, unrolled layers; see `Weight.refuses`."""
+        """See `Weight.refuses`: panels need one CPU, a C++ compiler, float32, unrolled layers."""
         if cfg.run.scan_layers:
             return Unsuited("layers are scanned, and panels are of unrolled ones")
         return dispatch.refuses("product", dispatch.offering("product"), device, cfg)

@@ -13,8 +13,10 @@ from specjax.interfaces import Draft, Needs, Proposal
 
 @dataclasses.dataclass(frozen=True)
 class Bigrams(Draft):
-    """Attributes:
-    vocab: the size of the vocabulary, which stands for no token.
+    """Proposes what followed each token last.
+
+    Attributes:
+      vocab: the size of the vocabulary, which stands for no token.
     """
 
     vocab: int

@@ -152,7 +152,7 @@ def keep_rows_in_order(patch):
 
 @pytest.mark.parametrize("broken", [forget_nothing, advance_over_all, keep_rows_in_order])
 def test_state_that_is_kept_wrongly_changes_tokens(broken, monkeypatch):
-    """Or the comparison above would prove nothing."""
+    """Memory that is kept wrongly must fail the comparison above."""
     cfg, jobs = config(), jobs_of(3)
     right = tokens(plain(cfg), jobs)
     broken(monkeypatch)

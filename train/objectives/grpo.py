@@ -46,7 +46,7 @@ class GRPO(GroupRelative):
         segments: Int[Array, "R S"],
         loss_mask: Float[Array, "R S"],
     ) -> tuple[Float[Array, "R S"], dict[str, Float[Array, "R S"]]]:
-        """policy_t, and what is logged of it: see `specjax.interfaces.Objective`."""
+        """Computes policy_t, and what is logged of it, see `specjax.interfaces.Objective`."""
         ratio = bounded_exp(logprobs.new - logprobs.old)
         clipped = jnp.clip(ratio, 1.0 - self.clip_ratio, 1.0 + self.clip_ratio_high)
         policy = -jnp.minimum(ratio * advantages, clipped * advantages)

@@ -21,7 +21,7 @@ from train.tasks.prompt import GOLD_COLUMNS, read_prompt
 
 
 def _recognises(columns) -> bool:
-    """A `label` beside an answer, or a completion that it judges, is something else."""
+    """Whether rows have a `label` that is a gold answer, and no mark of a given completion."""
     columns = set(columns)
     return (
         "label" in columns

@@ -137,8 +137,11 @@ class DenseFamily:
         return common.stored(cfg, layer)
 
     def zeros(self, cfg: ModelConfig, layer: Layer) -> Mapping[str, tuple[int, ...]]:
-        """Where `attention_bias` decides, transformers gives the output projection a bias as well;
-        checkpoints that were converted from a family without one hold zeros."""
+        """See `Family.zeros`: where `attention_bias` decides, the bias of the output projection.
+
+        transformers gives it one then, and checkpoints that were converted from a family without
+        one hold zeros.
+        """
         if self.qkv_bias is None and layer.mixer.qkv_bias:
             return {"self_attn.o_proj.bias": (cfg.hidden_size,)}
         return {}

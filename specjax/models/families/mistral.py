@@ -12,8 +12,11 @@ from specjax.models.families.dense import DenseFamily
 
 @dataclasses.dataclass(frozen=True)
 class MistralFamily(DenseFamily):
-    """As transformers: without the key the window is 4096 tokens, and null means that there is
-    none, as in later checkpoints. Layers of different kinds are those of another `model_type`."""
+    """Mistral's window, read as transformers reads it.
+
+    Without the key it is 4096 tokens, and null means that there is none, as in later checkpoints.
+    Layers of different kinds are those of another `model_type`.
+    """
 
     def windows(self, keys: Keys, layers: int) -> tuple[int | None, ...]:
         window = 4096

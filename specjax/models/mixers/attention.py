@@ -57,7 +57,7 @@ class Attention:
             raise ValueError(f"window must be at least 1 or None, got {self.window}")
 
     def params(self, width: int) -> dict[str, Param]:
-        """The rows of its arrays. Order is that of random initialisation."""
+        """The rows of its arrays, in the order of random initialisation."""
         n, k, h = self.num_heads, self.num_kv_heads, self.head_dim
 
         def project(name: str, heads: int, order: int) -> Param:
@@ -91,7 +91,7 @@ class Attention:
 
     @property
     def rotation(self) -> tuple[Rope, int]:
-        """What decides `angles`."""
+        """The rotary embedding, and the size of the heads that it rotates."""
         return self.rope, self.head_dim
 
     def empty(self, run: Any, room: Room) -> Memory:
@@ -143,7 +143,7 @@ class Attention:
         return self.output(w, attended), Scratch(KVCache(k, v), None)
 
     def advance(self, slots: None, rows: None, count: Array) -> None:
-        """There are no slots."""
+        """Returns None, for there are no slots."""
 
     def angles(
         self, positions: Int[Array, "B T"]

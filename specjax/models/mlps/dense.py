@@ -27,7 +27,7 @@ class Dense:
     intermediate_size: int
 
     def params(self, width: int) -> dict[str, Param]:
-        """The rows of its arrays. Order is that of random initialisation."""
+        """The rows of its arrays, in the order of random initialisation."""
 
         def project(name: str, order: int) -> Param:
             return Param(
