@@ -7,8 +7,10 @@ that the suite takes.
 import gc
 import importlib.metadata
 import importlib.util
+import json
 import logging
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -228,6 +230,29 @@ def thin_policy(tmp_path_factory) -> Path:
     import tiny_run
 
     return tiny_run.write_policy(tmp_path_factory.mktemp("thin") / "policy", num_layers=1)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Copies a golden checkpoint to where a test may spoil it."""
+
+    golden = Path(__file__).resolve().parent / "golden"
+
+    def copy(family):
+        return Path(shutil.copytree(golden / family, tmp_path / family))
+
+    return copy
+
+
+@pytest.fixture
+def edit_json():
+    """Changes keys of a JSON file; the value `...` removes a key."""
+
+    def edit(file, **changes):
+        value = json.loads(file.read_text()) | changes
+        file.write_text(json.dumps({k: v for k, v in value.items() if v is not ...}))
+
+    return edit
 
 
 @pytest.fixture(scope="session")

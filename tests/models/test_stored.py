@@ -17,11 +17,12 @@ from specjax.checkpoint.huggingface_names import policy_slots, tensors_of
 from specjax.config.model import Layer
 from specjax.drafts.mtp import init_head_params, weight_axes
 from specjax.interfaces import Param, Part, Stored
-from specjax.models.families import FAMILIES, add_family
+from specjax.models.families import add_family
 from specjax.models.families.dense import DenseFamily, dense_config
 from specjax.models.mlps.dense import Dense
 from specjax.models.transformer import init_params
 from specjax.parallel import sharding
+from specjax.registry import FAMILIES
 
 EXPERTS = 4
 

@@ -236,7 +236,7 @@ def _child(body: str, *arguments: object) -> subprocess.Popen:
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         text=True,
-        cwd=Path(__file__).resolve().parent.parent,
+        cwd=Path(__file__).resolve().parent.parent.parent,
     )
 
 
