@@ -31,12 +31,13 @@ LEFT_OUT = {
         serve/test_text serve/test_token_bytes
     """,
     "command lines, and files of checkpoints, around what other tests call as functions": """
-        test_bad_checkpoints test_cli test_cli_convert test_generation_config test_headless_models
-        test_hub test_interrupts parallel/test_lifeline test_verify_cli weights/test_gguf
-        weights/test_gguf_tokenizer
+        test_bad_checkpoints test_cli test_cli_convert test_extend test_generation_config
+        test_headless_models test_hub test_interrupts parallel/test_lifeline test_verify_cli
+        weights/test_gguf weights/test_gguf_real weights/test_gguf_tokenizer
     """,
     "rows, messages and logs of runs whose programs train/test_rl compiles, too": """
-        train/test_lengths train/test_log train/test_scoring train/test_watch
+        train/test_algo train/test_lengths train/test_log train/test_scoring train/test_turns
+        train/test_watch
     """,
     "settings and choices that pick among programs which test_identity and test_rl run, too": """
         engine/test_control engine/test_exact_mode engine/test_spec_settings
@@ -46,8 +47,9 @@ LEFT_OUT = {
         settings/test_feature_table settings/test_every_setting
     """,
     "what the host loop keeps and tells, around programs that engine/test_engine runs, too": """
-        engine/test_chaos engine/test_follow_ups engine/test_news engine/test_pages
-        engine/test_rejections engine/test_request_strategy engine/test_stops test_telemetry
+        engine/test_chaos engine/test_follow_ups engine/test_history engine/test_news
+        engine/test_pages engine/test_rejections engine/test_request_strategy engine/test_stops
+        test_telemetry
     """,
     "statistics of accept rules, which decode/ compares with references, and broken rules": """
         engine/test_chi_square engine/test_chi_square_sources engine/test_mutations

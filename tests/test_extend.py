@@ -178,7 +178,7 @@ def test_reward_of_ones_own_sees_the_columns_of_the_row(run, rows):
 # --- models ---------------------------------------------------------------------------------------
 
 
-def test_mixer_of_ones_own_generates_with_drafts_what_it_generates_without(examples):
+def test_mixer_of_ones_own_generates_with_drafts_what_it_generates_without(examples, tmp_path):
     mixers = Registry("mixer", {}, "a specjax.interfaces.Mixer")
     mixer = mixers.find("my_mixer:LeakySum")(16)
     layers = Layer(mixer, Dense(48)), Layer(Attention(4, 2, 8), Dense(48))
@@ -189,6 +189,9 @@ def test_mixer_of_ones_own_generates_with_drafts_what_it_generates_without(examp
         llm = LLM((cfg, init_params(cfg, 1), None), spec, max_batch=1, max_len=64)
         found.append(llm.generate([[3, 5, 8, 3, 5]], params)[0].samples[0].token_ids)
     assert found[0] == found[1] and len(found[0]) == 24
+    with pytest.raises(hf.UnsupportedModelError, match="'qwen3' has Attention .* got LeakySum"):
+        hf.save_checkpoint(tmp_path / "saved", cfg, init_params(cfg))
+    assert not (tmp_path / "saved").exists()
 
 
 def test_mlp_of_ones_own_says_which_expert_decided_each_token(examples):

@@ -1,4 +1,4 @@
-// New keys and values to their places in the pages, for CPUs; `specjax/cache.py` says where.
+// New keys and values to their places in the pages, for CPUs; `specjax/memory.py` says where.
 //
 // XLA has an operation of its own for every sequence and array: of a batch of 64 and 12 layers 1,536
 // of them, which took as long as a sixth of a step of plain decoding.

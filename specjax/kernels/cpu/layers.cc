@@ -160,7 +160,7 @@ class Forward {
           for (int64_t i = 0; i < kLanes; ++i) finite &= none[i] == 0;
           if (finite) {
             std::copy_n(values, head, place(layer.v, kv));
-          } else {  // as `with_marked_keys` of `specjax/cache.py`
+          } else {  // as `with_marked_keys` of `specjax/memory.py`
             std::fill_n(key, head, std::nanf(""));
             std::fill_n(place(layer.v, kv), head, 0.0f);
           }
