@@ -205,7 +205,7 @@ def _pieces(row: Param, place: Place, prefix: str, label: str) -> dict[tuple[int
 
 
 def _places(cfg: ModelConfig, layer: Any, rows: Mapping[str, Param]) -> Mapping[str, Place]:
-    """What the family says of some arrays, of which it must name each and no others."""
+    """The places that the family gives for some arrays; it must name each and no others."""
     places = family_of(cfg.model_type).stored(cfg, layer)
     if rows.keys() != places.keys():
         raise UnsupportedModelError(

@@ -88,7 +88,7 @@ def stacks(layers: tuple[Layer, ...]) -> list[Stack]:
 
 
 def part_of(tree: Any, stack: Stack) -> Any:
-    """What a tree with an entry per stack, such as the parameters of all layers, has for one."""
+    """The entry of one stack in a tree with an entry per stack, as parameters of all layers are."""
     return tree if stack.key is None else tree[stack.key]
 
 

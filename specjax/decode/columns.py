@@ -28,7 +28,7 @@ class Columns(NamedTuple):
     vocab: int
 
     def widened(self, scores: Float[Array, "B R C"], count: int) -> tuple[Columns, Array]:
-        """At least `count` columns, filled up with some that stand for no token."""
+        """Fills the columns up to at least `count` with some that stand for no token."""
         missing = count - scores.shape[-1]
         if self.ids is None or missing <= 0:
             return self, scores

@@ -41,6 +41,6 @@ def network(params: Params) -> Params:
 
 
 def proposal(params: Params, normed: Float[Array, "B R D"]) -> Proposal | None:
-    """What follows normed states, by the columns among the parameters; None: there are none."""
+    """Proposes what follows normed states, by the columns among the parameters, if any."""
     some = params.get(ENTRY)
     return some and Proposal(lm_logits(normed, some["lm_head"]), some["ids"])

@@ -143,7 +143,7 @@ def _as_groups(rewards) -> np.ndarray:
 
 
 def sample_sums(values: Float[Array, "R S"], segments: Int[Array, "R S"]) -> Float[Array, "R S"]:
-    """At each token the sum over all tokens of its own sample.
+    """Sums over all tokens of a sample, and puts the sum at each of them.
 
     A sample must lie in one row whole, as packing leaves it; the order of its tokens within the row
     does not matter, so that they may be split over devices.
