@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from specjax.models.families import FAMILIES, add_family, family_of
+from specjax.models.families import add_family, family_of
 from specjax.models.families.llama import FAMILY as LLAMA
+from specjax.registry import FAMILIES
 
 PEBBLE = dataclasses.replace(LLAMA, model_type="pebble")
 PEBBLE_AGAIN = PEBBLE
