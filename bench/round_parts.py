@@ -148,8 +148,8 @@ class Parts:
     def _draft(self, buffers: Buffers, params, head, taken: Taken):
         model, state = self.runner.model(params), taken.whole(buffers)
         draft = draft_tree(model, head, self.plan, state, self._context(taken))
-        buffers = buffers._replace(draft_cache=draft.work.cache)
-        return buffers, draft._replace(shape=None, work=draft.work._replace(cache=None))
+        buffers = buffers._replace(draft_cache=draft.work.pages)
+        return buffers, draft._replace(shape=None, work=draft.work._replace(pages=None))
 
     def _verify(self, buffers: Buffers, params, taken: Taken, draft: DraftedTree):
         model, state = self.runner.model(params), taken.whole(buffers)
@@ -181,7 +181,7 @@ class Parts:
 
     def _again(self, draft: DraftedTree, buffers: Buffers) -> DraftedTree:
         """A draft as `draft_tree` returned it: with the static shape, and the cache it wrote."""
-        work = draft.work._replace(cache=buffers.draft_cache)
+        work = draft.work._replace(pages=buffers.draft_cache)
         return draft._replace(shape=self.plan.tree.shape, work=work)
 
 

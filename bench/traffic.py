@@ -23,7 +23,7 @@ from specjax.models.transformer import Params
 
 
 def tree_bytes(params: Params) -> int:
-    """Bytes of all arrays."""
+    """Bytes of all arrays of parameters, or of one, which may be a `Weight`."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
@@ -33,7 +33,7 @@ def forward_bytes(cfg: ModelConfig, params: Params, batch: int, rows: int, conte
     Args:
       params: in the decode layout.
     """
-    embed = params["embed"].nbytes
+    embed = tree_bytes(params["embed"])
     weights = tree_bytes(params) - (embed if "lm_head" in params else 0)
     embedded = batch * rows * embed // cfg.vocab_size
     return weights + embedded + batch * cost(cfg, context + rows).page
@@ -43,9 +43,9 @@ def draft_bytes(cfg: ModelConfig, params: Params, head: Params, batch: int, cont
     """Bytes of one drafted token per sample by an MTP head, of which one module runs."""
     lm_head = params["lm_head"] if "lm_head" in params else params["embed"]
     module = tree_bytes(head) // cfg.mtp_num_layers
-    embedded = batch * params["embed"].nbytes // cfg.vocab_size
+    embedded = batch * tree_bytes(params["embed"]) // cfg.vocab_size
     page = MTPSource(cfg).cost(context + 1).page // cfg.mtp_num_layers
-    return module + lm_head.nbytes + embedded + batch * page
+    return module + tree_bytes(lm_head) + embedded + batch * page
 
 
 def round_bytes(

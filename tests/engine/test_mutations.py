@@ -125,9 +125,9 @@ def penalties_of_the_round_instead_of_the_branch(monkeypatch):
     """Every row of a tree is penalised for the tokens up to the root, and for no others."""
     exact = sampling.transform
 
-    def mutated(logits, options, features, context, rows):
+    def mutated(logits, options, features, context, rows, *columns):
         rows = rows._replace(path=jnp.full_like(rows.path, -1))
-        return exact(logits, options, features, context, rows)
+        return exact(logits, options, features, context, rows, *columns)
 
     monkeypatch.setattr(sampling, "transform", mutated)
 

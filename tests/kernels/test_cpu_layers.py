@@ -159,9 +159,9 @@ def test_a_head_drafts_what_it_drafts_by_xla():
         mine = cfg.running(**how)
         params = to_format(head, mine) if mine.run.products == "panels" else head
         module = nnx.merge(head_graphdef(mine), params)
-        return module.decode(
-            1, hidden, embedded, positions, cache, prefix, bits, (buffers, 2)
-        )  # fmt: skip
+        where = Where("tree", positions, prefix=prefix, visible=bits, held=2)
+        pages, earlier = KVCache(*cache), Scratch(KVCache(*buffers), None)
+        return module.decode(1, hidden, embedded, where, pages, earlier)
 
     wanted = drafted(products="xla")
     for kernel in ("cpu", "reference"):

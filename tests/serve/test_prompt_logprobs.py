@@ -177,7 +177,8 @@ def test_logits_that_are_no_distribution_are_an_error_and_not_a_score(
     server: Server, monkeypatch, value
 ):
     runner = server.llm.engine.runner
-    column = runner.params["lm_head"].at[:, 9].set(LM_HEADS[value])  # NaN: inf minus inf
+    spoil = functools.partial(lambda x, v: x.at[:, 9].set(v), v=LM_HEADS[value])
+    column = jax.tree.map(spoil, runner.params["lm_head"])  # NaN: inf minus inf
     monkeypatch.setattr(runner, "params", {**runner.params, "lm_head": column})
     for what, body in SCORED.items():
         answer = server.post("/v1/completions", json={"model": "tiny", "max_tokens": 1, **body})
