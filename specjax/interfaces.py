@@ -557,7 +557,9 @@ class Draft(Protocol):
 
     def init(self, seed: int) -> Params:
         """Random parameters in the layout in which it is trained; asked for where it is trained."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be trained: it has no method `init`; leave it as it is"
+        )
 
     def unroll(
         self,
@@ -588,7 +590,10 @@ class Draft(Protocol):
 
     def with_network(self, cfg: Any) -> Draft:
         """Returns the draft with another config of its network: the engine chose the kernels."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} has a network, for which kernels are chosen, and no method "
+            "`with_network` that takes the choice; write one"
+        )
 
     def axes(self) -> Axes:
         """Returns the logical axes of the draft's parameters by their names, see `Param`."""
@@ -618,7 +623,10 @@ class Draft(Protocol):
         They are the entry `history` of its parameters, on every device; it is asked for where
         `needs.history` is set.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} asks for samples by `needs.history`, and has no method "
+            "`store`; write one"
+        )
 
     def feed(self, store: Any, samples: Sequence[Sample]) -> Any:
         """Takes in samples that have ended; returns arrays of the same shapes and types.
@@ -629,7 +637,10 @@ class Draft(Protocol):
         Args:
           store: what it has kept so far; it may be changed in place.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} asks for samples by `needs.history`, and has no method "
+            "`feed`; write one"
+        )
 
     def margin(self, steps: int) -> int:
         """Counts the positions past the longest sequence that rounds of so many steps write to."""
@@ -696,11 +707,13 @@ class Draft(Protocol):
         Args:
           total: rows that all levels of the round expand, without the root.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} drafts nothing: write its method `begin`")
 
     def step(self, model: Any, params: Params, work: Any, level: Level) -> tuple[Proposal, Any]:
         """Proposes what may follow each row of a level; returns work for the next one as well."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} drafts one level alone: write its method `step`"
+        )
 
     def commit(
         self, memory: Memory, work: Any, hidden: Float[Array, "B E D"], count: Int[Array, " B"]

@@ -84,6 +84,23 @@ def is_own_path(name: str, known: Collection[str]) -> bool:
     return bool(module and attribute) and module not in known
 
 
+def check_setting(setting: str, name: str, known: Collection[str]) -> str:
+    """Returns the name, if it is a known one or a path `module:attribute`; imports nothing.
+
+    Args:
+      setting: what it is given for, for the message.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    if name not in known and not is_own_path(name, known):
+        raise ValueError(
+            f"{setting} must be one of {', '.join(known)}, or your own as "
+            f"'package.module:attribute'; got {name!r}"
+        )
+    return name
+
+
 def _load(path: str) -> Any:
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)

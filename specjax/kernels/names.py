@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from specjax.registry import BACKENDS, is_own_path
+from specjax.registry import BACKENDS, check_setting
 
 # A name for the first of several that is for the device.
 GROUPS = {
@@ -33,12 +33,7 @@ def check_attention(name: str) -> str:
     Raises:
       ValueError: it is neither.
     """
-    if name not in ATTENTION and not is_own_path(name, ATTENTION):
-        raise ValueError(
-            f"attention must be one of {', '.join(ATTENTION)}, or your own as "
-            f"'package.module:attribute'; got {name!r}"
-        )
-    return name
+    return check_setting("attention", name, ATTENTION)
 
 
 def attention_flag(name: str) -> str:

@@ -26,7 +26,7 @@ from specjax.config import ModelConfig
 from specjax.interfaces import Device, Param, Params, Weight
 from specjax.kernels import dispatch
 from specjax.kernels.backend import Unsuited
-from specjax.registry import FORMATS, is_own_path
+from specjax.registry import FORMATS, check_setting
 
 Matrix = Array | Weight
 
@@ -42,12 +42,7 @@ def check_products(name: str) -> str:
     Raises:
       ValueError: it is neither.
     """
-    if name not in ASKED and not is_own_path(name, ASKED):
-        raise ValueError(
-            f"products must be one of {', '.join(ASKED)}, or your own as "
-            f"'package.module:attribute'; got {name!r}"
-        )
-    return name
+    return check_setting("products", name, ASKED)
 
 
 def is_array(matrix: Any) -> bool:

@@ -16,25 +16,17 @@ The clip range is that of the paper: s is a mean over tokens, and moves far less
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax.interfaces import Logprobs
-from specjax.schema import Needs
-from train.objectives.shared import (
-    CLIP_RULE,
-    GroupRelative,
-    bounded_exp,
-    check_clip,
-    sample_sums,
-)
+from train.objectives.shared import Clipped, bounded_exp, sample_sums
 
 
 @dataclass(frozen=True)
-class GSPO(GroupRelative):
+class GSPO(Clipped):
     """GSPO, averaged over the tokens of each sample and then over samples.
 
     Attributes:
@@ -42,15 +34,9 @@ class GSPO(GroupRelative):
       clip_ratio_high: how far above 1.
     """
 
-    rules: ClassVar[tuple[Needs, ...]] = (*GroupRelative.rules, CLIP_RULE)
-
     loss_aggregation: str = "sequence"
     clip_ratio: float = 3e-4
     clip_ratio_high: float = 4e-4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_clip(self.clip_ratio, self.clip_ratio_high)
 
     def per_token(
         self,
@@ -63,8 +49,4 @@ class GSPO(GroupRelative):
         new, fixed = logprobs.new, jax.lax.stop_gradient(logprobs.new)
         lengths = jnp.maximum(sample_sums(loss_mask, segments), 1.0)
         log_ratio = sample_sums(fixed - logprobs.old, segments) / lengths  # 0 outside of the loss
-        ratio = bounded_exp(log_ratio + (new - fixed))
-        clipped = jnp.clip(ratio, 1.0 - self.clip_ratio, 1.0 + self.clip_ratio_high)
-        policy = -jnp.minimum(ratio * advantages, clipped * advantages)
-        cut = clipped * advantages < ratio * advantages
-        return policy, {"ratio": ratio, "clip_fraction": cut}
+        return self.surrogate(bounded_exp(log_ratio + (new - fixed)), advantages)

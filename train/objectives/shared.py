@@ -1,4 +1,4 @@
-"""What several objectives are made of: advantages within groups, sums over samples, weights."""
+"""What several objectives are made of: group advantages, weights, clipped ratios, sample sums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOSS_AGGREGATIONS = ("token", "sequence")
 # exp() of a larger difference would overflow float32 and turn one stray token into a NaN update.
 MAX_LOG_RATIO = 20.0
 
-CLIP_RULE = Needs(
+_CLIP_RULE = Needs(
     ("algo.clip_ratio", "algo.clip_ratio_high"),
     lambda v: v["algo.updates_per_rollout"] > 1 or v["rollout.partial"],
     "with [algo.updates_per_rollout] and [rollout.partial] every token is trained on by the "
@@ -73,16 +73,36 @@ class GroupRelative:
         return loss_weights(loss_mask, segments, self.loss_aggregation, counts)
 
 
-def check_clip(low: float, high: float) -> None:
-    """Checks how far below and above 1 a ratio may go.
+@dataclass(frozen=True)
+class Clipped(GroupRelative):
+    """PPO's clipped surrogate (arXiv 1707.06347) of a ratio, with a bound below and one above 1.
 
-    Raises:
-      ValueError: no ratio is so far below 1, or the bound above is not above.
+    Attributes:
+      clip_ratio: how far below 1 the ratio may go before its gradient is cut.
+      clip_ratio_high: how far above 1; larger than `clip_ratio` is DAPO's clip-higher.
     """
-    if not 0 <= low < 1 or high < 0:
-        raise ValueError(
-            f"expected 0 <= clip_ratio < 1 and clip_ratio_high >= 0, got {low} and {high}"
-        )
+
+    rules: ClassVar[tuple[Needs, ...]] = (*GroupRelative.rules, _CLIP_RULE)
+
+    clip_ratio: float = 0.2
+    clip_ratio_high: float = 0.28
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.clip_ratio < 1 or self.clip_ratio_high < 0:
+            raise ValueError(
+                "expected 0 <= clip_ratio < 1 and clip_ratio_high >= 0, "
+                f"got {self.clip_ratio} and {self.clip_ratio_high}"
+            )
+
+    def surrogate(
+        self, ratio: Float[Array, "R S"], advantages: Float[Array, "R S"]
+    ) -> tuple[Float[Array, "R S"], dict[str, Float[Array, "R S"]]]:
+        """Computes the loss of every token, and what is logged of it by name."""
+        clipped = jnp.clip(ratio, 1.0 - self.clip_ratio, 1.0 + self.clip_ratio_high)
+        policy = -jnp.minimum(ratio * advantages, clipped * advantages)
+        cut = clipped * advantages < ratio * advantages
+        return policy, {"ratio": ratio, "clip_fraction": cut}
 
 
 def zero_variance_groups(rewards: Float[np.ndarray, "P G"]) -> np.ndarray:

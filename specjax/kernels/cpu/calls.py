@@ -62,18 +62,7 @@ def layers(
     before: Sequence[tuple[Array, Array]] | None = None,
     table: Table = None,
 ) -> tuple[Float[Array, "B T D"], list[tuple[Array, Array]]]:
-    """Decoder layers over T tree rows, as `Block` has them one by one.
-
-    Args:
-      weights: of each layer, by the names of a fused `Block`, its projections in panels.
-      cos, sin: see `rope_tables`.
-      pages: keys and values of each layer's cache, [P K S H].
-      visible_bits: numbers the rows `before` first, then the T rows themselves.
-      before: keys and values of earlier tree rows, [B K held H] of each layer.
-      table: the pages of each sequence; None: slot b has page b.
-
-    Returns:
-      states behind the last layer, and each layer's keys and values of the T rows [B K T H].
+    """See `specjax.kernels.dispatch.layers`; all in float32.
 
     Raises:
       TypeError: an array is not float32.
