@@ -134,8 +134,8 @@ class Bench:
             pool.finish()
 
     def _start(self, strategy: str, batch: int) -> Parcel[Result]:
-        lineup = self.runner.alone(everyone(self.runner, batch))
-        return self.runner.chunk(strategy, Features(), lineup, Until.of(self.rounds))
+        row_map = self.runner.alone(everyone(self.runner, batch))
+        return self.runner.chunk(strategy, Features(), row_map, Until.of(self.rounds))
 
     def _chunk(self, strategy: str, batch: int) -> None:
         done = int(self._start(strategy, batch).open().rounds)

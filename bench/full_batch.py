@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from specjax.decode import rng
-from specjax.decode.state import EMPTY, RUNNING, Lineup
+from specjax.decode.state import EMPTY, RUNNING, RowMap
 from specjax.engine.pages import NOBODYS
 from specjax.engine.runner import Runner
 
@@ -40,7 +40,7 @@ def fill(runner: Runner, context: int, options: Mapping[str, float] | None = Non
     runner.state = jax.block_until_ready(jax.device_put(state))
 
 
-def everyone(runner: Runner, count: int | None = None) -> Lineup:
+def everyone(runner: Runner, count: int | None = None) -> RowMap:
     """The rows of a full bucket: of `count` slots, or of all.
 
     No two slots share a page, for what all of them read would be read from memory only once.
@@ -48,4 +48,4 @@ def everyone(runner: Runner, count: int | None = None) -> Lineup:
     count, full = count or runner.batch, runner.table_width - 1
     table = np.full((count, runner.table_width), NOBODYS, np.int32)
     table[:, :full] = (NOBODYS + 1 + np.arange(count * full)).reshape(count, full)
-    return Lineup(np.arange(count, dtype=np.int32), np.ones(count, bool), table)
+    return RowMap(np.arange(count, dtype=np.int32), np.ones(count, bool), table)

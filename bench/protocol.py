@@ -154,8 +154,8 @@ class Chunk:
         fill(self.runner, self.point.prompt, self.point.options)
 
     def run(self) -> None:
-        lineup = self.runner.alone(everyone(self.runner))
-        chunk = self.runner.chunk(self.name, self.features, lineup, Until.of(self.rounds))
+        row_map = self.runner.alone(everyone(self.runner))
+        chunk = self.runner.chunk(self.name, self.features, row_map, Until.of(self.rounds))
         ran = int(chunk.open().rounds)
         if ran != self.rounds:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 It predicts. `bench.longtail` leaves a trace: the length of every sample, and for every static
 strategy how many rounds of each sample emitted how many tokens. This module runs samples of these
-lengths chunk by chunk as the engine does (rows that those who stand by take over, results that the
+lengths chunk by chunk as the engine does (rows that those who wait take over, results that the
 host learns one chunk late, batches padded to powers of two) while a table of costs says how long
 each round takes:
 
@@ -39,7 +39,7 @@ from specjax.control import OFF, ControlConfig, Controller, CostTable, Observati
 from specjax.decode.chunk import TAKE_OVER_SHARE, Until
 from specjax.drafts.mtp import WINDOW
 from specjax.engine.programs import until
-from specjax.engine.runner import STANDBY
+from specjax.engine.runner import WAITING
 from specjax.engine.settings import powers, stretched
 from specjax.engine.start_up import calibration_rounds
 
@@ -162,7 +162,7 @@ class Replay:
         rng, result = np.random.default_rng(seed), Simulated()
         left = np.array(self.lengths)
         queue, slots = deque(range(len(left))), []
-        most = self.slots + STANDBY
+        most = self.slots + WAITING
         unread: Observation | None = None
         gone: set[int] = set()  # ended in the chunk whose results the host does not have yet
         while True:

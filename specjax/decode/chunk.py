@@ -1,6 +1,6 @@
 """A chunk of rounds as one program: the host is asked once per chunk, not once per token.
 
-    take over     rows whose sequences have ended go to those that stand by
+    take over     rows whose sequences have ended go to those that wait
     rounds        of a fixed batch, until so many rows are free that it pays to take over again
     put back      what the rounds left of each sequence, to its slot
 
@@ -29,7 +29,7 @@ from specjax.decode.round import Side, plain_round, spec_round
 from specjax.decode.state import (
     RUNNING,
     DecodeState,
-    Lineup,
+    RowMap,
     put_slots,
     take_over,
     take_positions,
@@ -46,7 +46,7 @@ class Until(NamedTuple):
     """When a chunk ends, apart from when nobody is left.
 
     Attributes:
-      rounds: so many ran. leave_at: no more sequences run than that, and nobody stands by: a
+      rounds: so many ran. leave_at: no more sequences run than that, and none waits: a
         smaller batch is enough for them. ended: so many did: the host has others for their places.
     """
 
@@ -69,7 +69,7 @@ class Result(NamedTuple):
     """What the host reads of a chunk, apart from the state, which the next chunk takes over.
 
     Attributes:
-      tokens: [N C] emitted, by sequence of the lineup, the first length - begin of each.
+      tokens: [N C] emitted, by sequence of the row map, the first length - begin of each.
       length, finish: [N] afterwards. rounds: that ran.
       report: one entry per token, or per round and sequence.
     """
@@ -101,30 +101,30 @@ def run_chunk(
     draft_params,
     plan: Plan,
     state: DecodeState,
-    lineup: Lineup,
+    row_map: RowMap,
     rows: int,
     capacity: int,
     until: Until,
     pin: Callable[[DecodeState], DecodeState],
     part: Part | None = None,
 ) -> tuple[DecodeState, Result]:
-    """Rounds of a lineup's sequences, as many at once as there are rows.
+    """Rounds of a row map's sequences, as many at once as there are rows.
 
     Args:
-      state: of all slots. rows: static; the first so many of the lineup have them to begin with,
+      state: of all slots. rows: static; the first so many of the row map have them to begin with,
         and one at least of those is active. capacity: rounds that the report has room for;
         `until.rounds` is at most that. pin: lays the state of a batch over a mesh.
       part: of the plan's tree that is drafted; None: all of it.
     """
-    begin, sequences = take(state.length, lineup.slots), len(lineup.slots)
+    begin, sequences = take(state.length, row_map.slots), len(row_map.slots)
     few = max(1, rows // TAKE_OVER_SHARE)
-    at_first = lineup.running(state).sum()
+    at_first = row_map.running(state).sum()
 
     def fill(state, who):
-        """Who has each row now, how many of them run, how many stand by, and how many more may end
+        """Who has each row now, how many of them run, how many wait, and how many more may end
         before the chunk does."""
-        runs = lineup.running(state)
-        who = take_over(runs, lineup.active, who)
+        runs = row_map.running(state)
+        who = take_over(runs, row_map.active, who)
         here, all_of_them = take(runs, who).sum(), runs.sum()
         return who, here, all_of_them - here, until.ended - (at_first - all_of_them)
 
@@ -135,7 +135,7 @@ def run_chunk(
 
     def run_rows(carry: _Carry):
         who, running, others, more = fill(carry.state, carry.who)
-        mine = lineup.of(who)
+        mine = row_map.of(who)
         needed = carry.state if plan.draws_noise else carry.state._replace(noise=None)
         side = Side(None, report.take_sequences(carry.report, who), take(begin, who), carry.rounds)
         least = jnp.where(others > 0, jnp.maximum(running - few, 0), until.leave_at)
@@ -152,8 +152,8 @@ def run_chunk(
     start = _Carry(state, told, who, jnp.int32(0), jnp.bool_(False))
     state, told, _, ran, _ = jax.lax.while_loop(go_on, run_rows, start)
     room = capacity * (plan.steps + 1)
-    tokens = take_positions(take(state.tokens, lineup.slots), begin, room)
-    length, finish = (take(x, lineup.slots) for x in (state.length, state.finish))
+    tokens = take_positions(take(state.tokens, row_map.slots), begin, room)
+    length, finish = (take(x, row_map.slots) for x in (state.length, state.finish))
     return state, Result(tokens, length, finish, ran, told)
 
 

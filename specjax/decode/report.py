@@ -97,7 +97,7 @@ class Report(NamedTuple):
 
     C is the number of tokens that a slot can emit in a chunk, rounds * (steps + 1). Entry k of slot
     b is about the token at absolute position begin[b] + k. A chunk keeps one row per sequence of
-    its lineup, and rounds write to those of the sequences that they run, see `take_sequences`.
+    its row map, and rounds write to those of the sequences that they run, see `take_sequences`.
 
     Attributes:
       logprobs: [B C] log-probability of each emitted token in the temperature-scaled distribution.

@@ -110,9 +110,9 @@ def with_pages(state: DecodeState, pages: DecodeState) -> DecodeState:
     return state._replace(memory=target, draft=draft)
 
 
-class Lineup(NamedTuple):
+class RowMap(NamedTuple):
     """Started sequences, in the order in which they run: the first have the rows of a chunk, the
-    others stand by, and take the rows of those that end.
+    others wait, and take the rows of those that end.
 
     Attributes:
       slots: [N] of each. active: [N] those that may run; the others fill up. table: [N X] pages.
@@ -122,7 +122,7 @@ class Lineup(NamedTuple):
     active: Bool[Array, " N"]
     table: Table
 
-    def of(self, who: Int[Array, " b"]) -> Lineup:
+    def of(self, who: Int[Array, " b"]) -> RowMap:
         """Some of them."""
         return jax.tree.map(lambda x: take(x, who), self)
 
@@ -133,10 +133,10 @@ class Lineup(NamedTuple):
 def take_over(
     runs: Bool[Array, " N"], active: Bool[Array, " N"], who: Int[Array, " b"]
 ) -> Int[Array, " b"]:
-    """Rows whose sequences have ended go to those that stand by, in order.
+    """Rows whose sequences have ended go to those that wait, in order.
 
     Args:
-      runs: of a lineup, those that have not ended. active: see `Lineup`. who: has each row, as an
+      runs: of a row map, those that have not ended. active: see `RowMap`. who: has each row, as an
         index into it.
 
     Returns:
@@ -150,7 +150,7 @@ def take_over(
     return jnp.where(taken, take(line, jnp.maximum(turn, 0)), who).astype(jnp.int32)
 
 
-def take_slots(state: DecodeState, rows: Lineup) -> DecodeState:
+def take_slots(state: DecodeState, rows: RowMap) -> DecodeState:
     """Some slots as a batch of their own, with all pages; who is not active must not run."""
     here = jax.tree.map(lambda x: take(x, rows.slots), per_slot(state))
     finish = jnp.where(rows.active, here.finish, jnp.maximum(here.finish, STOPPED))

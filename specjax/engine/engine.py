@@ -233,7 +233,7 @@ class Engine:
         scheduler = self.scheduler
         if running == "recompute" or self._caches_are_spoilt:
             self._step_back(keep=True)
-        else:  # those that stand by have had no row yet
+        else:  # those that wait have had no row yet
             self._step_back(keep=True, first=self.loop.slots)
         scheduler.forget_prompts()
         self.stale_positions += scheduler.positions  # of those that run on

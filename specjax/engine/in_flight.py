@@ -24,7 +24,7 @@ class Chunk:
     """A chunk that was enqueued.
 
     Attributes:
-      rows: the sequence of each row of the batch. standby: those that take the rows of who ends, in
+      rows: the sequence of each row of the batch. waiting: those that take the rows of who ends, in
         order. result: on the device. version: of the weights.
       mark: is ready when the chunk begins to run; None: as soon as the chunk before it is done.
       after: it began after that, on the host's clock: when it was enqueued, or last seen waiting.
@@ -37,7 +37,7 @@ class Chunk:
     """
 
     rows: list[Sequence | None]
-    standby: list[Sequence]
+    waiting: list[Sequence]
     result: Parcel[Result]
     strategy: str
     version: int

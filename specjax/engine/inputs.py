@@ -7,7 +7,7 @@ from collections.abc import Sequence as Several
 import numpy as np
 
 from specjax.decode.admit import Admission, Piece
-from specjax.decode.state import Lineup
+from specjax.decode.state import RowMap
 from specjax.engine.options_rows import option_rows
 from specjax.engine.pages import NOBODYS, pages_for
 from specjax.engine.runner import FEW, Runner
@@ -60,26 +60,26 @@ def admission_of(starts: Several[Start], count: int, runner: Runner) -> Admissio
     )
 
 
-def lineup_of(
+def row_map_of(
     alive: Several[Sequence],
     rows: int,
     others: Several[Sequence],
     seen: Several[int],
     table: np.ndarray,
     runner: Runner,
-) -> Lineup:
+) -> RowMap:
     """Who runs in a chunk.
 
     Args:
-      alive: have its rows. others: stand by. seen: slots of rows that are left, which can be
+      alive: have its rows. others: wait. seen: slots of rows that are left, which can be
         drafted from. table: the pages of each slot.
     """
     who = [s.slot for s in alive] + [None] * (rows - len(alive)) + [s.slot for s in others]
-    who += [None] * (rows + runner.standby - len(who))
+    who += [None] * (rows + runner.waiting - len(who))
     active = np.array([slot is not None for slot in who])
     slots = np.array([runner.slots - 1 if slot is None else slot for slot in who], np.int32)
     slots[len(alive) : len(alive) + len(seen)] = seen
-    return Lineup(slots, active, np.where(active[:, None], table[slots], NOBODYS))
+    return RowMap(slots, active, np.where(active[:, None], table[slots], NOBODYS))
 
 
 def place_sizes(batch: int) -> list[int]:

@@ -1,7 +1,7 @@
 """The host loop: schedule, run, postprocess.
 
     schedule      prompts are read, sequences start, and get pages for what they may emit. Some more
-                  than there are rows start, and stand by: chunks give them the rows of those that
+                  than there are rows start, and wait: chunks give them the rows of those that
                   end, and no device waits for the host to do so
     run           a chunk is enqueued; the one before it may still be running, unless chunks end
                   early: what comes after those depends on who has ended
@@ -24,10 +24,10 @@ from specjax.control import Controller, Observation
 from specjax.decode.chunk import Result, Until
 from specjax.decode.state import RUNNING
 from specjax.engine.in_flight import Chunk, InFlight
-from specjax.engine.inputs import admission_of, lineup_of, piece_of, place_size
+from specjax.engine.inputs import admission_of, piece_of, place_size, row_map_of
 from specjax.engine.intake import Intake
 from specjax.engine.pages import PagePool
-from specjax.engine.programs import IN_FLIGHT, choose_program, rows_to_read, stand_by, until
+from specjax.engine.programs import IN_FLIGHT, choose_program, rows_to_read, until, waiting_for_rows
 from specjax.engine.request import Finished, SampleOutput
 from specjax.engine.runner import FEW, Runner
 from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler, Start
@@ -93,7 +93,7 @@ class Loop:
         """
         runner, self.slots = self.runner, slots
         self.scheduler = Scheduler(
-            slots + runner.standby,
+            slots + runner.waiting,
             runner.prompts - 1,
             PagePool(runner.pages),
             runner.page_size,
@@ -172,7 +172,7 @@ class Loop:
         return self.scheduler.has_waiting or len(self.scheduler.running) > self.slots
 
     @property
-    def _enough_stand_by(self) -> bool:
+    def _enough_wait(self) -> bool:
         """Whether the next prompts can wait until a few of them are read at once."""
         few_can_start = self.scheduler.free < FEW and not self.scheduler.is_reading
         return few_can_start and len(self.scheduler.running) > self.slots
@@ -207,12 +207,12 @@ class Loop:
         """Makes room, reads prompts, starts sequences, and enqueues a chunk if any can run.
 
         Those that run wait while `prefill_chunk` tokens of prompts are read, or one piece if that
-        is more; when nobody runs, all slots are filled first, and those that stand by come later.
+        is more; when nobody runs, all slots are filled first, and those that wait come later.
         """
         self._make_room()
         running, room = self.scheduler.running, self.config.prefill_chunk
         idle = not running
-        if self._enough_stand_by:
+        if self._enough_wait:
             room = 0
         while (len(running) < self.slots if idle else room > 0) and (read := self._read_prompts()):
             room -= read
@@ -313,16 +313,16 @@ class Loop:
         strategy, alive, rounds, is_try = self._turns.next(alive, self.controller, rows)
         features, bucket = choose_program(self, strategy, alive)
         rounds = min(rounds, self.runner.rounds(strategy, bucket))
-        others, spare = stand_by(others, alive, features), bucket - len(alive)
+        others, spare = waiting_for_rows(others, alive, features), bucket - len(alive)
         ended = list(self._ended)[-spare:] if self.runner.looks_around and spare else []
-        lineup = lineup_of(alive, bucket, others, ended, self._table, self.runner)
+        row_map = row_map_of(alive, bucket, others, ended, self._table, self.runner)
         ends = Until.of(rounds)
         if not is_try:
             smaller = self.runner.buckets(strategy, features)
             smaller = max((b for b in smaller if b < bucket), default=0)
             ends = until(rounds, len(alive), len(others), self._others_wait, smaller)
         enqueued, mark = time.perf_counter(), self.runner.mark
-        result = self.runner.chunk(strategy, features, lineup, ends)
+        result = self.runner.chunk(strategy, features, row_map, ends)
         result.send()
         rows = alive + [None] * spare
         sure = 0 if ends.may_be_early else rounds
@@ -337,7 +337,7 @@ class Loop:
 
     @property
     def _others_wait(self) -> bool:
-        """For the places of those that end, beside those that stand by."""
+        """For the places of those that end, beside those that wait."""
         return self.scheduler.has_waiting or self.others_wait or self.config.follow_ups
 
     def _postprocess(self, chunk: Chunk) -> None:
@@ -345,7 +345,7 @@ class Loop:
         self.runner.agreement.hear(chunk.said)  # or it may never end
         result, seconds = self._in_flight.wait_for(chunk)
         self.runner.agreement.hear()
-        brought, lineup = Brought.of(result), chunk.rows + chunk.standby
+        brought, row_map = Brought.of(result), chunk.rows + chunk.waiting
         self._cut_short = False
         tree = self.runner.plans[chunk.strategy].tree
         # In a program that can draft the draft reads what is emitted, whether it drafts or not.
@@ -354,7 +354,7 @@ class Loop:
         who: list[SlotInfo | None] = [None] * len(result.length)
         ends = np.full(len(who), self.runner.max_len)
         ended = catch_up = 0
-        for index, sequence in enumerate(lineup):
+        for index, sequence in enumerate(row_map):
             if sequence is None or sequence.slot is None:
                 continue
             if rejections is not None:
@@ -363,7 +363,7 @@ class Loop:
             sample = sequence.look(index, brought, tree, chunk.version)
             if int(result.rounds) < chunk.rounds and brought.finish[index] == RUNNING:
                 self._cut_short = True
-            if sequence.length == known:  # it stood by, or the policy has no next token for it
+            if sequence.length == known:  # it waited, or the policy has no next token for it
                 if sample is not None:
                     ends[index] = known
                     ended += 1

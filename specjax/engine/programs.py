@@ -20,17 +20,17 @@ IN_FLIGHT = 2  # chunks that are enqueued at most
 REFILL_SHARE = 6  # while others wait a chunk ends when one row in so many would be free
 
 
-def until(rounds: int, alive: int, standby: int, others_wait: bool, smaller: int) -> Until:
+def until(rounds: int, alive: int, waiting: int, others_wait: bool, smaller: int) -> Until:
     """When a chunk ends: others take the places of those that ended, or the batch shrinks.
 
     Args:
-      alive: rows that run when it begins. standby: that take them over. others_wait: beside those;
-        if nobody stands by they are not to wait for more than one chunk.
+      alive: rows that run when it begins. waiting: that take them over. others_wait: beside those;
+        if nobody waits they are not to wait for more than one chunk.
       smaller: the next smaller size of a batch, or 0.
     """
     refill = max(1, alive // REFILL_SHARE)
-    if others_wait and standby:  # each chunk that is enqueued has its share of those
-        return Until.of(rounds, ended=max(refill, standby // IN_FLIGHT))
+    if others_wait and waiting:  # each chunk that is enqueued has its share of those
+        return Until.of(rounds, ended=max(refill, waiting // IN_FLIGHT))
     return Until.of(rounds, leave_at=alive - refill if others_wait else smaller)
 
 
@@ -67,8 +67,10 @@ def choose_program(loop: Loop, strategy: str, alive: list[Sequence]) -> tuple[Fe
     return here, min(b for b in runner.buckets(strategy, here) if b >= len(alive))
 
 
-def stand_by(others: list[Sequence], alive: list[Sequence], features: Features) -> list[Sequence]:
-    """Of those that have no row, the first that may run in a chunk of others, see `Lineup`.
+def waiting_for_rows(
+    others: list[Sequence], alive: list[Sequence], features: Features
+) -> list[Sequence]:
+    """Of those that have no row, the first that may run in a chunk of others, see `RowMap`.
 
     Args:
       alive: those that the chunk is to run. features: that its program serves.

@@ -20,7 +20,7 @@ from specjax.engine.compiling import OnProgram
 from specjax.engine.engine import Engine
 from specjax.engine.request import Finished, Job, SampleOutput, Totals
 from specjax.engine.run import run_to_the_end
-from specjax.engine.runner import STANDBY
+from specjax.engine.runner import WAITING
 from specjax.engine.sequence import Progress
 from specjax.engine.start_up import StartUp
 from specjax.engine.start_up import warm_up as start_up_of
@@ -320,9 +320,9 @@ class Replicas:
     def _feed(self) -> None:
         """Hands out waiting samples as slots become free."""
         while self._queue:
-            # Some stand by while enough others remain to even out what the replicas have to do.
-            enough = len(self._unfed) > self._slots + STANDBY * len(self.engines)
-            more = STANDBY if enough else 0
+            # Some wait while enough others remain to even out what the replicas have to do.
+            enough = len(self._unfed) > self._slots + WAITING * len(self.engines)
+            more = WAITING if enough else 0
             free = [engine.batch + more - engine.outstanding for engine in self.engines]
             replica = max(range(len(free)), key=free.__getitem__)
             if free[replica] <= 0:

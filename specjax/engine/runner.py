@@ -22,7 +22,7 @@ from specjax.decode.admit import Admission, Piece, Prompts, empty_prompts, place
 from specjax.decode.chunk import Result, Until, run_chunk
 from specjax.decode.options import Features
 from specjax.decode.score import Scores, Scratch, score
-from specjax.decode.state import DecodeState, Lineup, Room, empty_state
+from specjax.decode.state import DecodeState, Room, RowMap, empty_state
 from specjax.engine.agreement import agreement_of
 from specjax.engine.checksum import Checksum, require_same
 from specjax.engine.executables import Executables
@@ -44,7 +44,7 @@ from specjax.spelling import SettingError
 from specjax.weights import matrix
 
 PAGE_SIZE = 128
-STANDBY = 8  # sequences that stand by at most, beside those of a batch
+WAITING = 8  # sequences that wait at most, beside those of a batch
 FEW = 4  # prompts that one program reads, and sequences that it starts, at small batches too
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Runner:
       plans: what each strategy drafts. plan: `spec`'s own.
       arms: how chunks of each strategy run. programs: the plans that chunks are compiled for, by
         program; the strategies' own, or in `invariant` mode one for all.
-      slots: of the state; the last one is always empty and fills up buckets. standby: those beside
+      slots: of the state; the last one is always empty and fills up buckets. waiting: those beside
         the batch's, for sequences that take the rows of those that end.
       mark: is ready when what was enqueued last is done; None if that was a chunk.
       ids: that are drafted from, ascending; None: all. vocabulary: what drafts them, see
@@ -128,8 +128,8 @@ class Runner:
         self.page_size = -(-self.page_size // multiple) * multiple
         full = pages_for(max_len, self.page_size)
         self.table_width = full + pages_for(self.longest.steps + 1, self.page_size)
-        self.standby = STANDBY
-        self.slots, self.prompts = batch + self.standby + 1, max(batch, FEW) + 1
+        self.waiting = WAITING
+        self.slots, self.prompts = batch + self.waiting + 1, max(batch, FEW) + 1
         # Beside what has a slot: a prompt that is read, a copy of its last page, and nobody's page.
         self.pages = 2 + max(full * self.slots, self.pages_of(max_len) - 1)
         if cache_bytes is not None:
@@ -447,7 +447,7 @@ class Runner:
         self,
         strategy: str,
         features: Features,
-        lineup: Lineup,
+        row_map: RowMap,
         until: Until,
     ) -> Parcel[Result]:
         """Starts a chunk; what it returns is on the device and may not be there yet.
@@ -455,12 +455,12 @@ class Runner:
         Args:
           features: what the running slots ask for; see `Executables.covering` for what runs. If
             no program was compiled that serves them, one is.
-          lineup: of different slots, or the empty one: a row of the batch each, and `standby` more,
+          row_map: of different slots, or the empty one: one for each row, and `waiting` more,
             see `alone`. Of those that are not to run all pages are `NOBODYS`.
         """
-        bucket, arm = len(lineup.slots) - self.standby, self.arms[strategy]
+        bucket, arm = len(row_map.slots) - self.waiting, self.arms[strategy]
         features = self.executables.covering(arm.program, bucket, features)
-        inputs = (self.params, self.draft, self.state, lineup, until)
+        inputs = (self.params, self.draft, self.state, row_map, until)
         if arm.part is not None:
             inputs = (*inputs, arm.part)
         program = functools.partial(self._chunk_program, strategy, features, bucket)
@@ -470,22 +470,22 @@ class Runner:
         return result
 
     def _chunk_program(
-        self, strategy, features, bucket, params, head, state, lineup, until, part=None
+        self, strategy, features, bucket, params, head, state, row_map, until, part=None
     ):
         plan = dataclasses.replace(self.arms[strategy].plan, features=features)
         model, capacity = self.model(params), self.rounds(strategy, bucket)
         pin = functools.partial(sharding.pin_slots, self.mesh)
         state, result = run_chunk(
-            model, head, plan, state, lineup, bucket, capacity, until, pin, part
+            model, head, plan, state, row_map, bucket, capacity, until, pin, part
         )
         if self.mesh is not None:  # each array on its own: then no layout of them all is needed
             result = jax.lax.with_sharding_constraint(result, sharding.replicated(self.mesh))
         return state, Parcel.of(result)
 
-    def alone(self, rows: Lineup) -> Lineup:
-        """Those that have the rows of a chunk, and nobody stands by."""
-        nobody, room = self.slots - 1, ((0, self.standby),)
-        return Lineup(
+    def alone(self, rows: RowMap) -> RowMap:
+        """Those that have the rows of a chunk, and nobody waits."""
+        nobody, room = self.slots - 1, ((0, self.waiting),)
+        return RowMap(
             np.pad(rows.slots, room, constant_values=nobody),
             np.pad(rows.active, room),
             np.pad(rows.table, (*room, (0, 0)), constant_values=NOBODYS),

@@ -167,7 +167,7 @@ class Sequence:
         """Takes in a chunk.
 
         Args:
-          row: where the sequence is in the lineup. tree: of its rounds; None: they drafted nothing.
+          row: place of the sequence in the row map. tree: of its rounds; None: nothing drafted.
           version: of the weights that ran.
 
         Returns:

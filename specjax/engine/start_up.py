@@ -17,7 +17,7 @@ from specjax.config import SamplingParams
 from specjax.control.costs import CostTable, of_rounds
 from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
-from specjax.decode.state import Lineup
+from specjax.decode.state import RowMap
 from specjax.engine.compiling import CompilePool, CompileProgress, OnProgram
 from specjax.engine.inputs import admission_of, piece_of, place_size, place_sizes
 from specjax.engine.pages import pages_for
@@ -295,5 +295,5 @@ def _start_chunk(runner: Runner, strategy, features, bucket, rounds: int) -> Par
     each = pages_for(needed, runner.page_size)
     table = np.zeros((bucket, runner.table_width), np.int32)
     table[:, :each] = (1 + np.arange(bucket * each) % (runner.pages - 1)).reshape(bucket, each)
-    rows = Lineup(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
+    rows = RowMap(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
     return runner.chunk(strategy, features, runner.alone(rows), Until.of(rounds))

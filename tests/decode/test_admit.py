@@ -16,8 +16,8 @@ from specjax.decode.plan import Plan
 from specjax.decode.state import (
     RUNNING,
     DecodeState,
-    Lineup,
     Room,
+    RowMap,
     empty_state,
     take_slots,
 )
@@ -127,7 +127,7 @@ def test_target_and_head_know_a_prompt_as_if_they_had_seen_it_at_once(modules, w
     def after(layout, head, state):
         table = padded([pages for _, pages, _ in SLOTS.values()], MAX_LEN // PAGE + 1)
         slots = jnp.array(list(SLOTS))
-        rows = Lineup(slots, jnp.ones(len(SLOTS), bool), jnp.asarray(table))
+        rows = RowMap(slots, jnp.ones(len(SLOTS), bool), jnp.asarray(table))
         here = take_slots(state, rows)
         model, root = decoder(run.plan, layout), here.length - 1
         tokens = jnp.take_along_axis(here.tokens, root[:, None], 1)

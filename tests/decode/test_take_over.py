@@ -1,4 +1,4 @@
-"""Rows of those that have ended go to those that stand by."""
+"""Rows of those that have ended go to those that wait."""
 
 import jax.numpy as jnp
 from hypothesis import given
@@ -17,7 +17,7 @@ def cases(draw):
 
 
 @given(cases())
-def test_rows_of_those_that_have_ended_go_to_those_that_stand_by_in_order(case):
+def test_rows_of_those_that_have_ended_go_to_those_that_wait_in_order(case):
     runs, active, who = case
     line = [i for i, at in enumerate(runs) if at and i not in who]
     expected = [line.pop(0) if active[i] and not runs[i] and line else i for i in who]

@@ -15,7 +15,7 @@ from tiny import tiny_config
 from specjax import SpecConfig
 from specjax.decode.chunk import NEVER
 from specjax.engine.engine import Engine
-from specjax.engine.inputs import lineup_of
+from specjax.engine.inputs import row_map_of
 from specjax.engine.intake import Intake
 from specjax.engine.pages import NOBODYS
 from specjax.engine.programs import choose_program, until
@@ -32,10 +32,10 @@ def chunks(monkeypatch):
         seen, runner = [], engine.runner
         chunk, prefill, read = runner.chunk, runner.prefill, engine.loop._postprocess
 
-        def enqueue(strategy, features, lineup, until):
-            rows = lineup.active[: len(lineup.slots) - runner.standby]
+        def enqueue(strategy, features, row_map, until):
+            rows = row_map.active[: len(row_map.slots) - runner.waiting]
             seen.append(("chunk", (strategy, len(rows), int(rows.sum()))))
-            return chunk(strategy, features, lineup, until)
+            return chunk(strategy, features, row_map, until)
 
         def reads(piece):
             seen.append(("prefill", piece.tokens.shape))
@@ -154,7 +154,7 @@ def test_the_host_looks_sooner_where_it_finds_stop_strings_or_a_controller_is_cu
             dataclasses.replace(job, params=params, decode=lambda ids, *_: "") for job in others
         ]
         engine.generate([first, *others])
-        assert max(rounds[1:]) == most, "the first has the row, the others stand by"
+        assert max(rounds[1:]) == most, "the first has the row, the others wait"
 
 
 def test_longer_chunks_preempt_nobody_whom_shorter_ones_would_not():
@@ -174,9 +174,9 @@ def test_longer_chunks_preempt_nobody_whom_shorter_ones_would_not():
 
 
 @pytest.mark.parametrize(
-    ("alive", "standby", "waits", "leave_at", "ended"),
+    ("alive", "waiting", "waits", "leave_at", "ended"),
     [
-        (8, 8, True, 0, 4),  # half of those that stand by, for each of two chunks
+        (8, 8, True, 0, 4),  # half of those that wait, for each of two chunks
         (64, 8, True, 0, 10),  # a sixth of the rows
         (1, 0, True, 0, NEVER),
         (8, 0, True, 7, NEVER),  # who waits has no place yet: at the first end
@@ -185,18 +185,18 @@ def test_longer_chunks_preempt_nobody_whom_shorter_ones_would_not():
     ],
 )
 def test_a_chunk_ends_when_others_are_to_come_or_a_smaller_batch_is_enough(
-    alive, standby, waits, leave_at, ended
+    alive, waiting, waits, leave_at, ended
 ):
-    assert until(9, alive, standby, waits, 4) == (9, leave_at, ended)
+    assert until(9, alive, waiting, waits, 4) == (9, leave_at, ended)
 
 
-def test_a_lineup_has_rows_then_those_that_stand_by_and_pages_only_of_those_that_run():
+def test_a_row_map_has_rows_then_those_that_wait_and_pages_only_of_those_that_run():
     runner = engine_of(None, batch=4).runner
     table = 1 + np.arange(runner.slots * runner.table_width).reshape(runner.slots, -1)
     slot_of = [SimpleNamespace(slot=slot) for slot in range(runner.slots)]
-    found = lineup_of([slot_of[2]], 4, [slot_of[5], slot_of[1]], [3], table, runner)
+    found = row_map_of([slot_of[2]], 4, [slot_of[5], slot_of[1]], [3], table, runner)
     spare = runner.slots - 1
-    wanted = [2, 3, spare, spare, 5, 1] + [spare] * (runner.standby - 2)
+    wanted = [2, 3, spare, spare, 5, 1] + [spare] * (runner.waiting - 2)
     assert found.slots.tolist() == wanted
     assert np.flatnonzero(found.active).tolist() == [0, 4, 5]
     np.testing.assert_array_equal(found.table[found.active], table[[2, 5, 1]])
@@ -408,9 +408,9 @@ def test_replicas_of_which_all_slots_run_know_that_others_wait():
     engine, seen = engine_of(None, batch=2), []
     replicas, enqueue = Replicas([engine]), engine.runner.chunk
 
-    def chunk(strategy, features, lineup, until):
+    def chunk(strategy, features, row_map, until):
         seen.append(int(until.leave_at))
-        return enqueue(strategy, features, lineup, until)
+        return enqueue(strategy, features, row_map, until)
 
     engine.runner.chunk = chunk
     for job in jobs_of([1, 2], dataclasses.replace(ONE, n=3)):

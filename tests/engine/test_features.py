@@ -78,9 +78,9 @@ def asked(monkeypatch):
     def watch(engine):
         runner, seen, chunk = engine.runner, [], engine.runner.chunk
 
-        def observed(strategy, features, lineup, until):
-            result, rows = chunk(strategy, features, lineup, until), len(lineup.slots)
-            rows -= runner.standby
+        def observed(strategy, features, row_map, until):
+            result, rows = chunk(strategy, features, row_map, until), len(row_map.slots)
+            rows -= runner.waiting
             seen.append((features, runner.executables.covering(strategy, rows, features)))
             return result
 

@@ -15,7 +15,7 @@ from specjax import LLM, SamplingParams, SpecConfig
 from specjax.decode import shards
 from specjax.decode.chunk import Until
 from specjax.decode.options import Features
-from specjax.decode.state import Lineup
+from specjax.decode.state import RowMap
 from specjax.engine.compare import first_difference
 from specjax.engine.request import make_jobs
 from specjax.models.families.dense import change_dense
@@ -57,7 +57,7 @@ def chunk_text(llm: LLM, features: Features) -> str:
         runner.reset()
     [strategy] = runner.plans
     table = np.zeros((BATCH, runner.table_width), np.int32)
-    rows = Lineup(np.arange(BATCH, dtype=np.int32), np.zeros(BATCH, bool), table)
+    rows = RowMap(np.arange(BATCH, dtype=np.int32), np.zeros(BATCH, bool), table)
     runner.chunk(strategy, features, runner.alone(rows), Until.of(0))
     return runner.executables.by_key["chunk", strategy, BATCH, features].as_text()
 

@@ -294,9 +294,9 @@ def test_the_slot_of_a_cut_sample_is_free_after_two_chunks(monkeypatch):
         params = [dataclasses.replace(LONG, stop=(string,)), LONG, LONG]
         run = llm.engine.runner.chunk
 
-        def chunk(strategy, features, lineup, until):
-            seen.append(int(lineup.active.sum()))
-            return run(strategy, features, lineup, until)
+        def chunk(strategy, features, row_map, until):
+            seen.append(int(row_map.active.sum()))
+            return run(strategy, features, row_map, until)
 
         monkeypatch.setattr(llm.engine.runner, "chunk", chunk)
         cut = llm.generate(PROMPTS[:3], params)[0].samples[0]

@@ -58,7 +58,7 @@ def test_caches_of_old_weights_may_be_kept_and_are_counted():
         engine.set_params(*new, running="drop")
 
 
-def test_samples_that_stand_by_read_their_prompts_again_with_new_weights():
+def test_samples_that_wait_read_their_prompts_again_with_new_weights():
     """They have had no row of the batch yet, and so no token of the old weights."""
     engine = warm()
     old, new = weights(), weights(seed=5)

@@ -25,7 +25,7 @@ from specjax.config import SpecConfig, Strategy
 from specjax.decode.admit import prefill
 from specjax.decode.chunk import Until
 from specjax.decode.options import Features
-from specjax.decode.state import Lineup
+from specjax.decode.state import RowMap
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.inputs import piece_of
 from specjax.engine.runner import Runner
@@ -76,7 +76,7 @@ def lowered(runner: Runner, device, name: str) -> jax.stages.Lowered:
     else:
         bucket = int(sizes[0])
         table = np.zeros((bucket, runner.table_width), np.int32)
-        rows = Lineup(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
+        rows = RowMap(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
         host = on_device(device, (runner.alone(rows), Until.of(4)))
         program = functools.partial(runner._chunk_program, kind, Features(), bucket)
         inputs, donated = (runner.params, runner.head, runner.state, *host), (2,)

@@ -21,7 +21,7 @@ from specjax.config import ModelConfig, RunConfig, SpecConfig, Strategy
 from specjax.decode import admit
 from specjax.decode.chunk import Until
 from specjax.decode.options import Features
-from specjax.decode.state import Lineup
+from specjax.decode.state import RowMap
 from specjax.drafts.mtp import init_head_params, weight_axes
 from specjax.engine.inputs import piece_of
 from specjax.engine.runner import PAGE_SIZE, Runner
@@ -130,9 +130,9 @@ def chunk(mesh, strategy: str = STRATEGY, bucket: int = 8, runner: Runner | None
     runner = runner or runner_of(mesh)
     features = Features(sampled=True)
     table = np.zeros((bucket, runner.table_width), np.int32)
-    rows = Lineup(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
-    lineup, until = runner.alone(rows), Until.of(4)
-    inputs = runner.params, runner.head, runner.state, lineup, until
+    rows = RowMap(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
+    row_map, until = runner.alone(rows), Until.of(4)
+    inputs = runner.params, runner.head, runner.state, row_map, until
     program = functools.partial(runner._chunk_program, strategy, features, bucket)
     key = ("chunk", strategy, bucket, features)
     return runner.executables.get(key, program, inputs, (2,))

@@ -12,7 +12,7 @@ from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import parse_config
 from specjax.config import Strategy
 from specjax.decode.plan import Plan
-from specjax.decode.state import Lineup, Room, empty_state, per_slot, take_slots
+from specjax.decode.state import Room, RowMap, empty_state, per_slot, take_slots
 from specjax.decode.tree import build_tree
 from specjax.drafts.mtp import MTPSource
 from specjax.models.rows import param_axes
@@ -151,7 +151,7 @@ def test_slots_are_split_over_the_data_axes_pages_by_heads_noise_by_vocabulary(t
     @jax.jit
     def chunk(state):
         table = jnp.zeros((8, 3), jnp.int32)
-        here = take_slots(state, Lineup(jnp.arange(8), jnp.ones(8, bool), table))
+        here = take_slots(state, RowMap(jnp.arange(8), jnp.ones(8, bool), table))
         return sharding.pin_slots(mesh, here)
 
     here = chunk(placed)

@@ -16,7 +16,7 @@ from specjax import ControlConfig, EngineConfig, SamplingParams, SpecConfig
 from specjax.control import Bandit, Goodput, Observation, make_controller
 from specjax.decode.chunk import Until
 from specjax.decode.options import Features
-from specjax.decode.state import Lineup
+from specjax.decode.state import RowMap
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.engine import Engine
 from specjax.engine.plans import make_plans
@@ -127,7 +127,7 @@ def chunk_of(engine: Engine, features: Features) -> str:
         jax.eval_shape(lambda: init_params(cfg)), jax.eval_shape(lambda: init_head_params(cfg))
     )
     table = np.zeros((2, runner.table_width), np.int32)
-    rows = runner.alone(Lineup(np.arange(2, dtype=np.int32), np.ones(2, bool), table))
+    rows = runner.alone(RowMap(np.arange(2, dtype=np.int32), np.ones(2, bool), table))
     program = functools.partial(runner._chunk_program, next(iter(runner.plans)), features, 2)
     inputs = runner.params, runner.draft, runner.state, rows, Until.of(4)
     return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(program)(*inputs)))
