@@ -25,7 +25,7 @@ from train.draft import DraftConfig, DraftTrainer
 from train.loss import count_denominators
 from train.optim import OptimConfig
 from train.packing import Sample, pack
-from train.plan_programs import Shapes
+from train.plan.programs import Shapes
 from train.policy import PolicyTrainer, sft_loss
 from train.schema import RLConfig
 

@@ -33,7 +33,7 @@ from specjax.parallel.sharding import MESH_AXES
 from train.draft import DraftConfig, DraftTrainer, frozen_policy_parts
 from train.loss import count_denominators
 from train.optim import OptimConfig
-from train.plan_hlo import Module, Op
+from train.plan.hlo import Module, Op
 from train.policy import PolicyTrainer, sft_loss
 
 # As Qwen3-8B, but for layers and vocabulary; in bfloat16, with heads of 128.

@@ -5,8 +5,9 @@ import pytest
 import tiny_run
 
 from specjax.command_line import parse_config
-from train import plan, rl, sft
-from train.plan_programs import Shapes
+from train import rl, sft
+from train.plan import __main__ as plan
+from train.plan.programs import Shapes
 from train.schema import RLConfig, SFTConfig
 from train.trainer import Trainer
 

@@ -21,9 +21,13 @@ from specjax.command_line import ConfigError, parse_config
 from specjax.engine.options_rows import features_of
 from specjax.engine.request import make_jobs
 from specjax.parallel.sharding import MeshConfig, make_mesh
-from train import plan, plan_cost, plan_report, plan_table, rl
-from train.plan_hlo import Module
-from train.plan_programs import SHAPES, Shapes, device_bytes
+from train import rl
+from train.plan import __main__ as plan
+from train.plan import cost as plan_cost
+from train.plan import report as plan_report
+from train.plan import table as plan_table
+from train.plan.hlo import Module
+from train.plan.programs import SHAPES, Shapes, device_bytes
 from train.programs import chunk_features, trains_in_replicas
 from train.rollout import group_params
 from train.schema import RLConfig

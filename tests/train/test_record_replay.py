@@ -27,7 +27,7 @@ from specjax.models.transformer import init_params, record_shape
 from train import rl
 from train.groups import Group, Response
 from train.packing import Sample, pack
-from train.plan_programs import Shapes
+from train.plan.programs import Shapes
 from train.policy import PolicyTrainer, sft_loss
 from train.rollout import score_new_tokens
 from train.schema import RLConfig

@@ -18,8 +18,8 @@ from specjax.config import Layer, ModelConfig
 from specjax.drafts.model import ModelSource
 from specjax.drafts.mtp import head_layer
 from specjax.parallel.collectives import received
-from train.plan_hlo import Cost, Module
-from train.plan_programs import Program, Shapes, caches, device_bytes
+from train.plan.hlo import Cost, Module
+from train.plan.programs import Program, Shapes, caches, device_bytes
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""`python -m train.plan_table FILE ..`: plans that `train.plan --json` wrote, as Markdown tables.
+"""`python -m train.plan.table FILE ..`: plans that `train.plan --json` wrote, as Markdown tables.
 
 Three of them: a row per plan; what the compiler said of chunks, a row per plan and size of a batch,
 a column per strategy; and what it said of everything else, a row per program, a column per plan.
@@ -21,7 +21,7 @@ COLUMNS = (
     "tok/s at 2", "tok/s at 3", "network share of a round", "micro-batch",
     "resharding brings",
 )  # fmt: skip
-MARKS = "<!-- tables of plan_table -->", "<!-- end of tables -->"
+MARKS = "<!-- tables of train.plan.table -->", "<!-- end of tables -->"
 _ALIKE = (
     "config", "versions", "topology", "compiler", "resident_bytes", "hbm_bytes", "replicas",
     "context", "settings",
@@ -136,7 +136,7 @@ def _markdown(table: Sequence[Sequence[str]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(prog="python -m train.plan_table", description=__doc__)
+    parser = ArgumentParser(prog="python -m train.plan.table", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--into", type=Path, metavar="FILE", help="Markdown with two marks")
     flags = parser.parse_args(argv)

@@ -29,11 +29,11 @@ from pathlib import Path
 
 from specjax.command_line import ConfigError, parse_config
 from train.cli import USER_ERRORS
-from train.plan_cost import Figures, compiled, counted
-from train.plan_programs import Program, Shapes
-from train.plan_report import Plan, lines
-from train.plan_table import differing
-from train.plan_topology import Topology, find_topology
+from train.plan.cost import Figures, compiled, counted
+from train.plan.programs import Program, Shapes
+from train.plan.report import Plan, lines
+from train.plan.table import differing
+from train.plan.topology import Topology, find_topology
 from train.schema import RLConfig
 
 DOES_NOT_FIT = 3
