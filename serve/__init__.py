@@ -7,7 +7,6 @@ nothing.py         fields that are known and do nothing, and the values that ask
 schema.py          the OpenAPI document, with the server's limits
 replies.py         bodies of answers
 engine_thread.py   the one thread that owns the engine
-notes.py           what it and the event loop hand each other
 live.py            what the page shows
 page/              the page
 detokenize.py      text of a sample that still grows

@@ -14,13 +14,12 @@ from starlette.middleware.cors import CORSMiddleware
 
 import specjax
 from serve.admin import PATHS, Admin, weights_info
-from serve.engine_thread import EngineThread
+from serve.engine_thread import EngineDead, EngineThread
 from serve.errors import ApiError, answer_errors
 from serve.generation import Generation
 from serve.guard import Guard
 from serve.log import AccessLog
 from serve.metrics import Metrics
-from serve.notes import EngineDead
 from serve.page import add_page
 from serve.protocol import (
     ChatRequest,

@@ -1,15 +1,14 @@
 """The one thread that owns the engine.
 
-Everybody else leaves it notes: `submit`, `abort` and `call` are for the event loop, and what the
-engine is asked to do is done between two of its steps. What a step brought is counted and handed to
-the event loop as soon as the device has its next work, all of it by one call: while the host looks
-after clients the device should not wait. Then it lies in the queues of the requests it belongs to.
+The event loop leaves calls in a queue (`submit`, `abort`, `call`), and the thread makes them
+between two steps of the engine. What a step produced is counted and handed to the event loop in one
+call, as soon as the device has its next work: it should not wait while the host serves clients.
 
-    event loop   submit ---> notes ---> add, abort, set_params
-    engine                              step -> chunk -> news of samples
-    event loop   request.updates <----- one call per step, answers to notes with it
+    event loop   submit ---> queue of calls ---> add, abort, set_params
+    engine                                       step -> chunk -> news of samples
+    event loop   request.updates <-------------- one call per step, with the results of calls
 
-An engine that raises is dead: what runs and what comes is answered with `EngineDead`.
+After the engine has raised, every request that runs or comes is answered with `EngineDead`.
 """
 
 from __future__ import annotations
@@ -21,16 +20,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from serve.live import Live
 from serve.metrics import Metrics, Replica, Snapshot
-from serve.notes import Answer, Asleep, Brought, ClientGone, EngineDead, Note, Request, Update
 from specjax import LLM
 from specjax.decode.options import Features
 from specjax.engine.engine import Engine
 from specjax.engine.replicas import Replicas
-from specjax.engine.request import Job
+from specjax.engine.request import Job, SampleOutput
 from specjax.engine.start_up import count_programs
 from specjax.engine.watch import News
 from specjax.telemetry import Collector
@@ -39,15 +37,98 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class EngineDead(RuntimeError):
+    """The engine has raised an exception and takes no more requests."""
+
+
+class Asleep(ValueError):
+    """The server sleeps: its devices hold neither weights nor caches."""
+
+
+class ClientGone(Exception):
+    """The client closed its connection before the response was complete."""
+
+
+class Update(NamedTuple):
+    """What a sample produced since its last update.
+
+    Attributes:
+      index: which sample of the request. news: one entry per chunk, in order.
+      sample: the whole sample, if it ended. error: why no update will follow.
+    """
+
+    index: int
+    news: Sequence[News] = ()
+    sample: SampleOutput | None = None
+    error: EngineDead | ClientGone | None = None
+
+
+class Call(NamedTuple):
+    """A function that the engine's thread is to call, and the future of its result."""
+
+    function: Callable[[], Any]
+    future: asyncio.Future | None = None
+
+
+class Result(NamedTuple):
+    """What a call returned or raised."""
+
+    future: asyncio.Future | None
+    value: Any = None
+    error: Exception | None = None
+
+    def set(self) -> None:
+        """Resolves the future, unless it was cancelled."""
+        if self.future is None or self.future.done():
+            return
+        if self.error is None:
+            self.future.set_result(self.value)
+        else:
+            self.future.set_exception(self.error)
+
+
+class StepOutput(NamedTuple):
+    """What one step of the engine produced.
+
+    Attributes:
+      chunks: strategy, bucket and rounds of each chunk.
+      news: ticket, news and replica of each sample that got tokens.
+      ended: samples that ended, by ticket.
+    """
+
+    chunks: list[tuple[str, int, int]]
+    news: list[tuple[int, News, int]]
+    ended: dict[int, SampleOutput]
+
+
+class Request:
+    """The samples of one HTTP request.
+
+    Attributes:
+      updates: of all samples, in the order in which they come. open: samples that have not ended.
+      arrived: on the clock of `time.perf_counter`. per_chunk: there is an update for every chunk,
+        not only for each sample that ends.
+    """
+
+    def __init__(self, jobs: Sequence[Job], arrived: float, per_chunk: bool):
+        self.jobs, self.arrived, self.per_chunk = jobs, arrived, per_chunk
+        self.updates: asyncio.Queue[Update] = asyncio.Queue()
+        self.open = len(jobs)
+        self.last = [0.0] * len(jobs)  # when each sample got its last token
+        # The engine's thread writes these:
+        self.tickets: list[int] = []
+        self.aborted = False
+
+
 class EngineThread:
     """Runs the engine of an `LLM` until `stop`.
 
     Args:
-      llm: nobody else may use its engine from now on.
+      llm: its engine must not be used by any other thread from now on.
 
     Attributes:
-      outstanding: samples that were submitted and have not ended. error: what the engine died of.
-      asleep: nothing is taken; to be set in the engine's thread. live: what the page shows.
+      outstanding: samples that were submitted and have not ended. error: what the engine raised.
+      asleep: requests are refused; set in the engine's thread only. live: what the page shows.
     """
 
     def __init__(self, llm: LLM, metrics: Metrics):
@@ -56,29 +137,29 @@ class EngineThread:
         self.error: BaseException | None = None
         self.asleep = False
         self._engine = llm.engine
-        self._engine.watcher, self._engine.on_look = self, self._tell
+        self._engine.watcher, self._engine.on_look = self, self._send
         self._engines = llm.engine.engines
         for engine in self._engines:
             engine.runner.executables.before_build = functools.partial(self._compiles, engine)
         self.live = Live(llm, self._engines, metrics)
-        self._notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
-        self._gone: queue.SimpleQueue[Request] = queue.SimpleQueue()  # whose clients have left
+        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._to_abort: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._owners: dict[int, tuple[Request, int]] = {}  # by ticket
-        self._seen: dict[int, int] = {}  # tokens of a ticket that were handed over
-        self._coming = Brought([], [], {})  # by the step that is being made
-        self._brought: list[Brought] = []  # and that nobody has been told of
-        self._answers: list[Answer] = []
-        self._changed = False  # whether something else is to be told of
+        self._sent: dict[int, int] = {}  # tokens of a ticket that the event loop has got
+        self._current = StepOutput([], [], {})  # of the step that runs
+        self._unsent: list[StepOutput] = []
+        self._results: list[Result] = []
+        self._changed = False  # a call may have changed what the snapshot holds
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running = True
         self._said_to_compile = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         if self._engine.telemetry is not None:
             count_only(self._engine)
-        self._look()
+        self._take_snapshot()
 
     def _compiles(self, engine: Engine) -> None:
-        """Called before each program is compiled: who has an answer need not wait for it."""
+        """Sends what is ready before a program is compiled, which takes seconds."""
         if not self._said_to_compile and not engine.runner.compilations:
             self._said_to_compile = True
             log.info(
@@ -87,9 +168,9 @@ class EngineThread:
                 "engine.max_batch; engine.warm_up=sampled compiles before the server listens",
                 sum(count_programs(each.loop, [Features()]) for each in self._engines),
             )
-        self._tell()
+        self._send()
 
-    # --- for the event loop ----------------------------------------------------------------------
+    # --- called in the event loop ----------------------------------------------------------------
 
     def start(self) -> None:
         """Starts the thread; updates go to the running event loop."""
@@ -97,24 +178,24 @@ class EngineThread:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Ends the thread; what still runs is dropped."""
+        """Ends the thread; samples that still run are dropped."""
         self._running = False
-        self._notes.put(Note(lambda: None))  # in case it waits for one
+        self._calls.put(Call(lambda: None))  # the thread may be waiting for a call
         await asyncio.to_thread(self._thread.join)
 
     async def submit(
-        self, jobs: Sequence[Job], arrived: float | None = None, piecemeal: bool = True
+        self, jobs: Sequence[Job], arrived: float | None = None, per_chunk: bool = True
     ) -> Request:
         """Adds samples; they are in the engine when this returns.
 
         Args:
-          piecemeal: see `Request`.
+          per_chunk: see `Request`.
 
         Raises:
           ValueError: a job does not fit; none was added. EngineDead.
         """
         arrived = time.perf_counter() if arrived is None else arrived
-        request = Request(jobs, arrived, piecemeal)
+        request = Request(jobs, arrived, per_chunk)
         self.outstanding += request.open
         try:
             await self._ask(lambda: self._add(request))
@@ -127,59 +208,60 @@ class EngineThread:
         return request
 
     def abort(self, request: Request) -> None:
-        """Drops what has not ended of a request; its pages are free when the next step begins.
+        """Aborts the samples of a request that run; their pages are free when the next step begins.
 
-        Whoever waits for its updates hears `ClientGone`.
+        The last of its updates has the error `ClientGone`.
         """
         if not request.open:
             return
         self.metrics.aborted.inc(request.open)
         self._close(request)
         request.updates.put_nowait(Update(0, error=ClientGone()))
-        self._gone.put(request)
-        self._notes.put(Note(self._drop_gone))
+        self._to_abort.put(request)
+        self._calls.put(Call(self._abort_requests))
 
     def _close(self, request: Request) -> None:
-        """Nothing more comes of it."""
+        """Marks all samples of a request as ended."""
         self.outstanding -= request.open
         request.open = 0
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Runs something in the engine's thread, between two steps. It may take its time.
+        """Calls a function in the engine's thread, between two steps; it may take long.
 
         Raises:
-          ValueError: the function did. EngineDead: it raised anything else, or something had.
+          ValueError: the function raised it. EngineDead: the function raised anything else, or the
+            engine had died before.
         """
 
-        def after_telling() -> T:
-            self._tell()  # what there is does not wait for it
+        def send_first() -> T:
+            self._send()
             return function()
 
-        return await self._ask(after_telling)
+        return await self._ask(send_first)
 
     async def _ask(self, function: Callable[[], T]) -> T:
         if self.error is not None:
             raise self._dead()
-        answer = asyncio.get_running_loop().create_future()
-        self._notes.put(Note(function, answer))
-        return await answer
+        future = asyncio.get_running_loop().create_future()
+        self._calls.put(Call(function, future))
+        return await future
 
     def finish_all(self) -> None:
-        """To be `call`ed: steps until nothing runs. What is asked meanwhile waits, save aborts."""
+        """Steps until no sample runs; to be used within `call`. Other calls than aborts wait."""
         while self._engine.has_work and self._running:
             self._step()
-            self._drop_gone()
+            self._abort_requests()
         self._changed = True
-        self._tell()
+        self._send()
 
-    # --- told by the engine ----------------------------------------------------------------------
+    # --- called by the engine --------------------------------------------------------------------
 
     def chunk(self, strategy: str, bucket: int, rounds: int) -> None:
-        self._coming.chunks.append((strategy, bucket, rounds))
+        self._current.chunks.append((strategy, bucket, rounds))
 
     def news(self, ticket: int, news: News) -> None:
         replica = self._engine.replica_of(ticket) if len(self._engines) > 1 else 0
-        self._coming.news.append((ticket, news, replica))
+        self._current.news.append((ticket, news, replica))
 
     # --- the thread ------------------------------------------------------------------------------
 
@@ -188,46 +270,41 @@ class EngineThread:
             try:
                 idle = not self._engine.has_work or self.error is not None
                 if idle:
-                    self._tell()
-                self._obey(wait=idle)
+                    self._send()
+                self._run_calls(wait=idle)
                 if self.error is None and self._engine.has_work:
                     self._step()
             except BaseException as error:
                 log.exception("the engine died")
                 self._die(error)
 
-    def _obey(self, wait: bool) -> None:
-        """Does what was asked; waits until something is, if told so."""
+    def _run_calls(self, wait: bool) -> None:
+        """Makes the calls that are queued; with `wait`, it blocks until there is one."""
         while True:
             try:
-                function, answer = self._notes.get(block=wait)
+                function, future = self._calls.get(block=wait)
             except queue.Empty:
                 return
             wait = False
-            if answer is not None and answer.cancelled():
+            if future is not None and future.cancelled():
                 continue
+            self._changed = True
             if self.error is not None:
-                self._answer(answer, error=self._dead())
+                self._results.append(Result(future, error=self._dead()))
                 continue
             try:
-                self._answer(answer, function())
+                self._results.append(Result(future, function()))
             except ValueError as error:
-                self._answer(answer, error=error)
+                self._results.append(Result(future, error=error))
             except BaseException as error:
-                self._answer(answer, error=EngineDead(f"{type(error).__name__}: {error}"))
+                dead = EngineDead(f"{type(error).__name__}: {error}")
+                self._results.append(Result(future, error=dead))
                 raise
-
-    def _answer(
-        self, answer: asyncio.Future | None, result: Any = None, error: Exception | None = None
-    ) -> None:
-        """To be told, with whatever the note has changed."""
-        self._answers.append(Answer(answer, result, error))
-        self._changed = True
 
     def _add(self, request: Request) -> None:
         if self.asleep:
             raise Asleep("the server is asleep; POST /wake")
-        if request.gone:
+        if request.aborted:
             return
         for job in request.jobs:
             self._engine.check(job)
@@ -236,53 +313,51 @@ class EngineThread:
             request.tickets.append(ticket)
             self._owners[ticket] = request, index
 
-    def _drop_gone(self) -> None:
-        """Aborts what clients have left; one that waits to be added will not be."""
+    def _abort_requests(self) -> None:
+        """Aborts the requests whose clients have gone; one that was not added yet never will be."""
         while True:
             try:
-                request = self._gone.get_nowait()
+                request = self._to_abort.get_nowait()
             except queue.Empty:
                 return
-            request.gone = True
+            request.aborted = True
             for ticket in request.tickets:
                 if self._owners.pop(ticket, None) is not None:
                     self._engine.abort(ticket)
-                    self._seen.pop(ticket, None)
+                    self._sent.pop(ticket, None)
 
     def _step(self) -> None:
-        """The engine tells of the step before (`_tell`) when it has enqueued what this one is."""
+        """Makes a step; the engine calls `_send` for the one before when this one is enqueued."""
         ended = {event.ticket: event.sample for event in self._engine.step()}
-        if ended or self._coming.news or self._coming.chunks:
-            self._brought.append(self._coming._replace(ended=ended))
-            self._coming = Brought([], [], {})
+        if ended or self._current.news or self._current.chunks:
+            self._unsent.append(self._current._replace(ended=ended))
+            self._current = StepOutput([], [], {})
 
-    def _tell(self) -> None:
-        """Counts what came since the last time, and hands it over."""
-        if not (self._brought or self._changed):
+    def _send(self) -> None:
+        """Counts what is new since the last time, and sends it to the event loop."""
+        if not (self._unsent or self._changed):
             return
-        self._look()
-        updates, self._changed = self._all_updates(), False
-        answers, self._answers = self._answers, []
-        self._hand_over(answers, updates)
+        self._take_snapshot()
+        self._changed = False
+        self._deliver_soon(self._all_updates())
 
     def _all_updates(self) -> list[tuple[Request, Update]]:
-        """What came since the last time, for those who wait."""
-        brought, self._brought = self._brought, []
-        return [update for step in brought for update in self._updates(step)]
+        unsent, self._unsent = self._unsent, []
+        return [update for step in unsent for update in self._updates(step)]
 
-    def _updates(self, step: Brought) -> list[tuple[Request, Update]]:
-        """What a step means to those who wait; it is counted."""
+    def _updates(self, step: StepOutput) -> list[tuple[Request, Update]]:
+        """Counts what a step produced, and sorts it by request."""
         for strategy, bucket, rounds in step.chunks:
             self.metrics.chunk(strategy, bucket, rounds)
             self.live.chunk(strategy, rounds)
         fresh: dict[int, list[News]] = {}
         for ticket, news, replica in step.news:
-            known, end = self._seen.get(ticket, news.at), news.at + len(news.tokens)
+            known, end = self._sent.get(ticket, news.at), news.at + len(news.tokens)
             self.metrics.news(news, replica)
             self.live.news(news, max(end - known, 0))
-            # Else its client has gone, or they come again, see `News`.
+            # Without an owner, the client has gone; without new tokens, see `News`.
             if ticket in self._owners and end > known:
-                self._seen[ticket] = end
+                self._sent[ticket] = end
                 fresh.setdefault(ticket, []).append(news.since(known))
         updates = []
         for ticket in dict.fromkeys([*fresh, *step.ended]):
@@ -294,31 +369,31 @@ class EngineThread:
             updates.append((request, Update(index, fresh.get(ticket, ()), sample)))
             if sample is not None:
                 del self._owners[ticket]
-                self._seen.pop(ticket, None)
+                self._sent.pop(ticket, None)
         return updates
 
     def _die(self, error: BaseException) -> None:
         self.error = error
-        updates = self._all_updates()  # what had ended before is whole
-        dead, answers, self._answers = self._dead(), self._answers, []
+        updates = self._all_updates()  # of samples that ended before
+        dead = self._dead()
         owners = {id(request): request for request, _ in self._owners.values()}
         self._owners.clear()
         updates += [(request, Update(0, error=dead)) for request in owners.values()]
-        self._hand_over(answers, updates)
+        self._deliver_soon(updates)
 
     def _dead(self) -> EngineDead:
         return EngineDead(
             f"the engine died of {type(self.error).__name__}: {self.error}; restart the server"
         )
 
-    def _look(self) -> None:
-        """Leaves numbers for /metrics, which must not ask a running engine for them."""
+    def _take_snapshot(self) -> None:
+        """Copies the engine's numbers for /metrics, which must not read a running engine."""
         engine, several = self._engine, self._engines
         schedulers = [one.scheduler for one in several]
         counts = [len(one.loop.running) for one in several]
         running = sum(counts)
-        sums = {
-            name: value
+        not_finite = {
+            name: None
             for one in several
             for name, value in one.runner.checksums.items()
             if not value.finite
@@ -339,31 +414,32 @@ class EngineThread:
             bucket=sum(
                 one.loop.latest[1] for one in several if one.scheduler.running and one.loop.latest
             ),
-            alarms=tuple(f"the {name}'s weights are not finite" for name in sums),
+            alarms=tuple(f"the {name}'s weights are not finite" for name in not_finite),
         )
         self.live.look(several)
 
-    # --- back to the event loop ------------------------------------------------------------------
-
-    def _hand_over(self, answers: list[Answer], updates: list[tuple[Request, Update]]) -> None:
-        if answers or updates:
+    def _deliver_soon(self, updates: list[tuple[Request, Update]]) -> None:
+        results, self._results = self._results, []
+        if results or updates:
             try:
-                self._loop.call_soon_threadsafe(self._deliver, answers, updates)
-            except RuntimeError:  # the event loop has ended, and with it everybody who waits
+                self._loop.call_soon_threadsafe(self._deliver, results, updates)
+            except RuntimeError:  # the event loop has been closed
                 self._running = False
 
-    def _deliver(self, answers: list[Answer], updates: list[tuple[Request, Update]]) -> None:
-        for answer in answers:
-            answer.give()
+    # --- called in the event loop, by the thread -------------------------------------------------
+
+    def _deliver(self, results: list[Result], updates: list[tuple[Request, Update]]) -> None:
+        for result in results:
+            result.set()
         now = time.perf_counter()
         for request, update in updates:
-            if not request.open:  # its client has gone meanwhile
+            if not request.open:  # it was aborted meanwhile
                 continue
             if update.error is not None:
                 self._close(request)
             else:
                 self._time(request, update, now)
-            if request.piecemeal or update.sample is not None or update.error is not None:
+            if request.per_chunk or update.sample is not None or update.error is not None:
                 request.updates.put_nowait(update)
 
     def _time(self, request: Request, update: Update, now: float) -> None:
@@ -382,7 +458,7 @@ class EngineThread:
 
 
 def count_only(engine: Engine | Replicas) -> None:
-    """Telemetry that counts and keeps no records: a server runs for ever."""
+    """Makes an engine's telemetry count without records, whose number would grow for ever."""
     collector = Collector(max_records=0)
     for one in engine.engines:
         one.loop.telemetry = collector

@@ -15,9 +15,15 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from serve.detokenize import Detokenizer
-from serve.engine_thread import EngineThread
+from serve.engine_thread import (
+    Asleep,
+    ClientGone,
+    EngineDead,
+    EngineThread,
+    Request,
+    Update,
+)
 from serve.errors import ApiError
-from serve.notes import Asleep, ClientGone, EngineDead, Request, Update
 from serve.protocol import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
 from serve.replies import ChatReply, CompletionReply, Pieces, origins, spec_details, usage_of
 from serve.settings import SAY, ServeConfig
@@ -209,12 +215,12 @@ class Generation:
         return ask._replace(scores=scores)
 
     async def _submit(self, ask: Ask, arrived: float) -> Request:
-        piecemeal = bool(ask.body.stream) or ask.body.return_spec_details
+        per_chunk = bool(ask.body.stream) or ask.body.return_spec_details
         try:
             if ask.writes_nothing:
                 request = await self._nothing_to_run(ask, arrived)
             else:
-                request = await self._thread.submit(ask.jobs, arrived, piecemeal)
+                request = await self._thread.submit(ask.jobs, arrived, per_chunk)
         except Asleep as error:
             raise ApiError(503, str(error)) from error
         except EngineDead as error:

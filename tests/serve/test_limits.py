@@ -15,7 +15,7 @@ import pytest
 from serving import BATCH, QUEUE, WIDEST, Server, config, served
 
 from serve import engine_thread
-from serve.notes import Request
+from serve.engine_thread import Request
 from serve.protocol import ChatRequest, CompletionRequest
 from serve.settings import WARM_UP, EngineSection, LimitSection, ServeConfig, load_llm
 from specjax.command_line import load_config

@@ -90,7 +90,7 @@ def test_waiting_samples_are_counted_where_they_wait(thin_policy):
     for job in llm._jobs([[1, 2]], [params])[1]:
         llm.engine.add(job)
     llm.engine._feed()
-    thread._look()
+    thread._take_snapshot()
     now = thread.metrics.snapshot
     assert [replica.waiting for replica in now.replicas] == [1, 1]
     assert now.waiting - 2 == 3, "no replica has them yet"
