@@ -38,14 +38,8 @@ from rich.table import Table
 
 from bench import acceptance_plot
 from bench.acceptance_arms import ALIGNED_SETTINGS, SETTINGS, TREES, Arm, aligned_arms, arms
-from bench.common import (
-    add_prompt_arguments,
-    bench_parser,
-    figure,
-    heldout_prompts,
-    user_errors,
-    write_result,
-)
+from bench.command import add_prompt_arguments, bench_parser, heldout_prompts, user_errors
+from bench.record import figure, write_result
 from specjax import LLM, ModelConfig, SamplingParams, Strategy
 from specjax.checkpoint import huggingface as hf
 from specjax.tokenizer import load_tokenizer

@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import arms_figures, arms_plot, predict
-from bench.common import own_settings, user_errors, write_result
+from bench.command import own_settings, user_errors
 from bench.equality import Equality, Fingerprint, snapshot
+from bench.record import write_result
 from specjax.command_line import ConfigError, load_config
 from specjax.schema import option
 from train.draft import DraftConfig

@@ -8,8 +8,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import figure, median_ratio_interval
 from bench.equality import Equality
+from bench.record import figure, median_ratio_interval
 
 RATE = "rollout/tokens_per_sec"
 LONGEST = "rollout/longest_sample_tokens_per_sec"

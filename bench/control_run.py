@@ -14,7 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from bench.common import T, heldout_prompts, turns
+from bench.command import heldout_prompts
+from bench.record import T, turns
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.control import (

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.common import figure, median_interval, write_result
 from bench.control_run import (
     ADAPTIVE,
     Arm,
@@ -22,6 +21,7 @@ from bench.control_run import (
     in_turns,
     measure,
 )
+from bench.record import figure, median_interval, write_result
 from specjax.models.transformer import Params
 
 CONTROLLERS = (*ADAPTIVE, "static")

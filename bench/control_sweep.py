@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.common import figure, median_interval, paired_ratio_interval, write_result
 from bench.control_run import (
     ADAPTIVE,
     Arm,
@@ -18,6 +17,7 @@ from bench.control_run import (
     measure,
     share_of_rounds,
 )
+from bench.record import figure, median_interval, paired_ratio_interval, write_result
 from specjax.control import OFF
 from specjax.engine.engine import Engine
 

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import costs_measure
-from bench.common import user_errors
+from bench.command import user_errors
 from specjax import chips
 from specjax.arguments import ArgumentParser
 from specjax.chips import BYTES, cache_values, layer_weights, roofline

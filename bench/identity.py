@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.common import figure, write_result
+from bench.record import figure, write_result
 from specjax import LLM, ModelConfig, RunConfig, SamplingParams, SpecConfig
 from specjax.arguments import ArgumentParser
 from specjax.checkpoint import huggingface as hf

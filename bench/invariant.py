@@ -26,17 +26,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.common import (
+from bench.command import (
     add_prompt_arguments,
     add_timing_arguments,
-    alternate,
     bench_parser,
-    figure,
     heldout_prompts,
-    paired_ratio_interval,
     user_errors,
-    write_result,
 )
+from bench.record import alternate, figure, paired_ratio_interval, write_result
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.tokenizer import load_tokenizer

@@ -34,15 +34,8 @@ from pathlib import Path
 import numpy as np
 
 from bench import chains, longtail_figures, longtail_plot
-from bench.common import (
-    RESULTS,
-    add_prompt_arguments,
-    alternate,
-    bench_parser,
-    figure,
-    user_errors,
-    write_result,
-)
+from bench.command import add_prompt_arguments, bench_parser, user_errors
+from bench.record import RESULTS, alternate, figure, write_result
 from bench.trace import GOODPUT, PLAIN, SUFFIX, Trace
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf

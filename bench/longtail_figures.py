@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bench import chains
-from bench.common import figure, paired_ratio_interval
+from bench.record import figure, paired_ratio_interval
 from bench.trace import GOODPUT, PLAIN
 
 if TYPE_CHECKING:

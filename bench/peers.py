@@ -38,17 +38,9 @@ import jax
 
 from bench import peer_torch
 from bench.chains import long_tailed
-from bench.common import (
-    add_prompt_arguments,
-    alternate,
-    bench_parser,
-    figure,
-    heldout_prompts,
-    paired_ratio_interval,
-    user_errors,
-    write_result,
-)
+from bench.command import add_prompt_arguments, bench_parser, heldout_prompts, user_errors
 from bench.jax_sampler import JaxSampler
+from bench.record import alternate, figure, paired_ratio_interval, write_result
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.control import ControlConfig

@@ -29,7 +29,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.common import user_errors, write_result
+from bench.command import user_errors
+from bench.record import write_result
 from specjax.arguments import ArgumentParser
 
 

@@ -38,17 +38,9 @@ from typing import Any
 import jax
 
 from bench import hlo, traffic
-from bench.common import (
-    add_prompt_arguments,
-    alternate,
-    alternate_prepared,
-    bench_parser,
-    figure,
-    paired_ratio_interval,
-    user_errors,
-    write_result,
-)
+from bench.command import add_prompt_arguments, bench_parser, user_errors
 from bench.full_batch import everyone, fill
+from bench.record import alternate, alternate_prepared, figure, paired_ratio_interval, write_result
 from bench.round import SHAPES, milliseconds
 from bench.round_parts import PARTS, Parts
 from bench.workloads import CPU_SCALE, WORKLOADS, Point, long_prompts, points

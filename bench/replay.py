@@ -31,8 +31,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.common import figure, paired_ratio_interval, user_errors, write_result
+from bench.command import user_errors
 from bench.predict import PartCosts, default_tables
+from bench.record import figure, paired_ratio_interval, write_result
 from bench.trace import GOODPUT, PLAIN, Trace
 from specjax.arguments import ArgumentParser
 from specjax.control import OFF, ControlConfig, Controller, CostTable, Observation, make_controller

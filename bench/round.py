@@ -31,7 +31,8 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import alternate, bench_parser, figure, heldout_prompts, user_errors, write_result
+from bench.command import bench_parser, heldout_prompts, user_errors
+from bench.record import alternate, figure, write_result
 from bench.round_parts import EMPTY, PARTS, Parts
 from specjax import LLM, ModelConfig, SamplingParams, SpecConfig
 from specjax.decode.options import Features

@@ -33,7 +33,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.common import figure, own_settings, paired_ratio_interval, user_errors, write_result
+from bench.command import own_settings, user_errors
+from bench.record import figure, paired_ratio_interval, write_result
 from specjax.command_line import ConfigError, load_config
 from specjax.schema import option
 from train.rollout_schema import RolloutSection

@@ -41,16 +41,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from bench.common import (
-    alternate,
-    bench_parser,
-    figure,
-    median_interval,
-    paired_ratio_interval,
-    task_name,
-    user_errors,
-    write_result,
-)
+from bench.command import bench_parser, task_name, user_errors
+from bench.record import alternate, figure, median_interval, paired_ratio_interval, write_result
 from bench.serve_process import ServerProcess
 from bench.serve_traffic import DISCONNECT, Answer, Ask, send_all, traffic
 from bench.serve_verdict import Verdict, judge

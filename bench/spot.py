@@ -40,14 +40,8 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 from bench import spot_plot  # noqa: E402
-from bench.common import (  # noqa: E402
-    figure,
-    median_interval,
-    own_settings,
-    paired_ratio_interval,
-    user_errors,
-    write_result,
-)
+from bench.command import own_settings, user_errors  # noqa: E402
+from bench.record import figure, median_interval, paired_ratio_interval, write_result  # noqa: E402
 from specjax.command_line import ConfigError, load_config  # noqa: E402
 from specjax.schema import option  # noqa: E402
 from train.draft import DraftConfig, SpotConfig  # noqa: E402

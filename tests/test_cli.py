@@ -257,7 +257,7 @@ def test_serve_without_its_extra_says_what_to_install(thin_policy, monkeypatch):
 
 def test_bench_lists_every_bench_and_hands_its_arguments_over(monkeypatch, capsys):
     assert {"decode", "identity", "longtail", "gpu"} <= set(find())
-    assert not {"common", "random_weights", "__init__"} & set(find())
+    assert not {"record", "command", "plots", "random_weights"} & set(find())
     assert all(find().values())
     assert find()["decode"] == "speculative over plain decoding through `LLM`"
     got = []

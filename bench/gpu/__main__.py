@@ -30,10 +30,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.common import RESULTS, bench_parser, user_errors
+from bench.command import bench_parser, user_errors
 from bench.gpu import dry, plot, queue, records, status
 from bench.gpu.cards import CARDS
 from bench.gpu.table import PARTS, named
+from bench.record import RESULTS
 
 SMALL_OUT = "runs/gpu-small"
 MINUTES, SMALL_MINUTES = 14.0, 60.0

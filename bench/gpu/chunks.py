@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.common import alternate_prepared, figure, median_interval
 from bench.full_batch import everyone, fill
 from bench.gpu.program import Place, Program, traced_once
 from bench.random_weights import random_weights
+from bench.record import alternate_prepared, figure, median_interval
 from specjax import ModelConfig, RunConfig, SpecConfig
 from specjax.checkpoint.huggingface_config import read_config
 from specjax.decode.chunk import Result, Until

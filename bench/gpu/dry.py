@@ -18,10 +18,10 @@ from pathlib import Path
 
 import jax
 
-from bench.common import write_json
 from bench.gpu.check import UNFINISHED
 from bench.gpu.program import Ahead, Place, Program
 from bench.gpu.table import Part
+from bench.record import write_json
 
 AT_ONCE = 2  # programs; the compiler has threads of its own besides
 

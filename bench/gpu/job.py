@@ -7,8 +7,8 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.common import figure, now, result_of, write_json
 from bench.gpu import records
+from bench.record import figure, now, result_of, write_json
 
 SOFT = 0.85  # of a part's time: afterwards it begins nothing new
 LONGER = 1.2  # times the longest item so far: less than that is too little time for another

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import jax
 
-from bench.common import figure, result_of, write_json
 from bench.gpu import records
 from bench.gpu.cards import SHARE, short_name
 from bench.gpu.table import PARTS, Part
+from bench.record import figure, result_of, write_json
 
 RESERVE = 10.0  # seconds of a call that no part gets, for what lies around them
 REAP = 30.0  # seconds that a killed process has to be gone

@@ -3,7 +3,7 @@
     <out>/gpu/<part>.<card>.json            what was measured, or why not
     <out>/gpu/<part>.<card>.running.json    the same of a part that runs, or whose run was cut off
 
-Both have the format of `bench.common.write_result`; `settings` names part, card and attempts, and
+Both have the format of `bench.record.write_result`; `settings` names part, card and attempts, and
 the figure `outcome` says what became of the part, with its reasons. A part that runs writes its
 figures as it goes, so that whatever ends it loses nothing that it had measured.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.common import figure, now, write_json
+from bench.record import figure, now, write_json
 
 Record = dict[str, Any]
 RUNNING = "running"

@@ -5,7 +5,7 @@ import threading
 import time
 from pathlib import Path
 
-from bench.common import figure
+from bench.record import figure
 
 
 def measure(job, how, say=None):

@@ -10,7 +10,7 @@ import pytest
 import tiny_run
 
 from bench import arms, arms_figures, costs, costs_measure, decode, predict
-from bench.common import (
+from bench.record import (
     RESULTS,
     alternate,
     median_ratio_interval,

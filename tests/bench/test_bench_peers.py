@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from bench import peer_torch, peers
-from bench.common import heldout_prompts
+from bench.command import heldout_prompts
 from bench.jax_sampler import JaxSampler
 from specjax import LLM, SamplingParams
 from specjax.checkpoint import huggingface as hf

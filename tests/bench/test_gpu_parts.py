@@ -19,7 +19,6 @@ import pytest
 from test_bench_protocol import PROGRAM
 
 from bench import hlo
-from bench.common import figure
 from bench.gpu import dry, program, records, targets
 from bench.gpu.cards import CARDS
 from bench.gpu.chunks import OFF, Chunk, Size, whole_model
@@ -40,6 +39,7 @@ from bench.gpu.parts import (
 from bench.gpu.program import Place, Program
 from bench.gpu.script import Scripted, scripted_lengths
 from bench.gpu.table import PARTS, Part, named
+from bench.record import figure
 from specjax.decode.accept import accept
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench.common import figure, write_json
 from bench.gpu import __main__ as command
 from bench.gpu import cards, plot, queue, records, status, table
 from bench.gpu.job import Absent, Job
 from bench.gpu.parts import rl
 from bench.gpu.table import PARTS, Part
+from bench.record import figure, write_json
 from bench.round_parts import ROUND
 
 HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.common import alternate, figure, median_interval, paired_ratio_interval
 from bench.gpu.job import Absent, Job
 from bench.gpu.parts.ceilings import copy_rate
 from bench.gpu.program import Built, Place, Program, build
+from bench.record import alternate, figure, median_interval, paired_ratio_interval
 from specjax.config import ModelConfig, RunConfig
 from specjax.decode.tree import chain_bits
 from specjax.kernels import dispatch

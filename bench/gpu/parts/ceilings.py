@@ -13,10 +13,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bench.common import alternate, figure, median_interval
 from bench.gpu import records
 from bench.gpu.job import Job
 from bench.gpu.program import Place, Program, build
+from bench.record import alternate, figure, median_interval
 
 
 class Sizes(NamedTuple):

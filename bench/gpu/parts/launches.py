@@ -11,10 +11,10 @@ import functools
 from typing import NamedTuple
 
 from bench import hlo
-from bench.common import figure, median_interval, paired_ratio_interval
 from bench.gpu.chunks import GRAPH, OFF, Chunk, Size, milliseconds_per_round
 from bench.gpu.job import Job
 from bench.gpu.program import Built, Place, Program, build
+from bench.record import figure, median_interval, paired_ratio_interval
 
 ARMS = {
     "default": {},

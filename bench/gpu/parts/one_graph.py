@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.common import figure
 from bench.gpu.chunks import GRAPH, OFF, Chunk, Size
 from bench.gpu.job import Job
 from bench.gpu.program import Place, Program, build
+from bench.record import figure
 from specjax.decode.options import Features
 
 UNTUNED = {"xla_gpu_autotune_level": 0}

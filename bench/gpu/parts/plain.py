@@ -10,7 +10,6 @@ import functools
 from typing import NamedTuple
 
 from bench import traffic
-from bench.common import figure, median_interval, paired_ratio_interval
 from bench.gpu.chunks import (
     Chunk,
     Size,
@@ -22,6 +21,7 @@ from bench.gpu.chunks import (
 from bench.gpu.job import Job
 from bench.gpu.parts.ceilings import copy_rate
 from bench.gpu.program import Place, Program, build
+from bench.record import figure, median_interval, paired_ratio_interval
 
 ARMS = {
     "triton": {"xla_gpu_enable_triton_gemm": True},

@@ -16,9 +16,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.common import figure, median_interval
 from bench.gpu.job import Job
 from bench.random_weights import random_weights
+from bench.record import figure, median_interval
 from specjax.checkpoint import huggingface as hf
 from specjax.drafts.mtp import init_head_params
 from specjax.models.transformer import init_params

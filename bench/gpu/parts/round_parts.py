@@ -23,17 +23,17 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import hlo, protocol, traffic
-from bench.common import (
+from bench.full_batch import everyone, fill
+from bench.gpu.chunks import policy_pass
+from bench.gpu.job import Job
+from bench.random_weights import random_weights
+from bench.record import (
     alternate,
     alternate_prepared,
     figure,
     median_interval,
     paired_ratio_interval,
 )
-from bench.full_batch import everyone, fill
-from bench.gpu.chunks import policy_pass
-from bench.gpu.job import Job
-from bench.random_weights import random_weights
 from bench.round import turn_times
 from bench.round_parts import EMPTY, ROUND, Parts
 from bench.workloads import Point, Workload

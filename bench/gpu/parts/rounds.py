@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.common import figure, paired_ratio_interval
 from bench.gpu.chunks import OFF, Chunk, Size, figures_by_layers, milliseconds_per_round, shape_of
 from bench.gpu.job import Job
 from bench.gpu.program import Place, Program, build
 from bench.gpu.script import Scripted, scripted_lengths
+from bench.record import figure, paired_ratio_interval
 
 
 class Sizes(NamedTuple):

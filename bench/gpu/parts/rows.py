@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import jax
 
-from bench.common import alternate, figure, paired_ratio_interval
 from bench.full_batch import everyone
 from bench.gpu.chunks import Chunk, Size, figures_by_layers, policy_pass, shape_of
 from bench.gpu.job import Job
 from bench.gpu.program import Built, Place, Program, build
+from bench.record import alternate, figure, paired_ratio_interval
 
 
 class Sizes(NamedTuple):

@@ -19,9 +19,9 @@ import jax
 import numpy as np
 
 from bench import protocol
-from bench.common import alternate, figure, paired_ratio_interval
 from bench.gpu.job import Absent, Job
 from bench.gpu.parts.round_parts import plain_model, sizes_of
+from bench.record import alternate, figure, paired_ratio_interval
 from bench.workloads import GREEDY, Point, Workload
 from specjax import LLM
 from specjax.shipped import find_shipped

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.common import figure
 from bench.gpu.job import Job
 from bench.gpu.parts.attention import kernels_on
 from bench.gpu.program import Built, Place, Program, build
+from bench.record import figure
 from specjax.decode.tree import ancestors, pack_bits
 from specjax.kernels import dispatch, reference
 

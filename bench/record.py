@@ -1,4 +1,4 @@
-"""What every bench shares: arguments, prompts, fair timing, an interval, and result files.
+"""Result files, timing in turns, and ratios with intervals: what all measurements share.
 
 A result file is JSON: `name`, `date` (UTC), `machine`, `versions`, `command`, `settings`, and
 `figures`, a map from a figure's name to `value`, `unit` and `interval` ([low, high] or null).
@@ -6,9 +6,6 @@ A result file is JSON: `name`, `date` (UTC), `machine`, `versions`, `command`, `
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import copy
 import dataclasses
 import datetime
 import importlib.metadata
@@ -27,17 +24,13 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from specjax.arguments import ArgumentParser
-from train import data
-from train.data_config import check_task
-
 T = TypeVar("T")
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Describes the machine that numbers are measured on."""
     devices = jax.devices()
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -60,7 +53,7 @@ def _processor() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Python, the packages that matter to speed, and the commit of this checkout, if it is one."""
+    """Returns the versions of Python, packages that matter to speed, and this checkout."""
     found = {"python": platform.python_version()}
     if commit := _commit():
         found["specjax"] = commit
@@ -73,7 +66,7 @@ def versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """Its short name, with `-dirty` where files other than results differ from it."""
+    """Returns the short hash, with `-dirty` where files other than results differ from it."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(RESULTS.parent.parent), *arguments]
@@ -86,86 +79,8 @@ def _commit() -> str | None:
         return None
 
 
-def bench_parser(module: str, doc: str, out: str) -> argparse.ArgumentParser:
-    """The parser of `python -m bench.<module>`, with the arguments that every bench has.
-
-    Args:
-      doc: the module's docstring. out: name of the default result file, without its suffix.
-    """
-    parser = ArgumentParser(
-        prog=f"python -m bench.{module}",
-        description=doc,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of problems and samples")
-    parser.add_argument("--out", help=f"file or directory; default: bench/results/{out}.json")
-    return parser
-
-
-def task_name(text: str) -> str:
-    """The type of `--task` for argparse."""
-    try:
-        check_task(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
-
-
-def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which policy, and which of its held-out problems."""
-    add = parser.add_argument
-    add("--model", default="assets/sums", help="Hugging Face directory of the policy (and head)")
-    add("--task", default="sums", type=task_name, help="where the prompts come from: data.task")
-    add("--data", metavar="FILE", help="file of rows, for tasks that are not generated")
-    add("--max_prompt_tokens", type=int, default=64, help="longer prompts are passed over")
-
-
-def add_timing_arguments(parser: argparse.ArgumentParser, batches: Sequence[int]) -> None:
-    """What is repeated, and how often."""
-    add = parser.add_argument
-    add("--batches", type=int, nargs="+", default=list(batches), help="slots that run at once")
-    add("--repeats", type=int, default=7, help="measurements of each, at least 5 for a figure")
-
-
-@contextlib.contextmanager
-def user_errors(module: str) -> Iterator[None]:
-    """Ends the program with one message where the user, or what was found, is at fault."""
-    try:
-        yield
-    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
-        sys.exit(f"bench.{module}: error: {error}")
-
-
-def own_settings(schema: type[T], cfg: T) -> T:
-    """A copy of a configuration that knows more than `schema`, with the fields of `schema` only."""
-    values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(schema)}
-    return schema(**copy.deepcopy(values))
-
-
-def heldout_prompts(
-    tokenizer, task: str, path: str | None, count: int, longest: int, seed: int
-) -> list[list[int]]:
-    """Token ids of the first `count` held-out problems whose prompt has at most `longest` tokens.
-
-    Raises:
-      ValueError: there are fewer.
-    """
-    source = data.problems(data.DataConfig(task=task, path=path, seed=seed), "heldout")
-    prompts = []
-    for index in range(len(source)):
-        prompt = data.encode_prompt(tokenizer, source[index].prompt)
-        if len(prompt) <= longest:
-            prompts.append(prompt)
-        if len(prompts) == count:
-            return prompts
-    raise ValueError(
-        f"expected {count} held-out prompts of at most {longest} tokens, got {len(prompts)}; give "
-        "more data, a larger --max_prompt_tokens, or ask for fewer prompts"
-    )
-
-
 def figure(value: Any, unit: str, interval: Sequence[float] | None = None) -> dict[str, Any]:
-    """One entry of a result's `figures`.
+    """Makes one entry of a result's `figures`.
 
     Args:
       interval: [low, high]; an end that is None is unknown.
@@ -202,7 +117,7 @@ def write_result(
 def result_of(
     name: str, settings: Mapping[str, Any], figures: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What a result file holds, as of now.
+    """Returns the content of a result file, dated now.
 
     Raises:
       ValueError: a figure without value, unit or interval.
@@ -225,12 +140,12 @@ def result_of(
 
 
 def now() -> str:
-    """The date as result files have it."""
+    """Returns the date and time in UTC, as result files write it."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def write_json(content: Mapping[str, Any], path: Path) -> Path:
-    """Writes a file that is whole whenever it is read: another one takes its place at once."""
+    """Writes a file beside `path` and renames it, so that a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_plain(content), indent=2, allow_nan=False)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -239,7 +154,7 @@ def write_json(content: Mapping[str, Any], path: Path) -> Path:
 
 
 def _plain(value: Any) -> Any:
-    """JSON values; what JSON cannot say becomes null or text."""
+    """Converts to JSON values; what JSON cannot express becomes null or text."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -256,7 +171,7 @@ def _plain(value: Any) -> Any:
 
 
 def turns(names: Iterable[T], repeats: int) -> Iterator[tuple[int, T]]:
-    """Repeat and name: all of them so often, every other time in reversed order."""
+    """Yields (repeat, name): every name once per repeat, in reversed order every other repeat."""
     forwards = list(names)
     for repeat in range(repeats):
         for name in forwards if repeat % 2 == 0 else reversed(forwards):
@@ -264,7 +179,7 @@ def turns(names: Iterable[T], repeats: int) -> Iterator[tuple[int, T]]:
 
 
 def alternate(functions: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of every call, the functions taking turns so that noise hits all alike.
+    """Measures the seconds of every call; the functions take turns, so that noise hits all alike.
 
     Nothing is warmed up: call what compiles beforehand.
     """
@@ -279,7 +194,7 @@ def alternate(functions: Mapping[str, Callable[[], Any]], repeats: int) -> dict[
 def alternate_prepared(
     jobs: Mapping[str, tuple[Callable, Callable]], repeats: int
 ) -> dict[str, list[float]]:
-    """Seconds of the second function of each pair, called after the first, which is not timed."""
+    """Measures the second function of each pair, called after the first, which is not timed."""
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for repeat, name in turns(jobs, 1 + repeats):
         prepare, run = jobs[name]
@@ -294,10 +209,10 @@ def alternate_prepared(
 def paired_ratio_interval(
     numerator: Sequence[float], denominator: Sequence[float], level: float = 0.95
 ) -> tuple[float, float, float]:
-    """Median of numerator[i] / denominator[i], with a bootstrap interval over the pairs.
+    """Returns the median of numerator[i] / denominator[i], with a bootstrap interval over pairs.
 
-    For functions that took turns (`alternate`): what slows a machine down for longer than a turn
-    hits both sides of a pair, and drops out.
+    It is for functions that took turns (`alternate`): what slows a machine down for longer than a
+    turn hits both sides of a pair, and cancels.
 
     Returns:
       (ratio, low, high); with one pair the interval has no width.
@@ -314,7 +229,7 @@ def paired_ratio_interval(
 
 
 def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
-    """(median, low, high) by bootstrap, with a fixed seed."""
+    """Returns (median, low, high) by bootstrap, with a fixed seed."""
     draws = np.random.default_rng(0).choice(np.asarray(values, float), (2000, len(values)))
     tail = (1 - level) / 2
     low, high = np.quantile(np.median(draws, axis=1), [tail, 1 - tail])
