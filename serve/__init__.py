@@ -1,20 +1,16 @@
-"""An OpenAI-compatible server on the engine; `python -m serve --help`.
+"""An OpenAI-compatible server on the engine (`python -m serve --help`), and the command `specjax`.
 
-api.py             the routes
-generation.py      what completions and chat completions share: jobs in, answers out
+api.py             the FastAPI application: routes and OpenAPI document
+middleware.py      API keys, the size of bodies, the access log
 protocol.py        bodies of requests
-nothing.py         fields that are known and do nothing, and the values that ask for nothing
-schema.py          the OpenAPI document, with the server's limits
-replies.py         bodies of answers
-engine_thread.py   the one thread that owns the engine
-live.py            what the page shows
-page/              the page
-detokenize.py      text of a sample that still grows
-metrics.py         what Prometheus reads
-admin.py           weights, sleep and wake
-guard.py           API key and size of bodies, before anything is read
+generation.py      completions and chat completions: bodies in, samples run, responses out
+responses.py       bodies of responses
 errors.py          errors in OpenAI's shape
-log.py             one line per request
-settings.py        every setting
+engine_thread.py   the one thread that owns the engine
+detokenize.py      the text of a sample while it grows
+admin.py           new weights, sleep and wake
+metrics.py         Prometheus metrics
+dashboard.py       what the page at `/` shows; page/ has its HTML, CSS and JavaScript
+settings.py        every setting of the server
 cli/               the command `specjax`
 """

@@ -76,7 +76,7 @@ def serve(cfg: ServeConfig) -> None:
             timeout_graceful_shutdown=cfg.drain_seconds,
         )
     )
-    app.state.live.drains = lambda: server.should_exit
+    app.state.dashboard.is_draining = lambda: server.should_exit
     # uvicorn drains, then raises the signal again for the handler that was there before.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)

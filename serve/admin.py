@@ -28,7 +28,7 @@ from specjax.engine.checksum import checksum
 from specjax.models.transformer import Params
 from specjax.tokenizer import with_tokenizer_end
 
-PATHS = ("/update_weights", "/sleep", "/wake")
+ADMIN_PATHS = ("/update_weights", "/sleep", "/wake")
 # Of two configs that mean the same model these may differ: they say how it is computed here, and
 # how it asks to be sampled.
 _OURS = ("run", "mtp_num_layers", "generation")
@@ -97,7 +97,7 @@ class Admin:
                 self._thread.finish_all()
                 running = "recompute"
             llm.update_weights(policy, head, running)
-        self._thread.live.weights_changed()
+        self._thread.dashboard.weights_changed()
         self._thread.metrics.updates.labels(asked.what).inc()
         return {
             **weights_info(llm),

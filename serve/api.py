@@ -1,26 +1,31 @@
-"""The routes. What they do is in `generation` and `admin`."""
+"""The FastAPI application: its routes, and its OpenAPI document."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
+from typing import Any
 
 import jax
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 
 import specjax
-from serve.admin import PATHS, Admin, weights_info
+from serve.admin import ADMIN_PATHS, Admin, weights_info
+from serve.dashboard import document
 from serve.engine_thread import EngineDead, EngineThread
 from serve.errors import ApiError, answer_errors
 from serve.generation import Generation
-from serve.guard import Guard
-from serve.log import AccessLog
 from serve.metrics import Metrics
-from serve.page import add_page
+from serve.middleware import (
+    AccessLogMiddleware,
+    AuthenticationMiddleware,
+    BodyLimitMiddleware,
+)
 from serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -28,16 +33,40 @@ from serve.protocol import (
     TokenizeRequest,
     WeightsRequest,
 )
-from serve.schema import ERRORS, describe
+from serve.responses import EventStream
 from serve.settings import ServeConfig, public
 from specjax import LLM
+from specjax.control import OFF
+
+_GENERATION_BODIES = ("CompletionRequest", "ChatRequest")
+
+
+class Problem(BaseModel):
+    """The error of `ApiError.body`."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Failure(BaseModel):
+    """The body of every error response, in OpenAI's shape."""
+
+    error: Problem
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": Failure, "description": "the request cannot be served as it is"},
+    "5XX": {"model": Failure, "description": "the server cannot serve it"},
+}
 
 
 def create_app(cfg: ServeConfig, llm: LLM) -> FastAPI:
-    """The application; its `state.thread` runs the engine while the application does.
+    """Makes the application; its `state.thread` runs the engine as long as the application runs.
 
     Args:
-      llm: of `load_llm`; nobody else may use it from now on.
+      llm: from `load_llm`; only the application may use it from now on.
     """
     thread = EngineThread(llm, Metrics(cfg.name))
     admin = Admin(thread)
@@ -45,7 +74,7 @@ def create_app(cfg: ServeConfig, llm: LLM) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI):
         thread.start()
-        ticks = asyncio.create_task(thread.live.run())
+        ticks = asyncio.create_task(thread.dashboard.run())
         yield
         ticks.cancel()
         await thread.stop()
@@ -59,21 +88,22 @@ def create_app(cfg: ServeConfig, llm: LLM) -> FastAPI:
         redoc_url=None,
         responses=ERRORS,
     )
-    app.state.thread, app.state.live = thread, thread.live
+    app.state.thread, app.state.dashboard = thread, thread.dashboard
     answer_errors(app)
-    describe(app, cfg, llm)
+    _narrow_openapi(app, cfg, llm)
     _add_generation(app, cfg, thread)
     _add_views(app, cfg, thread)
-    add_page(app, cfg, thread)
+    _add_page(app, cfg, thread)
     _add_admin(app, admin)
+    # The middleware that is added last runs first.
+    app.add_middleware(BodyLimitMiddleware, body_bytes=cfg.limits.body_bytes)
     app.add_middleware(
-        Guard,
+        AuthenticationMiddleware,
         api_key=cfg.api_key,
         admin_key=cfg.admin_key,
-        admin=PATHS,
-        body_bytes=cfg.limits.body_bytes,
+        admin_paths=ADMIN_PATHS,
     )
-    if cfg.allowed_origins:  # before the guard: browsers ask without a key what they may send
+    if cfg.allowed_origins:  # before authentication: preflight requests of browsers have no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=cfg.allowed_origins,
@@ -82,7 +112,7 @@ def create_app(cfg: ServeConfig, llm: LLM) -> FastAPI:
             allow_credentials=cfg.allow_credentials,
         )
     paths = frozenset(route.path for route in app.routes if hasattr(route, "path"))
-    app.add_middleware(AccessLog, metrics=thread.metrics, paths=paths, file=cfg.log_file)
+    app.add_middleware(AccessLogMiddleware, metrics=thread.metrics, paths=paths, file=cfg.log_file)
     return app
 
 
@@ -195,6 +225,41 @@ def _add_views(app: FastAPI, cfg: ServeConfig, thread: EngineThread) -> None:
         }
 
 
+def _add_page(app: FastAPI, cfg: ServeConfig, thread: EngineThread) -> None:
+    """Routes `/` and `/live`, what the page shows as server-sent events."""
+    html, policy = document(cfg.api_key is not None)
+    headers = {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    dashboard, named = thread.dashboard, {"model": cfg.name}
+
+    def state() -> dict:
+        error, word = thread.error, "ok"
+        if error is not None:
+            word = "dead"
+        elif dashboard.is_draining():
+            word = "draining"
+        elif thread.asleep:
+            word = "asleep"
+        said = None if error is None else f"{type(error).__name__}: {error}"
+        return {**named, "state": word, "error": said, "outstanding": thread.outstanding}
+
+    def leave() -> None:
+        dashboard.viewers -= 1
+
+    @app.get("/", include_in_schema=False)
+    async def page():
+        return HTMLResponse(html, headers=headers)
+
+    @app.get("/live", include_in_schema=False)
+    async def events():
+        dashboard.viewers += 1
+        return EventStream(dashboard.events(state), leave)
+
+
 def _add_admin(app: FastAPI, admin: Admin) -> None:
     async def answered(work) -> dict:
         try:
@@ -213,3 +278,48 @@ def _add_admin(app: FastAPI, admin: Admin) -> None:
     @app.post("/wake")
     async def wake():
         return await answered(admin.wake())
+
+
+def _narrow_openapi(app: FastAPI, cfg: ServeConfig, llm: LLM) -> None:
+    """Puts the limits and strategies of this server into its OpenAPI document."""
+    plain = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            bodies = plain()["components"]["schemas"]
+            for name in _GENERATION_BODIES:
+                _narrow(bodies[name]["properties"], cfg, llm)
+        return app.openapi_schema
+
+    app.openapi = openapi
+
+
+def _narrow(fields: dict[str, Any], cfg: ServeConfig, llm: LLM) -> None:
+    most = llm.max_len - 1  # a prompt has one token at least
+    tokens = min(most, cfg.limits.max_tokens or most)
+    bounds = dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), tokens)
+    for name, value in {**bounds, "n": cfg.limits.n, "best_of": cfg.limits.n}.items():
+        for kind in _kinds(fields.get(name, {}), "integer"):
+            kind["maximum"] = value
+    for field in fields.values():
+        for kind in _kinds(field, "integer"):
+            if kind.get("title") == "Token":
+                kind.pop("exclusiveMaximum")
+                kind["maximum"] = llm.cfg.vocab_size - 1
+    room = llm.max_stop_tokens - len(llm.cfg.eos_token_ids)
+    for kind in _kinds(fields["stop_token_ids"], "array"):
+        kind["maxItems"] = max(room, 0)
+    for kind in fields.get("prompt", {}).get("anyOf", ()):
+        if kind.get("items", {}).get("type") in ("string", "array"):  # not the ids of one prompt
+            kind["maxItems"] = cfg.limits.prompts
+    for kind in _kinds(fields["model"], "string"):
+        kind["enum"] = [cfg.name]
+    for kind in _kinds(fields["speculative"], "string"):
+        kind["enum"] = sorted({OFF, *llm.engine.runner.plans})
+
+
+def _kinds(schema: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    """The subschemas of one JSON type that a value, or a part of it, may have."""
+    found = [schema] if schema.get("type") == kind else []
+    inside = [*schema.get("anyOf", ()), *filter(None, [schema.get("items")])]
+    return found + [each for part in inside for each in _kinds(part, kind)]

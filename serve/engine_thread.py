@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from serve.live import Live
+from serve.dashboard import Dashboard
 from serve.metrics import Metrics, Replica, Snapshot
 from specjax import LLM
 from specjax.decode.options import Features
@@ -128,7 +128,7 @@ class EngineThread:
 
     Attributes:
       outstanding: samples that were submitted and have not ended. error: what the engine raised.
-      asleep: requests are refused; set in the engine's thread only. live: what the page shows.
+      asleep: requests are refused; set in the engine's thread only. dashboard: what the page shows.
     """
 
     def __init__(self, llm: LLM, metrics: Metrics):
@@ -141,7 +141,7 @@ class EngineThread:
         self._engines = llm.engine.engines
         for engine in self._engines:
             engine.runner.executables.before_build = functools.partial(self._compiles, engine)
-        self.live = Live(llm, self._engines, metrics)
+        self.dashboard = Dashboard(llm, self._engines, metrics)
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._to_abort: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._owners: dict[int, tuple[Request, int]] = {}  # by ticket
@@ -349,12 +349,12 @@ class EngineThread:
         """Counts what a step produced, and sorts it by request."""
         for strategy, bucket, rounds in step.chunks:
             self.metrics.chunk(strategy, bucket, rounds)
-            self.live.chunk(strategy, rounds)
+            self.dashboard.chunk(strategy, rounds)
         fresh: dict[int, list[News]] = {}
         for ticket, news, replica in step.news:
             known, end = self._sent.get(ticket, news.at), news.at + len(news.tokens)
             self.metrics.news(news, replica)
-            self.live.news(news, max(end - known, 0))
+            self.dashboard.news(news, max(end - known, 0))
             # Without an owner, the client has gone; without new tokens, see `News`.
             if ticket in self._owners and end > known:
                 self._sent[ticket] = end
@@ -416,7 +416,7 @@ class EngineThread:
             ),
             alarms=tuple(f"the {name}'s weights are not finite" for name in not_finite),
         )
-        self.live.look(several)
+        self.dashboard.look(several)
 
     def _deliver_soon(self, updates: list[tuple[Request, Update]]) -> None:
         results, self._results = self._results, []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,6 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-
-from serve.nothing import REFUSAL, short
 
 _NO_OBJECT = "expected a JSON object, with the header Content-Type: application/json"
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -75,7 +74,8 @@ _KINDS = {
     "dict_type": "an object", "model_type": "an object", "model_attributes_type": "an object",
 }  # fmt: skip
 
-KNOWN_FIELDS: set[str] = set()  # of all bodies; each adds its own
+KNOWN_FIELDS: set[str] = set()  # the fields of all bodies, to suggest one for an unknown field
+UNSUPPORTED_VALUE = "unsupported_value"  # the type of pydantic errors that `protocol` raises
 _TOO_SHORT = {
     "string_too_short": "text of at least one character",
     "too_short": "a list of at least one entry",
@@ -109,7 +109,7 @@ def _told(errors: Sequence[dict[str, Any]]) -> tuple[list[str], str]:
         return where, "is required, and missing"
     if first["type"] == "extra_forbidden":
         return where, f"there is no such field here, got {got}{_nearest(first)}"
-    if first["type"] == REFUSAL:
+    if first["type"] == UNSUPPORTED_VALUE:
         return where, first["msg"]
     if first["type"] in _TOO_SHORT and first["ctx"]["min_length"] == 1:
         return where, f"expected {_TOO_SHORT[first['type']]}, got {got}"
@@ -143,3 +143,9 @@ def _is_type(part: str | int) -> bool:
 def _indices(error: dict[str, Any]) -> list[int]:
     """Of the place in lists that an error is at."""
     return [part for part in error["loc"] if isinstance(part, int)]
+
+
+def short(value: Any) -> str:
+    """A value that a client sent, for a message."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -7,12 +7,12 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 
 from serve.detokenize import Detokenizer
 from serve.engine_thread import (
@@ -25,7 +25,15 @@ from serve.engine_thread import (
 )
 from serve.errors import ApiError
 from serve.protocol import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
-from serve.replies import ChatReply, CompletionReply, Pieces, origins, spec_details, usage_of
+from serve.responses import (
+    ChatReply,
+    CompletionReply,
+    EventStream,
+    Pieces,
+    origins,
+    spec_details,
+    usage_of,
+)
 from serve.settings import SAY, ServeConfig
 from specjax.engine.checks import check_prompt
 from specjax.engine.prompt_scores import PromptScorer, PromptScores, Started
@@ -501,26 +509,6 @@ class Generation:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events.
-
-    Args:
-      on_end: is called when the last was sent, or the client went away.
-    """
-
-    def __init__(self, events: AsyncIterator[str], on_end: Callable[[], None]):
-        super().__init__(
-            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
-        self._on_end = on_end
-
-    async def __call__(self, scope, receive, send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._on_end()
 
 
 def _invalid(told: str, index: int = 0, choices: int = 1) -> ApiError:

@@ -1,14 +1,15 @@
-"""Bodies of requests: OpenAI's names first, vLLM's for what OpenAI does not have.
+"""Bodies of requests: OpenAI's names, and vLLM's for what OpenAI does not have.
 
-What is not known is refused, and so is what is known and not supported: an option that is silently
-dropped gives other tokens than were asked for.
+An unknown field is a 400, and so is a value of a known field that is not implemented: to ignore it
+would give other tokens than were asked for. null is everywhere the same as leaving the field out.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -17,26 +18,161 @@ from pydantic import (
     ConfigDict,
     Field,
     WithJsonSchema,
+    create_model,
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
-from serve.errors import KNOWN_FIELDS, ApiError
-from serve.nothing import (
-    CHATS,
-    COMPLETIONS,
-    MESSAGES,
-    SAMPLING,
-    STREAM_OPTIONS,
-    TEXT_PARTS,
-    TOKENIZE,
-    with_nothing,
-)
+from serve.errors import KNOWN_FIELDS, UNSUPPORTED_VALUE, ApiError, short
 from specjax import SamplingParams
 from specjax.config.sampling import MAX_TOP_LOGPROBS, SEED_RANGE, SEEDS, is_seed
 from specjax.control import OFF
 
 T = TypeVar("T")
+Model = TypeVar("Model", bound=BaseModel)
+
+# --- fields that are known and not implemented ---
+
+
+class Unsupported(NamedTuple):
+    """A field of OpenAI's or vLLM's requests that this server knows and does not implement.
+
+    Attributes:
+      accepted: the values, beside null, that ask for nothing: the default, or what is empty.
+      instead: why any other value is refused, or what to use in its place.
+    """
+
+    accepted: tuple[Any, ...] = ()
+    instead: str = "there is no such thing here"
+
+
+_TOOLS = "no tools are called here"
+_GUIDED = "text is not constrained to a format here; allowed_token_ids constrains tokens"
+_BEAMS = "there is no beam search; ask for several samples (n)"
+_REASONING = "chat_template_kwargs hands options to the chat template"
+_WHOLE_PROMPTS = "prompts are never truncated; send a shorter one"
+_TEXT = "this server reads and writes text"
+
+_GUIDED_FIELDS = (
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "guided_decoding_backend", "guided_whitespace_pattern", "structural_tag",
+)  # fmt: skip
+_TRANSFERS = ("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "repetition_detection")
+
+# Fields of completions and of chat completions: some clients send one set of settings to both.
+UNSUPPORTED_SAMPLING: dict[str, Unsupported] = {
+    "response_format": Unsupported(({"type": "text"},), _GUIDED),
+    **dict.fromkeys(_GUIDED_FIELDS, Unsupported(({},), _GUIDED)),
+    "use_beam_search": Unsupported((False,), _BEAMS),
+    "early_stopping": Unsupported((False,), _BEAMS),
+    "length_penalty": Unsupported((1,), _BEAMS),
+    "skip_special_tokens": Unsupported((True,), "return_token_ids gives the tokens themselves"),
+    "detokenize": Unsupported((True,), "return_token_ids gives the tokens beside the text"),
+    "return_tokens_as_token_ids": Unsupported((False,), "return_token_ids gives the tokens"),
+    "return_token_offsets": Unsupported((False,), "logprobs of completions have text_offset"),
+    "return_mm_kwargs": Unsupported((True, False), _TEXT),
+    "logprob_token_ids": Unsupported(([],), "the most likely tokens are given (logprobs)"),
+    "truncate_prompt_tokens": Unsupported((), _WHOLE_PROMPTS),
+    "truncation_side": Unsupported((), _WHOLE_PROMPTS),
+    "priority": Unsupported((0,), "requests are served in the order in which they come"),
+    "service_tier": Unsupported(("auto", "default"), "all requests are served alike"),
+    "store": Unsupported((False,), "answers are not kept"),
+    "cache_salt": Unsupported(("",), "prompts that begin alike share cache pages"),
+    "stream_interval": Unsupported((1,), "tokens are sent as they come"),
+    "thinking_token_budget": Unsupported((-1,), "there is no such limit; see max_tokens"),
+    "routed_experts_prompt_start": Unsupported((0,)),
+    "watermarking": Unsupported((False,), "text is not marked"),
+    "logits_processors": Unsupported(([],), "logit_bias and bad_words change logits"),
+    **dict.fromkeys(_TRANSFERS, Unsupported(({},))),
+    "tools": Unsupported(([],), _TOOLS),
+    "tool_choice": Unsupported(("none", "auto"), _TOOLS),
+    "functions": Unsupported(([],), _TOOLS),
+    "function_call": Unsupported(("none", "auto"), _TOOLS),
+    "modalities": Unsupported((["text"], []), _TEXT),
+    "audio": Unsupported((), _TEXT),
+    "media_io_kwargs": Unsupported(({},), _TEXT),
+    "mm_processor_kwargs": Unsupported(({},), _TEXT),
+    "prediction": Unsupported((), "drafts come from the server's own draft source"),
+    "reasoning_effort": Unsupported((), _REASONING),
+    "include_reasoning": Unsupported((True,), _REASONING),
+    "verbosity": Unsupported(("medium",), "say it in a message"),
+    "web_search_options": Unsupported((), _TOOLS),
+    "moderation": Unsupported((), "texts are not moderated"),
+    "prompt_cache_options": Unsupported(({},), "the server decides what it keeps"),
+    "prompt_cache_retention": Unsupported(("in_memory",), "cached prompts lie in memory"),
+    "continue_final_message": Unsupported((False,), "use /v1/completions with the text so far"),
+    "documents": Unsupported(([],), "put them into a message, or into chat_template_kwargs"),
+    "chat_template": Unsupported((), "the server is started with its template (chat_template)"),
+    "return_prompt_text": Unsupported((False,), "return_token_ids gives the prompt's tokens"),
+    "suffix": Unsupported(("",), "text is written behind the prompt only"),
+    "prompt_embeds": Unsupported(([],), "a prompt is text or token ids"),
+}
+UNSUPPORTED_CHAT: dict[str, Unsupported] = {
+    "echo": Unsupported((False,), "an answer is the new message alone"),
+    "prompt": Unsupported((), "use /v1/completions"),
+}
+UNSUPPORTED_COMPLETION: dict[str, Unsupported] = {
+    "messages": Unsupported((), "use /v1/chat/completions"),
+    "max_completion_tokens": Unsupported((), "completions say max_tokens"),
+    "top_logprobs": Unsupported((0,), "completions say logprobs"),
+    "add_generation_prompt": Unsupported((True,), "completions have no chat template"),
+    "chat_template_kwargs": Unsupported(({},), "completions have no chat template"),
+}
+# Fields of messages that a response had, which OpenAI's client sends back.
+UNSUPPORTED_MESSAGE: dict[str, Unsupported] = {
+    "refusal": Unsupported(("",), "a refusal is a message as any other: send it as content"),
+    "annotations": Unsupported(([],), _TEXT),
+    "audio": Unsupported((), _TEXT),
+    "function_call": Unsupported((), _TOOLS),
+    "tool_calls": Unsupported(([],), _TOOLS),
+    "reasoning": Unsupported(("",), "send it as content"),
+    "reasoning_content": Unsupported(("",), "send it as content"),
+}
+UNSUPPORTED_TEXT_PART: dict[str, Unsupported] = {
+    "annotations": Unsupported(([],), _TEXT),
+    "prompt_cache_breakpoint": Unsupported((), "the server decides what it keeps"),
+}
+UNSUPPORTED_STREAM_OPTIONS: dict[str, Unsupported] = {
+    "include_obfuscation": Unsupported((False,), "pieces are as long as their texts"),
+}
+UNSUPPORTED_TOKENIZE: dict[str, Unsupported] = {
+    name: UNSUPPORTED_SAMPLING[name]
+    for name in (
+        "tools", "continue_final_message", "chat_template", "media_io_kwargs",
+        "mm_processor_kwargs",
+    )
+}  # fmt: skip
+
+
+def with_unsupported(base: type[Model], table: dict[str, Unsupported]) -> type[Model]:
+    """A body with the fields of a table added."""
+    fields: dict[str, Any] = {
+        name: (_type(field), Field(None, description=f"ignored: {field.instead}"))
+        for name, field in table.items()
+    }
+    return create_model(f"{base.__name__}Base", __base__=base, **fields)
+
+
+def _type(field: Unsupported) -> Any:
+    expected = " or ".join(["null", *map(json.dumps, field.accepted)])
+
+    def check(value: Any) -> None:
+        if value is not None and not any(_same(value, each) for each in field.accepted):
+            message = "expected {expected}, got {got}: {instead}"
+            told = {"expected": expected, "got": short(value), "instead": field.instead}
+            raise PydanticCustomError(UNSUPPORTED_VALUE, message, told)
+
+    schema = {"enum": [None, *field.accepted]}
+    return Annotated[Any, AfterValidator(check), WithJsonSchema(schema)]
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equality as JSON has it: true is not 1."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+# --- types of values ---
 
 
 def _whole(text: str) -> str:
@@ -132,14 +268,14 @@ def _at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class StreamOptions(with_nothing(Body, STREAM_OPTIONS)):
+class StreamOptions(with_unsupported(Body, UNSUPPORTED_STREAM_OPTIONS)):
     include_usage: bool = False
     continuous_usage_stats: bool = Field(
         False, description="every piece says the usage so far, where include_usage is true"
     )
 
 
-class Sampling(with_nothing(Body, SAMPLING)):
+class Sampling(with_unsupported(Body, UNSUPPORTED_SAMPLING)):
     """What completions and chat completions share; null is the default everywhere."""
 
     model: str | None = Field(None, description="the model's name, see /v1/models")
@@ -293,7 +429,7 @@ class Sampling(with_nothing(Body, SAMPLING)):
         return self.wants_usage and self.stream_options.continuous_usage_stats
 
 
-class CompletionRequest(with_nothing(Sampling, COMPLETIONS)):
+class CompletionRequest(with_unsupported(Sampling, UNSUPPORTED_COMPLETION)):
     """POST /v1/completions."""
 
     prompt: Prompt | Several[Prompt] | Ids | Several[Ids] = Field(
@@ -323,12 +459,12 @@ class CompletionRequest(with_nothing(Sampling, COMPLETIONS)):
         return self.logprobs or 0
 
 
-class TextPart(with_nothing(Body, TEXT_PARTS)):
+class TextPart(with_unsupported(Body, UNSUPPORTED_TEXT_PART)):
     type: Literal["text"]
     text: Text
 
 
-class Message(with_nothing(Body, MESSAGES)):
+class Message(with_unsupported(Body, UNSUPPORTED_MESSAGE)):
     """One of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -345,7 +481,7 @@ class Message(with_nothing(Body, MESSAGES)):
         return {"role": self.role, "content": content, **given}
 
 
-class ChatRequest(with_nothing(Sampling, CHATS)):
+class ChatRequest(with_unsupported(Sampling, UNSUPPORTED_CHAT)):
     """POST /v1/chat/completions."""
 
     messages: Several[Message]
@@ -382,7 +518,7 @@ class ChatRequest(with_nothing(Sampling, CHATS)):
             )  # fmt: skip
 
 
-class TokenizeRequest(with_nothing(Body, TOKENIZE)):
+class TokenizeRequest(with_unsupported(Body, UNSUPPORTED_TOKENIZE)):
     """POST /tokenize, vLLM's: of a prompt, or of messages by the chat template."""
 
     model: str | None = None

@@ -88,7 +88,7 @@ class Server:
 def run(app, **options):
     """A uvicorn server in a thread of its own, listening."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", **options))
-    app.state.live.drains = lambda: server.should_exit
+    app.state.dashboard.is_draining = lambda: server.should_exit
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

@@ -7,8 +7,8 @@ import os
 
 import httpx
 
-from serve.log import AccessLog
 from serve.metrics import Metrics
+from serve.middleware import AccessLogMiddleware
 
 
 async def app(scope, receive, send):
@@ -18,7 +18,7 @@ async def app(scope, receive, send):
 
 def test_lines_that_do_not_fit_are_counted_and_said_when_it_begins(tmp_path, monkeypatch, caplog):
     metrics, file = Metrics("m"), tmp_path / "log.jsonl"
-    logged = AccessLog(app, metrics, frozenset({"/a"}), str(file))
+    logged = AccessLogMiddleware(app, metrics, frozenset({"/a"}), str(file))
     write, room = os.write, [250]  # a few lines, and a part of one
 
     def until_full(descriptor, text):

@@ -14,7 +14,7 @@ from browser import Page
 from prometheus_client.parser import text_string_to_metric_families
 from serving import ADMIN, BATCH, KEY, Server, config, served
 
-from serve.page import document
+from serve.dashboard import document
 from serve.settings import load_llm
 from specjax import SamplingParams
 from specjax.control import CostTable, Goodput, Observation, make_controller
@@ -278,7 +278,7 @@ def test_nothing_is_cut_off_on_narrow_screens(page: Page, width):
 
 def test_the_live_stream_wants_the_key_and_forgets_who_leaves(server: Server):
     assert httpx.get(f"{server.url}/live").status_code == 401
-    live = server.app.state.live
+    live = server.app.state.dashboard
     before = live.viewers
     with httpx.stream("GET", f"{server.url}/live", headers=HEADERS, timeout=20) as response:
         lines = (line for line in response.iter_lines() if line)

@@ -3,7 +3,7 @@
 import pytest
 from browser import Page
 
-from serve.page import document
+from serve.dashboard import document
 
 
 @pytest.fixture(scope="module")

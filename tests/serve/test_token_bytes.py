@@ -6,7 +6,7 @@ import pytest
 import small_tokenizers
 from small_tokenizers import END, KINDS
 
-from serve.replies import LEAST, ChatReply, CompletionReply, Pieces
+from serve.responses import LEAST, ChatReply, CompletionReply, Pieces
 from specjax.tokenizer import load_tokenizer
 
 TEXTS = ("the thé cat", "naïve\n日本 🙂", "a\tb\r\n", "the  the", f"end.{END}")

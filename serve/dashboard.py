@@ -1,17 +1,23 @@
-"""What the page shows: a minute of numbers, and the batch as it stands.
+"""What the page at `/` shows: the last minute in numbers, and the batch that runs.
 
-The thread that owns the engine counts what comes in, and leaves a picture of its slots while
-somebody watches. The event loop reads all that a few times a second, at one moment, and sends each
-watcher what is new. Nobody asks a running engine, or its device, for anything.
+The thread that owns the engine counts what comes in, and copies the state of its slots while a page
+is open. The event loop reads these a few times a second and sends every page what is new. No
+request reads a running engine, or its device.
+
+The page is plain HTML, CSS and JavaScript in `serve/page/`, sent as one document. It loads nothing
+from anywhere else, and its Content-Security-Policy forbids it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from importlib import resources
 from typing import Any
 
 from serve.metrics import Metrics, Snapshot
@@ -20,12 +26,15 @@ from specjax.control import OFF, Controller, Goodput
 from specjax.engine.engine import Engine
 from specjax.engine.watch import News
 
+# Of the page; joined in this order.
+SCRIPTS = ("base.js", "words.js", "draw.js", "live.js", "prompt.js")  # in order
+_STYLE, _SCRIPT, _KEY = "/* style.css */", "/* scripts */", "data-key=no"
 TICK = 0.25  # seconds
 KEPT = 240  # ticks
 GAINS_EVERY = 0.5  # seconds between two questions to the controller about one size
 
 
-class Live:
+class Dashboard:
     """Numbers of one server.
 
     Args:
@@ -39,7 +48,7 @@ class Live:
     def __init__(self, llm: LLM, engines: Sequence[Engine], metrics: Metrics):
         self._metrics, self._about = metrics, about(llm, engines)
         self.viewers = 0
-        self.drains: Callable[[], bool] = lambda: False
+        self.is_draining: Callable[[], bool] = lambda: False
         self._began = time.monotonic()
         # The engine's thread writes these:
         deepest = max(plan.steps for plan in engines[0].runner.plans.values())
@@ -258,3 +267,39 @@ def _estimate(engine: Engine, size: int) -> dict[str, Any] | None:
         "chunks": {name: goodput.costs.chunks(name, size) for name in ratios},
         "slack": {name: goodput.slack(OFF, size, name) for name in ratios},
     }
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+def document(needs_key: bool) -> tuple[str, str]:
+    """The page, and the policy that it is sent with.
+
+    Args:
+      needs_key: it asks for the key before it asks for anything else.
+    """
+    html, style = _text("index.html"), _text("style.css")
+    script = "\n".join(map(_text, SCRIPTS))
+    policy = (
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    for mark, text in ((_STYLE, style), (_SCRIPT, script), (_KEY, f"data-key={_word(needs_key)}")):
+        if html.count(mark) != 1:
+            raise ValueError(f"index.html has {mark!r} {html.count(mark)} times, expected once")
+        html = html.replace(mark, text)
+    return html, policy
+
+
+def _text(name: str) -> str:
+    return (resources.files("serve.page") / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    """As a policy names the content of an inline element."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def _word(yes: bool) -> str:
+    return "yes" if yes else "no"

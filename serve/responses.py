@@ -20,7 +20,9 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+from fastapi.responses import StreamingResponse
 
 from specjax.engine.prompt_scores import PromptScores
 from specjax.engine.request import SampleOutput
@@ -261,3 +263,23 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> dict:
 
 def _least(value: float) -> float:
     return max(float(value), LEAST)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events.
+
+    Args:
+      on_end: is called when the last was sent, or the client went away.
+    """
+
+    def __init__(self, events: AsyncIterator[str], on_end: Callable[[], None]):
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+        self._on_end = on_end
+
+    async def __call__(self, scope, receive, send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()

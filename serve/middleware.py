@@ -1,0 +1,179 @@
+"""ASGI middleware: API keys, the size of bodies, the access log."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import secrets
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve.errors import ApiError
+from serve.metrics import Metrics
+
+# Health checks and Prometheus send no key, and the page asks for one itself.
+PUBLIC_PATHS = ("/health", "/ping", "/version", "/metrics", "/")
+
+log = logging.getLogger(__name__)
+
+
+class AuthenticationMiddleware:
+    """Answers 401 to a request without the right key, and 403 where no key would do.
+
+    Args:
+      api_key: that clients must send; None: they need none.
+      admin_key: for `admin_paths`; None: these paths are refused.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_key: str | None,
+        admin_key: str | None,
+        admin_paths: tuple[str, ...],
+    ):
+        self._app, self._admin_paths = app, admin_paths
+        self._api_key, self._admin_key = api_key, admin_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = None
+        if scope["type"] == "http":
+            error = self._error(scope["path"], _headers(scope))
+        await (self._app if error is None else error.response())(scope, receive, send)
+
+    def _error(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
+        sent = _key_of(headers.get(b"authorization", b""))
+        if path in self._admin_paths:
+            if self._admin_key is None:
+                return ApiError(
+                    403, f"{path} needs an admin key, and the server was started without one"
+                )
+            if not _same(sent, self._admin_key):
+                return ApiError(401, _no_key("admin key", sent), code="invalid_api_key")
+        elif self._api_key is not None and path not in PUBLIC_PATHS:
+            keys = [key for key in (self._api_key, self._admin_key) if key is not None]
+            if not any([_same(sent, key) for key in keys]):  # all of them, whichever is right
+                return ApiError(401, _no_key("API key", sent), code="invalid_api_key")
+        return None
+
+
+class BodyLimitMiddleware:
+    """Answers 413 to a request whose body is longer than `body_bytes`."""
+
+    def __init__(self, app: ASGIApp, body_bytes: int):
+        self._app, self._body_bytes = app, body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = _headers(scope).get(b"content-length", b"")
+        too_long = length.isdigit() and int(length) > self._body_bytes
+        # A body need not say its length.
+        messages = None if too_long else await self._read(receive)
+        if messages is None:
+            error = ApiError(413, f"the body is longer than {self._body_bytes} bytes; send less")
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, _replay(messages, receive), send)
+
+    async def _read(self, receive: Receive) -> list[Message] | None:
+        """The messages of the body; None: it is too long."""
+        messages, seen = [], 0
+        while True:
+            message = await receive()
+            messages.append(message)
+            seen += len(message.get("body", b""))
+            if seen > self._body_bytes:
+                return None
+            if not message.get("more_body", False):
+                return messages
+
+
+class AccessLogMiddleware:
+    """Counts every response by path and status, and writes a JSON line for each to a file.
+
+    A full disk costs lines, not requests: a line that cannot be written is counted, and the first
+    of them is an error in the server's log.
+
+    Args:
+      paths: the routes; all other paths are counted together. file: to append to; None: no lines.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str], file: str | None):
+        self._app, self._metrics, self._paths = app, metrics, paths
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        self._file = None if file is None else os.open(file, flags, 0o644)
+        self._failed = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 0
+
+        async def keep_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, keep_status)
+        finally:
+            path = scope["path"] if scope["path"] in self._paths else "other"
+            self._metrics.answers.labels(path, status).inc()
+            if self._file is not None:
+                self._write(scope, status, time.perf_counter() - began)
+
+    def _write(self, scope: Scope, status: int, seconds: float) -> None:
+        line = {
+            "time": round(time.time(), 3),
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "seconds": round(seconds, 6),
+        }
+        text = (json.dumps(line) + "\n").encode()
+        try:
+            if os.write(self._file, text) < len(text):  # the disk took a part of the line
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._failed = False
+        except OSError as error:
+            self._metrics.lost_lines.inc()
+            if not self._failed:
+                log.error("the log cannot be written, and requests go on without: %s", error)
+            self._failed = True
+
+
+def _headers(scope: Scope) -> dict[bytes, bytes]:
+    return {name.lower(): value for name, value in scope["headers"]}
+
+
+def _replay(messages: list[Message], receive: Receive) -> Receive:
+    """A `receive` that returns messages which were read before, then those that follow."""
+    waiting = iter(messages)
+
+    async def replay() -> Message:
+        message = next(waiting, None)
+        return await receive() if message is None else message
+
+    return replay
+
+
+def _key_of(authorization: bytes) -> bytes:
+    """What follows `Bearer`, which may be written in any case; or the bare key."""
+    scheme, space, key = authorization.strip().partition(b" ")
+    return key.strip() if space and scheme.lower() == b"bearer" else authorization.strip()
+
+
+def _no_key(what: str, sent: bytes) -> str:
+    got = f"a wrong {what}" if sent else f"no {what}"
+    return f"expected the header Authorization: Bearer KEY, got {got}"
+
+
+def _same(sent: bytes, key: str) -> bool:
+    return secrets.compare_digest(sent, key.encode())
