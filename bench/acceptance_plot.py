@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
 
-from specjax.arguments import ArgumentParser
+from specjax.command_line import ArgumentParser
 
 COLORS = {"coupled": "#1f5fa8", "block": "#d9730d", "recursive": "#2a8c4a"}
 POLICIES = {"sums": "embedded policy", "gsm8k": "GSM8K policy"}

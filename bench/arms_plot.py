@@ -15,7 +15,7 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 from bench.arms_figures import ACCEPT, LONGEST, PAIRS, RATE, Records, series  # noqa: E402
-from specjax.arguments import ArgumentParser
+from specjax.command_line import ArgumentParser
 
 COLORS = {
     "none": "#7a7a7a",

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from specjax.arguments import ArgumentParser
+from specjax.command_line import ArgumentParser
 from train import data
 from train.data_config import check_task
 

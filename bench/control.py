@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from bench import control_plot, control_swap, control_sweep
 from bench.command import add_prompt_arguments, add_timing_arguments, bench_parser, user_errors
 from bench.control_run import add_run_arguments
-from specjax.arguments import ArgumentParser
+from specjax.command_line import ArgumentParser
 from specjax.control.base import canonical
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)

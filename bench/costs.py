@@ -30,8 +30,8 @@ from pathlib import Path
 from bench import costs_measure
 from bench.command import user_errors
 from specjax import chips
-from specjax.arguments import ArgumentParser
 from specjax.chips import BYTES, cache_values, layer_weights, roofline
+from specjax.command_line import ArgumentParser
 from specjax.kernels.names import attention_flag
 from specjax.models.families.dense import dense_config
 

@@ -21,8 +21,8 @@ import numpy as np
 
 from bench.record import figure, write_result
 from specjax import LLM, ModelConfig, RunConfig, SamplingParams, SpecConfig
-from specjax.arguments import ArgumentParser
 from specjax.checkpoint import huggingface as hf
+from specjax.command_line import ArgumentParser
 from specjax.config import DEFAULT_TREE_PATHS
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.compare import Difference, first_difference

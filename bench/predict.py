@@ -31,7 +31,7 @@ import numpy as np
 
 from bench.command import user_errors
 from bench.record import write_result
-from specjax.arguments import ArgumentParser
+from specjax.command_line import ArgumentParser
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ from bench.command import user_errors
 from bench.predict import PartCosts, default_tables
 from bench.record import figure, paired_ratio_interval, write_result
 from bench.trace import GOODPUT, PLAIN, Trace
-from specjax.arguments import ArgumentParser
+from specjax.command_line import ArgumentParser
 from specjax.control import OFF, ControlConfig, Controller, CostTable, Observation, make_controller
 from specjax.decode.chunk import TAKE_OVER_SHARE, Until
 from specjax.drafts.mtp import WINDOW

@@ -17,8 +17,7 @@ from specjax.kernels.names import ATTENTION, ATTENTION_DOC
 from specjax.parallel.sharding import offer_cpu_devices
 from specjax.schema import REQUIRED, Needs, at_least, option
 from specjax.shipped import find_shipped
-from specjax.speculation import SpeculationSettings, sections_of
-from specjax.speculation_rules import speculation_rules
+from specjax.speculation import SpeculationSettings, sections_of, speculation_rules
 from specjax.spelling import Say, dotted, spelled
 from specjax.weights.matrix import ASKED
 

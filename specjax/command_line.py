@@ -3,7 +3,7 @@
     config = load_config(Config, sys.argv[1:], prog="train.rl", description="GRPO")
 
 A setting is written `key=value`, `--key=value` or `--key value`, with dashes or underscores within
-words; what its text means is in `setting_values.py`. Mistakes of the user (unknown key, wrong type,
+words; what its text means is in `schema.py`. Mistakes of the user (unknown key, wrong type,
 missing file, a setting that changes nothing) end the program with status 2 and one message; they
 never show a traceback.
 """
@@ -16,6 +16,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import re
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,9 +27,21 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from specjax.arguments import ArgumentParser, nearest_flag, underscored
-from specjax.schema import REQUIRED, Key, describe, elsewhere_of, idle, keys_of, show, type_name
-from specjax.setting_values import ValueProblem, Yaml, check, expected, read
+from specjax.schema import (
+    REQUIRED,
+    Key,
+    ValueProblem,
+    Yaml,
+    check,
+    describe,
+    elsewhere_of,
+    expected,
+    idle,
+    keys_of,
+    read,
+    show,
+    type_name,
+)
 from specjax.shipped import find_shipped, roots
 from specjax.spelling import python, spelled
 
@@ -205,6 +218,28 @@ def _as_saved(
         return False  # this version has no such setting
     # What there is in `theirs` alone is left out of the fingerprint: it may have changed.
     return all(_as_saved(keys, f"{name}.{inner}", theirs, mine) for inner in mine)
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's, which takes `--max_batch` for `--max-batch` and the other way round, and says
+    which flag an unknown one is close to."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        return super().parse_known_args(self._as_known(args), namespace)
+
+    def parse_known_intermixed_args(self, args=None, namespace=None):
+        return super().parse_known_intermixed_args(self._as_known(args), namespace)
+
+    def _as_known(self, args: Iterable[str] | None) -> list[str]:
+        known = {underscored(option): option for option in self._option_string_actions}
+        args = sys.argv[1:] if args is None else args
+        return [_as_known(str(argument), known) for argument in args]
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: (--[\w.-]+)", message)
+        if unknown:
+            message += nearest_flag(unknown[1], self._option_string_actions)
+        super().error(message)
 
 
 class _Parser(ArgumentParser):
@@ -585,3 +620,26 @@ def _require(require: Callable[[T], None], config: T) -> None:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+# --- flags of commands ---------------------------------------------------------------------------
+
+
+def underscored(option: str) -> str:
+    """A flag or key with underscores within its words."""
+    dashes = len(option) - len(option.lstrip("-"))
+    return option[:dashes] + option[dashes:].replace("-", "_")
+
+
+def nearest_flag(option: str, known: Iterable[str]) -> str:
+    """A suggestion, where one of the flags is close."""
+    flags = {underscored(flag): flag for flag in known if flag.startswith("--")}
+    close = difflib.get_close_matches(underscored(option), flags, n=1, cutoff=0.7)
+    return f"; did you mean {flags[close[0]]!r}?" if close else ""
+
+
+def _as_known(argument: str, known: dict[str, str]) -> str:
+    name, equals, value = argument.partition("=")
+    if not name.startswith("--"):
+        return argument
+    return known.get(underscored(name), name) + equals + value

@@ -26,8 +26,7 @@ from serve.cli.main import COMMANDS, INTERRUPTED, NOBODY_READS, main
 from serve.settings import EngineSection, ServeConfig, SpeculationSection
 from specjax import LLM, SamplingParams
 from specjax.engine.compare import Difference
-from specjax.speculation import SpeculationSettings
-from specjax.speculation_flags import as_flags, settings_of
+from specjax.speculation import SpeculationSettings, as_flags, settings_of
 from specjax.spelling import flags
 from specjax.telemetry import Collector
 from specjax.tokenizer import load_tokenizer

@@ -43,7 +43,7 @@ from specjax.models.mlps.dense import Dense
 from specjax.models.rows import layer_rows
 from specjax.models.transformer import init_params
 from specjax.registry import FAMILIES, Registry
-from specjax.speculation_flags import add_flags, settings_of
+from specjax.speculation import add_flags, settings_of
 from specjax.weights import matrix
 from train import data, data_report, rl
 from train.data_config import DataConfig

@@ -24,8 +24,7 @@ from specjax.kernels import tpu
 from specjax.kernels.names import ATTENTION, GROUPS, OWN
 from specjax.registry import BACKENDS
 from specjax.schema import keys_of
-from specjax.speculation import ControlSection, SpeculationSettings
-from specjax.speculation_flags import KEYS, settings_of
+from specjax.speculation import KEYS, ControlSection, SpeculationSettings, settings_of
 from specjax.verify.__main__ import _parser as verify_parser
 from train import rl, sft
 from train.heads import HeadCheckpoints

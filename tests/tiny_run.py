@@ -20,7 +20,7 @@ from specjax.checkpoint import huggingface as hf
 from specjax.drafts.mtp import init_head_params
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
-from specjax.setting_values import read
+from specjax.schema import read
 from train import data, trainer
 from train.schema import RLConfig
 

@@ -25,7 +25,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 
-from specjax.arguments import ArgumentParser
+from specjax.command_line import ArgumentParser
 from train.log import read_metrics  # noqa: E402
 
 PICTURE = "metrics.png"  # in the directory of the run

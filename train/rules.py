@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specjax.schema import Needs
-from specjax.speculation_rules import (
+from specjax.speculation import (
     drafts_with_head,
     is_off,
     is_switched_off,

@@ -27,7 +27,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from specjax.arguments import ArgumentParser
+from specjax.command_line import ArgumentParser
 
 ROOT = Path(__file__).resolve().parents[2]
 PINS, CONSTRAINTS = ROOT / "bench" / "gpu-constraints.txt", ROOT / "constraints.txt"

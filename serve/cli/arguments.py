@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from specjax.arguments import ArgumentParser
+from specjax.command_line import ArgumentParser
 from specjax.config import SamplingParams
 from specjax.config.dtype import AUTO, ENGINE_DTYPES
-from specjax.schema import Key
-from specjax.setting_values import ValueProblem, check, read
-from specjax.speculation_flags import add_flags
+from specjax.schema import Key, ValueProblem, check, read
+from specjax.speculation import add_flags
 
 EPILOG = """Prompts are arguments, or lines of --file: text, or JSON lines (--json-lines, or a name
 that ends in .jsonl) with "prompt" (text or token ids) or "messages" (for the chat template). A JSON

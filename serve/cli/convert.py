@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from serve.cli import Failure, UsageError
 from specjax import interrupts
-from specjax.arguments import ArgumentParser
+from specjax.command_line import ArgumentParser
 
 EPILOG = """The source may be a Hugging Face directory or id, a GGUF file, the directory of a run of
 train.rl or train.sft, the one of its checkpoints, a draft head that such a run wrote

@@ -27,7 +27,7 @@ from serve.cli.prompts import Prompt
 from specjax import interrupts
 from specjax.config import SamplingParams
 from specjax.engine.compiling import unsaid
-from specjax.speculation_flags import as_flags, settings_of
+from specjax.speculation import as_flags, settings_of
 from specjax.spelling import flags, spelled
 
 if TYPE_CHECKING:  # they import jax

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from specjax.arguments import ArgumentParser
+from specjax.command_line import ArgumentParser
 from specjax.telemetry.collector import Summary, read_jsonl
 from specjax.telemetry.records import CAUSES
 

@@ -13,11 +13,11 @@ import dataclasses
 import sys
 
 from specjax import interrupts
-from specjax.arguments import ArgumentParser
 from specjax.checked_json import CheckpointError
+from specjax.command_line import ArgumentParser
 from specjax.config.dtype import AUTO, ENGINE_DTYPES
 from specjax.models.families import add_family
-from specjax.speculation_flags import add_flags, as_flags, settings_of
+from specjax.speculation import add_flags, as_flags, settings_of
 from specjax.spelling import flags, spelled
 from specjax.verify import InputError, Verdict, check, load
 

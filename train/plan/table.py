@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from specjax.arguments import ArgumentParser
+from specjax.command_line import ArgumentParser
 
 COLUMNS = (
     "plan", "by", "programs", "chips", "weights", "optimizers", "cache", "while it rolls out",
