@@ -20,7 +20,7 @@ from bench.full_batch import everyone, fill
 from bench.random_weights import random_weights
 from bench.record import alternate_prepared, machine, versions
 from specjax.checkpoint import huggingface as hf
-from specjax.checkpoint.huggingface_config import read_config
+from specjax.checkpoint.huggingface import read_config
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.control import OFF
 from specjax.decode import rng

@@ -29,7 +29,7 @@ from safetensors.numpy import load_file
 from serve.cli.main import main
 from specjax import LLM, EngineConfig, SamplingParams, SpecConfig, interfaces
 from specjax.checkpoint import huggingface as hf
-from specjax.checkpoint.huggingface_config import config_json
+from specjax.checkpoint.huggingface import config_json
 from specjax.checkpoint.weights import load_model
 from specjax.config import ModelConfig
 from specjax.config.model import Layer

@@ -22,7 +22,7 @@ from bench.gpu.program import Place, Program, traced_once
 from bench.random_weights import random_weights
 from bench.record import alternate_prepared, figure, median_interval
 from specjax import ModelConfig, RunConfig, SpecConfig
-from specjax.checkpoint.huggingface_config import read_config
+from specjax.checkpoint.huggingface import read_config
 from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
 from specjax.decode.state import prefix_lengths, take_positions, take_slots

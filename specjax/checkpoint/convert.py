@@ -25,8 +25,7 @@ import safetensors
 
 from specjax.checked_json import CheckpointError, first_line
 from specjax.checkpoint import huggingface as hf
-from specjax.checkpoint.huggingface_config import dtype_name
-from specjax.checkpoint.huggingface_export import copy_tokenizer, replacing
+from specjax.checkpoint.huggingface import copy_tokenizer, dtype_name, replacing
 from specjax.checkpoint.store import Checkpointer, save_draft
 from specjax.checkpoint.weights import (
     CHECKPOINTS,

@@ -4,53 +4,69 @@ Loading checks every tensor's name and shape from the file headers first, then b
 at a time, in the target dtype, reading only the slices that each device holds: at no time does
 more than one parameter exist twice in host memory. Saving writes what transformers loads.
 
+Of config.json two dialects are read: transformers 5 writes `dtype`, files in the wild have
+`torch_dtype`. What is written holds both. The layers are the family's, see
+`specjax.models.families`. A config that asks for what the transformer here does not compute is an
+error: a checkpoint is never run as something slightly different from what it is.
+
 A draft head lies in the model's own files under MiMo's names when the family is MiMo; transformers
 knows no head in the other families, so there it is a file of its own, `mtp.safetensors`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Mapping
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors.numpy
 
-from specjax.checked_json import CheckpointError, Keys
-from specjax.checkpoint.huggingface_config import (
-    MTP_KEY,
-    UnsupportedModelError,
-    config_of,
-    dtype_name,
-    mtp_json,
-    read_config,
-)
-from specjax.checkpoint.huggingface_export import save_checkpoint, save_head
+from specjax.checked_json import CheckpointError, Keys, UnsupportedModelError, shown
 from specjax.checkpoint.huggingface_names import (
+    HEAD_STYLES,
     CheckpointWeightError,
     Slot,
+    Tensor,
     head_slots,
     is_head_name,
     is_redundant,
+    order_of,
     policy_slots,
     raise_problems,
     style_of,
+    style_on_export,
     swap_concat,
     swap_last,
     tensors_of,
     zero_tensors,
 )
-from specjax.config import ModelConfig
+from specjax.config import ModelConfig, RunConfig
+from specjax.config.dtype import DTYPES
 from specjax.interfaces import Stored
-from specjax.models.families import family_of
+from specjax.models.families import common, family_of
+from specjax.models.generation_config import sampling_of
 from specjax.models.transformer import Params
 from specjax.parallel import sharding
-from specjax.weights import AUTO, open_checkpoint
-from specjax.weights.safetensors import HEAD_FILE, open_files, weight_files
+from specjax.weights import AUTO, load_tokenizer, open_checkpoint
+from specjax.weights.safetensors import (
+    CONFIG,
+    GENERATION,
+    HEAD_FILE,
+    INDEX,
+    TOKENIZER_FILES,
+    WEIGHTS,
+    open_files,
+    weight_files,
+)
 
 __all__ = [
     "CheckpointError",
@@ -64,9 +80,168 @@ __all__ = [
     "swap_concat",
 ]
 
+MTP_KEY = "specjax_mtp"
+MTP_COUNT_KEY = "num_nextn_predict_layers"
+_STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_LARGEST_HEADER = 100_000_000  # bytes, as safetensors itself limits it
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _BLOCK_ROWS = 4096  # that are compared at a time
 log = logging.getLogger(__name__)
+
+
+# --- config.json ---------------------------------------------------------------------------------
+
+
+def dtype_name(dtype) -> str:
+    """The name of a parameter dtype, given as anything jax takes for one."""
+    name = jnp.dtype(dtype).name
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    return name
+
+
+def read_config(path: str | Path, load_format: str = AUTO) -> ModelConfig:
+    """The `ModelConfig` of a checkpoint, see `specjax.weights.open_checkpoint`.
+
+    Parameter and compute dtype are both the file's `dtype`, or where it names none that of its
+    weights. End-of-sequence ids are those of config.json followed by those that only
+    generation_config.json lists.
+
+    Raises:
+      CheckpointError: a file is absent or damaged, lacks a key, or a key holds what cannot be
+        meant; one line that names file and key.
+      UnsupportedModelError: an unknown family, or a feature that is not implemented.
+    """
+    reader = open_checkpoint(path, load_format)
+    return config_of(reader.file, reader.config(), reader.generation())
+
+
+def config_of(file: Path, raw: dict[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    """The `ModelConfig` that the contents of config.json and generation_config.json mean.
+
+    Args:
+      file: config.json or what stands for it, for messages; the other lies beside it.
+
+    Raises:
+      CheckpointError, UnsupportedModelError: see `read_config`.
+    """
+    keys, beside = Keys(file, raw), file
+    if file.name == CONFIG:
+        beside = file.with_name(GENERATION)
+    family = family_of(raw.get("model_type"), keys.file)
+    cfg = family.read(keys)
+    dtype = _dtype(keys) or _stored_dtype(file.parent) or "float32"
+    return cfg.replace(
+        **_tokens(keys, Keys(beside, generation), cfg.vocab_size),
+        **_mtp(keys, order_of(family) or cfg.mtp_concat),
+        generation=sampling_of(beside, generation),
+        run=RunConfig(param_dtype=dtype, compute_dtype=dtype),
+    )
+
+
+def _tokens(keys: Keys, generation: Keys, vocabulary: int) -> dict[str, Any]:
+    def ids(name: str) -> list[int]:
+        several = name == "eos_token_id"
+        return [
+            token
+            for place in (keys, generation)
+            for token in place.token_ids(name, vocabulary, several)
+        ]
+
+    return {
+        "eos_token_ids": tuple(dict.fromkeys(ids("eos_token_id"))),
+        "bos_token_id": next(iter(ids("bos_token_id")), None),
+        "pad_token_id": next(iter(ids("pad_token_id")), None),
+    }
+
+
+def _mtp(keys: Keys, concat: str) -> dict[str, Any]:
+    own = keys.within(MTP_KEY)
+    states = ("post_norm", "pre_norm")
+    return {
+        "mtp_num_layers": keys.integer(MTP_COUNT_KEY, None, least=0, most=common.MOST_LAYERS) or 0,
+        "mtp_concat": own.text("concat", concat, ("embedding_first", "hidden_first")),
+        "mtp_target_hidden": own.text("target_hidden", "post_norm", states),
+        "mtp_recycle": own.text("recycle", "post_norm", states),
+    }
+
+
+def _dtype(keys: Keys) -> str | None:
+    """The dtype that config.json names, in either dialect."""
+    for name in ("dtype", "torch_dtype"):
+        asked = keys.text(name, None)
+        if asked is not None:
+            asked = asked.removeprefix("torch.")
+            if asked not in DTYPES:
+                raise UnsupportedModelError(
+                    f"{keys.file}: {name} {shown(asked)} is not supported; expected one of "
+                    f"{', '.join(DTYPES)}"
+                )
+            return asked
+    return None
+
+
+def _stored_dtype(path: Path) -> str | None:
+    """The dtype of the first weight of floating type, as transformers infers what is not said."""
+    for file in sorted(path.glob("model*.safetensors")):
+        try:
+            with file.open("rb") as stream:
+                size = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(min(size, _LARGEST_HEADER)))
+            kinds = [tensor.get("dtype") for name, tensor in sorted(header.items())]
+        except (OSError, ValueError, AttributeError, RecursionError):
+            return None  # whoever reads the weights says what is wrong with the file
+        for kind in kinds:
+            if kind in _STORED:
+                return _STORED[kind]
+    return None
+
+
+def config_json(cfg: ModelConfig, with_head: bool, dtype: str) -> dict[str, Any]:
+    """What config.json says about `cfg`, in both dialects.
+
+    Raises:
+      UnsupportedModelError: the family cannot express the config (for example Qwen2 without
+        biases).
+    """
+    family = family_of(cfg.model_type)
+    eos = list(cfg.eos_token_ids)
+    out = {
+        "architectures": [family.architecture],
+        "model_type": cfg.model_type,
+        **family.write(cfg),
+        "bos_token_id": cfg.bos_token_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "pad_token_id": cfg.pad_token_id,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+    if with_head:
+        out[MTP_COUNT_KEY] = cfg.mtp_num_layers
+        concat = order_of(family) or cfg.mtp_concat
+        out[MTP_KEY] = {**mtp_json(cfg), "concat": concat}  # as it lies on disk
+    return out
+
+
+def mtp_json(cfg: ModelConfig) -> dict[str, str]:
+    """The head's switches that no public config format has a key for."""
+    return {
+        "concat": cfg.mtp_concat,
+        "target_hidden": cfg.mtp_target_hidden,
+        "recycle": cfg.mtp_recycle,
+    }
+
+
+def generation_json(cfg: ModelConfig) -> dict[str, Any]:
+    """What generation_config.json says: the ids that begin, end and pad a text, and how to sample
+    one."""
+    eos = list(cfg.eos_token_ids)
+    ids = {
+        "bos_token_id": cfg.bos_token_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "pad_token_id": cfg.pad_token_id,
+    }
+    return {k: v for k, v in ids.items() if v is not None} | dict(cfg.generation)
 
 
 # --- tensors ------------------------------------------------------------------------------------
@@ -319,3 +494,202 @@ def _check_switches(file: Path, cfg: ModelConfig, metadata: dict[str, str]) -> N
                 f"{file}: the head was trained with {key} {saved[key]!r}, the config says "
                 f"{wanted[key]!r}; set mtp_{key}={saved[key]}"
             )
+
+
+# --- saving --------------------------------------------------------------------------------------
+
+
+class _Written(NamedTuple):
+    """A tensor to write: its bytes are made only when its file is written."""
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+
+def save_checkpoint(
+    path: str | Path,
+    cfg: ModelConfig,
+    params: Params,
+    head: Params | None = None,
+    tokenizer_dir: str | Path | None = None,
+    dtype: str | None = None,
+    max_shard_bytes: int = 4 << 30,
+) -> None:
+    """Writes a directory that `load_checkpoint` and transformers load.
+
+    It is written beside `path` and renamed when complete; a checkpoint that was there is replaced.
+
+    Args:
+      params, head: stacked policy parameters and, if there is one, the draft head.
+      tokenizer_dir: a directory whose tokenizer files and chat template are copied, or another
+        checkpoint that holds a tokenizer.
+      dtype: dtype on disk, the parameters' own by default.
+      max_shard_bytes: size at which a further weight file is begun; also the host memory needed.
+
+    Raises:
+      CheckpointWeightError: parameters that do not fit `cfg`, by name.
+      CheckpointError: `path` holds something else than a checkpoint; no tokenizer files found.
+      UnsupportedModelError: `cfg.model_type` cannot express the config.
+    """
+    path = Path(path).absolute()
+    dtype = dtype_name(dtype or params["embed"].dtype)
+    config = config_json(cfg, head is not None, dtype)
+    if path.exists() and not ((path / "config.json").exists() or _is_empty_dir(path)):
+        raise CheckpointError(f"{path} exists and is no checkpoint; choose another path")
+    style = style_on_export(cfg) if head is not None else None
+    body = _named(policy_slots(cfg), params, dtype)
+    own_file = family_of(cfg.model_type).head_style is None
+    if head is not None and not own_file:
+        body += _named(head_slots(cfg, style), head, dtype)
+    body += _zeros(cfg, None if own_file else style, dtype)
+    with replacing(path) as partial:
+        _write_json(partial / "config.json", config)
+        _write_json(partial / "generation_config.json", generation_json(cfg))
+        _write_weights(partial, body, jnp.dtype(dtype), max_shard_bytes)
+        if head is not None and own_file:
+            save_head(partial / HEAD_FILE, cfg, head, dtype)
+        if tokenizer_dir is not None:
+            copy_tokenizer(Path(tokenizer_dir), partial)
+
+
+def save_head(path: str | Path, cfg: ModelConfig, head: Params, dtype: str | None = None) -> None:
+    """Writes a draft head alone, without embedding and language-model head, to one file.
+
+    The names are MiMo's for hidden-first heads and DeepSeek's for embedding-first ones.
+
+    Raises:
+      CheckpointWeightError: parameters that do not fit `cfg`, by name.
+    """
+    path, style = Path(path).absolute(), style_on_export(cfg)
+    dtype = dtype_name(dtype or head["blocks"][0]["proj"].dtype)
+    tensors = _named(head_slots(cfg, style), head, dtype)
+    tensors += [t for t in _zeros(cfg, style, dtype) if is_head_name(cfg, style, t.name)]
+    switches = {**mtp_json(cfg), "concat": HEAD_STYLES[style].concat}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    data = {t.name: t.read() for t in tensors}
+    metadata = {"format": "pt", MTP_KEY: json.dumps(switches)}
+    safetensors.numpy.save_file(data, partial, metadata=metadata)
+    partial.replace(path)
+
+
+def _named(slots: list[Slot], params: Params, dtype: str) -> list[_Written]:
+    """(name, shape, function that reads the tensor) of every tensor, after checking shapes."""
+    problems = []
+    known = {s.path: s.shape for s in slots}
+    got = {
+        tuple(p.key for p in path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+    for key in known.keys() | got.keys():
+        label = "/".join(map(str, key))
+        if key not in got:
+            problems.append(f"missing: {label}, expected {list(known[key])}")
+        elif key not in known:
+            problems.append(f"unexpected: {label}, {list(got[key].shape)}")
+        elif got[key].shape != known[key]:
+            problems.append(
+                f"wrong shape: {label}, expected {list(known[key])}, got {list(got[key].shape)}"
+            )
+    raise_problems("the parameter tree", sorted(problems))
+    return [
+        _Written(name, tensor.shape, _reader(tensor, got, jnp.dtype(dtype)))
+        for name, tensor in tensors_of(slots).items()
+    ]
+
+
+def _reader(tensor: Tensor, arrays: Mapping[tuple, Any], dtype: np.dtype):
+    def read() -> np.ndarray:
+        out = np.empty(tensor.shape, dtype)
+        for slot, at, stored in tensor.holds:
+            array = arrays[slot.path]
+            piece = np.asarray(array[at] if at else array)
+            if slot.swap:
+                piece = np.roll(piece, piece.shape[0] // 2, axis=0)
+            where = [slice(None)] * out.ndim
+            if (part := stored.part) is not None:
+                where[part.axis] = slice(part.start, part.stop, part.step)
+            out[tuple(where)] = piece.swapaxes(-1, -2) if stored.transpose else piece
+        return out
+
+    return read
+
+
+def _zeros(cfg: ModelConfig, style: str | None, dtype: str) -> list[_Written]:
+    return [
+        _Written(name, shape, lambda shape=shape: np.zeros(shape, jnp.dtype(dtype)))
+        for name, shape in zero_tensors(cfg, style).items()
+    ]
+
+
+def _write_weights(folder: Path, tensors: list[_Written], dtype: np.dtype, limit: int) -> None:
+    """One file, or several and an index, each at most `limit` bytes where a tensor allows it."""
+    shards, size, total = [[]], 0, 0
+    for tensor in tensors:
+        nbytes = int(np.prod(tensor.shape)) * dtype.itemsize
+        if shards[-1] and size + nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size, total = size + nbytes, total + nbytes
+    count, weight_map = len(shards), {}
+    for number, shard in enumerate(shards, 1):
+        file = WEIGHTS if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        data = {t.name: t.read() for t in shard}
+        safetensors.numpy.save_file(data, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(data, file)
+    if count > 1:
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A directory to fill that takes the place of `path` when the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    old = path.with_name(f".{path.name}.{os.getpid()}.old")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            path.rename(old)
+        partial.rename(path)
+    except BaseException:
+        _remove_for_good(partial)
+        if old.exists() and not path.exists():
+            old.rename(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_for_good(path: Path) -> None:
+    """Threads of a save that failed may still write: what they make anew goes as well."""
+    for wait in (0.05, 0.1, 0.2, 0.4, 0.8):
+        shutil.rmtree(path, ignore_errors=True)
+        time.sleep(wait)
+        if not path.exists():
+            return
+
+
+def _is_empty_dir(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copies tokenizer files and chat template, or writes those of a checkpoint that has its
+    tokenizer elsewhere; `CheckpointError` where there is none."""
+    found = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    if not found:
+        tokenizer = load_tokenizer(source, required=False)
+        if tokenizer is None:
+            raise CheckpointError(f"{source} holds no tokenizer; expected one of {TOKENIZER_FILES}")
+        tokenizer.save_pretrained(target)
+    for name in found:
+        shutil.copyfile(source / name, target / name)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -17,7 +17,7 @@ import jax
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.format import named_leaves, nest
-from specjax.checkpoint.huggingface_config import MTP_KEY, config_json, config_of, mtp_json
+from specjax.checkpoint.huggingface import MTP_KEY, config_json, config_of, mtp_json
 from specjax.config import ModelConfig
 from specjax.config.dtype import resolve_dtype
 from specjax.drafts.mtp import init_head_params, weight_axes

@@ -3,8 +3,7 @@
 Everything here is hashable, so that it can be a static argument of a jitted function.
 """
 
-from specjax.config.model import Layer, ModelConfig
-from specjax.config.run import RunConfig
+from specjax.config.model import Layer, ModelConfig, RunConfig
 from specjax.config.sampling import SamplingParams
 from specjax.config.spec import ACCEPTANCE_MODES, SpecConfig
 from specjax.config.strategy import DEFAULT_TREE_PATHS, OFF_NAMES, Strategy

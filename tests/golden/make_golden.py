@@ -25,7 +25,7 @@ sys.path[:0] = [str(HERE.parent / "models"), str(HERE.parent.parent)]
 
 from mtp_oracle import mtp_oracle, random_head_tensors  # noqa: E402
 
-from specjax.checkpoint.huggingface_config import read_config  # noqa: E402
+from specjax.checkpoint.huggingface import read_config  # noqa: E402
 from specjax.config import Strategy  # noqa: E402
 from specjax.decode.tree import build_tree  # noqa: E402
 

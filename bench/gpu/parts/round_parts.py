@@ -38,7 +38,7 @@ from bench.round import turn_times
 from bench.round_parts import EMPTY, ROUND, Parts
 from bench.workloads import Point, Workload
 from specjax import ModelConfig, SpecConfig
-from specjax.checkpoint.huggingface_config import read_config
+from specjax.checkpoint.huggingface import read_config
 from specjax.decode.options import Features
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.runner import Runner
