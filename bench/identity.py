@@ -4,7 +4,7 @@
 
 Chains, static and dynamic trees; heads of every quality (random ones included) and n-grams; batches
 of 1 to 32; greedy and sampled requests mixed in one batch, every third one with all the sampling
-options of `specjax.verify.requests` drawn at random; speculation is given the prompts in another
+options of `specjax.verify.identity` drawn at random; speculation is given the prompts in another
 order than plain decoding. A sample counts up to its first difference, which is then explained by
 floating point (two tokens tie within rounding) or is not, and that is a bug: the exit status is 1.
 """
@@ -29,7 +29,7 @@ from specjax.engine.compare import Difference, first_difference
 from specjax.engine.request import make_jobs
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import Params, init_params
-from specjax.verify.requests import random_params
+from specjax.verify.identity import random_params
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 MAX_TOKENS, LONGEST_PROMPT = 192, 48

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from specjax import SamplingParams
 from specjax.decode.options import Features
-from specjax.engine.options_rows import features_of
+from specjax.engine.options import features_of
 from specjax.engine.request import make_jobs
 from train import data
 

@@ -35,8 +35,8 @@ from serve.responses import (
     usage_of,
 )
 from serve.settings import SAY, ServeConfig
-from specjax.engine.checks import check_prompt
 from specjax.engine.prompt_scores import PromptScorer, PromptScores, Started
+from specjax.engine.prompts import check_prompt
 from specjax.engine.request import InvalidLogitsError, Job, SampleOutput, SpecStats, make_jobs
 from specjax.models.generation_config import sampling_defaults
 from specjax.spelling import spelled

@@ -16,8 +16,8 @@ from specjax.drafts.mtp import init_head_params
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from specjax.verify.__main__ import main
-from specjax.verify.requests import OPTION_SHARE, random_requests
-from specjax.verify.statistics import goodness_of_fit
+from specjax.verify.chi_square import goodness_of_fit
+from specjax.verify.identity import OPTION_SHARE, random_requests
 
 CFG = dense_config(
     vocab_size=32,

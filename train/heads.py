@@ -16,7 +16,7 @@ from specjax.checkpoint.weights import HEAD_SWITCHES, describe
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.drafts.mtp import init_head_params, weight_axes
-from specjax.engine.heads import head_config, load_head
+from specjax.engine.sources import head_config, load_head
 from specjax.models.transformer import Params
 from specjax.parallel import distributed, sharding
 from specjax.spelling import SettingError, spelled
@@ -30,7 +30,7 @@ def starting_head(
 
     Args:
       source: `checkpoint` (the head that came with the policy), `random` (drawn from `seed`), or
-        what `specjax.engine.heads.load_head` reads.
+        what `specjax.engine.sources.load_head` reads.
       head: what came with the policy, if anything.
 
     Raises:

@@ -31,7 +31,7 @@ from specjax.decode import sampling
 from specjax.decode.history import Context as History
 from specjax.decode.history import Counts, Rows
 from specjax.decode.options import Features, Options
-from specjax.engine.options_rows import features_of, option_rows
+from specjax.engine.options import features_of, option_rows
 from specjax.engine.request import make_jobs
 from specjax.parallel.context import Context, shift
 from train.logprobs import logprobs_and_entropy, own_tokens

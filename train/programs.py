@@ -16,9 +16,8 @@ from specjax.command_line import ConfigError, given_in, require_effect
 from specjax.config import ModelConfig
 from specjax.config.dtype import AUTO
 from specjax.decode.options import Features
-from specjax.engine.checks import Limits, check_job
 from specjax.engine.engine import Engine
-from specjax.engine.options_rows import features_of
+from specjax.engine.options import Limits, check_job, features_of
 from specjax.engine.request import make_jobs
 from specjax.engine.sources import settle_draft
 from specjax.interfaces import Draft

@@ -208,7 +208,7 @@ def _load(args: argparse.Namespace, samples: int) -> LLM:
 
 def _ask(llm: LLM, prompt: Prompt, params: SamplingParams, args: argparse.Namespace) -> Asked:
     """Raises ValueError or TypeError where the model cannot take the prompt."""
-    from specjax.engine.checks import check_prompt
+    from specjax.engine.prompts import check_prompt
     from specjax.engine.request import make_jobs
 
     if prompt.settings:

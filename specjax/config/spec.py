@@ -33,7 +33,7 @@ class SpecConfig:
         `module:attribute` is a class of your own, see `specjax.interfaces.Draft`.
       head: `checkpoint` takes the draft head that lies with the policy, `random` draws one from
         `head_seed` (for training it online from nothing), and anything else is the path of one (or
-        the Hugging Face id, see `specjax.engine.heads`); with the latter two `auto` is `head`.
+        the Hugging Face id, see `specjax.engine.sources`); with the latter two `auto` is `head`.
       draft_model: directory or Hugging Face id of the standalone model; `auto` is `model` with it.
         A draft source of your own is given it as it stands.
       draft_vocab: the head or model drafts from so many tokens, those that are emitted most (at

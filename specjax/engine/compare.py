@@ -13,18 +13,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from specjax.config import ModelConfig
+from specjax.config import ModelConfig, SamplingParams
 from specjax.decode import history, rng, sampling
 from specjax.decode.options import Features, Options
 from specjax.decode.tree import chain_bits
-from specjax.engine.margins import Support, support
-from specjax.engine.options_rows import features_of, option_rows
+from specjax.engine.options import features_of, option_rows
 from specjax.engine.prompts import padded_widths
 from specjax.engine.request import Job
 from specjax.interfaces import Room, Where
@@ -34,6 +34,8 @@ from specjax.parallel import sharding
 
 # Rounding beyond this share of the largest logit is not rounding.
 ROUNDING_LIMIT = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+# Masses of a large vocabulary, summed in float32 in one order or another, differ by about this.
+MASS_ROUNDING = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,3 +209,74 @@ def _by_rows(cfg: ModelConfig, count: int, params, tokens, length):
     where = Where("tree", positions, prefix=prefix, visible=chain_bits(count))
     found = model.decode(rows, where, memory)
     return model.logits(found.x[0, length - 1 - start])
+
+
+# --- which tokens the filters keep ----------------------------------------------------------------
+
+
+class Support(NamedTuple):
+    """Tokens kept for some scores within the slack, and for all of them: bool [V] each."""
+
+    possible: np.ndarray
+    certain: np.ndarray
+
+
+def support(scores: np.ndarray, params: SamplingParams, slack: float) -> Support:
+    """What the filters of `params` keep of temperature-scaled scores [V]; masked ones are -inf.
+
+    With a slack of 0 both sets are the filters' own, but for `MASS_ROUNDING`.
+    """
+    possible = np.isfinite(scores)
+    both = Support(possible, possible)
+    if params.temperature <= 0 or not possible.any():
+        return both
+    if params.top_k > 0:
+        both = _top_k(scores, params.top_k, slack, both)
+    if params.top_p < 1:
+        both = _top_p(scores, params.top_p, slack, both)
+    if params.min_p > 0:
+        edge = scores.max() + np.log(params.min_p)
+        both = Support(
+            both.possible & (scores >= edge - 2 * slack),
+            both.certain & (scores >= edge + 2 * slack),
+        )
+    # However narrow the filters, the most likely token passes them.
+    best = scores.max()
+    alone = (scores >= best - 2 * slack).sum() == 1
+    return Support(both.possible | (scores == best), both.certain | ((scores == best) & alone))
+
+
+def _top_k(scores: np.ndarray, k: int, slack: float, before: Support) -> Support:
+    """A token stays if fewer than k are above it: surely, or possibly, above it."""
+    ascending = np.sort(scores)
+
+    def above(threshold):
+        return len(scores) - np.searchsorted(ascending, threshold, side="right")
+
+    surely_above = above(scores + 2 * slack)
+    itself = 1 if slack > 0 else 0  # within the slack of itself
+    possibly_above = above(scores - 2 * slack) - itself
+    return Support(before.possible & (surely_above < k), before.certain & (possibly_above < k))
+
+
+def _top_p(scores: np.ndarray, top_p: float, slack: float, before: Support) -> Support:
+    """A token stays if the mass above it is less than top_p."""
+    weight = np.exp(scores - scores.max())
+    order = np.argsort(scores)
+    ascending = scores[order]
+
+    def mass_above(threshold, kept):
+        mass = np.where(kept, weight, 0.0)
+        suffix = np.append(np.cumsum(mass[order][::-1])[::-1], 0.0)
+        return suffix[np.searchsorted(ascending, threshold, side="right")] / mass.sum()
+
+    widen = np.exp(2 * slack)
+    least = mass_above(scores + 2 * slack, before.possible) / widen - MASS_ROUNDING
+    most = mass_above(scores - 2 * slack, before.certain)
+    if slack > 0:  # a token is within the slack of itself, and is not above itself
+        own = np.where(before.certain, weight, 0.0)
+        most = most - own / own.sum()
+    return Support(
+        before.possible & (least < top_p),
+        before.certain & (most * widen + MASS_ROUNDING < top_p),
+    )

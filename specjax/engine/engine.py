@@ -15,10 +15,10 @@ import jax
 from specjax.config import ModelConfig, SpecConfig
 from specjax.control import ControlConfig, Controller, make_controller
 from specjax.decode.options import Features
-from specjax.engine.checks import Limits
 from specjax.engine.compiling import OnProgram
 from specjax.engine.intake import Intake
 from specjax.engine.loop import Loop
+from specjax.engine.options import Limits
 from specjax.engine.programs import all_of
 from specjax.engine.request import Finished, Job, SampleOutput, Totals
 from specjax.engine.run import run_to_the_end

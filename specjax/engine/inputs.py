@@ -8,7 +8,7 @@ import numpy as np
 
 from specjax.decode.admit import Admission, Piece
 from specjax.decode.state import RowMap
-from specjax.engine.options_rows import option_rows
+from specjax.engine.options import option_rows
 from specjax.engine.pages import NOBODYS, pages_for
 from specjax.engine.runner import FEW, Runner
 from specjax.engine.scheduler import Prompt, Start

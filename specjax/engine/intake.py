@@ -6,8 +6,7 @@ import dataclasses
 from collections import Counter
 
 from specjax.decode.options import Features
-from specjax.engine.checks import Limits, check_job
-from specjax.engine.options_rows import features_of
+from specjax.engine.options import Limits, check_job, features_of
 from specjax.engine.request import Job
 from specjax.engine.runner import Runner
 from specjax.engine.sequence import Progress, Sequence

@@ -16,18 +16,18 @@ from specjax.config import ModelConfig, SamplingParams, SpecConfig, Strategy
 from specjax.config.dtype import AUTO, about_dtype
 from specjax.control import ControlConfig
 from specjax.engine.about import start_lines
-from specjax.engine.checks import check_job, check_prompt
 from specjax.engine.compare import Difference, first_difference
 from specjax.engine.compiling import OnProgram
 from specjax.engine.engine import Engine
-from specjax.engine.options_rows import features_of
-from specjax.engine.prompt_forms import (
+from specjax.engine.options import check_job, features_of
+from specjax.engine.prompts import (
     Message,
     Prompt,
     PromptDict,
     as_conversations,
     as_params,
     as_prompts,
+    check_prompt,
 )
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import (

@@ -25,7 +25,7 @@ from specjax.decode.score import Scores, Scratch, score
 from specjax.decode.state import DecodeState, Room, RowMap, empty_state
 from specjax.engine.agreement import agreement_of
 from specjax.engine.checksum import Checksum, require_same
-from specjax.engine.executables import Executables
+from specjax.engine.compiling import Executables
 from specjax.engine.pages import NOBODYS, pages_for
 from specjax.engine.parcel import Parcel
 from specjax.engine.plans import make_arms, make_plans, own_name

@@ -6,8 +6,15 @@ On by `SpecConfig(telemetry=True)` or `SPECJAX_TELEMETRY=1`; the device half is
 prints and draws them.
 """
 
-from specjax.telemetry.collector import Collector, Summary, read_jsonl
-from specjax.telemetry.records import CAUSES, Rejection, SlotInfo, active_transforms
+from specjax.telemetry.collector import (
+    CAUSES,
+    Collector,
+    Rejection,
+    SlotInfo,
+    Summary,
+    active_transforms,
+    read_jsonl,
+)
 
 __all__ = [
     "CAUSES",

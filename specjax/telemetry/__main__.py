@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax.command_line import ArgumentParser
-from specjax.telemetry.collector import Summary, read_jsonl
-from specjax.telemetry.records import CAUSES
+from specjax.telemetry.collector import CAUSES, Summary, read_jsonl
 
 
 def tables(summary: Summary) -> list[Table]:

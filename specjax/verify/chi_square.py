@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from scipy import stats
+from flax import nnx
+from scipy import stats  # jax itself depends on scipy
 
 from specjax.config import SamplingParams
+from specjax.decode import sampling
+from specjax.decode.history import context_of, count_tokens, root_rows
 from specjax.engine.llm import LLM
-from specjax.engine.request import require_valid
-from specjax.verify.joint import ExactJoint, likeliest
-from specjax.verify.statistics import SMALLEST_EXPECTED, Fit, goodness_of_fit
+from specjax.engine.options import features_of, option_rows
+from specjax.engine.request import make_jobs, require_valid
+from specjax.engine.runner import Runner
+from specjax.models.transformer import graphdef
 from specjax.verify.verdict import FAILED, PASSED, Check, Drafts, InputError
 
 ALPHA = 1e-6
 WIDTH, LENGTH = 4, 3  # tokens that are allowed, positions: 64 outcomes
+SMALLEST_EXPECTED = 5.0
 ENOUGH_CELLS = 10
 TEMPERATURES = (1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0)
 
@@ -132,3 +141,168 @@ def visible_bias(fit: Fit) -> float:
     freedom = max(fit.cells - 1, 1)
     excess = stats.chi2.isf(ALPHA, freedom) - freedom
     return float(np.sqrt(excess / max(fit.samples, 1)) / 2)
+
+
+class ExactJoint:
+    """Probabilities of every sequence of `length` tokens out of `tokens` after a prompt.
+
+    Args:
+      runner: its policy is run, in its dtype.
+      prompt: token ids. tokens: the only ones that will be allowed. length: of the sequences.
+    """
+
+    def __init__(self, runner: Runner, prompt: Sequence[int], tokens: Sequence[int], length: int):
+        self.prompt, self.tokens, self.length = list(prompt), list(tokens), length
+        self._vocab = runner.cfg.vocab_size
+        self._contexts = [
+            [*prompt, *path]
+            for depth in range(length)
+            for path in itertools.product(tokens, repeat=depth)
+        ]
+        self._logits = full_forward(runner, self._contexts)
+
+    @property
+    def outcomes(self) -> int:
+        return len(self.tokens) ** self.length
+
+    def probabilities(self, params: SamplingParams) -> np.ndarray:
+        """[outcomes] probability of each sequence, in the order of `index`.
+
+        Args:
+          params: temperature above 0, allowed_token_ids exactly `tokens`, and no stop tokens.
+        """
+        conditional = self._conditional(params)
+        at = {tuple(c[len(self.prompt) :]): row for row, c in enumerate(self._contexts)}
+        joint = np.array(
+            [
+                np.prod([conditional[at[path[:d]], token] for d, token in enumerate(path)])
+                for path in itertools.product(self.tokens, repeat=self.length)
+            ]
+        )
+        return joint / joint.sum()
+
+    def _conditional(self, params: SamplingParams) -> np.ndarray:
+        """[contexts V] next-token probabilities in float64 after all transforms."""
+        count, width = len(self._contexts), len(self.prompt) + self.length
+        job = make_jobs(self.prompt, dataclasses.replace(params, n=1, ignore_eos=True), ())[0]
+        features = features_of(job, self._vocab)
+        options = option_rows([job] * count, self._vocab, stop_width=1)
+        tokens = np.zeros((count, width), np.int32)
+        for row, context in enumerate(self._contexts):
+            tokens[row, : len(context)] = context
+        lengths = np.array([len(c) for c in self._contexts], np.int32)
+
+        @jax.jit
+        def transformed(logits, tokens, lengths, options):
+            counts = None
+            if features.penalties:
+                counts = count_tokens(tokens, lengths, options.prompt_len, self._vocab)
+            context = context_of(tokens, lengths, features, counts)
+            rows = root_rows(count)
+            return sampling.transform(logits[:, None], options, features, context, rows)[:, 0]
+
+        scores = np.asarray(transformed(self._logits, tokens, lengths, options), np.float64)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        return weights / weights.sum(-1, keepdims=True)
+
+    def index(self, samples: np.ndarray) -> np.ndarray:
+        """The outcome [N] of each sample [N length], -1 if it holds a token that is not allowed."""
+        place = np.full(self._vocab, -1)
+        place[self.tokens] = np.arange(len(self.tokens))
+        places = place[samples]
+        cells = np.ravel_multi_index(
+            tuple(np.maximum(places, 0).T), (len(self.tokens),) * self.length
+        )
+        return np.where((places >= 0).all(1), cells, -1)
+
+
+def full_forward(runner: Runner, contexts: Sequence[Sequence[int]]) -> np.ndarray:
+    """Raw float32 logits [contexts V] of the token after each context."""
+    width = max(map(len, contexts))
+    tokens = np.zeros((len(contexts), width), np.int32)
+    for row, context in enumerate(contexts):
+        tokens[row, : len(context)] = context
+    lengths = np.array([len(c) for c in contexts], np.int32)
+    static = graphdef(runner.cfg, runner.cfg.run.decode_layout)
+
+    @jax.jit
+    def run(params, tokens, lengths):
+        model = nnx.merge(static, params)
+        x = model.prefill(tokens, lengths).x
+        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+        return model.logits(last)[:, 0]
+
+    return np.asarray(run(runner.params, tokens, lengths), np.float32)
+
+
+def likeliest(runner: Runner, prompt: Sequence[int], count: int) -> list[int]:
+    """The `count` likeliest tokens after a prompt, best first."""
+    logits = full_forward(runner, [prompt])[0]
+    return np.argsort(-logits, kind="stable")[:count].tolist()
+
+
+class Fit(NamedTuple):
+    """How well counts agree with probabilities.
+
+    Attributes:
+      statistic: Pearson's sum of (count - expected)^2 / expected over the cells.
+      cells: how many cells were compared, after small ones were taken together.
+      p_value: probability of a statistic at least as large if the probabilities are right. It is 0
+        when something was counted that has probability 0.
+      samples: the sum of the counts.
+    """
+
+    statistic: float
+    cells: int
+    p_value: float
+    samples: int
+
+
+def goodness_of_fit(
+    counts: np.ndarray, probabilities: np.ndarray, smallest: float = SMALLEST_EXPECTED
+) -> Fit:
+    """Chi-square goodness of fit of all counts together.
+
+    Cells that expect fewer than `smallest` are taken together (the rarest first, until the sum
+    expects enough), for the statistic follows its distribution only then.
+
+    Args:
+      counts: [C] how often each outcome occurred. probabilities: [C], summing to 1.
+
+    Raises:
+      ValueError: the shapes differ, the probabilities do not sum to 1, or one of them is negative.
+    """
+    counts, probabilities = np.asarray(counts, np.int64), np.asarray(probabilities, np.float64)
+    if counts.shape != probabilities.shape or counts.ndim != 1:
+        raise ValueError(
+            f"expected counts and probabilities of one shape [C], got {counts.shape} and "
+            f"{probabilities.shape}"
+        )
+    if abs(probabilities.sum() - 1) > 1e-6 or (probabilities < 0).any():
+        raise ValueError(
+            f"expected probabilities >= 0 that sum to 1, got a sum of {probabilities.sum()} and a "
+            f"smallest of {probabilities.min()}"
+        )
+    samples = int(counts.sum())
+    if counts[probabilities == 0].any():
+        return Fit(float("inf"), int((probabilities > 0).sum()), 0.0, samples)
+    expected, counts = _pooled(probabilities * samples, counts, smallest)
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    freedom = len(expected) - 1
+    # One cell leaves nothing to disagree about.
+    p_value = float(stats.chi2.sf(statistic, freedom)) if freedom else 1.0
+    return Fit(statistic, len(expected), p_value, samples)
+
+
+def _pooled(expected: np.ndarray, counts: np.ndarray, smallest: float):
+    """Drops empty cells and takes small ones together, rarest first."""
+    order = np.argsort(expected)
+    order = order[expected[order] > 0]
+    expected, counts = expected[order], counts[order]
+    small = int((expected < smallest).sum())
+    while 0 < small < len(expected) and expected[:small].sum() < smallest:
+        small += 1
+    if small:
+        expected = np.r_[expected[:small].sum(), expected[small:]]
+        counts = np.r_[counts[:small].sum(), counts[small:]]
+    return expected, counts

@@ -18,7 +18,7 @@ from tiny import tiny_config, tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.models.transformer import graphdef
-from specjax.verify.statistics import goodness_of_fit
+from specjax.verify.chi_square import goodness_of_fit
 
 VOCAB, EOS, TOKENS = 5, 4, 3
 BATCH = 17 * 177  # whole batches come to little more than SAMPLES, of one request and of 17

@@ -10,8 +10,7 @@ import pytest
 from specjax.config import Strategy
 from specjax.decode.part import common_strategy
 from specjax.engine import compiling
-from specjax.engine.compiling import CompilePool, CompileProgress, said_if_slow, unsaid
-from specjax.engine.executables import _described
+from specjax.engine.compiling import CompilePool, CompileProgress, _described, said_if_slow, unsaid
 
 
 @pytest.fixture

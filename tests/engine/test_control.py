@@ -28,8 +28,8 @@ from specjax.control.base import Controller
 from specjax.control.costs import CostTable
 from specjax.decode.options import Features
 from specjax.engine import compiling, in_flight, start_up
+from specjax.engine.compiling import threads_for
 from specjax.engine.engine import Engine
-from specjax.engine.executables import threads_for
 from specjax.engine.in_flight import Chunk, InFlight
 from specjax.engine.request import SpecStats, Totals
 from specjax.engine.settings import EngineConfig

@@ -13,8 +13,7 @@ from tiny import tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.decode import round as decode_round
-from specjax.engine.compare import first_difference
-from specjax.engine.margins import support
+from specjax.engine.compare import first_difference, support
 from specjax.engine.request import make_jobs
 
 OPTIONS = [

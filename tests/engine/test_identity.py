@@ -23,7 +23,7 @@ from specjax.engine.compare import first_difference
 from specjax.engine.request import make_jobs
 from specjax.interfaces import Where
 from specjax.memory import commit
-from specjax.verify.requests import random_requests
+from specjax.verify.identity import random_requests
 
 VOCAB, MAX_LEN, EOS, MAX_TOKENS = 64, 64, 7, 40
 UNEVEN = ((0,), (1,), (2,), (1, 0), (1, 1), (2, 0), (1, 1, 0), (1, 1, 0, 0))

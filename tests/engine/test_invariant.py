@@ -18,7 +18,7 @@ from specjax.engine.request import make_jobs
 from specjax.engine.sequence import Progress
 from specjax.engine.settings import EngineConfig
 from specjax.models.families.dense import change_dense
-from specjax.verify.requests import random_requests
+from specjax.verify.identity import random_requests
 
 VOCAB, MAX_LEN, EOS = 64, 56, 7
 

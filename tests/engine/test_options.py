@@ -13,8 +13,7 @@ from shared import BATCH, CFG, EOS, MAX_LEN, NOTHING, PROMPTS, VOCAB, shared_llm
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.decode.options import BAD_WORD_LENGTH, BAD_WORDS, BIAS_WIDTH
-from specjax.engine.checks import Limits, check_job
-from specjax.engine.options_rows import features_of, option_rows
+from specjax.engine.options import Limits, check_job, features_of, option_rows
 from specjax.engine.request import bad_word_ids, make_jobs
 
 BASE = {"max_tokens": 24, "ignore_eos": True}

@@ -15,8 +15,7 @@ from specjax.decode.state import RUNNING
 from specjax.drafts.model import ModelSource
 from specjax.drafts.mtp import MTPSource
 from specjax.drafts.ngram import NgramSource
-from specjax.engine.source_speculator import SourceSpeculator
-from specjax.engine.speculate import speculate
+from specjax.engine.speculate import SourceSpeculator, speculate
 from specjax.interfaces import Proposal
 from specjax.models.transformer import graphdef, init_params, to_decode_layout
 

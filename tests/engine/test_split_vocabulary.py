@@ -21,7 +21,7 @@ from specjax.engine.request import make_jobs
 from specjax.models.families.dense import change_dense
 from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig, make_mesh
-from specjax.verify.requests import random_requests
+from specjax.verify.identity import random_requests
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 

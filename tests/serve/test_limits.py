@@ -20,7 +20,7 @@ from serve.protocol import ChatRequest, CompletionRequest
 from serve.settings import WARM_UP, EngineSection, LimitSection, ServeConfig, load_llm
 from specjax.command_line import load_config
 from specjax.decode.options import Features
-from specjax.engine.options_rows import features_of
+from specjax.engine.options import features_of
 from specjax.engine.request import make_jobs
 from specjax.shipped import find_shipped
 

@@ -18,7 +18,7 @@ from specjax import chips
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.weights import read_config
 from specjax.command_line import ConfigError, parse_config
-from specjax.engine.options_rows import features_of
+from specjax.engine.options import features_of
 from specjax.engine.request import make_jobs
 from specjax.parallel.sharding import MeshConfig, make_mesh
 from train import rl

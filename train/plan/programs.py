@@ -21,8 +21,8 @@ from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.decode.options import Features
 from specjax.drafts.mtp import weight_axes
+from specjax.engine.compiling import Noted
 from specjax.engine.engine import Engine
-from specjax.engine.executables import Noted
 from specjax.engine.sources import model_source, source_of
 from specjax.engine.start_up import start_programs
 from specjax.hub import find_model

@@ -1,13 +1,22 @@
-"""Refuses requests that cannot be served, before anything runs, in words that help."""
+"""The sampling options of a job: refused, named as features, and written as rows for the device."""
 
 from __future__ import annotations
 
 import dataclasses
-import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+
+import numpy as np
 
 from specjax.config import ModelConfig, SamplingParams
-from specjax.decode.options import BAD_WORD_LENGTH, BAD_WORDS, BIAS_WIDTH
+from specjax.decode.options import (
+    BAD_WORD_LENGTH,
+    BAD_WORDS,
+    BIAS_WIDTH,
+    Features,
+    Options,
+    neutral,
+)
+from specjax.engine.prompts import check_ids
 from specjax.engine.request import NO_LIMIT, Job
 from specjax.spelling import SettingError
 
@@ -20,23 +29,6 @@ class Limits:
     max_len: int
     stop_width: int
     acceptance: str | None
-
-
-def check_prompt(where: str, prompt: Iterable, vocab: int) -> list[int]:
-    """The prompt as a list of token ids.
-
-    Raises:
-      ValueError: it is empty, or holds something that is no token id below `vocab`.
-    """
-    prompt = list(prompt)
-    wrong = [t for t in prompt if not isinstance(t, numbers.Integral) or isinstance(t, bool)]
-    if wrong:
-        raise ValueError(f"{where} holds {wrong[0]!r}; expected token ids, which are integers")
-    if not prompt:
-        raise ValueError(f"{where} is empty; expected at least one token")
-    ids = [int(t) for t in prompt]
-    _check_ids(where, ids, vocab)
-    return ids
 
 
 def check_job(where: str, job: Job, limits: Limits) -> None:
@@ -68,7 +60,7 @@ def check_job(where: str, job: Job, limits: Limits) -> None:
             )
         )
     for name, ids in _ids_by_option(job).items():
-        _check_ids(f"{where}: {name}", ids, cfg.vocab_size)
+        check_ids(f"{where}: {name}", ids, cfg.vocab_size)
     _check_widths(where, job)
     _check_something_is_left(where, job, cfg.vocab_size)
     if limits.acceptance == "greedy" and params.temperature > 0:
@@ -87,12 +79,6 @@ def _ids_by_option(job: Job) -> dict[str, Sequence[int]]:
         "allowed_token_ids": params.allowed_token_ids or (),
         "bad_words": [token for word in job.bad_words for token in word],
     }
-
-
-def _check_ids(where: str, ids: Sequence[int], vocab: int) -> None:
-    bad = [t for t in ids if not 0 <= t < vocab]
-    if bad:
-        raise ValueError(f"{where} holds token id {bad[0]}; expected 0 <= id < {vocab}")
 
 
 def _check_widths(where: str, job: Job) -> None:
@@ -127,3 +113,68 @@ def _check_something_is_left(where: str, job: Job, vocab: int) -> None:
             f"{where}: no token is left to generate{while_short if params.min_tokens else ''}: "
             "all that allowed_token_ids leaves are bad words or masked stop tokens; allow more"
         )
+
+
+def features_of(job: Job, vocab: int) -> Features:
+    """What the programs that this job runs in must take into account."""
+    p = job.params
+    sampled = p.temperature > 0
+    return Features(
+        sampled=sampled,
+        top_k=sampled and keeps(p, vocab) < vocab,
+        top_p=sampled and p.top_p < 1,
+        min_p=sampled and p.min_p > 0,
+        penalties=(
+            p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+        ),
+        bias=any(value != 0 for _, value in p.logit_bias),
+        allowed=bool(p.allowed_token_ids),
+        bad_words=bool(job.bad_words),
+        min_tokens=p.min_tokens > 0 and bool(job.stop_ids),
+        transformed_logprobs=p.transformed_logprobs,
+        top_logprobs=p.top_logprobs > 0,
+    )
+
+
+def keeps(params: SamplingParams, vocab: int) -> int:
+    """How many tokens top-k keeps."""
+    return params.top_k if 0 < params.top_k < vocab else vocab
+
+
+def option_rows(jobs: Sequence[Job], vocab: int, stop_width: int) -> Options:
+    """The jobs' options as numpy arrays, one row each.
+
+    Greedy jobs get neutral filters: a program with top-p in it, compiled for their neighbours, must
+    not move their argmax among tokens that tie.
+    """
+    rows = neutral(len(jobs), vocab, stop_width, np=np)
+    masks: dict[int, np.ndarray] = {}  # one per request, of which there may be many samples
+    for r, job in enumerate(jobs):
+        p = job.params
+        rows.temperature[r] = p.temperature
+        if p.temperature > 0:
+            rows.top_k[r] = keeps(p, vocab) % vocab  # all is 0
+            rows.top_p[r], rows.min_p[r] = p.top_p, p.min_p
+        rows.repetition[r] = p.repetition_penalty
+        rows.presence[r], rows.frequency[r] = p.presence_penalty, p.frequency_penalty
+        for i, (token, value) in enumerate(p.logit_bias):
+            rows.bias_ids[r, i], rows.bias_values[r, i] = token, value
+        if p.allowed_token_ids:
+            mask = masks.get(id(p))
+            mask = bitmask(p.allowed_token_ids, vocab) if mask is None else mask
+            rows.allowed[r] = masks[id(p)] = mask
+        for i, word in enumerate(job.bad_words):
+            rows.bad_words[r, i, -len(word) :] = word
+        rows.stop_ids[r, : len(job.stop_ids)] = job.stop_ids
+        rows.prompt_len[r] = len(job.prompt)
+        rows.min_len[r] = len(job.prompt) + p.min_tokens if p.min_tokens else 0
+        rows.speculate[r] = p.speculative
+    return rows
+
+
+def bitmask(ids: Sequence[int], vocab: int) -> np.ndarray:
+    """Words [ceil(vocab / 32)] in which bit v % 32 of word v // 32 is set iff v is among `ids`."""
+    ids = np.asarray(ids, np.uint32)
+    words = np.zeros(-(-vocab // 32), np.uint32)
+    np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32))
+    return words
