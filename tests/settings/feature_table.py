@@ -1,9 +1,9 @@
 """Which program takes which feature: the table of docs/features.md, computed by the programs.
 
-An entry point is `LLM`, `specjax generate`, the server, and `train.rl` on one device, with
-replicas, on a mesh, in several processes. A feature says how each of them is asked for it. A cell
-is what the entry point's own code makes of that, up to where it would compile: `yes`, or what it
-refuses it with.
+An entry point is `LLM`, `specjax generate`, the server, or `train.rl`; the latter on one device,
+with replicas, on a mesh and in several processes. A `Feature` says how each of them is asked for
+it. A cell of the table is what the entry point's own code does with that, up to where it would
+compile: `yes`, or the reason why it refuses.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import dataclasses
 import functools
 import inspect
 import io
+import itertools
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -34,7 +36,6 @@ from specjax import LLM, ControlConfig, EngineConfig, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.command_line import parse_config
 from specjax.config import ModelConfig
-from specjax.control.bandit import BanditConfig
 from specjax.engine.hosts import Copies
 from specjax.engine.sources import load_source
 from specjax.tokenizer import load_tokenizer
@@ -57,11 +58,13 @@ Settings = Sequence[str]
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """Attributes:
-    name: in the table. python: uses a library with it, given a maker of an `LLM`.
-    flags: of `specjax generate`. server: settings of the server. body: of a request to it.
-    rl: settings of `train.rl`. trained: uses what it builds of them, given the configuration, the
-      programs, and what brings weights to replicas of several processes.
+    """How each entry point is asked for a feature.
+
+    Attributes:
+      name: in the table. python: uses a library with it, given a function that makes an `LLM`.
+      flags: of `specjax generate`. server: settings of the server. body: of a request to it.
+      rl: settings of `train.rl`. trained: uses what it builds of them, given the configuration, the
+        programs, and what brings weights to replicas of several processes.
     """
 
     name: str
@@ -74,23 +77,82 @@ class Feature:
 
 
 class NoSuchSetting(Exception):
-    """Raised by a feature for an entry point that has no place to ask for it."""
+    """Raised by a feature for an entry point that has no setting for it."""
 
 
-def spec(**given) -> Callable:
-    """Asks `LLM` for this way to speculate."""
-    return lambda make: make(spec=SpecConfig(**given))
+# --- features by the settings that ask for them ---------------------------------------------------
 
 
-def control(speculation=None, **given) -> Callable:
+def speculation(name: str, rl: Settings = (), **keys: Any) -> Feature:
+    """A feature by the fields of `SpecConfig`; `rl`: what `train.rl` needs beside them."""
+    return Feature(
+        name,
+        lambda make: make(spec=SpecConfig(**keys)),
+        _flags(keys),
+        [*_settings("rollout.", keys), *rl],
+        _settings("speculation.", keys),
+    )
+
+
+def control(name: str, spec: Mapping[str, Any] | None = None, **keys: Any) -> Feature:
+    """A feature by the settings of a controller; `spec`: fields of `SpecConfig` beside them."""
+    spec = dict(spec or {})
+
+    def python(make: Callable[..., LLM]) -> LLM:
+        if "fastrl" in keys:
+            return make(control=ControlConfig.from_fastrl(keys["fastrl"]))
+        given = {**keys, **({"ema_file": ema_file()} if "ema_file" in keys else {})}
+        return make(spec=SpecConfig(**spec), control=ControlConfig.from_dict(given))
+
+    return Feature(
+        name,
+        python,
+        [*_flags(keys), *_flags(spec)],
+        [*_settings("rollout.control.", keys), *_settings("rollout.", spec)],
+        [*_settings("speculation.control.", keys), *_settings("speculation.", spec)],
+    )
+
+
+def sampling(field: str, value: Any, name: str = "", text: str = "", **other: Any) -> Feature:
+    """A feature by a field of `SamplingParams`.
+
+    Args:
+      text: the value as a flag has it. other: `flags`, `rl` or `body`, where they differ.
+    """
+    feature = Feature(
+        name or f"`{field}`",
+        sampled(**{field: value}),
+        [_flag_name(field), text or str(value)],
+        _settings("rollout.", {field: value}),
+        body={field: value},
+    )
+    return dataclasses.replace(feature, **other)
+
+
+def engine(name: str, field: str, value: Any, **other: Any) -> Feature:
+    """A feature by an argument of `LLM` or a field of `EngineConfig`."""
+    pair = {field: value}
+    alone = field in inspect.signature(LLM).parameters
+    feature = Feature(
+        name,
+        lambda make: make(**pair) if alone else make(engine=EngineConfig(**pair)),
+        _flags(pair),
+        _settings("rollout.", pair),
+        _settings("engine.", pair),
+    )
+    return dataclasses.replace(feature, **other)
+
+
+def training(name: str, *given: str, trained: Callable | None = None) -> Feature:
+    """A feature that training alone has; other entry points are asked for it by its key."""
+    pairs = {key.rpartition(".")[2]: value for key, _, value in (s.partition("=") for s in given)}
+
     def ask(make):
-        return make(spec=SpecConfig(**(speculation or {})), control=ControlConfig(**given))
+        assert not pairs.keys() & inspect.signature(LLM).parameters.keys(), "LLM has it: ask for it"
+        raise NoSuchSetting
 
-    return ask
-
-
-def engine(**given) -> Callable:
-    return lambda make: make(engine=EngineConfig(**given))
+    flags = [x for key, value in pairs.items() for x in (_flag_name(key), value)]
+    return Feature(name, ask, flags, given, given, trained=trained)
 
 
 def sampled(**given) -> Callable:
@@ -107,64 +169,28 @@ def sampled(**given) -> Callable:
     return ask
 
 
-def speculates(name: str, value: str, python: Callable, **other: str) -> dict[str, Any]:
-    """A key of the section of speculation; `other`: keys beside it."""
-    pairs = {**other, name: value}
-    flags = [x for k, v in pairs.items() for x in _flag(k, v)]
-    return {
-        "python": python,
-        "flags": flags,
-        "rl": [f"rollout.{k}={v}" for k, v in pairs.items()],
-        "server": [f"speculation.{k}={v}" for k, v in pairs.items()],
-    }
+def _flag_name(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
 
 
-def more(feature: dict[str, Any], rl: Settings) -> dict[str, Any]:
-    """With what `train.rl` needs beside it."""
-    return {**feature, "rl": [*feature["rl"], *rl]}
+def _flags(keys: Mapping[str, Any]) -> list[str]:
+    found = []
+    for key, value in keys.items():
+        if isinstance(value, bool):
+            found.append(_flag_name(key if value else f"no_{key}"))
+        elif isinstance(value, list):
+            found += [_flag_name(key), ",".join(value)]
+        else:
+            found += [_flag_name(key), json.dumps(value) if isinstance(value, dict) else str(value)]
+    return found
 
 
-def controls(python: Callable, **pairs: str) -> dict[str, Any]:
-    """Keys of the section of control."""
-    return {
-        "python": python,
-        "flags": [x for k, v in pairs.items() for x in _flag(k, v)],
-        "rl": [f"rollout.control.{k}={v}" for k, v in pairs.items()],
-        "server": [f"speculation.control.{k}={v}" for k, v in pairs.items()],
-    }
+def _settings(section: str, keys: Mapping[str, Any]) -> list[str]:
+    texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in keys.items()}
+    return [f"{section}{key}={text}" for key, text in texts.items()]
 
 
-def _flag(key: str, value: str) -> list[str]:
-    flag = f"--{key.replace('_', '-')}"
-    return [flag] if value == "true" else [flag, value.strip("[]")]
-
-
-def samples(name: str, value: Any, rl: str | None = None) -> dict[str, Any]:
-    """A field of `SamplingParams`."""
-    text = rl or str(value)
-    return {
-        "python": sampled(**{name: value}),
-        "flags": [f"--{name.replace('_', '-')}", text],
-        "rl": [f"rollout.{name}={text}"],
-        "body": {name: value},
-    }
-
-
-def trains(*given: str) -> dict[str, Any]:
-    """What only training knows: other entry points are asked for it by its key."""
-    names = [setting.partition("=") for setting in given]
-
-    def ask(make):
-        keys = {name.rpartition(".")[2] for name, _, _ in names}
-        assert not keys & inspect.signature(LLM).parameters.keys(), "LLM has it: ask for it"
-        raise NoSuchSetting
-
-    return {
-        "python": ask,
-        "flags": [x for name, _, v in names for x in _flag(name.rpartition(".")[2], v)],
-        "rl": given,
-        "server": given,
-    }
+# --- what a feature does --------------------------------------------------------------------------
 
 
 def new_weights(make: Callable[..., LLM]) -> None:
@@ -193,7 +219,7 @@ def head_trains(cfg: RLConfig, built: Programs, copies: Copies | None) -> None:
 
 
 def replaces(cfg: RLConfig, built: Programs, copies: Copies | None) -> None:
-    """A group that teaches nothing makes place for another one, and is not selected."""
+    """A group that teaches nothing is replaced by another one, and is not selected."""
     prompts = SimpleNamespace(tokenizer=tokenizer())
     rule = Rollouts(cfg, order=(), prompts=prompts, eos_ids=(), scorer=None).rule
     seen = [Seen(2, 2, informative=False), *[Seen(2, 2)] * (rule.in_air - 1)]
@@ -203,291 +229,128 @@ def replaces(cfg: RLConfig, built: Programs, copies: Copies | None) -> None:
     assert choice.certain and 0 not in choice.selected and len(choice.selected) == rule.prompts
 
 
-def chats(template: str, prompt: str, **variables: Any) -> Callable:
-    """Asks `LLM` to chat with this template, up to where it would generate.
+def chat(name: str, template: str, prompt: str, **variables: Any) -> Feature:
+    """A chat template; `prompt`: what it makes of one message, `a`, with these variables."""
 
-    Args:
-      prompt: that the template makes. variables: of the template.
-    """
-
-    def ask(make):
+    def python(make):
         known = load_tokenizer(PLACES.policy)
         known.chat_template = template
-        llm, messages = make(tokenizer=known), [{"role": "user", "content": "a"}]
+        llm = make(tokenizer=known)
         with mock.patch.object(LLM, "_run", side_effect=Stopped) as run:
             with contextlib.suppress(Stopped):
-                llm.chat(messages, SamplingParams(max_tokens=4), chat_template_kwargs=variables)
+                params = SamplingParams(max_tokens=4)
+                llm.chat(messages, params, chat_template_kwargs=variables)
         (job,) = run.call_args.args[0]
         assert job.prompt == known.encode(prompt, add_special_tokens=False), job.prompt
 
-    return ask
+    messages = [{"role": "user", "content": "a"}]
+    kwargs = {"chat_template_kwargs": variables} if variables else {}
+    return Feature(
+        name,
+        python,
+        ["--chat", "--chat-template", template, *_flags(kwargs)],
+        ["data.chat=on", *_settings("data.", kwargs)],
+        [f"chat_template={template}"],
+        {"messages": messages, **kwargs},
+    )
 
 
+# --- the features ---------------------------------------------------------------------------------
+
+TREE = {"strategy": "2_2_4"}
+FASTRL = {"enable": True, "eagle": {"tune_algorithm": "BEG", "mab_configs": ["2_1_3"]}}
+TIS = ("algo.tis=true",)
+CONTROLLED = (*TIS, "rollout.control.controller=goodput")
 FEATURES: dict[str, list[Feature]] = {
-    "What a round drafts": [
-        Feature("a chain (`4_1_5`)", **speculates("strategy", "4_1_5", spec(strategy="4_1_5"))),
-        Feature(
-            "a dynamic tree (`2_2_4`)", **speculates("strategy", "2_2_4", spec(strategy="2_2_4"))
-        ),
-        Feature("a static tree (`2x1`)", **speculates("strategy", "2x1", spec(strategy="2x1"))),
-        Feature("nothing (`off`)", **speculates("strategy", "off", spec(strategy="off"))),
-        Feature(
-            "fewer rows (`spec_verify_tokens`)",
-            **speculates(
-                "spec_verify_tokens",
-                "3",
-                spec(strategy="2_2_4", spec_verify_tokens=3),
-                strategy="2_2_4",
-            ),
-        ),
-        Feature(
-            "adaptive width",
-            **speculates(
-                "adaptive_width",
-                "true",
-                spec(strategy="2_2_4", adaptive_width=True),
-                strategy="2_2_4",
-            ),
-        ),
-        Feature(
-            "`tau` of dynamic trees",
-            **speculates("tau", "0.5", spec(strategy="2_2_4", tau=0.5), strategy="2_2_4"),
-        ),
-        Feature(
-            "`aligned=false`",
-            **more(speculates("aligned", "false", spec(aligned=False)), rl=["rollout.top_p=0.9"]),
-        ),
+    "Strategies": [
+        speculation("a chain (`4_1_5`)", strategy="4_1_5"),
+        speculation("a dynamic tree (`2_2_4`)", **TREE),
+        speculation("a static tree (`2x1`)", strategy="2x1"),
+        speculation("`off`", strategy="off"),
+        speculation("`spec_verify_tokens`", **TREE, spec_verify_tokens=3),
+        speculation("`adaptive_width`", **TREE, adaptive_width=True),
+        speculation("`tau`", **TREE, tau=0.5),
+        speculation("`aligned=false`", rl=["rollout.top_p=0.9"], aligned=False),
     ],
-    "What accepts": [
+    "Acceptance": [
+        speculation("`coupled`", acceptance="coupled"),
+        speculation("`block`", acceptance="block"),
+        speculation("`recursive` (a static tree)", strategy="2x1", acceptance="recursive"),
+        speculation(
+            "`greedy` (temperature 0)", rl=["rollout.temperature=0"], acceptance="greedy"
+        ),
+        speculation("`invariant`", invariant=True),
+        speculation("`telemetry`", telemetry=True),
+        speculation("`exact_mode`", exact_mode=True),
+    ],
+    "Draft sources": [
+        speculation("the checkpoint's head", source="head"),
+        speculation("a random head", head="random"),
+        speculation("n-grams", source="ngram"),
+        speculation("`ngram_max`", source="ngram", ngram_max=3),
+        speculation("a part of the vocabulary", draft_vocab=16),
+        speculation("a smaller model", draft_model="DIR"),
+    ],
+    "Controllers": [
+        *(control(f"`{name}`", controller=name) for name in ("goodput", "static", "ema", "bandit")),
+        control("`strategies`", strategies=["off", "4_1_5"]),
+        control("`bandit.reward`", controller="bandit", bandit={"reward": "accept_length"}),
+        control("`ema_file`", controller="ema", ema_file="EMA"),
+        control("`bs_threshold`", bs_threshold=4),
+        control("FastRL's section (`fastrl`)", fastrl=FASTRL),
+        control("`goodput` with `invariant`", {"invariant": True}, controller="goodput"),
+        control("`goodput` with `block`", {"acceptance": "block"}, controller="goodput"),
+    ],
+    "Sampling": [
         *(
-            Feature(f"`{name}`", **speculates("acceptance", name, spec(acceptance=name)))
-            for name in ("coupled", "block")
+            sampling(name, value)
+            for name, value in {
+                "temperature": 0.7,
+                "top_p": 0.9,
+                "top_k": 20,
+                "min_p": 0.1,
+                "repetition_penalty": 1.1,
+                "presence_penalty": 0.1,
+                "frequency_penalty": 0.1,
+                "min_tokens": 2,
+            }.items()
         ),
-        Feature(
-            "`recursive` (a static tree)",
-            **speculates(
-                "acceptance",
-                "recursive",
-                spec(strategy="2x1", acceptance="recursive"),
-                strategy="2x1",
-            ),
-        ),
-        Feature(
-            "`greedy` (temperature 0)",
-            **more(
-                speculates("acceptance", "greedy", spec(acceptance="greedy")),
-                rl=["rollout.temperature=0"],
-            ),
-        ),
-        Feature("`invariant`", **speculates("invariant", "true", spec(invariant=True))),
-        Feature("exact mode", **speculates("exact_mode", "true", spec(exact_mode=True))),
-        Feature("telemetry", **speculates("telemetry", "true", spec(telemetry=True))),
+        sampling("stop", ["a"], text="a"),
+        sampling("logit_bias", {5: 1.0}, text="5:1", body={"logit_bias": {"5": 1.0}}),
+        sampling("n", 3, "several samples of a prompt", flags=["-n", "3"]),
+        sampling("bad_words", ["a"], text="a"),
+        sampling("allowed_token_ids", [5, 6], text="5,6"),
     ],
-    "What drafts": [
-        Feature("the checkpoint's head", **speculates("source", "head", spec(source="head"))),
-        Feature("a random head", **speculates("head", "random", spec(head="random"))),
-        Feature("n-grams", **speculates("source", "ngram", spec(source="ngram"))),
-        Feature(
-            "n-grams, longest suffix",
-            **speculates("ngram_max", "3", spec(source="ngram", ngram_max=3), source="ngram"),
-        ),
-        Feature(
-            "a part of the vocabulary", **speculates("draft_vocab", "16", spec(draft_vocab=16))
-        ),
-        Feature(
-            "a smaller model",
-            **speculates("draft_model", "DIR", spec(draft_model="DIR")),
-        ),
-    ],
-    "Who chooses the strategy": [
-        *(
-            Feature(f"`{name}`", **controls(control(controller=name), controller=name))
-            for name in ("goodput", "static", "ema", "bandit")
-        ),
-        Feature(
-            "its strategies",
-            **controls(control(strategies=("off", "4_1_5")), strategies="[off,4_1_5]"),
-        ),
-        Feature(
-            "`bandit` by accept length",
-            **controls(
-                control(controller="bandit", bandit=BanditConfig(reward="accept_length")),
-                controller="bandit",
-                bandit="{reward: accept_length}",
-            ),
-        ),
-        Feature(
-            "`ema` with a file (`ema_file`)",
-            **controls(
-                lambda make: control(controller="ema", ema_file=ema_file())(make),
-                controller="ema",
-                ema_file="EMA",
-            ),
-        ),
-        Feature("`bs_threshold`", **controls(control(bs_threshold=4), bs_threshold="4")),
-        Feature(
-            "FastRL's section (`fastrl`)",
-            **controls(
-                lambda make: make(control=ControlConfig.from_fastrl(FASTRL)),
-                fastrl="{enable: true, eagle: {tune_algorithm: BEG, mab_configs: [2_1_3]}}",
-            ),
-        ),
-        Feature(
-            "with `block` acceptance",
-            python=control({"acceptance": "block"}, controller="goodput"),
-            flags=["--controller", "goodput", "--acceptance", "block"],
-            rl=["rollout.control.controller=goodput", "rollout.acceptance=block"],
-            server=["speculation.control.controller=goodput", "speculation.acceptance=block"],
-        ),
-        Feature(
-            "with `invariant`",
-            python=control({"invariant": True}, controller="goodput"),
-            flags=["--controller", "goodput", "--invariant"],
-            rl=["rollout.control.controller=goodput", "rollout.invariant=true"],
-            server=["speculation.control.controller=goodput", "speculation.invariant=true"],
-        ),
-    ],
-    "How tokens are sampled": [
-        Feature("`temperature`", **samples("temperature", 0.7)),
-        Feature("`top_p`", **samples("top_p", 0.9)),
-        Feature("`top_k`", **samples("top_k", 20)),
-        Feature("`min_p`", **samples("min_p", 0.1)),
-        Feature("`repetition_penalty`", **samples("repetition_penalty", 1.1)),
-        Feature("`presence_penalty`", **samples("presence_penalty", 0.1)),
-        Feature("`frequency_penalty`", **samples("frequency_penalty", 0.1)),
-        Feature("`min_tokens`", **samples("min_tokens", 2)),
-        Feature(
-            "`stop` strings",
-            python=sampled(stop="a"),
-            flags=["--stop", "a"],
-            rl=["rollout.stop=[a]"],
-            body={"stop": ["a"]},
-        ),
-        Feature(
-            "`logit_bias`",
-            python=sampled(logit_bias={5: 1.0}),
-            flags=["--logit-bias", "5:1"],
-            rl=["rollout.logit_bias={5: 1}"],
-            body={"logit_bias": {"5": 1.0}},
-        ),
-        Feature(
-            "`bad_words`",
-            python=sampled(bad_words=["a"]),
-            flags=["--bad-words", "a"],
-            rl=["rollout.bad_words=[a]"],
-            body={"bad_words": ["a"]},
-        ),
-        Feature(
-            "`allowed_token_ids`",
-            python=sampled(allowed_token_ids=[5, 6]),
-            flags=["--allowed-token-ids", "5,6"],
-            rl=["rollout.allowed_token_ids=[5, 6]"],
-            body={"allowed_token_ids": [5, 6]},
-        ),
-        Feature(
-            "several samples, which share the prompt's pages",
-            python=sampled(n=3),
-            flags=["-n", "3"],
-            rl=["rollout.n=3"],
-            body={"n": 3},
-        ),
-    ],
-    "What is told beside the tokens": [
-        Feature(
-            "processed log-probabilities",
-            python=sampled(transformed_logprobs=True),
-            flags=["--transformed-logprobs"],
+    "Log-probabilities": [
+        sampling(
+            "transformed_logprobs",
+            True,
+            "processed",
             rl=["algo.logprobs=processed", "rollout.top_p=0.9"],
-            body={"transformed_logprobs": True},
         ),
-        Feature(
-            "the most likely tokens",
-            python=sampled(top_logprobs=2),
-            flags=["--top-logprobs", "2"],
-            rl=["rollout.top_logprobs=2"],
-            body={"logprobs": 2},
-        ),
-        Feature(
-            "log-probabilities of the prompt",
-            python=sampled(prompt_logprobs=1),
-            flags=["--prompt-logprobs", "1"],
-            rl=["rollout.prompt_logprobs=1"],
-            body={"prompt_logprobs": 1},
-        ),
+        sampling("top_logprobs", 2, "of the most likely tokens", body={"logprobs": 2}),
+        sampling("prompt_logprobs", 1, "of the prompt"),
     ],
-    "How prompts are written": [
-        Feature(
-            "a chat template",
-            python=chats("<{{ messages[0].content }}>", "<a>"),
-            flags=["--chat", "--chat-template", "{{ messages[0].content }}"],
-            rl=["data.chat=on"],
-            server=["chat_template={{ messages[0].content }}"],
-            body={"messages": [{"role": "user", "content": "a"}]},
-        ),
-        Feature(
-            "options of the template",
-            python=chats("{{ a }}", "1", a=1),
-            flags=["--chat", "--chat-template", "{{ a }}", "--chat-template-kwargs", '{"a": 1}'],
-            rl=["data.chat=on", "data.chat_template_kwargs={a: 1}"],
-            server=["chat_template={{ a }}"],
-            body={
-                "messages": [{"role": "user", "content": "a"}],
-                "chat_template_kwargs": {"a": 1},
-            },
-        ),
-        Feature(
+    "Prompts": [
+        chat("a chat template", "<{{ messages[0].content }}>", "<a>"),
+        chat("variables of the template", "{{ a }}", "1", a=1),
+        engine(
             "defaults of generation_config.json",
-            python=lambda make: make(generation_config="auto"),
-            flags=["--generation-config", "auto"],
+            "generation_config",
+            "auto",
             rl=["generation_config=auto"],
             server=["generation_config=auto"],
         ),
     ],
     "Devices and memory": [
-        Feature(
-            "replicas",
-            python=lambda make: make(replicas=2),
-            flags=["--replicas", "2"],
-            rl=["rollout.replicas=8"],
-            server=["engine.replicas=2"],
-        ),
-        Feature(
-            "devices of a replica (`tp`)",
-            python=lambda make: make(tp=2),
-            flags=["--tp", "2"],
-            rl=["rollout.tp=2"],
-            server=["engine.tp=2"],
-        ),
-        Feature(
-            "attention by name",
-            python=engine(attention="reference"),
-            flags=["--attention", "reference"],
-            rl=["attention=reference"],
-            server=["engine.attention=reference"],
-        ),
-        Feature(
-            "memory of the cache",
-            python=engine(cache_bytes=10_000_000),
-            flags=["--cache-bytes", "10000000"],
-            rl=["rollout.cache_bytes=10000000"],
-            server=["engine.cache_bytes=10000000"],
-        ),
-        Feature(
-            "longest first",
-            python=engine(order="longest_first"),
-            flags=["--order", "longest_first"],
-            rl=["rollout.order=longest_first"],
-            server=["engine.order=longest_first"],
-        ),
-        Feature(
-            "a dtype of its own",
-            python=lambda make: make(dtype="bfloat16"),
-            flags=["--dtype", "bfloat16"],
-            rl=["rollout.dtype=bfloat16"],
-            server=["engine.dtype=bfloat16"],
-        ),
+        engine("`replicas`", "replicas", 2, rl=["rollout.replicas=8"]),
+        engine("devices of a replica (`tp`)", "tp", 2),
+        engine("`attention`", "attention", "reference", rl=["attention=reference"]),
+        engine("`dtype`", "dtype", "bfloat16"),
+        engine("`cache_bytes`", "cache_bytes", 10_000_000),
+        engine("longest first (`order`)", "order", "longest_first"),
     ],
-    "Weights that change": [
+    "Weights": [
         Feature(
             "new weights",
             python=new_weights,
@@ -504,38 +367,22 @@ FEATURES: dict[str, list[Feature]] = {
             server=["route:/update_weights"],
             trained=head_trains,
         ),
-        Feature(
-            "a head trained in the gaps of rollouts (spot)",
-            **trains("draft.spot.enabled=true", "draft.spot.gaps=false"),
-        ),
+        training("a head trained in gaps", "draft.spot.enabled=true", "draft.spot.gaps=false"),
     ],
-    "How a policy is trained": [
-        Feature("truncated importance sampling", **trains("algo.tis=true")),
-        Feature(
-            "the same under a controller",
-            **trains("algo.tis=true", "rollout.control.controller=goodput"),
+    "Training": [
+        training("truncated importance sampling (TIS)", *TIS),
+        training("TIS under a controller", *CONTROLLED),
+        training("TIS under a controller, `invariant`", *CONTROLLED, "rollout.invariant=true"),
+        training(
+            "TIS of processed log-probabilities",
+            *TIS, "algo.logprobs=processed", "rollout.top_p=0.9",
         ),
-        Feature(
-            "the same under a controller, `invariant`",
-            **trains(
-                "algo.tis=true", "rollout.control.controller=goodput", "rollout.invariant=true"
-            ),
-        ),
-        Feature(
-            "the same with processed log-probabilities",
-            **trains("algo.tis=true", "algo.logprobs=processed", "rollout.top_p=0.9"),
-        ),
-        Feature(
-            "dynamic sampling that replaces groups",
-            **trains("algo.dynamic_sampling=true"),
-            trained=replaces,
-        ),
-        Feature("over-sampling", **trains("rollout.over_sample=1.5")),
-        Feature("partial rollouts", **trains("rollout.partial=true", "rollout.over_sample=1.5")),
-        Feature("a penalty on KL to the reference", **trains("algo.kl_loss_coef=0.1")),
+        training("dynamic sampling", "algo.dynamic_sampling=true", trained=replaces),
+        training("over-sampling", "rollout.over_sample=1.5"),
+        training("partial rollouts", "rollout.partial=true", "rollout.over_sample=1.5"),
+        training("a penalty on KL to the reference", "algo.kl_loss_coef=0.1"),
     ],
-}
-FASTRL = {"enable": True, "eagle": {"tune_algorithm": "BEG", "mab_configs": ["2_1_3"]}}
+}  # fmt: skip
 
 
 def ema_file() -> str:
@@ -650,8 +497,10 @@ MESH = ("mesh.data=2", "mesh.fsdp=4", "packing.rows=8")
 ENTRIES: dict[str, Callable[[Feature], None]] = {
     "`LLM`": python,
     "`specjax generate`": command,
-    "server": server,
-    "`train.rl`, one device": trainer(),
+    "`specjax serve`": server,
+}
+TRAINED: dict[str, Callable[[Feature], None]] = {
+    "one device": trainer(),
     "replicas": trainer("rollout.replicas=2"),
     "a mesh": trainer(*MESH),
     "several processes": trainer(*MESH, "rollout.replicas=8", several=True),
@@ -663,11 +512,11 @@ UNKNOWN = re.compile(
     r"unknown key|unknown option|unrecognized arguments|Extra inputs|not permitted"
     r"|unknown argument"
 )
-NONE = "no such setting"
+NONE = "–"
 
 
 def cell(entry: Callable[[Feature], None], feature: Feature) -> str:
-    """`yes`, or why not."""
+    """`yes`, a dash where there is no such setting, or the reason of a refusal."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
@@ -690,34 +539,43 @@ def shortened(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+def cells(feature: Feature) -> tuple[str, ...]:
+    """What each entry point does with a feature; those of `train.rl` must agree."""
+    found = [cell(entry, feature) for entry in ENTRIES.values()]
+    trained = {where: cell(entry, feature) for where, entry in TRAINED.items()}
+    if len(set(trained.values())) == 1:
+        return (*found, trained.popitem()[1])
+    return (*found, "; ".join(f"{where}: {said}" for where, said in trained.items()))
+
+
 HEAD = """# Which program takes which feature
 
-Made by `make features`; a test compares it with what the programs say. Each cell is what the
-program itself makes of the feature, asked for by its own keyword, flag, key or request: `yes`, a
-number of one of the refusals below, or that it has no such setting. A `yes` means that the program
-accepts the settings and builds what they ask for, up to compiling; what then comes out is for other
-tests.
+`make features` writes this table, and a test compares it with the programs. Each program is asked
+for each feature by its own argument, flag, key or request. `yes`: it accepts the settings and
+builds what they ask for, up to compiling. `–`: it has no such setting. A number: it refuses, for
+the reason below the table.
 
-The columns are Python (`LLM`), `specjax generate`, the server, and `train.rl` on one device, with
-`rollout.replicas=2`, on a mesh (`mesh.data=2 mesh.fsdp=4`), and in the first of two processes (the
-same mesh, `rollout.replicas=8`). The model has a draft head, and a tokenizer without a chat
-template.
+`train.rl` does the same on one device, with `rollout.replicas=2`, on a mesh (`mesh.data=2
+mesh.fsdp=4`), and in the first of two processes (the same mesh, `rollout.replicas=8`). The model
+has a draft head, and a tokenizer without a chat template.
 """
 
 
 def table() -> str:
-    """The document."""
+    """The document: one row for all features of a group that have the same cells."""
+    columns = ("", "", *ENTRIES, "`train.rl`")
+    lines = [HEAD, f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     reasons: dict[str, int] = {}
-    lines = [HEAD, f"| | {' | '.join(ENTRIES)} |", f"|---|{'---|' * len(ENTRIES)}"]
     for group, features in FEATURES.items():
-        lines.append(f"| **{group}** |{' |' * len(ENTRIES)}")
-        for feature in features:
-            cells = []
-            for entry in ENTRIES.values():
-                said = cell(entry, feature)
-                if said not in ("yes", NONE):
-                    said = f"no ({reasons.setdefault(said, len(reasons) + 1)})"
-                cells.append(said)
-            lines.append(f"| {feature.name} | {' | '.join(cells)} |")
+        for found, alike in itertools.groupby(features, cells):
+            said = [
+                text
+                if text in ("yes", NONE)
+                else f"no ({reasons.setdefault(text, len(reasons) + 1)})"
+                for text in found
+            ]
+            names = ", ".join(feature.name for feature in alike)
+            lines.append(f"| {group and f'**{group}**'} | {names} | {' | '.join(said)} |")
+            group = ""
     lines += ["", *(f"{number}. {text}" for text, number in reasons.items())]
     return "\n".join(lines) + "\n"

@@ -4,12 +4,12 @@ import os
 from pathlib import Path
 
 import pytest
-from feature_table import NONE, Feature, NoSuchSetting, cell, control, engine, spec, table
+from feature_table import NONE, Feature, NoSuchSetting, cell, engine, speculation, table
 
 DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "features.md"
 
 
-def test_the_matrix_of_features_and_doors_is_what_the_doors_say():
+def test_the_document_says_what_the_programs_do():
     found = table()
     if os.environ.get("SPECJAX_WRITE_FEATURES") == "1":
         DOCUMENT.write_text(found, encoding="utf-8")
@@ -33,6 +33,6 @@ def test_a_mistake_of_a_row_fails_and_is_no_cell():
     for kind in (TypeError, AttributeError, AssertionError, LookupError, NameError):
         with pytest.raises(kind, match="of the row"):
             cell(raising(kind("of the row")), feature)
-    for ask in (spec(strategies="off"), control(arms=()), engine(kernel="none")):
+    for mistake in (speculation("any", strategies="off"), engine("any", "kernel", "none")):
         with pytest.raises(TypeError, match="has no parameter|unexpected keyword"):
-            cell(lambda feature, ask=ask: ask(lambda **given: None), feature)
+            cell(lambda feature: feature.python(lambda **given: None), mistake)
