@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from specjax.command_line import ArgumentParser
 from train import data
-from train.data_config import check_task
+from train.data import check_task
 
 T = TypeVar("T")
 

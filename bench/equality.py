@@ -11,7 +11,7 @@ import numpy as np
 
 from specjax.engine.compare import Difference, first_difference
 from specjax.engine.request import make_jobs
-from train.rollout import Rollout, group_params, tokens_digest
+from train.collect import Rollout, group_params, tokens_digest
 from train.trainer import Trainer
 
 # A step whose tokens differ in more samples than this has a few of them judged, not all.

@@ -13,7 +13,7 @@ when the first replica is drained for good.
 On a CPU the devices are simulated, each with one thread (unless XLA_FLAGS says otherwise), so that
 a replica which trains takes nothing from one that decodes; there must be a core for each of them.
 
-Writes `<name>.json` (figures), `<name>.jsonl` (the events of both arms, see `train.trace`) and
+Writes `<name>.json` (figures), `<name>.jsonl` (the events of both arms, see `train.log`) and
 `<name>.png` (a rollout as a time line, and the seconds of a step).
 """
 
@@ -94,7 +94,7 @@ class Step:
       rollout, draft: seconds of the rollout, and of draft training after it. tail: seconds of the
         rollout since the first replica was drained for good.
       idle, trained: seconds, summed over replicas, that they were drained, and of pieces in gaps.
-      updates, in_gaps: of the head. tokens: a digest. events: see `train.trace`.
+      updates, in_gaps: of the head. tokens: a digest. events: see `train.log`.
     """
 
     rollout: float

@@ -46,7 +46,7 @@ from specjax.registry import FAMILIES, Registry
 from specjax.speculation import add_flags, settings_of
 from specjax.weights import matrix
 from train import data, data_report, rl
-from train.data_config import DataConfig
+from train.data import DataConfig
 from train.log import read_metrics
 from train.scoring import Scorer
 

@@ -18,9 +18,8 @@ from specjax.schema import describe
 from specjax.weights import load_tokenizer
 from train import data
 from train.cli import USER_ERRORS
-from train.data_config import DataConfig
-from train.inputs import about_data
-from train.prompts import FILE_ROWS, Prompts
+from train.data import DataConfig
+from train.inputs import FILE_ROWS, Prompts, about_data
 from train.scoring import Scorer, check_gold, evenly, row_name, shown_gold
 from train.tasks.layout import Problem
 

@@ -21,16 +21,19 @@ a relation, words) it guesses from context that an answer does not have. So that
 
 and the parts between commas, brackets and relation signs go to the library, each as one formula.
 
-Nothing here bounds how long sympy takes: callers run it where it can be killed
-(`train.math_worker`).
+Nothing here bounds how long sympy takes. `python -m train.equivalence` is the child process that
+`train.rewards.MathWorker` starts, and kills when time is up.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import json
+import logging
 import math
 import re
+import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -866,3 +869,23 @@ _KINDS = (
     _same_brackets,
     _same_ratios,
 )
+
+
+# --- the child process ----------------------------------------------------------------------------
+
+
+def _serve() -> None:
+    """The child: one request per line in, `true` or `false` per line out."""
+    # The library warns once per call that timeouts are off; the parent is the timeout.
+    logging.disable(logging.WARNING)
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            same = same_answer(request["gold"], request["found"])
+        except Exception:  # any text may come in, and none of it may end the process
+            same = False
+        print(json.dumps(same), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

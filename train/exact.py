@@ -7,7 +7,6 @@ is found is said and counted, and nothing of it is trained on.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
@@ -102,8 +101,3 @@ class ExactMode:
                 for job, plain, tokens in differing
             ]
         return next(filter(None, distributed.gather(found, "exact mode")))
-
-
-def up_to(job: Job, tokens: Sequence[int]) -> Job:
-    """The same sample, ended after as many tokens as these."""
-    return dataclasses.replace(job, limit=len(job.prompt) + len(tokens))

@@ -33,7 +33,7 @@ fast samples run, in which order, and in how many slots decides when that is, an
 Cutting is what makes a carried sample's tokens independent of the clock: in the next step it goes
 on under other weights, so where it stood must not depend on how fast it was.
 
-The step prefers what is short, as all early stopping does; `train.rollout` reports by how much.
+The step prefers what is short, as all early stopping does; `train.collect` reports by how much.
 And it can be over in no time: `prompts` groups that were carried and are nearly or wholly complete
 fill a step that samples next to nothing and learns from stale tokens. With fewer than 2 * `prompts`
 groups in the air fewer than `prompts` are carried, and every step has some of its own.

@@ -2,16 +2,143 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from specjax.command_line import ConfigError, typed_in
+from specjax.schema import show
 from train import data
+from train.data import DataConfig
+from train.scoring import evenly, row_name
+from train.tasks.layout import Message, Problem
+
+if TYPE_CHECKING:
+    from train.schema import RLConfig, SFTConfig
+import dataclasses
+
 from train.answers import each_gold
-from train.data_config import SUMS, DataConfig
-from train.prompts import Prompts, require_template
+from train.data import SUMS
 from train.schema import RLConfig
 from train.scoring import Scorer, about_gold, check_gold
-from train.tasks.layout import Problem
+
+# Prompts whose lengths are looked at before a run begins: of a file, and of generated problems.
+FILE_ROWS, GENERATED_ROWS = 20_000, 500
+
+OVERLONG = "overlong"
+
+
+def require_template(cfg: RLConfig | SFTConfig, prompt: str | Sequence[Message]) -> None:
+    """Refuses arguments of a chat template that is applied to no prompt.
+
+    What a file sets may be made idle by the command line.
+
+    Args:
+      prompt: the first one.
+
+    Raises:
+      ConfigError: there are such arguments, and the prompt stays text.
+    """
+    key, asked = "data.chat_template_kwargs", cfg.data.chat_template_kwargs
+    if not asked or cfg.data.chat != "off" or not isinstance(prompt, str):
+        return
+    if key in typed_in(cfg) or "data.chat" not in typed_in(cfg):
+        raise ConfigError(
+            f"{key}={show(asked)} changes nothing: the prompts of {cfg.data.path} are text, and "
+            "with data.chat=off no chat template is applied; leave out one of them"
+        )
+
+
+class Prompts:
+    """The one way from a problem to token ids, in training, evaluation and reports.
+
+    Args:
+      longest: tokens of a prompt at most; None: any length will do.
+
+    Attributes:
+      chat: prompts that are text become messages of a conversation.
+
+    Raises:
+      ValueError: settings of the chat template that the tokenizer cannot have.
+    """
+
+    def __init__(self, tokenizer, cfg: DataConfig, longest: int | None = None):
+        self.tokenizer, self.cfg, self.longest = tokenizer, cfg, longest
+        self.chat = data.uses_chat(cfg, tokenizer)
+
+    def text(self, problem: Problem) -> str:
+        """With the chat template applied; raises ValueError, with the row, where it refuses."""
+        try:
+            kwargs = self.cfg.chat_template_kwargs
+            return data.prompt_text(self.tokenizer, problem.prompt, self.chat, kwargs)
+        except ValueError as error:
+            raise ValueError(f"{row_name(problem)}: {error}") from error
+
+    def whole(self, problem: Problem) -> list[int]:
+        """All token ids, however many they are."""
+        try:
+            kwargs = self.cfg.chat_template_kwargs
+            return data.encode_prompt(self.tokenizer, problem.prompt, self.chat, kwargs)
+        except ValueError as error:
+            raise ValueError(f"{row_name(problem)}: {error}") from error
+
+    def look(self, problem: Problem) -> tuple[list[int] | None, str | None]:
+        """(ids, None); for a prompt that is too long ("overlong" in the second place) None, or its
+        last tokens, as `data.overlong_prompts` says.
+
+        Raises:
+          ConfigError: it is too long, and that is an error.
+        """
+        ids = self.whole(problem)
+        if self.longest is None or len(ids) <= self.longest:
+            return ids, None
+        if self.cfg.overlong_prompts == "error":
+            raise ConfigError(self._too_long(problem, len(ids)))
+        return (ids[-self.longest :] if self.cfg.overlong_prompts == "truncate" else None), OVERLONG
+
+    def ids(self, problem: Problem) -> list[int]:
+        """Of a problem that `look` gave ids for."""
+        found, _ = self.look(problem)
+        if found is None:
+            raise ValueError(self._too_long(problem, len(self.whole(problem))))
+        return found
+
+    def _too_long(self, problem: Problem, size: int) -> str:
+        return (
+            f"{row_name(problem)} has a prompt of {size} tokens, more than "
+            f"rollout.max_prompt_tokens={self.longest}; raise it, or set data.overlong_prompts to "
+            "drop or truncate"
+        )
+
+    def about_lengths(self, problems: Sequence[Problem], what: str = "prompts") -> str | None:
+        """What to say before a run begins of prompts that are too long; None: none are. `what`
+        names them.
+
+        Raises:
+          ValueError: some are and that is an error, or all are and would be dropped.
+        """
+        if self.longest is None:
+            return None
+        most = FILE_ROWS if problems[0].place else GENERATED_ROWS
+        rows = [problems[i] for i in evenly(problems, most)]
+        sizes = [len(self.whole(row)) for row in rows]
+        over = [(row, size) for row, size in zip(rows, sizes, strict=True) if size > self.longest]
+        if not over:
+            return None
+        if self.cfg.overlong_prompts == "error":
+            raise ValueError(self._too_long(*over[0]))
+        dropped = self.cfg.overlong_prompts == "drop"
+        if dropped and len(over) == len(rows):
+            raise ValueError(
+                f"all {len(rows)} {what} looked at are longer than rollout.max_prompt_tokens="
+                f"{self.longest} (they have {min(sizes)} to {max(sizes)} tokens); raise it, and "
+                "packing.row_length with it"
+            )
+        done = "dropped" if dropped else f"cut to their last {self.longest}"
+        return (
+            f"{len(over)} of {len(rows)} {what} looked at have more tokens than "
+            f"rollout.max_prompt_tokens={self.longest} (the longest {max(sizes)}) and are {done} "
+            f"(data.overlong_prompts={self.cfg.overlong_prompts})"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

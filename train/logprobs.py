@@ -1,13 +1,29 @@
 """Log-probabilities of the tokens of packed rows, and the entropy where they were drawn.
 
-Here they are those of the logits over a temperature; `train.processed` has those after all
-transforms of sampling.
+`token_logprobs` are those of the logits over a temperature. `processed_logprobs` are those of the
+distribution that a rollout sampled from, after all its transforms, which are the engine's own code
+(`specjax.decode.sampling.transform`).
 """
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax.config import SamplingParams
+from specjax.decode import sampling
+from specjax.decode.history import Context as History
+from specjax.decode.history import Counts, Rows
+from specjax.decode.options import Features, Options
+from specjax.engine.options import features_of, option_rows
+from specjax.engine.request import make_jobs
 from specjax.parallel.context import Context, shift
 
 LOGPROBS = ("temperature", "processed")
@@ -81,3 +97,150 @@ def logprobs_and_entropy(
     # A masked logit is -inf and its probability 0: their product must be 0, not NaN.
     entropy = fixed_z - jnp.sum(jnp.where(p > 0, p * fixed, 0.0), axis=-1)
     return picked - log_z, entropy
+
+
+BLOCK = 16  # positions whose scores exist at once in the backward pass, where tokens are counted
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Transforms:
+    """What is done to logits before a token is drawn, the same at every token of a rollout.
+
+    What the filters (top-k, top-p, min-p) keep follows the policy that is scored. A token that was
+    sampled may lie outside of that now: the policy has changed since, or the engine's arithmetic
+    differs at the edge. Its log-probability would be -inf, of which no ratio, KL or gradient can be
+    made. Hence the filters always keep the token that was sampled as well. Where they keep it
+    anyway, this is the distribution itself. Where they do not, the token counts as the least likely
+    one that is kept, with a gradient that can raise it. (NeMo-RL takes such tokens out of the loss;
+    DeepSeek-V3.2, arXiv 2512.02556, stores what the filters kept when the token was sampled.) What
+    the filters keep carries no gradient; all other transforms do.
+
+    Attributes:
+      options: one row; `min_len` is the number of response tokens below which stop tokens are
+        masked, for the history here begins with the response.
+      features: static, what there is of it.
+    """
+
+    options: Options
+    features: Features
+
+    @classmethod
+    def of(cls, params: SamplingParams, eos_ids: Sequence[int], vocab: int) -> Transforms:
+        """The transforms of a rollout. Stop strings are none: they mask no token."""
+        plain = dataclasses.replace(params, n=1, stop=(), transformed_logprobs=False)
+        job = make_jobs([0], plain, eos_ids)[0]
+        options = option_rows([job], vocab, max(1, len(job.stop_ids)))
+        options = options._replace(min_len=np.full(1, params.min_tokens, np.int32))
+        return cls(options, features_of(job, vocab))
+
+    def scores(
+        self,
+        logits: Float[Array, "B R V"],
+        tokens: Int[Array, "B R"],
+        length: Int[Array, "B R"],
+        counts: Counts | None = None,
+    ) -> Float[Array, "B R V"]:
+        """Scores of what may follow each row, -inf where nothing can, but for the given tokens.
+
+        Args:
+          tokens: that did follow, which the filters keep. length: response tokens up to each row.
+          counts: of the tokens up to the row; needed for penalties, and then R is 1.
+        """
+        batch = logits.shape[0]
+        options = jax.tree.map(
+            lambda x: jnp.broadcast_to(jnp.asarray(x), (batch, *x.shape[1:])), self.options
+        )
+        history = History(jnp.full(batch, -1), counts, None)
+        rows = Rows(length, jnp.zeros((*logits.shape[:2], 0), jnp.int32))
+        masked = self._split(filters=False)
+        scores = sampling.transform(logits.astype(jnp.float32), options, masked, history, rows)
+        if not self._filters:
+            return scores
+        untempered = options._replace(temperature=jnp.ones(batch, jnp.float32))  # they are already
+        kept = jax.lax.stop_gradient(scores)
+        kept = sampling.transform(kept, untempered, self._split(filters=True), history, rows)
+        ids = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
+        return jnp.where((kept > -jnp.inf) | (ids == tokens[..., None]), scores, -jnp.inf)
+
+    @property
+    def _filters(self) -> bool:
+        return self.features.top_k or self.features.top_p or self.features.min_p
+
+    def _split(self, filters: bool) -> Features:
+        """The filters alone, or what comes before them."""
+        own = self.features
+        if filters:
+            return Features(top_k=own.top_k, top_p=own.top_p, min_p=own.min_p)
+        return dataclasses.replace(own, top_k=False, top_p=False, min_p=False)
+
+
+def processed_logprobs(
+    logits: Float[Array, "R S V"],
+    batch: Mapping[str, Array],
+    transforms: Transforms,
+    context: Context | None = None,
+) -> tuple[Float[Array, "R S"], Float[Array, "R S"]]:
+    """Log-probability of every generated token under what it was drawn from, and the entropy there.
+
+    As `train.logprobs.token_logprobs`, after all transforms. With penalties the row is scored one
+    position after the other, for each needs the counts of those before it.
+
+    Args:
+      logits: raw policy logits, any float type; arithmetic is float32.
+      batch: `tokens`, `positions`, `segment_ids`, `loss_mask` [R S]; the mask is 1 on all tokens
+        that were generated, and on no other.
+
+    Returns:
+      (logprobs, entropy in nats), float32, both 0 but at generated tokens. The entropy carries no
+      gradient.
+    """
+    tokens, segments = batch["tokens"], batch["segment_ids"]
+    generated = batch["loss_mask"] > 0
+    following = shift(tokens, 1, context)
+    length = jnp.maximum(batch["positions"] + 1 - _prompt_lengths(generated, segments), 0)
+    if transforms.features.penalties:
+        score = functools.partial(_score_in_order, transforms)
+        begins = shift(segments, -1, context) != segments
+        logprobs, entropy = score(logits, following, length, tokens, generated, begins)
+    else:
+        logprobs, entropy = _score(transforms, logits, following, length)
+    return own_tokens(logprobs, entropy, segments, context, generated)
+
+
+def _prompt_lengths(generated: Bool[Array, "R S"], segments: Int[Array, "R S"]) -> Array:
+    """[R S]: tokens of the prompt of each token's sample."""
+
+    def of_own_segment(given, ids):
+        return jax.ops.segment_sum(given, ids, num_segments=ids.shape[0] + 1)[ids]
+
+    return jax.vmap(of_own_segment)((~generated).astype(jnp.int32), segments)
+
+
+@functools.partial(jax.checkpoint, static_argnums=0)
+def _score(transforms: Transforms, logits, following, length):
+    return logprobs_and_entropy(transforms.scores(logits, following, length), following)
+
+
+def _score_in_order(transforms: Transforms, logits, following, length, tokens, generated, begins):
+    """`_score` position by position. All but the counts is cut into blocks, of which the backward
+    pass keeps the counts at the beginning and computes the rest anew."""
+    rows, positions, vocab = logits.shape
+
+    def one(counts: Counts, now):
+        logits, following, length, token, is_generated, begins = now
+        found = jax.nn.one_hot(token, vocab, dtype=jnp.int32)
+        made = is_generated[:, None]
+        prompt = (counts.prompt & ~begins[:, None]) | ((found > 0) & ~made)
+        counts = Counts(prompt, jnp.where(begins[:, None], 0, counts.output) + found * made)
+        scores = transforms.scores(logits[:, None], following[:, None], length[:, None], counts)
+        return counts, logprobs_and_entropy(scores[:, 0], following)
+
+    def of_blocks(x):
+        return jnp.moveaxis(x, 1, 0).reshape(positions // size, size, *x.shape[:1], *x.shape[2:])
+
+    size = math.gcd(positions, BLOCK)
+    nothing = Counts(jnp.zeros((rows, vocab), bool), jnp.zeros((rows, vocab), jnp.int32))
+    each = jax.tree.map(of_blocks, (logits, following, length, tokens, generated, begins))
+    block = jax.checkpoint(lambda counts, now: jax.lax.scan(one, counts, now))
+    _, found = jax.lax.scan(block, nothing, each)
+    return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(positions, rows), 0, 1), found)

@@ -2,7 +2,7 @@
 
 One update, in prose. Every prompt has G samples, and the objective (`train.objectives`) makes
 advantages of their rewards. The trainer scores the sampled tokens with the current policy
-(`train.logprobs` at the rollout's temperature, or `train.processed` after all transforms of
+(`train.logprobs` at the rollout's temperature, or `train.logprobs` after all transforms of
 sampling) and compares them with `old_logprobs`, which the same program computed before the first
 update of the step:
 
@@ -26,7 +26,7 @@ token, and where a controller chooses it, on the clock.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,9 @@ from jaxtyping import Array, Float
 from specjax.interfaces import Denominators, Logprobs
 from train.algo import AlgoSection
 from train.objectives.shared import bounded_exp
+
+Batch = Mapping[str, Array]
+LossFn = Callable[[Array, Array, Batch, Denominators], tuple[Array, dict]]
 
 # Sums that carry the loss's weights already, and the number of tokens; all others are sums over
 # loss tokens, to be divided by their number.
@@ -55,6 +58,37 @@ def count_denominators(batches: Iterable[Mapping[str, np.ndarray]]) -> Denominat
         tokens += int(mask.sum())
         samples += sum(len(np.unique(row[on])) for row, on in zip(segments, mask, strict=True))
     return Denominators(np.float32(max(tokens, 1)), np.float32(max(samples, 1)))
+
+
+def sft_loss(logprobs, entropy, batch: Batch, denominators: Denominators):
+    """Cross entropy of the tokens under the loss mask, averaged over tokens."""
+    mask = batch["loss_mask"]
+    loss = -jnp.sum(logprobs * mask) / denominators.tokens
+    sums = {"loss": loss, "tokens": mask.sum(), "entropy": jnp.sum(entropy * mask)}
+    return loss, jax.lax.stop_gradient(sums)
+
+
+def rl_loss(cfg: AlgoSection, on_policy: bool = False, stale: bool = False) -> LossFn:
+    """Makes the loss of RL; the reference's log-probabilities are used when the batch has them.
+
+    Args:
+      on_policy: one update per rollout, so the policy that is differentiated is the old one too and
+        need not be scored beforehand; the batch's `old_logprobs` are ignored.
+      stale: the batch may hold tokens that older weights sampled (`staleness` > 0). Their
+        `old_logprobs` are those of these weights, so that the ratio is the one to the policy that
+        sampled the token. Of all other tokens they are the batch's `fresh_logprobs` or, on policy,
+        the policy's own.
+    """
+
+    def loss(logprobs, entropy, batch, denominators):
+        if on_policy or stale:
+            old = jax.lax.stop_gradient(logprobs) if on_policy else batch["fresh_logprobs"]
+            if stale:
+                old = jnp.where(batch["staleness"] > 0, batch["old_logprobs"], old)
+            batch = {**batch, "old_logprobs": old}
+        return policy_loss(logprobs, batch, cfg, denominators, batch.get("ref_logprobs"), entropy)
+
+    return loss
 
 
 def policy_loss(

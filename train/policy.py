@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,47 +28,11 @@ from specjax.models.transformer import Params, Taps, Transformer, graphdef, init
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
 from specjax.spelling import SettingError, spelled
-from train.algo import AlgoSection
-from train.logprobs import token_logprobs
-from train.loss import policy_loss
-from train.processed import Transforms, processed_logprobs
+from train.logprobs import Transforms, processed_logprobs, token_logprobs
+from train.loss import Batch, LossFn
 from train.rollout_schema import SAY
 
 log = logging.getLogger(__name__)
-
-Batch = Mapping[str, Array]
-LossFn = Callable[[Array, Array, Batch, Denominators], tuple[Array, dict]]
-
-
-def sft_loss(logprobs, entropy, batch: Batch, denominators: Denominators):
-    """Cross entropy of the tokens under the loss mask, averaged over tokens."""
-    mask = batch["loss_mask"]
-    loss = -jnp.sum(logprobs * mask) / denominators.tokens
-    sums = {"loss": loss, "tokens": mask.sum(), "entropy": jnp.sum(entropy * mask)}
-    return loss, jax.lax.stop_gradient(sums)
-
-
-def rl_loss(cfg: AlgoSection, on_policy: bool = False, stale: bool = False) -> LossFn:
-    """The loss of `train.loss`; the reference's log-probabilities are used when the batch has them.
-
-    Args:
-      on_policy: one update per rollout, so the policy that is differentiated is the old one too and
-        need not be scored beforehand; the batch's `old_logprobs` are ignored.
-      stale: the batch may hold tokens that older weights sampled (`staleness` > 0). Their
-        `old_logprobs` are those of these weights, so that the ratio is the one to the policy that
-        sampled the token. Of all other tokens they are the batch's `fresh_logprobs` or, on policy,
-        the policy's own.
-    """
-
-    def loss(logprobs, entropy, batch, denominators):
-        if on_policy or stale:
-            old = jax.lax.stop_gradient(logprobs) if on_policy else batch["fresh_logprobs"]
-            if stale:
-                old = jnp.where(batch["staleness"] > 0, batch["old_logprobs"], old)
-            batch = {**batch, "old_logprobs": old}
-        return policy_loss(logprobs, batch, cfg, denominators, batch.get("ref_logprobs"), entropy)
-
-    return loss
 
 
 def own_family(path: str | None) -> None:
@@ -130,7 +94,7 @@ class PolicyTrainer:
       loss: see `sft_loss`, `rl_loss`.
       optimizer: from `OptimConfig.build`. mesh: None is one device.
       temperature: at which tokens are scored; the rollout's.
-      transforms: with which tokens are scored in the temperature's place, see `train.processed`.
+      transforms: with which tokens are scored in the temperature's place, see `train.logprobs`.
       context: how the mesh splits rows. What is handed out per token is then in its order, as are
         the batches that `place` makes; `fetch` undoes it.
       attention: the kernel, see `specjax.kernels.dispatch.settle`.

@@ -168,7 +168,7 @@ def copies_for(
     """What brings weights to all replicas of the job; None: there is one process.
 
     Args:
-      mesh, places: see `train.engines.make_meshes`.
+      mesh, places: see `train.programs.make_meshes`.
 
     Raises:
       ValueError: processes have different numbers of devices, or a process has parts of several
@@ -248,7 +248,7 @@ def joined_telemetry(own: Sequence[Engine]) -> Collector:
 
 
 def joined_events(own: Sequence[Engine], events: list[dict]) -> list[dict]:
-    """The events of the replicas of all processes, see `train.trace`; `own` are the replicas of
+    """The events of the replicas of all processes, see `train.log`; `own` are the replicas of
     this process, and `events` theirs. That of the whole rollout is the first process's."""
     if not (own and own[0].runner.agreement.is_first):
         events = []

@@ -16,10 +16,17 @@ What counts as the answer of a completion for `number` and `math_verify` says `t
 
 from __future__ import annotations
 
+import atexit
 import functools
+import importlib.util
+import json
 import re
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from train.answers import (
@@ -29,10 +36,92 @@ from train.answers import (
     read_quantity,
     stated_gold,
 )
-from train.math_worker import WORKER
 from train.registry import REWARDS
 
 Reward = Callable[..., Any]
+
+SECONDS = 10.0  # per answer
+_START_SECONDS = 120.0
+
+
+class MathWorker:
+    """Compares answers in a child process, which is started on first use and after a kill.
+
+    `train.equivalence` runs sympy on text that a policy wrote, which may take forever
+    (`9**9**9**9`) inside one call that no signal interrupts; the timeout of math-verify works in
+    the main thread alone. So a child process does it, and is killed when time is up. It reads and
+    writes one line of JSON per request.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen | None = None
+
+    def same(self, gold: str, found: str) -> bool:
+        """Whether they are equivalent (`train.equivalence`); False where that takes too long.
+
+        Raises:
+          ModuleNotFoundError: math-verify is not installed.
+          RuntimeError: the child cannot be started.
+        """
+        with self._lock:
+            if self._process is None:
+                self._start()
+            reply = self._ask({"gold": gold, "found": found}, SECONDS)
+            if reply is None:
+                self.close()
+            return reply == "true"
+
+    def _start(self) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise ModuleNotFoundError(
+                "reward 'math_verify' needs the math-verify package; install it, or use the "
+                "reward 'number'"
+            )
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "train.equivalence"],
+            cwd=Path(__file__).resolve().parent.parent,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        # Imports take seconds on a busy machine and must not be charged to the first answer.
+        if self._ask({"gold": "x+1", "found": "1+x"}, _START_SECONDS) != "true":
+            self.close()
+            raise RuntimeError(
+                f"the math-verify process gave no answer within {_START_SECONDS:.0f} s of its "
+                f"start; run `{sys.executable} -m train.equivalence` to see why"
+            )
+
+    def _ask(self, request: dict[str, str], seconds: float) -> str | None:
+        process, expired = self._process, threading.Event()
+
+        def expire():
+            expired.set()
+            process.kill()
+
+        alarm = threading.Timer(seconds, expire)
+        alarm.start()
+        try:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            reply = process.stdout.readline().strip()
+        except OSError:  # the pipe breaks when the process was killed or died
+            reply = ""
+        alarm.cancel()
+        alarm.join()
+        return None if expired.is_set() else reply or None
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+WORKER = MathWorker()
+atexit.register(WORKER.close)
 
 
 def _of_any(reward: Callable[[str, str], float]) -> Reward:

@@ -18,7 +18,7 @@ from specjax.speculation import (
     speculation_rules,
     switched_on,
 )
-from train.sampling_section import FILTERS, TRANSFORMS, transforms
+from train.rollout_schema import FILTERS, TRANSFORMS, transforms
 
 Values = Mapping[str, Any]
 

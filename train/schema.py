@@ -17,13 +17,12 @@ from specjax.parallel.sharding import MeshConfig
 from specjax.schema import Needs, at_least, option
 from specjax.spelling import Say
 from train.algo import DEFAULT, algo_section, with_objective
-from train.data_config import DataConfig
+from train.data import DataConfig
 from train.draft import DraftConfig
 from train.optim import OptimConfig
 from train.registry import REWARDS
-from train.rollout_schema import SAY, RolloutSection
+from train.rollout_schema import PENALTIES, SAY, RolloutSection, SamplingSection
 from train.rules import RL_ELSEWHERE, RL_RULES, SFT_ELSEWHERE, SFT_RULES
-from train.sampling_section import PENALTIES, SamplingSection
 
 
 @dataclass

@@ -34,12 +34,11 @@ from specjax.weights import load_tokenizer
 from train import data
 from train.cli import CHECKPOINTS, Place, can_resume, interruptible, run_program
 from train.draft import DraftTrainer, draft_metrics
-from train.inputs import about_data
+from train.inputs import about_data, require_template
 from train.log import MetricsLogger
-from train.loss import count_denominators
+from train.loss import count_denominators, sft_loss
 from train.packing import pack_demonstrations
-from train.policy import PolicyTrainer, own_family, sft_loss
-from train.prompts import require_template
+from train.policy import PolicyTrainer, own_family
 from train.schema import SFTConfig
 
 if TYPE_CHECKING:  # slow to import, and needed for nothing but its name

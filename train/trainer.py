@@ -29,14 +29,12 @@ from specjax.parallel import distributed, sharding
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train import data
-from train import rollout as rollouts
-from train.collect import Rollouts
+from train.collect import Rollout, Rollouts, evaluate, score_new_tokens, to_samples
 from train.draft import DraftTrainer, draft_metrics
-from train.engines import make_meshes
-from train.evaluation import evaluate
 from train.exact import ExactMode
 from train.heads import HeadCheckpoints, starting_head
 from train.inputs import read_inputs
+from train.log import TRACE_FILE, Trace
 from train.loss import count_denominators, finalize_metrics
 from train.packing import empty_batch, pack
 from train.policy import own_family
@@ -56,6 +54,7 @@ from train.programs import (
     chunk_features,
     drafts,
     drafts_with_head,
+    make_meshes,
     scores_to_add,
     settle_drafting,
     settle_length,
@@ -64,7 +63,6 @@ from train.programs import (
 from train.schema import RLConfig
 from train.scoring import RewardsFailedError
 from train.spot import Place, ReplayBuffer, SpotTraining, about_spot
-from train.trace import TRACE_FILE, Trace
 
 
 class _Before(NamedTuple):
@@ -109,7 +107,7 @@ class Trainer:
         )
         self.done_steps = 0
         self._start_up: StartUp | None = None
-        self.last_rollout: rollouts.Rollout | None = None
+        self.last_rollout: Rollout | None = None
         self._build_programs()
 
     def _read_inputs(self) -> None:
@@ -294,7 +292,7 @@ class Trainer:
         self.done_steps = step
         return metrics
 
-    def _roll_out(self, step: int) -> tuple[rollouts.Rollout, dict]:
+    def _roll_out(self, step: int) -> tuple[Rollout, dict]:
         """The groups to train on and the metrics so far; with spot training the head is trained."""
         if self.spot is not None:
             self.spot.begin(step, self.head, self.draft_opt, self.params)
@@ -353,7 +351,7 @@ class Trainer:
 
     def _score_carried(self) -> None:
         """What will be stale in later steps is scored now, with the weights that sampled it."""
-        rollouts.score_new_tokens(
+        score_new_tokens(
             self.rollouts.carried,
             lambda batch: self.policy.fetch(
                 self.policy.logprobs(self.params, self.policy.place(batch))
@@ -362,12 +360,12 @@ class Trainer:
             self.cfg.packing.rows,
         )
 
-    def _update_policy(self, kept: rollouts.Rollout, metrics: dict, step: int):
+    def _update_policy(self, kept: Rollout, metrics: dict, step: int):
         """Packs the kept groups and runs the policy's updates; returns the micro-batches that the
         head can be trained on, and their states."""
         cfg = self.cfg
         advantages = cfg.algo.build().advantages(kept.rewards)
-        samples = rollouts.to_samples(kept, advantages, step if cfg.rollout.partial else None)
+        samples = to_samples(kept, advantages, step if cfg.rollout.partial else None)
         if cfg.algo.logprobs == "processed" and any(s.loss_mask is not None for s in samples):
             raise ValueError(
                 "algo.logprobs=processed scores a sample as one response, and there are some with "

@@ -22,11 +22,11 @@ from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig, make_mesh
 from train import rl
 from train.draft import DraftConfig, DraftTrainer
-from train.loss import count_denominators
+from train.loss import count_denominators, sft_loss
 from train.optim import OptimConfig
 from train.packing import Sample, pack
 from train.plan.programs import Shapes
-from train.policy import PolicyTrainer, sft_loss
+from train.policy import PolicyTrainer
 from train.schema import RLConfig
 
 WIDE = change_dense(tiny_config(), head_dim=128)

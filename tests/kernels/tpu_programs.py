@@ -31,10 +31,10 @@ from specjax.models.transformer import init_params, to_decode_layout
 from specjax.parallel import sharding
 from specjax.parallel.sharding import MESH_AXES
 from train.draft import DraftConfig, DraftTrainer, frozen_policy_parts
-from train.loss import count_denominators
+from train.loss import count_denominators, sft_loss
 from train.optim import OptimConfig
 from train.plan.hlo import Module, Op
-from train.policy import PolicyTrainer, sft_loss
+from train.policy import PolicyTrainer
 
 # As Qwen3-8B, but for layers and vocabulary; in bfloat16, with heads of 128.
 MODEL = dense_config(

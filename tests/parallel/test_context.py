@@ -20,9 +20,9 @@ from specjax.parallel.context import Context, context_of, shift
 from specjax.parallel.sharding import MeshConfig, make_mesh
 from train.algo import algo
 from train.draft import DraftConfig, DraftTrainer
-from train.loss import count_denominators
+from train.loss import count_denominators, rl_loss
 from train.packing import Sample, pack
-from train.policy import PolicyTrainer, rl_loss
+from train.policy import PolicyTrainer
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 

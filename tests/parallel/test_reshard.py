@@ -146,7 +146,7 @@ def test_hosts_get_their_weights_by_the_same_program_where_tp_is_the_same():
 
 def test_hosts_with_more_tp_than_training_get_no_more_than_they_keep(monkeypatch):
     from specjax.parallel import distributed
-    from train.engines import make_meshes
+    from train.programs import make_meshes
     from train.rollout_schema import RolloutSection
     from train.schema import RLConfig
 

@@ -22,10 +22,10 @@ from train import rl
 from train.algo import algo
 from train.draft import DraftConfig, DraftTrainer
 from train.log import read_metrics
-from train.loss import count_denominators
+from train.loss import count_denominators, rl_loss
 from train.optim import OptimConfig
 from train.packing import Sample, pack
-from train.policy import PolicyTrainer, rl_loss
+from train.policy import PolicyTrainer
 from train.schema import RLConfig
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")

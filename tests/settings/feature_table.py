@@ -41,7 +41,6 @@ from specjax.engine.sources import load_source
 from specjax.tokenizer import load_tokenizer
 from train import processes
 from train.collect import Rollouts
-from train.engines import make_meshes
 from train.groups import Seen, decide
 from train.programs import (
     Programs,
@@ -49,6 +48,7 @@ from train.programs import (
     build_programs,
     drafts,
     drafts_with_head,
+    make_meshes,
     settle_drafting,
 )
 from train.schema import RLConfig

@@ -39,16 +39,20 @@ from specjax.parallel import distributed
 from specjax.parallel.context import context_of
 from specjax.tokenizer import load_tokenizer, with_tokenizer_end
 from train import collect, data, processes, rl, sft
+from train.collect import Rollout, evaluate
 from train.draft import DraftConfig, DraftTrainer
-from train.engines import make_meshes
-from train.evaluation import evaluate
 from train.groups import Group, Response, Seen, decide
-from train.inputs import read_inputs
+from train.inputs import Prompts, read_inputs
 from train.objectives.shared import GroupRelative
 from train.packing import Sample, pack
-from train.programs import as_computed, build_programs, drafts, drafts_with_head, settle_drafting
-from train.prompts import Prompts
-from train.rollout import Rollout
+from train.programs import (
+    as_computed,
+    build_programs,
+    drafts,
+    drafts_with_head,
+    make_meshes,
+    settle_drafting,
+)
 from train.schema import RLConfig, SFTConfig
 from train.scoring import Scorer
 from train.spot import Place, SpotTraining

@@ -8,10 +8,10 @@ import pytest
 from specjax.command_line import parse_config
 from specjax.interfaces import Denominators
 from train.algo import algo
+from train.collect import Rollout, to_samples
 from train.loss import policy_loss
 from train.objectives.grpo import GRPO
 from train.objectives.shared import GroupRelative
-from train.rollout import Rollout, to_samples
 from train.schema import RLConfig
 
 

@@ -18,7 +18,7 @@ from specjax.engine.agreement import Alone
 from specjax.engine.request import Finished, SampleOutput, SpecStats, Totals
 from specjax.engine.sequence import Progress
 from specjax.parallel import distributed
-from train.collect import Collection
+from train.collect import Collection, Rollout, rollout_metrics, selection_metrics
 from train.data import Problem
 from train.groups import (
     Group,
@@ -31,7 +31,6 @@ from train.groups import (
     settle,
     token_versions,
 )
-from train.rollout import Rollout, rollout_metrics, selection_metrics
 
 MOST = 12  # tokens of a sample
 

@@ -7,9 +7,8 @@ import pytest
 
 from specjax.command_line import parse_config
 from train.algo import algo
-from train.loss import count_denominators, finalize_metrics, policy_loss
+from train.loss import count_denominators, finalize_metrics, policy_loss, rl_loss
 from train.packing import Sample, pack
-from train.policy import rl_loss
 from train.schema import RLConfig
 
 ADVANTAGES = (1.5, -0.5, -2.0, 0.0, 0.75, -1.0)

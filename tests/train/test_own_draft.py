@@ -15,9 +15,10 @@ from specjax.interfaces import Draft, Needs
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from train.draft import DraftConfig, DraftTrainer, frozen_policy_parts, head_loss, inner_taps
+from train.loss import sft_loss
 from train.optim import OptimConfig
 from train.packing import Sample, pack
-from train.policy import PolicyTrainer, sft_loss
+from train.policy import PolicyTrainer
 from train.programs import build_programs
 from train.schema import RLConfig
 

@@ -15,8 +15,8 @@ from train import rl
 from train.algo import algo
 from train.groups import token_versions
 from train.log import read_metrics
+from train.loss import rl_loss
 from train.packing import Sample, pack
-from train.policy import rl_loss
 from train.schema import RLConfig
 
 OVER = {

@@ -29,7 +29,6 @@ from train.plan import table as plan_table
 from train.plan.hlo import Module
 from train.plan.programs import SHAPES, Shapes, device_bytes
 from train.programs import chunk_features, trains_in_replicas
-from train.rollout import group_params
 from train.schema import RLConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,9 +14,8 @@ from specjax.config import SamplingParams
 from specjax.parallel import sharding
 from specjax.parallel.context import context_of
 from specjax.parallel.sharding import MeshConfig, make_mesh
-from train.logprobs import token_logprobs
+from train.logprobs import Transforms, processed_logprobs, token_logprobs
 from train.packing import Sample, pack
-from train.processed import Transforms, processed_logprobs
 from train.schema import RLConfig
 
 ROWS, LENGTH, VOCAB, STOPS = 2, 32, 13, (3, 4)

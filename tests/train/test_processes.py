@@ -21,10 +21,9 @@ from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import ConfigError, parse_config
 from specjax.parallel import distributed, sharding
 from specjax.telemetry.collector import read_jsonl
-from train import engines, processes, rl
-from train.log import read_lines, read_metrics
+from train import processes, programs, rl
+from train.log import TRACE_FILE, read_lines, read_metrics
 from train.schema import RLConfig
-from train.trace import TRACE_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 # Groups that are carried and drawn again, in two updates per step: a decision that two processes
@@ -347,7 +346,7 @@ def four_and_four():
 def laid_out(**changes):
     changes = {"packing.rows": 8, **changes}
     cfg = parse_config(RLConfig, tiny_run.arguments("model", "out", **changes))[0]
-    return cfg, *engines.make_meshes(cfg)
+    return cfg, *programs.make_meshes(cfg)
 
 
 @pytest.mark.parametrize(
@@ -400,7 +399,7 @@ def test_exact_mode_is_refused_where_a_replica_has_devices_of_several_processes(
     monkeypatch.setattr(jax, "local_device_count", lambda: 4)
     cfg, mesh, places = laid_out(**{"mesh.tp": 8, "rollout.tp": 8, **EXACT})
     with pytest.raises(ValueError, match="has devices of several processes, which have 4 each"):
-        engines.build_engines(cfg, None, True, None, mesh, places)
+        programs.build_engines(cfg, None, True, None, mesh, places)
 
 
 def test_processes_with_different_numbers_of_devices_are_refused(four_and_four, monkeypatch):

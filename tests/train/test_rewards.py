@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from train import math_worker, rewards
+from train import rewards
 from train.answers import final_answer, last_line_answer, read_quantity, without_thousands
 from train.equivalence import is_readable
 from train.registry import REWARDS
@@ -201,7 +201,7 @@ def test_math_verify_works_in_a_thread():
 
 def test_math_verify_gives_up_in_time_and_works_afterwards(monkeypatch):
     math_verify("#### 2x/4", "x/2")
-    monkeypatch.setattr(math_worker, "SECONDS", 0.5)
+    monkeypatch.setattr(rewards, "SECONDS", 0.5)
     start = time.monotonic()
     assert math_verify("#### 9**9**9**9", "3") == 0.0
     assert time.monotonic() - start < 5
@@ -211,7 +211,7 @@ def test_math_verify_gives_up_in_time_and_works_afterwards(monkeypatch):
 
 def test_a_missing_library_is_named(monkeypatch):
     rewards.WORKER.close()
-    monkeypatch.setattr(math_worker.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(rewards.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="math-verify"):
         math_verify("#### 2x/4", "x/2")
 

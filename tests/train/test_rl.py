@@ -17,9 +17,9 @@ from specjax.command_line import parse_config
 from specjax.tokenizer import load_tokenizer, prompt_ids
 from train import rl
 from train.log import read_metrics
-from train.loss import count_denominators
+from train.loss import count_denominators, sft_loss
 from train.optim import OptimConfig
-from train.policy import PolicyTrainer, sft_loss
+from train.policy import PolicyTrainer
 from train.schema import RLConfig, SFTConfig
 from train.sft import PackedDemonstrations
 from train.trainer import Trainer

@@ -12,9 +12,9 @@ from specjax import LLM
 from specjax.command_line import parse_config
 from specjax.telemetry import read_jsonl
 from train import rl
+from train.collect import ResponseText, behaviour_logprobs, group_params
 from train.groups import token_versions
 from train.packing import Sample, pack
-from train.rollout import ResponseText, behaviour_logprobs, group_params
 from train.schema import RLConfig
 
 SAMPLING = {

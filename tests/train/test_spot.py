@@ -16,11 +16,10 @@ from specjax.engine import hosts
 from specjax.engine.replicas import Replicas
 from train import rl
 from train.draft import DraftConfig, SpotConfig
-from train.log import read_lines
+from train.log import TRACE_FILE, Trace, read_lines
 from train.schema import RLConfig
 from train.scoring import RewardsFailedError
 from train.spot import Place, ReplayBuffer, SpotTraining
-from train.trace import TRACE_FILE, Trace
 
 # Groups are carried, steps end early, the head is trained: all that could depend on the clock does.
 CHANGES = {

@@ -14,8 +14,7 @@ import pytest
 from specjax.command_line import ConfigError, parse_config
 from train import data, data_report, rl, sft
 from train.data import DataConfig, demonstrations, encode_prompt, problems
-from train.inputs import about_data
-from train.prompts import Prompts, require_template
+from train.inputs import Prompts, about_data, require_template
 from train.registry import TASKS
 from train.schema import RLConfig, SFTConfig
 from train.tasks import find_task, recognise

@@ -10,12 +10,12 @@ import pytest
 from specjax.command_line import parse_config
 from specjax.engine.request import SampleOutput, SpecStats
 from train.algo import algo
-from train.draft_loss import draft_targets
+from train.collect import Rollout, to_samples
+from train.draft import draft_targets
 from train.groups import Group, Response
 from train.loss import count_denominators, policy_loss
 from train.packing import Sample, pack
 from train.registry import OBJECTIVES
-from train.rollout import Rollout, to_samples
 from train.schema import RLConfig
 from train.trainer import Trainer
 

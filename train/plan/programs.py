@@ -32,11 +32,11 @@ from specjax.parallel import sharding
 from specjax.parallel.reshard import Mover, Reshard, cast
 from specjax.shipped import find_shipped
 from train.draft import FIELDS, frozen_policy_parts
-from train.engines import Mesh, make_meshes
 from train.heads import head_shapes
 from train.packing import empty_batch
 from train.policy import own_family
 from train.programs import (
+    Mesh,
     Programs,
     as_computed,
     as_rolled_out,
@@ -44,6 +44,7 @@ from train.programs import (
     chunk_features,
     drafts,
     drafts_with_head,
+    make_meshes,
     scores_to_add,
     settle_drafting,
     settle_length,
