@@ -22,6 +22,7 @@ from specjax.engine.options import features_of
 from specjax.engine.request import make_jobs
 from specjax.parallel.sharding import MeshConfig, make_mesh
 from train import rl
+from train.collect import group_params
 from train.plan import __main__ as plan
 from train.plan import cost as plan_cost
 from train.plan import report as plan_report
