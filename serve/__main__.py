@@ -123,7 +123,7 @@ def _started(cfg: ServeConfig) -> LLM:
     requests = WARM_UP[cfg.engine.warm_up]
     if requests:
         log.info("compiling for %s", ", ".join(llm.engine.runner.plans))
-        progress = CompileProgress(log.info, moment=0)
+        progress = CompileProgress(log.info, silent=0)
         llm.warm_up((*requests, llm.get_default_sampling_params()), progress)
     if cfg.engine.warm_up == "all":
         log.info("compiling for the logprobs of prompts")

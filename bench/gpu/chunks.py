@@ -28,7 +28,7 @@ from specjax.decode.options import Features
 from specjax.decode.state import prefix_lengths, take_positions, take_slots
 from specjax.decode.tree import chain_bits
 from specjax.drafts.mtp import init_head_params
-from specjax.engine.compiling import Noted
+from specjax.engine.compiling import NotCompiled
 from specjax.engine.runner import Runner
 from specjax.interfaces import Where
 from specjax.models.families.dense import dense_config
@@ -163,7 +163,7 @@ class Chunk:
 
         def build(key, lower, donate):
             found.append(lower)
-            return Noted(donate)
+            return NotCompiled(donate)
 
         held = runner.params, runner.head, runner.state
         runner.params, runner.head, runner.state = self.shapes

@@ -26,7 +26,7 @@ from serve.cli.outputs import (
 from serve.cli.prompts import Prompt
 from specjax import interrupts
 from specjax.config import SamplingParams
-from specjax.engine.compiling import unsaid
+from specjax.engine.compiling import no_messages
 from specjax.speculation import as_flags, settings_of
 from specjax.spelling import flags, spelled
 
@@ -135,7 +135,7 @@ def _generate(
     kept = sum(len(one.jobs) for one in asked) - len(open_)
     if kept:
         _say(f"{kept} samples are in {args.output} already")
-    with unsaid() if args.quiet else contextlib.nullcontext():
+    with no_messages() if args.quiet else contextlib.nullcontext():
         totals, compiling, ended = _run(llm, open_, lines, args)
     invalid = sum(sample.error is not None for _, sample in ended)
     if args.stats:

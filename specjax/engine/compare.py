@@ -1,11 +1,11 @@
-"""Why two decodings of one request differ: rounding, or a bug?
+"""Judges why speculative and plain decoding of one request differ: rounding, or a bug.
 
-In `coupled` mode speculative and plain decoding draw the same noise, so their tokens can differ
-only where the two programs' logits differ in their last bits and either the two best perturbed
-scores are that close, or a filter (top-k, top-p, min-p) has one of the two tokens at its very edge.
-`first_difference` recomputes the logits at the first differing position by three programs (full
-forward, one-row decode, tree-row decode), measures how far they are apart, and compares that with
-the gap between the two tokens.
+In `coupled` mode both draw the same noise. So their tokens can differ only where the logits of the
+two programs differ in their last bits, and either the two best perturbed scores are that close, or
+one of the two tokens lies at the edge of a filter (top-k, top-p, min-p). `first_difference`
+recomputes the logits at the first differing position by three programs (full forward, one-row
+decode, tree-row decode), measures how far apart they are, and compares that with the gap between
+the two tokens.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from specjax.memory import Commit, commit, empty
 from specjax.models.transformer import graphdef
 from specjax.parallel import sharding
 
-# Rounding beyond this share of the largest logit is not rounding.
+# Differences of logits beyond this share of the largest logit are not rounding.
 ROUNDING_LIMIT = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
-# Masses of a large vocabulary, summed in float32 in one order or another, differ by about this.
+# Sums over a large vocabulary in float32 differ by about this, depending on their order.
 MASS_ROUNDING = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The first difference of one sample.
+    """The first difference between the two decodings of one sample.
 
     Attributes:
-      request, sample: which. position: absolute position of the differing token.
-      plain_token, spec_token: what each decoding chose (-1: it had already ended).
+      request, sample: numbers of the sample. position: absolute, of the differing token.
+      plain_token, spec_token: what each decoding chose; -1 where it had already ended.
       plain_gap: perturbed score of the plain token minus that of the other, by one-row decoding,
         before top-k, top-p and min-p.
       spec_gap: the other token's lead over the plain one, by the tree-row program.
       logit_difference: largest difference of a logit between the programs at this position.
-      explained: the difference is small enough for rounding, and scores that far apart can have
-        made either token the choice: both gaps are within twice that difference, or a filter's
-        edge is that close to a token which it would have had to cut.
+      explained: whether floating point explains it. The logits then differ by no more than
+        rounding, and either both gaps are within twice that difference, or the edge of a filter is
+        that close to a token that it would have had to cut.
     """
 
     request: int
@@ -79,8 +79,8 @@ def first_difference(
     """Locates and judges the first difference between two token lists of one job.
 
     Args:
-      runner: the speculative engine's; its parameters and tree are used. In `invariant` mode its
-        two decodings share their arithmetic, and nothing is explained.
+      runner: the speculative engine's; its parameters and tree are used. In `invariant` mode both
+        decodings run the same arithmetic, so rounding explains no difference.
     """
     at = next(
         (i for i, (a, b) in enumerate(zip(plain, spec, strict=False)) if a != b),
@@ -97,9 +97,8 @@ def first_difference(
     slack = max(spread, np.finfo(np.float32).eps * largest) * _magnification(job)
 
     def gap(row, winner, loser):
-        if winner < 0 or loser < 0:  # one ended early without a differing token: never rounding
-            return float("inf")
-        if not np.isfinite(row[[winner, loser]]).all():  # a mask, which no rounding moves
+        # Rounding neither ends a sample early nor moves a mask.
+        if winner < 0 or loser < 0 or not np.isfinite(row[[winner, loser]]).all():
             return float("inf")
         perturbed = row + noise
         return float(perturbed[winner] - perturbed[loser])
@@ -115,8 +114,7 @@ def first_difference(
 
 
 def _can_win(gap: float, winner: int, loser: int, kept: Support, slack: float) -> bool:
-    """Whether scores within the slack let `winner` be chosen and `loser` not, and yet are so close
-    that other scores within the slack would have it the other way round."""
+    """Whether scores within the slack can choose `winner`, and others within it `loser`."""
     if not np.isfinite(gap) or not (kept.possible[winner] and kept.possible[loser]):
         return False
     won = gap >= -2 * slack or not kept.certain[loser]
@@ -125,14 +123,20 @@ def _can_win(gap: float, winner: int, loser: int, kept: Support, slack: float) -
 
 
 def _magnification(job: Job) -> float:
-    """How far a score moves at most when its logit moves by 1."""
+    """The most that a score moves when its logit moves by 1."""
     penalty = job.params.repetition_penalty
     return max(penalty, 1 / penalty) / (job.params.temperature or 1.0)
 
 
 def _scores(runner, job: Job, context: np.ndarray, logits: np.ndarray):
-    """Transformed scores [N V] of N rows of logits [N V] for the token after `context`, before
-    top-k, top-p and min-p, and the noise [V] of its position; both in float64."""
+    """Scores for the token after `context`, and the noise of its position, both in float64.
+
+    Args:
+      logits: [N V] of N programs.
+
+    Returns:
+      scores [N V] after every transform but top-k, top-p and min-p, and noise [V].
+    """
     vocab, count = runner.cfg.vocab_size, len(logits)
     features = dataclasses.replace(
         features_of(job, vocab),
@@ -176,7 +180,7 @@ def _logits_by_program(runner, context: np.ndarray) -> np.ndarray:
 
 
 def _width(runner, context: np.ndarray) -> int:
-    """Contexts are padded, lest every length compile programs of its own."""
+    """The padded length of a context, so that not every length compiles a program."""
     return next(w for w in padded_widths(runner.max_len) if w >= len(context))
 
 
@@ -197,7 +201,10 @@ def _full(cfg: ModelConfig, params, tokens, length):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _by_rows(cfg: ModelConfig, count: int, params, tokens, length):
-    """The last `count` tokens as the rows of a chain; a shorter context fills up behind its end."""
+    """Next-token logits [V], the last `count` tokens decoded as the rows of a chain.
+
+    A shorter context starts at row 0, and padding fills the rows after it.
+    """
     model, batch = _model(cfg, params), tokens.shape[0]
     start = jnp.maximum(length - count, 0)
     prefix = jnp.full((batch,), start)
@@ -211,20 +218,24 @@ def _by_rows(cfg: ModelConfig, count: int, params, tokens, length):
     return model.logits(found.x[0, length - 1 - start])
 
 
-# --- which tokens the filters keep ----------------------------------------------------------------
-
-
 class Support(NamedTuple):
-    """Tokens kept for some scores within the slack, and for all of them: bool [V] each."""
+    """Which tokens the filters keep when every score may be off by a slack; bool [V] each.
+
+    Attributes:
+      possible: kept for some scores within the slack. certain: kept for all of them.
+    """
 
     possible: np.ndarray
     certain: np.ndarray
 
 
 def support(scores: np.ndarray, params: SamplingParams, slack: float) -> Support:
-    """What the filters of `params` keep of temperature-scaled scores [V]; masked ones are -inf.
+    """The tokens that top-k, top-p and min-p keep, by interval arithmetic in float64.
 
-    With a slack of 0 both sets are the filters' own, but for `MASS_ROUNDING`.
+    Args:
+      scores: [V] temperature-scaled; masked ones are -inf.
+      slack: every score may be off by this. With 0 both sets are what the filters keep, up to
+        `MASS_ROUNDING`.
     """
     possible = np.isfinite(scores)
     both = Support(possible, possible)

@@ -1,9 +1,10 @@
-"""Compiling side by side, and saying that it takes its time.
+"""Compiled programs: which one serves a call, compiling several at once, and messages about it.
 
-Nothing is said of what is quick. Else lines come now and then: while programs are compiled ahead
-they say how many are ready (`CompileProgress`), and of one that a request needs, which (
-`said_if_slow`). They are warnings, so that they show where nobody has set up a log: a call that
-takes minutes and says nothing looks like one that hangs.
+Every program is held as a `.lower().compile()` executable, which refuses other shapes: nothing
+compiles unseen. Compiling can take minutes, and a call that prints nothing looks like one that
+hangs. So whatever takes longer than `SILENT_SECONDS` is logged as a warning, which shows where no
+log was set up: `CompileProgress` counts programs that are compiled ahead, `announce_if_slow` names
+one that a request needs.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from specjax.parallel import sharding
 log = logging.getLogger(__name__)
 
 OnProgram = Callable[[int, int], None]  # programs that are ready, and all that there will be
-MOMENT = 5.0  # seconds of compiling that nothing is said of
-EVERY = 10.0  # seconds between two lines
-LOOK = 1.0  # seconds after which whoever watches is called though nothing is new
+SILENT_SECONDS = 5.0  # of compiling before the first message
+MESSAGE_SECONDS = 10.0  # between two messages
+POLL_SECONDS = 1.0  # `CompilePool.finish` calls `on_built` at least this often
 
 
 class CompilePool:
-    """Threads that compile, while who asks goes on tracing further programs.
+    """Threads that compile, while the caller goes on tracing further programs.
 
     Compilers run outside of the interpreter's lock. Programs begin in the order in which they were
-    submitted. If the body of a `with` fails, what has not begun is given up.
+    submitted. If the body of a `with` fails, those that have not begun are cancelled.
 
     Args:
       threads: programs that are compiled at once.
-      on_built: is called for each that is ready, and every second while `finish` waits, by the
-        thread that calls `collect` or `finish`.
+      on_built: is called with 1 for each program that is ready, and with 0 every `POLL_SECONDS`
+        while `finish` waits, by the thread that calls `collect` or `finish`.
     """
 
     def __init__(self, threads: int, on_built: Callable[[int], None]):
@@ -49,12 +50,12 @@ class CompilePool:
         self.submitted = 0
 
     def submit(self, build: Callable[[], Any], keep: Callable[[Any], None]) -> None:
-        """Compiles a program; `keep` gets it from `collect` or `finish`."""
+        """Starts `build` on a thread; `keep` gets its result from `collect` or `finish`."""
         self._keep[self._pool.submit(build)] = keep
         self.submitted += 1
 
     def collect(self, seconds: float = 0.0) -> None:
-        """Takes in what is ready, after so many seconds if nothing is; raises what a build did."""
+        """Takes in what is ready, waiting so long for the first; raises what a build raised."""
         ready, _ = wait(self._keep, seconds, FIRST_COMPLETED)
         for future in [future for future in self._keep if future in ready]:
             self._keep.pop(future)(future.result())
@@ -65,13 +66,13 @@ class CompilePool:
     def finish(self) -> None:
         """Waits for everything that was submitted."""
         while self._keep:
-            self.collect(LOOK)
+            self.collect(POLL_SECONDS)
 
     def __enter__(self) -> CompilePool:
         return self
 
     def __exit__(self, kind: type | None, *unused: object) -> None:
-        # Ctrl-C, too, need not wait for what nobody began.
+        # After an error, Ctrl-C included, do not wait for what runs, nor begin anything else.
         self._pool.shutdown(wait=kind is None, cancel_futures=True)
 
 
@@ -79,31 +80,31 @@ class CompileProgress:
     """An `OnProgram` that says how many programs are ready, once compiling takes long.
 
     Args:
-      say: gets each line. moment: seconds of which nothing is said, `MOMENT` if None; 0: the last
-        line always comes.
+      say: gets each message.
+      silent: seconds without a message, `SILENT_SECONDS` if None; with 0 the last one always comes.
     """
 
-    def __init__(self, say: Callable[[str], None] = log.warning, moment: float | None = None):
-        self._say, self._moment = say, MOMENT if moment is None else moment
-        self._began: float | None = None  # it begins with its first call, and anew after its last
-        self._next = MOMENT
+    def __init__(self, say: Callable[[str], None] = log.warning, silent: float | None = None):
+        self._say, self._silent = say, SILENT_SECONDS if silent is None else silent
+        self._began: float | None = None  # set by the first call, and reset by the last
+        self._next = SILENT_SECONDS
 
     def __call__(self, done: int, total: int) -> None:
         now = time.perf_counter()
         if self._began is None:
-            self._began, self._next = now, MOMENT
+            self._began, self._next = now, SILENT_SECONDS
         seconds = now - self._began
         last = done == total
-        if seconds >= (self._moment if last else self._next):
-            self._next = seconds + EVERY
+        if seconds >= (self._silent if last else self._next):
+            self._next = seconds + MESSAGE_SECONDS
             self._say(f"compiling: {done} of {total} programs are ready after {seconds:.0f} s")
         if last:
             self._began = None
 
 
 @contextlib.contextmanager
-def unsaid() -> Iterator[None]:
-    """Nothing is said by default of what compiles within."""
+def no_messages() -> Iterator[None]:
+    """Nothing is logged about what compiles within."""
     log.disabled, before = True, log.disabled
     try:
         yield
@@ -112,16 +113,16 @@ def unsaid() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def said_if_slow(what: str, say: Callable[[str], None] = log.warning) -> Iterator[None]:
-    """Says what is compiled within, if that takes longer than a moment."""
+def announce_if_slow(what: str, say: Callable[[str], None] = log.warning) -> Iterator[None]:
+    """Names what is compiled within, if that takes longer than `SILENT_SECONDS`."""
 
     def late() -> None:
         say(
-            f"compiling {what} takes more than {MOMENT:.0f} s, and samples wait for it; "
+            f"compiling {what} takes more than {SILENT_SECONDS:.0f} s, and samples wait for it; "
             "JAX_COMPILATION_CACHE_DIR=DIR keeps what was compiled for the next start"
         )
 
-    timer = threading.Timer(MOMENT, late)
+    timer = threading.Timer(SILENT_SECONDS, late)
     timer.daemon = True
     timer.start()
     try:
@@ -130,8 +131,8 @@ def said_if_slow(what: str, say: Callable[[str], None] = log.warning) -> Iterato
         timer.cancel()
 
 
-class Noted:
-    """Stands for a program that is not compiled yet."""
+class NotCompiled:
+    """The place of a program that is still being compiled: returns its donated inputs, and None."""
 
     def __init__(self, donate: tuple[int, ...]):
         self._donate = donate
@@ -141,17 +142,23 @@ class Noted:
 
 
 class Executables:
-    """Compiles each program when it is first asked for.
+    """Programs by key, each compiled when it is first asked for.
+
+        key                                       the program
+        prefill, (rows, positions)                reads pieces of so many prompts
+        place, count                              starts so many sequences
+        score, (rows, positions), (rows, pages)   gives log-probabilities of pieces of prompts
+        chunk, strategy, bucket, features         runs so many slots for several rounds
 
     Args:
       mesh: that programs run on; None is the default device.
 
     Attributes:
-      by_key: what was compiled.
+      by_key: the executables.
       compilations: programs that were built so far.
       before_build: is called before a program is compiled, which takes seconds.
-      build: makes what runs of a program, given its key, what lowers it, and which inputs it is
-        donated.
+      build: makes the executable of a program, given its key, a function that lowers it, and the
+        numbers of its donated inputs.
       threads: programs that are compiled at once.
     """
 
@@ -170,7 +177,7 @@ class Executables:
         if key in self.by_key:
             return self.by_key[key]
         self.before_build()
-        # Kernels and what works on parts of the vocabulary ask for the ambient mesh.
+        # Kernels and operations on parts of the vocabulary read the ambient mesh.
         program = sharding.traced_on(self._mesh, program)
 
         def lower() -> jax.stages.Lowered:
@@ -182,15 +189,15 @@ class Executables:
 
         if self._pool is not None:
             lowered = lower()
-            self.by_key[key] = Noted(donate)
+            self.by_key[key] = NotCompiled(donate)
             self._pool.submit(
                 lambda: self.build(key, lambda: lowered, donate),
                 lambda built: self._keep(key, built),
             )
-        elif self._is_ahead:  # whoever compiles ahead says how far that is
+        elif self._is_ahead:  # the caller of `ahead` reports progress
             self._keep(key, self.build(key, lower, donate))
         else:
-            with said_if_slow(_described(key)):
+            with announce_if_slow(_described(key)):
                 self._keep(key, self.build(key, lower, donate))
         return self.by_key[key]
 
@@ -200,27 +207,28 @@ class Executables:
 
     @contextlib.contextmanager
     def ahead(self, pool: CompilePool | None) -> Iterator[None]:
-        """Of what is asked for within nobody is told that it compiles: the caller says so.
+        """Programs within are compiled before they are needed, and none is announced.
 
         Args:
-          pool: compiles what is asked for, and must be waited for within. Meanwhile such a program
-            does nothing: it gives back the inputs that it is donated, and None. None: each program
-            is compiled when it is asked for.
+          pool: compiles what is asked for, and must be waited for within. Until then such a program
+            is `NotCompiled` and computes nothing. None: each is compiled when it is asked for.
         """
         self._pool, self._is_ahead = pool, True
         try:
             yield
         finally:
             self._pool, self._is_ahead = None, False
-            self.by_key = {k: v for k, v in self.by_key.items() if not isinstance(v, Noted)}
+            compiled = {k: v for k, v in self.by_key.items() if not isinstance(v, NotCompiled)}
+            self.by_key = compiled
 
     def rows(self, positions: int) -> list[int]:
-        """Of the programs that read pieces of so many positions, how many each reads at once."""
+        """How many prompts each program reads at once that reads pieces of so many positions."""
         sizes = [key[1] for key in self.by_key if key[0] == "prefill"]
         return [rows for rows, read in sizes if read == positions]
 
     def buckets(self, strategy: str, features: Features) -> list[int]:
-        """Buckets for which a program was compiled that serves this, in order."""
+        """The buckets, ascending, for which a compiled program serves this strategy and these
+        features."""
         found = {
             key[2]
             for key in self.by_key
@@ -229,15 +237,15 @@ class Executables:
         return sorted(found)
 
     def covering(self, strategy: str, bucket: int, features: Features) -> Features:
-        """Of the programs that were compiled for this strategy and bucket and serve requests that
-        ask for this, the features of the smallest; if there is none, just these."""
+        """The features of the smallest compiled program for this strategy and bucket that covers
+        `features`; where there is none, `features` themselves."""
         start = ("chunk", strategy, bucket)
         compiled = [key[3] for key in self.by_key if key[:3] == start and key[3].covers(features)]
         return min(compiled, key=lambda f: f.size, default=features)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of what was compiled, as far as the platform tells: code, and the temporaries of
-        the program that needs most."""
+        """Bytes of all code, and of the largest program's temporaries; 0 where the platform does
+        not tell."""
         found = [compiled.memory_analysis() for compiled in self.by_key.values()]
         found = [analysis for analysis in found if analysis is not None]
         return {
@@ -247,11 +255,11 @@ class Executables:
 
 
 def threads_for(mesh: jax.sharding.Mesh | None) -> int:
-    """Programs that are worth compiling at once: one for each core, for compilers do a good part of
-    their work in one thread (XLA for CPUs a quarter to a third of a chunk's).
+    """The number of programs to compile at once: one for each core, since a compiler does much of
+    its work in one thread (XLA for CPUs a quarter to a third of a chunk's).
 
-    One where all hosts of a replica compile a program, for they have to do so in one order, and in
-    jobs of several processes on GPUs: there XLA's autotuner shares out what it measures among the
+    One where all hosts of a replica compile a program, for they must do so in one order, and in
+    jobs of several processes on GPUs: there XLA's autotuner shares out its measurements among the
     processes, and waits for all of them, program by program.
     """
     devices = jax.devices()[:1] if mesh is None else [*mesh.devices.flat]
@@ -262,7 +270,7 @@ def threads_for(mesh: jax.sharding.Mesh | None) -> int:
 
 
 def _described(key: tuple) -> str:
-    """A program in words, for who waits for it."""
+    """A program in words, for a message."""
     kind, *sizes = key
     if kind == "chunk":
         name, batch = sizes[:2]

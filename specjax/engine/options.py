@@ -1,4 +1,4 @@
-"""The sampling options of a job: refused, named as features, and written as rows for the device."""
+"""The sampling options of a job: checked, as features of a program, and as rows of an array."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ from specjax.spelling import SettingError
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What an engine can serve: prompt and generated tokens, stop tokens, and its rule."""
+    """What an engine can serve.
+
+    Attributes:
+      max_len: prompt and generated tokens at most. stop_width: stop tokens at most.
+      acceptance: the engine's acceptance mode; None decodes plainly.
+    """
 
     cfg: ModelConfig
     max_len: int
@@ -101,7 +106,7 @@ def _check_widths(where: str, job: Job) -> None:
 
 
 def _check_something_is_left(where: str, job: Job, vocab: int) -> None:
-    """Masks that never leave a token are a slip; that they sometimes leave none is provided for."""
+    """Refuses masks under which no token can ever be generated."""
     params = job.params
     banned = {word[0] for word in job.bad_words if len(word) == 1}
     if params.min_tokens:
@@ -116,7 +121,7 @@ def _check_something_is_left(where: str, job: Job, vocab: int) -> None:
 
 
 def features_of(job: Job, vocab: int) -> Features:
-    """What the programs that this job runs in must take into account."""
+    """The features that a program must have to run this job."""
     p = job.params
     sampled = p.temperature > 0
     return Features(
@@ -137,23 +142,21 @@ def features_of(job: Job, vocab: int) -> Features:
 
 
 def keeps(params: SamplingParams, vocab: int) -> int:
-    """How many tokens top-k keeps."""
+    """The number of tokens that top-k keeps."""
     return params.top_k if 0 < params.top_k < vocab else vocab
 
 
 def option_rows(jobs: Sequence[Job], vocab: int, stop_width: int) -> Options:
-    """The jobs' options as numpy arrays, one row each.
-
-    Greedy jobs get neutral filters: a program with top-p in it, compiled for their neighbours, must
-    not move their argmax among tokens that tie.
-    """
+    """The jobs' options as numpy arrays, one row per job."""
     rows = neutral(len(jobs), vocab, stop_width, np=np)
-    masks: dict[int, np.ndarray] = {}  # one per request, of which there may be many samples
+    masks: dict[int, np.ndarray] = {}  # by parameters, which the samples of a request share
     for r, job in enumerate(jobs):
         p = job.params
         rows.temperature[r] = p.temperature
+        # Greedy jobs keep neutral filters: top-p, compiled for another row of the batch, must not
+        # move their argmax among tokens that tie.
         if p.temperature > 0:
-            rows.top_k[r] = keeps(p, vocab) % vocab  # all is 0
+            rows.top_k[r] = keeps(p, vocab) % vocab  # 0 keeps all
             rows.top_p[r], rows.min_p[r] = p.top_p, p.min_p
         rows.repetition[r] = p.repetition_penalty
         rows.presence[r], rows.frequency[r] = p.presence_penalty, p.frequency_penalty

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts, by programs of a few lengths that are padded to."""
+"""Log-probabilities of the tokens of prompts, as servers report them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from specjax.engine.replicas import Replicas
 from specjax.engine.request import InvalidLogitsError, why_invalid
 from specjax.engine.runner import Runner
 
-SHORTEST = 64  # positions that a prompt is padded to, at least
+SHORTEST = 64  # positions; shorter prompts are padded to it
 TOKENS = 256  # that one program reads, at least
 
 
 class PromptScores(NamedTuple):
-    """How likely the policy found the tokens of a prompt; one entry per token.
+    """Log-probabilities of a prompt's tokens under the raw logits, one entry per token.
 
-    The first token follows nothing: its entries are None.
+    The entries of the first token, which has no context, are None.
 
     Attributes:
-      logprobs: of each token under the raw logits. ranks: of each, 1 for the most likely token.
+      logprobs: of each token. ranks: of each token; 1 is the most likely one.
       top: token id -> logprob of the most likely tokens, best first, and of the token itself, at
         the end if it is none of them.
     """
@@ -35,11 +35,10 @@ class PromptScores(NamedTuple):
 
 
 class Started(NamedTuple):
-    """Prompts whose scores the device has been asked for.
+    """Prompts whose scores the device is computing.
 
     Attributes:
-      rows: of each prompt, its token ids, and its batch and row among `batches`.
-      batches: pieces of prompts that were read side by side, in order.
+      rows: token ids, batch and row of each prompt. batches: the scores of each batch, by piece.
     """
 
     rows: list[tuple[Several[int], int, int]]
@@ -49,16 +48,15 @@ class Started(NamedTuple):
 class PromptScorer:
     """Scores prompts with the weights that an engine holds at the time.
 
-    Prompts are read in pieces, as before they are sampled, into pages of their own that are dropped
-    afterwards. Replicas share the work: what is read side by side goes to the one that has read
-    the least so far, and its scores are those of any other.
+    Prompts are read in pieces, as for sampling, into pages that are dropped afterwards. Replicas
+    share the work: each batch goes to the one that has read the least so far.
 
     Args:
       engine: used only within `start` and `warm_up`.
       max_len: tokens of a prompt at most.
 
     Attributes:
-      spans: lengths that prompts are padded to, one program each.
+      spans: lengths that prompts are padded to, ascending, one program each.
     """
 
     def __init__(self, engine: Engine | Replicas, max_len: int):
@@ -73,18 +71,18 @@ class PromptScorer:
         ]
 
     def _width(self, span: int) -> int:
-        """Positions that are read at a time of prompts of such a length."""
+        """Positions of one piece of a prompt that is padded to `span`."""
         return min(self._runners[0].stride, 16 * math.ceil(span / 16))
 
     def warm_up(self) -> None:
-        """Compiles every program for every replica; to be called where `start` may be."""
+        """Compiles every program for every replica; the same threads as for `start` may call it."""
         for span in self.spans:
             for runner in self._runners:
                 prompt = [0] * min(span, runner.max_len)
                 self._start_batch(runner, [prompt], self._rows(span), span)
 
     def start(self, prompts: Several[Several[int]]) -> Started:
-        """Asks the device for the scores of prompts; does not wait for it.
+        """Starts scoring prompts on the device, without waiting for the scores.
 
         Only the thread that steps the engine may call this, between two steps.
         """
@@ -106,7 +104,7 @@ class PromptScorer:
 
     @staticmethod
     def _rows(span: int) -> int:
-        """Prompts that one program reads side by side."""
+        """The number of prompts that one program reads at once."""
         return max(1, TOKENS // span)
 
     def _start_batch(
@@ -126,10 +124,10 @@ class PromptScorer:
         return pieces
 
     def read(self, started: Started, top: int) -> list[PromptScores]:
-        """Waits for the device; any thread may.
+        """Waits for the scores; any thread may call this.
 
         Args:
-          top: most likely tokens to give at each position, at most 20.
+          top: most likely tokens to return at each position, at most 20.
 
         Raises:
           InvalidLogitsError: the logits somewhere in a prompt are no distribution.
@@ -140,7 +138,7 @@ class PromptScorer:
         ]
         found = []
         for index, (prompt, at, row) in enumerate(started.rows):
-            # What follows the last token was not given, and what lies beyond it is arbitrary.
+            # The scores from the last token on are those of padding.
             scores = Scores(*(x[row, : len(prompt) - 1] for x in batches[at]))
             if not scores.valid.all():
                 place = f"token {int(scores.valid.argmin()) + 1} of prompt {index}"
@@ -150,18 +148,13 @@ class PromptScorer:
 
 
 def _scores_of(prompt: Several[int], scores: Scores, top: int) -> PromptScores:
-    logprobs, ranks, ids, best, _ = scores
-    count = len(logprobs)
-    given = [
-        dict(zip(ids[i, :top].tolist(), best[i, :top].tolist(), strict=True)) for i in range(count)
-    ]
-    # A token that is among the best has one value: clients look for it by equality.
-    chosen = [
-        found.get(token, value)
-        for token, value, found in zip(prompt[1:], logprobs.tolist(), given, strict=True)
-    ]
-    with_chosen = [
-        found | {token: value}
-        for token, value, found in zip(prompt[1:], chosen, given, strict=True)
-    ]
-    return PromptScores([None, *chosen], [None, *ranks.tolist()], [None, *with_chosen])
+    ids, best = scores.top_ids[:, :top].tolist(), scores.top_logprobs[:, :top].tolist()
+    found = PromptScores([None], [None, *scores.ranks.tolist()], [None])
+    for i, (token, logprob) in enumerate(zip(prompt[1:], scores.logprobs.tolist(), strict=True)):
+        entries = dict(zip(ids[i], best[i], strict=True))
+        # `logprobs` and `top_logprobs` may differ in their last bits. Clients look for the token's
+        # value among the best by equality.
+        logprob = entries.get(token, logprob)
+        found.logprobs.append(logprob)
+        found.top.append(entries | {token: logprob})
+    return found

@@ -1,4 +1,4 @@
-"""The forms in which prompts and conversations are given to `LLM`, and one form to go on with."""
+"""Reads the prompts, parameters and conversations given to `LLM`: checked, and in one form."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _MESSAGES = (
 
 
 def as_prompts(given: Any) -> list[Prompt]:
-    """One prompt, or several, as a list of texts and lists of what should be token ids.
+    """A list of texts and token lists from one prompt or several; `check_prompt` checks the ids.
 
     Args:
-      given: a prompt or a sequence of prompts, each of the forms that the message names; arrays
-        of numbers are taken for what their `tolist()` gives.
+      given: a prompt or a sequence of prompts, each text, token ids, or one of vLLM's prompt
+        dicts. Arrays stand for their `tolist()`.
 
     Raises:
-      ValueError: it is none of these; says what was expected, what was got and what to do.
+      ValueError: it is none of these.
     """
     if isinstance(given, (str, Mapping)):
         return [_as_prompt("the prompt", given)]
@@ -45,15 +45,15 @@ def _as_prompt(where: str, given: Any) -> Prompt:
     if isinstance(given, str):
         return given
     if isinstance(given, Mapping):
-        return _of_dict(where, given)
+        return _from_dict(where, given)
     ids = _as_list(given)
     if ids is None:
         raise ValueError(f"{where}: expected {_FORMS}, got {_named(given)}")
     return ids
 
 
-def _of_dict(where: str, given: Mapping) -> Prompt:
-    """What one of vLLM's prompt dicts holds."""
+def _from_dict(where: str, given: Mapping) -> Prompt:
+    """The prompt in one of vLLM's prompt dicts."""
     if list(given) == ["prompt"] and isinstance(given["prompt"], str):
         return given["prompt"]
     if list(given) == ["prompt_token_ids"]:
@@ -68,7 +68,7 @@ def _of_dict(where: str, given: Mapping) -> Prompt:
 
 
 def as_params(given: Any, prompts: int) -> list[SamplingParams]:
-    """One `SamplingParams` for each prompt, from one for all or a sequence of them.
+    """A list with one `SamplingParams` for each prompt, from one for all or a sequence of them.
 
     Raises:
       ValueError: it is something else, or their number is not that of the prompts.
@@ -93,7 +93,7 @@ def as_params(given: Any, prompts: int) -> list[SamplingParams]:
 
 
 def as_conversations(given: Any) -> list[list[Message]]:
-    """One conversation, or several, as a list of lists of messages.
+    """A list of conversations, each a list of messages, from one conversation or several.
 
     Raises:
       ValueError: it is neither, or a message lacks its role or its content.
@@ -118,7 +118,7 @@ def _check_message(message: Any) -> None:
     if not isinstance(message, Mapping):
         raise ValueError(f"{_MESSAGES}, got {_named(message)} for a message")
     content = message.get("content")
-    # The answer of a model that called a tool may have no content.
+    # A model's message that calls a tool may have no content.
     has_content = isinstance(content, str) or _as_list(content) is not None
     if not isinstance(message.get("role"), str) or not (has_content or message.get("tool_calls")):
         raise ValueError(
@@ -127,7 +127,7 @@ def _check_message(message: Any) -> None:
 
 
 def _as_list(given: Any) -> list | None:
-    """What has an order, as a list; None: it has none, or is bytes, text or no sequence."""
+    """A sequence or array as a list; None for text, bytes and anything else."""
     if hasattr(given, "tolist") and getattr(given, "ndim", 0):
         return given.tolist()
     if isinstance(given, Sequence) and not isinstance(given, (str, bytes, bytearray, memoryview)):
@@ -165,7 +165,7 @@ def check_ids(where: str, ids: Sequence[int], vocab: int) -> None:
 
 
 def padded_widths(max_len: int) -> list[int]:
-    """16, 32, 64, .. and `max_len`."""
+    """The lengths that prompts are padded to: 16, 32, 64, .. and `max_len`."""
     widths = [min(16, max_len)]
     while widths[-1] < max_len:
         widths.append(min(widths[-1] * 2, max_len))

@@ -1,4 +1,4 @@
-"""Which draft source a configuration means, and its parameters."""
+"""Chooses the draft source that a configuration names, and loads it: a head, a model, or n-grams."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ from specjax.weights import load_tokenizer
 
 
 def source_of(cfg: ModelConfig, spec: SpecConfig) -> Draft:
-    """The source that `spec` names, where it follows from the model's config alone; `auto` is the
-    head if the config has one, else n-grams.
+    """The source that `spec` names, made from the model's config alone.
+
+    `auto` is the head if the config has one, else n-grams.
 
     Raises:
-      ValueError: a standalone model, which must be loaded first, or there is none of that name.
+      ValueError: `spec` names a standalone model, which must be loaded (see `load_source`), or an
+        unknown source.
     """
     name = spec.source
     if name == "auto":
@@ -53,11 +55,11 @@ _HEADS = {"checkpoint": "the checkpoint's head", "random": "a random head"}
 
 
 class Drafting(NamedTuple):
-    """What `settle_draft` decided.
+    """The draft source and controller that will run, as `settle_draft` decided.
 
     Attributes:
-      spec, control: in which `source` is no longer `auto`.
-      by_default: whether `auto` took n-grams, for want of a head.
+      spec: its `source` is no longer `auto`. control: None for the one strategy of `spec`.
+      by_default: whether `auto` took n-grams because the checkpoint has no head.
     """
 
     spec: SpecConfig | None
@@ -72,11 +74,12 @@ class Drafting(NamedTuple):
         return (Strategy.OFF if self.spec is None else self.spec.resolve(),)
 
     def described(self, say: Say = python, always_drafts: bool = False) -> str:
-        """One line: what drafts, why, and how to change that as one types it.
+        """One line for the user: what drafts, why, and which setting changes it.
 
         Args:
-          always_drafts: where the line is shown plain decoding cannot be asked for, and
-            `source="head"` gives a checkpoint without a head a random one.
+          say: spells settings as the user types them.
+          always_drafts: for a program that refuses plain decoding, and in which `source="head"`
+            gives a checkpoint without a head a random one.
         """
         spec = self.spec
         if self.strategies == (Strategy.OFF,):
@@ -108,15 +111,15 @@ def settle_draft(
     has_head: bool,
     may_stop: bool = True,
 ) -> Drafting:
-    """What `SpecConfig(source="auto")` means for a checkpoint: its head, or else n-grams.
+    """Decides what `SpecConfig(source="auto")` means for a checkpoint: its head, or else n-grams.
 
-    N-grams may find nothing, and then cost time. So where nobody chose them, and no controller
-    either, `goodput` decides while running between the strategy and none. It does not where the
-    tokens would depend on what it chooses (`block`, `recursive`), or where all must be drafted for.
+    N-grams that find nothing cost time. So where the user chose neither them nor a controller, the
+    `goodput` controller chooses between the strategy and `off` while running. It does not under
+    `block` and `recursive`, where the tokens would depend on its choices.
 
     Args:
       has_head: whether the checkpoint holds a draft head.
-      may_stop: whether a controller may choose to draft nothing.
+      may_stop: whether a controller may choose `off`.
 
     Raises:
       ValueError: there is a controller, and `spec` is plain decoding.
@@ -137,16 +140,19 @@ def settle_draft(
 def with_kernel(
     source: Draft | None, settle: Callable[..., ModelConfig], what: str = "attention"
 ) -> Draft | None:
-    """The source with the kernel that its network, if it has one, will run; see `dispatch.settle`,
-    and `specjax.weights.matrix.settle` for `what` is "products"."""
+    """The source, in whose network (if it has one) `settle` has chosen the kernels.
+
+    Args:
+      settle: `specjax.kernels.dispatch.settle`, or `specjax.weights.matrix.settle`.
+      what: the kernels it chooses, in words for its messages.
+    """
     if source is None or source.network is None:
         return source
     return source.with_network(settle(source.network, whose=f"the draft's {what}"))
 
 
 def page_multiple(cfg: ModelConfig, source: Draft | None) -> int:
-    """The number of positions that pages must have a multiple of, for the kernels of the target and
-    of the source's network, if it has one."""
+    """The page size must be a multiple of this, for the attention kernels of target and source."""
     drafts = None if source is None else source.network
     cfgs = [cfg] if drafts is None else [cfg, drafts]
     return max(dispatch.page_multiple(each.run.attention) for each in cfgs)
@@ -159,11 +165,14 @@ def load_source(
     tokenizer,
     mesh: jax.sharding.Mesh | None,
 ) -> tuple[ModelConfig, Draft, Params]:
-    """The source that `spec` names with its parameters, and the config that goes with it.
+    """Loads the source that `spec` names.
 
     Args:
       head: the checkpoint's MTP head, if it has one. tokenizer: the target's, if there is one; a
         draft model must share it.
+
+    Returns:
+      the target's config (with a head's switches), the source, and its parameters.
 
     Raises:
       ValueError: the checkpoint's head is asked for and there is none, or there is none at its
@@ -179,8 +188,7 @@ def load_source(
         source = source_of(cfg, spec)
         return cfg, source, source.load(spec)
     if spec.head == "random":
-        # A checkpoint without a head still gets one of one module.
-        cfg = cfg.replace(mtp_num_layers=max(cfg.mtp_num_layers, 1))
+        cfg = _with_a_head(cfg)
         head = init_head_params(cfg, spec.head_seed)
     elif spec.head_path is not None:
         cfg, head = load_head(spec.head_path, cfg, mesh)
@@ -202,12 +210,12 @@ def check_vocabulary(
     draft_ids: dict[str, int] | None,
     target_ids: dict[str, int] | None,
 ) -> None:
-    """Refuses a draft model whose token ids mean something else than the target's.
+    """Refuses a draft model whose token ids differ in meaning from the target's.
 
     Args:
-      draft_ids, target_ids: id of each token as the tokenizers say, None without a tokenizer. The
-        tables of models of one family are often padded to several sizes; only tokenizers can tell
-        padding from tokens.
+      draft_ids, target_ids: the id of each token by the model's tokenizer; None without one.
+        Models of one family often pad their embeddings to different sizes, and only a tokenizer
+        tells padding from tokens.
 
     Raises:
       ValueError: an id stands for two different tokens, or the sizes differ and a tokenizer is
@@ -242,7 +250,7 @@ def load_draft_model(
     dtype: str = "float32",
     mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[ModelSource, Params]:
-    """Reads a Hugging Face directory or id as a draft model; a draft head in it is ignored.
+    """Loads a Hugging Face directory or id as a draft model; a draft head in it is ignored.
 
     Args:
       target_tokenizer: compared with the directory's; None compares the vocabulary sizes only.
@@ -270,14 +278,14 @@ def load_draft_model(
 def model_source(
     cfg: ModelConfig, target_cfg: ModelConfig, mesh: jax.sharding.Mesh | None
 ) -> ModelSource:
-    """The source that a draft model is, from its config."""
+    """The draft source that runs a model of this config."""
     # Fused weights, as unrolled layers have them, cannot be split over a mesh.
     cfg = cfg.running(scan_layers=cfg.run.scan_layers or mesh is not None)
     return ModelSource(cfg, target_cfg.vocab_size)
 
 
 def find_head(name: str) -> Path:
-    """The file or directory of a head.
+    """Finds the file or directory of a head.
 
     Args:
       name: a path, or the Hugging Face id of a checkpoint that has one.
@@ -296,16 +304,17 @@ def find_head(name: str) -> Path:
 def load_head(
     name: str, model: ModelConfig, mesh: jax.sharding.Mesh | None = None
 ) -> tuple[ModelConfig, Params]:
-    """The head of that name, and the config of the policy with the switches of that head.
+    """Loads a draft head that lies apart from its policy.
 
     Args:
       name: see `find_head`: a file or directory of safetensors, a head that was saved alone
         (`save_draft`), or the directory of a training run, whose newest checkpoint is taken.
-      model: the policy, with or without a head of its own.
+      model: the policy's config, with or without a head of its own.
       mesh: to place it on.
 
     Returns:
-      the config, and the parameters in `model.run.param_dtype`.
+      the policy's config with the switches of that head, and the head's parameters in
+      `model.run.param_dtype`.
 
     Raises:
       SettingError: there is nothing of that name.
@@ -344,7 +353,7 @@ def load_head(
 
 
 def head_config(name: str, model: ModelConfig) -> ModelConfig:
-    """The config that `load_head` returns; raises what it raises where there is nothing."""
+    """The config that `load_head` returns, without loading weights; raises the same errors."""
     path = find_head(name)
     layout = layout_of(path)
     if layout == HUGGING_FACE:
@@ -354,11 +363,12 @@ def head_config(name: str, model: ModelConfig) -> ModelConfig:
 
 
 def _with_a_head(model: ModelConfig) -> ModelConfig:
+    """The config with at least one MTP module."""
     return model.replace(mtp_num_layers=max(model.mtp_num_layers, 1))
 
 
 def _with_switches(path: Path, model: ModelConfig, meta: dict) -> ModelConfig:
-    """The policy's config with what the metadata of a head say of it."""
+    """The policy's config with the switches in the metadata of a saved head."""
     said = vars(config_in(path, meta)) if "config" in meta else meta
     return model.replace(**{n: said[n] for n in HEAD_SWITCHES if n in said})
 

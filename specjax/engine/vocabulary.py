@@ -1,8 +1,8 @@
-"""Which part of the vocabulary is drafted from: ids of a file, or those that are emitted most.
+"""The part of the vocabulary that is drafted from: ids of a file, or those emitted most often.
 
-No choice changes a token. But under `block` and `recursive` what a request drew with its own noise
-must not decide what it is offered when it runs again, or p/q acceptance would be biased: there
-nothing is counted.
+In `coupled` mode the choice changes no token. Under `block` and `recursive` it stays fixed: if the
+tokens that a request drew decided what is drafted when it is replayed, p/q acceptance would be
+biased.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 from specjax.config import ModelConfig, SpecConfig
 from specjax.spelling import SettingError
 
-FIRST_COUNT = 4096  # tokens emitted before they are asked which are frequent
+FIRST_COUNT = 4096  # tokens emitted before the ids are chosen anew
 
 
 def draft_ids(cfg: ModelConfig, spec: SpecConfig) -> np.ndarray | None:
-    """The ids, ascending, that are drafted from at first; None: all.
+    """The ids, ascending, that are drafted from at the start; None for all.
 
     Without a file they are the tokens that end a sequence, and the lowest ids: byte-pair encoding
     numbers tokens in the order in which it merged them, the most frequent first.
 
     Raises:
-      ValueError: the file holds no such ids, or there are not so many.
+      SettingError: see `read_token_map`, or there are fewer ids than `draft_vocab`.
     """
     size, name, vocab = spec.draft_vocab, spec.token_map, cfg.vocab_size
     if size is None and name is None:
@@ -47,7 +47,7 @@ def draft_ids(cfg: ModelConfig, spec: SpecConfig) -> np.ndarray | None:
 
 
 def read_token_map(name: str, vocab: int) -> np.ndarray:
-    """The ids of a file, a JSON list, the most frequent first.
+    """The token ids in a file, a JSON list with the most frequent first.
 
     Raises:
       SettingError: it cannot be read, or holds something else.
@@ -67,22 +67,22 @@ def read_token_map(name: str, vocab: int) -> np.ndarray:
         listed = json.loads(Path(name).read_text(encoding="utf-8"))
     except OSError as error:
         raise refused(f"{name}: {error.strerror}") from error
-    except ValueError as error:  # no text, or no JSON
-        raise refused(f"{name}, which is no JSON") from error
+    except ValueError as error:  # it is not UTF-8, or not JSON
+        raise refused(f"{name}, which is not JSON") from error
     whole = isinstance(listed, list) and all(type(token) is int for token in listed)
     if not whole or not listed or not all(0 <= token < vocab for token in listed):
         raise refused(f"{name} with something else")
     if len(set(listed)) < len(listed):
-        raise refused(f"{name} with ids that stand there twice")
+        raise refused(f"{name} which lists an id twice")
     return np.array(listed, np.int32)
 
 
 class TokenCounts:
-    """How often each token was emitted, and since when that has not been asked for.
+    """Counts how often each token is emitted, to choose which ids to draft from.
 
     Args:
-      vocab: the vocabulary's size. first: the ids that are drafted from now; they go before others
-        that were emitted as often.
+      vocab: the vocabulary's size.
+      first: the ids that are drafted from at the start; on a tie they go before others.
     """
 
     def __init__(self, vocab: int, first: np.ndarray):
@@ -97,11 +97,11 @@ class TokenCounts:
 
     @property
     def is_due(self) -> bool:
-        """Whether twice as many have been counted as the last time: others may be frequent now."""
+        """Whether twice as many tokens were counted as when the ids were last chosen."""
         return self._total >= self._due
 
     def most_frequent(self) -> np.ndarray:
-        """The ids, ascending, to draft from."""
+        """The ids to draft from, ascending: as many as at the start, emitted most often."""
         self._due = 2 * self._total
         order = np.lexsort((np.arange(len(self._counts)), self._later, -self._counts))
         return np.sort(order[: self._size]).astype(np.int32)

@@ -10,13 +10,19 @@ import pytest
 from specjax.config import Strategy
 from specjax.decode.part import common_strategy
 from specjax.engine import compiling
-from specjax.engine.compiling import CompilePool, CompileProgress, _described, said_if_slow, unsaid
+from specjax.engine.compiling import (
+    CompilePool,
+    CompileProgress,
+    _described,
+    announce_if_slow,
+    no_messages,
+)
 
 
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(compiling, "MOMENT", 5.0)
+    monkeypatch.setattr(compiling, "SILENT_SECONDS", 5.0)
     monkeypatch.setattr(compiling, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     return now
 
@@ -39,7 +45,7 @@ def test_what_is_quick_is_not_announced_and_what_is_slow_is_now_and_then(clock):
 
 def test_a_server_always_says_when_it_is_done(clock):
     said = []
-    progress = CompileProgress(said.append, moment=0)
+    progress = CompileProgress(said.append, silent=0)
     for clock[0], done in ((0, 0), (1, 1), (2, 2)):
         progress(done, 2)
     assert said == ["compiling: 2 of 2 programs are ready after 2 s"]
@@ -49,7 +55,7 @@ def test_by_default_it_is_a_warning_which_shows_without_a_log(clock, caplog):
     progress = CompileProgress()
     for clock[0] in (0, 7):
         progress(0, 2)
-    with unsaid():
+    with no_messages():
         clock[0] = 60
         progress(1, 2)
     [record] = caplog.records
@@ -60,19 +66,19 @@ def test_by_default_it_is_a_warning_which_shows_without_a_log(clock, caplog):
 
 def test_one_program_that_a_request_needs_is_named_while_it_compiles(monkeypatch):
     said = queue.Queue()
-    monkeypatch.setattr(compiling, "MOMENT", 0.01)
-    with said_if_slow("strategy 4_1_5 for a batch of 8", said.put):
+    monkeypatch.setattr(compiling, "SILENT_SECONDS", 0.01)
+    with announce_if_slow("strategy 4_1_5 for a batch of 8", said.put):
         line = said.get(timeout=60)
     assert line.startswith("compiling strategy 4_1_5 for a batch of 8 takes more than")
-    monkeypatch.setattr(compiling, "MOMENT", 1.0)
-    with said_if_slow("something quick", said.put):
+    monkeypatch.setattr(compiling, "SILENT_SECONDS", 1.0)
+    with announce_if_slow("something quick", said.put):
         pass
     time.sleep(1.2)
     assert said.empty()
 
 
 def test_who_watches_a_pool_is_called_though_nothing_is_new(monkeypatch):
-    monkeypatch.setattr(compiling, "LOOK", 0.01)
+    monkeypatch.setattr(compiling, "POLL_SECONDS", 0.01)
     calls, kept = [], []
 
     def on_built(count):

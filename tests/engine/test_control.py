@@ -380,7 +380,7 @@ def test_programs_are_compiled_side_by_side_or_one_at_a_time():
 
 def test_a_call_that_compiles_for_long_says_so_where_nobody_has_set_up_a_log(monkeypatch, caplog):
     """How many of those that are compiled ahead are ready, and the one that a request needs."""
-    monkeypatch.setattr(compiling, "MOMENT", 0.0)
+    monkeypatch.setattr(compiling, "SILENT_SECONDS", 0.0)
     adaptive().warm_up()
     assert caplog.records[0].levelname == "WARNING"
     assert re.match(r"compiling: 0 of \d+ programs are ready after 0 s", caplog.messages[0])

@@ -43,13 +43,13 @@ def test_a_file_lists_them_the_most_frequent_first(tmp_path):
 @pytest.mark.parametrize(
     ("listed", "said"),
     [
-        ("not a list", "which is no JSON"),
+        ("not a list", "which is not JSON"),
         ([1, 64], "with something else"),
         ([1, -1], "with something else"),
         ([1, 2.0], "with something else"),
         ({"1": 2}, "with something else"),
         ([], "with something else"),
-        ([1, 2, 1], "ids that stand there twice"),
+        ([1, 2, 1], "lists an id twice"),
     ],
 )
 def test_a_file_with_anything_else_is_refused(tmp_path, listed, said):

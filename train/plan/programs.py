@@ -21,7 +21,7 @@ from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.decode.options import Features
 from specjax.drafts.mtp import weight_axes
-from specjax.engine.compiling import Noted
+from specjax.engine.compiling import NotCompiled
 from specjax.engine.engine import Engine
 from specjax.engine.sources import model_source, source_of
 from specjax.engine.start_up import start_programs
@@ -332,7 +332,7 @@ def engine_programs(engine: Engine, part: str, features: Features) -> Iterator[P
 
     def build(key, lower, donate):
         found.append((key, lower))
-        return Noted(donate)
+        return NotCompiled(donate)
 
     runner.executables.build = build
     for _ in start_programs(engine.loop, (features,)):
