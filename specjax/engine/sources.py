@@ -1,4 +1,4 @@
-"""Chooses the draft source that a configuration names, and loads it: a head, a model, or n-grams."""
+"""Chooses and loads the draft source that a configuration names: a head, a model, or n-grams."""
 
 from __future__ import annotations
 
