@@ -35,7 +35,7 @@ from specjax.config import ModelConfig
 from specjax.config.model import Layer
 from specjax.engine.sources import source_of
 from specjax.interfaces import Param
-from specjax.kernels.choice import choose
+from specjax.kernels.backend import choose
 from specjax.models.families import add_family
 from specjax.models.families.dense import dense_config
 from specjax.models.mixers.attention import Attention

@@ -1,14 +1,17 @@
-"""What a table's row of kernels is made of, see `specjax.interfaces.Backend`."""
+"""Backends of kernels: what one is made of, and which one runs on a device."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from specjax.config import ModelConfig
-from specjax.interfaces import Device
+from specjax.interfaces import Backend, Device
+from specjax.kernels.names import GROUPS, OWN, check_attention
+from specjax.registry import BACKENDS
 
+REFERENCE = "reference"
 # What `specjax.kernels.dispatch` asks of backends, under the names of its functions.
 OPERATIONS = ("tree_attention", "causal_attention", "commit", "product", "layers")
 
@@ -50,3 +53,126 @@ class Kernels:
 def head_sizes(cfg: ModelConfig) -> tuple[int, ...]:
     """The different sizes of heads that a model's attention has, in order."""
     return tuple(sorted({mixer.head_dim for mixer in cfg.mixers("attention")}))
+
+
+# --- which one runs -------------------------------------------------------------------------------
+
+
+class Choice(NamedTuple):
+    """The backend that was chosen.
+
+    Attributes:
+      name: in the table, or a path. line: to log.
+      loud: the platform's own is not what runs.
+    """
+
+    name: str
+    line: str
+    loud: bool = False
+
+
+def find(name: str) -> Backend:
+    """The backend of a name of the table, or of a user's own path.
+
+    Raises:
+      ValueError: the name is neither, or the path leads nowhere.
+    """
+    return BACKENDS.find(name)
+
+
+def choose(
+    platform: str,
+    kind: str,
+    cfg: ModelConfig,
+    asked: str = "auto",
+    invariant: bool = False,
+    devices: int = 1,
+    decoding: bool = True,
+) -> Choice:
+    """The backend for a model on a device.
+
+    Args:
+      platform, kind: of the device, as jax names them. asked: see `names.check_attention`.
+      invariant: rounds attend by position, which only the reference does.
+      devices: of the mesh. decoding: and not training.
+
+    Raises:
+      ValueError: what is asked for is unknown, or cannot be used there.
+    """
+    check_attention(asked)
+    device = Device(platform, kind, devices)
+    operation = "tree_attention" if decoding else "causal_attention"
+    if asked == "auto":
+        choice = _own(device, cfg, operation, invariant)
+    else:
+        choice = _asked(device, cfg, operation, asked)
+    if invariant and choice.name != REFERENCE:
+        line = f"{choice.line}; rounds in invariant mode attend by position in XLA, without it"
+        choice = choice._replace(line=line, loud=True)
+    return choice
+
+
+def _own(device: Device, cfg: ModelConfig, operation: str, invariant: bool) -> Choice:
+    """What `auto` means: the first of the platform's own that does it."""
+    if device.platform not in OWN:
+        line = f"{find(REFERENCE).line}: there is no kernel for platform {device.platform!r}"
+        return Choice(REFERENCE, line, True)
+    refused: dict[str, str] = {}
+    for name in OWN[device.platform]:
+        found, reasons = _first(name, device, cfg, operation, invariant)
+        refused |= reasons
+        if found is not None:
+            return _chosen(found, refused)
+    return _chosen(REFERENCE, refused)
+
+
+def _asked(device: Device, cfg: ModelConfig, operation: str, asked: str) -> Choice:
+    found, refused = _first(asked, device, cfg, operation)
+    if found is None:
+        raise ValueError(
+            f"attention {asked!r} cannot be used: {'; '.join(refused.values())}; take another, or "
+            f"'auto', which runs what there is for {device.kind}"
+        )
+    return _chosen(found, refused, ", as asked for")._replace(loud=find(found).warns)
+
+
+def _first(
+    name: str, device: Device, cfg: ModelConfig, operation: str, invariant: bool | None = None
+) -> tuple[str | None, dict[str, str]]:
+    """The first of a group (or the one of that name) that can be used, and why others cannot.
+
+    Args:
+      invariant: nobody asked for it by name, and whether the engine is in that mode.
+    """
+    members = GROUPS.get(name, (name,))
+    if len(members) > 1:
+        backends = [find(member) for member in members]
+        for_it = [
+            member
+            for member, backend in zip(members, backends, strict=True)
+            if not backend.kinds or device.kind in backend.kinds
+        ]
+        if not for_it:
+            reason = backends[0].refuses(operation, device, cfg)
+            known = ", ".join(member.partition(":")[2] for member in members)
+            return None, {name: reason or f"there is one for {known}, and this is {device.kind!r}"}
+        members = for_it
+    refused = {}
+    for member in members:
+        backend = find(member)
+        if invariant is not None:
+            if operation not in backend.operations or invariant and not backend.prompts_alone:
+                continue
+        reason = backend.refuses(operation, device, cfg)
+        if reason is None:
+            return member, refused
+        refused[member] = reason
+    return None, refused
+
+
+def _chosen(name: str, refused: dict[str, str], why_it: str = "") -> Choice:
+    """The line of a backend, and of those that would have come before it."""
+    backend = find(name)
+    parts = [backend.line + why_it, *(f"not {other}: {why}" for other, why in refused.items())]
+    loud = any(not isinstance(why, Unsuited) for why in refused.values())
+    return Choice(name, "; ".join(parts), loud or backend.warns)

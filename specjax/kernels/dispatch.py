@@ -31,9 +31,8 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.config import ModelConfig
 from specjax.interfaces import Backend, Device, Table
-from specjax.kernels import context as over_devices
-from specjax.kernels.backend import Declined, Unsuited
-from specjax.kernels.choice import choose, find
+from specjax.kernels import context_parallel
+from specjax.kernels.backend import Declined, Unsuited, choose, find
 from specjax.kernels.reference import PANEL_WIDTH, tree_attention_by_position
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
@@ -79,7 +78,7 @@ def settle(
 
     Args:
       mesh: whose devices decide; they need not be there (a topology). None: the default device.
-      asked: `auto`, a name, or a path (see `specjax.kernels.choice`).
+      asked: `auto`, a name, or a path (see `specjax.kernels.backend`).
       invariant: rounds attend by position. whose: begins the line. decoding: and not training.
 
     Raises:
@@ -317,7 +316,7 @@ def causal_attention(
       kernel: a name of the table, or a path.
     """
     if context is not None:
-        return over_devices.causal_attention(q, k, v, segment_ids, context, window=window)
+        return context_parallel.causal_attention(q, k, v, segment_ids, context, window=window)
     return _causal(q, k, v, [], segment_ids, window, kernel)
 
 
@@ -334,7 +333,7 @@ def causal_attention_with_own(
 ) -> Float[Array, "B N S H"]:
     """See `specjax.kernels.reference.causal_attention_with_own`; the rest as above."""
     if context is not None:
-        return over_devices.causal_attention_with_own(
+        return context_parallel.causal_attention_with_own(
             q, k, v, own, segment_ids, context, window=window
         )
     return _causal(q, k, v, own, segment_ids, window, kernel)

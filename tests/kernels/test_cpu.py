@@ -22,9 +22,9 @@ from specjax.drafts.model import ModelSource
 from specjax.engine.engine import Engine
 from specjax.engine.request import make_jobs
 from specjax.engine.settings import EngineConfig
-from specjax.kernels import dispatch
-from specjax.kernels.choice import choose
-from specjax.kernels.cpu import calls, native
+from specjax.kernels import cpu, dispatch
+from specjax.kernels.backend import choose
+from specjax.kernels.cpu import native
 from specjax.models.families.dense import change_dense
 from specjax.models.transformer import to_decode_layout
 from specjax.weights import matrix
@@ -115,7 +115,7 @@ def compare_attention(seed, batch, kv_heads, group, rows, before, size, stretche
     sizes = batch, kv_heads, group, rows, size, stretches
     case = random_case(seed, *sizes, "float32", before=before, head=head)
     wanted, _ = expected(*case, window=None, sinks=None)
-    np.testing.assert_allclose(calls.tree_attention(*case), wanted, atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(cpu.tree_attention(*case), wanted, atol=1e-5, rtol=1e-5)
 
 
 @settings(max_examples=12)
@@ -137,7 +137,7 @@ def test_one_tree_for_all_slots_and_pages_of_their_own():
     bits, prefix = chain_bits(5), np.array([0, 7, 32], np.int32)
     own = q, k, v, k_pages[:3], v_pages[:3], prefix
     wanted, _ = expected(*own, bits, None, window=None, sinks=None)
-    np.testing.assert_allclose(calls.tree_attention(*own, bits), wanted, atol=1e-5)
+    np.testing.assert_allclose(cpu.tree_attention(*own, bits), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("prefix", [0, 5, 15, 16, 31])
@@ -154,7 +154,7 @@ def test_a_row_is_the_same_bits_whether_its_ancestors_are_drafts_or_cached(prefi
                 for p, x in zip(pages, (k, v), strict=True)]  # fmt: skip
         own = (x[:, :, cached:rows] for x in (k, v))
         there = np.array([prefix + cached], np.int32)
-        return calls.tree_attention(q[:, :, cached:rows], *own, *held, there, bits, table)
+        return cpu.tree_attention(q[:, :, cached:rows], *own, *held, there, bits, table)
 
     whole = attend(length, 0, chain_bits(length))
     for row in range(length):
@@ -172,10 +172,10 @@ def test_a_row_of_a_tree_is_the_same_bits_alone(
     q, k, v, *pages, prefix, bits, table = random_case(
         seed, *sizes, "float32", before=before, head=head
     )
-    whole = calls.tree_attention(q, k, v, *pages, prefix, bits, table)
+    whole = cpu.tree_attention(q, k, v, *pages, prefix, bits, table)
     rng = np.random.default_rng(seed)
     slot, row = (slice(at, at + 1) for at in rng.integers((batch, rows)))
-    alone = calls.tree_attention(
+    alone = cpu.tree_attention(
         q[slot, :, row], k[slot], v[slot], *pages, prefix[slot], bits[slot, row], table[slot]
     )
     np.testing.assert_array_equal(alone, whole[slot, :, row])
@@ -184,14 +184,14 @@ def test_a_row_of_a_tree_is_the_same_bits_alone(
 def test_scores_far_apart_underflow_to_nothing_and_nan_stays_nan():
     case = list(random_case(0, 1, 1, 1, 2, 16, 1, "float32", [16], head=16))
     case[6] = chain_bits(2)
-    found = calls.tree_attention(case[0] * 1e4, *case[1:])
+    found = cpu.tree_attention(case[0] * 1e4, *case[1:])
     assert np.isfinite(found).all()
     page = case[7][0, 0]
     keys, values = (np.concatenate([case[i + 3][page, 0], case[i + 1][0, 0]]) for i in (0, 1))
     scores = keys @ np.asarray(case[0][0, 0]).T
     scores[17, 0] = -np.inf  # the second row of the tree, to the first
     np.testing.assert_allclose(found[0, 0], values[scores.argmax(0)], atol=1e-6)
-    assert np.isnan(calls.tree_attention(case[0] * np.nan, *case[1:])).all()
+    assert np.isnan(cpu.tree_attention(case[0] * np.nan, *case[1:])).all()
 
 
 # --- what is chosen -------------------------------------------------------------------------------

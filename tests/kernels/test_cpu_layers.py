@@ -16,8 +16,8 @@ from test_tpu import random_case
 from specjax.decode.tree import chain_bits
 from specjax.drafts.mtp import head_graphdef, init_head_params, to_format
 from specjax.interfaces import Memory, Room, Scratch, Where
-from specjax.kernels import dispatch
-from specjax.kernels.cpu import calls, native
+from specjax.kernels import cpu, dispatch
+from specjax.kernels.cpu import native
 from specjax.memory import KVCache, commit_rows, empty
 from specjax.models.families.dense import change_dense
 from specjax.models.mixers.attention import Attention
@@ -241,7 +241,7 @@ def test_layers_that_differ_from_the_kernel_s_decode_as_they_train(change):
 def test_layers_of_another_dtype_are_refused():
     x = jnp.zeros((1, 1, 32), jnp.bfloat16)
     with pytest.raises(TypeError, match="float32, got .*bfloat16"):
-        calls.layers(MODEL, [{}], x, x, x, [(x, x)], np.zeros(1, np.int32), chain_bits(1))
+        cpu.layers(MODEL, [{}], x, x, x, [(x, x)], np.zeros(1, np.int32), chain_bits(1))
 
 
 # --- commits --------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from test_cpu import normal, pytestmark  # noqa: F401  (skips without a compiler
 from test_tpu import random_case
 
 from specjax.decode.tree import chain_bits
-from specjax.kernels.cpu import calls, native
+from specjax.kernels import cpu
+from specjax.kernels.cpu import native
 from specjax.weights.panels import Panels, raw
 
 
@@ -54,7 +55,7 @@ def results(target, compiler=None) -> list:
             found.append(packed.dot(normal(rng, rows, k)))
         for rows in (1, 2, 3, 14):
             case = random_case(rows, 2, 2, 3, rows, 24, 2, "float32", before=4, head=48)
-            found.append(calls.tree_attention(*case))
+            found.append(cpu.tree_attention(*case))
         found.append(layers_of(rng))
     return [np.asarray(x) for x in found]
 
@@ -77,7 +78,7 @@ def layers_of(rng):
     }  # fmt: skip
     x, cos, sin = normal(rng, 2, 5, width), normal(rng, 2, 5, head), normal(rng, 2, 5, head)
     pages = tuple(normal(rng, 2, 2, kv_heads, 32, head))
-    out, _ = calls.layers(cfg, [weights], x, cos, sin, [pages], np.array([9, 32]), chain_bits(5))
+    out, _ = cpu.layers(cfg, [weights], x, cos, sin, [pages], np.array([9, 32]), chain_bits(5))
     return out
 
 

@@ -16,7 +16,7 @@ from specjax.command_line import parse_config
 from specjax.drafts.mtp import weight_axes
 from specjax.engine.settings import EngineConfig
 from specjax.kernels import dispatch, reference, tpu
-from specjax.kernels.choice import choose
+from specjax.kernels.backend import choose
 from specjax.models.families.dense import change_dense
 from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig, make_mesh

@@ -15,8 +15,8 @@ from tiny import tiny_config
 
 from specjax import SpecConfig
 from specjax.engine.runner import Runner
-from specjax.kernels import dispatch, gpu, gpu_body
-from specjax.kernels.choice import choose
+from specjax.kernels import dispatch, gpu
+from specjax.kernels.backend import choose
 from specjax.kernels.reference import NEG_INF
 from specjax.models.families.dense import change_dense
 
@@ -25,18 +25,18 @@ ON_GPU = jax.default_backend() == "gpu"
 
 def emulated(shape, rows, k_tree, v_tree, words, lens, table, k_pages, v_pages):
     """`gpu._call` with arrays in place of copies and of the tensor cores' products."""
-    scale = shape.head**-0.5 * gpu_body.LOG2E
+    scale = shape.head**-0.5 * gpu.LOG2E
 
     def spread(x, dims):
         return jax.lax.broadcast_in_dim(x, dims, [0])
 
     def program(split, slot, head, tile):
         def mine(x):
-            return jax.lax.dynamic_slice_in_dim(x, tile * gpu_body.ROWS, gpu_body.ROWS)
+            return jax.lax.dynamic_slice_in_dim(x, tile * gpu.ROWS, gpu.ROWS)
 
         q = mine(rows[slot, head])
-        low, high, depth = (mine(words[i, slot])[:, None] for i in range(gpu_body.WORDS + 1))
-        begin, steps = gpu_body.share(shape, lens[slot], split)
+        low, high, depth = (mine(words[i, slot])[:, None] for i in range(gpu.WORDS + 1))
+        begin, steps = gpu.share(shape, lens[slot], split)
 
         def add(running, keys, values, seen):
             def dot(a, b):
@@ -45,7 +45,7 @@ def emulated(shape, rows, k_tree, v_tree, words, lens, table, k_pages, v_pages):
             def weigh(acc, weights):
                 return acc + dot(weights.astype(values.dtype), values)
 
-            return gpu_body.absorb(running, dot(q, keys.T) * scale, seen, spread, weigh)
+            return gpu.absorb(running, dot(q, keys.T) * scale, seen, spread, weigh)
 
         def one_block(step, running):
             page = table[slot, (begin + step) // shape.per_page]
@@ -55,15 +55,15 @@ def emulated(shape, rows, k_tree, v_tree, words, lens, table, k_pages, v_pages):
                 for x in (k_pages, v_pages)
             )
             at = (begin + step) * shape.block + jnp.arange(shape.block)[None]
-            seen = gpu_body.prefix_seen(shape, at, lens[slot], depth)
+            seen = gpu.prefix_seen(shape, at, lens[slot], depth)
             return add(running, keys[0, 0], values[0, 0], seen)
 
-        none = jnp.zeros(gpu_body.ROWS)
-        running = none + NEG_INF, none, jnp.zeros((gpu_body.ROWS, shape.head))
-        seen = gpu_body.tree_seen(low, high, jnp.arange(gpu_body.KEYS)[None], split)
+        none = jnp.zeros(gpu.ROWS)
+        running = none + NEG_INF, none, jnp.zeros((gpu.ROWS, shape.head))
+        seen = gpu.tree_seen(low, high, jnp.arange(gpu.KEYS)[None], split)
         running = add(running, k_tree[slot, head], v_tree[slot, head], seen)
         peak, total, acc = jax.lax.fori_loop(0, steps, one_block, running)
-        return acc / total[:, None], peak / gpu_body.LOG2E + jnp.log(total)
+        return acc / total[:, None], peak / gpu.LOG2E + jnp.log(total)
 
     batch, kv_heads = rows.shape[:2]
     every = program

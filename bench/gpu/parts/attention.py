@@ -24,7 +24,7 @@ from bench.record import alternate, figure, median_interval, paired_ratio_interv
 from specjax.config import ModelConfig, RunConfig
 from specjax.decode.tree import chain_bits
 from specjax.kernels import dispatch
-from specjax.kernels.choice import choose
+from specjax.kernels.backend import choose
 from specjax.models.families.dense import dense_config
 
 KERNELS = ("library:cudnn", "gpu")  # pages gathered for cuDNN, and the own one
