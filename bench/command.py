@@ -20,24 +20,26 @@ T = TypeVar("T")
 
 
 def run_subcommand(
-    command: str, doc: str, modules: Mapping[str, str], argv: Sequence[str] | None
+    command: str, doc: str, functions: Mapping[str, str], argv: Sequence[str] | None
 ) -> Any:
-    """Runs `python -m bench.<command> NAME ...` by `main` of the module that NAME stands for.
+    """Runs `python -m bench.<command> NAME ...` by the function that NAME stands for.
 
     Args:
-      doc: what `--help` prints. modules: by subcommand, imported when it is used.
+      doc: what `--help` prints. functions: "module:function" by NAME, imported when it is used; the
+        function takes the other arguments.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     name, rest = (given[0], given[1:]) if given else ("", [])
     if name in ("-h", "--help"):
-        print(f"usage: python -m bench.{command} {{{','.join(modules)}}} [ARGUMENTS]\n\n{doc}")
+        print(f"usage: python -m bench.{command} {{{','.join(functions)}}} [ARGUMENTS]\n\n{doc}")
         return None
-    if name not in modules:
-        close = difflib.get_close_matches(name, modules, n=1)
+    if name not in functions:
+        close = difflib.get_close_matches(name, functions, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         got = repr(name) if name else "nothing"
-        sys.exit(f"bench.{command}: error: expected one of {', '.join(modules)}, got {got}{hint}")
-    return importlib.import_module(modules[name]).main(rest)
+        sys.exit(f"bench.{command}: error: expected one of {', '.join(functions)}, got {got}{hint}")
+    module, _, function = functions[name].partition(":")
+    return getattr(importlib.import_module(module), function)(rest)
 
 
 def bench_parser(module: str, doc: str, out: str) -> argparse.ArgumentParser:

@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 import jax
 
-from bench.full_batch import everyone, fill
-from bench.random_weights import random_weights
 from bench.record import alternate_prepared, machine, versions
+from bench.round.batch import fill, full_row_map, random_weights
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.huggingface import read_config
 from specjax.config import ModelConfig, SpecConfig, Strategy
@@ -134,7 +133,7 @@ class Bench:
             pool.finish()
 
     def _start(self, strategy: str, batch: int) -> Parcel[Result]:
-        row_map = self.runner.alone(everyone(self.runner, batch))
+        row_map = self.runner.alone(full_row_map(self.runner, batch))
         return self.runner.chunk(strategy, Features(), row_map, Until.of(self.rounds))
 
     def _chunk(self, strategy: str, batch: int) -> None:
@@ -168,7 +167,7 @@ class Bench:
 
     def _inputs(self, batch: int) -> tuple:
         runner = self.runner
-        return runner.params, runner.head, runner.state, everyone(runner, batch)
+        return runner.params, runner.head, runner.state, full_row_map(runner, batch)
 
     def _draft(self, batch: int) -> None:
         jax.block_until_ready(self._drafts[batch](*self._inputs(batch)))

@@ -1,6 +1,6 @@
 """`python -m bench.predict`: what recorded acceptance would give on other chips. A prediction.
 
-`bench.arms` records of every sample how many tokens it has and how many rounds emitted how many of
+`bench.train arms` records how many tokens each sample has, and how many rounds emitted how many of
 them. This module replays those rollouts through a table of step costs: every sample of a rollout
 starts at once (as many as the table's largest batch, or `--slots`; the rest are queued), each round
 costs what the table says for the samples still running, and the batch shrinks to the tail.
@@ -184,7 +184,7 @@ def predict(
         plain += replay(lengths.tolist(), slots, table.plain_step)
         spec += replay(rounds.tolist(), slots, lambda n, k=steps: table.spec_round(n, k))
     if not tokens:
-        raise ValueError(f"arm {arm!r} has no recorded tokens; run bench.arms first")
+        raise ValueError(f"arm {arm!r} has no recorded tokens; run bench.train arms first")
     return Prediction(table.name, table.kind, arm, tokens, plain, spec)
 
 
@@ -196,7 +196,7 @@ def read_rollouts(path: str | Path) -> dict[str, list[dict]]:
     """
     path = Path(path).with_suffix(".jsonl")
     if not path.is_file():
-        raise FileNotFoundError(f"no {path}: expected what `python -m bench.arms` wrote")
+        raise FileNotFoundError(f"no {path}: expected what `python -m bench.train arms` wrote")
     arms: dict[str, list[dict]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
@@ -251,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--acceptance", default="bench/results/arms.jsonl", help="of bench.arms")
+    parser.add_argument("--acceptance", default="bench/results/arms.jsonl", help="of train arms")
     parser.add_argument("--costs", nargs="+", metavar="JSON", help="default: bench/costs/*.json")
     parser.add_argument("--slots", type=int, help="samples at once; default: all, up to the table")
     parser.add_argument("--out", help="result file; default: bench/results/predict.json")

@@ -234,30 +234,3 @@ def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float
     tail = (1 - level) / 2
     low, high = np.quantile(np.median(draws, axis=1), [tail, 1 - tail])
     return float(np.median(values)), float(low), float(high)
-
-
-def median_ratio_interval(
-    numerator: Sequence[float], denominator: Sequence[float], level: float = 0.95
-) -> tuple[float, float, float]:
-    """median(numerator) / median(denominator), with a bootstrap interval.
-
-    Both are resampled independently, with a fixed seed.
-
-    Returns:
-      (ratio, low, high); with fewer than two measurements of each the interval has no width.
-
-    Raises:
-      ValueError: one of them is empty.
-    """
-    if not len(numerator) or not len(denominator):
-        raise ValueError("a ratio needs at least one measurement of each side, got none")
-    a, b = np.asarray(numerator, float), np.asarray(denominator, float)
-    rng = np.random.default_rng(0)
-
-    def medians(values):
-        return np.median(rng.choice(values, (2000, len(values))), axis=1)
-
-    ratios = medians(a) / medians(b)
-    tail = (1 - level) / 2
-    low, high = np.quantile(ratios, [tail, 1 - tail])
-    return float(np.median(a) / np.median(b)), float(low), float(high)

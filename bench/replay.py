@@ -1,6 +1,6 @@
 """`python -m bench.replay TRACE --costs bench/costs`: a long-tailed rollout on other chips.
 
-It predicts. `bench.longtail` leaves a trace: the length of every sample, and for every static
+It predicts. `bench.rollout longtail` leaves a trace: the length of each sample, and for each static
 strategy how many rounds of each sample emitted how many tokens. This module runs samples of these
 lengths chunk by chunk as the engine does (rows that those who wait take over, results that the
 host learns one chunk late, batches padded to powers of two) while a table of costs says how long
@@ -34,7 +34,7 @@ import numpy as np
 from bench.command import user_errors
 from bench.predict import PartCosts, default_tables
 from bench.record import figure, paired_ratio_interval, write_result
-from bench.trace import GOODPUT, PLAIN, Trace
+from bench.rollout.chains import GOODPUT, PLAIN, Trace
 from specjax.command_line import ArgumentParser
 from specjax.control import OFF, ControlConfig, Controller, CostTable, Observation, make_controller
 from specjax.decode.chunk import TAKE_OVER_SHARE, Until
@@ -347,7 +347,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("trace", help="of bench.longtail: the trace, or the result file beside it")
+    add("trace", help="of bench.rollout longtail: the trace, or the result file beside it")
     add("--costs", nargs="+", help="cost tables, or directories of them; default: bench/costs")
     add("--slots", type=int, help="samples at once; default: all, up to the table's largest batch")
     add("--stretch", type=float, default=1.0, help="factor on the lengths of all samples")

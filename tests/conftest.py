@@ -155,7 +155,8 @@ def pytest_terminal_summary(terminalreporter) -> None:
 # Workers take modules in turn: those that take half a minute and more come first, so that no worker
 # is still at one when the others have nothing left.
 LONG = {
-    "test_bench", "test_bench_control", "test_bench_serve", "test_chaos", "test_chi_square",
+    "test_bench_control", "test_bench_throughput", "test_bench_train", "test_chaos",
+    "test_chi_square",
     "test_chi_square_sources", "test_control", "test_engine", "test_features", "test_fuzz",
     "test_identity", "test_invariant", "test_llm", "test_mutations", "test_no_recompile",
     "test_every_setting", "test_feature_table", "test_page", "test_process", "test_processes",

@@ -10,8 +10,8 @@ it only through calls that files which stay make, too.
 # reason -> files below tests/, without `.py`
 LEFT_OUT = {
     "never reaches jax: pure Python and numpy": """
-        bench/test_bench_control bench/test_bench_longtail bench/test_bench_replay
-        bench/test_bench_schedule bench/test_bench_serve bench/test_gpu_check bench/test_gpu_queue
+        bench/test_bench_control bench/test_bench_record bench/test_bench_replay
+        bench/test_bench_serve bench/test_gpu_check bench/test_gpu_queue
         control/test_bandit control/test_belief control/test_controllers control/test_ema
         control/test_goodput control/test_goodput_costs control/test_goodput_noise
         control/test_goodput_tries
@@ -22,8 +22,8 @@ LEFT_OUT = {
         train/test_rules train/test_slime train/test_tasks
     """,
     "benches run the library's own programs, and their figures are made with one version": """
-        bench/test_bench bench/test_bench_acceptance bench/test_bench_identity
-        bench/test_bench_peers bench/test_bench_protocol bench/test_bench_spot bench/test_gpu_parts
+        bench/test_bench_costs bench/test_bench_rollout bench/test_bench_round
+        bench/test_bench_throughput bench/test_bench_train bench/test_gpu_parts
     """,
     "the server is HTTP around the engine; serve/test_openai and test_prompt_logprobs stay": """
         serve/test_admin serve/test_clients serve/test_detokenize serve/test_fuzz serve/test_limits

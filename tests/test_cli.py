@@ -255,16 +255,16 @@ def test_serve_without_its_extra_says_what_to_install(thin_policy, monkeypatch):
 
 
 def test_bench_lists_every_bench_and_hands_its_arguments_over(monkeypatch, capsys):
-    assert {"decode", "identity", "longtail", "gpu"} <= set(find())
-    assert not {"record", "command", "plots", "random_weights"} & set(find())
+    assert {"throughput", "rollout", "train", "round", "serve", "gpu"} <= set(find())
+    assert not {"record", "command"} & set(find())
     assert all(find().values())
-    assert find()["decode"] == "speculative over plain decoding through `LLM`"
+    assert find()["throughput"].startswith("tokens per second of generation")
     got = []
     bench = types.SimpleNamespace(main=lambda argv: got.append(argv) or 1)
-    monkeypatch.setitem(sys.modules, "bench.identity", bench)
-    assert main(["bench", "identity", "--tokens", "9"]) == 1 and got == [["--tokens", "9"]]
-    assert main(["bench", "identty"]) == 2
-    assert "did you mean 'identity'" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "bench.rollout", bench)
+    assert main(["bench", "rollout", "longtail"]) == 1 and got == [["longtail"]]
+    assert main(["bench", "rolout"]) == 2
+    assert "did you mean 'rollout'" in capsys.readouterr().err
 
 
 def test_a_bench_may_be_a_package(monkeypatch, capsys):

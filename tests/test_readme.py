@@ -47,7 +47,7 @@ def test_commands_name_modules_and_targets_that_exist(page):
 def test_the_commands_of_the_first_minutes_are_there():
     assert {"rl", "test"} <= set(re.findall(r"^make ([a-z-]+)", README, re.M))
     modules = set(re.findall(r"python -m ([\w.]+)", README))
-    assert {"train.rl", "train.data", "serve", "bench.identity"} <= modules
+    assert {"train.rl", "train.data", "serve", "bench.throughput"} <= modules
 
 
 LINKS = [

@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.full_batch import everyone, fill
 from bench.gpu.program import Place, Program, traced_once
-from bench.random_weights import random_weights
 from bench.record import alternate_prepared, figure, median_interval
+from bench.round.batch import fill, full_row_map, random_weights
 from specjax import ModelConfig, RunConfig, SpecConfig
 from specjax.checkpoint.huggingface import read_config
 from specjax.decode.chunk import Result, Until
@@ -178,7 +177,7 @@ class Chunk:
             runner.executables.by_key = {}
 
     def _inputs(self) -> tuple:
-        return self.runner.alone(everyone(self.runner)), Until.of(self.size.rounds)
+        return self.runner.alone(full_row_map(self.runner)), Until.of(self.size.rounds)
 
     @property
     def held(self) -> int:

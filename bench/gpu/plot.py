@@ -15,7 +15,7 @@ from matplotlib.axes import Axes  # noqa: E402
 from bench.gpu import records  # noqa: E402
 from bench.gpu.status import by_card  # noqa: E402
 from bench.gpu.targets import TARGETS  # noqa: E402
-from bench.round_parts import ROUND  # noqa: E402
+from bench.round.parts import ROUND  # noqa: E402
 
 SHARE = re.compile(r"share/(?P<kernel>[^/]+)/(?P<cell>\d+/\w+/\d+)")
 BOUNDS = {bound for t in TARGETS if t.part.startswith("attention/") for bound in t.bounds.values()}

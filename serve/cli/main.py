@@ -31,7 +31,7 @@ EXAMPLES = """examples:
   specjax generate --model DIR --file prompts.jsonl --output samples.jsonl --stats
   specjax serve --model DIR speculation.control.controller=goodput
   specjax convert runs/sums exported/
-  specjax bench decode --model assets/sums
+  specjax bench throughput decode --model assets/sums
 
 JAX_PLATFORMS chooses the device; JAX_COMPILATION_CACHE_DIR=DIR keeps compiled programs."""
 NOBODY_READS = 141

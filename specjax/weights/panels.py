@@ -21,8 +21,8 @@ from specjax.kernels.dispatch import PANEL_WIDTH
 class Panels:
     """A matrix [K, N] as [N / 16, K, 16], a `specjax.interfaces.Weight`.
 
-    `cpu/product.h` says why, and `bench.cpu` measures what it brings. A row's bits do not depend on
-    how many rows it is multiplied with.
+    `cpu/product.h` says why, and `bench.throughput kernels` measures what it brings. A row's bits
+    do not depend on how many rows it is multiplied with.
     """
 
     exact: ClassVar[bool] = True

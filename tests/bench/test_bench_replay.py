@@ -6,8 +6,9 @@ import re
 import numpy as np
 import pytest
 
-from bench import chains, predict, replay
-from bench.trace import SUFFIX, Trace
+from bench import predict, replay
+from bench.rollout import chains
+from bench.rollout.chains import SUFFIX, Trace
 
 DEEP = "2_1_3"
 

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from bench import serve, serve_verdict
-from bench.serve_traffic import DISCONNECT, NORMAL, Ask, traffic
+from bench.serve import __main__ as serve
+from bench.serve import verdict
+from bench.serve.traffic import DISCONNECT, NORMAL, Ask, traffic
 
 # Two slots, and few lengths of a prompt and what follows: few programs to compile.
 SETTINGS = (
@@ -70,7 +71,7 @@ def test_what_is_lost_or_wrong_is_found(loaded):
     def judged(index, change):
         changed = copy.deepcopy(answers)
         change(changed[index])
-        return serve_verdict.judge(plain, asks, changed)
+        return verdict.judge(plain, asks, changed)
 
     def other_token(answer):
         answer.tokens[0][0] = (answer.tokens[0][0] + 1) % 200
@@ -105,7 +106,7 @@ def test_what_is_lost_or_wrong_is_found(loaded):
     def judged_beginning(change):
         changed = copy.deepcopy(answers)
         change(changed[leaves])
-        return serve_verdict.judge(plain, alone, changed)
+        return verdict.judge(plain, alone, changed)
 
     assert judged_beginning(received(tokens[:2], text[:1])).wrong == 0
     assert judged_beginning(received([(tokens[0] + 1) % 200], "")).wrong == 1

@@ -16,9 +16,8 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from test_bench_protocol import PROGRAM
+from test_bench_round import PROGRAM
 
-from bench import hlo
 from bench.gpu import dry, program, records, targets
 from bench.gpu.cards import CARDS
 from bench.gpu.chunks import OFF, Chunk, Size, whole_model
@@ -40,6 +39,7 @@ from bench.gpu.program import Place, Program
 from bench.gpu.script import Scripted, scripted_lengths
 from bench.gpu.table import PARTS, Part, named
 from bench.record import figure
+from bench.round import counts
 from specjax.decode.accept import accept
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -397,7 +397,7 @@ def test_kernels_are_counted_where_the_rounds_lie_in_a_graph_that_the_entry_call
   ROOT %graph = (s32[], f32[4]{0}) call(%a.9), to_apply=%command_buffer
 }
 """
-    assert hlo.round_kernels(before + graph + calls) == hlo.round_kernels(PROGRAM)
+    assert counts.round_kernels(before + graph + calls) == counts.round_kernels(PROGRAM)
 
 
 # --- train.rl ----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from bench.gpu.job import Absent, Job
 from bench.gpu.parts import rl
 from bench.gpu.table import PARTS, Part
 from bench.record import figure, write_json
-from bench.round_parts import ROUND
+from bench.round.parts import ROUND
 
 HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from bench import hlo
 from bench.gpu.chunks import GRAPH, OFF, Chunk, Size, milliseconds_per_round
 from bench.gpu.job import Job
 from bench.gpu.program import Built, Place, Program, build
 from bench.record import figure, median_interval, paired_ratio_interval
+from bench.round import counts
 
 ARMS = {
     "default": {},
@@ -99,6 +99,6 @@ def _figures(job: Job, sizes: Sizes, chunk: Chunk, built: Built, batch: int) -> 
     )
     unit = f"ms per round; {best}"
     result[f"ms/{at}/best"] = result[f"ms/{at}/{best}"] | {"unit": unit}
-    counted = hlo.round_kernels(built[f"{batch}/default"].as_text())
+    counted = counts.round_kernels(built[f"{batch}/default"].as_text())
     kinds = ", ".join(f"{n} {opcode}" for opcode, n in counted.most_common())
     return result | {f"kernels/{at}": figure(counted.total(), f"per round, as it is: {kinds}")}

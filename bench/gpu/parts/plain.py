@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from bench import traffic
 from bench.gpu.chunks import (
     Chunk,
     Size,
@@ -22,6 +21,7 @@ from bench.gpu.job import Job
 from bench.gpu.parts.ceilings import copy_rate
 from bench.gpu.program import Place, Program, build
 from bench.record import figure, median_interval, paired_ratio_interval
+from bench.round import counts
 
 ARMS = {
     "triton": {"xla_gpu_enable_triton_gemm": True},
@@ -110,7 +110,7 @@ def _figures(sizes: Sizes, chunks: dict[int, Chunk], context: int, copy: float, 
 def whole_bytes(chunks: dict[int, Chunk], layers: tuple[int, int], total: int, context: int):
     """Bytes that a step of the whole model has to touch."""
     sizes = [
-        traffic.forward_bytes(c.cfg, c.runner.params, c.size.batch, 1, context)
+        counts.forward_bytes(c.cfg, c.runner.params, c.size.batch, 1, context)
         for c in (chunks[n] for n in layers)
     ]
     return whole_model(sizes[:1], sizes[1:], layers, total)[0]

@@ -1,13 +1,13 @@
-"""The workloads of `bench.protocol` at full size, on a model of 8B shapes with random weights."""
+"""`bench.throughput workloads` at full size, on a model of 8B shapes with random weights."""
 
 from __future__ import annotations
 
 import functools
 
-from bench import protocol
 from bench.gpu.job import Job
 from bench.gpu.parts.round_parts import model_of, sizes_of
-from bench.workloads import WORKLOADS, Point, points
+from bench.throughput import workloads
+from bench.throughput.workloads import WORKLOADS, Point, points
 from specjax.shipped import find_shipped
 from specjax.tokenizer import load_tokenizer
 from train import data
@@ -17,20 +17,20 @@ TOKENIZER = "assets/sums"
 
 
 def measure(job: Job) -> None:
-    """All figures of `bench.protocol`, of one sample at a time first."""
+    """All figures of `bench.throughput workloads`, of one sample at a time first."""
     sizes = sizes_of(job)
     job.tell(sizes=sizes._asdict())
     argv = ["--strategy", sizes.strategy, "--seed", str(job.seed), "--emitted", str(sizes.emitted)]
     argv += ["--repeats", "2" if job.small else "3", "--scale", "1/64" if job.small else "1"]
     argv += ["--window", str(sizes.window), "--copy_bytes", str(1 << 16 if job.small else 1 << 30)]
-    args = protocol.parse([*argv, "--dtype", sizes.dtype])
+    args = workloads.parse([*argv, "--dtype", sizes.dtype])
     tokenizer = load_tokenizer(find_shipped(TOKENIZER))
     source = data.demonstrations(data.DataConfig(seed=job.seed), "heldout")
     model = model_of(sizes, job.seed)
 
     def one(point: Point) -> dict:
-        found = protocol.point_figures(point, model, source, tokenizer, args)
-        print(protocol.summary(point, found), flush=True)
+        found = workloads.point_figures(point, model, source, tokenizer, args)
+        print(workloads.summary(point, found), flush=True)
         return {f"protocol/{name}": entry for name, entry in found.items()}
 
     job.each(

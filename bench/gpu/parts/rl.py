@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.gpu.job import Job
-from bench.random_weights import random_weights
 from bench.record import figure, median_interval
+from bench.round.batch import random_weights
 from specjax.checkpoint import huggingface as hf
 from specjax.drafts.mtp import init_head_params
 from specjax.models.transformer import init_params

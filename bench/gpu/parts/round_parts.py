@@ -22,11 +22,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench import hlo, protocol, traffic
-from bench.full_batch import everyone, fill
 from bench.gpu.chunks import policy_pass
 from bench.gpu.job import Job
-from bench.random_weights import random_weights
 from bench.record import (
     alternate,
     alternate_prepared,
@@ -34,9 +31,11 @@ from bench.record import (
     median_interval,
     paired_ratio_interval,
 )
-from bench.round import turn_times
-from bench.round_parts import EMPTY, ROUND, Parts
-from bench.workloads import Point, Workload
+from bench.round import counts
+from bench.round.batch import fill, full_row_map, random_weights
+from bench.round.parts import EMPTY, ROUND, Parts, turn_times
+from bench.throughput import workloads
+from bench.throughput.workloads import Point, Workload
 from specjax import ModelConfig, SpecConfig
 from specjax.checkpoint.huggingface import read_config
 from specjax.decode.options import Features
@@ -109,7 +108,7 @@ def measure(job: Job) -> None:
     del policy  # the runner has its own, in another layout
     job.tell(attention=runner.cfg.run.attention)
     work = Workload(sizes.context, room, (sizes.batch,), {"temperature": 1.0})
-    chunk = protocol.Chunk(runner, Point("round", sizes.context, room, sizes.batch, work))
+    chunk = workloads.Chunk(runner, Point("round", sizes.context, room, sizes.batch, work))
     job.each(
         [
             (OF_PARTS, functools.partial(_part_figures, job, runner, sizes)),
@@ -120,16 +119,16 @@ def measure(job: Job) -> None:
     )
 
 
-def _chunk_figures(chunk: protocol.Chunk, sizes: Sizes) -> dict[str, dict]:
+def _chunk_figures(chunk: workloads.Chunk, sizes: Sizes) -> dict[str, dict]:
     """Milliseconds of a round in the engine's own program."""
     seconds = alternate_prepared({"chunk": (chunk.prepare, chunk.run)}, sizes.repeats)["chunk"]
     value, *ends = median_interval([1e3 * s / chunk.rounds for s in seconds])
     return {"round_ms/chunk": figure(value, f"ms per round, in chunks of {chunk.rounds}", ends)}
 
 
-def _kernel_figures(chunk: protocol.Chunk) -> dict[str, dict]:
+def _kernel_figures(chunk: workloads.Chunk) -> dict[str, dict]:
     """Kernels that a round of that program launches, see `bench.hlo`."""
-    counted = hlo.round_kernels(chunk.text())
+    counted = counts.round_kernels(chunk.text())
     kinds = ", ".join(f"{n} {opcode}" for opcode, n in counted.most_common())
     return {"kernels_per_round": figure(counted.total(), f"kernels: {kinds}")}
 
@@ -137,7 +136,7 @@ def _kernel_figures(chunk: protocol.Chunk) -> dict[str, dict]:
 def passes(runner: Runner, rows: int, count: int) -> Callable[[], None]:
     """A function that runs the policy `count` times over so many rows of every slot and waits."""
 
-    inputs = runner.params, runner.state, everyone(runner)
+    inputs = runner.params, runner.state, full_row_map(runner)
     compiled = jax.jit(policy_pass(runner, rows)).lower(*inputs).compile()
 
     def run() -> None:
@@ -180,9 +179,9 @@ def _part_figures(job: Job, runner: Runner, sizes: Sizes) -> dict[str, dict]:
     if missing := [name for name in OF_PARTS if name not in result]:
         job.no_time(missing)
     cfg, batch = runner.cfg, sizes.batch
-    drafted = traffic.draft_bytes(cfg, runner.params, runner.head, batch, sizes.context)
+    drafted = counts.draft_bytes(cfg, runner.params, runner.head, batch, sizes.context)
     rows = runner.tree.rows
-    verified = traffic.forward_bytes(cfg, runner.params, batch, rows, sizes.context)
+    verified = counts.forward_bytes(cfg, runner.params, batch, rows, sizes.context)
     bound = runner.steps * drafted / verified
     unit = f"bytes of {runner.steps} drafted tokens over those of a verification"
     result["draft_over_verify_bytes"] = figure(bound, unit)

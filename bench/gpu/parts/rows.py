@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import jax
 
-from bench.full_batch import everyone
 from bench.gpu.chunks import Chunk, Size, figures_by_layers, policy_pass, shape_of
 from bench.gpu.job import Job
 from bench.gpu.program import Built, Place, Program, build
 from bench.record import alternate, figure, paired_ratio_interval
+from bench.round.batch import full_row_map
 
 
 class Sizes(NamedTuple):
@@ -47,7 +47,7 @@ def _programs(place: Place, sizes: Sizes, chunks: dict[int, Chunk]) -> list[Prog
     for rows in sizes.rows:
         for layers, chunk in chunks.items():
             params, _, state = chunk.shapes
-            inputs = params, state, place.shapes(everyone(chunk.runner))
+            inputs = params, state, place.shapes(full_row_map(chunk.runner))
             lower = functools.partial(jax.jit(policy_pass(chunk.runner, rows)).lower, *inputs)
             name = f"{layers}/{rows}"
             found.append(Program(name, functools.cache(lower), {}, every - chunk.held))
@@ -81,7 +81,7 @@ def measure(job: Job, batch: int) -> None:
 def _figures(sizes: Sizes, chunks: dict[int, Chunk], built: Built, rows: int) -> dict:
     def run(layers: int, rows: int) -> None:
         runner, program = chunks[layers].runner, built[f"{layers}/{rows}"]
-        inputs = runner.params, runner.state, everyone(runner)
+        inputs = runner.params, runner.state, full_row_map(runner)
         for _ in range(sizes.passes):
             found = program(*inputs)
         jax.block_until_ready(found)

@@ -18,11 +18,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from bench import protocol
 from bench.gpu.job import Absent, Job
 from bench.gpu.parts.round_parts import plain_model, sizes_of
 from bench.record import alternate, figure, paired_ratio_interval
-from bench.workloads import GREEDY, Point, Workload
+from bench.throughput import workloads
+from bench.throughput.workloads import GREEDY, Point, Workload
 from specjax import LLM
 from specjax.shipped import find_shipped
 
@@ -143,7 +143,7 @@ def _figures(job: Job, shape: Shape, batch: int, peer: StaticCachePeer, model) -
     llm = LLM((cfg, weights, None), None, batch, longest)
     rng = np.random.default_rng(job.seed)
     prompts = rng.integers(2, cfg.vocab_size, (batch, shape.prompt)).tolist()
-    calls = protocol.Calls(llm, point, prompts, job.seed)
+    calls = workloads.Calls(llm, point, prompts, job.seed)
     jobs = {
         "torch": lambda: peer.run(prompts, shape.output),
         "whole": lambda: calls.run(shape.output),

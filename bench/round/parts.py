@@ -1,0 +1,250 @@
+"""The parts of a round: each function that `spec_round` calls, compiled as a program of its own.
+
+A part's time is that of many calls, less that of an empty program with as many arguments and
+results: a round in a chunk is not called from the host. Caches are donated, as in a chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from bench.record import alternate
+from bench.round.batch import fill, full_row_map
+from specjax.decode import report, rng, sampling
+from specjax.decode.accept import accept
+from specjax.decode.draft import DraftedTree, draft_tree
+from specjax.decode.history import Rows, context_of, count_tokens
+from specjax.decode.options import Features
+from specjax.decode.plan import Plan
+from specjax.decode.round import Side, commit, spec_round
+from specjax.decode.state import RUNNING, DecodeState, take_slots
+from specjax.decode.verify import verify
+from specjax.engine.runner import Runner
+
+PARTS = ("noise", "draft", "verify", "transform", "accept", "commit")
+# As they are shown for a GPU, in order: "transform" is counted as part of "accept".
+ROUND = ("draft", "verify", "noise", "accept", "commit")
+EMPTY = ", empty"  # what is appended to the name of a part's empty program
+
+
+class Buffers(NamedTuple):
+    """What a round updates in place: every program here takes it and returns it."""
+
+    pages: Any
+    draft_cache: Any
+    noise: Any
+
+
+class Taken(NamedTuple):
+    """A decoding state without its buffers, and what a round needs beside it."""
+
+    state: DecodeState
+    side: Side
+
+    def whole(self, buffers: Buffers) -> DecodeState:
+        state = self.state
+        return state._replace(
+            memory=state.memory._replace(pages=buffers.pages),
+            draft=state.draft._replace(pages=buffers.draft_cache),
+            noise=state.noise._replace(rows=buffers.noise),
+        )
+
+
+def split(state: DecodeState) -> tuple[Buffers, DecodeState]:
+    """Splits a state into its buffers and the rest."""
+    buffers = Buffers(state.memory.pages, state.draft.pages, state.noise.rows)
+    draft, noise = state.draft._replace(pages=None), state.noise._replace(rows=None)
+    memory = state.memory._replace(pages=None)
+    return buffers, state._replace(memory=memory, draft=draft, noise=noise)
+
+
+class Parts:
+    """The compiled parts of one plan's round, by name; calling one runs it once and waits.
+
+    Args:
+      runner: with weights. features, options: what all slots ask for.
+      context: length of every slot. emitted: tokens of the last round, whose noise is drawn anew.
+      go_on: asked after each part whether to compile another one.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        features: Features,
+        options: dict,
+        context: int,
+        emitted: int,
+        go_on: Callable[[], bool] = lambda: True,
+    ):
+        self.runner = runner
+        self.plan: Plan = dataclasses.replace(runner.plan, features=features)
+        self.buffers, state = split(_filled(runner, options, context, emitted))
+        self.programs: dict[str, Callable[[], None]] = {}
+        for _ in self._build(Taken(state, self._side(state))):
+            if not go_on():
+                break
+
+    def _side(self, state: DecodeState) -> Side:
+        plan, counts = self.plan, None
+        if plan.features.penalties:
+            vocab = plan.cfg.vocab_size
+            count = jax.jit(count_tokens, static_argnums=3)
+            counts = count(state.tokens, state.length, state.options.prompt_len, vocab)
+        told = report.start(plan, state.length.shape[0], 1)
+        return Side(counts, told, state.length, jnp.int32(0))
+
+    def _build(self, taken: Taken) -> Iterator[None]:
+        """Compiles every part on the results of the parts before it; yields after each."""
+        params, head = self.runner.params, self.runner.head
+        self._add("noise", self._noise, taken)
+        yield
+        draft = self._add("draft", self._draft, params, head, taken)
+        yield
+        verified = self._add("verify", self._verify, params, taken, draft)
+        yield
+        scores = self._add("transform", self._transform, taken, draft, verified.logits)
+        yield
+        accepted = self._add("accept", self._accept, taken, draft, scores)
+        yield
+        self._add("commit", self._commit, taken, draft, verified, scores, accepted)
+        yield
+        self._add("round", self._round, params, head, taken)
+
+    def _add(self, name: str, function, *inputs) -> Any:
+        """Compiles `function(buffers, *inputs) -> (buffers, result)` and returns a result of it."""
+        self._compile(name, function, *inputs)
+        result = self.programs[name]()
+
+        def empty(buffers, *_):
+            return buffers, jax.tree.map(lambda x: jnp.zeros(1, x.dtype), result)
+
+        self._compile(f"{name}{EMPTY}", empty, *inputs)
+        return result
+
+    def _compile(self, name: str, function, *inputs) -> None:
+        jitted = jax.jit(function, donate_argnums=0, keep_unused=True)
+        compiled = jitted.lower(self.buffers, *inputs).compile()
+
+        def run() -> Any:
+            self.buffers, result = compiled(self.buffers, *inputs)
+            jax.block_until_ready((self.buffers, result))
+            return result
+
+        self.programs[name] = run
+
+    # --- the parts of `spec_round`, in its order -------------------------------------------------
+
+    def _context(self, taken: Taken):
+        state = taken.state
+        return context_of(state.tokens, state.length, self.plan.features, taken.side.counts)
+
+    def _noise(self, buffers: Buffers, taken: Taken):
+        state = taken.whole(buffers)
+        wanted = (state.finish == RUNNING) & (state.options.temperature > 0)
+        count = self.plan.steps + 1
+        ring = rng.refill(state.noise, state.keys, state.length - 1, wanted, count)
+        return buffers._replace(noise=ring.rows), ring.until
+
+    def _draft(self, buffers: Buffers, params, head, taken: Taken):
+        model, state = self.runner.model(params), taken.whole(buffers)
+        draft = draft_tree(model, head, self.plan, state, self._context(taken))
+        buffers = buffers._replace(draft_cache=draft.work.pages)
+        return buffers, draft._replace(shape=None, work=draft.work._replace(pages=None))
+
+    def _verify(self, buffers: Buffers, params, taken: Taken, draft: DraftedTree):
+        model, state = self.runner.model(params), taken.whole(buffers)
+        return buffers, verify(model, self.plan, state, self._again(draft, buffers))
+
+    def _transform(self, buffers: Buffers, taken: Taken, draft: DraftedTree, logits):
+        rows, features = Rows(self.plan.tree.shape.depth, draft.paths), self.plan.features
+        context = self._context(taken)
+        return buffers, sampling.transform(logits, taken.state.options, features, context, rows)
+
+    def _accept(self, buffers: Buffers, taken: Taken, draft: DraftedTree, scores):
+        state = taken.whole(buffers)
+        return buffers, accept(self.plan, state, self._again(draft, buffers), scores)
+
+    def _commit(self, buffers: Buffers, taken: Taken, draft, verified, scores, accepted):
+        state, context = taken.whole(buffers), self._context(taken)
+        draft = self._again(draft, buffers)
+        state, side = commit(
+            self.plan, state, taken.side, 0, context, draft, verified, scores, accepted
+        )
+        buffers, state = split(state)
+        return buffers, (state, side)
+
+    def _round(self, buffers: Buffers, params, head, taken: Taken):
+        model, state = self.runner.model(params), taken.whole(buffers)
+        state, side = spec_round(model, head, self.plan, state, taken.side, 0)
+        buffers, state = split(state)
+        return buffers, (state, side)
+
+    def _again(self, draft: DraftedTree, buffers: Buffers) -> DraftedTree:
+        """Restores a draft as `draft_tree` returned it: with the static shape and its cache."""
+        work = draft.work._replace(pages=buffers.draft_cache)
+        return draft._replace(shape=self.plan.tree.shape, work=work)
+
+
+def _filled(runner: Runner, options: Mapping, context: int, emitted: int) -> DecodeState:
+    """Returns the state within a chunk, `context` tokens per slot and `emitted` noise rows missing.
+
+    It consumes the runner's own state.
+    """
+    fill(runner, context, options)
+
+    def begin(params, head, state, rows):
+        here, plan = take_slots(state, rows), runner.plan
+        memory = plan.source.resume(runner.model(params), head, here, plan.steps)
+        until = jnp.full_like(here.length, context + plan.steps + 1 - emitted)
+        return here._replace(draft=memory, noise=here.noise._replace(until=until))
+
+    inputs = (runner.params, runner.head, runner.state, full_row_map(runner))
+    runner.state = None
+    return jax.jit(begin)(*inputs)
+
+
+# --- times -----------------------------------------------------------------------------------
+
+
+def milliseconds(parts: Parts, window: float, repeats: int) -> dict[str, tuple[float, float]]:
+    """Returns the least and median time of each part and the round, less its empty program's.
+
+    Args:
+      window: see `turn_times`.
+    """
+    found = turn_times(parts, window, repeats)
+    return {
+        name: tuple(
+            max(of(found[name]) - min(found[f"{name}{EMPTY}"]), 0.0)
+            for of in (min, statistics.median)
+        )
+        for name in (*PARTS, "round")
+    }
+
+
+def turn_times(parts: Parts, window: float, repeats: int) -> dict[str, list[float]]:
+    """Returns the milliseconds of one call of each program in each of `repeats` windows.
+
+    Args:
+      window: seconds that a window should last; a program that takes longer runs once.
+    """
+    calls = {}
+    for name, run in parts.programs.items():
+        once = min(alternate({name: run}, 3)[name])
+        calls[name] = max(1, min(200, round(window / once)))
+
+    def several(name: str) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(calls[name]):
+                parts.programs[name]()
+
+        return run
+
+    seconds = alternate({name: several(name) for name in parts.programs}, repeats)
+    return {name: [1e3 * s / calls[name] for s in values] for name, values in seconds.items()}
