@@ -47,24 +47,20 @@ SHORTEST_PREFILL = 16  # contexts are padded to powers of two from here on
 
 
 class Speculator(Protocol):
-    """A model. To draft it needs `propose`, to verify it needs `verify`; `commit` is optional."""
+    """A model of your own: a draft has `propose`, a target has `verify`; `commit` is optional."""
 
     def propose(self, context: Sequence[int], n: int) -> DraftProposal:
-        """At most `n` tokens to follow the context; their randomness must be the draft's own."""
+        """Drafts at most `n` tokens to follow the context, with randomness of its own."""
 
     def verify(self, context: Sequence[int], tokens: Sequence[int]) -> VerifyResult:
-        """The target's distributions at each drafted token and, for a bonus token, after the last.
+        """Gives the target's distribution at each drafted token and, for a bonus, after the last.
 
-        Rows after a token of -1 decide nothing; they must be distributions all the same. Without
-        drafted tokens there is one row, the target's distribution after the context.
+        Without drafted tokens there is one row, the distribution after the context. Rows after a
+        token of -1 are not used, but must be distributions all the same.
         """
 
     def commit(self, context: Sequence[int], tokens: Sequence[int]) -> None:
-        """Is told what was emitted after the context; models with a state advance it here.
-
-        Does nothing unless a model has its own; a model without a state needs no such method.
-        """
-        return None
+        """Takes in the tokens emitted after the context; a model without a state needs none."""
 
 
 class Speculation(NamedTuple):
@@ -124,7 +120,7 @@ def speculate(
 
 
 class _Setup(NamedTuple):
-    """What the programs are made for."""
+    """The static half of the programs below."""
 
     cfg: ModelConfig
     source: Draft
@@ -133,7 +129,7 @@ class _Setup(NamedTuple):
 
     @property
     def taps(self) -> tuple[int | str, ...]:
-        """Hidden states of the target that the source is given."""
+        """The target's hidden states that the source reads."""
         return self.source.needs.taps
 
     def model(self, params: Params):
@@ -141,13 +137,13 @@ class _Setup(NamedTuple):
 
 
 class _Sequence(NamedTuple):
-    """What sources read of a decode state, for one slot.
+    """The fields of a decode state that draft sources read, for one sequence.
 
     Attributes:
-      tokens: [1 M]. length: [1]. memory: the target's. draft: the source's memory, within a chunk
-        that never ends.
-      keys: [1 2] of the noise of a proposal, of which no two have the same. options: the
-        temperature alone; the context that was prefilled counts as the prompt.
+      memory, draft: caches of the target and of the source; the source is within a chunk that never
+        ends.
+      keys: of a proposal's noise, new for each proposal.
+      options: the temperature; the context that was prefilled counts as the prompt.
     """
 
     tokens: Int[Array, "1 M"]
@@ -161,7 +157,11 @@ class _Sequence(NamedTuple):
 
 
 class _Proposed(NamedTuple):
-    """A chain of `steps` tokens, what they were drawn from, and how many there are."""
+    """A drafted chain.
+
+    Attributes:
+      tokens: drafted; -1 from `count` on. q: what each was drawn from. work: see `Draft.step`.
+    """
 
     tokens: Int[Array, " steps"]
     q: Float[Array, "steps V"]
@@ -170,7 +170,7 @@ class _Proposed(NamedTuple):
 
 
 class _Verified(NamedTuple):
-    """The target's distributions after the root and after each drafted token, and its rows."""
+    """A verified chain: distributions, hidden states and scratch of the root and each draft."""
 
     p: Float[Array, "E V"]
     hidden: Float[Array, "1 E D"]
@@ -180,15 +180,15 @@ class _Verified(NamedTuple):
 class SourceSpeculator:
     """A target and its draft source as a `Speculator`, with caches that follow the context.
 
-    `propose` is the source's, `verify` the target's; one object can be both, and must for a source
-    that drafts from the target's states. A context that does not continue the last one is prefilled
-    anew. Nothing is compiled again while contexts grow, except once per padded prefill length.
+    `propose` runs the source, `verify` the target. One object can be both, and must be for a source
+    that drafts from the target's hidden states. A context that does not continue the last one is
+    prefilled anew. Contexts that grow compile nothing, except once per padded prefill length.
 
     Args:
       cfg, params: the target's config and stacked parameters.
-      source, source_params: what drafts, parameters in its decode layout. A source that drafts from
-        samples that have ended has what it keeps before the first one, for here none ends.
-      steps: tokens that are drafted, and verified, at a time at most.
+      source, source_params: what drafts, with parameters in its decode layout. No sample ends here,
+        so a source that drafts from samples that ended stays as it is before the first one.
+      steps: tokens that are drafted and verified at a time, at most.
       temperature: of p and q; 0 is greedy.
       seed: of the draft's own randomness.
       max_len: context and emitted tokens at most.
@@ -221,10 +221,10 @@ class SourceSpeculator:
         self._forget()
 
     def propose(self, context: Sequence[int], n: int) -> DraftProposal:
-        """Draws min(n, steps) tokens, or fewer where the source knows none.
+        """Draws min(n, steps) tokens, or fewer where the source has no candidate.
 
         Raises:
-          ValueError: an empty or over-long context, or ids out of range.
+          ValueError: the context is empty or too long, or holds ids out of range.
         """
         self._follow(context)
         self._proposals += 1  # no two proposals share randomness, whatever their contexts
@@ -236,10 +236,10 @@ class SourceSpeculator:
         return DraftProposal(tokens[:count], q[:count])
 
     def verify(self, context: Sequence[int], tokens: Sequence[int]) -> VerifyResult:
-        """One forward pass of the target over the root and at most `steps` tokens.
+        """Runs one forward pass of the target over the root and at most `steps` tokens.
 
         Raises:
-          ValueError: more tokens than that; see also `propose`.
+          ValueError: there are more tokens; see also `propose`.
         """
         setup, tokens = self._setup, tuple(int(t) for t in tokens)
         if len(tokens) > setup.steps:
@@ -257,11 +257,11 @@ class SourceSpeculator:
     def commit(self, context: Sequence[int], tokens: Sequence[int]) -> None:
         """Advances both caches over the tokens emitted after the context.
 
-        Whichever of `propose` and `verify` another model did for this context is made up for.
+        If another model proposed or verified for this context, that step runs here first.
         """
         context, tokens = _ids(context), _ids(tokens)
         if not tokens or self._context == context + tokens:
-            return  # nothing new: `speculate` tells draft and target, which may be one object
+            return  # `speculate` calls draft and target, which may be one object
         if len(tokens) > self._setup.steps + 1:
             self._forget()
             return
@@ -286,7 +286,7 @@ class SourceSpeculator:
 
     @property
     def _words(self) -> np.ndarray:
-        """Of the keys, for the last proposal that was begun."""
+        """The words [1 5] that key the last proposal's randomness."""
         return rng.request_words(self._seed, (), self._proposals)[None]
 
     def _forget(self) -> None:
@@ -297,7 +297,7 @@ class SourceSpeculator:
         self._verified_tokens: tuple[int, ...] = ()
 
     def _follow(self, context: Sequence[int]) -> None:
-        """Makes the caches those of `context`."""
+        """Makes the caches those of `context`, by prefill unless they are already."""
         context, setup = _ids(context), self._setup
         if context == self._context and context:
             return
@@ -327,12 +327,9 @@ def _ids(tokens: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(t) for t in tokens)
 
 
-# --- the programs ---------------------------------------------------------------------------------
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _prefill(setup: _Setup, params, source_params, tokens, length, temperature, words) -> _Sequence:
-    """Caches of full size, filled with a context."""
+    """Caches of `max_len` positions, filled with a context."""
     model, source, cfg = setup.model(params), setup.source, setup.cfg
     slots = setup.max_len + max(setup.steps + 1, source.margin(setup.steps))
     multiple = page_multiple(cfg, source)
@@ -360,13 +357,13 @@ def _prefill(setup: _Setup, params, source_params, tokens, length, temperature, 
         memory=commit(cfg, target, found.scratch, None, length - 1, Commit(start)),
         draft=source.pause(memory, fresh.slots),
     )
-    # The shapes of every later round, in which `propose` resumes nothing.
+    # `resume` gives the source's memory the shapes that it has in every later round.
     return sequence._replace(draft=source.resume(model, source_params, sequence, setup.steps))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _propose(setup: _Setup, params, source_params, sequence, temperature, words) -> _Proposed:
-    """Draws a chain; it ends where the source has no finite logit."""
+    """Drafts a chain, which ends where the source has no finite logit."""
     model, source = setup.model(params), setup.source
     keys, nodes, total = rng.request_keys(words), np.arange(setup.steps), setup.steps - 1
     sequence = sequence._replace(keys=keys)

@@ -1,11 +1,11 @@
-"""Stop strings: found on the host, in the text, however tokens and chunks cut it up.
+"""Finds stop strings in a sample's text, on the host.
 
-A sample's text grows token by token, and each token's text is searched as if it had come alone.
-So where a sample ends follows from its tokens, not from how many of them a chunk brought.
+A sample's text grows token by token and is searched after each one. So where a sample ends follows
+from its tokens, and not from how many of them a chunk emitted.
 
-Special tokens are not part of the text, and yet a stop string may be one, or hold one: what is
-searched as well is the text with their names where they stand. A name counts as a whole: what holds
-only a part of it, as `eos` of `<|eos|>`, is not there.
+Decoding leaves special tokens out, and yet a stop string may be one, or contain one. So the text
+with the names of special tokens in their places is searched as well. Only whole names count: `eos`
+is not found in `<|eos|>`.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 INCOMPLETE = "\ufffd"  # what a tokenizer makes of the first bytes of a character
-BYTES = 4  # of a character, at most; so many tokens can be
+BYTES = 4  # of a character at most, and so its tokens at most
 WINDOW = 24  # tokens that are decoded at a time, about
 
 
 class TextStream:
-    """The text of a growing list of tokens; what it has given out never changes.
+    """Decodes a growing list of tokens; text that was given out never changes.
 
-    A few tokens are decoded at a time, with the ones before them as context, because the text of a
-    token may depend on its left neighbour (a space that is dropped at the start) and a character
-    may take several tokens. The last, incomplete one is held back, as is whatever else ends in
-    `INCOMPLETE`. Tokens that bring no character, however many follow each other, are not decoded
-    again and again: what nothing can change any more leaves the window.
+    A few tokens are decoded at a time, after some earlier ones for context: a token's text may
+    depend on the token before it (a space is dropped at the start), and a character may take
+    several tokens. Text that ends in `INCOMPLETE` is held back. Tokens whose text is settled leave
+    the window, so that a long run of tokens without a whole character is not decoded again for
+    every further one.
 
     Attributes:
-      text: so far.
+      text: of the tokens so far, in whole characters.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]):
         self._decode = decode
-        self._ids: list[int] = []  # the window; those before _fresh are there for context only
+        self._ids: list[int] = []  # the window; ids before _fresh are only context
         self._window = ""  # its text
         self._fresh = 0
         self._grown = 0  # tokens of the window when `text` grew last
         self._known = 0  # characters of the window that `text` has already
-        self._held = 0  # INCOMPLETEs that have left the window, and are not in `text` yet
+        self._held = 0  # INCOMPLETEs that left the window and are not in `text` yet
         self.text = ""
 
     def push(self, token: int) -> None:
@@ -46,7 +46,7 @@ class TextStream:
         self.extend((token,))
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Appends tokens, at the cost of one."""
+        """Appends tokens, and decodes once."""
         if not tokens:
             return
         self._ids = [*self._ids, *tokens]
@@ -55,15 +55,15 @@ class TextStream:
         if len(whole) > self._known:
             self._grow(whole)
         elif len(self._ids) - self._grown > 2 * BYTES:
-            self._leave_out()
+            self._shrink()
 
     @property
     def rest(self) -> str:
-        """What is held back: the first bytes of a character that has not been completed."""
+        """The text that is held back, of a character that is not complete."""
         return INCOMPLETE * self._held + self._window[self._known :]
 
     def _grow(self, whole: str) -> None:
-        """Gives out what the window has in whole characters."""
+        """Appends the window's whole characters to `text`, and drops tokens they settle."""
         self.text += INCOMPLETE * self._held + whole[self._known :]
         self._known, self._held = len(whole), 0
         if whole == self._window:
@@ -72,19 +72,20 @@ class TextStream:
                 self._window = self._decode(self._ids)
                 self._known = len(self._window)
             self._fresh = len(self._ids)
-        elif len(self._ids) > WINDOW:  # it has ended in the middle of a character time and again
+        elif len(self._ids) > WINDOW:  # so far it has always ended within a character
             tail = self._ids[-2 * BYTES :]
             window = self._decode(tail)
             if known := len(window.rstrip(INCOMPLETE)):
                 self._ids, self._window, self._known, self._fresh = tail, window, known, 0
         self._grown = len(self._ids)
 
-    def _leave_out(self) -> None:
-        """Drops what brought no character and cannot become a part of one any more."""
+    def _shrink(self) -> None:
+        """Drops tokens without a character that cannot become part of one any more."""
         before, run = self._ids[: self._grown], self._ids[self._grown :]
-        if self._window:  # tokens without any text; at the very start a space may look like one
+        if self._window:  # not at the very start, where a space has no text either
             run = [token for token in run if self._decode([token])]
-        for cut in range(BYTES):  # where what is left on both sides makes no character
+        # Cut out the middle of the run, at a place where both sides do not join to a character.
+        for cut in range(BYTES):
             kept = before + run[:cut] + run[max(cut, len(run) - BYTES) :]
             window = self._decode(kept)
             gone = len(self._window) - len(window)
@@ -95,14 +96,14 @@ class TextStream:
 
 
 class Cut(NamedTuple):
-    """Where a sample ends: how many of its generated tokens it keeps, and its text."""
+    """The end of a sample: how many of its generated tokens it keeps, and its text."""
 
     tokens: int
     text: str
 
 
 class _Named(NamedTuple):
-    """A special token's name: where it begins in the text that has names, and its length."""
+    """A special token's name: where it begins in the text with names, and its length."""
 
     at: int
     length: int
@@ -112,10 +113,10 @@ class StopStrings:
     """Looks for stop strings in one sample.
 
     Args:
-      decode: token ids to text, special tokens left out. include: the text keeps the stop string.
-      min_tokens: strings completed by one of the first `min_tokens` tokens are passed over, as
-        stop tokens are masked there.
-      name: what a special token is called; empty for all others. None: there are no special ones.
+      decode: token ids to text, without special tokens. include: the text keeps the stop string.
+      min_tokens: strings that one of the first `min_tokens` tokens completes do not count; stop
+        tokens are masked there, too.
+      name: the name of a special token, empty for all others; None if there are no special tokens.
     """
 
     def __init__(
@@ -134,8 +135,10 @@ class StopStrings:
 
     @property
     def text(self) -> str:
-        """Of the tokens so far, in whole characters, without what may be the beginning of a stop
-        string; it goes on behind a stop string."""
+        """The text of the tokens so far, without an end that may be the beginning of a stop string.
+
+        It is not cut at a stop string that was found.
+        """
         longest = max(map(len, self._strings)) - 1
         for count in range(min(longest, len(self._whole)), 0, -1):
             at = len(self._whole) - count
@@ -147,7 +150,7 @@ class StopStrings:
         return self._stream.text
 
     def feed(self, tokens: Sequence[int]) -> Cut | None:
-        """Takes in the next tokens; where the sample ends, if a stop string is completed.
+        """Takes in the next tokens; returns where the sample ends once a stop string is complete.
 
         Of several strings that one token completes, the one that begins first counts.
         """
@@ -177,10 +180,10 @@ class StopStrings:
     def _find(
         self, text: str, searched: int, refused: Callable[[int, int], bool] | None = None
     ) -> list[tuple[int, str]]:
-        """Strings that end past the first `searched` characters of a text, and where they begin.
+        """Stop strings that end past the first `searched` characters, and where they begin.
 
         Args:
-          refused: whether a string does not count that stands from one place to another.
+          refused: whether a string from one place to another does not count.
         """
         found = []
         for string in self._strings:
@@ -192,7 +195,7 @@ class StopStrings:
         return found
 
     def _cuts_a_name(self, start: int, end: int) -> bool:
-        """Whether this part of the text with names holds some of a name, and not all of it."""
+        """Whether this range of the text with names holds part of a name, but not all of it."""
         for name in reversed(self._names):
             after = name.at + name.length
             if after <= start:
@@ -202,5 +205,5 @@ class StopStrings:
         return False
 
     def _without_names(self, at: int) -> int:
-        """A place in the text with names, as one in the text without them."""
+        """The place in the text without names that a place in the text with them has."""
         return at - sum(min(at - name.at, name.length) for name in self._names if name.at < at)
