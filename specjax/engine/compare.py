@@ -145,23 +145,33 @@ def _scores(runner, job: Job, context: np.ndarray, logits: np.ndarray):
     options = option_rows([job] * count, vocab, runner.stop_width)
     tokens = np.broadcast_to(_padded(runner, context), (count, _width(runner, context)))
     lengths = np.full(count, len(context), np.int32)
-    scores, noise = _transformed(features, options, tokens, lengths, logits, job.words)
+    scores, noise = _scores_and_noise(features, options, tokens, lengths, logits, job.words)
     if job.params.temperature <= 0:
         noise = np.zeros(vocab)
     return np.asarray(scores, np.float64), np.asarray(noise, np.float64)
 
 
 @functools.partial(jax.jit, static_argnames="features")
-def _transformed(features: Features, options: Options, tokens, lengths, logits, words):
-    vocab = logits.shape[-1]
+def _scores_and_noise(features: Features, options: Options, tokens, lengths, logits, words):
+    scores = transformed(features, options, tokens, lengths, logits)
+    noise = rng.target_noise(rng.request_keys(words[None]), lengths[None, :1], logits.shape[-1])
+    return scores, noise[0, 0]
+
+
+@functools.partial(jax.jit, static_argnames="features")
+def transformed(features: Features, options: Options, tokens, lengths, logits):
+    """Scores [N V] of the logits [N V] of the token that follows each context.
+
+    Args:
+      options: one row for each context. tokens: [N M], of which the first `lengths` are the
+        context.
+    """
     counts = None
     if features.penalties:
-        counts = history.count_tokens(tokens, lengths, options.prompt_len, vocab)
+        counts = history.count_tokens(tokens, lengths, options.prompt_len, logits.shape[-1])
     context = history.context_of(tokens, lengths, features, counts)
     rows = history.root_rows(len(lengths))
-    scores = sampling.transform(logits[:, None], options, features, context, rows)
-    noise = rng.target_noise(rng.request_keys(words[None]), lengths[None, :1], vocab)
-    return scores[:, 0], noise[0, 0]
+    return sampling.transform(logits[:, None], options, features, context, rows)[:, 0]
 
 
 def _logits_by_program(runner, context: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Why drafts are rejected: collected on the host, chunk by chunk, and summed up.
+"""Why drafts are rejected: collected on the host chunk by chunk, summed up, printed and drawn.
 
-On by `SpecConfig(telemetry=True)` or `SPECJAX_TELEMETRY=1`; the device half is
-`specjax.decode.report`. After a run `llm.telemetry.summary()` has the figures,
+`SpecConfig(telemetry=True)` or `SPECJAX_TELEMETRY=1` switches it on; the device reports rejections
+by `specjax.decode.report`. After a run `llm.telemetry.summary()` has the figures,
 `llm.telemetry.write_jsonl("run.jsonl")` keeps them, and `python -m specjax.telemetry run.jsonl`
 prints and draws them.
 """

@@ -18,8 +18,8 @@ from specjax.telemetry.collector import CAUSES, Summary, read_jsonl
 
 
 def tables(summary: Summary) -> list[Table]:
-    """Acceptance per depth, causes, and the figures that are one number."""
-    depths = Table("depth", "tried", "accepted", "share", title="Acceptance per depth")
+    """Tables of acceptance per depth, causes of rejections, and single figures."""
+    depths = Table("depth", "attempts", "accepted", "share", title="Acceptance per depth")
     rows = zip(summary.attempts, summary.accepts, summary.acceptance_per_depth, strict=True)
     for depth, (attempts, accepts, share) in enumerate(rows, 1):
         depths.add_row(str(depth), f"{attempts:,}", f"{accepts:,}", f"{share:.1%}")

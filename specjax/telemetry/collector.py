@@ -1,12 +1,11 @@
-"""Collects what chunks report, sums it up, and keeps it as JSON lines.
+"""Collects why drafts are rejected: records, sums, and files of JSON lines.
 
 A file holds objects of two kinds, told apart by `kind`: a `tally` of everything that was counted,
-then a `rejection` per record that was kept. Files may be concatenated: tallies add up.
+then a `rejection` for each record that was kept. Files may be concatenated: tallies add up.
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import json
 import math
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 
 MAX_RECORDS = 100_000
-# Exclusive: a rejection has the first of these that holds.
+# The cause of a rejection is the first of these that holds.
 CAUSES = {
     "mask": "the draft token is masked: allowed ids, bad words, minimum length",
     "filter": "the draft token is cut by the target's top-k, top-p or min-p",
@@ -33,10 +32,10 @@ ENTROPY_EDGES = tuple(i / 4 for i in range(25))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotInfo:
-    """Who runs in a slot.
+    """The sample that runs in a slot.
 
     Attributes:
-      request: the request's number or name. sample: which of its samples, from 0.
+      request: its request's number or name. sample: its number within the request, from 0.
       prompt_len: tokens of its prompt. transforms: see `active_transforms`.
     """
 
@@ -47,7 +46,7 @@ class SlotInfo:
 
 
 def active_transforms(features) -> tuple[str, ...]:
-    """The sampling transforms among a request's `Features`, by name."""
+    """The names of the sampling transforms in `features`, a `specjax.decode.options.Features`."""
     names = {"sampled": "temperature"}
     names |= dict.fromkeys(("top_logprobs", "transformed_logprobs"))
     found = (names.get(name, name) for name in features.names)
@@ -56,7 +55,7 @@ def active_transforms(features) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rejection:
-    """One rejected draft token; the figures are explained at `specjax.decode.report.Rejections`.
+    """One rejected draft token; `specjax.decode.report.Rejections` explains the other fields.
 
     Attributes:
       request, sample, prompt_len, transforms: as in `SlotInfo`.
@@ -91,14 +90,10 @@ class Rejection:
     @property
     def cause(self) -> str:
         """One of `CAUSES`."""
-        if self.outside_mask:
-            return "mask"
-        if self.outside_filter:
-            return "filter"
-        return "penalty" if self.penalty_changed else "disagreement"
+        return tuple(CAUSES)[int(_cause_numbers(self))]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; the log-probability of what cannot happen, -inf, becomes null."""
+        """A JSON object, in which null stands for a log-probability of -inf."""
         fields = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -118,17 +113,26 @@ class Rejection:
         return cls(**values)
 
 
+# The fields of a `Rejection` that come from the device.
+_FIELDS = tuple(
+    f.name
+    for f in dataclasses.fields(Rejection)
+    if f.name not in {g.name for g in dataclasses.fields(SlotInfo)}
+)
+
+
 @dataclasses.dataclass
 class Tally:
-    """Sums over every round and rejection seen, whether or not its record was kept.
+    """Sums over every round and rejection, whether or not its record was kept.
 
     Attributes:
-      rounds: in which a slot ran and speculated. rejections: rounds that ended in one.
+      rounds: rounds of samples that speculate. rejections: rounds that ended in one.
       attempts, accepts: per depth from 1, rounds whose walk came to a row with drafts of that
         depth below it, and those in which one of them was taken. Counted before stop tokens and
         limits cut a round, so that the end of a sample does not look like a rejection.
-      position_sum: of absolute positions. causes: rejections by cause. offsets: by offset from the
-        prompt. entropies: by bin of ENTROPY_EDGES. dropped: records that were not kept.
+      position_sum: of the rejections' absolute positions. causes: rejections by cause.
+      offsets: rejections by offset from the prompt. entropies: rejections by bin of
+        `ENTROPY_EDGES`. dropped: records that were not kept.
     """
 
     rounds: int = 0
@@ -141,40 +145,30 @@ class Tally:
     entropies: Counter[int] = dataclasses.field(default_factory=Counter)
     dropped: int = 0
 
-    def add_round(self, accepted: int, rejected: bool, number: int = 1) -> None:
-        """Counts `number` rounds whose walk accepted this many drafts."""
-        self.rounds += number
-        for depth in range(1, accepted + 1):
-            self.attempts[depth] += number
-            self.accepts[depth] += number
-        if rejected:
+    def add(self, rejections: Any, ran: np.ndarray, prompt_lens: np.ndarray) -> None:
+        """Counts one chunk.
+
+        Args:
+          rejections: see `Collector.add`. ran: [R B] rounds to count. prompt_lens: [B].
+        """
+        rejected = ran & rejections.valid
+        self.rounds += int(ran.sum())
+        for accepted, number in _counted(rejections.accepted[ran]):
+            for depth in range(1, accepted + 1):
+                self.attempts[depth] += number
+                self.accepts[depth] += number
+        for accepted, number in _counted(rejections.accepted[rejected]):
             self.attempts[accepted + 1] += number
-
-    def add_rejection(self, rejection: Rejection) -> None:
-        self.rejections += 1
-        self.position_sum += rejection.position
-        self.causes[rejection.cause] += 1
-        self.offsets[rejection.offset] += 1
-        self.entropies[bisect.bisect_right(ENTROPY_EDGES, max(rejection.entropy, 0.0)) - 1] += 1
-
-    def add_rejections(
-        self,
-        position: np.ndarray,
-        offset: np.ndarray,
-        entropy: np.ndarray,
-        outside_mask: np.ndarray,
-        outside_filter: np.ndarray,
-        penalty_changed: np.ndarray,
-    ) -> None:
-        """`add_rejection` for many that nobody keeps: figures [N], see `Rejection`."""
+        position = rejections.position[rejected]
         self.rejections += len(position)
-        self.dropped += len(position)
         self.position_sum += int(position.sum())
-        cause = np.select([outside_mask, outside_filter, penalty_changed], [0, 1, 2], 3)
-        bins = np.searchsorted(ENTROPY_EDGES, np.maximum(entropy, 0.0), side="right") - 1
         names = tuple(CAUSES)
-        self.causes.update({names[i]: n for i, n in _counted(cause)})
-        self.offsets.update(dict(_counted(offset)))
+        causes = _cause_numbers(rejections)[rejected]
+        self.causes.update({names[i]: number for i, number in _counted(causes)})
+        offsets = rejections.position - prompt_lens
+        self.offsets.update(dict(_counted(offsets[rejected])))
+        entropy = np.maximum(rejections.entropy[rejected], 0.0)
+        bins = np.searchsorted(ENTROPY_EDGES, entropy, side="right") - 1
         self.entropies.update(dict(_counted(bins)))
 
     def merge(self, other: Tally) -> None:
@@ -199,25 +193,6 @@ class Tally:
             values[name] = Counter({int(key): count for key, count in values[name].items()})
         values["causes"] = Counter(values["causes"])
         return cls(**values)
-
-
-def _counted(values: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Each value with its number."""
-    found, numbers = np.unique(values, return_counts=True)
-    return zip(found.tolist(), numbers.tolist(), strict=True)
-
-
-# What a record takes over from the device as it is.
-_FIELDS = tuple(
-    f.name
-    for f in dataclasses.fields(Rejection)
-    if f.name not in {g.name for g in dataclasses.fields(SlotInfo)}
-)
-
-
-def _fields_of(slot: SlotInfo) -> dict[str, Any]:
-    """`dataclasses.asdict` without its deep copies."""
-    return {field.name: getattr(slot, field.name) for field in dataclasses.fields(slot)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,11 +224,11 @@ class Summary:
 
 
 class Collector:
-    """Rejections of a run.
+    """The rejections of a run.
 
     Args:
-      max_records: records to keep at most; later ones are counted, warned of once, and dropped. 0
-        counts them all, and takes a fraction of the time.
+      max_records: records to keep at most; later ones are counted, and dropped with one warning. 0
+        keeps none without a warning, and takes a fraction of the time.
 
     Attributes:
       records: the rejections that were kept, in the order in which they were collected.
@@ -267,8 +242,11 @@ class Collector:
 
     @classmethod
     def joined(cls, parts: Sequence[Collector]) -> Collector:
-        """What several collected. Records are in the order of requests, samples and positions, so
-        that it does not matter who collected which."""
+        """One collector with the records and sums of several.
+
+        Records are sorted by request, sample and position: which part collected which makes no
+        difference.
+        """
         whole = cls(sum(part.max_records for part in parts))
         for part in parts:
             whole._tally.merge(part._tally)
@@ -279,7 +257,7 @@ class Collector:
         return whole
 
     def clear(self) -> None:
-        """Forgets everything, for instance after `write_jsonl`."""
+        """Removes all records and sums, for instance after `write_jsonl`."""
         self.records: list[Rejection] = []
         self._tally = Tally()
 
@@ -288,65 +266,43 @@ class Collector:
 
         Args:
           rejections: `specjax.decode.report.Rejections` as numpy arrays [R B].
-          slots: who ran in each of the B slots during the chunk; None where nobody did.
+          slots: the samples that ran in the B slots during the chunk; None for an empty slot.
 
         Raises:
           ValueError: there are not B slots.
         """
-        accepted, valid = np.asarray(rejections.accepted), np.asarray(rejections.valid)
-        if len(slots) != accepted.shape[1]:
+        if len(slots) != rejections.accepted.shape[1]:
             raise ValueError(
-                f"got {len(slots)} slots for rejections of {accepted.shape[1]}; give one SlotInfo "
-                "or None per slot of the batch"
+                f"got {len(slots)} slots for rejections of {rejections.accepted.shape[1]}; give "
+                "one SlotInfo or None per slot of the batch"
             )
-        ran = (accepted >= 0) & np.array([slot is not None for slot in slots])
-        pairs = np.stack([accepted[ran], valid[ran]], axis=1)
-        for (depth, rejected), number in zip(
-            *np.unique(pairs, axis=0, return_counts=True), strict=True
-        ):
-            self._tally.add_round(int(depth), bool(rejected), int(number))
-        where = np.nonzero(ran & valid)
-        if not self.max_records:
-            self._count(rejections, slots, where)
+        ran = (rejections.accepted >= 0) & np.array([slot is not None for slot in slots])
+        prompt_lens = np.array([slot.prompt_len if slot else 0 for slot in slots])
+        self._tally.add(rejections, ran, prompt_lens)
+        rounds, columns = np.nonzero(ran & rejections.valid)
+        kept = max(0, min(len(rounds), self.max_records - len(self.records)))
+        where = rounds[:kept], columns[:kept]
+        values = [getattr(rejections, name)[where].tolist() for name in _FIELDS]
+        for slot, *row in zip(where[1].tolist(), *values, strict=True):
+            one = slots[slot]
+            self.records.append(
+                Rejection(one.request, one.sample, one.prompt_len, one.transforms, *row)
+            )
+        if kept == len(rounds):
             return
-        columns = [np.asarray(getattr(rejections, name))[where].tolist() for name in _FIELDS]
-        who = {slot: _fields_of(slots[slot]) for slot in set(where[1].tolist())}
-        for slot, *values in zip(where[1].tolist(), *columns, strict=True):
-            self._keep(Rejection(**who[slot], **dict(zip(_FIELDS, values, strict=True))))
-
-    def _count(
-        self, rejections: Any, slots: Sequence[SlotInfo | None], where: tuple[np.ndarray, ...]
-    ) -> None:
-        """Adds up the rejections at `where`, and keeps none."""
-        lengths = np.array([slot.prompt_len if slot else 0 for slot in slots])
-        position = np.asarray(rejections.position)[where]
-        self._tally.add_rejections(
-            position,
-            position - lengths[where[1]],
-            np.asarray(rejections.entropy)[where],
-            np.asarray(rejections.outside_mask)[where],
-            np.asarray(rejections.outside_filter)[where],
-            np.asarray(rejections.penalty_changed)[where],
-        )
+        if self.max_records and not self._tally.dropped:
+            warnings.warn(
+                f"telemetry keeps {self.max_records} rejections and drops the records of further "
+                "ones (sums still count them); write_jsonl and clear it now and then, or raise "
+                "max_records",
+                stacklevel=2,
+            )
+        self._tally.dropped += len(rounds) - kept
 
     @property
     def causes(self) -> dict[str, int]:
         """Rejections so far by cause, see `CAUSES`."""
         return {name: self._tally.causes[name] for name in CAUSES}
-
-    def _keep(self, rejection: Rejection) -> None:
-        self._tally.add_rejection(rejection)
-        if len(self.records) < self.max_records:
-            self.records.append(rejection)
-            return
-        self._tally.dropped += 1
-        if self._tally.dropped == 1:
-            warnings.warn(
-                f"telemetry keeps {self.max_records} rejections and drops the records of further "
-                "ones (sums still count them); write_jsonl and clear it now and then, or raise "
-                "max_records",
-                stacklevel=3,
-            )
 
     def summary(self) -> Summary:
         """The figures so far, dropped records included."""
@@ -378,8 +334,8 @@ class Collector:
         """Writes the sums and the records.
 
         Args:
-          append: add to the file, after cutting off a last line that a kill left unfinished; then
-            `clear()`, lest the next call writes the same again.
+          append: add to the file, after cutting off a last line that a kill left unfinished. Call
+            `clear` afterwards, or the next call writes the same again.
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -398,7 +354,7 @@ def read_jsonl(path: str | Path) -> Collector:
     A damaged last line, as a kill leaves it, is skipped with a warning.
 
     Raises:
-      FileNotFoundError: no such file.
+      FileNotFoundError: there is no such file.
       ValueError: it is empty, not a telemetry file, or damaged before its last line.
     """
     path = Path(path)
@@ -431,6 +387,18 @@ def read_jsonl(path: str | Path) -> Collector:
     collector = Collector(max(MAX_RECORDS, len(rejections)))
     collector.records, collector._tally = rejections, tally
     return collector
+
+
+def _cause_numbers(found: Any) -> np.ndarray:
+    """Places in `CAUSES`, of a `Rejection` or of arrays of the same fields."""
+    holds = [found.outside_mask, found.outside_filter, found.penalty_changed]
+    return np.select(holds, [0, 1, 2], 3)
+
+
+def _counted(values: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Each value with the number of times it occurs."""
+    found, numbers = np.unique(values, return_counts=True)
+    return zip(found.tolist(), numbers.tolist(), strict=True)
 
 
 def _share(part: float, whole: int) -> float:

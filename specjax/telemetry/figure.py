@@ -1,4 +1,4 @@
-"""Draws the figures of a run as one PNG; every panel says in words what it shows."""
+"""Draws the figures of a run as one PNG."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def _depths(axis: Axes, summary: Summary) -> None:
     _title(
         axis,
         "Acceptance per draft depth",
-        "depth in the tree (below: rounds that tried it)",
-        "share of tries in which a draft was taken",
+        "depth in the tree (below: rounds that drafted it)",
+        "share of these in which a draft was accepted",
     )
     rates, attempts = summary.acceptance_per_depth, summary.attempts
     depths = range(1, len(rates) + 1)

@@ -1,16 +1,15 @@
-"""Is speculative decoding lossless for your model, on your machine? A checker.
+"""Checks that speculative decoding is lossless for your model, on your machine.
 
     python -m specjax.verify --model DIR
 
-Two questions are asked through `LLM`, as any caller would meet it:
+Both checks generate through `LLM`, as any caller does:
 
-identity: are the tokens those of plain decoding, over requests that mix every sampling option?
+identity: the tokens are those of plain decoding, over requests that mix every sampling option.
     Differences that floating point explains (two tokens tie within rounding) are counted and
-    allowed, others are bugs.
+    allowed; any other is a bug.
 
-chi-square: do three tokens after a prompt follow the target's joint distribution, which is computed
-    from full forward passes? Four tokens are allowed, so that the 64 outcomes can be enumerated
-    whatever the vocabulary.
+chi-square: three tokens after a prompt follow the target's joint distribution, which full forward
+    passes give. Requests allow four tokens, so that the outcomes can be enumerated.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ __all__ = ["ALPHA", "Check", "InputError", "Verdict", "check", "load"]
 
 DEFAULT_PROMPT = 8  # tokens, drawn at random
 MAX_TOKENS = 48  # of a request of the identity check
-NOISE_NUMBERS = 1 << 26  # noise numbers that the running batch may keep
+NOISE_NUMBERS = 1 << 26  # that a round of the whole batch may draw; bounds the batch
 LARGEST_BATCH = 256
 
 
@@ -59,9 +58,9 @@ def load(
     control: ControlConfig | Mapping[str, Any] | str | None = None,
     attention: str = "auto",
 ) -> LLM:
-    """An `LLM` that can be checked, which always speculates.
+    """Loads an `LLM` to check, which always speculates.
 
-    Where the checkpoint has no draft head, n-grams draft, or with source `head` a random one.
+    Where the checkpoint has no draft head, n-grams draft, or a random head if `source` is `head`.
 
     Args:
       model: a Hugging Face directory or id, or a GGUF file.
@@ -98,7 +97,7 @@ def load(
         control=control,
         engine=EngineConfig(attention=attention),
     )
-    llm.drafting = drafting  # says why
+    llm.drafting = drafting  # its own would not know of the defaults above
     return llm
 
 
@@ -112,7 +111,7 @@ def check(
     dtype: str = AUTO,
     seed: int = 0,
 ) -> Verdict:
-    """Checks identity and distribution.
+    """Checks identity with plain decoding, and the distribution of tokens.
 
     Args:
       model: a Hugging Face directory or id, or an `LLM` that speculates (then `spec` and `dtype`
@@ -125,7 +124,7 @@ def check(
       the verdict, which is true iff no check failed.
 
     Raises:
-      InputError: something is wrong with the input, and nothing was found out about the model.
+      InputError: the input cannot be checked; this says nothing about the model.
     """
     if isinstance(model, LLM):
         if spec is not None:

@@ -21,7 +21,7 @@ from specjax.speculation import add_flags, as_flags, settings_of
 from specjax.spelling import flags, spelled
 from specjax.verify import InputError, Verdict, check, load
 
-# What is of no use here.
+# Flags that make no sense here, and why.
 _REFUSED = {
     "exact_mode": "the check of identity compares every token with plain decoding's anyway; leave "
     "it out",

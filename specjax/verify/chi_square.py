@@ -1,4 +1,10 @@
-"""Do the tokens that leave `LLM` have the target's joint distribution?"""
+"""Checks that the tokens of `LLM` have the target's joint distribution, by a chi-square test.
+
+Requests allow four tokens and end after three, so there are 64 outcomes. Their exact probabilities
+need the logits after 21 contexts (the prompt, and the prompt with one or two of the four tokens),
+which full forward passes give. Nothing of the decode loop takes part in them: no cache, no tree, no
+draft, no noise. Only the sampling transforms are those of decoding.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +20,7 @@ from flax import nnx
 from scipy import stats  # jax itself depends on scipy
 
 from specjax.config import SamplingParams
-from specjax.decode import sampling
-from specjax.decode.history import context_of, count_tokens, root_rows
+from specjax.engine.compare import transformed
 from specjax.engine.llm import LLM
 from specjax.engine.options import features_of, option_rows
 from specjax.engine.request import make_jobs, require_valid
@@ -23,24 +28,24 @@ from specjax.engine.runner import Runner
 from specjax.models.transformer import graphdef
 from specjax.verify.verdict import FAILED, PASSED, Check, Drafts, InputError
 
-ALPHA = 1e-6
-WIDTH, LENGTH = 4, 3  # tokens that are allowed, positions: 64 outcomes
-SMALLEST_EXPECTED = 5.0
-ENOUGH_CELLS = 10
+ALPHA = 1e-6  # the p-value below which a check fails
+WIDTH, LENGTH = 4, 3  # tokens that are allowed, and positions
+SMALLEST_EXPECTED = 5.0  # samples that a cell must expect, or it is pooled with others
+ENOUGH_CELLS = 10  # that must expect so many; the temperature is raised until they do
 TEMPERATURES = (1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0)
 
 
 def chi_square_checks(llm: LLM, prompt: Sequence[int], samples: int, seed: int) -> list[Check]:
-    """One check per set of options.
+    """Runs one check per set of sampling options.
 
     Raises:
-      InputError: so few samples that hardly any outcome is expected often enough to be compared.
+      InputError: there are so few samples that hardly any outcome is expected often enough.
     """
     tokens = likeliest(llm.engine.runner, prompt, WIDTH)
     joint = ExactJoint(llm.engine.runner, prompt, tokens, LENGTH)
     checks = []
     for name, options in option_sets(tokens).items():
-        params, probabilities = _hot_enough(joint, options, samples)
+        params, probabilities = _with_enough_cells(joint, options, samples)
         counts, outside, drafts = count_outcomes(llm, joint, params, samples, seed)
         fit = goodness_of_fit(counts, probabilities)
         checks.append(_judged(name, params, fit, outside, drafts))
@@ -48,7 +53,7 @@ def chi_square_checks(llm: LLM, prompt: Sequence[int], samples: int, seed: int) 
 
 
 def option_sets(tokens: Sequence[int]) -> dict[str, SamplingParams]:
-    """What is checked: temperature alone, and all options at once.
+    """The sampling options to check: temperature alone, and all at once.
 
     Every set allows nothing but `tokens`, so that the outcomes can be enumerated.
     """
@@ -69,10 +74,14 @@ def option_sets(tokens: Sequence[int]) -> dict[str, SamplingParams]:
     return {"chi-square, temperature alone": base, "chi-square, every option": everything}
 
 
-def _hot_enough(
+def _with_enough_cells(
     joint: ExactJoint, params: SamplingParams, samples: int
 ) -> tuple[SamplingParams, np.ndarray]:
-    """The lowest temperature at which enough outcomes are expected often enough."""
+    """The lowest temperature at which enough outcomes are expected often enough.
+
+    Returns:
+      the parameters with it, and the outcomes' probabilities.
+    """
     for temperature in TEMPERATURES:
         hot = dataclasses.replace(params, temperature=temperature)
         probabilities = joint.probabilities(hot)
@@ -87,10 +96,13 @@ def _hot_enough(
 def count_outcomes(
     llm: LLM, joint: ExactJoint, params: SamplingParams, samples: int, seed: int
 ) -> tuple[np.ndarray, int, Drafts]:
-    """How often each outcome was generated, how many samples were none of them, what was accepted.
+    """Generates samples and counts their outcomes.
 
-    All slots start together and with seeds of their own, so that no choice depends on how long
-    another sample took.
+    The samples of a batch start together and have seeds of their own, so that no choice depends on
+    how long another sample took.
+
+    Returns:
+      the count of each outcome, the number of samples that are none of them, and the drafts.
     """
     counts, outside, done = np.zeros(joint.outcomes, np.int64), 0, 0
     drafts = Drafts(0, 0)
@@ -133,10 +145,10 @@ def _judged(name: str, params: SamplingParams, fit: Fit, outside: int, drafts: D
 
 
 def visible_bias(fit: Fit) -> float:
-    """The total variation that such a test rejects about every second time.
+    """The bias, as a total variation, that such a test finds about every second time.
 
-    For a bias that changes every probability by the same factor up or down: the statistic then
-    exceeds its degrees of freedom by samples * (2 TV)^2 on average.
+    This is for a bias that changes every probability by the same factor up or down: the statistic
+    then exceeds its degrees of freedom by samples * (2 TV)^2 on average.
     """
     freedom = max(fit.cells - 1, 1)
     excess = stats.chi2.isf(ALPHA, freedom) - freedom
@@ -144,11 +156,11 @@ def visible_bias(fit: Fit) -> float:
 
 
 class ExactJoint:
-    """Probabilities of every sequence of `length` tokens out of `tokens` after a prompt.
+    """The exact probability of every sequence of `length` tokens out of `tokens` after a prompt.
 
     Args:
       runner: its policy is run, in its dtype.
-      prompt: token ids. tokens: the only ones that will be allowed. length: of the sequences.
+      prompt: token ids. tokens: the only ones that sampling will allow. length: of the sequences.
     """
 
     def __init__(self, runner: Runner, prompt: Sequence[int], tokens: Sequence[int], length: int):
@@ -183,25 +195,13 @@ class ExactJoint:
 
     def _conditional(self, params: SamplingParams) -> np.ndarray:
         """[contexts V] next-token probabilities in float64 after all transforms."""
-        count, width = len(self._contexts), len(self.prompt) + self.length
+        count = len(self._contexts)
         job = make_jobs(self.prompt, dataclasses.replace(params, n=1, ignore_eos=True), ())[0]
         features = features_of(job, self._vocab)
         options = option_rows([job] * count, self._vocab, stop_width=1)
-        tokens = np.zeros((count, width), np.int32)
-        for row, context in enumerate(self._contexts):
-            tokens[row, : len(context)] = context
-        lengths = np.array([len(c) for c in self._contexts], np.int32)
-
-        @jax.jit
-        def transformed(logits, tokens, lengths, options):
-            counts = None
-            if features.penalties:
-                counts = count_tokens(tokens, lengths, options.prompt_len, self._vocab)
-            context = context_of(tokens, lengths, features, counts)
-            rows = root_rows(count)
-            return sampling.transform(logits[:, None], options, features, context, rows)[:, 0]
-
-        scores = np.asarray(transformed(self._logits, tokens, lengths, options), np.float64)
+        tokens, lengths = _padded(self._contexts)
+        scores = transformed(features, options, tokens, lengths, self._logits)
+        scores = np.asarray(scores, np.float64)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         return weights / weights.sum(-1, keepdims=True)
 
@@ -218,11 +218,7 @@ class ExactJoint:
 
 def full_forward(runner: Runner, contexts: Sequence[Sequence[int]]) -> np.ndarray:
     """Raw float32 logits [contexts V] of the token after each context."""
-    width = max(map(len, contexts))
-    tokens = np.zeros((len(contexts), width), np.int32)
-    for row, context in enumerate(contexts):
-        tokens[row, : len(context)] = context
-    lengths = np.array([len(c) for c in contexts], np.int32)
+    tokens, lengths = _padded(contexts)
     static = graphdef(runner.cfg, runner.cfg.run.decode_layout)
 
     @jax.jit
@@ -235,6 +231,15 @@ def full_forward(runner: Runner, contexts: Sequence[Sequence[int]]) -> np.ndarra
     return np.asarray(run(runner.params, tokens, lengths), np.float32)
 
 
+def _padded(contexts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Contexts as tokens [contexts M], and their lengths [contexts]."""
+    lengths = np.array([len(c) for c in contexts], np.int32)
+    tokens = np.zeros((len(contexts), lengths.max()), np.int32)
+    for row, context in enumerate(contexts):
+        tokens[row, : len(context)] = context
+    return tokens, lengths
+
+
 def likeliest(runner: Runner, prompt: Sequence[int], count: int) -> list[int]:
     """The `count` likeliest tokens after a prompt, best first."""
     logits = full_forward(runner, [prompt])[0]
@@ -242,13 +247,13 @@ def likeliest(runner: Runner, prompt: Sequence[int], count: int) -> list[int]:
 
 
 class Fit(NamedTuple):
-    """How well counts agree with probabilities.
+    """The result of a chi-square test.
 
     Attributes:
       statistic: Pearson's sum of (count - expected)^2 / expected over the cells.
-      cells: how many cells were compared, after small ones were taken together.
-      p_value: probability of a statistic at least as large if the probabilities are right. It is 0
-        when something was counted that has probability 0.
+      cells: that were compared, after small ones were pooled.
+      p_value: probability of a statistic at least as large if the probabilities are right; 0 if an
+        outcome of probability 0 was counted.
       samples: the sum of the counts.
     """
 
@@ -261,10 +266,10 @@ class Fit(NamedTuple):
 def goodness_of_fit(
     counts: np.ndarray, probabilities: np.ndarray, smallest: float = SMALLEST_EXPECTED
 ) -> Fit:
-    """Chi-square goodness of fit of all counts together.
+    """Pearson's chi-square test of counts against probabilities.
 
-    Cells that expect fewer than `smallest` are taken together (the rarest first, until the sum
-    expects enough), for the statistic follows its distribution only then.
+    Cells that expect fewer than `smallest` are pooled (the rarest first, until the sum expects
+    enough), because otherwise the statistic does not follow its distribution.
 
     Args:
       counts: [C] how often each outcome occurred. probabilities: [C], summing to 1.
@@ -295,7 +300,7 @@ def goodness_of_fit(
 
 
 def _pooled(expected: np.ndarray, counts: np.ndarray, smallest: float):
-    """Drops empty cells and takes small ones together, rarest first."""
+    """Drops cells of probability 0 and pools small ones, rarest first."""
     order = np.argsort(expected)
     order = order[expected[order] > 0]
     expected, counts = expected[order], counts[order]

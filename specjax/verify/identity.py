@@ -1,4 +1,4 @@
-"""Are the speculative tokens plain decoding's? Or else, does floating point explain it?"""
+"""Checks that speculative tokens are those of plain decoding, over random requests."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from specjax.config import ModelConfig, SamplingParams
 from specjax.engine.llm import LLM
 from specjax.verify.verdict import FAILED, PASSED, Check, Drafts
 
-MOST_DETAILS = 5
-OPTION_SHARE = 0.3  # of the requests, each option
+MOST_DETAILS = 5  # differences that are printed
+OPTION_SHARE = 0.3  # of the requests have each option
 
 
 def identity_check(llm: LLM, requests: int, max_tokens: int, seed: int) -> Check:
-    """Random requests with every option, decoded with and without speculation.
+    """Decodes random requests with every option, with and without speculation.
 
-    In `block` and `recursive` mode sampled tokens equal plain decoding's in distribution only;
-    there all requests are greedy.
+    In `block` and `recursive` mode sampled tokens equal those of plain decoding in distribution
+    only, so there all requests are greedy.
     """
     greedy = llm.spec.acceptance != "coupled"
     rng = np.random.default_rng(seed)
@@ -52,7 +52,7 @@ def random_requests(
     longest_prompt: int = 12,
     greedy: bool = False,
 ) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Random prompts, each with random options.
+    """Draws prompts, each with random sampling options.
 
     Args:
       greedy: temperature 0 for all; else greedy and sampled requests are mixed.
@@ -71,7 +71,7 @@ def random_requests(
 def random_params(
     rng: np.random.Generator, cfg: ModelConfig, max_tokens: int, greedy: bool = False
 ) -> SamplingParams:
-    """Each option with a probability of its own, so that most requests combine several."""
+    """Draws sampling options; most sets combine several."""
     vocab = cfg.vocab_size
     options = {
         "top_k": lambda: int(rng.integers(1, min(vocab, 40) + 1)),
@@ -106,7 +106,7 @@ def _bias(rng: np.random.Generator, vocab: int) -> dict[int, float]:
 
 
 def _bad_words(rng: np.random.Generator, vocab: int) -> tuple[tuple[int, ...], ...]:
-    """One word of one token, and several of two that a small vocabulary will really meet."""
+    """One word of one token, and several of two, which a small vocabulary does generate."""
     single, *rest = _some_tokens(rng, vocab, min(9, vocab))
     pairs = zip(rest[::2], rest[1::2], strict=False)
     return ((single,), *((a, b) for a, b in pairs))

@@ -1,4 +1,4 @@
-"""What the checks found, for people and for programs."""
+"""The result of the checks: a table for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 PASSED, FAILED = "passed", "FAILED"
-
-
-ENOUGH_ACCEPTED = 100  # drafts, without which a check has hardly seen the rule at work
+ENOUGH_ACCEPTED = 100  # drafts; with fewer the checks saw too little of the acceptance rule
 
 
 class InputError(ValueError):
-    """The input cannot be checked; nothing was found out about the model."""
+    """The input cannot be checked; this says nothing about the model."""
 
 
 class Drafts(NamedTuple):
-    """How often drafts were put to the test: drafts accepted, and rounds run."""
+    """Drafts that were accepted while a check ran, and its rounds."""
 
     accepted: int
     rounds: int
@@ -34,10 +32,10 @@ class Drafts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One check.
+    """The result of one check.
 
     Attributes:
-      name: what was checked. status: `passed` or `FAILED`.
+      name: what was checked. status: `PASSED` or `FAILED`.
       summary: one line of figures.
       details: further lines, such as each unexplained difference.
       figures: the numbers behind the summary.
@@ -57,7 +55,7 @@ class Verdict:
     Attributes:
       model, strategy, acceptance, source, dtype: what was checked.
       checks: in the order in which they ran.
-      notes: what a reader should know beside the checks.
+      notes: remarks for the reader of the table.
     """
 
     model: str
@@ -82,7 +80,7 @@ class Verdict:
 
     @property
     def conclusive(self) -> bool:
-        """Whether a wrong rule would have had the chance to show."""
+        """Whether so many drafts were accepted that a wrong rule would have shown."""
         return not self.ok or self.accepted >= ENOUGH_ACCEPTED
 
     def __str__(self) -> str:
@@ -106,7 +104,7 @@ class Verdict:
         return "\n".join([*lines, f"verdict: {verdict}"])
 
     def write(self, path: str | Path) -> None:
-        """As JSON; a statistic that is infinite is null there."""
+        """Writes JSON, in which null stands for an infinite statistic."""
         record = {"ok": self.ok, "conclusive": self.conclusive, **dataclasses.asdict(self)}
         for check in record["checks"]:
             for name, value in check["figures"].items():
