@@ -186,31 +186,8 @@ def test_a_plan_is_a_row_of_the_table_in_the_docs(whole):
     row = plan_table.row("tiny", whole[0])
     cells = dict(zip(plan_table.COLUMNS, row, strict=True))
     assert cells["by"] == "cpu compiler" and cells["fits"] == "yes"
-    assert cells["round"].endswith("(chunk 1_1_2 x 1)") and cells["network share of a round"]
+    assert cells["round"].endswith("(chunk 1_1_2 x 1)") and cells["2"]
     assert cells["resharding brings"].count(" GB") == 2
-    counted = whole[0] | {"compiler": None}
-    cells = dict(zip(plan_table.COLUMNS, plan_table.row("tiny", counted), strict=True))
-    assert cells["by"] == "counting" and cells["network share of a round"] == "unknown"
-
-
-def test_other_tables_have_a_row_per_batch_and_a_row_per_program(whole, tmp_path, capsys):
-    figures, _ = whole
-    larger = json.loads(json.dumps(figures).replace("chunk 1_1_2 x 1", "chunk off x 4"))
-    refused = named(larger, "chunk off x 4")
-    refused.update(failed="RESOURCE_EXHAUSTED", temporary_bytes=2e10)
-    files = [tmp_path / "one.json", tmp_path / "two.json"]
-    for file, content in zip(files, (figures, larger), strict=True):
-        file.write_text(json.dumps(content))
-    plan_table.main([*map(str, files)])
-    _, chunks, others = capsys.readouterr().out.rstrip("\n").split("\n\n")
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in chunks.splitlines()]
-    assert rows[0] == ["plan", "slots", "1_1_2", "off"]
-    assert [row[:2] for row in rows[2:]] == [["one", "1"], ["two", "4"]]
-    seconds = named(figures, "chunk 1_1_2 x 1")["round_seconds"]
-    assert rows[2][2].endswith(f"B, {1e3 * seconds:.3g} ms") and rows[2][3] == ""
-    assert rows[3][2:] == ["", "20.00 GB, REFUSED"]
-    names = [line.split("|")[1].strip() for line in others.splitlines()[2:]]
-    assert names == [p["name"] for p in figures["programs"] if "chunk" not in p["name"]]
 
 
 # --- what does not compile, and what need not be compiled again -----------------------------------
@@ -267,7 +244,8 @@ def test_programs_that_do_not_fit_or_are_refused_are_named_and_the_others_compil
     for said in (
         "REFUSED by the compiler: RESOURCE_EXHAUSTED: Ran out of memory on HBM", "DOES NOT FIT: ",
         "  place 1: 4.", "GB too many", "  prefill 1 x 17: refused by the compiler, Not",
-        "What to change:", "'prefill 1 x 17': another rollout.tp; attention=reference",
+        "without the 5 programs left out", "What to change:",
+        "'prefill 1 x 17': another rollout.tp; attention=reference",
     ):  # fmt: skip
         assert said in text, said
 
@@ -425,15 +403,6 @@ def test_with_a_draft_model_too_a_run_runs_what_is_planned(tiny_policy, tmp_path
     assert trainer.step()["rollout/spec_accept_length"] > 1.5
 
 
-def test_twice_the_slots_take_twice_the_cache(tiny_policy, tmp_path):
-    flags = ("--topology", "h200:8")  # arithmetic: nothing is compiled
-    one = planned(tiny_policy, tmp_path, *flags, **{"rollout.max_batch": 16})
-    two = planned(tiny_policy, tmp_path, *flags, **{"rollout.max_batch": 32})
-    sizes = [figures["resident_bytes"]["cache"] for figures in (one, two)]
-    assert 1.5 < sizes[1] / sizes[0] < 2.1
-    assert one["resident_bytes"]["policy optimizer"] == two["resident_bytes"]["policy optimizer"]
-
-
 def test_what_does_not_fit_is_told_what_to_change(tiny_policy, tmp_path, capsys):
     flags = ("--topology", "h200:8", "--memory")
     fits = planned(tiny_policy, tmp_path, *flags, "0.001", **{"rollout.max_batch": 16})
@@ -460,6 +429,7 @@ def test_every_strategy_and_batch_has_a_speed_by_accept_length(tiny_policy, tmp_
     four = chunks["chunk 2_1_3 x 4"]
     assert four["tokens_per_second"]["1"] == pytest.approx(4 / four["round_seconds"])
     assert four["tokens_per_second"]["3"] == pytest.approx(3 * 4 / four["round_seconds"])
+    assert set(four["tokens_per_second"]) == {"1", "1.5", "2", "3"}, "it emits 3 tokens at most"
     assert set(chunks["chunk off x 4"]["tokens_per_second"]) == {"1"}
     plain = chunks["chunk off x 4"]
     model = hf.read_config(tiny_policy)
@@ -474,13 +444,6 @@ def test_every_strategy_and_batch_has_a_speed_by_accept_length(tiny_policy, tmp_
     assert four["round_seconds"] > plain["round_seconds"]
 
 
-def test_no_speed_is_promised_for_more_tokens_than_a_strategy_drafts(tiny_policy, tmp_path):
-    changes = {"rollout.max_batch": 1, "rollout.strategy": "2_4_8"}
-    figures = planned(tiny_policy, tmp_path, "--topology", "h200:8", **changes)
-    chunk = named(figures, "chunk 2_4_8 x 1")
-    assert set(chunk["tokens_per_second"]) == {"1", "1.5", "2", "3"}
-
-
 def test_a_cache_of_its_own_size_is_told_how_large_it_could_be(tiny_policy, tmp_path, capsys):
     flags = ("--topology", "h200:8", "--memory", "0.001")
     small = {"rollout.max_batch": 4, "rollout.cache_bytes": 200_000}
@@ -491,11 +454,6 @@ def test_a_cache_of_its_own_size_is_told_how_large_it_could_be(tiny_policy, tmp_
     grown = {"rollout.max_batch": slots, "rollout.cache_bytes": size}
     grown = planned(tiny_policy, tmp_path, *flags[:-1], "0.00102", **grown)  # but for 2%
     assert grown["fits"] and 0.9 * slots <= grown["largest_batch"] <= 1.1 * slots
-
-
-def test_that_a_part_of_a_plan_fits_is_not_said_of_the_whole(tiny_policy, tmp_path, capsys):
-    planned(tiny_policy, tmp_path, "--topology", "h200:8", "--only", "prefill")
-    assert "programs left out" in capsys.readouterr().out.partition("FITS: ")[2]
 
 
 # --- counting ------------------------------------------------------------------------------------
@@ -615,18 +573,6 @@ ENTRY %main (a: f32[4,8]) -> f32[16,8] {
 # --- configurations and topologies ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", PODS, ids=lambda path: path.stem)
-def test_a_pod_config_is_valid_and_uses_its_pod_wholly(config):
-    cfg, _ = parse_config(RLConfig, ["--config", str(config)])
-    chips = {"v5e_8x8": 64, "v5p_4x4x4": 64, "h100_8": 8, "h200_8": 8}
-    count = next(n for name, n in chips.items() if config.stem.endswith(name))
-    assert cfg.mesh.size == cfg.rollout_devices == count
-    assert cfg.rollout.max_tokens == 24 * 1024 and cfg.data.path.endswith("dapo-math-17k.jsonl")
-    assert (ROOT / SHAPES / Path(cfg.model).name / "config.json").is_file()
-    command = f"--config configs/pods/{config.name} --topology "
-    assert command in config.read_text()
-
-
 # Each alone, and all together: what pod jobs are asked for beside what their configs say.
 SWITCHES = {
     "tis": "algo.tis=true",
@@ -643,7 +589,13 @@ ON_EIGHT = {
 
 
 @pytest.mark.parametrize("config", PODS, ids=lambda path: path.stem)
-def test_a_pod_config_takes_each_switch_and_all_of_them_together(config):
+def test_a_pod_config_uses_its_pod_wholly_and_takes_every_switch(config):
+    cfg, _ = parse_config(RLConfig, ["--config", str(config)])
+    chips = {"v5e_8x8": 64, "v5p_4x4x4": 64, "h100_8": 8, "h200_8": 8}
+    count = next(n for name, n in chips.items() if config.stem.endswith(name))
+    assert cfg.mesh.size == cfg.rollout_devices == count
+    assert (ROOT / SHAPES / Path(cfg.model).name / "config.json").is_file()
+    assert f"--config configs/pods/{config.name} --topology " in config.read_text()
     if jax.device_count() < 8:
         pytest.skip("needs 8 devices")
     for switch in SWITCHES.values():
@@ -670,7 +622,7 @@ def test_spot_training_takes_replicas_of_one_device_each_beside_a_mesh():
 PLANS = sorted((ROOT / "bench" / "results" / "pods").glob("*.json"))
 
 
-def test_the_tables_in_the_docs_are_made_of_the_plans_that_lie_beside_them(tmp_path):
+def test_the_table_in_the_docs_is_made_of_the_plans_that_lie_beside_them(tmp_path):
     docs = ROOT / "docs" / "pods.md"
     copy = tmp_path / "pods.md"
     copy.write_text(docs.read_text(encoding="utf-8"), encoding="utf-8")
@@ -686,11 +638,6 @@ def test_everything_that_was_planned_of_a_pod_config_fits(file):
     names = {p["name"] for p in figures["programs"]}
     ends = itertools.product(cfg.rollout.control.strategies, (1, cfg.rollout.max_batch))
     assert {f"chunk {strategy} x {slots}" for strategy, slots in ends} <= names
-
-
-def test_there_are_pod_configs_for_both_models_and_all_pods():
-    models, pods = ("qwen3_8b", "mimo_7b"), ("v5e_8x8", "v5p_4x4x4", "h100_8", "h200_8")
-    assert {p.stem for p in PODS} == {f"{model}_{pod}" for model in models for pod in pods}
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,15 @@ from train.cli import USER_ERRORS
 from train.plan.cost import Figures, compiled, counted
 from train.plan.programs import Program, Shapes
 from train.plan.report import Plan, lines
-from train.plan.table import differing
 from train.plan.topology import Topology, find_topology
 from train.schema import RLConfig
 
 DOES_NOT_FIT = 3
+# What two files must have alike to be of one plan.
+_IDENTITY = (
+    "config", "versions", "topology", "compiler", "resident_bytes", "hbm_bytes", "replicas",
+    "context", "settings",
+)  # fmt: skip
 
 
 def make_plan(
@@ -100,7 +104,8 @@ def _saved(plan: Plan, file: Path | None) -> dict[str, Mapping]:
     if not file.exists():
         return {}
     saved = json.loads(file.read_text(encoding="utf-8"))
-    if other := differing(saved, plan.as_json()):
+    now = plan.as_json()
+    if other := [key for key in _IDENTITY if saved.get(key) != now.get(key)]:
         raise ConfigError(
             f"--resume: {file} is of another plan, with other {', '.join(other)}; expected the "
             "same settings and the same compiler. Name another file, or leave out --resume"
