@@ -25,27 +25,27 @@ from specjax.checked_json import CheckpointError, UnsupportedModelError
 from specjax.command_line import ConfigError, parse_config
 from specjax.engine.compiling import CompileProgress
 from specjax.engine.prompt_scores import PromptScorer
-from specjax.models.generation_config import told
+from specjax.models.generation_config import describe_defaults
 
 log = logging.getLogger(__name__)
 KEYS = {"api_key": "SPECJAX_API_KEY", "admin_key": "SPECJAX_ADMIN_KEY"}
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m serve") -> None:
-    """Serves until SIGTERM or SIGINT; requests that run then may finish.
+    """Serves until SIGTERM or SIGINT; running requests may finish.
 
     Args:
-      prog: what was typed, for messages.
+      prog: the command as it was typed, for messages.
 
     Raises:
-      SystemExit: a mistake of the user, with one message.
+      SystemExit: the settings cannot be used; it has one message.
     """
     description = "Serves a model behind OpenAI's API, with speculative decoding."
     cfg, _ = parse_config(ServeConfig, argv, prog, description)
     for name, variable in KEYS.items():
         if getattr(cfg, name) is None:
             setattr(cfg, name, os.environ.get(variable) or None)
-    # By force: what is imported may have set up a log already, and that swallows all but warnings.
+    # `force`: an imported module may have set up logging for warnings alone.
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
     try:
         serve(cfg)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m serve") -> No
 
 
 def serve(cfg: ServeConfig) -> None:
-    """Loads, compiles, listens, and says so."""
+    """Loads the model, compiles, and listens."""
     try:
         import uvicorn
 
@@ -63,7 +63,7 @@ def serve(cfg: ServeConfig) -> None:
         raise ConfigError(f"{error}; install the server: pip install 'specjax[serve]'") from error
 
     _require_free(cfg)
-    app = create_app(cfg, _started(cfg))
+    app = create_app(cfg, _load(cfg))
     server = uvicorn.Server(
         uvicorn.Config(
             app,
@@ -86,10 +86,10 @@ def serve(cfg: ServeConfig) -> None:
 
 
 def _require_free(cfg: ServeConfig) -> None:
-    """The address and the log are to be had: compiling takes too long to learn it after that.
+    """Checks before compiling, which takes long, that the address is free and the log writable.
 
     Raises:
-      ConfigError: they are not.
+      ConfigError: one of them is not.
     """
     if cfg.log_file is not None:
         try:
@@ -109,8 +109,8 @@ def _require_free(cfg: ServeConfig) -> None:
         ) from error
 
 
-def _started(cfg: ServeConfig) -> LLM:
-    """The model, loaded and compiled; the log says how far that is."""
+def _load(cfg: ServeConfig) -> LLM:
+    """Loads and compiles the model, and logs the progress."""
     began = time.perf_counter()
     log.info("loading %s", cfg.model)
     llm = load_llm(cfg)
@@ -118,7 +118,7 @@ def _started(cfg: ServeConfig) -> LLM:
         log.info("%s", note)
     weights = sum(leaf.size for leaf in jax.tree.leaves(llm.params))
     log.info("loaded %.4g M weights in %.1f s", weights / 1e6, time.perf_counter() - began)
-    if line := told(llm.generation, "generation_config=none"):
+    if line := describe_defaults(llm.generation, "generation_config=none"):
         log.info(line)
     requests = WARM_UP[cfg.engine.warm_up]
     if requests:
@@ -128,10 +128,10 @@ def _started(cfg: ServeConfig) -> LLM:
     if cfg.engine.warm_up == "all":
         log.info("compiling for the logprobs of prompts")
         PromptScorer(llm.engine, llm.max_len).warm_up()
-    # The collector would walk through all that lives as long as the server, again and again.
+    # What lives as long as the server need not be examined by each garbage collection.
     gc.collect()
     gc.freeze()
-    # The engine's thread is not to wait 5 ms for the interpreter whenever the event loop is busy.
+    # Else the engine's thread waits up to 5 ms for the interpreter while the event loop is busy.
     sys.setswitchinterval(0.0001)
     return llm
 

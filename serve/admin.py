@@ -1,4 +1,4 @@
-"""What an operator does to a running server: other weights, sleep, wake."""
+"""Operations of an administrator: /update_weights, /sleep, /wake."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from specjax.models.transformer import Params
 from specjax.tokenizer import with_tokenizer_end
 
 ADMIN_PATHS = ("/update_weights", "/sleep", "/wake")
-# Of two configs that mean the same model these may differ: they say how it is computed here, and
-# how it asks to be sampled.
+# Fields in which the configs of one model may differ: how this program computes with it, and its
+# sampling defaults.
 _OURS = ("run", "mtp_num_layers", "generation")
 _HEADS = tuple(name for name in HEAD_SWITCHES if name not in _OURS)
 
 
 class Admin:
-    """Weights, sleep and wake; one at a time."""
+    """Runs these operations, one at a time."""
 
     def __init__(self, thread: EngineThread):
         self._thread, self._llm = thread, thread.llm
@@ -63,8 +63,11 @@ class Admin:
             return await self._thread.call(lambda: self._swap(asked, policy, head, began))
 
     def _load(self, asked: WeightsRequest) -> tuple[Params | None, Params | None]:
-        """Policy and head to serve from now on, checked against those that are served; None: the
-        one there is stays."""
+        """Reads new weights and checks them against those that are served.
+
+        Returns:
+          policy and head; None: the present one stays.
+        """
         llm, alone = self._llm, asked.what == "head"
         takes_head = llm.spec is not None and llm.spec.source == "head"
         if alone and not takes_head:
@@ -90,7 +93,7 @@ class Admin:
         self, asked: WeightsRequest, policy: Params | None, head: Params | None, began: float
     ) -> dict:
         llm, running = self._llm, asked.running
-        if policy is None:  # samples that run need not notice
+        if policy is None:  # the tokens of running samples stay the same
             llm.update_head(head)
         else:
             if running == "finish":
@@ -107,7 +110,7 @@ class Admin:
         }
 
     async def sleep(self) -> dict:
-        """Lets what runs finish, then keeps policy and head in host memory and frees the devices.
+        """Lets running samples finish, moves policy and head to host memory, and frees the devices.
 
         New requests are answered with 503 from then on.
         """
@@ -127,7 +130,7 @@ class Admin:
         llm.engine.release()
 
     async def wake(self) -> dict:
-        """Puts the weights back where they were, the head with them."""
+        """Puts policy and head back on their devices."""
         async with self._lock:
             if self._thread.asleep:
                 await self._thread.call(self._wake)
@@ -144,16 +147,16 @@ class Admin:
 def read_weights(
     path: Path, cfg: ModelConfig, head_alone: bool, step: int | None, tokenizer=None
 ) -> tuple[Params | None, Params | None]:
-    """Weights of a model like `cfg` in any layout that is written here.
+    """Reads weights of a model like `cfg`, in any layout that specjax writes.
 
     Args:
-      tokenizer: that of the model served, whose end-of-sequence token `cfg` has beside its own.
+      tokenizer: of the served model; `cfg` has its end-of-sequence token beside its own.
 
     Returns:
-      (policy, head); None for what is not there, or not asked for.
+      (policy, head); None for what is absent, or not asked for.
 
     Raises:
-      CheckpointError, UnsupportedModelError, ValueError: what is there does not fit `cfg`.
+      CheckpointError, UnsupportedModelError, ValueError: the weights do not fit `cfg`.
     """
     if not path.exists():
         raise ValueError("there is no such file or directory on the server")
@@ -170,14 +173,14 @@ def read_weights(
     if "config" in meta:
         there = with_tokenizer_end(config_in(path, meta), tokenizer)
         _require_same(there, cfg, head is not None)
-    elif head is not None:  # older, or a head alone: shapes and the head's switches have to do
+    elif head is not None:  # of an older version, or a head alone: compare the head's switches
         known = {name: meta.get(name, getattr(cfg, name)) for name in _HEADS}
         _require_same(cfg.replace(**known), cfg, True)
     return policy, head
 
 
 def weights_info(llm: LLM) -> dict:
-    """What is served, as /update_weights and /server_info say it."""
+    """Version and checksums of the served weights, for /update_weights and /server_info."""
     names = {"policy": "policy", "draft": "head"}
     sums = llm.engine.runner.checksums
     return {
@@ -192,7 +195,7 @@ def _require_same(there: ModelConfig, cfg: ModelConfig, has_head: bool) -> None:
         if name in _OURS or (name in _HEADS and not has_head):
             continue
         ours, theirs = getattr(cfg, name), getattr(there, name)
-        if name == "eos_token_ids":  # whose order says nothing
+        if name == "eos_token_ids":  # their order has no meaning
             ours, theirs = sorted(ours), sorted(theirs)
         if ours != theirs:
             name, ours, theirs = _innermost(name, ours, theirs)
@@ -200,7 +203,7 @@ def _require_same(there: ModelConfig, cfg: ModelConfig, has_head: bool) -> None:
 
 
 def _innermost(name: str, ours: Any, theirs: Any) -> tuple[str, Any, Any]:
-    """The first part of a value, by its path, in which two of the same kind differ."""
+    """The path of the first part in which two values differ, and both parts."""
     if type(ours) is not type(theirs):
         return name, ours, theirs
     parts = []

@@ -129,19 +129,19 @@ def _add_generation(app: FastAPI, cfg: ServeConfig, thread: EngineThread) -> Non
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request):
-        return await generation.answer(body, request)
+        return await generation.create(body, request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request):
-        return await generation.answer(body, request)
+        return await generation.create(body, request)
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest):
         tokens = await generation.tokenize(body)
-        answer = {"count": len(tokens), "max_model_len": thread.llm.max_len, "tokens": tokens}
+        response = {"count": len(tokens), "max_model_len": thread.llm.max_len, "tokens": tokens}
         if body.return_token_strs:
-            answer["token_strs"] = thread.llm.tokenizer.convert_ids_to_tokens(tokens)
-        return answer
+            response["token_strs"] = thread.llm.tokenizer.convert_ids_to_tokens(tokens)
+        return response
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest):

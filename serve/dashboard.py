@@ -31,18 +31,18 @@ SCRIPTS = ("base.js", "words.js", "draw.js", "live.js", "prompt.js")  # in order
 _STYLE, _SCRIPT, _KEY = "/* style.css */", "/* scripts */", "data-key=no"
 TICK = 0.25  # seconds
 KEPT = 240  # ticks
-GAINS_EVERY = 0.5  # seconds between two questions to the controller about one size
+GAINS_EVERY = 0.5  # seconds between two estimates of the controller for one bucket
 
 
 class Dashboard:
-    """Numbers of one server.
+    """Collects the numbers that the page shows.
 
     Args:
-      engines: replicas. metrics: whose snapshot says what runs.
+      engines: replicas. metrics: its snapshot has the numbers of running samples.
 
     Attributes:
-      viewers: event streams that are open.
-      drains: whether the server is about to end and takes no requests; set by whoever runs it.
+      viewers: number of open event streams.
+      is_draining: whether the server is ending and takes no requests; set by `serve.__main__`.
     """
 
     def __init__(self, llm: LLM, engines: Sequence[Engine], metrics: Metrics):
@@ -53,10 +53,11 @@ class Dashboard:
         # The engine's thread writes these:
         deepest = max(plan.steps for plan in engines[0].runner.plans.values())
         self._sums = dict.fromkeys(("tokens", "rounds", "drafting", "drafting_tokens"), 0)
-        self._tries, self._accepts = [0] * deepest, [0] * deepest
+        self._drafted_at, self._accepted_at = [0] * deepest, [0] * deepest
         self._by: Counter[str] = Counter()
         self._seen: tuple[Snapshot, list[dict]] = (metrics.snapshot, [])
-        self._gains: tuple[dict, float, float | None] | None = None  # when, and `_plain`'s when
+        # Estimates, when they were made, and when plain decoding was last measured:
+        self._gains: tuple[dict, float, float | None] | None = None
         self._asked, self._asked_of = 0.0, 0
         self._lanes: dict[int, dict[int, int]] = {}  # by replica and ticket
         # (replica, size): the round in which plain decoding was measured last, and when that was.
@@ -68,7 +69,7 @@ class Dashboard:
         self._last, self._ticked = time.monotonic(), asyncio.Event()
         self._now: dict[str, Any] = {}
 
-    # --- told by the engine's thread --------------------------------------------------------------
+    # --- called in the engine's thread ------------------------------------------------------------
 
     def chunk(self, strategy: str, rounds: int) -> None:
         self._by[strategy] += rounds
@@ -87,15 +88,15 @@ class Dashboard:
         sums["drafting"] += count
         sums["drafting_tokens"] += sum(news.rounds)
         for depth in range(news.steps):
-            self._tries[depth] += count
-            self._accepts[depth] += sum(tokens > depth + 1 for tokens in news.rounds)
+            self._drafted_at[depth] += count
+            self._accepted_at[depth] += sum(tokens > depth + 1 for tokens in news.rounds)
 
     def weights_changed(self) -> None:
-        """What was measured of the old ones is not shown any more."""
+        """Drops the estimates, which are of the old weights."""
         self._gains = None
 
     def look(self, engines: Sequence[Engine]) -> None:
-        """Takes the picture: what each replica runs, and what its controller makes of it."""
+        """Copies what each replica runs, and the estimates of its controller."""
         replicas = []
         if self.viewers:
             replicas = [self._picture(index, engine) for index, engine in enumerate(engines)]
@@ -106,7 +107,7 @@ class Dashboard:
             plain = self._plain_measured(index, size, engine.controller, now)
             if asked or not size or not engine.scheduler.running:
                 continue
-            asked = True  # one replica speaks for all
+            asked = True  # the page shows the estimates of one replica
             if now < self._asked + GAINS_EVERY and size == self._asked_of:
                 continue
             self._asked, self._asked_of = now, size
@@ -114,8 +115,11 @@ class Dashboard:
                 self._gains = found, now, plain
 
     def _picture(self, replica: int, engine: Engine) -> dict[str, Any]:
-        """What runs on a replica. A lane: its number, which a sample keeps, ticket, tokens by
-        origin (draft, bonus, plain), tokens at most, and whether it may be drafted for."""
+        """What runs on a replica.
+
+        A sample keeps its lane, a row of the page. An entry of `lanes` is [lane, ticket, tokens by
+        origin (draft, bonus, plain), most tokens, whether it may be drafted for].
+        """
         strategy, bucket = engine.loop.latest or ("", 0)
         running, before = engine.loop.running, self._lanes.get(replica, {})
         mine = {s.ticket: before[s.ticket] for s in running if s.ticket in before}
@@ -132,7 +136,7 @@ class Dashboard:
     def _plain_measured(
         self, replica: int, size: int, controller: Controller, now: float
     ) -> float | None:
-        """When plain decoding last ran at a size; None: not since the start."""
+        """The time at which plain decoding last ran at a size; None: not since the start."""
         at, goodput = 0, _goodput(controller)
         if goodput is not None and goodput.costs.known(OFF, size):
             at = goodput.costs.rounds - goodput.costs.age(OFF, size)
@@ -141,16 +145,16 @@ class Dashboard:
             self._plain[replica, size] = seen = at, now
         return seen[1]
 
-    # --- the event loop's -------------------------------------------------------------------------
+    # --- called in the event loop -----------------------------------------------------------------
 
     async def run(self) -> None:
-        """Counts ticks until it is cancelled."""
+        """Calls `tick` at regular intervals until it is cancelled."""
         while True:
             await asyncio.sleep(TICK)
             self.tick()
 
     def tick(self) -> None:
-        """What came since the last, and how things stand: all of it of one moment."""
+        """Adds an entry for the time since the last tick, and takes the present state."""
         now, totals, before = time.monotonic(), self._totals(), self._before
         seen, replicas = self._seen
         self._number += 1
@@ -168,34 +172,34 @@ class Dashboard:
         )
         self._depths.append(totals["depths"])
         self._before, self._last = totals, now
-        self._now = self._stand(now, seen, replicas if seen.running else [], totals)
+        self._now = self._state(now, seen, replicas if seen.running else [], totals)
         self._ticked.set()
         self._ticked = asyncio.Event()
 
     def _totals(self) -> dict[str, Any]:
-        depths = list(zip(self._tries, self._accepts, strict=True))
+        depths = list(zip(self._drafted_at, self._accepted_at, strict=True))
         return {**self._sums, "by": Counter(dict(self._by)), "depths": depths}
 
-    async def events(self, state: Callable[[], dict]) -> AsyncIterator[str]:
-        """Server-sent events, one per tick: all there is, then what is new.
+    async def events(self, server_state: Callable[[], dict]) -> AsyncIterator[str]:
+        """Server-sent events, one per tick: first all ticks that are kept, then the new ones.
 
         Args:
-          state: of the server: `state`, `error`, and `outstanding`, samples that have not ended.
+          server_state: gives `state`, `error`, and `outstanding`, the samples that have not ended.
         """
         known, more = -1, {"about": self._about}
         if not self._now:
             self.tick()
         while True:
-            said, ticked = state(), self._ticked
+            said, ticked = server_state(), self._ticked
             fresh = [tick for tick in self._ticks if tick["n"] > known]
             known = self._number
             yield f"data: {json.dumps({**more, **said, **self._now, 'ticks': fresh})}\n\n"
             if said["state"] == "draining" and not said["outstanding"]:
-                return  # the server waits for those who watch, too
+                return  # the server waits for open streams before it ends
             more = {}
             await ticked.wait()
 
-    def _stand(
+    def _state(
         self, now: float, seen: Snapshot, replicas: list[dict], totals: dict[str, Any]
     ) -> dict[str, Any]:
         depths, gains = totals["depths"], None
@@ -222,7 +226,7 @@ class Dashboard:
 
 
 def about(llm: LLM, engines: Sequence[Engine]) -> dict[str, Any]:
-    """What does not change while the server runs."""
+    """Facts that do not change while the server runs."""
     first = engines[0]
     strategies = {
         name: {"steps": plan.steps, "drafted": plan.strategy.rows - 1}
@@ -241,13 +245,13 @@ def about(llm: LLM, engines: Sequence[Engine]) -> dict[str, Any]:
 
 
 def _goodput(controller: Controller) -> Goodput | None:
-    """The controller, or the one behind a gate, if it knows of costs; None: it measures none."""
+    """The goodput controller, also within a gate; None: the controller measures no costs."""
     inner = getattr(controller, "inner", controller)
     return inner if isinstance(inner, Goodput) else None
 
 
 def _estimate(engine: Engine, size: int) -> dict[str, Any] | None:
-    """What the controller makes of batches of a compiled size; None: it has not measured them.
+    """The controller's estimates for batches of a compiled size; None: it has none.
 
     Returns:
       `size`, and of each strategy that was measured there:
@@ -273,10 +277,10 @@ def _estimate(engine: Engine, size: int) -> dict[str, Any] | None:
 
 
 def document(needs_key: bool) -> tuple[str, str]:
-    """The page, and the policy that it is sent with.
+    """The page, and its Content-Security-Policy.
 
     Args:
-      needs_key: it asks for the key before it asks for anything else.
+      needs_key: the page first asks for the API key.
     """
     html, style = _text("index.html"), _text("style.css")
     script = "\n".join(map(_text, SCRIPTS))
@@ -296,7 +300,7 @@ def _text(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """As a policy names the content of an inline element."""
+    """The source of an inline element in a Content-Security-Policy."""
     digest = hashlib.sha256(text.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 

@@ -1,7 +1,7 @@
-"""The text of a sample that still grows: given out as soon as it is sure, and never taken back.
+"""Incremental detokenization: text is given out once no later token can change it.
 
-Two things are held back: the first bytes of a character (`TextStream`), and what could be the
-beginning of a stop string, for the text of a sample ends before it.
+Two things are held back: an incomplete character (`TextStream`), and what could be the beginning of
+a stop string, because the text of a sample ends before it.
 """
 
 from __future__ import annotations
@@ -13,40 +13,37 @@ from specjax.engine.stops import TextStream
 Decode = Callable[[Sequence[int]], str]
 
 
-class Detokenizer:
-    """The text of one sample.
+class IncrementalDetokenizer:
+    """The text of one sample while it grows.
 
     Args:
       decode: token ids to text; None: there is no tokenizer, and all text is empty.
       stop: strings that end the sample.
 
     Attributes:
-      given: characters that were given out.
+      given: number of characters that were given out.
     """
 
     def __init__(self, decode: Decode | None, stop: Sequence[str] = ()):
         self._stop, self.given = tuple(stop), 0
-        self._stream = TextStream(decode or _nothing)
+        self._stream = TextStream(decode or _no_text)
         self._whole = ""  # all characters so far
 
     def push(self, tokens: Sequence[int], text: str | None = None) -> str:
-        """Takes in tokens of a sample that goes on; returns the text that is sure now.
+        """Adds tokens of a sample that goes on; returns the new text that is final.
 
         Args:
-          text: of the sample so far, where somebody has decoded it already (see `News`); either
+          text: of the sample so far, if the engine has decoded it already (see `News`); either
             always or never.
         """
         text = self._take(tokens, text)
         return self._give(text[: len(text) - self._held(text)])
 
     def finish(self, tokens: Sequence[int], text: str, so_far: str | None = None) -> str:
-        """Takes in the last tokens of a sample.
+        """Adds the last tokens of a sample; returns the rest of its text.
 
         Args:
           text: of the whole sample, as the batch API gives it. so_far: as in `push`.
-
-        Returns:
-          what is left of it.
         """
         if text.startswith(self._whole[: self.given]):
             return self._give(text)
@@ -66,7 +63,7 @@ class Detokenizer:
         return piece
 
     def _held(self, text: str) -> int:
-        """Characters at the end of the text that could be the beginning of a stop string."""
+        """Number of characters at the end that could be the beginning of a stop string."""
         longest = max(map(len, self._stop), default=1) - 1
         for count in range(min(longest, len(text)), 0, -1):
             end = text[len(text) - count :]
@@ -75,5 +72,5 @@ class Detokenizer:
         return 0
 
 
-def _nothing(ids: Sequence[int]) -> str:
+def _no_text(ids: Sequence[int]) -> str:
     return ""

@@ -18,11 +18,11 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 class ApiError(Exception):
-    """An answer that is no success.
+    """An error response.
 
     Args:
       message: what was expected, what was got, what to do.
-      param: the field that is wrong. code: OpenAI's word for it, where there is one.
+      param: the field that is wrong. code: OpenAI's code of the error, where there is one.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "invalid_request_error")
         if self.status >= 500:
             kind = "server_error"
-        # What a client sent may hold half a surrogate pair, which no answer can.
+        # A client's text may hold half a surrogate pair, which cannot be encoded.
         message = str(self).encode("utf-8", "replace").decode()
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -45,7 +45,7 @@ class ApiError(Exception):
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Makes every error of the app, FastAPI's own included, one of OpenAI's shape."""
+    """Gives every error of the app, FastAPI's own included, OpenAI's shape."""
 
     @app.exception_handler(ApiError)
     async def known(request: Request, error: ApiError):
@@ -53,7 +53,7 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError):
-        where, said = _told(error.errors())
+        where, said = _explain(error.errors())
         message = f"{'.'.join(where)}: {said}" if where else _NO_OBJECT
         return ApiError(400, message, where[0] if where else None).response()
 
@@ -67,7 +67,7 @@ def answer_errors(app: FastAPI) -> None:
         return ApiError(500, f"{type(error).__name__} in the server; its log says more").response()
 
 
-# What pydantic calls a value of the wrong JSON type, and what it expected.
+# Pydantic's names of errors for a wrong JSON type, and the expected type.
 _KINDS = {
     "string_type": "a string", "int_type": "an integer", "int_from_float": "an integer",
     "float_type": "a number", "bool_type": "true or false", "list_type": "a list",
@@ -82,22 +82,21 @@ _TOO_SHORT = {
 }
 
 
-def _told(errors: Sequence[dict[str, Any]]) -> tuple[list[str], str]:
-    """Where a body is wrong, and what was expected and got there.
+def _explain(errors: Sequence[dict[str, Any]]) -> tuple[list[str], str]:
+    """The field that is wrong, and what was expected and got.
 
-    Where a value may be of several types, there is an error for each that was tried, and none of
-    them alone says what is accepted. If the value is of one of these types, what is wrong inside it
-    is told; else all types are.
+    For a value of several types pydantic has an error for each type. If the value is of one of
+    these types, the message is about what is wrong inside it; else it names all types.
     """
     first = errors[0]
-    if first["type"] == "json_invalid":  # it has a place in the text, and no field
+    if first["type"] == "json_invalid":  # its location is a character, not a field
         return [], ""
     field = _fields(first["loc"])[:1]
     here = [error for error in errors if _fields(error["loc"])[:1] == field]
     outermost = min(len(_fields(error["loc"])) for error in here)
     inside = [e for e in here if e["type"] not in _KINDS or len(_fields(e["loc"])) > outermost]
     if len(here) > 1 and inside:
-        # The type that it went furthest with, and of that what is wrong first.
+        # The type that fits furthest, and the first error of it.
         first = max(inside, key=lambda error: (_indices(error), error["type"] not in _KINDS))
     elif len(here) > 1:
         kinds = dict.fromkeys(_KINDS[error["type"]] for error in here)
@@ -113,7 +112,7 @@ def _told(errors: Sequence[dict[str, Any]]) -> tuple[list[str], str]:
         return where, first["msg"]
     if first["type"] in _TOO_SHORT and first["ctx"]["min_length"] == 1:
         return where, f"expected {_TOO_SHORT[first['type']]}, got {got}"
-    if first["type"] == "value_error":  # of a validator here, which says what it expected and got
+    if first["type"] == "value_error":  # a validator of `protocol` wrote the message
         return where, str(first["ctx"]["error"])
     message = first["msg"].replace("Input should", "it should")
     for words in (" after validation", f", not {first.get('ctx', {}).get('actual_length')}"):
@@ -122,13 +121,13 @@ def _told(errors: Sequence[dict[str, Any]]) -> tuple[list[str], str]:
 
 
 def _nearest(error: dict[str, Any]) -> str:
-    """The field that an unknown one may be meant for, where one is close."""
+    """A suggestion for an unknown field, where a known one is close."""
     close = difflib.get_close_matches(str(error["loc"][-1]), KNOWN_FIELDS, 1, 0.7)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def _fields(loc: Sequence[str | int]) -> list[str]:
-    """The names and indices of a place, without the types that pydantic tried there."""
+    """The names and indices of a location, without the types that pydantic adds to it."""
     parts = [part for part in loc if part != "body"]
     return [str(part) for i, part in enumerate(parts) if not (i and _is_type(part))]
 
@@ -141,11 +140,11 @@ def _is_type(part: str | int) -> bool:
 
 
 def _indices(error: dict[str, Any]) -> list[int]:
-    """Of the place in lists that an error is at."""
+    """The list indices of an error's location."""
     return [part for part in error["loc"] if isinstance(part, int)]
 
 
 def short(value: Any) -> str:
-    """A value that a client sent, for a message."""
+    """A client's value as JSON, cut to 80 characters for a message."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,4 +1,4 @@
-"""What completions and chat completions share: jobs go in, answers or events come out."""
+"""Completions and chat completions: from the body of a request to samples, and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
-from serve.detokenize import Detokenizer
+from serve.detokenize import IncrementalDetokenizer
 from serve.engine_thread import (
     Asleep,
     ClientGone,
@@ -26,10 +26,10 @@ from serve.engine_thread import (
 from serve.errors import ApiError
 from serve.protocol import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
 from serve.responses import (
-    ChatReply,
-    CompletionReply,
+    ChatResponse,
+    CompletionResponse,
     EventStream,
-    Pieces,
+    TokenTexts,
     origins,
     spec_details,
     usage_of,
@@ -47,18 +47,18 @@ from specjax.tokenizer import (
     prompt_ids,
 )
 
-GONE = 499  # nginx's status for a client that went away; nobody reads it
-DEFAULT_TOKENS = 16  # OpenAI's, of completions
+CLIENT_CLOSED_REQUEST = 499  # nginx's status, for the access log
+DEFAULT_TOKENS = 16  # of completions, as OpenAI
 TOO_LONG = "context_length_exceeded"
-SHORT = 4096  # bytes of a body whose prompt is encoded sooner than a thread would wake up
+SHORT_BODY = 4096  # bytes; its prompt is encoded sooner than a thread would start
 
 
-class Ask(NamedTuple):
-    """A request that was understood.
+class Parsed(NamedTuple):
+    """A request whose prompts are token ids.
 
     Attributes:
       prompts: token ids. jobs: one per choice, prompt by prompt; with max_tokens 0 none of them is
-        to be run. scores: of each prompt; None: nobody asked for them.
+        run. scores: of each prompt; None: not asked for.
     """
 
     body: CompletionRequest | ChatRequest
@@ -67,12 +67,12 @@ class Ask(NamedTuple):
     scores: list[PromptScores] | None = None
 
     @property
-    def writes_nothing(self) -> bool:
+    def generates_nothing(self) -> bool:
         return self.body.wanted_tokens == 0
 
 
 class Generation:
-    """Answers requests for text.
+    """Handles requests for text.
 
     Args:
       cfg: its limits. thread: runs the samples.
@@ -81,18 +81,18 @@ class Generation:
     def __init__(self, cfg: ServeConfig, thread: EngineThread):
         self._cfg, self._thread, self._llm = cfg, thread, thread.llm
         self._tokenizer = thread.llm.tokenizer
-        self._pieces = Pieces(self._tokenizer)
+        self._texts = TokenTexts(self._tokenizer)
         self._scorer = PromptScorer(thread.llm.engine, thread.llm.max_len)
-        # Prompts may be long, and the event loop must not wait; tokenizers take one caller a time.
+        # A long prompt must not block the event loop, and a tokenizer takes one caller at a time.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
         self._encoding = threading.Lock()
         self._defaults = sampling_defaults(thread.llm.generation)
         slots = cfg.engine.max_batch * cfg.engine.replicas
         self._room = slots + cfg.limits.queue
-        self._coming = 0  # samples of prompts that are being encoded
+        self._being_encoded = 0  # samples whose prompts are being encoded
 
-    async def answer(self, body: CompletionRequest | ChatRequest, http: HttpRequest) -> Response:
-        """The whole of POST /v1/completions and /v1/chat/completions.
+    async def create(self, body: CompletionRequest | ChatRequest, http: HttpRequest) -> Response:
+        """Handles POST /v1/completions and /v1/chat/completions.
 
         Raises:
           ApiError: the request cannot be served.
@@ -102,19 +102,19 @@ class Generation:
         body.require_supported()
         self._require(body.n or 1, self._cfg.limits.n, "n")
         samples = self._require_room(body)
-        self._coming += samples
+        self._being_encoded += samples
         try:
-            ask = await self._understood(body, http)
+            parsed = await self._parse_body(body, http)
         finally:
-            self._coming -= samples
-        ask = await self._with_scores(ask)
-        request = await self._submit(ask, arrived)
-        kind = ChatReply if isinstance(body, ChatRequest) else CompletionReply
-        reply = kind(self._cfg.name, self._pieces)
+            self._being_encoded -= samples
+        parsed = await self._with_scores(parsed)
+        request = await self._submit(parsed, arrived)
+        kind = ChatResponse if isinstance(body, ChatRequest) else CompletionResponse
+        response = kind(self._cfg.name, self._texts)
         if body.stream:
-            events = self._events(ask, request, reply)
+            events = self._events(parsed, request, response)
             return EventStream(events, lambda: self._thread.abort(request))
-        return await self._whole(ask, request, reply, http)
+        return await self._complete(parsed, request, response, http)
 
     def require_model(self, name: str | None) -> None:
         if name and name != self._cfg.name:
@@ -125,10 +125,10 @@ class Generation:
                 "model_not_found",
             )
 
-    # --- in --------------------------------------------------------------------------------------
+    # --- requests --------------------------------------------------------------------------------
 
     def _require_room(self, body: CompletionRequest | ChatRequest) -> int:
-        """The samples that it asks for, which can be told before it is read.
+        """Counts the samples of a request before its prompts are encoded.
 
         Raises:
           ApiError: they are too many.
@@ -137,7 +137,7 @@ class Generation:
         if isinstance(body, CompletionRequest):
             prompts = len(body.prompts)
             self._require(prompts, self._cfg.limits.prompts, "prompts", "prompt")
-        samples, there = prompts * (body.n or 1), self._thread.outstanding + self._coming
+        samples, there = prompts * (body.n or 1), self._thread.outstanding + self._being_encoded
         self._require(samples, self._room, "prompts times n", "n")
         if there + samples > self._room:
             raise ApiError(
@@ -148,24 +148,26 @@ class Generation:
             )
         return samples
 
-    async def _understood(self, body: CompletionRequest | ChatRequest, http: HttpRequest) -> Ask:
-        """Encodes the prompts, here if that is quick and nobody else does at the moment."""
+    async def _parse_body(self, body: CompletionRequest | ChatRequest, http: HttpRequest) -> Parsed:
+        """Encodes the prompts, in the event loop if that is quick and the tokenizer is free."""
         several = isinstance(body, CompletionRequest) and len(body.prompts) > 1
-        short = int(http.headers.get("content-length", SHORT + 1)) <= SHORT and not several
+        short = (
+            int(http.headers.get("content-length", SHORT_BODY + 1)) <= SHORT_BODY and not several
+        )
         if short and self._encoding.acquire(blocking=False):
             try:
-                return self._ask(body)
+                return self._parse(body)
             finally:
                 self._encoding.release()
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._encoder, self._ask_alone, body)
+        return await loop.run_in_executor(self._encoder, self._parse_locked, body)
 
-    def _ask_alone(self, body: CompletionRequest | ChatRequest) -> Ask:
+    def _parse_locked(self, body: CompletionRequest | ChatRequest) -> Parsed:
         with self._encoding:
-            return self._ask(body)
+            return self._parse(body)
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
-        """Token ids, as a request for text would have them.
+        """Token ids of a prompt or of messages, as a request for text has them.
 
         Raises:
           ApiError: there is no tokenizer, or the messages do not fit the chat template.
@@ -192,18 +194,18 @@ class Generation:
             raise ApiError(400, f"tokens: expected ids below {most}, got {max(ids)}", "tokens")
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
-    async def _with_scores(self, ask: Ask) -> Ask:
-        """Its prompts scored by the policy, if that is asked for."""
-        top = ask.body.scored_top
+    async def _with_scores(self, parsed: Parsed) -> Parsed:
+        """Adds the policy's log-probabilities of the prompts, if the request asks for them."""
+        top = parsed.body.scored_top
         if top is None:
-            return ask
+            return parsed
 
         def start() -> Started | Exception:
             if self._thread.asleep:
                 raise Asleep("the server is asleep; POST /wake")
             try:
-                return self._scorer.start(ask.prompts)
-            except Exception as error:  # memory, for one: what runs has lost nothing by it
+                return self._scorer.start(parsed.prompts)
+            except Exception as error:  # such as a lack of memory; running samples go on
                 return error
 
         try:
@@ -218,44 +220,45 @@ class Generation:
         except InvalidLogitsError as error:
             raise _invalid(str(error)) from error
         except Exception as error:
-            told = f"the prompt's logprobs could not be computed: {type(error).__name__}: {error}"
-            raise ApiError(500, told) from error
-        return ask._replace(scores=scores)
+            cause = f"{type(error).__name__}: {error}"
+            message = f"the prompt's logprobs could not be computed: {cause}"
+            raise ApiError(500, message) from error
+        return parsed._replace(scores=scores)
 
-    async def _submit(self, ask: Ask, arrived: float) -> Request:
-        per_chunk = bool(ask.body.stream) or ask.body.return_spec_details
+    async def _submit(self, parsed: Parsed, arrived: float) -> Request:
+        per_chunk = bool(parsed.body.stream) or parsed.body.return_spec_details
         try:
-            if ask.writes_nothing:
-                request = await self._nothing_to_run(ask, arrived)
+            if parsed.generates_nothing:
+                request = await self._end_at_once(parsed, arrived)
             else:
-                request = await self._thread.submit(ask.jobs, arrived, per_chunk)
+                request = await self._thread.submit(parsed.jobs, arrived, per_chunk)
         except Asleep as error:
             raise ApiError(503, str(error)) from error
         except EngineDead as error:
             raise ApiError(500, str(error)) from error
         except ValueError as error:
             raise ApiError(400, spelled(error, SAY)) from error
-        self._thread.metrics.prompt_tokens.inc(sum(map(len, ask.prompts)))
+        self._thread.metrics.prompt_tokens.inc(sum(map(len, parsed.prompts)))
         return request
 
-    async def _nothing_to_run(self, ask: Ask, arrived: float) -> Request:
-        """A request whose samples have ended before they began."""
+    async def _end_at_once(self, parsed: Parsed, arrived: float) -> Request:
+        """The request of max_tokens 0: all its samples have ended, without tokens."""
 
         def check() -> None:
             if self._thread.asleep:
                 raise Asleep("the server is asleep; POST /wake")
-            for job in ask.jobs:
+            for job in parsed.jobs:
                 self._llm.engine.check(dataclasses.replace(job, limit=len(job.prompt)))
 
         await self._thread.call(check)
-        request = Request(ask.jobs, arrived, False)
+        request = Request(parsed.jobs, arrived, False)
         request.open = 0
         empty = SampleOutput([], "", [], "length", SpecStats(0, 0, 0, (0,)))
-        for index in range(len(ask.jobs)):
+        for index in range(len(parsed.jobs)):
             request.updates.put_nowait(Update(index, (), empty))
         return request
 
-    def _ask(self, body: CompletionRequest | ChatRequest) -> Ask:
+    def _parse(self, body: CompletionRequest | ChatRequest) -> Parsed:
         if isinstance(body, ChatRequest):
             prompts, default = [self._chat_prompt(body)], None
         else:
@@ -264,14 +267,14 @@ class Generation:
         for index, prompt in enumerate(prompts):
             try:
                 ids.append(self._ids(f"prompt {index}", prompt, body))
-                # Of no token at all the engine knows nothing: it is asked for one, and never runs.
+                # The engine cannot take max_tokens 0; this job asks for one token and never runs.
                 most = self._tokens(body, len(ids[-1]), default) or 1
                 params = body.params(most, body.top, self._defaults)
                 eos = self._llm.cfg.eos_token_ids
                 jobs += make_jobs(ids[-1], params, eos, self._tokenizer, index)
             except ValueError as error:
                 raise ApiError(400, spelled(error, SAY)) from error
-        return Ask(body, ids, jobs)
+        return Parsed(body, ids, jobs)
 
     def _chat_prompt(self, body: ChatRequest | TokenizeRequest) -> list[int]:
         if not has_chat_template(self._tokenizer):
@@ -313,7 +316,7 @@ class Generation:
         return check_prompt(where, prompt, self._llm.cfg.vocab_size)
 
     def _tokens(self, body: Sampling, prompt: int, default: int | None) -> int:
-        """How many may be generated after a prompt of that length."""
+        """Most tokens to generate after a prompt of that length."""
         limits, most = self._cfg.limits, self._llm.max_len
         wanted = body.wanted_tokens
         if limits.prompt_tokens is not None and prompt > limits.prompt_tokens:
@@ -346,17 +349,17 @@ class Generation:
         if got > most:
             raise ApiError(400, f"{what} is {got}, and this server takes {most}", param or what)
 
-    # --- out -------------------------------------------------------------------------------------
+    # --- responses -------------------------------------------------------------------------------
 
-    async def _whole(
-        self, ask: Ask, request: Request, reply: CompletionReply, http: HttpRequest
+    async def _complete(
+        self, parsed: Parsed, request: Request, response: CompletionResponse, http: HttpRequest
     ) -> Response:
-        """Waits for all samples, or until the client has gone."""
+        """The whole response; waits for all samples, or until the client has gone."""
         watch = asyncio.ensure_future(self._watch(http, request))
         try:
-            return JSONResponse(await self._collect(ask, request, reply))
+            return JSONResponse(await self._collect(parsed, request, response))
         except ClientGone:
-            return Response(status_code=GONE)
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
         finally:
             watch.cancel()
             self._thread.abort(request)  # does nothing if all have ended
@@ -367,80 +370,82 @@ class Generation:
             pass
         self._thread.abort(request)
 
-    async def _collect(self, ask: Ask, request: Request, reply: CompletionReply) -> dict:
-        choices: list[dict | None] = [None] * len(ask.jobs)
-        came: list[list[str]] = [[] for _ in ask.jobs]
+    async def _collect(
+        self, parsed: Parsed, request: Request, response: CompletionResponse
+    ) -> dict:
+        choices: list[dict | None] = [None] * len(parsed.jobs)
+        came: list[list[str]] = [[] for _ in parsed.jobs]
         written = 0
         async for update in _updates(request):
             if isinstance(update.error, EngineDead):
                 raise ApiError(500, str(update.error)) from update.error
             if update.error is not None:
                 raise update.error
-            if ask.body.return_spec_details:
+            if parsed.body.return_spec_details:
                 came[update.index] += origins(update.news)
             sample, index = update.sample, update.index
             if sample is None:
                 continue
             if sample.error is not None:
-                raise _invalid(sample.error, index, len(ask.jobs))
+                raise _invalid(sample.error, index, len(parsed.jobs))
             written += len(sample.token_ids)
             tokens, values, top = sample.token_ids, sample.logprobs, sample.top_logprobs
-            text, scores = self._text(sample), self._scores(ask, index)
-            if ask.body.echoes:
-                text = self._echo(ask, index) + text
+            text, scores = self._text(sample), self._scores(parsed, index)
+            if parsed.body.echoes:
+                text = self._echo(parsed, index) + text
                 if scores is not None:
-                    prompt = ask.jobs[index].prompt
+                    prompt = parsed.jobs[index].prompt
                     tokens, values = [*prompt, *tokens], [*scores.logprobs, *values]
-                    top = [*scores.top, *(top or ())] if ask.body.top else None
-            logprobs = self._logprobs(ask.body, reply, tokens, values, top, 0)
-            choice = reply.choice(index, text, sample.finish_reason, logprobs, streams=False)
-            if ask.body.prompt_logprobs is not None:
-                told = reply.prompt_logprobs(ask.jobs[index].prompt, scores)
-                choice["prompt_logprobs"] = told
-            if ask.body.return_token_ids:
+                    top = [*scores.top, *(top or ())] if parsed.body.top else None
+            logprobs = self._logprobs(parsed.body, response, tokens, values, top, 0)
+            choice = response.choice(index, text, sample.finish_reason, logprobs, streams=False)
+            if parsed.body.prompt_logprobs is not None:
+                prompt = parsed.jobs[index].prompt
+                choice["prompt_logprobs"] = response.prompt_logprobs(prompt, scores)
+            if parsed.body.return_token_ids:
                 choice["token_ids"] = sample.token_ids
-                choice["prompt_token_ids"] = list(ask.jobs[index].prompt)
-            if ask.body.return_spec_details:
+                choice["prompt_token_ids"] = list(parsed.jobs[index].prompt)
+            if parsed.body.return_spec_details:
                 choice["spec_details"] = {**spec_details(sample), "origins": came[index]}
             choices[index] = choice
-        usage = usage_of(sum(map(len, ask.prompts)), written)
-        whole = reply.body(choices, usage, streams=False)
-        if ask.body.prompt_logprobs is not None and reply.tells_of_one_prompt:
-            # As in vLLM: a chat has one prompt, and it is the whole answer that tells of it.
+        usage = usage_of(sum(map(len, parsed.prompts)), written)
+        whole = response.body(choices, usage, streams=False)
+        if parsed.body.prompt_logprobs is not None and response.has_one_prompt:
+            # As in vLLM: a chat has one prompt, and the response has its logprobs, not the choice.
             whole["prompt_logprobs"] = [c.pop("prompt_logprobs") for c in choices][0]
         return whole
 
-    def _scores(self, ask: Ask, index: int) -> PromptScores | None:
-        """Of the prompt of a choice."""
-        return None if ask.scores is None else ask.scores[ask.jobs[index].request]
+    def _scores(self, parsed: Parsed, index: int) -> PromptScores | None:
+        """The log-probabilities of the prompt of a choice, if they were asked for."""
+        return None if parsed.scores is None else parsed.scores[parsed.jobs[index].request]
 
-    def _echo(self, ask: Ask, index: int) -> str:
-        """The prompt of a choice, as it was sent or as its tokens are written."""
-        prompt = ask.body.prompts[ask.jobs[index].request]
+    def _echo(self, parsed: Parsed, index: int) -> str:
+        """The text of the prompt of a choice; of token ids, their decoded text."""
+        prompt = parsed.body.prompts[parsed.jobs[index].request]
         if isinstance(prompt, str):
             return prompt
         return "" if self._tokenizer is None else self.detokenize(prompt)
 
     async def _events(
-        self, ask: Ask, request: Request, reply: CompletionReply
+        self, parsed: Parsed, request: Request, response: CompletionResponse
     ) -> AsyncIterator[str]:
-        """Server-sent events: pieces of choices as they come, then the usage, if wanted."""
+        """Server-sent events: chunks of choices as they come, then the usage if asked for."""
         decode = self._decode if self._tokenizer is not None else None
-        texts = [Detokenizer(decode, job.params.stop) for job in ask.jobs]
-        offsets, written = [0] * len(ask.jobs), 0
-        for index in range(len(ask.jobs)):
-            opening = reply.opening(index)
-            if ask.body.echoes:
-                opening, offsets[index] = self._echoed(ask, reply, index)
+        texts = [IncrementalDetokenizer(decode, job.params.stop) for job in parsed.jobs]
+        offsets, written = [0] * len(parsed.jobs), 0
+        for index in range(len(parsed.jobs)):
+            opening = response.opening(index)
+            if parsed.body.echoes:
+                opening, offsets[index] = self._echoed(parsed, response, index)
             if opening is not None:
-                yield self._event(reply.body([opening], None, streams=True), ask, written)
+                yield self._event(response.body([opening], None, streams=True), parsed, written)
         async for update in _updates(request):
             if update.error is not None:
                 yield f"data: {json.dumps(ApiError(500, str(update.error)).body())}\n\n"
                 return
             index, sample = update.index, update.sample
             if sample is not None and sample.error is not None:
-                error = _invalid(sample.error, index, len(ask.jobs))
+                error = _invalid(sample.error, index, len(parsed.jobs))
                 yield f"data: {json.dumps(error.body())}\n\n"
                 return
             tokens = [token for news in update.news for token in news.tokens]
@@ -451,58 +456,59 @@ class Generation:
             else:
                 text = texts[index].finish(tokens, self._text(sample), decoded)
                 reason = sample.finish_reason
-            logprobs = self._streamed_logprobs(ask.body, reply, update, offsets[index])
+            logprobs = self._streamed_logprobs(parsed.body, response, update, offsets[index])
             if logprobs is not None:
-                offsets[index] += sum(len(self._pieces.text(token)) for token in tokens)
-            more = self._details(ask, update, tokens)
+                offsets[index] += sum(len(self._texts.text(token)) for token in tokens)
+            more = self._details(parsed, update, tokens)
             if text or reason or logprobs or more:
-                choice = {**reply.choice(index, text, reason, logprobs, streams=True), **more}
-                yield self._event(reply.body([choice], None, streams=True), ask, written)
-        if ask.body.wants_usage:
-            usage = usage_of(sum(map(len, ask.prompts)), written)
-            yield f"data: {json.dumps(reply.body([], usage, streams=True))}\n\n"
+                choice = {**response.choice(index, text, reason, logprobs, streams=True), **more}
+                yield self._event(response.body([choice], None, streams=True), parsed, written)
+        if parsed.body.wants_usage:
+            usage = usage_of(sum(map(len, parsed.prompts)), written)
+            yield f"data: {json.dumps(response.body([], usage, streams=True))}\n\n"
         yield "data: [DONE]\n\n"
 
-    def _event(self, body: dict, ask: Ask, written: int) -> str:
-        if ask.body.wants_usage_always:
-            body = {**body, "usage": usage_of(sum(map(len, ask.prompts)), written)}
-        elif ask.body.wants_usage:  # all pieces but the last say that their usage is null
+    def _event(self, body: dict, parsed: Parsed, written: int) -> str:
+        if parsed.body.wants_usage_always:
+            body = {**body, "usage": usage_of(sum(map(len, parsed.prompts)), written)}
+        elif parsed.body.wants_usage:  # null in all chunks but the last
             body = {**body, "usage": None}
         return f"data: {json.dumps(body)}\n\n"
 
-    def _echoed(self, ask: Ask, reply: CompletionReply, index: int) -> tuple[dict, int]:
-        """The first piece of a choice that begins with its prompt, and the characters of its
-        tokens."""
-        scores, prompt, logprobs = self._scores(ask, index), ask.jobs[index].prompt, None
+    def _echoed(self, parsed: Parsed, response: CompletionResponse, index: int) -> tuple[dict, int]:
+        """The first chunk of a choice that begins with its prompt, and the length of its text."""
+        scores, prompt, logprobs = self._scores(parsed, index), parsed.jobs[index].prompt, None
         if scores is not None:
-            top = scores.top if ask.body.top else None
-            logprobs = self._logprobs(ask.body, reply, prompt, scores.logprobs, top, 0)
-        piece = reply.choice(index, self._echo(ask, index), None, logprobs, streams=True)
-        return piece, sum(len(self._pieces.text(token)) for token in prompt)
+            top = scores.top if parsed.body.top else None
+            logprobs = self._logprobs(parsed.body, response, prompt, scores.logprobs, top, 0)
+        piece = response.choice(index, self._echo(parsed, index), None, logprobs, streams=True)
+        return piece, sum(len(self._texts.text(token)) for token in prompt)
 
-    def _details(self, ask: Ask, update: Update, tokens: Sequence[int]) -> dict:
-        """What a piece says beside OpenAI's fields."""
+    def _details(self, parsed: Parsed, update: Update, tokens: Sequence[int]) -> dict:
+        """Fields of a chunk that OpenAI does not have."""
         more = {}
-        if ask.body.return_token_ids and tokens:
+        if parsed.body.return_token_ids and tokens:
             more["token_ids"] = list(tokens)
-        if ask.body.return_spec_details:
+        if parsed.body.return_spec_details:
             whole = {} if update.sample is None else spec_details(update.sample)
             more["spec_details"] = {**whole, "origins": origins(update.news)}
         return more
 
-    def _streamed_logprobs(self, body, reply, update: Update, offset: int) -> dict | None:
+    def _streamed_logprobs(self, body, response, update: Update, offset: int) -> dict | None:
         tokens = [token for news in update.news for token in news.tokens]
         values = [value for news in update.news for value in news.logprobs]
         top = [entry for news in update.news for entry in news.top or ()]
-        return self._logprobs(body, reply, tokens, values, top or None, offset) if tokens else None
+        return (
+            self._logprobs(body, response, tokens, values, top or None, offset) if tokens else None
+        )
 
-    def _logprobs(self, body, reply, tokens, values, top, offset: int) -> dict | None:
+    def _logprobs(self, body, response, tokens, values, top, offset: int) -> dict | None:
         if not body.wants_logprobs:
             return None
-        return reply.logprobs(tokens, values, top, offset, body.top)
+        return response.logprobs(tokens, values, top, offset, body.top)
 
     def _text(self, sample: SampleOutput) -> str:
-        """Of a whole sample, as the batch API gives it."""
+        """The text of a whole sample, as `LLM` gives it."""
         if sample.text is not None:
             return sample.text
         return "" if self._tokenizer is None else self._decode(sample.token_ids)
@@ -511,15 +517,14 @@ class Generation:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def _invalid(told: str, index: int = 0, choices: int = 1) -> ApiError:
-    """The answer where the model's logits are no distribution: neither the text that there was
-    before nor the score of another token is a success."""
+def _invalid(message: str, index: int = 0, choices: int = 1) -> ApiError:
+    """The error response where the model's logits are no distribution."""
     which = f"choice {index}: " if choices > 1 else ""
-    return ApiError(500, f"{which}{told}", code="invalid_logits")
+    return ApiError(500, f"{which}{message}", code="invalid_logits")
 
 
 async def _updates(request: Request) -> AsyncIterator[Update]:
-    """Until all samples have ended, or the engine has."""
+    """The updates of a request, until all its samples have ended or one has an error."""
     left = len(request.jobs)
     while left:
         update = await request.updates.get()

@@ -1,7 +1,7 @@
-"""What Prometheus reads at /metrics. Whatever can be a counter is one.
+"""Prometheus metrics, with vLLM's names and the prefix `specjax:`.
 
-Names are vLLM's with the prefix `specjax:`; prometheus-client adds `_total` to counters. The thread
-that owns the engine counts chunks and rounds, the event loop requests and times.
+prometheus-client adds `_total` to counters. The engine's thread counts chunks and rounds, the event
+loop requests and times.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 
 
 class Replica(NamedTuple):
-    """What one replica does.
+    """The state of one replica.
 
     Attributes:
-      strategy: that its controller chose last, or will begin with, see `Controller.active`.
-      running, waiting: samples that it has. Those that no replica has yet wait beside them.
+      strategy: the controller's last choice, or its first one, see `Controller.active`.
+      running, waiting: samples of the replica, without those that no replica has yet.
     """
 
     strategy: str
@@ -47,14 +47,14 @@ class Replica(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """The engine as it stood after its last chunk.
+    """The state of the engine after its last chunk.
 
     Attributes:
-      running, waiting: samples. pages_used, pages: of the caches, in all.
-      preemptions, compilations: so far. version: of the weights.
-      rejections: so far, by cause; empty without telemetry.
-      replicas: one entry each. bucket: of the last chunk, summed over those that run anything.
-      alarms: what is wrong with the weights, in words.
+      running, waiting: samples. pages_used, pages: cache pages of all replicas.
+      preemptions, compilations: since the start. version: of the weights.
+      rejections: since the start, by cause; empty without telemetry.
+      replicas: one entry each. bucket: of the last chunk, summed over replicas that run samples.
+      alarms: messages about weights that are not finite.
     """
 
     running: int = 0
@@ -71,7 +71,7 @@ class Snapshot:
 
 
 class Times:
-    """A histogram of seconds, filled by one thread, that takes many equal values at once."""
+    """A histogram of seconds; `observe` can count a value several times."""
 
     def __init__(self, name: str, text: str):
         self._name, self._text = name, text
@@ -93,14 +93,14 @@ class Metrics(PrometheusCollector):
     """The counters of one server.
 
     Attributes:
-      snapshot: to be replaced after every chunk.
-      registry: what /metrics shows.
-      drafts, drafted, accepted: rounds that drafted, the tokens that they drafted, and those that
-        were emitted; of all samples.
+      snapshot: replaced after every chunk.
+      registry: of /metrics.
+      drafts, drafted, accepted: rounds that drafted, tokens that they drafted, and drafted tokens
+        that were emitted, of all samples.
     """
 
     def __init__(self, model: str):
-        disable_created_metrics()  # a second series for each, with the time of its birth
+        disable_created_metrics()  # a second time series for each counter
         self.registry = CollectorRegistry(auto_describe=False)
         self.snapshot = Snapshot()
         self.drafts = self.drafted = self.accepted = 0
@@ -130,7 +130,7 @@ class Metrics(PrometheusCollector):
         info.labels(model).set(1)
         registry.register(self)
 
-    # --- told by the engine's thread --------------------------------------------------------------
+    # --- called in the engine's thread ------------------------------------------------------------
 
     def chunk(self, strategy: str, bucket: int, rounds: int) -> None:
         self._chunks.labels(strategy, bucket).inc()
@@ -138,7 +138,7 @@ class Metrics(PrometheusCollector):
         self._last[bucket] = strategy
 
     def news(self, news: News, replica: int) -> None:
-        """Counts a sample's rounds, which ran on a replica."""
+        """Counts the rounds of a sample of a replica."""
         rounds, by_depth = news.rounds, self._by_depth
         if not news.steps:
             return
@@ -153,15 +153,14 @@ class Metrics(PrometheusCollector):
                 by_depth[position] += 1
 
     def accept_length(self, replica: int) -> float | None:
-        """Tokens per round of a replica that drafted, bonus included (SGLang's); None before the
-        first."""
+        """Tokens per round that drafted on a replica, bonus included, as SGLang; None: none yet."""
         drafts = self._drafts_of[replica]
         return 1 + self._accepted_of[replica] / drafts if drafts else None
 
-    # --- read by Prometheus ----------------------------------------------------------------------
+    # --- called by prometheus-client -------------------------------------------------------------
 
     def collect(self):
-        """What is counted elsewhere, or is as it is."""
+        """The metrics that are computed when Prometheus reads them."""
         now = self.snapshot
         for name, value, text in (
             ("num_requests_running", now.running, "Samples that have a slot."),

@@ -100,7 +100,7 @@ UNSUPPORTED_SAMPLING: dict[str, Unsupported] = {
     "web_search_options": Unsupported((), _TOOLS),
     "moderation": Unsupported((), "texts are not moderated"),
     "prompt_cache_options": Unsupported(({},), "the server decides what it keeps"),
-    "prompt_cache_retention": Unsupported(("in_memory",), "cached prompts lie in memory"),
+    "prompt_cache_retention": Unsupported(("in_memory",), "cached prompts are kept in memory"),
     "continue_final_message": Unsupported((False,), "use /v1/completions with the text so far"),
     "documents": Unsupported(([],), "put them into a message, or into chat_template_kwargs"),
     "chat_template": Unsupported((), "the server is started with its template (chat_template)"),
@@ -134,7 +134,7 @@ UNSUPPORTED_TEXT_PART: dict[str, Unsupported] = {
     "prompt_cache_breakpoint": Unsupported((), "the server decides what it keeps"),
 }
 UNSUPPORTED_STREAM_OPTIONS: dict[str, Unsupported] = {
-    "include_obfuscation": Unsupported((False,), "pieces are as long as their texts"),
+    "include_obfuscation": Unsupported((False,), "chunks are as long as their texts"),
 }
 UNSUPPORTED_TOKENIZE: dict[str, Unsupported] = {
     name: UNSUPPORTED_SAMPLING[name]
@@ -168,7 +168,7 @@ def _type(field: Unsupported) -> Any:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Equality as JSON has it: true is not 1."""
+    """Whether two JSON values are equal; true is not 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
@@ -176,7 +176,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _whole(text: str) -> str:
-    """JSON can spell half a surrogate pair, which is no character and which no tokenizer takes."""
+    """Refuses half a surrogate pair, which JSON can spell and no tokenizer takes."""
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError("expected text, got half a surrogate pair")
     return text
@@ -198,8 +198,8 @@ Seed = Annotated[
     AfterValidator(_seed),
     WithJsonSchema({"type": "integer", "minimum": SEEDS[0], "maximum": SEEDS[-1]}),
 ]
-# One thing that is wrong is enough: a body can hold hundreds of thousands, and to list them all
-# would keep everybody else waiting.
+# `fail_fast`: a body may hold hundreds of thousands of wrong values, and listing them all would
+# block the event loop.
 Ids = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Several = Annotated[list[T], Field(min_length=1, fail_fast=True)]
 
@@ -214,9 +214,8 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_read_as_documents_say(cls, data: Any) -> Any:
-        """One unknown name is enough, what JSON Schema calls an integer is one, and null asks for
-        what is asked for by saying nothing."""
+    def _normalise(cls, data: Any) -> Any:
+        """Keeps one unknown field at most, turns 5.0 into 5, and drops null fields."""
         if not isinstance(data, dict):
             return data
         names, fields = list(data), cls.model_fields
@@ -231,7 +230,7 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema, handler) -> dict[str, Any]:
-        """Every field that is not required may be null."""
+        """Makes every field that is not required nullable in the OpenAPI document."""
         schema = handler.resolve_ref_schema(handler(core_schema))
         needed = schema.get("required", ())
         for name, kind in schema.get("properties", {}).items():
@@ -249,7 +248,7 @@ class Body(BaseModel):
 
 
 def _whole_numbers(value: Any, deep: int = 2) -> Any:
-    """5.0 as 5, in lists and lists of lists, too."""
+    """Turns floats without a fraction into integers, in nested lists as well."""
     if type(value) is float and value.is_integer() and abs(value) < 1 << 53:
         return int(value)
     if deep and type(value) is list and any(type(each) in (float, list) for each in value):
@@ -258,7 +257,7 @@ def _whole_numbers(value: Any, deep: int = 2) -> Any:
 
 
 def _at_most(count: int) -> BeforeValidator:
-    """Of an object's entries; they are counted before they are looked at."""
+    """Refuses an object with more entries, before it looks at any."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > count:
@@ -271,12 +270,12 @@ def _at_most(count: int) -> BeforeValidator:
 class StreamOptions(with_unsupported(Body, UNSUPPORTED_STREAM_OPTIONS)):
     include_usage: bool = False
     continuous_usage_stats: bool = Field(
-        False, description="every piece says the usage so far, where include_usage is true"
+        False, description="every chunk has the usage so far, if include_usage is true"
     )
 
 
 class Sampling(with_unsupported(Body, UNSUPPORTED_SAMPLING)):
-    """What completions and chat completions share; null is the default everywhere."""
+    """The fields that completions and chat completions share."""
 
     model: str | None = Field(None, description="the model's name, see /v1/models")
     temperature: float | None = Field(
@@ -324,25 +323,25 @@ class Sampling(with_unsupported(Body, UNSUPPORTED_SAMPLING)):
         le=MAX_TOP_LOGPROBS,
         description="of the prompt's tokens under the raw logits, with so many likely tokens each",
     )
-    return_token_ids: bool = Field(False, description="choices say token_ids, prompts as well")
+    return_token_ids: bool = Field(False, description="return token_ids and prompt_token_ids")
     spaces_between_special_tokens: bool = Field(
-        True, description="ignored: special tokens are no text"
+        True, description="ignored: special tokens have no text"
     )
     # specjax's
     speculative: bool | Annotated[str, Field(min_length=1, max_length=64)] = Field(
         True,
-        description="false or off: nothing is drafted for this request; or one of the strategies "
-        "that /server_info lists",
+        description="false or off: decode this request plainly; or one of the strategies that "
+        "/server_info lists",
     )
-    return_spec_details: bool = Field(False, description="choices say what was drafted")
+    return_spec_details: bool = Field(False, description="return statistics of speculation")
 
     def params(
         self, max_tokens: int, top_logprobs: int, defaults: Mapping[str, Any] = MappingProxyType({})
     ) -> SamplingParams:
-        """How it is sampled.
+        """The sampling parameters of the request.
 
         Args:
-          defaults: of what the request does not say, by the names of `SamplingParams`.
+          defaults: of fields that the request leaves out, by the names of `SamplingParams`.
 
         Raises:
           ApiError: the values do not fit together.
@@ -364,8 +363,8 @@ class Sampling(with_unsupported(Body, UNSUPPORTED_SAMPLING)):
             "logit_bias": self.logit_bias
             and {int(token): value for token, value in self.logit_bias.items()},
         }
-        said = {name: value for name, value in given.items() if value is not None}
-        options = {**defaults, **said, "max_tokens": max_tokens}
+        given = {name: value for name, value in given.items() if value is not None}
+        options = {**defaults, **given, "max_tokens": max_tokens}
         try:
             return SamplingParams(
                 seed=self.seed,
@@ -382,11 +381,11 @@ class Sampling(with_unsupported(Body, UNSUPPORTED_SAMPLING)):
 
     @field_validator("stop", mode="before")
     @classmethod
-    def _no_text_is_no_stop(cls, stop: Any) -> Any:
+    def _empty_is_none(cls, stop: Any) -> Any:
         return None if stop == "" else stop
 
     def require_supported(self) -> None:
-        """Raises ApiError where fields that are right by themselves do not go together."""
+        """Raises ApiError where fields contradict each other."""
         if self.best_of not in (None, 1, self.n or 1):
             raise ApiError(
                 400,
@@ -413,19 +412,19 @@ class Sampling(with_unsupported(Body, UNSUPPORTED_SAMPLING)):
 
     @property
     def scored_top(self) -> int | None:
-        """Most likely tokens to say at every position of the prompt; None: nothing is said."""
+        """How many likely tokens to return for each of the prompt; None: no log-probabilities."""
         echoed = self.top if self.echoes and self.wants_logprobs else None
         asked = [most for most in (self.prompt_logprobs, echoed) if most is not None]
         return max(asked, default=None)
 
     @property
     def wants_usage(self) -> bool:
-        """In a stream, at its end."""
+        """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def wants_usage_always(self) -> bool:
-        """In every piece of a stream."""
+        """Whether every chunk of a stream has the usage so far."""
         return self.wants_usage and self.stream_options.continuous_usage_stats
 
 
@@ -441,7 +440,7 @@ class CompletionRequest(with_unsupported(Sampling, UNSUPPORTED_COMPLETION)):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or several."""
+        """The prompts, as a list."""
         bare = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if bare else list(self.prompt)
 
@@ -455,7 +454,7 @@ class CompletionRequest(with_unsupported(Sampling, UNSUPPORTED_COMPLETION)):
 
     @property
     def top(self) -> int:
-        """Most likely tokens to say at every position."""
+        """How many likely tokens to return at every position."""
         return self.logprobs or 0
 
 
@@ -465,12 +464,12 @@ class TextPart(with_unsupported(Body, UNSUPPORTED_TEXT_PART)):
 
 
 class Message(with_unsupported(Body, UNSUPPORTED_MESSAGE)):
-    """One of a conversation."""
+    """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Text | None = None
-    tool_call_id: Text | None = Field(None, description="which call a tool's message answers")
+    tool_call_id: Text | None = Field(None, description="the call that a tool's message answers")
 
     def for_template(self) -> dict[str, Any]:
         content = self.content or ""
@@ -503,7 +502,7 @@ class ChatRequest(with_unsupported(Sampling, UNSUPPORTED_CHAT)):
 
     @property
     def top(self) -> int:
-        """Most likely tokens to say at every position."""
+        """How many likely tokens to return at every position."""
         return self.top_logprobs or 0
 
     def require_supported(self) -> None:
@@ -519,7 +518,7 @@ class ChatRequest(with_unsupported(Sampling, UNSUPPORTED_CHAT)):
 
 
 class TokenizeRequest(with_unsupported(Body, UNSUPPORTED_TOKENIZE)):
-    """POST /tokenize, vLLM's: of a prompt, or of messages by the chat template."""
+    """POST /tokenize, as in vLLM: token ids of a prompt, or of messages by the chat template."""
 
     model: str | None = None
     prompt: Text | None = None
@@ -539,7 +538,7 @@ class TokenizeRequest(with_unsupported(Body, UNSUPPORTED_TOKENIZE)):
 
 
 class DetokenizeRequest(Body):
-    """POST /detokenize, vLLM's."""
+    """POST /detokenize, as in vLLM."""
 
     model: str | None = None
     tokens: Annotated[list[Token], Field(fail_fast=True)]
@@ -559,14 +558,14 @@ class WeightsRequest(Body):
     step: int | None = Field(None, ge=0, description="of a training run; null: the newest")
     running: Literal["recompute", "keep", "finish"] = Field(
         "recompute",
-        description="what becomes of samples that run. recompute: they go on with the new weights, "
-        "which read their tokens anew; keep: they go on with the new weights and the caches of the "
-        "old ones; finish: they end with the old weights, and new requests wait. A head alone "
-        "changes no token, and samples that run go on whatever this says",
+        description="what happens to running samples. recompute: they go on with the new weights, "
+        "which read their tokens again; keep: they go on with the new weights and the old caches; "
+        "finish: they end with the old weights, and new requests wait. A head alone changes no "
+        "token, and running samples go on in any case",
     )
 
 
 def _named(message: str) -> str | None:
-    """The option that a message of `SamplingParams` begins with."""
+    """The field of `SamplingParams` that its error message begins with."""
     word = message.split(" ", 1)[0]
     return word if word in SamplingParams.__dataclass_fields__ else None

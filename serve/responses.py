@@ -1,15 +1,15 @@
-"""Bodies of answers, in OpenAI's shapes.
+"""Bodies of responses, in OpenAI's shapes.
 
-Beside OpenAI's fields, where the request asks for them: `token_ids` of a choice, `prompt_token_ids`
-(vLLM's), and `spec_details`, what speculation did for a choice:
+A choice also has, where the request asks for them, `token_ids` and `prompt_token_ids` (vLLM's), and
+`spec_details`:
 
     accept_length           tokens per round, bonus included
     draft_acceptance_rate   accepted drafts over drafted tokens; null where nothing was drafted
     acceptance_histogram    rounds that accepted 0, 1, 2, .. drafts
     rounds, plain_rounds    all, and those that drafted nothing
     drafted, accepted       tokens
-    origins                 how each token came: "draft" (accepted), "bonus" (the last of a round
-                            that drafted) or "plain". In a stream each piece says its own
+    origins                 of each token: "draft" (accepted), "bonus" (the last of a round that
+                            drafted) or "plain"; in a stream, of the tokens of each chunk
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from specjax.engine.prompt_scores import PromptScores
 from specjax.engine.request import SampleOutput
 from specjax.engine.watch import News
 
-LEAST = -9999.0  # what OpenAI writes for minus infinity
+LEAST = -9999.0  # OpenAI's value for minus infinity
 
 
 def origins(news: Sequence[News]) -> list[str]:
-    """How each token came."""
+    """Where each token came from: `draft`, `bonus` or `plain`."""
     found = []
     for chunk in news:
         for count in chunk.rounds:
@@ -42,7 +42,7 @@ def origins(news: Sequence[News]) -> list[str]:
 
 
 def spec_details(sample: SampleOutput) -> dict:
-    """What speculation did for a whole sample."""
+    """The statistics of speculation for a whole sample."""
     stats = sample.stats
     return {
         "accept_length": stats.accept_length if stats.rounds else None,
@@ -55,17 +55,17 @@ def spec_details(sample: SampleOutput) -> dict:
     }
 
 
-class Pieces:
-    """Tokens as text and bytes, for logprobs.
+class TokenTexts:
+    """The text and the bytes of single tokens, for logprobs.
 
-    A vocabulary spells its tokens in one of a few ways, which the tokenizer's decoder tells:
+    How a vocabulary spells its tokens follows from the tokenizer's decoder:
 
         byte-level    every character of a token is a byte, in GPT-2's alphabet
         sentencepiece `▁` is a space, and `<0x0A>` a byte, where it falls back to bytes
         any other     what decoding the token alone gives
 
-    To decode a sentencepiece token alone would drop the space that it begins with, and make a
-    replacement character of a byte that is part of one.
+    Decoding a sentencepiece token alone would drop the space that it begins with, and make a
+    replacement character of a byte that is part of a character.
     """
 
     def __init__(self, tokenizer):
@@ -80,7 +80,7 @@ class Pieces:
         self.bytes_of = functools.lru_cache(maxsize=1 << 16)(self._bytes_of)
 
     def text(self, token: int) -> str:
-        """As OpenAI: a token that is part of a character is spelt `bytes:\\xe2\\x82`."""
+        """The text of a token; a part of a character is `bytes:\\xe2\\x82`, as in OpenAI's API."""
         raw = self.bytes_of(token)
         try:
             return raw.decode()
@@ -90,8 +90,8 @@ class Pieces:
     def by_text(self, logprobs: Mapping[int, float], chosen: int) -> dict[str, float]:
         """Log-probabilities by the tokens' texts, in their order.
 
-        Several tokens may have one text. It is that of the token that was generated, or else of the
-        first; the others are called `token_id:N`, as vLLM has it.
+        Where several tokens have one text, it names the generated token, or else the first one; the
+        others are `token_id:N`, as in vLLM.
         """
         texts = {token: self.text(token) for token in logprobs}
         owner = {text: token for token, text in reversed(texts.items())}
@@ -100,7 +100,7 @@ class Pieces:
         found = {}
         for token, logprob in logprobs.items():
             text = texts[token] if owner[texts[token]] == token else f"token_id:{token}"
-            while text in found:  # a vocabulary may hold that as well
+            while text in found:  # a token may have that text
                 text = f"token_id:{text}"
             found[text] = _least(logprob)
         return found
@@ -111,7 +111,7 @@ class Pieces:
         if token in self._added:
             return self._added[token].encode(errors="replace")
         piece = self._tokenizer.convert_ids_to_tokens(token)
-        if piece is None:  # the model's table is longer than the tokenizer's
+        if piece is None:  # the model's vocabulary is larger than the tokenizer's
             return b""
         if self._byte_of is not None and all(c in self._byte_of for c in piece):
             return bytes(self._byte_of[c] for c in piece)
@@ -123,14 +123,14 @@ class Pieces:
 
 
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
-_SPACE = "\u2581"  # sentencepiece's
+_SPACE = "\u2581"  # of sentencepiece
 
 
 def _decoders(tokenizer) -> dict[str, str | None]:
-    """The steps of a tokenizer's decoder, each with what it writes a space as, if it does."""
+    """The steps of a tokenizer's decoder, each with its character for a space, or None."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if getattr(backend, "decoder", None) is None:
-        # transformers' wrapper of the sentencepiece library has no such steps.
+        # transformers' wrapper of the sentencepiece library has no decoder.
         return {"Replace": _SPACE, "ByteFallback": None} if hasattr(tokenizer, "sp_model") else {}
     decoder = json.loads(backend.to_str())["decoder"]
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -146,26 +146,29 @@ def _decoders(tokenizer) -> dict[str, str | None]:
 
 
 def _bytes_by_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes are themselves, the others follow from U+0100 on."""
+    """The byte of each character of GPT-2's alphabet.
+
+    Printable bytes stand for themselves, the others for the characters from U+0100 on.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     found = {chr(byte): byte for byte in printable}
     return found | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-class CompletionReply:
-    """Answers of /v1/completions.
+class CompletionResponse:
+    """Responses of /v1/completions.
 
     Attributes:
-      tells_of_one_prompt: what there is to say of it belongs to no choice.
+      has_one_prompt: its log-probabilities belong to the response and not to each choice.
     """
 
-    tells_of_one_prompt = False
+    has_one_prompt = False
     id_prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, pieces: Pieces):
+    def __init__(self, model: str, texts: TokenTexts):
         self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
-        self._model, self._pieces = model, pieces
+        self._model, self._texts = model, texts
 
     def body(self, choices: list[dict], usage: dict | None, streams: bool) -> dict:
         kind = self.part if streams else self.whole
@@ -173,7 +176,7 @@ class CompletionReply:
         return reply if usage is None else {**reply, "usage": usage}
 
     def opening(self, index: int) -> dict | None:
-        """The first piece of a choice in a stream, before any text."""
+        """The first chunk of a choice in a stream, before any text."""
         return None
 
     def choice(
@@ -182,19 +185,20 @@ class CompletionReply:
         return {"index": index, "text": text, "finish_reason": reason, "logprobs": logprobs}
 
     def logprobs(self, tokens, values, top, offset: int, most: int) -> dict:
-        """Of some tokens.
+        """The log-probabilities of some tokens.
 
         Args:
-          values: None for the first token of a prompt, which follows nothing, and likewise in top.
-          top: of each token, see `News`; None without. offset: characters before these.
-          most: likely tokens that were asked for; the one that was generated may come on top.
+          values: of each token; None for the first token of a prompt, which follows no other.
+          top: of each token, see `News`, likewise; None: not asked for.
+          offset: number of characters before these tokens.
+          most: how many likely tokens were asked for, beside the generated one.
         """
-        texts = [self._pieces.text(token) for token in tokens]
+        texts = [self._texts.text(token) for token in tokens]
         offsets = list(itertools.accumulate(map(len, texts), initial=offset))[:-1]
         likely = None
         if top is not None:
             likely = [
-                entry and self._pieces.by_text(entry, token)
+                entry and self._texts.by_text(entry, token)
                 for entry, token in zip(top, tokens, strict=True)
             ]
         return {
@@ -205,27 +209,27 @@ class CompletionReply:
         }
 
     def prompt_logprobs(self, prompt: Sequence[int], scores: PromptScores) -> list[dict | None]:
-        """Of a prompt's tokens, in vLLM's shape: token id -> logprob, rank and text."""
-        told: list[dict | None] = []
+        """The log-probabilities of a prompt, as vLLM: token id -> logprob, rank and text."""
+        found: list[dict | None] = []
         for token, rank, top in zip(prompt, scores.ranks, scores.top, strict=True):
-            told.append(
+            found.append(
                 top
                 and {
                     str(other): {
                         "logprob": _least(value),
                         "rank": rank if other == token else place,
-                        "decoded_token": self._pieces.text(other),
+                        "decoded_token": self._texts.text(other),
                     }
                     for place, (other, value) in enumerate(top.items(), 1)
                 }
             )
-        return told
+        return found
 
 
-class ChatReply(CompletionReply):
-    """Answers of /v1/chat/completions."""
+class ChatResponse(CompletionResponse):
+    """Responses of /v1/chat/completions."""
 
-    tells_of_one_prompt = True
+    has_one_prompt = True
     id_prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def opening(self, index: int) -> dict | None:
@@ -249,8 +253,8 @@ class ChatReply(CompletionReply):
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, value: float) -> dict:
-        raw = self._pieces.bytes_of(token)
-        return {"token": self._pieces.text(token), "logprob": _least(value), "bytes": list(raw)}
+        raw = self._texts.bytes_of(token)
+        return {"token": self._texts.text(token), "logprob": _least(value), "bytes": list(raw)}
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int) -> dict:
@@ -266,10 +270,10 @@ def _least(value: float) -> float:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events.
+    """A response of server-sent events.
 
     Args:
-      on_end: is called when the last was sent, or the client went away.
+      on_end: called when the last event was sent, or the client has gone.
     """
 
     def __init__(self, events: AsyncIterator[str], on_end: Callable[[], None]):

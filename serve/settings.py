@@ -1,4 +1,4 @@
-"""Every setting of the server, and the model that they describe."""
+"""The settings of the server, and the loading of its model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WARM_UP = {
 
 @dataclass
 class SpeculationSection(SpeculationSettings):
-    """How to speculate; requests may opt out."""
+    """The draft, the acceptance mode and the controller; a request may turn speculation off."""
 
     telemetry: bool | None = option(True, "count why drafts are rejected")
 
@@ -60,14 +60,12 @@ class EngineSection:
     )
     dtype: str = option(
         AUTO,
-        "of weights and arithmetic; auto: the checkpoint's on GPU and TPU, float32 on CPU",
+        "dtype of weights and arithmetic; auto: the checkpoint's on GPU and TPU, float32 on CPU",
         choices=ENGINE_DTYPES,
     )
     replicas: int = option(1, "engines with devices of their own, fed from one queue")
     tp: int = option(1, "devices of each replica")
-    chunk_tokens: int = option(
-        16, "tokens per sample between two looks of the host at most: fewer stream more smoothly"
-    )
+    chunk_tokens: int = option(16, "most tokens of a sample per chunk: fewer stream more smoothly")
     page_size: int | None = option(None, "positions per cache page; null: the engine chooses")
     cache_bytes: int | None = option(
         None, "memory for all cache pages; null: what all slots need at full length"
@@ -75,7 +73,7 @@ class EngineSection:
     prefill_chunk: int = option(512, "prompt tokens that are read at a time")
     products: str = option(
         "auto",
-        "by what weights are multiplied: panels, specjax's own kernel on one CPU device; xla",
+        "how weights are multiplied: panels, specjax's own kernel on one CPU device; xla",
         choices=ASKED,
         own=True,
     )
@@ -92,7 +90,7 @@ class EngineSection:
     def config(self) -> EngineConfig:
         return EngineConfig(
             chunk_tokens=self.chunk_tokens,
-            stretch=1,  # or few streams would come in larger pieces than many
+            stretch=1,  # pieces of a stream are as large with few streams as with many
             page_size=self.page_size,
             cache_bytes=self.cache_bytes,
             prefill_chunk=self.prefill_chunk,
@@ -103,17 +101,17 @@ class EngineSection:
 
 @dataclass
 class LimitSection:
-    """What a request may ask for; beyond it is a 4xx."""
+    """Limits of a request; beyond them it gets a 4xx error."""
 
-    body_bytes: int = option(1 << 20, "of a request's body (413)")
-    prompt_tokens: int | None = option(None, "of a prompt; null: what the model takes (400)")
+    body_bytes: int = option(1 << 20, "bytes of a request's body (413)")
+    prompt_tokens: int | None = option(None, "tokens of a prompt; null: what the model takes (400)")
     prompts: int = option(64, "prompts of one request to /v1/completions (400)")
     n: int = option(32, "samples of a prompt (400)")
     max_tokens: int | None = option(None, "generated tokens; null: what the model takes (400)")
-    queue: int = option(256, "samples that wait beside those that run (429)")
+    queue: int = option(256, "waiting samples, beside the running ones (429)")
 
 
-# How a client's or an operator's setting is typed here.
+# How messages name a setting of the library: as it is typed here.
 SAY = dotted(
     {field.name: "engine" for field in dataclasses.fields(EngineSection)}
     | sections_of(SpeculationSection)
@@ -122,11 +120,11 @@ SAY = dotted(
 
 @dataclass
 class ServeConfig:
-    """What `python -m serve` is told."""
+    """The settings of `python -m serve`."""
 
     say: ClassVar[Say] = staticmethod(SAY)
     rules: ClassVar[tuple[Needs, ...]] = speculation_rules("speculation")
-    # What these were called before there was one section for all programs.
+    # Earlier names of these keys.
     aliases: ClassVar[dict[str, str]] = {
         "speculation.controller": "speculation.control.controller",
         "speculation.strategies": "speculation.control.strategies",
@@ -156,11 +154,11 @@ class ServeConfig:
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is all of the machine's")
     port: int = option(8000, "port to listen on; 0 takes a free one and prints it")
     api_key: str | None = option(
-        None, "that clients must send; better in the environment: SPECJAX_API_KEY; null: none"
+        None, "key that clients must send; better in the environment: SPECJAX_API_KEY; null: none"
     )
     admin_key: str | None = option(
         None,
-        "for /update_weights, /sleep and /wake; better in the environment: SPECJAX_ADMIN_KEY; "
+        "key for /update_weights, /sleep and /wake; better in the environment: SPECJAX_ADMIN_KEY; "
         "null: they are refused",
     )
     allowed_origins: list[str] = option(
@@ -185,8 +183,8 @@ class ServeConfig:
             key = getattr(self, name)
             if key is not None and not key.strip():
                 raise ValueError(
-                    f"{name}: expected a key, got an empty text, which everybody would know; leave "
-                    "it out (null) if there is to be none"
+                    f"{name}: expected a key, got an empty text, which anyone can guess; leave it "
+                    "out (null) if there is to be none"
                 )
         for name in ("prompt_tokens", "max_tokens"):
             if getattr(self.limits, name) is not None:
@@ -195,21 +193,21 @@ class ServeConfig:
 
     @property
     def name(self) -> str:
-        """Of the model, in requests and answers."""
+        """The model's name in requests and responses."""
         local = find_shipped(self.model).is_dir()
         return self.served_name or (Path(self.model).resolve().name if local else self.model)
 
 
 def load_llm(cfg: ServeConfig, say: Say = SAY) -> LLM:
-    """The model with its engine; nothing has been compiled yet.
+    """Loads the model and makes its engine; nothing has been compiled yet.
 
     Args:
-      say: names settings where they are typed.
+      say: names settings in messages as they are typed.
 
     Raises:
-      ConfigError: there is no such model, or the settings do not fit it. Its cause is what the
-        library raised, for those who have the settings from somewhere else.
-      CheckpointError, UnsupportedModelError: it cannot be used.
+      ConfigError: there is no such model, or the settings do not fit it. Its `__cause__` is the
+        library's error, for callers that spell settings otherwise.
+      CheckpointError, UnsupportedModelError: the model cannot be used.
     """
     try:
         path = find_model(cfg.model, cfg.revision)
@@ -246,7 +244,7 @@ def load_llm(cfg: ServeConfig, say: Say = SAY) -> LLM:
 
 
 def _template(said: str) -> str:
-    """The template itself, or the content of the file."""
+    """A template, or the content of the file that has it."""
     if "{" in said:
         return said
     file = find_shipped(said)
@@ -256,6 +254,6 @@ def _template(said: str) -> str:
 
 
 def public(cfg: ServeConfig) -> dict:
-    """The settings without what is secret."""
+    """The settings without the keys of clients and administrators."""
     settings = dataclasses.asdict(cfg)
     return {name: value for name, value in settings.items() if not name.endswith("_key")}

@@ -21,8 +21,7 @@ import serve.settings
 from serve.cli import generate as command
 from serve.cli import prompts
 from serve.cli.arguments import build_parser
-from serve.cli.bench import find
-from serve.cli.main import COMMANDS, INTERRUPTED, NOBODY_READS, main
+from serve.cli.main import BROKEN_PIPE, COMMANDS, INTERRUPTED, find_benches, main
 from serve.settings import EngineSection, ServeConfig, SpeculationSection
 from specjax import LLM, SamplingParams
 from specjax.engine.compare import Difference
@@ -232,7 +231,7 @@ def test_a_reader_that_leaves_is_no_traceback():
         )  # fmt: skip
     finally:
         os.close(writer)
-    assert (done.returncode, done.stderr) == (NOBODY_READS, "")
+    assert (done.returncode, done.stderr) == (BROKEN_PIPE, "")
 
 
 @pytest.mark.parametrize("name", ["serve", "verify"])
@@ -255,10 +254,10 @@ def test_serve_without_its_extra_says_what_to_install(thin_policy, monkeypatch):
 
 
 def test_bench_lists_every_bench_and_hands_its_arguments_over(monkeypatch, capsys):
-    assert {"throughput", "rollout", "train", "round", "serve", "gpu"} <= set(find())
-    assert not {"record", "command"} & set(find())
-    assert all(find().values())
-    assert find()["throughput"].startswith("tokens per second of generation")
+    assert {"throughput", "rollout", "train", "round", "serve", "gpu"} <= set(find_benches())
+    assert not {"record", "command"} & set(find_benches())
+    assert all(find_benches().values())
+    assert find_benches()["throughput"].startswith("tokens per second of generation")
     got = []
     bench = types.SimpleNamespace(main=lambda argv: got.append(argv) or 1)
     monkeypatch.setitem(sys.modules, "bench.rollout", bench)
@@ -268,7 +267,7 @@ def test_bench_lists_every_bench_and_hands_its_arguments_over(monkeypatch, capsy
 
 
 def test_a_bench_may_be_a_package(monkeypatch, capsys):
-    assert "measures on a Hopper GPU" in find()["gpu"]
+    assert "measures on a Hopper GPU" in find_benches()["gpu"]
     with pytest.raises(SystemExit) as end:
         main(["bench", "gpu", "--help"])
     assert end.value.code == 0 and "--status" in capsys.readouterr().out

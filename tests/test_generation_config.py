@@ -20,7 +20,12 @@ from specjax.checked_json import CheckpointError  # noqa: E402
 from specjax.checkpoint import huggingface as hf  # noqa: E402
 from specjax.checkpoint.weights import load_model  # noqa: E402
 from specjax.command_line import ConfigError, parse_config  # noqa: E402
-from specjax.models.generation_config import asked_for, sampling_defaults, sampling_of, told  # noqa: E402
+from specjax.models.generation_config import (  # noqa: E402
+    asked_for,
+    describe_defaults,
+    sampling_defaults,
+    sampling_of,
+)
 from train import rl  # noqa: E402
 from train.schema import RLConfig  # noqa: E402
 
@@ -92,11 +97,11 @@ def test_what_the_file_says_is_what_sampling_params_take(said, meant):
 
 
 def test_one_line_tells_what_is_taken_and_how_to_leave_it_out():
-    line = told(sampling_of(Path("x"), ALL), "--generation-config none")
+    line = describe_defaults(sampling_of(Path("x"), ALL), "--generation-config none")
     assert "temperature=0.6, top_p=0.95, top_k=20" in line and "--generation-config none" in line
-    assert "\n" not in line and told((), "x") is None
-    assert told((("do_sample", True),), "x") is None
-    greedy = told((("do_sample", False),), "x")
+    assert "\n" not in line and describe_defaults((), "x") is None
+    assert describe_defaults((("do_sample", True),), "x") is None
+    greedy = describe_defaults((("do_sample", False),), "x")
     assert "do_sample=false is not looked at" in greedy and "temperature=0" in greedy
 
 

@@ -1,23 +1,23 @@
-"""The command `specjax`, also `python -m serve.cli`: thin over the library.
+"""The command `specjax`, also `python -m serve.cli`.
 
-main.py       which command; exit statuses
-generate.py   specjax generate: options, and what becomes of samples
+main.py       the commands, their exit statuses, `specjax bench`
+generate.py   specjax generate
+arguments.py  its arguments
 prompts.py    prompts from arguments and files
 outputs.py    samples as text and as JSON lines
 convert.py    specjax convert
-bench.py      specjax bench
 
-Nothing here imports jax before a command needs it, so that help and mistakes cost no seconds.
+No module here imports jax before a command needs it: `--help` and wrong arguments take no seconds.
 """
 
 
 class Failure(Exception):
-    """The command cannot do what it was asked; the message is all that the user sees."""
+    """The command failed; the user sees the message alone."""
 
     status = 1
 
 
 class UsageError(Failure):
-    """It was asked for something that cannot be."""
+    """The arguments of a command are wrong."""
 
     status = 2

@@ -52,7 +52,7 @@ _SAMPLING = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of `specjax generate`; importing and building it costs no jax."""
+    """The parser of `specjax generate`; it is built without importing jax."""
     parser = ArgumentParser(
         prog="specjax generate",
         description="Generates text with speculation: the tokens of plain decoding, sooner.",
@@ -169,10 +169,10 @@ def _add_engine(group) -> None:
 def sampling_params(
     args: argparse.Namespace, defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> SamplingParams:
-    """What was asked of every prompt.
+    """The sampling parameters of the command line.
 
     Args:
-      defaults: of what was not said, by the names of `SamplingParams`.
+      defaults: of options that were not given, by the names of `SamplingParams`.
 
     Raises:
       ValueError: an option is out of its range.

@@ -1,4 +1,4 @@
-"""`specjax convert`: `specjax.checkpoint.convert` with arguments."""
+"""`specjax convert`: `specjax.checkpoint.convert` on the command line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Its arguments."""
+    """The parser of `specjax convert`."""
     made = ArgumentParser(
         prog="specjax convert",
         description="Turns Hugging Face checkpoints into Orbax ones and back; others into either.",
@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Converts, and says what was written; returns the exit status."""
+    """Converts a checkpoint and prints what was written; returns the exit status."""
     args = parser().parse_args(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed
 

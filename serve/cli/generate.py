@@ -1,4 +1,4 @@
-"""`specjax generate`: prompts in, samples out as they end."""
+"""`specjax generate`: samples of prompts, each written when it ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from serve.cli.arguments import build_parser, sampling_params
 from serve.cli.outputs import (
     EXACT,
     JsonLines,
-    TextAsItComes,
+    StreamedText,
     TextInOrder,
     closing,
     key_of,
@@ -26,7 +26,6 @@ from serve.cli.outputs import (
 from serve.cli.prompts import Prompt
 from specjax import interrupts
 from specjax.config import SamplingParams
-from specjax.engine.compiling import no_messages
 from specjax.speculation import as_flags, settings_of
 from specjax.spelling import flags, spelled
 
@@ -37,7 +36,7 @@ if TYPE_CHECKING:  # they import jax
 
 
 class Asked(NamedTuple):
-    """A prompt that the model can take: its token ids, its options, its samples."""
+    """A prompt that the model can take, with its token ids, its options and its samples."""
 
     prompt: Prompt
     ids: list[int]
@@ -47,11 +46,11 @@ class Asked(NamedTuple):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Generates; returns the exit status."""
+    """Runs `specjax generate`; returns the exit status."""
     parser = build_parser()
     args = parser.parse_intermixed_args(argv)
     try:
-        # The model's defaults may allow for more tokens than those here do.
+        # The model's defaults may allow more tokens, so that min_tokens is checked later.
         params = sampling_params(args, {"max_tokens": None})
         args.speculation = settings_of(args)
     except ValueError as error:
@@ -114,7 +113,7 @@ def _generate(
     lines: JsonLines | None,
 ) -> int:
     counts = [prompt.settings.get("n", params.n) for prompt in given]
-    with interrupts.at_once("specjax generate"):  # it imports, and has nothing to put in order
+    with interrupts.at_once("specjax generate"):  # imports jax
         llm = _load(args, sum(count for count in counts if isinstance(count, int)))
     params = _with_defaults(llm, args)
     if lines is not None:
@@ -135,6 +134,8 @@ def _generate(
     kept = sum(len(one.jobs) for one in asked) - len(open_)
     if kept:
         _say(f"{kept} samples are in {args.output} already")
+    from specjax.engine.compiling import no_messages
+
     with no_messages() if args.quiet else contextlib.nullcontext():
         totals, compiling, ended = _run(llm, open_, lines, args)
     invalid = sum(sample.error is not None for _, sample in ended)
@@ -154,10 +155,10 @@ def _generate(
 
 
 def _with_defaults(llm: LLM, args: argparse.Namespace) -> SamplingParams:
-    """What was asked of every prompt, and the model's defaults for the rest."""
-    from specjax.models.generation_config import sampling_defaults, told
+    """The sampling parameters of the command line over the model's defaults."""
+    from specjax.models.generation_config import describe_defaults, sampling_defaults
 
-    if line := told(llm.generation, "--generation-config none"):
+    if line := describe_defaults(llm.generation, "--generation-config none"):
         _say(line)
     try:
         return sampling_params(args, sampling_defaults(llm.generation))
@@ -166,7 +167,7 @@ def _with_defaults(llm: LLM, args: argparse.Namespace) -> SamplingParams:
 
 
 def _load(args: argparse.Namespace, samples: int) -> LLM:
-    """The model, with no more slots than there are samples."""
+    """Loads the model, with no more slots than there are samples."""
     from serve.settings import EngineSection, ServeConfig, load_llm
     from specjax.checked_json import CheckpointError, UnsupportedModelError
     from specjax.engine.about import start_lines
@@ -198,7 +199,7 @@ def _load(args: argparse.Namespace, samples: int) -> LLM:
         raise UsageError(as_flags(spelled(error.__cause__ or error, flags))) from error
     for note in llm.notes:
         _say(note)
-    if llm.drafting.by_default or args.stats:  # with a head of its own it is no news
+    if llm.drafting.by_default or args.stats:  # else the checkpoint's head drafts, as expected
         _say(llm.drafting.described(flags))
     if args.stats:
         for line in start_lines(llm.engine.engines[0]):
@@ -207,14 +208,14 @@ def _load(args: argparse.Namespace, samples: int) -> LLM:
 
 
 def _ask(llm: LLM, prompt: Prompt, params: SamplingParams, args: argparse.Namespace) -> Asked:
-    """Raises ValueError or TypeError where the model cannot take the prompt."""
+    """Encodes a prompt; raises ValueError or TypeError where the model cannot take it."""
     from specjax.engine.prompts import check_prompt
     from specjax.engine.request import make_jobs
 
     if prompt.settings:
         params = dataclasses.replace(params, **prompt.settings)
     ids = _ids(llm, prompt, args.chat_template_kwargs)
-    where, eos = "the prompt", llm.cfg.eos_token_ids  # whoever shows an error says which it is
+    where, eos = "the prompt", llm.cfg.eos_token_ids  # the caller's message names it
     ids = check_prompt(where, ids, llm.cfg.vocab_size)
     jobs = make_jobs(ids, params, eos, llm.tokenizer, prompt.index, where)
     llm.engine.check(jobs[0])
@@ -248,7 +249,7 @@ def _origin(llm: LLM, args: argparse.Namespace) -> dict[str, str]:
 
 
 def _source(llm: LLM) -> str:
-    """What drafts."""
+    """The name of the draft source."""
     spec = llm.spec
     return "nothing" if spec is None else spec.draft_model or spec.source
 
@@ -256,12 +257,11 @@ def _source(llm: LLM) -> str:
 def _run(
     llm: LLM, jobs: list[tuple[Asked, Job]], lines: JsonLines | None, args: argparse.Namespace
 ) -> tuple[Totals, float, list[tuple[Job, SampleOutput]]]:
-    """All jobs to their end; each sample goes out when it ends.
+    """Runs all jobs, and writes each sample when it ends, unless it ended by an error.
 
     Returns:
-      sums, over the time after the first step; the seconds of that: it compiles, and waits for
-      nothing else; and the jobs with their samples. Of those that ended by an error no JSON line
-      is written.
+      sums over the time after the first step; the seconds of the first step, which compiles; and
+      the jobs with their samples.
     """
     import numpy as np
     from tqdm import tqdm
@@ -273,7 +273,7 @@ def _run(
     live = ordered = None
     origin = _origin(llm, args)
     if lines is None and len(jobs) == 1 and llm.tokenizer is not None:
-        live = TextAsItComes(_decoder(llm), jobs[0][0].params.stop)
+        live = StreamedText(_decoder(llm), jobs[0][0].params.stop)
         llm.engine.watcher = live
     elif lines is None:
         places = [(one.prompt.index, job.sample) for one, job in jobs]
@@ -331,7 +331,7 @@ def _shown(sample: SampleOutput) -> str:
 
 
 def _compare(llm: LLM, asked: list[Asked]) -> bool:
-    """Generates with and without speculation, and says whether every token is equal."""
+    """Generates with and without speculation; returns whether every token is equal."""
     differences = llm.compare_with_plain([a.ids for a in asked], [a.params for a in asked])
     samples = sum(len(one.jobs) for one in asked)
     where = [one.prompt.where for one in asked]
@@ -339,7 +339,7 @@ def _compare(llm: LLM, asked: list[Asked]) -> bool:
 
 
 def _compare_ended(llm: LLM, ended: list[tuple[Job, SampleOutput]], asked: list[Asked]) -> bool:
-    """Decodes what was generated plainly as well, and says whether every token is equal."""
+    """Decodes the generated samples plainly; returns whether every token is equal."""
     jobs, samples = zip(*ended, strict=True)
     where = {one.prompt.index: one.prompt.where for one in asked}
     tokens = sum(len(sample.token_ids) for sample in samples)
@@ -379,7 +379,7 @@ def _stats(llm: LLM, totals: Totals, samples: int, compiling: float) -> str:
 
 
 def _say_rejections(llm: LLM) -> None:
-    """Tables of why drafts were rejected."""
+    """Prints tables of why drafts were rejected."""
     from rich.console import Console
 
     from specjax.telemetry.__main__ import tables
@@ -390,5 +390,5 @@ def _say_rejections(llm: LLM) -> None:
 
 
 def _say(text: str) -> None:
-    """To standard error, which is nobody's input."""
+    """Prints to standard error, for standard output may have the samples."""
     print(f"specjax generate: {text}", file=sys.stderr)

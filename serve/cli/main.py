@@ -1,19 +1,23 @@
-"""Which command, and how it ends.
+"""The commands of `specjax`, their exit statuses, and `specjax bench`.
 
-The exit status is 0 if all went well, 1 if something failed, 2 after a mistake in the arguments,
-and as a shell has it 130 after Ctrl-C and 141 when nobody reads the output any more. `specjax
-verify` and the benches have further ones of their own.
+The exit status is 0 after success, 1 after a failure, 2 after wrong arguments, and as in a shell
+130 after Ctrl-C and 141 when the reader of a pipe has gone. `specjax verify` and the benches have
+more.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from serve.cli import Failure, UsageError
 from specjax import interrupts
@@ -34,7 +38,7 @@ EXAMPLES = """examples:
   specjax bench throughput decode --model assets/sums
 
 JAX_PLATFORMS chooses the device; JAX_COMPILATION_CACHE_DIR=DIR keeps compiled programs."""
-NOBODY_READS = 141
+BROKEN_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(args)
         finally:
-            # A broken pipe is to be noticed here: at exit nobody could catch it.
+            # A broken pipe must raise here, where it can be caught, and not at exit.
             sys.stdout.flush()
     except Failure as error:
         hint = f"\nTry {name} --help" if isinstance(error, UsageError) else ""
@@ -60,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return NOBODY_READS
+        return BROKEN_PIPE
 
 
 def _run(args: list[str]) -> int:
@@ -75,6 +79,8 @@ def _run(args: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         raise UsageError(f"there is no command {name!r}{nearest(name, COMMANDS)}")
+    if name == "bench":
+        return bench(rest)
     modules = {"serve": "serve.__main__", "verify": "specjax.verify.__main__"}
     with interrupts.at_once(f"specjax {name}"):
         command = importlib.import_module(modules.get(name, f"serve.cli.{name}"))
@@ -85,7 +91,7 @@ def _run(args: list[str]) -> int:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """What may have been meant, or what there is."""
+    """A suggestion for an unknown name, or the list of known ones."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(known)}"
 
@@ -104,8 +110,8 @@ def _help() -> str:
 
 def _statuses() -> str:
     return (
-        "exit status: 0 all went well, 1 something failed, 2 the arguments are wrong, "
-        f"{INTERRUPTED} Ctrl-C,\n  {NOBODY_READS} nobody reads the output any more"
+        "exit status: 0 success, 1 failure, 2 wrong arguments, "
+        f"{INTERRUPTED} Ctrl-C, {BROKEN_PIPE} broken pipe"
     )
 
 
@@ -114,3 +120,65 @@ def _version() -> str:
 
     jax = importlib.metadata.version("jax")
     return f"specjax {__version__} (jax {jax}, Python {platform.python_version()})"
+
+
+# --- specjax bench -------------------------------------------------------------------------------
+
+BENCH_USAGE = "usage: specjax bench NAME [ARGUMENTS]"
+
+
+def bench(argv: Sequence[str]) -> int:
+    """Lists the benches, or runs `bench.NAME`; returns the exit status."""
+    benches = find_benches()
+    if not argv:
+        raise UsageError(f"expected a bench: {', '.join(benches)}")
+    name, rest = argv[0], list(argv[1:])
+    if name in ("-h", "--help", "list"):
+        width = max(map(len, benches))
+        rows = "\n".join(f"  {bench:<{width}}  {does}" for bench, does in benches.items())
+        print(
+            f"{BENCH_USAGE}\n\n"
+            "Runs `python -m bench.NAME`, which result files name as their command.\n"
+            "`specjax bench NAME --help` lists its arguments.\n\n"
+            f"benches:\n{rows}"
+        )
+        return 0
+    if name not in benches:
+        raise UsageError(f"there is no bench {name!r}{nearest(name, benches)}")
+    try:
+        with interrupts.at_once("specjax bench"):
+            module = importlib.import_module(f"bench.{name}")
+            if not hasattr(module, "main"):  # a package, whose program is a module of its own
+                module = importlib.import_module(f"bench.{name}.__main__")
+    except ModuleNotFoundError as error:
+        raise Failure(f"{error}; pip install 'specjax[dev]' has what benches need") from error
+    return module.main(rest) or 0
+
+
+def find_benches() -> dict[str, str]:
+    """The benches that can be run, with a line about each; they are parsed, not imported."""
+    package = importlib.util.find_spec("bench")
+    if package is None or not package.submodule_search_locations:
+        raise Failure("the package `bench` is not installed; install specjax from its source tree")
+    found = {}
+    for folder in package.submodule_search_locations:
+        files = {file.stem: file for file in Path(folder).glob("*.py")}
+        files |= {file.parent.name: file for file in Path(folder).glob("*/__main__.py")}
+        for name, file in sorted(files.items()):
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            if _is_program(tree):
+                found[name] = _first_sentence(ast.get_docstring(tree) or "")
+    return found
+
+
+def _is_program(tree: ast.Module) -> bool:
+    """Whether a module has a `main` that takes arguments."""
+    mains = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "main")
+    return any(main.args.args for main in mains)
+
+
+def _first_sentence(doc: str) -> str:
+    """The first sentence of a docstring, without the command that many begin with."""
+    text = " ".join(doc.split("\n\n")[0].split())
+    text = re.sub(r"^`python -m bench\.[^`]*`: ", "", text)
+    return re.split(r"(?<=[.?!])\s", text, maxsplit=1)[0].rstrip(".")

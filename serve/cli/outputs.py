@@ -1,4 +1,4 @@
-"""Samples as they end: JSON lines, text in order; and the text of one sample while it grows."""
+"""Output of samples: JSON lines, texts in order, or one text while it grows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from serve.cli import Failure, UsageError
 from serve.cli.prompts import STDIN, Prompt
-from serve.detokenize import Detokenizer
+from serve.detokenize import IncrementalDetokenizer
 from specjax.config import SamplingParams
 
 _SPECULATION = ("speculative", "strategy", "n")  # change no token of a sample
@@ -21,7 +21,7 @@ EXACT = ("coupled", "greedy")  # acceptance rules under which tokens are plain d
 
 
 def key_of(model: str, prompt: Sequence[int], params: SamplingParams) -> str:
-    """Names what a sample follows from: equal keys, and numbers, equal samples."""
+    """A hash of model, prompt and options: samples of one key and number are equal."""
     options = dataclasses.asdict(params)
     options = {name: value for name, value in options.items() if name not in _SPECULATION}
     text = json.dumps([model, list(prompt), options], sort_keys=True)
@@ -29,11 +29,11 @@ def key_of(model: str, prompt: Sequence[int], params: SamplingParams) -> str:
 
 
 def origin_of(llm, acceptance: str, drafts: str) -> dict[str, str]:
-    """What the samples of a call follow from beside prompts and options.
+    """What the samples of a call depend on beside prompts and options.
 
     Args:
-      acceptance, drafts: the rule, and what drafts by what strategy; samples depend on the latter
-        where the rule is equal in distribution only.
+      acceptance, drafts: the acceptance mode, and the draft source with its strategy, on which
+        samples depend where the mode is equal in distribution only.
     """
     sums = llm.engine.runner.checksums
     found = {"weights": f"{sums['policy']:08x}", "dtype": llm.cfg.run.compute_dtype}
@@ -46,7 +46,7 @@ def origin_of(llm, acceptance: str, drafts: str) -> dict[str, str]:
 def row_of(
     prompt: Prompt, sample: int, key: str, ids: Sequence[int], out, origin: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What a JSON line says of a sample (`SampleOutput` with its text)."""
+    """The JSON line of a sample (`SampleOutput` with its text)."""
     stats = out.stats
     asked = {"messages": prompt.messages} if prompt.text is None else {"prompt": prompt.text}
     return {
@@ -69,18 +69,18 @@ def row_of(
 
 
 class JsonLines:
-    """One line per sample, on disk (or at least the kernel's) as soon as the sample has ended.
+    """Writes one line per sample, and flushes it as soon as the sample has ended.
 
     Args:
       name: of the file; `-` is standard output.
-      resume: go on with the file of a call that was ended. replace: overwrite it.
+      resume: continue a file that was not completed. replace: overwrite it.
 
     Attributes:
       there: keys of the samples that the file has already, by index and number of the sample.
-      origins: what they follow from, see `origin_of`.
+      origins: what they depend on, see `origin_of`.
 
     Raises:
-      UsageError: the file has something in it, and neither was asked for, or it is no such file.
+      UsageError: the file is not empty, and neither was asked for, or it is no such file.
     """
 
     def __init__(self, name: str, resume: bool = False, replace: bool = False):
@@ -97,14 +97,14 @@ class JsonLines:
                     raise UsageError(
                         f"--output {name} exists; --resume goes on with it, --force replaces it"
                     )
-                self._take_up(path)
+                self._read_samples(path)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("w" if replace else "a", encoding="utf-8", newline="\n")
         except OSError as error:
             raise UsageError(f"--output {name}: {error.strerror}") from error
 
-    def _take_up(self, path: Path) -> None:
-        """Reads what is there; a last line that was not completed is cut off."""
+    def _read_samples(self, path: Path) -> None:
+        """Reads the samples of the file, and cuts off an incomplete last line."""
         raw = path.read_bytes()
         whole = raw.rfind(b"\n") + 1
         for number, line in enumerate(raw[:whole].splitlines(), 1):
@@ -122,10 +122,10 @@ class JsonLines:
             file.truncate(whole)
 
     def require_same(self, origin: Mapping[str, str], model: str) -> None:
-        """Raises UsageError if samples of the file follow from something else.
+        """Raises UsageError if samples of the file depend on other weights, dtype or acceptance.
 
         Args:
-          model: as it was named.
+          model: as it was typed.
         """
         for other in self.origins:
             changed = [name for name in origin if other.get(name) != origin[name]]
@@ -153,14 +153,14 @@ class JsonLines:
         return found is not None
 
     def write(self, row: dict[str, Any]) -> None:
-        """Raises `Failure` if the line cannot be written, a full disk for example."""
+        """Writes a line; raises `Failure` if it cannot, for example on a full disk."""
         try:
             self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
             self._file.flush()
         except BrokenPipeError:
             raise
         except OSError as error:
-            with contextlib.suppress(OSError):  # what is left in the buffer, once more
+            with contextlib.suppress(OSError):  # closing writes the buffer again
                 self.close()
             raise Failure(
                 f"writing {self._name} failed: {error.strerror}; --resume goes on once there is "
@@ -168,13 +168,13 @@ class JsonLines:
             ) from error
 
     def close(self) -> None:
-        """Standard output stays open."""
+        """Closes the file, unless it is standard output."""
         if self._file is not sys.stdout:
             self._file.close()
 
 
 class TextInOrder:
-    """Texts of several samples on standard output, each as soon as all before it are there."""
+    """Prints texts of several samples in order, each as soon as all before it have ended."""
 
     def __init__(self, places: Sequence[tuple[int, int]], headings: bool):
         self._open = list(reversed(places))
@@ -182,13 +182,13 @@ class TextInOrder:
         self._headings, self._first = headings, True
 
     def add(self, prompt: Prompt, sample: int, text: str) -> None:
-        """Takes a finished sample in."""
+        """Adds a sample that has ended."""
         heading = "" if not self._headings else f"==> {prompt.where}, sample {sample} <==\n"
         self._texts[prompt.index, sample] = heading + text
         self._print()
 
     def leave_out(self, prompt: Prompt, sample: int) -> None:
-        """There will be no text of this sample."""
+        """Leaves out a sample that ended by an error."""
         self._open.remove((prompt.index, sample))
         self._print()
 
@@ -200,11 +200,11 @@ class TextInOrder:
             self._first = False
 
 
-class TextAsItComes:
-    """The text of the one sample there is, while it grows. It watches the engine."""
+class StreamedText:
+    """Prints the text of one sample while it grows; a watcher of the engine."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str]):
-        self._stream = Detokenizer(decode, stop)
+        self._stream = IncrementalDetokenizer(decode, stop)
         self._news: list[int] = []
         self._text: str | None = None
         self._known = 0
@@ -218,10 +218,10 @@ class TextAsItComes:
         self._known = max(self._known, news.at + len(news.tokens))
 
     def step(self, text: str | None) -> None:
-        """After each step of the engine.
+        """Prints the new text, after each step of the engine.
 
         Args:
-          text: the whole text, once the sample has ended: it may stop before its last tokens.
+          text: the whole text, once the sample has ended; it may end before its last tokens.
         """
         tokens, self._news = self._news, []
         if text is None:
@@ -232,7 +232,7 @@ class TextAsItComes:
 
 @contextlib.contextmanager
 def closing(lines: JsonLines | None) -> Iterator[IO | None]:
-    """Closes the file, whatever happens."""
+    """Closes the file when the block ends, also by an error."""
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
 """Prompts from arguments and from files: text lines, or JSON lines.
 
-A line that cannot be used is named by its number and loses nobody else's place.
+A line that cannot be used is reported by its number, and the others keep their indices.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ _NO_MESSAGES = "messages must be a list of objects with 'role' and 'content', wh
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One prompt.
+    """A prompt of the command line or of a file.
 
     Attributes:
-      index: its place, from 0: the line's number in a file minus 1, lines that cannot be used
-        counted. where: for messages.
+      index: from 0; in a file the line's number minus 1. where: its name in messages.
       text: of the prompt, or its token ids; None where there are messages.
       messages: of a conversation, for the chat template.
       settings: sampling options of its own, by their names in `SamplingParams`.
       template: variables of the chat template.
-      id: handed on to the output, if the line has one.
+      id: copied to the output, if the line has one.
     """
 
     index: int
@@ -47,19 +46,19 @@ class Prompt:
 
 
 def of_arguments(texts: Sequence[str], chat: bool) -> list[Prompt]:
-    """One prompt per argument."""
+    """Makes one prompt per argument."""
     return [_of_text(i, f"prompt {i + 1}", text, chat) for i, text in enumerate(texts)]
 
 
 def of_file(name: str, json_lines: bool, chat: bool) -> tuple[list[Prompt], list[str]]:
-    """Reads a file.
+    """Reads the prompts of a file.
 
     Args:
       name: of the file; `-` is standard input. json_lines: whatever its name ends in.
-      chat: lines of text, and `prompt` in JSON, are what a user says.
+      chat: lines of text, and `prompt` in JSON, are messages of a user.
 
     Returns:
-      the prompts, and what is wrong with the lines that are none. Empty lines are passed over.
+      the prompts, and a message for each line that is none. Empty lines are skipped.
 
     Raises:
       UsageError: the file cannot be read.
@@ -98,7 +97,7 @@ def _of_text(index: int, where: str, text: str, chat: bool) -> Prompt:
 
 
 def _whole(raw: bytes) -> list | None:
-    """What a JSON file holds, as a list; None: it is no JSON, but may be JSON lines."""
+    """The entries of a JSON file; None: it is not JSON, but may be JSON lines."""
     try:
         value = json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError):
@@ -107,7 +106,7 @@ def _whole(raw: bytes) -> list | None:
 
 
 def _is_conversation(value: Any) -> bool:
-    """Whether a JSON value is the list of messages itself."""
+    """Whether a JSON value is a list of messages."""
     return isinstance(value, list) and any(
         isinstance(message, dict) and "role" in message for message in value
     )
@@ -118,7 +117,7 @@ def _of_json(index: int, where: str, line: str, chat: bool) -> Prompt:
 
 
 def _of_value(index: int, where: str, value: Any, chat: bool) -> Prompt:
-    """Raises ValueError where the JSON value is no prompt."""
+    """Makes a prompt of a JSON value; raises ValueError where it is none."""
     if _is_conversation(value):
         value = {"messages": value}
     if not isinstance(value, dict):
@@ -143,7 +142,7 @@ def _of_value(index: int, where: str, value: Any, chat: bool) -> Prompt:
 
 
 def _checked(messages: Any) -> list[dict]:
-    """The messages, with contents that are lists of text parts joined."""
+    """Checks messages, and joins contents that are lists of text parts."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(_NO_MESSAGES + _short(messages))
     return [_message(message) for message in messages]

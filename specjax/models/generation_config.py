@@ -1,9 +1,8 @@
-"""How a checkpoint asks to be sampled: the sampling keys of its generation_config.json.
+"""Sampling defaults of a checkpoint: the keys of its generation_config.json.
 
-They are read as vLLM reads them: temperature, top_p, top_k, min_p, repetition_penalty and
-max_new_tokens are the defaults of whoever says nothing else; do_sample is kept for others and not
-looked at, so that a file with `"do_sample": false` and no temperature is sampled at 1 (transformers
-would decode greedily; a temperature of 0 does so here).
+As in vLLM, temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens are defaults,
+and do_sample has no effect: a file with `"do_sample": false` and no temperature is sampled at
+temperature 1 (transformers would decode greedily; here temperature 0 does).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from specjax.checked_json import CheckpointError, read_json
 from specjax.spelling import Say, python
 
 FILE = "generation_config.json"
-AUTO, NONE = "auto", ("none", "vllm")  # what else a setting may say than a directory
+AUTO, NONE = "auto", ("none", "vllm")  # values of the setting, beside a directory
 Generation = tuple[tuple[str, Any], ...]  # keys and values, as `ModelConfig.generation`
 
 
@@ -29,7 +28,7 @@ def _is_integer(value: Any) -> bool:
     return _is_number(value) and value == int(value)
 
 
-# Key -> whether a value fits, and what is expected. In this order they are told and written.
+# Key -> whether a value fits, and what is expected; in the order of messages and files.
 _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "do_sample": (lambda v: isinstance(v, bool), "true or false"),
     "temperature": (lambda v: _is_number(v) and v >= 0, "a number >= 0 (0 is greedy)"),
@@ -43,13 +42,13 @@ _WHOLE = ("top_k", "max_new_tokens")
 
 
 def sampling_of(file: Path, raw: Mapping[str, Any]) -> Generation:
-    """The sampling keys of a generation_config.json; null is as good as nothing.
+    """Reads the sampling keys of a generation_config.json; null counts as absent.
 
     Args:
-      file: where it lies, for messages. raw: its content.
+      file: its path, for messages. raw: its content.
 
     Raises:
-      CheckpointError: a value that cannot be meant.
+      CheckpointError: a value is out of range.
     """
     found = []
     for key, (fits, expected) in _KEYS.items():
@@ -63,12 +62,12 @@ def sampling_of(file: Path, raw: Mapping[str, Any]) -> Generation:
 
 
 def asked_for(setting: str, say: Say = python) -> Generation | None:
-    """What a setting `generation_config` means; None: the checkpoint's own.
+    """The defaults that the setting `generation_config` asks for; None: the checkpoint's own.
 
     Args:
       setting: `auto` (the checkpoint's own), `none` or `vllm` (nothing), or a directory with a
         generation_config.json.
-      say: names the setting where it is typed.
+      say: names the setting in messages as it is typed.
 
     Raises:
       CheckpointError: there is no such file, or it cannot be used.
@@ -88,16 +87,16 @@ def asked_for(setting: str, say: Say = python) -> Generation | None:
 
 
 def sampling_defaults(generation: Generation) -> dict[str, Any]:
-    """The same as arguments of `SamplingParams`."""
+    """The defaults as arguments of `SamplingParams`."""
     names = {"max_new_tokens": "max_tokens"}
     return {names.get(key, key): value for key, value in generation if key != "do_sample"}
 
 
-def told(generation: Generation, where: str) -> str | None:
-    """One line about the defaults that are taken, if there are any.
+def describe_defaults(generation: Generation, where: str) -> str | None:
+    """One line that names the sampling defaults, if there are any.
 
     Args:
-      where: the setting by which to leave them out, as one types it.
+      where: the setting that ignores them, as it is typed.
     """
     taken = {key: value for key, value in generation if key != "do_sample"}
     greedy = ("do_sample", False) in generation

@@ -9,7 +9,7 @@ import pytest
 from serving import ADMIN, KEY, Server, config, served
 
 from serve import protocol
-from serve.errors import _told
+from serve.errors import _explain
 from serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from serve.settings import load_llm
 
@@ -234,12 +234,12 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("what", MISTAKES)
-def test_a_mistake_is_told_with_what_is_accepted_and_what_was_got(what):
+def test_a_mistake_is_explain_with_what_is_accepted_and_what_was_got(what):
     body, expected = MISTAKES[what]
     kind = ChatRequest if "messages" in body else CompletionRequest
     with pytest.raises(pydantic.ValidationError) as caught:
         kind.model_validate(body)
-    where, message = _told(caught.value.errors())
+    where, message = _explain(caught.value.errors())
     assert expected in f"{'.'.join(where)}: {message}"
 
 

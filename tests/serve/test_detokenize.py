@@ -3,7 +3,7 @@
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from serve.detokenize import Detokenizer
+from serve.detokenize import IncrementalDetokenizer
 from specjax.engine.stops import StopStrings
 
 
@@ -14,7 +14,7 @@ def decode(ids):
 def pieces(tokens, cuts, stops, min_tokens=0):
     """(pieces as they are given out, the text of the sample) as the server makes them."""
     search = StopStrings(stops, decode, min_tokens=min_tokens)
-    detokenizer, given, at = Detokenizer(decode, stops), [], 0
+    detokenizer, given, at = IncrementalDetokenizer(decode, stops), [], 0
     for end in [*sorted(cuts), len(tokens)]:
         if at >= end and end < len(tokens):
             continue
@@ -54,7 +54,7 @@ def test_no_stop_string_is_ever_seen_not_even_by_its_beginning(text, cuts, stops
 
 
 def test_text_comes_at_once_where_nothing_can_follow():
-    detokenizer = Detokenizer(decode, ["stop"])
+    detokenizer = IncrementalDetokenizer(decode, ["stop"])
     assert detokenizer.push(list(b"all of it")) == "all of it"
     assert detokenizer.push(list(b" st")) == " ", "it may be the beginning of `stop`"
     assert detokenizer.push(list(b"art")) == "start"
@@ -63,14 +63,14 @@ def test_text_comes_at_once_where_nothing_can_follow():
 
 
 def test_a_character_that_is_never_completed_comes_at_the_end():
-    detokenizer = Detokenizer(decode)
+    detokenizer = IncrementalDetokenizer(decode)
     tokens = list("ab🙂".encode())[:-1]
     assert detokenizer.push(tokens) == "ab"
     assert detokenizer.finish([], decode(tokens)) == decode(tokens)[2:] != ""
 
 
 def test_without_a_tokenizer_there_is_no_text():
-    detokenizer = Detokenizer(None)
+    detokenizer = IncrementalDetokenizer(None)
     assert detokenizer.push([1, 2]) == detokenizer.finish([3], "") == ""
 
 
@@ -140,7 +140,7 @@ def test_stop_strings_are_found_with_and_without_the_names_of_special_tokens(
 ):
     expected = first_cut(tokens, strings)
     search = StopStrings(strings, named_text, name=name_of)
-    shown, stream, at, cut = "", Detokenizer(named_text, strings), 0, None
+    shown, stream, at, cut = "", IncrementalDetokenizer(named_text, strings), 0, None
     while at < len(tokens) and cut is None:
         end = at + (1 if chunks is None else chunks.randint(1, 3))
         cut = search.feed(tokens[at:end])

@@ -381,7 +381,7 @@ def test_a_client_that_goes_away_frees_its_pages(server: Server):
     assert after[tokens] - before[tokens] < 8 * 90, "it stopped long before the end"
     assert after["num_requests_waiting"] == 0
     thread = server.app.state.thread
-    assert thread.outstanding == 0 and not (thread._owners or thread._seen), "nothing is left of it"
+    assert thread.outstanding == 0 and not (thread._owners or thread._sent), "nothing is left of it"
     assert client.completions.create(model="tiny", prompt=PROMPT, max_tokens=3).usage
 
 

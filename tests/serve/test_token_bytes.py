@@ -6,7 +6,7 @@ import pytest
 import small_tokenizers
 from small_tokenizers import END, KINDS
 
-from serve.responses import LEAST, ChatReply, CompletionReply, Pieces
+from serve.responses import LEAST, ChatResponse, CompletionResponse, TokenTexts
 from specjax.tokenizer import load_tokenizer
 
 TEXTS = ("the thé cat", "naïve\n日本 🙂", "a\tb\r\n", "the  the", f"end.{END}")
@@ -19,7 +19,7 @@ def tokenizer(request, tmp_path_factory):
 
 
 def test_bytes_of_a_text_are_those_of_its_tokens_one_after_the_other(tokenizer):
-    pieces = Pieces(tokenizer)
+    pieces = TokenTexts(tokenizer)
     for text in TEXTS:
         ids = tokenizer.encode(text)
         if tokenizer.unk_token_id in ids:  # without bytes some texts have no tokens
@@ -51,7 +51,7 @@ SPELT = {
 @pytest.mark.parametrize("kind", SPELT)
 def test_a_token_alone_has_its_own_bytes(kind, tmp_path):
     made = load_tokenizer(small_tokenizers.save(tmp_path, kind))
-    pieces = Pieces(made)
+    pieces = TokenTexts(made)
     for piece, (raw, text) in SPELT[kind].items():
         token = made.convert_tokens_to_ids(piece)
         assert (pieces.bytes_of(token), pieces.text(token)) == (raw, text)
@@ -59,7 +59,7 @@ def test_a_token_alone_has_its_own_bytes(kind, tmp_path):
 
 
 def test_no_two_tokens_share_a_key(tokenizer):
-    pieces = Pieces(tokenizer)
+    pieces = TokenTexts(tokenizer)
     entry = {token: -float(token) for token in range(len(tokenizer) + 5)}
     for chosen in (4 + ord("a"), len(tokenizer) + 1, 0):
         found = pieces.by_text(entry, chosen)
@@ -71,14 +71,14 @@ def test_the_generated_token_keeps_its_text_where_another_has_the_same(tmp_path)
     made = load_tokenizer(small_tokenizers.save(tmp_path, "sentencepiece"))
     byte, letter, other = (made.convert_tokens_to_ids(p) for p in ("<0x61>", "a", "b"))
     top = [{byte: -0.5, other: -1.0, letter: -2.0}, {byte: -0.5, letter: -float("inf")}]
-    reply = CompletionReply("m", Pieces(made))
+    reply = CompletionResponse("m", TokenTexts(made))
     said = reply.logprobs([letter, byte], [-2.0, -0.5], top, 0, 2)
     assert said["top_logprobs"] == [
         {f"token_id:{byte}": -0.5, "b": -1.0, "a": -2.0},
         {"a": -0.5, f"token_id:{letter}": LEAST},
     ]
     assert said["tokens"] == ["a", "a"]
-    chat = ChatReply("m", Pieces(made)).logprobs([letter], [-2.0], top, 0, 3)
+    chat = ChatResponse("m", TokenTexts(made)).logprobs([letter], [-2.0], top, 0, 3)
     entries = chat["content"][0]["top_logprobs"]
     assert [entry["bytes"] for entry in entries] == [[0x61], [0x62], [0x61]]
     json.dumps([said, chat], allow_nan=False)
