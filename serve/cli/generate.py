@@ -113,7 +113,9 @@ def _generate(
     lines: JsonLines | None,
 ) -> int:
     counts = [prompt.settings.get("n", params.n) for prompt in given]
-    with interrupts.at_once("specjax generate"):  # imports jax
+    with interrupts.at_once("specjax generate"):
+        from specjax.engine.compiling import no_messages
+
         llm = _load(args, sum(count for count in counts if isinstance(count, int)))
     params = _with_defaults(llm, args)
     if lines is not None:
@@ -134,8 +136,6 @@ def _generate(
     kept = sum(len(one.jobs) for one in asked) - len(open_)
     if kept:
         _say(f"{kept} samples are in {args.output} already")
-    from specjax.engine.compiling import no_messages
-
     with no_messages() if args.quiet else contextlib.nullcontext():
         totals, compiling, ended = _run(llm, open_, lines, args)
     invalid = sum(sample.error is not None for _, sample in ended)
