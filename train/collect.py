@@ -1,8 +1,11 @@
-"""The rule of `train.groups` at work: keeps an engine busy until the choice of a step is certain.
+"""Rollouts of training: problems become groups of scored samples, and these training samples.
 
-`Collection` is one step; `Rollouts` has what outlives it: the place in the data, and the groups
-that are carried. Whatever the engine does in between (how many slots it has, which samples it
-starts first, how it speculates) decides how long that takes, and never what comes out.
+`Rollouts` has what outlives a step: the position in the data, and the groups that are carried.
+`StepRollout` is one step: it keeps an engine busy until the rule of `train.groups` has a final
+selection. Which tokens come out is decided by seeds alone: the seed of a group folds run seed, step
+and the group's position in the order of draws; the request key folds the prompt and the sample
+index on top. How many slots the engine has, which samples it starts first and how it speculates
+decides how long a step takes, and nothing else.
 """
 
 from __future__ import annotations
@@ -35,15 +38,14 @@ from specjax.engine.sequence import Progress
 from specjax.engine.stops import StopStrings
 from specjax.parallel import distributed
 from train.groups import (
-    Choice,
     Group,
     Response,
     Rule,
-    Settled,
-    decide,
-    reopen,
-    settle,
-    token_versions,
+    Selection,
+    StepGroups,
+    begin_step,
+    end_step,
+    select,
 )
 from train.inputs import Prompts
 from train.objectives.shared import zero_variance_groups
@@ -52,68 +54,384 @@ from train.schema import RLConfig
 from train.scoring import Score, Scorer, about_zero, unwinnable
 from train.tasks.layout import Problem
 
+# A step that goes on replacing groups warns after so many batches, and again after as many more.
+WARN_EVERY = 10
 
-@dataclasses.dataclass
-class Rollout:
-    """P groups of G scored samples.
+log = logging.getLogger(__name__)
+
+
+class Rollouts:
+    """The rollouts of a run, step by step.
+
+    Args:
+      order: problems in the order of draws. prompts: their token ids.
+      eos_ids: tokens that end a response. scorer: the reward.
 
     Attributes:
-      problems: [P]. prompts: their token ids. groups: [P][G]. rewards: [P G].
-      old: [P][G], the trainer's log-probabilities of a sample's first tokens, which earlier steps
-        sampled, each under the weights of its step.
-      loss_masks: [P][G], of each token of a sample whether the policy sampled it (1) or not (0),
-        see `train.groups.Response`; None, of one sample or of all: it sampled every one.
+      position: the next place to draw from.
+      carried: groups that the next step goes on with; checkpoints keep them.
+      short: why the last step had fewer groups to learn from than it needs; None: it had enough.
+      zero: the text of a response that scored 0, its problem, and whether it was cut off, while
+        none has scored anything else; None from then on.
     """
 
-    problems: list[Problem]
-    prompts: list[list[int]]
-    groups: list[list[SampleOutput]]
-    rewards: np.ndarray
-    old: list[list[list[float]]] | None = None
-    loss_masks: list[list[list[int] | None]] | None = None
+    def __init__(
+        self,
+        cfg: RLConfig,
+        order: Sequence[Problem],
+        prompts: Prompts,
+        eos_ids: Sequence[int],
+        scorer: Scorer,
+    ):
+        roll, algo = cfg.rollout, cfg.algo
+        self.cfg, self._order, self._prompts = cfg, order, prompts
+        self._eos_ids, self._scorer = eos_ids, scorer
+        self._text = ResponseText(prompts.tokenizer, roll.sampling_params())
+        self.rule = Rule(
+            roll.prompts, roll.in_flight, algo.dynamic_sampling, max(algo.max_num_gen_batches, 0)
+        )
+        self.position = 0
+        self.carried: list[Group] = []
+        self.zero: tuple[str, Problem, bool] | None = None
+        self._any_reward = False
+        self.short: str | None = None
+        self._problems: dict[int, Problem] = {}  # of the groups of a step, by index
+        self._kept: tuple[Group, ...] = ()  # of the last step: complete, or carried
+        self._looked_at: dict[int, str | None] = {}  # by position: why it was passed over, or cut
 
-    @classmethod
-    def of(cls, groups: Sequence[Group]) -> Rollout:
-        """Of groups that are complete; there versions are steps."""
-        return cls(
-            [group.problem for group in groups],
-            [group.prompt for group in groups],
-            [[r.output() for r in group.responses] for group in groups],
-            np.array([group.rewards for group in groups]),
-            [[r.old for r in group.responses] for group in groups],
-            [[r.loss_mask for r in group.responses] for group in groups],
+    def collect(
+        self, engine: Engine, step: int
+    ) -> tuple[list[Group], list[Group], dict[str, float | str]]:
+        """Runs a step's rollout.
+
+        Returns:
+          all groups that are complete and not carried, those of them to be trained on, metrics.
+        """
+        roll = self.cfg.rollout
+        carried, stale = begin_step(self.carried, step, roll.max_staleness)
+        start = self._at = self.position
+        self._looked_at = {}
+        run = StepRollout(
+            engine,
+            self.rule,
+            roll.partial,
+            carried,
+            lambda: self._draw(step),
+            self._jobs,
+            self._score,
+        )
+        selection = run.run()
+        ended = end_step(self.rule, run.groups, selection, step, roll.partial)
+        drawn = run.groups[len(carried) : selection.candidates]
+        self.position = drawn[-1].next_position if drawn else start
+        self.carried = ended.carried
+        self.short = self._about_short(len(ended.selected), selection.candidates)
+        self._kept = (*ended.complete, *ended.carried)
+        run.totals.tokens = sum(r.num_new for group in self._kept for r in group.responses)
+        metrics = rollout_metrics(ended.complete, run.totals, self.cfg.rollout_devices)
+        metrics |= selection_metrics(ended, stale, selection.budget, step)
+        metrics |= self._reward_metrics(ended.complete) | self._prompt_metrics()
+        if roll.partial:
+            metrics["rollout/carried_sha"] = tokens_digest(ended.carried)
+        return ended.complete, [ended.complete[i] for i in ended.selected], metrics
+
+    def begun(self) -> list[tuple[Job, list[int]]]:
+        """The samples of complete and carried groups that the last step began: each as a job, whose
+        request is the position of its group, and its tokens. Those that the step cut end there."""
+        found = []
+        for group in self._kept:
+            jobs = self._jobs_of(group, group.position)
+            for response, job in zip(group.responses, jobs, strict=True):
+                if response.num_carried == 0 and response.num_new:
+                    if response.finish_reason is None:
+                        limit = len(job.prompt) + len(response.token_ids)
+                        job = dataclasses.replace(job, limit=limit)
+                    found.append((job, response.token_ids))
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint's metadata: JSON."""
+        return {
+            "position": self.position,
+            "carried": [group.to_json() for group in self.carried],
+            "any_reward": self._any_reward,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state` returned."""
+        self.position = state["position"]
+        # A checkpoint of an older version does not say it: then no such line is printed.
+        self._any_reward, self.zero = state.get("any_reward", True), None
+        self.carried = []
+        for saved in state["carried"]:
+            problem = self._order[saved["place"]]
+            prompt = self._prompts.ids(problem)
+            self.carried.append(Group.from_json(saved, problem, prompt))
+
+    def _draw(self, step: int) -> Group:
+        """The next problem in order whose prompt is short enough.
+
+        Raises:
+          ConfigError: there seems to be none.
+        """
+        passed = 100 * self.rule.prompts
+        drop_unwinnable = self.cfg.data.unwinnable == "drop"
+        for position in range(self._at, self._at + passed + 1):
+            problem = self._order[position]
+            ids, why = self._prompts.look(problem)
+            self._looked_at[position] = why
+            if ids is not None and not (drop_unwinnable and unwinnable(self._scorer, problem)):
+                self._at = position + 1
+                responses = [Response() for _ in range(self.cfg.rollout.n)]
+                return Group(position, position + 1, step, problem, ids, responses)
+            self._looked_at[position] = why or "unwinnable"
+        raise ConfigError(
+            f"{passed + 1} rows in a row cannot be used: their prompts are longer than "
+            f"rollout.max_prompt_tokens = {self.cfg.rollout.max_prompt_tokens}, or the reward "
+            f"{self._scorer.name} cannot be won; raise it, or look at them with `python -m "
+            "train.data`"
         )
 
-    def select(self, keep: Sequence[int]) -> Rollout:
-        """The groups with these indices."""
-        return Rollout(
-            [self.problems[i] for i in keep],
-            [self.prompts[i] for i in keep],
-            [self.groups[i] for i in keep],
-            self.rewards[list(keep)],
-            None if self.old is None else [self.old[i] for i in keep],
-            None if self.loss_masks is None else [self.loss_masks[i] for i in keep],
+    def _prompt_metrics(self) -> dict[str, float]:
+        """Of the problems that this step went past: `overlong` were dropped or cut, `unwinnable`
+        dropped."""
+        why = [why for at, why in self._looked_at.items() if at < self.position]
+        names = {"overlong": "rollout/prompts_overlong", "unwinnable": "rollout/prompts_unwinnable"}
+        return {name: float(why.count(key)) for key, name in names.items()}
+
+    def about_zero(self) -> str | None:
+        """An example, while every response of the run scored 0; None from then on."""
+        return None if self.zero is None else about_zero(self._scorer, *self.zero)
+
+    def _about_short(self, selected: int, candidates: int) -> str | None:
+        if selected >= self.rule.prompts:
+            return None
+        return (
+            f"{selected} groups of {candidates} have differing rewards, fewer than rollout.prompts="
+            f"{self.rule.prompts}, and algo.max_num_gen_batches={self.rule.batches} lets a step "
+            "look at no more: the policy learns from these alone. Raise it (0: no limit), or is "
+            "the task too hard or too easy for the policy?"
         )
 
+    def _reward_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        responses = [r for group in groups for r in group.responses]
+        failed = sum(r.failed for r in responses)
+        if any(r.reward for r in responses):
+            self._any_reward, self.zero = True, None
+        elif not self._any_reward and responses:
+            pairs = [(r, group.problem) for group in groups for r in group.responses]
+            response, problem = next((p for p in pairs if p[0].finish_reason != "length"), pairs[0])
+            self.zero = response.text, problem, response.finish_reason == "length"
+        return {
+            "reward/failed": float(failed),
+            "reward/failed_share": failed / max(len(responses), 1),
+        }
 
-def group_seed(run_seed: int, step: int, place: int) -> int:
-    """A 64-bit seed for one group: by its place in the order of draws, for a small data set may
-    hand out one problem twice in a step, and the two groups must not share their noise."""
-    text = f"{run_seed}:{step}:{place}".encode()
+    def _jobs(self, index: int, group: Group) -> list[Job]:
+        self._problems[index] = group.problem
+        return self._jobs_of(group, index)
+
+    def _jobs_of(self, group: Group, request: int) -> list[Job]:
+        params = group_params(self.cfg, group.step, group.position)
+        return make_jobs(
+            group.prompt, params, self._eos_ids, self._prompts.tokenizer, request=request
+        )
+
+    def score_sample(self, job: Job, sample: SampleOutput) -> Score:
+        """Scores a sample of this step in the process that its engine belongs to."""
+        return self._scorer(self._text(sample.token_ids), self._problems[job.request])
+
+    def _score(self, group: Group) -> list[float]:
+        for response in group.responses:
+            response.text = self._text(response.token_ids)
+            if response.reward is None:
+                response.reward, response.failed = self._scorer(response.text, group.problem)
+        return [response.reward for response in group.responses]
+
+
+class StepRollout:
+    """Runs the groups of one step through the engine.
+
+    Args:
+      engine: has no samples before and afterwards.
+      partial: groups that are not complete in the end will be carried.
+      carried: groups to go on with, see `begin_step`.
+      draw: returns the next group. jobs: returns the samples of a group as jobs, in order.
+      score: sets `text` of all responses of a complete group, and returns their rewards.
+
+    Attributes:
+      groups: the candidates in order, and those that turn out to have been started in vain.
+      totals: rounds of all samples, and seconds; the caller sets `tokens`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        rule: Rule,
+        partial: bool,
+        carried: Iterable[Group],
+        draw: Callable[[], Group],
+        jobs: Callable[[int, Group], Sequence[Job]],
+        score: Callable[[Group], list[float]],
+    ):
+        self.engine, self.rule, self.partial = engine, rule, partial
+        self._draw, self._jobs, self._score = draw, jobs, score
+        self._carried = list(carried)
+        self.groups: list[Group] = []
+        self._running: list[dict[int, Response]] = []  # by ticket, for each group
+        self._group_of: dict[int, int] = {}
+        steps = engine.runner.steps
+        self.totals = Totals(steps, np.zeros(steps + 2, np.int64))
+
+    def run(self) -> Selection:
+        """Runs until the selection is final and what will be carried is long enough.
+
+        Raises:
+          ValueError: a job does not fit the engine. RuntimeError: the engine's weights changed.
+        """
+        start = time.perf_counter()
+        try:
+            for group in self._carried:
+                self._start(group)
+            while not (selection := self._select()).final or self._must_go_on(selection):
+                for event in self.engine.step():
+                    self._finish(event)
+            self._stop(range(len(self.groups)))
+            while self.engine.has_work:
+                self.engine.step()
+        except BaseException:
+            self.engine.clear()  # an interrupted step leaves nothing behind
+            raise
+        self.totals.seconds = time.perf_counter() - start
+        return selection
+
+    def _select(self) -> Selection:
+        """Draws the groups that the selection needs, and stops samples that are too long for it."""
+        selection = self._selection()
+        while len(self.groups) < selection.candidates:
+            if self.groups and len(self.groups) % (WARN_EVERY * self.rule.in_flight) == 0:
+                if distributed.is_first():
+                    log.warning("%s", about_long(self.rule, self.groups))
+            self._start(self._draw())
+        if selection.budget is not None:
+            self._trim(selection.budget)
+        return self._selection()
+
+    def _selection(self) -> Selection:
+        return select(self.rule, [group.status() for group in self.groups])
+
+    def _start(self, group: Group) -> None:
+        index, running = len(self.groups), {}
+        self.groups.append(group)
+        self._running.append(running)
+        if group.is_complete:  # it was carried because others were selected before it
+            group.rewards = self._score(group)
+            return
+        for response, job in zip(group.responses, self._jobs(index, group), strict=True):
+            if response.finish_reason is not None:
+                continue
+            progress = None
+            if response.token_ids:
+                progress = Progress(
+                    list(response.token_ids),
+                    list(response.logprobs),
+                    [],
+                    response.transformed_logprobs,
+                    response.records,
+                )
+            ticket = self.engine.add(job, progress)
+            running[ticket], self._group_of[ticket] = response, index
+
+    def _finish(self, event: Finished) -> None:
+        index = self._group_of[event.ticket]
+        position = self.groups[index].position
+        require_valid([event.sample], lambda _: f"the rollout of problem {position} in the data")
+        response = self._running[index].pop(event.ticket)
+        self._take(response, event.sample, finished=True)
+        if event.verdict is not None:
+            response.reward, response.failed = event.verdict
+        group = self.groups[index]
+        if group.is_complete:
+            group.rewards = self._score(group)
+
+    def _take(self, response: Response, sample: SampleOutput, finished: bool) -> None:
+        versions = {version for _, version in sample.weight_versions}
+        if versions - {self.engine.version}:
+            raise RuntimeError(
+                f"expected all tokens of a step from version {self.engine.version} of the weights, "
+                f"got some of {sorted(versions)}; set_params() belongs between steps"
+            )
+        response.update(sample, finished)
+        self.totals.count_rounds(sample.stats)
+        self.totals.longest = max(self.totals.longest, response.num_new)
+
+    def _trim(self, budget: int) -> None:
+        """Stops samples that have as many tokens as the budget, which will not rise."""
+        for index, running in enumerate(self._running):
+            long_enough = []
+            for ticket, response in running.items():
+                new = max(0, self.engine.emitted(ticket) - response.num_carried)
+                response.emitted = max(response.emitted, new)
+                if new >= budget:
+                    long_enough.append(ticket)
+            if not self.partial and self.groups[index].status().at_least > budget:
+                self._stop([index])
+            for ticket in long_enough:
+                self._abort(index, ticket)
+
+    def _must_go_on(self, selection: Selection) -> bool:
+        """Stops what a final selection leaves out, and returns whether anything else runs."""
+        first = selection.candidates if self.partial else 0
+        self._stop(range(first, len(self.groups)))
+        return any(self._running[:first])
+
+    def _stop(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            for ticket in list(self._running[index]):
+                self._abort(index, ticket)
+
+    def _abort(self, index: int, ticket: int) -> None:
+        response = self._running[index].pop(ticket, None)
+        sample = response and self.engine.abort(ticket)
+        if sample is not None:
+            self._take(response, sample, finished=False)
+
+
+def about_long(rule: Rule, groups: Sequence[Group]) -> str:
+    """The warning of a step that goes on replacing groups, with what it has found so far."""
+    complete = [group for group in groups if group.rewards is not None]
+    alike = Counter(g.rewards[0] for g in complete if not g.status().informative)
+    values = ", ".join(f"{reward:g} in {count}" for reward, count in alike.most_common(3))
+    more = ", ..." if len(alike) > 3 else ""
+    limit = "algo.max_num_gen_batches=0 sets no limit"
+    if rule.max_candidates is not None:
+        limit = f"algo.max_num_gen_batches={rule.batches} lets it look at {rule.max_candidates}"
+    return (
+        f"step {groups[-1].step} has looked at {len(groups)} groups, of which {len(complete)} are "
+        f"complete, and is not full: {len(complete) - alike.total()} have differing rewards, of "
+        f"rollout.prompts={rule.prompts} that it wants; in {alike.total()} all rewards are equal "
+        f"({values or 'none'}{more}) and teach nothing. It goes on, and {limit}. Is the task too "
+        "hard or too easy for the policy, or does the reward not see the difference?"
+    )
+
+
+def group_seed(run_seed: int, step: int, position: int) -> int:
+    """A 64-bit seed for one group.
+
+    It depends on the group's position in the order of draws, and not on the problem, for a small
+    data set may hand out one problem twice in a step, and the two groups must not share their
+    noise.
+    """
+    text = f"{run_seed}:{step}:{position}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-def group_params(cfg: RLConfig, step: int, place: int) -> SamplingParams:
+def group_params(cfg: RLConfig, step: int, position: int) -> SamplingParams:
     """How the samples of one group are drawn."""
     processed = cfg.algo.logprobs == "processed"
-    return cfg.rollout.sampling_params(group_seed(cfg.seed, step, place), cfg.rollout.n, processed)
-
-
-def behaviour_logprobs(sample: SampleOutput) -> list[float]:
-    """The engine's log-probabilities of a sample's tokens, of the kind that `algo.logprobs` says:
-    whoever trains with processed ones asks the engine for them, and nobody else does."""
-    processed = sample.transformed_logprobs
-    return sample.logprobs if processed is None else processed
+    return cfg.rollout.sampling_params(
+        group_seed(cfg.seed, step, position), cfg.rollout.n, processed
+    )
 
 
 class ResponseText:
@@ -179,50 +497,41 @@ def evaluate(
 
 
 def to_samples(
-    rollout: Rollout, advantages: Float[np.ndarray, "P G"], step: int | None = None
+    groups: Sequence[Group], advantages: Float[np.ndarray, "P G"], step: int | None = None
 ) -> list[Sample]:
-    """Training samples in (prompt, sample) order.
+    """Training samples in (group, sample) order.
 
     Args:
-      advantages: of each, see `specjax.interfaces.Objective`.
-      step: that trains on them; versions older than that are stale. None: nothing is.
+      groups: P complete ones of G samples. advantages: see `specjax.interfaces.Objective`.
+      step: that trains on them; tokens that earlier steps sampled are stale. None: none is.
 
     Raises:
       ValueError: advantages of another shape than the rewards.
     """
-    if np.shape(advantages) != rollout.rewards.shape:
+    shape = (len(groups), len(groups[0].responses))
+    if np.shape(advantages) != shape:
         raise ValueError(
-            "algo.objective: expected advantages of the shape of the rewards, "
-            f"{rollout.rewards.shape}, got {np.shape(advantages)}"
+            f"algo.objective: expected advantages of the shape of the rewards, {shape}, got "
+            f"{np.shape(advantages)}"
         )
-    per_group = rollout.rewards.shape[1]
     samples = []
-    for p, group in enumerate(rollout.groups):
-        for g, sample in enumerate(group):
-            old, staleness = None, None
-            if step is not None and rollout.old is not None:
-                staleness = token_staleness(sample, step)
-                old = np.zeros(len(sample.token_ids), np.float32)
-                old[: len(rollout.old[p][g])] = rollout.old[p][g]
-            samples.append(
-                Sample(
-                    sample_id=p * per_group + g,
-                    prompt_ids=rollout.prompts[p],
-                    response_ids=sample.token_ids,
-                    behaviour_logprobs=behaviour_logprobs(sample),
-                    old_logprobs=old,
-                    staleness=staleness,
-                    loss_mask=None if rollout.loss_masks is None else rollout.loss_masks[p][g],
-                    advantage=float(advantages[p, g]),
-                    records=sample.records,
-                )
+    for p, group in enumerate(groups):
+        for g, response in enumerate(group.responses):
+            sample = Sample(
+                sample_id=len(samples),
+                prompt_ids=group.prompt,
+                response_ids=response.token_ids,
+                behaviour_logprobs=response.behaviour_logprobs,
+                loss_mask=response.loss_mask,
+                advantage=float(advantages[p, g]),
+                records=response.records,
             )
+            if step is not None:
+                sample.staleness = response.staleness(step)
+                sample.old_logprobs = np.zeros(len(response.token_ids), np.float32)
+                sample.old_logprobs[: len(response.old_logprobs)] = response.old_logprobs
+            samples.append(sample)
     return samples
-
-
-def token_staleness(sample: SampleOutput, step: int) -> np.ndarray:
-    """[tokens]: how many versions of the weights lie between sampling and `step`'s update."""
-    return step - token_versions(sample.weight_versions, len(sample.token_ids))
 
 
 def score_new_tokens(
@@ -231,11 +540,11 @@ def score_new_tokens(
     row_length: int,
     rows: int,
 ) -> None:
-    """Notes the trainer's log-probabilities of a step's tokens in the groups that are carried.
+    """Sets `old_logprobs` of carried responses for the tokens of this step, before the update.
 
-    It has to be done before the update. The engine's own would do but for their last bits, which
-    depend on the program that decoded them, and so on the clock where a controller chooses it; the
-    trainer's depend on tokens and weights alone.
+    The engine's log-probabilities would do but for their last bits, which depend on the program
+    that decoded the token, and so on time where a controller chooses it. The trainer's depend on
+    tokens and weights alone.
 
     Args:
       logprobs: scores a packed micro-batch [R S] with the weights of the step.
@@ -243,90 +552,95 @@ def score_new_tokens(
     responses = [r for group in groups for r in group.responses]
     prompts = [group.prompt for group in groups for _ in group.responses]
     samples = [
-        Sample(i, prompt, response.tokens, records=response.records)
+        Sample(i, prompt, response.token_ids, records=response.records)
         for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
-        if response.new
+        if response.num_new
     ]
     if not samples:
         return
     for batch in pack(samples, row_length, rows):
         scored, generated = logprobs(batch), batch["loss_mask"] > 0
         for index in np.unique(batch["sample_ids"][generated]).tolist():
-            response = responses[index]
+            response, carried = responses[index], responses[index].num_carried
             own = scored[generated & (batch["sample_ids"] == index)]
-            response.old = response.old[: response.given] + own[response.given :].tolist()
+            response.old_logprobs = response.old_logprobs[:carried] + own[carried:].tolist()
 
 
-def tokens_digest(rollout: Rollout) -> str:
-    """A digest of every sampled token in order: equal digests, equal rollouts."""
-    return digest(sample.token_ids for group in rollout.groups for sample in group)
+# --- metrics ---------------------------------------------------------------------------------
 
 
-def digest(samples: Iterable[Sequence[int]]) -> str:
-    """Of token ids, and of where one sample ends and the next begins."""
+def tokens_digest(groups: Iterable[Group]) -> str:
+    """A digest of the token ids of all samples in order: equal digests, equal rollouts."""
     found = hashlib.blake2b(digest_size=8)
-    for ids in samples:
-        found.update(np.asarray([len(ids), *ids], "<i4").tobytes())
+    for group in groups:
+        for response in group.responses:
+            ids = response.token_ids
+            found.update(np.asarray([len(ids), *ids], "<i4").tobytes())
     return found.hexdigest()
 
 
 def selection_metrics(
-    settled: Settled, stale: Sequence[Group], budget: int | None, step: int
+    ended: StepGroups, stale: Sequence[Group], budget: int | None, step: int
 ) -> dict[str, float | str]:
-    """What became of the groups of a step, and whom its early end preferred.
+    """What became of the groups of a step, and by how much it preferred short ones.
+
+    `rollout/length_bias` is the mean length in selected groups less the mean over all groups that
+    were started, where samples that have not ended count as long as they are: they would have
+    become longer, so the real bias is larger.
 
     Args:
       stale: groups that were dropped before it began. budget: of the step, if it had one.
     """
-    selected = [settled.complete[i] for i in settled.selected]
-    rest = [g for i, g in enumerate(settled.complete) if i not in settled.selected]
-    rest += [*settled.carried, *settled.unfinished, *stale]
+    selected = [ended.complete[i] for i in ended.selected]
+    rest = [g for i, g in enumerate(ended.complete) if i not in ended.selected]
+    rest += [*ended.carried, *ended.unfinished, *stale]
     metrics: dict[str, float | str] = {
-        "rollout/groups_drawn": float(settled.drawn),
+        "rollout/groups_drawn": float(ended.drawn),
         "rollout/groups_selected": float(len(selected)),
-        "rollout/groups_carried": float(len(settled.carried)),
-        "rollout/groups_dropped": float(settled.dropped),
+        "rollout/groups_carried": float(len(ended.carried)),
+        "rollout/groups_dropped": float(ended.dropped),
         "rollout/groups_dropped_stale": float(len(stale)),
-        "rollout/tokens_cut": float(settled.cut),
+        "rollout/tokens_cut": float(ended.cut),
     }
     if budget is not None:
         metrics["rollout/budget"] = float(budget)
-    lengths = [_lengths(selected), _lengths(rest)]
+    lengths = [
+        np.array([len(r.token_ids) for group in groups for r in group.responses])
+        for groups in (selected, rest)
+    ]
     if len(lengths[1]):
         metrics["rollout/unselected_emitted_mean"] = float(lengths[1].mean())
     if not len(lengths[0]):
         return metrics
     metrics["rollout/selected_length_mean"] = mean = float(lengths[0].mean())
     metrics["rollout/length_bias"] = mean - float(np.concatenate(lengths).mean())
-    ages = [token_staleness(r.output(), step) for group in selected for r in group.responses]
-    ages = np.concatenate(ages)
-    metrics["rollout/stale_token_share"] = float((ages > 0).mean())
-    metrics["rollout/staleness_mean"] = float(ages.mean())
+    staleness = np.concatenate([r.staleness(step) for group in selected for r in group.responses])
+    metrics["rollout/stale_token_share"] = float((staleness > 0).mean())
+    metrics["rollout/staleness_mean"] = float(staleness.mean())
     return metrics
 
 
-def _lengths(groups: Sequence[Group]) -> np.ndarray:
-    return np.array([len(r.tokens) for group in groups for r in group.responses])
-
-
-def rollout_metrics(rollout: Rollout, totals: Totals, devices: int) -> dict[str, float | str]:
-    """What a rollout tells, under the names that users of other systems know."""
-    samples = [s for group in rollout.groups for s in group]
+def rollout_metrics(
+    groups: Sequence[Group], totals: Totals, devices: int
+) -> dict[str, float | str]:
+    """Rewards, lengths, speed and acceptance of complete groups, under the usual names."""
+    samples = [r for group in groups for r in group.responses]
+    rewards = np.array([group.rewards for group in groups])
     lengths = np.array([len(s.token_ids) for s in samples])
     rate = totals.tokens / max(totals.seconds, 1e-9)
     metrics = {
-        "rollout/reward": float(rollout.rewards.mean()),
-        "rollout/zero_std": float(zero_variance_groups(rollout.rewards).mean()),
+        "rollout/reward": float(rewards.mean()),
+        "rollout/zero_std": float(zero_variance_groups(rewards).mean()),
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated_ratio": float(np.mean([s.finish_reason == "length" for s in samples])),
         "rollout/tokens": float(totals.tokens),
-        "rollout/tokens_sha": tokens_digest(rollout),
+        "rollout/tokens_sha": tokens_digest(groups),
         "rollout/tokens_per_sec": rate,
         "rollout/tokens_per_gpu_per_sec": rate / devices,
         "rollout/longest_sample_tokens_per_sec": totals.longest / max(totals.seconds, 1e-9),
         "rollout/logprob_mean": float(
-            np.mean(np.concatenate([behaviour_logprobs(s) for s in samples]))
+            np.mean(np.concatenate([s.behaviour_logprobs for s in samples]))
         ),
     }
     if totals.steps and totals.rounds:  # a step may live on what was carried alone
@@ -339,370 +653,3 @@ def rollout_metrics(rollout: Rollout, totals: Totals, devices: int) -> dict[str,
             if np.isfinite(rate):  # else no tree of this step was so deep
                 metrics[f"rollout/accept_rate_depth_{depth}"] = rate
     return metrics
-
-
-# Batches of groups that a step looks at before it says that it is not full, and before it says so
-# again.
-_PATIENCE = 10
-
-log = logging.getLogger(__name__)
-
-
-class Collection:
-    """The groups of one step, on their way through the engine.
-
-    Args:
-      engine: nothing waits or runs in it; nor does it afterwards.
-      partial: groups that are not complete in the end will be carried.
-      carried: groups to go on with, opened (see `reopen`).
-      draw: gives the next group. jobs: gives the samples of a group as jobs, in order.
-      score: sets `text` of all responses of a complete group, and gives their rewards.
-
-    Attributes:
-      groups: the candidates in order, those that may turn out not to count included.
-      totals: rounds of all samples; `tokens` and `seconds` are left to the caller and to `run`.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        rule: Rule,
-        partial: bool,
-        carried: Iterable[Group],
-        draw: Callable[[], Group],
-        jobs: Callable[[int, Group], Sequence[Job]],
-        score: Callable[[Group], list[float]],
-    ):
-        self.engine, self.rule, self.partial = engine, rule, partial
-        self._draw, self._jobs, self._score = draw, jobs, score
-        self._carried = list(carried)
-        self.groups: list[Group] = []
-        self._running: list[dict[int, Response]] = []  # by ticket, for each group
-        self._group_of: dict[int, int] = {}
-        steps = engine.runner.steps
-        self.totals = Totals(steps, np.zeros(steps + 2, np.int64))
-
-    def run(self) -> Choice:
-        """Runs until the choice is certain and what will be carried is long enough.
-
-        Raises:
-          ValueError: a job does not fit the engine. RuntimeError: the engine's weights changed.
-        """
-        start = time.perf_counter()
-        try:
-            for group in self._carried:
-                self._enter(group)
-            while not (choice := self._choose()).certain or self._must_go_on(choice):
-                for event in self.engine.step():
-                    self._finish(event)
-            self._stop(range(len(self.groups)))
-            while self.engine.has_work:
-                self.engine.step()
-        except BaseException:
-            self.engine.clear()  # an interrupted step leaves nothing behind
-            raise
-        self.totals.seconds = time.perf_counter() - start
-        return choice
-
-    def _choose(self) -> Choice:
-        """What can be said by now; draws the groups that this asks for, stops what is too long."""
-        choice = self._decide()
-        while len(self.groups) < choice.places:
-            if self.groups and len(self.groups) % (_PATIENCE * self.rule.in_air) == 0:
-                if distributed.is_first():
-                    log.warning("%s", about_long(self.rule, self.groups))
-            self._enter(self._draw())
-        if choice.budget is not None:
-            self._trim(choice.budget)
-        return self._decide()
-
-    def _decide(self) -> Choice:
-        return decide(self.rule, [group.seen() for group in self.groups])
-
-    def _enter(self, group: Group) -> None:
-        index, running = len(self.groups), {}
-        self.groups.append(group)
-        self._running.append(running)
-        if group.is_complete:  # it was carried because others were shorter, or came first
-            group.rewards = self._score(group)
-            return
-        for response, job in zip(group.responses, self._jobs(index, group), strict=True):
-            if response.finish is not None:
-                continue
-            progress = None
-            if response.tokens:
-                progress = Progress(
-                    list(response.tokens),
-                    list(response.logprobs),
-                    [],
-                    response.transformed,
-                    response.records,
-                )
-            ticket = self.engine.add(job, progress)
-            running[ticket], self._group_of[ticket] = response, index
-
-    def _finish(self, event: Finished) -> None:
-        index = self._group_of[event.ticket]
-        place = self.groups[index].place
-        require_valid([event.sample], lambda _: f"the rollout of problem {place} in the data")
-        response = self._running[index].pop(event.ticket)
-        self._take(response, event.sample, finished=True)
-        if event.verdict is not None:
-            response.reward, response.failed = event.verdict
-        group = self.groups[index]
-        if group.is_complete:
-            group.rewards = self._score(group)
-
-    def _take(self, response: Response, sample: SampleOutput, finished: bool) -> None:
-        versions = {version for _, version in sample.weight_versions}
-        if versions - {self.engine.version}:
-            raise RuntimeError(
-                f"expected all tokens of a step from version {self.engine.version} of the weights, "
-                f"got some of {sorted(versions)}; set_params() belongs between steps"
-            )
-        response.take(sample, finished)
-        self.totals.count_rounds(sample.stats)
-        self.totals.longest = max(self.totals.longest, response.new)
-
-    def _trim(self, budget: int) -> None:
-        """Stops what has all the tokens that can be of use: the step's budget will not rise."""
-        for index, running in enumerate(self._running):
-            long_enough = []
-            for ticket, response in running.items():
-                new = max(0, self.engine.emitted(ticket) - response.given)
-                response.emitted = max(response.emitted, new)
-                if new >= budget:
-                    long_enough.append(ticket)
-            if not self.partial and self.groups[index].seen().least > budget:
-                self._stop([index])
-            for ticket in long_enough:
-                self._abort(index, ticket)
-
-    def _must_go_on(self, choice: Choice) -> bool:
-        """Stops what the choice leaves out; is there anything else that runs?"""
-        first = choice.places if self.partial else 0
-        self._stop(range(first, len(self.groups)))
-        return any(self._running[:first])
-
-    def _stop(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            for ticket in list(self._running[index]):
-                self._abort(index, ticket)
-
-    def _abort(self, index: int, ticket: int) -> None:
-        response = self._running[index].pop(ticket, None)
-        sample = response and self.engine.abort(ticket)
-        if sample is not None:
-            self._take(response, sample, finished=False)
-
-
-def about_long(rule: Rule, groups: Sequence[Group]) -> str:
-    """What a step that goes on replacing groups has found so far."""
-    complete = [group for group in groups if group.rewards is not None]
-    alike = Counter(g.rewards[0] for g in complete if not g.seen().informative)
-    values = ", ".join(f"{reward:g} in {count}" for reward, count in alike.most_common(3))
-    more = ", ..." if len(alike) > 3 else ""
-    limit = "algo.max_num_gen_batches=0 sets no limit"
-    if rule.most is not None:
-        limit = f"algo.max_num_gen_batches={rule.batches} lets it look at {rule.most}"
-    return (
-        f"step {groups[-1].step} has looked at {len(groups)} groups, of which {len(complete)} are "
-        f"complete, and is not full: {len(complete) - alike.total()} have differing rewards, of "
-        f"rollout.prompts={rule.prompts} that it wants; in {alike.total()} all rewards are equal "
-        f"({values or 'none'}{more}) and teach nothing. It goes on, and {limit}. Is the task too "
-        "hard or too easy for the policy, or does the reward not see the difference?"
-    )
-
-
-class Rollouts:
-    """The rollouts of a run, step by step.
-
-    Args:
-      order: problems in the order of draws. prompts: their token ids.
-      eos_ids: tokens that end a response. scorer: the reward.
-
-    Attributes:
-      position: the next place to draw from.
-      carried: groups that the next step goes on with; checkpoints keep them.
-      short: why the last step had fewer groups to learn from than it wants; None: it had enough.
-      zero: the text of a response that scored 0, its problem, and whether it was cut off, while
-        none has scored anything else; None from then on.
-    """
-
-    def __init__(
-        self,
-        cfg: RLConfig,
-        order: Sequence[Problem],
-        prompts: Prompts,
-        eos_ids: Sequence[int],
-        scorer: Scorer,
-    ):
-        roll, algo = cfg.rollout, cfg.algo
-        self.cfg, self._order, self._prompts = cfg, order, prompts
-        self._eos_ids, self._scorer = eos_ids, scorer
-        self._text = ResponseText(prompts.tokenizer, roll.sampling_params())
-        self.rule = Rule(
-            roll.prompts, roll.in_air, algo.dynamic_sampling, max(algo.max_num_gen_batches, 0)
-        )
-        self.position = 0
-        self.carried: list[Group] = []
-        self.zero: tuple[str, Problem, bool] | None = None
-        self._any_reward = False
-        self.short: str | None = None
-        self._problems: dict[int, Problem] = {}  # of the groups of a step, by index
-        self._kept: tuple[Group, ...] = ()  # of the last step: complete, or carried
-        self._looked_at: dict[int, str | None] = {}  # by place: why it was passed over, or cut
-
-    def collect(self, engine: Engine, step: int) -> tuple[Rollout, Rollout, dict[str, float | str]]:
-        """Runs a step's rollout.
-
-        Returns:
-          all groups that are complete and go no further, those of them to be trained on, metrics.
-        """
-        roll = self.cfg.rollout
-        carried, stale = reopen(self.carried, step, roll.max_staleness)
-        start = self._at = self.position
-        self._looked_at = {}
-        run = Collection(
-            engine,
-            self.rule,
-            roll.partial,
-            carried,
-            lambda: self._draw(step),
-            self._jobs,
-            self._score,
-        )
-        choice = run.run()
-        settled = settle(self.rule, run.groups, choice, step, roll.partial)
-        drawn = run.groups[len(carried) : choice.places]
-        self.position = drawn[-1].after if drawn else start
-        self.carried = settled.carried
-        self.short = self._about_short(len(settled.selected), choice.places)
-        done = Rollout.of(settled.complete)
-        self._kept = (*settled.complete, *settled.carried)
-        run.totals.tokens = sum(r.new for group in self._kept for r in group.responses)
-        metrics = rollout_metrics(done, run.totals, self.cfg.rollout_devices)
-        metrics |= selection_metrics(settled, stale, choice.budget, step)
-        metrics |= self._reward_metrics(settled.complete) | self._prompt_metrics()
-        if roll.partial:
-            metrics["rollout/carried_sha"] = digest(
-                r.tokens for group in settled.carried for r in group.responses
-            )
-        return done, done.select(settled.selected), metrics
-
-    def begun(self) -> list[tuple[Job, list[int]]]:
-        """The samples of complete and carried groups that the last step began: each as a job, whose
-        request is the place of its problem, and its tokens. Those that the step cut end there."""
-        found = []
-        for group in self._kept:
-            for response, job in zip(
-                group.responses, self._jobs_of(group, group.place), strict=True
-            ):
-                if response.given == 0 and response.new:
-                    if response.finish is None:
-                        limit = len(job.prompt) + len(response.tokens)
-                        job = dataclasses.replace(job, limit=limit)
-                    found.append((job, response.tokens))
-        return found
-
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint's metadata: JSON."""
-        return {
-            "position": self.position,
-            "carried": [group.to_json() for group in self.carried],
-            "any_reward": self._any_reward,
-        }
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state` returned."""
-        self.position = state["position"]
-        # Where an older version did not write it, nobody knows, and nothing is said of it.
-        self._any_reward, self.zero = state.get("any_reward", True), None
-        self.carried = []
-        for saved in state["carried"]:
-            problem = self._order[saved["place"]]
-            prompt = self._prompts.ids(problem)
-            self.carried.append(Group.from_json(saved, problem, prompt))
-
-    def _draw(self, step: int) -> Group:
-        """The next problem in order whose prompt is short enough.
-
-        Raises:
-          ConfigError: there seems to be none.
-        """
-        passed = 100 * self.rule.prompts
-        for place in range(self._at, self._at + passed + 1):
-            problem = self._order[place]
-            ids, why = self._prompts.look(problem)
-            self._looked_at[place] = why
-            if ids is not None and self._is_winnable(problem):
-                self._at = place + 1
-                responses = [Response() for _ in range(self.cfg.rollout.n)]
-                return Group(place, place + 1, step, problem, ids, responses)
-            self._looked_at[place] = why or "unwinnable"
-        raise ConfigError(
-            f"{passed + 1} rows in a row cannot be used: their prompts are longer than "
-            f"rollout.max_prompt_tokens = {self.cfg.rollout.max_prompt_tokens}, or the reward "
-            f"{self._scorer.name} cannot be won; raise it, or look at them with `python -m "
-            "train.data`"
-        )
-
-    def _is_winnable(self, problem: Problem) -> bool:
-        """Whether to draw it: data.unwinnable=drop passes over what no answer can win."""
-        return self.cfg.data.unwinnable != "drop" or unwinnable(self._scorer, problem) is None
-
-    def _prompt_metrics(self) -> dict[str, float]:
-        """Of the problems that this step went past: `overlong` were dropped or cut, `unwinnable`
-        dropped."""
-        why = [why for place, why in self._looked_at.items() if place < self.position]
-        names = {"overlong": "rollout/prompts_overlong", "unwinnable": "rollout/prompts_unwinnable"}
-        return {name: float(why.count(key)) for key, name in names.items()}
-
-    def about_zero(self) -> str | None:
-        """An example, while every response of the run scored 0; None from then on."""
-        return None if self.zero is None else about_zero(self._scorer, *self.zero)
-
-    def _about_short(self, selected: int, places: int) -> str | None:
-        if selected >= self.rule.prompts:
-            return None
-        return (
-            f"{selected} groups of {places} have differing rewards, fewer than rollout.prompts="
-            f"{self.rule.prompts}, and algo.max_num_gen_batches={self.rule.batches} lets a step "
-            "look at no more: the policy learns from these alone. Raise it (0: no limit), or is "
-            "the task too hard or too easy for the policy?"
-        )
-
-    def _reward_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        responses = [r for group in groups for r in group.responses]
-        failed = sum(r.failed for r in responses)
-        if any(r.reward for r in responses):
-            self._any_reward, self.zero = True, None
-        elif not self._any_reward and responses:
-            pairs = [(r, group.problem) for group in groups for r in group.responses]
-            response, problem = next((p for p in pairs if p[0].finish != "length"), pairs[0])
-            self.zero = response.text, problem, response.finish == "length"
-        return {
-            "reward/failed": float(failed),
-            "reward/failed_share": failed / max(len(responses), 1),
-        }
-
-    def _jobs(self, index: int, group: Group) -> list[Job]:
-        self._problems[index] = group.problem
-        return self._jobs_of(group, index)
-
-    def _jobs_of(self, group: Group, request: int) -> list[Job]:
-        params = group_params(self.cfg, group.step, group.place)
-        return make_jobs(
-            group.prompt, params, self._eos_ids, self._prompts.tokenizer, request=request
-        )
-
-    def judge(self, job: Job, sample: SampleOutput) -> Score:
-        """The reward of a sample of this step, for engines that ask where it ran."""
-        return self._scorer(self._text(sample.token_ids), self._problems[job.request])
-
-    def _score(self, group: Group) -> list[float]:
-        for response in group.responses:
-            response.text = self._text(response.tokens)
-            if response.reward is None:
-                response.reward, response.failed = self._scorer(response.text, group.problem)
-        return [response.reward for response in group.responses]

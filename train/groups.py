@@ -1,42 +1,41 @@
-"""Which groups a step learns from: a rule about tokens, in which no clock and no speed enters.
+"""Which groups a step learns from: a rule about numbers of tokens, which time does not enter.
 
 A group is one problem with its G samples. Its *budget* in a step is the number of tokens that its
-longest sample needs in this step; what a carried sample brought along does not count. The
+longest sample needs in this step; tokens that a carried sample brought along do not count. The
 candidates are the groups carried from the step before, then the next problems in order. With a
 budget T the step
 
-    places(T)   looks at the first `in_air` candidates, and at one more for each group that it looks
-                at with a budget of T or less that teaches nothing, for these are replaced, and so
-                are their replacements (only with dynamic sampling, and up to `most` in all)
-    fit(T)      finds among these the groups with a budget of T or less that teach something
-                (without dynamic sampling: all of them do)
+    looks at   the first `in_flight` candidates, and at one more for each of them that has a budget
+               of T or less and equal rewards, for these are replaced, and so are their
+               replacements (only with dynamic sampling, and up to `max_candidates` in all)
+    accepts    those of them with a budget of T or less whose rewards differ
+               (without dynamic sampling: all with a budget of T or less)
 
-and the budget of the step is the smallest T that fits `prompts` groups. These groups, the first
-`prompts` by budget and then by place, are *selected*. If no T fits so many, for `most` candidates
-were looked at, all of these run to their end, and those that teach something are selected: the step
-is short of groups, and says so. The other candidates
+and the budget of the step is the smallest T that accepts `prompts` groups. These groups, the first
+`prompts` by budget and then by position, are *selected*. If no T accepts so many, because
+`max_candidates` were looked at, all of them run to their end, and those whose rewards differ are
+selected: the step is short of groups, and says so. Of the other candidates that it looked at,
 
-    with a budget of T or less    were complete: they are dropped if they teach nothing, else they
-                                  wait for the next step, or are dropped without `partial`
-    with a larger budget          are carried to the next step or, without `partial`, dropped; every
-                                  sample is cut to T tokens of this step, however far it got
+    those with a budget of T or less   are complete. With `partial` those whose rewards differ are
+                                       carried to the next step; the others are dropped.
+    those with a larger budget         are carried to the next step with `partial`, every sample cut
+                                       to T tokens of this step, and dropped without.
 
-and what was started beyond places(T) counts as never drawn: the next step draws it again. Problems
-that are dropped come again with the next pass over the data, not before.
+What was started beyond them counts as never drawn: the next step draws it again. Problems that
+are dropped come again with the next pass over the data, not before.
 
-All this depends on lengths and rewards alone, and both grow with T one way: more groups fit, and
-more are replaced. So a choice can be made while samples run, and can only sink: the groups that are
-known to fit give an upper bound of T (`Choice.budget`), beyond which nobody has to run. The choice
-is certain when no group within places(T) is left that could still have a budget of T or less. How
-fast samples run, in which order, and in how many slots decides when that is, and nothing else.
+All this depends on lengths and rewards alone, and with a larger T more groups are accepted and more
+are replaced. So `select` can be asked while samples run, and its budget can only fall: the groups
+that are known to be accepted give an upper bound, beyond which no sample has to run. The selection
+is final when no group that the step looks at could still have a budget of T or less. How fast
+samples run, in which order, and in how many slots decides when that is, and nothing else. Carried
+samples are cut for the same reason: they go on under other weights in the next step, so where they
+stop must not depend on speed.
 
-Cutting is what makes a carried sample's tokens independent of the clock: in the next step it goes
-on under other weights, so where it stood must not depend on how fast it was.
-
-The step prefers what is short, as all early stopping does; `train.collect` reports by how much.
-And it can be over in no time: `prompts` groups that were carried and are nearly or wholly complete
-fill a step that samples next to nothing and learns from stale tokens. With fewer than 2 * `prompts`
-groups in the air fewer than `prompts` are carried, and every step has some of its own.
+A step prefers short groups, as all early stopping does; `rollout/length_bias` says by how much.
+And `prompts` carried groups that are nearly or wholly complete fill a step that samples next to
+nothing and learns from stale tokens. With fewer than 2 * `prompts` groups in flight, fewer than
+`prompts` are carried, and every step has some of its own.
 """
 
 from __future__ import annotations
@@ -57,188 +56,184 @@ from train.tasks.layout import Problem
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """How many groups a step wants.
+    """How many groups a step needs.
 
     Attributes:
-      prompts: groups to select. in_air: groups to start with, at least `prompts`.
+      prompts: groups to select. in_flight: groups to start with, at least `prompts`.
       dynamic: only groups whose rewards differ count, and the others are replaced.
-      batches: candidates that are looked at at most, in units of `in_air`; 0: there is no limit.
+      batches: upper bound of the candidates that a step looks at, in units of `in_flight`; 0: none.
     """
 
     prompts: int
-    in_air: int
+    in_flight: int
     dynamic: bool = False
     batches: int = 1
 
     @property
-    def most(self) -> int | None:
-        """Candidates that a step looks at at most; None: as many as it takes."""
+    def max_candidates(self) -> int | None:
+        """The number of candidates that a step looks at at most; None: no limit."""
         if not self.dynamic:
-            return self.in_air
-        return self.in_air * self.batches if self.batches > 0 else None
+            return self.in_flight
+        return self.in_flight * self.batches if self.batches > 0 else None
 
 
-class Seen(NamedTuple):
+class GroupStatus(NamedTuple):
     """What is known of a group while it runs.
 
     Attributes:
-      least: tokens that it needs in this step at least. budget: what it needs, once it is complete.
-      informative: its rewards differ; once it is complete.
+      at_least: lower bound of the tokens that it needs in this step.
+      budget: the tokens that it needs; None until it is complete.
+      informative: whether its rewards differ; True until it is complete.
     """
 
-    least: int
+    at_least: int
     budget: int | None = None
     informative: bool = True
 
 
-class Choice(NamedTuple):
+class Selection(NamedTuple):
     """What is known of a step while it runs.
 
     Attributes:
       budget: of the step, or an upper bound of it; None: everything runs to its end, so far.
-      places: candidates that count, of which some may have to be drawn yet.
-      selected: of these, by index. certain: nothing of this will change.
+      candidates: how many the step looks at; some may not have been drawn yet.
+      selected: indices of the groups to learn from. final: nothing of this can change any more.
     """
 
     budget: int | None
-    places: int
+    candidates: int
     selected: list[int]
-    certain: bool
+    final: bool
 
 
-def decide(rule: Rule, seen: Sequence[Seen]) -> Choice:
+def select(rule: Rule, groups: Sequence[GroupStatus]) -> Selection:
     """Applies the rule to what is known of the candidates, in order."""
-    budgets = sorted({s.budget for s in seen if s.budget is not None})
-    fits = bisect.bisect_left(budgets, rule.prompts, key=lambda b: len(_fit(rule, seen, b)))
-    budget = budgets[fits] if fits < len(budgets) else None
-    places = _places(rule, seen, budget)
-    certain = places <= len(seen) and not any(_may_fit(s, budget) for s in seen[:places])
-    return Choice(budget, places, _fit(rule, seen, budget)[: rule.prompts], certain)
+    budgets = sorted({g.budget for g in groups if g.budget is not None})
+    enough = bisect.bisect_left(
+        budgets, rule.prompts, key=lambda b: len(_accepted(rule, groups, b))
+    )
+    budget = budgets[enough] if enough < len(budgets) else None
+    count = _candidates(rule, groups, budget)
+    open_ends = any(
+        g.budget is None and (budget is None or g.at_least <= budget) for g in groups[:count]
+    )
+    final = count <= len(groups) and not open_ends
+    return Selection(budget, count, _accepted(rule, groups, budget)[: rule.prompts], final)
 
 
-def _within(seen: Seen, budget: int | None) -> bool:
-    return seen.budget is not None and (budget is None or seen.budget <= budget)
+def _within(group: GroupStatus, budget: int | None) -> bool:
+    return group.budget is not None and (budget is None or group.budget <= budget)
 
 
-def _may_fit(seen: Seen, budget: int | None) -> bool:
-    """Not complete, and perhaps within the budget."""
-    return seen.budget is None and (budget is None or seen.least <= budget)
-
-
-def _places(rule: Rule, seen: Sequence[Seen], budget: int | None) -> int:
-    places, most = rule.in_air, rule.most
-    for index, group in enumerate(seen):
-        if index >= places or places == most:
+def _candidates(rule: Rule, groups: Sequence[GroupStatus], budget: int | None) -> int:
+    """The number of candidates that a step with this budget looks at."""
+    count = rule.in_flight
+    for index, group in enumerate(groups):
+        if index >= count or count == rule.max_candidates:
             break
-        places += rule.dynamic and _within(group, budget) and not group.informative
-    return places
+        count += rule.dynamic and _within(group, budget) and not group.informative
+    return count
 
 
-def _fit(rule: Rule, seen: Sequence[Seen], budget: int | None) -> list[int]:
-    here = seen[: _places(rule, seen, budget)]
+def _accepted(rule: Rule, groups: Sequence[GroupStatus], budget: int | None) -> list[int]:
+    """Indices of the groups that a step with this budget accepts, the smallest budgets first."""
     found = [
-        (s.budget, index)
-        for index, s in enumerate(here)
-        if _within(s, budget) and (s.informative or not rule.dynamic)
+        (group.budget, index)
+        for index, group in enumerate(groups[: _candidates(rule, groups, budget)])
+        if _within(group, budget) and (group.informative or not rule.dynamic)
     ]
     return [index for _, index in sorted(found)]
 
+
+NO_ROUNDS = SpecStats(rounds=0, drafted=0, accepted=0, histogram=())
 
 # --- groups ----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class Response:
-    """A sample, perhaps on its way.
+    """A sample of a group, whether it has ended or not, with the attributes of `SampleOutput`.
 
     Attributes:
-      tokens: as far as they were taken out of the engine. logprobs: by the engine, of each, of the
-        temperature-scaled logits. transformed: likewise after all transforms; None unless the run
-        is trained with these.
-      loss_mask: of the tokens, 1 where the policy sampled it and 0 where something else wrote it
+      token_ids: all tokens that were taken out of the engine so far, in this step and before.
+      logprobs: of each under the engine, of the temperature-scaled logits.
+      transformed_logprobs: of each after all transforms; None unless the run is trained with these.
+      loss_mask: of each token, 1 where the policy sampled it and 0 where something else wrote it
         (what a tool or an environment said between two turns); None: the policy sampled them all.
-        Whoever adds tokens of the second kind to `tokens` sets it, for all tokens so far. No reward
-        or task of this package does: it is for rollouts of several turns. What comes from the
-        engine afterwards is marked 1 here.
-      given: how many of the tokens earlier steps brought.
-      old: the trainer's log-probabilities of these, each under the weights that sampled it.
-      versions: runs of these that the same weights sampled, as (index of the first, step).
-      finish: why it ended; None: it has not. reward: once that is known. failed: the reward gave
-        no number, and counts as 0.
-      emitted: tokens of this step, at least. stats, text: of this step, once it ended.
+        Code that adds tokens of the second kind to `token_ids` sets it, for all tokens so far. No
+        reward or task of this package does: it is for rollouts of several turns. Tokens that come
+        from the engine afterwards are marked 1 here.
+      num_carried: how many of the tokens earlier steps sampled.
+      old_logprobs: the trainer's, of the carried tokens, each under the weights that sampled it.
+      weight_versions: runs of tokens that the same weights sampled, as (index of the first, step).
+      finish_reason: why it ended; None: it has not.
+      reward: None until it is known. failed: the reward gave no number, and counts as 0.
+      emitted: lower bound of the tokens of this step, some of which may still be in the engine.
+      stats, text: of this step, once it ended.
       records: see `SampleOutput.records`.
     """
 
-    tokens: list[int] = dataclasses.field(default_factory=list)
+    token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
-    given: int = 0
-    old: list[float] = dataclasses.field(default_factory=list)
-    versions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    finish: str | None = None
+    num_carried: int = 0
+    old_logprobs: list[float] = dataclasses.field(default_factory=list)
+    weight_versions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
     reward: float | None = None
     failed: bool = False
     emitted: int = 0
-    stats: SpecStats | None = None
+    stats: SpecStats = NO_ROUNDS
     text: str | None = None
-    transformed: list[float] | None = None
+    transformed_logprobs: list[float] | None = None
     loss_mask: list[int] | None = None
     records: np.ndarray | None = None
 
     @property
-    def new(self) -> int:
-        """Tokens of this step that were taken out of the engine."""
-        return len(self.tokens) - self.given
+    def num_new(self) -> int:
+        """The number of tokens of this step that were taken out of the engine."""
+        return len(self.token_ids) - self.num_carried
 
-    def take(self, sample: SampleOutput, finished: bool) -> None:
-        """Takes in what the engine has of the sample: the tokens that it was given, and new ones,
-        which the policy sampled."""
-        self.tokens, self.logprobs = list(sample.token_ids), list(sample.logprobs)
+    @property
+    def behaviour_logprobs(self) -> list[float]:
+        """The engine's log-probabilities of the kind that `algo.logprobs` says: a run that trains
+        with processed ones asks the engine for them, and no other does."""
+        return self.logprobs if self.transformed_logprobs is None else self.transformed_logprobs
+
+    def staleness(self, step: int) -> np.ndarray:
+        """[tokens]: how many updates of the weights lie between sampling and `step`'s update."""
+        return step - token_versions(self.weight_versions, len(self.token_ids))
+
+    def update(self, sample: SampleOutput, finished: bool) -> None:
+        """Takes over the tokens that the engine has of the sample: carried and new ones."""
+        self.token_ids, self.logprobs = list(sample.token_ids), list(sample.logprobs)
         if sample.transformed_logprobs is not None:
-            self.transformed = list(sample.transformed_logprobs)
+            self.transformed_logprobs = list(sample.transformed_logprobs)
         if self.loss_mask is not None:
-            more = len(self.tokens) - len(self.loss_mask)
-            self.loss_mask = [*self.loss_mask, *[1] * more][: len(self.tokens)]
+            more = len(self.token_ids) - len(self.loss_mask)
+            self.loss_mask = [*self.loss_mask, *[1] * more][: len(self.token_ids)]
         self.records = sample.records
-        self.stats, self.emitted = sample.stats, max(self.emitted, self.new)
-        self.finish = sample.finish_reason if finished else None
+        self.stats, self.emitted = sample.stats, max(self.emitted, self.num_new)
+        self.finish_reason = sample.finish_reason if finished else None
 
-    def close(self, step: int, budget: int | None) -> int:
-        """Ends the step: cut to its budget (None: as it is), its new tokens are the step's.
+    def end_step(self, step: int, budget: int | None) -> int:
+        """Cuts the sample to a budget of new tokens (None: as it is), which are then the step's.
 
         Returns:
           how many tokens were cut off.
         """
-        over = 0 if budget is None else max(0, self.new - budget)
+        over = 0 if budget is None else max(0, self.num_new - budget)
         if over:
-            del self.tokens[-over:], self.logprobs[-over:]
-            for more in (self.transformed, self.loss_mask):
+            del self.token_ids[-over:], self.logprobs[-over:]
+            for more in (self.transformed_logprobs, self.loss_mask):
                 if more is not None:
                     del more[-over:]
             if self.records is not None:
                 self.records = self.records[:-over]
-            self.finish = self.reward = None
+            self.finish_reason = self.reward = None
             self.failed = False
-        if self.new:
-            self.versions.append((self.given, step))
+        if self.num_new:
+            self.weight_versions.append((self.num_carried, step))
         return over
-
-    def open(self) -> None:
-        """Begins another step."""
-        self.given, self.emitted, self.stats = len(self.tokens), 0, None
-
-    def output(self) -> SampleOutput:
-        """As the engine would have it, but that versions are steps."""
-        nothing = SpecStats(rounds=0, drafted=0, accepted=0, histogram=())
-        return SampleOutput(
-            token_ids=self.tokens,
-            text=self.text,
-            logprobs=self.logprobs,
-            finish_reason=self.finish or "abort",
-            stats=self.stats or nothing,
-            weight_versions=tuple(self.versions),
-            transformed_logprobs=self.transformed,
-            records=self.records,
-        )
 
 
 @dataclasses.dataclass
@@ -246,13 +241,13 @@ class Group:
     """A problem and its samples.
 
     Attributes:
-      place: in the order of draws. after: the place to go on drawing from.
-      step: that drew it; it keys the samples' noise with run seed and place.
-      prompt: token ids. rewards: one per response, once all have ended.
+      position: in the order of draws. next_position: where drawing goes on.
+      step: that drew it; it keys the samples' noise with run seed and position.
+      prompt: token ids. rewards: one per response; None until all have ended.
     """
 
-    place: int
-    after: int
+    position: int
+    next_position: int
     step: int
     problem: Problem
     prompt: list[int]
@@ -261,38 +256,40 @@ class Group:
 
     @property
     def is_complete(self) -> bool:
-        return all(r.finish is not None for r in self.responses)
+        return all(r.finish_reason is not None for r in self.responses)
 
     @property
-    def oldest(self) -> int | None:
+    def oldest_step(self) -> int | None:
         """The step of its oldest token."""
-        return min((r.versions[0][1] for r in self.responses if r.versions), default=None)
+        firsts = (r.weight_versions[0][1] for r in self.responses if r.weight_versions)
+        return min(firsts, default=None)
 
-    def seen(self) -> Seen:
+    def status(self) -> GroupStatus:
         # A sample that has not ended has at least one more token to come.
-        least = max(r.emitted + (r.finish is None) for r in self.responses)
+        at_least = max(r.emitted + (r.finish_reason is None) for r in self.responses)
         if self.rewards is None:
-            return Seen(least)
-        return Seen(least, least, max(self.rewards) != min(self.rewards))
+            return GroupStatus(at_least)
+        return GroupStatus(at_least, at_least, max(self.rewards) != min(self.rewards))
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint keeps; the problem is found again by its place."""
+        """What a checkpoint keeps; the problem is found again by its position."""
         return {
-            "place": self.place,
-            "after": self.after,
+            "place": self.position,
+            "after": self.next_position,
             "step": self.step,
             "responses": [
                 {
-                    "tokens": _encode(r.tokens, "<i4"),
+                    "tokens": _encode(r.token_ids, "<i4"),
                     "logprobs": _encode(r.logprobs, "<f4"),
-                    "transformed": r.transformed and _encode(r.transformed, "<f4"),
+                    "transformed": r.transformed_logprobs
+                    and _encode(r.transformed_logprobs, "<f4"),
                     "records": None
                     if r.records is None
                     else [list(r.records.shape[1:]), _encode(r.records.ravel(), "<i4")],
-                    "old": _encode(r.old, "<f4"),
+                    "old": _encode(r.old_logprobs, "<f4"),
                     "loss_mask": r.loss_mask and _encode(r.loss_mask, "<i4"),
-                    "versions": [list(run) for run in r.versions],
-                    "finish": r.finish,
+                    "versions": [list(run) for run in r.weight_versions],
+                    "finish": r.finish_reason,
                     "reward": r.reward,
                     "failed": r.failed,
                 }
@@ -304,14 +301,14 @@ class Group:
     def from_json(cls, saved: dict[str, Any], problem: Problem, prompt: list[int]) -> Group:
         responses = [
             Response(
-                tokens=_decode(r["tokens"], "<i4"),
+                token_ids=_decode(r["tokens"], "<i4"),
                 logprobs=_decode(r["logprobs"], "<f4"),
-                old=_decode(r["old"], "<f4"),
-                versions=[tuple(run) for run in r["versions"]],
-                finish=r["finish"],
+                old_logprobs=_decode(r["old"], "<f4"),
+                weight_versions=[tuple(run) for run in r["versions"]],
+                finish_reason=r["finish"],
                 reward=r.get("reward"),  # older checkpoints have none: it is computed again
                 failed=r.get("failed", False),
-                transformed=(t := r.get("transformed")) and _decode(t, "<f4"),
+                transformed_logprobs=(t := r.get("transformed")) and _decode(t, "<f4"),
                 records=(f := r.get("records"))
                 and np.array(_decode(f[1], "<i4"), np.int32).reshape(-1, *f[0]),
                 loss_mask=(m := r.get("loss_mask")) and _decode(m, "<i4"),
@@ -336,18 +333,19 @@ def token_versions(runs: Sequence[tuple[int, int]], count: int) -> np.ndarray:
     return np.repeat(np.array([v for _, v in runs], np.int32), np.diff(starts))
 
 
-# --- the end of a step -----------------------------------------------------------------------
+# --- the beginning and the end of a step -----------------------------------------------------
 
 
-class Settled(NamedTuple):
-    """The groups of a step, each in one place.
+class StepGroups(NamedTuple):
+    """The groups of a step that has ended, each in one list.
 
     Attributes:
-      complete: within the budget of the step, but for those that are carried, in order.
-      selected: of these, by index.
-      carried: to the next step; those that are complete have teaching to do there.
+      complete: within the step's budget and not carried, in order.
+      selected: indices of those of them that the step learns from.
+      carried: the next step goes on with them, or learns from them if they are complete.
       unfinished: not complete, and dropped.
-      drawn: groups that were drawn in this step and count. cut: tokens that were sampled in vain.
+      drawn: how many of all these were drawn in this step.
+      cut: how many tokens were sampled and thrown away.
     """
 
     complete: list[Group]
@@ -359,42 +357,44 @@ class Settled(NamedTuple):
 
     @property
     def dropped(self) -> int:
-        """Groups that nothing is learned from, now or later."""
+        """The number of groups that no step learns from."""
         return len(self.complete) - len(self.selected) + len(self.unfinished)
 
 
-def settle(
-    rule: Rule, groups: Sequence[Group], choice: Choice, step: int, partial: bool
-) -> Settled:
-    """Ends a step: applies a choice that is certain, and cuts what is not complete."""
-    here, beyond = groups[: choice.places], groups[choice.places :]
-    complete, selected, carried, unfinished, cut = [], [], [], [], 0
-    for index, group in enumerate(here):
-        seen = group.seen()
-        within, chosen = _within(seen, choice.budget), index in choice.selected
-        wanted = not within or seen.informative or not rule.dynamic
-        if chosen:
-            selected.append(len(complete))
-        if partial and wanted and not chosen:
-            carried.append(group)
-        else:
-            (complete if within else unfinished).append(group)
-        cut += sum(r.close(step, None if within else choice.budget) for r in group.responses)
-    cut += sum(r.new for group in (*unfinished, *beyond) for r in group.responses)
-    drawn = sum(group.step == step for group in here)
-    return Settled(complete, selected, carried, unfinished, drawn, cut)
-
-
-def reopen(
+def begin_step(
     carried: Iterable[Group], step: int, max_staleness: int
 ) -> tuple[list[Group], list[Group]]:
-    """Begins a step: the groups to go on with, and those that hold a token too old for that."""
+    """Returns the groups to go on with, and those that hold a token too old for that."""
     kept, stale = [], []
     for group in carried:
-        too_old = group.oldest is not None and step - group.oldest > max_staleness
-        (stale if too_old else kept).append(group)
+        oldest = group.oldest_step
+        (stale if oldest is not None and step - oldest > max_staleness else kept).append(group)
     for group in kept:
         group.rewards = None
         for response in group.responses:
-            response.open()
+            response.num_carried = len(response.token_ids)
+            response.emitted, response.stats = 0, NO_ROUNDS
     return kept, stale
+
+
+def end_step(
+    rule: Rule, groups: Sequence[Group], selection: Selection, step: int, partial: bool
+) -> StepGroups:
+    """Applies a final selection, and cuts the groups that are not complete."""
+    here, beyond = groups[: selection.candidates], groups[selection.candidates :]
+    complete, selected, carried, unfinished, cut = [], [], [], [], 0
+    for index, group in enumerate(here):
+        status = group.status()
+        within = _within(status, selection.budget)
+        if index in selection.selected:
+            selected.append(len(complete))
+            complete.append(group)
+        elif partial and (not within or status.informative or not rule.dynamic):
+            carried.append(group)
+        else:
+            (complete if within else unfinished).append(group)
+        budget = None if within else selection.budget
+        cut += sum(r.end_step(step, budget) for r in group.responses)
+    cut += sum(r.num_new for group in (*unfinished, *beyond) for r in group.responses)
+    drawn = sum(group.step == step for group in here)
+    return StepGroups(complete, selected, carried, unfinished, drawn, cut)

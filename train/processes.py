@@ -222,15 +222,15 @@ def about_idle(
 def as_one(
     engines: Sequence[Engine],
     copies: Copies | None,
-    judge: Callable[[Job, SampleOutput], float] | None = None,
+    score: Callable[[Job, SampleOutput], float] | None = None,
 ) -> Engine | Replicas | Hosts:
     """Engines of this process, and those like them of all others, behind the interface of one.
 
     Args:
-      copies: brings weights to all processes; None: there is one. judge: see `Hosts`.
+      copies: brings weights to all processes; None: there is one. score: see `Hosts`.
     """
     own = Replicas(engines) if len(engines) > 1 else engines[0]
-    return own if copies is None else Hosts(own, copies, judge)
+    return own if copies is None else Hosts(own, copies, score)
 
 
 def everywhere(own: Sequence[Engine], look: Callable[[Engine], Any]) -> list:

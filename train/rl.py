@@ -223,8 +223,8 @@ def about_precision(cfg: RLConfig, dtype: str) -> str | None:
 def about_slots(cfg: RLConfig) -> str | None:
     """What to say of over-sampling that cannot end a step early, if it cannot."""
     rollout = cfg.rollout
-    samples, slots = rollout.in_air * rollout.n, rollout.max_batch * rollout.replicas
-    if rollout.in_air == rollout.prompts or samples <= slots:
+    samples, slots = rollout.in_flight * rollout.n, rollout.max_batch * rollout.replicas
+    if rollout.in_flight == rollout.prompts or samples <= slots:
         return None
     enough = -(-samples // rollout.replicas)
     return (

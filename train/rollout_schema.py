@@ -176,7 +176,7 @@ class RolloutSection(SamplingSection, SpeculationSettings):
                 "rollout.ngram_siblings=false, or rollout.acceptance=coupled"
             )
         self.engine_config()
-        if self.partial and self.in_air == self.prompts:
+        if self.partial and self.in_flight == self.prompts:
             raise ValueError(
                 "rollout.partial carries the groups that over-sampling leaves, and with "
                 f"rollout.prompts={self.prompts} and rollout.over_sample={self.over_sample} none "
@@ -224,7 +224,7 @@ class RolloutSection(SamplingSection, SpeculationSettings):
         return (*fixed, "replicas") if self.own_devices else fixed
 
     @property
-    def in_air(self) -> int:
+    def in_flight(self) -> int:
         """Groups that a step starts with, those that are carried included."""
         return round(self.prompts * self.over_sample)
 

@@ -29,9 +29,10 @@ from specjax.parallel import distributed, sharding
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train import data
-from train.collect import Rollout, Rollouts, evaluate, score_new_tokens, to_samples
+from train.collect import Rollouts, evaluate, score_new_tokens, to_samples
 from train.draft import DraftTrainer, draft_metrics
 from train.exact import ExactMode
+from train.groups import Group
 from train.heads import HeadCheckpoints, starting_head
 from train.inputs import read_inputs
 from train.log import TRACE_FILE, Trace
@@ -107,7 +108,7 @@ class Trainer:
         )
         self.done_steps = 0
         self._start_up: StartUp | None = None
-        self.last_rollout: Rollout | None = None
+        self.last_rollout: list[Group] = []
         self._build_programs()
 
     def _read_inputs(self) -> None:
@@ -156,7 +157,7 @@ class Trainer:
         self.opt_state = self.policy.init_opt_state(self.params)
         self.reference = jax.tree.map(jnp.copy, self.params) if cfg.algo.kl_loss_coef else None
         self.draft_opt = self.draft.init_opt_state(self.head) if self.draft else None
-        self.engine = as_one(built.engines, self.copies, self.rollouts.judge)
+        self.engine = as_one(built.engines, self.copies, self.rollouts.score_sample)
         self.exact, self._plain_engines = None, built.plain_engines if self.places else []
         if cfg.rollout.exact_mode and drafts(cfg):
             plain = built.plain_engines and as_one(built.plain_engines, self.copies)
@@ -261,7 +262,7 @@ class Trainer:
         """
         step = self.done_steps + 1
         before = self._before_rollout()
-        kept, metrics = self._roll_out(step)
+        groups, metrics = self._roll_out(step)
         if metrics["reward/failed_share"] > self.cfg.max_failed_rewards:
             self._take_back(before)
             raise RewardsFailedError(
@@ -273,7 +274,7 @@ class Trainer:
         self._write_telemetry()
         started = time.perf_counter()
         self._score_carried()
-        batches, states = self._update_policy(kept, metrics, step) if kept.groups else ([], [])
+        batches, states = self._update_policy(groups, metrics, step) if groups else ([], [])
         jax.block_until_ready(self.params)
         metrics["time/train"] = time.perf_counter() - started
         if self.spot is not None:
@@ -292,7 +293,7 @@ class Trainer:
         self.done_steps = step
         return metrics
 
-    def _roll_out(self, step: int) -> tuple[Rollout, dict]:
+    def _roll_out(self, step: int) -> tuple[list[Group], dict]:
         """The groups to train on and the metrics so far; with spot training the head is trained."""
         if self.spot is not None:
             self.spot.begin(step, self.head, self.draft_opt, self.params)
@@ -300,7 +301,7 @@ class Trainer:
             self.trace.begin(step)
         started = time.perf_counter()
         before = {engine: engine.preemptions for engine in self.engines}
-        self.last_rollout, kept, metrics = self.rollouts.collect(self.engine, step)
+        self.last_rollout, groups, metrics = self.rollouts.collect(self.engine, step)
         metrics["time/rollout"] = time.perf_counter() - started
         preempted = everywhere(self.engines, lambda e: e.preemptions - before[e])
         metrics["rollout/preemptions"] = float(sum(preempted))
@@ -316,7 +317,7 @@ class Trainer:
             self.head, self.draft_opt, sums = self.spot.finish()
             metrics["time/draft"] = time.perf_counter() - started
             metrics |= self.spot.metrics() | (draft_metrics(sums) if sums else {})
-        return kept, metrics
+        return groups, metrics
 
     def _before_rollout(self) -> _Before:
         """What a rollout changes; spot training leaves the trees that it is given valid."""
@@ -360,12 +361,12 @@ class Trainer:
             self.cfg.packing.rows,
         )
 
-    def _update_policy(self, kept: Rollout, metrics: dict, step: int):
-        """Packs the kept groups and runs the policy's updates; returns the micro-batches that the
+    def _update_policy(self, groups: list[Group], metrics: dict, step: int):
+        """Packs the groups and runs the policy's updates; returns the micro-batches that the
         head can be trained on, and their states."""
         cfg = self.cfg
-        advantages = cfg.algo.build().advantages(kept.rewards)
-        samples = to_samples(kept, advantages, step if cfg.rollout.partial else None)
+        advantages = cfg.algo.build().advantages(np.array([group.rewards for group in groups]))
+        samples = to_samples(groups, advantages, step if cfg.rollout.partial else None)
         if cfg.algo.logprobs == "processed" and any(s.loss_mask is not None for s in samples):
             raise ValueError(
                 "algo.logprobs=processed scores a sample as one response, and there are some with "

@@ -39,8 +39,9 @@ from specjax.command_line import ConfigError, load_config
 from specjax.engine.compare import Difference, first_difference
 from specjax.engine.request import make_jobs
 from specjax.schema import option
-from train.collect import Rollout, group_params, tokens_digest
+from train.collect import group_params, tokens_digest
 from train.draft import DraftConfig
+from train.groups import Group
 from train.rollout_schema import RolloutSection
 from train.schema import EvalSection, RLConfig
 from train.trainer import Trainer
@@ -153,7 +154,7 @@ class Fingerprint:
     @classmethod
     def of(cls, trainer: Trainer) -> Fingerprint:
         """Takes the digests of the step that the trainer has just done."""
-        rewards = np.ascontiguousarray(trainer.last_rollout.rewards)
+        rewards = np.array([group.rewards for group in trainer.last_rollout])
         return cls(
             tokens_digest(trainer.last_rollout),
             hashlib.sha256(rewards.tobytes()).hexdigest(),
@@ -262,27 +263,27 @@ def explain(reference: Trainer, other: Trainer, step: int, params_before) -> Ite
         return
     runner.set_params(params_before, other.head)
     for group, index in pairs[:JUDGED_AT_MOST]:
-        rollout = other.last_rollout
-        sampling = group_params(cfg, step, rollout.problems[group].index)
+        sampled = other.last_rollout[group]
+        sampling = group_params(cfg, step, sampled.position)
         eos_ids, tokenizer = other.model.eos_token_ids, other.tokenizer
-        job = make_jobs(rollout.prompts[group], sampling, eos_ids, tokenizer)[index]
+        job = make_jobs(sampled.prompt, sampling, eos_ids, tokenizer)[index]
         yield first_difference(
             runner,
             group,
             index,
             job,
-            reference.last_rollout.groups[group][index].token_ids,
-            rollout.groups[group][index].token_ids,
+            reference.last_rollout[group].responses[index].token_ids,
+            sampled.responses[index].token_ids,
         )
     other.sync_weights()
 
 
-def differing_samples(a: Rollout, b: Rollout) -> Iterator[tuple[int, int]]:
+def differing_samples(a: Sequence[Group], b: Sequence[Group]) -> Iterator[tuple[int, int]]:
     """Yields (group, sample) of the samples of the same problems whose tokens differ."""
-    for group, (x, y) in enumerate(zip(a.groups, b.groups, strict=False)):
-        if a.problems[group].index != b.problems[group].index:
+    for group, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x.position != y.position:
             return  # dynamic sampling went on to other problems after an earlier difference
-        for index, (s, t) in enumerate(zip(x, y, strict=True)):
+        for index, (s, t) in enumerate(zip(x.responses, y.responses, strict=True)):
             if s.token_ids != t.token_ids:
                 yield group, index
 
@@ -329,7 +330,7 @@ def record(
     step: int, arm: str, place: int, trainer: Trainer, metrics: Mapping, fingerprint: Fingerprint
 ) -> dict:
     """Makes one line of arms.jsonl: `train.rl`'s metrics, digests, lengths and histograms."""
-    samples = [s for group in trainer.last_rollout.groups for s in group]
+    samples = [s for group in trainer.last_rollout for s in group.responses]
     tree = trainer.engine.runner.tree
     return {
         "step": step,

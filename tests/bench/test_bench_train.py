@@ -129,7 +129,7 @@ def test_a_changed_token_is_found_and_not_explained_away(thin_policy, tmp_path, 
     def changing(self):
         metrics = honest(self)
         if self.cfg.draft.mode == "frozen" and self.done_steps == 2:
-            tokens = self.last_rollout.groups[1][2].token_ids
+            tokens = self.last_rollout[1].responses[2].token_ids
             tokens[0] = (tokens[0] + 1) % 256
         return metrics
 

@@ -41,7 +41,7 @@ from specjax.engine.sources import load_source
 from specjax.tokenizer import load_tokenizer
 from train import processes
 from train.collect import Rollouts
-from train.groups import Seen, decide
+from train.groups import GroupStatus, select
 from train.programs import (
     Programs,
     as_computed,
@@ -222,11 +222,13 @@ def replaces(cfg: RLConfig, built: Programs, copies: Copies | None) -> None:
     """A group that teaches nothing is replaced by another one, and is not selected."""
     prompts = SimpleNamespace(tokenizer=tokenizer())
     rule = Rollouts(cfg, order=(), prompts=prompts, eos_ids=(), scorer=None).rule
-    seen = [Seen(2, 2, informative=False), *[Seen(2, 2)] * (rule.in_air - 1)]
-    choice = decide(rule, seen)
-    assert choice.places == rule.in_air + 1 and not choice.certain
-    choice = decide(rule, [*seen, Seen(2, 2)])
-    assert choice.certain and 0 not in choice.selected and len(choice.selected) == rule.prompts
+    seen = [
+        GroupStatus(2, 2, informative=False), *[GroupStatus(2, 2)] * (rule.in_flight - 1)
+    ]  # fmt: skip
+    choice = select(rule, seen)
+    assert choice.candidates == rule.in_flight + 1 and not choice.final
+    choice = select(rule, [*seen, GroupStatus(2, 2)])
+    assert choice.final and 0 not in choice.selected and len(choice.selected) == rule.prompts
 
 
 def chat(name: str, template: str, prompt: str, **variables: Any) -> Feature:

@@ -39,9 +39,9 @@ from specjax.parallel import distributed
 from specjax.parallel.context import context_of
 from specjax.tokenizer import load_tokenizer, with_tokenizer_end
 from train import collect, data, processes, rl, sft
-from train.collect import Rollout, evaluate
+from train.collect import evaluate
 from train.draft import DraftConfig, DraftTrainer
-from train.groups import Group, Response, Seen, decide
+from train.groups import Group, GroupStatus, Response, select
 from train.inputs import Prompts, read_inputs
 from train.objectives.shared import GroupRelative
 from train.packing import Sample, pack
@@ -132,17 +132,20 @@ def prompt(cfg: RLConfig):
 
 def chosen(cfg: RLConfig):
     """What a step makes of groups of which the second teaches nothing."""
-    seen = [Seen(3, 3), Seen(4, 4, informative=False), Seen(5, 5), Seen(6, 6)]
-    return decide(rollouts(cfg).rule, seen)
+    status = [
+        GroupStatus(3, 3), GroupStatus(4, 4, informative=False), GroupStatus(5, 5),
+        GroupStatus(6, 6),
+    ]  # fmt: skip
+    return select(rollouts(cfg).rule, status)
 
 
 def collected(cfg: RLConfig):
     """How a step's collection begins in step 9, when a group of step 4 and one of 8 are carried."""
     found = rollouts(cfg)
     for step in (4, 8):
-        response = Response(tokens=[1, 2], logprobs=[0.0, 0.0], versions=[(0, step)])
+        response = Response([1, 2], [0.0, 0.0], weight_versions=[(0, step)])
         found.carried.append(Group(step, step + 1, step, Problem("", "", 0), [1], [response]))
-    bound = called_with(collect, "Collection", lambda: found.collect(None, 9))
+    bound = called_with(collect, "StepRollout", lambda: found.collect(None, 9))
     return bound.arguments["partial"], [g.step for g in bound.arguments["carried"]]
 
 
@@ -211,13 +214,14 @@ def updates(cfg: RLConfig):
     run = Trainer.__new__(Trainer)
     run.cfg, run.policy, run.params, run.opt_state = cfg, Handed(), None, None
     run.reference, run.draft = None, cfg.draft.mode == "online" or None
-    rewards = np.array([[0.0, 1.0], [0.0, 3.0]])
-    outputs = [
-        [Response([5] * (8 * i + 8), [0.0] * (8 * i + 8), finish="stop").output() for i in range(2)]
-        for _ in range(2)
-    ]
-    kept = Rollout([], [[1, 2], [3]], outputs, rewards)
-    _, states = run._update_policy(kept, {}, 1)
+    groups = []
+    for prompt, rewards in (([1, 2], [0.0, 1.0]), ([3], [0.0, 3.0])):
+        responses = [
+            Response([5] * n, [0.0] * n, weight_versions=[(0, 1)], finish_reason="stop")
+            for n in (8, 16)
+        ]
+        groups.append(Group(0, 1, 1, None, prompt, responses, rewards))
+    _, states = run._update_policy(groups, {}, 1)
     return run.policy.given, len(states)
 
 

@@ -8,7 +8,8 @@ import pytest
 from specjax.command_line import parse_config
 from specjax.interfaces import Denominators
 from train.algo import algo
-from train.collect import Rollout, to_samples
+from train.collect import to_samples
+from train.groups import Group, Response
 from train.loss import policy_loss
 from train.objectives.grpo import GRPO
 from train.objectives.shared import GroupRelative
@@ -163,6 +164,6 @@ def test_an_objective_that_gives_other_than_is_expected_is_told_so(name, said):
 
 
 def test_advantages_of_another_shape_than_the_rewards_are_refused():
-    rollout = Rollout([], [[1]], [[]], np.zeros((1, 2)))
+    group = Group(0, 1, 1, None, [1], [Response([2]), Response([3])], [0.0, 0.0])
     with pytest.raises(ValueError, match=r"the shape of the rewards, \(1, 2\), got \(2,\)"):
-        to_samples(rollout, np.zeros(2))
+        to_samples([group], np.zeros(2))

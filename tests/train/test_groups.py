@@ -18,17 +18,17 @@ from specjax.engine.agreement import Alone
 from specjax.engine.request import Finished, SampleOutput, SpecStats, Totals
 from specjax.engine.sequence import Progress
 from specjax.parallel import distributed
-from train.collect import Collection, Rollout, rollout_metrics, selection_metrics
+from train.collect import StepRollout, rollout_metrics, selection_metrics
 from train.data import Problem
 from train.groups import (
     Group,
+    GroupStatus,
     Response,
     Rule,
-    Seen,
-    Settled,
-    decide,
-    reopen,
-    settle,
+    StepGroups,
+    begin_step,
+    end_step,
+    select,
     token_versions,
 )
 
@@ -160,7 +160,7 @@ def run_steps(
     position, carried, seen = 0, [], []
     for step in range(1, steps + 1):
         fake.version = step
-        carried, stale = reopen(carried, step, max_staleness=2)
+        carried, stale = begin_step(carried, step, max_staleness=2)
         at = position
 
         def draw(step=step):
@@ -170,48 +170,48 @@ def run_steps(
             return Group(at - 1, at, step, problem, [1], [Response(), Response()])
 
         def jobs(index, group):
-            place = {"place": group.place, "prompt_hash": group.place % 12}
+            place = {"place": group.position, "prompt_hash": group.position % 12}
             return [
-                SimpleNamespace(**place, sample=i, length=world.length(group.place, i))
+                SimpleNamespace(**place, sample=i, length=world.length(group.position, i))
                 for i in range(2)
             ]
 
-        run = Collection(
-            engine, rule, partial, carried, draw, jobs, lambda g: world.rewards(g.place)
+        run = StepRollout(
+            engine, rule, partial, carried, draw, jobs, lambda g: world.rewards(g.position)
         )
-        choice = run.run()
+        selection = run.run()
         assert not engine.has_work
-        settled = settle(rule, run.groups, choice, step, partial)
-        drawn = run.groups[len(carried) : choice.places]
-        position = drawn[-1].after if drawn else position
-        carried = settled.carried
+        ended = end_step(rule, run.groups, selection, step, partial)
+        drawn = run.groups[len(carried) : selection.candidates]
+        position = drawn[-1].next_position if drawn else position
+        carried = ended.carried
         seen.append(
             (
-                choice.budget,
+                selection.budget,
                 position,
-                [g.place for g in stale],
-                [g.place for g in settled.complete],
-                [settled.complete[i].place for i in settled.selected],
-                [contents(settled.complete[i]) for i in settled.selected],
-                [contents(g) for g in settled.carried],
-                [g.place for g in settled.unfinished],
+                [g.position for g in stale],
+                [g.position for g in ended.complete],
+                [ended.complete[i].position for i in ended.selected],
+                [contents(ended.complete[i]) for i in ended.selected],
+                [contents(g) for g in ended.carried],
+                [g.position for g in ended.unfinished],
             )
         )
-        kept = len(settled.selected) + len(settled.carried)
-        assert settled.drawn + len(run.groups[: choice.places]) - len(drawn) == (
-            kept + settled.dropped
+        kept = len(ended.selected) + len(ended.carried)
+        assert ended.drawn + len(run.groups[: selection.candidates]) - len(drawn) == (
+            kept + ended.dropped
         ), "every group is in one place"
 
     return seen, fake.sampled
 
 
 def contents(group: Group):
-    return group.place, [
+    return group.position, [
         (
-            list(r.tokens),
-            list(r.logprobs) if (r.transformed or []) == doubled(r.tokens) else None,
-            list(r.versions),
-            r.finish,
+            list(r.token_ids),
+            list(r.logprobs) if (r.transformed_logprobs or []) == doubled(r.token_ids) else None,
+            list(r.weight_versions),
+            r.finish_reason,
         )
         for r in group.responses
     ]
@@ -337,11 +337,11 @@ def test_the_choice_is_the_one_of_the_rule_applied_to_everything(world, rule, sl
     teaches = [not rule.dynamic or len(set(world.rewards(p))) > 1 for p in range(200)]
 
     def places(budget):
-        count, before = rule.in_air, None
+        count, before = rule.in_flight, None
         while count != before:  # until nobody is left to be replaced
             before = count
             dull = sum(budgets[p] <= budget and not teaches[p] for p in range(count))
-            count = min(rule.in_air + dull, rule.in_air * rule.batches)
+            count = min(rule.in_flight + dull, rule.in_flight * rule.batches)
         return count
 
     def fit(budget):
@@ -379,60 +379,67 @@ def test_early_stopping_saves_tokens():
 
 
 def test_a_group_that_teaches_nothing_is_replaced_at_once():
-    rule = Rule(prompts=2, in_air=2, dynamic=True, batches=3)
-    running = [Seen(1), Seen(5, 5, informative=False)]
-    assert decide(rule, running).places == 3
-    assert decide(dataclasses.replace(rule, batches=1), running).places == 2
-    assert decide(dataclasses.replace(rule, dynamic=False), running).places == 2
+    rule = Rule(prompts=2, in_flight=2, dynamic=True, batches=3)
+    running = [GroupStatus(1), GroupStatus(5, 5, informative=False)]
+    assert select(rule, running).candidates == 3
+    assert select(dataclasses.replace(rule, batches=1), running).candidates == 2
+    assert select(dataclasses.replace(rule, dynamic=False), running).candidates == 2
 
 
 def test_replacements_are_replaced_up_to_the_limit_which_may_be_none():
-    rule = Rule(prompts=2, in_air=2, dynamic=True, batches=3)
-    dull = [Seen(5, 5, informative=False)]
+    rule = Rule(prompts=2, in_flight=2, dynamic=True, batches=3)
+    dull = [GroupStatus(5, 5, informative=False)]
     for number in range(1, 6):
-        assert decide(rule, [Seen(1), *dull * number]).places == min(2 + number, 6)
-    short = decide(rule, [Seen(4, 4), *dull * 5])
+        assert select(rule, [GroupStatus(1), *dull * number]).candidates == min(2 + number, 6)
+    short = select(rule, [GroupStatus(4, 4), *dull * 5])
     assert short == (None, 6, [0], True), "the step ends with what there is"
     unlimited = dataclasses.replace(rule, batches=0)
-    assert decide(unlimited, [Seen(4, 4), *dull * 40]).places == 42
-    assert decide(unlimited, [Seen(4, 4), *dull * 40, Seen(3, 3)]) == (5, 42, [41, 0], True)
+    assert select(unlimited, [GroupStatus(4, 4), *dull * 40]).candidates == 42
+    assert select(unlimited, [GroupStatus(4, 4), *dull * 40, GroupStatus(3, 3)]) == (
+        5,
+        42,
+        [41, 0],
+        True,
+    )
 
 
 def test_a_choice_waits_for_what_may_still_be_shorter():
-    rule = Rule(prompts=1, in_air=2)
-    assert decide(rule, [Seen(4, 4), Seen(4)]) == (4, 2, [0], False)
-    assert decide(rule, [Seen(4, 4), Seen(5)]) == (4, 2, [0], True)
-    assert decide(rule, [Seen(4, 4), Seen(4, 4)]) == (4, 2, [0], True)
-    assert decide(rule, [Seen(4, 4), Seen(3, 3)]) == (3, 2, [1], True)
+    rule = Rule(prompts=1, in_flight=2)
+    assert select(rule, [GroupStatus(4, 4), GroupStatus(4)]) == (4, 2, [0], False)
+    assert select(rule, [GroupStatus(4, 4), GroupStatus(5)]) == (4, 2, [0], True)
+    assert select(rule, [GroupStatus(4, 4), GroupStatus(4, 4)]) == (4, 2, [0], True)
+    assert select(rule, [GroupStatus(4, 4), GroupStatus(3, 3)]) == (3, 2, [1], True)
 
 
 def test_groups_drawn_beyond_the_places_that_count_are_drawn_again():
     # Place 1 ends late and teaches nothing; by the time this is known place 2 was drawn for it.
-    rule = Rule(prompts=1, in_air=2, dynamic=True, batches=2)
-    choice = decide(rule, [Seen(3, 3), Seen(9, 9, informative=False), Seen(1)])
-    assert choice == (3, 2, [0], True)
+    rule = Rule(prompts=1, in_flight=2, dynamic=True, batches=2)
+    selection = select(
+        rule, [GroupStatus(3, 3), GroupStatus(9, 9, informative=False), GroupStatus(1)]
+    )
+    assert selection == (3, 2, [0], True)
 
 
 def test_groups_of_which_a_token_is_too_old_are_dropped_whole():
     def group(*versions):
-        responses = [Response(tokens=[1] * 4, versions=[(0, v)]) for v in versions]
+        responses = [Response(token_ids=[1] * 4, weight_versions=[(0, v)]) for v in versions]
         return Group(0, 1, min(versions), Problem("", "", 0), [1], responses)
 
     groups = [group(3, 5), group(2, 5), Group(0, 1, 1, None, [1], [Response()])]
-    kept, stale = reopen(groups, step=6, max_staleness=3)
+    kept, stale = begin_step(groups, step=6, max_staleness=3)
     assert kept == [groups[0], groups[2]] and stale == [groups[1]]
-    assert all(r.given == len(r.tokens) for g in kept for r in g.responses)
+    assert all(r.num_carried == len(r.token_ids) for g in kept for r in g.responses)
 
 
 def test_groups_that_were_dropped_as_stale_count_in_the_length_bias():
     """They are among those that were passed over because they were long."""
 
     def group(length):
-        response = Response(tokens=[1] * length, versions=[(0, 4)], finish="stop")
+        response = Response(token_ids=[1] * length, weight_versions=[(0, 4)], finish_reason="stop")
         return Group(0, 1, 4, Problem("", "", 0), [1], [response])
 
-    settled = Settled([group(4), group(6)], [0, 1], [group(9)], [group(11)], drawn=4, cut=0)
-    bias = {n: selection_metrics(settled, [group(20)] * n, 8, 5) for n in (0, 1)}
+    ended = StepGroups([group(4), group(6)], [0, 1], [group(9)], [group(11)], drawn=4, cut=0)
+    bias = {n: selection_metrics(ended, [group(20)] * n, 8, 5) for n in (0, 1)}
     assert bias[0]["rollout/length_bias"] == 5 - np.mean([4, 6, 9, 11])
     assert bias[1]["rollout/length_bias"] == 5 - np.mean([4, 6, 9, 11, 20])
     assert bias[1]["rollout/groups_dropped_stale"] == 1
@@ -440,11 +447,11 @@ def test_groups_that_were_dropped_as_stale_count_in_the_length_bias():
 
 def test_depths_that_no_tree_of_a_step_reached_are_no_metrics():
     """A controller that chose short chains is no reason to warn of numbers that are not finite."""
-    response = Response(tokens=[1, 2], logprobs=[-1.0, -1.0], finish="stop")
+    response = Response(token_ids=[1, 2], logprobs=[-1.0, -1.0], finish_reason="stop")
     group = Group(0, 1, 4, Problem("", "", 0), [1], [response], rewards=[1.0])
     totals = Totals(3, np.zeros(5, np.int64))
     totals.count_rounds(SpecStats(4, 4, 2, (0, 2, 2, 0, 0), depths=(0, 4, 0, 0)))
-    metrics = rollout_metrics(Rollout.of([group]), totals, 1)
+    metrics = rollout_metrics([group], totals, 1)
     assert metrics["rollout/accept_rate_depth_1"] == 0.5
     assert "rollout/accept_rate_depth_2" not in metrics
     assert all(np.isfinite(v) for v in metrics.values() if isinstance(v, float))
@@ -453,12 +460,15 @@ def test_depths_that_no_tree_of_a_step_reached_are_no_metrics():
 def test_a_group_survives_json_bit_by_bit():
 
     response = Response(
-        tokens=[5, 7], logprobs=[-0.1, -1e-30], old=[-0.125], versions=[(0, 3), (1, 4)]
+        token_ids=[5, 7],
+        logprobs=[-0.1, -1e-30],
+        old_logprobs=[-0.125],
+        weight_versions=[(0, 3), (1, 4)],
     )
-    response.transformed = [-0.5, -0.25]
+    response.transformed_logprobs = [-0.5, -0.25]
     response.logprobs = np.float32(response.logprobs).tolist()
     group = Group(8, 9, 3, Problem("a", "b", 2), [1, 2], [response, Response([3], [-1.0])])
-    group.responses[1].finish, group.responses[1].reward = "stop", 0.25
+    group.responses[1].finish_reason, group.responses[1].reward = "stop", 0.25
     again = Group.from_json(json.loads(json.dumps(group.to_json())), group.problem, group.prompt)
     assert again == group
 

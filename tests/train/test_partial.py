@@ -77,17 +77,15 @@ def test_over_sampling_takes_the_shortest_groups_and_stops_early(thin_policy, tm
     early = make(thin_policy, tmp_path, **plain)
     whole = make(thin_policy, tmp_path, **plain | {"rollout.over_sample": 1, "rollout.prompts": 4})
     stopped, full = early.step(), whole.step()
-    samples = whole.last_rollout.groups
+    samples = [group.responses for group in whole.last_rollout]
     needed = [max(len(s.token_ids) for s in group) for group in samples]
     shortest = sorted(range(4), key=lambda i: (needed[i], i))[:2]
     budget = needed[shortest[-1]]
     assert stopped["rollout/budget"] == budget < max(needed) == 20
     complete = [i for i in range(4) if needed[i] <= budget]
-    assert [p.index for p in early.last_rollout.problems] == [
-        whole.last_rollout.problems[i].index for i in complete
-    ]
-    for mine, i in zip(early.last_rollout.groups, complete, strict=True):
-        assert [s.token_ids for s in mine] == [s.token_ids for s in samples[i]]
+    for mine, i in zip(early.last_rollout, complete, strict=True):
+        assert mine.position == whole.last_rollout[i].position
+        assert [s.token_ids for s in mine.responses] == [s.token_ids for s in samples[i]]
     assert stopped["rollout/tokens"] + stopped["rollout/tokens_cut"] < full["rollout/tokens"]
     assert stopped["rollout/groups_drawn"] == 4 and stopped["rollout/groups_selected"] == 2
     assert stopped["rollout/groups_dropped"] == 2
@@ -131,7 +129,7 @@ def test_unfinished_groups_are_carried_and_finished_later(partial):
         assert after["rollout/groups_drawn"] == 4 - kept
     ages = [
         token_versions(s.weight_versions, len(s.token_ids))
-        for rollout in taken for group in rollout.groups for s in group
+        for rollout in taken for group in rollout for s in group.responses
     ]  # fmt: skip
     assert any(len(set(a)) > 1 for a in ages) and all((np.diff(a) >= 0).all() for a in ages)
     assert all(s["train/train_rollout_logprob_abs_diff"] < 1e-4 for s in steps)
@@ -141,13 +139,14 @@ def test_every_tokens_logprobs_are_those_of_the_weights_that_sampled_it(partial)
     trainer, _, weights, taken, _ = partial
     mixed = 0
     for rollout in taken:
-        for prompt, group, olds in zip(rollout.prompts, rollout.groups, rollout.old, strict=True):
-            for sample, old in zip(group, olds, strict=True):
+        for group in rollout:
+            for sample in group.responses:
+                old = sample.old_logprobs
                 versions = token_versions(sample.weight_versions, len(sample.token_ids))
                 if len(set(versions.tolist())) < 2:
                     continue
                 mixed += 1
-                batch = pack([Sample(0, prompt, sample.token_ids)], 64, 2)[0]
+                batch = pack([Sample(0, group.prompt, sample.token_ids)], 64, 2)[0]
                 for version in set(versions.tolist()):
                     scored = trainer.policy.logprobs(weights[version], trainer.policy.place(batch))
                     scored = np.asarray(scored)[batch["loss_mask"] > 0]
@@ -171,12 +170,15 @@ def test_a_run_with_carried_groups_resumes_with_the_same_tokens_and_parameters(
         saved = checkpoints.restore(3, {})[1]
     assert resumed.engine.controller.state() == saved["controller"]
     assert resumed.rollouts.state() == saved["rollouts"]
-    assert resumed.done_steps == 3 and any(r.tokens for r in responses(resumed))
+    assert resumed.done_steps == 3 and any(r.token_ids for r in responses(resumed))
     for expected in steps[3:]:
         assert learned(resumed.step()) == learned(expected)
     assert same(resumed.params, trainer.params) and same(resumed.opt_state, trainer.opt_state)
     for a, b in zip(responses(resumed), responses(trainer), strict=True):
-        assert (a.tokens, a.old, a.versions, a.finish) == (b.tokens, b.old, b.versions, b.finish)
+        assert (a.token_ids, a.old_logprobs, a.weight_versions) == (
+            b.token_ids, b.old_logprobs, b.weight_versions
+        )  # fmt: skip
+        assert a.finish_reason == b.finish_reason
 
 
 def responses(trainer):
@@ -302,7 +304,7 @@ def test_dynamic_sampling_keeps_the_batch_full_and_takes_the_first_informative_g
     metrics = trainer.step()
     drawn = int(metrics["rollout/groups_drawn"])
     assert drawn > 4 and metrics["rollout/groups_selected"] == 4
-    rewards = trainer.last_rollout.rewards
+    rewards = np.array([group.rewards for group in trainer.last_rollout])
     assert len(rewards) == drawn
     informative = np.flatnonzero(rewards.max(1) != rewards.min(1))
     assert len(informative) == 4 and informative[-1] < drawn

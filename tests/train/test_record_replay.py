@@ -72,17 +72,19 @@ def test_carried_tokens_are_scored_with_the_experts_that_sampled_them():
     rng, responses = np.random.default_rng(0), []
     for given in (0, 3):
         tokens, records = rng.integers(0, 64, 9).tolist(), rng.integers(0, 2, (9, 2))
-        response = Response(tokens, [-1.0] * 9, given, [-1.0] * given, finish="stop")
+        response = Response(tokens, [-1.0] * 9, given, [-1.0] * given, finish_reason="stop")
         response.records = records.astype(np.int32)
         responses.append(response)
     group = Group(0, 1, 1, None, [5, 6, 7], responses)
     score_new_tokens([group], logprobs, row_length=32, rows=1)
     for response in responses:
-        sample = Sample(0, group.prompt, response.tokens, records=response.records)
+        sample = Sample(0, group.prompt, response.token_ids, records=response.records)
         [batch] = pack([sample], 32, 1)
         trained, inside = logprobs(batch), batch["loss_mask"] > 0
         np.testing.assert_allclose(
-            response.old[response.given :], trained[inside][response.given :], atol=1e-5
+            response.old_logprobs[response.num_carried :],
+            trained[inside][response.num_carried :],
+            atol=1e-5,
         )
         batch["records"] = 1 - batch["records"]
         others = logprobs(batch)[inside]

@@ -59,7 +59,7 @@ def test_a_run_with_telemetry_writes_its_rejections_and_may_resume_without(
     rounds = 0
     for _ in range(2):  # the second is not told of the first's again
         watched.step()
-        rounds += sum(s.stats.rounds for g in watched.last_rollout.groups for s in g)
+        rounds += sum(s.stats.rounds for g in watched.last_rollout for s in g.responses)
     summary = read_jsonl(tmp_path / "telemetry.jsonl").summary()
     assert summary.rounds == rounds and summary.rejections > 0
     assert watched.engine.telemetry.records == []
@@ -136,8 +136,8 @@ def test_other_sources_than_the_head_draft_and_sample_the_same_tokens(
     least = 1.0 if source == "ngram" else 2.0
     assert spoken["rollout/spec_accept_length"] > least
     if source == "ngram":
-        groups = drafting.last_rollout.groups
-        rounds = sum(sample.stats.rounds for group in groups for sample in group)
+        groups = drafting.last_rollout
+        rounds = sum(r.stats.rounds for group in groups for r in group.responses)
         assert read_jsonl(tmp_path / "telemetry.jsonl").summary().rounds == rounds
         assert drafting.engine.telemetry.records == []
 

@@ -12,7 +12,7 @@ from specjax import LLM
 from specjax.command_line import parse_config
 from specjax.telemetry import read_jsonl
 from train import rl
-from train.collect import ResponseText, behaviour_logprobs, group_params
+from train.collect import ResponseText, group_params
 from train.groups import token_versions
 from train.packing import Sample, pack
 from train.schema import RLConfig
@@ -71,13 +71,12 @@ def test_a_rollout_samples_what_plain_decoding_does_with_the_same_parameters(
 ):
     trainer, _, rollouts, _ = processed
     llm = LLM(thin_policy, spec=None, max_batch=4, max_len=32)
-    first, taken = rollouts[0], 0
-    for problem, prompt, group in zip(first.problems, first.prompts, first.groups, strict=True):
-        place = next(p for p in range(20) if trainer.order[p] == problem)
-        params = group_params(trainer.cfg, 1, place)
+    taken = 0
+    for group in rollouts[0]:
+        params = group_params(trainer.cfg, 1, group.position)
         assert params.top_p == 0.8 and params.logit_bias == ((7, 2.0),)
-        again = llm.generate([prompt], params)[0].samples
-        for mine, theirs in zip(group, again, strict=True):
+        again = llm.generate([group.prompt], params)[0].samples
+        for mine, theirs in zip(group.responses, again, strict=True):
             assert mine.token_ids == theirs.token_ids
             assert len(mine.token_ids) >= 3
             np.testing.assert_allclose(
@@ -95,22 +94,23 @@ def test_ratio_tis_and_metrics_are_of_the_distribution_that_was_sampled(processe
         assert step["train/train_rollout_logprob_abs_diff"] < 1e-4
         assert step["train/tis"] == pytest.approx(1, abs=1e-4)
         assert step["train/ratio"] == pytest.approx(1, abs=0.5) and step["train/ratio"] != 1
-        every = np.concatenate([behaviour_logprobs(s) for g in rollout.groups for s in g])
-        scaled = np.concatenate([s.logprobs for g in rollout.groups for s in g])
+        every = np.concatenate([s.behaviour_logprobs for g in rollout for s in g.responses])
+        scaled = np.concatenate([s.logprobs for g in rollout for s in g.responses])
         assert step["rollout/logprob_mean"] == pytest.approx(every.mean(), rel=1e-5)
         assert abs(every - scaled).max() > 0.1, "the transforms do something"
     assert steps[1]["train/kl"] > 0
     mixed = 0
     for rollout in rollouts:
-        for prompt, group, olds in zip(rollout.prompts, rollout.groups, rollout.old, strict=True):
-            for sample, old in zip(group, olds, strict=True):
+        for group in rollout:
+            for sample in group.responses:
+                old = sample.old_logprobs
                 versions = token_versions(sample.weight_versions, len(sample.token_ids))
-                batch = pack([Sample(0, prompt, sample.token_ids)], 64, 2)[0]
+                batch = pack([Sample(0, group.prompt, sample.token_ids)], 64, 2)[0]
                 for version in set(versions.tolist()):
                     scored = trainer.policy.logprobs(weights[version], trainer.policy.place(batch))
                     scored = np.asarray(scored)[batch["loss_mask"] > 0]
                     mine = versions == version
-                    engine = np.array(behaviour_logprobs(sample))
+                    engine = np.array(sample.behaviour_logprobs)
                     np.testing.assert_allclose(engine[mine], scored[mine], atol=1e-4)
                     stale = np.flatnonzero(mine[: len(old)])
                     np.testing.assert_allclose(np.array(old)[stale], scored[stale], atol=1e-5)
@@ -122,11 +122,11 @@ def test_a_checkpoint_keeps_the_processed_logprobs_of_what_is_carried(processed)
     trainer, *_ = processed
     state = json.loads(json.dumps(trainer.rollouts.state()))
     before = [r for group in trainer.rollouts.carried for r in group.responses]
-    assert any(r.transformed for r in before)
+    assert any(r.transformed_logprobs for r in before)
     trainer.rollouts.load_state(state)
     after = [r for group in trainer.rollouts.carried for r in group.responses]
     for a, b in zip(before, after, strict=True):
-        assert (a.transformed or None) == (b.transformed or None)
+        assert (a.transformed_logprobs or None) == (b.transformed_logprobs or None)
 
 
 def test_alignment_and_rejection_causes_reach_a_job(processed, thin_policy, tmp_path):
@@ -145,7 +145,7 @@ def test_stop_strings_end_responses_which_are_trained_on_as_they_were_sampled(
 ):
     free = make(thin_policy, tmp_path, **DRAFTS, **{"algo.dynamic_sampling": "false"})
     free.step()
-    texts = [s.text for g in free.last_rollout.groups for s in g]
+    texts = [s.text for g in free.last_rollout for s in g.responses]
     stop = max({c for t in texts for c in t[1:] if c.isdigit()}, key="".join(texts).count)
     seen = []
     stopping = make(
@@ -161,10 +161,8 @@ def test_stop_strings_end_responses_which_are_trained_on_as_they_were_sampled(
     stopping.policy.update = watched
     stopping.step()
     cut = 0
-    for free_group, group in zip(
-        free.last_rollout.groups, stopping.last_rollout.groups, strict=True
-    ):
-        for long, short in zip(free_group, group, strict=True):
+    for free_group, group in zip(free.last_rollout, stopping.last_rollout, strict=True):
+        for long, short in zip(free_group.responses, group.responses, strict=True):
             assert long.token_ids[: len(short.token_ids)] == short.token_ids
             assert stop not in short.text
             if stop in long.text:
@@ -176,12 +174,12 @@ def test_stop_strings_end_responses_which_are_trained_on_as_they_were_sampled(
             else:
                 assert (short.token_ids, short.text) == (long.token_ids, long.text)
     assert cut > 0
-    assert sum(seen) == sum(len(s.token_ids) for g in stopping.last_rollout.groups for s in g)
+    assert sum(seen) == sum(len(s.token_ids) for g in stopping.last_rollout for s in g.responses)
     params = dataclasses.replace(
         stopping.cfg.rollout.sampling_params(), include_stop_str_in_output=True
     )
     sample = next(
-        s for g in stopping.last_rollout.groups for s in g
+        s for g in stopping.last_rollout for s in g.responses
         if stop in free.tokenizer.decode(s.token_ids)
     )  # fmt: skip
     assert ResponseText(free.tokenizer, params)(sample.token_ids).endswith(stop)

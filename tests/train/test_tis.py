@@ -58,7 +58,7 @@ def choosing(monkeypatch, *scripts, arms=ARMS) -> None:
 
 def behaviour(trainer) -> list:
     """Tokens and log-probabilities of the rollout, as the engines gave them."""
-    return [[(s.token_ids, s.logprobs) for s in group] for group in trainer.last_rollout.groups]
+    return [[(s.token_ids, s.logprobs) for s in group.responses] for group in trainer.last_rollout]
 
 
 LEARNED = (

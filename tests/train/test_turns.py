@@ -10,7 +10,7 @@ import pytest
 from specjax.command_line import parse_config
 from specjax.engine.request import SampleOutput, SpecStats
 from train.algo import algo
-from train.collect import Rollout, to_samples
+from train.collect import to_samples
 from train.draft import draft_targets
 from train.groups import Group, Response
 from train.loss import count_denominators, policy_loss
@@ -28,19 +28,19 @@ def group(masks=(TURNS, None)) -> Group:
     responses = []
     for first, mask in zip((10, 20), masks, strict=True):
         tokens = list(range(first, first + 5))
-        response = Response(tokens, [-1.0] * 5, finish="stop", loss_mask=mask)
-        response.close(1, None)
+        response = Response(tokens, [-1.0] * 5, finish_reason="stop", loss_mask=mask)
+        response.end_step(1, None)
         responses.append(response)
     return Group(0, 1, 1, None, [5, 6], responses, [0.0, 1.0])
 
 
-def batch_of(rollout: Rollout):
-    advantages = algo().build().advantages(rollout.rewards)
-    return pack(to_samples(rollout, advantages), 16, 1)[0]
+def batch_of(groups: list[Group]):
+    advantages = algo().build().advantages(np.array([g.rewards for g in groups]))
+    return pack(to_samples(groups, advantages), 16, 1)[0]
 
 
 def test_the_mask_goes_from_the_record_into_the_batch():
-    rollout = Rollout.of([group((None, None)), group()]).select([1])
+    rollout = [group()]
     batch = batch_of(rollout)
     expected = [0, 0, *TURNS, 0, 0, 1, 1, 1, 1, 1, 0, 0]
     assert batch["loss_mask"].tolist() == [expected]
@@ -50,9 +50,9 @@ def test_the_mask_goes_from_the_record_into_the_batch():
 
 
 def test_a_record_without_masks_is_packed_as_ever():
-    plain = batch_of(Rollout.of([group((None, None))]))
+    plain = batch_of([group((None, None))])
     for masks in (([1] * 5, [1] * 5), (None, [1] * 5)):
-        batch = batch_of(Rollout.of([group(masks)]))
+        batch = batch_of([group(masks)])
         assert all(np.array_equal(plain[name], batch[name]) for name in plain)
 
 
@@ -60,7 +60,7 @@ def test_a_record_without_masks_is_packed_as_ever():
 @pytest.mark.parametrize("objective", OBJECTIVES.rows)
 def test_what_the_policy_did_not_sample_has_no_gradient_and_no_weight(objective, garbage):
     """Whatever the log-probabilities are there: new, and all others."""
-    batch, (new, others) = batch_of(Rollout.of([group()])), garbage
+    batch, (new, others) = batch_of([group()]), garbage
     inside = batch["loss_mask"] > 0
     logprobs = jnp.asarray(np.where(inside, -1.0, new), jnp.float32)
     for name in ("old_logprobs", "behaviour_logprobs"):
@@ -81,7 +81,7 @@ def test_what_the_policy_did_not_sample_has_no_gradient_and_no_weight(objective,
 
 
 def test_the_head_learns_nothing_across_what_the_policy_did_not_sample():
-    batch = batch_of(Rollout.of([group()]))
+    batch = batch_of([group()])
     names = ("tokens", "loss_mask", "segment_ids")
     mask = draft_targets(*(batch[name] for name in names), 0).mask[0]
     # Of the first sample only 10, 11: a state, the token behind it, and the one to be drafted.
@@ -90,7 +90,7 @@ def test_the_head_learns_nothing_across_what_the_policy_did_not_sample():
 
 def test_a_carried_record_keeps_its_mask_and_is_cut_with_it():
     again = group()
-    again.responses[0].close(2, None)
+    again.responses[0].end_step(2, None)
     saved = json.loads(json.dumps(again.to_json()))
     restored = Group.from_json(saved, None, again.prompt)
     assert [r.loss_mask for r in restored.responses] == [TURNS, None]
@@ -99,8 +99,8 @@ def test_a_carried_record_keeps_its_mask_and_is_cut_with_it():
     old = Group.from_json(saved, None, again.prompt)
     assert [r.loss_mask for r in old.responses] == [None, None]
     cut = Response(list(range(5)), [-1.0] * 5, loss_mask=[*TURNS])
-    assert cut.close(1, 3) == 2
-    assert (cut.tokens, cut.loss_mask) == ([0, 1, 2], TURNS[:3])
+    assert cut.end_step(1, 3) == 2
+    assert (cut.token_ids, cut.loss_mask) == ([0, 1, 2], TURNS[:3])
 
 
 @pytest.mark.parametrize(("mask", "expected"), [(TURNS[:4], [1, 1, 0, 0, 1, 1]), (None, None)])
@@ -109,11 +109,11 @@ def test_what_the_engine_adds_to_a_response_counts_as_sampled(mask, expected):
     for count in (4, 5, 6):  # the engine gives back what it was given, too
         nothing = SpecStats(rounds=0, drafted=0, accepted=0, histogram=())
         sample = SampleOutput(list(range(count)), None, [-1.0] * count, "stop", nothing)
-        response.take(sample, finished=count == 6)
-    response.close(1, None)
+        response.update(sample, finished=count == 6)
+    response.end_step(1, None)
     assert response.loss_mask == expected
     again = Group(0, 1, 1, None, [5, 6], [response] * 2, [0.0, 1.0])
-    inside = batch_of(Rollout.of([again]))["loss_mask"][0, 2:8]
+    inside = batch_of([again])["loss_mask"][0, 2:8]
     assert inside.tolist() == (expected or [1] * 6)
 
 
@@ -134,4 +134,4 @@ def test_processed_logprobs_are_those_of_one_response_and_refuse_several_turns()
     argv = ["rollout.top_p=0.9", "algo.logprobs=processed"]
     trainer.cfg = parse_config(RLConfig, argv)[0]
     with pytest.raises(ValueError, match="processed scores a sample as one response"):
-        trainer._update_policy(Rollout.of([group()]), {}, 1)
+        trainer._update_policy([group()], {}, 1)
