@@ -30,7 +30,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 test test-full: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install rl serve plan test test-full features lint gpu-check gpu-wheels clean
+.PHONY: help install rl serve plan test test-full features results lint gpu-check gpu-wheels clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1@\2/' | column -t -s @ 2>/dev/null \
@@ -58,6 +58,9 @@ test-full: $(STAMP) ## ruff and every test, with machine code as users get it
 
 features: $(STAMP) ## write docs/features.md anew, from what the programs say
 	SPECJAX_WRITE_FEATURES=1 $(BIN)/python -m pytest -q tests/settings/test_feature_table.py
+
+results: $(STAMP) ## write docs/results.md and README's table anew, from bench/results
+	$(BIN)/python -m bench.results_page
 
 lint: $(STAMP) ## ruff alone
 	$(BIN)/ruff check .

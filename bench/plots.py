@@ -354,14 +354,14 @@ def _curves(axis: Axes, records, arms, metric, title, unit, skip=0, bottom=0.0) 
     """Draws one curve per arm that has the metric; equal ones as one black curve."""
     curves = {arm: series(records, arm, metric, skip) for arm in arms}
     curves = {arm: values for arm, values in curves.items() if values}
+    ends: list[tuple] = []
     same = len(curves) > 1 and len({tuple(values) for values in curves.values()}) == 1
     for arm, values in curves.items():
         label, color = ("identical in all arms", "black") if same else ARMS[arm]
         steps = np.arange(len(values)) + 1 + skip
         axis.plot(steps, values, color=color, label=label, marker="o", markersize=3)
         text = f"{values[-1]:.0f}" if values[-1] >= 100 else f"{values[-1]:.2f}"
-        axis.annotate(text, (steps[-1], values[-1]), xytext=(6, 0), textcoords="offset points",
-                      va="center", fontsize=9, color=color, annotation_clip=False)  # fmt: skip
+        ends.append((values[-1], steps[-1], text, color))
         if same:
             break
     tidy(axis, title)
@@ -369,8 +369,14 @@ def _curves(axis: Axes, records, arms, metric, title, unit, skip=0, bottom=0.0) 
     axis.set_xlabel("RL step", fontsize=9)
     axis.set_ylim(bottom, max(axis.get_ylim()[1] * 1.05, bottom + 1e-6))
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    lowest, height = bottom, axis.get_ylim()[1] - bottom
+    for y, x, text, color in sorted(ends):  # the last values, moved up where they would overlap
+        place = max(y, lowest)
+        lowest = place + 0.055 * height
+        axis.annotate(text, (x, place), xytext=(6, 0), textcoords="offset points", va="center",
+                      fontsize=9, color=color, annotation_clip=False)  # fmt: skip
     if curves:
-        axis.legend(fontsize=8, frameon=False, loc="lower right")
+        axis.legend(fontsize=8, frameon=False, loc="best")
 
 
 def _seconds_by_phase(axis: Axes, figures: Figures, arms: Sequence[str]) -> None:
@@ -431,7 +437,7 @@ def _predictions(axis: Axes, figures: Figures) -> None:
     axis.set_yticks(range(len(found)), list(found), fontsize=9)
     axis.invert_yaxis()
     axis.set_xlabel("speculative / plain, whole rollout at once", fontsize=9)
-    tidy(axis, "Predicted from this acceptance, not measured", grid="x")
+    tidy(axis, "Predicted by step costs", grid="x")
 
 
 # --- draft training in the gaps of rollouts ------------------------------------------------------

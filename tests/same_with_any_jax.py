@@ -11,6 +11,7 @@ it only through calls that files which stay make, too.
 LEFT_OUT = {
     "never reaches jax: pure Python and numpy": """
         bench/test_bench_control bench/test_bench_record bench/test_bench_replay
+        bench/test_bench_results
         bench/test_bench_serve bench/test_gpu_check bench/test_gpu_queue
         control/test_bandit control/test_belief control/test_controllers control/test_ema
         control/test_goodput control/test_goodput_costs control/test_goodput_noise

@@ -60,17 +60,6 @@ def test_links_point_at_files(page, link):
     assert (page.parent / link).is_file()
 
 
-def test_figures_stand_in_the_table_of_all_and_name_their_command():
-    every = (ROOT / "docs/measurements.md").read_text(encoding="utf-8").replace("](../", "](")
-    rows = [line for line in every.splitlines() if line.startswith("| ")]
-    assert len(rows) > 30
-    for row in rows[1:]:
-        command = row.rsplit(" | ", 1)[1]
-        assert re.match(r"`([A-Z_]+=\S+ )*(python -m bench\.|make rl)|same \|", command), row
-    mine = [line for line in README.splitlines() if re.match(r"\| .* \| .* \| (`|same)", line)]
-    assert len(mine) > 4 and set(mine) <= set(rows)
-
-
 def test_the_range_of_jax_ends_with_the_versions_that_are_tested():
     """README names them, constraints.txt pins the first and the last, and pyproject.toml refuses
     what lies outside: a jax whose minor version nobody has run."""

@@ -28,7 +28,7 @@ COMMANDS = {
     "serve": "serve a model behind OpenAI's API",
     "convert": "turn Hugging Face checkpoints into Orbax ones and back",
     "verify": "check that speculative decoding of a model is lossless",
-    "bench": "run one of the benches behind the numbers in docs/measurements.md",
+    "bench": "run one of the benches behind the numbers in docs/results.md",
 }
 EXAMPLES = """examples:
   specjax generate --model assets/sums "17+25+8="
