@@ -22,11 +22,11 @@ from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.huggingface import read_config
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.control import OFF
-from specjax.decode import rng
 from specjax.decode.chunk import Result, Until
 from specjax.decode.draft import draft_tree
-from specjax.decode.history import context_of
+from specjax.decode.noise import refill
 from specjax.decode.options import Features
+from specjax.decode.sampling import context_of
 from specjax.decode.state import put_positions, take_slots
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.compiling import CompilePool
@@ -151,7 +151,7 @@ class Bench:
 
             def body(_, state):
                 root, count = state.length - 1, plan.steps + 1
-                ring = rng.refill(state.noise, state.keys, root, rows.active, count)
+                ring = refill(state.noise, state.keys, root, rows.active, count)
                 state = state._replace(noise=ring)
                 context = context_of(state.tokens, state.length, plan.features, None)
                 draft = draft_tree(model, head, plan, state, context)

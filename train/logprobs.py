@@ -19,9 +19,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.config import SamplingParams
 from specjax.decode import sampling
-from specjax.decode.history import Context as History
-from specjax.decode.history import Counts, Rows
 from specjax.decode.options import Features, Options
+from specjax.decode.sampling import Context as History
+from specjax.decode.sampling import Counts, Rows
 from specjax.engine.options import features_of, option_rows
 from specjax.engine.request import make_jobs
 from specjax.parallel.context import Context, shift

@@ -14,11 +14,9 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.decode.accept import accept
+from specjax.decode.accept import Acceptance, accept
 from specjax.decode.draft import DraftedTree
-from specjax.decode.plan import Plan
-from specjax.decode.state import DecodeState
-from specjax.decode.tree import Acceptance
+from specjax.decode.state import DecodeState, Plan
 from specjax.indexing import take_along
 
 PRIME = 8191  # positions after which the script comes again

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import jax
 import numpy as np
 
-from specjax.decode import rng
+from specjax.decode.noise import request_keys, request_words
 from specjax.decode.state import EMPTY, RUNNING, RowMap
 from specjax.engine.pages import NOBODYS
 from specjax.engine.runner import Runner
@@ -81,7 +81,7 @@ def fill(runner: Runner, context: int, options: Mapping[str, float] | None = Non
     runner.state = None  # its buffers may be gone
     runner.reset()
     slots, state = runner.slots, runner.state
-    words = np.stack([rng.request_words(0, [0], sample) for sample in range(slots)])
+    words = np.stack([request_words(0, [0], sample) for sample in range(slots)])
     tokens = np.random.default_rng(0).integers(runner.cfg.vocab_size, size=state.tokens.shape)
     wanted = {name: np.full(slots, value, np.float32) for name, value in (options or {}).items()}
     wanted["prompt_len"] = np.full(slots, context // 2, np.int32)
@@ -90,7 +90,7 @@ def fill(runner: Runner, context: int, options: Mapping[str, float] | None = Non
         length=np.full(slots, context, np.int32),
         limit=np.full(slots, runner.max_len, np.int32),
         finish=np.where(np.arange(slots) < runner.batch, RUNNING, EMPTY).astype(np.int32),
-        keys=np.asarray(rng.request_keys(words)),
+        keys=np.asarray(request_keys(words)),
         options=state.options._replace(**wanted),
     )
     runner.state = jax.block_until_ready(jax.device_put(state))

@@ -16,15 +16,14 @@ import jax.numpy as jnp
 
 from bench.record import alternate
 from bench.round.batch import fill, full_row_map
-from specjax.decode import report, rng, sampling
+from specjax.decode import sampling
 from specjax.decode.accept import accept
 from specjax.decode.draft import DraftedTree, draft_tree
-from specjax.decode.history import Rows, context_of, count_tokens
+from specjax.decode.noise import refill
 from specjax.decode.options import Features
-from specjax.decode.plan import Plan
-from specjax.decode.round import Side, commit, spec_round
-from specjax.decode.state import RUNNING, DecodeState, take_slots
-from specjax.decode.verify import verify
+from specjax.decode.round import along_path, commit, spec_round, truncate, until_invalid, verify
+from specjax.decode.sampling import Rows, context_of, count_tokens
+from specjax.decode.state import RUNNING, DecodeState, Plan, take_slots
 from specjax.engine.runner import Runner
 
 PARTS = ("noise", "draft", "verify", "transform", "accept", "commit")
@@ -42,10 +41,9 @@ class Buffers(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """A decoding state without its buffers, and what a round needs beside it."""
+    """A decoding state without its buffers."""
 
     state: DecodeState
-    side: Side
 
     def whole(self, buffers: Buffers) -> DecodeState:
         state = self.state
@@ -86,18 +84,17 @@ class Parts:
         self.plan: Plan = dataclasses.replace(runner.plan, features=features)
         self.buffers, state = split(_filled(runner, options, context, emitted))
         self.programs: dict[str, Callable[[], None]] = {}
-        for _ in self._build(Taken(state, self._side(state))):
+        for _ in self._build(Taken(self._counted(state))):
             if not go_on():
                 break
 
-    def _side(self, state: DecodeState) -> Side:
-        plan, counts = self.plan, None
-        if plan.features.penalties:
-            vocab = plan.cfg.vocab_size
-            count = jax.jit(count_tokens, static_argnums=3)
-            counts = count(state.tokens, state.length, state.options.prompt_len, vocab)
-        told = report.start(plan, state.length.shape[0], 1)
-        return Side(counts, told, state.length, jnp.int32(0))
+    def _counted(self, state: DecodeState) -> DecodeState:
+        plan = self.plan
+        if not plan.features.penalties:
+            return state
+        count = jax.jit(count_tokens, static_argnums=3)
+        prompt_len, vocab = state.options.prompt_len, plan.cfg.vocab_size
+        return state._replace(counts=count(state.tokens, state.length, prompt_len, vocab))
 
     def _build(self, taken: Taken) -> Iterator[None]:
         """Compiles every part on the results of the parts before it; yields after each."""
@@ -108,11 +105,11 @@ class Parts:
         yield
         verified = self._add("verify", self._verify, params, taken, draft)
         yield
-        scores = self._add("transform", self._transform, taken, draft, verified.logits)
+        scores = self._add("transform", self._transform, taken, draft, verified[0])
         yield
         accepted = self._add("accept", self._accept, taken, draft, scores)
         yield
-        self._add("commit", self._commit, taken, draft, verified, scores, accepted)
+        self._add("commit", self._commit, taken, draft, verified, accepted)
         yield
         self._add("round", self._round, params, head, taken)
 
@@ -142,13 +139,13 @@ class Parts:
 
     def _context(self, taken: Taken):
         state = taken.state
-        return context_of(state.tokens, state.length, self.plan.features, taken.side.counts)
+        return context_of(state.tokens, state.length, self.plan.features, state.counts)
 
     def _noise(self, buffers: Buffers, taken: Taken):
         state = taken.whole(buffers)
         wanted = (state.finish == RUNNING) & (state.options.temperature > 0)
         count = self.plan.steps + 1
-        ring = rng.refill(state.noise, state.keys, state.length - 1, wanted, count)
+        ring = refill(state.noise, state.keys, state.length - 1, wanted, count)
         return buffers._replace(noise=ring.rows), ring.until
 
     def _draft(self, buffers: Buffers, params, head, taken: Taken):
@@ -170,20 +167,17 @@ class Parts:
         state = taken.whole(buffers)
         return buffers, accept(self.plan, state, self._again(draft, buffers), scores)
 
-    def _commit(self, buffers: Buffers, taken: Taken, draft, verified, scores, accepted):
-        state, context = taken.whole(buffers), self._context(taken)
-        draft = self._again(draft, buffers)
-        state, side = commit(
-            self.plan, state, taken.side, 0, context, draft, verified, scores, accepted
-        )
-        buffers, state = split(state)
-        return buffers, (state, side)
+    def _commit(self, buffers: Buffers, taken: Taken, draft, verified, accepted):
+        state, draft, (logits, found) = taken.whole(buffers), self._again(draft, buffers), verified
+        logits = along_path(self.plan, logits, accepted)
+        accepted, invalid = until_invalid(state, logits, accepted)
+        count, finish = truncate(state, accepted, invalid)
+        return split(commit(self.plan, state, draft, found, accepted, count, finish))
 
     def _round(self, buffers: Buffers, params, head, taken: Taken):
         model, state = self.runner.model(params), taken.whole(buffers)
-        state, side = spec_round(model, head, self.plan, state, taken.side, 0)
-        buffers, state = split(state)
-        return buffers, (state, side)
+        state, _ = spec_round(model, head, self.plan, state)
+        return split(state)
 
     def _again(self, draft: DraftedTree, buffers: Buffers) -> DraftedTree:
         """Restores a draft as `draft_tree` returned it: with the static shape and its cache."""

@@ -1,121 +1,293 @@
-"""Step 3 of a round: which drafts are kept, and what is emitted after them.
+"""Step 3 of a round: which drafted tokens are kept, and which token follows them.
 
-The rules are pure functions: what they need of the drafted tree, of both distributions and of
-randomness is given to them. `accept` picks the plan's rule and draws its randomness.
+    mode        drafted with          accepted by                      equal to plain decoding
+    coupled     the position's noise  the walk, with the same noise    token by token
+    greedy      no noise              the walk, without noise          token by token
+    block       noise of this round   coins of this round, p and q     in distribution
+    recursive   noise of this round   coins of this round, p and q     in distribution
 
-`coupled`: walk down from the root; at each node the target's perturbed argmax is emitted, and the
-walk goes on while that token is a child. The tokens do not depend on the tree (Daliri et al. 2024).
+Every rule is a pure function of the drafted tree, the target's scores and randomness that it is
+given. p and q are the probabilities of target and draft after all sampling transforms, at
+temperature 0 all on the best token. "Token by token" holds for equal target logits; several rows at
+once round differently than one (docs/lossless.md).
 
-`greedy` is that walk without noise.
-
-`block` (block.py): a whole chain x_1 .. x_K at once (Sun et al. 2024). The prefix of i drafts has
-the weight P_i = min(P_{i-1} p(x_i) / q(x_i), 1), P_0 = 1; with S_i = sum over V of (P_i p - q)+ at
-the next position it is kept with probability S_i / (S_i + 1 - P_i), the whole chain with P_K. The
-longest prefix that was kept counts, and the token after it is drawn from (P_i p - q)+, normalised,
-or from p where all of the chain was kept.
-
-`recursive` (recursive.py): at each node of a static tree its children are tried in the order in
-which they were drawn, without replacement, from q. Child x is taken with probability min(1, p(x) /
-q(x)); if it is not, p becomes (p - q)+ and q loses x, both normalised, before the next child is
-tried. Where no child is left, the token is drawn from what p has become. Only draws from q in a
-known order will do, so dynamic trees are refused (plan.py).
-
-p and q are probabilities after all transforms, at temperature 0 all on the best token. A draft
-with q = 0 (there was none) is never accepted; residuals that rounding leaves empty are replaced by
-what they were made from.
-
-For people who bring their own models, these two are here on plain arrays as well
-(`speculative_accept`), see plain_arrays.py.
-
-What a rule returns (`tree.Acceptance`): count, 1 + accepted drafts; the tokens emitted, of which
-the first `count` mean something; and path[i], the tree row that decided token i: path[0] is the
-root, path[i] the row that holds token i - 1; past `count` it is any row.
+Why `coupled` gives the tokens of plain decoding: plain decoding emits, at each position, the argmax
+of the target's scores plus the noise of that position (`plain_round`). The walk emits the same
+argmax of the same scores plus the same noise, at every node that it reaches, and it reaches a node
+only along emitted tokens. The drafted tree decides how many positions a round settles, and nothing
+else.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from specjax.decode import rng, sampling, shards
-from specjax.decode.block import accept_block
-from specjax.decode.plain_arrays import (
-    AcceptDecision,
-    DraftProposal,
-    VerifyResult,
-    speculative_accept,
-)
-from specjax.decode.recursive import accept_recursive
-from specjax.decode.tree import Acceptance, TreeShape
+from specjax.decode import sampling, shards
+from specjax.decode.noise import RESIDUAL, ring_at, round_coins, round_noise
+from specjax.decode.tree import Tree, TreeShape
 from specjax.indexing import take_along
 
-if TYPE_CHECKING:  # people who bring their own models use the rules without ours
+if TYPE_CHECKING:  # who brings models of their own uses the rules without importing ours
     from specjax.decode.draft import DraftedTree
-    from specjax.decode.plan import Plan
-    from specjax.decode.state import DecodeState
+    from specjax.decode.state import DecodeState, Plan
 
-__all__ = [
-    "AcceptDecision",
-    "DraftProposal",
-    "VerifyResult",
-    "accept",
-    "accept_coupled",
-    "speculative_accept",
-]
+
+class Acceptance(NamedTuple):
+    """What a rule keeps of one tree, before stop tokens and limits.
+
+    Attributes:
+      tokens: [B E] emitted tokens, E = steps + 1; entries past `count` are arbitrary.
+      path: [B E] the tree row after which each token was emitted: path[:, 0] is the root, and
+        path[:, i] the row that holds token i - 1; arbitrary past `count`.
+      count: [B] emitted tokens, 1 + accepted drafts.
+    """
+
+    tokens: Int[Array, "B E"]
+    path: Int[Array, "B E"]
+    count: Int[Array, " B"]
+
+
+def accept(
+    plan: Plan, state: DecodeState, draft: DraftedTree, scores: Float[Array, "B T V"]
+) -> Acceptance:
+    """Applies the rule of the plan's mode, with the randomness that it needs.
+
+    Args:
+      scores: the target's at every row of the drafted tree, after all transforms.
+    """
+    keys, temperature, root = state.keys, state.options.temperature, state.length - 1
+    tokens, shape = draft.tokens, draft.shape
+    if plan.mode in ("coupled", "greedy"):
+        if plan.draws_noise:
+            # A row at depth d decides position root + d + 1, with the noise of that position: that
+            # which the draft was drawn with, and which plain decoding would use.
+            noise = ring_at(state.noise, root[:, None] + 1 + shape.depth)
+            scores = sampling.perturb(scores, temperature, noise)
+        return accept_coupled(tokens, shape, shards.argmax(scores).astype(jnp.int32))
+    p = sampling.probabilities(scores, temperature)
+    coins = round_coins(keys, root, np.arange(1, tokens.shape[1]))  # of all rows but the root
+    # A round draws one token that is not a draft, wherever it ends: noise of one node will do.
+    final = round_noise(keys, RESIDUAL, root, np.zeros(1, int), p.shape[-1])[:, 0]
+    if plan.mode == "block":
+        return accept_block(tokens, p, draft.q, coins, final)
+    return accept_recursive(plan.tree, tokens, p, draft.q, coins, final, temperature == 0)
+
+
+# --- coupled and greedy: a walk down the tree -----------------------------------------------------
 
 
 def accept_coupled(
     tokens: Int[Array, "B T"], shape: TreeShape, chosen: Int[Array, "B T"]
 ) -> Acceptance:
-    """The walk, for any tree: a row is reached if it and its ancestors are what was chosen.
+    """Walks from the root along the tokens that the target chooses (Daliri et al. 2024).
 
     Args:
       tokens: drafted tokens, row 0 the root.
-      chosen: at each row the token that the target picks next, argmax of its perturbed logits.
+      chosen: what the target emits after each row, the argmax of its perturbed scores.
     """
     batch, rows = tokens.shape
     parent = jnp.broadcast_to(shape.parent, (batch, rows))
-    drafted = tokens == take_along(chosen, parent, axis=1)
-    drafted |= jnp.arange(rows) == 0
-    reached = (drafted[:, None] | ~shape.visible).all(-1)
-    # Siblings hold distinct tokens (those without a draft hold -1, which is never chosen), so at
-    # most one row of each depth is reached. A row sees itself and its ancestors.
+    # A draft is right iff it is what the target chose after its parent.
+    right = tokens == take_along(chosen, parent, axis=1)
+    right |= jnp.arange(rows) == 0
+    # A row is reached iff it and all its ancestors are right; a row sees itself and its ancestors.
+    reached = (right[:, None] | ~shape.visible).all(-1)
+    # Siblings hold distinct tokens (no draft is -1, which is never chosen): one row per depth.
     depths = jnp.arange(shape.path_rows.shape[-1])
     at_depth = reached[:, None] & (shape.depth[..., None, :] == depths[:, None])
     path = jnp.argmax(at_depth, axis=-1).astype(jnp.int32)
     count = reached.sum(axis=-1, dtype=jnp.int32)
+    # Every token is the target's own choice; the last one, after the deepest row, is the bonus.
     return Acceptance(take_along(chosen, path, axis=1), path, count)
 
 
-def accept(
-    plan: Plan, state: DecodeState, draft: DraftedTree, transformed: Float[Array, "B T V"]
-) -> Acceptance:
-    """What the round emits, by the plan's rule.
+# --- block: a whole chain at once -----------------------------------------------------------------
 
-    `coupled` adds the noise of each row's next position, `greedy` nothing; `block` and `recursive`
-    draw coins and the noise of their last token anew for every round.
+
+def block_thresholds(p: Float[Array, "B E V"], q: Float[Array, "B K V"], drafted: Array):
+    """Weights P_i and thresholds h_i of block verification: prefix i is kept if its coin < h_i.
 
     Args:
-      transformed: the target's scores at every row of the drafted tree, after all transforms.
+      p: at rows 0..K. q: that x_1..x_K were drawn from.
+      drafted: [B K] x_1..x_K; a negative id is no draft: its weight is 0.
+
+    Returns:
+      P [B, K+1] and h [B, K+1], both with entry 0 for the empty prefix (h_0 is not tested).
     """
-    keys, temperature, root = state.keys, state.options.temperature, state.length - 1
-    tokens, shape = draft.tokens, draft.shape
-    drafted = np.arange(1, tokens.shape[1])  # all rows but the root
-    if plan.mode in ("coupled", "greedy"):
-        perturbed = transformed
-        if plan.draws_noise:
-            noise = rng.ring_at(state.noise, root[:, None] + 1 + shape.depth)
-            perturbed = sampling.perturb(transformed, temperature, noise)
-        return accept_coupled(tokens, shape, shards.argmax(perturbed).astype(jnp.int32))
-    p = sampling.probabilities(transformed, temperature)
-    coins = rng.round_coins(keys, root, drafted)
-    # A round draws one token that is not a draft, wherever its walk ends: one key does, node 0's.
-    once = np.zeros(1, int)
-    final = rng.round_noise(keys, rng.RESIDUAL, root, once, p.shape[-1])[:, 0]
-    if plan.mode == "block":
-        return accept_block(tokens, p, draft.q, coins, final)
-    greedy = temperature == 0  # q holds one token then; a further child may be the argmax as well
-    return accept_recursive(plan.tree, tokens, p, draft.q, coins, final, greedy)
+    steps = drafted.shape[1]
+    index = jnp.maximum(drafted, 0)[..., None]
+    p_drafted = jnp.take_along_axis(p[:, :-1], index, -1)[..., 0]
+    q_drafted = jnp.where(drafted >= 0, jnp.take_along_axis(q, index, -1)[..., 0], 0.0)
+    weight = jnp.ones(drafted.shape[0])  # P_0 = 1
+    weights, thresholds = [weight], [jnp.ones_like(weight)]
+    for i in range(steps):
+        # q = 0: no draft, or a broken one. It is never accepted.
+        ratio = jnp.where(q_drafted[:, i] > 0, p_drafted[:, i] / q_drafted[:, i], 0.0)
+        weight = jnp.minimum(weight * ratio, 1.0)  # P_i = min(P_{i-1} p(x_i) / q(x_i), 1)
+        weights.append(weight)
+        if i + 1 < steps:
+            # S_i = sum over V of (P_i p - q)+ at the next position; h_i = S_i / (S_i + 1 - P_i)
+            surplus = jnp.maximum(weight[:, None] * p[:, i + 1] - q[:, i + 1], 0.0).sum(-1)
+            total = surplus + 1.0 - weight
+            thresholds.append(jnp.where(total > 0, surplus / total, 1.0))
+        else:
+            thresholds.append(weight)  # h_K = P_K
+    return jnp.stack(weights, 1), jnp.stack(thresholds, 1)
+
+
+def accept_block(
+    tokens: Int[Array, "B T"],
+    p: Float[Array, "B T V"],
+    q: Float[Array, "B K V"],
+    coins: Float[Array, "B K"],
+    residual_noise: Float[Array, "B V"],
+) -> Acceptance:
+    """Block verification of a chain (Sun et al. 2024); row i of the tree is draft i.
+
+    On average it accepts at least as much as a test of one token after the other.
+
+    Args:
+      q: what each draft was drawn from; zero where there was none (token -1).
+      coins: uniform in (0, 1), one per draft.
+      residual_noise: Gumbel noise for the one token that is not a draft.
+    """
+    # The target may have no distribution after a draft (its row is NaN). The sample ends there if
+    # it comes so far, and how far it comes must not depend on that row: any distribution will do.
+    p = jnp.where(jnp.isnan(p[..., :1]), 1 / p.shape[-1], p)
+    drafted = tokens[:, 1:]
+    steps = drafted.shape[1]
+    weights, thresholds = block_thresholds(p, q, drafted)
+    kept = coins < thresholds[:, 1:]
+    # The longest prefix that was kept counts, also where a shorter one was not.
+    accepted = jnp.max(jnp.where(kept, jnp.arange(1, steps + 1), 0), axis=1)
+    weight = jnp.take_along_axis(weights, accepted[:, None], 1)
+    p_next = jnp.take_along_axis(p, accepted[:, None, None], 1)[:, 0]
+    q_padded = jnp.concatenate([q, jnp.zeros_like(q[:, :1])], axis=1)
+    q_next = jnp.take_along_axis(q_padded, accepted[:, None, None], 1)[:, 0]
+    # After a rejection the token is drawn from (P_i p - q)+, after the whole chain from p.
+    weight = jnp.where(accepted[:, None] == steps, 1.0, weight)
+    residual = jnp.maximum(weight * p_next - q_next, 0.0)
+    # Rounding can leave an empty residual where p = q; the target itself is then the limit.
+    residual = jnp.where(residual.sum(-1, keepdims=True) > 0, residual, p_next)
+    final = shards.argmax(jnp.log(residual) + residual_noise)
+    index = jnp.arange(steps + 1)
+    shifted = jnp.concatenate([drafted, drafted[:, :1]], axis=1)
+    emitted = jnp.where(index == accepted[:, None], final[:, None], shifted)
+    path = jnp.broadcast_to(jnp.asarray(np.arange(steps + 1), jnp.int32), emitted.shape)
+    return Acceptance(emitted.astype(jnp.int32), path, accepted.astype(jnp.int32) + 1)
+
+
+# --- recursive: a static tree, child after child --------------------------------------------------
+
+
+@functools.lru_cache(maxsize=64)
+def child_rows(tree: Tree) -> np.ndarray:
+    """[T, most children of any row] the child rows of each row in draw order; 0 where none."""
+    parent = tree.shape.parent
+    below = [np.flatnonzero(parent[1:] == row) + 1 for row in range(tree.rows)]
+    table = np.zeros((tree.rows, max(map(len, below))), np.int32)
+    for row, children in enumerate(below):
+        table[row, : len(children)] = children
+    return table
+
+
+def accept_recursive(
+    tree: Tree,
+    tokens: Int[Array, "B T"],
+    p: Float[Array, "B T V"],
+    q: Float[Array, "B X V"],
+    coins: Float[Array, "B C"],
+    residual_noise: Float[Array, "B V"],
+    greedy: Bool[Array, " B"],
+) -> Acceptance:
+    """Tests the children of each node in turn, from the root down, a level at a time.
+
+    On a chain this is the rule of Leviathan et al. 2023 (arXiv 2211.17192); with several children,
+    drawn without replacement, it is recursive rejection sampling of Jeon et al. 2024 (arXiv
+    2402.14160).
+
+    Args:
+      tree: static: the rule is exact only if the shape was fixed before anything was drawn.
+      tokens: row 0 the root. A negative id is no draft: it is passed over, and changes nothing.
+      p: below each row.
+      q: below each of the X rows that have children, in row order. A child to which q gives no mass
+        was not drawn from q; it is passed over too.
+      coins: [B T-1] uniform in (0, 1), that of row r at index r - 1.
+      residual_noise: Gumbel noise for the one token that is not a draft.
+      greedy: slots whose p is one-hot: a child is accepted iff it is p's argmax, whatever q is. A
+        second child may be, and q, one-hot as well, holds the first alone.
+
+    Raises:
+      ValueError: the tree is dynamic.
+    """
+    if not isinstance(tree, Tree):
+        raise ValueError(
+            "recursive acceptance is exact only for trees whose shape is fixed before sampling, "
+            "got a dynamic tree; use a static one such as '4x2x1', or acceptance 'coupled'"
+        )
+    table = jnp.asarray(child_rows(tree))
+    q_index = np.zeros(tree.rows, np.int32)
+    q_index[tree.expanded_rows] = np.arange(len(tree.expanded_rows))
+    node = jnp.zeros(tokens.shape[:1], jnp.int32)
+    left, walking, path = p[:, 0], jnp.ones_like(greedy), [node]
+    for expansion in tree.expansions:
+        rest, children = _rows(q, jnp.asarray(q_index)[node]), table[node]
+        moved = jnp.zeros_like(walking)
+        for nth in range(expansion.max_children):
+            child = children[:, nth]
+            tested = walking & ~moved & (child > 0)
+            accepted, left, rest = _try_child(child, tested, tokens, left, rest, coins, greedy)
+            node, moved = jnp.where(accepted, child, node), moved | accepted
+        # Below an accepted child the test begins anew; where none was, what is left of p stays.
+        left = jnp.where(moved[:, None], _rows(p, node), left)
+        walking = moved
+        path.append(node)
+    pairs = zip(path[:-1], path[1:], strict=True)
+    count = 1 + sum((row > before).astype(jnp.int32) for before, row in pairs)
+    # The last token is drawn from p after the deepest row, or from what rejections left of p.
+    final = shards.argmax(jnp.log(left) + residual_noise)
+    path = jnp.stack(path, axis=1)
+    below = jnp.take_along_axis(tokens, jnp.roll(path, -1, axis=1), axis=1)
+    is_last = jnp.arange(path.shape[1]) == count[:, None] - 1
+    return Acceptance(jnp.where(is_last, final[:, None], below).astype(jnp.int32), path, count)
+
+
+def _try_child(child, tested, tokens, left, rest, coins, greedy):
+    """Tests one child of one node; returns whether it is accepted, and what is left of p and q.
+
+    Args:
+      child: [B] tree rows. tested: [B] whether the walk is at their parent and still looking.
+      left, rest: [B V] what is left of p and of q.
+    """
+    token = _entry(tokens, child)
+    p_token = _entry(left, jnp.maximum(token, 0))
+    q_token = _entry(rest, jnp.maximum(token, 0))
+    drawn = tested & (token >= 0)
+    # Accept with probability min(1, p / q): coin < p / q, as a product, for q may be zero.
+    accepted = (_entry(coins, child - 1) * q_token < p_token) & (q_token > 0)
+    accepted = drawn & jnp.where(greedy, token == shards.argmax(left), accepted)
+    rejected = drawn & ~accepted & (q_token > 0)
+    # After a rejection p becomes (p - q)+, normalised: what the draft has not stood for yet.
+    left = jnp.where(rejected[:, None], _normalised(jnp.maximum(left - rest, 0.0), left), left)
+    # The next sibling was drawn from q without the token that was rejected, normalised.
+    without = jnp.where(jnp.arange(rest.shape[1]) == token[:, None], 0.0, rest)
+    return accepted, left, jnp.where(rejected[:, None], _normalised(without, without), rest)
+
+
+def _entry(x: Array, index: Int[Array, " B"]) -> Array:
+    return jnp.take_along_axis(x, index[:, None], axis=1)[:, 0]
+
+
+def _rows(x: Float[Array, "B R V"], index: Int[Array, " B"]) -> Float[Array, "B V"]:
+    return jnp.take_along_axis(x, index[:, None, None], axis=1)[:, 0]
+
+
+def _normalised(weights: Float[Array, "B V"], otherwise: Array) -> Float[Array, "B V"]:
+    """Weights that sum to one; `otherwise` where there are none, as rounding can leave."""
+    total = weights.sum(axis=-1, keepdims=True)
+    return jnp.where(total > 0, weights / total, otherwise)

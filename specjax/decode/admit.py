@@ -1,8 +1,9 @@
-"""Before the first round: prefill prompts into pages, and start sequences in slots.
+"""Before the first round: read prompts into pages, start sequences in slots, and score prompts.
 
-Two programs, because one prompt is sampled many times: `prefill` runs the model over a prompt,
-piece by piece, `place` starts a slot that samples it. The slot's table refers to the prompt's full
-pages, which nobody writes any more; of the last page, which the slot will fill up, it gets a copy.
+One prompt is sampled many times, so these are two programs: `prefill` runs the model over a prompt,
+piece by piece, and `place` starts a slot that samples it. The slot's table refers to the prompt's
+full pages, which are not written any more; of the last page, which the slot fills up, it gets a
+copy. `score` reads a prompt for its log-probabilities alone.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from specjax.decode import rng
+from specjax.config.sampling import MAX_TOP_LOGPROBS
+from specjax.decode import shards
+from specjax.decode.noise import request_keys
 from specjax.decode.options import Options
-from specjax.decode.plan import Plan
-from specjax.decode.state import RUNNING, DecodeState, per_slot, with_pages
+from specjax.decode.sampling import normaliser
+from specjax.decode.state import RUNNING, DecodeState, Plan, per_slot, with_pages
 from specjax.decode.tree import chain_bits
 from specjax.indexing import put, take, take_along
 from specjax.interfaces import Memory, Where
@@ -34,14 +37,16 @@ from specjax.memory import (
 )
 from specjax.models.transformer import Transformer
 
+LOGIT_ROWS = 64  # rows scored at once; the logits of one take 0.6 MB at 150,000 tokens
+
 
 class Prompts(NamedTuple):
     """What is kept of Q prompts, beside their pages, for the sequences that start from them.
 
     Attributes:
       tails: [Q tail N] the target's states before the root that the draft starts from; None: it
-        asks for none.
-      slots: of the target's memory, after all positions that were read, up to the root.
+        needs none.
+      slots: of the target's memory, after all positions read so far, the root excluded.
     """
 
     tails: Float[Array, "Q tail N"] | None
@@ -66,13 +71,13 @@ class Piece(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """M sequences to start; a slot that is listed twice is simply written twice.
+    """M sequences to start; a slot that is listed twice is written twice.
 
     Attributes:
       slots: [M] slot of each. prompts: [M] row of its prompt in `Prompts`.
-      source, target: [C] the prompts' pages that are copied, and to which; 0 to 0 is nothing.
+      source, target: [C] page source[c] is copied to page target[c]; 0 to 0 copies nothing.
       tokens: [M max_len], right padded. lengths: [M]. limit: [M] final length at most.
-      words: [M 5] see `rng.request_words`. options: of the M requests.
+      words: [M 5] see `noise.request_words`. options: of the M requests.
     """
 
     slots: Int[Array, " M"]
@@ -87,7 +92,7 @@ class Admission(NamedTuple):
 
 
 def empty_prompts(plan: Plan, prompts: int) -> Prompts:
-    """Room for what is kept of so many prompts."""
+    """Makes room for so many prompts."""
     tails = None
     if plan.source is not None and plan.source.needs.states:
         width = len(plan.taps) * plan.cfg.hidden_size
@@ -105,10 +110,10 @@ def prefill(
     piece: Piece,
     stride: int = 1,
 ) -> tuple[DecodeState, Prompts]:
-    """Runs a piece of R prompts through target and draft source, and takes it into their memory.
+    """Runs a piece of R prompts through target and draft source, and writes it to their memory.
 
     Rows past a prompt's end are written to pages as well, and never visible. A prompt's first piece
-    begins with an empty slot, whatever an earlier prompt has left in its row.
+    begins with an empty slot, whatever an earlier prompt left in its row.
 
     Args:
       stride: pieces start at multiples of it.
@@ -150,7 +155,7 @@ def place(plan: Plan, state: DecodeState, kept: Prompts, new: Admission) -> Deco
     zeros = jnp.zeros_like(new.lengths)
     draft, noise = None, None
     pages = copy_pages(state.memory.pages, new.source, new.target)
-    if state.noise is not None:  # a slot's new request has noise of its own
+    if state.noise is not None:  # the ring holds the noise of the slot's last request
         ring = jax.tree.map(lambda x: take(x, new.slots), state.noise)
         noise = ring._replace(until=zeros)
     draft_pages = None
@@ -161,7 +166,7 @@ def place(plan: Plan, state: DecodeState, kept: Prompts, new: Admission) -> Deco
         states = None if kept.tails is None else take(kept.tails, new.prompts)
         started = plan.source.start(new.tokens, new.options.prompt_len, states)
         draft = plan.source.pause(Memory(None, started), state.draft.slots)
-    # Of a prompt of one token, the root, nothing is read, and its row holds another's slot.
+    # A prompt of one token is the root alone: none of it was read, and its row holds an old slot.
     slots = take_slots(kept.slots, new.prompts)
     empty = empty_slots(plan.cfg, len(new.slots))
     slots = choose_slots(new.lengths == 1, empty, slots)
@@ -170,7 +175,7 @@ def place(plan: Plan, state: DecodeState, kept: Prompts, new: Admission) -> Deco
         length=new.lengths,
         limit=new.limit,
         finish=zeros + RUNNING,
-        keys=rng.request_keys(new.words),
+        keys=request_keys(new.words),
         options=new.options,
         memory=Memory(None, slots),
         draft=draft,
@@ -182,3 +187,77 @@ def place(plan: Plan, state: DecodeState, kept: Prompts, new: Admission) -> Deco
         draft=state.draft and state.draft._replace(pages=draft_pages),
     )
     return with_pages(own, copied)
+
+
+# --- scores of prompts ----------------------------------------------------------------------------
+
+
+class Scores(NamedTuple):
+    """How likely each token of a prompt was, and the N = min(20, V) most likely ones in its place.
+
+    Log-probabilities are those of the raw logits: a prompt was not sampled, and so has no
+    temperature.
+
+    Attributes:
+      logprobs: of the token that followed each position. ranks: of it, 1 for the most likely token.
+      top_ids, top_logprobs: of the most likely tokens, best first.
+      valid: the logits are a distribution, see `normaliser`; else the rest is arbitrary.
+    """
+
+    logprobs: Float[Array, "B S"]
+    ranks: Int[Array, "B S"]
+    top_ids: Int[Array, "B S N"]
+    top_logprobs: Float[Array, "B S N"]
+    valid: Bool[Array, "B S"]
+
+
+def score(
+    model: Transformer,
+    memory: Memory,
+    tokens: Int[Array, "B N"],
+    start: Int[Array, " B"],
+    table: Int[Array, "B X"],
+) -> tuple[Memory, Scores]:
+    """Reads S = N - 1 positions of each prompt, as `prefill` does, and scores what follows them.
+
+    Logits are made for some positions at a time: those of all would take B S V numbers.
+
+    Args:
+      memory: of these prompts alone: pages, of which the first belongs to none, and a slot each.
+      tokens: from `start` on, and the one after; tokens past a prompt's end are arbitrary, and so
+        are their scores.
+      start: a multiple of S. table: the pages of each prompt.
+    """
+    batch, width = tokens.shape[0], tokens.shape[1] - 1
+    positions = start[:, None] + jnp.arange(width)
+    where = Where("tree", positions, prefix=start, visible=chain_bits(width), table=table)
+    slots = choose_slots(start == 0, empty_slots(model.cfg, batch), memory.slots)
+    memory = Memory(memory.pages, slots)
+    found = model.decode(tokens[:, :-1], where, memory)
+    hidden = found.x
+    run = math.gcd(width, page_size(memory.pages))  # within a page
+    to = Commit(start, table, after_of(hidden), run)
+    # Slots are advanced over what is beyond a prompt as well: they are not read after it.
+    count = jnp.full_like(start, width)
+    memory = commit(model.cfg, memory, found.scratch, None, count, to)
+    piece = math.gcd(width, max(1, LOGIT_ROWS // batch))
+    untempered = jnp.ones(batch, jnp.float32)
+
+    def one(piece):
+        states, token = piece
+        logits = shards.pin(model.logits(states))
+        log_sum, valid = normaliser(logits, untempered)
+        total = log_sum[..., None]
+        chosen = jnp.take_along_axis(logits, token[..., None], axis=-1)
+        best, ids = shards.top_k(logits, min(MAX_TOP_LOGPROBS, logits.shape[-1]))
+        ranks = 1 + (logits > chosen).sum(axis=-1, dtype=jnp.int32)
+        return Scores((chosen - total)[..., 0], ranks, ids, best - total, valid)
+
+    def pieces(x):
+        return jnp.moveaxis(x.reshape(batch, width // piece, piece, *x.shape[2:]), 1, 0)
+
+    scores = jax.lax.map(one, (pieces(hidden), pieces(tokens[:, 1:])))
+    scores = jax.tree.map(
+        lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, width, *x.shape[3:]), scores
+    )
+    return memory, scores

@@ -1,13 +1,12 @@
 """A chunk of rounds as one program: the host is asked once per chunk, not once per token.
 
-    take over     rows whose sequences have ended go to those that wait
+    take over     rows whose sequences have ended go to sequences that wait
     rounds        of a fixed batch, until so many rows are free that it pays to take over again
-    put back      what the rounds left of each sequence, to its slot
+    put back      the state of each sequence, to its slot
 
-More sequences than there are rows are started, so a row is idle for a few rounds at most, where
-refilling it from the host would leave it idle until the chunk's end, and the device at the host's
-mercy. What a chunk tells is told by sequence, not by row. By the keying of the noise it does not
-matter to the tokens which row a sequence has, or when.
+More sequences are started than there are rows, so that a free row is idle for a few rounds at
+most; the host could refill it only after the chunk. Results are by sequence, not by row. Noise is
+keyed by request and position, so tokens do not depend on which row a sequence has, or when.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from specjax.decode import report
-from specjax.decode.history import count_tokens
-from specjax.decode.part import Part
-from specjax.decode.plan import Plan
 from specjax.decode.report import Report
-from specjax.decode.round import Side, plain_round, spec_round
+from specjax.decode.round import plain_round, spec_round
+from specjax.decode.sampling import count_tokens
 from specjax.decode.state import (
     RUNNING,
     DecodeState,
+    Plan,
     RowMap,
     put_slots,
     take_over,
     take_positions,
     take_slots,
 )
+from specjax.decode.tree import Part
 from specjax.indexing import take
 from specjax.models.transformer import Transformer
 
@@ -43,11 +42,11 @@ NEVER = np.iinfo(np.int32).max
 
 
 class Until(NamedTuple):
-    """When a chunk ends, apart from when nobody is left.
+    """When a chunk ends, at the latest when no sequence is left.
 
     Attributes:
-      rounds: so many ran. leave_at: no more sequences run than that, and none waits: a
-        smaller batch is enough for them. ended: so many did: the host has others for their places.
+      rounds: when so many ran. leave_at: when no more sequences run than that, and none waits: a
+        smaller batch is enough for them. ended: when so many ended: the host has others for them.
     """
 
     rounds: Int[Array, ""]
@@ -56,17 +55,17 @@ class Until(NamedTuple):
 
     @property
     def may_be_early(self) -> bool:
-        """Whether it may end before its rounds are over, though somebody runs."""
+        """Whether it may end before its rounds are over, although sequences run."""
         return bool(self.leave_at or self.ended != NEVER)
 
     @classmethod
     def of(cls, rounds: int, leave_at: int = 0, ended: int = NEVER) -> Until:
-        """From the host's numbers."""
+        """Makes one from the host's numbers."""
         return cls(np.int32(rounds), np.int32(leave_at), np.int32(ended))
 
 
 class Result(NamedTuple):
-    """What the host reads of a chunk, apart from the state, which the next chunk takes over.
+    """What the host reads of a chunk; the state stays on the device.
 
     Attributes:
       tokens: [N C] emitted, by sequence of the row map, the first length - begin of each.
@@ -82,11 +81,11 @@ class Result(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """Between batches of a chunk.
+    """The state of a chunk between its batches.
 
     Attributes:
-      who: [b] has each row. rounds: so far. begun: there was a batch, though it may have had none:
-        what a chunk costs beside its rounds can be measured.
+      who: [b] the sequence of each row. rounds: so far.
+      begun: there was a batch, perhaps of no rounds: so the cost of an empty chunk can be measured.
     """
 
     state: DecodeState
@@ -108,12 +107,14 @@ def run_chunk(
     pin: Callable[[DecodeState], DecodeState],
     part: Part | None = None,
 ) -> tuple[DecodeState, Result]:
-    """Rounds of a row map's sequences, as many at once as there are rows.
+    """Runs rounds of a row map's sequences, as many at once as there are rows.
 
     Args:
-      state: of all slots. rows: static; the first so many of the row map have them to begin with,
-        and one at least of those is active. capacity: rounds that the report has room for;
-        `until.rounds` is at most that. pin: lays the state of a batch over a mesh.
+      state: of all slots.
+      rows: static; so many sequences at the front of the row map begin with a row, and at least one
+        of them is active.
+      capacity: rounds that the report has room for; `until.rounds` is at most that.
+      pin: lays the state of a batch over a mesh.
       part: of the plan's tree that is drafted; None: all of it.
     """
     begin, sequences = take(state.length, row_map.slots), len(row_map.slots)
@@ -121,7 +122,7 @@ def run_chunk(
     at_first = row_map.running(state).sum()
 
     def fill(state, who):
-        """Who has each row now, how many of them run, how many wait, and how many more may end
+        """The sequence of each row, how many of them run, how many wait, and how many more may end
         before the chunk does."""
         runs = row_map.running(state)
         who = take_over(runs, row_map.active, who)
@@ -137,15 +138,24 @@ def run_chunk(
         who, running, others, more = fill(carry.state, carry.who)
         mine = row_map.of(who)
         needed = carry.state if plan.draws_noise else carry.state._replace(noise=None)
-        side = Side(None, report.take_sequences(carry.report, who), take(begin, who), carry.rounds)
         least = jnp.where(others > 0, jnp.maximum(running - few, 0), until.leave_at)
         enough = jnp.maximum(least, running - more)
         here = pin(take_slots(needed, mine))
-        here, side, ran = _run_batch(
-            model, draft_params, plan, part, here, side, until.rounds, enough
+        told = report.take_sequences(carry.report, who)
+        here, told, ran = _run_batch(
+            model,
+            draft_params,
+            plan,
+            part,
+            here,
+            told,
+            take(begin, who),
+            carry.rounds,
+            until.rounds,
+            enough,
         )
         state = put_slots(carry.state, here, mine.slots)
-        told = report.put_sequences(carry.report, who, side.report)
+        told = report.put_sequences(carry.report, who, told)
         return _Carry(state, told, who, ran, jnp.bool_(True))
 
     who, told = jnp.arange(rows, dtype=jnp.int32), report.start(plan, sequences, capacity)
@@ -163,46 +173,55 @@ def _run_batch(
     plan: Plan,
     part: Part | None,
     state: DecodeState,
-    side: Side,
-    most,
-    enough,
-) -> tuple[DecodeState, Side, Int[Array, ""]]:
-    """Rounds of one batch until the chunk had `most`, or no more than `enough` of its rows run.
+    told: Report,
+    begin: Int[Array, " b"],
+    first: Int[Array, ""],
+    most: Int[Array, ""],
+    enough: Int[Array, ""],
+) -> tuple[DecodeState, Report, Int[Array, ""]]:
+    """Runs rounds of one batch until the chunk had `most`, or at most `enough` of its rows run.
+
+    Args:
+      told: the report of the batch's sequences. begin: their lengths when the chunk began.
+      first: rounds that the chunk had before.
 
     Returns:
-      the batch, what is told of it, and the rounds of the chunk so far.
+      the batch, its report, and the rounds of the chunk so far.
     """
-    begin, batch = state.length, state.length.shape[0]
-    counts = hidden = None
+    length, batch, source = state.length, len(state.length), plan.source
     if plan.features.penalties:
         prompt_len, vocab = state.options.prompt_len, plan.cfg.vocab_size
         counts = count_tokens(state.tokens, state.length, prompt_len, vocab)
+        state = state._replace(counts=counts)
     between = state.draft and state.draft.slots
+    hidden, taps = None, ()  # states of the roots of plain rounds, for a source that wants them
     if plan.tree is not None:
-        memory = plan.source.resume(model, draft_params, state, plan.steps)
-        state = state._replace(draft=memory)
-    elif plan.source is not None and plan.source.needs.window:
-        shape = (batch, side.report.counts.shape[0], len(plan.taps) * plan.cfg.hidden_size)
+        state = state._replace(draft=source.resume(model, draft_params, state, plan.steps))
+    elif source is not None and source.needs.window:
+        taps = plan.taps
+        shape = (batch, len(told.counts), len(taps) * plan.cfg.hidden_size)
         hidden = jnp.zeros(shape, jnp.dtype(plan.cfg.run.compute_dtype))
-    side = side._replace(counts=counts, hidden=hidden)
 
     def go_on(carry):
-        state, _, rounds = carry
+        state, _, _, rounds = carry
         return ((state.finish == RUNNING).sum() > enough) & (rounds < most)
 
     def body(carry):
-        state, side, rounds = carry
+        state, told, hidden, rounds = carry
         if plan.tree is None:
-            state, side = plain_round(model, plan, state, side, rounds)
+            state, step, tapped = plain_round(model, plan, state, taps)
+            if hidden is not None:
+                at = (0, rounds - first, 0)
+                hidden = jax.lax.dynamic_update_slice(hidden, tapped.astype(hidden.dtype), at)
         else:
-            state, side = spec_round(model, draft_params, plan, state, side, rounds, part)
-        return state, side, rounds + 1
+            state, step = spec_round(model, draft_params, plan, state, part)
+        return state, report.write(told, plan, rounds, begin, step), hidden, rounds + 1
 
-    state, side, rounds = jax.lax.while_loop(go_on, body, (state, side, side.first))
+    state, told, hidden, rounds = jax.lax.while_loop(go_on, body, (state, told, hidden, first))
     if plan.tree is not None:
-        state = state._replace(draft=plan.source.pause(state.draft, between))
-    elif plan.source is not None:
-        states = jnp.zeros((batch, 0, 0)) if side.hidden is None else side.hidden
-        emitted = state.length - begin
-        state = state._replace(draft=plan.source.commit(state.draft, None, states, emitted))
-    return state, side, rounds
+        state = state._replace(draft=source.pause(state.draft, between))
+    elif source is not None:
+        states = jnp.zeros((batch, 0, 0)) if hidden is None else hidden
+        emitted = state.length - length
+        state = state._replace(draft=source.commit(state.draft, None, states, emitted))
+    return state, told, rounds

@@ -1,23 +1,12 @@
-"""Step 1 of a round: the draft source takes in what was accepted, then proposes a tree.
+"""Step 1 of a round: the draft source proposes a tree of tokens below the root of every slot.
 
 The source gives logits below each row that is expanded: `begin` below the root, then one `step`
-for each further level, steps - 1 of them. They pass through the target's own sampling transforms,
-noise is added where the mode has any, and the best tokens become the row's children
-(`candidates.py`).
+per further level. They pass through the target's own sampling transforms, noise is added where the
+mode has any, and the best tokens become the row's children (`candidates`).
 
-Static trees are filled depth by depth. Dynamic trees (EAGLE-2, arXiv 2406.16858) expand the `topk`
-best nodes of each depth into `topk` children each, and keep the best rows of all depths. A node's
-score is the sum of its path's gains, which are never positive. Without noise a gain is log q, the
-draft's log-probability after all transforms. In `coupled` mode the noise of the position, which the
-target will use as well, says more: there a gain is the log-softmax over the vocabulary of (log q +
-noise) / tau, and `SpecConfig.tau` says how far the draft's log q can be trusted. Scores never rise
-along a path and ties go to the earlier depth, so whoever is kept has its parent kept. Such a tree
-was not drawn from q, so it comes without one, and only `coupled` and `greedy` take it.
-
-The source's *work* is what it hands from step to step of one round, its *memory* (`state.draft`)
-what it keeps from round to round: `commit` gives it the states along the accepted path and their
-number, and it takes the tokens from the history. Rows that are expanded below the root are numbered
-in the order in which they are expanded: `total` of them in all, `offset` before this level.
+A static tree is filled depth by depth. A dynamic tree (EAGLE-2, arXiv 2406.16858) expands the
+`topk` best nodes of each depth into `topk` children each, and keeps the best rows of all depths. A
+dynamic tree was not drawn from q, so only `coupled` and `greedy` take it.
 """
 
 from __future__ import annotations
@@ -29,27 +18,26 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specjax.decode.candidates import Candidates, candidates
-from specjax.decode.history import Context
-from specjax.decode.part import GrownPart, Part
-from specjax.decode.plan import Plan
-from specjax.decode.state import DecodeState, take_positions
-from specjax.decode.tree import Tree, TreeShape, grown_shape, pack_bits, pack_words
-from specjax.interfaces import Level
+from specjax.decode import sampling, shards
+from specjax.decode.noise import DRAFT, ring_at, round_noise
+from specjax.decode.sampling import Columns, Context, Rows
+from specjax.decode.state import DecodeState, Plan, take_positions
+from specjax.decode.tree import GrownPart, Part, Tree, TreeShape, grown_shape, pack_bits, pack_words
+from specjax.interfaces import Level, Proposal
 from specjax.models.transformer import Transformer
 
 
 class DraftedTree(NamedTuple):
-    """A drafted tree.
+    """The drafted tree of one round.
 
     Attributes:
       tokens: [B T], row 0 the root; -1 where there is no draft.
-      shape: who descends from whom.
+      shape: which rows are ancestors of which.
       paths: [B T P] tokens from below the root down to the row itself, then -1; P = steps.
-      q: [B X V] what the children of the X expanded rows, the root first, were drawn from (`block`
-        and `recursive`).
-      logprobs: [B T] log q of each drafted token, meaningless at -1 (telemetry).
-      work: the source's, for its `commit`.
+      q: [B X V] what the children of the X expanded rows, the root first, were drawn from; None
+        unless the rule is `block` or `recursive`.
+      logprobs: [B T] log q of each drafted token, arbitrary at -1; None without telemetry.
+      work: what the source hands to its `commit`.
     """
 
     tokens: Int[Array, "B T"]
@@ -72,8 +60,8 @@ def draft_tree(
 
     Args:
       draft_params: of the draft source.
-      context: what the transforms need of the slots' history.
-      part: of the tree that is drafted; None: all of it. Not with rules that need q.
+      context: the history of the slots, for the transforms.
+      part: of the tree, to be drafted; None: all of it. Not with rules that need q.
     """
     if plan.tree.is_dynamic:
         draft = _grow_dynamic(model, draft_params, plan, state, context, part)
@@ -81,8 +69,8 @@ def draft_tree(
     else:
         draft = _grow_static(model, draft_params, plan, state, context)
         inside = True if part is None else part.drafted
-    # Who opted out has no drafts: tokens of -1, and q = 0, which no rule accepts. Its paths may
-    # stay as they are, for they only matter below accepted drafts.
+    # A slot that does not speculate has no drafts: tokens of -1, and q = 0, which no rule accepts.
+    # Its paths may stay as they are, for they only matter below accepted drafts.
     speculates = state.options.speculate[:, None]
     drafting = (speculates & inside) | (np.arange(plan.tree.rows) == 0)
     tokens = jnp.where(drafting, draft.tokens, -1)
@@ -125,7 +113,7 @@ def _grow_static(
 
 
 def _static_level(tree: Tree, step: int, offset: int, tokens: Array, paths: Array) -> Level:
-    """What the source is told about the rows that are expanded at depth `step`."""
+    """Describes the rows that are expanded at depth `step` to the source."""
     rows = tree.expansions[step].rows
     so_far = tree.expanded_rows[1 : 1 + offset + len(rows)]
     return Level(
@@ -172,7 +160,12 @@ def _grow_dynamic(
     context: Context,
     part: GrownPart | None,
 ) -> DraftedTree:
-    """Expands the `topk` best nodes of each depth, then keeps the best rows of all depths."""
+    """Expands the `topk` best nodes of each depth, then keeps the best rows of all depths.
+
+    A node's score is the sum of the gains along its path (`_gain`). Gains are never positive, so
+    scores never rise along a path, and ties go to the earlier depth: a row that is kept has its
+    parent kept.
+    """
     tree, batch, topk = plan.tree, state.length.shape[0], plan.tree.topk
     size, total = tree.offsets[-1], topk * (tree.steps - 1)
     grown = _Grown(
@@ -218,7 +211,7 @@ def _grow_dynamic(
 def _add_level(
     grown: _Grown, start: int, step: int, frontier, score, paths, found: Candidates
 ) -> _Grown:
-    """Files the children [B R C] of the frontier [B R] behind the candidates so far."""
+    """Writes the children [B R C] of the frontier [B R] behind the candidates so far."""
     batch, rows, count = found.tokens.shape
 
     def flat(x):
@@ -241,14 +234,11 @@ def _add_level(
 def _best_rows(
     plan: Plan, state: DecodeState, grown: _Grown, work: Any, part: GrownPart | None
 ) -> DraftedTree:
-    """The root and the best `rows` - 1 candidates, in the order of their depth.
-
-    A parent scores at least as well as its child and stands before it, and `top_k` takes the
-    earlier of equals: no row is kept without its parent.
-    """
+    """Keeps the root and the best `rows` - 1 candidates, in the order of their depth."""
     tree = plan.tree
+    # Parents stand before their children, and `top_k` takes the earlier of equals.
     _, kept = jax.lax.top_k(grown.score, tree.rows - 1)
-    if part is not None:  # the worst rows go: no child is better than its parent
+    if part is not None:  # the worst rows are dropped; no child is better than its parent
         beyond = np.arange(tree.rows - 1)[:, None] >= part.rows - 1
         beyond &= np.arange(grown.score.shape[1]) == kept[..., None]
         grown = grown._replace(score=jnp.where(beyond.any(1), -jnp.inf, grown.score))
@@ -271,3 +261,115 @@ def _best_rows(
     shape = grown_shape(parent, depth, tree.steps)
     logprobs = pick(grown.logprobs, 0.0) if plan.telemetry else None
     return DraftedTree(tokens, shape, pick(grown.paths, -1), None, logprobs, work)
+
+
+# --- candidates below a row -----------------------------------------------------------------------
+
+
+class Candidates(NamedTuple):
+    """The best `count` continuations of each of R rows; None is what the plan does not need.
+
+    Attributes:
+      tokens: [B R count], -1 where there are fewer.
+      gain: [B R count] what each adds to its path's score, at most 0.
+      q: [B R V] what they were drawn from, 0 in a row without any.
+      logprobs: [B R count] log q of each.
+    """
+
+    tokens: Int[Array, "B R C"]
+    gain: Float[Array, "B R C"] | None
+    q: Float[Array, "B R V"] | None
+    logprobs: Float[Array, "B R C"] | None
+
+
+def candidates(
+    plan: Plan,
+    state: DecodeState,
+    context: Context,
+    proposal: Proposal,
+    paths: Int[Array, "B R P"],
+    nodes: np.ndarray,
+    count: int,
+) -> Candidates:
+    """Chooses the best continuations of R rows of one depth.
+
+    Args:
+      proposal: the source's logits, of all tokens or of some.
+      paths: tokens from below the root down to each row; its length is the rows' depth.
+      nodes: [R] numbers of the rows in the tree; they key noise that is private to a node.
+    """
+    options, root, depth = state.options, state.length - 1, paths.shape[-1]
+    logits, columns = proposal.scores, Columns(None, proposal.scores.shape[-1])
+    if proposal.ids is not None:
+        columns = Columns(proposal.ids, plan.cfg.vocab_size)
+        columns, logits = columns.widened(logits, count)
+        logits = columns.masked(logits)
+    logits = sampling.sanitise(logits)
+    # The very transforms that the target's logits will pass through, along each branch.
+    if plan.aligned:
+        rows = Rows(np.full(paths.shape[1], depth), paths)
+        log_q = sampling.transform(logits, options, plan.features, context, rows, columns)
+    else:
+        log_q = sampling.tempered(logits, options.temperature)
+    perturbed = log_q
+    if plan.draws_noise:
+        # The very noise that will decide the position: the draft guesses the sample, and not
+        # merely the distribution. A row at depth d decides position root + d + 1.
+        noise = ring_at(state.noise, root[:, None] + depth + 1, columns.ids)
+        perturbed = sampling.perturb(log_q, options.temperature, noise)
+    elif plan.needs_q and plan.features.sampled:
+        # q must be what the tokens were drawn from: noise of its own, not the target's.
+        noise = round_noise(state.keys, DRAFT, root, nodes, columns.vocab)
+        perturbed = sampling.perturb(log_q, options.temperature, columns.at_rows(noise))
+    picked, best = top_candidates(perturbed, count)
+    gain = q = logprobs = None
+    if plan.tree.is_dynamic:
+        gain = _gain(plan, options.temperature, perturbed, best)
+        if plan.adaptive_width:
+            gain = jnp.where(np.arange(count) < _width(log_q)[..., None], gain, -jnp.inf)
+    if plan.needs_q:
+        q = sampling.probabilities(log_q, options.temperature)
+        q = columns.spread(jnp.where(jnp.isfinite(best[..., :1]), q, 0.0))
+    if plan.telemetry:
+        of_picked = jnp.take_along_axis(log_q, picked, axis=-1)
+        logprobs = of_picked - jax.nn.logsumexp(log_q, axis=-1, keepdims=True)
+    tokens = jnp.where(jnp.isfinite(best), columns.tokens(picked), -1)
+    return Candidates(tokens, gain, q, logprobs)
+
+
+def top_candidates(scores: Float[Array, "B R V"], count: int) -> tuple[Array, Array]:
+    """Columns and values [B R count] of the `count` best scores, ties to the lowest id."""
+    best, ids = shards.top_k(scores, count, _top_k)
+    return ids.astype(jnp.int32), best
+
+
+def _top_k(scores: Float[Array, "B R V"], count: int) -> tuple[Array, Array]:
+    """`jax.lax.top_k`; the first few by argmaxes, for on CPU it sorts the whole vocabulary."""
+    if count > 8:
+        return jax.lax.top_k(scores, count)
+    ids, best = [], []
+    for _ in range(count):
+        value, pick = shards.whole_best(scores)
+        ids.append(pick)
+        best.append(value)
+        scores = jnp.where(jnp.arange(scores.shape[-1]) == pick[..., None], -jnp.inf, scores)
+    return jnp.stack(best, axis=-1), jnp.stack(ids, axis=-1)
+
+
+def _gain(plan: Plan, temperature: Array, perturbed: Array, best: Array) -> Array:
+    """What each of the best continuations adds to the score of its path.
+
+    With noise it is log_softmax(perturbed / tau): the noise decides the position, and tau says how
+    far the draft's log q can be trusted. Without noise it is log q.
+    """
+    tau = plan.tau if plan.mode == "coupled" else 1.0
+    tau = jnp.where(temperature > 0, tau, 1.0)[:, None, None]
+    total = jax.nn.logsumexp(perturbed / tau, axis=-1, keepdims=True)
+    return jnp.where(jnp.isfinite(best), jnp.minimum(best / tau - total, 0.0), -jnp.inf)
+
+
+def _width(log_q: Float[Array, "B R V"]) -> Float[Array, "B R"]:
+    """How many children a row should have: the perplexity of its q."""
+    log_p = jax.nn.log_softmax(log_q, axis=-1)
+    entropy = -jnp.where(jnp.isfinite(log_p), jnp.exp(log_p) * log_p, 0.0).sum(-1)
+    return jnp.round(jnp.exp(entropy))

@@ -30,10 +30,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.config import Strategy
-from specjax.decode import rng, shards
-from specjax.decode.block import accept_block
-from specjax.decode.recursive import accept_recursive
-from specjax.decode.tree import Acceptance, build_tree
+from specjax.decode import shards
+from specjax.decode.accept import Acceptance, accept_block, accept_recursive
+from specjax.decode.noise import (
+    RESIDUAL,
+    request_keys,
+    request_words,
+    round_coins,
+    round_noise,
+)
+from specjax.decode.tree import build_tree
 
 __all__ = [
     "AcceptDecision",
@@ -200,7 +206,7 @@ def speculative_accept(
     bonus = len(p) > n
     if not bonus:
         p = np.concatenate([p, p[-1:]])  # any distribution: its token is left out below
-    words = rng.request_words(seed, (), 0)[None]
+    words = request_words(seed, (), 0)[None]
     drafted, q, p = (x[None] for x in (proposal.tokens, proposal.probs, p))
     out = accept_chains(acceptance, words, np.array([position], np.int32), drafted, q, p)
     kept, tokens = int(out.count[0]) - 1, np.asarray(out.tokens[0]).tolist()
@@ -220,15 +226,15 @@ def accept_chains(
     """`speculative_accept` of many sequences at once, jitted, unchecked.
 
     Args:
-      words: what identifies each sequence, see `rng.request_words`.
+      words: what identifies each sequence, see `request_words`.
       position: of the last token of each context.
       q: zero where the drafted token is -1.
       p: the last row decides nothing but the token after n accepted drafts. Who wants no such token
         gives any distribution there, and drops it.
     """
     batch, steps = drafted.shape
-    keys = rng.request_keys(words)
-    noise = rng.round_noise(keys, rng.RESIDUAL, position, np.zeros(1, int), p.shape[-1])[:, 0]
+    keys = request_keys(words)
+    noise = round_noise(keys, RESIDUAL, position, np.zeros(1, int), p.shape[-1])[:, 0]
     greedy = jnp.full((batch,), acceptance == "greedy")
     if acceptance == "greedy":
         p = jax.nn.one_hot(shards.argmax(p), p.shape[-1])
@@ -236,7 +242,7 @@ def accept_chains(
         final = shards.argmax(jnp.log(p[:, 0]) + noise)
         first = jnp.zeros((batch, 1), jnp.int32)
         return Acceptance(final[:, None], first, first[:, 0] + 1)
-    coins = rng.round_coins(keys, position, np.arange(1, steps + 1))
+    coins = round_coins(keys, position, np.arange(1, steps + 1))
     tokens = jnp.pad(drafted, ((0, 0), (1, 0)))  # row 0 is the root
     if acceptance == "block":
         return accept_block(tokens, p, q, coins, noise)

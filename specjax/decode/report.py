@@ -1,14 +1,13 @@
-"""What a chunk reports beside the state: further logprobs, and why drafts were rejected.
+"""What a chunk reports beside tokens: log-probabilities, accepted drafts, and why drafts failed.
 
-Buffers as large as one chunk can fill lie on the device, are written once per round and drained
-once per chunk. Which of them exist is static: what nobody asked for is None, and the compiled
-program holds neither its buffer nor its arithmetic.
+A round returns what it knows (`Round`); `write` computes the report from it. Buffers as large as a
+chunk can fill lie on the device, are written once per round and read by the host once per chunk.
+Which of them exist is static: what is not asked for is None, and the compiled program holds neither
+its buffer nor its arithmetic.
 
-A rejection is a round whose walk ended at a tree row that has drafted children, none of which was
-taken. (A path accepted down to a leaf ends in no rejection.) At most one per slot and round.
-
-Two distributions appear. The *temperature-scaled* one is the raw logits over T; the *transformed*
-one is what is sampled, after penalties, bias, masks and filters. At T = 0 both are scored at T = 1.
+Two distributions appear. The *temperature-scaled* one is the raw logits over T: what a trainer
+recomputes. The *transformed* one is what is sampled, after penalties, bias, masks and filters. At
+T = 0 both are scored at T = 1.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.config.sampling import MAX_TOP_LOGPROBS
 from specjax.decode import sampling, shards
+from specjax.decode.noise import ring_at
 from specjax.decode.options import Features
-from specjax.decode.plan import Plan
-from specjax.decode.state import RUNNING, put_positions
+from specjax.decode.state import RUNNING, Plan, put_positions
 from specjax.indexing import put, take
 from specjax.models.transformer import record_shape
 
 if TYPE_CHECKING:
+    from specjax.decode.accept import Acceptance
     from specjax.decode.draft import DraftedTree
-    from specjax.decode.history import Context, Rows
+    from specjax.decode.sampling import Context, Rows
     from specjax.decode.state import DecodeState
-    from specjax.decode.tree import Acceptance
 
 
 class TopLogprobs(NamedTuple):
@@ -54,7 +53,10 @@ class TopLogprobs(NamedTuple):
 
 
 class Rejections(NamedTuple):
-    """One entry per round and slot; of a whole chunk, per round and sequence.
+    """Why drafts were rejected, one entry per round and slot; in a chunk, per round and sequence.
+
+    A rejection is a round whose walk ended at a tree row that has drafted children, none of which
+    was accepted. (A path accepted down to a leaf is none.) There is at most one per slot and round.
 
     Attributes:
       accepted: drafts that the walk accepted, before stop tokens and limits cut it; -1 where the
@@ -63,7 +65,7 @@ class Rejections(NamedTuple):
       emitted: False where a stop token or a limit ended the sample before the target token.
       position: absolute position of the rejected token. depth: its depth in the tree, 1 or more.
       draft_token: the rejected child; the best of them where there are several.
-      target_token: what the target put there instead.
+      target_token: what the target emitted there instead.
       draft_logprob: of the draft token in the draft's own transformed distribution.
       target_logprob, draft_token_target_logprob: of the target token and of the draft token in the
         target's transformed distribution.
@@ -96,8 +98,8 @@ class Report(NamedTuple):
     """The buffers of one chunk; None is what the plan does not ask for.
 
     C is the number of tokens that a slot can emit in a chunk, rounds * (steps + 1). Entry k of slot
-    b is about the token at absolute position begin[b] + k. A chunk keeps one row per sequence of
-    its row map, and rounds write to those of the sequences that they run, see `take_sequences`.
+    b is about the token at absolute position begin[b] + k. A chunk has one row per sequence of its
+    row map, and rounds write to those of the sequences that they run, see `take_sequences`.
 
     Attributes:
       logprobs: [B C] log-probability of each emitted token in the temperature-scaled distribution.
@@ -123,37 +125,35 @@ class Report(NamedTuple):
 _OF_ROUNDS = ("counts", "accepted", "rejections")
 
 
-class RoundView(NamedTuple):
-    """What a round knows once it has accepted.
+class Round(NamedTuple):
+    """What a round knows once it has accepted, for `write`.
 
     Attributes:
-      state: before the round. draft, accepted: None in plain decoding.
+      state: before the round. context: the history that the transforms saw.
+      draft: None in plain decoding.
+      accepted: the emitted tokens along the path, before stop tokens and limits; none that was
+        drawn from logits that are no distribution.
       count: [B] tokens emitted after stop tokens and limits; 0 where a slot is not running.
-      tokens: [B E] what was emitted, E = steps + 1 (1 in plain decoding).
-      path_logits, path_scores: [B E V] the target's raw and transformed logits at the rows after
-        which these tokens were emitted. path_rows: those rows (depth [E], paths [B E D]).
-      noise: [B E V] the target's noise at these tokens' positions, or None.
-      invalid: [B] slots whose walk ended at logits that are no distribution, of which `accepted`
-        counts no token; None: there are none.
-      records: [B E M ..] of the path's rows; None: the model records nothing.
+      invalid: [B] slots whose walk ended at logits that are no distribution.
+      logits, scores: [B E V] the target's raw and transformed logits at the rows after which these
+        tokens were emitted. rows: those rows (depth [E], paths [B E D]).
+      records: [B E M ..] of these rows; None: the model records nothing.
     """
 
     state: DecodeState
     context: Context
     draft: DraftedTree | None
-    accepted: Acceptance | None
+    accepted: Acceptance
     count: Int[Array, " B"]
-    tokens: Int[Array, "B E"]
-    path_logits: Float[Array, "B E V"]
-    path_scores: Float[Array, "B E V"]
-    path_rows: Rows
-    noise: Float[Array, "B E V"] | None
-    invalid: Bool[Array, " B"] | None = None
-    records: Int[Array, "B E M ..."] | None = None
+    invalid: Bool[Array, " B"]
+    logits: Float[Array, "B E V"]
+    scores: Float[Array, "B E V"]
+    rows: Rows
+    records: Int[Array, "B E M ..."] | None
 
 
 def start(plan: Plan, batch: int, rounds: int) -> Report:
-    """Empty buffers for a chunk of at most `rounds` rounds (static)."""
+    """Makes empty buffers for a chunk of at most `rounds` rounds (static)."""
     features, room = plan.features, rounds * (plan.steps + 1)
     top_n = min(MAX_TOP_LOGPROBS, plan.cfg.vocab_size)
     transformed = top = rejections = None
@@ -193,14 +193,14 @@ def start(plan: Plan, batch: int, rounds: int) -> Report:
 def write(
     report: Report,
     plan: Plan,
-    round_index: Int[Array, ""],
+    index: Int[Array, ""],
     begin: Int[Array, " B"],
-    step: RoundView,
+    step: Round,
 ) -> Report:
     """Adds one round.
 
     Args:
-      round_index: rounds of this chunk before this one.
+      index: rounds of this chunk before this one.
       begin: lengths of the slots when the chunk began.
     """
 
@@ -208,13 +208,13 @@ def write(
         return put_positions(buffer, values, step.state.length - begin, step.count)
 
     def put_round(buffer, values):
-        return jax.lax.dynamic_update_index_in_dim(buffer, values, round_index, 0)
+        return jax.lax.dynamic_update_index_in_dim(buffer, values, index, 0)
 
-    temperature = step.state.options.temperature
-    logprobs = sampling.chosen_logprobs(step.path_logits, temperature, step.tokens)
+    temperature, tokens = step.state.options.temperature, step.accepted.tokens
+    logprobs = sampling.chosen_logprobs(step.logits, temperature, tokens)
     transformed, top, rejections = report.transformed, report.top, report.rejections
     if transformed is not None:
-        transformed = put(transformed, _logprob_of(step.path_scores, step.tokens))
+        transformed = put(transformed, _logprob_of(step.scores, tokens))
     if top is not None:
         top = jax.tree.map(jax.vmap(put, (2, 2), 2), top, _top(step, top))
     if rejections is not None:
@@ -261,16 +261,12 @@ def _by_sequence(change: Callable[..., Array], *reports: Report) -> Report:
     )
 
 
-def _accepted(step: RoundView) -> Int[Array, " B"]:
-    """Drafts accepted before the path was cut, -1 where nothing could be."""
-    running = step.state.finish == RUNNING
-    if step.accepted is None:
-        return jnp.where(running & _ends_validly(step), 0, -1)
-    return jnp.where(running & step.state.options.speculate, step.accepted.count - 1, -1)
-
-
-def _ends_validly(step: RoundView) -> Bool[Array, " B"] | bool:
-    return True if step.invalid is None else ~step.invalid
+def _accepted(step: Round) -> Int[Array, " B"]:
+    """Drafts accepted before the path was cut, -1 where a slot does not run or speculate."""
+    counted = step.state.finish == RUNNING
+    if step.draft is not None:
+        counted &= step.state.options.speculate
+    return jnp.where(counted, step.accepted.count - 1, -1)
 
 
 def _logprob_of(scores: Float[Array, "... V"], tokens: Int[Array, "..."]) -> Array:
@@ -278,16 +274,19 @@ def _logprob_of(scores: Float[Array, "... V"], tokens: Int[Array, "..."]) -> Arr
     return picked - jax.nn.logsumexp(scores, axis=-1)
 
 
-def _top(step: RoundView, like: TopLogprobs) -> TopLogprobs:
+def _top(step: Round, like: TopLogprobs) -> TopLogprobs:
     """The best tokens after each row of the path, in the distributions that `like` has."""
     number = like.ids.shape[-1]
-    scaled = sampling.tempered(step.path_logits, step.state.options.temperature)
+    scaled = sampling.tempered(step.logits, step.state.options.temperature)
     logprobs, ids = shards.top_k(jax.nn.log_softmax(scaled), number)
     new = TopLogprobs(ids, logprobs, None, None)
     if like.transformed_ids is not None:
-        logprobs, ids = shards.top_k(jax.nn.log_softmax(step.path_scores), number)
+        logprobs, ids = shards.top_k(jax.nn.log_softmax(step.scores), number)
         new = new._replace(transformed_ids=ids, transformed_logprobs=logprobs)
     return new
+
+
+# --- why drafts were rejected ---------------------------------------------------------------------
 
 
 class _End(NamedTuple):
@@ -295,40 +294,38 @@ class _End(NamedTuple):
 
     Attributes:
       index: [B] its index along the path. logits, scores: [B V] the target's there.
-      rows: the same row for `sampling.transform`. noise: [B V] of the position it decides, or None.
+      rows: the same row for `sampling.transform`.
     """
 
     index: Int[Array, " B"]
     logits: Float[Array, "B V"]
     scores: Float[Array, "B V"]
     rows: Rows
-    noise: Float[Array, "B V"] | None
 
 
-def _end(step: RoundView) -> _End:
+def _end(step: Round) -> _End:
     index = jnp.maximum(step.accepted.count - 1, 0)
 
     def at(x):
         return jnp.take_along_axis(x, index[:, None, None], axis=1)
 
-    rows = step.path_rows._replace(depth=index[:, None], path=at(step.path_rows.path))
-    noise = None if step.noise is None else at(step.noise)[:, 0]
-    return _End(index, at(step.path_logits)[:, 0], at(step.path_scores)[:, 0], rows, noise)
+    rows = step.rows._replace(depth=index[:, None], path=at(step.rows.path))
+    return _End(index, at(step.logits)[:, 0], at(step.scores)[:, 0], rows)
 
 
-def _rejection(plan: Plan, step: RoundView) -> Rejections:
+def _rejection(plan: Plan, step: Round) -> Rejections:
     """The record of one round, all fields [B]."""
     state, draft, options = step.state, step.draft, step.state.options
     end = _end(step)
     child, has_children = _best_child(step)
     drafted = jnp.maximum(jnp.take_along_axis(draft.tokens, child, axis=1)[:, 0], 0)
-    target = jnp.take_along_axis(step.tokens, end.index[:, None], axis=1)[:, 0]
+    target = jnp.take_along_axis(step.accepted.tokens, end.index[:, None], axis=1)[:, 0]
     ran = (state.finish == RUNNING) & options.speculate
     scaled = jax.nn.softmax(sampling.tempered(end.logits, options.temperature))
     outside_mask, outside_filter = _outside(plan.features, step, end, drafted)
     return Rejections(
         accepted=_accepted(step),
-        valid=ran & has_children & _ends_validly(step),
+        valid=ran & has_children & ~step.invalid,
         emitted=step.count > end.index,
         position=state.length + end.index,
         depth=end.index + 1,
@@ -345,7 +342,7 @@ def _rejection(plan: Plan, step: RoundView) -> Rejections:
     )
 
 
-def _best_child(step: RoundView) -> tuple[Int[Array, "B 1"], Bool[Array, " B"]]:
+def _best_child(step: Round) -> tuple[Int[Array, "B 1"], Bool[Array, " B"]]:
     """The first valid child of the row at which the walk ended, and whether there is one."""
     index = jnp.maximum(step.accepted.count - 1, 0)[:, None]
     last = jnp.take_along_axis(step.accepted.path, index, axis=1)
@@ -354,15 +351,15 @@ def _best_child(step: RoundView) -> tuple[Int[Array, "B 1"], Bool[Array, " B"]]:
     return jnp.argmax(below, axis=1)[:, None], below.any(axis=1)
 
 
-def _scores(features: Features, step: RoundView, end: _End) -> Float[Array, "B V"]:
-    """The target's scores at the end of the walk, had the requests asked for `features` alone."""
+def _scores(features: Features, step: Round, end: _End) -> Float[Array, "B V"]:
+    """The target's scores at the end of the walk, if requests asked for `features` alone."""
     options = step.state.options
     logits = end.logits[:, None]
     return sampling.transform(logits, options, features, step.context, end.rows)[:, 0]
 
 
 def _outside(
-    features: Features, step: RoundView, end: _End, token: Int[Array, " B"]
+    features: Features, step: Round, end: _End, token: Int[Array, " B"]
 ) -> tuple[Bool[Array, " B"], Bool[Array, " B"]]:
     """Whether `token` cannot be sampled: because of a mask, or because of a filter alone."""
 
@@ -379,13 +376,15 @@ def _outside(
     return by_mask, outside & ~by_mask
 
 
-def _penalty_changed(plan: Plan, step: RoundView, end: _End) -> Bool[Array, " B"]:
+def _penalty_changed(plan: Plan, step: Round, end: _End) -> Bool[Array, " B"]:
+    """Whether another token would have been chosen there without penalties."""
     if not plan.features.penalties:
         return jnp.zeros(step.count.shape, bool)
 
     def choice(scores):
         if plan.draws_noise:
-            scores = sampling.perturb(scores, step.state.options.temperature, end.noise)
+            noise = ring_at(step.state.noise, (step.state.length + end.index)[:, None])[:, 0]
+            scores = sampling.perturb(scores, step.state.options.temperature, noise)
         return shards.argmax(scores)
 
     without = _scores(dataclasses.replace(plan.features, penalties=False), step, end)

@@ -1,8 +1,9 @@
-"""The state of a running batch: one donated pytree, every field with its shape."""
+"""What a round works on: its static plan, and the state of a batch as one donated pytree."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -10,17 +11,66 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
 from specjax import interfaces, memory
-from specjax.decode.options import Options, neutral
-from specjax.decode.plan import Plan
-from specjax.decode.rng import NoiseRing, empty_ring
+from specjax.config import ModelConfig, Strategy
+from specjax.decode.noise import NoiseRing, empty_ring
+from specjax.decode.options import Features, Options, neutral
+from specjax.decode.sampling import Counts
+from specjax.decode.tree import DynamicTree, Tree
 from specjax.indexing import put, take, take_along
-from specjax.interfaces import Memory, Table
+from specjax.interfaces import Draft, Memory, Table
 
 RUNNING, STOPPED, LENGTH, EMPTY, INVALID = 0, 1, 2, 3, 4
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything that a compiled program is made for: a strategy, its rule and its draft source.
+
+    Attributes:
+      tree: None is plain decoding.
+      mode: acceptance mode. telemetry: record rejections. The rest is as in `SpecConfig`.
+      rule: `(plan, state, draft, scores) -> Acceptance` in place of the mode's own rule, for
+        benches that decide what is accepted.
+    """
+
+    cfg: ModelConfig
+    tree: Tree | DynamicTree | None = None
+    source: Draft | None = None
+    mode: str = "coupled"
+    features: Features = Features()
+    aligned: bool = True
+    tau: float = 0.6
+    adaptive_width: bool = False
+    invariant: bool = False
+    telemetry: bool = False
+    rule: Callable | None = None
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.tree.strategy if self.tree else Strategy.OFF
+
+    @property
+    def steps(self) -> int:
+        return self.strategy.steps
+
+    @property
+    def taps(self) -> tuple[int | str, ...]:
+        """Hidden states of the target that the draft source is given."""
+        return self.source.needs.taps if self.source else ()
+
+    @property
+    def needs_q(self) -> bool:
+        """Whether the rule divides by the draft's probabilities."""
+        return self.mode in ("block", "recursive")
+
+    @property
+    def draws_noise(self) -> bool:
+        """Whether rounds need the noise of positions."""
+        return self.tree is not None and self.mode == "coupled" and self.features.sampled
+
+
 class DecodeState(NamedTuple):
-    """B slots in the middle of generation, between chunks or within one.
+    """B slots that generate, between chunks or within one.
 
     The root of slot b is `tokens[b, length[b] - 1]`: its row is not in the cache yet.
 
@@ -34,6 +84,7 @@ class DecodeState(NamedTuple):
       draft: the draft source's memory; None without one.
       noise: the ring that drafting and verification share; None unless the mode is `coupled`.
       table: [B X] the pages of each slot, while a chunk runs; None: slot b has page b.
+      counts: of the slots' tokens, for penalties; None between chunks, and without penalties.
     """
 
     tokens: Int[Array, "B M"]
@@ -46,6 +97,7 @@ class DecodeState(NamedTuple):
     draft: Memory | None
     noise: NoiseRing | None
     table: Table = None
+    counts: Counts | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +114,12 @@ class Room(interfaces.Room):
 
 
 def margin(plan: Plan) -> int:
-    """Positions past the longest sequence that a commit or a draft source may write to."""
+    """How many positions past the longest sequence a commit or a draft source may write to."""
     return max(plan.steps + 1, plan.source.margin(plan.steps) if plan.source else 0)
 
 
 def empty_state(plan: Plan, room: Room) -> DecodeState:
-    """Empty slots.
+    """A state of empty slots.
 
     Args:
       plan: the one with the most steps of those that will be used.
@@ -97,7 +149,7 @@ def prefix_lengths(state: DecodeState) -> Int[Array, " B"]:
 
 
 def per_slot(state: DecodeState) -> DecodeState:
-    """Only what has slots in front: without the memories' pages."""
+    """The fields that have slots in front: all but the memories' pages."""
     target = state.memory._replace(pages=None)
     draft = state.draft and state.draft._replace(pages=None)
     return state._replace(memory=target, draft=draft, table=None)
@@ -111,11 +163,11 @@ def with_pages(state: DecodeState, pages: DecodeState) -> DecodeState:
 
 
 class RowMap(NamedTuple):
-    """Started sequences, in the order in which they run: the first have the rows of a chunk, the
-    others wait, and take the rows of those that end.
+    """The sequences of a chunk: the first have its rows, the others wait for rows to be free.
 
     Attributes:
-      slots: [N] of each. active: [N] those that may run; the others fill up. table: [N X] pages.
+      slots: [N] of each. active: [N] whether it may run; the others are padding.
+      table: [N X] the pages of each.
     """
 
     slots: Int[Array, " N"]
@@ -123,7 +175,7 @@ class RowMap(NamedTuple):
     table: Table
 
     def of(self, who: Int[Array, " b"]) -> RowMap:
-        """Some of them."""
+        """The entries of the sequences `who`."""
         return jax.tree.map(lambda x: take(x, who), self)
 
     def running(self, state: DecodeState) -> Bool[Array, " N"]:
@@ -133,14 +185,14 @@ class RowMap(NamedTuple):
 def take_over(
     runs: Bool[Array, " N"], active: Bool[Array, " N"], who: Int[Array, " b"]
 ) -> Int[Array, " b"]:
-    """Rows whose sequences have ended go to those that wait, in order.
+    """Gives the rows of sequences that have ended to those that wait, in order.
 
     Args:
-      runs: of a row map, those that have not ended. active: see `RowMap`. who: has each row, as an
-        index into it.
+      runs: whether each sequence of a row map has not ended. active: see `RowMap`.
+      who: the sequence of each row, as an index into the row map.
 
     Returns:
-      who has each row now. A row that was never active stays as it is.
+      the sequence of each row from now on. A row that was never active stays as it is.
     """
     waits = put(runs, who, jnp.zeros(len(who), bool))
     line = jnp.argsort(~waits, stable=True)
@@ -151,7 +203,7 @@ def take_over(
 
 
 def take_slots(state: DecodeState, rows: RowMap) -> DecodeState:
-    """Some slots as a batch of their own, with all pages; who is not active must not run."""
+    """Takes some slots as a batch of their own, with all pages; what is not active does not run."""
     here = jax.tree.map(lambda x: take(x, rows.slots), per_slot(state))
     finish = jnp.where(rows.active, here.finish, jnp.maximum(here.finish, STOPPED))
     return with_pages(here._replace(finish=finish, table=rows.table), state)
@@ -160,7 +212,7 @@ def take_slots(state: DecodeState, rows: RowMap) -> DecodeState:
 def put_slots(state: DecodeState, here: DecodeState, slots: Int[Array, " b"]) -> DecodeState:
     """The whole state after `take_slots` and a chunk; the pages are those of `here`.
 
-    What a chunk does not change (limits, keys, options), or has left out (None), is not written.
+    Fields that a chunk does not change (limits, keys, options) or has left out (None) stay.
     """
 
     def write(x, new):

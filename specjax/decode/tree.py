@@ -1,15 +1,19 @@
-"""Trees as arrays: who is whose parent, how deep, and who sees whom.
+"""Trees as arrays: the parent and depth of each row, and which rows it sees.
 
-Rows are ordered by depth, and a parent always stands before its children. Everything about a chain
-or static tree is computed once per strategy in numpy and enters the compiled program as constants.
-Of a dynamic tree only the layout of the candidates is known beforehand; its shape is computed on
-the device, per slot and round (`grown_shape`).
+Row 0 is the root: the last token known, at position length - 1, whose keys and values are not in
+the cache yet. A row of depth d stands at position root + d and decides the token at root + d + 1.
+Rows are ordered by depth, and a parent stands before its children.
+
+Chains and static trees are computed once per strategy in numpy and enter the compiled program as
+constants. Of a dynamic tree only the layout of the candidates is known beforehand; its shape is
+computed on the device, per slot and round (`grown_shape`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -18,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specjax.config import Strategy
 from specjax.indexing import take_along
+from specjax.spelling import SettingError
 
 
 class TreeShape(NamedTuple):
@@ -35,20 +40,6 @@ class TreeShape(NamedTuple):
     visible: Bool[Array, "*B T T"]
     bits: UInt32[Array, "*B T W"]
     path_rows: Int[Array, "*B T E"]
-
-
-class Acceptance(NamedTuple):
-    """What one round keeps of its tree and emits, before stop tokens and limits.
-
-    Attributes:
-      tokens: [B E] emitted tokens, E = steps + 1; entries past `count` are garbage.
-      path: [B E] tree row after which each token was emitted; path[:, 0] is the root.
-      count: [B] tokens emitted, 1 + accepted drafts.
-    """
-
-    tokens: Int[Array, "B E"]
-    path: Int[Array, "B E"]
-    count: Int[Array, " B"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -133,7 +124,7 @@ class DynamicTree:
 
 
 def ancestors(parent: np.ndarray) -> np.ndarray:
-    """Booleans [T, T] of "is self or an ancestor", from parents that precede their children."""
+    """[T, T] whether column j is row t or an ancestor of it; parents precede their children."""
     seen = np.zeros((len(parent), len(parent)), bool)
     for row, up in enumerate(parent):
         if up != row:
@@ -213,7 +204,7 @@ def pack_words(visible: Bool[Array, "*B T R"]) -> UInt32[Array, "*B T W"]:
 
 
 def take_parents(x: Float[Array, "B Q D"], parents: Int[Array, "..."]) -> Float[Array, "B R D"]:
-    """What the rows of a level inherit from their parents among the previous call's rows."""
+    """Picks, for each row of a level, the entry of its parent among the previous call's rows."""
     if parents.ndim == 1:
         return x[:, parents]
     return take_along(x, parents[..., None], axis=1)
@@ -227,3 +218,83 @@ def plain_bits() -> np.ndarray:
 def chain_bits(rows: int) -> np.ndarray:
     """The bitmask of `rows` consecutive tokens: row t sees rows 0..t."""
     return pack_bits(np.tril(np.ones((rows, rows), bool)))
+
+
+# --- several strategies in one program ------------------------------------------------------------
+
+# In `invariant` mode the bits of the target's logits must not depend on the strategy, and only
+# within one program are equal inputs sure to give equal bits. So all strategies of an engine run
+# the program of one common tree, and the part of it that a round drafts is data. Rows outside the
+# part hold no draft: the target computes them, and no other row sees them.
+#
+#     chains                      the longest chain; a part is its first rows
+#     chains and static trees     all paths of all of them; a part is the paths of one
+#     chains and dynamic trees    the most steps, the widest level and the most rows of any; a part
+#                                 has fewer steps, narrower levels and fewer rows
+#     off                         no row below the root
+#
+# A static and a dynamic tree have no common tree: what a dynamic tree expands depends on scores.
+
+
+class FixedPart(NamedTuple):
+    """A part of a chain or static tree: drafted [T], whether a row may hold a draft."""
+
+    drafted: Bool[Array, " T"]
+
+
+class GrownPart(NamedTuple):
+    """A part of a dynamic tree.
+
+    Attributes:
+      steps: its depth. topk: nodes that a level expands, and children of each. rows: root included.
+    """
+
+    steps: Int[Array, ""]
+    topk: Int[Array, ""]
+    rows: Int[Array, ""]
+
+
+Part = FixedPart | GrownPart
+
+
+def common_strategy(strategies: Sequence[Strategy]) -> Strategy:
+    """The smallest strategy whose tree holds those of all.
+
+    Args:
+      strategies: at least one.
+
+    Raises:
+      ValueError: there is no such tree.
+    """
+    dynamic = [s for s in strategies if s.is_dynamic]
+    static = [s for s in strategies if not (s.is_dynamic or s.is_chain)]
+    if dynamic and static:
+        raise SettingError(
+            lambda say: (
+                f"with {say('invariant', True)} all strategies run one program, and no tree holds "
+                f"both {dynamic[0].name!r} (a dynamic tree, whose nodes are chosen by score) and "
+                f"{static[0].name!r} (a static tree, whose nodes are fixed); use chains with one "
+                f"kind of tree, or {say('invariant', False)}"
+            )
+        )
+    if dynamic:
+        return Strategy.of_sizes(*map(max, zip(*map(_size, strategies), strict=True)))
+    paths = {path for strategy in strategies for path in strategy.paths}
+    for strategy in strategies:
+        if len(strategy.paths) == len(paths):
+            return strategy
+    return Strategy.from_paths(sorted(paths))
+
+
+def _size(strategy: Strategy) -> tuple[int, int, int]:
+    """Steps, topk and rows of a dynamic tree; a chain is one with a topk of 1."""
+    return strategy.dynamic or (strategy.steps, 1, strategy.rows)
+
+
+def part_of(tree: Tree | DynamicTree, strategy: Strategy) -> Part:
+    """The part of a common tree that a strategy drafts; `off` drafts no row."""
+    if tree.is_dynamic:
+        steps, topk, rows = (0, 0, 1) if strategy.is_off else _size(strategy)
+        return GrownPart(np.int32(steps), np.int32(topk), np.int32(rows))
+    mine = set(strategy.paths)
+    return FixedPart(np.array([True, *(path in mine for path in tree.strategy.paths)]))

@@ -21,8 +21,10 @@ import numpy as np
 from flax import nnx
 
 from specjax.config import ModelConfig, SamplingParams
-from specjax.decode import history, rng, sampling
+from specjax.decode import sampling
+from specjax.decode.noise import request_keys, target_noise
 from specjax.decode.options import Features, Options
+from specjax.decode.sampling import context_of, count_tokens, root_rows
 from specjax.decode.tree import chain_bits
 from specjax.engine.options import features_of, option_rows
 from specjax.engine.prompts import padded_widths
@@ -154,7 +156,7 @@ def _scores(runner, job: Job, context: np.ndarray, logits: np.ndarray):
 @functools.partial(jax.jit, static_argnames="features")
 def _scores_and_noise(features: Features, options: Options, tokens, lengths, logits, words):
     scores = transformed(features, options, tokens, lengths, logits)
-    noise = rng.target_noise(rng.request_keys(words[None]), lengths[None, :1], logits.shape[-1])
+    noise = target_noise(request_keys(words[None]), lengths[None, :1], logits.shape[-1])
     return scores, noise[0, 0]
 
 
@@ -168,9 +170,9 @@ def transformed(features: Features, options: Options, tokens, lengths, logits):
     """
     counts = None
     if features.penalties:
-        counts = history.count_tokens(tokens, lengths, options.prompt_len, logits.shape[-1])
-    context = history.context_of(tokens, lengths, features, counts)
-    rows = history.root_rows(len(lengths))
+        counts = count_tokens(tokens, lengths, options.prompt_len, logits.shape[-1])
+    context = context_of(tokens, lengths, features, counts)
+    rows = root_rows(len(lengths))
     return sampling.transform(logits[:, None], options, features, context, rows)[:, 0]
 
 

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.control import OFF
-from specjax.decode.part import Part, common_strategy, part_of
-from specjax.decode.plan import Plan
-from specjax.decode.tree import build_tree
+from specjax.decode.state import Plan
+from specjax.decode.tree import Part, build_tree, common_strategy, part_of
 from specjax.engine.sources import source_of
 from specjax.interfaces import Draft
 from specjax.spelling import SettingError

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specjax.decode.score import Scores
+from specjax.decode.admit import Scores
 from specjax.engine.engine import Engine
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import InvalidLogitsError, why_invalid

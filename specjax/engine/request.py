@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from specjax.config import SamplingParams
-from specjax.decode import rng
+from specjax.decode.noise import request_words
 
 NO_LIMIT = (1 << 31) - 1
 ERROR = "error"  # why a sample ended whose logits were no distribution
@@ -217,7 +217,7 @@ def make_jobs(
         Job(
             prompt=prompt,
             limit=most,
-            words=rng.request_words(seed, prompt, sample),
+            words=request_words(seed, prompt, sample),
             stop_ids=stop_ids,
             params=params,
             bad_words=bad_words,

@@ -18,10 +18,18 @@ import numpy as np
 from flax import nnx
 
 from specjax.config import ModelConfig, SpecConfig, Strategy
-from specjax.decode.admit import Admission, Piece, Prompts, empty_prompts, place, prefill
+from specjax.decode.admit import (
+    Admission,
+    Piece,
+    Prompts,
+    Scores,
+    empty_prompts,
+    place,
+    prefill,
+    score,
+)
 from specjax.decode.chunk import Result, Until, run_chunk
 from specjax.decode.options import Features
-from specjax.decode.score import Scores, Scratch, score
 from specjax.decode.state import DecodeState, Room, RowMap, empty_state
 from specjax.engine.agreement import agreement_of
 from specjax.engine.checksum import Checksum, require_same
@@ -32,7 +40,7 @@ from specjax.engine.plans import make_arms, make_plans, own_name
 from specjax.engine.settings import stretched
 from specjax.engine.sources import page_multiple, with_kernel
 from specjax.engine.vocabulary import draft_ids
-from specjax.interfaces import Draft, Sample
+from specjax.interfaces import Draft, Memory, Sample
 from specjax.interfaces import Room as MemoryRoom
 from specjax.kernels import dispatch
 from specjax.memory import cost, empty
@@ -414,21 +422,21 @@ class Runner:
         told = new._replace(tokens=None, options=None)  # many, and `words` stand for them
         self.state, self.mark = self._run(("place", len(new.slots)), program, inputs, (0,), told)
 
-    def empty_scratch(self, rows: int, span: int) -> tuple[Scratch, np.ndarray]:
+    def empty_scratch(self, rows: int, span: int) -> tuple[Memory, np.ndarray]:
         """Pages for so many prompts of `span` positions each, and their table [R X]."""
         each = pages_for(span, self.page_size)
         room = MemoryRoom(slots=rows, pages=1 + rows * each, page_size=self.page_size)
 
         def make():
-            return Scratch(empty(self.cfg, room))
+            return empty(self.cfg, room)
 
         shapes = sharding.shapes(jax.eval_shape(make), self.mesh, sharding.state_shardings)
         scratch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)
         return scratch, 1 + np.arange(rows * each, dtype=np.int32).reshape(rows, each)
 
     def score(
-        self, scratch: Scratch, tokens: np.ndarray, start: np.ndarray, table: np.ndarray
-    ) -> tuple[Scratch, Scores]:
+        self, scratch: Memory, tokens: np.ndarray, start: np.ndarray, table: np.ndarray
+    ) -> tuple[Memory, Scores]:
         """How likely the policy finds pieces of prompts; one executable per shape."""
 
         def program(params, scratch, tokens, start, table):

@@ -26,8 +26,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.config import ModelConfig
-from specjax.decode import rng, sampling, shards
-from specjax.decode.columns import Columns
+from specjax.decode import sampling, shards
+from specjax.decode.noise import DRAFT, request_keys, request_words, round_noise
 from specjax.decode.options import Options, neutral
 from specjax.decode.plain_arrays import (
     AcceptDecision,
@@ -35,6 +35,7 @@ from specjax.decode.plain_arrays import (
     VerifyResult,
     speculative_accept,
 )
+from specjax.decode.sampling import Columns
 from specjax.decode.state import RUNNING, put_positions, take_positions
 from specjax.decode.tree import chain_bits
 from specjax.engine.sources import page_multiple, with_kernel
@@ -287,7 +288,7 @@ class SourceSpeculator:
     @property
     def _words(self) -> np.ndarray:
         """The words [1 5] that key the last proposal's randomness."""
-        return rng.request_words(self._seed, (), self._proposals)[None]
+        return request_words(self._seed, (), self._proposals)[None]
 
     def _forget(self) -> None:
         self._context: tuple[int, ...] = ()
@@ -352,7 +353,7 @@ def _prefill(setup: _Setup, params, source_params, tokens, length, temperature, 
         tokens=jnp.pad(tokens, ((0, 0), (0, room))),
         length=length,
         finish=jnp.full_like(length, RUNNING),
-        keys=rng.request_keys(words),
+        keys=request_keys(words),
         options=neutral(1, cfg.vocab_size, 1)._replace(temperature=temperature, prompt_len=length),
         memory=commit(cfg, target, found.scratch, None, length - 1, Commit(start)),
         draft=source.pause(memory, fresh.slots),
@@ -365,10 +366,10 @@ def _prefill(setup: _Setup, params, source_params, tokens, length, temperature, 
 def _propose(setup: _Setup, params, source_params, sequence, temperature, words) -> _Proposed:
     """Drafts a chain, which ends where the source has no finite logit."""
     model, source = setup.model(params), setup.source
-    keys, nodes, total = rng.request_keys(words), np.arange(setup.steps), setup.steps - 1
+    keys, nodes, total = request_keys(words), np.arange(setup.steps), setup.steps - 1
     sequence = sequence._replace(keys=keys)
     vocab, root = setup.cfg.vocab_size, sequence.length - 1
-    noise = rng.round_noise(keys, rng.DRAFT, root, nodes, vocab)
+    noise = round_noise(keys, DRAFT, root, nodes, vocab)
     tokens = jnp.full((1, setup.steps), -1, jnp.int32)
     drawn, going = [], jnp.bool_(True)
     count = jnp.int32(0)

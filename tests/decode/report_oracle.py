@@ -12,12 +12,13 @@ import numpy as np
 
 from specjax.config import Strategy
 from specjax.decode import report, sampling
+from specjax.decode.accept import Acceptance
 from specjax.decode.draft import DraftedTree
-from specjax.decode.history import Rows, context_of, count_tokens
+from specjax.decode.noise import NoiseRing
 from specjax.decode.options import Features, neutral
-from specjax.decode.plan import Plan
-from specjax.decode.state import EMPTY, RUNNING, DecodeState
-from specjax.decode.tree import Acceptance, build_tree
+from specjax.decode.sampling import Rows, context_of, count_tokens
+from specjax.decode.state import EMPTY, RUNNING, DecodeState, Plan
+from specjax.decode.tree import build_tree
 from specjax.models.families.dense import dense_config
 
 V = 12
@@ -177,7 +178,7 @@ class Case:
         parent = self.shape.parent
         return [c for c in range(1, len(parent)) if parent[c] == row and self.tokens[b, c] >= 0]
 
-    def view(self, plan: Plan) -> report.RoundView:
+    def view(self, plan: Plan) -> report.Round:
         batch, steps = len(self.slots), self.noise.shape[1] - 1
         path = np.zeros((batch, steps + 1), np.int32)
         emitted, count = path.copy(), np.zeros(batch, np.int32)
@@ -189,11 +190,15 @@ class Case:
         padded = [[(self.path(b, r) + [-1] * steps)[:steps] for r in path[b]] for b in range(batch)]
         paths = np.array(padded, np.int32).reshape(batch, steps + 1, steps)
         state = decode_state(self.slots)
+        ring = np.zeros_like(self.noise)  # a position's noise lies at `position % E`
+        place = (np.asarray(state.length)[:, None] + np.arange(steps + 1)) % (steps + 1)
+        ring[np.arange(batch)[:, None], place] = self.noise
+        state = state._replace(noise=NoiseRing(jnp.asarray(ring), state.length, state.length))
         running = np.array([s.running for s in self.slots])
         rows = Rows(jnp.arange(steps + 1), jnp.asarray(paths))
         picked = jnp.asarray(np.take_along_axis(self.logits, path[..., None], 1))
         context, scores = transformed(plan.features, state, picked, rows)
-        return report.RoundView(
+        return report.Round(
             state=state,
             context=context,
             draft=DraftedTree(
@@ -206,11 +211,11 @@ class Case:
             ),
             accepted=Acceptance(jnp.asarray(emitted), jnp.asarray(path), jnp.asarray(count)),
             count=jnp.asarray(np.where(running, np.minimum(count, self.cut), 0)),
-            tokens=jnp.asarray(emitted),
-            path_logits=picked,
-            path_scores=scores,
-            path_rows=rows,
-            noise=jnp.asarray(self.noise),
+            invalid=jnp.zeros(batch, bool),
+            logits=picked,
+            scores=scores,
+            rows=rows,
+            records=None,
         )
 
     def expected(self, b):

@@ -18,11 +18,18 @@ from reference import (
 from scipy import stats
 
 from specjax.config import Strategy
-from specjax.decode import rng
-from specjax.decode.accept import accept, accept_coupled
-from specjax.decode.block import accept_block
-from specjax.decode.plan import Plan
+from specjax.decode.accept import accept, accept_block, accept_coupled
+from specjax.decode.noise import (
+    DRAFT,
+    RESIDUAL,
+    empty_ring,
+    refill,
+    request_keys,
+    round_noise,
+    target_noise,
+)
 from specjax.decode.sampling import perturb, probabilities, sanitise, tempered
+from specjax.decode.state import Plan
 from specjax.decode.tree import build_tree, grown_shape
 
 CASES = 10_000
@@ -37,8 +44,8 @@ def accept_logits(mode, tree, tokens, logits, temperature, draft_logits, keys, r
     """The rule on untransformed logits, with the randomness of a real round."""
     ring = None
     if mode == "coupled":
-        ring = rng.empty_ring(len(tokens), tree.steps + 1, logits.shape[-1])
-        ring = rng.refill(ring, keys, root, jnp.ones(len(tokens), bool), tree.steps + 1)
+        ring = empty_ring(len(tokens), tree.steps + 1, logits.shape[-1])
+        ring = refill(ring, keys, root, jnp.ones(len(tokens), bool), tree.steps + 1)
     options = SimpleNamespace(temperature=temperature)
     state = SimpleNamespace(keys=keys, options=options, length=root + 1, noise=ring)
     q = probabilities(tempered(draft_logits, temperature), temperature)
@@ -239,7 +246,7 @@ def test_the_first_of_these_trees_gives_the_same_under_every_rule_for_trees(mode
 def many_keys(count):
     words = np.stack([np.full(5, 7, np.uint32)] * count)
     words[:, 4] = np.arange(count)
-    return jax.jit(rng.request_keys)(words)
+    return jax.jit(request_keys)(words)
 
 
 def test_acceptance_is_the_overlap_and_the_residual_holds_what_the_draft_gives_too_rarely():
@@ -252,7 +259,7 @@ def test_acceptance_is_the_overlap_and_the_residual_holds_what_the_draft_gives_t
         logits, draft_logits = (
             jnp.broadcast_to(jnp.log(x), (trials, rows, 3)) for x, rows in ((p, 2), (q, 1))
         )
-        noise = rng.round_noise(keys, rng.DRAFT, root, [0], 3)[:, 0]
+        noise = round_noise(keys, DRAFT, root, [0], 3)[:, 0]
         drafted = jnp.argmax(draft_logits[:, 0] + noise, -1)
         tokens = jnp.stack([jnp.zeros_like(drafted), drafted], axis=1)
         args = ("block", chain(1), tokens, logits, temperature, draft_logits, keys, root)
@@ -276,7 +283,7 @@ def opposite_first_tokens(draft_domain, trials, vocab=16):
 
     @jax.jit  # a program of its own: XLA would draw the same noise once and fuse it everywhere
     def draw(keys, root, logits):
-        noise = rng.round_noise(keys, draft_domain, root, [0], vocab)[:, 0]
+        noise = round_noise(keys, draft_domain, root, [0], vocab)[:, 0]
         return jnp.argmax(-logits + noise, -1)
 
     @jax.jit
@@ -297,12 +304,12 @@ TRIALS = [30_000, pytest.param(200_000, marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize("trials", TRIALS)
 def test_a_draft_opposed_to_the_target_leaves_the_targets_distribution(trials):
-    assert opposite_first_tokens(rng.DRAFT, trials) > ALPHA
+    assert opposite_first_tokens(DRAFT, trials) > ALPHA
 
 
 @pytest.mark.parametrize("trials", TRIALS)
 def test_the_drafts_noise_used_again_for_the_residual_is_seen_as_biased(trials):
-    assert opposite_first_tokens(rng.RESIDUAL, trials) < ALPHA
+    assert opposite_first_tokens(RESIDUAL, trials) < ALPHA
 
 
 SLOWLY = [pytest.param(size, marks=pytest.mark.slow) for size in (100, 151936)]
@@ -324,7 +331,7 @@ def test_no_token_without_mass_or_beyond_the_vocabulary_is_ever_emitted(mode, vo
     @jax.jit
     def run(root, logits, draft_logits):
         keys = jnp.arange(2 * batch, dtype=jnp.uint32).reshape(batch, 2)
-        private = rng.round_noise(keys, rng.DRAFT, root, np.arange(steps), vocab)
+        private = round_noise(keys, DRAFT, root, np.arange(steps), vocab)
         scores = perturb(tempered(draft_logits, temperature), temperature, private)
         drafts = jnp.argmax(scores, -1).astype(jnp.int32)
         tokens = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), drafts], axis=1)
@@ -387,7 +394,7 @@ def test_tokens_drawn_from_a_broken_drafts_logits_follow_the_q_that_block_divide
     """A whole row of NaN must be drawn uniformly if q says so; 1e30 would swallow the noise."""
     vocab, trials = 4, 20_000
     logits = sanitise(jnp.full((vocab,), broken))
-    noise = rng.target_noise(jnp.zeros((1, 2), jnp.uint32), jnp.arange(trials)[None], vocab)[0]
+    noise = target_noise(jnp.zeros((1, 2), jnp.uint32), jnp.arange(trials)[None], vocab)[0]
     drawn = np.bincount(np.argmax(logits + noise, -1), minlength=vocab)
     q = np.asarray(jax.nn.softmax(logits), np.float64)
     np.testing.assert_allclose(q, 1 / vocab)

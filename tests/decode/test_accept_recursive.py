@@ -10,7 +10,7 @@ from reference import Injected, children_of, draw_tree, path_tokens, recursive_a
 from scipy import stats
 
 from specjax.config import Strategy
-from specjax.decode.recursive import accept_recursive, child_rows
+from specjax.decode.accept import accept_recursive, child_rows
 from specjax.decode.tree import build_tree
 
 CASES = 10_000

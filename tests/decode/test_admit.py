@@ -9,13 +9,13 @@ import pytest
 from flax import nnx
 
 from specjax.config import Strategy
-from specjax.decode import rng
 from specjax.decode.admit import Admission, Piece, empty_prompts, place, prefill
+from specjax.decode.noise import request_keys, request_words
 from specjax.decode.options import neutral
-from specjax.decode.plan import Plan
 from specjax.decode.state import (
     RUNNING,
     DecodeState,
+    Plan,
     Room,
     RowMap,
     empty_state,
@@ -101,7 +101,7 @@ def admitted(run: Models, prompts, width) -> DecodeState:
         tokens=padded([prompts[prompt] for prompt in samples], MAX_LEN),
         lengths=lengths,
         limit=lengths + 5,
-        words=np.stack([rng.request_words(slot, [1], 0) for slot in SLOTS]),
+        words=np.stack([request_words(slot, [1], 0) for slot in SLOTS]),
         options=neutral(len(SLOTS), VOCAB, 2, np)._replace(prompt_len=lengths),
     )
     state = state._replace(noise=state.noise._replace(until=state.noise.until + 99))
@@ -173,7 +173,7 @@ def test_a_slot_is_started_with_nothing_of_what_it_held():
         assert (state.length[slot], state.limit[slot]) == (length, length + 5)
         assert state.noise.until[slot] == 0, "another request's noise"
         assert state.draft.slots.pending[slot] == 1 and state.draft.slots.skipped[slot] == 0
-        words = rng.request_words(slot, [1], 0)
-        np.testing.assert_array_equal(state.keys[slot], rng.request_keys(words[None])[0])
+        words = request_words(slot, [1], 0)
+        np.testing.assert_array_equal(state.keys[slot], request_keys(words[None])[0])
     spare = next(slot for slot in range(7) if slot not in SLOTS)
     assert state.finish[spare] != RUNNING and state.noise.until[spare] == 99

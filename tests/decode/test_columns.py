@@ -10,10 +10,10 @@ import pytest
 from transform_cases import SLOTS, TRANSFORMS, VOCAB, options_of, random_slot, sequences
 
 from specjax.config import Strategy
-from specjax.decode import rng
-from specjax.decode.candidates import candidates
-from specjax.decode.history import context_of, count_tokens
-from specjax.decode.plan import Plan
+from specjax.decode.draft import candidates
+from specjax.decode.noise import empty_ring, refill, ring_at, target_noise
+from specjax.decode.sampling import context_of, count_tokens
+from specjax.decode.state import Plan
 from specjax.decode.tree import build_tree
 from specjax.interfaces import Proposal
 
@@ -28,7 +28,7 @@ def found(proposal, tokens, length, keys, options, paths, mode, dynamic=False):
     tree = build_tree(Strategy.parse("3_4_9" if dynamic else "4x2x1"))
     cfg = SimpleNamespace(vocab_size=VOCAB)
     plan = Plan(cfg, tree, mode=mode, features=TRANSFORMS, telemetry=True)
-    ring = rng.refill(rng.empty_ring(SLOTS, 4, VOCAB), keys, length - 1, np.ones(SLOTS, bool), 4)
+    ring = refill(empty_ring(SLOTS, 4, VOCAB), keys, length - 1, np.ones(SLOTS, bool), 4)
     state = SimpleNamespace(length=length, keys=keys, options=options, noise=ring)
     counts = count_tokens(tokens, length, options.prompt_len, VOCAB)
     context = context_of(tokens, length, TRANSFORMS, counts)
@@ -112,13 +112,13 @@ def test_ids_that_mean_nothing_propose_nothing_and_no_token_is_proposed_twice(mo
 
 def test_the_noise_of_a_token_is_one_number_however_it_is_asked_for():
     keys, root = jnp.arange(4, dtype=jnp.uint32).reshape(2, 2), jnp.array([3, 6])
-    ring = rng.refill(rng.empty_ring(2, 4, 9), keys, root, np.ones(2, bool), 4)
+    ring = refill(empty_ring(2, 4, 9), keys, root, np.ones(2, bool), 4)
     positions = root[:, None] + np.array([[1, 2, 4]])
-    whole = np.asarray(rng.ring_at(ring, positions))
-    np.testing.assert_array_equal(whole, rng.target_noise(keys, positions, 9))
+    whole = np.asarray(ring_at(ring, positions))
+    np.testing.assert_array_equal(whole, target_noise(keys, positions, 9))
     shared = np.array([1, 4, 8])
-    np.testing.assert_array_equal(rng.ring_at(ring, positions, shared), whole[..., shared])
+    np.testing.assert_array_equal(ring_at(ring, positions, shared), whole[..., shared])
     each = np.random.default_rng(0).integers(0, 9, (2, 3, 5))
     np.testing.assert_array_equal(
-        rng.ring_at(ring, positions, jnp.asarray(each)), np.take_along_axis(whole, each, -1)
+        ring_at(ring, positions, jnp.asarray(each)), np.take_along_axis(whole, each, -1)
     )

@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 
 from specjax.config import Strategy
-from specjax.decode import rng
-from specjax.decode.candidates import top_candidates
-from specjax.decode.draft import draft_tree
-from specjax.decode.history import context_of, count_tokens
+from specjax.decode.draft import draft_tree, top_candidates
+from specjax.decode.noise import empty_ring, refill, target_noise
 from specjax.decode.options import Features, neutral
-from specjax.decode.part import common_strategy, part_of
-from specjax.decode.plan import Plan
-from specjax.decode.tree import ancestors, build_tree, take_parents
+from specjax.decode.sampling import context_of, count_tokens
+from specjax.decode.state import Plan
+from specjax.decode.tree import ancestors, build_tree, common_strategy, part_of, take_parents
 from specjax.interfaces import Proposal
 from specjax.kernels.reference import unpack_bits
 
@@ -95,8 +93,8 @@ def state_of(temperature, **options):
 
 def program_of(plan):
     def program(tokens, length, keys, options, part=None):
-        ring = rng.empty_ring(BATCH, 8, VOCAB)
-        ring = rng.refill(ring, keys, length - 1, jnp.ones(BATCH, bool), 8)
+        ring = empty_ring(BATCH, 8, VOCAB)
+        ring = refill(ring, keys, length - 1, jnp.ones(BATCH, bool), 8)
         arrays = SimpleNamespace(
             tokens=tokens, length=length, keys=keys, options=options, noise=ring
         )
@@ -134,7 +132,7 @@ def perturbed(state, slot, logits, depth):
 @functools.cache
 def noise_of(key, position):
     keys = np.array([key], np.uint32)
-    return np.asarray(rng.target_noise(keys, np.array([[position]]), VOCAB))[0, 0]
+    return np.asarray(target_noise(keys, np.array([[position]]), VOCAB))[0, 0]
 
 
 def nodes_of(draft, slot):

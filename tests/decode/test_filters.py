@@ -6,24 +6,24 @@ import numpy as np
 import pytest
 import transform_reference as reference
 
-from specjax.decode import filters
+from specjax.decode import sampling
 
 SHAPE = (3, 4, 50)
 
 
 @jax.jit
 def top_k(scores, k):
-    return filters.drop_below(scores, filters.top_k_threshold(scores, k))
+    return sampling.drop_below(scores, sampling.top_k_threshold(scores, k))
 
 
 @jax.jit
 def top_p(scores, p):
-    return filters.drop_below(scores, filters.top_p_threshold(scores, p))
+    return sampling.drop_below(scores, sampling.top_p_threshold(scores, p))
 
 
 @jax.jit
 def min_p(scores, p):
-    return filters.drop_below(scores, filters.min_p_threshold(scores, p))
+    return sampling.drop_below(scores, sampling.min_p_threshold(scores, p))
 
 
 def compare(ours, scores, rule, values):
@@ -126,10 +126,10 @@ def test_thresholds_are_exact_at_a_vocabulary_of_151936(spread):
     mass = np.exp(order - order[..., :1])
     cumulative = np.cumsum(mass, axis=-1) / mass.sum(axis=-1, keepdims=True)
     for k in (1, 50, 100_000):
-        ours = np.asarray(filters.top_k_threshold(scores, np.array([k])))
+        ours = np.asarray(sampling.top_k_threshold(scores, np.array([k])))
         np.testing.assert_array_equal(ours, order[..., k - 1])
     for p in (0.1, 0.9, 0.999):
-        ours = np.asarray(filters.top_p_threshold(scores, np.array([p], np.float32)))
+        ours = np.asarray(sampling.top_p_threshold(scores, np.array([p], np.float32)))
         for r in range(2):
             kept = int((order[0, r] >= ours[0, r]).sum())
             assert cumulative[0, r, kept - 1] >= p - 1e-6

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from transform_cases import rows_of
 
-from specjax.decode.history import (
+from specjax.decode.options import BAD_WORD_LENGTH, Features
+from specjax.decode.sampling import (
     Context,
     Counts,
     Rows,
@@ -15,7 +16,6 @@ from specjax.decode.history import (
     last_tokens,
     root_rows,
 )
-from specjax.decode.options import BAD_WORD_LENGTH, Features
 
 VOCAB = 11
 count = jax.jit(count_tokens, static_argnums=3)

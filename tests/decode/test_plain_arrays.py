@@ -11,7 +11,14 @@ import pytest
 from reference import Injected, block_accept, leviathan_accept
 from scipy import stats
 
-from specjax.decode import rng
+from specjax.decode.noise import (
+    DRAFT,
+    RESIDUAL,
+    request_keys,
+    request_words,
+    round_coins,
+    round_noise,
+)
 from specjax.decode.plain_arrays import (
     RULES,
     AcceptDecision,
@@ -43,9 +50,7 @@ def one_hot(ids, vocab=10):
 def test_importing_it_imports_no_model_no_engine_and_no_flax():
     code = (
         "import sys\n"
-        "from specjax.decode.accept import DraftProposal, VerifyResult, speculative_accept\n"
-        "from specjax.decode import plain_arrays\n"
-        "assert speculative_accept is plain_arrays.speculative_accept\n"
+        "import specjax.decode.plain_arrays\n"
         "wrong = [m for m in sys.modules if m.split('.')[0] in ('flax', 'transformers', 'torch') "
         "or m.startswith(('specjax.models', 'specjax.engine', 'specjax.drafts.'))]\n"
         "print(wrong); sys.exit(bool(wrong))"
@@ -118,10 +123,10 @@ def test_decisions_are_those_of_the_enumerated_rules_with_and_without_the_bonus_
 ):
     """With the coins and the noise of the seed and position; test_exact.py enumerates the rules."""
     counts, seeds = set(), range(60)
-    keys = rng.request_keys(np.stack([rng.request_words(seed, (), 0) for seed in seeds]))
+    keys = request_keys(np.stack([request_words(seed, (), 0) for seed in seeds]))
     root = np.full(len(seeds), 4)
-    coins = np.asarray(rng.round_coins(keys, root, np.arange(1, 4)))
-    noise = np.asarray(rng.round_noise(keys, rng.RESIDUAL, root, np.zeros(1, int), 4))[:, 0]
+    coins = np.asarray(round_coins(keys, root, np.arange(1, 4)))
+    noise = np.asarray(round_noise(keys, RESIDUAL, root, np.zeros(1, int), 4))[:, 0]
     for seed in seeds:
         q, p = random_rows(3, 4, seed), random_rows(3 + bonus, 4, 1000 + seed)
         generator = np.random.default_rng(seed)
@@ -173,7 +178,7 @@ def test_a_decision_depends_on_the_seed_and_the_position_and_on_nothing_else():
 
 
 def words(count):
-    many = np.stack([rng.request_words(5, (), 0)] * count)
+    many = np.stack([request_words(5, (), 0)] * count)
     many[:, 4] = np.arange(count)
     return many
 
@@ -185,7 +190,7 @@ def opposed(acceptance, draft_domain, trials, vocab=16):
 
     @jax.jit
     def run(words):
-        noise = rng.round_noise(rng.request_keys(words), draft_domain, position, [0], vocab)[:, 0]
+        noise = round_noise(request_keys(words), draft_domain, position, [0], vocab)[:, 0]
         drafted = jnp.argmax(-logits + noise, -1)[:, None]
         q = jnp.broadcast_to(jax.nn.softmax(-logits), (trials, 1, vocab))
         p = jnp.broadcast_to(jax.nn.softmax(logits), (trials, 2, vocab))
@@ -199,8 +204,8 @@ def opposed(acceptance, draft_domain, trials, vocab=16):
 @pytest.mark.parametrize("trials", [30_000, pytest.param(200_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("acceptance", ["block", "recursive"])
 def test_first_tokens_follow_the_target_and_noise_shared_with_the_draft_is_seen(acceptance, trials):
-    assert opposed(acceptance, rng.DRAFT, trials) > ALPHA
-    assert opposed(acceptance, rng.RESIDUAL, trials) < ALPHA
+    assert opposed(acceptance, DRAFT, trials) > ALPHA
+    assert opposed(acceptance, RESIDUAL, trials) < ALPHA
 
 
 # --- input that cannot be meant -------------------------------------------------------------------

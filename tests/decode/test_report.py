@@ -11,12 +11,12 @@ from report_oracle import Case, Slot, V, make_plan, random_case
 
 from specjax.decode import report
 from specjax.decode.options import Features
-from specjax.decode.plan import Plan
+from specjax.decode.state import Plan
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def write_one(buffers, plan, round_index, begin, view):
-    return report.write(buffers, plan, round_index, begin, view)
+def write_one(buffers, plan, index, begin, view):
+    return report.write(buffers, plan, index, begin, view)
 
 
 def written(case: Case, plan: Plan, rounds=2, at=1):
@@ -234,11 +234,12 @@ def test_plain_decoding_reports_logprobs_and_has_no_rejections():
     view = case.view(make_plan("1_1_2"))
     first = view._replace(
         draft=None,
-        accepted=None,
+        accepted=view.accepted._replace(
+            tokens=view.accepted.tokens[:, :1], count=jnp.ones_like(view.count)
+        ),
         count=jnp.minimum(view.count, 1),
-        tokens=view.tokens[:, :1],
-        path_logits=view.path_logits[:, :1],
-        path_scores=view.path_scores[:, :1],
+        logits=view.logits[:, :1],
+        scores=view.scores[:, :1],
     )
     buffers = report.start(plan, len(case.slots), 2)
     assert buffers.rejections is None and buffers.transformed.shape == (len(case.slots), 2)
@@ -265,7 +266,7 @@ def jaxpr_of(plan: Plan):
     """What `write` does, and which fields of a round it reads for that."""
     case = random_case(0)
     view = case.view(make_plan())
-    inputs = {"round_index": 0, "begin": view.state.length, "step": view}
+    inputs = {"index": 0, "begin": view.state.length, "step": view}
     inputs["report"] = report.start(plan, len(case.slots), 2)
     jaxpr = jax.make_jaxpr(functools.partial(report.write, plan=plan))(**inputs).jaxpr
     names = [path for path, _ in jax.tree_util.tree_leaves_with_path(inputs)]
@@ -284,7 +285,7 @@ def test_what_is_off_has_no_buffers_no_outputs_and_no_operations():
     assert [name for name, x in buffers._asdict().items() if x is not None] == ALWAYS
     jaxpr, read = jaxpr_of(off)
     assert len(jaxpr.outvars) == len(ALWAYS)
-    assert read == {"state", "accepted", "count", "tokens", "path_logits"}
+    assert read == {"state", "accepted", "count", "logits"}
     nothing, _ = jaxpr_of(make_plan(features=Features.none(), telemetry=False))
     assert str(jaxpr) == str(nothing)
 
@@ -297,9 +298,9 @@ def test_each_part_costs_only_where_it_is_asked_for():
         return len(jaxpr.outvars) - len(ALWAYS), str(jaxpr), read
 
     outputs, text, read = primitives(transformed_logprobs=True)
-    assert outputs == 1 and "top_k" not in text and "path_scores" in read
+    assert outputs == 1 and "top_k" not in text and "scores" in read
     outputs, text, read = primitives(top_logprobs=True)
-    assert outputs == 2 and "top_k" in text and "path_scores" not in read
+    assert outputs == 2 and "top_k" in text and "scores" not in read
     assert primitives(top_logprobs=True, transformed_logprobs=True)[0] == 5
     outputs, text, read = primitives(telemetry=True)
     assert outputs == len(report.Rejections._fields) and "top_k" not in text and "draft" in read

@@ -25,8 +25,8 @@ from transform_cases import (
 
 from specjax.config import SamplingParams
 from specjax.decode import sampling
-from specjax.decode.history import Rows
 from specjax.decode.options import Features
+from specjax.decode.sampling import Rows
 
 # --- against the reference ------------------------------------------------------------------------
 

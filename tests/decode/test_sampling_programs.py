@@ -22,9 +22,9 @@ from transform_cases import (
 )
 
 from specjax.config import SamplingParams
-from specjax.decode import history, sampling
-from specjax.decode.history import Context, Counts, Rows
+from specjax.decode import sampling
 from specjax.decode.options import Features, neutral
+from specjax.decode.sampling import Context, Counts, Rows, context_of, count_tokens
 
 # --- the same bits everywhere ---------------------------------------------------------------------
 
@@ -185,8 +185,8 @@ def test_changing_options_does_not_retrace():
     @jax.jit
     def run(logits, options, tokens, length, rows):
         traces.append(1)
-        counts = history.count_tokens(tokens, length, options.prompt_len, VOCAB)
-        context = history.context_of(tokens, length, TRANSFORMS, counts)
+        counts = count_tokens(tokens, length, options.prompt_len, VOCAB)
+        context = context_of(tokens, length, TRANSFORMS, counts)
         return sampling.transform(logits, options, TRANSFORMS, context, rows)
 
     results = []

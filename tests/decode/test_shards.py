@@ -20,8 +20,9 @@ from transform_cases import (
     scores_of,
 )
 
-from specjax.decode import block, filters, rng, sampling, shards
-from specjax.decode.candidates import top_candidates
+from specjax.decode import accept, sampling, shards
+from specjax.decode.draft import top_candidates
+from specjax.decode.noise import DRAFT, empty_ring, refill, ring_at, round_noise
 from specjax.parallel.sharding import MeshConfig, make_mesh
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
@@ -182,11 +183,11 @@ def test_a_shard_generates_its_own_slice_of_the_noise_and_no_more(tp):
     vocab = 1096
 
     def noise(keys):
-        ring = rng.empty_ring(2, 3, vocab)
+        ring = empty_ring(2, 3, vocab)
         wanted, root = jnp.ones(2, bool), jnp.array([4, 9])
-        ring = rng.refill(ring, keys, root, wanted, 3)
-        private = rng.round_noise(keys, rng.DRAFT, root, np.arange(2), vocab)
-        return rng.ring_at(ring, root[:, None] + 1 + np.arange(3)), private
+        ring = refill(ring, keys, root, wanted, 3)
+        private = round_noise(keys, DRAFT, root, np.arange(2), vocab)
+        return ring_at(ring, root[:, None] + 1 + np.arange(3)), private
 
     whole = jax.jit(noise)(keys)
     with jax.set_mesh(mesh(tp)):
@@ -203,8 +204,12 @@ def test_a_shard_generates_its_own_slice_of_the_noise_and_no_more(tp):
 @functools.cache
 def thresholds(tp: int | None):
     def function(scores, weights, need, top_k, top_p):
-        exact = filters.largest_threshold(scores, weights, need)
-        return exact, filters.top_k_threshold(scores, top_k), filters.top_p_threshold(scores, top_p)
+        exact = sampling.largest_threshold(scores, weights, need)
+        return (
+            exact,
+            sampling.top_k_threshold(scores, top_k),
+            sampling.top_p_threshold(scores, top_p),
+        )
 
     return jax.jit(function)
 
@@ -270,7 +275,7 @@ def test_block_acceptance_of_split_distributions(tp):
     coins = generator.random((batch, steps)).astype(np.float32)
 
     def accepted(p, q, noise):
-        return block.accept_block(tokens, p, q, coins, noise)
+        return accept.accept_block(tokens, p, q, coins, noise)
 
     whole, parts = both(accepted, tp, p, q, noise)
     same((whole, parts))

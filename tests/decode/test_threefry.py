@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specjax.decode.threefry import key_of, threefry2x32
+from specjax.decode.noise import key_of, threefry2x32
 
 WORDS = st.integers(0, 2**32 - 1)
 

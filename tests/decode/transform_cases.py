@@ -10,9 +10,9 @@ import numpy as np
 import transform_reference
 
 from specjax.config import SamplingParams
-from specjax.decode import history, sampling
-from specjax.decode.history import Rows
+from specjax.decode import sampling
 from specjax.decode.options import Features, Options, neutral
+from specjax.decode.sampling import Rows, context_of, count_tokens, root_rows
 
 VOCAB, SLOTS, ROWS = 40, 6, 6  # of random cases
 STOPS = (3, 4)
@@ -102,7 +102,7 @@ def scores_of(
         logits = np.pad(logits, [(0, len(slots) - batch), (0, len(paths[0]) - number), (0, 0)])
         rows = rows_of(paths, depth=4)
     elif rows is None:
-        rows = history.root_rows(batch)
+        rows = root_rows(batch)
     tokens, length = sequences(slots, width)
     scores = _scores(logits, options_of(slots, vocab), tokens, length, rows, features)
     return np.asarray(scores)[:batch, :number]
@@ -112,8 +112,8 @@ def scores_of(
 def _scores(logits, options, tokens, length, rows, features):
     counts = None
     if features.penalties:
-        counts = history.count_tokens(tokens, length, options.prompt_len, logits.shape[-1])
-    context = history.context_of(tokens, length, features, counts)
+        counts = count_tokens(tokens, length, options.prompt_len, logits.shape[-1])
+    context = context_of(tokens, length, features, counts)
     return sampling.transform(logits, options, features, context, rows)
 
 

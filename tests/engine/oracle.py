@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from specjax.decode import rng
+from specjax.decode.noise import request_keys, request_words, target_noise
 from specjax.models.transformer import graphdef
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "decode"))
@@ -45,13 +45,13 @@ def logits_at(cfg, params, tokens) -> np.ndarray:
 
 @jax.jit
 def _noise(words, position):
-    return rng.target_noise(rng.request_keys(words[None]), position[None, None], 64)[0, 0]
+    return target_noise(request_keys(words[None]), position[None, None], 64)[0, 0]
 
 
 def decode(cfg, params, prompt, sampling, sample=0) -> ByHand:
     """One sample, token by token; the noise is that of its request and each token's position."""
     stops = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else cfg.eos_token_ids)]
-    words = rng.request_words(sampling.seed, prompt, sample)
+    words = request_words(sampling.seed, prompt, sample)
     out = ByHand([], [], [])
     while len(out.tokens) < sampling.max_tokens and not (out.tokens and out.tokens[-1] in stops):
         logits = logits_at(cfg, params, [*prompt, *out.tokens])

@@ -8,7 +8,7 @@ import types
 import pytest
 
 from specjax.config import Strategy
-from specjax.decode.part import common_strategy
+from specjax.decode.tree import common_strategy
 from specjax.engine import compiling
 from specjax.engine.compiling import (
     CompilePool,

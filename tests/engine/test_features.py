@@ -10,7 +10,7 @@ from pieces import Pieces
 from shared import CFG, EOS, NOTHING, PROMPTS, VOCAB, compilations_of, shared_llm, weights
 
 from specjax import LLM, SamplingParams, SpecConfig
-from specjax.decode import filters, sampling
+from specjax.decode import sampling
 from specjax.decode.options import Features
 from specjax.engine.engine import Engine
 from specjax.engine.request import make_jobs
@@ -192,7 +192,7 @@ def test_options_asked_for_one_after_the_other_compile_a_few_programs_and_no_mor
 def test_what_a_program_holds_and_nobody_asks_for_is_skipped_when_it_runs(monkeypatch):
     ran = set()
     for module, function, name in (
-        *((filters, f"{name}_threshold", name) for name in ("top_k", "top_p", "min_p")),
+        *((sampling, f"{name}_threshold", name) for name in ("top_k", "top_p", "min_p")),
         (sampling, "_penalised", "frequency_penalty"),
         (sampling, "_biased", "logit_bias"),
         (sampling, "_allowed", "allowed_token_ids"),

@@ -18,7 +18,6 @@ from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.decode import round as decode_round
 from specjax.decode.tree import chain_bits
-from specjax.decode.verify import Verified
 from specjax.engine.compare import first_difference
 from specjax.engine.request import make_jobs
 from specjax.interfaces import Where
@@ -279,7 +278,7 @@ def verify_with(depth=None, bits=None):
             "tree", root[:, None] + depths, prefix=root, visible=visible, table=state.table
         )
         found = model.decode(draft.tokens, where, state.memory, taps=plan.taps)
-        return Verified(model.logits(found.x), found.tapped, found.scratch)
+        return model.logits(found.x), found
 
     return broken
 

@@ -13,7 +13,7 @@ from shared import compilations_of
 from tiny import apt, prompts_of, tiny_config, tiny_model
 
 from specjax import LLM, EngineConfig, SamplingParams, SpecConfig
-from specjax.decode.rng import request_words
+from specjax.decode.noise import request_words
 from specjax.models.transformer import graphdef
 
 VOCAB, MAX_LEN, BATCH, EOS = 64, 64, 3, 7

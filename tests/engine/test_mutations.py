@@ -15,19 +15,15 @@ import pytest
 from joint import ALPHA, SAMPLES, TOKENS, Counted, exact_joint, fit_of
 
 from specjax import SamplingParams
-from specjax.decode import accept, draft, recursive, rng, sampling
-from specjax.decode.tree import Acceptance
+from specjax.decode import accept, draft, sampling
+from specjax.decode.accept import Acceptance
+from specjax.decode.noise import DRAFT
 
 
 def without_draft_noise(monkeypatch):
     """Candidates are the draft's best, and are tested as if they had been drawn from q."""
-    exact = rng.round_noise
-
-    def mutated(keys, domain, *args):
-        noise = exact(keys, domain, *args)
-        return 0.0 * noise if domain == rng.DRAFT else noise
-
-    monkeypatch.setattr(rng, "round_noise", mutated)
+    exact = draft.round_noise
+    monkeypatch.setattr(draft, "round_noise", lambda *args: 0.0 * exact(*args))
 
 
 def longest_path_wins(monkeypatch):
@@ -70,7 +66,7 @@ def draw_three_keep_best_two(monkeypatch):
 
 def global_re_rank(monkeypatch):
     """Of the tree that was drawn only the half with the likeliest paths is tested."""
-    exact = recursive.accept_recursive
+    exact = accept.accept_recursive
 
     def mutated(tree, tokens, p, q, *args):
         expanded, slot = list(tree.expanded_rows), jnp.arange(tokens.shape[0])
@@ -118,7 +114,7 @@ def correction_from_the_full_target(monkeypatch):
 
 
 def the_drafts_noise_used_again_for_the_residual(monkeypatch):
-    monkeypatch.setattr(rng, "RESIDUAL", rng.DRAFT)
+    monkeypatch.setattr(accept, "RESIDUAL", DRAFT)
 
 
 def penalties_of_the_round_instead_of_the_branch(monkeypatch):
@@ -133,14 +129,14 @@ def penalties_of_the_round_instead_of_the_branch(monkeypatch):
 
 
 def coins_keyed_by_position_alone(monkeypatch):
-    exact = rng.round_coins
+    exact = accept.round_coins
 
     def mutated(keys, root, nodes):
         nodes = jnp.asarray(nodes)
         columns = [exact(keys, root + node, np.zeros(1, np.int32)) for node in nodes]
         return jnp.concatenate(columns, axis=1)
 
-    monkeypatch.setattr(rng, "round_coins", mutated)
+    monkeypatch.setattr(accept, "round_coins", mutated)
 
 
 def _residual(p, q):

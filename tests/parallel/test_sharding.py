@@ -11,8 +11,7 @@ from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import parse_config
 from specjax.config import Strategy
-from specjax.decode.plan import Plan
-from specjax.decode.state import Room, RowMap, empty_state, per_slot, take_slots
+from specjax.decode.state import Plan, Room, RowMap, empty_state, per_slot, take_slots
 from specjax.decode.tree import build_tree
 from specjax.drafts.mtp import MTPSource
 from specjax.models.rows import param_axes

@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specjax.decode import rng
+from specjax.decode import noise
 
 VOCAB = 16
 PROMPT = [3, 1, 4]
 
 
 def keys_of(*requests):
-    return rng.request_keys(np.stack([rng.request_words(*r) for r in requests]))
+    return noise.request_keys(np.stack([noise.request_words(*r) for r in requests]))
 
 
 def noise_of(request, position, vocab=VOCAB):
-    return np.asarray(rng.target_noise(keys_of(request), jnp.array([[position]]), vocab))[0, 0]
+    return np.asarray(noise.target_noise(keys_of(request), jnp.array([[position]]), vocab))[0, 0]
 
 
 @given(
@@ -27,13 +27,13 @@ def noise_of(request, position, vocab=VOCAB):
     st.integers(0, 2**32 - 1),
 )
 def test_request_words_are_five_words_of_seed_prompt_and_sample(seed, prompt, sample):
-    words = rng.request_words(seed, prompt, sample)
-    assert words.dtype == np.uint32 and words.shape == (rng.WORDS,)
+    words = noise.request_words(seed, prompt, sample)
+    assert words.dtype == np.uint32 and words.shape == (noise.WORDS,)
     assert int(words[0]) | int(words[1]) << 32 == seed % 2**64
     assert words[4] == sample
-    same = rng.request_words(seed, np.array(prompt, np.int64), sample)
+    same = noise.request_words(seed, np.array(prompt, np.int64), sample)
     np.testing.assert_array_equal(words, same)
-    longer = rng.request_words(seed, [*prompt, 0], sample)
+    longer = noise.request_words(seed, [*prompt, 0], sample)
     assert (words[2:4] != longer[2:4]).any()
 
 
@@ -58,14 +58,14 @@ def test_noise_changes_with_every_part_of_its_key(other):
 def test_noise_of_a_position_is_the_same_in_any_row_of_any_batch_and_any_window():
     crowd = keys_of((5, [9], 0), (0, PROMPT, 0), (0, PROMPT, 3))
     window = jnp.array([[0, 1, 2], [6, 7, 8], [1, 1, 1]])
-    many = jax.jit(rng.target_noise, static_argnums=2)(crowd, window, VOCAB)
+    many = jax.jit(noise.target_noise, static_argnums=2)(crowd, window, VOCAB)
     np.testing.assert_array_equal(many[1, 1], noise_of((0, PROMPT, 0), 7))
     np.testing.assert_array_equal(many[2, 0], many[2, 2])
 
 
 def test_noise_is_the_gumbel_of_mode_high_in_float32():
     key = jax.random.wrap_key_data(keys_of((0, PROMPT, 0))[0], impl="threefry2x32")
-    key = jax.random.fold_in(jax.random.fold_in(key, rng.TARGET), 7)
+    key = jax.random.fold_in(jax.random.fold_in(key, noise.TARGET), 7)
     high, low = (
         np.asarray(jax.random.gumbel(key, (4096,), jnp.float32, mode=mode))
         for mode in ("high", "low")
@@ -78,12 +78,12 @@ def test_noise_is_the_gumbel_of_mode_high_in_float32():
 
 def test_noise_does_not_depend_on_the_default_generator():
     before = noise_of((0, PROMPT, 0), 7)
-    coins = np.asarray(rng.round_coins(keys_of((0, PROMPT, 0)), jnp.array([4]), np.arange(3)))
+    coins = np.asarray(noise.round_coins(keys_of((0, PROMPT, 0)), jnp.array([4]), np.arange(3)))
     name = jax.config.jax_default_prng_impl
     jax.config.update("jax_default_prng_impl", "rbg")
     try:
         np.testing.assert_array_equal(noise_of((0, PROMPT, 0), 7), before)
-        again = rng.round_coins(keys_of((0, PROMPT, 0)), jnp.array([4]), np.arange(3))
+        again = noise.round_coins(keys_of((0, PROMPT, 0)), jnp.array([4]), np.arange(3))
         np.testing.assert_array_equal(again, coins)
     finally:
         jax.config.update("jax_default_prng_impl", name)
@@ -91,16 +91,16 @@ def test_noise_does_not_depend_on_the_default_generator():
 
 def test_noise_is_pinned_so_that_a_seed_means_the_same_tokens_in_every_release():
     words = [0xFFFFFFFF, 0xFFFFFFFF, 1850757883, 130850894, 2]
-    np.testing.assert_array_equal(rng.request_words(-1, PROMPT, 2), words)
-    noise = [0.68471152, 3.26757312, 0.78304046, 0.80646408]
-    np.testing.assert_allclose(noise_of((0, PROMPT, 0), 7, 4), noise, rtol=1e-6)
+    np.testing.assert_array_equal(noise.request_words(-1, PROMPT, 2), words)
+    expected = [0.68471152, 3.26757312, 0.78304046, 0.80646408]
+    np.testing.assert_allclose(noise_of((0, PROMPT, 0), 7, 4), expected, rtol=1e-6)
 
 
 def test_coins_fold_the_root_and_the_node_so_that_none_is_met_twice():
     keys = keys_of((0, PROMPT, 0), (0, PROMPT, 1))
     coins = np.stack(
         [
-            np.asarray(rng.round_coins(keys, jnp.array([root, root]), np.arange(4)))
+            np.asarray(noise.round_coins(keys, jnp.array([root, root]), np.arange(4)))
             for root in range(5)
         ]
     )
@@ -109,30 +109,30 @@ def test_coins_fold_the_root_and_the_node_so_that_none_is_met_twice():
     assert (coins > 0).all() and (coins < 1).all()
     # Root 4 alone, or in other company: the same.
     np.testing.assert_array_equal(
-        rng.round_coins(keys[:1], jnp.array([4]), np.arange(2))[0], coins[4, 0, :2]
+        noise.round_coins(keys[:1], jnp.array([4]), np.arange(2))[0], coins[4, 0, :2]
     )
 
 
 def test_private_noise_differs_by_domain_root_and_node():
     keys = keys_of((0, PROMPT, 0))
     drawn = [
-        np.asarray(rng.round_noise(keys, domain, jnp.array([root]), np.array([node]), VOCAB))[0]
-        for domain in (rng.DRAFT, rng.RESIDUAL)
+        np.asarray(noise.round_noise(keys, domain, jnp.array([root]), np.array([node]), VOCAB))[0]
+        for domain in (noise.DRAFT, noise.RESIDUAL)
         for root in (3, 4)
         for node in (0, 1)
     ]
-    drawn += [np.asarray(rng.target_noise(keys, jnp.array([[p]]), VOCAB))[0] for p in (3, 4, 5)]
+    drawn += [np.asarray(noise.target_noise(keys, jnp.array([[p]]), VOCAB))[0] for p in (3, 4, 5)]
     assert all(d.dtype == np.float32 for d in drawn)
     assert len(np.unique(np.stack(drawn))) == len(drawn) * VOCAB
 
 
 def test_domains_are_distinct():
-    assert len({rng.TARGET, rng.DRAFT, rng.ACCEPT, rng.RESIDUAL}) == 4
+    assert len({noise.TARGET, noise.DRAFT, noise.ACCEPT, noise.RESIDUAL}) == 4
 
 
-def ring_of(keys, roots, wanted, ring=None, positions=5, count=None, refill=rng.refill):
+def ring_of(keys, roots, wanted, ring=None, positions=5, count=None, refill=noise.refill):
     if ring is None:
-        ring = rng.empty_ring(len(keys), positions, VOCAB)
+        ring = noise.empty_ring(len(keys), positions, VOCAB)
     return refill(ring, keys, jnp.array(roots), jnp.array(wanted), count or positions)
 
 
@@ -153,8 +153,8 @@ def test_a_ring_holds_the_noise_of_the_next_positions_and_draws_each_once(
 ):
     """Slots advance by 1 to 5 positions, rest, are decoded plainly for a while; strategies of
     fewer steps ask for fewer positions of the same ring."""
-    monkeypatch.setattr(rng, "BLOCK_NUMBERS", block_numbers)
-    refill = jax.jit(lambda *x: rng.refill(*x), static_argnums=4)  # of this block size
+    monkeypatch.setattr(noise, "BLOCK_NUMBERS", block_numbers)
+    refill = jax.jit(lambda *x: noise.refill(*x), static_argnums=4)  # of this block size
     generator = np.random.default_rng(0)
     keys = jnp.concatenate([keys_of((seed, PROMPT, 0)) for seed in range(3)])
     roots, ring, drawn = np.array([3, 0, 17]), None, np.zeros(3, int)
@@ -167,8 +167,8 @@ def test_a_ring_holds_the_noise_of_the_next_positions_and_draws_each_once(
             drawn[slot] += len(ahead - known[slot])
             known[slot] |= ahead
         positions = jnp.array(roots)[:, None] + 1 + jnp.arange(count)
-        expected = rng.target_noise(keys, positions, VOCAB)
-        got = rng.ring_at(ring, positions)
+        expected = noise.target_noise(keys, positions, VOCAB)
+        got = noise.ring_at(ring, positions)
         np.testing.assert_array_equal(got[wanted], expected[wanted])
         np.testing.assert_array_equal(ring.drawn, drawn)
         plainly = np.where(generator.random(3) < 0.5, generator.integers(0, 9, 3), 0)
@@ -179,10 +179,10 @@ def test_the_next_noise_of_a_large_vocabulary_is_drawn_for_those_who_want_it_onl
     keys = jnp.concatenate([keys_of((seed, PROMPT, 0)) for seed in range(5)])
     root = jnp.array([3, 9, 0, 4, 7])
     wanted = jnp.array([True, False, True, False, False])
-    everyone = rng.target_noise(keys, root[:, None] + 1, 40)
-    np.testing.assert_array_equal(rng.next_noise(keys, root, wanted, 40), everyone)
-    monkeypatch.setattr(rng, "BLOCK_NUMBERS", 64)
-    some = rng.next_noise(keys, root, wanted, 40)
+    everyone = noise.target_noise(keys, root[:, None] + 1, 40)
+    np.testing.assert_array_equal(noise.next_noise(keys, root, wanted, 40), everyone)
+    monkeypatch.setattr(noise, "BLOCK_NUMBERS", 64)
+    some = noise.next_noise(keys, root, wanted, 40)
     np.testing.assert_array_equal(some, jnp.where(wanted[:, None, None], everyone, 0.0))
 
 

@@ -1,0 +1,270 @@
+"""Every random number that decides a token, and what it is keyed by.
+
+The noise that decides the token at an absolute position is a function of (request key, position)
+and of nothing else: not of batch, slot, round, tree, strategy or draft. A request key is made of
+(seed, prompt, sample index). Plain decoding, drafting and verification look up the same noise, so
+they choose the same token from the same logits (accept.py).
+
+    target_noise   keyed by (request, TARGET, position): decides tokens; `NoiseRing` keeps the next
+                   few positions of each slot
+    round_noise    keyed by (request, domain, root, node): the draws of `block` and `recursive`
+    round_coins    keyed by (request, ACCEPT, root, node): their tests
+
+All noise is Gumbel noise: the argmax of log-weights plus Gumbel noise is a draw from them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.random import define_prng_impl
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from specjax.decode import shards
+from specjax.indexing import divide, take, take_along
+
+TARGET, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 3  # domains: no two uses share a key
+# Rows are drawn a block at a time. A small vocabulary takes all that a round can need at once.
+BLOCK_NUMBERS = 1 << 16
+WORDS = 5  # seed low, seed high, prompt low, prompt high, sample index
+
+
+def request_words(seed: int, prompt: Sequence[int], sample: int) -> np.ndarray:
+    """The five uint32 words that identify one sample of one request; runs on the host."""
+    digest = hashlib.blake2b(np.asarray(prompt, "<u4").tobytes(), digest_size=8).digest()
+    prompt_words = np.frombuffer(digest, "<u4")
+    seed = int(seed) % (1 << 64)  # a negative one as its two's complement
+    return np.array(
+        [seed & 0xFFFFFFFF, seed >> 32, prompt_words[0], prompt_words[1], sample], np.uint32
+    )
+
+
+def request_keys(words: UInt32[Array, "B 5"]) -> UInt32[Array, "B 2"]:
+    """The request key of each sample, as raw threefry key data."""
+
+    def one(word):
+        key = key_of(word[:2])
+        for i in range(2, WORDS):
+            key = jax.random.fold_in(key, word[i])
+        return jax.random.key_data(key)
+
+    return jax.vmap(one)(words)
+
+
+def _fold(key_data: UInt32[Array, " 2"], *data) -> Array:
+    key = key_of(key_data)
+    for value in data:
+        key = jax.random.fold_in(key, value)
+    return key
+
+
+def target_noise(
+    keys: UInt32[Array, "B 2"], positions: Int[Array, "B P"], vocab: int
+) -> Float[Array, "B P V"]:
+    """Gumbel noise that decides the tokens at absolute `positions`."""
+
+    def one(key, position):
+        # Nothing but request and position is folded in: so tokens do not depend on the tree.
+        # The default `mode` caps at 15.94 and is biased below probabilities of about 1e-7.
+        return jax.random.gumbel(_fold(key, TARGET, position), (vocab,), jnp.float32, mode="high")
+
+    return shards.pin(jax.vmap(jax.vmap(one, (None, 0)), (0, 0))(keys, positions))
+
+
+class NoiseRing(NamedTuple):
+    """Target noise of the next E positions of each slot, shared by drafting and verification.
+
+    It is a cache: a position's noise lies at `position % E` until the position is decided, so that
+    it is generated once although several rounds may need it.
+
+    Attributes:
+      rows: [B E V]. until: [B] positions below it have been generated.
+      drawn: [B] rows generated since the ring was made; tests and benches count them.
+    """
+
+    rows: Float[Array, "B E V"]
+    until: Int[Array, " B"]
+    drawn: Int[Array, " B"]
+
+    AXES = {"rows": ("batch", None, "vocab")}  # a device holds those of its part of the vocabulary
+
+
+def empty_ring(batch: int, positions: int, vocab: int) -> NoiseRing:
+    """A ring without noise."""
+    rows = jnp.zeros((batch, positions, vocab), jnp.float32)
+    return NoiseRing(rows, *jnp.zeros((2, batch), jnp.int32))
+
+
+def refill(
+    ring: NoiseRing,
+    keys: UInt32[Array, "B 2"],
+    root: Int[Array, " B"],
+    wanted: Bool[Array, " B"],
+    count: int,
+) -> NoiseRing:
+    """Generates the noise that is missing at positions root + 1 .. root + count, count <= E.
+
+    The missing rows of all slots are numbered through and drawn in blocks, so that the work grows
+    with the number of emitted tokens and not with the slot that emitted most.
+
+    Args:
+      wanted: slots that need noise: they run, at a temperature above 0.
+    """
+    batch, size, vocab = ring.rows.shape
+    block = min(batch * count, max(batch, BLOCK_NUMBERS // vocab))
+    first = jnp.maximum(ring.until, root + 1)
+    missing = jnp.where(wanted, jnp.maximum(root + 1 + count - first, 0), 0)
+    ends = jnp.cumsum(missing)
+
+    def draw(carry):
+        done, rows = carry
+        number = done + jnp.arange(block)
+        slot = jnp.searchsorted(ends, number, side="right")
+        inside = jnp.minimum(slot, batch - 1)
+        position = take(first - (ends - missing), inside) + number
+        fresh = target_noise(take(keys, inside), position[:, None], vocab)[:, 0]
+        place = divide(position, size)[1]
+        rows = rows.at[slot, place].set(  # slot B stands for no row, and is dropped
+            fresh, mode="drop", wrap_negative_indices=False
+        )
+        return done + block, rows
+
+    total = ends[-1]
+    _, rows = jax.lax.while_loop(lambda c: c[0] < total, draw, (jnp.int32(0), ring.rows))
+    until = jnp.where(missing > 0, first + missing, ring.until)
+    return NoiseRing(rows, until, ring.drawn + missing)
+
+
+def ring_at(
+    ring: NoiseRing, positions: Int[Array, "B R"], ids: Int[Array, "*R C"] | None = None
+) -> Float[Array, "B R V"]:
+    """The noise that decides `positions`, which must be among the next E.
+
+    Args:
+      ids: [C] or [B R C] of the tokens whose noise is returned; None: all tokens. An id outside of
+        the vocabulary gets an arbitrary number.
+    """
+    place = divide(positions, ring.rows.shape[1])[1]
+    if ids is None:
+        return take_along(ring.rows, place[..., None], axis=1)
+    slot = np.arange(len(place))[:, None, None]
+    return ring.rows.at[slot, place[..., None], ids].get(mode="clip")
+
+
+def next_noise(
+    keys: UInt32[Array, "B 2"], root: Int[Array, " B"], wanted: Bool[Array, " B"], vocab: int
+) -> Float[Array, "B 1 V"]:
+    """Gumbel noise for the position after each root, in plain decoding.
+
+    With a large vocabulary noise is drawn for the wanted slots alone, a block of rows at a time;
+    with a small one for all slots at once, which is cheaper than selecting them.
+    """
+    batch = root.shape[0]
+    if batch * vocab <= BLOCK_NUMBERS:
+        return target_noise(keys, root[:, None] + 1, vocab)
+    return refill(empty_ring(batch, 1, vocab), keys, root, wanted, 1).rows
+
+
+def round_noise(
+    keys: UInt32[Array, "B 2"],
+    domain: int,
+    root: Int[Array, " B"],
+    nodes: Int[Array, " R"],
+    vocab: int,
+) -> Float[Array, "B R V"]:
+    """Gumbel noise private to nodes of one round, for drafts and residuals of `block`, `recursive`.
+
+    Args:
+      domain: DRAFT or RESIDUAL.
+    """
+
+    def one(key, position, node):
+        # A draw that decided something may not be met again in a later round: root is folded in.
+        key = _fold(key, domain, position, node)
+        return jax.random.gumbel(key, (vocab,), jnp.float32, mode="high")
+
+    noise = jax.vmap(jax.vmap(one, (None, None, 0)), (0, 0, None))(keys, root, jnp.asarray(nodes))
+    return shards.pin(noise)
+
+
+def round_coins(
+    keys: UInt32[Array, "B 2"], root: Int[Array, " B"], nodes: Int[Array, " R"]
+) -> Float[Array, "B R"]:
+    """Uniform numbers in (0, 1) that test the drafts at `nodes` of one round."""
+
+    def one(key, position, node):
+        tiny = jnp.finfo(jnp.float32).tiny
+        return jax.random.uniform(_fold(key, ACCEPT, position, node), minval=tiny)
+
+    nodes = jnp.asarray(nodes)
+    return jax.vmap(jax.vmap(one, (None, None, 0)), (0, 0, None))(keys, root, nodes)
+
+
+# --- the generator --------------------------------------------------------------------------------
+
+# Threefry-2x32 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), unrolled. The
+# numbers are those of `jax.random` with "threefry2x32", whatever `jax_threefry_partitionable` says.
+# On CPU jax runs the cipher as a loop, to compile sooner, and XLA starts a dozen operations for
+# each turn of it: the noise of one round took as long as several layers of a small policy. Unrolled
+# it is one operation.
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = np.uint32(0x1BD11BDA)
+
+
+def threefry2x32(key: UInt32[Array, " 2"], x0: Array, x1: Array) -> tuple[Array, Array]:
+    """20 rounds over counters `x0`, `x1`, uint32 of one shape."""
+    words = key[0], key[1], key[0] ^ key[1] ^ _PARITY
+    x0, x1 = x0 + words[0], x1 + words[1]
+    for group in range(5):
+        for by in _ROTATIONS[group % 2]:
+            x0 = x0 + x1
+            x1 = x0 ^ ((x1 << np.uint32(by)) | (x1 >> np.uint32(32 - by)))
+        x0 = x0 + words[(group + 1) % 3]
+        x1 = x1 + words[(group + 2) % 3] + np.uint32(group + 1)
+    return x0, x1
+
+
+def _counted(key: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
+    """The cipher of 0, 1, 2, ... in two arrays of a shape."""
+    if math.prod(shape) >= 1 << 32:
+        raise ValueError(f"expected fewer than 2^32 numbers of one key, got shape {shape}")
+    low = jnp.zeros(shape, jnp.uint32)
+    stride = math.prod(shape)
+    for axis, size in enumerate(shape):  # no reshape: a split axis stays split
+        stride //= max(size, 1)
+        low += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride)
+    return threefry2x32(key, jnp.zeros_like(low), low)
+
+
+def _bits(key: Array, width: int, shape: tuple[int, ...]) -> Array:
+    if width != 32:
+        raise ValueError(f"expected 32 bits per number, got {width}")
+    high, low = _counted(key, shape)
+    return high ^ low
+
+
+def _fold_in(key: Array, data: Int[Array, ""]) -> Array:
+    return jnp.stack(threefry2x32(key, jnp.uint32(0), data.astype(jnp.uint32)))
+
+
+_IMPL = define_prng_impl(
+    key_shape=(2,),
+    seed=lambda seed: jnp.stack([jnp.uint32(0), seed.astype(jnp.uint32)]),
+    split=lambda key, shape: jnp.stack(_counted(key, shape), axis=-1),
+    random_bits=_bits,
+    fold_in=_fold_in,
+    name="threefry2x32_unrolled",
+    tag="fryu",
+)
+
+
+def key_of(data: UInt32[Array, "*B 2"]) -> Array:
+    """A key for `jax.random` from its two words."""
+    return jax.random.wrap_key_data(data, impl=_IMPL)
