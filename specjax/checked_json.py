@@ -1,7 +1,7 @@
-"""The JSON files of a checkpoint directory, with every key checked as it is read.
+"""JSON files of a checkpoint directory, with every key checked as it is read.
 
-A file that somebody else wrote may hold anything. What cannot be meant is a `CheckpointError` of
-one line that names the file and the key, says what was expected and what is there.
+A value of a wrong type or range is a `CheckpointError` of one line that names file and key, what
+was expected and what was got.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 _REQUIRED: Any = object()
-# No size of a model comes near it; a larger one would only exhaust the memory on the way.
+# Larger than any size of a model; a larger number in a file would exhaust the memory.
 LARGEST = 2**31 - 1
 _LFS = b"version https://git-lfs.github.com/spec/"
 _REMEDY = "correct it, or fetch the file again"
@@ -36,7 +36,7 @@ def first_line(error: BaseException) -> str:
 
 
 def pointer_problem(file: Path) -> str:
-    """What to say of a file that is a Git LFS pointer in place of the content; empty if not."""
+    """The message about a file that is a Git LFS pointer; empty: it is none."""
     try:
         with file.open("rb") as stream:
             if not stream.read(len(_LFS)) == _LFS:
@@ -50,7 +50,7 @@ def pointer_problem(file: Path) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Reads a JSON object from a file.
 
     Raises:
       CheckpointError: it is absent, damaged, a Git LFS pointer, or holds something else.
@@ -72,7 +72,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """A value of a JSON file for a message: at most 60 characters of one line."""
+    """A value as JSON, cut to 60 characters for a message."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -85,7 +85,7 @@ class Keys:
     type, as it is for transformers.
 
     Args:
-      file: where the object lies, for messages.
+      file: the path of its file, for messages.
       raw: the object.
       inside: the key that holds it, where that is not the file itself.
     """
@@ -172,14 +172,14 @@ class Keys:
         return list(ids)
 
     def error(self, name: str, expected: str) -> CheckpointError:
-        """What is wrong with the value of a key."""
+        """The error about the value of a key."""
         got = shown(self.raw.get(name))
         return CheckpointError(
             f"{self.file}: {self._label(name)}: expected {expected}, got {got}; {_REMEDY}"
         )
 
     def _value(self, name: str, default: Any) -> Any:
-        """The value, or `_REQUIRED` where the default is to be taken."""
+        """The value, or `_REQUIRED` where the default applies."""
         if name not in self.raw and default is _REQUIRED:
             raise CheckpointError(f"{self.file} lacks the key {self._label(name)!r}; {_REMEDY}")
         if name not in self.raw or (default is None and self.raw[name] is None):

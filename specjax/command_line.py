@@ -56,7 +56,7 @@ def load_config(
     prog: str | None = None,
     description: str = "",
 ) -> T:
-    """`parse_config` for a program without flags of its own."""
+    """Reads the command line of a program without flags of its own, see `parse_config`."""
     return parse_config(schema_cls, argv, prog, description)[0]
 
 
@@ -140,28 +140,28 @@ class ConfigError(ValueError):
 
 
 def typed_in(config: Any) -> frozenset[str]:
-    """Keys that were given on the command line that `config` was read from."""
+    """The keys that the command line of `config` has."""
     return getattr(config, _TYPED, frozenset())
 
 
 def given_in(config: Any) -> frozenset[str]:
-    """Keys that were given on the command line that `config` was read from, or in its file."""
+    """The keys that the command line of `config` or its file has."""
     return getattr(config, _GIVEN, frozenset())
 
 
 def require_effect(config: Any, given: Iterable[str] | None = None) -> None:
-    """Applies the schema's rules where no command line was read, or when more is known than there.
+    """Applies the schema's rules to a configuration that is made or changed in Python.
 
     Args:
-        given: keys that were set; by default those of the command line. What equals its default
-            counts as not set.
+        given: keys that were set, by default those of the command line. A value that equals its
+            default counts as not set.
 
     Raises:
         ConfigError: one of them changes nothing.
     """
     schema = _Schema.of(type(config))
     values = dict(_flatten(dataclasses.asdict(config), schema.sections))
-    _complain(schema, values, typed_in(config) if given is None else frozenset(given))
+    _refuse_idle(schema, values, typed_in(config) if given is None else frozenset(given))
 
 
 def fingerprint(config: Any, ignore: Sequence[str] = ()) -> dict[str, Any]:
@@ -175,8 +175,7 @@ def require_same_settings(
 ) -> None:
     """Compares the fingerprint in a checkpoint with that of the run that resumes it.
 
-    A key that the checkpoint lacks, for its version had no such setting, is the same as long as it
-    has its default.
+    A key that the checkpoint lacks, because its version had no such setting, must have its default.
 
     Args:
         schema_cls: of the configuration that `current` is of.
@@ -196,16 +195,16 @@ def require_same_settings(
 def _as_saved(
     keys: Mapping[str, Key], name: str, saved: Mapping[str, Any], current: Mapping[str, Any]
 ) -> bool:
-    """Whether a key, or all of a section, is what was saved.
+    """Whether the value of a key, or of all keys of a section, is the saved one.
 
     Args:
-        name: dotted. saved, current: what is directly above it in both.
+        name: dotted. saved, current: the sections that hold the key.
     """
     last, key = name.rpartition(".")[2], keys.get(name)
     mine = current[last]
     if last in saved:
         theirs = saved[last]
-    elif key is None:  # of a section that programs share, and this one does not read it
+    elif key is None:  # a key of a shared section that this program does not have
         return True
     elif key.default == REQUIRED:
         return False
@@ -216,13 +215,16 @@ def _as_saved(
         return mine == theirs
     if any(f"{name}.{inner}" not in keys for inner in theirs.keys() - mine.keys()):
         return False  # this version has no such setting
-    # What there is in `theirs` alone is left out of the fingerprint: it may have changed.
+    # Keys of `theirs` alone are left out of the fingerprint: they may have changed.
     return all(_as_saved(keys, f"{name}.{inner}", theirs, mine) for inner in mine)
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's, which takes `--max_batch` for `--max-batch` and the other way round, and says
-    which flag an unknown one is close to."""
+    """argparse's parser with two additions.
+
+    It takes `--max_batch` for `--max-batch` and the reverse, and suggests a flag where one is
+    unknown.
+    """
 
     def parse_known_args(self, args=None, namespace=None):
         return super().parse_known_args(self._as_known(args), namespace)
@@ -248,10 +250,10 @@ class _Parser(ArgumentParser):
 
 
 class _Schema(NamedTuple):
-    """A schema by its names.
+    """The keys of a schema by name.
 
     Attributes:
-      keys: of all settings and sections. sections: whether a key is one. aliases: further names.
+      keys: of settings and sections. sections: whether a key is a section. aliases: other names.
     """
 
     cls: type
@@ -266,26 +268,26 @@ class _Schema(NamedTuple):
         return cls(schema_cls, keys, sections, getattr(schema_cls, "aliases", {}))
 
     def key_of(self, name: str) -> Key | None:
-        """The setting of that name; None for a section, or where there is none."""
+        """The setting of that name; None: it is a section, or unknown."""
         key = self.keys.get(name)
         return None if key is None or key.section else key
 
     def suggestion(self, name: str) -> str:
-        """What may have been meant, or why there is no such key."""
+        """The end of the message about an unknown key: a known one, or why there is none."""
         for gone, why in elsewhere_of(self.cls).items():
             if name == gone or name.startswith(f"{gone}."):
                 return f": {why}"
         renamed = getattr(self.cls, "renamed", {}).get(name)
         if renamed is not None:
             return f"; did you mean {renamed!r}?"
-        # The right key in the wrong section, or without its section.
+        # The right key in a wrong section, or without its section.
         last = name.rsplit(".", 1)[-1]
         same = [key for key in self.keys if key.rsplit(".", 1)[-1] == last]
         close = difflib.get_close_matches(name, same, n=1, cutoff=0.0)
         if not close:
             known = [*self.keys, *self.aliases]
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-        if not close:  # likewise, and not quite
+        if not close:  # a similar key in a wrong section
             tails = {key.rsplit(".", 1)[-1]: key for key in self.keys}
             close = [tails[t] for t in difflib.get_close_matches(last, tails, n=1, cutoff=0.7)]
         return f"; did you mean {close[0]!r}?" if close else "; --help lists every key"
@@ -297,7 +299,7 @@ class _Schema(NamedTuple):
 def _split(
     schema: _Schema, parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """The flags, for argparse, and the settings as `key=value`, in their order."""
+    """Splits arguments into flags, for argparse, and settings as `key=value`, in order."""
     flags = {underscored(option): option for option in parser._option_string_actions}
     ours, settings, rest = [], [], [*argv]
     while rest:
@@ -328,7 +330,7 @@ def _split(
 
 
 def _variant(schema_cls: type, argv: Sequence[str]) -> type:
-    """The schema that the value of its deciding key asks for, see `parse_config`."""
+    """The schema with the keys that one of its values decides, see `parse_config`."""
     if not hasattr(schema_cls, "variants"):
         return schema_cls
     name, variant = schema_cls.variants
@@ -341,8 +343,10 @@ def _variant(schema_cls: type, argv: Sequence[str]) -> type:
 
 
 def _look_up(key: Key, argv: Sequence[str]) -> Any:
-    """What a key `section.name` is set to, by the command line or else by its file, before the
-    schema of either is known; None: it is not."""
+    """The value of a key `section.name` on the command line, or else in its file; None: not set.
+
+    It is read before the whole schema is known.
+    """
     section, last = key.name.split(".")
     found, config, rest = None, None, [*argv]
     while rest:
@@ -355,7 +359,7 @@ def _look_up(key: Key, argv: Sequence[str]) -> Any:
         elif name == key.name:
             found = read(text, key)
         elif name == section and text.lstrip().startswith("{"):
-            with contextlib.suppress(ValueProblem):  # it is complained of when it is read
+            with contextlib.suppress(ValueProblem):  # reported when all values are read
                 found = read(text, None).get(last, found)
     if found is None and config:
         inside = _file(_find(config)).get(section)
@@ -375,7 +379,7 @@ def _value_after(name: str, key: Key | None, rest: list[str]) -> str:
 
 
 def _read_overrides(schema: _Schema, overrides: Sequence[str]) -> dict[str, Any]:
-    """Values by dotted name; of several for one key the last wins, as in any command.
+    """Reads values by dotted name; the last of several values of a key wins.
 
     Raises:
       ConfigError: a text is no value, or a key is given by two names.
@@ -423,7 +427,7 @@ def _what_may_be_meant(schema: _Schema, name: str) -> str:
 
 
 class _Given(NamedTuple):
-    """What was set where: keys of the command line, and of the file with what it made alone."""
+    """Keys of the command line and of the file, and the configuration of the file alone."""
 
     typed: frozenset[str]
     filed: frozenset[str]
@@ -437,7 +441,7 @@ def _merge(
     filed: frozenset[str] = frozenset()
     if config is not None:
         path = _find(config)
-        raw = _by_new_names(schema, _file(path), str(path))
+        raw = _without_aliases(schema, _file(path), str(path))
         merged = _apply(schema, merged, raw, str(path))
         filed = frozenset(name for name, _ in _flatten(raw, schema.sections))
     alone = merged
@@ -450,8 +454,8 @@ def _merge(
     return merged, _Given(typed, filed, alone)
 
 
-def _by_new_names(schema: _Schema, raw: dict[str, Any], source: str) -> dict[str, Any]:
-    """What a file says, with the keys that it has by another name under their own."""
+def _without_aliases(schema: _Schema, raw: dict[str, Any], source: str) -> dict[str, Any]:
+    """The content of a file, with aliases replaced by the keys that they name."""
     given = dict(_flatten(raw, schema.sections))
     for alias, name in schema.aliases.items():
         if alias not in given or isinstance(given[alias], dict):
@@ -477,7 +481,7 @@ def _shown(schema: _Schema, merged: DictConfig) -> Any:
 
 @functools.cache
 def _structured(cls: type) -> DictConfig:
-    """The schema as OmegaConf knows it, which is slow to make; merging copies it."""
+    """The schema as a structured config; cached because it is slow to make."""
     return OmegaConf.structured(cls)
 
 
@@ -495,7 +499,7 @@ def _put(nested: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _find(config: str) -> Path:
-    """The config file of that name."""
+    """The path of a config file: as given, or one of those that specjax ships."""
     path = find_shipped(config)
     if path.is_file():
         return path
@@ -520,7 +524,7 @@ def _file(path: Path) -> dict[str, Any]:
 
 
 def _apply(schema: _Schema, merged: DictConfig, raw: dict[str, Any], source: str) -> DictConfig:
-    """The configuration with what a file or the command line says."""
+    """Merges a file or the command line into a configuration."""
     layer: dict[str, Any] = {}
     for name, value in _flatten(raw, schema.sections):
         if name not in schema.keys:
@@ -551,7 +555,7 @@ def _apply(schema: _Schema, merged: DictConfig, raw: dict[str, Any], source: str
 
 
 def _flatten(node: Any, sections: dict[str, bool], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names as given; does not look into the values of keys that are not sections."""
+    """Yields dotted names and values; mappings that are no sections stay whole."""
     for key, value in node.items():
         name = f"{prefix}{key}"
         yield name, value
@@ -572,13 +576,13 @@ def _type_message(schema: _Schema, error: OmegaConfBaseException, source: str) -
 def _require_effect(schema: _Schema, merged: DictConfig, given: _Given) -> None:
     """Refuses settings that change nothing.
 
-    What a file sets may be made idle by the command line, for files are shared by runs that differ;
-    it must not be idle in the file itself.
+    The command line may leave settings of a file without effect, because different runs share a
+    file. Within the file they must have an effect.
     """
     values = _values(schema, merged)
-    _complain(schema, values, given.typed)
+    _refuse_idle(schema, values, given.typed)
     filed = [name for name, _ in idle(schema.cls, _values(schema, given.alone), given.filed)]
-    _complain(schema, values, frozenset(filed))
+    _refuse_idle(schema, values, frozenset(filed))
 
 
 def _values(schema: _Schema, merged: DictConfig) -> dict[str, Any]:
@@ -589,7 +593,7 @@ def _values(schema: _Schema, merged: DictConfig) -> dict[str, Any]:
     return dict(_flatten(raw, schema.sections))
 
 
-def _complain(schema: _Schema, values: Mapping[str, Any], given: frozenset[str]) -> None:
+def _refuse_idle(schema: _Schema, values: Mapping[str, Any], given: frozenset[str]) -> None:
     for _, message in idle(schema.cls, values, given):
         raise ConfigError(message)
 
@@ -626,13 +630,13 @@ def _first_line(error: BaseException) -> str:
 
 
 def underscored(option: str) -> str:
-    """A flag or key with underscores within its words."""
+    """A flag or key with underscores in place of dashes."""
     dashes = len(option) - len(option.lstrip("-"))
     return option[:dashes] + option[dashes:].replace("-", "_")
 
 
 def nearest_flag(option: str, known: Iterable[str]) -> str:
-    """A suggestion, where one of the flags is close."""
+    """A suggestion for an unknown flag, where a known one is close."""
     flags = {underscored(flag): flag for flag in known if flag.startswith("--")}
     close = difflib.get_close_matches(underscored(option), flags, n=1, cutoff=0.7)
     return f"; did you mean {flags[close[0]]!r}?" if close else ""

@@ -1,11 +1,11 @@
-"""Where a model lies: a local directory, or a Hugging Face id such as `Qwen/Qwen3-0.6B`.
+"""Finds models: a local directory, or a Hugging Face id such as `Qwen/Qwen3-0.6B`.
 
-A local directory wins. Of an id, the local Hugging Face cache is used as it is when it holds the
-revision with config, weights and tokenizer; otherwise what specjax reads is downloaded to it, and
-nothing else: config.json, generation_config.json, tokenizer and chat template, safetensors.
+A local directory wins. For an id, the local Hugging Face cache is used as it is when it holds the
+revision with config, weights and tokenizer; otherwise the files that specjax reads are downloaded
+to it: config.json, generation_config.json, tokenizer and chat template, safetensors.
 
-The usual variables are honoured when a model is looked for, not when this is imported: HF_HOME,
-HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT, and HF_TOKEN for what is private or gated.
+The usual variables are read when a model is looked for, not when this is imported: HF_HOME,
+HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT, and HF_TOKEN for private and gated models.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _TRUE = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads its variables
 
 
 class ModelNotFoundError(CheckpointError):
-    """There is nothing of that name here, and it can be no Hugging Face id."""
+    """The name is neither a local path nor a possible Hugging Face id."""
 
 
 def find_model(name: str | Path, revision: str | None = None, weights: bool = True) -> Path:
-    """The local directory of a model.
+    """Finds the local directory of a model; downloads it if necessary.
 
     Args:
       name: a directory, one of those that specjax ships (`assets/sums`), or a Hugging Face id,
@@ -44,8 +44,8 @@ def find_model(name: str | Path, revision: str | None = None, weights: bool = Tr
       weights: they are needed; else the config and the tokenizer are enough.
 
     Raises:
-      ModelNotFoundError: there is no such directory, and the name can be no id.
-      CheckpointError: the id cannot be had; one line says why.
+      ModelNotFoundError: there is no such directory, and the name cannot be an id.
+      CheckpointError: the model cannot be downloaded; one line says why.
     """
     local = find_shipped(os.path.expanduser(name))
     if local.exists():
@@ -83,10 +83,7 @@ def find_model(name: str | Path, revision: str | None = None, weights: bool = Tr
 
 
 def portable(path: str | Path) -> str:
-    """A path for comparison between machines: in a local cache, the id and the commit.
-
-    Caches lie elsewhere on other machines, and hold the same under the same commit.
-    """
+    """A path for comparison between machines: for one in a local cache, its id and commit."""
     parts = Path(path).parts[-3:]
     if len(parts) == 3 and parts[1] == "snapshots" and parts[0].startswith("models--"):
         return f"{parts[0].removeprefix('models--').replace('--', '/')}@{parts[2]}"
@@ -108,7 +105,7 @@ def _called(name: str, revision: str | None) -> str:
 
 
 def _cache() -> Path:
-    """Where downloads are kept."""
+    """The directory of the local Hugging Face cache."""
     from huggingface_hub import constants
 
     named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
@@ -126,7 +123,7 @@ def _is_offline() -> bool:
 
 
 def _cached(name: str, revision: str | None) -> Path | None:
-    """The folder of the revision in the local cache, however much of it is there."""
+    """The folder of a revision in the local cache, complete or not; None: there is none."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(name, "config.json", cache_dir=_cache(), revision=revision)
@@ -134,7 +131,7 @@ def _cached(name: str, revision: str | None) -> Path | None:
 
 
 def _is_complete(folder: Path, weights: bool, tokenizer: bool = True) -> bool:
-    """Whether all that is read is there."""
+    """Whether a folder has all files that are read."""
     needed = [folder / "config.json"]
     if weights:
         needed += [folder / file for file in _weight_names(folder)]
@@ -144,7 +141,7 @@ def _is_complete(folder: Path, weights: bool, tokenizer: bool = True) -> bool:
 
 
 def _weight_names(folder: Path) -> list[str]:
-    """The weight files that the folder should hold."""
+    """The weight files that a folder should have."""
     if (folder / INDEX).exists() and not (folder / WEIGHTS).exists():
         return files_in_index(folder / INDEX)
     return [WEIGHTS]
@@ -154,15 +151,15 @@ def _weight_names(folder: Path) -> list[str]:
 
 
 def _downloaded(name: str, revision: str | None, weights: bool, cached: Path | None) -> Path:
-    """The folder in the local cache, after what was missing has been downloaded."""
+    """Downloads the missing files of a revision; returns its folder in the local cache."""
     try:
         folder = _snapshot(name, revision, _SMALL)
         if weights and (folder / "config.json").exists():
-            # All of them once more, should the branch have moved meanwhile.
+            # All of them again: the branch may have moved meanwhile.
             folder = _snapshot(name, revision, [*_SMALL, *_weight_names(folder), HEAD_FILE])
     except CheckpointError:
         raise
-    except Exception as error:  # of three libraries below, and they change
+    except Exception as error:  # of three libraries
         if _is_connection(error) and cached is not None:
             if _is_complete(cached, weights, tokenizer=False):
                 return cached
@@ -202,7 +199,7 @@ def _is_connection(error: Exception) -> bool:
 
 
 def _reason(name: str, revision: str | None, error: Exception) -> str:
-    """One line for what huggingface_hub says in many."""
+    """One line about an error of huggingface_hub."""
     from huggingface_hub import errors
 
     called = _called(name, revision)

@@ -1,8 +1,7 @@
-"""Reads and writes at indices that are sure to lie within an array.
+"""Reads and writes at indices that are known to be in bounds and not negative.
 
-What jax adds by itself for indices that may be negative, or lie beyond an end, and for signed
-division, was a quarter of the operations of a chunk of rounds; each costs time to trace and to
-compile, and on accelerators some in every round.
+The operations that jax adds for other indices, and for signed division, were a quarter of a chunk's
+operations. Each costs time to trace and compile, and on accelerators in every round.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ def take(x: Array, index: Array) -> Array:
 
 
 def take_along(x: Array, index: Array, axis: int) -> Array:
-    """`jnp.take_along_axis`."""
+    """`jnp.take_along_axis(x, index, axis)`."""
     return jnp.take_along_axis(x, index, axis=axis, mode="promise_in_bounds")
 
 
@@ -28,15 +27,15 @@ def put(x: Array, index: Array, values: Array) -> Array:
 
 
 def take_slice(x: Array, start: tuple, sizes: tuple[int, ...]) -> Array:
-    """`jax.lax.dynamic_slice`."""
+    """`jax.lax.dynamic_slice(x, start, sizes)`."""
     return jax.lax.dynamic_slice(x, start, sizes, allow_negative_indices=False)
 
 
 def put_slice(x: Array, values: Array, start: tuple) -> Array:
-    """`jax.lax.dynamic_update_slice`."""
+    """`jax.lax.dynamic_update_slice(x, values, start)`."""
     return jax.lax.dynamic_update_slice(x, values, start, allow_negative_indices=False)
 
 
 def divide(number: Array, size: int) -> tuple[Array, Array]:
-    """Quotient and remainder of numbers >= 0."""
+    """Quotient and remainder of a division of numbers >= 0."""
     return jax.lax.div(number, size), jax.lax.rem(number, size)

@@ -1,4 +1,4 @@
-"""Ctrl-C while a program imports what it needs: one line and status 130, as later on.
+"""Ctrl-C while a program imports its modules: one line and status 130, as later.
 
     if __name__ == "__main__":  # above the other imports
         from specjax import interrupts
@@ -10,7 +10,7 @@
 
 A program that imports within its functions does so `with interrupts.at_once(prog)`.
 
-It imports nothing that takes time, and neither does the package around it.
+This module and the package around it import nothing that takes time.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _state = {"prog": "", "imports": False}
 
 
 def begin(prog: str) -> None:
-    """From now until `run`, Ctrl-C ends the process at once: there is nothing to put in order yet.
+    """Makes Ctrl-C end the process at once, until `run`.
 
-    An exception would come out of whatever module is being imported, with a traceback, or be lost:
-    in callbacks of jax, and where modules try one import after the other.
+    An exception would have the traceback of the module that is being imported, or be lost, in
+    callbacks of jax and in modules that try several imports.
 
     Args:
       prog: the program, for messages.
     """
     _state["prog"] = prog
-    # A background job of a shell ignores Ctrl-C, and goes on doing so.
+    # A background job of a shell ignores Ctrl-C and must go on ignoring it.
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_default and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _end)
@@ -52,7 +52,7 @@ def _ready() -> None:
 
 @contextlib.contextmanager
 def at_once(prog: str) -> Iterator[None]:
-    """Ctrl-C within it ends the process at once, see `begin`."""
+    """Makes Ctrl-C end the process at once within the block, see `begin`."""
     begin(prog)
     try:
         yield
@@ -61,7 +61,7 @@ def at_once(prog: str) -> Iterator[None]:
 
 
 def is_run_as(module: str) -> bool:
-    """Whether `python -m module` is importing the package that the module is, or lies in."""
+    """Whether the process is `python -m module`, while the module's package is imported."""
     return sys.argv[:1] == ["-m"] and module in sys.orig_argv
 
 

@@ -1,4 +1,4 @@
-"""What a configuration can hold: a tree of dataclasses whose fields document themselves.
+"""Schemas of configurations: dataclasses with documented fields, and the values of their keys.
 
 Fields are made with `option`, so that every key has a type, a default and a sentence of
 documentation (a field made otherwise has it under "Attributes:" in the docstring of its class)::
@@ -12,8 +12,13 @@ documentation (a field made otherwise has it under "Attributes:" in the docstrin
         steps: int = option(100, "number of updates")
         optimizer: Optimizer = option(Optimizer, "the policy's optimizer")
 
-`describe` lists the keys for `--help`, and nothing else needs writing. What a user gave for them is
-read in `command_line.py`.
+`describe` lists the keys for `--help`; `command_line.py` reads what a user sets.
+
+On a command line the text after `key=` is YAML, except for settings that are text: these take it
+as it stands, braces, commas and colons included, so that it needs no second quotes. In such text
+`\\n`, `\\t` and `\\\\` are a newline, a tab and a backslash; any other backslash stays. Text in
+quotes of its own (`'"..."'` for a shell) is read as YAML. `null`, or nothing at all, is null where
+a setting may be null.
 """
 
 from __future__ import annotations
@@ -47,7 +52,7 @@ def option(
     infinite: bool = False,
     own: bool = False,
 ) -> Any:
-    """A documented dataclass field.
+    """Makes a documented dataclass field.
 
     Args:
         default: a value (lists and dicts are copied), a dataclass for a section of its own, or
@@ -72,7 +77,7 @@ def option(
 
 
 def at_least(section: str, values, **smallest: int) -> None:
-    """Checks fields of a section against the smallest values that make sense.
+    """Checks fields of a section against their smallest values.
 
     Raises:
       ValueError: one of them is smaller.
@@ -85,16 +90,16 @@ def at_least(section: str, values, **smallest: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """Settings that are read only under a condition; where it does not hold they change nothing.
+    """A rule: these settings are read only under a condition, and are refused without it.
 
     Attributes:
       names: dotted keys, or `section.*` for all that is below a section. A name that begins with !
         is left out of a section before it.
-      when: the condition, given the value of every key by its dotted name; keys of a section that
-        is null are not among them.
-      why: goes on after "KEY=value changes nothing: ". A key in brackets stands for itself with its
-        value, [rollout.partial] for rollout.partial=false.
-      unless: a value of the settings that is no mistake whatever the condition says.
+      when: the condition, given the value of every key by its dotted name, without keys of a
+        section that is null.
+      why: what follows "KEY=value changes nothing: ". A key in brackets is replaced by itself with
+        its value, [rollout.partial] by rollout.partial=false.
+      unless: a value of the settings that is allowed in any case.
     """
 
     names: tuple[str, ...]
@@ -120,10 +125,10 @@ def rules_of(schema_cls: type) -> list[Needs]:
 def idle(
     schema_cls: type, values: Mapping[str, Any], given: Iterable[str]
 ) -> Iterator[tuple[str, str]]:
-    """Settings that change nothing, by the rules of the schema (`rules_of`).
+    """Finds settings that change nothing, by the rules of the schema (`rules_of`).
 
     Args:
-      values: of every key. given: keys that were set; what equals its default is none of them.
+      values: of every key. given: keys that were set; a value that equals its default is ignored.
 
     Yields:
       the key, and a message that says why and what to do.
@@ -143,7 +148,7 @@ def idle(
 
 
 class Bounds(NamedTuple):
-    """Of the numbers that a setting takes; NaN is never one of them.
+    """The range of the numbers of a setting; NaN is never allowed.
 
     Attributes:
       least, below: a number is at least this, and below that; None: no such bound.
@@ -155,7 +160,7 @@ class Bounds(NamedTuple):
     infinite: bool = False
 
     def wanted(self, number: float) -> str | None:
-        """What was expected in place of a number; None: it is one of those."""
+        """What was expected in place of a number; None: the number is allowed."""
         if math.isnan(number) or (math.isinf(number) and not self.infinite):
             return "a number, or inf" if self.infinite else "a finite number"
         if self.least is not None and number < self.least:
@@ -178,15 +183,16 @@ class Key:
 
 
 def elsewhere_of(schema_cls: type) -> Mapping[str, str]:
-    """Keys and sections that a program does not have, though it shares the section that holds them
-    with programs that do, and why: its class attribute `elsewhere`."""
+    """Keys of shared sections that a program does not have, with the reason.
+
+    They are the class attribute `elsewhere` of its schema.
+    """
     return getattr(schema_cls, "elsewhere", {})
 
 
 @functools.cache
 def keys_of(schema_cls: type) -> tuple[Key, ...]:
-    """Every key of the schema, depth first, sections before what they hold, without those that are
-    `elsewhere`."""
+    """Every key of the schema, sections before their keys, without those of `elsewhere`."""
     gone = elsewhere_of(schema_cls)
     return tuple(
         key
@@ -226,15 +232,14 @@ def _keys_below(schema_cls: type, prefix: str = "", section_default: Any = None)
 
 
 def _section_of(kind: Any) -> type | None:
-    """The dataclass of a section, also of one that may be null; None: it is a plain key, also
-    where its value may be a dataclass or something else."""
+    """The dataclass of a section, which may be optional; None: the key is a plain one."""
     found, *others = [k for k in typing.get_args(kind) if k is not type(None)] or [kind]
     section = not others and isinstance(found, type) and dataclasses.is_dataclass(found)
     return found if section else None
 
 
 def attribute_docs(schema_cls: type) -> dict[str, str]:
-    """Name -> sentence, from "Attributes:" in the docstrings of a class and its bases."""
+    """The sentence about each field, from "Attributes:" in docstrings of a class and its bases."""
     docs: dict[str, str] = {}
     for cls in reversed(schema_cls.__mro__):
         text = inspect.cleandoc(cls.__dict__.get("__doc__") or "")
@@ -290,11 +295,11 @@ def type_name(kind: Any) -> str:
 
 
 class ValueProblem(ValueError):
-    """A text, or a value, cannot be that of its setting; the message says what was expected."""
+    """A value does not fit its setting; the message says what was expected."""
 
 
 class Yaml(yaml.SafeLoader):
-    """YAML 1.1, but what looks like text or a number is: `4_1_5` (not 415), `off`, `no`; `1e-4`."""
+    """YAML 1.1, except that `4_1_5`, `off` and `no` are text, and `1e-4` is a number."""
 
     def construct_mapping(self, node, deep=False):
         keys = [key.value for key, _ in node.value]
@@ -322,13 +327,13 @@ _NULLS = ("", "null", "~", "Null", "NULL")
 
 
 def read(text: str, key: Key | None) -> Any:
-    """The value that a text stands for.
+    """Reads the text of a setting as a value.
 
     Args:
-      key: the setting; None where there is none of that name, or the text is for a section.
+      key: the setting; None: it is unknown, or a section.
 
     Raises:
-      ValueProblem: the text is no YAML.
+      ValueProblem: the text is not YAML.
     """
     if key is not None and _is_text(key.type):
         return _text(text, _may_be_null(key.type))
@@ -358,7 +363,7 @@ def _text(text: str, nullable: bool) -> str | None:
 
 
 def check(key: Key, value: Any) -> Any:
-    """The value as the setting's type has it.
+    """Checks a value, and converts it to the setting's type.
 
     Raises:
       ValueProblem: it is of another type, none of the choices, or outside of the bounds.
@@ -377,7 +382,7 @@ def check(key: Key, value: Any) -> Any:
 
 
 def nearest(name: str, known: Sequence[Any]) -> str:
-    """A suggestion, where one of the names is close."""
+    """A suggestion for an unknown name, where a known one is close."""
     close = difflib.get_close_matches(name, [str(k) for k in known if k is not None], n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -409,7 +414,7 @@ def _checked(kind: Any, value: Any) -> Any:
 
 
 def _mapping(kind: Any, value: Mapping) -> Mapping:
-    """A mapping whose keys are numbers where they are to be: in JSON they are text."""
+    """A mapping with its keys as integers where the type asks for it; in JSON they are text."""
     of_key, of_value = typing.get_args(kind) or (Any, Any)
     if of_key is not int:
         return value
@@ -434,7 +439,7 @@ def _element(kind: Any, index: int, value: Any) -> Any:
 
 
 def _scalar(kind: type, value: Any) -> Any:
-    """The value as a `kind`; None: it is none."""
+    """The value converted to `kind`; None: it does not fit."""
     if isinstance(value, (list, Mapping)):
         return None
     if kind is str:

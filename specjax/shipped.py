@@ -1,4 +1,4 @@
-"""Where the files lie that come with specjax: configurations, tokenizers, shapes of models."""
+"""Finds files that specjax ships: configurations, tokenizers, shapes of models."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def find_shipped(name: str | Path) -> Path:
 
 
 def roots() -> list[Path]:
-    """Where they may lie: the working directory, the checkout, the installed package."""
+    """Directories to search: the working directory, the checkout, the installed package."""
     installed = Path(sysconfig.get_path("data")) / "share" / "specjax"
     return [Path.cwd(), Path(__file__).resolve().parent.parent, installed]

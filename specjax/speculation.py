@@ -33,7 +33,7 @@ _LISTED = ", ".join(map(str, DEFAULT_STRATEGIES))
 
 @dataclass
 class ControlSection:
-    """Which strategy is speculated with, chosen while running."""
+    """The controller, which chooses the strategy while the engine runs."""
 
     controller: str = option("goodput", "who chooses", choices=CONTROLLERS)
     strategies: list[str] | None = option(
@@ -66,14 +66,14 @@ class ControlSection:
 
     @property
     def is_switched_off(self) -> bool:
-        """Whether FastRL's section says that nothing is drafted."""
+        """Whether FastRL's section says `enable: false`."""
         return bool(self.fastrl) and not read_fastrl(self.fastrl).enabled
 
     def build(self, own: str | None = None) -> ControlConfig:
-        """The configuration of the controller.
+        """Makes the configuration of the controller.
 
         Args:
-          own: the strategy that stands beside this section.
+          own: the strategy beside this section.
 
         Raises:
           ValueError: a key is not known, or a value is not valid.
@@ -103,9 +103,9 @@ _NO_CONTROL = ControlSection()
 
 @dataclass
 class SpeculationSettings:
-    """How to speculate; the fields are those of `SpecConfig`, and `control` beside them."""
+    """The fields of `SpecConfig`, and the section `control`."""
 
-    section: ClassVar[str] = "speculation"  # where the keys stand
+    section: ClassVar[str] = "speculation"  # the section that has the keys
 
     strategy: str = option("4_1_5", "what a round drafts; off: no speculation")
     acceptance: str = option(
@@ -175,7 +175,7 @@ class SpeculationSettings:
             self._check_strategies(spec, control)
 
     def _take_fastrl(self, fastrl: FastRLSettings) -> None:
-        """What FastRL's section says that is not the controller's."""
+        """Takes the rows and the head from FastRL's section."""
         self.spec_verify_tokens = fastrl.spec_verify_tokens
         path = fastrl.spec_model_path
         if path is None:
@@ -189,7 +189,7 @@ class SpeculationSettings:
         self.head = path
 
     def _check_strategies(self, spec: SpecConfig, control: ControlConfig) -> None:
-        """Refuses a controller without a choice, and one that may choose what is not exact."""
+        """Refuses a controller that has no choice, or a strategy that is not exact."""
         if spec.is_off:
             key = f"{self.section}.control"
             raise ValueError(
@@ -201,7 +201,7 @@ class SpeculationSettings:
             dataclasses.replace(spec, strategy=arm)  # refuses what is not exact
 
     def control_config(self) -> ControlConfig | None:
-        """How the strategy is chosen; None: it is always that of `spec()`.
+        """The configuration of the controller; None: the strategy is always that of `spec()`.
 
         Raises:
           ValueError: a key of `control` is not known, or a value is not valid.
@@ -215,7 +215,7 @@ class SpeculationSettings:
         return None if self.control.is_switched_off else found
 
     def spec(self) -> SpecConfig:
-        """How to speculate.
+        """The configuration of speculation.
 
         Raises:
           ValueError: a combination that is not exact.
@@ -225,17 +225,20 @@ class SpeculationSettings:
         control = self.control_config()
         strategy = self._own_strategy(control)
         arms = (strategy,) if control is None else control.arms
-        # Where no strategy is a dynamic tree, the rules tell who asked for it.
+        # Without a dynamic tree, the rules refuse `adaptive_width` of a user.
         adaptive = self.adaptive_width and any(arm.is_dynamic for arm in arms)
         return SpecConfig(**{**values, "strategy": strategy, "adaptive_width": adaptive})
 
     def _own_strategy(self, control: ControlConfig | None) -> Strategy:
-        """The strategy beside the controller. It is the first that drafts of the controller's own
-        where nobody set `strategy`, and it is FastRL's or the default may not be selected."""
+        """The strategy beside the controller.
+
+        Where `strategy` was not set, and FastRL's section or `strategies` does not have the
+        default, it is the first of the controller's strategies that drafts.
+        """
         if self.control is not None and self.control.is_switched_off:
             return Strategy.OFF
         own, unset = Strategy.parse(self.strategy), self.strategy == SpeculationSettings.strategy
-        # ema starts at the tier next to it, which need not be equal.
+        # ema starts at the nearest tier, which need not be equal.
         if control is None or control.controller == "ema" or not unset:
             return own
         drafting = [arm for arm in control.arms if not arm.is_off]
@@ -244,14 +247,14 @@ class SpeculationSettings:
 
     @property
     def plain_by(self) -> str:
-        """The setting that decides whether there is speculation at all, as it is typed."""
+        """The setting that turns speculation off, as it is typed."""
         if self.control is not None and self.control.is_switched_off:
             return f"{self.section}.control.fastrl with enable: false"
         return f"{self.section}.strategy={self.strategy}"
 
 
 def sections_of(cls: type[SpeculationSettings]) -> dict[str, str]:
-    """The section of each setting of `cls`, for `spelling.dotted`."""
+    """The section of each setting of a class, for `spelling.dotted`."""
     return {
         **{f.name: cls.section for f in fields(SpeculationSettings)},
         **{f.name: f"{cls.section}.control" for f in fields(ControlSection)},
@@ -271,21 +274,21 @@ def _control_of(v: Values, section: str) -> ControlSection | None:
 
 
 def is_switched_off(v: Values, section: str) -> bool:
-    """Whether FastRL's section says that nothing is drafted."""
+    """Whether FastRL's section says `enable: false`."""
     control = _control_of(v, section)
     try:
         return control is not None and control.is_switched_off
-    except ValueError:  # a mistake that is named elsewhere
+    except ValueError:  # refused elsewhere
         return False
 
 
 def is_off(v: Values, section: str) -> bool:
-    """Whether the strategy, or FastRL's section, says that nothing is drafted."""
+    """Whether the strategy or FastRL's section turns speculation off."""
     return str(v[f"{section}.strategy"]).lower() in OFF_NAMES or is_switched_off(v, section)
 
 
 def switched_on(section: str, names: tuple[str, ...], unless: Any = None) -> Needs:
-    """The row of settings that nothing reads where FastRL's section says `enable: false`."""
+    """The rule of settings that have no effect where FastRL's section says `enable: false`."""
     return Needs(
         names,
         lambda v: not is_switched_off(v, section),
@@ -296,18 +299,18 @@ def switched_on(section: str, names: tuple[str, ...], unless: Any = None) -> Nee
 
 
 def drafts_with_head(v: Values, section: str) -> bool:
-    """Whether the head may draft; `auto` is not known before the checkpoint is."""
+    """Whether the head may draft; with `auto` that depends on the checkpoint."""
     return v[f"{section}.source"] in ("auto", "head") and v[f"{section}.draft_model"] is None
 
 
 def speculation_rules(
     section: str, speculates: Callable[[Values], bool] | None = None, instead: str | None = None
 ) -> tuple[Needs, ...]:
-    """The rows of a program.
+    """The rules of the speculation settings of a program.
 
     Args:
-      section: where the program has the keys.
-      speculates, instead: whether it speculates at all, and what is said where it does not; by
+      section: the section that has the keys.
+      speculates, instead: whether the program speculates, and the message where it does not; by
         default the strategy decides.
     """
     key, control = f"{section}.", f"{section}.control."
@@ -322,7 +325,7 @@ def speculation_rules(
         return source == "ngram" or (source == "auto" and not asked)
 
     def built(v: Values) -> ControlConfig | None:
-        """The controller; None: there is none, or it is a mistake that is named elsewhere."""
+        """The controller; None: there is none, or it is refused elsewhere."""
         asked = _control_of(v, section)
         try:
             return None if asked is None else asked.build(v[f"{key}strategy"])
@@ -330,7 +333,7 @@ def speculation_rules(
             return None
 
     def selectable(v: Values) -> list[Strategy] | None:
-        """Those that may be selected and draft; None: one is a mistake that is named elsewhere."""
+        """The strategies that draft and may be selected; None: one is refused elsewhere."""
         found = built(v)
         try:
             arms = (Strategy.parse(v[f"{key}strategy"]),) if found is None else found.arms
@@ -349,7 +352,7 @@ def speculation_rules(
             return True
         try:
             return Strategy.parse(v[f"{key}strategy"]) in found
-        except ValueError:  # likewise
+        except ValueError:  # refused elsewhere
             return True
 
     def has_initial(v: Values) -> bool:
@@ -475,15 +478,15 @@ def speculation_rules(
 _ALL = [key for key in keys_of(SpeculationSettings) if not key.section]
 KEYS = {key.name.rpartition(".")[2]: key for key in _ALL}
 _OF_CONTROL = {key.name for key in keys_of(ControlSection)}
-# Of keys that stand for a file as well.
+# Keys whose flags also take the name of a file.
 _FILES = ("fastrl",)
 
 
 def add_flags(group: Any, refused: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Adds the flags to a parser or a group of one, and `--no-speculation` and `--attention`.
+    """Adds the flags to a parser or a group, and `--no-speculation` and `--attention`.
 
     Args:
-      refused: keys that this command cannot do, with the reason; their flags say it.
+      refused: keys that this command does not have, with the reason.
     """
     for name, key in KEYS.items():
         flag, kind = "--" + name.replace("_", "-"), key.type
@@ -532,7 +535,7 @@ def add_flags(group: Any, refused: Mapping[str, str] = MappingProxyType({})) -> 
 
 
 def settings_of(args: argparse.Namespace) -> SpeculationSettings:
-    """What was said on the command line.
+    """The settings of a parsed command line.
 
     Raises:
       ValueError: the settings do not go together, or one of them changes nothing.
@@ -552,7 +555,7 @@ def settings_of(args: argparse.Namespace) -> SpeculationSettings:
 
 @dataclasses.dataclass
 class _Flags:
-    """The settings where the rules expect them."""
+    """The settings in the section that the rules expect."""
 
     rules: ClassVar[tuple[Needs, ...]] = speculation_rules("speculation")
 
@@ -560,7 +563,7 @@ class _Flags:
 
 
 def as_flags(message: str) -> str:
-    """A message about settings of the server, which flags stand for, in flags."""
+    """Rewrites a message about settings of the server in terms of flags."""
 
     def flag(match: re.Match) -> str:
         name, value = match["name"], match["value"]
@@ -582,7 +585,7 @@ _SETTING = re.compile(
 
 
 def _spelled(doc: str) -> str:
-    """A sentence about keys, with flags."""
+    """Rewrites a sentence about keys in terms of flags."""
     for name in sorted(KEYS, key=len, reverse=True):
         flag = "--" + name.replace("_", "-")
         doc = doc.replace(f"`{name}`", flag).replace(f"{name}=", f"{flag}=")

@@ -1,8 +1,8 @@
-"""How a message names a setting: as one types it where the message is shown.
+"""Names of settings in messages: as they are typed where the message is shown.
 
 The library is reached through Python, through settings (`speculation.source=ngram`) and through
-flags (`--source ngram`). What it raises about a setting is a `SettingError`, whose text is written
-with a function that names settings; whoever shows it gives the function of that place::
+flags (`--source ngram`). An error about a setting is a `SettingError`, whose text is written with a
+function that names settings; the program that shows the error gives its own function::
 
     raise SettingError(lambda say: f"the head is missing; use {say('source', 'ngram')}")
 
@@ -18,9 +18,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Say = Callable[..., str]  # (name) or (name, value) -> as it is typed
+Say = Callable[..., str]  # (name) or (name, value) -> the setting as it is typed
 
-# Keyword arguments of Python by the call that takes them; what is in no row is `SpecConfig`'s.
+# Keyword arguments by the call that takes them; all others are `SpecConfig`'s.
 _CALLS = {
     "LLM": (
         "spec", "control", "max_batch", "max_len", "dtype", "mesh", "tokenizer", "max_stop_tokens",
@@ -36,10 +36,10 @@ _CALLS = {
 
 
 class SettingError(ValueError):
-    """A setting is wrong, or does not go with another.
+    """A setting is wrong, or contradicts another one.
 
     Args:
-      write: makes the text, given a function that names a setting. `str(error)` is that of Python.
+      write: makes the text, given a function that names a setting. `str(error)` has Python's names.
     """
 
     def __init__(self, write: Callable[[Say], str]):
@@ -48,12 +48,12 @@ class SettingError(ValueError):
 
 
 def spelled(error: BaseException, say: Say) -> str:
-    """The text of an error as a user of another place than Python can act on it."""
+    """The text of an error, with settings named by `say`."""
     return error.write(say) if isinstance(error, SettingError) else str(error)
 
 
 def python(name: str, *value: Any) -> str:
-    """A setting of the library: `SpecConfig(source='ngram')`, and without a value its bare name."""
+    """Names settings as in Python: `SpecConfig(source='ngram')`; without a value the bare name."""
     if not value:
         return name
     call = next((call for call, names in _CALLS.items() if name in names), "SpecConfig")
@@ -78,7 +78,7 @@ def dotted(sections: Mapping[str, str], other_names: Mapping[str, str] | None = 
 
 
 def flags(name: str, *value: Any) -> str:
-    """Names settings as `--name value`; what is true or false as `--name` or `--no-name`."""
+    """Names settings as `--name value`, booleans as `--name` or `--no-name`."""
     flag = "--" + name.replace("_", "-")
     if value and isinstance(value[0], bool):
         return flag if value[0] else f"--no{flag[1:]}"
@@ -94,7 +94,7 @@ def _text(value: Any, none: str = "null") -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# What other libraries call a parameter that has another name here.
+# Names of parameters in other libraries, and here.
 _ELSEWHERE = {
     "logprobs": "top_logprobs",
     "max_new_tokens": "max_tokens",
@@ -113,8 +113,10 @@ _PARAMETERS: dict[str, list[str]] = {}
 
 
 def checks_keywords(cls: type) -> type:
-    """A class whose constructor names the parameter that an unknown keyword is meant for, of this
-    class or of another one that is decorated so."""
+    """Decorates a class: its constructor suggests a parameter for an unknown keyword.
+
+    The suggestion may be a parameter of another class that is decorated so.
+    """
     construct = cls.__init__
     known = [name for name in inspect.signature(construct).parameters if name != "self"]
     _PARAMETERS[cls.__name__] = known

@@ -26,10 +26,9 @@ _MODELS = ("BPE", "Unigram", "WordLevel", "WordPiece")
 
 
 def transformers_class(name: str) -> type:
-    """A class of transformers, imported without its notice that torch is missing.
+    """Imports a class of transformers, without its notice that torch is missing.
 
-    Nothing here needs torch, so the notice would only mislead. The user's own value of
-    `TRANSFORMERS_NO_ADVISORY_WARNINGS` is left as it is.
+    specjax does not need torch. The user's own value of `TRANSFORMERS_NO_ADVISORY_WARNINGS` stays.
     """
     before = os.environ.get(_NO_NOTICE)
     os.environ.setdefault(_NO_NOTICE, "1")
@@ -41,11 +40,11 @@ def transformers_class(name: str) -> type:
 
 
 def load_tokenizer(path: str | Path, required: bool = True):
-    """The tokenizer of a local directory, or None when it has none and `required` is false.
+    """Loads the tokenizer of a local directory; None: it has none, and it is not required.
 
-    The class named in `tokenizer_config.json` is taken at its word: `AutoTokenizer` would rebuild a
-    plain fast tokenizer as the class of the model's family, with other ids. Code that lies in the
-    directory is never run.
+    The class is the one that `tokenizer_config.json` names: `AutoTokenizer` would rebuild a plain
+    fast tokenizer as the class of the model's family, with other ids. Code in the directory is
+    never run.
 
     Raises:
       FileNotFoundError: there is no tokenizer and it is required.
@@ -62,12 +61,12 @@ def load_tokenizer(path: str | Path, required: bool = True):
     keys = _checked_settings(path)
     named = keys and keys.text("tokenizer_class", None)
     plain = named in ("PreTrainedTokenizerFast", "TokenizersBackend")
-    # The second takes seconds to import where torch is installed.
+    # `AutoTokenizer` takes seconds to import where torch is installed.
     tokenizer = transformers_class("PreTrainedTokenizerFast" if plain else "AutoTokenizer")
     options = {} if plain else {"trust_remote_code": False}
     try:
         found = tokenizer.from_pretrained(path, **options)
-    except Exception as error:  # tokenizers raises what it finds, down to bare Exceptions
+    except Exception as error:  # tokenizers raises bare Exceptions
         _diagnose(path)
         raise CheckpointError(
             f"{path}: the tokenizer cannot be read ({first_line(error)}); fetch its files again, "
@@ -77,7 +76,7 @@ def load_tokenizer(path: str | Path, required: bool = True):
 
 
 def check_files(path: Path) -> None:
-    """Checks what can be said of tokenizer files without transformers, for those that copy them.
+    """Checks tokenizer files without transformers, before they are copied.
 
     Raises:
       CheckpointError: one of them is damaged, a Git LFS pointer, or of a type that is not known.
@@ -101,7 +100,7 @@ def _check_contents(path: Path) -> None:
 
 
 def _checked_settings(path: Path) -> Keys | None:
-    """What tokenizer_config.json says, once its keys have been checked; None: there is none."""
+    """The checked keys of tokenizer_config.json; None: there is no such file."""
     file = path / _SETTINGS
     if not file.exists():
         return None
@@ -124,7 +123,7 @@ def _checked_settings(path: Path) -> Keys | None:
 
 
 def _diagnose(path: Path) -> None:
-    """Raises `CheckpointError` where it is plain what is wrong with files that cannot be read."""
+    """Raises `CheckpointError` with the cause why tokenizer files cannot be read, if known."""
     for name in ("tokenizer.json", *_OBJECTS):
         if (path / name).exists():
             read_json(path / name)
@@ -136,9 +135,9 @@ def _diagnose(path: Path) -> None:
 def with_tokenizer_end(cfg: ModelConfig, tokenizer) -> ModelConfig:
     """The config whose end-of-sequence tokens are the checkpoint's and the tokenizer's.
 
-    Where the two files of a checkpoint disagree, what the model was trained to end with is one of
-    them. A token beyond the vocabulary, as transformers adds one to a tokenizer that names none,
-    cannot be generated, and is left out.
+    Where the two files of a checkpoint differ, the model was trained to end with one of them. A
+    token beyond the vocabulary, which transformers adds to a tokenizer that names none, cannot be
+    generated and is left out.
     """
     end = getattr(tokenizer, "eos_token_id", None)
     if end is None or end in cfg.eos_token_ids or not 0 <= end < cfg.vocab_size:
@@ -147,8 +146,10 @@ def with_tokenizer_end(cfg: ModelConfig, tokenizer) -> ModelConfig:
 
 
 def _with_bos(tokenizer, wanted: bool):
-    """The tokenizer; it adds BOS where its settings say `add_bos_token`, which transformers 5 drops
-    beside a tokenizer.json that does not add it by itself."""
+    """The tokenizer, adding BOS where its settings say `add_bos_token`.
+
+    transformers 5 ignores that beside a tokenizer.json that does not add it by itself.
+    """
     bos = tokenizer.bos_token_id
     if wanted and bos is not None and tokenizer.encode("a")[:1] != [bos]:
         tokenizer.add_bos_token = True
@@ -156,15 +157,15 @@ def _with_bos(tokenizer, wanted: bool):
 
 
 def prompt_ids(tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a prompt, with the special tokens that the tokenizer puts around a text.
+    """Encodes a prompt, with the special tokens that the tokenizer puts around a text.
 
-    Generation, the server and training all read prompts by this function: what a policy is trained
-    on begins as what it is asked later. The beginning-of-sequence token stands in front once where
-    the tokenizer adds it (by its post-processor, or `add_bos_token`), be it written in the text or
-    not; where the tokenizer adds none, there is as much of it as the text has.
+    Generation, the server and training all use this function, so that prompts are the same in all.
+    The beginning-of-sequence token is in front exactly once where the tokenizer adds it (by its
+    post-processor, or `add_bos_token`), whether or not the text has it; where the tokenizer adds
+    none, it is where the text has it.
 
     Args:
-      add_special_tokens: False leaves all of them out but those that are written in the text.
+      add_special_tokens: False keeps only those that the text itself has.
     """
     if not add_special_tokens:
         return list(tokenizer.encode(text, add_special_tokens=False))
@@ -178,11 +179,11 @@ def prompt_ids(tokenizer, text: str, add_special_tokens: bool = True) -> list[in
     if ids[:2] != [bos, bos]:
         return ids
     own = list(tokenizer.encode(text, add_special_tokens=False))
-    return ids[1:] if ids[1 : 1 + len(own)] == own else ids  # one stands before what the text has
+    return ids[1:] if ids[1 : 1 + len(own)] == own else ids  # drop the second of the two
 
 
 def has_chat_template(tokenizer) -> bool:
-    """Whether `chat_text` and `chat_ids` can be called."""
+    """Whether a tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
@@ -192,10 +193,10 @@ def chat_text(
     options: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
 ) -> str:
-    """A conversation as the tokenizer's chat template writes it.
+    """Applies the tokenizer's chat template to a conversation.
 
     Args:
-      messages: each with `role` and `content`, and whatever else the template knows.
+      messages: each with `role` and `content`, and other keys that the template reads.
       options: further variables of the template, such as `enable_thinking`.
       add_generation_prompt: end where the assistant begins.
 
@@ -213,7 +214,7 @@ def chat_text(
             add_generation_prompt=add_generation_prompt,
             **(options or {}),
         )
-    except Exception as error:  # whatever a template makes of what it was not written for
+    except Exception as error:  # a template may raise anything
         told = " ".join(str(error).split())
         raise ValueError(
             f"the chat template does not take these messages: {type(error).__name__}: {told}"
@@ -227,21 +228,21 @@ def chat_ids(
     add_generation_prompt: bool = True,
     add_special_tokens: bool = False,
 ) -> list[int]:
-    """Token ids of a conversation, by the tokenizer's chat template.
+    """Encodes a conversation by the tokenizer's chat template.
 
-    The template writes the special tokens, BOS among them, and nothing is added to what it writes:
-    so transformers and vLLM have it.
+    The template writes the special tokens, BOS among them, and none are added, as in transformers
+    and vLLM.
 
     Args:
-      messages, options, add_generation_prompt: see `chat_text`, which says what is raised.
-      add_special_tokens: put the tokenizer's own around what the template writes, too.
+      messages, options, add_generation_prompt: see `chat_text`, also for errors.
+      add_special_tokens: add the tokenizer's own to the text of the template.
     """
     text = chat_text(tokenizer, messages, options, add_generation_prompt)
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
 def check_template_options(tokenizer, options: Mapping[str, Any] | None) -> None:
-    """Raises ValueError if transformers would take one of them for an argument of its own."""
+    """Raises ValueError if an option has the name of an argument of transformers."""
     if not options:
         return
     own = inspect.signature(tokenizer.apply_chat_template).parameters.values()

@@ -1,1 +1,1 @@
-"""Checkpoints in Orbax's and in Hugging Face's layout, and weights moved between the two."""
+"""Checkpoints in the layouts of Orbax and Hugging Face, and conversion between them."""

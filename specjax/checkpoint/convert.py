@@ -1,12 +1,12 @@
-"""Checkpoints from one layout to another: Hugging Face directories, and Orbax as runs write it.
+"""Conversion of checkpoints between Hugging Face directories and the Orbax layout of runs.
 
     Hugging Face                             Orbax
     config.json, model.safetensors,    <->   checkpoints/STEP, tokenizer/     a run
       mtp.safetensors, tokenizer files
     mtp.safetensors                    <->   what `save_draft` writes         a head alone
 
-Weights keep every bit unless another dtype is asked for. What is written lies under a hidden name
-beside its place until it is complete.
+Weights keep every bit unless another dtype is asked for. The target has a hidden name beside its
+place until it is complete.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _SPARE = 4 << 20  # bytes for metadata, and blocks that are not full
 
 @dataclasses.dataclass(frozen=True)
 class Converted:
-    """What became of a checkpoint.
+    """The result of a conversion.
 
     Attributes:
       layout: `hf` or `orbax`. parameters: how many, of `policy` and `head`. step: of the run.
@@ -104,7 +104,7 @@ def convert(
     revision: str | None = None,
     load_format: str = AUTO,
 ) -> Converted:
-    """Writes a checkpoint again in another layout.
+    """Converts a checkpoint to another layout.
 
     Args:
       source: a Hugging Face directory or id, a GGUF file, the directory of a run or of its
@@ -142,7 +142,7 @@ def convert(
 
 
 def _write(target: Path, to: str, model: Model, found: int, dtype: str | None) -> Converted:
-    """Writes the parts of a model in a layout; `found` is the step that they are of."""
+    """Writes the parts of a model in a layout; `found` is their step."""
     if model.tokenizer is not None:
         check_files(model.tokenizer)
     dtype = dtype or model.cfg.run.param_dtype
@@ -165,7 +165,7 @@ def _write(target: Path, to: str, model: Model, found: int, dtype: str | None) -
 
 
 def _read(source: Path, what: str | None, step: int | None, like, dtype) -> tuple[Model, int]:
-    """The parts that are wanted, and the step they are of."""
+    """Reads the parts that are wanted; returns them and their step."""
     if layout_of(source) == HUGGING_FACE:
         if step is not None:
             raise CheckpointError(f"{source} is no training run and has no step {step}")
@@ -181,7 +181,7 @@ def _read(source: Path, what: str | None, step: int | None, like, dtype) -> tupl
 def _read_foreign(
     source: Path, what: str | None, step: int | None, dtype: str | None, load_format: str
 ) -> Model:
-    """A policy in a format that is neither of the two."""
+    """Reads a policy in another format."""
     if what in ("head", "both"):
         raise CheckpointError(f"{source} holds no head, and {what} was asked for")
     return load_model(source, dtype, step=step, load_format=load_format)
@@ -212,13 +212,13 @@ def _read_hf(source: Path, what: str | None, like, dtype: str | None) -> Model:
 
 
 def _dtypes_of(source: Path) -> set[str]:
-    """Of the tensors in the files."""
+    """The dtypes of the tensors in the files."""
     files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
     return {tensor.dtype for file in files for tensor in open_files([file])[0].values()}
 
 
 def _only(source: Path, names: set[str]) -> str:
-    """The one dtype there is."""
+    """The only one of some dtypes; raises CheckpointError where there are several."""
     if len(names) != 1 or not names <= set(DTYPES):
         raise CheckpointError(
             f"{source} has tensors of {', '.join(sorted(names)) or 'no dtype'}; expected one of "
@@ -247,7 +247,7 @@ def _read_orbax(
 
 
 def _like(like: str | Path, meta: Mapping[str, Any]) -> ModelConfig:
-    """The config of another checkpoint, with the switches of the head, where they are known."""
+    """The config of another checkpoint, with the head's switches from the metadata."""
     return hf.read_config(like).replace(**{n: meta[n] for n in HEAD_SWITCHES if n in meta})
 
 
@@ -282,7 +282,7 @@ def _write_orbax(target: Path, model: Model, dtype: str, step: int) -> None:
 
 
 def _require_free(source: Path, target: Path, force: bool) -> None:
-    """Nothing is at the target, or a checkpoint that may be replaced."""
+    """Raises `CheckpointError` unless the target is free, or a checkpoint that may be replaced."""
     if source.absolute().resolve().is_relative_to(target.resolve()):
         raise CheckpointError(f"{target} is or holds the source; choose another target")
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
@@ -297,7 +297,7 @@ def _require_free(source: Path, target: Path, force: bool) -> None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether it is nothing but what is written here; a training run has logs and more."""
+    """Whether a path holds only what `convert` writes; a training run has logs beside it."""
     if not path.is_dir():
         return False
     names = {child.name for child in path.iterdir()}

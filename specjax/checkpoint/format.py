@@ -1,8 +1,8 @@
-"""What a specjax checkpoint holds besides Orbax's own files; no Orbax in here.
+"""The record and the manifest that a specjax checkpoint has beside Orbax's own files.
 
-Two halves: trees of any containers as nested dicts of arrays with a JSON record of their shapes
-(`pack`, `match`, `unpack`), and the manifest of file sizes and CRC-32 sums that finds damage
-(`write_manifest`, `manifest_problem`). Used by `specjax.checkpoint.store` alone.
+This file does not import Orbax. Its halves are trees of any containers as nested dicts of arrays
+with a JSON record of their shapes (`pack`, `match`, `unpack`), and the manifest of file sizes and
+CRC-32 sums that finds damage (`write_manifest`, `manifest_problem`).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def pack(trees: Mapping[str, PyTree], meta: Mapping[str, Any]) -> tuple[dict, di
 
 
 def match(wanted: Mapping[str, PyTree], saved: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The abstract nested dicts Orbax needs, after comparing every array with the record."""
+    """Compares every array with the record; returns the abstract nested dicts for Orbax."""
     abstract: dict[str, Any] = {}
     for tree_name, tree in wanted.items():
         if tree_name not in saved:
@@ -158,7 +158,7 @@ def _crc32(path: Path) -> int:
 
 
 def write_manifest(path: Path) -> None:
-    """Written after Orbax's commit: a kill in between leaves a good checkpoint without one."""
+    """Writes the manifest after Orbax's commit; a kill in between leaves an intact checkpoint."""
     if jax.process_index() != 0:
         return
     sizes = {str(f.relative_to(path)): f.stat().st_size for f in _files(path)}

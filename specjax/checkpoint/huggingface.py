@@ -9,8 +9,8 @@ Of config.json two dialects are read: transformers 5 writes `dtype`, files in th
 `specjax.models.families`. A config that asks for what the transformer here does not compute is an
 error: a checkpoint is never run as something slightly different from what it is.
 
-A draft head lies in the model's own files under MiMo's names when the family is MiMo; transformers
-knows no head in the other families, so there it is a file of its own, `mtp.safetensors`.
+For the family MiMo, a draft head is in the model's own files under MiMo's names. transformers knows
+no head in the other families, so there it is in a file of its own, `mtp.safetensors`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def dtype_name(dtype) -> str:
 
 
 def read_config(path: str | Path, load_format: str = AUTO) -> ModelConfig:
-    """The `ModelConfig` of a checkpoint, see `specjax.weights.open_checkpoint`.
+    """Reads the `ModelConfig` of a checkpoint, see `specjax.weights.open_checkpoint`.
 
     Parameter and compute dtype are both the file's `dtype`, or where it names none that of its
     weights. End-of-sequence ids are those of config.json followed by those that only
@@ -117,10 +117,10 @@ def read_config(path: str | Path, load_format: str = AUTO) -> ModelConfig:
 
 
 def config_of(file: Path, raw: dict[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    """The `ModelConfig` that the contents of config.json and generation_config.json mean.
+    """Makes the `ModelConfig` from the contents of config.json and generation_config.json.
 
     Args:
-      file: config.json or what stands for it, for messages; the other lies beside it.
+      file: path of config.json or its equivalent, for messages; the other file is beside it.
 
     Raises:
       CheckpointError, UnsupportedModelError: see `read_config`.
@@ -182,7 +182,7 @@ def _dtype(keys: Keys) -> str | None:
 
 
 def _stored_dtype(path: Path) -> str | None:
-    """The dtype of the first weight of floating type, as transformers infers what is not said."""
+    """The dtype of the first floating-point weight, as transformers infers it."""
     for file in sorted(path.glob("model*.safetensors")):
         try:
             with file.open("rb") as stream:
@@ -190,7 +190,7 @@ def _stored_dtype(path: Path) -> str | None:
                 header = json.loads(stream.read(min(size, _LARGEST_HEADER)))
             kinds = [tensor.get("dtype") for name, tensor in sorted(header.items())]
         except (OSError, ValueError, AttributeError, RecursionError):
-            return None  # whoever reads the weights says what is wrong with the file
+            return None  # an error when the weights are read
         for kind in kinds:
             if kind in _STORED:
                 return _STORED[kind]
@@ -198,7 +198,7 @@ def _stored_dtype(path: Path) -> str | None:
 
 
 def config_json(cfg: ModelConfig, with_head: bool, dtype: str) -> dict[str, Any]:
-    """What config.json says about `cfg`, in both dialects.
+    """The content of config.json for `cfg`, in both dialects.
 
     Raises:
       UnsupportedModelError: the family cannot express the config (for example Qwen2 without
@@ -219,7 +219,7 @@ def config_json(cfg: ModelConfig, with_head: bool, dtype: str) -> dict[str, Any]
     if with_head:
         out[MTP_COUNT_KEY] = cfg.mtp_num_layers
         concat = order_of(family) or cfg.mtp_concat
-        out[MTP_KEY] = {**mtp_json(cfg), "concat": concat}  # as it lies on disk
+        out[MTP_KEY] = {**mtp_json(cfg), "concat": concat}  # the order on disk
     return out
 
 
@@ -233,8 +233,7 @@ def mtp_json(cfg: ModelConfig) -> dict[str, str]:
 
 
 def generation_json(cfg: ModelConfig) -> dict[str, Any]:
-    """What generation_config.json says: the ids that begin, end and pad a text, and how to sample
-    one."""
+    """The content of generation_config.json: special token ids and sampling defaults."""
     eos = list(cfg.eos_token_ids)
     ids = {
         "bos_token_id": cfg.bos_token_id,
@@ -265,7 +264,7 @@ class _Weights:
         return self._tensors[name][index]
 
     def rename(self, old: str, new: str) -> None:
-        """Gives a tensor another name than it has in its file."""
+        """Renames a tensor; its name in the file stays."""
         self._tensors[new] = self._tensors.pop(old)
 
     def equal(self, one: str, other: str) -> bool:
@@ -344,7 +343,7 @@ def _read(weights: _Weights, slot: Slot, dtype: np.dtype, index: tuple[slice, ..
     which, inside = index[: slot.lead], index[slot.lead :]
     for at in np.ndindex(out.shape[: slot.lead]):
         stored = slot.pieces[tuple(s.start + i for s, i in zip(which, at, strict=True))]
-        if slot.swap:  # the two halves may lie in one slice: read whole, then cut
+        if slot.swap:  # both halves may be in one slice: read the whole, then cut
             whole = _read_piece(weights, stored, tuple(slice(0, n) for n in slot.row.shape))
             out[at] = np.roll(whole, whole.shape[0] // 2, axis=0)[inside]
         else:
@@ -357,7 +356,7 @@ def _read_piece(weights: _Weights, stored: Stored, index: tuple[slice, ...]) -> 
     index, every = list(swap_last(index, stored)), [slice(None)] * len(index)
     if (part := stored.part) is not None:
         rows = range(part.start, part.stop, part.step)[index[part.axis]]
-        # Not every format reads in steps: what lies between is read as well, and dropped.
+        # Not every format reads in steps: the rows between are read and dropped.
         index[part.axis] = slice(rows.start, rows[-1] + 1 if rows else rows.start)
         every[part.axis] = slice(None, None, part.step)
     piece = weights.read(stored.name, tuple(index))[tuple(every)]
@@ -378,7 +377,7 @@ def _nest(flat: dict) -> Params:
 
 
 def _as_stored(path: Path, cfg: ModelConfig, weights: _Weights) -> ModelConfig:
-    """The config with `tie_embeddings` as the weights have it, by the rule of transformers.
+    """The config with `tie_embeddings` as in the weights, by the rule of transformers.
 
     A language-model head of its own beside the embedding is used although config.json ties the two;
     one that stands alone is the embedding as well.
@@ -482,7 +481,7 @@ def load_head(path: str | Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None
 
 
 def _check_switches(file: Path, cfg: ModelConfig, metadata: dict[str, str]) -> None:
-    """What a head takes as h is not in its shapes: a wrong switch would only lower acceptance."""
+    """Compares the head's switches: shapes do not show a wrong one, which lowers acceptance."""
     wanted = mtp_json(cfg)
     try:
         saved = Keys(file, {MTP_KEY: json.loads(metadata.get(MTP_KEY, "{}"))}).within(MTP_KEY).raw
@@ -575,7 +574,7 @@ def save_head(path: str | Path, cfg: ModelConfig, head: Params, dtype: str | Non
 
 
 def _named(slots: list[Slot], params: Params, dtype: str) -> list[_Written]:
-    """(name, shape, function that reads the tensor) of every tensor, after checking shapes."""
+    """Checks the shapes of parameters; returns the tensors to write."""
     problems = []
     known = {s.path: s.shape for s in slots}
     got = {
@@ -624,7 +623,7 @@ def _zeros(cfg: ModelConfig, style: str | None, dtype: str) -> list[_Written]:
 
 
 def _write_weights(folder: Path, tensors: list[_Written], dtype: np.dtype, limit: int) -> None:
-    """One file, or several and an index, each at most `limit` bytes where a tensor allows it."""
+    """Writes one file, or several of at most `limit` bytes (or one tensor) and an index."""
     shards, size, total = [[]], 0, 0
     for tensor in tensors:
         nbytes = int(np.prod(tensor.shape)) * dtype.itemsize
@@ -645,7 +644,7 @@ def _write_weights(folder: Path, tensors: list[_Written], dtype: np.dtype, limit
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A directory to fill that takes the place of `path` when the block ends well."""
+    """Yields a directory to fill; it replaces `path` when the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     old = path.with_name(f".{path.name}.{os.getpid()}.old")
@@ -666,7 +665,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _remove_for_good(path: Path) -> None:
-    """Threads of a save that failed may still write: what they make anew goes as well."""
+    """Removes a directory again and again, while threads of a failed save may still write."""
     for wait in (0.05, 0.1, 0.2, 0.4, 0.8):
         shutil.rmtree(path, ignore_errors=True)
         time.sleep(wait)
@@ -679,8 +678,11 @@ def _is_empty_dir(path: Path) -> bool:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copies tokenizer files and chat template, or writes those of a checkpoint that has its
-    tokenizer elsewhere; `CheckpointError` where there is none."""
+    """Copies tokenizer files and chat template, or writes the tokenizer of another format.
+
+    Raises:
+      CheckpointError: the source has none.
+    """
     found = [name for name in TOKENIZER_FILES if (source / name).is_file()]
     if not found:
         tokenizer = load_tokenizer(source, required=False)

@@ -51,7 +51,7 @@ def raise_problems(source: object, problems: list[str]) -> None:
 
 
 class HeadStyle(NamedTuple):
-    """How checkpoints write an MTP head.
+    """The names of an MTP head's tensors in checkpoints, and the order of its input.
 
     Attributes:
       prefix: of a module's tensors, with `{}` for its number; None: modules are numbered as further
@@ -89,19 +89,19 @@ HEAD_STYLES = {
 
 
 def order_of(family: Family) -> str | None:
-    """The order in which the files of a family have the input of a head; None: in either."""
+    """The order of the head's input in the files of a family; None: either."""
     return None if family.head_style is None else HEAD_STYLES[family.head_style].concat
 
 
 class Slot(NamedTuple):
-    """One parameter and its tensors.
+    """A parameter and the tensors that fill it.
 
     Attributes:
       path: keys into the parameter tree. row: of one of its layers, where there are several.
-      pieces: where each piece of it lies, by the indices of the piece in the first axes: of the
-        layer where layers are stacked, and then of the tensor where a layer has several.
-      layers: so many are stacked; None: none are.
-      swap: the halves of the input axis are the other way round on disk.
+      pieces: the tensor of each piece, by the indices of the piece in the first axes: of the layer
+        where layers are stacked, and then of the tensor where a layer has several.
+      layers: number of stacked layers; None: not stacked.
+      swap: the halves of the input axis are in the other order on disk.
     """
 
     path: tuple
@@ -127,14 +127,14 @@ class Slot(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor in the files: its shape, and what of it is which piece of which parameter."""
+    """A tensor in the files: its shape, and the pieces of parameters that it holds."""
 
     shape: tuple[int, ...]
     holds: list[tuple[Slot, tuple[int, ...], Stored]]
 
 
 def swap_last(index: tuple, stored: Stored) -> tuple:
-    """Shape or index of a piece, with the axes in the order of the file, or back again."""
+    """Swaps the last two entries of a shape or an index where the tensor is transposed."""
     return (*index[:-2], index[-1], index[-2]) if stored.transpose else index
 
 
@@ -142,8 +142,8 @@ def tensors_of(slots: Iterable[Slot]) -> dict[str, Tensor]:
     """The tensors that fill some parameters, by their names.
 
     Raises:
-      UnsupportedModelError: what a family says of a tensor cannot be: parts of other sizes than
-        their arrays have, or that leave out some of it or overlap.
+      UnsupportedModelError: `Family.stored` is wrong: parts have other sizes than their arrays,
+        overlap, or leave out some of the tensor.
     """
     tensors: dict[str, Tensor] = {}
     for slot in slots:
@@ -188,7 +188,7 @@ def label_of(slot: Slot) -> str:
 
 
 def _pieces(row: Param, place: Place, prefix: str, label: str) -> dict[tuple[int, ...], Stored]:
-    """See `Slot.pieces`, of one layer or of an array outside the layers."""
+    """The pieces of a parameter of one layer, or outside the layers, see `Slot.pieces`."""
     if place is None:
         raise UnsupportedModelError(
             f"{label}: expected a tensor in files, got none; name it in `Param.stored`, or in "
@@ -219,7 +219,7 @@ def policy_slots(cfg: ModelConfig) -> list[Slot]:
     """Every parameter of `Transformer` in the stacked layout.
 
     Raises:
-      UnsupportedModelError: the family does not say where one lies.
+      UnsupportedModelError: the family does not name the tensor of one.
     """
     rows, prefix = top_rows(cfg), family_of(cfg.model_type).layer_prefix
     places = _places(cfg, None, rows)
@@ -248,7 +248,7 @@ def head_slots(cfg: ModelConfig, style: str) -> list[Slot]:
     """Every parameter of `MTPHead` under the names of `style`, in memory as `cfg.mtp_concat`.
 
     Raises:
-      UnsupportedModelError: the family does not say where an array of the head's layer lies.
+      UnsupportedModelError: the family does not name the tensor of an array of the head's layer.
     """
     table, slots = HEAD_STYLES[style], []
     layer = head_layer(cfg)
@@ -280,7 +280,7 @@ def style_on_export(cfg: ModelConfig) -> str:
 
 
 def style_of(cfg: ModelConfig, names: Iterable[str]) -> str:
-    """The style that tensor names are in; without any, the one `cfg` would be written in."""
+    """The style of some tensor names; without any, the one of an export of `cfg`."""
     names = tuple(names)
     for style in HEAD_STYLES:
         if any(is_head_name(cfg, style, name) for name in names):
@@ -299,7 +299,7 @@ def is_head_name(cfg: ModelConfig, style: str, name: str) -> bool:
 
 
 def zero_tensors(cfg: ModelConfig, style: str | None) -> dict[str, tuple[int, ...]]:
-    """Tensors by name, with shapes, that are written as zeros, and read if zero.
+    """Shapes of tensors that are written as zeros, and must be zero when read, by name.
 
     Args:
       style: of a head's names; None: there is no head.
@@ -317,7 +317,7 @@ def zero_tensors(cfg: ModelConfig, style: str | None) -> dict[str, tuple[int, ..
 
 
 def is_redundant(cfg: ModelConfig, name: str) -> bool:
-    """Tensors that say nothing new: tied or shared copies, and RoPE tables of old checkpoints."""
+    """Whether a tensor repeats others: tied or shared copies, RoPE tables of old checkpoints."""
     head = family_of(cfg.model_type).stored(cfg, None)["lm_head"]
     if isinstance(head, Stored) and head.part is None and name == head.name:
         return cfg.tie_embeddings
@@ -327,7 +327,7 @@ def is_redundant(cfg: ModelConfig, name: str) -> bool:
 
 
 def swap_concat(head: Params) -> Params:
-    """A head of the other concatenation order: the halves of every `proj` [2D, D] change places.
+    """Swaps the halves of every `proj` [2D, D], for the other concatenation order.
 
     With `cfg.mtp_concat` changed accordingly the head computes the same function.
     """

@@ -13,7 +13,6 @@ lack them:
 
 A tree is stored as a plain nested dict of arrays whatever containers it was made of (optax states
 are named tuples); it is rebuilt from the abstract tree that the caller passes to ``restore``.
-Files in other layouts (Hugging Face safetensors) are the business of ``specjax.models``.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class PendingSave:
         self._thread.start()
 
     def done(self) -> bool:
-        """True once the save has ended, well or not."""
+        """Whether the save has ended, well or not."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
@@ -93,7 +92,7 @@ class Checkpointer:
             raise ValueError(f"keep_last: expected at least 1, got {keep_last}")
         self.directory = Path(directory).absolute()
         self.keep_last = keep_last
-        _quiet_orbax()
+        _filter_orbax_log()
         self._manager = self._open()
         self._pending: PendingSave | None = None
         self._cleaned = False
@@ -310,7 +309,7 @@ def save_draft(
             f"a draft-only checkpoint must not hold tensors of the policy, got {shared}: pass the "
             "parameters of the head alone"
         )
-    _quiet_orbax()
+    _filter_orbax_log()
 
     def failed(error: Exception) -> CheckpointError:
         for partial in path.parent.glob(f"{path.name}{_TMP_MARK}*"):
@@ -376,8 +375,8 @@ def load_draft(
     return unpack(loaded, wanted, record["trees"])["draft"], record["meta"]
 
 
-# Orbax 0.12.8 neither writes nor reads arrays of which a process of the job has no part: on their
-# way they lie on a device of each.
+# Orbax 0.12.8 neither writes nor reads arrays of which a process of the job has no part: they are
+# put on a device of each process first.
 
 
 def _writable(arrays: PyTree) -> PyTree:
@@ -409,16 +408,16 @@ def _keep(record: logging.LogRecord) -> bool:
     return record.exc_info is None or "orbax" not in record.pathname
 
 
-def _quiet_orbax() -> None:
-    """One failed write makes Orbax log the same traceback from a dozen threads before raising it.
+def _filter_orbax_log() -> None:
+    """Drops Orbax's log of a failed write, which has the traceback from a dozen threads.
 
-    The error reaches the caller as `CheckpointError`; the repetitions would bury it.
+    The error reaches the caller as `CheckpointError`.
     """
     logging.getLogger("absl").addFilter(_keep)  # adding the same filter twice does nothing
 
 
 def read_record(path: Path) -> tuple[dict[str, Any] | None, str]:
-    """(record, "") of an intact checkpoint, else (None, what is wrong with it)."""
+    """Returns (record, "") of an intact checkpoint, else (None, what is wrong with it)."""
     problem = manifest_problem(path)
     if problem:
         return None, problem

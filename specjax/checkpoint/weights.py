@@ -1,8 +1,8 @@
-"""Weights out of checkpoints of training runs, for those who only decode with them.
+"""Loads models to decode with, from checkpoints of training runs and all other layouts.
 
-A checkpoint says in its metadata what it is one of (`describe`): the model's config, in the words
-of Hugging Face's config.json, and where the tokenizer lies. Orbax takes seconds to import, and is
-not when the weights lie in a Hugging Face directory.
+The metadata of a run's checkpoint has the model's config, as the content of a config.json, and the
+path of the tokenizer (`describe`). Orbax takes seconds to import, and is not imported for a Hugging
+Face directory.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ HUGGING_FACE, RUN, HEAD = "hf", "run", "head"  # layouts
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What is decoded with.
+    """A model to decode with.
 
     Attributes:
       cfg: dtypes of parameters and arithmetic are those of `policy`, or else of `head`.
-      stored: dtype of the checkpoint; None where nobody asks.
-      policy, head: None for what is not there.
+      stored: dtype of the checkpoint; None: it was not needed.
+      policy, head: None: absent.
       tokenizer: directory of its files, or the checkpoint that holds it; None where there is none.
     """
 
@@ -51,7 +51,7 @@ class Model:
 
 
 def describe(cfg: ModelConfig, tokenizer: str | Path | None, with_head: bool = True) -> dict:
-    """Metadata of a checkpoint that can be read without the run that wrote it.
+    """The metadata of a checkpoint, by which it can be read without its run.
 
     Args:
       tokenizer: directory of its files, relative to that of the run; None: there is none.
@@ -59,7 +59,7 @@ def describe(cfg: ModelConfig, tokenizer: str | Path | None, with_head: bool = T
     """
     config = config_json(cfg, with_head, cfg.run.param_dtype)
     if with_head:
-        config[MTP_KEY] = mtp_json(cfg)  # as it lies in memory
+        config[MTP_KEY] = mtp_json(cfg)  # the order in memory
     return {
         "config": config,
         "generation": dict(cfg.generation),
@@ -74,7 +74,7 @@ def load_model(
     step: int | None = None,
     load_format: str = AUTO,
 ) -> Model:
-    """Reads a model in any layout that is written here.
+    """Loads a model in any layout that specjax reads.
 
     Args:
       path: a Hugging Face directory, a GGUF file or a directory with one, the directory of a run
@@ -131,7 +131,7 @@ def load_weights(
       head_alone: the policy is not read, and None.
 
     Returns:
-      (policy, head, meta), in the dtypes they were saved with; None for what is not there.
+      (policy, head, meta), in the dtypes they were saved with; None: absent.
 
     Raises:
       CheckpointError: there is no such checkpoint, it is damaged, or it holds no weights.
@@ -161,7 +161,7 @@ def load_weights(
 
 
 def _chosen(path: Path, steps: list[int], step: int | None) -> tuple[int, dict[str, Any]]:
-    """The step to read, and the record of its checkpoint."""
+    """Chooses the step to read; returns it and the record of its checkpoint."""
     from specjax.checkpoint.store import read_record
 
     if not steps:
@@ -176,7 +176,7 @@ def _chosen(path: Path, steps: list[int], step: int | None) -> tuple[int, dict[s
 
 
 def layout_of(path: Path) -> str:
-    """What a path is expected to hold.
+    """The layout of a checkpoint.
 
     Returns:
       `RUN`: the directory of a run, or of its checkpoints. `HEAD`: what `save_draft` writes.
@@ -190,7 +190,7 @@ def layout_of(path: Path) -> str:
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """Reads what a directory says of its model, which takes no time beside its weights.
+    """Reads the config of a model without its weights.
 
     Args:
       path: as for `load_model`; of a run the newest checkpoint is read.
@@ -206,7 +206,7 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 def tokenizer_dir(path: str | Path) -> Path:
-    """Where the tokenizer lies of a model that `load_model` takes.
+    """The directory of the tokenizer of a model that `load_model` takes.
 
     Raises:
       CheckpointError: there is none.
@@ -228,10 +228,10 @@ def _newest(path: Path) -> dict[str, Any]:
 
 
 def config_in(path: Path, meta: Mapping[str, Any]) -> ModelConfig:
-    """What the metadata of the checkpoint at `path` says of its model.
+    """The config in the metadata of the checkpoint at `path`.
 
     Raises:
-      CheckpointError: nothing; older versions wrote it so.
+      CheckpointError: there is none, as in checkpoints of older versions.
     """
     if "config" not in meta:
         raise CheckpointError(
@@ -275,7 +275,7 @@ def _require_checkpoint(path: Path) -> None:
 def fitted(
     where: object, cfg: ModelConfig, policy: Params | None, head: Params | None
 ) -> tuple[ModelConfig, Params | None, Params | None]:
-    """Weights of a checkpoint in the containers of the model, and its config with their dtype.
+    """Puts weights of a checkpoint into the model's containers, and their dtype into its config.
 
     Raises:
       CheckpointError: names or shapes are not those of `cfg`.
@@ -292,7 +292,7 @@ def fitted(
 
 
 def fitted_to(like: Params, tree: Params, what: str) -> Params:
-    """The arrays of a tree in containers like those of another one.
+    """Puts the arrays of a tree into containers like those of another one.
 
     Args:
       what: names the tree in the error.

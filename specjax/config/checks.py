@@ -15,7 +15,7 @@ def choice(name: str, value: str, choices: Sequence[str]) -> None:
 def from_known_keys(
     section: type, settings: Mapping[str, Any], kind: str = "setting", where: str = ""
 ) -> Any:
-    """The dataclass `section` made of `settings`.
+    """Makes the dataclass `section` of `settings`.
 
     Args:
       kind: what a key is called. where: what the keys belong to, " of ..".

@@ -1,4 +1,4 @@
-"""Which dtype an engine computes in: one rule for everything that loads a model."""
+"""The dtype that an engine computes in: one rule for all programs that load a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ ENGINE_DTYPES = (AUTO, *DTYPES)  # what may be asked for
 
 
 def resolve_dtype(asked: str, stored: str, platform: str) -> str:
-    """The dtype of weights and arithmetic.
+    """Chooses the dtype of weights and arithmetic.
 
     Args:
       asked: a dtype, or `auto`: the checkpoint's on GPU and TPU, float32 on CPU, where arithmetic
@@ -29,7 +29,7 @@ def about_dtype(asked: str, chosen: str, stored: str, setting: str) -> str:
     """One line that says what was chosen, and why.
 
     Args:
-      setting: how one asks for that of the checkpoint, as it is typed.
+      setting: the setting that chooses the checkpoint's dtype, as it is typed.
     """
     if asked != AUTO:
         return f"arithmetic in {chosen}, as asked (the checkpoint is in {stored})"

@@ -1,4 +1,4 @@
-"""How one request is sampled."""
+"""`SamplingParams`: how one request is sampled."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class SamplingParams:
             object.__setattr__(self, "temperature", 0.0)
 
     def _freeze(self) -> None:
-        """Lists and mappings become tuples; a bare string is one stop string or bad word."""
+        """Makes tuples of lists and mappings; a bare string is one stop string or bad word."""
 
         def put(name, value):
             object.__setattr__(self, name, value)
@@ -151,7 +151,7 @@ class SamplingParams:
 
 
 def is_seed(value: numbers.Integral) -> bool:
-    """Whether it is one of `SEEDS`."""
+    """Whether a value is a seed, one of `SEEDS`."""
     return int(value) in SEEDS  # a range compares one by one with integers that are not Python's
 
 

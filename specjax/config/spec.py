@@ -1,4 +1,4 @@
-"""How to speculate: what is drafted, by what, and by which rule it is accepted."""
+"""`SpecConfig`: strategy, draft source and acceptance mode."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SpecConfig:
         (continuations of earlier occurrences of the last tokens), or `auto`: the head where the
         checkpoint holds one, else n-grams (see `specjax.engine.sources.settle_draft`). A path
         `module:attribute` is a class of your own, see `specjax.interfaces.Draft`.
-      head: `checkpoint` takes the draft head that lies with the policy, `random` draws one from
+      head: `checkpoint` takes the draft head in the policy's checkpoint, `random` draws one from
         `head_seed` (for training it online from nothing), and anything else is the path of one (or
         the Hugging Face id, see `specjax.engine.sources`); with the latter two `auto` is `head`.
       draft_model: directory or Hugging Face id of the standalone model; `auto` is `model` with it.
@@ -41,7 +41,7 @@ class SpecConfig:
       token_map: file with a JSON list of token ids, the most frequent first, to draft from in their
         place; of them the first `draft_vocab`, or all.
       ngram_max, ngram_min: longest and shortest suffix that is looked up.
-      ngram_siblings: also look in the other samples of the same prompt that lie in the batch.
+      ngram_siblings: also look in the other samples of the same prompt in the batch.
       aligned: draft candidates come from logits transformed as the target's are; False ranks them
         by temperature alone (for measuring).
       tau: a dynamic tree scores paths by log_softmax((log q + noise) / tau) (`coupled`).
@@ -150,12 +150,12 @@ class SpecConfig:
 
     @property
     def by_token(self) -> bool:
-        """Whether its tokens are those of plain decoding, and not in distribution alone."""
+        """Whether tokens are equal to plain decoding's, and not in distribution alone."""
         return self.acceptance in ("coupled", "greedy")
 
     @property
     def head_path(self) -> str | None:
-        """Where the head lies, if it does not lie with the policy."""
+        """The path of the head, if it is not in the policy's checkpoint."""
         return None if self.head in ("checkpoint", "random") else self.head
 
     @property

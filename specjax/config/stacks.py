@@ -1,4 +1,4 @@
-"""Layers of different kinds in one model: which are stacked, and where each lies in the tree.
+"""Layers of different kinds in one model: which are stacked, and under which key of the tree.
 
 A model's layers are divided into segments, in each of which a pattern of layers repeats: 3 dense
 layers and then 58 with experts are two segments, four times (5 sliding and 1 full) and then 2

@@ -24,7 +24,7 @@ def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "... D"], eps: float)
 
 
 def draw(row: Param, rngs: nnx.Rngs, dtype: str, lead: tuple[int, ...] = (), depth: int = 1):
-    """Initial values of an array, with `lead` axes before its own.
+    """Draws initial values of an array, with `lead` axes before its own.
 
     Args:
       depth: layers of the model, see `Param.residual`.
@@ -73,7 +73,7 @@ class Block(nnx.Module):
         scratch: Scratch | None,
         given: Array | None = None,
     ) -> tuple[Array, Scratch, Array | None]:
-        """The layer over rows, with norms and residuals, and what it records of them.
+        """Runs the layer over rows, with norms and residuals; returns what it records of them.
 
         See `Mixer.run` and `Mlp.run` of `specjax.interfaces`.
         """
@@ -84,7 +84,7 @@ class Block(nnx.Module):
     def run_again(
         self, x: Float[Array, "B S D"], where: Where, earlier: Sequence[Scratch]
     ) -> tuple[Array, Scratch]:
-        """The layer over packed rows once more, see `Mixer.run_again`; what it records is left out.
+        """Runs the layer over packed rows again, see `Mixer.run_again`, without records.
 
         Raises:
           NotImplementedError: the mixer has no such method.
@@ -98,7 +98,7 @@ class Block(nnx.Module):
         return self._around(x, where, None, lambda w, x: mixer.run_again(w, x, where, earlier))[:2]
 
     def _around(self, x, where, given, mix) -> tuple[Array, Scratch, Array | None]:
-        """The mixer with norms and residuals, and the feed-forward."""
+        """Runs the mixer with norms and residuals, and the feed-forward."""
         w, eps = self.arrays(), self.cfg.rms_norm_eps
         mixed, scratch = mix(w, rms_norm(x, w["input_norm"], eps))
         x = x + mixed

@@ -1,8 +1,8 @@
-"""One row per array of a model: what initialising, loading, exporting, sharding and comparing of
-weights read.
+"""The rows (`Param`) of a model: one per array, for initialisation, loading, export and sharding.
 
-The rows of mixers and mlps are their own. Where files hold the arrays is for families to say, see
-`specjax.interfaces.Family.stored`."""
+Mixers and mlps have rows of their own. Families name the tensors in files, see
+`specjax.interfaces.Family.stored`.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def top_rows(cfg: ModelConfig) -> dict[str, Param]:
 
 
 def merge_axes(tables: Iterable[Axes]) -> dict[str, tuple]:
-    """One table of logical axes for the arrays of several.
+    """Joins tables of logical axes.
 
     Raises:
       ValueError: two arrays have the same name and other axes.
@@ -78,11 +78,11 @@ def repeated_names(cfg: ModelConfig) -> frozenset[str]:
     return frozenset(found)
 
 
-# --- parameters side by side ----------------------------------------------------------------------
+# --- fused parameters ----------------------------------------------------------------------
 
 
 def _groups(rows: Mapping[str, Param]) -> dict[str, list[str]]:
-    """Arrays that decoding keeps, and the parameters in each of them, in order."""
+    """The fused arrays, each with its parameters in order."""
     found: dict[str, list[str]] = {}
     for name, row in rows.items():
         if row.fused is not None:
@@ -105,7 +105,7 @@ def fused_rows(rows: Mapping[str, Param]) -> dict[str, Param]:
 
 
 def fuse(params: Params, rows: Mapping[str, Param]) -> Params:
-    """A layer's parameters as decoding keeps them; works on stacked ones as well.
+    """Fuses a layer's parameters, or stacked ones, as decoding keeps them.
 
     Args:
       rows: of the layer, see `layer_rows`.

@@ -153,7 +153,7 @@ class Transformer(nnx.Module):
         return Forward(x, scratch, tuple(states), records)
 
     def _boundary(self, tap: int | str) -> int:
-        """How many layers have run where a tap is taken."""
+        """The number of layers that have run where a tap is taken."""
         last = self.cfg.num_layers
         if tap in ("pre_norm", "post_norm"):
             return last
@@ -202,7 +202,7 @@ def run_layers(
 
     Args:
       wanted: ascending numbers of layers that have run, at which states are taken.
-      keep: whether somebody asks for the scratch.
+      keep: whether the scratch is needed.
 
     Returns:
       states, scratch, the states that are wanted, and records.
@@ -246,12 +246,12 @@ def run_layers(
 
 
 def _side_by_side(records: Mapping[int, Array]) -> Int[Array, "B T M ..."] | None:
-    """The records of layers, by their numbers, in one array."""
+    """Joins the records of layers, by their numbers, in one array."""
     return jnp.stack([records[i] for i in sorted(records)], axis=2) if records else None
 
 
 def record_shape(cfg: ModelConfig) -> tuple[int, ...] | None:
-    """[M ..] of what the layers record of one row, int32; None: they record nothing.
+    """The shape [M ..] of the records of one row, int32; None: the layers record nothing.
 
     Raises:
       ValueError: see `recording_layers`.
@@ -332,7 +332,7 @@ def _run_scanned(blocks, cfg, x, where: Where, memory, scratch, wanted, keep, re
     """
     graphs, states = zip(*blocks, strict=True)
     pages, slots = (None, None) if memory is None else memory
-    # Pages are read where they lie, by tables that point into those of all repeats: a scan would
+    # Pages are read in place, by tables that point into those of all repeats: a scan would
     # first copy each layer's out. Slots, which have the sequences in front, it could not divide.
     by_table = where.table is not None and pages is not None
     whole = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), pages) if by_table else None

@@ -1,4 +1,4 @@
-"""What lies on disk: file formats of checkpoints, each a `specjax.interfaces.Reader`."""
+"""File formats of checkpoints, each a `specjax.interfaces.Reader`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AUTO = "auto"
 
 
 def open_checkpoint(path: str | Path, load_format: str = AUTO) -> Any:
-    """The `specjax.interfaces.Reader` of a checkpoint.
+    """Opens a checkpoint with the `specjax.interfaces.Reader` of its format.
 
     Args:
       path: a file or a directory.
@@ -35,7 +35,7 @@ def recognised(path: str | Path) -> bool:
 
 
 def load_tokenizer(path: str | Path, required: bool = True, load_format: str = AUTO) -> Any:
-    """The tokenizer that a checkpoint holds, in any format; None when it has none.
+    """Loads the tokenizer of a checkpoint in any format; None: it has none.
 
     Args:
       load_format: see `open_checkpoint`.

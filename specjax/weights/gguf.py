@@ -1,4 +1,4 @@
-"""Checkpoints in GGUF, the format of llama.cpp: what config.json would say, and the weights.
+"""Checkpoints in GGUF, the format of llama.cpp: the equivalent of config.json, and the weights.
 
     general.architecture   model_type here
     llama, qwen2, qwen3    the same
@@ -164,7 +164,7 @@ class Tensor:
         return self._typed(out)
 
     def _data(self) -> np.ndarray:
-        """Its bytes [.. bytes of a row]."""
+        """The tensor's bytes [.. bytes of a row]."""
         row = self.shape[-1] // self._block * self._bytes
         count = math.prod(self.shape[:-1]) * row
         return self._file.read(self._name, count).reshape(*self.shape[:-1], row)
@@ -233,13 +233,13 @@ class GGUF:
 
     @staticmethod
     def recognises(path: Path) -> bool:
-        """Whether this format is what lies at a path."""
+        """Whether a path is of this format."""
         return file_of(path) is not None
 
     # --- config ------------------------------------------------------------------------------
 
     def config(self) -> dict[str, Any]:
-        """What config.json would hold.
+        """The equivalent of config.json.
 
         Raises:
           CheckpointError: a key is absent, or holds what cannot be meant.
@@ -288,7 +288,7 @@ class GGUF:
         return raw
 
     def generation(self) -> dict[str, Any]:
-        """What generation_config.json would hold: how the file asks to be sampled."""
+        """The equivalent of generation_config.json: the sampling defaults of the file."""
         there = self._held.metadata
         return {
             name: there[f"general.sampling.{key}"]
@@ -369,7 +369,7 @@ class GGUF:
         return self._keys.integer(f"tokenizer.ggml.{name}_token_id", None, least=0)
 
     def _ends(self) -> list[int]:
-        """Ids that end a text, a turn or a message."""
+        """Token ids that end a text, a turn or a message."""
         ids = [self._id(name) for name in ("eos", "eot", "eom")]
         return list(dict.fromkeys(token for token in ids if token is not None))
 

@@ -44,7 +44,7 @@ class Stored(NamedTuple):
 
 
 class GGUFFile:
-    """What a GGUF file holds; tensors are read when they are asked for.
+    """A GGUF file: its metadata, and tensors that are read on demand.
 
     Attributes:
       file: its path.
@@ -95,7 +95,7 @@ class GGUFFile:
         }
 
     def damaged(self, why: str) -> CheckpointError:
-        """The error to raise of a file that breaks the format."""
+        """The error about a file that breaks the format."""
         return CheckpointError(f"{self.file} is damaged or cut off: {why}; fetch it again")
 
     def read(self, name: str, count: int) -> np.ndarray:
@@ -110,7 +110,7 @@ class GGUFFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """The size of the file in bytes."""
         return len(self._bytes)
 
     # --- reading the header ------------------------------------------------------------------
@@ -129,7 +129,7 @@ class GGUFFile:
         return struct.unpack("<" + code, self._take(struct.calcsize("<" + code)))[0]
 
     def _count(self) -> int:
-        """A number of things that follow, each of which takes a byte or more."""
+        """Reads the number of items that follow, each of at least a byte."""
         count = self._number("Q")
         if count > len(self._bytes) - self._at:
             raise self.damaged(f"it claims {count} items behind byte {self._at}")

@@ -1,7 +1,7 @@
-"""The tokenizer that a GGUF file holds, as tokenizer.json would say it.
+"""The tokenizer of a GGUF file, as the equivalent of tokenizer.json.
 
 `tokenizer.ggml.model` is `gpt2`, byte-level BPE with merges, or `llama`, SentencePiece's BPE whose
-merges follow from scores. How text is cut before BPE lies in no file: `tokenizer.ggml.pre` names
+merges follow from scores. How text is split before BPE is in no file: `tokenizer.ggml.pre` names
 it, and `PRE` says what the tokenizer.json of the models of that name has. Names that are not in the
 table are refused, for another cut gives other tokens, and no error.
 """
@@ -39,7 +39,7 @@ def _split(regex: str) -> dict[str, Any]:
 
 
 class Pre(NamedTuple):
-    """How text is cut and BPE applied.
+    """How text is split and BPE applied.
 
     Attributes:
       steps: pre-tokenizers of tokenizer.json, in order.
@@ -111,7 +111,7 @@ def tokenizer_of(file: Path, metadata: Mapping[str, Any], most: int) -> Any:
     """A `transformers.PreTrainedTokenizerFast` of a file's metadata.
 
     Args:
-      file: where it lies, for messages.
+      file: its path, for messages.
       most: tokens that the model takes.
 
     Raises:
@@ -146,7 +146,7 @@ def tokenizer_of(file: Path, metadata: Mapping[str, Any], most: int) -> Any:
 
 
 def tokenizer_json(file: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What tokenizer.json would hold; see `tokenizer_of` for arguments and errors."""
+    """The equivalent of tokenizer.json; see `tokenizer_of` for arguments and errors."""
     keys = Keys(file, metadata)
     kind = keys.text("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):

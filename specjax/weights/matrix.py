@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def check_products(name: str) -> str:
-    """The name, if it is one of `ASKED` or a path `module:attribute`; imports nothing.
+    """Checks that a name is one of `ASKED` or a path `module:attribute`; imports nothing.
 
     Raises:
       ValueError: it is neither.
@@ -46,7 +46,7 @@ def check_products(name: str) -> str:
 
 
 def is_array(matrix: Any) -> bool:
-    """Whether it is an array, or the shape of one, rather than a `Weight`."""
+    """Whether a matrix is an array, or the shape of one, rather than a `Weight`."""
     return isinstance(matrix, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
 
 
@@ -102,7 +102,7 @@ def rows(matrix: Matrix, ids: Int[Array, "..."]) -> Float[Array, "... O"]:
 def experts(
     x: Float[Array, "B T I"], stack: Matrix, ids: Int[Array, "B T E"]
 ) -> Float[Array, "B T E O"]:
-    """Each row times the matrices that it chooses of a stack [N I O].
+    """Multiplies each row by the matrices that it chooses of a stack [N I O].
 
     Where each of the E has a row of its own, as what comes out here has, these are rows of their
     own: x [B T*E I] and ids [B T*E 1].
@@ -137,7 +137,7 @@ def unpack(matrix: Matrix) -> Float[Array, "I O"]:
 
 
 def join(matrices: Sequence[Matrix]) -> Matrix:
-    """Matrices of as many rows side by side, whatever their formats."""
+    """Joins matrices of equally many rows side by side, of any formats."""
     if all(is_array(matrix) for matrix in matrices):
         return jnp.concatenate(list(matrices), axis=-1)
     return Joined(tuple(matrices))
@@ -195,7 +195,7 @@ class Joined:
 
 
 class Plain:
-    """Arrays as they are; a format, but no `Weight`."""
+    """Plain arrays, as a format; there is no `Weight` of it."""
 
     exact: ClassVar[bool] = True
     line: ClassVar[str] = "XLA's"

@@ -29,7 +29,7 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 class Tensor:
-    """A tensor of a file, of which indexing reads what is asked for.
+    """A tensor of a file; indexing reads a part of it.
 
     Attributes:
       shape: in the file. dtype: its name in numpy, or else in safetensors.
@@ -56,7 +56,7 @@ class Safetensors:
 
     @staticmethod
     def recognises(path: Path) -> bool:
-        """Whether this format is what lies at a path."""
+        """Whether a path is of this format."""
         return (path / CONFIG).exists()
 
     def config(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def files_in_index(index: Path) -> list[str]:
     """
     keys = Keys(index, read_json(index))
     names = keys.within("weight_map").raw.values()
-    # A name, and no path: a checkpoint does not read what lies elsewhere.
+    # A name, and no path: a checkpoint reads no files of other directories.
     if not names or not all(isinstance(n, str) and n and Path(n).name == n for n in names):
         raise keys.error("weight_map", "an object of tensors and the names of their files")
     return sorted(set(names))

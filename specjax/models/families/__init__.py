@@ -1,4 +1,4 @@
-"""What a `model_type` means: one file each, see `specjax.interfaces.Family`."""
+"""Model families, one file per `model_type`, see `specjax.interfaces.Family`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEMBERS = (
 
 
 def family_of(model_type: object, where: object = "") -> Family:
-    """The family of a `model_type`, which is looked up in the table and never imported by itself.
+    """Looks up the family of a `model_type` in the table; a checkpoint never imports one.
 
     Args:
       where: the file that names it, for the message.

@@ -15,8 +15,8 @@ from specjax.interfaces import Place
 from specjax.models.rope import Rope, RopeScaling
 from specjax.models.rows import layer_rows, top_rows
 
-_THETA = 10_000.0  # of RoPE, where a file does not say
-MOST_LAYERS = 10_000  # each has a name in the files: a larger number would exhaust the memory
+_THETA = 10_000.0  # of RoPE, the default
+MOST_LAYERS = 10_000  # a larger number in a file would exhaust the memory
 LAYER_PREFIX = "model.layers.{}."
 _MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -31,7 +31,7 @@ def refuse(keys: Keys, problems: list[str]) -> None:
 
 
 def not_dense(keys: Keys) -> list[str]:
-    """What a config asks for that no model of attention and dense layers has, in words."""
+    """What a config asks for that no model of attention and dense layers has, as messages."""
     problems = [
         f"{name} {keys.raw[name]} (mixture of experts)"
         for name in _MOE_KEYS
@@ -120,8 +120,10 @@ def read_rope(keys: Keys, max_position: int) -> Rope:
 
 
 def _plain_rope(keys: Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of one of the two keys with what the file says of them elsewhere, for comparison:
-    an old file has `type`, and its `rope_theta` lies beside the object."""
+    """Parameters of one of the two keys in one form, for comparison.
+
+    An old file has `type`, and its `rope_theta` beside the object.
+    """
     given = {name: value for name, value in raw.items() if value is not None}
     kind = given.pop("type", "default")
     theta = keys.raw.get("rope_theta")
@@ -171,6 +173,6 @@ def layer_windows(keys: Keys, layers: int, window: int | None, first: int = 0) -
 
 
 def stored(cfg: ModelConfig, layer: Layer | None) -> dict[str, Place]:
-    """Where files hold the arrays, as their own rows say: `Family.stored` of most families."""
+    """The tensors of arrays in files, as their rows name them: `Family.stored` of most families."""
     rows = top_rows(cfg) if layer is None else layer_rows(layer, cfg.hidden_size)
     return {name: row.stored for name, row in rows.items()}

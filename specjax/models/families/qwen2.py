@@ -12,7 +12,7 @@ from specjax.models.families.dense import DenseFamily
 
 @dataclasses.dataclass(frozen=True)
 class QwenFamily(DenseFamily):
-    """A family whose configs name a window and say apart from it whether it is in use.
+    """A family whose configs have a window, and a flag whether it is used.
 
     Attributes:
       slides: a window may be in use, in the layers that `layer_types` names, or without these from

@@ -1,1 +1,1 @@
-"""How a layer mixes positions: one file each, see `specjax.interfaces.Mixer`."""
+"""Mixers of layers, such as attention, one file each, see `specjax.interfaces.Mixer`."""

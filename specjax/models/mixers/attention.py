@@ -23,7 +23,7 @@ from specjax.weights.matrix import dot
 class Attention:
     """Causal attention over keys and values, a `specjax.interfaces.Mixer`.
 
-    Where decoding fuses projections, q, k and v lie side by side in `qkv_proj`, and the scales of
+    Where decoding fuses projections, q, k and v are side by side in `qkv_proj`, and the scales of
     their heads, one row per head, in `qk_norm`.
 
     Attributes:
@@ -179,7 +179,7 @@ class Attention:
         return apply_rope(q, cos, sin), apply_rope(k, cos, sin), heads(v)
 
     def output(self, w: Params, attended: Float[Array, "B N T H"]) -> Float[Array, "B T D"]:
-        """The projection back to the model's width."""
+        """Projects back to the model's width."""
         b, n, t, h = attended.shape
         merged = attended.transpose(0, 2, 1, 3).reshape(b, t, n * h)
         return dot(merged, w["o"])

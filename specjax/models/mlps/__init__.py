@@ -1,1 +1,1 @@
-"""How a layer works on each row by itself: one file each, see `specjax.interfaces.Mlp`."""
+"""Feed-forward networks of layers, one file each, see `specjax.interfaces.Mlp`."""

@@ -19,7 +19,7 @@ from specjax.weights.matrix import dot
 class Dense:
     """`down(silu(gate(x)) * up(x))`, a `specjax.interfaces.Mlp`.
 
-    Where decoding fuses projections, gate and up lie side by side in `gate_up`.
+    Where decoding fuses projections, gate and up are side by side in `gate_up`.
     """
 
     kind: ClassVar[str] = "dense"
@@ -48,7 +48,7 @@ class Dense:
     def run(
         self, w: Params, x: Float[Array, "B T D"], where: Where | None = None, given: Any = None
     ) -> tuple[Float[Array, "B T D"], None]:
-        """The rows, without the residual, and no facts about them."""
+        """Runs the network over rows, without the residual; it records nothing."""
 
         def product(x: Array, name: str) -> Array:
             return dot(x, w[name])
