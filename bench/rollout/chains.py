@@ -2,10 +2,10 @@
 
 A response of many tokens is a chain of turns. A turn answers one task and ends where the policy
 ends it, or at the chain's length; then the next task is asked and the same chain goes on. Only
-generated tokens count. A turn reads its own task and by default none of the turns before it: the
+generated tokens count. A turn reads its own task and none of the turns before it: the
 policies were trained on one task at a time, and with earlier turns in its context the embedded one
-writes other text, with a far lower accept length than single tasks have (--keep_turns shows it).
-Tasks that are read alone also keep the cost of a chain linear in its length.
+writes other text, of which much less is accepted. Tasks that are read alone also keep the cost of a
+chain linear in its length.
 
 A chain keeps its slot: no more chains are in the engine than it has slots. Tasks, seeds and lengths
 are fixed before the first token, so every arm generates the same tokens.
@@ -23,20 +23,17 @@ import json
 import math
 import statistics
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from specjax.config import SamplingParams
 from specjax.control import Observation
 from specjax.engine.engine import Engine
-from specjax.engine.inputs import piece_of
 from specjax.engine.request import Job, SampleOutput, make_jobs
-from specjax.engine.runner import Runner
 
 _NORMAL = statistics.NormalDist()
 
@@ -53,23 +50,6 @@ def long_tailed(count: int, median: float, ratio: float, seed: int) -> list[int]
     return [lengths[i] for i in np.random.default_rng(seed).permutation(count)]
 
 
-def read_lengths(path: str | Path, count: int) -> list[int]:
-    """Reads lengths from a JSON file: a list with one length per sample, prompt by prompt.
-
-    Raises:
-      ValueError: it is something else; names the file.
-    """
-    lengths = json.loads(Path(path).read_text(encoding="utf-8"))
-    whole = isinstance(lengths, list) and all(type(n) is int and n > 0 for n in lengths)
-    if not whole or len(lengths) != count:
-        got = f"{len(lengths)} entries" if isinstance(lengths, list) else type(lengths).__name__
-        raise ValueError(
-            f"{path}: expected a JSON list of {count} lengths above 0, one per sample, got {got}; "
-            "set --prompts and --samples to what the file has"
-        )
-    return lengths
-
-
 @dataclasses.dataclass(frozen=True)
 class Work:
     """What is to be generated.
@@ -77,7 +57,7 @@ class Work:
     Attributes:
       tasks: token ids of the prompts. lengths: tokens of each chain; chains of one group follow
         each other. samples: chains per group; they are asked the same tasks.
-      turn_limit: tokens of a turn at most. keep_turns: earlier turns that a turn reads again.
+      turn_limit: tokens of a turn at most.
     """
 
     tasks: Sequence[Sequence[int]]
@@ -87,7 +67,6 @@ class Work:
     turn_limit: int
     temperature: float = 1.0
     seed: int = 0
-    keep_turns: int = 0
 
     @property
     def groups(self) -> int:
@@ -95,9 +74,7 @@ class Work:
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens that a turn may have to read."""
-        longest = max(map(len, self.tasks))
-        return longest + self.keep_turns * (longest + self.turn_limit)
+        return max(map(len, self.tasks))
 
     def params(self, seed: int, tokens: int) -> SamplingParams:
         return SamplingParams(
@@ -111,14 +88,13 @@ class Work:
     def task(self, chain: int, turn: int) -> Sequence[int]:
         return self.tasks[self._number(chain, turn) % len(self.tasks)]
 
-    def job(self, chain: int, turn: int, left: int, earlier: Sequence[int]) -> Job:
+    def job(self, chain: int, turn: int, left: int) -> Job:
         """Makes the job of a turn; no other turn, task or chain has its noise."""
-        prompt = [*earlier, *self.task(chain, turn)]
         # Numbers go up from a multiple of 2^20, so that seeds side by side share no noise.
         seed = (self.seed << 20) + self._number(chain, turn)
         params = self.params(seed, min(self.turn_limit, left))
         group, sample = divmod(chain, self.samples)
-        return make_jobs(prompt, params, self.eos_ids, request=group)[sample]
+        return make_jobs(self.task(chain, turn), params, self.eos_ids, request=group)[sample]
 
     def single_turns(self) -> list[Job]:
         """Each task by itself, `samples` times, with noise that no chain has."""
@@ -146,10 +122,7 @@ class Chain:
         self.ended = math.nan
 
     def next_turn(self) -> Job:
-        turn, earlier = len(self.turns), []
-        for before in range(max(0, turn - self.work.keep_turns), turn):
-            earlier += [*self.work.task(self.index, before), *self.turns[before]]
-        self.jobs.append(self.work.job(self.index, turn, self.left, earlier))
+        self.jobs.append(self.work.job(self.index, len(self.turns), self.left))
         return self.jobs[-1]
 
     def take(self, sample: SampleOutput) -> None:
@@ -200,51 +173,17 @@ class Watch:
         self.spans.append(Span(now, seen.batch_size, seen.strategy, rounds, pairs, drafts))
 
 
-class Pieces:
-    """Counts the pieces of prompts that a runner reads, by shape, within a `with`."""
-
-    def __init__(self, runner: Runner):
-        self._runner, self._read = runner, runner.prefill
-        self.counts: Counter[tuple[int, int]] = Counter()
-
-    def __enter__(self) -> Pieces:
-        self._runner.prefill = self._count
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._runner.prefill = self._read
-
-    def _count(self, piece) -> None:
-        self.counts[piece.tokens.shape] += 1
-        self._read(piece)
-
-
-def seconds_of_pieces(runner: Runner, counts: Counter[tuple[int, int]], repeats: int = 5) -> float:
-    """Estimates the seconds of reading these pieces: each is read and waited for."""
-    total = 0.0
-    for (rows, width), count in counts.items():
-        times = []
-        for _ in range(repeats + 1):
-            start = time.perf_counter()
-            runner.prefill(piece_of([], rows, width - runner.tail, runner))
-            jax.block_until_ready(runner.state)
-            times.append(time.perf_counter() - start)
-        total += count * statistics.median(times[1:])
-    return total
-
-
 @dataclasses.dataclass(frozen=True)
 class Rollout:
     """The result of one rollout.
 
     Attributes:
-      seconds: until the last chain ended. pieces: of prompts that were read, by shape.
+      seconds: until the last chain ended.
     """
 
     seconds: float
     chains: list[Chain]
     spans: list[Span]
-    pieces: Counter[tuple[int, int]]
 
     @property
     def longest(self) -> Chain:
@@ -259,11 +198,6 @@ class Rollout:
         """Tokens per second of the longest chain, from when it got its slot to its end."""
         chain = self.longest
         return self.length(chain) / (chain.ended - chain.admitted)
-
-    @property
-    def longest_rate_from_start(self) -> float:
-        """The same from the beginning of the rollout, the wait for a slot included."""
-        return self.length(self.longest) / self.longest.ended
 
     def tail_seconds(self, left: int) -> float:
         """Seconds from when no more than `left` chains were left."""
@@ -289,24 +223,23 @@ def accept_length(histograms: np.ndarray) -> float:
 def roll_out(engine: Engine, work: Work) -> Rollout:
     """Runs all chains to their ends; the engine's controller must be a `Watch`."""
     watch = engine.controller
-    with Pieces(engine.runner) as pieces:
-        start = watch.started = time.perf_counter()
-        waiting, running = deque(range(len(work.lengths))), {}
-        done: list[Chain] = []
-        while waiting or running:
-            while waiting and len(running) < engine.batch:
-                chain = Chain(work, waiting.popleft(), time.perf_counter() - start)
+    start = watch.started = time.perf_counter()
+    waiting, running = deque(range(len(work.lengths))), {}
+    done: list[Chain] = []
+    while waiting or running:
+        while waiting and len(running) < engine.batch:
+            chain = Chain(work, waiting.popleft(), time.perf_counter() - start)
+            running[engine.add(chain.next_turn())] = chain
+        for event in engine.step():
+            chain = running.pop(event.ticket)
+            chain.take(event.sample)
+            if chain.left > 0:
                 running[engine.add(chain.next_turn())] = chain
-            for event in engine.step():
-                chain = running.pop(event.ticket)
-                chain.take(event.sample)
-                if chain.left > 0:
-                    running[engine.add(chain.next_turn())] = chain
-                else:
-                    chain.ended = time.perf_counter() - start
-                    done.append(chain)
-        seconds = time.perf_counter() - start
-    return Rollout(seconds, sorted(done, key=lambda c: c.index), watch.spans, pieces.counts)
+            else:
+                chain.ended = time.perf_counter() - start
+                done.append(chain)
+    seconds = time.perf_counter() - start
+    return Rollout(seconds, sorted(done, key=lambda c: c.index), watch.spans)
 
 
 def differing(a: Rollout, b: Rollout) -> Iterator[tuple[Chain, Chain, int]]:

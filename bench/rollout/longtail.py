@@ -13,11 +13,9 @@ goodput with the whole calibration, which an engine does once in its life; `.._c
 charges it once for all repeats together, `.._calibration_apart` not at all. The best static
 strategy is the one with the smallest median.
 
-The longest sample's speed is its tokens over the seconds from when it got its slot to its end, and
-`_from_start` from the beginning of the rollout. The tail begins when --tail chains are left.
-
-Reading the tasks of later turns costs time that a response of one task would not need. It is part
-of every arm's time; `prompt_reading_share` is an estimate of it.
+The longest sample's speed is its tokens over the seconds from when it got its slot to its end. The
+tail begins when --tail chains are left. Reading the tasks of later turns, which a response to one
+task would not need, is part of every arm's time.
 
 A picture and a trace for `bench.replay` are written beside the result file.
 """
@@ -59,8 +57,8 @@ class Bench:
 
     Attributes:
       arms: names. rollouts: the last one of each. records: figures of each rollout, by arm.
-      spans: of each rollout, by arm. different: per arm, the first chains that differ from plain
-        decoding's. calibration_seconds: of goodput.
+      different: per arm, the first chains that differ from plain decoding's.
+      calibration_seconds: of goodput.
     """
 
     def __init__(self, model, work: chains.Work, args: argparse.Namespace):
@@ -86,7 +84,6 @@ class Bench:
         self.arms = (PLAIN, *names, GOODPUT)
         self.rollouts: dict[str, chains.Rollout] = {}
         self.records: dict[str, list[dict[str, float]]] = {arm: [] for arm in self.arms}
-        self.spans: dict[str, list[list[chains.Span]]] = {arm: [] for arm in self.arms}
         self.different: dict[str, list] = {arm: [] for arm in self.arms}
         self._reference: chains.Rollout | None = None
 
@@ -106,13 +103,11 @@ class Bench:
         """Runs one rollout, and compares it with the first one of plain decoding."""
         rollout = chains.roll_out(self.engine(arm), self.work)
         self.rollouts[arm] = rollout
-        self.spans[arm].append(rollout.spans)
         self.records[arm].append(
             {
                 "seconds": rollout.seconds,
                 "tail_seconds": rollout.tail_seconds(self.tail),
                 "longest_rate": rollout.longest_rate,
-                "longest_rate_from_start": rollout.longest_rate_from_start,
             }
         )
         self._reference = self._reference or rollout
@@ -151,15 +146,6 @@ class Bench:
         samples, _ = self.engine(strategy).generate(self.work.single_turns())
         return np.array([sample.stats.histogram for sample in samples])
 
-    def prompt_seconds(self) -> dict[str, float]:
-        """Estimated seconds that each arm's last rollout read prompts."""
-        engines = {arm: self.plain if arm == PLAIN else self.spec for arm in self.arms}
-        return {
-            arm: chains.seconds_of_pieces(engine.runner, self.rollouts[arm].pieces)
-            for arm, engine in engines.items()
-        }
-
-
 # --- figures ---------------------------------------------------------------------------------
 
 
@@ -171,16 +157,8 @@ def figures_of(bench: Bench) -> dict[str, dict]:
     best = min(names, key=lambda name: statistics.median(seconds[name]))
     result = {"best_static": figure(best, "strategy with the smallest median wall time")}
     result |= _wall_ratios(bench, seconds, best)
-    spans = {name: bench.spans[name] for name in names}
-    ideal, picks = ideal_seconds(spans, best, bench.spec.loop.buckets)
-    result["ideal/best_static"] = figure(
-        ideal / sum(seconds[best]),
-        f"wall time of an ideal controller, estimated, / {best}, over all turns: with the "
-        f"strategy that was fastest at each size of the batch ({picks})",
-    )
     for name, unit in (
         ("longest_rate", "tok/s of the longest sample since it got its slot, goodput / plain"),
-        ("longest_rate_from_start", "the same since the rollout began, goodput / plain"),
         ("tail_seconds", f"seconds since {bench.tail} chains were left, goodput / plain"),
     ):
         result[f"{name}_ratio/goodput/plain"] = _ratio(of[name][GOODPUT], of[name][PLAIN], unit)
@@ -188,9 +166,8 @@ def figures_of(bench: Bench) -> dict[str, dict]:
         result[f"{name}_ratio/goodput/best_static"] = _ratio(
             of[name][GOODPUT], of[name][best], against
         )
-    reading = bench.prompt_seconds()
     for arm in bench.arms:
-        result |= _of_arm(bench, arm, of, reading[arm])
+        result |= _of_arm(bench, arm, of)
     work = bench.work
     result["tokens"] = figure(sum(work.lengths), "tokens of one rollout")
     result["length_median"] = figure(statistics.median(work.lengths), "tokens")
@@ -199,48 +176,6 @@ def figures_of(bench: Bench) -> dict[str, dict]:
     result["calibration_seconds"] = figure(bench.calibration_seconds, "s, once per engine")
     result["compilations"] = figure(bench.compiled_meanwhile, "programs built while measuring")
     return result
-
-
-def ideal_seconds(
-    spans: Mapping[str, Sequence[Sequence[chains.Span]]], best: str, buckets: Sequence[int]
-) -> tuple[float, str]:
-    """Estimates the seconds of `best` if each bucket had run as fast as in the fastest arm.
-
-    The estimate is a little low, because an arm may be the fastest by chance.
-
-    Args:
-      spans: of each rollout, by static strategy. buckets: sizes of the batch, increasing.
-
-    Returns:
-      the seconds, and the strategy of each bucket for people.
-    """
-    work = {arm: _work_by_bucket(rollouts, buckets) for arm, rollouts in spans.items()}
-    total, picks = 0.0, []
-    for bucket, (tokens, _) in sorted(work[best].items()):
-        each = {arm: found[bucket][1] / found[bucket][0] for arm, found in work.items()
-                if bucket in found}  # fmt: skip
-        fastest = min(each, key=each.__getitem__)
-        total += tokens * each[fastest]
-        picks.append(f"{bucket}: {fastest}")
-    return total, ", ".join(picks)
-
-
-def _work_by_bucket(
-    rollouts: Sequence[Sequence[chains.Span]], buckets: Sequence[int]
-) -> dict[int, tuple[int, float]]:
-    """Tokens and seconds of all rollouts together, by bucket."""
-    work: dict[int, tuple[int, float]] = {}
-    for spans in rollouts:
-        begin = 0.0
-        for span in spans:
-            bucket = next(b for b in buckets if b >= span.running)
-            tokens, seconds = work.get(bucket, (0, 0.0))
-            work[bucket] = (
-                tokens + span.slot_rounds + span.accepted,
-                seconds + span.until - begin,
-            )
-            begin = span.until
-    return work
 
 
 def _column(bench: Bench, name: str) -> dict[str, list[float]]:
@@ -273,14 +208,13 @@ def _wall_ratios(bench: Bench, seconds: Mapping[str, list[float]], best: str) ->
     return result
 
 
-def _of_arm(bench: Bench, arm: str, of: Mapping[str, Mapping], reading: float) -> dict[str, dict]:
+def _of_arm(bench: Bench, arm: str, of: Mapping[str, Mapping]) -> dict[str, dict]:
     rollout = bench.rollouts[arm]
     wall = statistics.median(of["seconds"][arm])
     units = {
         "seconds": "s of wall time",
         "tail_seconds": f"s since {bench.tail} chains were left",
         "longest_rate": "tok/s of the longest sample since it got its slot",
-        "longest_rate_from_start": "tok/s of the longest sample since the rollout began",
     }
     result = {}
     for name, unit in units.items():
@@ -290,9 +224,6 @@ def _of_arm(bench: Bench, arm: str, of: Mapping[str, Mapping], reading: float) -
     result[f"tokens_per_sec/{arm}"] = figure(rollout.tokens / wall, "tok/s, all samples")
     result[f"accept_length/{arm}"] = figure(
         chains.accept_length(rollout.histograms), "tokens per slot and round"
-    )
-    result[f"prompt_reading_share/{arm}"] = figure(
-        reading / wall, f"share of wall time, estimated ({reading:.3g} s)"
     )
     result[f"samples_different/{arm}"] = figure(
         len(bench.different[arm]), "samples with other tokens than plain decoding"
@@ -330,7 +261,7 @@ def judge_naturalness(found: Mapping[str, Mapping]) -> str:
         return text
     return (
         f"WARNING: {text}, outside {NATURAL[0]} to {NATURAL[1]}: the chained text is not like "
-        "natural text, and neither is its speed; use --keep_turns 0, other tasks, or more of them"
+        "natural text, and neither is its speed; use other tasks, or more of them"
     )
 
 
@@ -345,11 +276,9 @@ def report(figures: Mapping[str, Mapping], arms: Sequence[str]) -> str:
         lines.append(
             f"{arm:>8}: {value(f'seconds/{arm}'):7.2f} s  tail {value(f'tail_seconds/{arm}'):6.2f} "
             f"s  longest {value(f'longest_rate/{arm}'):6.0f} tok/s  accept length "
-            f"{value(f'accept_length/{arm}'):.2f}  prompts "
-            f"{100 * value(f'prompt_reading_share/{arm}'):.0f}%  "
+            f"{value(f'accept_length/{arm}'):.2f}  "
             f"{value(f'samples_different/{arm}')} samples differ"
         )
-    lines.append(f"{'ideal/best_static':>52}: {value('ideal/best_static'):.3f}")
     for name, entry in figures.items():
         if "_ratio/" in name:
             low, high = entry["interval"]
@@ -385,25 +314,20 @@ def work_of(cfg, tokenizer, args: argparse.Namespace) -> chains.Work:
       ValueError: lengths or tasks do not fit, or a turn may not fit the policy's positions.
     """
     count = args.prompts * args.samples
-    if args.lengths:
-        lengths = chains.read_lengths(args.lengths, count)
-    else:
-        lengths = chains.long_tailed(count, args.median, args.ratio, args.seed)
     work = chains.Work(
         tasks=tasks_of(tokenizer, args),
-        lengths=lengths,
+        lengths=chains.long_tailed(count, args.median, args.ratio, args.seed),
         samples=args.samples,
         eos_ids=cfg.eos_token_ids,
         turn_limit=args.turn_limit,
         temperature=args.temperature,
         seed=args.seed,
-        keep_turns=args.keep_turns,
     )
     needed = work.longest_prompt + work.turn_limit
     if needed > cfg.max_position:
         raise ValueError(
             f"a turn may need {needed} positions and the policy has {cfg.max_position}; lower "
-            "--keep_turns, --turn_limit or --max_prompt_tokens"
+            "--turn_limit or --max_prompt_tokens"
         )
     return work
 
@@ -464,7 +388,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--samples", type=int, default=4, help="per prompt")
     add("--median", type=float, default=64, help="tokens of the median sample")
     add("--ratio", type=float, default=20, help="99th percentile over the median")
-    add("--lengths", metavar="JSON", help="lengths of all samples, instead of the distribution")
     add("--slots", type=int, default=32, help="samples that run at once")
     add("--chunk_tokens", type=int, default=EngineConfig.chunk_tokens)
     add("--strategies", nargs="+", default=list(DEFAULT_STRATEGIES), help="the compiled set")
@@ -472,7 +395,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tasks", type=int, default=64, help="different tasks that chains are made of")
     add("--min_terms", type=int, default=8, help="of a task of sums: longer tasks, fewer turns")
     add("--turn_limit", type=int, default=192, help="tokens of a turn at most")
-    add("--keep_turns", type=int, default=0, help="earlier turns that a turn reads again")
     add("--tail", type=int, default=8, help="chains that are left when the tail begins")
     add("--temperature", type=float, default=1.0)
     add("--repeats", type=int, default=7)
@@ -481,8 +403,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("prompts", "samples", "slots", "tasks", "turn_limit", "repeats"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
-    if args.keep_turns < 0 or args.ratio <= 1 or args.median < 1:
-        parser.error("expected --keep_turns >= 0, --ratio > 1 and --median >= 1")
+    if args.ratio <= 1 or args.median < 1:
+        parser.error("expected --ratio > 1 and --median >= 1")
     return args
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from bench import results_page
-from bench.results_page import PAGE, README, RESULTS, ROOT, Row, Section, cell
+from bench.results_page import PAGE, README, RESULTS, ROOT, cell, contents, rows
 
 
 def test_the_pages_are_what_the_command_makes_of_the_result_files():
@@ -12,11 +12,12 @@ def test_the_pages_are_what_the_command_makes_of_the_result_files():
     readme = (ROOT / README).read_text(encoding="utf-8")
     assert results_page.BEGIN in readme and results_page.END in readme
     assert readme == results_page.with_table(readme), again
-    assert len(results_page.HEADLINES) <= 10
+    assert len(contents()["readme"]) <= 10
 
 
 def test_every_result_file_is_on_the_page():
-    shown = {file for section in results_page.SECTIONS for file in section.files.values()}
+    sections = contents()["sections"]
+    shown = {words.split()[0] for section in sections for words in section["files"].values()}
     files = {path.name for path in (ROOT / RESULTS).glob("*.json")}
     assert files <= shown, "show it in bench/results_page.py, or delete it"
 
@@ -28,20 +29,21 @@ def result(value, interval=None, unit="x"):
 @pytest.mark.parametrize(
     ("found", "row", "text"),
     [
-        (result(1.234, [1.1, 1.35]), Row("", "a"), "1.23x [1.10, 1.35]"),
-        (result(0.5, [0.25, None]), Row("", "a", "%"), "50% [25, none]"),
-        (result(0.011, [0.01, 0.02]), Row("", "a", "s in ms"), "11 ms [10, 20]"),
-        (result(20, unit="of 20 steps"), Row("", "a", "of"), "20 of 20 steps"),
-        (result("4_1_5"), Row("", "a", "text"), "`4_1_5`"),
-        (result(3.0), Row("", ("a", "a"), "plain"), "3.00 -> 3.00"),
-        (result(1.0), Row("", "b"), ""),
+        (result(1.234, [1.1, 1.35]), "w | a", "1.23x [1.10, 1.35]"),
+        (result(0.5, [0.25, None]), "w | a | %", "50% [25, none]"),
+        (result(0.011, [0.01, 0.02]), "w | a | s in ms", "11 ms [10, 20]"),
+        (result(20, unit="of 20 steps"), "w | a | of", "20 of 20 steps"),
+        (result("4_1_5"), "w | a | text", "`4_1_5`"),
+        (result(3.0), "w | a -> a | plain", "3.00 -> 3.00"),
+        (result(1.0), "w | b", ""),
     ],
 )
 def test_a_figure_is_written_with_its_interval(found, row, text):
-    assert cell(found, row) == text
+    assert cell(found, *rows(row)) == text
 
 
 def test_a_figure_that_no_file_has_is_an_error():
-    section = Section("T", "Note.", {"x": "identity.json"}, [Row("w", "no_such")])
-    with pytest.raises(ValueError, match="T: no file has the figure no_such"):
+    section = {"title": "T", "note": "Note.", "files": {"x": "identity.json"}}
+    section["rows"] = ["w, batch {1 2} | no_such/{}"]
+    with pytest.raises(ValueError, match="T: no file has the figure no_such/1"):
         results_page.table(section)
