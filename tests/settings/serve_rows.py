@@ -60,7 +60,7 @@ def warmed(cfg: ServeConfig):
         mock.patch.object(program.gc, "freeze", lambda: None),
         mock.patch.object(program.sys, "setswitchinterval", lambda seconds: None),
     ):
-        program._started(cfg)
+        program._load(cfg)
     return said
 
 
@@ -114,7 +114,7 @@ def listens(cfg: ServeConfig, name: str):
     """What the server that listens is told."""
     with (
         mock.patch.object(program, "_require_free", lambda cfg: None),
-        mock.patch.object(program, "_started", lambda cfg: None),
+        mock.patch.object(program, "_load", lambda cfg: None),
         mock.patch("serve.api.create_app", lambda *_: None),
     ):
         bound = called_with(uvicorn, "Config", lambda: program.serve(cfg))
