@@ -31,8 +31,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.command import bench_parser, user_errors
-from bench.gpu import dry, plot, queue, records, status
-from bench.gpu.cards import CARDS
+from bench.gpu import dry, queue, records, show
+from bench.gpu.program import CARDS
 from bench.gpu.table import PARTS, named
 from bench.record import RESULTS
 
@@ -70,19 +70,19 @@ def run(args: argparse.Namespace) -> int:
     again = [part.name for part in named(args.again)]
     parts = named([*args.parts, *again]) if args.parts or again else list(PARTS)
     if args.status:
-        status.show(args.out)
+        show.tables(args.out)
     elif args.pack:
         print(f"{records.pack(args.out, args.pack)} records in {args.pack}")
     elif args.merge:
         print(*records.merge(args.out, args.merge), sep="\n")
     elif args.plot:
-        print(*plot.draw(args.out) or ["nothing to draw"], sep="\n")
+        print(*show.draw(args.out) or ["nothing to draw"], sep="\n")
     elif args.dry:
         return dry.run(parts, args.cards, args.small, args.minutes)
     else:
         call = queue.Call(args.out, args.minutes, parts, again, args.small, args.seed)
         found = queue.run(call)
-        status.show(args.out)
+        show.tables(args.out)
         return found
     return 0
 

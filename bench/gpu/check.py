@@ -27,8 +27,6 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from specjax.command_line import ArgumentParser
-
 ROOT = Path(__file__).resolve().parents[2]
 PINS, CONSTRAINTS = ROOT / "bench" / "gpu-constraints.txt", ROOT / "constraints.txt"
 PLUGIN = "jax-cuda13-plugin[with-cuda]"
@@ -214,7 +212,7 @@ def _problem(name: str, status: int | str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="make gpu-check",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

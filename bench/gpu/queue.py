@@ -1,14 +1,20 @@
-"""Runs the parts that are not measured yet, one after the other, as far as there is time."""
+"""Runs the parts that are not measured yet, one after the other, as far as there is time.
+
+Each part runs in a process of its own, `python -m bench.gpu.queue '<task as JSON>'`: where a kernel
+hangs or the driver fails, that process ends and the other parts go on.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +23,8 @@ from typing import NamedTuple
 import jax
 
 from bench.gpu import records
-from bench.gpu.cards import SHARE, short_name
+from bench.gpu.job import Job
+from bench.gpu.program import SHARE, short_name
 from bench.gpu.table import PARTS, Part
 from bench.record import figure, result_of, write_json
 
@@ -189,7 +196,7 @@ def _run_part(call: Call, part: Part, card: str, attempt: int) -> bool:
     place = records.path_of(call.out, part.name, card)
     before, code = records.read(place), None
     process = subprocess.Popen(
-        [sys.executable, "-m", "bench.gpu.child", json.dumps(task)],
+        [sys.executable, "-m", "bench.gpu.queue", json.dumps(task)],
         env=_environment(part, card, call.small),
         stdin=subprocess.PIPE,  # its end tells the part that this process is gone
         start_new_session=True,
@@ -228,3 +235,40 @@ def _describe(code: int) -> str:
         more = ", as the system does when memory is short" if code == -signal.SIGKILL else ""
         return f"its process was ended by {signal.Signals(-code).name}{more}"
     return f"its process ended with exit status {code}"
+
+
+# --- the process of a part ------------------------------------------------------------------------
+
+
+def _end_with_parent() -> None:
+    """Ends this process and those that it started when the process that started it has ended.
+
+    The parent holds the other end of this one's standard input. Without this, a part would go on
+    computing beside one of the next call.
+    """
+
+    def watch() -> None:
+        # Not `sys.stdin`: Python could not close it while this thread waits.
+        while os.read(0, 4096):
+            pass
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> None:
+    """Runs the part that the command line describes as JSON, see `_run_part`."""
+    _end_with_parent()
+    task = json.loads(sys.argv[1])
+    module, settings = task.pop("module"), task.pop("settings")
+    job = Job(**task)
+    ok = job.run(functools.partial(_measure, Part(job.part, "", module), settings))
+    sys.exit(0 if ok else 3)
+
+
+def _measure(part: Part, settings: dict, job: Job) -> None:
+    part.load().measure(job, **settings)
+
+
+if __name__ == "__main__":
+    main()

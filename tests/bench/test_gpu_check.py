@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.gpu import check, queue, wheels
-from bench.gpu.cards import CARDS
+from bench.gpu.program import CARDS
 
 
 @pytest.fixture

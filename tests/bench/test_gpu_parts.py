@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 from test_bench_round import PROGRAM
 
-from bench.gpu import dry, program, records, targets
-from bench.gpu.cards import CARDS
+from bench.gpu import dry, program, records, table
 from bench.gpu.chunks import OFF, Chunk, Size, whole_model
 from bench.gpu.job import Absent, Job
 from bench.gpu.parts import (
@@ -35,8 +34,8 @@ from bench.gpu.parts import (
     transformers,
     values,
 )
-from bench.gpu.program import Place, Program
-from bench.gpu.script import Scripted, scripted_lengths
+from bench.gpu.parts.rounds import Scripted, scripted_lengths
+from bench.gpu.program import CARDS, Place, Program
 from bench.gpu.table import PARTS, Part, named
 from bench.record import figure
 from bench.round import counts
@@ -246,7 +245,7 @@ class Runs:
 
 def test_a_token_that_one_graph_changes_fails_its_part(tmp_path):
     same, other = [[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 5, 7]]
-    for tokens, differ, word in ((same, 0, targets.MET), (other, 1, targets.MISSED)):
+    for tokens, differ, word in ((same, 0, table.MET), (other, 1, table.MISSED)):
         job = job_of(tmp_path, "one_graph")
         chunk = Runs(default=same, **{"while": tokens})
         inputs = job, one_graph.SMALL, "off/kernel", chunk, {}
@@ -349,7 +348,7 @@ def test_a_kernel_with_wrong_values_fails_its_part(tmp_path, monkeypatch):
         assert "library:xla/tree_of_8" in figures["outcome"]["unit"]
         assert figures["values/reference/tree_of_8"]["value"] <= 1
         assert figures["values/library:xla/tree_of_8"]["value"] > 1
-        assert word_of("kernels equal", {"values": record}) == targets.MISSED
+        assert word_of("kernels equal", {"values": record}) == table.MISSED
 
 
 def test_torch_that_is_not_there_is_no_failure(tmp_path, monkeypatch):
@@ -439,9 +438,9 @@ def test_a_run_that_fails_or_learns_nothing_is_an_error(tmp_path, steps, end, sa
 
 # --- targets -----------------------------------------------------------------------------------
 
-SHARE = targets.Target("share", "attention/*", "share/best/*/8192/8192", {"h100": 0.8}, False, "")
+SHARE = table.Target("share", "attention/*", "share/best/*/8192/8192", {"h100": 0.8}, False, "")
 SHARES = [Part("attention/a", "", ""), Part("attention/b", "", ""), Part("rows/8", "", "")]
-MOST = targets.Target("rows", "rows/8", "rows_over_1/16", {"h100": 1.12, "h200": 1.15}, True, "")
+MOST = table.Target("rows", "rows/8", "rows_over_1/16", {"h100": 1.12, "h200": 1.15}, True, "")
 
 
 def shares(**found):
@@ -457,22 +456,22 @@ def shares(**found):
 @pytest.mark.parametrize(
     "found, word",
     [
-        (shares(a={1: 0.9}, b={16: 0.8}), targets.MET),
-        (shares(a={1: 0.9}, b={16: 0.79}), targets.MISSED),
-        (shares(a={1: 0.7}, b={16: None}), targets.MISSED),
-        (shares(a={1: 0.9}, b={16: None}), targets.UNKNOWN),
-        (shares(a={1: 0.9}), targets.UNKNOWN),
-        (shares(a={1: 0.9}, b={}), targets.UNKNOWN),
-        ({}, targets.UNKNOWN),
+        (shares(a={1: 0.9}, b={16: 0.8}), table.MET),
+        (shares(a={1: 0.9}, b={16: 0.79}), table.MISSED),
+        (shares(a={1: 0.7}, b={16: None}), table.MISSED),
+        (shares(a={1: 0.9}, b={16: None}), table.UNKNOWN),
+        (shares(a={1: 0.9}), table.UNKNOWN),
+        (shares(a={1: 0.9}, b={}), table.UNKNOWN),
+        ({}, table.UNKNOWN),
     ],
 )
 def test_the_worst_figure_counts_and_what_is_met_needs_every_one_of_every_part(found, word):
-    assert targets.verdict(SHARE, "h100", found, SHARES).word == word
+    assert table.verdict(SHARE, "h100", found, SHARES).word == word
 
 
 def word_of(target, found, card="h100"):
     """The verdict of the one target whose name begins so."""
-    [word] = [v.word for v in targets.verdicts(card, found) if v.target.name.startswith(target)]
+    [word] = [v.word for v in table.verdicts(card, found) if v.target.name.startswith(target)]
     return word
 
 
@@ -486,7 +485,7 @@ class Hopper(Place):
         return mock.patch("jax.devices", lambda *_: [device])
 
 
-JUDGED = [p for p in PARTS if any(fnmatch.fnmatchcase(p.name, t.part) for t in targets.TARGETS)]
+JUDGED = [p for p in PARTS if any(fnmatch.fnmatchcase(p.name, t.part) for t in table.TARGETS)]
 
 
 @pytest.mark.parametrize("part", JUDGED, ids=lambda part: part.name)
@@ -505,7 +504,7 @@ def test_the_figures_that_targets_name_are_those_that_parts_say_are_missing(
     with contextlib.nullcontext() if small else here.seen():
         module.measure(job, **part.settings)
     assert job.left_over and not job.failures
-    for target in targets.TARGETS:
+    for target in table.TARGETS:
         if fnmatch.fnmatchcase(part.name, target.part):
             found = fnmatch.filter(job.figures, target.figures)
             assert found and all(job.figures[name]["value"] is None for name in found), target.name
@@ -513,8 +512,8 @@ def test_the_figures_that_targets_name_are_those_that_parts_say_are_missing(
 
 def test_targets_are_those_of_the_card():
     found = {"rows/8": {"figures": {"rows_over_1/16": figure(1.14, "")}}}
-    words = [targets.verdict(MOST, card, found).word for card in ("h100", "h200", "cpu")]
-    assert words == [targets.MISSED, targets.MET, targets.UNKNOWN]
+    words = [table.verdict(MOST, card, found).word for card in ("h100", "h200", "cpu")]
+    assert words == [table.MISSED, table.MET, table.UNKNOWN]
 
 
 # --- ahead of time -----------------------------------------------------------------------------

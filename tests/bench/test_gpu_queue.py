@@ -13,9 +13,10 @@ import pytest
 from rich.console import Console
 
 from bench.gpu import __main__ as command
-from bench.gpu import cards, plot, queue, records, status, table
+from bench.gpu import queue, records, show, table
 from bench.gpu.job import Absent, Job
 from bench.gpu.parts import rl
+from bench.gpu.program import short_name
 from bench.gpu.table import PARTS, Part
 from bench.record import figure, write_json
 from bench.round.parts import ROUND
@@ -391,7 +392,7 @@ def test_merging_takes_nothing_but_what_was_packed(tmp_path):
 
 def shown(out):
     console = Console(width=200, file=io.StringIO())
-    status.show(out, console=console)
+    show.tables(out, console=console)
     return console.file.getvalue()
 
 
@@ -437,16 +438,16 @@ def test_status_says_what_is_measured_where_and_which_targets_are_met(tmp_path):
 
 
 def test_a_picture_shows_what_is_measured(tmp_path):
-    assert not plot.draw(tmp_path)
+    assert not show.draw(tmp_path)
     attention, parts = made("attention/8", OLD), made("round_parts", OLD)
     cells = {"gpu/16/8192/8192": 0.7, "best/16/8192/8192": 0.7, "gpu/1/mixed_8/8192": None}
     attention["figures"] |= {f"share/{name}": figure(v, "") for name, v in cells.items()}
     parts["figures"] |= {"ms/verify": figure(5.0, "ms")}
     put(tmp_path, attention)
     put(tmp_path, parts)
-    found = status.by_card(tmp_path)["h100"]
-    assert plot.shares_of(found) == {("gpu", "8"): {"16/8192/8192": 0.7}}
-    assert [path.name for path in plot.draw(tmp_path)] == ["h100.png"]
+    found = show.by_card(tmp_path)["h100"]
+    assert show.shares_of(found) == {("gpu", "8"): {"16/8192/8192": 0.7}}
+    assert [path.name for path in show.draw(tmp_path)] == ["h100.png"]
     assert len(list(records.every(tmp_path))) == 2
 
 
@@ -476,7 +477,7 @@ def test_dry_says_where_the_compiler_comes_from(monkeypatch):
     [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA L4", "nvidia-l4")],
 )
 def test_cards_have_short_names(kind, name):
-    assert cards.short_name(kind) == name
+    assert short_name(kind) == name
 
 
 @pytest.mark.slow
@@ -484,7 +485,7 @@ def test_the_small_command_measures_every_part(tmp_path):
     argv = [sys.executable, "-m", "bench.gpu", "--small", "--out", str(tmp_path)]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = status.by_card(tmp_path)["cpu"]
+    found = show.by_card(tmp_path)["cpu"]
     excused = {"values/own": "not on this device"}
     for p in PARTS:
         record = found[p.name]

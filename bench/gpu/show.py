@@ -1,8 +1,9 @@
-"""`--status`: every part and every target, on every card that is known or has a record."""
+"""What was measured: the two tables of `--status`, and a picture per card (`--plot`)."""
 
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.gpu import records
-from bench.gpu.cards import CARDS
-from bench.gpu.table import PARTS, Part
-from bench.gpu.targets import MET, MISSED, UNKNOWN, Verdict, verdicts
+from bench.gpu.program import CARDS
+from bench.gpu.table import MET, MISSED, PARTS, TARGETS, UNKNOWN, Part, Verdict, verdicts
+from bench.round.parts import ROUND
 
 WIDTH = 150
 
@@ -28,7 +29,7 @@ def by_card(out: str | Path) -> dict[str, dict[str, records.Record]]:
     return found
 
 
-def show(out: str | Path, table: Sequence[Part] = PARTS, console: Console | None = None) -> None:
+def tables(out: str | Path, table: Sequence[Part] = PARTS, console: Console | None = None) -> None:
     """Prints both tables."""
     console = console or Console(width=WIDTH)
     found = by_card(out)
@@ -94,3 +95,78 @@ def _targets(judged: Mapping[str, Sequence[Verdict]]) -> Table:
             )
             shown.add_row(v.target.name, v.target.part, bound, card, value, v.word + missing)
     return shown
+
+
+# --- the picture ----------------------------------------------------------------------------------
+
+_SHARE = re.compile(r"share/(?P<kernel>[^/]+)/(?P<cell>\d+/\w+/\d+)")
+_BOUNDS = {bound for t in TARGETS if t.part.startswith("attention/") for bound in t.bounds.values()}
+
+
+def draw(out: str | Path) -> list[Path]:
+    """Draws `<out>/gpu/<card>.png` for each card that has something to draw; returns them."""
+    from bench import plots  # chooses matplotlib's backend
+
+    plt = plots.plt
+
+    found = []
+    for card, of_card in by_card(out).items():
+        shares = shares_of(of_card)
+        parts = of_card.get("round_parts", {"figures": {}})["figures"]
+        times = {name: parts.get(f"ms/{name}", {}).get("value") for name in ROUND}
+        times = {name: value for name, value in times.items() if value is not None}
+        panels = [(_attention, shares, 8)] if shares else []
+        panels += [(_round, times, 4)] if times else []
+        if not panels:
+            continue
+        widths = [width for *_, width in panels]
+        drawing, axes = plt.subplots(
+            1, len(panels), figsize=(sum(widths), 4.5), width_ratios=widths, squeeze=False
+        )
+        for axis, (panel, values, _) in zip(axes[0], panels, strict=True):
+            panel(axis, values)
+            plots.tidy(axis, grid="y" if panel is _attention else "x")
+        drawing.suptitle(card)
+        drawing.tight_layout()
+        found.append(plots.save(drawing, records.directory(out) / f"{card}.png"))
+    return found
+
+
+def shares_of(of_card: Mapping[str, records.Record]) -> dict[tuple[str, str], dict[str, float]]:
+    """(kernel, batch) -> cell -> share of the copy."""
+    found: dict = {}
+    for part, record in of_card.items():
+        for name, entry in record["figures"].items():
+            match = _SHARE.fullmatch(name) if part.startswith("attention/") else None
+            if match and match["kernel"] != "best" and entry["value"] is not None:
+                of_line = found.setdefault((match["kernel"], part.partition("/")[2]), {})
+                of_line[match["cell"]] = entry["value"]
+    return found
+
+
+def _attention(axis, shares: Mapping[tuple[str, str], Mapping[str, float]]) -> None:
+    """A line per kernel and batch: kernels by style, batches by colour."""
+    kernels = sorted({kernel for kernel, _ in shares})
+    batches = sorted({batch for _, batch in shares})
+    for (kernel, batch), by_cell in sorted(shares.items()):
+        axis.plot(
+            list(by_cell),
+            list(by_cell.values()),
+            ("-", "--", ":")[kernels.index(kernel) % 3],
+            color=f"C{batches.index(batch)}",
+            marker=".",
+            label=f"{kernel}, batch {batch}",
+        )
+    for bound in _BOUNDS:
+        axis.axhline(bound, color="grey", linewidth=0.8)
+    axis.set_ylim(0)
+    axis.tick_params(axis="x", labelrotation=60, labelsize=7)
+    axis.set_title("attention, share of a copy's bytes/s: rows / prefix / table", fontsize=10)
+    axis.legend(fontsize=7, frameon=False, ncols=2)
+
+
+def _round(axis, times: Mapping[str, float]) -> None:
+    """Milliseconds of every part."""
+    axis.barh(list(times), list(times.values()), color="#4c78a8")
+    axis.invert_yaxis()
+    axis.set_title("milliseconds of one round", fontsize=10)
