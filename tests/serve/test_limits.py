@@ -157,7 +157,7 @@ def test_prompts_that_are_being_encoded_are_in_the_queue(server: Server, monkeyp
 
     monkeypatch.setattr(type(tokenizer), "encode", slowly)
     with ThreadPoolExecutor(1) as threads:
-        texts = {"prompt": ["1+1=" * 500] * 3, "n": 8}  # too long, which nobody knows yet
+        texts = {"prompt": ["1+1=" * 500] * 3, "n": 8}  # too long, which is not known yet
         waiting = threads.submit(post, server, texts)
         assert reading.wait(60)
         answer = post(server, {"prompt": [5], "n": 6})
@@ -189,7 +189,7 @@ BAD = {
 
 @pytest.mark.parametrize("what", BAD)
 def test_of_a_thousand_mistakes_one_is_looked_at(server: Server, what):
-    """A body may hold half a million, and to list them all would keep everybody else waiting."""
+    """A body may hold half a million, and listing them all would block other requests."""
     path, body, param = BAD[what]
     assert refusal(post(server, body, path))["param"] == (param or what)
     kind = ChatRequest if path.startswith("chat") else CompletionRequest
@@ -248,10 +248,10 @@ def test_a_whole_answer_wakes_the_event_loop_once_and_a_stream_by_the_chunk(
     monkeypatch.setattr(engine_thread, "Request", Watched)
     whole = post(server, {**LONG, "n": 2}).json()
     events_of(server, LONG)
-    at_once, piecemeal = made
+    at_once, streamed = made
     assert sorted(update.index for update in at_once.came) == [0, 1]
     assert all(update.sample is not None for update in at_once.came)
-    assert len(piecemeal.came) > 1 and piecemeal.came[-1].sample is not None
+    assert len(streamed.came) > 1 and streamed.came[-1].sample is not None
     counted = server.metrics()
     assert len(whole["choices"]) == 2 and counted["time_to_first_token_seconds_count"] >= 3
     buckets = [n for n in counted if n.startswith("inter_token_latency_seconds_bucket")]
