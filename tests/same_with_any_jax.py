@@ -48,7 +48,7 @@ LEFT_OUT = {
         settings/test_feature_table settings/test_every_setting
     """,
     "what the host loop keeps and tells, around programs that engine/test_engine runs, too": """
-        engine/test_chaos engine/test_follow_ups engine/test_fed_drafts engine/test_news
+        engine/test_chaos engine/test_follow_ups engine/test_news
         engine/test_pages engine/test_rejections engine/test_request_strategy engine/test_stops
         test_telemetry
     """,

@@ -1,11 +1,13 @@
-"""Draft sources as configurations name them; draft models from directories."""
+"""Draft sources as configurations name them, and through `LLM`: they change no token."""
+
+import functools
 
 import jax
 import numpy as np
 import pytest
-from tiny import tiny_config, tiny_model
+from tiny import prompts_of, tiny_config, tiny_model
 
-from specjax import SpecConfig
+from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.drafts.mtp import MTPSource
 from specjax.drafts.ngram import NgramSource
@@ -15,27 +17,29 @@ from specjax.models.transformer import to_decode_layout
 from specjax.parallel import sharding
 from specjax.tokenizer import load_tokenizer
 
-VOCAB = 32
-DRAFT = tiny_config(VOCAB, mtp=0, layers=2)
+VOCAB, STEPS = 48, 2
+CFG, PARAMS, HEAD = tiny_model(tiny_config(VOCAB), seed=3)
+SMALL = 32
+DRAFT = tiny_config(SMALL, mtp=0, layers=2)
 
 
 def test_a_runner_drafts_with_what_the_settings_name():
     def source(**settings):
         spec = SpecConfig("2_1_3", **settings)
-        return Runner(tiny_config(VOCAB), spec, 1, 8, products="xla").plan.source
+        return Runner(tiny_config(SMALL), spec, 1, 8, products="xla").plan.source
 
-    assert source() == MTPSource(tiny_config(VOCAB))
-    assert source(source="ngram", ngram_max=3) == NgramSource(vocab=VOCAB, longest=3)
+    assert source() == MTPSource(tiny_config(SMALL))
+    assert source(source="ngram", ngram_max=3) == NgramSource(vocab=SMALL, longest=3)
     with pytest.raises(ValueError, match="weights of its own; load it with"):
         source(draft_model="somewhere")
 
 
 def test_vocabularies_are_compared_by_what_ids_mean():
     padded = DRAFT.replace(vocab_size=48)
-    ids = {f"t{i}": i for i in range(VOCAB)}
+    ids = {f"t{i}": i for i in range(SMALL)}
     check_vocabulary(DRAFT, DRAFT, None, None)
     check_vocabulary(padded, DRAFT, ids, ids)
-    check_vocabulary(padded, DRAFT, ids | {"<extra>": VOCAB}, ids)
+    check_vocabulary(padded, DRAFT, ids | {"<extra>": SMALL}, ids)
     with pytest.raises(ValueError, match="vocabulary of 48, the target of 32"):
         check_vocabulary(padded, DRAFT, ids, None)
     swapped = ids | {"t3": 4, "t4": 3}
@@ -44,11 +48,11 @@ def test_vocabularies_are_compared_by_what_ids_mean():
 
 
 def test_a_directory_becomes_a_source_whose_vocabulary_was_checked(tmp_path):
-    cfg = tiny_config(VOCAB, mtp=1)
+    cfg = tiny_config(SMALL, mtp=1)
     _, params, head = tiny_model(cfg)
     hf.save_checkpoint(tmp_path / "draft", cfg, params, head)
     source, layout = load_draft_model(tmp_path / "draft", DRAFT)
-    assert source.vocab == VOCAB and source.cfg.num_layers == cfg.num_layers
+    assert source.vocab == SMALL and source.cfg.num_layers == cfg.num_layers
     jax.tree.map(np.testing.assert_array_equal, layout, to_decode_layout(params, cfg))
     with pytest.raises(ValueError, match="vocabulary of 32, the target of 64"):
         load_draft_model(tmp_path / "draft", tiny_config(64))
@@ -56,7 +60,7 @@ def test_a_directory_becomes_a_source_whose_vocabulary_was_checked(tmp_path):
 
 def test_a_draft_model_is_split_over_the_targets_mesh(tmp_path):
     """And stacked, because fused weights cannot be split."""
-    cfg, params, _ = tiny_model(tiny_config(VOCAB))
+    cfg, params, _ = tiny_model(tiny_config(SMALL))
     hf.save_checkpoint(tmp_path / "draft", cfg, params)
     mesh = sharding.make_mesh(sharding.MeshConfig(tp=2))
     source, layout = load_draft_model(tmp_path / "draft", DRAFT, mesh=mesh)
@@ -77,3 +81,117 @@ def test_tokenizers_of_both_directories_are_compared(tiny_policy):
 
     with pytest.raises(ValueError, match="differs from the target's in 2 ids"):
         load_draft_model(tiny_policy, cfg, Shuffled())
+
+
+# --- through LLM ----------------------------------------------------------------------------------
+
+
+def llm(spec, batch=4):
+    return LLM((CFG.replace(mtp_num_layers=0), PARAMS, None), spec, max_batch=batch, max_len=64)
+
+
+@functools.cache
+def plain_llm():
+    return warmed(llm(None))
+
+
+@functools.cache
+def plain(temperature, penalty=0.0):
+    return tokens_of(plain_llm().generate(prompts_of(6, VOCAB), sampling(temperature, penalty)))
+
+
+def warmed(built):
+    """One program for all that is asked for here: the first request asks for it."""
+    built.generate(prompts_of(6, VOCAB), sampling(0.9, penalty=2.0))
+    return built
+
+
+def sampling(temperature, penalty=0.0):
+    most = 12 * (STEPS + 1)
+    return SamplingParams(temperature=temperature, frequency_penalty=penalty, max_tokens=most, n=2)
+
+
+def tokens_of(outputs):
+    return [sample.token_ids for out in outputs for sample in out.samples]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("draft") / "model"
+    hf.save_checkpoint(path, CFG, PARAMS, HEAD)
+    return path
+
+
+@pytest.fixture(scope="module")
+def by_itself(directory):
+    """By strategy: the target drafts for itself."""
+    return functools.cache(
+        lambda strategy: warmed(llm(SpecConfig(strategy=strategy, draft_model=directory)))
+    )
+
+
+CHAIN = f"{STEPS}_1_{STEPS + 1}"
+
+
+@pytest.mark.parametrize("strategy", [CHAIN, pytest.param("2x2", marks=pytest.mark.slow)])
+def test_a_draft_model_that_is_the_target_is_always_accepted(by_itself, strategy):
+    """Greedy and sampled, since both draw with the same noise: so its cache is right everywhere.
+
+    Under penalties drafts are penalised along their branch, as the target's tokens are.
+    """
+    both = by_itself(strategy)
+    for temperature, penalty in ((0.0, 0.0), (0.9, 0.0), (0.0, 2.0)):
+        outputs = both.generate(prompts_of(6, VOCAB), sampling(temperature, penalty))
+        assert tokens_of(outputs) == plain(temperature, penalty)
+        assert both.totals.accept_length == STEPS + 1
+    assert plain(0.0, 2.0) != plain(0.0)
+
+
+def test_ngrams_speed_up_repetitive_text_and_change_no_token():
+    looked_up = llm(SpecConfig(strategy="2_2_5", source="ngram"))
+    for temperature in (0.0, 0.9):
+        outputs = looked_up.generate(prompts_of(6, VOCAB), sampling(temperature))
+        assert tokens_of(outputs) == plain(temperature)
+        if temperature == 0:  # greedy text of a tiny model soon repeats itself
+            assert looked_up.totals.accept_length > 1.5
+
+
+def test_siblings_raise_the_accept_length():
+    """Three greedy samples of a prompt on two slots: the last finds its text in the others."""
+    request = SamplingParams(temperature=0.0, max_tokens=16, n=3)
+    lengths = []
+    for siblings in (False, True):
+        spec = SpecConfig(strategy="3_1_4", source="ngram", ngram_siblings=siblings)
+        looked_up = llm(spec, batch=2)
+        looked_up.generate(prompts_of(2, VOCAB, shortest=6), request)
+        lengths.append(looked_up.totals.accept_length)
+    assert lengths[1] > lengths[0] + 0.2
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(directory):
+    target = tiny_model(tiny_config(VOCAB + 16, mtp=1))
+    with pytest.raises(ValueError, match="draft model has a vocabulary of 48, the target of 64"):
+        LLM(target, SpecConfig(draft_model=directory), max_len=64)
+
+
+def test_what_has_ended_is_drafted_from_and_no_token_changes():
+    fed = llm(SpecConfig("2_1_3", source="bigrams:Bigrams"))
+    prompts, accepted = prompts_of(6, VOCAB), []
+    for temperature in (0.0, 0.0, 0.9):
+        assert tokens_of(fed.generate(prompts, sampling(temperature))) == plain(temperature)
+        accepted.append(fed.totals.accept_length)
+        built = fed.engine.runner.compilations
+        fed.engine.runner.set_params(PARAMS, {})  # what was fed is no weight
+    assert accepted[1] > max(1.2, accepted[0])
+    assert fed.engine.runner.compilations == built
+    store = fed.engine.runner.store
+    followed = {pair for ids in plain(0.0) for pair in zip(ids, ids[1:], strict=False)}
+    assert any(store[token] == following for token, following in followed)
+    np.testing.assert_array_equal(fed.engine.runner.history, store)
+
+
+@pytest.mark.parametrize(("acceptance", "strategy"), [("block", "2_1_3"), ("recursive", "2x1")])
+def test_rules_that_divide_by_q_feed_nothing(acceptance, strategy):
+    spec = SpecConfig(strategy, source="bigrams:Bigrams", acceptance=acceptance)
+    runner = llm(spec).engine.runner
+    assert runner.store is not None and not runner.takes_samples
