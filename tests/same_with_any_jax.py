@@ -33,7 +33,7 @@ LEFT_OUT = {
     """,
     "command lines, and files of checkpoints, around what other tests call as functions": """
         test_bad_checkpoints test_cli test_cli_convert test_extend test_generation_config
-        test_headless_models test_hub test_interrupts parallel/test_lifeline test_verify_cli
+        test_headless_models test_hub test_interrupts parallel/test_heartbeat test_verify_cli
         weights/test_gguf weights/test_gguf_real weights/test_gguf_tokenizer
     """,
     "rows, messages and logs of runs whose programs train/test_rl compiles, too": """

@@ -24,8 +24,8 @@ from specjax.engine.hosts import Copies, Hosts
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job, SampleOutput
 from specjax.kernels import dispatch
-from specjax.parallel import distributed, lifeline
-from specjax.parallel.lifeline import Lifeline
+from specjax.parallel import distributed, heartbeat
+from specjax.parallel.heartbeat import Heartbeat
 from specjax.telemetry import Collector
 from train.cli import INTERRUPTED
 from train.schema import RLConfig
@@ -51,7 +51,7 @@ def watched(
         yield
         return
     token = distributed.of_first(lambda: secrets.token_hex(8), "start")
-    line = Lifeline(
+    beat = Heartbeat(
         out / "processes",
         jax.process_index(),
         jax.process_count(),
@@ -61,19 +61,19 @@ def watched(
         f"there are machines, to go on from the last checkpoint in {out}",
     )
     try:
-        _agree(cfg, out, line)
+        _agree(cfg, out, beat)
         yield
         distributed.gather(None, "end")  # the first one may have plots and exports to write
     except BaseException as error:
         if _may_be_loss(error):
-            line.await_verdict()
+            beat.wait_for_loss()
         if isinstance(error, user_errors):
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
             traceback.print_exception(error)
-        line.fail(error)
-        lifeline.leave(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
-    line.close()
+        beat.fail(error)
+        heartbeat.exit_now(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+    beat.close()
 
 
 def _may_be_loss(error: BaseException) -> bool:
@@ -123,7 +123,7 @@ def _should_agree(environment: Mapping[str, str]) -> dict[str, list[str]]:
     return {n: sorted(environment[n].split()) for n in names if environment.get(n)}
 
 
-def _agree(cfg: RLConfig, out: Path, line: Lifeline) -> None:
+def _agree(cfg: RLConfig, out: Path, beat: Heartbeat) -> None:
     """All have the same settings and see the same files.
 
     Raises:
@@ -148,7 +148,7 @@ def _agree(cfg: RLConfig, out: Path, line: Lifeline) -> None:
                 flush=True,
             )
     until = time.monotonic() + cfg.distributed.lost_after
-    while missing := line.unseen():
+    while missing := beat.missing():
         if time.monotonic() > until:
             raise ConfigError(
                 f"out={out}: process {jax.process_index()} does not see there what processes "

@@ -6,10 +6,10 @@ A row is cut into chunks, and device i of n holds
     zigzag       of 2n chunks     chunks i and 2n - 1 - i
 
 With a causal mask the work of a token grows with its place in the row: contiguous chunks leave the
-last device with most of it, zigzag gives each the same. Batches are brought into the order of the
-devices on the host (`permute`), and everything per token is in that order from then on. Only two
-things know of it: attention (`specjax.kernels.context_parallel`), and shifts along the row (`shift`), in
-which the ends of chunks change devices and nothing else does.
+last device with most of it, zigzag gives each device the same. The host brings batches into the
+order of the devices (`permute`), and everything per token is in that order from then on. Only two
+operations depend on the order: attention (`specjax.kernels.context_parallel`), and shifts along the
+row (`shift`), in which only the ends of chunks change devices.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Several processes as one job: how it starts, and what its processes tell each other.
+"""Several processes as one job: how it starts, and how its processes exchange data.
 
 On a pod every host runs the same program on its own chips. All processes read the same settings and
 data, take the same decisions, and call what is collective (`gather`, programs over a global mesh,
-checkpoints) in the same order. With one process nothing here does anything.
+checkpoints) in the same order. With one process these functions do nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from specjax.parallel import sharding
-from specjax.parallel.lifeline import Reporter
+from specjax.parallel.heartbeat import Reporter
 
 MODES = ("auto", "on", "off")
 _BLOCKS = (1 << 14, 1 << 20)  # bytes of what is gathered first, and of each further piece
@@ -148,7 +148,7 @@ def start(cfg: DistributedConfig, devices: int) -> None:
         "num_processes says, each with a process_id of its own, all with the same coordinator, "
         "which must be process 0's address and a free port that the others can reach"
     )
-    reporter = Reporter(f"error: {advice}")  # jax aborts when nobody comes
+    reporter = Reporter(f"error: {advice}")  # jax aborts when the others do not come
     try:
         jax.distributed.initialize(
             coordinator_address=job.coordinator,
@@ -158,13 +158,13 @@ def start(cfg: DistributedConfig, devices: int) -> None:
             # A launcher that runs here, too, has nothing to say where all is said.
             cluster_detection_method="deactivate" if None not in job else None,
             initialization_timeout=cfg.start_timeout,
-            # `specjax.parallel.lifeline` knows sooner, and says what to do.
+            # `specjax.parallel.heartbeat` knows sooner, and says what to do.
             heartbeat_timeout_seconds=int(max(100, 3 * cfg.lost_after)),
         )
     except (RuntimeError, ValueError) as error:
         raise DistributedError(f"{advice} ({str(error).splitlines()[0]})") from error
     finally:
-        reporter.bye()
+        reporter.cancel()
 
 
 def is_several() -> bool:

@@ -335,9 +335,9 @@ def watches(cfg: RLConfig):
 
         def watch():
             with processes.watched(cfg, scratch("watched"), ()):
-                raise AssertionError("it begins without a lifeline")
+                raise AssertionError("it begins without a heartbeat")
 
-        bound = called_with(processes, "Lifeline", watch)
+        bound = called_with(processes, "Heartbeat", watch)
     return list(bound.arguments.values())[4]
 
 

@@ -1,13 +1,13 @@
-"""Who is still there? Ends a job of several processes when one of them is gone, and says which.
+"""Heartbeats: a job of several processes ends when one of them is lost, and says which.
 
 A process that waits in a collective for one that was killed would wait for minutes, and end with a
-message of the transport or none at all. So each writes a sign of life into a file of its own in a
-directory that all share (that of the run, where checkpoints go, too). Process 0 looks at all files,
-the others look at that of process 0. A process whose file does not change for `lost_after` seconds
-is lost, and so is one that wrote that it failed; then all others say so and end, with status 70.
+message of the transport or none at all. So each process writes a file of its own, again and again,
+into a directory that all share (in that of the run, where checkpoints lie). Process 0 reads all
+files, the others read that of process 0. A process is lost if its file does not change for
+`lost_after` seconds, or if it wrote that it failed. Then all others say so and end, with status 70.
 
-What ends a process before it can say anything (SIGKILL, or jax itself: it aborts within a moment
-where process 0, which holds its coordination service, is gone) is told by a `Reporter`.
+What ends a process before it can write anything is reported by a `Reporter`: SIGKILL, or jax
+itself, which aborts at once when process 0 is gone, for that holds the coordination service.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 STATUS = 70  # EX_SOFTWARE
-_LOOKS = 10  # in `lost_after` seconds
-_REPORTER = 'read -r word; [ "$word" = bye ] || printf "%s\\n" "$0" >&2'
+_BEATS = 10  # in `lost_after` seconds
+_REPORTER = 'read -r word; [ "$word" = cancel ] || printf "%s\\n" "$0" >&2'
 
 
 class Reporter:
-    """Says something if the process ends without a word: a shell at the other end of a pipe."""
+    """Prints a text if the process ends before `cancel`: a shell at the other end of a pipe."""
 
     def __init__(self, text: str):
         self._shell = None
@@ -41,23 +41,23 @@ class Reporter:
                 start_new_session=True,  # signals to the process are not for it
             )
 
-    def bye(self) -> None:
-        """The process speaks for itself, from now on."""
+    def cancel(self) -> None:
+        """Ends the shell, which prints nothing."""
         shell, self._shell = self._shell, None
         if shell is not None:
             with contextlib.suppress(OSError):
-                shell.stdin.write(b"bye\n")
+                shell.stdin.write(b"cancel\n")
                 shell.stdin.close()
             shell.wait()
 
 
-class Lifeline:
-    """Watches from construction to `close`.
+class Heartbeat:
+    """Writes this process's file and reads those of others, from construction to `close`.
 
     Args:
       directory: that all processes see. process, processes: which one this is, and of how many.
       token: of this start of the job; files of another one count for nothing.
-      lost_after: seconds. advice: what to do when somebody is lost, as a sentence.
+      lost_after: seconds. advice: what to do when a process is lost, as a sentence.
     """
 
     def __init__(
@@ -84,49 +84,46 @@ class Lifeline:
             f"error: {_name(me)} of {processes} was ended from outside: killed, or by jax, whose "
             f"lines above tell then that process 0 is lost. {advice}"
         )
-        self._thread = threading.Thread(target=self._watch, name="lifeline", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
         self._thread.start()
 
-    # --- what the process says of itself ------------------------------------------------------
-
     def close(self) -> None:
-        """The process is done: nobody need miss it."""
+        """Writes that the process is done."""
         self._closed.set()
         self._thread.join()
         self._state = "done"
         self._write()
-        self._reporter.bye()
+        self._reporter.cancel()
 
     def fail(self, error: BaseException) -> None:
-        """The process has an error of its own: the others are told."""
+        """Writes that the process has failed, which ends the others."""
         self._closed.set()
         text = str(error).strip().splitlines()
         self._message = f"{type(error).__name__}: {text[0] if text else ''}"
         self._state = "failed"
         self._write()
-        self._reporter.bye()
+        self._reporter.cancel()
         self._linger()
 
-    def unseen(self) -> list[int]:
-        """Processes whose files of this start are not to be seen from here."""
+    def missing(self) -> list[int]:
+        """Processes whose files of this start cannot be read here."""
         known = [self._read(other).get("token") for other in range(self.processes)]
         return [other for other, token in enumerate(known) if token != self._token]
 
-    def await_verdict(self) -> None:
-        """After an error that the loss of another process may have caused: ends if it did."""
-        self._closed.wait(self._lost_after * (1 + 4 / _LOOKS))
-
-    # --- what it sees of others ---------------------------------------------------------------
+    def wait_for_loss(self) -> None:
+        """Waits, after an error that the loss of another process may have caused, until that loss
+        would be known; if it is, the process ends here."""
+        self._closed.wait(self._lost_after * (1 + 4 / _BEATS))
 
     def _watch(self) -> None:
-        while not self._closed.wait(self._lost_after / _LOOKS):
+        while not self._closed.wait(self._lost_after / _BEATS):
             self._write()
             lost = self._look()
             if lost and not self._closed.is_set():  # it may have ended or failed meanwhile
                 return self._end(lost)
 
     def _look(self) -> str:
-        """Who is lost, in a sentence; empty: nobody."""
+        """A sentence that says which process is lost; empty: none is."""
         now = time.monotonic()
         for other, (before, since) in self._seen.items():
             told = self._read(other)
@@ -142,22 +139,22 @@ class Lifeline:
         return ""
 
     def _end(self, lost: str) -> None:
-        """Tells it to all and ends the process, whose main thread waits for who will not come."""
+        """Writes the loss and ends the process, whose main thread may wait in a collective."""
         self._state, self._message = "lost", lost
         self._write()
         print(f"error: {lost}. {self._advice}", file=sys.stderr, flush=True)
-        self._reporter.bye()
+        self._reporter.cancel()
         self._linger()
-        leave(STATUS)
+        exit_now(STATUS)
 
     def _linger(self) -> None:
-        if self.process == 0:  # jax ends the others when this one is gone, and they want to speak
-            time.sleep(3 * self._lost_after / _LOOKS)
+        if self.process == 0:  # its end makes jax abort the others, which have a message to print
+            time.sleep(3 * self._lost_after / _BEATS)
 
     def _read(self, other: int) -> dict[str, Any]:
         try:
             return json.loads((self.directory / f"{other}.json").read_text())
-        except (OSError, ValueError):  # not there yet, or storage has a weak moment
+        except (OSError, ValueError):  # not there yet, or the storage has an error
             return {}
 
     def _write(self) -> None:
@@ -174,7 +171,7 @@ class Lifeline:
                 "beats": self._beats,
             }
             partial = self.directory / f"{self.process}.tmp"
-            with contextlib.suppress(OSError):  # a full disk shall not end the run here
+            with contextlib.suppress(OSError):  # a full disk does not end the run here
                 partial.write_text(json.dumps(told))
                 partial.replace(self.directory / f"{self.process}.json")
 
@@ -183,8 +180,8 @@ def _name(told: dict[str, Any]) -> str:
     return f"process {told['process']} (pid {told['pid']} on {told['host']})"
 
 
-def leave(status: int) -> None:
-    """Ends the process at once: the usual way out waits for the others, and some may be gone."""
+def exit_now(status: int) -> None:
+    """Ends the process at once: `sys.exit` would wait for the other processes."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from specjax.parallel import lifeline
-from specjax.parallel.lifeline import STATUS, Lifeline
+from specjax.parallel import heartbeat
+from specjax.parallel.heartbeat import STATUS, Heartbeat
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def left(monkeypatch):
-    """Instead of ending the process, a lifeline notes the status that it would have ended with."""
+    """The statuses that processes would have ended with."""
     statuses = []
-    monkeypatch.setattr(lifeline, "leave", statuses.append)
+    monkeypatch.setattr(heartbeat, "exit_now", statuses.append)
     return statuses
 
 
@@ -29,8 +29,8 @@ def sign(directory: Path, process: int, state="running", message="", token="now"
     (directory / f"{process}.json").write_text(json.dumps(told | {"message": message}))
 
 
-def watch(directory: Path, process: int, lost_after: float = 0.4) -> Lifeline:
-    return Lifeline(directory, process, 3, "now", lost_after, advice="Start again.")
+def watch(directory: Path, process: int, lost_after: float = 0.4) -> Heartbeat:
+    return Heartbeat(directory, process, 3, "now", lost_after, advice="Start again.")
 
 
 def wait(statuses: list, seconds: float = 5.0) -> None:
@@ -51,7 +51,7 @@ def test_who_gives_no_sign_of_life_is_lost(tmp_path, left, capfd, last):
     assert left == [STATUS] and f"error: {who} is lost: no sign of life for" in error
     assert "Start again." in error
     assert "process 1" in json.loads((tmp_path / "0.json").read_text())["message"]
-    assert line.unseen() == ([] if last == "now" else [1])
+    assert line.missing() == ([] if last == "now" else [1])
 
 
 def test_all_others_hear_of_it_from_process_0(tmp_path, left, capfd):
@@ -86,7 +86,7 @@ def test_an_error_of_its_own_is_not_overwritten_by_what_is_seen_meanwhile(tmp_pa
 
 def test_who_is_done_is_not_missed(tmp_path, left, capfd):
     lines = [watch(tmp_path, process, lost_after=1.0) for process in range(3)]
-    assert not any(line.unseen() for line in lines)
+    assert not any(line.missing() for line in lines)
     for line in (lines[2], lines[1]):
         line.close()
     time.sleep(1.5)
@@ -96,8 +96,8 @@ def test_who_is_done_is_not_missed(tmp_path, left, capfd):
 
 def test_a_process_that_is_killed_is_spoken_for(tmp_path):
     program = (
-        "import os, pathlib; from specjax.parallel.lifeline import Lifeline; "
-        f"Lifeline(pathlib.Path({str(tmp_path)!r}), 1, 2, 'now', 60, 'Start again.'); "
+        "import os, pathlib; from specjax.parallel.heartbeat import Heartbeat; "
+        f"Heartbeat(pathlib.Path({str(tmp_path)!r}), 1, 2, 'now', 60, 'Start again.'); "
         "os.kill(os.getpid(), 9)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
