@@ -5,10 +5,12 @@ it (`beside`), and an effect: a function of the whole configuration that runs th
 setting is for, as cheap a part of it as shows a difference. The test calls it with and without the
 value and fails where both are the same. Where a program hands a setting on to the library, the row
 may be `Reaches`: the value arrives in the library's own object, whose row shows what it does there.
+A setting of a program's main loop is `ReadBy` the module that has the loop.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import inspect
@@ -69,7 +71,20 @@ class Refused:
     beside: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-AnyRow = Row | Reaches | Refused
+@dataclasses.dataclass(frozen=True)
+class ReadBy:
+    """A setting of a program's main loop, whose effect the tests of that program show.
+
+    Attributes:
+      module: the module that reads it as an attribute, such as `cfg.checkpoint.every`.
+    """
+
+    value: Any
+    module: types.ModuleType
+    beside: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+AnyRow = Row | Reaches | Refused | ReadBy
 Rows = AnyRow | tuple[AnyRow, ...]  # of a setting that acts in several places, each of which counts
 
 
@@ -163,6 +178,10 @@ def check(
             return
         raise AssertionError(f"{name}={value!r} is taken; give it a row with an effect")
     usual, changed = (make(program, settings) for settings in (without, with_value))
+    if isinstance(row, ReadBy):
+        read = f"cfg.{name}"
+        assert any(text.endswith(read) for text in attributes(row.module)), f"nothing reads {read}"
+        return
     if isinstance(row, Reaches):
         known = [k for k in library[row.library] if k.split(".")[0] == row.field]
         assert known, f"{row.library.__name__} has no row for {row.field}"
@@ -173,6 +192,13 @@ def check(
         usual, changed = (row.effect(cfg) for cfg in (usual, changed))
     assert not (_has_failed(usual) and _has_failed(changed)), f"{name}: {usual!r}, {changed!r}"
     assert not same(usual, changed), f"{name}={value!r} changes nothing: {usual!r}"
+
+
+@functools.cache
+def attributes(module: types.ModuleType) -> frozenset[str]:
+    """The attributes that the source of a module reads, as text: `self.cfg.checkpoint.every`."""
+    nodes = ast.walk(ast.parse(inspect.getsource(module)))
+    return frozenset(ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute))
 
 
 def same(a: Any, b: Any) -> bool:

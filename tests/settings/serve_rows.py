@@ -9,9 +9,9 @@ from unittest import mock
 
 import uvicorn
 from library_rows import other_kernel
-from rows import PLACES, Reaches, Refused, Row, called_with, outcome, scratch, written
+from rows import PLACES, Reaches, Refused, Row, called_with, outcome, scratch
 from starlette.testclient import TestClient
-from train_rows import control_rows, other_policy
+from train_rows import other_policy, speculation_rows
 
 import serve.__main__ as program
 from serve import settings
@@ -121,10 +121,6 @@ def listens(cfg: ServeConfig, name: str):
     return bound.arguments[name]
 
 
-def _speculation(beside: dict) -> dict:
-    return {f"speculation.{name}": value for name, value in beside.items()}
-
-
 SERVE = {
     "model": Row(other_policy, loaded(lambda llm: llm.cfg)),
     "revision": Row("main", loaded(lambda llm: llm.cfg)),
@@ -147,37 +143,26 @@ SERVE = {
     "engine.dtype": Row("bfloat16", loaded(lambda llm: llm.cfg.run.compute_dtype)),
     "engine.replicas": Row(2, loaded(lambda llm: len(getattr(llm.engine, "engines", [0])))),
     "engine.tp": Row(2, loaded(lambda llm: llm.engine.runner.mesh is None)),
-    "engine.chunk_tokens": Reaches(8, engine, EngineConfig, "chunk_tokens"),
-    "engine.page_size": Reaches(16, engine, EngineConfig, "page_size"),
-    "engine.cache_bytes": Reaches(2_000_000, engine, EngineConfig, "cache_bytes"),
-    "engine.prefill_chunk": Reaches(32, engine, EngineConfig, "prefill_chunk"),
-    "engine.products": Reaches("xla", engine, EngineConfig, "products"),
-    "engine.attention": Reaches(other_kernel, engine, EngineConfig, "attention"),
+    **{
+        f"engine.{name}": Reaches(value, engine, EngineConfig, name)
+        for name, value in {
+            "chunk_tokens": 8,
+            "page_size": 16,
+            "cache_bytes": 2_000_000,
+            "prefill_chunk": 32,
+            "products": "xla",
+            "attention": other_kernel,
+        }.items()
+    },
     "engine.max_stop_tokens": Row(9, loaded(lambda llm: llm.engine.limits)),
     "engine.warm_up": Row("sampled", warmed),
-    "speculation.strategy": Reaches("2_1_3", spec, SpecConfig, "strategy"),
-    "speculation.acceptance": Reaches("block", spec, SpecConfig, "acceptance"),
-    "speculation.source": Reaches("ngram", spec, SpecConfig, "source"),
-    "speculation.head": Reaches("random", spec, SpecConfig, "head"),
-    "speculation.draft_model": Reaches(lambda: str(PLACES.policy), spec, SpecConfig, "draft_model"),
-    **{
-        f"speculation.{name}": Reaches(value, spec, SpecConfig, name, _speculation(beside))
-        for name, value, beside in (
-            ("spec_verify_tokens", 30, {}),
-            ("aligned", False, {}),
-            ("tau", 0.5, {"strategy": "2_2_4"}),
-            ("adaptive_width", True, {"strategy": "2_2_4"}),
-            ("draft_vocab", 16, {}),
-            ("token_map", written("map.json", "[3, 1, 4]"), {}),
-            ("ngram_max", 3, {"source": "ngram"}),
-            ("ngram_min", 2, {"source": "ngram"}),
-            ("ngram_siblings", False, {"source": "ngram"}),
-            ("invariant", True, {}),
-            ("telemetry", False, {}),
-        )
-    },
-    "speculation.exact_mode": Refused(True, "use `specjax generate --exact-mode`"),
-    **control_rows("speculation", control),
+    **speculation_rows(
+        "speculation",
+        spec,
+        control,
+        telemetry=Reaches(False, spec, SpecConfig, "telemetry"),
+        exact_mode=Refused(True, "use `specjax generate --exact-mode`"),
+    ),
     "limits.body_bytes": Row(20, completion),
     "limits.prompt_tokens": Row(2, completion),
     "limits.prompts": Row(1, lambda cfg: completion(cfg, prompt=[[3], [4]])),

@@ -4,12 +4,13 @@ The settings come from the schemas themselves, so that a new one fails here unti
 """
 
 import dataclasses
+import sys
 
 import pytest
 import serve_rows
 import train_rows
 from library_rows import CHAIN, LIBRARY, chunk
-from rows import Reaches, Refused, Row, check, leaves, make
+from rows import Reaches, ReadBy, Refused, Row, check, leaves, make
 
 from serve.settings import ServeConfig
 from specjax import SpecConfig
@@ -67,6 +68,7 @@ def used(cfg: Program) -> int:
         ("used", Reaches(1, lambda cfg: cfg, Program, "off"), "no row for off"),
         ("used", Reaches(1, lambda cfg: 3, Program, "used"), "int arrives"),
         ("idle", Reaches(1, lambda cfg: Program(), Program, "used"), "idle=1 changes nothing"),
+        ("idle", ReadBy(1, sys.modules[__name__]), "nothing reads cfg.idle"),
     ],
 )
 def test_a_row_that_shows_nothing_fails(name, row, said):
@@ -79,6 +81,7 @@ def test_rows_that_show_something_pass():
     check(Program, "used", Row(1, used), library, {})
     check(Program, "used", Reaches(1, lambda cfg: cfg, Program, "used"), library, {})
     check(Program, "off", Refused(1, "nothing here"), library, {})
+    check(Program, "used", ReadBy(1, sys.modules[__name__]), library, {})
 
 
 def test_programs_of_equal_settings_are_traced_alike():

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
 import shutil
-import sys
 import types
-from pathlib import Path
 from unittest import mock
 
 import jax
@@ -19,6 +16,7 @@ import optax
 from rows import (
     PLACES,
     Reaches,
+    ReadBy,
     Row,
     Stopped,
     called_with,
@@ -28,6 +26,7 @@ from rows import (
     written,
 )
 
+import train.trainer
 from specjax import ControlConfig, EngineConfig, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.config import ModelConfig
@@ -253,64 +252,6 @@ def optimizer_rows(prefix: str, steps) -> dict:
     }
 
 
-# --- the loop of a run, with a trainer that does nothing ------------------------------------------
-
-
-def idle(cfg: RLConfig) -> mock.MagicMock:
-    """Stands in for a trainer: steps take no time, and what is asked of it is noted in `said`."""
-    settled(cfg)
-    trainer = mock.MagicMock(cfg=cfg, done_steps=0, notes=[], said=[], model=policy(), head=None)
-    trainer.rollouts = types.SimpleNamespace(about_zero=lambda: None, short=None)
-
-    def step():
-        trainer.done_steps += 1
-        return {"train/mtp_tokens": 1.0}
-
-    def evaluate():
-        trainer.said.append(("evaluated", trainer.done_steps))
-        return {}
-
-    def save(checkpoints, heads=None, block=False):
-        trainer.said.append(("saved", trainer.done_steps, heads is not None))
-
-    trainer.step, trainer.evaluate, trainer.save = step, evaluate, save
-    return trainer
-
-
-def ran(cfg: RLConfig):
-    """What a run of this configuration writes and does, in order."""
-    cfg.steps = min(cfg.steps, 5)
-    trainers, kept = [], []
-
-    def start(cfg):
-        trainers.append(idle(cfg))
-        return trainers[-1]
-
-    @contextlib.contextmanager
-    def holder(path, *more):
-        kept.append((Path(path).name, more[-1]))
-        yield types.SimpleNamespace(wait=lambda: None, all_steps=lambda: [], directory=path)
-
-    boards = types.ModuleType("wandb")
-    boards.init = lambda **settings: types.SimpleNamespace(
-        log=lambda *_, **__: trainers[-1].said.append("wandb"), finish=lambda: None
-    )
-    out = Path(cfg.out)
-    shutil.rmtree(out, ignore_errors=True)
-    with (
-        mock.patch.object(rl, "Trainer", start),
-        mock.patch.object(rl, "Checkpointer", holder),
-        mock.patch.object(rl, "HeadCheckpoints", holder),
-        mock.patch.object(rl.sharding, "replicated_dims", lambda *_: []),
-        mock.patch.object(rl.plot, "draw", lambda out: out / "rl.png"),
-        mock.patch.object(rl.hf, "save_checkpoint", lambda path, *_, **__: path.mkdir()),
-        mock.patch.dict(sys.modules, {"wandb": boards}),
-        contextlib.redirect_stdout(None),
-    ):
-        picture = rl.run(cfg)
-    return picture, kept, trainers[-1].said, sorted(p.name for p in out.iterdir())
-
-
 # --- several processes ----------------------------------------------------------------------------
 
 
@@ -324,21 +265,6 @@ def joined(cfg: RLConfig):
         mock.patch.dict("os.environ", {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "a,b"}),
     ):
         return outcome(lambda: distributed.start(cfg.distributed, 2)), calls
-
-
-def watches(cfg: RLConfig):
-    """How long a process may be silent."""
-    with (
-        mock.patch.object(processes.distributed, "is_several", lambda: True),
-        mock.patch.object(processes.distributed, "of_first", lambda *_: "token"),
-    ):
-
-        def watch():
-            with processes.watched(cfg, scratch("watched"), ()):
-                raise AssertionError("it begins without a heartbeat")
-
-        bound = called_with(processes, "Heartbeat", watch)
-    return list(bound.arguments.values())[4]
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -404,20 +330,6 @@ def scored(cfg: RLConfig):
     scorer = read_inputs(cfg, tokenizer(), "policy").scorer
     texts = ("#### 5", "\\boxed{5}", "#### five")
     return [scorer(text, Problem("", "5", 0)) for text in texts]
-
-
-def kept_on(cfg: RLConfig):
-    """Whether a step goes on in which six rewards of ten failed."""
-    run = Trainer.__new__(Trainer)
-    run.cfg, run.done_steps = cfg, 0
-    run.rollouts = types.SimpleNamespace(state=dict, load_state=lambda state: None)
-    run.scorer = types.SimpleNamespace(name="mine")
-    run.engines, run.trace, run.engine = [], None, types.SimpleNamespace(telemetry=None)
-    run.head = run.draft_opt = None
-    run.sync_weights = lambda: None
-    run._roll_out = lambda step: (None, {"reward/failed_share": 0.6})
-    with mock.patch.object(Trainer, "_write_telemetry", mock.Mock(side_effect=Stopped)):
-        return outcome(run.step).kind
 
 
 def evaluated(cfg: RLConfig):
@@ -515,17 +427,6 @@ def sent_in_gap(cfg: RLConfig):
     return sent
 
 
-def has_spot(cfg: RLConfig):
-    """Whether the head is trained by `SpotTraining`."""
-    run = Trainer.__new__(Trainer)
-    settled(cfg)
-    run.cfg, run.copies, run.engines, run.draft = cfg, None, [1, 2], object()
-    run.places, run.engine, run.mesh = [None, None], types.SimpleNamespace(), None
-    run.policy, run.notes = types.SimpleNamespace(context=None), []
-    run._build_spot([run.draft] * 2)
-    return run.spot is None
-
-
 SPOT = {
     "rollout.replicas": 2,
     "draft.spot.enabled": True,
@@ -602,10 +503,6 @@ def mesh(cfg):
     return found and dict(found.shape)
 
 
-def context(cfg, field):
-    return getattr(context_of(cfg.mesh, make_meshes(cfg)[0]), field)
-
-
 def trained_by(cfg, field: str):
     """How the policy's programs compute: a field of `RunConfig`."""
     return outcome(lambda: getattr(built(cfg).policy.cfg.run, field))
@@ -617,8 +514,38 @@ ARMS = ["off", "4_1_5"]
 FASTRL = {"enable": True, "eagle": {"tune_algorithm": "BEG", "mab_configs": ["2_1_3"]}}
 
 
-def _reaches_spec(value, field, **beside):
-    return Reaches(value, rl_spec, SpecConfig, field, _named("rollout", beside))
+def speculation_rows(section: str, arrives, controller, **other) -> dict:
+    """The rows of the speculation settings of a program.
+
+    Args:
+      arrives, controller: give the `SpecConfig` and the `ControlConfig` that the engine is made
+        with. other: rows in place of those here.
+    """
+    ngram, tree = {f"{section}.source": "ngram"}, {f"{section}.strategy": "2_2_4"}
+    values = {
+        "strategy": ("2_1_3", {}),
+        "acceptance": ("block", {}),
+        "source": ("ngram", {}),
+        "head": ("random", {}),
+        "draft_model": (lambda: str(PLACES.policy), {}),
+        "draft_vocab": (16, {}),
+        "token_map": (written("map.json", "[3, 1, 4]"), {}),
+        "ngram_max": (3, ngram),
+        "ngram_min": (2, ngram),
+        "ngram_siblings": (False, ngram),
+        "aligned": (False, {}),
+        "tau": (0.5, tree),
+        "adaptive_width": (True, tree),
+        "spec_verify_tokens": (30, {}),
+        "invariant": (True, {}),
+        "telemetry": (True, {}),
+    }
+    rows = {
+        f"{section}.{name}": Reaches(value, arrives, SpecConfig, name, beside)
+        for name, (value, beside) in values.items()
+    }
+    own = {f"{section}.{name}": row for name, row in other.items()}
+    return rows | control_rows(section, controller) | own
 
 
 def control_rows(section: str, arrives) -> dict:
@@ -643,26 +570,18 @@ def control_rows(section: str, arrives) -> dict:
     }
 
 
-def _reaches_engine(value, field):
-    return Reaches(value, rl_engine, EngineConfig, field)
-
-
-def _named(section: str, settings: dict) -> dict:
-    return {f"{section}.{name}": value for name, value in settings.items()}
-
-
 RL = {
     "model": Row(other_policy, lambda cfg: trainer(cfg).model),
     "revision": Row("main", lambda cfg: outcome(lambda: trainer(cfg).model)),
     "family": Row("nowhere:FAMILY", lambda cfg: outcome(lambda: trainer(cfg).model)),
-    "out": Row(lambda: str(scratch("elsewhere")), lambda cfg: ran(cfg)[0]),
+    "out": ReadBy(lambda: str(scratch("elsewhere")), rl),
     "seed": (
         Row(1, lambda cfg: asked(cfg).seed),
         Row(1, lambda cfg: trainer(cfg).head, {"rollout.head": "random"}),
     ),
-    "steps": Row(2, ran),
+    "steps": ReadBy(2, rl),
     "reward": Row("number", scored),
-    "max_failed_rewards": Row(0.7, kept_on),
+    "max_failed_rewards": ReadBy(0.7, train.trainer),
     **DATA,
     "data.overlong_prompts": Row("truncate", looked_at),
     "data.unwinnable": Row("drop", unwinnable, {"data.path": UNWINNABLE}),
@@ -702,39 +621,34 @@ RL = {
     "rollout.max_batch": Row(4, runner("batch")),
     "rollout.replicas": Row(2, lambda cfg: len(built(cfg).engines)),
     "rollout.tp": Row(2, lambda cfg: engine(cfg).runner.mesh and engine(cfg).runner.mesh.size),
-    "rollout.order": _reaches_engine("longest_first", "order"),
-    "rollout.page_size": _reaches_engine(16, "page_size"),
-    "rollout.cache_bytes": _reaches_engine(2_000_000, "cache_bytes"),
-    "rollout.chunk_tokens": _reaches_engine(8, "chunk_tokens"),
-    "rollout.stretch": _reaches_engine(1, "stretch"),
-    "rollout.prefill_chunk": _reaches_engine(32, "prefill_chunk"),
-    "rollout.products": _reaches_engine("xla", "products"),
+    **{
+        f"rollout.{name}": Reaches(value, rl_engine, EngineConfig, name)
+        for name, value in {
+            "order": "longest_first",
+            "page_size": 16,
+            "cache_bytes": 2_000_000,
+            "chunk_tokens": 8,
+            "stretch": 1,
+            "prefill_chunk": 32,
+            "products": "xla",
+        }.items()
+    },
     "rollout.dtype": (
         Row("bfloat16", runner("cfg.run.compute_dtype")),
         Row("bfloat16", lambda cfg: built(cfg).eval_engine.runner.cfg.run.compute_dtype),
     ),
     "rollout.scan_layers": Row(True, runner("cfg.run.scan_layers")),
-    "rollout.strategy": _reaches_spec("2_1_3", "strategy"),
-    "rollout.acceptance": _reaches_spec("block", "acceptance"),
-    "rollout.source": _reaches_spec("ngram", "source"),
-    "rollout.head": Row("random", lambda cfg: trainer(cfg).head),
-    "rollout.draft_model": _reaches_spec(lambda: str(PLACES.policy), "draft_model"),
-    "rollout.draft_vocab": _reaches_spec(16, "draft_vocab"),
-    "rollout.token_map": _reaches_spec(written("map.json", "[3, 1, 4]"), "token_map"),
-    "rollout.ngram_max": _reaches_spec(3, "ngram_max", source="ngram"),
-    "rollout.ngram_min": _reaches_spec(2, "ngram_min", source="ngram"),
-    "rollout.ngram_siblings": _reaches_spec(False, "ngram_siblings", source="ngram"),
-    "rollout.aligned": _reaches_spec(False, "aligned", top_p=0.5),
-    "rollout.invariant": _reaches_spec(True, "invariant"),
-    "rollout.exact_mode": (
-        _reaches_spec(True, "exact_mode"),
-        Row(True, lambda cfg: [e.runner.tree for e in built(cfg).plain_engines]),
+    **speculation_rows(
+        "rollout",
+        rl_spec,
+        rl_control,
+        head=Row("random", lambda cfg: trainer(cfg).head),
+        aligned=Reaches(False, rl_spec, SpecConfig, "aligned", {"rollout.top_p": 0.5}),
+        exact_mode=(
+            Reaches(True, rl_spec, SpecConfig, "exact_mode"),
+            Row(True, lambda cfg: [e.runner.tree for e in built(cfg).plain_engines]),
+        ),
     ),
-    "rollout.tau": _reaches_spec(0.5, "tau", strategy="2_2_4"),
-    "rollout.adaptive_width": _reaches_spec(True, "adaptive_width", strategy="2_2_4"),
-    "rollout.spec_verify_tokens": _reaches_spec(30, "spec_verify_tokens"),
-    "rollout.telemetry": _reaches_spec(True, "telemetry"),
-    **control_rows("rollout", rl_control),
     "algo.objective": Row("train_rows:Plain", loss),
     "algo.clip_ratio": Row(0.1, loss, {"algo.updates_per_rollout": 2}),
     "algo.clip_ratio_high": Row(0.1, loss, {"algo.updates_per_rollout": 2}),
@@ -760,14 +674,16 @@ RL = {
         Row(1, lambda cfg: updates(cfg)[1], TINY | ONE_ROW),
         Row(1, planned, SPOT | {"draft.spot.updates": 5}),
     ),
-    "draft.spot.enabled": Row(True, has_spot, {k: v for k, v in SPOT.items() if "spot" not in k}),
+    "draft.spot.enabled": ReadBy(
+        True, train.trainer, {k: v for k, v in SPOT.items() if "spot" not in k}
+    ),
     "draft.spot.gaps": Row(False, sent_in_gap, SPOT),
     "draft.spot.updates": Row(5, planned, SPOT),
     "draft.spot.buffer_tokens": Row(128, planned, {**SPOT, "draft.spot.updates": 5}),
     "packing.row_length": Row(32, updates, TINY | ONE_ROW | {"packing.row_length": 64}),
     "packing.rows": Row(1, updates, TINY),
     "eval.problems": Row(3, evaluated),
-    "eval.every": Row(2, ran),
+    "eval.every": ReadBy(2, rl),
     "eval.max_batch": Row(2, lambda cfg: built(cfg).eval_engine.batch),
     "eval.seed": Row(5, evaluated, {"eval.problems": 3}),
     "dtype.params": Row("bfloat16", lambda cfg: trainer(cfg).params["norm"].dtype),
@@ -789,19 +705,19 @@ RL = {
         Row("tpu", lambda cfg: trained_by(cfg, "attention")),
         Reaches("reference", rl_engine, EngineConfig, "attention"),
     ),
-    "checkpoint.every": Row(2, ran),
-    "checkpoint.keep_last": Row(3, ran),
-    "checkpoint.export": Row(False, ran),
-    "checkpoint.draft_only": Row(True, ran),
-    "log.tensorboard": Row(True, lambda cfg: outcome(lambda: ran(cfg))),
-    "log.wandb": Row(True, ran),
+    "checkpoint.every": ReadBy(2, rl),
+    "checkpoint.keep_last": ReadBy(3, rl),
+    "checkpoint.export": ReadBy(False, rl),
+    "checkpoint.draft_only": ReadBy(True, rl),
+    "log.tensorboard": ReadBy(True, rl),
+    "log.wandb": ReadBy(True, rl),
     "distributed.mode": Row("off", joined),
     "distributed.coordinator": Row("host:1", joined),
     "distributed.process_id": Row(1, joined, {"distributed.num_processes": 2}),
     "distributed.num_processes": Row(3, joined),
     "distributed.local_devices": Row(1, joined),
     "distributed.start_timeout": Row(9, joined),
-    "distributed.lost_after": Row(9.0, watches),
+    "distributed.lost_after": ReadBy(9.0, processes),
 }
 
 # --- train.sft ------------------------------------------------------------------------------------
@@ -834,55 +750,6 @@ def demonstrated(cfg: SFTConfig):
     return outcome(lambda: stream(cfg).next_update())
 
 
-def sft_run(cfg: SFTConfig) -> sft.Run:
-    """A run without a model, whose updates do nothing."""
-    run = sft.Run.__new__(sft.Run)
-    run.cfg, run.stage, run.step = cfg, "policy", 0
-    run.params = run.opt_state = run.mesh = None
-    run.head, run.model = None, policy()
-    batch = {"segment_ids": np.ones((1, 4)), "loss_mask": np.ones((1, 4)), "tokens": np.ones(1)}
-    run.stream = types.SimpleNamespace(
-        next_update=lambda: [batch], passed_over=0, tokenizer=templated()
-    )
-    sums = {"loss": 0.0, "entropy": 0.0, "tokens": 1.0, "grad_norm": 0.0}
-    run.policy = types.SimpleNamespace(
-        place=lambda b: b,
-        update=lambda p, o, *_: (p, o, [], sums),
-        states=lambda *_: None,
-        context=None,
-    )
-    return run
-
-
-def stages(cfg: SFTConfig):
-    """What is logged and saved in the policy's stage, and how many updates the head has."""
-    cfg.steps = min(cfg.steps, 5)
-    run, said, count = sft_run(cfg), [], []
-    log = types.SimpleNamespace(log=lambda step, metrics: said.append(("logged", step)))
-    checkpoints = types.SimpleNamespace(wait=lambda: None, all_steps=lambda: [])
-    run.save = lambda *_, **__: said.append(("saved", run.step))
-    sums = {
-        "mtp_loss_sum": np.ones(1), "mtp_top1": np.ones(1), "mtp_overlap": np.ones(1),
-        "mtp_tokens": np.ones(1), "draft_update_norm": np.ones(()),
-    }  # fmt: skip
-    head = types.SimpleNamespace(
-        init_opt_state=lambda head: None,
-        update=lambda h, o, *_: count.append(1) or (h, o, sums),
-    )
-    run.train_policy(log, checkpoints)
-    with mock.patch.object(sft, "DraftTrainer", lambda *_, **__: head):
-        run.train_head(log, checkpoints)
-    return said, len(count)
-
-
-def sft_draft(cfg: SFTConfig) -> DraftConfig:
-    """The section as the head's trainer gets it."""
-    cfg.steps = 0
-    run = sft_run(cfg)
-    bound = called_with(sft, "DraftTrainer", lambda: run.train_head(None, None))
-    return bound.arguments["draft"]
-
-
 def sft_programs(cfg: SFTConfig):
     """What a run makes its policy's programs with, and on which mesh; or why it cannot."""
     with (
@@ -906,34 +773,6 @@ def _sft_mesh(cfg: SFTConfig):
     return found if isinstance(found, str) else found.mesh and dict(found.mesh.shape)
 
 
-def finished(cfg: SFTConfig):
-    """How a run begins and ends: its directory, checkpoints kept, sinks, and what is exported."""
-    run, said = sft_run(cfg), []
-    run.stage = "head"
-
-    @contextlib.contextmanager
-    def holder(path, keep):
-        said.append((str(path), keep))
-        yield types.SimpleNamespace(wait=lambda: None, all_steps=lambda: [0])
-
-    run.describe, run.about_dtype = lambda: "", ""
-    cfg.steps, cfg.draft_steps = 0, 0
-    out = Path(cfg.out)
-    boards = types.ModuleType("wandb")
-    boards.init = lambda **settings: said.append("wandb") or mock.Mock()
-    with (
-        mock.patch.object(sft, "Run", lambda *_, **__: run),
-        mock.patch.object(sft, "Checkpointer", holder),
-        mock.patch.object(sft.hf, "save_checkpoint", lambda *a, **k: said.append((a, k))),
-        mock.patch.dict(sys.modules, {"wandb": boards}),
-        contextlib.redirect_stdout(None),
-    ):
-        shutil.rmtree(out, ignore_errors=True)
-        end = outcome(lambda: sft.train(cfg))
-    files = sorted(p.name for p in out.iterdir()) if out.exists() else []
-    return end, [str(x) for x in said], files
-
-
 def refused_at_start(cfg: SFTConfig):
     """Whether a run is refused before it begins."""
     with mock.patch.object(sft, "start_model", mock.Mock(side_effect=Stopped)):
@@ -944,18 +783,18 @@ NEW = {"tokenizer_texts": 50}  # soon trained
 SHORT = {"data.max_terms": 3, "packing.row_length": 128, "packing.rows": 1}
 GSM8K_ROWS = {"data.path": GSM8K, "packing.row_length": 128, "packing.rows": 1}
 SFT = {
-    "out": Row(lambda: str(scratch("sft-elsewhere")), lambda cfg: finished(cfg)[0]),
+    "out": ReadBy(lambda: str(scratch("sft-elsewhere")), sft),
     "init": Row(lambda: str(PLACES.policy), lambda cfg: started(cfg)[0]),
     "revision": Row("main", refused_at_start, {"init": lambda: str(PLACES.policy)}),
     "family": Row("nowhere:FAMILY", refused_at_start, {"init": lambda: str(PLACES.policy)}),
     "seed": Row(1, started, NEW),
-    "steps": Row(2, stages),
-    "draft_steps": Row(3, stages),
+    "steps": ReadBy(2, sft),
+    "draft_steps": ReadBy(3, sft),
     "vocab_size": Row(272, started, NEW),
     "tokenizer_texts": Row(1, started, NEW),
     "loss_on": Row("all", demonstrated, SHORT),
-    "log_every": Row(2, stages),
-    "export_dtype": Row("float32", finished),
+    "log_every": ReadBy(2, sft),
+    "export_dtype": ReadBy("float32", sft),
     **{
         f"model.{name}": Row(value, started, NEW)
         for name, value in {
@@ -984,8 +823,8 @@ SFT = {
     "packing.rows": Row(2, demonstrated, SHORT),
     "packing.microbatches": Row(1, demonstrated, SHORT),
     **optimizer_rows("optim", lambda cfg: steps_of(sft_programs(cfg).optimizer)),
-    "draft.mode": Row("frozen", stages),
-    **head_rows(sft_draft, {"loss": "ce", "unroll_steps": 2, "step_decay": 0.5}),
+    "draft.mode": ReadBy("frozen", sft),
+    **head_rows(draft_of, {"loss": "ce", "unroll_steps": 2, "step_decay": 0.5}),
     "mesh.data": Row(2, _sft_mesh),
     "mesh.fsdp": Row(2, _sft_mesh),
     "mesh.tp": Row(2, _sft_mesh),
@@ -998,10 +837,10 @@ SFT = {
     ),
     "remat": Row(True, started, NEW),
     "attention": Row("tpu", lambda cfg: getattr(sft_programs(cfg), "cfg", sft_programs(cfg))),
-    "checkpoint.every": Row(2, stages),
-    "checkpoint.keep_last": Row(3, finished),
-    "log.tensorboard": Row(True, finished),
-    "log.wandb": Row(True, finished),
+    "checkpoint.every": ReadBy(2, sft),
+    "checkpoint.keep_last": ReadBy(3, sft),
+    "log.tensorboard": ReadBy(True, sft),
+    "log.wandb": ReadBy(True, sft),
 }
 
 
