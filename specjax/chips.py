@@ -1,7 +1,7 @@
 """What the chips can do, by their vendors, and what a forward pass costs by counting.
 
 Every figure of a chip that the project uses is in this table. Bandwidths and peaks are the
-vendor's; nobody reaches them, so seconds that follow from them are lower bounds.
+vendor's; programs do not reach them, so seconds that follow from them are lower bounds.
 """
 
 from __future__ import annotations

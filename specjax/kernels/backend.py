@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from specjax.config import ModelConfig
-from specjax.interfaces import Backend, Device
+from specjax.interfaces import Device
 from specjax.kernels.names import GROUPS, OWN, check_attention
 from specjax.registry import BACKENDS
 
@@ -17,11 +17,11 @@ OPERATIONS = ("tree_attention", "causal_attention", "commit", "product", "layers
 
 
 class Declined(Exception):
-    """An operation does not serve this call, and why; the backend's `rest` will."""
+    """Raised by an operation that does not serve a call, with the reason; the `rest` serves it."""
 
 
 class Unsuited(str):
-    """A reason to refuse a model that is nothing to warn of: the kernels are not meant for it."""
+    """A reason to refuse a model that needs no warning: the kernels are not for such models."""
 
 
 def _refuses_nothing(operation: str, device: Device | None, cfg: ModelConfig) -> str | None:
@@ -63,21 +63,12 @@ class Choice(NamedTuple):
 
     Attributes:
       name: in the table, or a path. line: to log.
-      loud: the platform's own is not what runs.
+      warn: log it as a warning, because the platform's own kernel does not run.
     """
 
     name: str
     line: str
-    loud: bool = False
-
-
-def find(name: str) -> Backend:
-    """The backend of a name of the table, or of a user's own path.
-
-    Raises:
-      ValueError: the name is neither, or the path leads nowhere.
-    """
-    return BACKENDS.find(name)
+    warn: bool = False
 
 
 def choose(
@@ -108,14 +99,16 @@ def choose(
         choice = _asked(device, cfg, operation, asked)
     if invariant and choice.name != REFERENCE:
         line = f"{choice.line}; rounds in invariant mode attend by position in XLA, without it"
-        choice = choice._replace(line=line, loud=True)
+        choice = choice._replace(line=line, warn=True)
     return choice
 
 
 def _own(device: Device, cfg: ModelConfig, operation: str, invariant: bool) -> Choice:
-    """What `auto` means: the first of the platform's own that does it."""
+    """The choice of `auto`: the first of the platform's own backends that has the operation."""
     if device.platform not in OWN:
-        line = f"{find(REFERENCE).line}: there is no kernel for platform {device.platform!r}"
+        line = (
+            f"{BACKENDS.find(REFERENCE).line}: there is no kernel for platform {device.platform!r}"
+        )
         return Choice(REFERENCE, line, True)
     refused: dict[str, str] = {}
     for name in OWN[device.platform]:
@@ -133,7 +126,7 @@ def _asked(device: Device, cfg: ModelConfig, operation: str, asked: str) -> Choi
             f"attention {asked!r} cannot be used: {'; '.join(refused.values())}; take another, or "
             f"'auto', which runs what there is for {device.kind}"
         )
-    return _chosen(found, refused, ", as asked for")._replace(loud=find(found).warns)
+    return _chosen(found, refused, ", as asked for")._replace(warn=BACKENDS.find(found).warns)
 
 
 def _first(
@@ -142,11 +135,11 @@ def _first(
     """The first of a group (or the one of that name) that can be used, and why others cannot.
 
     Args:
-      invariant: nobody asked for it by name, and whether the engine is in that mode.
+      invariant: whether the engine is in that mode; None: the name was asked for by the user.
     """
     members = GROUPS.get(name, (name,))
     if len(members) > 1:
-        backends = [find(member) for member in members]
+        backends = [BACKENDS.find(member) for member in members]
         for_it = [
             member
             for member, backend in zip(members, backends, strict=True)
@@ -159,7 +152,7 @@ def _first(
         members = for_it
     refused = {}
     for member in members:
-        backend = find(member)
+        backend = BACKENDS.find(member)
         if invariant is not None:
             if operation not in backend.operations or invariant and not backend.prompts_alone:
                 continue
@@ -171,8 +164,8 @@ def _first(
 
 
 def _chosen(name: str, refused: dict[str, str], why_it: str = "") -> Choice:
-    """The line of a backend, and of those that would have come before it."""
-    backend = find(name)
+    """The choice of a backend; its line says why those before it in the list are not used."""
+    backend = BACKENDS.find(name)
     parts = [backend.line + why_it, *(f"not {other}: {why}" for other, why in refused.items())]
-    loud = any(not isinstance(why, Unsuited) for why in refused.values())
-    return Choice(name, "; ".join(parts), loud or backend.warns)
+    warn = any(not isinstance(why, Unsuited) for why in refused.values())
+    return Choice(name, "; ".join(parts), warn or backend.warns)

@@ -108,14 +108,10 @@ def by_scatter(
     *,
     run: int = 1,
 ) -> list[Array]:
-    """Writes all rows of all sequences at once, whatever `run` is.
+    """Writes all rows of all sequences by one scatter, whatever `run` is.
 
     A GPU starts each operation of a loop from the host, so that a loop over sequences would cost
-    more than the model. Every axis but a row's own is indexed, and in its order: an axis left out
-    between two others XLA would move to the end first, in all pages; and were axes merged into one,
-    all pages of a tp group would be gathered first. What belongs to nobody's page is dropped, for
-    no two rows may go to one place. (While programs are tried and measured, sequences may share
-    pages for want of enough; which of their rows stays is then nobody's concern.)
+    more than the model.
     """
     pages, kv_heads, size, _ = arrays[0].shape[-4:]
     page, offset = jnp.arange(start.shape[0])[:, None], start[:, None]
@@ -123,7 +119,11 @@ def by_scatter(
     if table is not None:
         stretch, offset = divide(offset, size)
         page = take_along(table, stretch, axis=1)
+        # Page 0 belongs to no sequence. Its rows are dropped, because indices must be unique.
+        # (While programs are measured, sequences may share pages; any of their rows may stay.)
         page = jnp.where(page == 0, pages, page)
+    # Every axis but a row's own is indexed, in its order. An axis left out between two others would
+    # be moved to the end first, in all pages; axes merged into one would gather a tp group's pages.
     at = page[:, None], jnp.arange(kv_heads)[:, None], offset[:, None]  # of [B K R]
     options = dict(mode="drop", unique_indices=True, wrap_negative_indices=False)
 

@@ -1,15 +1,15 @@
-"""Causal attention within segments, of rows whose tokens are split over devices.
+"""Context parallelism: causal attention within segments, of rows that are split over devices.
 
-Two ways, chosen by `Context.attention`. `all_gather`: every device gets the keys and values of
+`Context.attention` chooses one of two ways. `all_gather`: every device gets the keys and values of
 whole rows; simple, and the reference for the other. `ring` (Liu et al. 2023, arXiv 2310.01889):
-keys and values go round from device to device, each adds what its queries see of them to a running
-softmax, and chunks of which no query sees anything are passed on without work: later ones, and
-those of other segments. In zigzag order what causality leaves is the same for all devices.
+keys and values go from device to device, and each device adds what its queries see of them to a
+running softmax. Chunks of which no query sees anything (later ones, other segments) are passed on
+without work.
 
-Both are differentiated by hand, as in `reference.py`: the backward pass recomputes weights from
-their log-sum-exp, and in the ring the gradients of keys and values travel with these and are home
-after one round. The log-sum-exp is an output with a gradient of its own, by which more keys can
-join the softmax later.
+Both have gradients written by hand, as in `reference.py`: the backward pass recomputes weights from
+their log-sum-exp. In the ring the gradients of keys and values travel with these, and are back at
+their own device after one round. The log-sum-exp is an output with a gradient of its own, so that
+more keys can join the softmax later.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Operations that have kernels, under one signature each, and who serves them.
+"""Operations that have kernels, under one signature each, and which backend serves them.
 
-Models and the decode loop never name a kernel: `RunConfig.attention` does, which `settle` fills
-in once, where engines and trainers are built and their devices are known. A name is a row of the
-table `specjax.registry.BACKENDS`, or a user's own path `module:attribute`; what lies there is a
+Models and the decode loop never name a kernel: `RunConfig.attention` does. `settle` fills it in
+once, where engines and trainers are built and their devices are known. A name is a row of the table
+`specjax.registry.BACKENDS`, or a user's own path `module:attribute`; what lies there is a
 `specjax.interfaces.Backend`:
 
     tree_attention      rows of a tree, or of a piece of a prompt, over a paged prefix
@@ -12,9 +12,9 @@ table `specjax.registry.BACKENDS`, or a user's own path `module:attribute`; what
     layers              whole decoder layers, of `Attention` and `Dense` and nothing derived from
                         them, in one call
 
-What a backend does not have is served by the one that it names as its `rest`, and so is a call that
-it declines, which is logged once. The reference serves all but `layers`, which a model does without
-where `runs_layers` says so.
+An operation that a backend does not have is served by the one that it names as its `rest`, and so
+is a call that it declines, which is logged once. The reference serves all but `layers`; where
+`runs_layers` is False a model runs its layers one by one.
 
 Under a mesh (`sharding.ambient`) every device attends to its own heads and rows of the batch.
 """
@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from specjax.config import ModelConfig
 from specjax.interfaces import Backend, Device, Table
 from specjax.kernels import context_parallel
-from specjax.kernels.backend import Declined, Unsuited, choose, find
+from specjax.kernels.backend import Declined, Unsuited, choose
 from specjax.kernels.reference import PANEL_WIDTH, tree_attention_by_position
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 _LAYERS = ("specjax.models.mixers.attention:Attention", "specjax.models.mlps.dense:Dense")
 
 
-# --- who serves -----------------------------------------------------------------------------------
+# --- the choice of a backend ----------------------------------------------------------------------
 
 
 def settle(
@@ -86,7 +86,7 @@ def settle(
     """
     platform, kind, devices = device_of(mesh)
     choice = choose(platform, kind, cfg, asked, invariant, devices, decoding)
-    log.log(logging.WARNING if choice.loud else logging.INFO, "%s: %s", whose, choice.line)
+    log.log(logging.WARNING if choice.warn else logging.INFO, "%s: %s", whose, choice.line)
     return cfg.running(attention=choice.name)
 
 
@@ -99,13 +99,13 @@ def device_of(mesh: jax.sharding.Mesh | None) -> Device:
 def refuses(operation: str, name: str, device: Device | None, cfg: ModelConfig) -> str | None:
     """Why a backend cannot be used for an operation of a model on a device, or None.
 
-    An `Unsuited` (`specjax.kernels.backend`) is a reason that is nothing to warn of.
+    An `Unsuited` (`specjax.kernels.backend`) is a reason that needs no warning.
 
     Args:
       name: of the backend, or its path.
       device: see `device_of`; None: only the model is in question.
     """
-    backend = find(name)
+    backend = BACKENDS.find(name)
     if operation not in backend.operations:
         return f"{name} has no {operation}"
     if operation == "layers" and (others := _others_than(_LAYERS, cfg)):
@@ -126,26 +126,28 @@ def offering(operation: str) -> str:
       ValueError: there is none.
     """
     for name in BACKENDS.names[1:]:
-        if operation in find(name).operations:
+        if operation in BACKENDS.find(name).operations:
             return name
     raise ValueError(f"no kernel backend of {', '.join(BACKENDS.names[1:])} has {operation}")
 
 
 def page_multiple(kernel: str) -> int:
     """Of how many positions the pages that a kernel reads must be a multiple."""
-    return find(kernel).page_multiple
+    return BACKENDS.find(kernel).page_multiple
 
 
 def environment() -> tuple[str, ...]:
     """Variables of the environment that change what kernels of the table compute."""
-    return tuple(variable for name in BACKENDS.names for variable in find(name).environment)
+    return tuple(
+        variable for name in BACKENDS.names for variable in BACKENDS.find(name).environment
+    )
 
 
 def _serve(operation: str, kernel: str, call: Callable[[Backend, Callable], object]):
-    """What `call(backend, function)` gives for the first, from a kernel on, that serves it."""
+    """`call(backend, function)` of the first that serves it: `kernel`, its `rest`, and so on."""
     asked = [kernel]
     while True:
-        backend = find(kernel)
+        backend = BACKENDS.find(kernel)
         if operation in backend.operations:
             try:
                 return call(backend, backend.operations[operation])
@@ -292,7 +294,7 @@ def layers(
     Returns:
       states behind the last layer, and each layer's keys and values of the T rows [B K T H].
     """
-    run = find(cfg.run.attention).operations["layers"]
+    run = BACKENDS.find(cfg.run.attention).operations["layers"]
     return run(cfg, weights, x, cos, sin, pages, prefix_len, visible_bits, before, table)
 
 

@@ -7,7 +7,7 @@ the keys, which another warpgroup copies from the pages, block by block, a few b
 first split of a slot attends to the tree's own keys under the ancestor words as well; to the others
 these are masked, which costs one block each and keeps the program without branches.
 
-The values that lie in a page behind a prefix must be finite, as for the reference: they are, by
+The values that lie in a page behind a prefix must be finite, as for the reference; see
 `specjax.memory.with_marked_keys`.
 """
 
@@ -249,7 +249,7 @@ def share(shape: Shape, length, split):
 
 
 def tree_seen(low, high, column, split):
-    """Which tree keys rows see, from their two words; nobody's but the first split's."""
+    """Which tree keys rows see, from their two words; only the first split attends to the tree."""
     word = jnp.where(column < 32, low, high)
     bit = jax.lax.shift_right_logical(word, column & 31)
     return (bit & jnp.where(split == 0, 1, 0)) != 0

@@ -1,4 +1,4 @@
-"""The names that users may give for a kernel backend; imports no jax, for parsers."""
+"""The names of kernel backends that users may give. Imports no jax, so that parsers start fast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GROUPS = {
     "tpu": ("tpu:v5e", "tpu:v5p", "tpu:v6e"),
     "library": ("library:cudnn", "library:xla"),
 }
-# What `auto` takes on a platform, as jax names it: the first that does the work and refuses
+# What `auto` takes on a platform, as jax names it: the first that has the operation and refuses
 # neither device nor model; otherwise the reference.
 OWN = {
     "cpu": ("cpu",),

@@ -120,7 +120,7 @@ class Reshard:
         """Weights of which a device would receive, or hold for a moment, more than it keeps.
 
         Args:
-          collectives: of the program, compiled for these devices or for such as nobody has.
+          collectives: of the program, compiled for these devices or for a topology.
         """
         got: dict[str, int] = {}
         most: dict[str, int] = {}

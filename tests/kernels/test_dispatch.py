@@ -39,7 +39,7 @@ V5E, H100 = ("tpu", "TPU v5 lite"), ("gpu", "NVIDIA H100")
 
 
 @pytest.mark.parametrize(
-    "device, cfg, asked, name, loud, says",
+    "device, cfg, asked, name, warn, says",
     [
         (V5E, HALF, "auto", "tpu:v5e", False, "Pallas tree attention for v5e"),
         (("tpu", "TPU v5"), HALF, "auto", "tpu:v5p", False, "splash attention"),
@@ -61,11 +61,11 @@ V5E, H100 = ("tpu", "TPU v5 lite"), ("gpu", "NVIDIA H100")
         (("rocm", "MI300"), HALF, "auto", "library:xla", True, "device is 'rocm'"),
     ],
 )
-def test_each_platform_gets_its_kernel_and_a_missing_one_is_loud(
-    device, cfg, asked, name, loud, says
+def test_each_platform_gets_its_kernel_and_a_missing_one_is_warned_of(
+    device, cfg, asked, name, warn, says
 ):
     choice = choose(*device, cfg, asked)
-    assert (choice.name, choice.loud) == (name, loud)
+    assert (choice.name, choice.warn) == (name, warn)
     assert says in choice.line
 
 
@@ -90,13 +90,13 @@ def test_a_kernel_that_cannot_be_used_is_refused(device, cfg, asked, message):
 def test_training_on_a_gpu_is_by_cudnn_without_a_warning():
     for device in (H100, ("gpu", "NVIDIA A100-SXM4-80GB")):
         choice = choose(*device, HALF, decoding=False)
-        assert (choice.name, choice.loud) == ("library:cudnn", False)
+        assert (choice.name, choice.warn) == ("library:cudnn", False)
 
 
 def test_invariant_mode_says_that_rounds_do_without_the_kernel():
     choice = choose(*V5E, HALF, "auto", invariant=True)
-    assert choice.loud and "rounds in invariant mode attend by position" in choice.line
-    assert not choose("cpu", "cpu", WIDE, "auto", invariant=True).loud
+    assert choice.warn and "rounds in invariant mode attend by position" in choice.line
+    assert not choose("cpu", "cpu", WIDE, "auto", invariant=True).warn
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -247,14 +247,14 @@ def test_a_rollout_runs_the_kernel_that_is_asked_for_and_gives_the_same_tokens(c
     ("gpu", "NVIDIA H100", "cuDNN has none for float32 heads of 128"),
     ("neuron", "trn1", "no kernel for platform 'neuron'"),
 ])  # fmt: skip
-def test_engines_and_trainers_start_with_a_loud_line_where_a_kernel_is_missing(
+def test_engines_and_trainers_start_with_a_warning_where_a_kernel_is_missing(
     platform, kind, says, monkeypatch, caplog
 ):
     monkeypatch.setattr(dispatch, "choose", lambda _, __, *rest: choose(platform, kind, *rest))
     LLM(tiny_model(WIDE), None, max_batch=1, max_len=64)
     PolicyTrainer(WIDE, sft_loss, OptimConfig().build())
-    loud = [r for r in caplog.records if r.levelno == logging.WARNING and says in r.getMessage()]
-    whose = {record.getMessage().partition(":")[0] for record in loud}
+    warned = [r for r in caplog.records if r.levelno == logging.WARNING and says in r.getMessage()]
+    whose = {record.getMessage().partition(":")[0] for record in warned}
     assert whose == {"attention", "training attention"}
 
 

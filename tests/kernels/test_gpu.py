@@ -183,7 +183,7 @@ def test_what_it_cannot_do_is_refused():
         gpu.shape_of(1, 1, 1, HEAD, 48, 96)
     half = change_dense(tiny_config(), head_dim=128).running(compute_dtype="bfloat16")
     chosen = choose("gpu", "NVIDIA H200", half, "gpu")
-    assert chosen.name == "gpu" and not chosen.loud
+    assert chosen.name == "gpu" and not chosen.warn
     with pytest.raises(ValueError, match="the device is 'cpu'"):
         choose("cpu", "cpu", half, "gpu")
     with pytest.raises(ValueError, match="written for Hopper .* this is 'NVIDIA A100-SXM4-80GB'"):

@@ -70,7 +70,7 @@ def load() -> None:
 
 @functools.cache
 def _try_to_load() -> str | None:
-    """Why there are no kernels, or None: a failure is as dear to find out as a success."""
+    """Why there are no kernels, or None. Kept, because a failure takes as long as a success."""
     try:
         path = build()
     except NoKernelError as error:
