@@ -305,7 +305,7 @@ class Bench:
     def recalibrate(self) -> None:
         """Measures `costs` again, as another start of the engine would."""
         self.engine.clear()
-        self.costs, _ = calibrate(self.engine.loop, Features())
+        self.costs, _ = calibrate(self.engine.loop.programs(), Features())
         self.engine.runner.reset()
 
     def static(self, strategy: str) -> Controller:

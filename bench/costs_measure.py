@@ -30,8 +30,7 @@ from specjax.decode.sampling import context_of
 from specjax.decode.state import put_positions, take_slots
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.compiling import CompilePool
-from specjax.engine.parcel import Parcel
-from specjax.engine.runner import Runner
+from specjax.engine.runner import Packed, Runner
 from specjax.models.transformer import Params, init_params
 from specjax.shipped import find_shipped
 
@@ -132,7 +131,7 @@ class Bench:
                 pool.submit(self._drafting(batch).compile, keep)
             pool.finish()
 
-    def _start(self, strategy: str, batch: int) -> Parcel[Result]:
+    def _start(self, strategy: str, batch: int) -> Packed[Result]:
         row_map = self.runner.alone(full_row_map(self.runner, batch))
         return self.runner.chunk(strategy, Features(), row_map, Until.of(self.rounds))
 

@@ -39,7 +39,7 @@ from specjax.command_line import ArgumentParser
 from specjax.control import OFF, ControlConfig, Controller, CostTable, Observation, make_controller
 from specjax.decode.chunk import TAKE_OVER_SHARE, Until
 from specjax.drafts.mtp import WINDOW
-from specjax.engine.programs import until
+from specjax.engine.chunks import until
 from specjax.engine.runner import WAITING
 from specjax.engine.settings import powers, stretched
 from specjax.engine.start_up import calibration_rounds

@@ -24,7 +24,7 @@ from serve.metrics import Metrics, Snapshot
 from specjax import LLM
 from specjax.control import OFF, Controller, Goodput
 from specjax.engine.engine import Engine
-from specjax.engine.watch import News
+from specjax.engine.sequence import News
 
 # Of the page; joined in this order.
 SCRIPTS = ("base.js", "words.js", "draw.js", "live.js", "prompt.js")  # in order

@@ -29,8 +29,7 @@ from specjax.decode.options import Features
 from specjax.engine.engine import Engine
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job, SampleOutput
-from specjax.engine.start_up import count_programs
-from specjax.engine.watch import News
+from specjax.engine.sequence import News
 from specjax.telemetry import Collector
 
 log = logging.getLogger(__name__)
@@ -166,7 +165,7 @@ class EngineThread:
                 "compiling up to %d programs while the first requests wait; fewer: "
                 "speculation.strategy=off, fewer in speculation.control.strategies, or a smaller "
                 "engine.max_batch; engine.warm_up=sampled compiles before the server listens",
-                sum(count_programs(each.loop, [Features()]) for each in self._engines),
+                sum(each.loop.programs().count([Features()]) for each in self._engines),
             )
         self._send()
 

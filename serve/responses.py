@@ -26,7 +26,7 @@ from fastapi.responses import StreamingResponse
 
 from specjax.engine.prompt_scores import PromptScores
 from specjax.engine.request import SampleOutput
-from specjax.engine.watch import News
+from specjax.engine.sequence import News
 
 LEAST = -9999.0  # OpenAI's value for minus infinity
 

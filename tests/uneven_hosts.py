@@ -16,7 +16,7 @@ import jax
 
 from specjax.control.base import OFF, Controller
 from specjax.engine import start_up
-from specjax.engine.in_flight import InFlight
+from specjax.engine.chunks import InFlight
 from train import rl
 
 TURN = 8  # chunks after which a process finds dear what was cheap

@@ -18,10 +18,9 @@ from specjax.command_line import ConfigError, fingerprint, require_same_settings
 from specjax.config import SpecConfig
 from specjax.config.dtype import AUTO
 from specjax.decode.options import Features
-from specjax.engine.about import start_lines
 from specjax.engine.compiling import OnProgram
 from specjax.engine.sources import load_source
-from specjax.engine.start_up import StartUp, count_programs
+from specjax.engine.start_up import StartUp
 from specjax.hub import ModelNotFoundError, find_model, portable
 from specjax.interfaces import Draft
 from specjax.models.transformer import Params, record_shape
@@ -209,7 +208,7 @@ class Trainer:
 
     def start_lines(self) -> list[str]:
         """What to say of rollouts before they begin."""
-        *lines, kernel = start_lines(self._any_engine)
+        *lines, kernel = self._any_engine.start_lines()
         if self.exact is not None:
             lines.append(self.exact.about())
         return [*lines, f"{kernel} for rollouts, {self.policy.cfg.run.attention} for training"]
@@ -217,7 +216,7 @@ class Trainer:
     def programs_to_compile(self) -> int:
         """How many programs of rollouts `warm_up` compiles."""
         engines = [*self.engines, *self._plain_engines]
-        return sum(count_programs(engine.loop, self._features) for engine in engines)
+        return sum(engine.loop.programs().count(self._features) for engine in engines)
 
     @property
     def _features(self) -> tuple[Features]:

@@ -170,7 +170,6 @@ def _load(args: argparse.Namespace, samples: int) -> LLM:
     """Loads the model, with no more slots than there are samples."""
     from serve.settings import EngineSection, ServeConfig, load_llm
     from specjax.checked_json import CheckpointError, UnsupportedModelError
-    from specjax.engine.about import start_lines
 
     slots = min(args.max_batch, -(-max(1, samples) // max(1, args.replicas)))
     try:
@@ -202,7 +201,7 @@ def _load(args: argparse.Namespace, samples: int) -> LLM:
     if llm.drafting.by_default or args.stats:  # else the checkpoint's head drafts, as expected
         _say(llm.drafting.described(flags))
     if args.stats:
-        for line in start_lines(llm.engine.engines[0]):
+        for line in llm.engine.engines[0].start_lines():
             _say(line)
     return llm
 

@@ -210,7 +210,7 @@ class StreamedText:
         self._known = 0
 
     def chunk(self, strategy: str, bucket: int, rounds: int) -> None:
-        """See `specjax.engine.watch.Watcher`."""
+        """See `specjax.engine.sequence.Watcher`."""
 
     def news(self, ticket: int, news) -> None:
         self._news += news.since(self._known).tokens

@@ -6,6 +6,7 @@ up); `loop` is the host loop, `scheduler` decides what runs next, `runner` holds
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Several
@@ -16,20 +17,17 @@ from specjax.config import ModelConfig, SpecConfig
 from specjax.control import ControlConfig, Controller, make_controller
 from specjax.decode.options import Features
 from specjax.engine.compiling import OnProgram
-from specjax.engine.intake import Intake
 from specjax.engine.loop import Loop
 from specjax.engine.options import Limits
-from specjax.engine.programs import all_of
+from specjax.engine.outstanding import Outstanding, all_of
 from specjax.engine.request import Finished, Job, SampleOutput, Totals
 from specjax.engine.run import run_to_the_end
 from specjax.engine.runner import Runner
 from specjax.engine.scheduler import Scheduler
-from specjax.engine.sequence import Progress
+from specjax.engine.sequence import Progress, Watcher
 from specjax.engine.settings import EngineConfig, piece_widths, strategies_of
-from specjax.engine.start_up import StartUp, calibrate
-from specjax.engine.start_up import warm_up as start_up_of
+from specjax.engine.start_up import StartUp, calibrate, compile_ahead
 from specjax.engine.vocabulary import TokenCounts
-from specjax.engine.watch import Watcher
 from specjax.interfaces import Draft
 from specjax.models.transformer import Params
 from specjax.telemetry import Collector
@@ -93,7 +91,7 @@ class Engine:
         self.limits = Limits(cfg, max_len, stop_width, spec.acceptance if spec else None)
         self.batch, self.max_len = batch, max_len
         telemetry = Collector() if spec and spec.telemetry_on else None
-        self.intake = Intake(self.runner, self.limits)
+        self.intake = Outstanding(self.runner, self.limits)
         self.loop = Loop(self.runner, self.intake, self.config, widths, telemetry)
         if self.runner.ids is not None and spec.token_map is None and spec.by_token:
             self.loop.counts = TokenCounts(cfg.vocab_size, self.runner.ids)
@@ -173,26 +171,23 @@ class Engine:
         Raises:
           RuntimeError: samples run, whose caches would be overwritten.
         """
-        start_up = start_up_of([self], features, on_program)
-        log.info("%s", start_up)
-        return start_up
+        return warm_up([self], features, on_program)
 
-    def prepare_to_warm_up(self) -> None:
-        """Refuses where samples run, see `warm_up`."""
-        if self.scheduler.positions:
-            raise RuntimeError(
-                "warm_up would overwrite the caches of samples that run; call it before add(), or "
-                "suspend() them and add them again"
-            )
-        self._is_warm = True
+    def start_lines(self) -> list[str]:
+        """What to say when it starts: whether it speculates, how, and on which kernel.
 
-    def calibrate(self, features: Features) -> bool:
-        """Measures costs, if the controller asks for that; says whether it does."""
-        wanted = self.control is not None and self.control.controller == "goodput"
-        if wanted:
-            costs, _ = calibrate(self.loop, features)
-            self.controller.calibrated(costs)
-        return wanted
+        Later a controller names the strategy and the accept length in the log of `specjax.control`,
+        at `LOG_EVERY` chunks or more between two lines of a kind.
+        """
+        plans, using = self.runner.plans, f"Using strategy: {self.controller.active}"
+        if len(plans) > 1:
+            kind = self.control.controller
+            using += f" at first; the controller {kind} chooses among {', '.join(plans)}"
+            if self.control.bs_threshold is not None:
+                using += f", off for more than {self.control.bs_threshold} samples at once"
+        enabled = any(plan.tree is not None for plan in plans.values())
+        kernel = f"attention kernel: {self.runner.cfg.run.attention}"
+        return [f"Speculative decoding enabled: {enabled}", using, kernel]
 
     def _controller(self) -> Controller:
         if self.control is None:
@@ -411,3 +406,30 @@ class Engine:
             has run by then.
         """
         return run_to_the_end(self, jobs, on_progress)
+
+
+def warm_up(
+    engines: Several[Engine],
+    features: Several[Features] = (Features(),),
+    on_program: OnProgram | None = None,
+) -> StartUp:
+    """`Engine.warm_up` of several engines, whose programs are compiled side by side."""
+    for engine in engines:
+        if engine.scheduler.positions:
+            raise RuntimeError(
+                "warm_up would overwrite the caches of samples that run; call it before add(), or "
+                "suspend() them and add them again"
+            )
+        engine._is_warm = True
+    start_up = compile_ahead([engine.loop.programs() for engine in engines], features, on_program)
+    for engine in engines:
+        if engine.control is not None and engine.control.controller == "goodput":
+            costs, seconds = calibrate(engine.loop.programs(), features[0])
+            engine.controller.calibrated(costs)
+            seconds += start_up.calibration_seconds
+            start_up = dataclasses.replace(start_up, calibration_seconds=seconds)
+    for engine in engines:
+        engine.runner.agreement.settle()
+        engine.runner.reset()
+    log.info("%s", start_up)
+    return start_up

@@ -15,7 +15,6 @@ from specjax.checkpoint.weights import load_model
 from specjax.config import ModelConfig, SamplingParams, SpecConfig, Strategy
 from specjax.config.dtype import AUTO, about_dtype
 from specjax.control import ControlConfig
-from specjax.engine.about import start_lines
 from specjax.engine.compare import Difference, first_difference
 from specjax.engine.compiling import OnProgram
 from specjax.engine.engine import Engine
@@ -185,7 +184,7 @@ class LLM:
             self.engine = Replicas(engines)
         else:
             self.engine = self._engine(spec, source, control, mesh)
-        for line in start_lines(self.engine.engines[0]):
+        for line in self.engine.engines[0].start_lines():
             log.info("%s", line)
         self.engine.set_params(params, head if self.spec else None)
         self._plain: Engine | None = None

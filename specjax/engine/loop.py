@@ -21,21 +21,19 @@ from collections.abc import Callable
 import numpy as np
 
 from specjax.control import Controller, Observation
-from specjax.decode.chunk import Result, Until
+from specjax.decode.chunk import Result
 from specjax.decode.state import RUNNING
-from specjax.engine.in_flight import Chunk, InFlight
+from specjax.engine.chunks import Chunk, InFlight, NextChunk
 from specjax.engine.inputs import admission_of, piece_of, place_size, row_map_of
-from specjax.engine.intake import Intake
+from specjax.engine.outstanding import Outstanding
 from specjax.engine.pages import PagePool
-from specjax.engine.programs import IN_FLIGHT, choose_program, rows_to_read, until, waiting_for_rows
 from specjax.engine.request import Finished, SampleOutput
 from specjax.engine.runner import FEW, Runner
 from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler, Start
-from specjax.engine.sequence import Brought, Sequence, rejections_until
+from specjax.engine.sequence import Brought, Sequence, Watcher, rejections_until
 from specjax.engine.settings import EngineConfig, powers
-from specjax.engine.turns import Turns
+from specjax.engine.start_up import Programs
 from specjax.engine.vocabulary import TokenCounts
-from specjax.engine.watch import Watcher
 from specjax.interfaces import Sample
 from specjax.telemetry import Collector, SlotInfo, active_transforms
 
@@ -68,7 +66,7 @@ class Loop:
     def __init__(
         self,
         runner: Runner,
-        intake: Intake,
+        intake: Outstanding,
         config: EngineConfig,
         piece_widths: list[int],
         telemetry: Collector | None,
@@ -104,9 +102,8 @@ class Loop:
         self._in_flight = InFlight(runner)
         self._events: list[Finished] = []
         self.others_wait = False
-        self._turns = Turns(runner)
+        self._next_chunk = NextChunk(runner, self.buckets)
         self._rows = 0  # of the next chunk, by what is known when room is made for it
-        self._cut_short = False  # the last chunk ended early, and others still ran
         self._ended: dict[int, None] = {}  # slots, the latest last
         runner.agreement.clear()
 
@@ -114,10 +111,21 @@ class Loop:
         """Length that a sample is expected to have, by those of its prompt."""
         return self.lengths.expected(sequence.job.prompt_hash)
 
-    def reached(self, strategy: str, bucket: int) -> bool:
-        """Whether a chunk of that size may have the strategy."""
-        smaller = max((size for size in self.buckets if size < bucket), default=0)
-        return self.config.named_strategies or self.controller.may_choose(strategy, smaller + 1)
+    def programs(self) -> Programs:
+        """All that may be needed; chunks that the controller never asks for are left out."""
+        rows, strategies, smallest = {}, {}, 1
+        for width in self.piece_widths:
+            most = self.piece_rows(width)
+            several = [most] if self.runner.plan.invariant else sorted({1, min(FEW, most), most})
+            rows[width] = several
+        for bucket in self.buckets:
+            strategies[bucket] = [
+                name
+                for name in self.runner.plans
+                if self.config.named_strategies or self.controller.may_choose(name, smallest)
+            ]
+            smallest = bucket + 1
+        return Programs(self.runner, rows, strategies)
 
     @property
     def running(self) -> list[Sequence]:
@@ -131,7 +139,7 @@ class Loop:
     @property
     def is_ready(self) -> bool:
         """Whether `step` would find something without waiting for the device."""
-        self._in_flight.look()
+        self._in_flight.poll()
         return self._in_flight.is_ready
 
     def step(self, wait: bool = True) -> list[Finished]:
@@ -146,29 +154,27 @@ class Loop:
         if self._fed:
             self.runner.feed(self._fed)
             self._fed = []
-        self._in_flight.look()
-        self._in_flight.notice_what_is_done()
-        agreement = self.runner.agreement
-        alone = self._cut_short and not self._somebody_takes_over
-        ahead = 1 if alone or agreement.one_by_one else IN_FLIGHT
-        enqueued = len(self._in_flight) < ahead and self._schedule()
+        self._in_flight.poll()
+        self._in_flight.resume()
+        limit = self._in_flight.limit(self._rows_are_taken_over)
+        enqueued = len(self._in_flight) < limit and self._schedule()
         if not enqueued and not self._in_flight:
             self._check_that_somebody_runs()
         if self.on_look is not None:
             self.on_look()
-        full = len(self._in_flight) >= ahead or not enqueued
-        if self._in_flight and full and (wait or agreement.is_shared or self.is_ready):
+        full = len(self._in_flight) >= limit or not enqueued
+        wait = wait or self.runner.agreement.is_shared
+        if self._in_flight and full and (wait or self.is_ready):
             self._postprocess(self._in_flight.take())
         if not len(self.intake):
             self._in_flight.clear()
-            self._cut_short = False
         events, self._events = self._events, []
-        self._in_flight.look_away()
+        self._in_flight.pause()
         return events
 
     @property
-    def _somebody_takes_over(self) -> bool:
-        """Whether rows that become free are taken before the host looks."""
+    def _rows_are_taken_over(self) -> bool:
+        """Whether rows that become free have other sequences before the host looks."""
         return self.scheduler.has_waiting or len(self.scheduler.running) > self.slots
 
     @property
@@ -267,11 +273,21 @@ class Loop:
         if not prompts:
             return 0
         width = self._piece_width(prompts[0])
-        rows = rows_to_read(self, len(prompts), width)
+        rows = self._rows_to_read(len(prompts), width)
         self.runner.prefill(piece_of(prompts, rows, width, self.runner))
         for prompt in prompts:
             prompt.read += min(width, prompt.to_read)
         return rows * width
+
+    def _rows_to_read(self, count: int, width: int) -> int:
+        """Rows of the smallest program that was compiled for so many pieces of a width.
+
+        Where there is none, and in `invariant` mode, where one program reads all, as many as are
+        ever read at once.
+        """
+        runner, most = self.runner, self.piece_rows(width)
+        fits = [rows for rows in runner.executables.rows(width + runner.tail) if rows >= count]
+        return most if runner.plan.invariant else min(fits, default=most)
 
     def _piece_width(self, prompt: Prompt) -> int:
         """Positions of the next piece of a prompt, padded."""
@@ -300,39 +316,24 @@ class Loop:
 
     def _enqueue(self) -> bool:
         """Enqueues a chunk of the sequences that may still run."""
-        sure = self._in_flight.sure()
-        running = self.scheduler.running.values()
-        alive = [s for s in running if s.job.limit - s.length > sure[s.ticket]]
-        if not alive:
+        sure, running = self._in_flight.sure(), self.scheduler.running.values()
+        sequences = [s for s in running if s.job.limit - s.length > sure[s]]
+        if not sequences:
             return False
-        by_host = any(s.job.params.stop for s in alive)  # it finds where they end
-        rows = None if by_host or self.controller.is_curious else self._rows
-        # Who started first has a row, so nobody who has taken one over is put back.
-        alive, others = alive[: self.slots], alive[self.slots :]
-        rows = rows and max(rows, len(alive))
-        strategy, alive, rounds, is_try = self._turns.next(alive, self.controller, rows)
-        features, bucket = choose_program(self, strategy, alive)
-        rounds = min(rounds, self.runner.rounds(strategy, bucket))
-        others, spare = waiting_for_rows(others, alive, features), bucket - len(alive)
-        ended = list(self._ended)[-spare:] if self.runner.looks_around and spare else []
-        row_map = row_map_of(alive, bucket, others, ended, self._table, self.runner)
-        ends = Until.of(rounds)
-        if not is_try:
-            smaller = self.runner.buckets(strategy, features)
-            smaller = max((b for b in smaller if b < bucket), default=0)
-            ends = until(rounds, len(alive), len(others), self._others_wait, smaller)
-        enqueued, mark = time.perf_counter(), self.runner.mark
-        result = self.runner.chunk(strategy, features, row_map, ends)
-        result.send()
-        rows = alive + [None] * spare
-        sure = 0 if ends.may_be_early else rounds
-        most = rounds * (self.runner.plans[strategy].steps + 1)
-        self._in_flight.add(
-            Chunk(
-                rows, others, result, strategy, self.version, mark, enqueued, sure, rounds, most,
-                self.runner.agreement.said, is_try,
-            )
-        )  # fmt: skip
+        chunk = self._next_chunk(
+            sequences, self.slots, self._rows, self.controller, self.intake, self._others_wait
+        )
+        runner, ended = self.runner, []
+        if runner.looks_around and chunk.spare:
+            ended = list(self._ended)[-chunk.spare :]
+        row_map = row_map_of(
+            chunk.sequences, chunk.bucket, chunk.waiting, ended, self._table, runner
+        )
+        chunk.after, chunk.mark, chunk.version = time.perf_counter(), runner.mark, self.version
+        chunk.result = runner.chunk(chunk.strategy, chunk.features, row_map, chunk.ends)
+        chunk.result.send()
+        chunk.said = runner.agreement.said
+        self._in_flight.add(chunk)
         return True
 
     @property
@@ -345,8 +346,8 @@ class Loop:
         self.runner.agreement.hear(chunk.said)  # or it may never end
         result, seconds = self._in_flight.wait_for(chunk)
         self.runner.agreement.hear()
-        brought, row_map = Brought.of(result), chunk.rows + chunk.waiting
-        self._cut_short = False
+        brought = Brought.of(result)
+        self._in_flight.cut_short = False
         tree = self.runner.plans[chunk.strategy].tree
         # In a program that can draft the draft reads what is emitted, whether it drafts or not.
         reads = self.runner.arms[chunk.strategy].plan.tree is not None
@@ -354,7 +355,7 @@ class Loop:
         who: list[SlotInfo | None] = [None] * len(result.length)
         ends = np.full(len(who), self.runner.max_len)
         ended = catch_up = 0
-        for index, sequence in enumerate(row_map):
+        for index, sequence in enumerate(chunk.row_map):
             if sequence is None or sequence.slot is None:
                 continue
             if rejections is not None:
@@ -362,7 +363,7 @@ class Loop:
             known = sequence.length
             sample = sequence.look(index, brought, tree, chunk.version)
             if int(result.rounds) < chunk.rounds and brought.finish[index] == RUNNING:
-                self._cut_short = True
+                self._in_flight.cut_short = True
             if sequence.length == known:  # it waited, or the policy has no next token for it
                 if sample is not None:
                     ends[index] = known
@@ -377,7 +378,7 @@ class Loop:
                 ends[index] = len(sequence.job.prompt) + len(sample.token_ids)
                 ended += 1
                 self._finish(sequence, sample)
-        self.latest = chunk.strategy, len(chunk.rows)
+        self.latest = chunk.strategy, chunk.bucket
         if self.watcher is not None:
             self.watcher.chunk(*self.latest, int(result.rounds))
         self._tell_controller(chunk, result, seconds, ended, catch_up)
@@ -387,14 +388,14 @@ class Loop:
     def _tell_controller(
         self, chunk: Chunk, result: Result, seconds: float, ended: int, catch_up: int
     ) -> None:
-        rounds, rows = int(result.rounds), [s for s in chunk.rows if s is not None]
-        opted_out = [s for s in rows if not s.job.params.speculative]
+        rounds, sequences = int(result.rounds), chunk.sequences
+        opted_out = [s for s in sequences if not s.job.params.speculative]
         accepted = result.report.accepted[:rounds]
         if self.runner.plans[chunk.strategy].tree is None:  # as a program of plain decoding tells
             accepted = np.where(result.report.counts[:rounds] > 0, 0, accepted)
         seen = functools.partial(
             Observation,
-            batch_size=len(rows),
+            batch_size=len(sequences),
             strategy=chunk.strategy,
             accepted=accepted,
             tokens=int(result.report.counts[:rounds].sum()),

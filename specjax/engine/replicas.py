@@ -17,14 +17,12 @@ import jax
 from specjax.decode.options import Features
 from specjax.engine.checksum import require_same
 from specjax.engine.compiling import OnProgram
-from specjax.engine.engine import Engine
+from specjax.engine.engine import Engine, warm_up
 from specjax.engine.request import Finished, Job, SampleOutput, Totals
 from specjax.engine.run import run_to_the_end
 from specjax.engine.runner import WAITING
-from specjax.engine.sequence import Progress
+from specjax.engine.sequence import News, Progress, Watcher
 from specjax.engine.start_up import StartUp
-from specjax.engine.start_up import warm_up as start_up_of
-from specjax.engine.watch import News, Watcher
 from specjax.models.transformer import Params
 from specjax.parallel.reshard import Mover, cast
 from specjax.parallel.sharding import joined_mesh
@@ -166,7 +164,7 @@ class Replicas:
         on_program: OnProgram | None = None,
     ) -> StartUp:
         """Compiles for every replica, see `Engine.warm_up`; returns what all of them took."""
-        return start_up_of(self.engines, features, on_program)
+        return warm_up(self.engines, features, on_program)
 
     def replica_of(self, ticket: int) -> int | None:
         """On which replica a sample runs; None: on none, or it has ended."""

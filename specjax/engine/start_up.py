@@ -6,9 +6,8 @@ import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Several
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -21,15 +20,10 @@ from specjax.decode.state import RowMap
 from specjax.engine.compiling import CompilePool, CompileProgress, OnProgram
 from specjax.engine.inputs import admission_of, piece_of, place_size, place_sizes
 from specjax.engine.pages import pages_for
-from specjax.engine.parcel import Parcel
 from specjax.engine.request import make_jobs
-from specjax.engine.runner import FEW, Runner
+from specjax.engine.runner import Packed, Runner
 from specjax.engine.scheduler import Start
 from specjax.engine.sequence import Sequence
-
-if TYPE_CHECKING:
-    from specjax.engine.engine import Engine
-    from specjax.engine.loop import Loop
 
 CONTEXT = 256  # tokens of a sequence while costs are measured, at most
 REPEATS_BESIDE = 2  # of every strategy: were it too long by a hiccup, rounds would look cheap
@@ -74,46 +68,74 @@ def _mib(count: int) -> str:
     return f"{count / 2**20:.1f} MiB"
 
 
-def warm_up(
-    engines: Several[Engine],
-    features: Several[Features],
-    on_program: OnProgram | None = None,
-) -> StartUp:
-    """`Engine.warm_up`, of several engines whose programs are compiled side by side.
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The programs that an engine may need, for any features.
 
-    Programs of replicas are alike, and JAX has no way to load one on other devices than those that
-    it was compiled for. (With a cache directory they are found there on GPUs.)
+    Attributes:
+      rows: by width of a piece of prompts, how many are read at once.
+      strategies: by bucket, those that a chunk of that size may have.
     """
-    for engine in engines:
-        engine.prepare_to_warm_up()
-    start_up = compile_ahead([engine.loop for engine in engines], features, on_program)
-    started = time.perf_counter()
-    measured = [engine.calibrate(features[0]) for engine in engines]
-    if any(measured):
-        seconds = time.perf_counter() - started
-        start_up = dataclasses.replace(start_up, calibration_seconds=seconds)
-    for engine in engines:
-        engine.runner.agreement.settle()
-        engine.runner.reset()
-    return start_up
+
+    runner: Runner
+    rows: Mapping[int, Several[int]]
+    strategies: Mapping[int, Several[str]]
+
+    @property
+    def chunks(self) -> list[tuple[str, int]]:
+        """A strategy and a bucket for each program of chunks."""
+        arms = self.runner.arms
+        found = {
+            (arms[strategy].program, bucket): (strategy, bucket)
+            for strategy in self.runner.plans
+            for bucket, strategies in self.strategies.items()
+            if strategy in strategies
+        }
+        return list(found.values())
+
+    def count(self, features: Several[Features]) -> int:
+        """How many `start` starts."""
+        reads = sum(map(len, self.rows.values()))
+        return reads + len(place_sizes(self.runner.batch)) + len(self.chunks) * len(features)
+
+    def start(self, features: Several[Features]) -> Iterator[Result | None]:
+        """Starts every program: prefill by width, placement by size, chunks by strategy and bucket.
+
+        Yields:
+          what each brings for the host.
+        """
+        runner = self.runner
+        for width, sizes in self.rows.items():
+            for rows in sizes:
+                yield runner.prefill(piece_of([], rows, width, runner))
+        for count in place_sizes(runner.batch):
+            yield runner.place(admission_of(_starts(runner, 1, 1), count, runner))
+        # Smallest first: what a larger program covers already would not be compiled.
+        features = sorted(features, key=lambda f: f.size)
+        for strategy, bucket in self.chunks:
+            for wanted in features:
+                runner.place(admission_of(_starts(runner, 1, _context(runner)), 1, runner))
+                yield _start_chunk(runner, strategy, wanted, bucket, rounds=1)
 
 
 def compile_ahead(
-    loops: Several[Loop], features: Several[Features], on_program: OnProgram | None = None
+    engines: Several[Programs], features: Several[Features], on_program: OnProgram | None = None
 ) -> StartUp:
-    """Builds every program of every loop, see `start_programs`.
+    """Compiles every program of several engines, side by side.
 
-    Each runs once, over a prefix: the first run of a program takes many times as long as those that
-    follow, and what it skips then is as slow when it comes.
+    Programs of replicas are alike, and JAX has no way to load one on other devices than those that
+    it was compiled for. (With a cache directory they are found there on GPUs.) Each runs once, over
+    a prefix: the first run of a program takes many times as long as those that follow, and what it
+    skips then is as slow when it comes.
 
     Args:
       on_program: hears at the beginning, of each program that is ready, and now and then between,
         how many are ready, and of how many; None: a warning is logged when it takes long.
     """
     started, tell = time.perf_counter(), on_program or CompileProgress()
-    runners = [loop.runner for loop in loops]
+    runners = [programs.runner for programs in engines]
     built = sum(runner.compilations for runner in runners)
-    done, total = 0, sum(count_programs(loop, features) for loop in loops)
+    done, total = 0, sum(programs.count(features) for programs in engines)
 
     def ready(count: int) -> None:
         nonlocal done
@@ -123,26 +145,26 @@ def compile_ahead(
     ready(0)
     for runner in runners:
         runner.reset()
-    side_by_side = [loop for loop in loops if loop.runner.executables.threads > 1]
+    side_by_side = [each for each in engines if each.runner.executables.threads > 1]
     if side_by_side:
-        threads = min(loop.runner.executables.threads for loop in side_by_side)
+        threads = min(each.runner.executables.threads for each in side_by_side)
         with contextlib.ExitStack() as stack, CompilePool(threads, ready) as pool:
-            for loop in side_by_side:
-                stack.enter_context(loop.runner.executables.ahead(pool))
+            for programs in side_by_side:
+                stack.enter_context(programs.runner.executables.ahead(pool))
                 submitted = pool.submitted
-                for _ in start_programs(loop, features):
+                for _ in programs.start(features):
                     if pool.submitted == submitted:  # it was compiled before
                         ready(1)
                     submitted = pool.submitted
                     pool.collect()
             pool.finish()
-    for loop in loops:
-        with loop.runner.executables.ahead(None):
-            for result in start_programs(loop, features):
+    for programs in engines:
+        with programs.runner.executables.ahead(None):
+            for result in programs.start(features):
                 jax.block_until_ready(result)
-                if loop not in side_by_side:
+                if programs not in side_by_side:
                     ready(1)
-        jax.block_until_ready(loop.runner.state)
+        jax.block_until_ready(programs.runner.state)
     memory = [runner.executables.memory() for runner in runners]
     return StartUp(
         programs=sum(runner.compilations for runner in runners) - built,
@@ -154,53 +176,7 @@ def compile_ahead(
     )
 
 
-def start_programs(loop: Loop, features: Several[Features]) -> Iterator[Result | None]:
-    """Starts every program: prefill by width, placement by size, chunks by strategy and bucket.
-
-    Chunks that the controller never asks for are left out, see `Loop.reached`.
-
-    Yields:
-      what each brings for the host.
-    """
-    runner = loop.runner
-    for width in loop.piece_widths:
-        for rows in _rows_at_once(loop, width):
-            yield runner.prefill(piece_of([], rows, width, runner))
-    for count in place_sizes(runner.batch):
-        yield runner.place(admission_of(_starts(runner, 1, 1), count, runner))
-    # Smallest first: what a larger program covers already would not be compiled.
-    features = sorted(features, key=lambda f: f.size)
-    for strategy, bucket in _chunks(loop):
-        for wanted in features:
-            runner.place(admission_of(_starts(runner, 1, _context(runner)), 1, runner))
-            yield _start_chunk(runner, strategy, wanted, bucket, rounds=1)
-
-
-def count_programs(loop: Loop, features: Several[Features]) -> int:
-    """How many `start_programs` starts."""
-    reads = sum(len(_rows_at_once(loop, width)) for width in loop.piece_widths)
-    chunks = len(_chunks(loop)) * len(features)
-    return reads + len(place_sizes(loop.runner.batch)) + chunks
-
-
-def _rows_at_once(loop: Loop, width: int) -> list[int]:
-    most = loop.piece_rows(width)
-    return [most] if loop.runner.plan.invariant else sorted({1, min(FEW, most), most})
-
-
-def _chunks(loop: Loop) -> list[tuple[str, int]]:
-    """A strategy and a bucket for each program that chunks may need."""
-    runner = loop.runner
-    found = {
-        (runner.arms[strategy].program, bucket): (strategy, bucket)
-        for strategy in runner.plans
-        for bucket in loop.buckets
-        if loop.reached(strategy, bucket)
-    }
-    return list(found.values())
-
-
-def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
+def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]:
     """Seconds per round of every strategy at every bucket, measured in turns.
 
     What a chunk takes beside its rounds is measured with none. The first turn tells how many rounds
@@ -211,7 +187,7 @@ def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
     Returns:
       the table, and the seconds that measuring took.
     """
-    runner, started = loop.runner, time.perf_counter()
+    runner, started = programs.runner, time.perf_counter()
     samples: dict[tuple[str, int], list[float]] = {}
     beside: dict[int, float] = {}
 
@@ -225,8 +201,7 @@ def calibrate(loop: Loop, features: Features) -> tuple[CostTable, float]:
             count = _chunk(runner, strategy, features, bucket, rounds)
             yield runner.agreement.agree(time.perf_counter() - begin), count
 
-    for bucket in loop.buckets:
-        names = [name for name in runner.plans if loop.reached(name, bucket)]
+    for bucket, names in programs.strategies.items():
         beside[bucket] = statistics.median(
             min(next(measured(name, 0))[0] for _ in range(REPEATS_BESIDE)) for name in names
         )
@@ -288,7 +263,7 @@ def _chunk(runner: Runner, strategy, features, bucket, rounds: int) -> int:
     return int(result.open().rounds)
 
 
-def _start_chunk(runner: Runner, strategy, features, bucket, rounds: int) -> Parcel[Result]:
+def _start_chunk(runner: Runner, strategy, features, bucket, rounds: int) -> Packed[Result]:
     """Starts a chunk of the first slots, each in pages of its own as long as there are enough."""
     emitted = IN_A_ROW * runner.most_tokens(bucket)
     needed = min(_context(runner) + emitted, runner.max_len)

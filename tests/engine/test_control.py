@@ -27,10 +27,10 @@ from specjax.control import (
 from specjax.control.base import Controller
 from specjax.control.costs import CostTable
 from specjax.decode.options import Features
-from specjax.engine import compiling, in_flight, start_up
+from specjax.engine import chunks, compiling, start_up
+from specjax.engine.chunks import Chunk, InFlight
 from specjax.engine.compiling import threads_for
 from specjax.engine.engine import Engine
-from specjax.engine.in_flight import Chunk, InFlight
 from specjax.engine.request import SpecStats, Totals
 from specjax.engine.settings import EngineConfig
 
@@ -294,10 +294,10 @@ def test_what_a_gate_never_lets_through_is_not_compiled_ahead_unless_requests_ma
     chunks = {}
     for named in (False, True):
         engine = engine_of(batch=8, control=control, named_strategies=named)
-        reached = [(s, b) for s in ARMS for b in (1, 2, 4, 8) if engine.loop.reached(s, b)]
+        programs = engine.loop.programs()
+        reached = programs.chunks
         chunks[named] = len(reached)
-        others = start_up.count_programs(engine.loop, [])
-        assert start_up.count_programs(engine.loop, [Features()]) == others + len(reached)
+        assert programs.count([Features()]) == programs.count([]) + len(reached)
         assert {bucket for strategy, bucket in reached if strategy == "off"} == {1, 2, 4, 8}
         drafting = {bucket for strategy, bucket in reached if strategy != "off"}
         assert drafting == ({1, 2, 4, 8} if named else {1, 2})
@@ -423,14 +423,15 @@ def test_calibration_measures_a_round_and_not_the_first_run_of_its_program(monke
     monkeypatch.setattr(start_up, "_chunk", chunk)
     monkeypatch.setattr(start_up, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     engine = adaptive()
-    start_up.compile_ahead([engine.loop], [Features()])
-    costs, seconds = start_up.calibrate(engine.loop, Features())
+    programs = engine.loop.programs()
+    start_up.compile_ahead([programs], [Features()])
+    costs, seconds = start_up.calibrate(programs, Features())
     assert 0 < seconds < 1
     for strategy, bucket in itertools.product(ARMS, (1, 2)):
         assert costs.seconds(strategy, bucket) == pytest.approx(per_round[strategy], rel=1e-6)
         assert costs.beside(bucket) == pytest.approx(overhead, rel=1e-6)
-    monkeypatch.setattr(type(engine.loop), "reached", lambda loop, s, b: s == "off" or b == 1)
-    costs, _ = start_up.calibrate(engine.loop, Features())
+    some = dataclasses.replace(programs, strategies={1: ARMS, 2: ("off",)})
+    costs, _ = start_up.calibrate(some, Features())
     known = {(s, b) for s, b in itertools.product(ARMS, (1, 2)) if costs.known(s, b)}
     assert known == {("off", 1), ("1_1_2", 1), ("3_1_4", 1), ("off", 2)}
 
@@ -480,21 +481,26 @@ class Results:
         return None
 
 
+def enqueued(result, after, mark=None) -> Chunk:
+    nothing = ("off", Features(), 1, [], [], None, 1, False, 1)
+    return Chunk(*nothing, result=result, after=after, mark=mark)
+
+
 @pytest.mark.parametrize(("seen_at", "seconds"), [(2.0, 10.0), (7.0, math.nan), (None, math.nan)])
 def test_the_time_of_a_chunk_after_prompts_is_known_if_its_beginning_was_seen(
     monkeypatch, seen_at, seconds
 ):
     """Those who only poll (replicas) may have seen that it waited, and soon after that it ran."""
     now, mark = [1.0], Mark()
-    monkeypatch.setattr(in_flight, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(chunks, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     mine = InFlight(adaptive().runner)
-    chunk = Chunk([], [], Results(mark), "off", 0, mark, 0.5, 0, 1, 1, 0)
+    chunk = enqueued(Results(mark), 0.5, mark)
     mine.add(chunk)
-    mine.look()
+    mine.poll()
     mark.ready = True
     if seen_at is not None:
         now[0] = seen_at
-        mine.look()
+        mine.poll()
     now[0] = 12.0
     assert mine.wait_for(mine.take())[1] == pytest.approx(seconds, nan_ok=True)
 
@@ -503,18 +509,18 @@ def test_the_time_of_a_chunk_after_prompts_is_known_if_its_beginning_was_seen(
 def test_time_in_which_nobody_asked_is_no_time_of_a_chunk(monkeypatch, away, seconds):
     """Who drives the engine may do other things for longer than the device runs."""
     now, mark = [11.0 - away], Mark()
-    monkeypatch.setattr(in_flight, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(chunks, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     mine = InFlight(adaptive().runner)
-    mine.look_away()
+    mine.pause()
     result = Results(mark)
-    chunk = Chunk([], [], result, "off", 0, None, 1.0, 0, 1, 1, 0)
+    chunk = enqueued(result, 1.0)
     mine.add(chunk)
     now[0], mark.ready = 11.0, True
-    mine.notice_what_is_done()
+    mine.resume()
     timed = mine.wait_for(mine.take())[1]
     assert timed == pytest.approx(seconds, rel=0.02, nan_ok=True)
     now[0] = 20.0  # nor does anybody know when the one behind it began
-    behind = Chunk([], [], result, "off", 0, None, 1.0, 0, 1, 1, 0)
+    behind = enqueued(result, 1.0)
     expected = math.nan if away > 1 else 9.0
     assert mine.wait_for(behind)[1] == pytest.approx(expected, rel=0.02, nan_ok=True)
 

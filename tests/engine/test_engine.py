@@ -14,11 +14,11 @@ from tiny import tiny_config
 
 from specjax import SpecConfig
 from specjax.decode.chunk import NEVER
+from specjax.engine.chunks import choose_program, until
 from specjax.engine.engine import Engine
 from specjax.engine.inputs import row_map_of
-from specjax.engine.intake import Intake
+from specjax.engine.outstanding import Outstanding
 from specjax.engine.pages import NOBODYS
-from specjax.engine.programs import choose_program, until
 from specjax.engine.replicas import Replicas
 from specjax.engine.sequence import Progress
 from specjax.engine.settings import EngineConfig
@@ -518,18 +518,17 @@ def test_what_ended_in_a_swap_of_weights_cannot_be_aborted_any_more():
 
 def test_in_invariant_mode_one_program_runs_until_nobody_is_left():
     """Else the bits of a sample would depend on when its neighbours end."""
-    intake = Intake(warm().runner, warm().limits)
+    intake = Outstanding(warm().runner, warm().limits)
     runner = SimpleNamespace(plan=SimpleNamespace(invariant=True), batch=8)
-    loop = SimpleNamespace(runner=runner, intake=intake)
 
     def program(*params):
         found = [intake.add(jobs_of([1, 2], p)[0]) for p in params]
-        return found, choose_program(loop, "off", found)
+        return found, choose_program(runner, [8], intake, "off", found)
 
     [plain, other], both = program(ONE, dataclasses.replace(ONE, top_k=3))
     assert both[0].covers(other.features) and both[1] == 8
     intake.forget(other)
-    assert choose_program(loop, "off", [plain]) == both
+    assert choose_program(runner, [8], intake, "off", [plain]) == both
     intake.forget(plain)
     assert program(ONE)[1] == (plain.features.widened(), 8) != both
 

@@ -9,7 +9,7 @@ from engines import LONG, jobs_of, warm
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specjax.engine.watch import News
+from specjax.engine.sequence import News
 
 
 class Watcher:

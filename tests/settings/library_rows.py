@@ -205,8 +205,8 @@ def first_to_start(config: EngineConfig):
 def reached(config: EngineConfig):
     """For which batches a strategy is compiled that the controller has for one sample alone."""
     control = ControlConfig(strategies=("off", "1_1_2"), bs_threshold=1)
-    loop = engine_of(SpecConfig("1_1_2"), config, control).loop
-    return [loop.reached("1_1_2", bucket) for bucket in loop.buckets]
+    programs = engine_of(SpecConfig("1_1_2"), config, control).loop.programs()
+    return [bucket for name, bucket in programs.chunks if name == "1_1_2"]
 
 
 def kernel(config: EngineConfig):

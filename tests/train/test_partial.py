@@ -9,7 +9,6 @@ import tiny_run
 from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import parse_config
 from specjax.decode import round as decode_round
-from specjax.engine.start_up import count_programs
 from specjax.interfaces import Denominators
 from train import rl
 from train.algo import algo
@@ -221,7 +220,7 @@ def test_the_controllers_choices_are_in_the_logs(partial):
 def test_exact_mode_decodes_all_that_a_step_began_again_and_finds_no_difference(partial):
     trainer, steps, *_ = partial
     assert "exact mode: acceptance coupled" in trainer.start_lines()[-2]
-    assert trainer.programs_to_compile() > count_programs(trainer.engine.loop, trainer._features)
+    assert trainer.programs_to_compile() > trainer.engine.loop.programs().count(trainer._features)
     for metrics in steps:  # every carried sample has tokens of the step that drew its group
         assert metrics["rollout/exact_compared"] == 2 * metrics["rollout/groups_drawn"]
         assert metrics["rollout/exact_differences"] == metrics["rollout/exact_unexplained"] == 0

@@ -24,7 +24,6 @@ from specjax.drafts.mtp import weight_axes
 from specjax.engine.compiling import NotCompiled
 from specjax.engine.engine import Engine
 from specjax.engine.sources import model_source, source_of
-from specjax.engine.start_up import start_programs
 from specjax.hub import find_model
 from specjax.interfaces import Denominators, Draft
 from specjax.models.transformer import Params, init_params, record_shape, to_decode_layout
@@ -335,7 +334,7 @@ def engine_programs(engine: Engine, part: str, features: Features) -> Iterator[P
         return NotCompiled(donate)
 
     runner.executables.build = build
-    for _ in start_programs(engine.loop, (features,)):
+    for _ in engine.loop.programs().start((features,)):
         while found:
             key, lower = found.pop(0)
             pages, state = caches(runner.state)

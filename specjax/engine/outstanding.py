@@ -1,9 +1,12 @@
-"""The samples that an engine was given and that have not ended."""
+"""The samples that were added to an engine and have not ended."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections import Counter
+from collections.abc import Iterable
 
 from specjax.decode.options import Features
 from specjax.engine.options import Limits, check_job, features_of
@@ -13,8 +16,8 @@ from specjax.engine.sequence import Progress, Sequence
 from specjax.spelling import SettingError
 
 
-class Intake:
-    """Takes jobs that fit, gives each a ticket, and knows what they ask of a program.
+class Outstanding:
+    """Makes sequences of jobs that fit, and knows what those that have not ended ask of a program.
 
     Args:
       runner: whose pages they must fit into. limits: of a single job.
@@ -125,3 +128,8 @@ class Intake:
             features = features_of(job, self._runner.cfg.vocab_size)
             self._last_asked = job, features
         return features
+
+
+def all_of(features: Iterable[Features]) -> Features:
+    """What any of them asks for."""
+    return functools.reduce(operator.or_, features)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from specjax.engine.parcel import Parcel
+from specjax.engine.runner import Packed
 
 DTYPES = (np.int32, np.uint32, np.float32, np.bool_)
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)
@@ -25,22 +25,22 @@ def same_bits(wanted, got):
 def test_a_tree_comes_out_as_it_went_in_to_the_bit(arrays):
     """NaN with any payload, -0.0, empty arrays and scalars as well."""
     tree = {"first": arrays[0], "others": (None, arrays[1:])}
-    opened = Parcel.of(jax.tree.map(jnp.asarray, tree)).open()
+    opened = Packed.of(jax.tree.map(jnp.asarray, tree)).open()
     assert jax.tree.structure(opened) == jax.tree.structure(tree)
     jax.tree.map(same_bits, tree, opened)
 
 
 def test_a_compiled_program_gives_one_array_which_can_be_opened():
     def program(x):
-        return x + 1, Parcel.of({"sum": x.sum(), "odd": x % 2 == 1, "half": x / 2})
+        return x + 1, Packed.of({"sum": x.sum(), "odd": x % 2 == 1, "half": x / 2})
 
     x = jnp.arange(4)
     compiled = jax.jit(program).lower(x).compile()
-    _, parcel = compiled(x)
-    assert len(jax.tree.leaves(parcel)) == 1
-    parcel.send()
-    opened = parcel.open()
-    assert parcel.is_ready and opened["sum"] == 6
+    _, packed = compiled(x)
+    assert len(jax.tree.leaves(packed)) == 1
+    packed.send()
+    opened = packed.open()
+    assert packed.is_ready and opened["sum"] == 6
     np.testing.assert_array_equal(opened["odd"], [False, True, False, True])
     np.testing.assert_array_equal(opened["half"], np.float32([0, 0.5, 1, 1.5]))
 
@@ -48,4 +48,4 @@ def test_a_compiled_program_gives_one_array_which_can_be_opened():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
 def test_what_has_no_32_bits_is_refused(dtype):
     with pytest.raises(TypeError, match=r"expected an array of booleans or 32-bit numbers, got "):
-        Parcel.of([jnp.zeros(2, dtype)])
+        Packed.of([jnp.zeros(2, dtype)])
