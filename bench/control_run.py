@@ -163,7 +163,7 @@ class Stream:
         engine.clear(slots)
         recorder.clear()
         engine.controller = recorder
-        self._open: set[int] = set()
+        self._open = set()
         self._finished = 0
 
     def step(self) -> None:
@@ -171,13 +171,13 @@ class Stream:
         while self.engine.outstanding < 2 * self._slots + 1:
             self._open.update(self.engine.add(job) for job in next(self._jobs))
         for event in self.engine.step():
-            self._open.remove(event.ticket)
+            self._open.remove(event.sequence)
             self._finished += len(event.sample.token_ids)
 
     @property
     def tokens(self) -> int:
         """Emitted so far, by samples that ended and by those that run."""
-        return self._finished + sum(len(self.engine.progress(t).tokens) for t in self._open)
+        return self._finished + sum(len(sequence.tokens) for sequence in self._open)
 
     def fill(self) -> None:
         """Enqueues the start of as many samples as there are slots."""
@@ -305,7 +305,7 @@ class Bench:
     def recalibrate(self) -> None:
         """Measures `costs` again, as another start of the engine would."""
         self.engine.clear()
-        self.costs, _ = calibrate(self.engine.loop.programs(), Features())
+        self.costs, _ = calibrate(self.engine.programs(), Features())
         self.engine.runner.reset()
 
     def static(self, strategy: str) -> Controller:

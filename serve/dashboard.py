@@ -59,7 +59,7 @@ class Dashboard:
         # Estimates, when they were made, and when plain decoding was last measured:
         self._gains: tuple[dict, float, float | None] | None = None
         self._asked, self._asked_of = 0.0, 0
-        self._lanes: dict[int, dict[int, int]] = {}  # by replica and ticket
+        self._lanes: dict[int, dict[int, int]] = {}  # by replica and number of the sequence
         # (replica, size): the round in which plain decoding was measured last, and when that was.
         self._plain: dict[tuple[int, int], tuple[int, float]] = {}
         # The event loop writes these:
@@ -103,7 +103,7 @@ class Dashboard:
         self._seen = self._metrics.snapshot, replicas
         now, asked = time.monotonic(), False
         for index, engine in enumerate(engines):
-            size = engine.loop.latest[1] if engine.loop.latest else 0
+            size = engine.latest[1] if engine.latest else 0
             plain = self._plain_measured(index, size, engine.controller, now)
             if asked or not size or not engine.scheduler.running:
                 continue
@@ -117,18 +117,19 @@ class Dashboard:
     def _picture(self, replica: int, engine: Engine) -> dict[str, Any]:
         """What runs on a replica.
 
-        A sample keeps its lane, a row of the page. An entry of `lanes` is [lane, ticket, tokens by
-        origin (draft, bonus, plain), most tokens, whether it may be drafted for].
+        A sample keeps its lane, a row of the page. An entry of `lanes` is [lane, number of the
+        sequence, tokens by origin (draft, bonus, plain), most tokens, whether it may be drafted
+        for].
         """
-        strategy, bucket = engine.loop.latest or ("", 0)
-        running, before = engine.loop.running, self._lanes.get(replica, {})
-        mine = {s.ticket: before[s.ticket] for s in running if s.ticket in before}
+        strategy, bucket = engine.latest or ("", 0)
+        running, before = engine.running, self._lanes.get(replica, {})
+        mine = {s.number: before[s.number] for s in running if s.number in before}
         free = iter(sorted(set(range(engine.batch)) - set(mine.values())))
-        for ticket in (s.ticket for s in running if s.ticket not in mine):
-            mine[ticket] = next(free)
+        for number in (s.number for s in running if s.number not in mine):
+            mine[number] = next(free)
         self._lanes[replica] = mine
         lanes = [
-            [mine[s.ticket], s.ticket, *s.origins, s.most, s.job.params.speculative]
+            [mine[s.number], s.number, *s.origins, s.most, s.job.params.speculative]
             for s in running
         ]
         return {"strategy": strategy, "bucket": bucket, "lanes": sorted(lanes)}
@@ -237,7 +238,7 @@ def about(llm: LLM, engines: Sequence[Engine]) -> dict[str, Any]:
         "controller": None if first.control is None else first.controller.kind,
         "acceptance": None if first.spec is None else first.spec.acceptance,
         "slots": [engine.batch for engine in engines],
-        "buckets": first.loop.buckets,
+        "buckets": first.buckets,
         "max_len": llm.max_len,
         "vocabulary": llm.cfg.vocab_size,
         "has_tokenizer": llm.tokenizer is not None,

@@ -30,6 +30,7 @@ from specjax.engine.engine import Engine
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job, SampleOutput
 from specjax.engine.sequence import News
+from specjax.engine.sequence import Sequence as Sample
 from specjax.telemetry import Collector
 
 log = logging.getLogger(__name__)
@@ -91,13 +92,12 @@ class StepOutput(NamedTuple):
 
     Attributes:
       chunks: strategy, bucket and rounds of each chunk.
-      news: ticket, news and replica of each sample that got tokens.
-      ended: samples that ended, by ticket.
+      news: of each sample that got tokens. ended: what the samples have become that ended.
     """
 
     chunks: list[tuple[str, int, int]]
-    news: list[tuple[int, News, int]]
-    ended: dict[int, SampleOutput]
+    news: list[tuple[Sample, News]]
+    ended: dict[Sample, SampleOutput]
 
 
 class Request:
@@ -115,7 +115,7 @@ class Request:
         self.open = len(jobs)
         self.last = [0.0] * len(jobs)  # when each sample got its last token
         # The engine's thread writes these:
-        self.tickets: list[int] = []
+        self.samples: list[Sample] = []
         self.aborted = False
 
 
@@ -136,15 +136,16 @@ class EngineThread:
         self.error: BaseException | None = None
         self.asleep = False
         self._engine = llm.engine
-        self._engine.watcher, self._engine.on_look = self, self._send
+        self._engine.on_poll = self._send
         self._engines = llm.engine.engines
         for engine in self._engines:
+            engine.watcher = self
             engine.runner.executables.before_build = functools.partial(self._compiles, engine)
         self.dashboard = Dashboard(llm, self._engines, metrics)
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._to_abort: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._owners: dict[int, tuple[Request, int]] = {}  # by ticket
-        self._sent: dict[int, int] = {}  # tokens of a ticket that the event loop has got
+        self._owners: dict[Sample, tuple[Request, int]] = {}
+        self._sent: dict[Sample, int] = {}  # tokens that the event loop has got
         self._current = StepOutput([], [], {})  # of the step that runs
         self._unsent: list[StepOutput] = []
         self._results: list[Result] = []
@@ -165,7 +166,7 @@ class EngineThread:
                 "compiling up to %d programs while the first requests wait; fewer: "
                 "speculation.strategy=off, fewer in speculation.control.strategies, or a smaller "
                 "engine.max_batch; engine.warm_up=sampled compiles before the server listens",
-                sum(each.loop.programs().count([Features()]) for each in self._engines),
+                sum(each.programs().count([Features()]) for each in self._engines),
             )
         self._send()
 
@@ -258,9 +259,8 @@ class EngineThread:
     def chunk(self, strategy: str, bucket: int, rounds: int) -> None:
         self._current.chunks.append((strategy, bucket, rounds))
 
-    def news(self, ticket: int, news: News) -> None:
-        replica = self._engine.replica_of(ticket) if len(self._engines) > 1 else 0
-        self._current.news.append((ticket, news, replica))
+    def news(self, sample: Sample, news: News) -> None:
+        self._current.news.append((sample, news))
 
     # --- the thread ------------------------------------------------------------------------------
 
@@ -305,12 +305,10 @@ class EngineThread:
             raise Asleep("the server is asleep; POST /wake")
         if request.aborted:
             return
-        for job in request.jobs:
-            self._engine.check(job)
-        for index, job in enumerate(request.jobs):
-            ticket = self._engine.add(job)
-            request.tickets.append(ticket)
-            self._owners[ticket] = request, index
+        request.samples = [self._engine.make(job) for job in request.jobs]
+        for index, sample in enumerate(request.samples):
+            self._owners[sample] = request, index
+            self._engine.queue(sample)
 
     def _abort_requests(self) -> None:
         """Aborts the requests whose clients have gone; one that was not added yet never will be."""
@@ -320,14 +318,14 @@ class EngineThread:
             except queue.Empty:
                 return
             request.aborted = True
-            for ticket in request.tickets:
-                if self._owners.pop(ticket, None) is not None:
-                    self._engine.abort(ticket)
-                    self._sent.pop(ticket, None)
+            for sample in request.samples:
+                if self._owners.pop(sample, None) is not None:
+                    self._engine.abort(sample)
+                    self._sent.pop(sample, None)
 
     def _step(self) -> None:
         """Makes a step; the engine calls `_send` for the one before when this one is enqueued."""
-        ended = {event.ticket: event.sample for event in self._engine.step()}
+        ended = {event.sequence: event.sample for event in self._engine.step()}
         if ended or self._current.news or self._current.chunks:
             self._unsent.append(self._current._replace(ended=ended))
             self._current = StepOutput([], [], {})
@@ -349,26 +347,26 @@ class EngineThread:
         for strategy, bucket, rounds in step.chunks:
             self.metrics.chunk(strategy, bucket, rounds)
             self.dashboard.chunk(strategy, rounds)
-        fresh: dict[int, list[News]] = {}
-        for ticket, news, replica in step.news:
-            known, end = self._sent.get(ticket, news.at), news.at + len(news.tokens)
-            self.metrics.news(news, replica)
+        fresh: dict[Sample, list[News]] = {}
+        for sample, news in step.news:
+            known, end = self._sent.get(sample, news.at), news.at + len(news.tokens)
+            self.metrics.news(news, sample.replica)
             self.dashboard.news(news, max(end - known, 0))
             # Without an owner, the client has gone; without new tokens, see `News`.
-            if ticket in self._owners and end > known:
-                self._sent[ticket] = end
-                fresh.setdefault(ticket, []).append(news.since(known))
+            if sample in self._owners and end > known:
+                self._sent[sample] = end
+                fresh.setdefault(sample, []).append(news.since(known))
         updates = []
-        for ticket in dict.fromkeys([*fresh, *step.ended]):
-            owner = self._owners.get(ticket)
+        for sample in dict.fromkeys([*fresh, *step.ended]):
+            owner = self._owners.get(sample)
             if owner is None:
                 continue
             request, index = owner
-            sample = step.ended.get(ticket)
-            updates.append((request, Update(index, fresh.get(ticket, ()), sample)))
-            if sample is not None:
-                del self._owners[ticket]
-                self._sent.pop(ticket, None)
+            ended = step.ended.get(sample)
+            updates.append((request, Update(index, fresh.get(sample, ()), ended)))
+            if ended is not None:
+                del self._owners[sample]
+                self._sent.pop(sample, None)
         return updates
 
     def _die(self, error: BaseException) -> None:
@@ -389,7 +387,7 @@ class EngineThread:
         """Copies the engine's numbers for /metrics, which must not read a running engine."""
         engine, several = self._engine, self._engines
         schedulers = [one.scheduler for one in several]
-        counts = [len(one.loop.running) for one in several]
+        counts = [len(one.running) for one in several]
         running = sum(counts)
         not_finite = {
             name: None
@@ -402,7 +400,7 @@ class EngineThread:
             waiting=engine.outstanding - running,
             pages_used=sum(scheduler.pool.used for scheduler in schedulers),
             pages=sum(scheduler.pool.count - 1 for scheduler in schedulers),
-            preemptions=engine.preemptions,
+            preemptions=sum(one.preemptions for one in several),
             compilations=sum(one.runner.compilations for one in several),
             version=engine.version,
             rejections={} if engine.telemetry is None else engine.telemetry.causes,
@@ -410,9 +408,7 @@ class EngineThread:
                 Replica(one.controller.active, count, one.outstanding - count)
                 for one, count in zip(several, counts, strict=True)
             ),
-            bucket=sum(
-                one.loop.latest[1] for one in several if one.scheduler.running and one.loop.latest
-            ),
+            bucket=sum(one.latest[1] for one in several if one.scheduler.running and one.latest),
             alarms=tuple(f"the {name}'s weights are not finite" for name in not_finite),
         )
         self.dashboard.look(several)
@@ -459,5 +455,5 @@ class EngineThread:
 def count_only(engine: Engine | Replicas) -> None:
     """Makes an engine's telemetry count without records, whose number would grow for ever."""
     collector = Collector(max_records=0)
-    for one in engine.engines:
-        one.loop.telemetry = collector
+    for one in (engine, *engine.engines):
+        one.telemetry = collector

@@ -26,7 +26,6 @@ from specjax.command_line import ConfigError
 from specjax.config import SamplingParams
 from specjax.engine.engine import Engine
 from specjax.engine.request import (
-    Finished,
     Job,
     SampleOutput,
     Totals,
@@ -34,7 +33,8 @@ from specjax.engine.request import (
     require_valid,
     special_name,
 )
-from specjax.engine.sequence import Progress
+from specjax.engine.sequence import Finished, Progress
+from specjax.engine.sequence import Sequence as Added
 from specjax.engine.stops import StopStrings
 from specjax.parallel import distributed
 from train.groups import (
@@ -278,8 +278,8 @@ class StepRollout:
         self._draw, self._jobs, self._score = draw, jobs, score
         self._carried = list(carried)
         self.groups: list[Group] = []
-        self._running: list[dict[int, Response]] = []  # by ticket, for each group
-        self._group_of: dict[int, int] = {}
+        self._running: list[dict[Added, Response]] = []  # for each group
+        self._group_of: dict[Added, int] = {}
         steps = engine.runner.steps
         self.totals = Totals(steps, np.zeros(steps + 2, np.int64))
 
@@ -339,14 +339,14 @@ class StepRollout:
                     response.transformed_logprobs,
                     response.records,
                 )
-            ticket = self.engine.add(job, progress)
-            running[ticket], self._group_of[ticket] = response, index
+            sequence = self.engine.add(job, progress)
+            running[sequence], self._group_of[sequence] = response, index
 
     def _finish(self, event: Finished) -> None:
-        index = self._group_of[event.ticket]
+        index = self._group_of[event.sequence]
         position = self.groups[index].position
         require_valid([event.sample], lambda _: f"the rollout of problem {position} in the data")
-        response = self._running[index].pop(event.ticket)
+        response = self._running[index].pop(event.sequence)
         self._take(response, event.sample, finished=True)
         if event.verdict is not None:
             response.reward, response.failed = event.verdict
@@ -369,15 +369,15 @@ class StepRollout:
         """Stops samples that have as many tokens as the budget, which will not rise."""
         for index, running in enumerate(self._running):
             long_enough = []
-            for ticket, response in running.items():
-                new = max(0, self.engine.emitted(ticket) - response.num_carried)
+            for sequence, response in running.items():
+                new = max(0, len(sequence.tokens) - response.num_carried)
                 response.emitted = max(response.emitted, new)
                 if new >= budget:
-                    long_enough.append(ticket)
+                    long_enough.append(sequence)
             if not self.partial and self.groups[index].status().at_least > budget:
                 self._stop([index])
-            for ticket in long_enough:
-                self._abort(index, ticket)
+            for sequence in long_enough:
+                self._abort(index, sequence)
 
     def _must_go_on(self, selection: Selection) -> bool:
         """Stops what a final selection leaves out, and returns whether anything else runs."""
@@ -387,12 +387,12 @@ class StepRollout:
 
     def _stop(self, indices: Iterable[int]) -> None:
         for index in indices:
-            for ticket in list(self._running[index]):
-                self._abort(index, ticket)
+            for sequence in list(self._running[index]):
+                self._abort(index, sequence)
 
-    def _abort(self, index: int, ticket: int) -> None:
-        response = self._running[index].pop(ticket, None)
-        sample = response and self.engine.abort(ticket)
+    def _abort(self, index: int, sequence: Added) -> None:
+        response = self._running[index].pop(sequence, None)
+        sample = response and self.engine.abort(sequence)
         if sample is not None:
             self._take(response, sample, finished=False)
 

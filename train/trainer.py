@@ -184,11 +184,11 @@ class Trainer:
             self.spot = SpotTraining(places, cfg.draft, self.trace, apart, context)
             self.notes.append(about_spot(cfg, inside))
         if self.copies is not None:
-            self.engine.on_look = self._look
+            self.engine.on_poll = self._look
             if self.spot is not None and self.spot.gaps:
                 self.engine.gaps = self.spot
         elif len(self.engines) > 1:
-            self.engine.on_look = self._look_and_train
+            self.engine.on_poll = self._look_and_train
 
     def _look(self) -> None:
         """Called all the time while replicas run."""
@@ -216,7 +216,7 @@ class Trainer:
     def programs_to_compile(self) -> int:
         """How many programs of rollouts `warm_up` compiles."""
         engines = [*self.engines, *self._plain_engines]
-        return sum(engine.loop.programs().count(self._features) for engine in engines)
+        return sum(engine.programs().count(self._features) for engine in engines)
 
     @property
     def _features(self) -> tuple[Features]:

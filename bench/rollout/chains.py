@@ -231,7 +231,7 @@ def roll_out(engine: Engine, work: Work) -> Rollout:
             chain = Chain(work, waiting.popleft(), time.perf_counter() - start)
             running[engine.add(chain.next_turn())] = chain
         for event in engine.step():
-            chain = running.pop(event.ticket)
+            chain = running.pop(event.sequence)
             chain.take(event.sample)
             if chain.left > 0:
                 running[engine.add(chain.next_turn())] = chain

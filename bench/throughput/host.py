@@ -61,8 +61,8 @@ class Device:
         for name in PROGRAMS:
             run = getattr(self.runner, name)
             setattr(self.runner, name, functools.partial(self._record, run))
-        self._postprocess = llm.engine.loop._postprocess
-        llm.engine.loop._postprocess = self._wait_and_postprocess
+        self._postprocess = llm.engine._postprocess
+        llm.engine._postprocess = self._wait_and_postprocess
 
     def _record(self, run, *args):
         self.calls.append((run, args))

@@ -273,12 +273,13 @@ def _run(
     origin = _origin(llm, args)
     if lines is None and len(jobs) == 1 and llm.tokenizer is not None:
         live = StreamedText(_decoder(llm), jobs[0][0].params.stop)
-        llm.engine.watcher = live
+        for engine in llm.engine.engines:
+            engine.watcher = live
     elif lines is None:
         places = [(one.prompt.index, job.sample) for one, job in jobs]
         ordered = TextInOrder(places, headings=len(jobs) > 1)
     start, compiled = time.perf_counter(), None
-    tickets = {llm.engine.add(job): (one, job) for one, job in jobs}
+    added = {llm.engine.add(job): (one, job) for one, job in jobs}
     hidden = live is not None or args.quiet or not sys.stderr.isatty()
     try:
         with tqdm(total=len(jobs), unit="sample", dynamic_ncols=True, disable=hidden) as bar:
@@ -287,7 +288,7 @@ def _run(
                 events = llm.engine.step()
                 compiled = compiled or time.perf_counter()
                 for event in events:
-                    one, job = tickets[event.ticket]
+                    one, job = added[event.sequence]
                     sample = ended = _with_text(llm, event.sample)
                     totals.add(sample)
                     samples.append((job, sample))
@@ -309,7 +310,8 @@ def _run(
             _say(f"what had ended is in {args.output}; --resume goes on from there")
         raise
     finally:
-        llm.engine.watcher = None
+        for engine in llm.engine.engines:
+            engine.watcher = None
     compiled = compiled or start
     totals.seconds = time.perf_counter() - compiled
     return totals, compiled - start, samples

@@ -212,7 +212,7 @@ class StreamedText:
     def chunk(self, strategy: str, bucket: int, rounds: int) -> None:
         """See `specjax.engine.sequence.Watcher`."""
 
-    def news(self, ticket: int, news) -> None:
+    def news(self, sequence, news) -> None:
         self._news += news.since(self._known).tokens
         self._text = news.text
         self._known = max(self._known, news.at + len(news.tokens))

@@ -19,9 +19,9 @@ import jax
 from specjax.control import OFF, Controller
 from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
-from specjax.engine.outstanding import Outstanding, all_of
 from specjax.engine.runner import Packed, Runner
 from specjax.engine.sequence import Sequence
+from specjax.engine.unfinished import Unfinished, all_of
 
 IN_FLIGHT = 2  # chunks that are enqueued at most
 REFILL_SHARE = 6  # while others wait a chunk ends when one row in so many would be free
@@ -85,13 +85,10 @@ class NextChunk:
 
     Sequences that name different strategies take turns, the group that waited longest first. Those
     that name none run by the controller's choice, and those that named just that one with them.
-
-    Args:
-      buckets: sizes of a batch.
     """
 
-    def __init__(self, runner: Runner, buckets: list[int]):
-        self._runner, self._buckets = runner, buckets
+    def __init__(self, runner: Runner):
+        self._runner = runner
         self._last: dict[str | None, int] = {}  # turn of each group, as a running number
 
     def __call__(
@@ -99,15 +96,16 @@ class NextChunk:
         sequences: list[Sequence],
         slots: int,
         rows: int,
+        buckets: list[int],
         controller: Controller,
-        outstanding: Outstanding,
+        unfinished: Unfinished,
         others_wait: bool,
     ) -> Chunk:
         """The next chunk of sequences that may run, at least one, in the order of their starts.
 
         Args:
           slots: that have a row at most. rows: for which there is room in pages, and by which
-            chunks are long, see `EngineConfig.stretch`.
+            chunks are long, see `EngineConfig.stretch`. buckets: sizes of a batch.
           others_wait: for the places of those that end, beside `sequences`.
         """
         runner = self._runner
@@ -117,7 +115,7 @@ class NextChunk:
         sequences, waiting = sequences[:slots], sequences[slots:]
         length = None if short else max(rows, len(sequences))
         strategy, sequences, rounds, is_try = self._turn(sequences, controller, length)
-        features, bucket = choose_program(runner, self._buckets, outstanding, strategy, sequences)
+        features, bucket = choose_program(runner, buckets, unfinished, strategy, sequences)
         rounds = min(rounds, runner.rounds(strategy, bucket))
         waiting = waiting_for_rows(waiting, sequences, features)
         ends = Until.of(rounds)
@@ -166,7 +164,7 @@ class NextChunk:
 def choose_program(
     runner: Runner,
     buckets: list[int],
-    outstanding: Outstanding,
+    unfinished: Unfinished,
     strategy: str,
     sequences: list[Sequence],
 ) -> tuple[Features, int]:
@@ -181,12 +179,12 @@ def choose_program(
       buckets: sizes of a batch. sequences: that the chunk is to run.
     """
     if runner.plan.invariant:
-        return outstanding.seen.widened(), runner.batch
-    wanted = all_of(outstanding.asked)
+        return unfinished.seen.widened(), runner.batch
+    wanted = all_of(unfinished.asked)
     if not any(b >= len(sequences) for b in runner.buckets(strategy, wanted)):
-        most = min(runner.batch, len(outstanding))
+        most = min(runner.batch, len(unfinished))
         return wanted.widened(), next(b for b in buckets if b >= most)
-    here = wanted if len(outstanding.asked) == 1 else all_of({s.features for s in sequences})
+    here = wanted if len(unfinished.asked) == 1 else all_of({s.features for s in sequences})
     return here, min(b for b in runner.buckets(strategy, here) if b >= len(sequences))
 
 

@@ -1,41 +1,66 @@
-"""An engine: requests come in, samples go out; what runs when is `Loop`'s business.
+"""An engine: requests come in, samples go out.
 
-Here are the things that a caller does to an engine (add, abort, suspend, swap the weights, warm it
-up); `loop` is the host loop, `scheduler` decides what runs next, `runner` holds the programs.
+Its host loop is `Engine.step`:
+
+    schedule      prompts are read, sequences start, and get pages for what they may emit. Some more
+                  than there are rows start, and wait: chunks give them the rows of those that end,
+                  and no device waits for the host to do so
+    run           a chunk is enqueued; the one before it may still be running, unless chunks end
+                  early: what comes after those depends on what has ended
+    postprocess   the results of the chunk before are read: tokens, and who has finished
+
+Bookkeeping is plain Python; device work is in `Runner`'s executables. A sequence that ends leaves
+after two chunks at most, and another takes its slot. By the keying of the noise it does not matter
+to the tokens when or where a sequence runs, by which strategy, or how often it is interrupted.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Callable
+import time
 from collections.abc import Sequence as Several
 
 import jax
+import numpy as np
 
 from specjax.config import ModelConfig, SpecConfig
-from specjax.control import ControlConfig, Controller, make_controller
+from specjax.control import ControlConfig, Controller, Observation, make_controller
+from specjax.decode.chunk import Result
 from specjax.decode.options import Features
+from specjax.decode.state import RUNNING
+from specjax.engine.base import BaseEngine
+from specjax.engine.chunks import Chunk, InFlight, NextChunk
 from specjax.engine.compiling import OnProgram
-from specjax.engine.loop import Loop
+from specjax.engine.inputs import admission_of, piece_of, place_size, row_map_of
 from specjax.engine.options import Limits
-from specjax.engine.outstanding import Outstanding, all_of
-from specjax.engine.request import Finished, Job, SampleOutput, Totals
-from specjax.engine.run import run_to_the_end
-from specjax.engine.runner import Runner
-from specjax.engine.scheduler import Scheduler
-from specjax.engine.sequence import Progress, Watcher
-from specjax.engine.settings import EngineConfig, piece_widths, strategies_of
-from specjax.engine.start_up import StartUp, calibrate, compile_ahead
+from specjax.engine.pages import PagePool
+from specjax.engine.request import Job, SampleOutput
+from specjax.engine.runner import FEW, Runner
+from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler, Start
+from specjax.engine.sequence import (
+    Brought,
+    Finished,
+    Progress,
+    Sequence,
+    Watcher,
+    rejections_until,
+)
+from specjax.engine.settings import EngineConfig, piece_widths, powers, strategies_of
+from specjax.engine.start_up import Programs, StartUp, calibrate, compile_ahead
+from specjax.engine.unfinished import Unfinished, all_of
 from specjax.engine.vocabulary import TokenCounts
-from specjax.interfaces import Draft
+from specjax.interfaces import Draft, Sample
 from specjax.models.transformer import Params
-from specjax.telemetry import Collector
+from specjax.telemetry import Collector, SlotInfo, active_transforms
+
+PREFILL_ROWS = 8
 
 log = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(BaseEngine):
     """Continuous batching over a fixed number of slots.
 
     Args:
@@ -50,9 +75,22 @@ class Engine:
       control: how strategies are chosen; None: always `spec`'s own.
 
     Attributes:
-      runner: the device side. intake: the samples that have not ended. loop: runs them.
+      runner: the device side. scheduler: slots, pages and the queue.
+      controller: chooses the strategy of each chunk.
+      unfinished: the samples that have not ended.
+      buckets: compiled sizes of a batch, one in `invariant` mode. slots: that run at once.
+      piece_widths: lengths that pieces of prompts are padded to, in order.
+      telemetry: takes why drafts were rejected; None unless `spec` turns it on.
+      watcher: is told what each chunk brings; None: no one is.
+      lengths: of earlier samples, by prompt.
+      counts: of the tokens that samples have; None where they decide nothing.
+      others_wait: whether samples wait elsewhere for the slots that become free.
+      latest: strategy and bucket of the chunk that came in last; None before the first.
+      replica: index among several engines. preemptions: samples that had to make room so far.
       stale_positions: of caches that were kept when the weights changed, so far.
     """
+
+    version, replica = 0, 0
 
     def __init__(
         self,
@@ -90,88 +128,86 @@ class Engine:
         )
         self.limits = Limits(cfg, max_len, stop_width, spec.acceptance if spec else None)
         self.batch, self.max_len = batch, max_len
-        telemetry = Collector() if spec and spec.telemetry_on else None
-        self.intake = Outstanding(self.runner, self.limits)
-        self.loop = Loop(self.runner, self.intake, self.config, widths, telemetry)
-        if self.runner.ids is not None and spec.token_map is None and spec.by_token:
-            self.loop.counts = TokenCounts(cfg.vocab_size, self.runner.ids)
+        self.engines = (self,)
+        self.piece_widths = widths
+        self.buckets = [batch] if self.runner.plan.invariant else powers(batch, 2)
+        self.unfinished = Unfinished(self.runner, self.limits)
         self.controller = self._controller()
-        self.stale_positions = 0
+        self.telemetry = Collector() if spec and spec.telemetry_on else None
+        self.watcher: Watcher | None = None
+        self.lengths = LengthHistory()
+        self.counts: TokenCounts | None = None
+        if self.runner.ids is not None and spec.token_map is None and spec.by_token:
+            self.counts = TokenCounts(cfg.vocab_size, self.runner.ids)
+        self.latest: tuple[str, int] | None = None
+        self.preemptions = self.stale_positions = 0
+        self._to_feed: list[Sample] = []
+        self.clear()
         self._is_warm = len(self.runner.plans) == 1  # several strategies are compiled ahead
 
-    @property
-    def engines(self) -> tuple[Engine, ...]:
-        """Itself; `Replicas` have several."""
-        return (self,)
+    def _controller(self) -> Controller:
+        if self.control is None:
+            own = self.runner.plan.strategy
+            return make_controller(ControlConfig(controller="static", strategies=(own,)))
+        return make_controller(self.control, [p.strategy for p in self.runner.plans.values()])
 
-    @property
-    def controller(self) -> Controller:
-        """Chooses the strategy of each chunk."""
-        return self.loop.controller
+    def clear(self, slots: int | None = None) -> None:
+        """Drops all that waits or runs.
 
-    @controller.setter
-    def controller(self, controller: Controller) -> None:
-        self.loop.controller = controller
+        Args:
+          slots: that are used from now on, at most `batch`; None: all. Fewer run in the smaller
+            buckets, as the tail of a rollout does, and compile nothing.
+        """
+        slots = self.batch if slots is None else slots
+        if not 1 <= slots <= self.batch:
+            raise ValueError(f"slots must be between 1 and {self.batch}, got {slots}")
+        runner, self.slots = self.runner, slots
+        self.unfinished.clear()
+        self.scheduler = Scheduler(
+            slots + runner.waiting,
+            runner.prompts - 1,
+            PagePool(runner.pages),
+            runner.page_size,
+            runner.rewritten,
+            self._expected_length if self.config.order == "longest_first" else None,
+        )
+        self._table = np.zeros((runner.slots, runner.table_width), np.int32)
+        self._in_flight, self._next_chunk = InFlight(runner), NextChunk(runner)
+        self._rows = 0  # of the next chunk, by what is known when room is made for it
+        self._events: list[Finished] = []
+        self._ended: dict[int, None] = {}  # slots, the latest last
+        self.others_wait = False
+        runner.agreement.clear()
+        if runner.is_broken:
+            runner.state = None
 
-    @property
-    def telemetry(self) -> Collector | None:
-        """Why drafts were rejected; None unless `spec` turns it on."""
-        return self.loop.telemetry
+    def _expected_length(self, sequence: Sequence) -> float | None:
+        return self.lengths.expected(sequence.job.prompt_hash)
 
-    @property
-    def watcher(self) -> Watcher | None:
-        """Is told what each chunk brings."""
-        return self.loop.watcher
-
-    @watcher.setter
-    def watcher(self, watcher: Watcher | None) -> None:
-        self.loop.watcher = watcher
-
-    @property
-    def on_look(self) -> Callable[[], None] | None:
-        """Is called by `step` once the device has all the work there is: what takes the host a
-        moment costs nobody time then. It must not wait for a device."""
-        return self.loop.on_look
-
-    @on_look.setter
-    def on_look(self, on_look: Callable[[], None] | None) -> None:
-        self.loop.on_look = on_look
-
-    @property
-    def preemptions(self) -> int:
-        """Samples that had to make room so far."""
-        return self.loop.preemptions
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """Slots, pages and the queue."""
-        return self.loop.scheduler
-
-    @property
-    def version(self) -> int:
-        """Of the weights, 1 after the first `set_params`."""
-        return self.loop.version
+    # --- before the first request ----------------------------------------------------------------
 
     def warm_up(
         self,
         features: Several[Features] = (Features(),),
         on_program: OnProgram | None = None,
     ) -> StartUp:
-        """Compiles all that generation can need, and measures it if the controller asks for that.
-
-        The controller takes the measured costs and keeps whatever else it has learned or loaded.
-
-        Args:
-          features: one set of programs each. The default one serves requests that ask for nothing
-            but a temperature; `Features.all()` serves all, slower. A request that no set covers
-            compiles its own when it comes.
-          on_program: hears of each program that is ready: how many are, and of how many; see
-            `compile_ahead`.
-
-        Raises:
-          RuntimeError: samples run, whose caches would be overwritten.
-        """
         return warm_up([self], features, on_program)
+
+    def programs(self) -> Programs:
+        """All that may be needed; chunks that the controller never asks for are left out."""
+        rows, strategies, smallest = {}, {}, 1
+        for width in self.piece_widths:
+            most = self._piece_rows(width)
+            several = [most] if self.runner.plan.invariant else sorted({1, min(FEW, most), most})
+            rows[width] = several
+        for bucket in self.buckets:
+            strategies[bucket] = [
+                name
+                for name in self.runner.plans
+                if self.config.named_strategies or self.controller.may_choose(name, smallest)
+            ]
+            smallest = bucket + 1
+        return Programs(self.runner, rows, strategies)
 
     def start_lines(self) -> list[str]:
         """What to say when it starts: whether it speculates, how, and on which kernel.
@@ -189,51 +225,21 @@ class Engine:
         kernel = f"attention kernel: {self.runner.cfg.run.attention}"
         return [f"Speculative decoding enabled: {enabled}", using, kernel]
 
-    def _controller(self) -> Controller:
-        if self.control is None:
-            own = self.runner.plan.strategy
-            return make_controller(ControlConfig(controller="static", strategies=(own,)))
-        return make_controller(self.control, [p.strategy for p in self.runner.plans.values()])
-
-    def clear(self, slots: int | None = None) -> None:
-        """Nobody waits and nobody runs.
-
-        Args:
-          slots: that are used from now on, at most `batch`; None: all. Fewer run in the smaller
-            buckets, as the tail of a rollout does, and compile nothing.
-        """
-        slots = self.batch if slots is None else slots
-        if not 1 <= slots <= self.batch:
-            raise ValueError(f"slots must be between 1 and {self.batch}, got {slots}")
-        self.intake.clear()
-        self.loop.clear(slots)
-        if self.runner.is_broken:
-            self.runner.state = None
-
     # --- weights ---------------------------------------------------------------------------------
 
     def set_params(self, params: Params, head: Params | None = None, running: str = "recompute"):
-        """Takes new weights; compiles nothing after the first time.
-
-        Args:
-          head: of the draft source; None keeps the one there is.
-          running: what becomes of the caches of sequences that run: `recompute` reads them again
-            with the new weights, `keep` goes on with what the old weights made of them, unless the
-            old head was not finite: such caches would spoil what comes after them. Prompts of
-            sequences that still wait are read again either way.
-        """
         if running not in ("recompute", "keep"):
             raise ValueError(f"running must be 'recompute' or 'keep', got {running!r}")
-        self.loop.drain()
+        self.drain()
         scheduler = self.scheduler
         if running == "recompute" or self._caches_are_spoilt:
-            self._step_back(keep=True)
+            self._preempt_all(keep=True)
         else:  # those that wait have had no row yet
-            self._step_back(keep=True, first=self.loop.slots)
+            self._preempt_all(keep=True, first=self.slots)
         scheduler.forget_prompts()
         self.stale_positions += scheduler.positions  # of those that run on
         self.runner.set_params(params, self.runner.head if head is None else head)
-        self.loop.version += 1
+        self.version += 1
         self._weights_changed()
 
     def _weights_changed(self) -> None:
@@ -247,85 +253,102 @@ class Engine:
         head = self.runner.checksums.get("draft")
         return head is not None and not head.finite
 
-    def _step_back(self, keep: bool = False, first: int = 0) -> None:
-        """All that run wait again, in order, from the one on that started as the `first`; `keep`:
-        see `Loop.step_back`."""
+    def _preempt_all(self, keep: bool = False, first: int = 0) -> None:
+        """Those that run wait again, in order, from the one on that started as the `first`.
+
+        Args:
+          keep: see `preempt`.
+        """
         for sequence in reversed(list(self.scheduler.running.values())[first:]):
-            self.loop.step_back(sequence, keep)
+            self.preempt(sequence, keep)
 
     def set_head(self, head: Params) -> None:
         """Takes new parameters of the draft source alone.
 
         They change no token, and so neither the version of the weights nor the samples that run:
         these go on, and are drafted for with what the old head made of their past. Where that was
-        not finite they step back, see `set_params`.
+        not finite they are read again, see `set_params`.
 
         Raises:
           ValueError: nothing is drafted here.
         """
         if self.spec is None:
             raise ValueError("got a draft head, and this engine drafts nothing; give it a spec")
-        self.loop.drain()
+        self.drain()
         if self._caches_are_spoilt:
-            self._step_back()
+            self._preempt_all()
             self.scheduler.forget_prompts()
         self.runner.moved = 0
         self.runner.set_head(head)
         self._weights_changed()
 
     def release(self, weights: bool = True) -> None:
-        """Gives back the device memory of weights and caches, until the next `set_params`, which
-        must then have the head as well.
-
-        Args:
-          weights: False gives back the caches alone, until something runs.
-
-        Raises:
-          RuntimeError: samples are not finished, which need both.
-        """
         if self.outstanding:
             raise RuntimeError(
                 f"{self.outstanding} samples are not finished; step() until they are, or suspend() "
                 "them and add them again later"
             )
-        self.loop.drain()
+        self.drain()
         runner = self.runner
         runner.state = runner.kept = runner.mark = None
         if weights:
             runner.params = runner.head = runner.vocabulary = runner.history = None
 
-    # --- requests --------------------------------------------------------------------------------
-
-    @property
-    def has_work(self) -> bool:
-        return self.loop.has_work
+    # --- samples ---------------------------------------------------------------------------------
 
     @property
     def outstanding(self) -> int:
-        """Samples that were added and are not finished."""
-        return len(self.intake)
+        return len(self.unfinished)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.unfinished or self._in_flight or self._events)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Those that have a row as far as the host knows, in the order in which they started."""
+        return list(self.scheduler.running.values())[: self.slots]
+
+    def make(self, job: Job, progress: Progress | None = None) -> Sequence:
+        return self.unfinished.make(job, progress)
+
+    def queue(self, sequence: Sequence) -> Sequence:
+        sequence.replica = self.replica
+        self.unfinished.add(sequence)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def abort(self, sequence: Sequence) -> SampleOutput | None:
+        if sequence not in self.unfinished:
+            return None
+        if self.config.order == "longest_first":  # it would have been longer
+            self.lengths.add_longer_than(sequence.job.prompt_hash, len(sequence.tokens))
+        self._drop(sequence)
+        return sequence.output("abort")
+
+    def suspend(self) -> list[Sequence]:
+        """Takes out all samples that are not finished; `add(sequence.job, sequence.progress())`
+        continues one.
+
+        What ended meanwhile is the next `step`'s result.
+        """
+        self.drain()
+        found = list(self.unfinished)
+        for sequence in found:
+            self._drop(sequence)
+        return found
+
+    def _drop(self, sequence: Sequence) -> None:
+        self.scheduler.drop(sequence)
+        self.unfinished.remove(sequence)
+
+    # --- the host loop ---------------------------------------------------------------------------
 
     @property
     def is_ready(self) -> bool:
         """Whether `step` would find something without waiting for the device."""
-        return self.loop.is_ready
-
-    def add(self, job: Job, progress: Progress | None = None) -> int:
-        """Queues a sample; returns its ticket.
-
-        Args:
-          progress: of an earlier run, which it continues.
-
-        Raises:
-          ValueError: the job does not fit.
-        """
-        sequence = self.intake.add(job, progress)
-        self.scheduler.add(sequence)
-        return sequence.ticket
-
-    def check(self, job: Job, progress: Progress | None = None) -> None:
-        """Raises ValueError if `add` cannot take the job."""
-        self.intake.check(job, progress)
+        self._in_flight.poll()
+        return self._in_flight.is_ready
 
     def step(self, wait: bool = True) -> list[Finished]:
         """Enqueues a chunk, if there is anything to run, and takes in the one before.
@@ -336,76 +359,286 @@ class Engine:
         Returns:
           the samples that ended.
         """
-        if self.runner.params is None:
+        runner = self.runner
+        if runner.params is None:
             raise RuntimeError(
                 "there are no weights to run with: they were released, or never came; call "
                 "set_params() before step()"
             )
         if not self._is_warm:  # for what has been added: nothing should compile while it runs
-            self.warm_up([all_of(self.intake.asked or [Features()]).widened()])
-        if self.runner.state is None:
-            self.runner.reset()
-        counts = self.loop.counts
-        if counts is not None and counts.is_due:
-            self.runner.set_ids(counts.most_frequent())
-        return self.loop.step(wait)
+            self.warm_up([all_of(self.unfinished.asked or [Features()]).widened()])
+        if runner.state is None:
+            runner.reset()
+        if self.counts is not None and self.counts.is_due:
+            runner.set_ids(self.counts.most_frequent())
+        if self._to_feed:
+            runner.feed(self._to_feed)
+            self._to_feed = []
+        self._in_flight.poll()
+        self._in_flight.resume()
+        limit = self._in_flight.limit(self._rows_are_taken_over)
+        enqueued = len(self._in_flight) < limit and self._schedule()
+        if not enqueued and not self._in_flight:
+            self._check_progress()
+        if self.on_poll is not None:
+            self.on_poll()
+        full = len(self._in_flight) >= limit or not enqueued
+        wait = wait or runner.agreement.is_shared
+        if self._in_flight and full and (wait or self.is_ready):
+            self._postprocess(self._in_flight.take())
+        if not self.unfinished:
+            self._in_flight.clear()
+        events, self._events = self._events, []
+        self._in_flight.pause()
+        return events
 
-    def abort(self, ticket: int) -> SampleOutput | None:
-        """Ends a sample where it stands and frees what it holds.
+    @property
+    def _rows_are_taken_over(self) -> bool:
+        """Whether rows that become free have other sequences before the host looks."""
+        return self.scheduler.has_waiting or len(self.scheduler.running) > self.slots
 
-        Returns:
-          what there is of it (finish reason `abort`); None if it has ended already.
+    @property
+    def _enough_wait(self) -> bool:
+        """Whether the next prompts can wait until a few of them are read at once."""
+        few_can_start = self.scheduler.free < FEW and not self.scheduler.is_reading
+        return few_can_start and len(self.scheduler.running) > self.slots
+
+    def drain(self) -> None:
+        """Takes in all that was enqueued."""
+        while self._in_flight:
+            self._postprocess(self._in_flight.take())
+        self.runner.agreement.settle()
+
+    def _check_progress(self) -> None:
+        """Raises RuntimeError where `step` would be called for ever."""
+        if self.unfinished and not self.scheduler.running:
+            raise RuntimeError(
+                f"{self.scheduler.waiting} samples wait and none can start in "
+                f"{self.scheduler.pool.free} free cache pages of {self.scheduler.pool.count - 1}: "
+                "a bug of the scheduler; raise cache_bytes to go on without it"
+            )
+
+    def _schedule(self) -> bool:
+        """Makes room, reads prompts, starts sequences, and enqueues a chunk if any can run.
+
+        Those that run wait while `prefill_chunk` tokens of prompts are read, or one piece if that
+        is more; when nobody runs, all slots are filled first, and those that wait come later.
         """
-        sequence = self.intake.find(ticket)
-        if sequence is None:
-            return None
-        self.loop.abort(sequence)
-        return sequence.output("abort")
+        self._make_room()
+        running, room = self.scheduler.running, self.config.prefill_chunk
+        idle = not running
+        if self._enough_wait:
+            room = 0
+        while (len(running) < self.slots if idle else room > 0) and (read := self._read_prompts()):
+            room -= read
+            if idle:
+                self._start()
+        self._start()
+        return self._enqueue()
 
-    def suspend(self) -> list[tuple[int, Job, Progress]]:
-        """Takes out all samples that are not finished: tickets, jobs, and how far they came.
+    def _make_room(self) -> None:
+        """Pages for what the running sequences may emit; the latest give way if need be."""
+        scheduler, most = self.scheduler, self.runner.most_tokens
+        full = scheduler.has_waiting or self.runner.plan.invariant
+        self._rows = self.slots if full else min(max(len(scheduler.running), 1), self.slots)
+        scheduler.ahead = self._in_flight.most + most(self._rows)
+        while latest := scheduler.reserve():
+            if self._rows < self.slots:  # a shorter chunk needs less
+                self._rows = self.slots
+                scheduler.ahead = self._in_flight.most + most(self._rows)
+                continue
+            if self._in_flight:
+                self.drain()  # what they have emitted must be known first
+                scheduler.ahead = most(self._rows)
+                continue
+            for sequence in latest:
+                self.preempt(sequence)
+                self.preemptions += 1
+        for slot, sequence in scheduler.running.items():
+            self._table[slot, : len(sequence.pages)] = sequence.pages
 
-        What ended meanwhile is the next `step`'s result.
-        """
-        self.loop.drain()
-        found = []
-        for sequence in self.intake:
-            self.loop.drop(sequence)
-            found.append((sequence.ticket, sequence.job, sequence.progress()))
-        return found
+    def preempt(self, sequence: Sequence, keep: bool = False) -> None:
+        """A running sequence waits again; it will be read anew, with what it has generated.
 
-    def emitted(self, ticket: int) -> int:
-        """Tokens of a sample so far, those of earlier runs included; 0 if it has ended."""
-        sequence = self.intake.find(ticket)
-        return len(sequence.tokens) if sequence else 0
-
-    def peek(self, ticket: int) -> SampleOutput | None:
-        """A sample as it stands, which goes on (finish reason `abort`); None if it has ended."""
-        sequence = self.intake.find(ticket)
-        return sequence and sequence.output("abort")
-
-    def progress(self, ticket: int) -> Progress | None:
-        """How far a sample has come; None if it has ended."""
-        sequence = self.intake.find(ticket)
-        return sequence and sequence.progress()
-
-    def generate(
-        self, jobs: Several[Job], on_progress: Callable[[int, Totals], None] | None = None
-    ) -> tuple[list[SampleOutput], Totals]:
-        """Runs all jobs to their end.
+        In `invariant` mode it is generated anew instead: tokens that are read and tokens that are
+        generated have keys and values that differ in their last bits. What earlier weights
+        generated cannot come again, and is read.
 
         Args:
-          on_progress: called after each chunk with the number of finished jobs and the totals.
-
-        Returns:
-          one output per job, in order (`text` is None but where a stop string cut it), and the
-          totals.
-
-        Raises:
-          ValueError: a job does not fit. RuntimeError: samples of `add` are not finished. Nothing
-            has run by then.
+          keep: its tokens stay in that mode, too: other weights are about to come.
         """
-        return run_to_the_end(self, jobs, on_progress)
+        self._table[sequence.slot] = 0
+        sequence.unread = 0
+        if self.runner.plan.invariant and not keep and sequence.is_of(self.version):
+            sequence.restart()
+        self.scheduler.preempt(sequence)
+
+    def _read_prompts(self) -> int:
+        """Enqueues the reading of one piece of some prompts; returns its tokens, padding included.
+
+        0: there is none to read.
+        """
+        prompts = self.scheduler.next_to_read(self._piece_rows, self._piece_width)
+        if not prompts:
+            return 0
+        width = self._piece_width(prompts[0])
+        rows = self._rows_to_read(len(prompts), width)
+        self.runner.prefill(piece_of(prompts, rows, width, self.runner))
+        for prompt in prompts:
+            prompt.read += min(width, prompt.to_read)
+        return rows * width
+
+    def _rows_to_read(self, count: int, width: int) -> int:
+        """Rows of the smallest program that was compiled for so many pieces of a width.
+
+        Where there is none, and in `invariant` mode, where one program reads all, as many as are
+        ever read at once.
+        """
+        runner, most = self.runner, self._piece_rows(width)
+        fits = [rows for rows in runner.executables.rows(width + runner.tail) if rows >= count]
+        return most if runner.plan.invariant else min(fits, default=most)
+
+    def _piece_width(self, prompt: Prompt) -> int:
+        """Positions of the next piece of a prompt, padded."""
+        return next((w for w in self.piece_widths if w >= prompt.to_read), self.piece_widths[-1])
+
+    def _piece_rows(self, width: int) -> int:
+        """Prompts of which a piece of that width is read at once."""
+        most = min(self.runner.prompts - 1, PREFILL_ROWS)
+        return max(1, min(most, self.config.prefill_chunk // width))
+
+    def _start(self) -> None:
+        """Enqueues the start of all sequences that can start."""
+        starts = self.scheduler.starts()
+        most = self.runner.prompts - 1
+        for at in range(0, len(starts), most):
+            self._place(starts[at : at + most])
+
+    def _place(self, starts: list[Start]) -> None:
+        count = place_size(self.runner.batch, len(starts))
+        for start in starts:
+            sequence = start.sequence
+            self._table[sequence.slot] = 0
+            self._table[sequence.slot, : len(sequence.pages)] = sequence.pages
+            self._ended.pop(sequence.slot, None)
+        self.runner.place(admission_of(starts, count, self.runner))
+
+    def _enqueue(self) -> bool:
+        """Enqueues a chunk of the sequences that may still run."""
+        sure, running = self._in_flight.sure(), self.scheduler.running.values()
+        sequences = [s for s in running if s.job.limit - s.length > sure[s]]
+        if not sequences:
+            return False
+        chunk = self._next_chunk(
+            sequences,
+            self.slots,
+            self._rows,
+            self.buckets,
+            self.controller,
+            self.unfinished,
+            self._others_wait,
+        )
+        runner, ended = self.runner, []
+        if runner.looks_around and chunk.spare:
+            ended = list(self._ended)[-chunk.spare :]
+        row_map = row_map_of(
+            chunk.sequences, chunk.bucket, chunk.waiting, ended, self._table, runner
+        )
+        chunk.after, chunk.mark, chunk.version = time.perf_counter(), runner.mark, self.version
+        chunk.result = runner.chunk(chunk.strategy, chunk.features, row_map, chunk.ends)
+        chunk.result.send()
+        chunk.said = runner.agreement.said
+        self._in_flight.add(chunk)
+        return True
+
+    @property
+    def _others_wait(self) -> bool:
+        """For the places of those that end, beside those that wait."""
+        return self.scheduler.has_waiting or self.others_wait or self.config.follow_ups
+
+    def _postprocess(self, chunk: Chunk) -> None:
+        """Waits for a chunk, and takes in what it brought."""
+        self.runner.agreement.hear(chunk.said)  # or it may never end
+        result, seconds = self._in_flight.wait_for(chunk)
+        self.runner.agreement.hear()
+        brought = Brought.of(result)
+        self._in_flight.cut_short = False
+        tree = self.runner.plans[chunk.strategy].tree
+        # In a program that can draft the draft reads what is emitted, whether it drafts or not.
+        reads = self.runner.arms[chunk.strategy].plan.tree is not None
+        rejections = None if self.telemetry is None else result.report.rejections
+        who: list[SlotInfo | None] = [None] * len(result.length)
+        ends = np.full(len(who), self.runner.max_len)
+        ended = catch_up = 0
+        for index, sequence in enumerate(chunk.row_map):
+            if sequence is None or sequence.slot is None:
+                continue
+            if rejections is not None:
+                who[index] = self._slot_info(sequence)
+            known = sequence.length
+            sample = sequence.take_in(index, brought, tree, chunk.version)
+            if int(result.rounds) < chunk.rounds and brought.finish[index] == RUNNING:
+                self._in_flight.cut_short = True
+            if sequence.length == known:  # it waited, or the policy has no next token for it
+                if sample is not None:
+                    ends[index] = known
+                    ended += 1
+                    self._finish(sequence, sample)
+                continue
+            catch_up = max(catch_up, sequence.unread)
+            sequence.unread = 0 if reads else sequence.unread + sequence.length - known
+            if self.watcher is not None:
+                self.watcher.news(sequence, sequence.news())
+            if sample is not None:
+                ends[index] = len(sequence.job.prompt) + len(sample.token_ids)
+                ended += 1
+                self._finish(sequence, sample)
+        self.latest = chunk.strategy, chunk.bucket
+        if self.watcher is not None:
+            self.watcher.chunk(*self.latest, int(result.rounds))
+        self._tell_controller(chunk, result, seconds, ended, catch_up)
+        if rejections is not None:
+            self.telemetry.add(rejections_until(rejections, ends), who)
+
+    def _tell_controller(
+        self, chunk: Chunk, result: Result, seconds: float, ended: int, catch_up: int
+    ) -> None:
+        rounds, sequences = int(result.rounds), chunk.sequences
+        opted_out = [s for s in sequences if not s.job.params.speculative]
+        accepted = result.report.accepted[:rounds]
+        if self.runner.plans[chunk.strategy].tree is None:  # as a program of plain decoding tells
+            accepted = np.where(result.report.counts[:rounds] > 0, 0, accepted)
+        seen = functools.partial(
+            Observation,
+            batch_size=len(sequences),
+            strategy=chunk.strategy,
+            accepted=accepted,
+            tokens=int(result.report.counts[:rounds].sum()),
+            rounds=rounds,
+            catch_up=catch_up,
+            opted_out=len(opted_out),
+            ended=ended,
+            is_try=chunk.is_try,
+        )
+        observe = self.controller.observe
+        self.runner.agreement.ask(seconds, lambda agreed: observe(seen(seconds=agreed)))
+
+    def _finish(self, sequence: Sequence, sample: SampleOutput) -> None:
+        self._table[sequence.slot] = 0
+        self._ended[sequence.slot] = None
+        self.scheduler.finish(sequence)
+        self.unfinished.remove(sequence)
+        if self.counts is not None:
+            self.counts.add(sample.token_ids)
+        if self.runner.takes_samples:
+            self._to_feed.append(Sample(sequence.job.prompt, sample.token_ids))
+        if self.config.order == "longest_first":
+            self.lengths.add(sequence.job.prompt_hash, len(sample.token_ids))
+        self._events.append(Finished(sequence, sample))
+
+    def _slot_info(self, sequence: Sequence) -> SlotInfo:
+        job, transforms = sequence.job, active_transforms(sequence.features)
+        return SlotInfo(job.request, job.sample, len(job.prompt), transforms)
 
 
 def warm_up(
@@ -421,10 +654,10 @@ def warm_up(
                 "suspend() them and add them again"
             )
         engine._is_warm = True
-    start_up = compile_ahead([engine.loop.programs() for engine in engines], features, on_program)
+    start_up = compile_ahead([engine.programs() for engine in engines], features, on_program)
     for engine in engines:
         if engine.control is not None and engine.control.controller == "goodput":
-            costs, seconds = calibrate(engine.loop.programs(), features[0])
+            costs, seconds = calibrate(engine.programs(), features[0])
             engine.controller.calibrated(costs)
             seconds += start_up.calibration_seconds
             start_up = dataclasses.replace(start_up, calibration_seconds=seconds)

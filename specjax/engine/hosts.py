@@ -2,10 +2,10 @@
 
 Every process runs replicas on its own devices and knows nothing of how the others run theirs, but
 for processes that share a replica, whose host loops go in step (see `agreement`). All of them make
-the same calls in the same order (a sample is added everywhere, and runs where it has its home), and
-now and then they tell each other how far their samples came. What `step`, `abort` and `emitted`
-answer is what was told last, so that it is the same everywhere, and whoever decides by it decides
-the same everywhere; the clock has a say in *when* something is told, in nothing else.
+the same calls in the same order (a sample is added everywhere, and runs where its owner is), and
+now and then they tell each other how far their samples came. What `step`, `abort` and a sample's
+`tokens` say is what was told last, so that it is the same everywhere, and whoever decides by it
+decides the same everywhere; the clock decides *when* something is told, and nothing else.
 
 An exchange runs on the devices, behind what they do. Whoever uses the replicas of a process in gaps
 (see `Gaps`) is done by the next exchange, so that no process waits for it.
@@ -26,13 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.decode.options import Features
+from specjax.engine.base import BaseEngine
 from specjax.engine.checksum import checksum
 from specjax.engine.compiling import OnProgram
 from specjax.engine.engine import Engine
 from specjax.engine.replicas import POLL, Replicas
-from specjax.engine.request import Finished, Job, SampleOutput, SpecStats, Totals
-from specjax.engine.run import run_to_the_end
-from specjax.engine.sequence import Progress
+from specjax.engine.request import Job, SampleOutput, Totals
+from specjax.engine.sequence import Finished, Progress, Sequence
 from specjax.engine.start_up import StartUp
 from specjax.interfaces import Axes, Params
 from specjax.parallel import sharding
@@ -45,21 +45,21 @@ log = logging.getLogger(__name__)
 # Seconds of running between two exchanges, unless a process has nothing left to run: telling costs
 # all of them a moment, and what stops samples early need not be quicker than this.
 EXCHANGE = 1.0
-# Where somebody uses a gap for longer the time between two exchanges is so many times as long.
+# Where a gap is used for longer the time between two exchanges is so many times as long.
 _ROOM = 1.25
 
 
-class Home(NamedTuple):
+class ProcessGroup(NamedTuple):
     """Processes that run the same samples: one with replicas of its own, or all of one replica.
 
     Attributes:
       index: which one it is; -1: this process has no part of a replica. count: how many there are.
-      tells: this process speaks for it.
+      speaks: this process speaks for it.
     """
 
     index: int
     count: int
-    tells: bool
+    speaks: bool
 
 
 class Gaps(Protocol):
@@ -96,8 +96,8 @@ class Copies:
       training: that weights come from; None: one with the devices of the replicas.
 
     Attributes:
-      own: those of this process, if any. before: how many there are of the homes before its own.
-      home: of this process. received: bytes that a device received for the last tree.
+      own: those of this process, if any. before: how many there are of the groups before its own.
+      group: of this process. received: bytes that a device received for the last tree.
       through_hosts: whether weights go through the memory of the hosts.
 
     Raises:
@@ -124,10 +124,10 @@ class Copies:
         mine = [r for r, here in enumerate(hosts) if process in here]
         firsts = sorted({here[0] for here in hosts})
         self.own, self.before = [places[r] for r in mine], mine[0] if mine else 0
-        self.home = Home(-1, len(firsts), tells=False)
+        self.group = ProcessGroup(-1, len(firsts), speaks=False)
         if mine:
             first = hosts[mine[0]][0]
-            self.home = Home(firsts.index(first), len(firsts), tells=process == first)
+            self.group = ProcessGroup(firsts.index(first), len(firsts), speaks=process == first)
         devices = set(self.mesh.devices.flat)
         self.through_hosts = training is not None and set(training.devices.flat) != devices
         self.received = 0
@@ -201,42 +201,45 @@ def _part(array: jax.Array, place: jax.sharding.Mesh) -> jax.Array:
     )
 
 
-@dataclasses.dataclass
-class _Known:
-    """A sample that has not ended.
+@dataclasses.dataclass(eq=False)
+class SharedSample:
+    """A sample as all processes know it, for whoever added it: it changes when they exchange.
 
     Attributes:
-      home: where it runs, see `Home`. sample: as far as all processes know it.
-      own: its ticket in the own engine; None: it runs elsewhere.
+      number: the same on all processes. owner: index of the group that runs it, see `ProcessGroup`.
+      sample: as far as it was told. local: what runs here; None: it runs elsewhere.
     """
 
+    number: int
     job: Job
-    home: int
+    owner: int
     sample: SampleOutput
-    own: int | None = None
+    local: Sequence | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Generated so far, those of earlier runs included."""
+        return self.sample.token_ids
 
 
-_NOTHING = SpecStats(rounds=0, drafted=0, accepted=0, histogram=())
-
-
-class Hosts:
+class Hosts(BaseEngine):
     """One engine, made of those of all processes.
 
-    The samples of a prompt have one home: that with the least to do when the first is added. Where
-    a home has several processes, all of them run its samples step by step, and the first one tells
-    the other homes.
+    The samples of a prompt have one owner: the group with the least to do when the first is added.
+    Where a group has several processes, all of them run its samples step by step, and the first one
+    tells the other groups.
 
     Args:
       own: of this process; all have such a one, with equal settings. Where the process has no part
         of a replica it runs nothing, and only knows what others take.
       copies: brings the weights there.
       judge: asked about a sample that ended, where it ran; what it says comes with the event.
-      home: of this process; None: as `copies` found.
-      tell: gives what each process has, see `distributed.gather`.
+      group: of this process; None: as `copies` found.
+      exchange: gives what each process has, see `distributed.gather`.
 
     Attributes:
-      gaps: uses own replicas that have nothing to do while others of the job run; None: nobody.
-      on_look: called whenever `step` has looked at the own replicas.
+      gaps: uses own replicas that have nothing to do while others of the job run; None: nothing
+        does.
     """
 
     def __init__(
@@ -244,45 +247,29 @@ class Hosts:
         own: Engine | Replicas,
         copies: Copies,
         judge: Callable[[Job, SampleOutput], Any] | None = None,
-        home: Home | None = None,
-        tell: Callable[[Any, str], list] = gather,
+        group: ProcessGroup | None = None,
+        exchange: Callable[[Any, str], list] = gather,
     ):
-        self.own, self.copies, self._judge, self._tell = own, copies, judge, tell
-        self._home = home or copies.home
-        self.engines = own.engines if isinstance(own, Replicas) else (own,)
-        if self._home.index < 0:
-            self.engines = ()
+        self.own, self.copies, self._judge, self._exchange = own, copies, judge, exchange
+        self._group = group or copies.group
+        self.runner, self.spec, self.limits = own.runner, own.spec, own.limits
+        self.engines = own.engines if self._group.index >= 0 else ()
+        self.telemetry = own.telemetry
         self.gaps: Gaps | None = None
-        self.on_look: Callable[[], None] | None = None
         if isinstance(own, Replicas):
-            own.on_look = self._look
-        self._tickets, self._interval, self._until = 0, EXCHANGE, 0.0
+            own.on_poll = self._poll
+        self._added, self._interval, self._until = 0, EXCHANGE, 0.0
         self._sets = 0  # of weights
         self.clear()
-
-    # --- what an engine has ----------------------------------------------------------------------
-
-    @property
-    def runner(self):
-        return self.own.runner
-
-    @property
-    def spec(self):
-        return self.own.spec
-
-    @property
-    def controller(self):
-        """Of the first replica of this process; each replica has its own."""
-        return self.own.controller
-
-    @property
-    def telemetry(self):
-        """Of the samples that ran in this process."""
-        return self.own.telemetry
 
     @property
     def version(self) -> int:
         return self.own.version if self.engines else self._sets
+
+    @property
+    def outstanding(self) -> int:
+        """Samples that were added and are not known to have ended."""
+        return len(self._running)
 
     @property
     def has_work(self) -> bool:
@@ -290,10 +277,7 @@ class Hosts:
 
     @property
     def drained(self) -> list[int]:
-        """Own replicas that have nothing to do, by index."""
-        if isinstance(self.own, Replicas):
-            return self.own.drained
-        return [i for i, engine in enumerate(self.engines) if not engine.has_work]
+        return self.own.drained if self.engines else []
 
     @property
     def _own_gaps(self) -> list[int]:
@@ -301,13 +285,8 @@ class Hosts:
         drained = self.drained
         if len(drained) < len(self.engines):
             return drained
-        others = sum(load for home, load in enumerate(self._load) if home != self._home.index)
+        others = sum(load for owner, load in enumerate(self._load) if owner != self._group.index)
         return drained if others else []
-
-    @property
-    def outstanding(self) -> int:
-        """Samples that were added and are not known to have ended."""
-        return len(self._running)
 
     def warm_up(
         self,
@@ -319,8 +298,10 @@ class Hosts:
             return StartUp(0, 0.0, 0.0, 0, 0, 0)
         return self.own.warm_up(features, on_program)
 
+    # --- weights ---------------------------------------------------------------------------------
+
     def set_params(self, params: Params, head: Params | None = None, running: str = "recompute"):
-        """Gives every replica new weights, see `Engine.set_params`.
+        """Gives every replica new weights, see `BaseEngine.set_params`.
 
         Args:
           params, head: on the devices of all processes.
@@ -340,7 +321,6 @@ class Hosts:
             engine.runner.moved += brought
 
     def release(self, weights: bool = True) -> None:
-        """Gives back the memory of weights and caches of this process, see `Engine.release`."""
         self.own.release(weights)
 
     def _copied(self, name: str, tree: Params, tied: bool, cast: str | None = None):
@@ -361,75 +341,59 @@ class Hosts:
 
     # --- samples ---------------------------------------------------------------------------------
 
-    def add(self, job: Job, progress: Progress | None = None) -> int:
-        """Queues a sample, see `Engine.add`."""
-        self.own.check(job, progress)  # all have the same room
-        self._tickets += 1
-        begun = progress or Progress([], [], [])
-        sample = SampleOutput(
-            begun.tokens,
-            None,
-            begun.logprobs,
-            "abort",
-            _NOTHING,
-            transformed_logprobs=begun.transformed,
-            records=begun.records,
-        )
+    def make(self, job: Job, progress: Progress | None = None) -> Sequence:
+        return self.own.make(job, progress)  # all have the same room
+
+    def queue(self, sequence: Sequence) -> SharedSample:
+        job, sample = sequence.job, sequence.output()
         together = self._prompts.setdefault(job.prompt_hash, {})
-        if together:
-            home = self._running[next(iter(together))].home
-        else:
-            home = self._load.index(min(self._load))
-        together[self._tickets] = None
-        self._load[home] += 1
-        self._running[self._tickets] = known = _Known(job, home, sample)
-        if home == self._home.index:
-            known.own = self.own.add(job, progress)
-            self._own_tickets[known.own] = self._tickets
-        return self._tickets
+        owner = next(iter(together)).owner if together else self._load.index(min(self._load))
+        self._added += 1
+        shared = SharedSample(self._added, job, owner, sample)
+        together[shared] = None
+        self._load[owner] += 1
+        self._running[shared.number] = shared
+        if owner == self._group.index:
+            shared.local = self.own.queue(sequence)
+            self._local[sequence] = shared
+        return shared
 
-    def _forget(self, ticket: int) -> _Known:
+    def _forget(self, shared: SharedSample) -> None:
         """Takes out a sample that has ended."""
-        known = self._running.pop(ticket)
-        together = self._prompts[known.job.prompt_hash]
-        del together[ticket]
+        del self._running[shared.number]
+        together = self._prompts[shared.job.prompt_hash]
+        del together[shared]
         if not together:
-            del self._prompts[known.job.prompt_hash]
-        self._load[known.home] -= 1
-        if known.own is not None:
-            del self._own_tickets[known.own]
-        return known
+            del self._prompts[shared.job.prompt_hash]
+        self._load[shared.owner] -= 1
+        if shared.local is not None:
+            del self._local[shared.local]
 
-    def abort(self, ticket: int) -> SampleOutput | None:
+    def abort(self, shared: SharedSample) -> SampleOutput | None:
         """Ends a sample: what was told of it, wherever it is by now; None if it has ended."""
-        if ticket not in self._running:
+        if shared.number not in self._running:
             return None
-        known = self._forget(ticket)
-        if known.own is not None:
-            self.own.abort(known.own)
-        return known.sample
-
-    def emitted(self, ticket: int) -> int:
-        """Tokens of a sample as far as they were told, those of earlier runs included."""
-        known = self._running.get(ticket)
-        return len(known.sample.token_ids) if known else 0
+        self._forget(shared)
+        if shared.local is not None:
+            self.own.abort(shared.local)
+        return shared.sample
 
     def generate(
         self, jobs: Several[Job], on_progress: Callable[[int, Totals], None] | None = None
     ) -> tuple[list[SampleOutput], Totals]:
-        """Runs all jobs to their end, see `Engine.generate`; the judge is not asked."""
+        """Runs all jobs to their end, see `BaseEngine.generate`; the judge is not asked."""
         judge, self._judge = self._judge, None
         try:
-            return run_to_the_end(self, jobs, on_progress)
+            return super().generate(jobs, on_progress)
         finally:
             self._judge = judge
 
     def clear(self) -> None:
         """Drops everything that waits or runs; all processes do, or none."""
-        self._running: dict[int, _Known] = {}  # by ticket
-        self._prompts: dict[int, dict[int, None]] = {}  # prompt -> its tickets
-        self._load = [0] * self._home.count  # samples by home
-        self._own_tickets: dict[int, int] = {}  # of the own engine -> the ticket here
+        self._running: dict[int, SharedSample] = {}  # by number
+        self._prompts: dict[int, dict[SharedSample, None]] = {}  # by prompt
+        self._load = [0] * self._group.count  # samples by owner
+        self._local: dict[Sequence, SharedSample] = {}  # of the own engine
         self.own.clear()
 
     def step(self) -> list[Finished]:
@@ -441,55 +405,56 @@ class Hosts:
         clock, ended = self.runner.agreement, []
         self._until = clock.now + self._interval
         while self.own.has_work:
-            # Who was aborted may have ended before; then nobody asks any more.
-            ended += [e for e in self.own.step() if e.ticket in self._own_tickets]
+            # One that was aborted may have ended before; then no one asks any more.
+            ended += [e for e in self.own.step() if e.sequence in self._local]
             if clock.now >= self._until:
                 break
-        while self._look():
+        while self._poll():
             time.sleep(POLL)
         if self.gaps is not None:
             self.gaps.rest()
         wanted = self.gaps.wanted if self.gaps is not None and self._own_gaps else 0.0
         news = []
-        if self._home.tells:
+        if self._group.speaks:
             news += [self._ended(event) for event in ended]
-            news += self._came_further({event.ticket for event in ended})
+            news += self._came_further({event.sequence for event in ended})
         events = []
-        told = self._tell((news, wanted), "rollout")
+        told = self._exchange((news, wanted), "rollout")
         self._interval = max(EXCHANGE, _ROOM * max(seconds for _, seconds in told))
         for heard, _ in told:
-            for ticket, begin, sample, has_ended, verdict in heard:
-                known = self._running[ticket]
-                known.sample = joined(known.sample, begin, sample)
+            for number, begin, sample, has_ended, verdict in heard:
+                shared = self._running[number]
+                shared.sample = joined(shared.sample, begin, sample)
                 if has_ended:
-                    events.append(Finished(ticket, known.job, known.sample, verdict))
-                    self._forget(ticket)
+                    events.append(Finished(shared, shared.sample, verdict))
+                    self._forget(shared)
         return events
 
-    def _look(self) -> bool:
+    def _poll(self) -> bool:
         """Lets gaps be used; whether one is."""
-        if self.on_look is not None:
-            self.on_look()
+        if self.on_poll is not None:
+            self.on_poll()
         if self.gaps is None:
             return False
         return self.gaps.look(self._own_gaps, self._until - self.runner.agreement.now)
 
     def _ended(self, event: Finished) -> tuple:
-        verdict = self._judge and self._judge(event.job, event.sample)
-        return *self._news(self._own_tickets[event.ticket], event.sample), True, verdict
+        shared, sample = self._local[event.sequence], event.sample
+        verdict = self._judge and self._judge(shared.job, sample)
+        return *self._news(shared, sample), True, verdict
 
-    def _came_further(self, ended: set[int]) -> list[tuple]:
-        """News of the own samples that run, and have tokens which nobody was told of."""
+    def _came_further(self, ended: set[Sequence]) -> list[tuple]:
+        """News of the own samples that run, and have tokens which the others were not told of."""
         news = []
-        for own, ticket in self._own_tickets.items():
-            if own not in ended and self.own.emitted(own) > self.emitted(ticket):
-                news.append((*self._news(ticket, self.own.peek(own)), False, None))
+        for local, shared in self._local.items():
+            if local not in ended and len(local.tokens) > len(shared.tokens):
+                news.append((*self._news(shared, local.output()), False, None))
         return news
 
-    def _news(self, ticket: int, sample: SampleOutput) -> tuple[int, int, SampleOutput]:
+    def _news(self, shared: SharedSample, sample: SampleOutput) -> tuple[int, int, SampleOutput]:
         """A sample without what was told already, and where that ends."""
-        begin = min(self.emitted(ticket), len(sample.token_ids))
-        return ticket, begin, rest_of(sample, begin)
+        begin = min(len(shared.tokens), len(sample.token_ids))
+        return shared.number, begin, rest_of(sample, begin)
 
 
 # What is told piece by piece; None where there is none.

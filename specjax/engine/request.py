@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -158,20 +157,6 @@ class Job:
     def without_speculation(self) -> Job:
         """The same sample, decoded plainly."""
         return dataclasses.replace(self, params=dataclasses.replace(self.params, speculative=False))
-
-
-@dataclasses.dataclass(frozen=True)
-class Finished:
-    """A sample that ended, and the ticket that `Engine.add` gave for it.
-
-    Attributes:
-      verdict: of the `judge` of an engine that has one (`specjax.engine.hosts`).
-    """
-
-    ticket: int
-    job: Job
-    sample: SampleOutput
-    verdict: Any = None
 
 
 def make_jobs(

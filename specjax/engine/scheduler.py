@@ -150,7 +150,7 @@ class Scheduler:
                     self._forget(prompt)
                 return
 
-    def step_back(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         """Back to the front of the queue; its slot and pages become free."""
         self.finish(sequence)
         self.add(sequence, first=True)
@@ -181,7 +181,7 @@ class Scheduler:
         """Gives every running sequence the pages that it may need, the earliest first.
 
         Returns:
-          sequences that must make room (`step_back`), the latest first; then this has to be called
+          sequences that must make room (`preempt`), the latest first; then this has to be called
           again. Prompts that wait in pages give way before them.
         """
         for sequence in self.running.values():

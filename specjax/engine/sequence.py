@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, Protocol
+import itertools
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -84,7 +85,7 @@ class Watcher(Protocol):
     def chunk(self, strategy: str, bucket: int, rounds: int) -> None:
         """A chunk of so many rounds came in."""
 
-    def news(self, ticket: int, news: News) -> None:
+    def news(self, sequence: Sequence, news: News) -> None:
         """It brought this sample something; that it ended is what `step` returns."""
 
 
@@ -119,30 +120,49 @@ class Brought(NamedTuple):
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """A sample that ended.
+
+    Attributes:
+      sequence: that `add` returned for it.
+      verdict: of the `judge` of an engine that has one (`specjax.engine.hosts`).
+    """
+
+    sequence: Sequence
+    sample: SampleOutput
+    verdict: Any = None
+
+
+_numbers = itertools.count(1)
+
+
 class Sequence:
     """A sample that waits or runs.
 
     Args:
-      ticket: the engine's number for it. steps: longest path that a round can accept.
-      features: see below. progress: tokens that were generated earlier, which it continues.
+      steps: longest path that a round can accept. features: what it asks of the programs it runs
+        in. progress: tokens that were generated earlier, which it continues.
 
     Attributes:
-      tokens, logprobs: generated so far, as far as the host has looked.
-      features: what it asks of the programs it runs in.
-      slot: where it runs. pages: its pages, in order; full pages of its prompt are shared.
+      number: that no other sequence of this process has.
+      tokens, logprobs: generated so far, as far as the host knows.
+      replica: index of the engine that runs it. slot: where it runs there; None: it waits.
+      pages: its pages, in order; full pages of its prompt are shared.
       admitted: whether it was ever started: if it waits nonetheless, it was preempted.
       unread: rounds of plain decoding, since the draft last read what was emitted.
     """
 
     def __init__(
         self,
-        ticket: int,
         job: Job,
         steps: int,
         features: Features = Features(),  # noqa: B008
         progress: Progress | None = None,
     ):
-        self.ticket, self.job, self._steps, self.features = ticket, job, steps, features
+        self.number = next(_numbers)
+        self.job, self._steps, self.features = job, steps, features
+        self.replica = 0
         self.slot: int | None = None
         self.pages: list[int] = []
         self.admitted, self.unread = False, 0
@@ -212,7 +232,7 @@ class Sequence:
         """See `SampleOutput.records`."""
         return np.concatenate(self._records) if self._records else None
 
-    def look(
+    def take_in(
         self, row: int, brought: Brought, tree: Tree | DynamicTree | None, version: int
     ) -> SampleOutput | None:
         """Takes in a chunk.
@@ -237,7 +257,7 @@ class Sequence:
         if self._transformed is not None:
             self._transformed += report.transformed[row, :count].tolist()
         if report.records is not None:
-            # A view would keep the whole of the chunk's parcel until the sample ends.
+            # A view would keep the whole of the chunk's result until the sample ends.
             self._records.append(report.records[row, :count].copy())
         if self._top is not None:
             self._top.add(report.top, row, count, self.job.params.top_logprobs)
@@ -279,7 +299,7 @@ class Sequence:
                 rounds.append(count)
         return rounds
 
-    def output(self, reason: str, cut: Cut | None = None) -> SampleOutput:
+    def output(self, reason: str = "abort", cut: Cut | None = None) -> SampleOutput:
         """The sample as it stands, or up to where a stop string ends it."""
         count = len(self.tokens) if cut is None else cut.tokens
         tokens, logprobs = self.tokens[:count], self.logprobs[:count]

@@ -40,7 +40,7 @@ class EngineConfig:
       page_size: positions per cache page, rounded up to what the attention kernel can read (a
         multiple of 16, and of 64 for GPUs); 0 gives each sequence one page to itself.
       cache_bytes: for the pages of all caches, at most; None takes what all slots at full length
-        need, and eight more samples of full length that wait (see `Loop`).
+        need, and eight more samples of full length that wait for a row.
       prefill_chunk: prompt tokens that are read at a time; best a multiple of the page size, for
         pieces are written by the largest number of rows that divides both.
       order: `fifo`, or `longest_first`: prompts whose samples have been long before start first.

@@ -251,7 +251,7 @@ def _starts(runner: Runner, count: int, length: int) -> list[Start]:
     starts = []
     for slot, job in enumerate(make_jobs(prompt, params, ())):
         job = dataclasses.replace(job, limit=runner.max_len)
-        sequence = Sequence(0, job, runner.steps)
+        sequence = Sequence(job, runner.steps)
         sequence.slot = slot
         starts.append(Start(sequence, 0))
     return starts

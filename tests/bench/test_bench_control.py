@@ -215,7 +215,8 @@ def test_a_stream_emits_the_samples_that_generate_gives(bench):
     def watched():
         events = step()
         for event in events:  # prompts come again, with other seeds: the first time counts
-            finished.setdefault((event.job.request, event.job.sample), event.sample.token_ids)
+            job = event.sequence.job
+            finished.setdefault((job.request, job.sample), event.sample.token_ids)
         return events
 
     stream.engine.step = watched

@@ -63,7 +63,7 @@ def restless() -> Engine:
         cache_bytes=12 * probe.runner.page_bytes,
         control=control,
     )
-    engine.loop.buckets[:] = [1, 4]  # of each strategy one program less
+    engine.buckets[:] = [1, 4]  # of each strategy one program less
     engine.warm_up()
     engine.controller = AtRandom()
     return engine

@@ -23,27 +23,26 @@ def chaos(tokens: int, seed=0):
     compared, explained, unexplained, aborted = 0, [], [], 0
     before, suspended, swaps = engine.preemptions, 0, 0
     while compared < tokens:
-        waiting, tickets, samples = random_jobs(rng, 60), {}, []
+        waiting, added, samples = random_jobs(rng, 60), [], []
         while waiting or engine.has_work:
             for _ in range(int(rng.integers(0, 4))):
                 if waiting:
-                    job = waiting.pop()
-                    tickets[engine.add(job)] = job
-            if tickets and rng.random() < 0.03:
-                ticket = int(rng.choice(list(tickets)))
-                cut = engine.abort(ticket)
+                    added.append(engine.add(waiting.pop()))
+            if added and rng.random() < 0.03:
+                sequence = added[int(rng.integers(len(added)))]
+                cut = engine.abort(sequence)
                 if cut is not None:
                     assert cut.finish_reason == "abort"
-                    samples.append((tickets[ticket], cut))
+                    samples.append((sequence.job, cut))
                     aborted += 1
             if rng.random() < 0.02:
-                for _, job, progress in engine.suspend():
-                    tickets[engine.add(job, progress)] = job
-                    suspended += bool(progress.tokens)
+                for sequence in engine.suspend():
+                    added.append(engine.add(sequence.job, sequence.progress()))
+                    suspended += bool(sequence.tokens)
             if rng.random() < 0.02:
                 swaps += 1
                 engine.set_params(weights()[0], weights(seed=swaps % 2 * 5)[1])
-            samples += [(event.job, event.sample) for event in engine.step()]
+            samples += [(event.sequence.job, event.sample) for event in engine.step()]
         assert engine.scheduler.pool.used == 0
         expected = tokens_of([job for job, _ in samples])
         for (job, sample), whole in zip(samples, expected, strict=True):
@@ -72,7 +71,7 @@ def test_200_000_tokens_under_chaos_are_those_of_plain_decoding():
 
 def test_chaos_would_notice_a_sequence_that_continues_with_another_ones_pages(monkeypatch):
     """Else the tests above would prove nothing."""
-    from specjax.engine import loop as module
+    from specjax.engine import engine as module
 
     right = module.admission_of
 

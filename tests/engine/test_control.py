@@ -268,12 +268,12 @@ def test_who_takes_a_row_over_within_a_chunk_of_off_is_drafted_for_as_if_it_had_
     together = Chosen(["off", "off", *["3_1_4"] * 99])  # 64 rounds: 37 of the one, 27 of the other
     alone = Chosen(["off", *["3_1_4"] * 99], hints=[27])
     for jobs, engine.controller in (([first, job], together), ([job], alone)):
-        engine.loop.clear(1)
+        engine.clear(1)
         samples, _ = engine.generate(jobs)
         assert [s.token_ids for s in samples] == tokens_of(jobs)
         assert engine.controller.seen[-1].strategy == "3_1_4"
         histograms.append((samples[-1].stats.histogram, samples[-1].stats.plain_rounds))
-    engine.loop.clear(2)
+    engine.clear(2)
     assert histograms[0] == histograms[1] and histograms[0][1] == 27
 
 
@@ -294,7 +294,7 @@ def test_what_a_gate_never_lets_through_is_not_compiled_ahead_unless_requests_ma
     chunks = {}
     for named in (False, True):
         engine = engine_of(batch=8, control=control, named_strategies=named)
-        programs = engine.loop.programs()
+        programs = engine.programs()
         reached = programs.chunks
         chunks[named] = len(reached)
         assert programs.count([Features()]) == programs.count([]) + len(reached)
@@ -304,8 +304,8 @@ def test_what_a_gate_never_lets_through_is_not_compiled_ahead_unless_requests_ma
     assert chunks == {False: 8, True: 12}
     # A batch of three has the program for four, and the gate opens for it.
     engine = engine_of(batch=8, control=dataclasses.replace(control, bs_threshold=3))
-    assert engine.loop.controller.may_choose("3_1_4", 3), "the smallest that it runs"
-    assert not engine.loop.controller.may_choose("3_1_4", 5)
+    assert engine.controller.may_choose("3_1_4", 3), "the smallest that it runs"
+    assert not engine.controller.may_choose("3_1_4", 5)
 
 
 TAIL = [(1, 8), (3, 80)]
@@ -423,7 +423,7 @@ def test_calibration_measures_a_round_and_not_the_first_run_of_its_program(monke
     monkeypatch.setattr(start_up, "_chunk", chunk)
     monkeypatch.setattr(start_up, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     engine = adaptive()
-    programs = engine.loop.programs()
+    programs = engine.programs()
     start_up.compile_ahead([programs], [Features()])
     costs, seconds = start_up.calibrate(programs, Features())
     assert 0 < seconds < 1

@@ -100,7 +100,7 @@ def test_what_is_drafted_follows_what_is_emitted_and_nothing_is_compiled(monkeyp
 def test_rules_that_divide_by_q_keep_the_tokens_that_they_began_with():
     for acceptance, strategy in (("block", "1_1_2"), ("recursive", "2x1")):
         spec = SpecConfig(strategy, acceptance=acceptance, draft_vocab=16)
-        assert LLM((CFG, *weights()), spec, 1, MAX_LEN).engine.loop.counts is None
+        assert LLM((CFG, *weights()), spec, 1, MAX_LEN).engine.counts is None
 
 
 def test_ngrams_have_no_language_model_head():

@@ -17,11 +17,11 @@ from specjax.decode.chunk import NEVER
 from specjax.engine.chunks import choose_program, until
 from specjax.engine.engine import Engine
 from specjax.engine.inputs import row_map_of
-from specjax.engine.outstanding import Outstanding
 from specjax.engine.pages import NOBODYS
 from specjax.engine.replicas import Replicas
 from specjax.engine.sequence import Progress
 from specjax.engine.settings import EngineConfig
+from specjax.engine.unfinished import Unfinished
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def chunks(monkeypatch):
 
     def watch(engine):
         seen, runner = [], engine.runner
-        chunk, prefill, read = runner.chunk, runner.prefill, engine.loop._postprocess
+        chunk, prefill, read = runner.chunk, runner.prefill, engine._postprocess
 
         def enqueue(strategy, features, row_map, until):
             rows = row_map.active[: len(row_map.slots) - runner.waiting]
@@ -47,7 +47,7 @@ def chunks(monkeypatch):
 
         monkeypatch.setattr(runner, "chunk", enqueue)
         monkeypatch.setattr(runner, "prefill", reads)
-        monkeypatch.setattr(engine.loop, "_postprocess", postprocess)
+        monkeypatch.setattr(engine, "_postprocess", postprocess)
         return seen
 
     return watch
@@ -169,7 +169,7 @@ def test_longer_chunks_preempt_nobody_whom_shorter_ones_would_not():
         ]
         samples, _ = engine.generate(jobs)
         assert [s.token_ids for s in samples] == tokens_of(jobs)
-        found.append(engine.loop.preemptions)
+        found.append(engine.preemptions)
     assert found[1] <= found[0]
 
 
@@ -242,7 +242,7 @@ def test_samples_that_run_share_the_full_pages_of_their_prompt():
 
 def test_prompts_are_padded_to_the_next_of_a_few_widths(chunks):
     engine = engine_of(None, batch=1, prefill_chunk=64)
-    seen, sizes = chunks(engine), engine.loop.piece_widths
+    seen, sizes = chunks(engine), engine.piece_widths
     for length in (5, 20, 60):
         engine.generate(jobs_of(list(range(1, 1 + length)), dataclasses.replace(ONE, max_tokens=2)))
         [width] = [shape[1] for kind, shape in seen if kind == "prefill"]
@@ -257,13 +257,13 @@ def test_a_long_prompt_is_read_in_pieces_between_the_chunks_of_those_that_run(ch
     engine.step()
     seen = chunks(engine)
     [job] = jobs_of(list(range(1, 61)), dataclasses.replace(ONE, max_tokens=4))
-    ticket, found = engine.add(job), {}
+    sequence, found = engine.add(job), {}
     while engine.has_work:
-        found |= {event.ticket: event.sample for event in engine.step()}
+        found |= {event.sequence: event.sample for event in engine.step()}
     kinds = [kind for kind, _ in seen if kind != "read"]
     assert kinds.count("prefill") == 4
     assert "prefill prefill" not in " ".join(kinds), "nobody waits for more than one piece"
-    assert found[ticket].token_ids == tokens_of([job])[0]
+    assert found[sequence].token_ids == tokens_of([job])[0]
 
 
 def test_a_short_sample_ends_before_the_long_one_that_ran_when_it_came():
@@ -274,7 +274,7 @@ def test_a_short_sample_ends_before_the_long_one_that_ran_when_it_came():
     short = engine.add(jobs_of([7, 8], dataclasses.replace(ONE, max_tokens=2), 1)[0])
     ended = []
     while engine.has_work:
-        ended += [event.ticket for event in engine.step()]
+        ended += [event.sequence for event in engine.step()]
     assert ended == [short, long]
 
 
@@ -307,9 +307,9 @@ def test_pages_and_host_memory_are_flat_over_2000_requests():
     def requests(count):
         for i in range(count):
             for job in jobs_of(rng.integers(0, VOCAB, 3).tolist(), params, i):
-                ticket = engine.add(job)
+                sequence = engine.add(job)
             if i % 10 == 0:
-                engine.abort(ticket)
+                engine.abort(sequence)
         while engine.has_work:
             engine.step()
 
@@ -337,7 +337,7 @@ def test_pages_and_host_memory_are_flat_over_2000_requests():
     assert engine.scheduler.pool.used == 0 and device_after == device
     assert after - objects < 200, "objects left behind by 4,000 samples"
     assert grown < 100_000, "bytes left behind by 2,000 samples"
-    assert not engine.outstanding and not engine.intake.asked and not engine.loop._in_flight
+    assert not engine.outstanding and not engine.unfinished.asked and not engine._in_flight
 
 
 def test_one_page_per_sequence_is_the_contiguous_special_case():
@@ -371,7 +371,7 @@ def order_of_ends(engine) -> list[int]:
         engine.add(job)
     ended = []
     while engine.has_work:
-        ended += [event.job.request for event in engine.step()]
+        ended += [event.sequence.job.request for event in engine.step()]
     return ended
 
 
@@ -384,21 +384,21 @@ def test_prompts_whose_samples_were_long_start_first_if_asked_for():
     assert order_of_ends(first) == [1, 2, 3]
     assert order_of_ends(longest) == [2, 3, 1]
     (job,) = jobs_of([9, 9], dataclasses.replace(ONE, max_tokens=60), 4)
-    ticket, expected = longest.add(job), longest.loop.lengths.expected
-    while longest.emitted(ticket) <= expected(job.prompt_hash):
+    sequence, expected = longest.add(job), longest.lengths.expected
+    while len(sequence.tokens) <= expected(job.prompt_hash):
         longest.step()
-    so_far = longest.emitted(ticket)
-    longest.abort(ticket)
+    so_far = len(sequence.tokens)
+    longest.abort(sequence)
     assert expected(job.prompt_hash) == so_far, "it would have been longer"
     pair, fed = [engine_of(None, batch=1, order="longest_first") for _ in range(2)], []
     for engine in pair:
         engine.runner.executables.by_key = first.runner.executables.by_key
 
-        def add(job, progress, take=engine.intake.add):
-            fed.append(job.request)
-            return take(job, progress)
+        def queue(sequence, queue=engine.queue):
+            fed.append(sequence.job.request)
+            return queue(sequence)
 
-        engine.intake.add = add
+        engine.queue = queue
     order_of_ends(Replicas(pair))
     assert fed == [1, 2, 3, 2, 3, 1], "one queue, whose order is the engines'"
 
@@ -439,17 +439,17 @@ def test_a_request_that_can_never_fit_is_refused_with_what_to_do():
 def test_an_aborted_request_leaves_what_it_has_and_frees_its_pages():
     engine = warm()
     first, second = (jobs_of([i, 2], ONE, i)[0] for i in (1, 2))
-    tickets = [engine.add(first), engine.add(second)]
+    added = [engine.add(first), engine.add(second)]
     for _ in range(3):
         engine.step()
     used = engine.scheduler.pool.used
-    cut = engine.abort(tickets[0])
+    cut = engine.abort(added[0])
     assert cut.finish_reason == "abort" and engine.scheduler.pool.used < used
-    assert engine.abort(tickets[0]) is None and engine.progress(tickets[0]) is None
+    assert engine.abort(added[0]) is None
     events = []
     while engine.has_work:
         events += engine.step()
-    assert [e.ticket for e in events] == tickets[1:]
+    assert [e.sequence for e in events] == added[1:]
     whole = tokens_of([first, second])
     assert 0 < len(cut.token_ids) < len(whole[0])
     assert cut.token_ids == whole[0][: len(cut.token_ids)]
@@ -507,29 +507,31 @@ def test_an_engine_whose_program_failed_starts_anew():
 
 def test_what_ended_in_a_swap_of_weights_cannot_be_aborted_any_more():
     engine = Replicas([engine_of(None, batch=1)])
-    ticket = engine.add(jobs_of([3, 4], dataclasses.replace(ONE, max_tokens=2))[0])
+    sequence = engine.add(jobs_of([3, 4], dataclasses.replace(ONE, max_tokens=2))[0])
     engine._feed()
     engine.engines[0].step(wait=False)
     engine.set_params(weights()[0])
-    assert engine.abort(ticket) is None and engine.emitted(ticket) == 0
+    assert engine.abort(sequence) is None
     [event] = engine.step()
-    assert event.ticket == ticket and len(event.sample.token_ids) == 2
+    assert event.sequence is sequence and len(event.sample.token_ids) == 2
 
 
 def test_in_invariant_mode_one_program_runs_until_nobody_is_left():
     """Else the bits of a sample would depend on when its neighbours end."""
-    intake = Outstanding(warm().runner, warm().limits)
+    unfinished = Unfinished(warm().runner, warm().limits)
     runner = SimpleNamespace(plan=SimpleNamespace(invariant=True), batch=8)
 
     def program(*params):
-        found = [intake.add(jobs_of([1, 2], p)[0]) for p in params]
-        return found, choose_program(runner, [8], intake, "off", found)
+        found = [unfinished.make(jobs_of([1, 2], p)[0]) for p in params]
+        for sequence in found:
+            unfinished.add(sequence)
+        return found, choose_program(runner, [8], unfinished, "off", found)
 
     [plain, other], both = program(ONE, dataclasses.replace(ONE, top_k=3))
     assert both[0].covers(other.features) and both[1] == 8
-    intake.forget(other)
-    assert choose_program(runner, [8], intake, "off", [plain]) == both
-    intake.forget(plain)
+    unfinished.remove(other)
+    assert choose_program(runner, [8], unfinished, "off", [plain]) == both
+    unfinished.remove(plain)
     assert program(ONE)[1] == (plain.features.widened(), 8) != both
 
 
@@ -552,15 +554,15 @@ def test_what_is_suspended_continues_with_the_same_tokens_and_logprobs():
     for _ in range(4):
         engine.step()
     suspended = engine.suspend()
-    assert all(0 < len(progress.tokens) < 40 for _, _, progress in suspended)
-    tickets = [engine.add(job, progress) for _, job, progress in suspended]
+    assert all(0 < len(s.tokens) < 40 for s in suspended)
+    added = [engine.add(s.job, s.progress()) for s in suspended]
     found = {}
     while engine.has_work:
-        found |= {event.ticket: event.sample for event in engine.step()}
-    whole, _ = plain().generate([job for _, job, _ in suspended])
-    for ticket, expected in zip(tickets, whole, strict=True):
-        assert found[ticket].token_ids == expected.token_ids
-        np.testing.assert_allclose(found[ticket].logprobs, expected.logprobs, atol=1e-4)
+        found |= {event.sequence: event.sample for event in engine.step()}
+    whole, _ = plain().generate([s.job for s in suspended])
+    for sequence, expected in zip(added, whole, strict=True):
+        assert found[sequence].token_ids == expected.token_ids
+        np.testing.assert_allclose(found[sequence].logprobs, expected.logprobs, atol=1e-4)
 
 
 @pytest.mark.parametrize("modules", [1, 3])

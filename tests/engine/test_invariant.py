@@ -191,7 +191,9 @@ def test_samples_that_go_on_give_the_same_bits_whoever_chooses_what_in_invariant
         at = {engine.add(job, g): i for i, (job, g) in enumerate(zip(jobs, given, strict=True))}
         found = {}
         while engine.has_work:
-            found |= {at[e.ticket]: (e.sample.token_ids, e.sample.logprobs) for e in engine.step()}
+            found |= {
+                at[e.sequence]: (e.sample.token_ids, e.sample.logprobs) for e in engine.step()
+            }
         return [found[i] for i in range(len(jobs))]
 
     before = engine.preemptions
@@ -223,7 +225,7 @@ def test_bits_do_depend_on_the_strategy_where_each_runs_its_own_program(monkeypa
 
 def test_not_a_bit_of_plain_decoding_depends_on_who_runs_beside_whom_in_invariant_mode():
     llm = make_llm("float32", "off", invariant=True)
-    assert llm.engine.spec is None and llm.engine.loop.buckets == [4]
+    assert llm.engine.spec is None and llm.engine.buckets == [4]
     together = told_by(llm, range(8))
     assert together == told_by(llm, range(8)[::-1])
     assert together == {i: told_by(llm, [i])[i] for i in range(8)}

@@ -146,10 +146,11 @@ def test_transformed_logprobs_of_what_is_suspended_are_kept():
     engine, [job] = llm.engine, make_jobs(PROMPTS[0], asks, (EOS,))
     engine.controller.rounds_hint = 2
     try:
-        ticket = engine.add(job)
-        while not engine.emitted(ticket):
+        sequence = engine.add(job)
+        while not sequence.tokens:
             engine.step()
-        [(_, job, progress)] = engine.suspend()
+        assert engine.suspend() == [sequence]
+        progress = sequence.progress()
         assert 0 < len(progress.transformed) == len(progress.tokens) < 30
         engine.add(job, progress)
         while engine.has_work:

@@ -19,8 +19,8 @@ class Watcher:
     def chunk(self, strategy, bucket, rounds):
         self.rounds += rounds
 
-    def news(self, ticket, news):
-        self.heard[ticket].append(news)
+    def news(self, sequence, news):
+        self.heard[sequence].append(news)
 
 
 @pytest.fixture
@@ -36,18 +36,18 @@ def test_news_add_up_to_the_sample(watched):
     engine, watcher = watched
     jobs = [job for i in range(3) for job in jobs_of([1, 2 + i], LONG)]
     jobs.append(jobs_of([5], dataclasses.replace(LONG, speculative=False))[0])
-    tickets, samples = [engine.add(job) for job in jobs], {}
+    added, samples = [engine.add(job) for job in jobs], {}
     while engine.has_work:
-        samples |= {event.ticket: event.sample for event in engine.step()}
-    for ticket in tickets:
-        heard, sample = watcher.heard[ticket], samples[ticket]
+        samples |= {event.sequence: event.sample for event in engine.step()}
+    for sequence in added:
+        heard, sample = watcher.heard[sequence], samples[sequence]
         assert [t for news in heard for t in news.tokens] == sample.token_ids
         assert [v for news in heard for v in news.logprobs] == sample.logprobs
         assert len(heard) > 1 and all(sum(n.rounds) == len(n.tokens) for n in heard)
         rounds = np.bincount([c for n in heard for c in n.rounds], minlength=5)
         assert rounds.tolist() == list(sample.stats.histogram)
         assert sum(len(n.rounds) * n.rows for n in heard) == sample.stats.drafted
-    assert {news.steps for news in watcher.heard[tickets[-1]]} == {0}
+    assert {news.steps for news in watcher.heard[added[-1]]} == {0}
     assert watcher.rounds >= max(sample.stats.rounds for sample in samples.values())
 
 
@@ -58,16 +58,16 @@ def test_a_look_comes_when_the_device_has_work_and_what_came_before_is_known(wat
 
     def look():
         heard = sum(map(len, watcher.heard.values()))
-        seen.append((len(engine.loop._in_flight), heard))
+        seen.append((len(engine._in_flight), heard))
 
-    engine.on_look = look
+    engine.on_poll = look
     try:
-        ticket = engine.add(job)
+        sequence = engine.add(job)
         while engine.has_work:
             engine.step()
     finally:
-        engine.on_look = None
-    chunks = len(watcher.heard[ticket])
+        engine.on_poll = None
+    chunks = len(watcher.heard[sequence])
     assert chunks > 2 and {heard for _, heard in seen} >= set(range(chunks))
     assert all(in_flight for in_flight, heard in seen if heard < chunks - 1)
 

@@ -49,11 +49,11 @@ class Device:
         self.ahead, self.rewritten = ahead, rewritten
         self.finished, self.started = [], []
 
-    def add(self, ticket, prompt, count, n=1):
+    def add(self, prompt, count, n=1):
         params = SamplingParams(max_tokens=count, n=n)
         found = []
         for job in make_jobs(prompt, params, ()):
-            found.append(Sequence(ticket + job.sample, job, 3))
+            found.append(Sequence(job, 3))
             self.scheduler.add(found[-1])
         return found
 
@@ -62,7 +62,7 @@ class Device:
         scheduler = self.scheduler
         while latest := scheduler.reserve():
             for sequence in latest:
-                scheduler.step_back(sequence)
+                scheduler.preempt(sequence)
         for prompt in scheduler.next_to_read(lambda width: 2, lambda p: min(p.to_read, 8)):
             prompt.read += min(prompt.to_read, 8)
         for start in scheduler.starts():
@@ -78,7 +78,7 @@ class Device:
 
     def check_start(self, start):
         sequence, read = start.sequence, start.sequence.length - 1
-        self.started.append(sequence.ticket)
+        self.started.append(sequence)
         if start.copies:
             first = max(read - self.rewritten, 0) // PAGE
             targets = sequence.pages[first : pages_for(read, PAGE)]
@@ -108,13 +108,13 @@ def test_every_sequence_ends_and_every_page_comes_back(seed):
     rewritten = int(rng.integers(0, 3))
     least = pages_for(longest, PAGE) + 1 + pages_for(rewritten, PAGE)  # as `Engine.add` wants
     device = Device(slots, 1 + least + int(rng.integers(0, 12)), ahead, rewritten)
-    added, dropped, ticket = [], 0, 0
+    added, dropped, count = [], 0, 0
     for _ in range(3000):
-        if ticket < 40 and rng.random() < 0.4:
+        if count < 40 and rng.random() < 0.4:
             prompt = rng.integers(0, 3, int(rng.integers(1, 12))).tolist()
             n = int(rng.integers(1, 5))
-            added += device.add(ticket, prompt, int(rng.integers(1, 13)), n)
-            ticket += n
+            added += device.add(prompt, int(rng.integers(1, 13)), n)
+            count += n
         if added and rng.random() < 0.05:
             victim = added[int(rng.integers(len(added)))]
             if victim not in device.finished:
@@ -122,7 +122,7 @@ def test_every_sequence_ends_and_every_page_comes_back(seed):
                 added.remove(victim)
                 dropped += 1
         device.turn(rng)
-        if ticket >= 40 and len(device.finished) == len(added):
+        if count >= 40 and len(device.finished) == len(added):
             break
     assert len(device.finished) == len(added), "stuck"
     assert device.pool.used == 0 and not device.scheduler.has_waiting
@@ -132,8 +132,8 @@ def test_every_sequence_ends_and_every_page_comes_back(seed):
 def test_prompts_that_wait_give_way_where_nobody_could_start():
     """The second was read while the first could not know that its sample needs all but one page."""
     device = Device(4, 9, ahead=16)
-    device.add(0, list(range(8)), 16, n=2)
-    device.add(2, list(range(1, 9)), 1)
+    device.add(list(range(8)), 16, n=2)
+    device.add(list(range(1, 9)), 1)
     for _ in range(100):
         device.turn(np.random.default_rng(0))
     assert len(device.finished) == 3, "stuck"
@@ -142,7 +142,7 @@ def test_prompts_that_wait_give_way_where_nobody_could_start():
 
 def test_the_samples_of_a_prompt_share_its_full_pages_and_get_copies_of_the_last_one():
     device = Device(4, 40, 4)
-    a, b, c = device.add(0, list(range(1, 12)), 4, n=3)  # 10 positions to read: 2 pages and a half
+    a, b, c = device.add(list(range(1, 12)), 4, n=3)  # 10 positions to read: 2 pages and a half
     device.turn(np.random.default_rng(0))
     device.turn(np.random.default_rng(0))
     assert a.pages[:2] == b.pages[:2] == c.pages[:2]
@@ -156,13 +156,12 @@ def test_the_longest_expected_start_first_and_unknown_prompts_are_taken_for_aver
         history.add(prompt, length)
     assert history.expected(1) < history.expected(9) < history.expected(2)
     device = Device(1, 40, 4, 0, lambda sequence: history.expected(sequence.job.prompt[0]))
-    for ticket, prompt in enumerate(([1], [3], [2], [9])):
-        device.add(ticket, prompt, 4)
+    added = [s for prompt in ([1], [3], [2], [9]) for s in device.add(prompt, 4)]
     rng = np.random.default_rng(0)
     while len(device.finished) < 4:
         device.turn(rng)
     lengths = [history.expected(s.job.prompt[0]) for s in device.finished]
-    assert lengths == sorted(lengths, reverse=True) and device.started != [0, 1, 2, 3]
+    assert lengths == sorted(lengths, reverse=True) and device.started != added
 
 
 def test_an_aborted_sample_says_that_its_prompt_is_long_if_it_was_longer_than_expected():
@@ -179,12 +178,12 @@ def test_an_aborted_sample_says_that_its_prompt_is_long_if_it_was_longer_than_ex
     assert 20 < history.expected(2) < 30
 
 
-def test_a_sequence_that_stepped_back_goes_first_and_is_read_with_what_it_has_generated():
+def test_a_preempted_sequence_goes_first_and_is_read_with_what_it_has_generated():
     device = Device(1, 40, 4)
-    [first] = device.add(0, [1, 2, 3], 8)
+    [first] = device.add([1, 2, 3], 8)
     rng = np.random.default_rng(1)
     while not first.tokens:
         device.turn(rng)
-    device.add(1, [4, 5], 8)
-    device.scheduler.step_back(first)
+    device.add([4, 5], 8)
+    device.scheduler.preempt(first)
     assert next(iter(device.scheduler._queue)) == (1, 2, 3, *first.tokens)

@@ -108,14 +108,14 @@ def test_training_takes_the_experts_that_it_is_given_and_chooses_for_other_rows(
 
 def test_a_sample_keeps_its_records_and_not_the_chunk_that_they_came_in():
     [job] = make_jobs([1, 2], SamplingParams(max_tokens=4), ())
-    sequence, facts = Sequence(0, job, steps=2), np.arange(24, dtype=np.int32).reshape(2, 6, 2)
+    sequence, facts = Sequence(job, steps=2), np.arange(24, dtype=np.int32).reshape(2, 6, 2)
     kept = []
     for length, finish, count in ((5, RUNNING, 3), (6, LENGTH, 1)):
         words = facts.copy()
         report = types.SimpleNamespace(records=words)
         tokens, logprobs = [[7] * count] * 2, [[-1.0] * count] * 2
         brought = Brought(tokens, logprobs, [0, length], [finish] * 2, [[count]] * 2, report)
-        done = sequence.look(1, brought, None, 1)
+        done = sequence.take_in(1, brought, None, 1)
         kept.append(facts[1, :count])
         words[:] = -7  # what is a view of the chunk would see it
     assert done.token_ids == [7] * 4

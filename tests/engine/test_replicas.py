@@ -43,19 +43,19 @@ def test_replicas_share_the_work_and_emit_the_tokens_of_one_engine():
     assert [len(devices) for devices in placed] == [2, 2] and not placed[0] & placed[1]
     shares = []
     for engine in llm.engine.engines:
-        finish = engine.loop._finish
+        finish = engine._finish
         shares.append([])
 
         def count(sequence, sample, finish=finish, share=shares[-1]):
             share.append(len(sample.token_ids))
             finish(sequence, sample)
 
-        engine.loop._finish = count
+        engine._finish = count
     try:
         outputs = llm.generate(PROMPTS, PARAMS)
     finally:
         for engine in llm.engine.engines:
-            del engine.loop._finish
+            del engine._finish
     assert tokens(outputs) == tokens(plain().generate(PROMPTS, PARAMS))
     assert sum(map(sum, shares)) == llm.totals.tokens == 6 * 3 * 20
     assert min(map(sum, shares)) > 0.2 * llm.totals.tokens
@@ -79,26 +79,29 @@ def test_a_prompt_is_read_once_while_many_wait(monkeypatch):
     assert sum(read) <= len(many) - last + last * PARAMS.n, read
 
 
-def test_a_watcher_hears_of_every_replica_by_the_tickets_that_were_given():
+def test_a_watcher_hears_of_every_replica_and_of_its_samples():
     llm, seen, chunks = replicated(), collections.defaultdict(list), []
 
     class Watcher:
         def chunk(self, strategy, bucket, rounds):
             chunks.append(strategy)
 
-        def news(self, ticket, news):
-            seen[ticket] += news.tokens
+        def news(self, sequence, news):
+            seen[sequence] += news.tokens
 
     engine = llm.engine
     jobs = [job for p in PROMPTS for job in make_jobs(p, PARAMS, ())]
-    engine.watcher, samples = Watcher(), {}
+    samples, watcher = {}, Watcher()
+    for one in engine.engines:
+        one.watcher = watcher
     try:
-        tickets = [engine.add(job) for job in jobs]
+        added = [engine.add(job) for job in jobs]
         while engine.has_work:
-            samples |= {event.ticket: event.sample.token_ids for event in engine.step()}
+            samples |= {event.sequence: event.sample.token_ids for event in engine.step()}
     finally:
-        engine.watcher = None
-    assert [seen[ticket] for ticket in tickets] == [samples[ticket] for ticket in tickets]
+        for one in engine.engines:
+            one.watcher = None
+    assert [seen[s] for s in added] == [samples[s] for s in added]
     assert set(chunks) == {"1_1_2"}
 
 
@@ -106,19 +109,18 @@ def test_samples_may_be_added_aborted_suspended_and_continued_anywhere():
     engine = replicated().engine
     params = dataclasses.replace(PARAMS, max_tokens=50)
     jobs = [j for i, p in enumerate(PROMPTS[:3]) for j in make_jobs(p, params, (), request=i)]
-    tickets = {engine.add(job): job for job in jobs}
-    samples = [(e.ticket, e.sample) for e in engine.step()]
-    last = list(tickets)[-1]
-    assert engine.progress(last).tokens == []
+    added = [engine.add(job) for job in jobs]
+    samples = [(e.sequence, e.sample) for e in engine.step()]
+    *others, last = added
+    assert last.tokens == []
     cut = engine.abort(last)
     assert cut.finish_reason == "abort" and cut.token_ids == [] and engine.abort(last) is None
-    suspended = engine.suspend()
-    again = {engine.add(job, progress): ticket for ticket, job, progress in suspended}
+    again = {engine.add(s.job, s.progress()): s for s in engine.suspend()}
     while engine.has_work:
-        samples += [(again.get(e.ticket, e.ticket), e.sample) for e in engine.step()]
-    expected = plain().engine.generate([tickets[t] for t, _ in samples])[0]
+        samples += [(again.get(e.sequence, e.sequence), e.sample) for e in engine.step()]
+    expected = plain().engine.generate([sequence.job for sequence, _ in samples])[0]
     assert [s.token_ids for _, s in samples] == [s.token_ids for s in expected]
-    assert sorted(dict(samples)) == sorted(set(tickets) - {last})
+    assert set(dict(samples)) == set(others)
 
 
 def test_an_interrupted_call_leaves_nothing_behind_on_any_replica():
@@ -176,7 +178,7 @@ def test_too_many_replicas_and_a_mesh_beside_them_are_refused():
 def test_a_step_returns_with_every_chunk_and_tells_who_has_nothing_to_do():
     engine = replicated().engine
     looks, chunks = [], 0
-    engine.on_look = lambda: looks.append(engine.drained)
+    engine.on_poll = lambda: looks.append(engine.drained)
     try:
         for job in make_jobs(PROMPTS[0], dataclasses.replace(PARAMS, n=1), ()):
             engine.add(job)
@@ -185,7 +187,7 @@ def test_a_step_returns_with_every_chunk_and_tells_who_has_nothing_to_do():
             engine.step()
             chunks += 1
     finally:
-        engine.on_look = None
+        engine.on_poll = None
     assert len(looks) >= chunks > 1
     assert [1] in looks and looks[-1] == [0, 1] and [0] not in looks
 
@@ -222,15 +224,15 @@ def test_hosts_hear_what_a_chunk_took_when_the_next_is_there_and_wait_for_nothin
     shared, monkeypatch
 ):
     (engine, _), measured, told, ahead = shared, [], [], []
-    measure = engine.loop._in_flight.wait_for
+    measure = engine._in_flight.wait_for
 
     def noted(chunk):
         result, seconds = measure(chunk)
         measured.append(seconds)
-        ahead.append(len(engine.loop._in_flight))
+        ahead.append(len(engine._in_flight))
         return result, seconds
 
-    monkeypatch.setattr(engine.loop._in_flight, "wait_for", noted)
+    monkeypatch.setattr(engine._in_flight, "wait_for", noted)
     monkeypatch.setattr(
         engine.controller, "observe", lambda seen: told.append((seen.seconds, len(measured)))
     )
@@ -241,7 +243,7 @@ def test_hosts_hear_what_a_chunk_took_when_the_next_is_there_and_wait_for_nothin
     assert [s.token_ids for s in samples] == [s.token_ids for s in expected]
     assert 1 in ahead, "the next chunk was enqueued by then"
     assert told[0][1] == 2
-    engine.loop.drain()
+    engine.drain()
     np.testing.assert_array_equal([seconds for seconds, _ in told], measured)
 
 
@@ -257,7 +259,7 @@ def test_hosts_that_would_run_different_programs_end_before_they_wait_for_each_o
     shared, monkeypatch
 ):
     (engine, other_says), said, waited = shared, [], []
-    in_flight, wait = engine.loop._in_flight, engine.loop._in_flight.wait_for
+    in_flight, wait = engine._in_flight, engine._in_flight.wait_for
     monkeypatch.setattr(
         in_flight, "wait_for", lambda chunk: waited.append(chunk.said) or wait(chunk)
     )
@@ -283,9 +285,9 @@ def test_replicas_choose_programs_by_what_all_samples_ask_for():
         engine.add(job)
     engine._feed()
     assert [e.outstanding for e in engine.engines] == [2, 2], "the wide one waits"
-    assert all(e.intake.seen.top_k for e in engine.engines)
+    assert all(e.unfinished.seen.top_k for e in engine.engines)
     engine.clear()
     engine.add(narrow)
     engine._feed()
-    assert not any(e.intake.seen.top_k for e in engine.engines)
+    assert not any(e.unfinished.seen.top_k for e in engine.engines)
     engine.clear()

@@ -19,7 +19,7 @@ class Chunks:
         self.ran.append((strategy, bucket))
         self.rounds.append(rounds)
 
-    def news(self, ticket, news):
+    def news(self, sequence, news):
         pass
 
 

@@ -17,11 +17,11 @@ def test_new_weights_reach_running_sequences_and_every_token_knows_its_version()
     engine = warm()
     old, new = weights(), weights(seed=5)
     [job] = jobs_of([7, 8, 9], LONG)
-    ticket, version = engine.add(job), engine.version
+    sequence, version = engine.add(job), engine.version
     engine.step()
     built = engine.runner.compilations
     engine.set_params(*new)
-    before = engine.progress(ticket)
+    before = sequence.progress()
     samples = []
     while engine.has_work:
         samples += [event.sample for event in engine.step()]
@@ -45,11 +45,11 @@ def test_caches_of_old_weights_may_be_kept_and_are_counted():
     outputs = []
     for running in ("keep", "recompute"):
         engine.set_params(*old)
-        ticket = engine.add(job)
+        sequence = engine.add(job)
         engine.step()
         stale = engine.stale_positions
         engine.set_params(*new, running=running)
-        known = 3 + len(engine.progress(ticket).tokens)
+        known = 3 + len(sequence.tokens)
         assert engine.stale_positions - stale == (known if running == "keep" else 0)
         outputs += [e.sample.token_ids for _ in range(99) if engine.has_work for e in engine.step()]
     engine.set_params(*old)
@@ -63,15 +63,15 @@ def test_samples_that_wait_read_their_prompts_again_with_new_weights():
     engine = warm()
     old, new = weights(), weights(seed=5)
     jobs = jobs_of([7, 8, 9], dataclasses.replace(ONE, n=engine.batch + 2))
-    tickets = [engine.add(job) for job in jobs]
-    engine.step(), engine.loop.drain()
+    added = [engine.add(job) for job in jobs]
+    engine.step(), engine.drain()
     assert len(engine.scheduler.running) > engine.batch
     stale = engine.stale_positions
     engine.set_params(*new, running="keep")
-    run = tickets[: engine.batch]
-    assert engine.stale_positions - stale == sum(3 + engine.emitted(t) for t in run)
-    ended = {e.ticket: e.sample for _ in range(99) if engine.has_work for e in engine.step()}
-    late = [ended[ticket].token_ids for ticket in tickets[engine.batch :]]
+    run = added[: engine.batch]
+    assert engine.stale_positions - stale == sum(3 + len(s.tokens) for s in run)
+    ended = {e.sequence: e.sample for _ in range(99) if engine.has_work for e in engine.step()}
+    late = [ended[sequence].token_ids for sequence in added[engine.batch :]]
     assert late == [s.token_ids for s in engine.generate(jobs[engine.batch :])[0]]
     engine.set_params(*old)
     assert late != tokens_of(jobs[engine.batch :])
@@ -153,16 +153,16 @@ def test_llm_keeps_the_caches_of_what_runs_if_asked_for():
     often = EngineConfig(chunk_tokens=8, stretch=1)  # a long chunk would be the whole sample
     llm = LLM((CFG, *weights()), SpecConfig("1_1_2"), max_batch=1, max_len=64, engine=often)
     first, second = jobs_of([7, 8, 9], dataclasses.replace(ONE, n=2))
-    tickets = [llm.engine.add(first), llm.engine.add(second)]
+    added = [llm.engine.add(first), llm.engine.add(second)]
     llm.engine.step()
     new = weights(seed=5)
     llm.update_weights(*new, running="keep")
-    runs = 3 + llm.engine.emitted(tickets[0])
+    runs = 3 + len(added[0].tokens)
     assert 3 < runs < 43, "it runs"
     assert llm.engine.stale_positions == runs, "the prompt of the one that waits is read again"
     ended = [event for _ in range(99) if llm.engine.has_work for event in llm.engine.step()]
     fresh = LLM((CFG, new[0], None), None, max_batch=1, max_len=64).engine.generate([second])[0][0]
-    assert ended[1].ticket == tickets[1] and ended[1].sample.token_ids == fresh.token_ids
+    assert ended[1].sequence is added[1] and ended[1].sample.token_ids == fresh.token_ids
     with pytest.raises(ValueError, match="'recompute' or 'keep', got 'drop'"):
         llm.update_weights(*weights(), running="drop")
 
@@ -172,16 +172,15 @@ def test_what_was_generated_stays_when_weights_change_in_invariant_mode():
     spec, often = SpecConfig("1_1_2", invariant=True), EngineConfig(chunk_tokens=8, stretch=1)
     engine = LLM((CFG, *weights()), spec, max_batch=1, max_len=96, engine=often).engine
     [job] = jobs_of([7, 8, 9], LONG)
-    ticket = engine.add(job)
-    while not engine.emitted(ticket):
+    sequence = engine.add(job)
+    while not sequence.tokens:
         engine.step()
     engine.set_params(*weights(seed=5))
-    before = engine.progress(ticket).tokens
+    before = list(sequence.tokens)
     assert before
     engine.step()  # it runs under the new weights, and must make room
-    engine.loop.drain()
-    [sequence] = engine.scheduler.running.values()
-    engine.loop.step_back(sequence)
+    engine.drain()
+    engine.preempt(sequence)
     [ended] = [event for _ in range(99) if engine.has_work for event in engine.step()]
     assert ended.sample.token_ids[: len(before)] == before
     whole, _ = engine.generate([job])

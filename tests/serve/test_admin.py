@@ -79,7 +79,8 @@ def ended(server: Server):
 
         def kept(wait=True):
             events = step(wait)
-            found.update({event.job.params.seed: (event.job, event.sample) for event in events})
+            jobs = [event.sequence.job for event in events]
+            found.update({j.params.seed: (j, e.sample) for j, e in zip(jobs, events, strict=True)})
             return events
 
         server.llm.engine.step = kept
@@ -97,12 +98,12 @@ def replay(weights):
 
     def tokens(job, versions, by_version, running):
         engine.set_params(by_version[versions[0][1]])
-        ticket = engine.add(job)
+        sequence = engine.add(job)
         for at, version in versions[1:]:
             for _ in range(at):
                 engine.step()
             engine.set_params(by_version[version], running=running)
-            assert engine.emitted(ticket) == at
+            assert len(sequence.tokens) == at
         while engine.has_work:
             for event in engine.step():
                 sample = event.sample
@@ -181,15 +182,15 @@ def test_a_training_run_and_a_head_alone_are_taken(restored: Server, others):
 def test_a_head_alone_touches_no_sample_that_runs_and_no_policy_is_read(
     restored: Server, others, monkeypatch
 ):
-    before, answers, read, stepped = ask(restored), [], [], []
-    restore, loop = Checkpointer.restore, restored.llm.engine.loop
+    before, answers, read, preempted = ask(restored), [], [], []
+    restore, engine = Checkpointer.restore, restored.llm.engine
     monkeypatch.setattr(
         Checkpointer,
         "restore",
         lambda self, step, wanted: read.append(set(wanted)) or restore(self, step, wanted),
     )
-    step_back = loop.step_back
-    monkeypatch.setattr(loop, "step_back", lambda *one: stepped.append(one) or step_back(*one))
+    preempt = engine.preempt
+    monkeypatch.setattr(engine, "preempt", lambda *one: preempted.append(one) or preempt(*one))
     policy = restored.llm.engine.runner.params
     thread = threading.Thread(target=lambda: answers.append(ask(restored)))
     with ended(restored) as found:
@@ -202,7 +203,7 @@ def test_a_head_alone_touches_no_sample_that_runs_and_no_policy_is_read(
     [(_, sample)] = found.values()
     version = said.json()["version"]
     assert sample.weight_versions == ((0, version),), "those of the policy are what they were"
-    assert answers[0].token_ids == before.token_ids and not stepped
+    assert answers[0].token_ids == before.token_ids and not preempted
     assert read == [{"draft"}] and restored.llm.engine.runner.params is policy
 
 

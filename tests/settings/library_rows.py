@@ -197,7 +197,7 @@ def first_to_start(config: EngineConfig):
     engine = engine_of(None, config)
     for prompt, length in (((1, 2, 3), 4), ((4, 5, 6), 40)):
         [job] = make_jobs(list(prompt), SamplingParams(max_tokens=8), (7,), None)
-        engine.loop.lengths.add(job.prompt_hash, length)
+        engine.lengths.add(job.prompt_hash, length)
         engine.add(job)
     return engine.scheduler._next_key()
 
@@ -205,7 +205,7 @@ def first_to_start(config: EngineConfig):
 def reached(config: EngineConfig):
     """For which batches a strategy is compiled that the controller has for one sample alone."""
     control = ControlConfig(strategies=("off", "1_1_2"), bs_threshold=1)
-    programs = engine_of(SpecConfig("1_1_2"), config, control).loop.programs()
+    programs = engine_of(SpecConfig("1_1_2"), config, control).programs()
     return [bucket for name, bucket in programs.chunks if name == "1_1_2"]
 
 
@@ -234,9 +234,9 @@ ENGINE = {
     "stretch": Row(1, rounds),
     "page_size": Row(16, lambda config: runner_of(config).page_size),
     "cache_bytes": Row(100_000, lambda config: runner_of(config).pages),
-    "prefill_chunk": Row(32, lambda config: engine_of(None, config).loop.piece_widths),
+    "prefill_chunk": Row(32, lambda config: engine_of(None, config).piece_widths),
     "order": Row("longest_first", first_to_start),
-    "follow_ups": Row(True, lambda config: engine_of(None, config).loop._others_wait),
+    "follow_ups": Row(True, lambda config: engine_of(None, config)._others_wait),
     "named_strategies": Row(False, reached),
     "attention": Row(other_kernel, kernel),
     "products": Row(other_products, products),

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from specjax.engine import hosts
 from specjax.engine.agreement import Alone
-from specjax.engine.request import Finished, SampleOutput, SpecStats, Totals
-from specjax.engine.sequence import Progress
+from specjax.engine.request import SampleOutput, SpecStats, Totals
+from specjax.engine.sequence import Finished
 from specjax.parallel import distributed
 from train.collect import StepRollout, rollout_metrics, selection_metrics
 from train.data import Problem
@@ -35,6 +35,24 @@ from train.groups import (
 MOST = 12  # tokens of a sample
 
 
+class FakeSample:
+    def __init__(self, job, progress, version):
+        self.job, self.version = job, version
+        self.tokens = list(progress.tokens) if progress else []
+
+    def output(self, reason="abort"):
+        tokens = list(self.tokens)
+        return SampleOutput(
+            tokens,
+            None,
+            [-float(t) for t in tokens],
+            reason,
+            SpecStats(rounds=0, drafted=0, accepted=0, histogram=(0, 0, 0)),
+            ((0, self.version),) if tokens else (),
+            transformed_logprobs=doubled(tokens),
+        )
+
+
 class FakeEngine:
     """Samples of known lengths, at speeds that change from step to step, in any order.
 
@@ -44,71 +62,52 @@ class FakeEngine:
 
     def __init__(self, speeds: random.Random, slots: int):
         self.runner, self.version = SimpleNamespace(steps=1, agreement=Alone()), 0
-        self._dice, self._slots = speeds, slots
-        self._samples, self._tickets = {}, 0
+        self.spec = self.limits = self.telemetry = None
+        self.engines, self.drained = (self,), ()
+        self._dice, self._slots, self._samples = speeds, slots, {}
         self.sampled = 0
 
     @property
     def has_work(self) -> bool:
         return bool(self._samples)
 
-    def add(self, job, progress=None) -> int:
-        self._tickets += 1
-        tokens = list(progress.tokens) if progress else []
+    def make(self, job, progress=None) -> FakeSample:
         assert not progress or list(progress.transformed) == doubled(progress.tokens)
-        self._samples[self._tickets] = (job, tokens, [-float(t) for t in tokens])
-        return self._tickets
+        return FakeSample(job, progress, self.version)
 
-    def progress(self, ticket):
-        if ticket in self._samples:
-            _, tokens, logprobs = self._samples[ticket]
-            return Progress(list(tokens), list(logprobs), [], doubled(tokens))
-        return None
+    def queue(self, sample) -> FakeSample:
+        self._samples[sample] = None
+        return sample
 
-    def check(self, job, progress=None):
-        """Everything fits."""
-
-    def peek(self, ticket):
-        return self._output(self._samples[ticket], "abort")
-
-    def emitted(self, ticket):
-        return len(self._samples[ticket][1]) if ticket in self._samples else 0
+    def add(self, job, progress=None) -> FakeSample:
+        return self.queue(self.make(job, progress))
 
     def clear(self):
         self._samples = {}
 
-    def abort(self, ticket):
-        return self._output(self._samples.pop(ticket), "abort")
+    def abort(self, sample):
+        del self._samples[sample]
+        return self._output(sample, "abort")
+
+    def _output(self, sample, reason):
+        sample.version = self.version
+        return sample.output(reason)
 
     def step(self):
         waiting = list(self._samples)
         self._dice.shuffle(waiting)
         events = []
-        for ticket in waiting[: self._slots]:
-            job, tokens, logprobs = self._samples[ticket]
+        for sample in waiting[: self._slots]:
+            job, tokens = sample.job, sample.tokens
+            sample.version = self.version
             for _ in range(self._dice.randint(0, 4)):
                 if len(tokens) < job.length:
                     tokens.append(token(job.place, job.sample, len(tokens), self.version))
-                    logprobs.append(-float(tokens[-1]))
                     self.sampled += 1
             if len(tokens) == job.length:
-                sample = self._output(self._samples.pop(ticket), "stop")
-                events.append(Finished(ticket, job, sample))
+                del self._samples[sample]
+                events.append(Finished(sample, self._output(sample, "stop")))
         return events
-
-    def _output(self, sample, reason):
-        _, tokens, logprobs = sample
-        versions = ((0, self.version),) if tokens else ()
-        stats = SpecStats(rounds=0, drafted=0, accepted=0, histogram=(0, 0, 0))
-        return SampleOutput(
-            list(tokens),
-            None,
-            list(logprobs),
-            reason,
-            stats,
-            versions,
-            transformed_logprobs=doubled(tokens),
-        )
 
 
 def doubled(tokens) -> list[float]:
@@ -283,10 +282,10 @@ def run_on_hosts(world, rule, partial, seeds, slots, sharing=1):
                 fake,
                 copies=None,
                 judge=lambda job, sample: judged.append((process, job.place, job.sample)),
-                home=hosts.Home(
-                    process // sharing, len(seeds) // sharing, tells=process % sharing == 0
+                group=hosts.ProcessGroup(
+                    process // sharing, len(seeds) // sharing, speaks=process % sharing == 0
                 ),
-                tell=lambda news, place: meeting.tell(process, news),
+                exchange=lambda news, place: meeting.tell(process, news),
             )
 
         try:

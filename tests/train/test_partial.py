@@ -220,7 +220,7 @@ def test_the_controllers_choices_are_in_the_logs(partial):
 def test_exact_mode_decodes_all_that_a_step_began_again_and_finds_no_difference(partial):
     trainer, steps, *_ = partial
     assert "exact mode: acceptance coupled" in trainer.start_lines()[-2]
-    assert trainer.programs_to_compile() > trainer.engine.loop.programs().count(trainer._features)
+    assert trainer.programs_to_compile() > trainer.engine.programs().count(trainer._features)
     for metrics in steps:  # every carried sample has tokens of the step that drew its group
         assert metrics["rollout/exact_compared"] == 2 * metrics["rollout/groups_drawn"]
         assert metrics["rollout/exact_differences"] == metrics["rollout/exact_unexplained"] == 0
@@ -293,13 +293,13 @@ def test_dynamic_sampling_keeps_the_batch_full_and_takes_the_first_informative_g
         "rollout.chunk_tokens": 2, "rollout.strategy": "off", "rollout.cache_bytes": 1 << 20,
     }  # fmt: skip
     trainer = make(thin_policy, tmp_path, **changes)
-    engine, enqueue, seen = trainer.engine, trainer.engine.loop._enqueue, []
+    engine, enqueue, seen = trainer.engine, trainer.engine._enqueue, []
 
     def watched():
-        seen.append((len(engine.loop.running), engine.scheduler.waiting))
+        seen.append((len(engine.running), engine.scheduler.waiting))
         return enqueue()
 
-    engine.loop._enqueue = watched
+    engine._enqueue = watched
     metrics = trainer.step()
     drawn = int(metrics["rollout/groups_drawn"])
     assert drawn > 4 and metrics["rollout/groups_selected"] == 4

@@ -311,7 +311,7 @@ def test_every_strategy_size_and_evaluation_of_a_run_is_planned(tiny_policy, tmp
     assert {f"evaluate: chunk off x {n}" for n in (1, 2)} <= names
     cfg, _ = parse_config(RLConfig, settings(tiny_policy, tmp_path, **changes))
     engine = Shapes(cfg, jax.devices()).engine
-    read = {(1, width + 1) for width in engine.loop.piece_widths}
+    read = {(1, width + 1) for width in engine.piece_widths}
     assert {f"prefill {r} x {n}" for r, n in read} <= names
 
 

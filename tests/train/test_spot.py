@@ -343,12 +343,14 @@ def test_processes_tell_each_other_less_often_while_a_gap_is_used():
     own = types.SimpleNamespace(
         has_work=False, clear=lambda: None, runner=types.SimpleNamespace(agreement=agreement)
     )
+    own.spec = own.limits = own.telemetry = None
+    own.engines, own.drained = (own,), [0]
 
     def tell(mine, place):
         told.append(mine)
         return [mine, ([], 0.0)]
 
-    host = hosts.Hosts(own, None, home=hosts.Home(0, 2, tells=True), tell=tell)
+    host = hosts.Hosts(own, None, group=hosts.ProcessGroup(0, 2, speaks=True), exchange=tell)
     host.gaps = noted = Noted()
     host._load = [0, 3]
     host.step()
@@ -374,7 +376,7 @@ def test_a_replica_is_in_a_gap_only_while_others_run():
     busy, idle = (types.SimpleNamespace(has_work=work) for work in (True, False))
     for engines, expected in (([busy, idle, idle], [1, 2]), ([idle, idle], []), ([busy], [])):
         replicas = object.__new__(Replicas)
-        replicas._queue, replicas.engines = {}, engines
+        replicas._unfed, replicas.engines = {}, engines
         assert replicas.gaps == expected
 
 

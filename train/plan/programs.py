@@ -334,7 +334,7 @@ def engine_programs(engine: Engine, part: str, features: Features) -> Iterator[P
         return NotCompiled(donate)
 
     runner.executables.build = build
-    for _ in engine.loop.programs().start((features,)):
+    for _ in engine.programs().start((features,)):
         while found:
             key, lower = found.pop(0)
             pages, state = caches(runner.state)

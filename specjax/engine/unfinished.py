@@ -16,7 +16,7 @@ from specjax.engine.sequence import Progress, Sequence
 from specjax.spelling import SettingError
 
 
-class Outstanding:
+class Unfinished:
     """Makes sequences of jobs that fit, and knows what those that have not ended ask of a program.
 
     Args:
@@ -28,48 +28,41 @@ class Outstanding:
     """
 
     def __init__(self, runner: Runner, limits: Limits):
-        self.limits, self._runner = limits, runner
-        self._tickets = 0
+        self._runner, self._limits = runner, limits
         self._last_asked: tuple[Job | None, Features] = (None, Features())
         self.clear()
 
     def clear(self) -> None:
-        """There are none."""
-        self._sequences: dict[int, Sequence] = {}
+        """Forgets them all."""
+        self._sequences: dict[Sequence, None] = {}
         self.asked: Counter[Features] = Counter()
         self.seen = Features()
 
     def __len__(self) -> int:
         return len(self._sequences)
 
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._sequences
+
     def __iter__(self):
-        return iter(list(self._sequences.values()))
+        return iter(list(self._sequences))
 
-    def find(self, ticket: int) -> Sequence | None:
-        """The sample with a ticket; None if it has ended."""
-        return self._sequences.get(ticket)
-
-    def add(self, job: Job, progress: Progress | None = None) -> Sequence:
-        """Takes a sample in, see `Engine.add`."""
-        features = self.check(job, progress)
-        if job.limit > self._runner.max_len:
-            job = dataclasses.replace(job, limit=self._runner.max_len)
-        self._tickets += 1
-        self.seen = features if not self._sequences else self.seen | features
-        sequence = Sequence(self._tickets, job, self._runner.steps, features, progress)
-        self._sequences[sequence.ticket] = sequence
+    def add(self, sequence: Sequence) -> None:
+        """Takes in one that was queued."""
+        features = sequence.features
+        self.seen = self.seen | features if self._sequences else features
+        self._sequences[sequence] = None
         self.asked[features] += 1
-        return sequence
 
-    def forget(self, sequence: Sequence) -> None:
-        """It has ended."""
-        del self._sequences[sequence.ticket]
+    def remove(self, sequence: Sequence) -> None:
+        """Forgets one that has ended."""
+        del self._sequences[sequence]
         self.asked[sequence.features] -= 1
         if not self.asked[sequence.features]:
             del self.asked[sequence.features]
 
-    def check(self, job: Job, progress: Progress | None = None) -> Features:
-        """What a job asks for; raises ValueError if `add` cannot take it."""
+    def make(self, job: Job, progress: Progress | None = None) -> Sequence:
+        """A sequence of a job, see `BaseEngine.make`."""
         features = self._features_of(job)
         asked, there = job.params.strategy, self._runner.plans
         if asked is not None and asked not in there:
@@ -87,28 +80,11 @@ class Outstanding:
                     f"{runner.page_bytes} bytes), or lower {say('max_tokens')}"
                 )
             )
-        if progress is None:
-            return features
-        if job.params.top_logprobs:
-            raise ValueError(
-                f"{job.where} continues an earlier run and asks for top logprobs, which are not "
-                "kept across runs; leave them out"
-            )
-        if job.params.transformed_logprobs and len(progress.transformed or ()) < len(
-            progress.tokens
-        ):
-            raise ValueError(
-                f"{job.where} continues an earlier run and asks for transformed logprobs, which "
-                f"that run was not asked for: expected {len(progress.tokens)} of them, got "
-                f"{len(progress.transformed or ())}; leave them out"
-            )
-        room = limit - len(job.prompt)
-        if len(progress.tokens) >= room:
-            raise ValueError(
-                f"{job.where} continues an earlier run that has {len(progress.tokens)} "
-                f"tokens already, and there is room for {room}; it has ended, or raise max_tokens"
-            )
-        return features
+        if progress is not None:
+            _check_progress(job, progress, limit - len(job.prompt))
+        if job.limit > limit:
+            job = dataclasses.replace(job, limit=limit)
+        return Sequence(job, runner.steps, features, progress)
 
     def _features_of(self, job: Job) -> Features:
         """What a job asks for; raises ValueError if it does not fit.
@@ -124,10 +100,30 @@ class Outstanding:
             and job.bad_words is last.bad_words
             and job.limit == last.limit
         ):
-            check_job(job.where, job, self.limits)
+            check_job(job.where, job, self._limits)
             features = features_of(job, self._runner.cfg.vocab_size)
             self._last_asked = job, features
         return features
+
+
+def _check_progress(job: Job, progress: Progress, room: int) -> None:
+    """Raises ValueError if a sample cannot go on from there, with `room` tokens in all."""
+    if job.params.top_logprobs:
+        raise ValueError(
+            f"{job.where} continues an earlier run and asks for top logprobs, which are not "
+            "kept across runs; leave them out"
+        )
+    if job.params.transformed_logprobs and len(progress.transformed or ()) < len(progress.tokens):
+        raise ValueError(
+            f"{job.where} continues an earlier run and asks for transformed logprobs, which "
+            f"that run was not asked for: expected {len(progress.tokens)} of them, got "
+            f"{len(progress.transformed or ())}; leave them out"
+        )
+    if len(progress.tokens) >= room:
+        raise ValueError(
+            f"{job.where} continues an earlier run that has {len(progress.tokens)} "
+            f"tokens already, and there is room for {room}; it has ended, or raise max_tokens"
+        )
 
 
 def all_of(features: Iterable[Features]) -> Features:

@@ -1,0 +1,190 @@
+"""What one engine, its replicas, and the engines of several processes have in common."""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+
+import numpy as np
+
+from specjax.config import SpecConfig
+from specjax.decode.options import Features
+from specjax.engine.compiling import OnProgram
+from specjax.engine.options import Limits
+from specjax.engine.request import Job, SampleOutput, Totals
+from specjax.engine.runner import Runner
+from specjax.engine.sequence import Finished, Progress, Sequence
+from specjax.engine.start_up import StartUp
+from specjax.models.transformer import Params
+from specjax.telemetry import Collector
+
+
+class BaseEngine(abc.ABC):
+    """Takes samples, and generates them step by step.
+
+    Attributes:
+      engines: those of this process, one or several replicas of equal settings; each has a
+        scheduler, a controller and a runner of its own.
+      runner: of the first of them. spec: how they speculate. limits: of a single job.
+      telemetry: takes why drafts were rejected, in this process; None: nothing does.
+      on_poll: is called by `step` while the devices work: what takes the host a moment delays
+        nothing then. It must not wait for a device.
+    """
+
+    engines: tuple
+    runner: Runner
+    spec: SpecConfig | None
+    limits: Limits
+    telemetry: Collector | None
+    on_poll: Callable[[], None] | None = None
+
+    @property
+    @abc.abstractmethod
+    def version(self) -> int:
+        """Of the weights, 1 after the first `set_params`."""
+
+    @property
+    @abc.abstractmethod
+    def outstanding(self) -> int:
+        """Samples that were added and are not finished."""
+
+    @property
+    @abc.abstractmethod
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+
+    @property
+    def drained(self) -> list[int]:
+        """Those of `engines` that have nothing to do, by index."""
+        return [i for i, engine in enumerate(self.engines) if not engine.has_work]
+
+    @abc.abstractmethod
+    def warm_up(
+        self,
+        features: Several[Features] = (Features(),),
+        on_program: OnProgram | None = None,
+    ) -> StartUp:
+        """Compiles all that generation can need, and measures it if the controller asks for that.
+
+        The controller takes the measured costs and keeps whatever else it has learned or loaded.
+
+        Args:
+          features: one set of programs each. The default one serves requests that ask for nothing
+            but a temperature; `Features.all()` serves all, slower. A request that no set covers
+            compiles its own when it comes.
+          on_program: hears of each program that is ready: how many are, and of how many; see
+            `compile_ahead`.
+
+        Raises:
+          RuntimeError: samples run, whose caches would be overwritten.
+        """
+
+    @abc.abstractmethod
+    def set_params(self, params: Params, head: Params | None = None, running: str = "recompute"):
+        """Takes new weights; compiles nothing after the first time.
+
+        Args:
+          head: of the draft source; None keeps the one there is.
+          running: what becomes of the caches of sequences that run: `recompute` reads them again
+            with the new weights, `keep` goes on with what the old weights made of them, unless the
+            old head was not finite: such caches would spoil what comes after them. Prompts of
+            sequences that still wait are read again either way.
+        """
+
+    @abc.abstractmethod
+    def release(self, weights: bool = True) -> None:
+        """Gives back the device memory of weights and caches, until the next `set_params`, which
+        must then have the head as well.
+
+        Args:
+          weights: False gives back the caches alone, until something runs.
+
+        Raises:
+          RuntimeError: samples are not finished, which need both.
+        """
+
+    @abc.abstractmethod
+    def make(self, job: Job, progress: Progress | None = None) -> Sequence:
+        """A sequence of a job, for `queue`.
+
+        Args:
+          progress: of an earlier run, which it continues.
+
+        Raises:
+          ValueError: the job does not fit.
+        """
+
+    @abc.abstractmethod
+    def queue(self, sequence: Sequence) -> Sequence:
+        """Queues what `make` made; returns what stands for the sample from now on."""
+
+    def add(self, job: Job, progress: Progress | None = None) -> Sequence:
+        """Queues a sample, which is known by the object that this returns.
+
+        Args:
+          progress: of an earlier run, which it continues.
+
+        Raises:
+          ValueError: the job does not fit.
+        """
+        return self.queue(self.make(job, progress))
+
+    def check(self, job: Job, progress: Progress | None = None) -> None:
+        """Raises ValueError if `add` cannot take the job."""
+        self.make(job, progress)
+
+    @abc.abstractmethod
+    def step(self) -> list[Finished]:
+        """Runs for a moment; returns the samples that ended."""
+
+    @abc.abstractmethod
+    def abort(self, sequence: Sequence) -> SampleOutput | None:
+        """Ends a sample where it stands and frees what it holds.
+
+        Returns:
+          what there is of it (finish reason `abort`); None if it has ended already.
+        """
+
+    @abc.abstractmethod
+    def clear(self) -> None:
+        """Drops all that waits or runs."""
+
+    def generate(
+        self, jobs: Several[Job], on_progress: Callable[[int, Totals], None] | None = None
+    ) -> tuple[list[SampleOutput], Totals]:
+        """Runs all jobs to their end.
+
+        Args:
+          on_progress: called after each step with the number of finished jobs and the totals.
+
+        Returns:
+          one output per job, in order (`text` is None but where a stop string cut it), and the
+          totals.
+
+        Raises:
+          ValueError: a job does not fit. RuntimeError: samples of `add` are not finished. Nothing
+            has run by then.
+        """
+        if self.has_work:
+            raise RuntimeError(
+                "samples that were added are not finished; step() until they are, or abort them, "
+                "before generate()"
+            )
+        start, steps = time.perf_counter(), self.runner.steps
+        totals = Totals(steps, np.zeros(steps + 2, np.int64))
+        outputs: dict[Sequence, SampleOutput] = {}
+        try:
+            sequences = [self.add(job) for job in jobs]
+            while self.has_work:
+                for event in self.step():
+                    outputs[event.sequence] = event.sample
+                    totals.add(event.sample)
+                totals.seconds = time.perf_counter() - start
+                if on_progress:
+                    on_progress(len(outputs), totals)
+        except BaseException:
+            self.clear()  # an interrupted call leaves nothing behind
+            raise
+        return [outputs[sequence] for sequence in sequences], totals
