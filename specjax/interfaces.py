@@ -1,8 +1,8 @@
 """The protocols between the parts of specjax, and the types that several parts share.
 
 Each protocol is one kind of thing that can be added with one new file, one row of a table (or a
-user's own path `module:attribute`), and one test. The tables are in `specjax.registry`, those of
-objectives and tasks in `train.registry`; mixers and mlps have none, for families name their
+user's own path `module:attribute`), and one test; docs/extend.md has an example of each. The tables
+are in `specjax.registry` and `train.registry`; mixers and mlps have none, for families name their
 classes.
 
     Family     a Hugging Face `model_type`: its config, and where its files hold which array
@@ -44,13 +44,12 @@ Axes = Mapping[str, tuple[str | None, ...]]
 
 
 class Fused(NamedTuple):
-    """The array in which decoding keeps one parameter beside others, see `Param`.
+    """The array in which decoding joins one parameter with others, see `Param`.
 
     Attributes:
-      name: of that array.
-      order: of this one in it.
-      copies: None: they are joined along the last axis. A number: an array [H] is repeated so often
-        along a new axis before the last, and they are joined along that axis.
+      name: of the joined array. order: of this parameter in it.
+      copies: None: parameters are joined along the last axis. A number: a parameter [H] is repeated
+        so often along a new axis before the last, and they are joined along that axis.
     """
 
     name: str
@@ -59,7 +58,7 @@ class Fused(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a tensor: along `axis` of it, `start` to `stop` in steps, of `size` in all."""
+    """A slice of a tensor along one axis, whose length is `size`."""
 
     axis: int
     start: int
@@ -73,13 +72,13 @@ class Part(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A tensor in files of Hugging Face's, or a part of one, that holds an array.
+    """A tensor of a checkpoint's files, or a part of one, that holds an array.
 
     Attributes:
-      name: of the tensor; of an array of a layer it begins behind `Family.layer_prefix`.
+      name: of the tensor; for an array of a layer, the name after `Family.layer_prefix`.
       transpose: the last two axes are the other way round in the file, `[out, in]`.
-      part: of the tensor as it lies in the file; several arrays may be parts of one tensor, which
-        they must fill together. None: all of it.
+      part: of the tensor as it is in the file; several arrays may be parts of one tensor, and must
+        fill it together. None: all of it.
     """
 
     name: str
@@ -93,24 +92,23 @@ Place = Stored | tuple[Stored, ...] | None
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-    """One array of a model, or of a layer, as the code that computes with it says.
+    """One array of a model or layer, declared by the code that computes with it.
 
-    Initialising, loading, exporting, sharding, fusing and comparing weights read these rows. Where
-    an array lies in files is for the `Family` to say, and `stored` is what most families say.
+    Initialising, loading, exporting, sharding, fusing and comparing weights read these rows.
 
     Attributes:
       shape: in memory; projections are `[in, out]`.
       axes: a logical axis per dimension, see `specjax.parallel.sharding.PHYSICAL`; None is never
         split.
-      stored: where it lies in files, unless the family says otherwise; None: only a family knows.
+      stored: its place in files, unless the `Family` says otherwise; None: only a family knows.
       init: standard deviation of random values; None: all ones; 0: all zeros.
-      residual: what it makes is added to the residual stream: random values are divided by the
-        root of twice the number of layers, as in GPT-2.
-      matrix: rows of activations are multiplied with it, so that it may become a `Weight`. The last
-        two dimensions are those of a matrix, and others in front number matrices: experts.
-      table: its rows are looked up, as of an embedding; it may become a `Weight`, too.
-      fused: the array that holds it where decoding fuses projections that share their input;
-        None: it is left alone.
+      residual: its output is added to the residual stream: random values are divided by the root
+        of twice the number of layers, as in GPT-2.
+      matrix: activations are multiplied with it, so that it may become a `Weight`. The last two
+        dimensions are those of a matrix; dimensions in front number matrices, such as experts.
+      table: its rows are looked up, as in an embedding; it may become a `Weight`, too.
+      fused: the joined array that holds it where decoding fuses projections that share their input;
+        None: it is not fused.
     """
 
     shape: tuple[int, ...]
@@ -129,14 +127,13 @@ class Param:
 class Memory(NamedTuple):
     """What a layer, or a whole model, keeps of each sequence between forward passes.
 
-    Of a whole model both are tuples with an entry per layer; where layers are scanned, per layer of
-    the repeating pattern, with the repetitions in an axis of their own (see `specjax.memory`).
+    In that of a model both are tuples with an entry per layer; where layers are scanned, per layer
+    of the repeating pattern, with the repetitions in an axis of their own (see `specjax.memory`).
 
     Attributes:
-      pages: arrays [P K S H] that tables point into, which grow with a sequence (keys and values);
-        None where nothing grows.
-      slots: arrays with the sequences in front [B ..], of fixed size: recurrent states and the
-        inputs of a convolution; None where there are none.
+      pages: arrays [P K S H] of keys and values, which tables point into; None: there are none.
+      slots: arrays with the sequences in front [B ..], of fixed size, such as recurrent states;
+        None: there are none.
     """
 
     pages: Any
@@ -147,8 +144,8 @@ class Scratch(NamedTuple):
     """What the rows of a forward pass would add to a `Memory`, if they were accepted.
 
     Attributes:
-      pages: the rows as they will stand in the pages [B K T H], in a tree like that of the pages.
-      slots: whatever `Mixer.advance` needs of each row [B T ..].
+      pages: the rows as they will be written to pages [B K T H], in a tree like that of the pages.
+      slots: what `Mixer.advance` needs of each row [B T ..].
     """
 
     pages: Any
@@ -156,7 +153,7 @@ class Scratch(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """The bytes that a `Memory` takes: of one page, and of one slot."""
+    """The bytes of one page and of one slot of a `Memory`."""
 
     page: int
     slot: int
@@ -164,7 +161,7 @@ class Cost(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """The sizes of a memory: sequences, pages, and positions of a page."""
+    """The sizes of a memory: sequences, pages, and positions per page."""
 
     slots: int
     pages: int
@@ -173,26 +170,24 @@ class Room:
 
 @dataclasses.dataclass(frozen=True)
 class Where:
-    """Where the rows of a forward pass stand, and what each of them sees.
+    """The positions of the rows of a forward pass, and which rows each of them sees.
 
     Attributes:
       form: `train` (packed rows [B S], causal within segments), `tree` (rows of a tree, or a piece
         of a prompt as a chain, behind a prefix that the memory holds), or `by_position` (as `tree`,
         each row attending to its ancestors in the order of their positions: invariant mode).
-      positions: [B T] for RoPE: the root's and the depth.
+      positions: [B T] for RoPE: that of the root plus the row's depth.
       segments: [B S] in training; 0 is padding.
-      prefix: [B] positions that the memory holds of each sequence; 0 where a slot does not run,
-        whose rows nobody uses and which should cost no time.
+      prefix: [B] positions that the memory holds of each sequence; 0 where a slot does not run: its
+        rows are not used and should cost no time.
       visible: [T W] or [B T W] words of bits: bit j is set iff row j is the row or an ancestor of
-        it. Rows of `scratch` that came before are numbered first.
-      held: of those earlier rows there are so many (a Python integer).
-      path_rows, depth: rows of each row's path from the root down, and its depth; None where the
-        rows are no tree with its root in row 0 (`scratch` holds earlier ones, or it is a piece of a
-        prompt).
+        it. Earlier rows, which `scratch` holds, are numbered first.
+      held: the number of those earlier rows (a Python integer).
+      path_rows, depth: rows of each row's path from the root down, and its depth; None where row 0
+        is not the root of a tree (there are earlier rows, or it is a piece of a prompt).
       table: the pages of each sequence.
-      angles: of each rotary embedding of the model, its `Mixer.rotation`, and the cosines and sines
-        at the positions.
-      kernel: whose operations run, see `specjax.kernels.dispatch`.
+      angles: `Mixer.rotation` of each rotary embedding, with its cosines and sines here.
+      kernel: the backend whose operations run, see `specjax.kernels.dispatch`.
       context: how the tokens of packed rows are split over devices.
     """
 
@@ -214,10 +209,10 @@ class Where:
         return next(angles for which, angles in self.angles if which == rotation)
 
     def sees(self, rows: int) -> Bool[Array, "*B T R"]:
-        """The mask [.. T R] of a causal layer: whether row t is row j or comes behind it.
+        """The mask [.. T R] of a causal layer: whether row t is row j or one of its descendants.
 
         Args:
-          rows: R of them, those that `scratch` held included.
+          rows: R, earlier rows included.
         """
         if self.form == "train":
             same = self.segments[:, :, None] == self.segments[:, None, :]
@@ -230,15 +225,15 @@ class Where:
 
 
 class Forward(NamedTuple):
-    """The result of a forward pass: the states of its rows, and what else was computed of them.
+    """The result of a forward pass.
 
     Attributes:
       x: [B T D] states before the final norm.
-      scratch: what each layer would have to remember of the rows, see `specjax.memory.commit`: a
-        tuple of `Scratch`, laid out as the layers of a `Memory`. None in training.
+      scratch: what the rows would add to the memory, see `specjax.memory.commit`: a tuple of
+        `Scratch`, laid out as the layers of a `Memory`. None in training.
       taps: [B T D] each, the hidden states that were asked for, in that order.
-      records: [B T M ..] what the M layers that record anything say of each row, see `Mlp.run`;
-        None: there are no such layers.
+      records: [B T M ..] what the M layers that record facts say of each row, see `Mlp.run`; None:
+        there are no such layers.
     """
 
     x: Float[Array, "B T D"]
@@ -257,18 +252,18 @@ class Forward(NamedTuple):
 
 @runtime_checkable
 class Family(Protocol):
-    """A `model_type` of Hugging Face: config in and out, and where files hold which array.
+    """A Hugging Face `model_type`: reads and writes its config.json, and names arrays in its files.
 
-    Which arrays there are, of what shape, is for the parts that compute with them to say, see
-    `Param`: a family can only choose among them in `read`, and name them.
+    The arrays and their shapes are declared by the code that computes with them, see `Param`: a
+    family chooses among them in `read`, and names them in `stored`.
 
     Attributes:
       model_type: in config.json; the name in the table.
       layer_prefix: how the names of a layer's tensors begin, with `{}` for its number from 0.
       architecture: the class of transformers, for `architectures`.
       head_style: how an MTP head is named in the model's own files, a name in `HEAD_STYLES` of
-        `specjax.checkpoint.huggingface_names`; None: transformers knows no head, which then lies in
-        a file of its own.
+        `specjax.checkpoint.huggingface_names`; None: transformers has no head for it, and a head is
+        written to a file of its own.
     """
 
     model_type: str
@@ -277,16 +272,16 @@ class Family(Protocol):
     head_style: str | None
 
     def read(self, keys: Any) -> Any:
-        """Reads the `ModelConfig` that a config.json means.
+        """Reads the `ModelConfig` that a config.json describes.
 
-        Token ids, dtypes and the switches of an MTP head are read for all families alike, and put
-        in afterwards.
+        Token ids, dtypes and the options of an MTP head are read for all families alike, and put in
+        afterwards.
 
         Args:
           keys: a `specjax.checked_json.Keys`.
 
         Raises:
-          CheckpointError: a key is absent, or holds what cannot be meant.
+          CheckpointError: a key is absent, or has an invalid value.
           UnsupportedModelError: it asks for what is not implemented, by name.
         """
 
@@ -298,15 +293,15 @@ class Family(Protocol):
         """
 
     def stored(self, cfg: Any, layer: Any | None) -> Mapping[str, Place]:
-        """Says where files hold the arrays of a layer, by the names of `models.rows.layer_rows`.
+        """Returns where files hold a layer's arrays, by the names of `models.rows.layer_rows`.
 
         Args:
-          layer: None: those outside the layers, of `specjax.models.rows.top_rows`; the
-            language-model head is among them although it may be tied.
+          layer: None: the arrays outside the layers, `specjax.models.rows.top_rows`, with the
+            language-model head, although it may be tied.
         """
 
     def zeros(self, cfg: Any, layer: Any) -> Mapping[str, tuple[int, ...]]:
-        """Lists tensors that files may hold of a layer and that must be zero, with their shapes.
+        """Lists tensors that files may hold for a layer and that must be zero, with their shapes.
 
         They are named without the layer's prefix, and written as zeros.
         """
@@ -315,15 +310,14 @@ class Family(Protocol):
 class Mixer(Protocol):
     """How a layer mixes positions. Implementations are frozen dataclasses: their own config.
 
-    All methods are pure functions. `w` holds the arrays of the layer by the names of `params`;
-    where decoding fuses projections, by those of `Param.fused`. What is a `Param.matrix` may be a
-    `Weight` there: multiply by `specjax.weights.matrix.dot`, which takes either.
+    All methods are pure functions. `w` holds the arrays of the layer by the names of `params`, or
+    of `Param.fused` where decoding fuses projections. A `Param.matrix` may be a `Weight` there:
+    multiply by `specjax.weights.matrix.dot`, which takes either.
 
     Attributes:
-      kind: a name, for messages and sizes. A derived class inherits it: what a mixer computes is
-        told by its class, and by nothing else.
-      rotation: what decides the angles of its rotary embedding, hashable; layers with equal ones
-        share them. None: it has no rotary embedding, and needs no method `angles`.
+      kind: a name for messages and sizes. What a mixer computes is told by its class, not by this.
+      rotation: a hashable key of the angles of its rotary embedding; layers with equal keys share
+        them. None: it has no rotary embedding, and needs no method `angles`.
     """
 
     kind: str
@@ -341,8 +335,8 @@ class Mixer(Protocol):
     ) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"]]:
         """Computes the cosines and sines of the rotary embedding at some positions.
 
-        It is called once per forward pass for each `rotation` of the model, and `run` gets the
-        result by `where.rotated_by(self.rotation)`.
+        Called once per forward pass for each `rotation` of the model; `run` gets the result by
+        `where.rotated_by(self.rotation)`.
         """
 
     def empty(self, run: Any, room: Room) -> Memory:
@@ -362,18 +356,18 @@ class Mixer(Protocol):
     ) -> tuple[Float[Array, "B T D"], Scratch]:
         """Mixes rows; returns them without the residual, and what they would add to the memory.
 
-        A row that is not finite may reach the rows that see it, and no other: zero times NaN is NaN
+        A row that is not finite may spoil the rows that see it, and no other: zero times NaN is NaN
         (see `specjax.memory.with_marked_keys`).
 
         Args:
           memory: of this layer, read only. None in training.
-          scratch: buffers with room for all rows of a round, of which those run before fill the
-            first `where.held`; to be returned with these rows filled in, see
+          scratch: buffers with room for all rows of a round, whose first `where.held` rows are
+            filled; it is returned with these rows filled in as well, see
             `specjax.memory.append_rows`. None: these rows are the first.
 
         Raises:
-          NotImplementedError: it cannot be computed so, with packed rows that are split over
-            devices (`where.context`) say, or with `scratch`; the message names the setting.
+          NotImplementedError: it cannot run with `where.context`, or with `scratch`; the message
+            names the setting.
         """
 
     def run_again(
@@ -383,11 +377,11 @@ class Mixer(Protocol):
         where: Where,
         earlier: Sequence[Scratch],
     ) -> tuple[Float[Array, "B S D"], Scratch]:
-        """Packed rows of a further recursive step in training, after mixing, without the residual.
+        """Mixes packed rows of a further recursive step in training.
 
         Optional: without it a head with this mixer is trained over one step per module. A row sees
-        the rows of the first step up to its own index, in its segment, and of every later step,
-        this one included, the row of its own index alone.
+        the rows of the first step up to its own index, in its segment, and the row of its own index
+        in every later step, this one included.
 
         Args:
           where: of the form `train`.
@@ -395,13 +389,13 @@ class Mixer(Protocol):
         """
 
     def advance(self, slots: Any, rows: Any, count: Int[Array, " B"]) -> Any:
-        """Advances `Memory.slots` of one layer over the first `count` of some rows.
+        """Advances `Memory.slots` of one layer over the first `count` rows of an accepted path.
 
-        It is called only where `empty` makes slots. Pages need no such method: accepted rows are
-        written to them as they are.
+        Called only where `empty` makes slots. Pages need no such method: accepted rows are written
+        to them as they are.
 
         Args:
-          rows: `Scratch.slots` of E rows that follow each other [B E ..], a path of the tree.
+          rows: `Scratch.slots` of the path's E rows [B E ..].
           count: 0 where a sequence does not run, whose slot must stay as it is. Rows past it may
             hold anything, NaN included.
         """
@@ -429,15 +423,14 @@ class Mlp(Protocol):
         where: Where,
         given: Int[Array, "B T ..."] | None = None,
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T ..."] | None]:
-        """Works on rows; returns them without the residual, and facts: which experts a row chose.
+        """Computes rows, without the residual, and facts of each, such as the experts it chose.
 
-        Facts are int32, and of one shape in all layers of a model that have any; an engine refuses
-        others. None: the layer has none. Those of emitted tokens come out beside them
-        (`SampleOutput.records`), and a trainer gives them back.
+        Facts are int32, and of one shape in all layers of a model that have any; None: the layer
+        has none. Those of emitted tokens are returned with them (`SampleOutput.records`), and a
+        trainer gives them back.
 
         Args:
-          given: such facts, to be used again; negative where there are none of a row: choose.
-            None: choose for all rows.
+          given: facts to use again; negative for rows that must choose anew. None: all rows choose.
         """
 
 
@@ -445,15 +438,14 @@ class Mlp(Protocol):
 
 
 class Needs(NamedTuple):
-    """The states, tokens and samples that a draft asks of the target and of the engine.
+    """What a draft needs of the target and of the engine.
 
     Attributes:
-      taps: which hidden states of the target it is given: a number of layers that have run (0: the
-        embeddings), or `pre_norm` and `post_norm`, before and after the final norm. Several stand
-        side by side in the last axis.
-      states: of how many positions, up to that of the token before the root, it needs these states
-        to begin.
-      window: so many states of roots it remembers while plain decoding runs, which gives them to
+      taps: hidden states of the target: a number of layers that have run (0: the embeddings), or
+        `pre_norm` and `post_norm`, before and after the final norm. Several are joined along the
+        last axis.
+      states: for how many positions before the root it needs these states to begin.
+      window: how many states of roots it remembers while plain decoding runs, which gives them to
         `commit`; 0: none are kept for it.
       siblings: it drafts for one slot from the tokens of others.
       history: it drafts from samples that have ended, see `Draft.feed`.
@@ -467,7 +459,7 @@ class Needs(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A sample that has ended: the tokens of its prompt, and those that were generated."""
+    """A sample that has ended: the tokens of its prompt, and the generated ones."""
 
     prompt: Sequence[int]
     tokens: Sequence[int]
@@ -502,9 +494,9 @@ class Proposal(NamedTuple):
 
     Attributes:
       scores: [B R C] raw logits, float32; -inf is a token that is not proposed.
-      ids: the tokens of the target that they belong to: [C] for all rows, [B R C] for each row, or
-        None: C is the whole vocabulary, in order. Shared ones ascend. The vocabulary size stands
-        for no token, any number of times; what else stands twice counts once.
+      ids: the target's token ids of the columns: [C], ascending, for all rows, or [B R C] for each
+        row; None: C is the whole vocabulary, in order. The vocabulary size stands for no token, any
+        number of times; another id that occurs twice counts once.
     """
 
     scores: Float[Array, "B R C"]
@@ -515,14 +507,13 @@ class Draft(Protocol):
     """Proposes tokens. Whatever it proposes, however wrong, costs time and changes no token.
 
     Implementations are frozen dataclasses, static in compiled programs; parameters and memory are
-    passed to them. Who inherits from this class need only write `begin` and `step`: the other
+    passed to them. A class that inherits from this one must write `begin` and `step`; the other
     methods are then those of a draft without weights and without memory.
 
-    A sequence comes in by `prefill` (its prompt, piece by piece) and `start` (into a slot). The
-    rounds of a batch (a chunk has one batch or more) begin with `resume` and end with `pause`, so
-    that the next may use another strategy. In a round `begin` is called once, `step` once per
-    further level, `commit` once. After rounds of plain decoding there is one `commit` alone,
-    without work.
+    The order of calls: `prefill` for each piece of a prompt, `start` when a sequence gets a slot.
+    The rounds of a batch (a chunk has one or more) begin with `resume` and end with `pause`, so
+    that the next batch may use another strategy. In a round `begin` is called once, `step` once per
+    further level, `commit` once. After plain rounds `commit` is called once, without work.
 
     `model` is the target as a module, and `state` the batch's decode state, of which a draft may
     read tokens, length, finish, keys, options and table; its own memory is `state.draft`.
@@ -570,9 +561,9 @@ class Draft(Protocol):
         segments: Int[Array, "R S"],
         context: Any = None,
     ) -> list[Float[Array, "R S D"]]:
-        """What it is trained by: its forward over packed rows, as many steps as `embedded` has.
+        """Runs the draft over packed rows in training, as many steps as `embedded` has.
 
-        Only `params` is differentiated. Optional: without it a draft stays as it is.
+        Only `params` is differentiated. Optional: without it a draft is not trained.
 
         Args:
           params: as `init` makes them.
@@ -604,7 +595,7 @@ class Draft(Protocol):
         return params
 
     def columns(self, params: Params, target: Params, ids: Int[Array, " C"]) -> Params:
-        """Makes the entry `vocabulary` of its parameters, to draft from some tokens alone.
+        """Makes the entry `vocabulary` of its parameters, to draft from some tokens only.
 
         Args:
           params: its own, packed. target: the target's, in their decode layout. ids: ascending.
@@ -618,9 +609,9 @@ class Draft(Protocol):
         )
 
     def store(self) -> Any:
-        """Makes what the draft keeps of samples that have ended, before there is one: NumPy arrays.
+        """Makes the NumPy arrays that `feed` fills, before any sample has ended.
 
-        They are the entry `history` of its parameters, on every device; it is asked for where
+        They are the entry `history` of its parameters, on every device. Called where
         `needs.history` is set.
         """
         raise NotImplementedError(
@@ -629,13 +620,13 @@ class Draft(Protocol):
         )
 
     def feed(self, store: Any, samples: Sequence[Sample]) -> Any:
-        """Takes in samples that have ended; returns arrays of the same shapes and types.
+        """Adds samples that have ended to the store; returns arrays of the same shapes and types.
 
-        The host calls it between chunks, and not under `block` and `recursive`: what a request drew
-        with its own noise must not decide what it is offered when it runs again.
+        The host calls it between chunks, and not under `block` and `recursive`: tokens that a
+        request drew with its own noise must not decide its drafts when it runs again.
 
         Args:
-          store: what it has kept so far; it may be changed in place.
+          store: as `store` or `feed` returned it; it may be changed in place.
         """
         raise NotImplementedError(
             f"{type(self).__name__} asks for samples by `needs.history`, and has no method "
@@ -692,7 +683,7 @@ class Draft(Protocol):
         return None
 
     def resume(self, model: Any, params: Params, state: Any, steps: int) -> Memory:
-        """Makes memory ready for rounds of `steps` steps, whatever was emitted since it drafted."""
+        """Makes the memory ready for rounds of `steps` steps, after any number of plain rounds."""
         return state.draft
 
     def pause(self, memory: Memory, between: Any) -> Memory:
@@ -702,7 +693,9 @@ class Draft(Protocol):
     def begin(
         self, model: Any, params: Params, state: Any, steps: int, total: int
     ) -> tuple[Proposal, Any]:
-        """Takes in what the last round emitted; returns what may follow the root, and work.
+        """Reads the tokens of the last round; returns what may follow the root, and its work.
+
+        Work is what one call of a round hands to the next.
 
         Args:
           total: rows that all levels of the round expand, without the root.
@@ -710,7 +703,7 @@ class Draft(Protocol):
         raise NotImplementedError(f"{type(self).__name__} drafts nothing: write its method `begin`")
 
     def step(self, model: Any, params: Params, work: Any, level: Level) -> tuple[Proposal, Any]:
-        """Proposes what may follow each row of a level; returns work for the next one as well."""
+        """Proposes what may follow each row of a level; returns work for the next level as well."""
         raise NotImplementedError(
             f"{type(self).__name__} drafts one level alone: write its method `step`"
         )
@@ -718,7 +711,7 @@ class Draft(Protocol):
     def commit(
         self, memory: Memory, work: Any, hidden: Float[Array, "B E D"], count: Int[Array, " B"]
     ) -> Memory:
-        """Takes in that tokens were emitted; returns the memory after them.
+        """Advances the memory over the tokens that were emitted.
 
         Args:
           work: of the round's last `step`, or of `begin` where there was none; None after rounds of
@@ -734,22 +727,16 @@ class Draft(Protocol):
 
 
 class Weight(Protocol):
-    """A matrix [I O] in some format, that decoding multiplies by; see `specjax.weights.matrix`.
+    """A matrix [I O] in some number format; models multiply by `specjax.weights.matrix`.
 
-    Implementations are pytrees. Stacked and sliced leaf by leaf, as the layers of a scan and the
-    experts of an mlp are, they must stay what they are: sizes come from the leaves.
-
-    A class may also have `experts(x, ids)`, on a stack of N, which does what the function of that
-    name in `specjax.weights.matrix` says. Without it that function multiplies by one matrix after
-    the other.
-
-    Joining is a function, `specjax.weights.matrix.join`, and no method: projections that are fused
-    may be in different formats (some of them left as arrays by `pack`), so that no one class could
-    hold the result.
+    Implementations are pytrees. They are stacked and sliced leaf by leaf (layers of a scan, experts
+    of an mlp), so sizes must come from the leaves. A class may also have `experts(x, ids)`, on a
+    stack of N, as the function of that name in `specjax.weights.matrix`; without it that function
+    multiplies by one matrix after the other.
 
     Attributes:
-      exact: of the class: nothing is rounded, so that tokens stay what they are. `auto` takes only
-        such a format, and only of such are checksums compared where weights arrive.
+      exact: of the class: it rounds no number, so that tokens stay what they are. Only such formats
+        are taken by `auto`, and have their checksums compared where weights arrive.
       line: of the class: what is logged at start where it is chosen.
     """
 
@@ -762,24 +749,24 @@ class Weight(Protocol):
 
     @classmethod
     def refuses(cls, device: Any, cfg: Any) -> str | None:
-        """Says why a model cannot have this format on a `Device`; None: it can.
+        """Returns why a model cannot have this format on a `Device`; None: it can.
 
-        A `specjax.kernels.backend.Unsuited` is a reason that is nothing to warn of.
+        A `specjax.kernels.backend.Unsuited` is a reason that needs no warning.
         """
 
     @classmethod
     def pack(cls, array: Float[Array, "I O"], table: bool) -> Weight | None:
-        """Puts a matrix into this format, inside a jit; None: it stays an array.
+        """Converts a matrix to this format, inside a jit; None: it stays an array.
 
         Args:
-          table: its rows are looked up, and perhaps its transpose is multiplied with.
+          table: its rows are looked up, and its transpose may be multiplied with.
         """
 
     def unpack(self) -> Float[Array, "I O"]:
-        """Returns the matrix as an array: drafts take some of its columns."""
+        """Returns the matrix as an array, of which drafts take some columns."""
 
     def part_axes(self, axes: tuple[str | None, ...]) -> Any:
-        """Returns a tree like it with the logical axes of each leaf, by those of the array.
+        """Returns a tree of its structure with the logical axes of each leaf.
 
         Args:
           axes: of the array [I O], or of a stack [N I O].
@@ -796,17 +783,16 @@ class Weight(Protocol):
 
 
 class Reader(Protocol):
-    """A file format of checkpoints: made with the path, which errors must name.
+    """A file format of checkpoints. It is constructed with the path, which errors must name.
 
-    Config and names are those of Hugging Face, so that families need not know of formats: what
-    they refuse in config.json is refused in any format.
+    Config and names are those of Hugging Face, so that families need not know of formats.
 
     Attributes:
       file: the path that messages about the config name.
       has_tokenizer: whether `tokenizer` may find one.
 
     Raises:
-      specjax.checked_json.CheckpointError: a file is absent or damaged; one line.
+      specjax.checked_json.CheckpointError: a file is absent or damaged; the message is one line.
       specjax.checked_json.UnsupportedModelError: it asks for what cannot be computed.
     """
 
@@ -815,27 +801,27 @@ class Reader(Protocol):
 
     @staticmethod
     def recognises(path: Any) -> bool:
-        """Says whether a path holds a checkpoint of this format; it may not be there at all."""
+        """Says whether a path, which may not exist, holds a checkpoint of this format."""
 
     def config(self) -> dict[str, Any]:
         """Returns what config.json would hold."""
 
     def generation(self) -> dict[str, Any]:
-        """Returns what generation_config.json would hold; empty where nothing is asked for."""
+        """Returns what generation_config.json would hold; may be empty."""
 
     def tensors(self) -> Mapping[str, Any]:
-        """Returns the tensors by the names of Hugging Face, with projections `[out, in]`.
+        """Returns the tensors by their Hugging Face names, with projections `[out, in]`.
 
-        Each has a `shape`, a `dtype` by its name in numpy (`float32`, `bfloat16`), and reads what
-        it is indexed with, a slice per dimension, into an array of numpy. They may be arrays.
+        Each has a `shape`, a `dtype` by its name in numpy (`float32`, `bfloat16`), and returns a
+        numpy array when it is indexed with a slice per dimension. They may be arrays.
         """
 
     def tokenizer(self) -> Any:
-        """Returns a tokenizer of transformers that the checkpoint holds; None: it holds none."""
+        """Returns the checkpoint's tokenizer, of transformers; None: it has none."""
 
 
 class Device(NamedTuple):
-    """What programs are compiled for: platform and kind as jax names them, and their number."""
+    """The devices that programs are compiled for: platform and kind as in jax, and their number."""
 
     platform: str
     kind: str
@@ -847,20 +833,20 @@ class Backend(Protocol):
 
     Attributes:
       operations: functions by the names of `specjax.kernels.dispatch`: `tree_attention`,
-        `causal_attention`, `commit`, `product`, `layers`. Each takes what the function of that name
-        takes, but the kernel's name, and gives what it gives. One that cannot serve a call raises
+        `causal_attention`, `commit`, `product`, `layers`. Each has the arguments and results of the
+        function of that name, without the kernel's name. One that cannot serve a call raises
         `specjax.kernels.backend.Declined` with the reason.
-      rest: the name of the backend that serves what this one has not, or declines.
+      rest: the name of the backend that serves what this one lacks or declines.
       line: what is logged at start where it is chosen.
       kinds: device kinds, as jax names them, for which it is chosen among several of a platform;
         none: any.
       page_multiple: the pages that it reads have a multiple of so many positions.
       by_device: under a mesh, its attention is called on each device with that device's heads and
         rows of the batch, because XLA cannot split a kernel. False: XLA splits it.
-      prompts_alone: `auto` takes it also for an engine in invariant mode, whose rounds attend by
-        position and leave it the prompts.
-      warns: that it runs is worth a warning.
-      environment: variables of the environment that change what it computes in the last bit.
+      prompts_alone: `auto` takes it also for an engine in invariant mode, where it runs for prompts
+        only, because rounds attend by position.
+      warns: a warning is logged where it runs.
+      environment: environment variables that change the last bits of its results.
     """
 
     operations: Mapping[str, Callable]
@@ -874,12 +860,12 @@ class Backend(Protocol):
     environment: tuple[str, ...]
 
     def refuses(self, operation: str, device: Device | None, cfg: Any) -> str | None:
-        """Says why it cannot be used for an operation of a model on a device; None: it can.
+        """Returns why it cannot be used for an operation of a model on a device; None: it can.
 
-        A `specjax.kernels.backend.Unsuited` is a reason that is nothing to warn of.
+        A `specjax.kernels.backend.Unsuited` is a reason that needs no warning.
 
         Args:
-          device: None: it has been looked at, and only the model is in question.
+          device: None: only the model is to be checked.
           cfg: the `ModelConfig`.
         """
 
@@ -888,7 +874,7 @@ class Backend(Protocol):
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of sampled tokens, each under four policies; 0 outside of the loss mask.
+    """Log-probabilities of sampled tokens under four policies; 0 outside of the loss mask.
 
     Attributes:
       new: under the policy that is trained; the only one with a gradient.
@@ -905,7 +891,7 @@ class Logprobs(NamedTuple):
 
 
 class Denominators(NamedTuple):
-    """What one update averages over: loss tokens and samples of *all* its micro-batches."""
+    """The loss tokens and samples that one update averages over, in all its micro-batches."""
 
     tokens: np.float32
     samples: np.float32
@@ -917,19 +903,19 @@ class Objective(Protocol):
     Implementations are frozen dataclasses, whose fields are their options: keys of the section
     `algo`, each with a default, and documented under "Attributes:" of the docstring or by
     `specjax.schema.option`. A class attribute `rules` may hold `specjax.schema.Needs`: which of its
-    options change nothing under which settings. A mistake in an option is a ValueError of
+    options have no effect under which settings. A mistake in an option is a ValueError of
     `__post_init__`.
 
-    Arrays [R S] are of one micro-batch of packed rows. A sample lies in one row whole; along it,
-    the order of tokens may be any, for a row may be split over devices: sums over samples are by
-    `segments` (see `train.objectives.shared`).
+    Arrays [R S] are of one micro-batch of packed rows. A sample is in one row whole, but its tokens
+    may be in any order, for a row may be split over devices: sum over samples by `segments` (see
+    `train.objectives.shared`).
     """
 
     def advantages(self, rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Computes the advantage of each sample, from rewards of P prompts with G samples each.
 
         Raises:
-          ValueError: rewards of which none can be made.
+          ValueError: the rewards allow none.
         """
 
     def per_token(
@@ -939,10 +925,10 @@ class Objective(Protocol):
         segments: Int[Array, "R S"],
         loss_mask: Float[Array, "R S"],
     ) -> tuple[Float[Array, "R S"], dict[str, Float[Array, "R S"]]]:
-        """Computes the loss of each token, and what is logged by name as a mean over loss tokens.
+        """Computes the loss of each token, and numbers to log by name as means over loss tokens.
 
-        Outside of the loss mask the log-probabilities are 0, and what is returned may be anything
-        finite. Names that `train.loss` logs itself are refused.
+        Results outside of the loss mask may be any finite numbers. Names that `train.loss` logs
+        itself are refused.
 
         Args:
           segments: 1, 2, ... along a row, one for each sample; 0 is padding.
@@ -970,8 +956,8 @@ class Task(Protocol):
       name: as in `data.task`, for messages.
       columns: those that it needs, for messages.
       reward: the name of the reward that suits its answers.
-      template: what `data.prompt_template` is by default, for a prompt that is text and a model
-        without a chat template: a format string with `{question}`.
+      template: the default of `data.prompt_template`, for a prompt that is text and a model without
+        a chat template: a format string with `{question}`.
     """
 
     name: str
@@ -980,10 +966,10 @@ class Task(Protocol):
     template: str
 
     def recognises(self, columns: Collection[str]) -> bool:
-        """Says whether rows with these columns are of this task."""
+        """Says whether rows with these columns belong to this task."""
 
     def read(self, row: Mapping[str, Any]) -> Any:
-        """Reads a row as a `train.tasks.layout.Example`: prompt, gold answer, and what else it has.
+        """Reads a row as a `train.tasks.layout.Example`: prompt, gold answer, further columns.
 
         Raises:
           train.tasks.layout.RowError: a column is not as expected.
