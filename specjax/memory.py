@@ -1,20 +1,18 @@
 """What a model keeps of each sequence: pages of keys and values, and slots of recurrent state.
 
-Pages are a pool of pages of S positions, and a sequence's *table* says which page holds its first
-S positions, which the next S, and so on. Without a table (None) sequence b has page b to itself:
-the contiguous cache is the case of one page per sequence. Page 0 of a pool that is shared by tables
-is nobody's: what is written for positions without a page lands there or nowhere, and is never read.
+There is a pool of pages of S positions, and a sequence's *table* says which page holds its first S
+positions, which the next S, and so on. Without a table (None) sequence b has page b to itself: a
+contiguous cache. Page 0 of a pool with tables belongs to no sequence: rows for positions without a
+page are written there or dropped, and never read.
 
-Slots have a fixed size and stand in the order of the batch. Where several samples start from one
-prompt each gets a copy of the slot that the prompt left (`take_slots`, `put_slots`), as it gets a
-copy of the prompt's last page (`copy_pages`); full pages they share, as long as nobody writes to
-them.
+Slots have a fixed size and stand in the order of the batch. Samples of one prompt share its full
+pages, which are not written any more; each gets a copy of the prompt's last page (`copy_pages`) and
+of the slot that the prompt left (`take_slots`, `put_slots`).
 
-A forward pass reads the memory and returns what its rows would add as scratch; `commit` takes in
-the accepted ones. Rows go to consecutive positions of the pages (`commit_rows`). Their values are
-always finite (`with_marked_keys`). Rows past the accepted ones may be written as well: they lie at
-or after the next root, and later commits write over them before any prefix reaches so far. Slots
-are advanced over the accepted rows alone, by `Mixer.advance`.
+A forward pass reads the memory and returns what its rows would add as scratch; `commit` writes the
+accepted rows to consecutive positions of the pages and advances slots over them, by
+`Mixer.advance`. Rows past the accepted ones may be written as well: they lie at or after the next
+root, and later commits write over them before any prefix reaches so far.
 
 The memory of a model has an entry per layer. Where layers are scanned it has one per layer of the
 repeating pattern, and repetition i of it is `pages[i]`, an axis in front, and `slots[:, i]`: of
@@ -54,7 +52,7 @@ class KVCache(NamedTuple):
 
 
 def empty(cfg: ModelConfig, room: Room) -> Memory:
-    """The memory of a model, as before the first token of every sequence."""
+    """Makes the memory of a model, as it is before the first token of every sequence."""
     if not cfg.run.scan_layers:
         return _of_all(layer.mixer.empty(cfg.run, room) for layer in cfg.layers)
 
@@ -74,18 +72,18 @@ def _of_all(layers: Iterable[Memory]) -> Memory:
 
 
 def empty_slots(cfg: ModelConfig, count: int) -> tuple:
-    """The slots of so many sequences before their first token."""
+    """Makes the slots of so many sequences before their first token."""
     return empty(cfg, Room(slots=count, pages=0, page_size=1)).slots
 
 
 def cost(cfg: ModelConfig, page_size: int) -> Cost:
-    """Bytes of a model's memory."""
+    """Computes the bytes of a page and of a slot of a model's memory."""
     one = jax.eval_shape(lambda: empty(cfg, Room(slots=1, pages=1, page_size=page_size)))
     return Cost(*map(bytes_of, one))
 
 
 def bytes_of(tree: Any) -> int:
-    """Bytes of all arrays of a tree, or of their shapes."""
+    """Adds up the bytes of all arrays of a tree, or of their shapes."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
@@ -112,13 +110,14 @@ def commit(
     count: Int[Array, " B"],
     to: Commit,
 ) -> Memory:
-    """A model's memory after the first `count` rows of a path were accepted.
+    """Writes an accepted path to a model's memory.
 
-    All E rows are written to pages, in one operation for all layers: see the module text.
+    All E rows of the path are written to pages, in one operation for all layers; slots are advanced
+    over the first `count`.
 
     Args:
-      path: rows of the scratch, which come one after the other; None: all, as they stand.
-      count: 0 where a sequence does not run.
+      path: rows of the scratch, in order; None: all rows, in the order of the scratch.
+      count: accepted rows; 0 where a sequence does not run.
     """
     rows, inputs = (tuple(part) for part in zip(*scratch, strict=True))
     mixers = [layer.mixer for layer in cfg.layers]
@@ -144,7 +143,7 @@ def commit(
 
 
 def _along(x: Array, path: Int[Array, "B E"], axis: int) -> Array:
-    """The rows of a path [.. B E ..], of rows [.. B T ..] in the axis that is named."""
+    """Picks the rows of a path along an axis: [.. B T ..] -> [.. B E ..]."""
     lead, rest = (None,) * (axis - 1), (None,) * (x.ndim - axis - 1)
     return take_along(x, path[(*lead, ..., *rest)], axis=axis)
 
@@ -152,10 +151,10 @@ def _along(x: Array, path: Int[Array, "B E"], axis: int) -> Array:
 def append_rows(
     buffers: tuple[Array, Array], held: int, rows: tuple[Array, Array]
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Fills rows [B K R H] into preallocated buffers behind the `held` rows they hold.
+    """Writes rows [B K R H] into preallocated buffers behind the first `held` rows.
 
     Returns:
-      the buffers, and the part of them that holds rows: [B K held + R H].
+      the buffers, and their filled part [B K held + R H].
     """
     filled = [
         jax.lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), held, axis=2)
@@ -166,17 +165,17 @@ def append_rows(
 
 
 def take_slots(slots: Any, who: Int[Array, " b"]) -> Any:
-    """The slots of some sequences: a batch of its own, or a snapshot that others start from."""
+    """Takes the slots of the sequences `who`."""
     return jax.tree.map(lambda x: take(x, who), slots)
 
 
 def put_slots(slots: Any, who: Int[Array, " b"], new: Any) -> Any:
-    """All slots after `take_slots` and whatever became of those."""
+    """Writes back slots that `take_slots` took."""
     return jax.tree.map(lambda x, y: put(x, who, y.astype(x.dtype)), slots, new)
 
 
 def choose_slots(first: Bool[Array, " b"], slots: Any, others: Any) -> Any:
-    """Takes one of two slots for each sequence."""
+    """Chooses `slots` where `first` is set, and `others` elsewhere."""
 
     def one(x, y):
         return jnp.where(first.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
@@ -207,11 +206,11 @@ def take_rows(rows: Any, index: Int[Array, "B R"]) -> Any:
 def with_marked_keys(
     k: Float[Array, "*B K T H"], v: Float[Array, "*B K T H"]
 ) -> tuple[Float[Array, "*B K T H"], Float[Array, "*B K T H"]]:
-    """The rows; of one that is not finite the key is all NaN, and the value 0.
+    """Sets the key of a row that is not finite to NaN, and its value to 0.
 
-    Attention multiplies the values that a row may not see by zero, and zero times NaN is NaN; their
-    scores it leaves out. So a token that the model has no numbers for, drafted or in a page that
-    somebody had before, does nothing to those that do not see it, and those that do get NaN.
+    Attention leaves out the scores of rows that may not be seen, but multiplies their values by
+    zero, and zero times NaN is NaN. So a row without finite numbers, drafted or left in a page by
+    an earlier sequence, does not change rows that do not see it, and rows that do get NaN.
     """
     finite = (jnp.isfinite(k) & jnp.isfinite(v)).all(-1, keepdims=True)
     return jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
@@ -223,7 +222,7 @@ def take_path(x: Array, path: Int[Array, "B E"]) -> Array:
 
 
 def after_of(x: Float[Array, "B T D"]) -> Int[Array, " B"]:
-    """Numbers >= 0 that follow from x, for `after` of `commit_rows`."""
+    """Computes numbers >= 0 that depend on x, for `after` of `commit_rows`."""
     return (x[:, 0] > 0).sum(axis=-1)
 
 
@@ -238,17 +237,16 @@ def commit_rows(
 ) -> KVCache:
     """Writes R consecutive rows of each sequence from position `start[b]` on.
 
-    There must be R positions from every start on, or the write is moved back over the prefix, or
-    left out: the engine's tables are that much longer than the longest sequence, and their last
-    columns may be nobody's page.
+    Tables must have R positions from every start on, or the write is moved back over the prefix, or
+    dropped: the engine's tables are that much longer than the longest sequence.
 
     Args:
-      after: makes the write wait until these are known: any numbers >= 0 that follow from all
-        that reads the cache. Their values do not matter. Without it XLA may order the write of a
-        layer's rows before its attention, and then copies every array twice per round to be safe.
+      after: any numbers >= 0 that depend on all that reads the cache, so that the write comes after
+        it. Without it XLA may order the write of a layer's rows before its attention, and then
+        copies every array twice per round.
       run: every `run` consecutive rows, counted from `start`, are sure to lie in one page (a
         divisor of R); with no table, all of them do.
-      kernel: whose write it is, see `specjax.kernels.dispatch.commit`.
+      kernel: the backend that writes, see `specjax.kernels.dispatch.commit`.
     """
     if after is not None:
         start = start + jnp.minimum(after, 0)
@@ -264,10 +262,7 @@ def commit_rows(
 
 
 def copy_pages(cache: KVCache, source: Int[Array, " M"], target: Int[Array, " M"]) -> KVCache:
-    """Copies page source[m] to page target[m], one after the other.
-
-    For sequences that share a prompt and write to different ends of its last page.
-    """
+    """Copies page source[m] to page target[m], one after the other."""
 
     def copy(m, arrays):
         out = []

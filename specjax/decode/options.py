@@ -1,9 +1,8 @@
 """Sampling options on the device: one row per slot, and static flags for what the rows ask for.
 
-The arrays are small and always there, so that a slot's options are data and changing them compiles
-nothing. The flags (`Features`) decide what a compiled program contains. Programs are compiled for a
-few sets of flags only; what such a set contains and a batch does not ask for is skipped at run time
-(`sampling.transform`), so that nobody pays for the options of others.
+A slot's options are data, so that changing them compiles nothing. The flags (`Features`) decide
+what a compiled program contains. Programs are compiled for a few sets of flags only; what a program
+contains and its batch does not ask for is skipped at run time (`sampling.transform`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ BAD_WORDS, BAD_WORD_LENGTH = 64, 8
 
 
 class Options(NamedTuple):
-    """How each slot is sampled. Neutral values (see `neutral`) do nothing.
+    """How each slot is sampled. Neutral values (see `neutral`) have no effect.
 
     Attributes:
       temperature: [B], 0 is greedy. top_k: [B], 0 keeps all. top_p, min_p: [B].
@@ -51,7 +50,7 @@ class Options(NamedTuple):
 
 
 def neutral(batch: int, vocab: int, stop_width: int, np=jnp) -> Options:
-    """Options that ask for nothing; `np` may be numpy, for the host side."""
+    """Makes options without effect; `np` may be numpy, for the host side."""
 
     def full(value, *shape, dtype):
         return np.full((batch, *shape), value, dtype)
@@ -78,10 +77,10 @@ def neutral(batch: int, vocab: int, stop_width: int, np=jnp) -> Options:
 
 @dataclasses.dataclass(frozen=True)
 class Features:
-    """What a compiled program takes into account; each flag is what some slot asks for.
+    """The options that a compiled program takes into account; other options have no effect in it.
 
     Attributes:
-      sampled: a temperature above 0; without it nothing draws noise.
+      sampled: a temperature above 0; without it no noise is drawn.
       penalties: repetition, presence or frequency. top_logprobs, transformed_logprobs: results.
     """
 
@@ -99,7 +98,7 @@ class Features:
 
     @functools.cached_property
     def _bits(self) -> int:
-        """The flags as bits, in order: the host asks for each chunk which program covers which."""
+        """The flags as bits, for comparing sets quickly: the host does so for each chunk."""
         flags = (getattr(self, field.name) for field in dataclasses.fields(self))
         return sum(flag << i for i, flag in enumerate(flags))
 
@@ -110,7 +109,7 @@ class Features:
         return self._bits == other._bits if isinstance(other, Features) else NotImplemented
 
     def __or__(self, other: Features) -> Features:
-        if self.covers(other):  # as a rule: the host asks for every sample that comes in
+        if self.covers(other):  # the common case
             return self
         bits = self._bits | other._bits
         return Features(*(bool(bits >> i & 1) for i in range(len(dataclasses.fields(self)))))
@@ -119,11 +118,7 @@ class Features:
         return not other._bits & ~self._bits
 
     def widened(self) -> Features:
-        """The smallest of a few fixed sets that covers this one.
-
-        Programs are compiled for these sets alone: with one for each combination of options, every
-        new combination would have to be compiled.
-        """
+        """The smallest of the few sets that programs are compiled for and that covers this one."""
         filters = Features(top_k=True, top_p=True, min_p=True)
         results = {"transformed_logprobs": False, "top_logprobs": False}
         everything_sampled = dataclasses.replace(Features.all(), **results)

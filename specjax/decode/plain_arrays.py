@@ -1,4 +1,4 @@
-"""The rules on plain arrays, for people who bring their own models: probabilities in, tokens out.
+"""The acceptance rules on plain arrays, for models of one's own: probabilities in, tokens out.
 
 One round: a draft proposes a chain of tokens and says what it drew them from, the target says what
 it would have drawn at each of these places and after the last one, and `speculative_accept` decides
@@ -13,8 +13,8 @@ A target that has no distribution after the last draft passes p [2, V]; when bot
 no token follows them in that round.
 
 `probs` are probabilities after every transform (temperature, top-p, penalties, ...), p's and q's
-own. Nothing of a model is needed or imported here; the rules are those that the library decodes
-with (block.py, recursive.py). For whole sequences see `specjax.engine.speculate`.
+own. No model is needed or imported here; the rules are those of the library (accept.py). For whole
+sequences see `specjax.engine.speculate`.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ SUM_TOLERANCE = 1e-3
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DraftProposal:
-    """What a draft proposes.
+    """A chain of drafted tokens, and what they were drawn from.
 
     Attributes:
       tokens: [n] token ids; n may be 0. -1 is no draft and never accepted. Whether there is a draft
-        at a place may depend on everything before that place, but on nothing drawn at that place.
+        at a place may depend on everything before that place, but not on what is drawn there.
       probs: [n V] the distribution that each token was drawn from (not the target's, and not a
         softmax that the token is merely the argmax of: see `deterministic`). Rows of -1 are unused.
 
     Raises:
-      ValueError: shapes, ids or probabilities that cannot be meant.
+      ValueError: shapes, ids or probabilities are invalid.
     """
 
     tokens: Int[np.ndarray, " n"]
@@ -91,7 +91,7 @@ class DraftProposal:
                 "map a draft's own vocabulary to the target's first"
             )
         real = tokens >= 0
-        rows[~real] = 0.0  # what an unused row holds must not be subtracted from p
+        rows[~real] = 0.0  # an unused row must not be subtracted from p
         _check_distributions("DraftProposal.probs", rows, np.flatnonzero(real))
         impossible = np.flatnonzero(real & (rows[np.arange(len(tokens)), tokens] == 0))
         if len(impossible):
@@ -108,8 +108,8 @@ class DraftProposal:
     def deterministic(cls, tokens: Sequence[int], vocab: int) -> DraftProposal:
         """Tokens that were not drawn: a greedy draft, an n-gram, a lookup.
 
-        Their q is one-hot. To pass the softmax that a token is the argmax of would be biased: the
-        rule would believe that other tokens had had their chance.
+        Their q is one-hot. A softmax of which the token is the argmax would be a wrong q, and the
+        result biased.
         """
         tokens = np.asarray(tokens, np.int32)
         return cls(tokens, (tokens[:, None] == np.arange(vocab)).astype(np.float32))
@@ -117,16 +117,16 @@ class DraftProposal:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class VerifyResult:
-    """What the target says about a proposal of n tokens.
+    """The target's distributions along a proposal of n tokens.
 
     Attributes:
       probs: [n+1 V] its distribution after the context and the first 0, 1, .., n drafted tokens.
-        The last row is the bonus: when every draft is accepted, one more token comes for free.
-        [n V], for n > 0, leaves it out: then a round that accepts every draft emits these n tokens
-        alone. Which tokens are kept does not depend on that row.
+        The last row is for the bonus token, which follows when every draft is accepted. [n V], for
+        n > 0, leaves it out: then a round that accepts every draft emits these n tokens alone.
+        Which tokens are kept does not depend on that row.
 
     Raises:
-      ValueError: shapes or probabilities that cannot be meant.
+      ValueError: shapes or probabilities are invalid.
     """
 
     probs: Float[np.ndarray, "n+1 V"]
@@ -144,7 +144,7 @@ class VerifyResult:
 
 
 class AcceptDecision(NamedTuple):
-    """What a round emits.
+    """The tokens that a round emits.
 
     Attributes:
       accepted: the drafted tokens that were kept, 0 to n.
@@ -229,8 +229,8 @@ def accept_chains(
       words: what identifies each sequence, see `request_words`.
       position: of the last token of each context.
       q: zero where the drafted token is -1.
-      p: the last row decides nothing but the token after n accepted drafts. Who wants no such token
-        gives any distribution there, and drops it.
+      p: the last row decides only the token after n accepted drafts. Where no such token is wanted,
+        give any distribution there, and drop the token.
     """
     batch, steps = drafted.shape
     keys = request_keys(words)
@@ -251,7 +251,7 @@ def accept_chains(
 
 
 def _table(name: str, probs: Any, expected: str, count: int | None) -> Float[np.ndarray, "n V"]:
-    """A private float64 copy, which may be changed; `count` None: one row or more."""
+    """Returns a float64 copy, which may be changed; `count` None: one row or more."""
     rows = np.array(probs, np.float64)
     fits = rows.ndim == 2 and rows.shape[1] > 0
     if not fits or (len(rows) != count if count is not None else len(rows) == 0):

@@ -1,10 +1,10 @@
-"""The vocabulary split over a mesh's `tp` axis: what a row of V numbers needs of its other shards.
+"""Operations on rows over the vocabulary, which a mesh's `tp` axis may split.
 
 The language-model head leaves each device with V / tp logits of every row. They stay there, and so
-do the noise, the counts and whatever else has a number per token: elementwise work needs nobody
-else, sums are all-reduced by the partitioner, and a shard's noise is generated on the shard (the
-generator counts, so a token's bits at a position are the same whoever asks). What crosses devices
-is a few numbers per row: `argmax` and `top_k` take each shard's own best and look among those.
+do the noise, the counts and whatever else has a number per token. Elementwise work is local, sums
+are all-reduced by the partitioner, and noise is generated on its own shard (the generator counts,
+so a token's bits at a position do not depend on the device). `argmax` and `top_k` take each shard's
+own best and choose among those: a few numbers per row cross devices.
 
 The mesh is the ambient one at lowering (`jax.set_mesh`). Where there is none, or its `tp` is 1 or
 does not divide V (then the head is kept whole as well, see `specjax.parallel.sharding`), every
@@ -32,7 +32,7 @@ def ways(vocab: int) -> int:
 
 
 def pin(x: Array) -> Array:
-    """`x` [.. V] with every device keeping its own part of the vocabulary; the same numbers."""
+    """Keeps x [.. V] split over the vocabulary; the numbers do not change."""
     if ways(x.shape[-1]) == 1:
         return x
     anyhow = (jax.P.UNCONSTRAINED,) * (x.ndim - 1)
@@ -40,7 +40,7 @@ def pin(x: Array) -> Array:
 
 
 def argmax(x: Float[Array, "*R V"]) -> Int[Array, "*R"]:
-    """As `jnp.argmax` over the vocabulary: ties go to the lowest id, and the first NaN wins."""
+    """`jnp.argmax` over the vocabulary: ties go to the lowest id, and the first NaN wins."""
     number = ways(x.shape[-1])
     if number == 1:
         return whole_argmax(x)
@@ -51,12 +51,11 @@ def argmax(x: Float[Array, "*R V"]) -> Int[Array, "*R"]:
 
 
 def whole_argmax(x: Float[Array, "*R V"]) -> Int[Array, "*R"]:
-    """`argmax` of rows that one device has whole.
+    """`argmax` of rows that are whole on one device.
 
-    XLA's goes number by number on CPU, and so does what is fused with it, such as the noise that is
-    drawn for it: that takes several times as long as to find the maximum, and then its place. The
-    TPU compiler keeps an unused maximum, as that of `jnp.argmax`, in bfloat16, whatever the type of
-    x. Its text does not say whether what it compares is rounded as well.
+    On CPU XLA's own argmax is not vectorised, nor is what is fused with it, such as noise: that
+    takes several times as long as finding the maximum and then its place. The TPU compiler keeps
+    the unused maximum of `jnp.argmax` in bfloat16, and may compare rounded numbers.
     """
 
     def two(x):
@@ -69,10 +68,10 @@ def whole_argmax(x: Float[Array, "*R V"]) -> Int[Array, "*R"]:
 
 
 def whole_best(x: Float[Array, "*R V"]) -> tuple[Float[Array, "*R"], Int[Array, "*R"]]:
-    """The largest number of each row that one device has whole, and its place; see `argmax`.
+    """The largest number of each row that is whole on one device, and its place.
 
-    Where only the place is needed use `whole_argmax`: a TPU rounds a number that is not used. One
-    pass over the row finds both; on CPUs two passes are faster.
+    Where only the place is needed use `whole_argmax`. One pass over the row finds both; on CPUs two
+    passes are faster.
     """
     return jax.lax.platform_dependent(x, cpu=_in_two_passes, default=_in_one_pass)
 
@@ -87,7 +86,7 @@ def _in_two_passes(x: Array) -> tuple[Array, Array]:
 
 
 def _in_one_pass(x: Array) -> tuple[Array, Array]:
-    """By a reduction of pairs, in whatever order: of equal numbers, or NaN, the first is better."""
+    """Reduces pairs in any order: of equal numbers, or NaN, the one with the lowest id wins."""
 
     def better(a, b):
         (most, place), (other, elsewhere) = a, b
@@ -116,7 +115,7 @@ def top_k(
     above -inf, the ids of the rest are of some tokens at -inf.
 
     Args:
-      plain: what finds values and ids in a vocabulary that is whole.
+      plain: finds values and ids in a vocabulary that is whole.
     """
     number, vocab = ways(x.shape[-1]), x.shape[-1]
     if number == 1:
@@ -129,7 +128,7 @@ def top_k(
 
 
 def _of_each_shard(function: Callable, x: Float[Array, "*R V"]):
-    """`function` of each shard's own part of x: results [B .. n], side by side on every device."""
+    """Applies `function` to each shard's part of x; every device gets all results [B .. n]."""
     mesh, inside = jax.sharding.get_abstract_mesh(), (None,) * (x.ndim - 2)
     split = spec_for(mesh, ("batch", *inside, "vocab"), x.shape)
     parts = jax.shard_map(function, in_specs=split, out_specs=split)(x)

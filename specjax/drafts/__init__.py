@@ -1,3 +1,3 @@
-"""What proposes tokens, one file each; see `specjax.interfaces.Draft`."""
+"""Draft sources, one file each; see `specjax.interfaces.Draft`."""
 
-ABSORBED = 32  # rows that a draft takes in at a time when it catches up
+ABSORBED = 32  # pending rows that a draft runs over at a time after plain decoding

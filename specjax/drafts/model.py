@@ -1,9 +1,9 @@
 """A standalone smaller model as a draft source (Leviathan et al. 2023, arXiv 2211.17192).
 
-The draft model reads tokens and nothing else of the target. It keeps a cache of its own, in which
-the slot of a row is its absolute position, as in the target's. A round begins by running it over
-the tokens that the last round emitted; the last of these, the root, gives the first prediction. The
-nodes of the tree then run level by level against that cache and against the levels before.
+The draft model reads the target's tokens and none of its states. It has a cache of its own, where a
+row is at its absolute position. A round begins by running it over the tokens that the last round
+emitted; the last of these, the root, gives the first prediction. The nodes of the tree then run
+level by level against that cache and the levels before.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ModelSlots(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Between the steps of a round.
+    """What is handed from step to step of a round.
 
     Attributes:
       cache: pages, with the rows up to the root committed. root: [B] its position.
@@ -67,12 +67,12 @@ class _Work(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ModelSource(Draft):
-    """Drafts with a standalone model, whose parameters it takes in their decode layout.
+    """Drafts with a standalone model, whose parameters are in their decode layout.
 
     Attributes:
-      cfg: of the draft model; `run.scan_layers` says which layout (`to_decode_layout`).
-      vocab: the target's vocabulary size. Ids past it are padding of the draft's tables and are
-        cut off; ids that the draft does not have are never proposed.
+      cfg: of the draft model.
+      vocab: the target's vocabulary size. Larger ids are padding of the draft's tables and are cut
+        off; ids that the draft does not have are never proposed.
     """
 
     cfg: ModelConfig
@@ -110,7 +110,7 @@ class ModelSource(Draft):
         return to_format(cast(params, self.cfg.run.compute_dtype), self.cfg)
 
     def columns(self, params: Params, target: Params, ids) -> Params:
-        """See `Draft.columns`; ids that the draft model does not have become those of no token."""
+        """Ids that the draft model does not have stand for no token."""
         head = vocabulary.head_of(params)
         ids = jnp.where(ids < head.shape[1], ids, self.vocab)
         return vocabulary.columns(head, ids, self.cfg)
@@ -141,7 +141,7 @@ class ModelSource(Draft):
         return ModelSlots(jnp.ones_like(prompt_len))
 
     def resume(self, model, params, state, steps: int) -> Memory:
-        """Takes in tokens until no slot has more of them than a round emits."""
+        """Runs over pending tokens until no slot has more of them than a round emits."""
         running = state.finish == RUNNING
 
         def behind(memory):
@@ -159,7 +159,7 @@ class ModelSource(Draft):
         return jax.lax.while_loop(behind, absorb, state.draft)
 
     def begin(self, model, params, state, steps: int, total: int):
-        """Runs a window of steps + 1 tokens; rows past the pending ones are seen by nobody."""
+        """Runs a window of steps + 1 tokens; rows past the pending ones are not seen by others."""
         draft, (cache, (pending,)) = self._draft(params), state.draft
         window, start = steps + 1, state.length - pending
         tokens = take_positions(state.tokens, start, window)
@@ -173,7 +173,7 @@ class ModelSource(Draft):
         return self._proposal(draft, params, x), work
 
     def _run(self, params, cache: tuple, tokens, start, table):
-        """The draft model over consecutive tokens that begin at `start` [B]."""
+        """Runs the draft model over consecutive tokens from position `start` [B] on."""
         count = tokens.shape[1]
         positions = start[:, None] + jnp.arange(count)
         where = Where("tree", positions, prefix=start, visible=chain_bits(count), table=table)
@@ -181,7 +181,7 @@ class ModelSource(Draft):
         return found.x, found.scratch
 
     def step(self, model, params, work: _Work, level: Level):
-        """One level against the cache, the root included, and the levels before."""
+        """Runs one level against the cache, the root included, and the levels before."""
         draft = self._draft(params)
         positions = jnp.broadcast_to((work.root + level.step)[:, None], level.tokens.shape)
         where = Where(
@@ -210,7 +210,7 @@ class ModelSource(Draft):
         return some or Proposal(self._fit(draft.logits(x)))
 
     def _fit(self, logits: Float[Array, "B R U"]) -> Float[Array, "B R V"]:
-        """The draft's logits over the target's ids; -inf where the draft has none."""
+        """Pads or cuts the draft's logits to the target's ids; -inf where it has no logit."""
         missing = self.vocab - logits.shape[-1]
         if missing <= 0:
             return logits[..., : self.vocab]

@@ -9,8 +9,7 @@ Module s predicts at step s; a head with fewer modules than steps repeats its la
 training and in decoding alike, a query of step s of the last module sees that module's base rows
 up to its own position, and of the later steps only its own rows (EAGLE-3's training-time test).
 
-`MTPHead` is the network, `MTPSource` drafts with it: from the target's states, with a cache of its
-own.
+`MTPHead` is the network; `MTPSource` drafts with it, with a cache of its own.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ WINDOW = 128  # target states that a slot remembers while plain decoding runs
 
 
 def head_layer(cfg: ModelConfig) -> Layer:
-    """The decoder layer of each module: the model's last one, which sees all positions.
+    """The decoder layer of each module: the model's last one, without a window.
 
     Raises:
       ValueError: that layer keeps recurrent state, which a head cannot.
@@ -76,14 +75,14 @@ def head_layer(cfg: ModelConfig) -> Layer:
 
 
 def mixer_memory(mixer: Mixer, cfg: ModelConfig, page_size: int = 1) -> Memory:
-    """Shapes of what a mixer keeps in one page and one slot; None in place of nothing."""
+    """Shapes of what a mixer keeps in one page and one slot; None where it keeps none."""
     room = Room(slots=1, pages=1, page_size=page_size)
     memory = jax.eval_shape(lambda: mixer.empty(cfg.run, room))
     return Memory(*(part if jax.tree.leaves(part) else None for part in memory))
 
 
 def module_rows(cfg: ModelConfig) -> dict[str, Param]:
-    """The rows of a module's arrays outside its layer."""
+    """Returns the rows of a module's arrays outside its layer."""
     d = cfg.hidden_size
     scale = Param((d,), (None,), init=None)
     proj = Param((2 * d, d), (None, "embed"), matrix=True)
@@ -99,7 +98,7 @@ def weight_axes(cfg: ModelConfig) -> dict[str, tuple]:
 
 
 class MTPModule(nnx.Module):
-    """Norms of both inputs, their projection to D, one decoder layer, and a final norm."""
+    """One module: norms of both inputs, their projection to D, a decoder layer, a final norm."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         """Its layer is fused where decoding has a format of its own, see `to_format`."""
@@ -117,12 +116,12 @@ class MTPModule(nnx.Module):
         return dot(jnp.concatenate(halves, -1), self.proj.get_value())
 
     def at(self, where: Where) -> Where:
-        """`where` with what the layer reads of it beside: the kernel, and its own angles."""
+        """`where` with the kernel and the layer's own angles."""
         angles = angles_of([self.layer.layer], where.positions)
         return where.replace(kernel=self.cfg.run.attention, angles=angles)
 
     def outputs(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
-        """(state for the language-model head, state to recycle as h of the next step)."""
+        """Returns states for the language-model head, and states to use as h of the next step."""
         normed = rms_norm(x, self.norm[...], self.cfg.rms_norm_eps)
         return normed, (normed if self.cfg.mtp_recycle == "post_norm" else x)
 
@@ -152,7 +151,7 @@ class MTPHead(nnx.Module):
         pages: Any,
         scratch: Scratch | None = None,
     ) -> tuple[Array, Array, Scratch]:
-        """Module `index` over T rows behind its pages, and the scratch rows that came before.
+        """Runs module `index` over T rows, behind its pages and earlier scratch rows.
 
         Args:
           where: of the form `tree`; `prefix` counts the rows in the pages.
@@ -180,7 +179,7 @@ class MTPHead(nnx.Module):
         segment_ids: Int[Array, "R S"],
         context: Context | None = None,
     ) -> list[Float[Array, "R S D"]]:
-        """Training forward over `len(step_embeddings)` recursive steps on packed rows.
+        """Runs `len(step_embeddings)` recursive steps over packed rows in training.
 
         Args:
           hidden: the target's states, detached.
@@ -207,14 +206,13 @@ class MTPHead(nnx.Module):
 
 
 def init_head_params(cfg: ModelConfig, seed: int = 0) -> Params:
-    """Random head parameters as a plain nested dict, in the layout of checkpoints."""
+    """Makes random head parameters as a plain nested dict, in the layout of checkpoints."""
     head = MTPHead(cfg.running(products=PLAIN), nnx.Rngs(seed))
     return nnx.to_pure_dict(nnx.state(head, nnx.Param))
 
 
 def to_format(params: Params, cfg: ModelConfig) -> Params:
-    """A head's parameters with its layers fused, and its matrices in the format that decoding
-    multiplies by, see `specjax.weights.matrix`."""
+    """Fuses a head's layers and converts its matrices to the format that decoding multiplies by."""
     rows = layer_rows(head_layer(cfg), cfg.hidden_size)
     blocks = {
         index: {**module, "layer": fuse(module["layer"], rows)}
@@ -251,12 +249,12 @@ class HeadSlots(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Between the steps of a round.
+    """What is handed from step to step of a round.
 
     Attributes:
       pages: with the accepted rows committed. slot: [B] last committed row.
       position: [B] of that row in the sequence. table: of the pages.
-      recycled: [B R D] the head's states at the rows last run, which stand for the target's.
+      recycled: [B R D] the head's states at the rows last run, used in place of the target's.
       scratch: buffers [B K total H] with the rows expanded so far; those from `start` on (a Python
         integer) are of the module that runs now.
     """
@@ -271,8 +269,13 @@ class _Work(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """The modules over a run of rows: states for the language-model head and states to recycle of
-    the first module [B T D], and of every module what its rows add to its pages."""
+    """The result of all modules over some rows.
+
+    Attributes:
+      normed, recycled: [B T D] of the first module: states for the language-model head, and states
+        to use as h of the next step.
+      rows: of every module, what its rows add to its pages.
+    """
 
     normed: Array
     recycled: Array
@@ -339,7 +342,7 @@ class MTPSource(Draft):
         return Memory(pages, slots)
 
     def prefill(self, model, params, pages, tokens, start, hidden, table, run=1) -> tuple:
-        """Rows whose tokens are not known yet are garbage, until `begin` comes past them."""
+        """Rows whose tokens are not known yet are arbitrary; `begin` writes them again."""
         count = hidden.shape[1]
         shifted = [tokens[:, 1 + s : 1 + s + count] for s in range(self.cfg.mtp_num_layers)]
         ran = self._run(model, params, pages, hidden, shifted, start, start, table)
@@ -351,13 +354,13 @@ class MTPSource(Draft):
         )
 
     def start(self, tokens, prompt_len, states) -> HeadSlots:
-        """The first round extends the head over one row, the state before the root; the rows
-        before it in the window repeat what the cache holds already."""
+        """The first round runs the head over one row, the state before the root; the rows before
+        it in the window are in the cache already."""
         ones = jnp.ones_like(prompt_len)
         return HeadSlots(states, ones, 0 * ones)
 
     def resume(self, model, params, state, steps: int) -> Memory:
-        """Takes in rows until no slot has more of them than a round emits."""
+        """Runs over pending rows until no slot has more of them than a round emits."""
         memory, lag = state.draft, self.cfg.mtp_num_layers - 1
         running, width = state.finish == RUNNING, memory.slots.hidden.shape[1]
         count = min(ABSORBED + lag, width)
@@ -374,7 +377,7 @@ class MTPSource(Draft):
             hidden = take_along(slots.hidden, index[..., None], axis=1)
             return Memory(pages, HeadSlots(hidden, slots.pending - taken, slots.skipped))
 
-        # What plain decoding dropped may have begun with rows that never were.
+        # The rows that plain decoding dropped may include some before the first token.
         first = state.length - 1 - memory.slots.pending - lag
         skipped = jnp.minimum(memory.slots.skipped, jnp.maximum(first, 0))
         memory = memory._replace(slots=memory.slots._replace(skipped=skipped))
@@ -391,9 +394,9 @@ class MTPSource(Draft):
     def _remember(self, memory: Memory, hidden, count) -> Memory:
         """Appends the states of the roots of plain rounds.
 
-        Where they do not fit the earliest are dropped: a hole in the head's cache, which is closed
-        up, and costs acceptance but no token. The rows that the window repeats are among them: in
-        the cache the later modules lack theirs.
+        Where they do not fit the earliest are dropped, and the head's cache goes on without their
+        positions, which costs acceptance but changes no token. The rows that the window repeats are
+        among them: the later modules do not have theirs in the cache.
         """
         slots, lag = memory.slots, self.cfg.mtp_num_layers - 1
         width, known = slots.hidden.shape[1], lag + slots.pending
@@ -431,8 +434,12 @@ class MTPSource(Draft):
         return self._proposal(model, params, normed), work
 
     def _over_window(self, model, params, state, memory: Memory, count: int):
-        """Every module over `count` rows of the window, the slot of the first of them, and [B] how
-        many were passed over: in a short sequence the window begins before its first token."""
+        """Runs every module over `count` rows of the window.
+
+        Returns:
+          the pass, the slot of its first row, and [B] how many rows were left out because they lie
+          before the sequence's first token.
+        """
         slots, width = memory.slots, memory.slots.hidden.shape[1]
         first = state.length - 1 - slots.pending - (self.cfg.mtp_num_layers - 1)
         missing, first = jnp.maximum(-first, 0), jnp.maximum(first, 0)
@@ -447,7 +454,7 @@ class MTPSource(Draft):
         return run, slot, missing
 
     def _run(self, model, params, pages, hidden, tokens, first, slot, table) -> _Pass:
-        """Every module over T rows whose positions follow `first` [B]; each sees `slot` rows.
+        """Runs every module over T rows from position `first` [B] on, behind `slot` cached rows.
 
         Args:
           tokens: [B T] per module, those that follow the rows.
@@ -466,7 +473,7 @@ class MTPSource(Draft):
         return _Pass(*outputs, tuple(rows))
 
     def step(self, model, params, work: _Work, level: Level):
-        """Module min(step, last) over one level; only the last module sees earlier levels."""
+        """Runs module min(step, last) over one level; only the last module sees earlier levels."""
         modules = self.cfg.mtp_num_layers
         index = min(level.step, modules - 1)
         start = level.offset if level.step == index else work.start
@@ -507,7 +514,7 @@ class MTPSource(Draft):
         )
 
     def _proposal(self, model, params, normed) -> Proposal:
-        """By the policy's language-model head, or some of its columns."""
+        """Multiplies by the policy's language-model head, or some of its columns."""
         some = vocabulary.proposal(params, normed)
         return some or Proposal(lm_logits(normed, model.head_weight()))
 
@@ -516,7 +523,7 @@ class MTPSource(Draft):
 
 
 def _pending_window(slots: HeadSlots, hidden: Float[Array, "B E D"]) -> Array:
-    """The rows that the head will extend over: the last few valid ones, then the new ones."""
+    """The rows that the head will run over: the last few valid ones, then the new ones."""
     lag = slots.hidden.shape[1] - hidden.shape[1]
     if not lag:
         return hidden
@@ -526,7 +533,7 @@ def _pending_window(slots: HeadSlots, hidden: Float[Array, "B E D"]) -> Array:
 
 
 def _rows_from(words, start: int):
-    """Bitmask words without the rows before `start`."""
+    """Clears the bits of rows before `start`."""
     first = np.arange(words.shape[-1]) * 32
     keep = [sum(1 << bit for bit in range(32) if at + bit >= start) for at in first]
     return words & np.array(keep, np.uint32)

@@ -1,13 +1,13 @@
 """N-grams as a draft source: what followed the last tokens where they stood before.
 
 Prompt lookup (Saxena 2023) and suffix decoding (arXiv 2411.04975) without a tree on the host. A row
-of the draft tree is looked up by its own suffix, the context and the path down to it, in what the
-slot holds already, and in the slots that sample the same prompt (GRPO siblings), finished ones
-included. No weights, no cache.
+of the draft tree is looked up by its own suffix, the context and the path down to it, in the tokens
+of its slot and of slots that sample the same prompt (GRPO siblings), finished ones included. It has
+no weights and no cache.
 
-For every row and every position of what is searched, the work holds the length of the common
-suffix, up to `longest`. One more token on a path moves these lengths by one position and resets
-those where another token stands: a step costs one pass over the positions whatever the length.
+For every row and every searched position the work holds the length of the common suffix, up to
+`longest`. One more token on a path shifts these lengths by one position and resets those where
+another token is: a step costs one pass over the positions whatever the length.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specjax.decode.state import EMPTY, take_positions
 from specjax.decode.tree import take_parents
 from specjax.interfaces import Cost, Draft, Level, Memory, Needs, Proposal, Room
 
-OCCURRENCES = 32  # earlier places that speak for the continuations of a row at most
+OCCURRENCES = 32  # matches that are counted for the continuations of a row at most
 OTHERS = 7  # sibling slots searched at most, the longest first
 PER_TOKEN = 16.0  # how much more a continuation weighs per token of its match
 HALF_FULL = 6.0  # occurrences that count for half of what infinitely many would
@@ -55,9 +55,9 @@ class _Work(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NgramSource(Draft):
-    """Drafts what followed the last tokens where they stood before; it has no parameters (`{}`).
+    """Drafts what followed the last tokens where they occurred before; it has no parameters (`{}`).
 
-    Logits are log-weights of at most `OCCURRENCES` tokens; a row that was found nowhere has none.
+    Logits are log-weights of at most `OCCURRENCES` tokens; a row without a match has none.
 
     Attributes:
       vocab: the target's vocabulary size.
@@ -113,7 +113,7 @@ class NgramSource(Draft):
         return self._proposal(work), work
 
     def _searched(self, state) -> tuple[Array, Array, Array]:
-        """(tokens, first, length) of the slot itself and of the longest slots of its group.
+        """Returns tokens, first and length of the slot and of the longest slots of its group.
 
         The prompt counts once, in the slot's own tokens.
         """
@@ -129,7 +129,7 @@ class NgramSource(Draft):
         return tokens, first, jnp.concatenate([length, reach], axis=1)
 
     def _append(self, match, tokens: Int[Array, "B C M"], token: Int[Array, "B R"]):
-        """Match lengths after one more token on each row; a negative token matches nothing."""
+        """Match lengths after one more token on each row; a negative token matches no token."""
         before = jnp.pad(match[..., :-1], [(0, 0)] * 3 + [(1, 0)])
         longer = jnp.minimum(before + 1, self.longest).astype(jnp.int8)
         return jnp.where(tokens[:, None] == token[..., None, None], longer, 0)
@@ -163,9 +163,9 @@ class NgramSource(Draft):
 def may_search(state) -> Bool[Array, "B B"]:
     """Whether slot b may look into slot c: another sample of the same prompt.
 
-    A slot that holds the very same request (a replay, or one asked for twice) is left out, and so
-    is everything from before a reset: what was drawn with a request's own noise must not decide
-    what it is offered, or p/q acceptance would be biased.
+    A slot that holds the same request (a replay, or a request made twice) is left out, and so are
+    slots from before a reset: tokens drawn with a request's own noise must not decide its drafts,
+    or p/q acceptance would be biased.
     """
     group, keys = state.draft.slots.group, state.keys
     related = (group[:, None] == group).all(-1) & (group != 0).any(-1)
@@ -173,10 +173,10 @@ def may_search(state) -> Bool[Array, "B B"]:
 
 
 def prompt_hash(tokens: Int[Array, "R P"], lengths: Int[Array, " R"]) -> UInt32[Array, "R 2"]:
-    """Two words that tell prompts apart, never 0 0, the same whatever P they are padded to.
+    """Hashes prompts to two words, never 0 0, independent of the padding.
 
     Two polynomials modulo 2^32 over mixed tokens. Prompts that collide search each other's tokens
-    and draft badly; nothing else depends on it.
+    and draft badly; no token depends on it.
     """
     inside = np.arange(tokens.shape[1]) < lengths[:, None]
     words = []

@@ -1,8 +1,8 @@
 """A part of the target's vocabulary to draft from (FR-Spec, arXiv 2502.14856).
 
 Below each row a head or model multiplies by C columns of its language-model head instead of V. The
-tokens are data, an entry among its parameters, so that other ones compile nothing. Those that are
-left out are never drafted, and are emitted as ever.
+tokens are data, an entry of its parameters, so that changing them compiles nothing. Tokens that are
+left out are never drafted; they are still emitted where the target chooses them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from specjax.interfaces import Param, Proposal
 from specjax.models.transformer import Params, lm_logits
 from specjax.weights.matrix import pack, unpack
 
-ENTRY = "vocabulary"  # of a draft's parameters, see `Draft.columns`
+ENTRY = "vocabulary"  # the entry of a draft's parameters, see `Draft.columns`
 
 
 def head_of(params: Params) -> Float[Array, "D V"]:
@@ -36,11 +36,11 @@ def columns(head: Float[Array, "D V"], ids: Int[Array, " C"], cfg: ModelConfig) 
 
 
 def network(params: Params) -> Params:
-    """Parameters of the network alone."""
+    """The parameters without that entry."""
     return {name: value for name, value in params.items() if name != ENTRY}
 
 
 def proposal(params: Params, normed: Float[Array, "B R D"]) -> Proposal | None:
-    """Proposes what follows normed states, by the columns among the parameters, if any."""
+    """Proposes what follows normed states by the chosen columns; None: all columns are used."""
     some = params.get(ENTRY)
     return some and Proposal(lm_logits(normed, some["lm_head"]), some["ids"])
