@@ -212,6 +212,18 @@ def random_table(rng: np.random.Generator, vocab: int, sharpness: float) -> Call
     return distribution
 
 
+def random_distributions(generator: np.random.Generator, *shape: int) -> np.ndarray:
+    """Some smooth, some peaked, some with zero masses and ties, some one-hot."""
+    *lead, vocab = shape
+    kind = generator.integers(0, 4, lead)[..., None]
+    smooth = generator.dirichlet(np.ones(vocab), lead)
+    peaked = generator.dirichlet(np.full(vocab, 0.1), lead)
+    one_hot = np.eye(vocab)[generator.integers(0, vocab, lead)]
+    counts = generator.integers(0, 3, shape) + one_hot
+    tied = counts / counts.sum(-1, keepdims=True)
+    return np.select([kind == 0, kind == 1, kind == 2], [smooth, peaked, tied], one_hot)
+
+
 def autoregressive_joint(p: Callable, length: int, vocab: int) -> dict[tuple[int, ...], float]:
     """Probability of every sequence of `length` tokens under the target."""
     joint = {(): 1.0}

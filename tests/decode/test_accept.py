@@ -1,5 +1,6 @@
-"""Acceptance is exact: by enumeration for the rule, by equality with it for the jitted program."""
+"""The jitted rules equal the plain ones, whose exactness test_exact.py shows by enumeration."""
 
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -8,23 +9,22 @@ import numpy as np
 import pytest
 from reference import (
     Injected,
-    autoregressive_joint,
     block_accept,
+    children_of,
     coupled_accept,
-    random_table,
-    speculative_joint,
-    total_variation,
+    draw_tree,
+    path_tokens,
+    random_distributions,
+    recursive_accept,
 )
 from scipy import stats
 
 from specjax.config import Strategy
-from specjax.decode.accept import accept, accept_block, accept_coupled
+from specjax.decode.accept import accept, accept_block, accept_coupled, accept_recursive
 from specjax.decode.noise import (
     DRAFT,
-    RESIDUAL,
     empty_ring,
     refill,
-    request_keys,
     round_noise,
     target_noise,
 )
@@ -34,6 +34,9 @@ from specjax.decode.tree import build_tree, grown_shape
 
 CASES = 10_000
 ALPHA = 1e-6
+
+
+UNEVEN = ((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0))
 
 
 def chain(steps):
@@ -54,64 +57,7 @@ def accept_logits(mode, tree, tokens, logits, temperature, draft_logits, keys, r
     return accept(plan, state, draft, tempered(logits, temperature))
 
 
-# --- the rule is exact ----------------------------------------------------------------------------
-
-
-def block_round(p, q, steps, accept_rule=block_accept):
-    """One round on tables: drafts sampled from q, then the rule; all randomness from the tape."""
-
-    def one_round(tape, context):
-        drafted = []
-        for _ in range(steps):
-            drafted.append(tape.pick(q((*context, *drafted))))
-        contexts = [(*context, *drafted[:i]) for i in range(steps + 1)]
-        p_rows = np.array([p(c) for c in contexts])
-        q_rows = np.array([q(c) for c in contexts[:-1]])
-        return accept_rule(p_rows, q_rows, drafted, tape.flip, tape.pick)[0]
-
-    return one_round
-
-
-@pytest.mark.parametrize(
-    ("vocab", "steps", "sharpness", "seed"), [(4, 2, 1.0, 0), (4, 2, 3.0, 1), (4, 3, 1.5, 2)]
-)
-def test_block_verification_gives_the_autoregressive_joint_exactly(vocab, steps, sharpness, seed):
-    generator = np.random.default_rng(seed)
-    p = random_table(generator, vocab, sharpness)
-    q = random_table(generator, vocab, sharpness)
-    emitted = speculative_joint(block_round(p, q, steps), length=3)
-    assert total_variation(emitted, autoregressive_joint(p, 3, vocab)) < 1e-12
-
-
-def test_enumeration_sees_the_bias_of_a_correction_from_the_full_target():
-    def from_full_target(p, q, drafted, flip, pick):
-        emitted, thresholds = block_accept(p, q, drafted, flip, lambda weights: 0)
-        kept = len(emitted) - 1
-        return [*emitted[:kept], pick(p[kept])], thresholds
-
-    generator = np.random.default_rng(0)
-    p, q = random_table(generator, 4, 1.0), random_table(generator, 4, 1.0)
-    emitted = speculative_joint(block_round(p, q, 2, from_full_target), length=3)
-    assert total_variation(emitted, autoregressive_joint(p, 3, 4)) > 0.02
-
-
 # --- the jitted rules equal the plain ones --------------------------------------------------------
-
-
-def random_distributions(generator, *shape):
-    """Some smooth, some peaked, some with zero masses and ties, some one-hot."""
-    *lead, vocab = shape
-    kind = generator.integers(0, 4, lead)[..., None]
-    smooth = generator.dirichlet(np.ones(vocab), lead)
-    peaked = generator.dirichlet(np.full(vocab, 0.1), lead)
-    counts = (
-        generator.integers(0, 3, shape)
-        + np.eye(vocab, dtype=int)[generator.integers(0, vocab, lead)]
-    )
-    one_hot = np.eye(vocab)[generator.integers(0, vocab, lead)]
-    mixed = np.where(kind == 0, smooth, np.where(kind == 1, peaked, one_hot))
-    mixed = np.where(kind == 2, counts / counts.sum(-1, keepdims=True), mixed)
-    return mixed.astype(np.float32)
 
 
 def draw(generator, probabilities):
@@ -123,8 +69,8 @@ def draw(generator, probabilities):
 def test_accept_block_equals_the_plain_rule_on_random_cases_with_ties_zeros_and_equal_p_q():
     generator = np.random.default_rng(0)
     steps, vocab = 3, 5
-    p = random_distributions(generator, CASES, steps + 1, vocab)
-    q = random_distributions(generator, CASES, steps, vocab)
+    p = random_distributions(generator, CASES, steps + 1, vocab).astype(np.float32)
+    q = random_distributions(generator, CASES, steps, vocab).astype(np.float32)
     same = generator.random((CASES, steps)) < 0.3
     q = np.where(same[..., None], p[:, :-1], q)
     drafted = draw(generator, q)
@@ -243,75 +189,6 @@ def test_the_first_of_these_trees_gives_the_same_under_every_rule_for_trees(mode
     assert int(out.count[0]) == 4 and out.tokens[0].tolist() == [3, 4, 5, 18]
 
 
-def many_keys(count):
-    words = np.stack([np.full(5, 7, np.uint32)] * count)
-    words[:, 4] = np.arange(count)
-    return jax.jit(request_keys)(words)
-
-
-def test_acceptance_is_the_overlap_and_the_residual_holds_what_the_draft_gives_too_rarely():
-    p, q, trials = np.array([0.7, 0.2, 0.1]), np.array([0.3, 0.4, 0.3]), 100_000
-    keys = many_keys(trials)
-
-    @jax.jit
-    def run(keys, root, temperature, p, q):
-        """Distributions come in as arguments: XLA would compute with constants as it compiles."""
-        logits, draft_logits = (
-            jnp.broadcast_to(jnp.log(x), (trials, rows, 3)) for x, rows in ((p, 2), (q, 1))
-        )
-        noise = round_noise(keys, DRAFT, root, [0], 3)[:, 0]
-        drafted = jnp.argmax(draft_logits[:, 0] + noise, -1)
-        tokens = jnp.stack([jnp.zeros_like(drafted), drafted], axis=1)
-        args = ("block", chain(1), tokens, logits, temperature, draft_logits, keys, root)
-        return drafted, accept_logits(*args)
-
-    root, temperature = np.full(trials, 3), np.ones(trials, np.float32)
-    drafted, out = run(keys, root, temperature, np.float32(p), np.float32(q))
-    accepted = np.asarray(out.count) == 2
-    first = np.asarray(out.tokens)[:, 0]
-    assert abs(accepted.mean() - 0.6) < 5 * np.sqrt(0.24 / trials)
-    assert (first[accepted] == np.asarray(drafted)[accepted]).all()
-    assert (first[~accepted] == 0).all()
-    assert stats.chisquare(np.bincount(first, minlength=3), p * trials).pvalue > ALPHA
-
-
-def opposite_first_tokens(draft_domain, trials, vocab=16):
-    """First emitted tokens when the draft's logits are the target's with the sign changed."""
-    logits = 1.5 * np.random.default_rng(4).normal(size=vocab).astype(np.float32)
-    root, keys = np.full(trials, 8), many_keys(trials)
-    temperature = np.ones(trials, np.float32)
-
-    @jax.jit  # a program of its own: XLA would draw the same noise once and fuse it everywhere
-    def draw(keys, root, logits):
-        noise = round_noise(keys, draft_domain, root, [0], vocab)[:, 0]
-        return jnp.argmax(-logits + noise, -1)
-
-    @jax.jit
-    def run(keys, root, temperature, logits, drafted):
-        target = jnp.broadcast_to(logits, (trials, 2, vocab))
-        tokens = jnp.stack([jnp.zeros_like(drafted), drafted], axis=1)
-        args = ("block", chain(1), tokens, target, temperature, -target[:, :1], keys, root)
-        return accept_logits(*args).tokens[:, 0]
-
-    drafted = draw(keys, root, logits)
-    counts = np.bincount(run(keys, root, temperature, logits, drafted), minlength=vocab)
-    expected = np.asarray(jax.nn.softmax(logits), np.float64)
-    return stats.chisquare(counts, expected / expected.sum() * trials).pvalue
-
-
-TRIALS = [30_000, pytest.param(200_000, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("trials", TRIALS)
-def test_a_draft_opposed_to_the_target_leaves_the_targets_distribution(trials):
-    assert opposite_first_tokens(DRAFT, trials) > ALPHA
-
-
-@pytest.mark.parametrize("trials", TRIALS)
-def test_the_drafts_noise_used_again_for_the_residual_is_seen_as_biased(trials):
-    assert opposite_first_tokens(RESIDUAL, trials) < ALPHA
-
-
 SLOWLY = [pytest.param(size, marks=pytest.mark.slow) for size in (100, 151936)]
 
 
@@ -399,3 +276,229 @@ def test_tokens_drawn_from_a_broken_drafts_logits_follow_the_q_that_block_divide
     q = np.asarray(jax.nn.softmax(logits), np.float64)
     np.testing.assert_allclose(q, 1 / vocab)
     assert stats.chisquare(drawn, q * trials).pvalue > ALPHA
+
+
+# --- recursive ------------------------------------------------------------------------------------
+
+
+def tree_of(spec):
+    return build_tree(Strategy.parse(spec))
+
+
+@functools.cache
+def rule_of(spec):
+    """The jitted rule: a function of its own for every tree and not for every call."""
+    return jax.jit(functools.partial(accept_recursive, tree_of(spec)))
+
+
+def never(batch):
+    return np.zeros(batch, bool)
+
+
+def random_case(generator, tree, cases, vocab):
+    """Rows p and q and trees drawn from q, as the rule will meet them and worse."""
+    parent = tree.shape.parent
+    p = random_distributions(generator, cases, tree.rows, vocab)
+    q = random_distributions(generator, cases, tree.rows, vocab)
+    q = np.where(generator.random((cases, tree.rows, 1)) < 0.3, p, q)
+    # Half of the drafts get a p that likes them, so that walks go deep.
+    likeable = generator.random(cases) < 0.5
+    tokens = np.full((cases, tree.rows), -1, np.int32)
+    for i in range(cases):
+        for row in tree.expanded_rows:
+            # Gumbel-top-k: a draw without replacement, as long as the support lasts.
+            with np.errstate(divide="ignore"):
+                scores = np.log(q[i, row]) + generator.gumbel(size=vocab)
+            children = children_of(parent, row)
+            ids = np.argsort(-scores)[: len(children)]
+            drawn = np.where(scores[ids] > -np.inf, ids, -1)
+            tokens[i, children] = np.pad(drawn, (0, len(children) - len(ids)), constant_values=-1)
+            if likeable[i]:
+                p[i, row] = (p[i, row] + q[i, row]) / 2
+    tokens[:, 1:][generator.random((cases, tree.rows - 1)) < 0.03] = -1
+    foreign = generator.random(tokens.shape) < 0.02  # not drawn from q at all
+    tokens = np.where(foreign, generator.integers(0, vocab, tokens.shape), tokens)
+    return p.astype(np.float32), q.astype(np.float32), tokens.astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("spec", "vocab"),
+    [
+        ("3_1_4", 5),
+        ("default", 6),
+        ("4x1", 3),
+        (UNEVEN, 5),
+        pytest.param("2x2", 5, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_accept_recursive_equals_the_plain_rule_on_random_cases(spec, vocab):
+    """Ties, zero masses, p = q, more children than tokens, missing drafts, drafts not from q."""
+    generator = np.random.default_rng(3)
+    tree, cases = tree_of(spec), CASES // 5
+    p, q, tokens = random_case(generator, tree, cases, vocab)
+    coins = generator.random((cases, tree.rows - 1)).astype(np.float32)
+    noise = generator.gumbel(size=(cases, vocab)).astype(np.float32)
+    out = rule_of(spec)(tokens, p, q[:, tree.expanded_rows], coins, noise, never(cases))
+    emitted, path, count = map(np.asarray, out)
+
+    close_calls, lengths, parent = 0, np.zeros(tree.steps + 2, int), tree.shape.parent
+    for i in range(cases):
+        injected = Injected(coins[i], noise[i])
+        rows = p[i].astype(np.float64), q[i].astype(np.float64)
+        args = parent, tokens[i].tolist(), *rows, injected.flip, injected.pick
+        expected, rows = recursive_accept(*args)
+        lengths[len(expected)] += 1
+        if emitted[i, : count[i]].tolist() != expected or path[i, : count[i]].tolist() != rows:
+            # float32 against float64 may decide a coin or a draw that hangs by a hair.
+            assert min(injected.margins) < 1e-5, f"case {i}"
+            close_calls += 1
+    assert close_calls < max(cases / 1000, 3)
+    assert (lengths[1:] > cases / 50).all()  # every length occurs often
+
+
+def test_a_dynamic_tree_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match="shape is fixed before sampling"):
+        accept_recursive(tree_of("3_2_6"), *[None] * 6)
+
+
+# --- one node at a time ---------------------------------------------------------------------------
+
+
+def one_node(p, q, drafted, coins, noise=None, greedy=False):
+    """Emitted tokens when siblings are tried below the root; accepted ones end at a flat row."""
+    spec, vocab = f"{len(drafted)}", len(p)
+    rows = np.full((1, tree_of(spec).rows, vocab), 1 / vocab, np.float32)
+    rows[0, 0] = p
+    out = rule_of(spec)(
+        np.array([[0, *drafted]], np.int32),
+        rows,
+        np.array([[q]], np.float32),
+        np.array([coins], np.float32),
+        np.zeros((1, vocab), np.float32) if noise is None else np.array([noise], np.float32),
+        np.array([greedy]),
+    )
+    return out.tokens[0, : int(out.count[0])].tolist(), out.path[0, : int(out.count[0])].tolist()
+
+
+def test_a_second_sibling_is_tested_against_the_residual_and_what_is_left_of_q():
+    """After losing token 0: p = (0, .8, .2), q = (0, .5, .5): token 2 is worth .4, token 1 more."""
+    p, q = (0.2, 0.6, 0.2), (0.6, 0.2, 0.2)
+    assert one_node(p, q, [0, 1], coins=[0.34, 0.999])[0][0] == 1
+    p, q = (0.2, 0.5, 0.3), (0.6, 0.2, 0.2)  # residual (0, .75, .25), rest of q (0, .5, .5)
+    assert one_node(p, q, [0, 2], coins=[0.34, 0.49])[1] == [0, 2]
+    assert one_node(p, q, [0, 2], coins=[0.34, 0.51])[1] == [0]
+    # Token 2 gone as well: (.75 - .5, .25 - .5)+ leaves token 1, whatever the noise says.
+    assert one_node(p, q, [0, 2], coins=[0.34, 0.51], noise=[9, 0, 9])[0] == [1]
+
+
+def test_a_missing_draft_changes_neither_p_nor_q_for_its_siblings():
+    p, q = (0.2, 0.5, 0.3), (0.6, 0.2, 0.2)
+    for coin in (0.32, 0.34):
+        whole = one_node(p, q, [0, 2], coins=[coin, 0.45])
+        missing = one_node(p, q, [-1, 0, 2], coins=[0.5, coin, 0.45])
+        assert missing[0] == whole[0]
+    assert one_node(p, q, [-1, -1], coins=[0.5, 0.5], noise=[5, 0, 0])[0] == [0]  # all of p is left
+
+
+def test_a_draft_that_q_gives_no_mass_is_never_accepted_and_nothing_is_divided_by_zero():
+    p, q = (0.5, 0.5, 0.0), (0.0, 1.0, 0.0)
+    with jax.debug_nans(True):
+        assert one_node(p, q, [0], coins=[1e-30], noise=[5, 0, 0]) == ([0], [0])
+        # q is used up by its only token: the second cannot have been drawn.
+        assert one_node(p, q, [1, 0], coins=[0.6, 1e-30], noise=[0, 5, 5]) == ([0], [0])
+
+
+def test_a_draft_that_p_gives_no_mass_is_rejected_by_the_smallest_coin():
+    """Coin times q is zero in float32, as p is: equality must not accept."""
+    p, q = (1.0, 0.0), (1.0, 1e-20)
+    assert one_node(p, q, [1], coins=[1e-30], noise=[0, 9]) == ([0], [0])
+
+
+def test_equal_p_and_q_accept_the_first_child_for_every_coin_below_one():
+    p = (0.1, 0.2, 0.7)
+    assert one_node(p, p, [1, 2], coins=[np.nextafter(np.float32(1), np.float32(0)), 0.5])[1] == [
+        0,
+        1,
+    ]
+
+
+def test_an_empty_residual_keeps_the_target():
+    """p below q everywhere, as rounding can make it: there is still a token to draw."""
+    p, q = (0.3, 0.3, 0.3999), (0.3, 0.3, 0.4)
+    assert one_node(p, q, [2], coins=[0.99999], noise=[0, 9, 0]) == ([1], [0])
+
+
+@pytest.mark.parametrize("coin", [1e-30, 1 - 1e-7])
+def test_greedy_slots_accept_the_argmax_whatever_q_and_the_coins_are(coin):
+    p = (0.0, 0.0, 1.0, 0.0)
+    for q in (p, (1.0, 0, 0, 0), (0.25,) * 4):
+        assert one_node(p, q, [0, 3, 2], coins=[coin] * 3, greedy=True)[1] == [0, 3]
+        assert one_node(p, q, [0, 3, -1], coins=[coin] * 3, greedy=True) == ([2], [0])
+
+
+# --- distributions --------------------------------------------------------------------------------
+
+
+def sampled_trees(spec, p_logits, q_logits, trials, seed=0):
+    """First tokens [trials] and counts when siblings are drawn by Gumbel-top-k; one p, one q."""
+    tree, vocab = tree_of(spec), len(p_logits)
+
+    @jax.jit
+    def run(key, p_logits, q_logits):
+        """Distributions come in as arguments: XLA would compute with constants as it compiles."""
+        p = jnp.broadcast_to(jax.nn.softmax(p_logits), (trials, tree.rows, vocab))
+        q = jnp.broadcast_to(jax.nn.softmax(q_logits), (trials, len(tree.expanded_rows), vocab))
+        draft, accept, residual = jax.random.split(key, 3)
+        tokens = jnp.zeros((trials, tree.rows), jnp.int32)
+        noise = jax.random.gumbel(draft, (trials, len(tree.expanded_rows), vocab), mode="high")
+        for i, row in enumerate(tree.expanded_rows):
+            children = children_of(tree.shape.parent, row)
+            ids = jax.lax.top_k(q_logits + noise[:, i], len(children))[1]
+            tokens = tokens.at[:, np.array(children)].set(ids)
+        coins = jax.random.uniform(accept, (trials, tree.rows - 1), minval=1e-30)
+        final = jax.random.gumbel(residual, (trials, vocab), mode="high")
+        return accept_recursive(tree, tokens, p, q, coins, final, jnp.zeros(trials, bool))
+
+    return run(jax.random.key(seed), np.float32(p_logits), np.float32(q_logits))
+
+
+OPPOSED = 1.5 * np.random.default_rng(4).normal(size=16).astype(np.float32)
+
+
+@functools.cache
+def opposed_trees(spec, trials):
+    return sampled_trees(spec, OPPOSED, -OPPOSED, trials)
+
+
+@pytest.mark.parametrize(("spec", "trials"), [("1_1_2", 50_000), ("3", 50_000), ("2x2", 20_000)])
+def test_first_tokens_follow_the_target_when_the_draft_is_opposed_to_it(spec, trials):
+    out = opposed_trees(spec, trials)
+    expected = np.asarray(jax.nn.softmax(OPPOSED), np.float64)
+    counts = np.bincount(out.tokens[:, 0], minlength=16)
+    assert stats.chisquare(counts, expected / expected.sum() * trials).pvalue > ALPHA
+
+
+def test_siblings_raise_the_acceptance_rate():
+    alone, three = ((opposed_trees(spec, 50_000).count == 2).mean() for spec in ("1_1_2", "3"))
+    assert alone > 0.05 and three > alone + 0.05
+
+
+def test_draws_of_the_plain_reference_are_those_of_a_gumbel_top_k():
+    """Draw order matters to the rule: both give (q_a)(q_b / (1 - q_a)) for the pair (a, b)."""
+    q = np.array([0.5, 0.3, 0.2])
+    noise = np.random.default_rng(0).gumbel(size=(100_000, 3))
+    pairs = np.argsort(-(np.log(q) + noise), axis=1)[:, :2]
+    for a, b in [(0, 1), (1, 0), (2, 1)]:
+        expected = q[a] * q[b] / (1 - q[a])
+        share = ((pairs[:, 0] == a) & (pairs[:, 1] == b)).mean()
+        assert abs(share - expected) < 0.01
+        picks = iter([a, b])
+
+        def pick(weights, picks=picks):
+            chosen = next(picks)
+            assert weights[chosen] == pytest.approx(q[chosen]) and weights.sum() <= 1 + 1e-9
+            return chosen
+
+        tokens = draw_tree([0, 0, 0], lambda context: q, (), pick)
+        assert [path_tokens([0, 0, 0], tokens, row) for row in (1, 2)] == [(a,), (b,)]

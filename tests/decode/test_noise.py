@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.decode import noise
@@ -126,10 +126,6 @@ def test_private_noise_differs_by_domain_root_and_node():
     assert len(np.unique(np.stack(drawn))) == len(drawn) * VOCAB
 
 
-def test_domains_are_distinct():
-    assert len({noise.TARGET, noise.DRAFT, noise.ACCEPT, noise.RESIDUAL}) == 4
-
-
 def ring_of(keys, roots, wanted, ring=None, positions=5, count=None, refill=noise.refill):
     if ring is None:
         ring = noise.empty_ring(len(keys), positions, VOCAB)
@@ -186,7 +182,44 @@ def test_the_next_noise_of_a_large_vocabulary_is_drawn_for_those_who_want_it_onl
     np.testing.assert_array_equal(some, jnp.where(wanted[:, None, None], everyone, 0.0))
 
 
-def test_a_ring_draws_nothing_for_slots_that_want_nothing():
-    keys = keys_of((0, PROMPT, 0), (1, PROMPT, 0))
-    assert ring_of(keys, [3, 8], [False, False]).drawn.tolist() == [0, 0]
-    assert ring_of(keys, [3, 8], [False, True]).drawn.tolist() == [0, 5]
+# --- the generator --------------------------------------------------------------------------------
+
+WORDS = st.integers(0, 2**32 - 1)
+
+
+def test_known_answers_of_the_paper():
+    """Random123's kat_vectors, threefry 2x32 with 20 rounds."""
+    for key, counter, wanted in [
+        ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
+        ((0xFFFFFFFF,) * 2, (0xFFFFFFFF,) * 2, (0x1CB996FC, 0xBB002BE7)),
+        ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
+    ]:
+        got = noise.threefry2x32(jnp.array(key, jnp.uint32), *map(jnp.uint32, counter))
+        assert tuple(map(int, got)) == wanted
+
+
+@settings(max_examples=10)
+@given(WORDS, WORDS, WORDS, st.sampled_from([(), (1,), (7,), (3, 40), (2, 3, 5)]))
+def test_numbers_are_those_of_jax(a, b, data, shape):
+    words = jnp.array([a, b], jnp.uint32)
+    mine, theirs = noise.key_of(words), jax.random.wrap_key_data(words, impl="threefry2x32")
+    for draw in (
+        lambda key: jax.random.bits(key, shape),
+        lambda key: jax.random.uniform(key, shape),
+        lambda key: jax.random.gumbel(key, shape, mode="high"),
+        lambda key: jax.random.key_data(jax.random.fold_in(key, data)),
+        lambda key: jax.random.key_data(jax.random.split(key, 3)),
+    ):
+        np.testing.assert_array_equal(draw(mine), draw(theirs))
+
+
+def test_it_is_one_operation_without_a_loop():
+    text = jax.jit(lambda key: jax.random.bits(noise.key_of(key), (300,))).lower(
+        jnp.zeros(2, jnp.uint32)
+    ).compile().as_text()  # fmt: skip
+    assert "while" not in text
+
+
+def test_numbers_of_other_widths_are_refused():
+    with pytest.raises(ValueError, match="32 bits"):
+        jax.random.bits(noise.key_of(jnp.zeros(2, jnp.uint32)), (2,), jnp.uint8)

@@ -79,36 +79,6 @@ def plain_case(**options) -> Case:
     return case
 
 
-@pytest.mark.parametrize(
-    "options, field",
-    [
-        ({"allowed": frozenset(range(V)) - {1}}, "outside_mask"),
-        ({"bad_word": (7, 1)}, "outside_mask"),
-        ({"top_k": 1}, "outside_filter"),
-        ({"top_p": 0.5}, "outside_filter"),
-        ({}, None),
-    ],
-)
-def test_a_draft_token_that_cannot_be_sampled_is_labelled_by_what_forbids_it(options, field):
-    case = plain_case(**options)
-    rejections = written(case, make_plan("1_1_2")).rejections
-    assert rejections.valid[1, 0] and rejections.target_token[1, 0] == 0
-    for name in ("outside_mask", "outside_filter", "penalty_changed"):
-        assert rejections._asdict()[name][1, 0] == (name == field)
-    assert np.isneginf(rejections.draft_token_target_logprob[1, 0]) == (field is not None)
-
-
-def test_a_bad_word_that_begins_within_the_draft_is_a_mask_at_that_branch():
-    case = random_case(0, batch=1, tree="2_1_3")
-    case.slots = [Slot(prompt=[5, 6], output=[7], bad_word=(0, 1))]
-    case.tokens[0] = (7, 0, 1)
-    case.logits[0, :] = [4.0, 3.0, 2.0, 1.0] + [-4.0] * (V - 4)
-    case.noise[:], case.cut = 0.0, 9
-    rejections = written(case, make_plan("2_1_3")).rejections
-    assert rejections.depth[1, 0] == 2 and rejections.outside_mask[1, 0]
-    assert not rejections.outside_filter[1, 0]
-
-
 @pytest.mark.parametrize("part", ["masks", "filters"])
 def test_masks_and_filters_are_told_apart_when_only_one_of_them_is_compiled_in(part):
     masks = part == "masks"
@@ -119,26 +89,6 @@ def test_masks_and_filters_are_told_apart_when_only_one_of_them_is_compiled_in(p
     assert rejections.outside_filter[1, 0] == (not masks)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_penalty_is_blamed_exactly_where_it_changes_the_choice(temperature):
-    # Without its penalty token 1 (seen in the prompt) would win; with it token 0 does.
-    case = plain_case(temperature=temperature, repetition=2.0)
-    case.slots[0].prompt = [1, 6]
-    case.logits[0, 0, 1] = 5.0
-    assert written(case, make_plan("1_1_2")).rejections.penalty_changed[1, 0]
-    case.logits[0, 0, 1] = 3.0  # then it loses either way
-    assert not written(case, make_plan("1_1_2")).rejections.penalty_changed[1, 0]
-
-
-def test_a_penalty_is_judged_with_the_noise_that_decided():
-    case = plain_case(repetition=2.0)
-    case.slots[0].prompt = [1, 6]
-    case.noise[0, 0, 3] = 9.0  # token 3 wins, with penalty and without
-    case.logits[0, 0, 1] = 5.0
-    rejections = written(case, make_plan("1_1_2")).rejections
-    assert rejections.target_token[1, 0] == 3 and not rejections.penalty_changed[1, 0]
-
-
 @pytest.mark.parametrize("mode", ["block", "recursive"])
 def test_without_common_noise_a_penalty_is_judged_by_the_most_likely_token(mode):
     case = plain_case(repetition=2.0)
@@ -146,20 +96,6 @@ def test_without_common_noise_a_penalty_is_judged_by_the_most_likely_token(mode)
     case.noise[0, 0, 3] = 9.0
     case.logits[0, 0, 1] = 5.0
     assert written(case, make_plan("1_1_2", mode=mode)).rejections.penalty_changed[1, 0]
-
-
-def test_a_path_accepted_to_a_leaf_is_no_rejection():
-    case = plain_case()
-    case.tokens[0, 1] = 0
-    rejections = written(case, make_plan("1_1_2")).rejections
-    assert rejections.accepted[1, 0] == 1 and not rejections.valid[1, 0]
-
-
-def test_a_row_without_valid_drafts_rejects_nothing():
-    case = plain_case()
-    case.tokens[0, 1] = -1
-    rejections = written(case, make_plan("1_1_2")).rejections
-    assert rejections.accepted[1, 0] == 0 and not rejections.valid[1, 0]
 
 
 def test_a_tree_whose_shape_differs_by_slot_is_read_by_slot():

@@ -87,24 +87,6 @@ def test_random_cases_exercise_every_option():
 # --- penalties along branches ---------------------------------------------------------------------
 
 
-def greedy_walk(scores, draft):
-    """What a chain of drafts emits: the target's choices up to the first that is no draft."""
-    emitted = []
-    for row in range(len(draft) + 1):
-        emitted.append(int(np.argmax(scores[row])))
-        if row < len(draft) and emitted[-1] != draft[row]:
-            break
-    return emitted
-
-
-def test_frequency_penalty_counts_the_drafts_before_it():
-    logits = np.zeros((1, 4, VOCAB), np.float32)
-    logits[..., 1], logits[..., 15] = 100.0, 99.0
-    slots = [Slot(SamplingParams(temperature=0, frequency_penalty=1.5), [2])]
-    scores = scores_of(logits, slots, [[[], [1], [1, 1], [1, 1, 1]]])
-    assert greedy_walk(scores[0], [1, 1, 1]) == [1, 15]
-
-
 def test_penalties_are_per_branch_and_not_per_round():
     logits = np.full((1, 5, VOCAB), 1.0, np.float32)
     slots = [Slot(SamplingParams(frequency_penalty=0.5), [0])]
@@ -134,12 +116,6 @@ def test_repeats_on_the_path_count_once_or_each_time_and_the_prompt_only_for_rep
     assert [(float(s[6]), float(s[7])) for s in scores] == expected
 
 
-def test_repetition_multiplies_negative_logits():
-    logits = np.array([[[2.0, -2.0, 0.0, 2.0, -2.0, 0.0]]], np.float32)
-    scores = scores_of(logits, [Slot(SamplingParams(repetition_penalty=1.25), [0, 1, 2])])
-    np.testing.assert_array_equal(scores[0, 0], np.float32([1.6, -2.5, 0.0, 2.0, -2.0, 0.0]))
-
-
 def test_a_missing_token_on_the_path_touches_nothing():
     logits = np.random.default_rng(0).normal(0, 5, (1, 2, VOCAB)).astype(np.float32)
     slots = [Slot(SamplingParams(frequency_penalty=0.5, bad_words=((3, 4),)), [0])]
@@ -160,35 +136,6 @@ def test_bad_words_are_banned_on_the_branch_that_began_them():
     params = SamplingParams(bad_words=((11,), (2, 5, 7, 9), (5, 7, 12), (6, 7, 9)))
     scores = scores_of(logits, [Slot(params, [1], [2])], [[[], [5], [6], [5, 7], [6, 7]]])[0]
     assert [impossible(row) for row in scores] == [{11}, {11}, {11}, {9, 11, 12}, {9, 11}]
-
-
-def test_a_bad_word_that_the_context_began_is_banned_at_the_root_only():
-    logits = np.zeros((1, 2, VOCAB), np.float32)
-    slots = [Slot(SamplingParams(bad_words=((1, 2, 5),)), [1], [2])]
-    scores = scores_of(logits, slots, [[[], [2]]])[0]
-    assert [impossible(row) for row in scores] == [{5}, set()]
-
-
-def test_a_bad_word_longer_than_the_sequence_is_not_begun():
-    logits = np.zeros((1, 1, VOCAB), np.float32)
-    slots = [Slot(SamplingParams(bad_words=((4, 2, 5), (1, 1, 2, 6))), [2])]
-    assert impossible(scores_of(logits, slots)[0, 0]) == set()
-
-
-def test_allowed_ids_hold_at_every_depth():
-    logits = np.zeros((1, 3, VOCAB), np.float32)
-    params = SamplingParams(allowed_token_ids=(0, 31, 32, VOCAB - 1), bad_words=((31, 32),))
-    scores = scores_of(logits, [Slot(params, [1])], [[[], [31], [31, 0]]])[0]
-    possible = [set(range(VOCAB)) - impossible(row) for row in scores]
-    assert possible == [{0, 31, 32, 39}, {0, 31, 39}, {0, 31, 32, 39}]
-
-
-def test_stop_tokens_are_masked_until_the_minimum_length_at_each_depth():
-    logits = np.zeros((1, 4, VOCAB), np.float32)
-    # One token is out (the root), so row d decides output token number d + 2.
-    slots = [Slot(SamplingParams(min_tokens=3), [1, 1], [2], STOPS)]
-    scores = scores_of(logits, slots, [[[], [5], [5, 5], [5, 5, 5]]])[0]
-    assert [impossible(row) for row in scores] == [{3, 4}, {3, 4}, set(), set()]
 
 
 def test_bad_words_that_leave_nothing_are_lifted_for_that_row_and_allowed_ids_stay():

@@ -185,12 +185,6 @@ def test_a_strategy_that_cannot_be_is_refused_with_what_to_do_instead(spec, said
         assert words in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["off", "disable", "none", "OFF"])
-def test_every_name_of_plain_decoding_is_off(name):
-    assert SpecConfig(strategy=name).is_off
-    assert SpecConfig(strategy=name, acceptance="block").is_off
-
-
 def test_a_speculation_config_refuses_what_it_cannot_do_when_it_is_made():
     refused = [
         (dict(strategy="4x2x1", acceptance="block"), "chains only.*'4x2x1'.*recursive.*coupled"),
